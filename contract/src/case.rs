@@ -1,0 +1,75 @@
+//! One question to an implementation, and its answer.
+
+use crate::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// How an implementation is asked to run; no setting may move a bit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Config {
+    /// Instruction set by name (`scalar`, `avx2`, ..); `None` leaves the choice to the implementation.
+    pub isa: Option<String>,
+    /// Number of threads; `None` leaves the choice to the implementation.
+    pub threads: Option<usize>,
+    /// Workspace limit in bytes; `None` means no limit.
+    pub budget: Option<usize>,
+}
+
+/// An op, its parameters and its inputs: everything that decides the answer's bits, plus a [`Config`] that must not.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Unique and stable: `<op>/<dtype>/<stem>`.
+    pub name: String,
+    /// The op's stem, for example `rms_norm`.
+    pub op: String,
+    /// The dtype of the floating-point outputs.
+    pub out: DType,
+    /// Parameters as they stand on the wire.
+    pub params: BTreeMap<String, String>,
+    /// Inputs by their names in the specification.
+    pub inputs: BTreeMap<String, Tensor>,
+    /// How to run it.
+    pub config: Config,
+}
+
+/// Whether an implementation answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// The outputs are there.
+    Ok,
+    /// The implementation does not offer this combination; `reason` says which.
+    Unsupported,
+    /// It should have answered and could not; `reason` says why.
+    Error,
+}
+
+/// What an implementation returned for a [`Case`].
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// Whether there are outputs.
+    pub status: Status,
+    /// Why there are none; empty when `status` is ok.
+    pub reason: String,
+    /// What actually ran, for example `gemm/avx512bf16`.
+    pub kernel: String,
+    /// Outputs by their names in the specification.
+    pub outputs: BTreeMap<String, Tensor>,
+}
+
+impl Answer {
+    /// An answer with outputs.
+    pub fn ok(kernel: impl Into<String>, outputs: BTreeMap<String, Tensor>) -> Answer {
+        Answer { status: Status::Ok, reason: String::new(), kernel: kernel.into(), outputs }
+    }
+
+    /// A combination the implementation does not offer.
+    pub fn unsupported(reason: impl Into<String>) -> Answer {
+        Answer { status: Status::Unsupported, reason: reason.into(), kernel: String::new(), outputs: BTreeMap::new() }
+    }
+
+    /// A failure to answer.
+    pub fn error(reason: impl Into<String>) -> Answer {
+        Answer { status: Status::Error, reason: reason.into(), kernel: String::new(), outputs: BTreeMap::new() }
+    }
+}

@@ -1,0 +1,11 @@
+//! What is right: specifications, f64 oracles, cases, axes, bounds, verdicts and the wire.
+//!
+//! This crate knows no implementation. Facts move one way through its types:
+//! TOML -> [`case::Case`] -> [`case::Answer`] -> [`verdict::Verdict`] -> [`record::Record`].
+#![forbid(unsafe_code)]
+
+pub mod case;
+pub mod record;
+pub mod tensor;
+pub mod verdict;
+pub mod wire;

@@ -1,0 +1,119 @@
+//! One judged fact as one JSON line, and the facts of the run as a whole.
+
+use crate::tensor::DType;
+use crate::verdict::Verdict;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Version of the record schema; a reader refuses a newer one.
+pub const SCHEMA: u32 = 1;
+
+/// The three ways an answer is judged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Judgment {
+    /// Against the f64 oracle, within the contract's bounds.
+    Accuracy,
+    /// Against the implementation's own answer under another setting, bit for bit.
+    Invariance,
+    /// Against blessed or independently computed outputs, bit for bit.
+    Golden,
+}
+
+impl Judgment {
+    /// All judgments, in the order tables print them.
+    pub const ALL: [Judgment; 3] = [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden];
+
+    /// The stable name used in records and tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Judgment::Accuracy => "accuracy",
+            Judgment::Invariance => "invariance",
+            Judgment::Golden => "golden",
+        }
+    }
+}
+
+/// Measured error of one answer against the oracle.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measure {
+    /// Elements compared.
+    pub samples: usize,
+    /// Largest |found - oracle| in ulp of the output dtype.
+    pub max_ulp: f64,
+    /// 99th percentile of the same.
+    pub p99_ulp: f64,
+    /// Share of elements equal to the correctly rounded oracle.
+    pub correctly_rounded: f64,
+    /// Largest |found - oracle|.
+    pub max_abs: f64,
+    /// Largest error as a share of the bound it was held to; at most 1 passes.
+    pub of_bound: f64,
+}
+
+/// One judgment on one case of one implementation: a line of `records.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`SCHEMA`] when written.
+    pub schema: u32,
+    /// SHA-256 of the contract's files, in hex.
+    pub contract: String,
+    /// The row set, for example `tight`.
+    pub rows: String,
+    /// The implementation, for example `ours/cpu`.
+    pub implementation: String,
+    /// The op's stem, or `chain` for a model.
+    pub op: String,
+    /// Threshold class: elementwise, reduction, logprob, attention, chain.
+    pub class: String,
+    /// Dtype of the floating-point inputs.
+    pub dtype: DType,
+    /// Dtype of the floating-point outputs.
+    pub out: DType,
+    /// The case's name.
+    pub case: String,
+    /// How it was judged.
+    pub judgment: Judgment,
+    /// The axis that was varied, for invariance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub axis: Option<String>,
+    /// The setting on that axis, for invariance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub setting: Option<String>,
+    /// What the implementation says it ran.
+    pub kernel: String,
+    /// What came of it.
+    pub verdict: Verdict,
+    /// Error against the oracle, for accuracy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measure: Option<Measure>,
+    /// Wall time of the judgment in seconds; the only field that differs between two equal runs.
+    pub seconds: f64,
+}
+
+/// Facts of a whole run, kept in `run.json` beside `records.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// [`SCHEMA`] when written.
+    pub schema: u32,
+    /// `samebits` and its version.
+    pub tool: String,
+    /// Contract name and version, for example `ws1 1.0.0`.
+    pub contract_name: String,
+    /// SHA-256 of the contract's files, in hex.
+    pub contract: String,
+    /// The row set.
+    pub rows: String,
+    /// The command line's arguments after the program name.
+    pub arguments: Vec<String>,
+    /// Start, seconds since 1970-01-01 UTC.
+    pub started: u64,
+    /// Whether the run came to its end; false while it runs and after an interruption.
+    pub complete: bool,
+    /// How many records the run is going to write.
+    pub planned: usize,
+    /// Wall time in seconds; 0 until complete.
+    pub seconds: f64,
+    /// Machine and build facts by name (`cpu`, `cores`, `isas`, `os`, `rustc`), printed in reports.
+    pub machine: BTreeMap<String, String>,
+}

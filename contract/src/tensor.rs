@@ -1,0 +1,219 @@
+//! A tensor whose element type is known at run time: ndarray inside, [`DType`] outside.
+
+use half::{bf16, f16};
+use ndarray::{ArrayD, Axis, IxDyn};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Element types of the contract. `fp8` is out of scope and refused by [`DType::parse`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// bfloat16: 8 significant bits.
+    Bf16,
+    /// IEEE binary16: 11 significant bits.
+    Fp16,
+    /// IEEE binary32.
+    Fp32,
+    /// Two's complement, for positions, tokens and targets.
+    I32,
+}
+
+impl DType {
+    /// The floating-point types, in the order tables print them.
+    pub const FLOATS: [DType; 3] = [DType::Bf16, DType::Fp16, DType::Fp32];
+
+    /// Parses `bf16`, `fp16`, `fp32` or `i32`.
+    pub fn parse(name: &str) -> Result<DType, String> {
+        match name {
+            "bf16" => Ok(DType::Bf16),
+            "fp16" => Ok(DType::Fp16),
+            "fp32" => Ok(DType::Fp32),
+            "i32" => Ok(DType::I32),
+            _ if name.to_ascii_lowercase().starts_with("fp8")
+                || name.to_ascii_lowercase().starts_with("f8")
+                || name.to_ascii_lowercase().starts_with("float8") =>
+            {
+                Err(format!("dtype `{name}`: fp8 is out of scope of this contract; use bf16, fp16 or fp32"))
+            }
+            _ => Err(format!("unknown dtype `{name}`; use bf16, fp16 or fp32")),
+        }
+    }
+
+    /// The name on the wire and in TOML.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::Bf16 => "bf16",
+            DType::Fp16 => "fp16",
+            DType::Fp32 => "fp32",
+            DType::I32 => "i32",
+        }
+    }
+
+    /// Bytes per element.
+    pub fn size(self) -> usize {
+        match self {
+            DType::Bf16 | DType::Fp16 => 2,
+            DType::Fp32 | DType::I32 => 4,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A dense tensor in row-major order.
+#[derive(Clone, Debug)]
+pub enum Tensor {
+    /// bfloat16 elements.
+    Bf16(ArrayD<bf16>),
+    /// binary16 elements.
+    Fp16(ArrayD<f16>),
+    /// binary32 elements.
+    Fp32(ArrayD<f32>),
+    /// 32-bit integers.
+    I32(ArrayD<i32>),
+}
+
+/// Applies one expression to whichever array a [`Tensor`] holds.
+macro_rules! each {
+    ($tensor:expr, $array:ident => $body:expr) => {
+        match $tensor {
+            Tensor::Bf16($array) => $body,
+            Tensor::Fp16($array) => $body,
+            Tensor::Fp32($array) => $body,
+            Tensor::I32($array) => $body,
+        }
+    };
+}
+
+/// Like [`each!`], but puts the result back into the same kind of tensor.
+macro_rules! map {
+    ($tensor:expr, $array:ident => $body:expr) => {
+        match $tensor {
+            Tensor::Bf16($array) => Tensor::Bf16($body),
+            Tensor::Fp16($array) => Tensor::Fp16($body),
+            Tensor::Fp32($array) => Tensor::Fp32($body),
+            Tensor::I32($array) => Tensor::I32($body),
+        }
+    };
+}
+
+impl Tensor {
+    /// A tensor from row-major bf16 elements. Panics when `shape` does not match the length.
+    pub fn bf16(shape: &[usize], data: Vec<bf16>) -> Tensor {
+        Tensor::Bf16(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+    }
+
+    /// A tensor from row-major fp16 elements. Panics when `shape` does not match the length.
+    pub fn fp16(shape: &[usize], data: Vec<f16>) -> Tensor {
+        Tensor::Fp16(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+    }
+
+    /// A tensor from row-major f32 elements. Panics when `shape` does not match the length.
+    pub fn fp32(shape: &[usize], data: Vec<f32>) -> Tensor {
+        Tensor::Fp32(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+    }
+
+    /// A tensor from row-major i32 elements. Panics when `shape` does not match the length.
+    pub fn i32(shape: &[usize], data: Vec<i32>) -> Tensor {
+        Tensor::I32(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Tensor::Bf16(_) => DType::Bf16,
+            Tensor::Fp16(_) => DType::Fp16,
+            Tensor::Fp32(_) => DType::Fp32,
+            Tensor::I32(_) => DType::I32,
+        }
+    }
+
+    /// The extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        each!(self, a => a.shape())
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        each!(self, a => a.len())
+    }
+
+    /// Whether the tensor has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The raw bits of the element at row-major position `index`, zero-extended.
+    pub fn bits(&self, index: usize) -> u32 {
+        match self {
+            Tensor::Bf16(a) => u32::from(flat(a)[index].to_bits()),
+            Tensor::Fp16(a) => u32::from(flat(a)[index].to_bits()),
+            Tensor::Fp32(a) => flat(a)[index].to_bits(),
+            Tensor::I32(a) => flat(a)[index] as u32,
+        }
+    }
+
+    /// The value of the element at row-major position `index`; exact for every dtype.
+    pub fn value(&self, index: usize) -> f64 {
+        match self {
+            Tensor::Bf16(a) => f64::from(f32::from_bits(u32::from(flat(a)[index].to_bits()) << 16)),
+            Tensor::Fp16(a) => f64::from(flat(a)[index].to_f32()),
+            Tensor::Fp32(a) => f64::from(flat(a)[index]),
+            Tensor::I32(a) => f64::from(flat(a)[index]),
+        }
+    }
+
+    /// Every element as f64, exactly, in row-major order.
+    pub fn to_f64(&self) -> Vec<f64> {
+        (0..self.len()).map(|i| self.value(i)).collect()
+    }
+
+    /// The elements as a slice when the tensor holds i32.
+    pub fn as_i32(&self) -> Option<&[i32]> {
+        match self {
+            Tensor::I32(a) => Some(flat(a)),
+            _ => None,
+        }
+    }
+
+    /// The rows `rows` of axis 0, in that order. Panics when one is out of range.
+    pub fn rows(&self, rows: &[usize]) -> Tensor {
+        map!(self, a => a.select(Axis(0), rows))
+    }
+
+    /// The little-endian bytes of the elements in row-major order.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Tensor::Bf16(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::Fp16(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::Fp32(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::I32(a) => flat(a).iter().flat_map(|v| v.to_le_bytes()).collect(),
+        }
+    }
+
+    /// A tensor from little-endian bytes; `None` when the length does not match `shape`.
+    pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Option<Tensor> {
+        let count = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        if count.checked_mul(dtype.size())? != bytes.len() {
+            return None;
+        }
+        let two = |c: &[u8]| u16::from_le_bytes([c[0], c[1]]);
+        let four = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]);
+        Some(match dtype {
+            DType::Bf16 => Tensor::bf16(shape, bytes.chunks_exact(2).map(|c| bf16::from_bits(two(c))).collect()),
+            DType::Fp16 => Tensor::fp16(shape, bytes.chunks_exact(2).map(|c| f16::from_bits(two(c))).collect()),
+            DType::Fp32 => Tensor::fp32(shape, bytes.chunks_exact(4).map(|c| f32::from_bits(four(c))).collect()),
+            DType::I32 => Tensor::i32(shape, bytes.chunks_exact(4).map(|c| four(c) as i32).collect()),
+        })
+    }
+}
+
+/// The elements of a standard-layout array. Every array in a [`Tensor`] is made in that layout.
+fn flat<T>(array: &ArrayD<T>) -> &[T] {
+    array.as_slice().expect("tensors are kept in row-major order")
+}

@@ -1,0 +1,175 @@
+//! How to run on this machine: instruction set, threads and workspace. None of it may move a bit.
+
+use crate::Error;
+use rayon::prelude::*;
+use std::collections::HashMap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// An instruction set, in ascending order of capability.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust, one element at a time.
+    Scalar,
+    /// AVX2 with FMA and F16C: 8 lanes of f32.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL: 16 lanes of f32.
+    Avx512,
+    /// AVX-512 with `VDPBF16PS`.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// Every instruction set this crate has kernels for.
+    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+
+    /// The name used on the command line and in kernel names.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "scalar",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512bf16",
+        }
+    }
+
+    /// Whether this machine has the instructions.
+    pub fn available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = || {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            };
+            let avx512 = || {
+                avx2()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            };
+            match self {
+                Isa::Scalar => true,
+                Isa::Avx2 => avx2(),
+                Isa::Avx512 => avx512(),
+                Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self == Isa::Scalar
+        }
+    }
+
+    /// The most capable instruction set of this machine.
+    pub fn best() -> Isa {
+        *Isa::ALL.iter().rev().find(|isa| isa.available()).expect("scalar is always available")
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Isa, Error> {
+        Isa::ALL
+            .into_iter()
+            .find(|isa| isa.name() == name)
+            .ok_or_else(|| Error::Unavailable(format!("unknown isa `{name}`; use scalar, avx2, avx512 or avx512bf16")))
+    }
+}
+
+/// Where and how ops run. The same inputs give the same bits on every `Cpu`.
+#[derive(Clone)]
+pub struct Cpu {
+    isa: Isa,
+    budget: usize,
+    threads: usize,
+    /// `None` runs on the calling thread.
+    pool: Option<Arc<rayon::ThreadPool>>,
+}
+
+impl Cpu {
+    /// The best instruction set of this machine, all its cores, no workspace limit.
+    pub fn best() -> Cpu {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Cpu::new(Isa::best(), threads, usize::MAX).expect("the best isa is available")
+    }
+
+    /// A `Cpu` with `threads` (at least 1) workers and at most `budget` bytes of workspace per op.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] when the machine lacks `isa`, `threads` is 0 or the threads cannot be started.
+    pub fn new(isa: Isa, threads: usize, budget: usize) -> Result<Cpu, Error> {
+        if !isa.available() {
+            let have: Vec<_> = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name).collect();
+            return Err(Error::Unavailable(format!("this machine lacks `{isa}`; it has {}", have.join(", "))));
+        }
+        if threads == 0 || threads > 1024 {
+            return Err(Error::Unavailable(format!("threads is {threads}; use 1 to 1024")));
+        }
+        let pool = if threads == 1 { None } else { Some(pool(threads)?) };
+        Ok(Cpu { isa, budget, threads, pool })
+    }
+
+    /// The instruction set.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The number of threads.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Workspace limit in bytes.
+    pub fn budget(&self) -> usize {
+        self.budget
+    }
+
+    /// Runs `work(index, chunk)` for every `size`-element chunk of `out`. Chunks are whole outputs, so which thread
+    /// takes which cannot be seen in the result.
+    pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync + Send) {
+        let size = size.max(1);
+        match &self.pool {
+            Some(pool) if out.len() > size => {
+                pool.install(|| out.par_chunks_mut(size).enumerate().for_each(|(i, chunk)| work(i, chunk)))
+            }
+            _ => out.chunks_mut(size).enumerate().for_each(|(i, chunk)| work(i, chunk)),
+        }
+    }
+
+    /// Runs `work(index)` for every index below `count`, each once, on any thread.
+    pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync + Send) {
+        match &self.pool {
+            Some(pool) if count > 1 => pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(work)),
+            _ => (0..count).for_each(work),
+        }
+    }
+}
+
+impl fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cpu {{ isa: {}, threads: {}, budget: {} }}", self.isa, self.threads, self.budget)
+    }
+}
+
+/// One pool per thread count for the whole process: an axis over threads reuses them.
+fn pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, Error> {
+    static POOLS: OnceLock<Mutex<HashMap<usize, Arc<rayon::ThreadPool>>>> = OnceLock::new();
+    let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
+    if let Some(pool) = pools.get(&threads) {
+        return Ok(pool.clone());
+    }
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|i| format!("samebits-{i}"))
+        .build()
+        .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
+    Ok(pools.entry(threads).or_insert(Arc::new(pool)).clone())
+}

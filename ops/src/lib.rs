@@ -1,0 +1,80 @@
+//! Neural network ops whose bits do not depend on batch, tile, thread count or instruction set.
+//!
+//! Every op takes plain row-major slices and a struct of dimensions, and a [`Cpu`] that says how to run, never what to
+//! compute. Inputs and outputs are [`bf16`], [`f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the order
+//! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. A length that does not match its dimensions is
+//! an [`Error`], before anything is written.
+
+mod add;
+mod argmax;
+mod attention;
+mod cpu;
+mod element;
+mod embedding;
+mod gemm;
+mod logprob;
+mod rms_norm;
+mod rope;
+mod silu_mul;
+mod softmax;
+
+pub use add::add;
+pub use argmax::argmax;
+pub use attention::{Attention, attention};
+pub use cpu::{Cpu, Isa};
+pub use element::{Element, Tf32};
+pub use embedding::embedding;
+pub use gemm::{Gemm, PackedWeight, gemm, gemm_packed};
+pub use half::{bf16, f16};
+pub use logprob::logprob;
+pub use rms_norm::{RmsNorm, Rounding, rms_norm};
+pub use rope::{Pairing, Rope, RopeTable, inv_freq, rope};
+pub use silu_mul::silu_mul;
+pub use softmax::softmax;
+
+/// Why an op did not run. Nothing has been written when one is returned.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A slice's length does not match the dimensions.
+    #[error("{op}: `{tensor}` has {found} elements; its shape {shape} needs {expected}")]
+    Length {
+        /// The op.
+        op: &'static str,
+        /// The slice.
+        tensor: &'static str,
+        /// Its shape in words, for example `[M,K]`.
+        shape: &'static str,
+        /// Elements found.
+        found: usize,
+        /// Elements needed.
+        expected: usize,
+    },
+    /// A parameter or an index is outside its range.
+    #[error("{op}: {what}")]
+    Value {
+        /// The op.
+        op: &'static str,
+        /// Which value, and what would be right.
+        what: String,
+    },
+    /// The machine or the build cannot run what was asked for.
+    #[error("{0}")]
+    Unavailable(String),
+}
+
+/// Checks that `found` elements fill `dims`; the product is computed without overflow.
+pub(crate) fn check_len(
+    op: &'static str,
+    tensor: &'static str,
+    shape: &'static str,
+    found: usize,
+    dims: &[usize],
+) -> Result<(), Error> {
+    let expected = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).unwrap_or(usize::MAX);
+    if found == expected { Ok(()) } else { Err(Error::Length { op, tensor, shape, found, expected }) }
+}
+
+/// An [`Error::Value`].
+pub(crate) fn value_error(op: &'static str, what: impl Into<String>) -> Error {
+    Error::Value { op, what: what.into() }
+}
