@@ -1,1 +1,5 @@
-//! harness
+//! The part of `samebits` that sees both sides: it asks implementations the contract's questions.
+//!
+//! The binary `samebits` is a thin command line over this library; the tests use the library directly.
+
+pub mod implementation;
