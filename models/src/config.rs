@@ -239,7 +239,9 @@ impl Fields {
         if let Some(value) = self.get("layer_types") {
             let types = value.as_array().ok_or_else(|| self.refuse("layer_types", "is not a list of layer types"))?;
             if let Some((i, other)) = types.iter().enumerate().find(|(_, value)| **value != "full_attention") {
-                return Err(self.refuse(format!("layer_types[{i}]"), format!("is {other}; supported is \"full_attention\"")));
+                return Err(
+                    self.refuse(format!("layer_types[{i}]"), format!("is {other}; supported is \"full_attention\""))
+                );
             }
             if types.len() != layers {
                 let why = format!("has {} entries; num_hidden_layers is {layers}", types.len());
@@ -248,7 +250,9 @@ impl Fields {
         }
         for field in ["quantization_config", "compression_config"] {
             if self.get(field).is_some() {
-                return Err(self.refuse(field, "is set; supported are plain BF16 weights, so load an unquantised folder"));
+                return Err(
+                    self.refuse(field, "is set; supported are plain BF16 weights, so load an unquantised folder")
+                );
             }
         }
         Ok(())
@@ -307,7 +311,9 @@ impl Fields {
             (Some(theta), _) => Ok(theta),
             // Llama folders older than the field mean this value.
             (None, Family::Llama) => Ok(10_000.0),
-            (None, _) => Err(self.refuse("rope_parameters.rope_theta", "is missing; write the base of the rotary positions")),
+            (None, _) => {
+                Err(self.refuse("rope_parameters.rope_theta", "is missing; write the base of the rotary positions"))
+            }
         }
     }
 }
@@ -346,7 +352,8 @@ mod tests {
         for family in Family::ALL {
             assert_eq!(read(family.name(), json!({})).unwrap().family, family);
         }
-        let llama = read("llama", json!({"num_key_value_heads": null, "head_dim": null, "rope_parameters": null})).unwrap();
+        let llama =
+            read("llama", json!({"num_key_value_heads": null, "head_dim": null, "rope_parameters": null})).unwrap();
         assert_eq!((llama.kv_heads, llama.head_dim, llama.rope_theta), (4, 16, 10_000.0));
         assert_eq!((llama.tied, llama.bos, llama.eos.len()), (false, None, 0));
     }
@@ -385,7 +392,11 @@ mod tests {
                 json!({"layer_types": ["full_attention", "sliding_attention"]}),
                 "`layer_types[1]` is \"sliding_attention\"; supported is \"full_attention\"",
             ),
-            ("qwen3", json!({"layer_types": ["full_attention"]}), "`layer_types` has 1 entries; num_hidden_layers is 2"),
+            (
+                "qwen3",
+                json!({"layer_types": ["full_attention"]}),
+                "`layer_types` has 1 entries; num_hidden_layers is 2",
+            ),
             ("qwen3", json!({"layer_types": "full_attention"}), "`layer_types` is not a list"),
             (
                 "qwen3",

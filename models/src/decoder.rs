@@ -120,11 +120,13 @@ impl<A: Element> Decoder<A> {
             window: 0,
             softcap: 0.0,
         };
-        let norm = |rows: usize, n: usize| RmsNorm { rows, n, eps: c.rms_eps, rounding: Rounding::Once, weight_offset: false };
+        let norm =
+            |rows: usize, n: usize| RmsNorm { rows, n, eps: c.rms_eps, rounding: Rounding::Once, weight_offset: false };
         let rotation = |heads: usize| Rope { tokens: n, heads, dim: c.head_dim, pairing: Pairing::Half };
 
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
-        let (mut x, mut y, mut sum) = (buffer::<f32>(&[n, c.hidden])?, buffer(&[n, c.hidden])?, buffer(&[n, c.hidden])?);
+        let (mut x, mut y, mut sum) =
+            (buffer::<f32>(&[n, c.hidden])?, buffer(&[n, c.hidden])?, buffer(&[n, c.hidden])?);
         let mut a: Vec<A> = buffer(&[n, c.hidden])?;
         // Queries and attention output [n, Hq, D]; keys and values [n, Hkv, D]; f32 until the rotation has run.
         let (mut q, mut q_normed) = (buffer::<f32>(&[n, c.q_width()])?, buffer(&[n, c.q_width()])?);
@@ -206,7 +208,8 @@ impl<A: Element> Layer<A> {
         let gate = linear("mlp.gate_proj", c.intermediate, c.hidden, false)?;
         let up = linear("mlp.up_proj", c.intermediate, c.hidden, false)?;
         let down = linear("mlp.down_proj", c.hidden, c.intermediate, false)?;
-        let mut norm = |part: &str, n: usize| Ok::<_, ModelError>(convert(&w.take(&name(&format!("{part}.weight")), &[n])?));
+        let mut norm =
+            |part: &str, n: usize| Ok::<_, ModelError>(convert(&w.take(&name(&format!("{part}.weight")), &[n])?));
         let qk_norm = match c.family {
             Family::Qwen3 => Some((norm("self_attn.q_norm", c.head_dim)?, norm("self_attn.k_norm", c.head_dim)?)),
             Family::Qwen2 | Family::Llama => None,

@@ -119,7 +119,8 @@ mod tests {
         for &count in steps {
             for layer in 0..2 {
                 let key = |b: usize, p: usize| (100 * layer + 10 * b + cache.len() + p) as f32;
-                let k: Vec<f32> = (0..2).flat_map(|b| (0..count).map(move |p| (b, p))).map(|(b, p)| key(b, p)).collect();
+                let k: Vec<f32> =
+                    (0..2).flat_map(|b| (0..count).map(move |p| (b, p))).map(|(b, p)| key(b, p)).collect();
                 let v: Vec<f32> = k.iter().map(|x| -x).collect();
                 cache.append(layer, count, &k, &v).unwrap();
             }

@@ -123,8 +123,8 @@ impl Config {
             let why = format!("a sequence has {len}; max_position_embeddings is {}", self.max_positions);
             return Err(ModelError::input(what, why));
         }
-        let outside = |&token: &i32| usize::try_from(token).is_ok_and(|token| token < self.vocab);
-        match tokens.iter().position(|token| !outside(token)) {
+        let inside = |&token: &i32| usize::try_from(token).is_ok_and(|token| token < self.vocab);
+        match tokens.iter().position(|token| !inside(token)) {
             None => Ok(()),
             Some(i) => {
                 let why = format!("element {i} is {}; the vocabulary is 0 to {}", tokens[i], self.vocab - 1);

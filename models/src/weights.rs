@@ -134,7 +134,8 @@ impl Weights {
             return Err(ModelError::tensor(path, name, format!("is {}; weights must be BF16", stored.dtype)));
         }
         let bytes = &map[stored.bytes];
-        let data: Vec<bf16> = bytes.chunks_exact(2).map(|b| bf16::from_bits(u16::from_le_bytes([b[0], b[1]]))).collect();
+        let data: Vec<bf16> =
+            bytes.chunks_exact(2).map(|b| bf16::from_bits(u16::from_le_bytes([b[0], b[1]]))).collect();
         if let Some(index) = data.iter().position(|x| !x.is_finite()) {
             let count = data.iter().filter(|x| !x.is_finite()).count();
             let (at, value, total) = (coordinates(index, shape), data[index], data.len());
@@ -197,7 +198,8 @@ fn read_header(path: &Path, file: &[u8]) -> Result<Vec<(String, Dtype, Vec<usize
         }
         let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
         if bits != (end - begin).checked_mul(8) {
-            let why = format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
+            let why =
+                format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
             return Err(ModelError::tensor(path, &name, why));
         }
         tensors.push((name, info.dtype, info.shape, begin..end));
@@ -273,15 +275,33 @@ mod tests {
     fn wrong_entries_are_refused_by_name() {
         let cases = [
             (r#"[]"#, "not a JSON object"),
-            (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[2,6]}}"#, "tensor `b` overlaps the data before it"),
-            (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}"#, "tensor `b` overlaps the data before it"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[2,6]}}"#,
+                "tensor `b` overlaps the data before it",
+            ),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}"#,
+                "tensor `b` overlaps the data before it",
+            ),
             (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[4,8]}}"#, "tensor `a` leaves a gap before it"),
-            (r#"{"a":{"dtype":"BF16","shape":[3],"data_offsets":[0,4]}}"#, "tensor `a` has 4 bytes of data, not what shape [3] of BF16 needs"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[3],"data_offsets":[0,4]}}"#,
+                "tensor `a` has 4 bytes of data, not what shape [3] of BF16 needs",
+            ),
             (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[4,0]}}"#, "tensor `a` has data_offsets [4, 0]"),
-            (r#"{"a":{"dtype":"BF16","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#, "tensor `a` has 0 bytes"),
-            (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,18446744073709551615]}}"#, "tensor `a` has data_offsets"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
+                "tensor `a` has 0 bytes",
+            ),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,18446744073709551615]}}"#,
+                "tensor `a` has data_offsets",
+            ),
             (r#"{"a":{"dtype":"Q4","shape":[2],"data_offsets":[0,4]}}"#, "tensor `a` has a malformed header entry"),
-            (r#"{"a\nb":{"dtype":"BF16","shape":[-1],"data_offsets":[0,4]}}"#, "tensor `a\\nb` has a malformed header entry"),
+            (
+                r#"{"a\nb":{"dtype":"BF16","shape":[-1],"data_offsets":[0,4]}}"#,
+                "tensor `a\\nb` has a malformed header entry",
+            ),
             (r#"{"a":4}"#, "tensor `a` has a malformed header entry"),
         ];
         for (header, expected) in cases {
