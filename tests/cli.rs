@@ -83,7 +83,7 @@ fn wrong_command_lines() {
     broken(&["answer", "--threads", "-1"], &["-1"]);
     broken(&["answer", "--threads", "99999999999999999999"], &["--threads"]);
     broken(&["answer", "--budget", "1GB"], &["--budget", "1GB"]);
-    broken(&["answer", "extra\nline"], &["extra line"]);
+    broken(&["answer", "extra\nline"], &["extra", "line"]);
     broken(&["devices", "--json=yes"], &["--json"]);
     broken(&["forward"], &["--model", "--tokens", "--out"]);
     broken(&["generate", "--model", "x", "--prompt", "y"], &["--max-tokens"]);
@@ -144,7 +144,9 @@ fn answer_goes_on_after_a_malformed_frame() {
     let answer = next();
     assert!(answer.status == Status::Error && answer.reason.contains("fp8 is out of scope"), "{}", answer.reason);
     let answer = next();
-    assert_eq!((answer.status, answer.kernel.as_str()), (Status::Ok, format!("add/{}", Isa::best()).as_str()));
+    // add has no kernel of its own for AVX512-BF16.
+    let isa = Isa::best().min(Isa::Avx512);
+    assert_eq!((answer.status, answer.kernel), (Status::Ok, format!("add/{isa}")));
     assert_eq!([answer.outputs["y"].bits(0), answer.outputs["y"].bits(1)], [0x4000_0000, 0x8000_0000]);
     assert!(pipe.is_empty(), "stdout carries frames only");
 }

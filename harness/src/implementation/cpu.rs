@@ -38,8 +38,7 @@ impl Implementation for CpuImplementation {
             })?;
             let cpu = configured(&self.cpu, &case.config)?;
             let request = Request::checked(op, case, cpu)?;
-            let outputs = (op.run)(&request)?;
-            Ok((format!("{}/{}", op.name, request.cpu.isa()), outputs))
+            Ok((request.kernel(), (op.run)(&request)?))
         };
         match answer() {
             Ok((kernel, outputs)) => Answer::ok(kernel, outputs),
@@ -278,6 +277,17 @@ impl<'a> Request<'a> {
         Ok(Request { case, cpu, dtype, extents, tf32 })
     }
 
+    /// `<op>/<isa>` of the kernels that run. Only products of bf16 have AVX512-BF16 kernels (which may take the plain
+    /// AVX-512 one for operands that `VDPBF16PS` would flush); every other op under that setting runs on AVX-512.
+    fn kernel(&self) -> String {
+        let pairs = self.dtype == DType::Bf16 && matches!(self.case.op.as_str(), "gemm" | "attention");
+        let isa = match self.cpu.isa() {
+            Isa::Avx512Bf16 if !pairs => Isa::Avx512,
+            isa => isa,
+        };
+        format!("{}/{isa}", self.case.op)
+    }
+
     /// The extent of an axis of the op's inputs.
     fn extent(&self, axis: &str) -> usize {
         self.extents[axis]
@@ -466,8 +476,9 @@ fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal
         causal: request.flag("causal")?,
         window: request.count("window", 0)?,
         softcap: request.number("softcap", 0.0, |v| v >= 0.0, "a finite number of at least 0")?,
+        tf32: request.tf32,
     };
-    if shape.kv_heads == 0 || shape.q_heads % shape.kv_heads != 0 {
+    if shape.kv_heads == 0 || !shape.q_heads.is_multiple_of(shape.kv_heads) {
         return error(format!("input `q`: Hq = {} must be a multiple of Hkv = {}", shape.q_heads, shape.kv_heads));
     }
     let rows = [shape.batch, shape.queries, shape.q_heads];
@@ -510,7 +521,7 @@ fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
 
 fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (tokens, heads, dim) = (request.extent("T"), request.extent("H"), request.extent("D"));
-    if dim % 2 != 0 {
+    if !dim.is_multiple_of(2) {
         return error(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements"));
     }
     let theta = request.number("theta", 10000.0, |v| v > 0.0, "a finite number greater than 0")?;
