@@ -314,11 +314,12 @@ fn product<I: Element, O: Element>(
             }
             let bias_wide = bias.map(|_| &bias_wide);
             let mut sums = [0f32; MAX_ROWS * PANEL];
-            for t in cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles) {
+            let mine = cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles);
+            for (t, rows) in mine.clone().zip(&packed[mine]) {
                 let first = (block + t) * MAX_ROWS;
                 let height = MAX_ROWS.min(m - first);
                 let (right, order) = (w.right(panel), Order::Tree(bounds));
-                match &packed[t] {
+                match rows {
                     Rows::Pairs(pairs) => {
                         let left = Left { data: pairs, row_stride: 1, step: height };
                         let tile = Tile {

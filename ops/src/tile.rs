@@ -4,6 +4,9 @@
 //! computed together and never the order of a sum. [`fma_tile`] is the plain form for every instruction set;
 //! [`dot_tile`] is the same arithmetic through `VDPBF16PS` where [`dot_is_exact`] shows that its flush cannot be seen.
 
+// Row and vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
 use crate::lanes::{Kernel, Simd};
 
 /// Columns of a packed panel.
