@@ -28,8 +28,8 @@ use crate::weights::Weights;
 use crate::{Config, Family, ModelError};
 use half::bf16;
 use samebits_ops::{
-    Attention, Cpu, Element, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, add, attention, embedding,
-    gemm_packed, inv_freq, rms_norm, rope, silu_mul,
+    Attention, Cpu, Element, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add, attention,
+    embedding, gemm_packed, inv_freq, rms_norm, rope, silu_mul,
 };
 
 /// Weights of a model, ready to run.
@@ -140,6 +140,7 @@ impl<A: Element> Decoder<A> {
             causal: true,
             window: 0,
             softcap: 0.0,
+            tf32: Tf32::Disabled,
         };
         let norm =
             |rows: usize, n: usize| RmsNorm { rows, n, eps: c.rms_eps, rounding: Rounding::Once, weight_offset: false };

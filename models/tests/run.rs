@@ -35,7 +35,7 @@ const SCHEDULES: [Schedule; 5] =
     [Schedule::Prefill, Schedule::Decode, Schedule::Chunk(7), Schedule::Chunk(39), Schedule::Chunk(1000)];
 
 #[test]
-fn every_schedule_grouping_thread_count_and_isa_gives_the_same_bits() {
+fn every_schedule_grouping_thread_count_budget_and_isa_gives_the_same_bits() {
     for name in ["qwen3-adder", "qwen2", "llama"] {
         let tokens = tokens(name);
         for precision in [Precision::Bf16, Precision::Fp32] {
@@ -50,10 +50,10 @@ fn every_schedule_grouping_thread_count_and_isa_gives_the_same_bits() {
                 }
             }
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
-                for threads in [1, 2] {
-                    let cpu = Cpu::new(isa, threads, usize::MAX).unwrap();
+                for (threads, budget) in [(1, usize::MAX), (2, usize::MAX), (2, 1 << 18)] {
+                    let cpu = Cpu::new(isa, threads, budget).unwrap();
                     let found = run(&cpu, Schedule::Chunk(16), Grouping::Together);
-                    assert_same_bits(&expected, &found, &format!("{name} {precision:?} {isa} {threads} threads"));
+                    assert_same_bits(&expected, &found, &format!("{name} {precision:?} {cpu:?}"));
                 }
             }
         }
