@@ -14,6 +14,8 @@ mod error;
 mod generate;
 mod kv_cache;
 mod model;
+#[cfg(test)]
+mod reference;
 mod schedule;
 mod weights;
 
