@@ -412,6 +412,7 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
         if matches!(tile.order, Order::Tree(_)) {
             acc = [[zero; VECTORS]; ROWS];
         }
+        let mut sums = acc;
         for at in pair[0].div_ceil(2)..pair[1].div_ceil(2) {
             // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; both types are
             // 512 bits of pairs of bf16.
@@ -422,14 +423,15 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
                         transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.add(at * stride + column + v * 16).cast()));
                 }
                 let left = a.add(at * step);
-                for (r, row) in acc.iter_mut().enumerate() {
+                for r in 0..ROWS {
                     let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
                     for v in 0..VECTORS {
-                        row[v] = _mm512_dpbf16_ps(row[v], x, right[v]);
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
                     }
                 }
             }
         }
+        acc = sums;
         if matches!(tile.order, Order::Tree(_)) {
             join_segment!(i, acc, stack, _mm512_add_ps);
         }
