@@ -2,4 +2,8 @@
 //!
 //! The binary `samebits` is a thin command line over this library; the tests use the library directly.
 
+pub mod checkpoints;
 pub mod implementation;
+pub mod judge;
+pub mod machine;
+pub mod run;

@@ -17,6 +17,10 @@ struct Cli {
 
 const AFTER_HELP: &str = "\
 Examples:
+  samebits check
+      the main job: holds the built-in CPU ops to the contract, prints a table, writes samebits-report/
+  samebits check --op gemm --axis threads
+      one part of it; `samebits list` shows the cases, `samebits contract` the bounds
   samebits devices
       what this machine can run
   samebits answer --isa avx2 --threads 2 < requests > answers
@@ -33,10 +37,16 @@ Exit codes:
 
 #[derive(Subcommand)]
 enum Verb {
+    Check(cmd::check::Args),
+    List(cmd::list::Args),
+    Case(cmd::case::Args),
+    Contract(cmd::contract::Args),
+    Report(cmd::report::Args),
+    Bless(cmd::bless::Args),
     Answer(cmd::answer::Args),
-    Devices(cmd::devices::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
+    Devices(cmd::devices::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +60,12 @@ fn main() -> ExitCode {
         Err(e) => return broken(&usage(&e)),
     };
     let done = match cli.verb {
+        Verb::Check(args) => cmd::check::run(&args),
+        Verb::List(args) => cmd::list::run(&args),
+        Verb::Case(args) => cmd::case::run(&args),
+        Verb::Contract(args) => cmd::contract::run(&args),
+        Verb::Report(args) => cmd::report::run(&args),
+        Verb::Bless(args) => cmd::bless::run(&args),
         Verb::Answer(args) => cmd::answer::run(&args),
         Verb::Devices(args) => cmd::devices::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),

@@ -98,10 +98,8 @@ impl Devices {
 }
 
 fn cpu() -> CpuReport {
-    let listed = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = listed.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
     CpuReport {
-        model: model.map_or(format!("unnamed {} CPU", std::env::consts::ARCH), |(_, name)| name.trim().to_string()),
+        model: samebits_harness::machine::processor(),
         cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
         isas: Isa::ALL.into_iter().map(|isa| (isa.name(), isa.available())).collect(),
         best: Isa::best().name(),

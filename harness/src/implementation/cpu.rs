@@ -1,23 +1,31 @@
 //! `ours/cpu`: the ops of `samebits-ops`, asked by name.
 
 use super::Implementation;
+use crate::checkpoints::Checkpoints;
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{Attention, Cpu, Element, Gemm, Isa, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32};
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// The built-in CPU ops under a default [`Cpu`]; a case's own [`Config`] overrides it.
-#[derive(Debug)]
 pub struct CpuImplementation {
     cpu: Cpu,
+    /// The models that `chain` may name; none for a program that only offers ops.
+    checkpoints: Option<Arc<Checkpoints>>,
 }
 
 impl CpuImplementation {
     /// Answers with `cpu` where a case does not say how to run.
     pub fn new(cpu: Cpu) -> CpuImplementation {
-        CpuImplementation { cpu }
+        CpuImplementation { cpu, checkpoints: None }
+    }
+
+    /// Also answers op `chain`, for the models of `checkpoints`.
+    pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CpuImplementation {
+        CpuImplementation { checkpoints: Some(checkpoints), ..self }
     }
 }
 
@@ -31,6 +39,13 @@ impl Implementation for CpuImplementation {
     }
 
     fn run(&self, case: &Case) -> Answer {
+        if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+            return match configured(&self.cpu, &case.config) {
+                Ok(cpu) => checkpoints.answer(&cpu, case),
+                Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
+                Err(Refusal::Error(reason)) => Answer::error(reason),
+            };
+        }
         let answer = || {
             let op = OPS.iter().find(|op| op.name == case.op).ok_or_else(|| {
                 let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
