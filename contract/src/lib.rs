@@ -5,7 +5,11 @@
 #![forbid(unsafe_code)]
 
 pub mod case;
+pub mod compare;
+pub mod fill;
 pub mod record;
+pub mod round;
+pub mod spec;
 pub mod tensor;
 pub mod verdict;
 pub mod wire;
