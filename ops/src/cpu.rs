@@ -144,6 +144,16 @@ impl Cpu {
         }
     }
 
+    /// How many elements of an elementwise op one task takes: enough to pay for starting it.
+    pub(crate) fn elements_per_chunk(&self, len: usize) -> usize {
+        len.div_ceil(4 * self.threads).next_multiple_of(4096)
+    }
+
+    /// How many rows of `n` elements one task takes.
+    pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
+        (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
+    }
+
     /// Runs `work(index)` for every index below `count`, each once, on any thread.
     pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync + Send) {
         match &self.pool {

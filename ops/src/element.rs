@@ -1,4 +1,6 @@
-//! Storage types.
+//! Storage types, exact widening, and the last rounding.
+
+use crate::lanes::Storage;
 use half::{bf16, f16};
 
 /// TF32 policy for f32 operands of matrix products.
@@ -11,46 +13,71 @@ pub enum Tf32 {
     Enabled,
 }
 
-mod sealed {
-    pub trait Sealed {}
+impl Tf32 {
+    /// `x` as this policy reads it. Only f32 has more than 10 mantissa bits, so bf16 and f16 values are unchanged.
+    #[inline(always)]
+    pub(crate) fn operand(self, x: f32) -> f32 {
+        match self {
+            Tf32::Disabled => x,
+            Tf32::Enabled if !x.is_finite() => x,
+            Tf32::Enabled => f32::from_bits((x.to_bits() + 0x1000) & !0x1FFF),
+        }
+    }
 }
-impl sealed::Sealed for bf16 {}
-impl sealed::Sealed for f16 {}
-impl sealed::Sealed for f32 {}
 
-/// A storage type of the contract: [`bf16`], [`f16`] or `f32`.
-pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + std::fmt::Debug + 'static {
+/// A storage type of the contract: [`bf16`], [`f16`] or `f32`. Sealed.
+pub trait Element: Storage + Copy + Default + Send + Sync + std::fmt::Debug + 'static {
     /// `bf16`, `fp16` or `fp32`.
     const NAME: &'static str;
     /// Exact widening.
     fn widen(self) -> f32;
-    /// The last rounding: to nearest even, a NaN becomes the canonical one.
+    /// The last rounding: to nearest even with gradual underflow; a NaN becomes the canonical one.
     fn narrow(value: f32) -> Self;
 }
+
 impl Element for bf16 {
     const NAME: &'static str = "bf16";
+
+    #[inline(always)]
     fn widen(self) -> f32 {
-        todo!()
+        f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    fn narrow(_: f32) -> Self {
-        todo!()
+
+    #[inline(always)]
+    fn narrow(value: f32) -> bf16 {
+        let bits = value.to_bits();
+        if value.is_nan() {
+            bf16::from_bits(0x7FC0)
+        } else {
+            bf16::from_bits(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) as u16)
+        }
     }
 }
+
 impl Element for f16 {
     const NAME: &'static str = "fp16";
+
+    #[inline(always)]
     fn widen(self) -> f32 {
-        todo!()
+        self.to_f32()
     }
-    fn narrow(_: f32) -> Self {
-        todo!()
+
+    #[inline(always)]
+    fn narrow(value: f32) -> f16 {
+        if value.is_nan() { f16::from_bits(0x7E00) } else { f16::from_f32(value) }
     }
 }
+
 impl Element for f32 {
     const NAME: &'static str = "fp32";
+
+    #[inline(always)]
     fn widen(self) -> f32 {
-        todo!()
+        self
     }
-    fn narrow(_: f32) -> Self {
-        todo!()
+
+    #[inline(always)]
+    fn narrow(value: f32) -> f32 {
+        if value.is_nan() { f32::from_bits(0x7FC0_0000) } else { value }
     }
 }

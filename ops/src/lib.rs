@@ -12,11 +12,15 @@ mod cpu;
 mod element;
 mod embedding;
 mod gemm;
+mod lane_sum;
+mod lanes;
 mod logprob;
+mod math;
 mod rms_norm;
 mod rope;
 mod silu_mul;
 mod softmax;
+mod tile;
 
 pub use add::add;
 pub use argmax::argmax;

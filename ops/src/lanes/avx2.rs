@@ -1,0 +1,201 @@
+//! Eight lanes: AVX2 with FMA and F16C.
+
+use super::{Kernel, Simd};
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// Proof that the machine has the instructions; made only by [`enter`].
+#[derive(Clone, Copy)]
+pub struct Avx2(());
+
+/// Runs `kernel` compiled for these instructions.
+///
+/// # Safety
+/// The machine has avx2, fma, f16c.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx2(()))
+}
+
+impl Simd for Avx2 {
+    type F = __m256;
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn abs(self, a: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
+    }
+
+    #[inline(always)]
+    fn neg(self, a: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_xor_ps(_mm256_set1_ps(-0.0), a) }
+    }
+
+    #[inline(always)]
+    fn copysign(self, a: __m256, sign: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let bit = _mm256_set1_ps(-0.0);
+            _mm256_or_ps(_mm256_andnot_ps(bit, a), _mm256_and_ps(bit, sign))
+        }
+    }
+
+    #[inline(always)]
+    fn round(self, a: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    fn floor(self, a: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn select_ge(self, a: __m256, b: __m256, yes: __m256, no: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_GE_OQ>(a, b)) }
+    }
+
+    #[inline(always)]
+    fn any_nan_or_inf(self, a: __m256) -> bool {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a, _mm256_set1_ps(f32::INFINITY))) != 0 }
+    }
+
+    #[inline(always)]
+    fn pow2(self, i: __m256) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(
+                _mm256_cvtps_epi32(i),
+                _mm256_set1_epi32(127),
+            )))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_loadu_ps(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, v: __m256, p: *mut f32) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> __m256 {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_f32(self, v: __m256, p: *mut f32) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_storeu_ps(p, canonical(v)) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_bf16(self, v: __m256, p: *mut bf16) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm_storeu_si128(p.cast(), to_bf16(v)) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_f16(self, v: __m256, p: *mut f16) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> (__m256, __m256) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let pairs = _mm256_loadu_si256(p.cast());
+            (
+                _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000_u32 as i32))),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
+            )
+        }
+    }
+}
+
+/// NaN lanes become the canonical quiet NaN.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn canonical(v: __m256) -> __m256 {
+    let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC0_0000));
+    _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v))
+}
+
+/// To bf16, to nearest even: add half an ulp less one plus the lowest kept bit, then cut.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn to_bf16(v: __m256) -> __m128i {
+    let bits = _mm256_castps_si256(canonical(v));
+    let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7FFF)));
+    let cut = _mm256_srli_epi32::<16>(rounded);
+    // The pack works on 128-bit halves; the permutation brings the two results side by side.
+    _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(cut, cut)))
+}

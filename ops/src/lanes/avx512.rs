@@ -1,0 +1,200 @@
+//! Sixteen lanes: AVX-512 F, BW, DQ and VL.
+
+use super::{Kernel, Simd};
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// Proof that the machine has the instructions; made only by [`enter`].
+#[derive(Clone, Copy)]
+pub struct Avx512(());
+
+/// Runs `kernel` compiled for these instructions.
+///
+/// # Safety
+/// The machine has avx512f, avx512bw, avx512dq, avx512vl, avx2, fma, f16c.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512(()))
+}
+
+impl Simd for Avx512 {
+    type F = __m512;
+    const LANES: usize = 16;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    fn abs(self, a: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_abs_ps(a) }
+    }
+
+    #[inline(always)]
+    fn neg(self, a: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_xor_ps(_mm512_set1_ps(-0.0), a) }
+    }
+
+    #[inline(always)]
+    fn copysign(self, a: __m512, sign: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let bit = _mm512_set1_ps(-0.0);
+            _mm512_or_ps(_mm512_andnot_ps(bit, a), _mm512_and_ps(bit, sign))
+        }
+    }
+
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    fn floor(self, a: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    fn select_ge(self, a: __m512, b: __m512, yes: __m512, no: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), no, yes) }
+    }
+
+    #[inline(always)]
+    fn any_nan_or_inf(self, a: __m512) -> bool {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, _mm512_set1_ps(f32::INFINITY)) != 0 }
+    }
+
+    #[inline(always)]
+    fn pow2(self, i: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_add_epi32(
+                _mm512_cvtps_epi32(i),
+                _mm512_set1_epi32(127),
+            )))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, v: __m512, p: *mut f32) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_f32(self, v: __m512, p: *mut f32) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_storeu_ps(p, canonical(v)) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_bf16(self, v: __m512, p: *mut bf16) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_storeu_si256(p.cast(), to_bf16(v)) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_f16(self, v: __m512, p: *mut f16) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> (__m512, __m512) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let pairs = _mm512_loadu_si512(p.cast());
+            (
+                _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF_0000_u32 as i32))),
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
+            )
+        }
+    }
+}
+
+/// NaN lanes become the canonical quiet NaN.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+fn canonical(v: __m512) -> __m512 {
+    let nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC0_0000));
+    _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), v, nan)
+}
+
+/// To bf16, to nearest even: add half an ulp less one plus the lowest kept bit, then cut. (`VCVTNEPS2BF16` flushes
+/// subnormals.)
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+fn to_bf16(v: __m512) -> __m256i {
+    let bits = _mm512_castps_si512(canonical(v));
+    let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7FFF)));
+    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+}

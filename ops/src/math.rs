@@ -1,0 +1,130 @@
+//! Elementary functions: `docs/NUMERICS.md`, section 2. Vector forms are the same steps in every lane.
+
+use crate::lanes::Simd;
+
+/// High part of log2(e).
+pub const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
+/// Low part of log2(e): `LOG2E_HI + LOG2E_LO` carries about 48 bits.
+pub const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
+/// The natural logarithm of 2 in f64.
+const LN_2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
+/// Coefficients of `2^f` on [-0.5, 0.5], from the highest power; the constant term is 1.
+const EXP2: [u32; 6] = [0x3920_b5b7, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+/// Weights more than this many powers of two below the largest are +0.
+const NEGLIGIBLE: f32 = -100.0;
+
+/// `(m, i)` with `m * 2^i` close to `2^(x * (c_hi + c_lo))`; `i` is integral, `m` in about [0.70, 1.42].
+#[inline(always)]
+pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
+    let t = s.mul(x, c_hi);
+    let i = s.round(t);
+    let f = s.fma(x, c_hi, s.neg(i));
+    let f = s.fma(x, c_lo, f);
+    // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
+    let f = s.select_ge(s.abs(t), s.splat(4_194_304.0), s.splat(0.0), f);
+    let mut m = s.splat(f32::from_bits(EXP2[0]));
+    for c in &EXP2[1..] {
+        m = s.fma(m, f, s.splat(f32::from_bits(*c)));
+    }
+    (s.fma(m, f, s.splat(1.0)), i)
+}
+
+/// `m * 2^(i - n)`, exactly, or +0 when it is negligible. `n` is finite and at least `i`.
+#[inline(always)]
+pub fn weight<S: Simd>(s: S, m: S::F, i: S::F, n: S::F) -> S::F {
+    let d = s.sub(i, n);
+    let least = s.splat(NEGLIGIBLE);
+    s.select_ge(d, least, s.mul(m, s.pow2(s.max(d, least))), s.splat(0.0))
+}
+
+/// `e^x`.
+#[inline(always)]
+pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
+    let (m, i) = exp_split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    let i = s.min(s.splat(252.0), s.max(s.splat(-252.0), i));
+    let h = s.floor(s.mul(i, s.splat(0.5)));
+    s.mul(s.mul(m, s.pow2(h)), s.pow2(s.sub(i, h)))
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
+    s.div(s.splat(1.0), s.add(s.splat(1.0), exp(s, s.neg(x))))
+}
+
+/// The hyperbolic tangent.
+#[inline(always)]
+pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
+    let e = exp(s, s.mul(s.splat(-2.0), s.abs(x)));
+    let t = s.div(s.sub(s.splat(1.0), e), s.add(s.splat(1.0), e));
+    s.copysign(t, x)
+}
+
+/// The natural logarithm of a positive normal f32, in f64.
+pub fn ln(l: f32) -> f64 {
+    let bits = f64::from(l).to_bits();
+    let mut e = ((bits >> 52) as i32 - 1023) as f64;
+    let mut z = f64::from_bits((bits & 0x000F_FFFF_FFFF_FFFF) | 0x3FF0_0000_0000_0000);
+    if z >= f64::from_bits(0x3FF6_A09E_6000_0000) {
+        z /= 2.0;
+        e += 1.0;
+    }
+    let s = (z - 1.0) / (z + 1.0);
+    let q = s * s;
+    let mut r = 1.0 / 21.0;
+    for denominator in [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
+        r = f64::mul_add(r, q, 1.0 / denominator);
+    }
+    f64::mul_add(e, LN_2, (2.0 * s) * r)
+}
+
+/// The logarithm of `l * 2^n`, rounded to f32 once.
+pub fn lse(n: f32, l: f32) -> f32 {
+    f64::mul_add(f64::from(n), LN_2, ln(l)) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lanes::scalar::Scalar;
+
+    #[test]
+    fn constants_are_those_of_the_page() {
+        assert_eq!(f64::from(LOG2E_HI), f64::from_bits(0x3FF7_1547_6000_0000));
+        let c_lo = (std::f64::consts::LOG2_E - f64::from(LOG2E_HI)) as f32;
+        assert_eq!(LOG2E_LO.to_bits(), c_lo.to_bits());
+        assert_eq!(LN_2, std::f64::consts::LN_2);
+    }
+
+    #[test]
+    fn exp_stays_below_one_ulp() {
+        let mut worst = 0.0f64;
+        for bits in (0x3000_0000u32..0x42B0_0000).step_by(997) {
+            for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                let exact = f64::from(x).exp();
+                if exact < f64::from(f32::MIN_POSITIVE) || exact > f64::from(f32::MAX) {
+                    continue;
+                }
+                let ulp = f64::from(f32::from_bits((exact as f32).to_bits() + 1)) - f64::from(exact as f32);
+                worst = worst.max((f64::from(exp(Scalar, x)) - exact).abs() / ulp);
+            }
+        }
+        assert!(worst > 0.5 && worst < 1.0, "{worst} ulp");
+    }
+
+    #[test]
+    fn exp_at_its_ends() {
+        assert_eq!(exp(Scalar, f32::NEG_INFINITY).to_bits(), 0);
+        assert_eq!(exp(Scalar, f32::INFINITY), f32::INFINITY);
+        assert!(exp(Scalar, f32::NAN).is_nan());
+        assert_eq!(exp(Scalar, -0.0), 1.0);
+        assert!(exp(Scalar, -100.0) > 0.0, "gradual underflow");
+    }
+
+    #[test]
+    fn ln_is_that_of_f64() {
+        for l in [0.7f32, 0.99999994, 1.0, 1.0000001, 1.414, 1.4143, 2.0, 3.5, 151_936.0, 1e30] {
+            assert!((ln(l) - f64::from(l).ln()).abs() <= 4e-16 * f64::from(l).ln().abs().max(0.1), "{l}");
+        }
+    }
+}

@@ -1,0 +1,456 @@
+//! A tile of chains: `out[r][c] = sum over k of a[r][k] * b[k][c]`, each sum in its canonical order.
+//!
+//! Every output element is one accumulator lane, so tile height, vector width and panel width decide which outputs are
+//! computed together and never the order of a sum. [`fma_tile`] is the plain form for every instruction set;
+//! [`dot_tile`] is the same arithmetic through `VDPBF16PS` where [`dot_is_exact`] shows that its flush cannot be seen.
+
+// Row and vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
+use crate::lanes::{Kernel, Simd};
+
+/// Columns of a packed panel.
+pub const PANEL: usize = 32;
+/// Rows of the tallest tile.
+pub const MAX_ROWS: usize = 12;
+
+/// The left operand: element (r, k) stands at `data[r * row_stride + k * step]`.
+#[derive(Clone, Copy)]
+pub struct Left<'a, T> {
+    /// The elements, or pairs of bf16 with the earlier k in the high half.
+    pub data: &'a [T],
+    /// Distance between rows; 1 when rows are adjacent.
+    pub row_stride: usize,
+    /// Distance between steps of k (or of pairs of k).
+    pub step: usize,
+}
+
+/// The right operand: `columns` adjacent columns, `stride` elements from one k (or pair of k) to the next.
+#[derive(Clone, Copy)]
+pub enum Right<'a> {
+    /// f32.
+    Wide(&'a [f32], usize),
+    /// Pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
+    /// product -0 changes no sum.
+    Pairs(&'a [u32], usize),
+    /// bf16.
+    Narrow(&'a [half::bf16], usize),
+}
+
+/// How the products are summed.
+#[derive(Clone, Copy)]
+pub enum Order<'a> {
+    /// Segments of chains between these bounds (2, 3, 5 or 9 of them), joined as a balanced tree.
+    Tree(&'a [usize]),
+    /// One chain over `0..len` that goes on from what `out` holds.
+    Chain(usize),
+}
+
+impl Order<'_> {
+    fn end(&self) -> usize {
+        match self {
+            Order::Tree(bounds) => *bounds.last().expect("a tree has bounds"),
+            Order::Chain(len) => *len,
+        }
+    }
+}
+
+/// One tile: `rows` (at most [`MAX_ROWS`]) by `columns` (a multiple of 16, at most what the right operand holds).
+pub struct Tile<'a, T> {
+    /// Left operand.
+    pub left: Left<'a, T>,
+    /// Right operand.
+    pub right: Right<'a>,
+    /// Order of the sum.
+    pub order: Order<'a>,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+    /// Row-major results.
+    pub out: &'a mut [f32],
+    /// Distance between rows of `out`.
+    pub out_stride: usize,
+}
+
+impl<T> Tile<'_, T> {
+    /// Every address the kernels form, checked once per tile. `pairs` steps per two elements of k on each side.
+    fn check(&self, left_pairs: bool) {
+        let end = self.order.end();
+        let left_steps = if left_pairs { end.div_ceil(2) } else { end };
+        assert!(self.rows >= 1 && self.rows <= MAX_ROWS && self.columns.is_multiple_of(16) && self.columns >= 16);
+        if end > 0 {
+            let left_last = (self.rows - 1) * self.left.row_stride + (left_steps - 1) * self.left.step;
+            assert!(left_last < self.left.data.len(), "left operand too short");
+            let (right_len, right_steps, stride) = match self.right {
+                Right::Wide(data, stride) => (data.len(), end, stride),
+                Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
+                Right::Narrow(data, stride) => (data.len(), end, stride),
+            };
+            assert!((right_steps - 1) * stride + self.columns <= right_len, "right operand too short");
+        }
+        assert!((self.rows - 1) * self.out_stride + self.columns <= self.out.len(), "output too short");
+    }
+}
+
+/// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
+trait Steps: Copy {
+    /// Steps of k per load.
+    const K: usize;
+    /// The vectors at `step` and column `column`: one for K = 1, two (ascending k) for K = 2.
+    /// # Safety
+    /// The address is inside the operand.
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
+}
+
+#[derive(Clone, Copy)]
+struct WideSteps(*const f32, usize);
+#[derive(Clone, Copy)]
+struct PairSteps(*const u32, usize);
+#[derive(Clone, Copy)]
+struct NarrowSteps(*const half::bf16, usize);
+
+impl Steps for WideSteps {
+    const K: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        let v = unsafe { s.load(self.0.add(step * self.1 + column)) };
+        (v, v)
+    }
+}
+
+impl Steps for PairSteps {
+    const K: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_pairs(self.0.add(step * self.1 + column)) }
+    }
+}
+
+impl Steps for NarrowSteps {
+    const K: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
+        (v, v)
+    }
+}
+
+/// Joins the sum of segment `i` with its finished left neighbours: `stack` is a binary counter of subtrees.
+macro_rules! join_segment {
+    ($i:expr, $acc:ident, $stack:ident, $($add:tt)+) => {{
+        let mut level = 0;
+        while $i >> level & 1 == 1 {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    $acc[r][v] = $($add)+($stack[level][r][v], $acc[r][v]);
+                }
+            }
+            level += 1;
+        }
+        if level < 3 {
+            $stack[level] = $acc;
+        }
+    }};
+}
+
+/// Runs `tile` with fused multiply-adds.
+pub struct FmaTile<'a>(pub Tile<'a, f32>);
+
+impl Kernel for FmaTile<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let tile = self.0;
+        tile.check(false);
+        let adjacent = tile.left.row_stride == 1;
+        match tile.right {
+            Right::Wide(data, stride) if adjacent => heights::<S, _, true>(s, tile, WideSteps(data.as_ptr(), stride)),
+            Right::Wide(data, stride) => heights::<S, _, false>(s, tile, WideSteps(data.as_ptr(), stride)),
+            Right::Pairs(data, stride) => {
+                // An odd last step would read one element past the left rows: callers pad it.
+                let end = tile.order.end().next_multiple_of(2);
+                let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
+                assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
+                assert!(adjacent, "paired panels take adjacent rows");
+                heights::<S, _, true>(s, tile, PairSteps(data.as_ptr(), stride));
+            }
+            Right::Narrow(data, stride) => {
+                assert!(adjacent, "narrow rows take adjacent rows");
+                heights::<S, _, true>(s, tile, NarrowSteps(data.as_ptr(), stride));
+            }
+        }
+    }
+}
+
+/// Cuts the rows of a tile into heights the registers hold.
+#[inline(always)]
+fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b: B) {
+    let mut row = 0;
+    while row < tile.rows {
+        let left = tile.rows - row;
+        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+        // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
+        row += unsafe {
+            if S::LANES == 16 && left >= 12 {
+                columns::<S, B, 12, ADJACENT>(s, &tile, a, b, out)
+            } else if S::LANES == 16 && left >= 8 {
+                columns::<S, B, 8, ADJACENT>(s, &tile, a, b, out)
+            } else if S::LANES == 8 && left >= 6 {
+                columns::<S, B, 6, ADJACENT>(s, &tile, a, b, out)
+            } else if left >= 4 {
+                columns::<S, B, 4, ADJACENT>(s, &tile, a, b, out)
+            } else if S::LANES > 1 && left >= 2 {
+                columns::<S, B, 2, ADJACENT>(s, &tile, a, b, out)
+            } else {
+                columns::<S, B, 1, ADJACENT>(s, &tile, a, b, out)
+            }
+        };
+    }
+}
+
+/// All columns of `ROWS` rows; returns `ROWS`.
+#[inline(always)]
+unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: *const f32,
+    b: B,
+    out: *mut f32,
+) -> usize {
+    let mut column = 0;
+    while column + 2 * S::LANES <= tile.columns {
+        // SAFETY: the caller's promise; these columns are below `tile.columns`.
+        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+        column += 2 * S::LANES;
+    }
+    if column < tile.columns {
+        // SAFETY: as above; one vector is left, because `columns` is a multiple of 16 and so of LANES.
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+    }
+    ROWS
+}
+
+/// The innermost loops: `ROWS` by `VECTORS` accumulators.
+#[inline(always)]
+unsafe fn fma_chains<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: *const f32,
+    b: B,
+    column: usize,
+    out: *mut f32,
+) {
+    let zero = s.splat(0.0);
+    let mut acc = [[zero; VECTORS]; ROWS];
+    match tile.order {
+        Order::Chain(len) => {
+            for (r, row) in acc.iter_mut().enumerate() {
+                for (v, sum) in row.iter_mut().enumerate() {
+                    // SAFETY: `Tile::check` bounded the output.
+                    *sum = unsafe { s.load(out.add(r * tile.out_stride + v * S::LANES)) };
+                }
+            }
+            // SAFETY: the caller's promise, and `len` is the order's end.
+            unsafe { chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut acc, tile.left, a, b, column, 0, len) };
+        }
+        Order::Tree(bounds) => {
+            let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+            for (i, pair) in bounds.windows(2).enumerate() {
+                acc = [[zero; VECTORS]; ROWS];
+                // SAFETY: the caller's promise, and the bounds ascend to the order's end.
+                unsafe {
+                    chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut acc, tile.left, a, b, column, pair[0], pair[1])
+                };
+                join_segment!(i, acc, stack, s.add);
+            }
+        }
+    }
+    for (r, row) in acc.iter().enumerate() {
+        for (v, sum) in row.iter().enumerate() {
+            // SAFETY: `Tile::check` bounded the output.
+            unsafe { s.store(*sum, out.add(r * tile.out_stride + v * S::LANES)) };
+        }
+    }
+}
+
+/// Continues the chains in `acc` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
+/// it start there.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
+    s: S,
+    acc: &mut [[S::F; VECTORS]; ROWS],
+    left: Left<'_, f32>,
+    a: *const f32,
+    b: B,
+    column: usize,
+    from: usize,
+    to: usize,
+) {
+    let row_stride = if ADJACENT { 1 } else { left.row_stride };
+    let mut sums = *acc;
+    for at in from.div_ceil(B::K)..to.div_ceil(B::K) {
+        // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
+        unsafe {
+            let mut first = [s.splat(0.0); VECTORS];
+            let mut second = [s.splat(0.0); VECTORS];
+            for v in 0..VECTORS {
+                (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
+            }
+            let x = a.add(at * B::K * left.step);
+            for r in 0..ROWS {
+                let x = s.splat(*x.add(r * row_stride));
+                for v in 0..VECTORS {
+                    sums[r][v] = s.fma(x, first[v], sums[r][v]);
+                }
+            }
+            if B::K == 2 {
+                for r in 0..ROWS {
+                    let x = s.splat(*x.add(left.step + r * row_stride));
+                    for v in 0..VECTORS {
+                        sums[r][v] = s.fma(x, second[v], sums[r][v]);
+                    }
+                }
+            }
+        }
+    }
+    *acc = sums;
+}
+
+/// Whether `VDPBF16PS` gives the bits of two fused multiply-adds for operands whose smallest nonzero magnitudes are
+/// these: none is subnormal, and every partial sum is a multiple of 2^-126, so nothing is flushed.
+pub fn dot_is_exact(least_left: f32, least_right: f32) -> bool {
+    let exponent = |x: f32| (x.to_bits() >> 23) as i32 - 127;
+    let normal = |x: f32| x >= f32::MIN_POSITIVE;
+    normal(least_left) && normal(least_right) && exponent(least_left) + exponent(least_right) >= -112
+}
+
+/// Runs `tile` with `VDPBF16PS`; both operands are pairs.
+///
+/// # Safety
+/// The machine has the instructions of `Isa::Avx512Bf16`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub unsafe fn dot_tile(tile: Tile<'_, u32>) {
+    tile.check(true);
+    let Right::Pairs(data, stride) = tile.right else { panic!("dot_tile takes pairs") };
+    let b = (data.as_ptr(), stride);
+    let mut row = 0;
+    while row < tile.rows {
+        let left = tile.rows - row;
+        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+        let adjacent = tile.left.row_stride == 1;
+        macro_rules! rows {
+            ($rows:literal) => {{
+                let mut column = 0;
+                // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile.
+                unsafe {
+                    while column + 32 <= tile.columns {
+                        match adjacent {
+                            true => dot_chains::<$rows, 2, true>(&tile, a, b, column, out.add(column)),
+                            false => dot_chains::<$rows, 2, false>(&tile, a, b, column, out.add(column)),
+                        }
+                        column += 32;
+                    }
+                    if column < tile.columns {
+                        match adjacent {
+                            true => dot_chains::<$rows, 1, true>(&tile, a, b, column, out.add(column)),
+                            false => dot_chains::<$rows, 1, false>(&tile, a, b, column, out.add(column)),
+                        }
+                    }
+                }
+                $rows
+            }};
+        }
+        row += match left {
+            12.. => rows!(12),
+            8.. => rows!(8),
+            4.. => rows!(4),
+            2.. => rows!(2),
+            _ => rows!(1),
+        };
+    }
+}
+
+/// The innermost loops of [`dot_tile`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
+    tile: &Tile<'_, u32>,
+    a: *const u32,
+    (b, stride): (*const u32, usize),
+    column: usize,
+    out: *mut f32,
+) {
+    use std::arch::x86_64::*;
+    use std::mem::transmute;
+    let zero = _mm512_setzero_ps();
+    let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
+    let step = tile.left.step;
+    let mut acc = [[zero; VECTORS]; ROWS];
+    let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+    let whole = [0, tile.order.end()];
+    let bounds: &[usize] = match tile.order {
+        Order::Tree(bounds) => bounds,
+        Order::Chain(_) => {
+            for (r, row) in acc.iter_mut().enumerate() {
+                for (v, sum) in row.iter_mut().enumerate() {
+                    // SAFETY: `Tile::check` bounded the output.
+                    *sum = unsafe { _mm512_loadu_ps(out.add(r * tile.out_stride + v * 16)) };
+                }
+            }
+            &whole
+        }
+    };
+    for (i, pair) in bounds.windows(2).enumerate() {
+        if matches!(tile.order, Order::Tree(_)) {
+            acc = [[zero; VECTORS]; ROWS];
+        }
+        let mut sums = acc;
+        for at in pair[0].div_ceil(2)..pair[1].div_ceil(2) {
+            // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; both types are
+            // 512 bits of pairs of bf16.
+            unsafe {
+                let mut right: [__m512bh; VECTORS] = transmute_copy_zero(zero);
+                for (v, pairs) in right.iter_mut().enumerate() {
+                    *pairs =
+                        transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.add(at * stride + column + v * 16).cast()));
+                }
+                let left = a.add(at * step);
+                for r in 0..ROWS {
+                    let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
+                    for v in 0..VECTORS {
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
+                    }
+                }
+            }
+        }
+        acc = sums;
+        if matches!(tile.order, Order::Tree(_)) {
+            join_segment!(i, acc, stack, _mm512_add_ps);
+        }
+    }
+    for (r, row) in acc.iter().enumerate() {
+        for (v, sum) in row.iter().enumerate() {
+            // SAFETY: `Tile::check` bounded the output.
+            unsafe { _mm512_storeu_ps(out.add(r * tile.out_stride + v * 16), *sum) };
+        }
+    }
+}
+
+/// `VECTORS` zero vectors of pairs.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+fn transmute_copy_zero<const VECTORS: usize>(
+    zero: std::arch::x86_64::__m512,
+) -> [std::arch::x86_64::__m512bh; VECTORS] {
+    // SAFETY: both types are 512 bits and any bits are valid.
+    [unsafe { std::mem::transmute::<std::arch::x86_64::__m512, std::arch::x86_64::__m512bh>(zero) }; VECTORS]
+}
