@@ -48,8 +48,8 @@ impl fmt::Display for ChainBound {
 impl fmt::Display for Provenance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.samples {
-            0 => write!(f, "{} (a priori, not measured; {})", self.source, self.date),
-            n => write!(f, "{} ({n} samples; {})", self.source, self.date),
+            0 => write!(f, "{}; not measured here; {}", self.source, self.date),
+            n => write!(f, "{}; {n} samples; {}", self.source, self.date),
         }
     }
 }
@@ -77,9 +77,9 @@ impl fmt::Display for Contract {
                 for dtype in DType::FLOATS {
                     for judgment in Judgment::ALL {
                         let Some(cell) = self.threshold(&set.name, class, dtype, judgment) else { continue };
-                        let (class, judgment) = (class.name(), judgment.name());
-                        writeln!(f, "  {:<10} {class:<12} {dtype:<5} {judgment:<11} {}", set.name, cell.bound)?;
-                        writeln!(f, "  {:<10} {:<12} {:<5} {:<11}   from {}", "", "", "", "", cell.provenance)?;
+                        let (class, dtype, judgment) = (class.name(), dtype.name(), judgment.name());
+                        write!(f, "  {:<10} {class:<12} {dtype:<5} {judgment:<11} {}", set.name, cell.bound)?;
+                        writeln!(f, "  [{}]", cell.provenance)?;
                     }
                 }
             }
