@@ -298,8 +298,9 @@ pub struct Spec {
     pub fills: &'static [Fill],
     /// Values of `out` that a case may ask for.
     pub outs: &'static [DType],
-    /// Axes that a case's shape must give besides those of its required inputs (an optional input is made when its
-    /// own name is an axis of the shape).
+    /// The extents that a case's row gives; the name of an optional input, with extent 1, asks for that input.
+    pub shape: &'static [&'static str],
+    /// Fills the inputs of a case.
     pub make: fn(&Maker) -> BTreeMap<String, Tensor>,
     /// What shapes and dtypes alone do not say.
     check: fn(&Checked) -> Result<(), Refusal>,
@@ -346,6 +347,11 @@ impl Spec {
             .filter(|input| input.kind == InputKind::Float)
             .find_map(|input| case.inputs.get(input.name))
             .map(Tensor::dtype)
+    }
+
+    /// The dtypes it takes.
+    pub fn dtypes(&self) -> &'static [DType] {
+        if self.class == Class::Chain { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS }
     }
 
     /// Number of logical rows of a case that has passed [`Spec::validate`].

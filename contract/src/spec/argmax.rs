@@ -10,6 +10,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
     outs: &[DType::Fp32],
+    shape: &["R", "N"],
     make,
     check: |_| Ok(()),
     compute,

@@ -25,6 +25,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 2,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
     outs: &DType::FLOATS,
+    shape: &["B", "T", "S", "Hq", "Hkv", "D", "E"],
     make,
     check,
     compute,

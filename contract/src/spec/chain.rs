@@ -15,6 +15,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 2,
     fills: &[Fill::Recorded, Fill::Normal],
     outs: &[DType::Fp32],
+    shape: &[],
     make,
     check,
     compute: |_| BTreeMap::new(),

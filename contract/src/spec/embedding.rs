@@ -13,6 +13,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
     outs: &DType::FLOATS,
+    shape: &["V", "D", "T"],
     make,
     check: |c| c.indexes("tokens", 0..c.dim("V") as i64),
     compute,

@@ -18,6 +18,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
     outs: &DType::FLOATS,
+    shape: &["M", "N", "K"],
     make,
     check,
     compute,

@@ -16,6 +16,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
     outs: &[DType::Fp32],
+    shape: &["R", "V"],
     make,
     check,
     compute,

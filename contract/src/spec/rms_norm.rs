@@ -17,6 +17,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
     outs: &DType::FLOATS,
+    shape: &["R", "N"],
     make,
     check: |c| c.require("eps", 1e-6, |v| v >= 0.0, "0 or more"),
     compute,

@@ -16,6 +16,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
     outs: &DType::FLOATS,
+    shape: &["T", "H", "D"],
     make,
     check,
     compute,

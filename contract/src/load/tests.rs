@@ -1,0 +1,6 @@
+use super::*;
+
+#[test]
+fn loads() {
+    Contract::load(None).unwrap();
+}

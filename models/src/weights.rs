@@ -1,0 +1,328 @@
+//! Memory-mapped safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`.
+//!
+//! Every offset and size is checked against the file before a byte of data is read. A tensor leaves the set when it is
+//! taken, so that what is left at the end is what nobody asked for.
+
+use crate::ModelError;
+use crate::config::read_object;
+use half::bf16;
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, TensorInfo};
+use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Component, Path, PathBuf};
+
+const WHOLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The tensors of a model folder that have not been taken yet.
+pub(crate) struct Weights {
+    /// Files and their bytes.
+    shards: Vec<(PathBuf, Mmap)>,
+    tensors: BTreeMap<String, Stored>,
+    /// What a missing tensor is missing from.
+    source: PathBuf,
+}
+
+/// Where a tensor stands.
+struct Stored {
+    shard: usize,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Bytes in the shard, within its length.
+    bytes: Range<usize>,
+}
+
+impl Weights {
+    /// Maps the weights of the folder `dir` and checks every header.
+    pub fn open(dir: &Path) -> Result<Weights, ModelError> {
+        let (whole, index) = (dir.join(WHOLE), dir.join(INDEX));
+        match (whole.exists(), index.exists()) {
+            (true, true) => Err(ModelError::file(&index, format!("stands beside {WHOLE}; keep one of them"))),
+            (false, false) => Err(ModelError::file(dir, format!("has neither {WHOLE} nor {INDEX}"))),
+            (true, false) => {
+                let mut weights = Weights { shards: Vec::new(), tensors: BTreeMap::new(), source: whole.clone() };
+                weights.add_shard(&whole)?;
+                Ok(weights)
+            }
+            (false, true) => Weights::open_shards(dir, &index),
+        }
+    }
+
+    fn open_shards(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
+        let mut weights = Weights { shards: Vec::new(), tensors: BTreeMap::new(), source: index.into() };
+        let map = match read_object(index)?.remove("weight_map") {
+            Some(Value::Object(map)) => map,
+            _ => return Err(ModelError::field(index, "weight_map", "is missing; it must map tensors to file names")),
+        };
+        let mut names = BTreeSet::new();
+        for (tensor, shard) in &map {
+            let name = shard.as_str().filter(|name| is_file_name(name)).ok_or_else(|| {
+                let field = format!("weight_map.{}", tensor.escape_debug());
+                ModelError::field(index, field, format!("is {shard}; it must be a file name in the model folder"))
+            })?;
+            names.insert(name);
+        }
+        for name in names {
+            let path = dir.join(name);
+            if !path.exists() {
+                return Err(ModelError::field(index, "weight_map", format!("names `{name}`, which is missing")));
+            }
+            weights.add_shard(&path)?;
+        }
+        for (tensor, name) in &map {
+            if !weights.contains(tensor) {
+                return Err(ModelError::tensor(index, tensor, format!("is listed in {name} but stands in no shard")));
+            }
+        }
+        for (tensor, stored) in &weights.tensors {
+            let (path, _) = &weights.shards[stored.shard];
+            let name = path.file_name().and_then(|name| name.to_str());
+            if map.get(tensor).and_then(Value::as_str) != name {
+                return Err(ModelError::tensor(path, tensor, format!("is not listed for this file in {INDEX}")));
+            }
+        }
+        Ok(weights)
+    }
+
+    /// Maps one file and adds its tensors.
+    fn add_shard(&mut self, path: &Path) -> Result<(), ModelError> {
+        let unreadable = |e: std::io::Error| ModelError::file(path, format!("cannot be read: {e}"));
+        let file = File::open(path).map_err(unreadable)?;
+        if !file.metadata().map_err(unreadable)?.is_file() {
+            return Err(ModelError::file(path, "is not a file"));
+        }
+        // SAFETY: the map is private and read-only, no reference into it outlives `self`, and its bytes are only ever
+        // copied out as plain integers, for which every bit pattern is valid. Another process that shortens the file
+        // meanwhile ends this one (SIGBUS): model files must not change while they are loaded.
+        let map = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
+        let shard = self.shards.len();
+        for (name, dtype, shape, bytes) in read_header(path, &map)? {
+            if let Some(other) = self.tensors.get(&name) {
+                let other = self.shards[other.shard].0.display();
+                return Err(ModelError::tensor(path, &name, format!("stands in {other} too; keep one of them")));
+            }
+            self.tensors.insert(name, Stored { shard, dtype, shape, bytes });
+        }
+        self.shards.push((path.into(), map));
+        Ok(())
+    }
+
+    /// Whether the tensor is there and has not been taken.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// The file the tensor stands in, or should.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.tensors.get(name).map_or(&self.source, |stored| &self.shards[stored.shard].0).clone()
+    }
+
+    /// Takes a BF16 tensor, which must have this shape and finite elements.
+    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<bf16>, ModelError> {
+        let stored = self.tensors.remove(name).ok_or_else(|| {
+            ModelError::tensor(&self.source, name, format!("is missing; config.json asks for it with shape {shape:?}"))
+        })?;
+        let (path, map) = &self.shards[stored.shard];
+        if stored.shape != shape {
+            let why = format!("has shape {:?}; config.json asks for {shape:?}", stored.shape);
+            return Err(ModelError::tensor(path, name, why));
+        }
+        if stored.dtype != Dtype::BF16 {
+            return Err(ModelError::tensor(path, name, format!("is {}; weights must be BF16", stored.dtype)));
+        }
+        let bytes = &map[stored.bytes];
+        let data: Vec<bf16> =
+            bytes.chunks_exact(2).map(|b| bf16::from_bits(u16::from_le_bytes([b[0], b[1]]))).collect();
+        if let Some(index) = data.iter().position(|x| !x.is_finite()) {
+            let count = data.iter().filter(|x| !x.is_finite()).count();
+            let (at, value, total) = (coordinates(index, shape), data[index], data.len());
+            let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
+            return Err(ModelError::tensor(path, name, why));
+        }
+        Ok(data)
+    }
+
+    /// An error when a tensor has not been taken.
+    pub fn finish(self) -> Result<(), ModelError> {
+        match self.tensors.first_key_value() {
+            None => Ok(()),
+            Some((name, stored)) => {
+                let path = &self.shards[stored.shard].0;
+                let why = match self.tensors.len() - 1 {
+                    0 => "is not part of the model that config.json describes".into(),
+                    more => format!("and {more} more are not part of the model that config.json describes"),
+                };
+                Err(ModelError::tensor(path, name, why))
+            }
+        }
+    }
+}
+
+/// One path component that stays in the folder.
+fn is_file_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(part)), None) if part == name)
+}
+
+/// Reads and checks a safetensors header: the tensors' names, dtypes, shapes and bytes, in the order of their data.
+///
+/// The format's own reader is not asked: it does not say which tensor is wrong, and it adds offsets without looking for
+/// overflow.
+fn read_header(path: &Path, file: &[u8]) -> Result<Vec<(String, Dtype, Vec<usize>, Range<usize>)>, ModelError> {
+    let damaged = |why: String| ModelError::file(path, format!("is not a whole safetensors file: {why}"));
+    let length = file.first_chunk::<8>().ok_or_else(|| damaged(format!("it has {} bytes", file.len())))?;
+    let length = u64::from_le_bytes(*length);
+    let body = &file[8..];
+    if length > body.len() as u64 {
+        return Err(damaged(format!("its header claims {length} bytes, {} follow", body.len())));
+    }
+    let (header, data) = body.split_at(length as usize);
+    let start = 8 + header.len();
+    let header: Map<String, Value> =
+        serde_json::from_slice(header).map_err(|e| damaged(format!("its header is not a JSON object: {e}")))?;
+
+    let mut tensors = Vec::new();
+    for (name, value) in header {
+        if name == "__metadata__" {
+            continue;
+        }
+        let info: TensorInfo = serde_json::from_value(value)
+            .map_err(|e| ModelError::tensor(path, &name, format!("has a malformed header entry: {e}")))?;
+        let (begin, end) = info.data_offsets;
+        if begin > end || end > data.len() {
+            let why = format!("has data_offsets [{begin}, {end}], but the file holds {} bytes of data", data.len());
+            return Err(ModelError::tensor(path, &name, why));
+        }
+        let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
+        if bits != (end - begin).checked_mul(8) {
+            let why =
+                format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
+            return Err(ModelError::tensor(path, &name, why));
+        }
+        tensors.push((name, info.dtype, info.shape, begin..end));
+    }
+    // By name where offsets are equal, so that the same file always gives the same error.
+    tensors.sort_by(|a, b| (a.3.start, a.3.end, &a.0).cmp(&(b.3.start, b.3.end, &b.0)));
+    let mut next = 0;
+    for (name, _, _, bytes) in &mut tensors {
+        if bytes.start != next {
+            let what = if bytes.start < next { "overlaps the data before it" } else { "leaves a gap before it" };
+            let why = format!("{what}: data_offsets begin at {}, expected {next}", bytes.start);
+            return Err(ModelError::tensor(path, name, why));
+        }
+        next = bytes.end;
+        *bytes = start + bytes.start..start + bytes.end;
+    }
+    if next != data.len() {
+        return Err(damaged(format!("its tensors cover {next} of {} bytes of data", data.len())));
+    }
+    Ok(tensors)
+}
+
+/// The index by axis of row-major element `index`.
+fn coordinates(mut index: usize, shape: &[usize]) -> Vec<usize> {
+    let mut at = vec![0; shape.len()];
+    for (at, &extent) in at.iter_mut().zip(shape).rev() {
+        *at = index % extent;
+        index /= extent;
+    }
+    at
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A safetensors file of one header and `data` zero bytes.
+    fn file(header: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    fn refused(bytes: &[u8]) -> String {
+        let line = read_header(Path::new("w"), bytes).unwrap_err().to_string();
+        assert!(line.starts_with("w: ") && !line.contains('\n'), "{line}");
+        line
+    }
+
+    const TWO: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2],"data_offsets":[8,12]},"a":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}}"#;
+
+    #[test]
+    fn tensors_come_in_the_order_of_their_data() {
+        let read = read_header(Path::new("w"), &file(TWO, 12)).unwrap();
+        let start = 8 + TWO.len();
+        assert_eq!(read[0], ("a".into(), Dtype::F32, vec![1, 2], start..start + 8));
+        assert_eq!(read[1], ("b".into(), Dtype::BF16, vec![2], start + 8..start + 12));
+    }
+
+    #[test]
+    fn every_truncation_and_every_addition_is_refused() {
+        let whole = file(TWO, 12);
+        for length in 0..whole.len() {
+            refused(&whole[..length]);
+        }
+        assert!(refused(&file(TWO, 13)).contains("its tensors cover 12 of 13 bytes"));
+        assert!(refused(&file(TWO, 11)).contains("tensor `b` has data_offsets [8, 12], but the file holds 11 bytes"));
+        assert!(refused(&u64::MAX.to_le_bytes()).contains("its header claims 18446744073709551615 bytes, 0 follow"));
+    }
+
+    #[test]
+    fn wrong_entries_are_refused_by_name() {
+        let cases = [
+            (r#"[]"#, "not a JSON object"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[2,6]}}"#,
+                "tensor `b` overlaps the data before it",
+            ),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}"#,
+                "tensor `b` overlaps the data before it",
+            ),
+            (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[4,8]}}"#, "tensor `a` leaves a gap before it"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[3],"data_offsets":[0,4]}}"#,
+                "tensor `a` has 4 bytes of data, not what shape [3] of BF16 needs",
+            ),
+            (r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[4,0]}}"#, "tensor `a` has data_offsets [4, 0]"),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
+                "tensor `a` has 0 bytes",
+            ),
+            (
+                r#"{"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,18446744073709551615]}}"#,
+                "tensor `a` has data_offsets",
+            ),
+            (r#"{"a":{"dtype":"Q4","shape":[2],"data_offsets":[0,4]}}"#, "tensor `a` has a malformed header entry"),
+            (
+                r#"{"a\nb":{"dtype":"BF16","shape":[-1],"data_offsets":[0,4]}}"#,
+                "tensor `a\\nb` has a malformed header entry",
+            ),
+            (r#"{"a":4}"#, "tensor `a` has a malformed header entry"),
+        ];
+        for (header, expected) in cases {
+            let line = refused(&file(header, 8));
+            assert!(line.contains(expected), "{header}: {line}");
+        }
+    }
+
+    #[test]
+    fn shard_names_stay_in_the_folder() {
+        for name in ["model-00001-of-00002.safetensors", "a..b"] {
+            assert!(is_file_name(name), "{name}");
+        }
+        for name in ["", ".", "..", "/etc/x", "a/b", "../a", "a/", "./a", "a/.."] {
+            assert!(!is_file_name(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn coordinates_count_from_the_last_axis() {
+        assert_eq!(coordinates(7, &[2, 5]), [1, 2]);
+        assert_eq!(coordinates(3, &[4]), [3]);
+    }
+}

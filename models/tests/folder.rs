@@ -1,0 +1,422 @@
+//! Folders that are wrong in one way each: refused by one line that names the file and the field or tensor.
+
+use safetensors::tensor::{Dtype, TensorView};
+use samebits_models::{Generation, Grouping, Model, ModelError, Precision, Schedule, Stop};
+use samebits_ops::Cpu;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+const WHOLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A tensor of a safetensors file: dtype, shape, bytes.
+type Tensor = (Dtype, Vec<usize>, Vec<u8>);
+type Tensors = BTreeMap<String, Tensor>;
+
+fn checkpoint(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
+}
+
+/// A copy of a checkpoint that may be changed.
+fn copy(name: &str) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "generation_config.json", "tokenizer.json", WHOLE] {
+        let from = checkpoint(name).join(file);
+        if from.exists() {
+            fs::copy(from, dir.path().join(file)).unwrap();
+        }
+    }
+    dir
+}
+
+fn read_tensors(path: &Path) -> Tensors {
+    let file = fs::read(path).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+    tensors.iter().map(|(name, t)| (name.into(), (t.dtype(), t.shape().to_vec(), t.data().to_vec()))).collect()
+}
+
+fn write_tensors(path: &Path, tensors: &Tensors) {
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, data))| (name.as_str(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+fn change_tensors(dir: &TempDir, change: impl FnOnce(&mut Tensors)) {
+    let path = dir.path().join(WHOLE);
+    let mut tensors = read_tensors(&path);
+    change(&mut tensors);
+    write_tensors(&path, &tensors);
+}
+
+fn change_json(dir: &TempDir, file: &str, change: impl FnOnce(&mut Value)) {
+    let path = dir.path().join(file);
+    let mut value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut value);
+    fs::write(&path, value.to_string()).unwrap();
+}
+
+fn load(dir: &Path) -> Result<Model, ModelError> {
+    Model::load(dir, Precision::Bf16, &Cpu::best())
+}
+
+/// Asserts that loading is refused by one line with all of `parts` in it.
+fn assert_refused(dir: &TempDir, parts: &[&str]) {
+    let line = match load(dir.path()) {
+        Ok(_) => panic!("loaded; expected an error with {parts:?}"),
+        Err(error) => error.to_string(),
+    };
+    assert!(!line.contains('\n'), "{line}");
+    for part in parts {
+        assert!(line.contains(part), "`{part}` is not in: {line}");
+    }
+}
+
+/// Splits the weights of a copy into two shards with an index; tensors alternate between them.
+fn shard(dir: &TempDir) {
+    let whole = dir.path().join(WHOLE);
+    let mut shards = [Tensors::new(), Tensors::new()];
+    let mut map = BTreeMap::new();
+    for (i, (name, tensor)) in read_tensors(&whole).into_iter().enumerate() {
+        map.insert(name.clone(), shard_name(i % 2));
+        shards[i % 2].insert(name, tensor);
+    }
+    for (i, tensors) in shards.iter().enumerate() {
+        write_tensors(&dir.path().join(shard_name(i)), tensors);
+    }
+    fs::write(dir.path().join(INDEX), json!({"metadata": {"total_size": 1}, "weight_map": map}).to_string()).unwrap();
+    fs::remove_file(whole).unwrap();
+}
+
+fn shard_name(i: usize) -> String {
+    format!("model-{:05}-of-00002.safetensors", i + 1)
+}
+
+fn logits(dir: &Path) -> Vec<u32> {
+    let tokens: Vec<i32> = (0..12).map(|i| 1 + i * 5 % 17).collect();
+    let model = load(dir).unwrap();
+    let logits = model.forward(&Cpu::best(), &tokens, 2, 6, Schedule::Prefill, Grouping::Together).unwrap();
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn an_untouched_copy_loads() {
+    for name in ["qwen3-adder", "qwen2", "llama"] {
+        assert_eq!(load(copy(name).path()).unwrap().config().family.name(), name.split('-').next().unwrap());
+    }
+    // The helpers keep what they are not told to change.
+    let dir = copy("llama");
+    change_tensors(&dir, |_| {});
+    assert_eq!(logits(dir.path()), logits(&checkpoint("llama")));
+}
+
+#[test]
+fn shards_give_the_same_logits() {
+    let dir = copy("qwen3-adder");
+    shard(&dir);
+    assert_eq!(logits(dir.path()), logits(&checkpoint("qwen3-adder")));
+}
+
+#[test]
+fn missing_files() {
+    for file in ["config.json", WHOLE] {
+        let dir = copy("llama");
+        fs::remove_file(dir.path().join(file)).unwrap();
+        assert_refused(&dir, &[file]);
+    }
+    let line = load(Path::new("/nonexistent/model")).err().unwrap().to_string();
+    assert!(line.starts_with("/nonexistent/model/config.json: cannot be read"), "{line}");
+    let dir = copy("llama");
+    fs::remove_file(dir.path().join(WHOLE)).unwrap();
+    fs::create_dir(dir.path().join(WHOLE)).unwrap();
+    assert_refused(&dir, &["model.safetensors: is not a file"]);
+}
+
+#[test]
+fn damaged_weights() {
+    let whole = fs::read(checkpoint("llama").join(WHOLE)).unwrap();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let cases: [(Vec<u8>, &str); 5] = [
+        (vec![], "it has 0 bytes"),
+        (whole[..header - 1].to_vec(), "its header claims"),
+        (
+            whole[..whole.len() - 1].to_vec(),
+            "tensor `model.norm.weight` has data_offsets [1295872, 1296128], but the file",
+        ),
+        ([&whole[..], &[0]].concat(), "its tensors cover 1296128 of 1296129 bytes"),
+        ([&u64::MAX.to_le_bytes(), &whole[8..]].concat(), "its header claims 18446744073709551615 bytes"),
+    ];
+    for (bytes, expected) in cases {
+        let dir = copy("llama");
+        fs::write(dir.path().join(WHOLE), bytes).unwrap();
+        assert_refused(&dir, &["model.safetensors: ", expected]);
+    }
+}
+
+#[test]
+fn overlapping_offsets() {
+    let dir = copy("llama");
+    let path = dir.path().join(WHOLE);
+    let mut whole = fs::read(&path).unwrap();
+    // The norm weights of layers 0 and 1 have equal sizes: both now claim the data of layer 0's.
+    let header = String::from_utf8(whole[8..3160].to_vec()).unwrap();
+    let changed = header.replace("[606720,606976]", "[262144,262400]");
+    assert_ne!(header, changed);
+    whole[8..3160].copy_from_slice(changed.as_bytes());
+    fs::write(&path, whole).unwrap();
+    assert_refused(&dir, &[WHOLE, "`model.layers.1.input_layernorm.weight` overlaps the data before it"]);
+}
+
+#[test]
+fn wrong_tensors() {
+    let norm = "model.layers.1.input_layernorm.weight";
+    let gate = "model.layers.2.mlp.gate_proj.weight";
+    let element = |name: &'static str, index: usize, bits: u16| {
+        move |t: &mut Tensors| {
+            t.get_mut(name).unwrap().2[2 * index..2 * index + 2].copy_from_slice(&bits.to_le_bytes());
+        }
+    };
+    type Change = Box<dyn FnOnce(&mut Tensors)>;
+    let cases: Vec<(Change, String)> = vec![
+        (
+            Box::new(move |t| drop(t.remove(norm))),
+            format!("tensor `{norm}` is missing; config.json asks for it with shape [128]"),
+        ),
+        (
+            Box::new(|t| drop(t.insert("model.layers.0.extra".into(), (Dtype::BF16, vec![1], vec![0, 0])))),
+            "tensor `model.layers.0.extra` is not part of the model".into(),
+        ),
+        (
+            Box::new(move |t| t.get_mut(gate).unwrap().1 = vec![128, 320]),
+            format!("tensor `{gate}` has shape [128, 320]; config.json asks for [320, 128]"),
+        ),
+        (
+            Box::new(move |t| t.get_mut(norm).unwrap().0 = Dtype::F16),
+            format!("tensor `{norm}` is F16; weights must be BF16"),
+        ),
+        (
+            Box::new(element(gate, 5 * 128 + 3, 0x7FC0)),
+            format!("tensor `{gate}` element [5, 3] is NaN (1 of 40960 are not finite)"),
+        ),
+        (
+            Box::new(element("model.embed_tokens.weight", 0, 0xFF80)),
+            "tensor `model.embed_tokens.weight` element [0, 0] is -inf".into(),
+        ),
+        (
+            Box::new(element("lm_head.weight", 65535, 0x7F80)),
+            "tensor `lm_head.weight` element [511, 127] is inf".into(),
+        ),
+    ];
+    for (change, expected) in cases {
+        let dir = copy("llama");
+        change_tensors(&dir, change);
+        assert_refused(&dir, &[WHOLE, &expected]);
+    }
+}
+
+#[test]
+fn another_family_than_the_weights() {
+    for (from, to, tensor) in [
+        ("qwen2", "llama", "self_attn.k_proj.bias` and 8 more are not part"),
+        ("llama", "qwen2", "model.layers.0.self_attn.q_proj.bias` is missing"),
+        ("llama", "qwen3", "model.layers.0.self_attn.q_norm.weight` is missing"),
+    ] {
+        let dir = copy(from);
+        change_json(&dir, "config.json", |config| config["model_type"] = to.into());
+        assert_refused(&dir, &[WHOLE, tensor]);
+    }
+}
+
+#[test]
+fn a_second_copy_of_a_tied_table_must_be_the_same() {
+    let dir = copy("qwen3-adder");
+    let head = "lm_head.weight";
+    change_tensors(&dir, |t| drop(t.insert(head.into(), t["model.embed_tokens.weight"].clone())));
+    assert_eq!(logits(dir.path()), logits(&checkpoint("qwen3-adder")));
+    change_tensors(&dir, |t| t.get_mut(head).unwrap().2[0] ^= 1);
+    assert_refused(&dir, &[WHOLE, "tensor `lm_head.weight` differs from model.embed_tokens.weight"]);
+}
+
+#[test]
+fn wrong_configs() {
+    let cases: [(&str, Value, &str); 9] = [
+        ("/model_type", json!("mamba"), "`model_type` is \"mamba\"; supported are qwen3, qwen2, llama"),
+        (
+            "/rope_parameters/rope_type",
+            json!("llama3"),
+            "`rope_parameters.rope_type` is \"llama3\"; supported is \"default\"",
+        ),
+        ("/hidden_act", json!("relu"), "`hidden_act` is \"relu\""),
+        ("/hidden_size", json!(0), "`hidden_size` is 0"),
+        ("/hidden_size", json!(64), "has shape [512, 128]; config.json asks for [512, 64]"),
+        ("/num_hidden_layers", json!(2), "`model.layers.2.input_layernorm.weight` and 8 more are not part"),
+        ("/num_hidden_layers", json!(2147483647), "`model.layers.3.self_attn.q_proj.weight` is missing"),
+        ("/tie_word_embeddings", json!(true), "`lm_head.weight` differs from model.embed_tokens.weight"),
+        ("/eos_token_id", json!([2, 512]), "`eos_token_id` is 512; a token is a whole number below vocab_size 512"),
+    ];
+    for (field, value, expected) in cases {
+        let dir = copy("llama");
+        change_json(&dir, "config.json", |config| *config.pointer_mut(field).unwrap() = value);
+        assert_refused(&dir, &[expected]);
+    }
+    for (text, expected) in [("{\"a\": ", "config.json: is not JSON"), ("[]", "config.json: is not a JSON object")] {
+        let dir = copy("llama");
+        fs::write(dir.path().join("config.json"), text).unwrap();
+        assert_refused(&dir, &[expected]);
+    }
+    let dir = copy("llama");
+    change_json(&dir, "generation_config.json", |config| config["eos_token_id"] = "</s>".into());
+    assert_refused(&dir, &["generation_config.json: `eos_token_id` is \"</s>\""]);
+}
+
+#[test]
+fn wrong_shards() {
+    let list_norm_in = |dir: &TempDir, shard: &str| {
+        change_json(dir, INDEX, |index| index["weight_map"]["model.norm.weight"] = shard.into());
+    };
+    for (name, expected) in [
+        ("gone.safetensors", "`weight_map` names `gone.safetensors`, which is missing"),
+        (
+            "../model-00001-of-00002.safetensors",
+            "`weight_map.model.norm.weight` is \"../model-00001-of-00002.safetensors\"; it must be a file name",
+        ),
+        ("/etc/passwd", "it must be a file name in the model folder"),
+    ] {
+        let dir = copy("llama");
+        shard(&dir);
+        list_norm_in(&dir, name);
+        assert_refused(&dir, &[INDEX, expected]);
+    }
+
+    let listed = |i: usize| {
+        let dir = copy("llama");
+        shard(&dir);
+        list_norm_in(&dir, &shard_name(i));
+        load(dir.path()).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let (a, b) = (listed(0), listed(1));
+    let line = a.and(b).unwrap_err();
+    assert!(line.contains("tensor `model.norm.weight` is not listed for this file"), "{line}");
+
+    let dir = copy("llama");
+    shard(&dir);
+    change_json(&dir, INDEX, |index| index["weight_map"]["ghost"] = shard_name(0).into());
+    assert_refused(
+        &dir,
+        &[INDEX, "tensor `ghost` is listed in \"model-00001-of-00002.safetensors\" but stands in no shard"],
+    );
+
+    let dir = copy("llama");
+    shard(&dir);
+    let (first, second) = (dir.path().join(shard_name(0)), dir.path().join(shard_name(1)));
+    let (name, tensor) = read_tensors(&first).pop_first().unwrap();
+    let mut tensors = read_tensors(&second);
+    tensors.insert(name.clone(), tensor);
+    write_tensors(&second, &tensors);
+    assert_refused(&dir, &[&format!("tensor `{name}` stands in "), &shard_name(0), &shard_name(1), "keep one of them"]);
+
+    let dir = copy("llama");
+    shard(&dir);
+    fs::copy(checkpoint("llama").join(WHOLE), dir.path().join(WHOLE)).unwrap();
+    assert_refused(&dir, &[INDEX, "stands beside model.safetensors; keep one of them"]);
+
+    let dir = copy("llama");
+    shard(&dir);
+    change_json(&dir, INDEX, |index| *index = json!({"metadata": {}}));
+    assert_refused(&dir, &[INDEX, "`weight_map` is missing"]);
+}
+
+fn generate(dir: &TempDir, prompt: &str, max_tokens: usize) -> Result<Generation, String> {
+    load(dir.path()).unwrap().generate(&Cpu::best(), prompt, max_tokens).map_err(|e| e.to_string())
+}
+
+#[test]
+fn bos_comes_once_and_only_where_wanted() {
+    let prompt = |dir: &TempDir| generate(dir, "1+2=", 0).unwrap().prompt;
+    let (plain, with_bos) = (vec![4, 13, 5, 15], vec![1, 4, 13, 5, 15]);
+    assert_eq!(prompt(&copy("qwen3-adder")), with_bos);
+
+    let dir = copy("qwen3-adder");
+    change_json(&dir, "config.json", |config| config["bos_token_id"] = Value::Null);
+    assert_eq!(prompt(&dir), plain);
+    assert!(generate(&dir, "", 1).unwrap_err().starts_with("prompt: has no tokens"));
+
+    let dir = copy("qwen3-adder");
+    fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
+    assert_eq!(prompt(&dir), plain);
+
+    let dir = copy("qwen3-adder");
+    change_json(&dir, "tokenizer.json", |tokenizer| {
+        tokenizer["post_processor"] = json!({
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [1], "tokens": ["<bos>"]}},
+        });
+    });
+    assert_eq!(prompt(&dir), with_bos);
+}
+
+#[test]
+fn any_eos_ends_the_text() {
+    // "12+34=" continues with 46: the token of 6 is 9, that of 4 is 7.
+    for (config, generation, expected, stop) in [
+        (json!(2), json!([2, 9]), "4", Stop::Eos),
+        (json!([9, 2]), Value::Null, "4", Stop::Eos),
+        (json!(9), json!(7), "", Stop::Eos),
+        (Value::Null, Value::Null, "46", Stop::MaxTokens),
+    ] {
+        let dir = copy("qwen3-adder");
+        change_json(&dir, "config.json", |json| json["eos_token_id"] = config);
+        change_json(&dir, "generation_config.json", |json| json["eos_token_id"] = generation);
+        let found = generate(&dir, "12+34=", 2).unwrap();
+        assert_eq!((found.text.as_str(), found.stop), (expected, stop));
+    }
+    let dir = copy("qwen3-adder");
+    fs::remove_file(dir.path().join("generation_config.json")).unwrap();
+    assert_eq!(generate(&dir, "12+34=", 8).unwrap().text, "46");
+    // Without an eos the model's own end token is pushed but never shown.
+    change_json(&dir, "config.json", |json| json["eos_token_id"] = 19.into());
+    let endless = generate(&dir, "12+34=", 300).unwrap();
+    assert_eq!((endless.tokens.len(), endless.stop, &endless.text[..2]), (300, Stop::MaxTokens, "46"));
+}
+
+#[test]
+fn generation_stops_at_the_last_position() {
+    // bos and "12+34=" are 7 tokens; each token but the last takes a further position.
+    for (positions, expected) in [(8, Ok("46")), (7, Ok("4")), (6, Err("7; max_position_embeddings is 6"))] {
+        let dir = copy("qwen3-adder");
+        change_json(&dir, "config.json", |config| config["max_position_embeddings"] = positions.into());
+        match (generate(&dir, "12+34=", 8), expected) {
+            (Ok(found), Ok(text)) => assert_eq!((found.text.as_str(), found.stop), (text, Stop::MaxPositions)),
+            (Err(line), Err(end)) => assert_eq!(line, format!("prompt: a sequence has {end}")),
+            (found, _) => panic!("{found:?}, expected {expected:?}"),
+        }
+    }
+}
+
+#[test]
+fn wrong_tokenizers() {
+    for (change, expected) in [
+        (json!({"model": {"type": "WordLevel"}}), "tokenizer.json: is not a tokenizer"),
+        (json!({"truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}}), ""),
+    ] {
+        let dir = copy("qwen3-adder");
+        change_json(&dir, "tokenizer.json", |tokenizer| {
+            for (field, value) in change.as_object().unwrap() {
+                tokenizer[field] = value.clone();
+            }
+        });
+        match generate(&dir, "12+34=", 8) {
+            Ok(found) => assert_eq!((expected, found.text.as_str()), ("", "46"), "the prompt was cut"),
+            Err(line) => assert!(!expected.is_empty() && line.contains(expected) && !line.contains('\n'), "{line}"),
+        }
+    }
+    let dir = copy("qwen3-adder");
+    change_json(&dir, "tokenizer.json", |tokenizer| tokenizer["model"]["vocab"]["1"] = 40.into());
+    let line = generate(&dir, "12+34=", 8).unwrap_err();
+    assert!(line.contains("tokenizer.json: gives token 40, but vocab_size in config.json is 32"), "{line}");
+}
