@@ -45,7 +45,7 @@ impl Gemm {
         })?;
         let bound = |segment: usize| segment.saturating_mul(length).min(self.k_total);
         for count in [8, 4, 2, 1] {
-            for first in (0..8).step_by(count) {
+            for first in (0..8usize).step_by(count) {
                 if (first.saturating_mul(length), bound(first + count)) == (self.k_offset, end) {
                     return Ok((first..=first + count)
                         .map(|segment| bound(segment).max(self.k_offset) - self.k_offset)
