@@ -6,7 +6,7 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
-use crate::tile::{FmaTile, Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact};
+use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
@@ -341,15 +341,18 @@ fn product<I: Element, O: Element>(
                     }
                     Rows::Wide(wide) => {
                         let left = Left { data: wide, row_stride: 1, step: height };
-                        cpu.dispatch(FmaTile(Tile {
-                            left,
-                            right,
-                            order,
-                            rows: height,
-                            columns: PANEL,
-                            out: &mut sums,
-                            out_stride: PANEL,
-                        }));
+                        fma_tile(
+                            cpu,
+                            Tile {
+                                left,
+                                right,
+                                order,
+                                rows: height,
+                                columns: PANEL,
+                                out: &mut sums,
+                                out_stride: PANEL,
+                            },
+                        );
                     }
                 }
                 for r in 0..height {

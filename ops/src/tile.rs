@@ -7,6 +7,7 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
+use crate::Cpu;
 use crate::lanes::{Kernel, Simd};
 
 /// Columns of a packed panel.
@@ -157,8 +158,12 @@ macro_rules! join_segment {
     }};
 }
 
-/// Runs `tile` with fused multiply-adds.
-pub struct FmaTile<'a>(pub Tile<'a, f32>);
+/// Runs `tile` with fused multiply-adds on `cpu`'s instruction set. Not generic, so that it is compiled once.
+pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
+    cpu.dispatch(FmaTile(tile));
+}
+
+struct FmaTile<'a>(Tile<'a, f32>);
 
 impl Kernel for FmaTile<'_> {
     type Output = ();

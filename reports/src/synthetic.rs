@@ -58,6 +58,7 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
             max_abs: 0.0039,
             of_bound: 0.93,
         }),
+        chain: None,
         seconds: 0.0125,
     }
 }
