@@ -72,7 +72,8 @@ impl Drop for Working {
 /// Where the contract, the goldens and the checkpoints are.
 #[derive(clap::Args)]
 pub struct Place {
-    /// Folder with goldens/ and tests/checkpoints/ [default: the nearest parent folder that has goldens/MANIFEST.toml]
+    /// The repository: goldens/ and tests/checkpoints/ are read there [default: the nearest folder upwards that has
+    /// contract/ws1.toml]
     #[arg(long, value_name = "DIR")]
     root: Option<PathBuf>,
 
@@ -88,11 +89,11 @@ impl Place {
     }
 
     /// The repository: `--root`, or the nearest folder upwards that looks like it.
-    fn root(&self) -> Option<PathBuf> {
+    pub fn root(&self) -> Option<PathBuf> {
         let here = || std::env::current_dir().ok();
-        self.root.clone().or_else(|| {
-            here()?.ancestors().find(|dir| dir.join("goldens/MANIFEST.toml").is_file()).map(Path::to_path_buf)
-        })
+        self.root
+            .clone()
+            .or_else(|| here()?.ancestors().find(|dir| dir.join("contract/ws1.toml").is_file()).map(Path::to_path_buf))
     }
 
     /// The folder of checkpoints that chain cases name.
@@ -100,9 +101,12 @@ impl Place {
         Arc::new(Checkpoints::new(self.root().map(|root| root.join("tests/checkpoints"))))
     }
 
-    /// The golden store; `None` when there is no repository at hand.
+    /// The golden store; `None` when there is no repository at hand, or nothing has been blessed in it.
     pub fn goldens(&self) -> Result<Option<Store>> {
-        Ok(self.root().map(|root| Store::open(&root.join("goldens"))).transpose()?)
+        match self.root().map(|root| root.join("goldens")) {
+            Some(dir) if dir.join("MANIFEST.toml").exists() => Ok(Some(Store::open(&dir)?)),
+            _ => Ok(None),
+        }
     }
 }
 

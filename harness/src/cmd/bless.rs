@@ -2,7 +2,7 @@ use super::{Place, Select};
 use anyhow::{Result, bail, ensure};
 use samebits_contract::case::Status;
 use samebits_contract::table::{Slice, today};
-use samebits_goldens::Provenance;
+use samebits_goldens::{Provenance, Store};
 use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
 use samebits_harness::machine;
 use samebits_ops::{Cpu, Isa};
@@ -30,8 +30,10 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let contract = args.place.contract()?;
     let selection = args.select.selection(&contract)?;
-    let Some(mut store) = args.place.goldens()? else {
-        bail!("no goldens/MANIFEST.toml here or in a parent folder; give --root");
+    let mut store = match (args.place.goldens()?, args.place.root()) {
+        (Some(store), _) => store,
+        (None, Some(root)) => Store::create(&root.join("goldens"))?,
+        (None, None) => bail!("no repository here or in a parent folder; give --root"),
     };
     let checkpoints = args.place.checkpoints();
     // The reference: no vectors, no threads.
