@@ -207,7 +207,7 @@ fn raw(answer: &Answer) -> Vec<(String, Vec<usize>, Vec<u8>)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 5000, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Every op, dtype and extent, zero among them, is answered, with the same bits however it runs.
     #[test]
