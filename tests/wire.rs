@@ -3,9 +3,7 @@
 use proptest::prelude::*;
 use samebits_contract::case::{Answer, Case, Config, Status};
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_contract::wire::{
-    decode_answer, decode_request, encode_answer, encode_request, read_frame, write_frame,
-};
+use samebits_contract::wire::{decode_answer, decode_request, encode_answer, encode_request, read_frame, write_frame};
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_ops::{Cpu, Isa, bf16, f16};
@@ -32,8 +30,30 @@ const FORMS: [Form; 10] = [
 ];
 
 const VALUES: [&str; 24] = [
-    "0", "1", "2", "-1", "16", "128", "1e-6", "0.5", "10000.0", "1e300", "-1e300", "1e-320", "inf", "nan", "", "true",
-    "once", "hf", "half", "interleaved", "disabled", "enabled", "18446744073709551615", "ieee",
+    "0",
+    "1",
+    "2",
+    "-1",
+    "16",
+    "128",
+    "1e-6",
+    "0.5",
+    "10000.0",
+    "1e300",
+    "-1e300",
+    "1e-320",
+    "inf",
+    "nan",
+    "",
+    "true",
+    "once",
+    "hf",
+    "half",
+    "interleaved",
+    "disabled",
+    "enabled",
+    "18446744073709551615",
+    "ieee",
 ];
 
 /// Bits that are every kind of number: random ones are mostly ordinary, a few are special.
@@ -114,9 +134,8 @@ enum Change {
 fn change() -> impl Strategy<Value = Change> {
     let isa = prop::option::of(prop::sample::select(vec!["scalar", "avx2", "avx512", "avx512bf16", "neon", ""]));
     let budget = prop::option::of(prop_oneof![Just(0usize), Just(1 << 12), any::<usize>()]);
-    let config = (isa, prop::option::of(0usize..4), budget).prop_map(|(isa, threads, budget)| {
-        Change::Config(Config { isa: isa.map(String::from), threads, budget })
-    });
+    let config = (isa, prop::option::of(0usize..4), budget)
+        .prop_map(|(isa, threads, budget)| Change::Config(Config { isa: isa.map(String::from), threads, budget }));
     let dtypes = prop::sample::select(vec![DType::Bf16, DType::Fp16, DType::Fp32, DType::I32]);
     prop_oneof![
         1 => "[a-z_]{0,9}".prop_map(Change::Op),
@@ -366,8 +385,7 @@ fn parts_of_a_gemm_join_to_the_whole() {
     assert_ne!(whole, run(0, k, true), "the whole sum has its bias");
     assert_eq!(run(0, k / 2, true), run(0, k / 2, false), "a part has no bias");
     for ranks in [2, 4, 8] {
-        let mut parts: Vec<Vec<f32>> =
-            (0..ranks).map(|r| run(k / ranks * r, k / ranks * (r + 1), false)).collect();
+        let mut parts: Vec<Vec<f32>> = (0..ranks).map(|r| run(k / ranks * r, k / ranks * (r + 1), false)).collect();
         while parts.len() > 1 {
             parts = parts.chunks(2).map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect()).collect();
         }

@@ -277,7 +277,7 @@ fn percentile(sorted: &[f64], percent: usize) -> f64 {
 }
 
 /// Errors of the logits of a whole model.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ChainMeasure {
     /// Logits compared.
     pub samples: usize,

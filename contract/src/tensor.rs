@@ -226,9 +226,12 @@ impl Tensor {
         }
     }
 
-    /// A tensor from little-endian bytes; `None` when the length does not match `shape`.
+    /// A tensor from little-endian bytes; `None` when the length does not match `shape`, or the extents of `shape`
+    /// overflow, be it beside a 0.
     pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Option<Tensor> {
-        let count = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        isize::try_from(nonzero.checked_mul(dtype.size())?).ok()?;
+        let count = if shape.contains(&0) { 0 } else { nonzero };
         if count.checked_mul(dtype.size())? != bytes.len() {
             return None;
         }

@@ -40,7 +40,8 @@ impl Selection {
         Selection { slice, ops, dtypes: Vec::new(), cases, judgments: Vec::new(), axes }
     }
 
-    fn takes(&self, case: &CaseSpec) -> bool {
+    /// Whether `case` passes the filters on cases.
+    pub fn takes(&self, case: &CaseSpec) -> bool {
         let fits = |pattern: &String| pattern.strip_suffix('*').map_or(*pattern == case.name, |p| case.name.starts_with(p));
         (self.ops.is_empty() || self.ops.contains(&case.op))
             && (self.dtypes.is_empty() || self.dtypes.contains(&case.dtype))
@@ -221,7 +222,7 @@ impl Judge<'_> {
                 },
             };
             let found = &base.answer.outputs[output.name];
-            let (measure, evidence) = compare::accuracy(output.name, found, dtype, &references[output.name], &bound);
+            let (measure, evidence) = compare::accuracy(output.name, dtype, found, &references[output.name], &bound);
             if outcome.measure.as_ref().is_none_or(|worst| measure.of_bound > worst.of_bound) {
                 outcome.measure = Some(measure);
             }

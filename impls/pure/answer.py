@@ -135,13 +135,13 @@ def run(op, out, inputs, params):
         if k != k_of_w or (bias and bias[1] != [n]):
             fail(f"shapes x {x[1]}, w {w[1]}, bias {bias and bias[1]} must be [M, K], [N, K], [N]")
         k_offset, k_total = int(params.pop("k_offset", "0")), int(params.pop("k_total", k))
+        held = ops.subtree(k, k_offset, k_total)
+        if held is None:
+            fail(f"columns {k_offset}..{k_offset + k} of {k_total} are no subtree of its eight segments")
         if k != k_total:
-            # One rank's part: whole neighbouring segments that make a subtree, never rounded.
-            size = ops.segment_length(k_total)
-            if k_total % 128 or k not in (size, 2 * size, 4 * size) or k_offset not in range(0, k_total, k):
-                fail(f"columns {k_offset}..{k_offset + k} of {k_total} are no subtree of its eight segments")
-            out = "F32"
-        y = ops.gemm(rows(x), rows(w), bias and rows(bias, 1), k_offset, k_total)
+            # One rank's part of a longer sum: never rounded, and the bias belongs to the whole.
+            out, bias = "F32", None
+        y = ops.gemm(rows(x), rows(w), bias and rows(bias, 1), k_offset, k_total, *held)
         return out, [m, n], flat(y)
     raise Unsupported(f"op `{op}` is not offered; use add, silu_mul, softmax, rms_norm or gemm")
 

@@ -41,14 +41,16 @@ def segment_length(n):
     return 16 * -(-n // 128)
 
 
-def join(s):
-    """The eight segments of a sum, neighbours first."""
-    return add(add(add(s[0], s[1]), add(s[2], s[3])), add(add(s[4], s[5]), add(s[6], s[7])))
+def neighbours(sums):
+    """Neighbours are added until one value is left: ((s0+s1)+(s2+s3))+((s4+s5)+(s6+s7)) for eight."""
+    while len(sums) > 1:
+        sums = [add(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
+    return sums[0]
 
 
 def segments(values, reduce):
     size = segment_length(len(values))
-    return join([reduce(values[size * j : size * (j + 1)]) for j in range(8)])
+    return neighbours([reduce(values[size * j : size * (j + 1)]) for j in range(8)])
 
 
 # Elementary functions.
@@ -82,7 +84,7 @@ def sigmoid(x):
 
 
 def weight(m, i, n):
-    return 0.0 if i - n < -100.0 else mul(m, exp2(int(i - n)))
+    return mul(m, exp2(int(i - n))) if i - n >= -100.0 else 0.0
 
 
 # Ops.
@@ -95,30 +97,28 @@ def silu_mul(gate, up):
     return [mul(mul(g, sigmoid(g)), u) for g, u in zip(gate, up)]
 
 
-def gemm(x, w, bias, k_offset, k_total):
-    """x[M][K], w[N][K], bias[N] or None."""
+def subtree(k, k_offset, k_total):
+    """The neighbouring segments (first, count) that are exactly these columns of the whole, or None."""
+    size = segment_length(k_total)
+    for count in (8, 4, 2, 1):
+        for first in range(0, 8, count):
+            if k_offset == size * first and k_offset + k == min(size * (first + count), k_total):
+                return first, count
+    return None
+
+
+def gemm(x, w, bias, k_offset, k_total, first, count):
+    """x[M][K], w[N][K], bias[N] or None; the columns are `count` segments from `first` on."""
     size = segment_length(k_total)
 
     def dot(row, column):
-        # Segment j of the whole sum is columns size*j to size*(j+1); what another rank holds stays out of it.
-        cut = lambda values, j: values[max(size * j - k_offset, 0) : max(size * (j + 1) - k_offset, 0)]
-        parts = [chain(cut(row, j), cut(column, j)) for j in range(8)]
-        if len(row) == k_total:
-            return join(parts)
-        held = [j for j in range(8) if cut(row, j)]
-        return tree_of_neighbours(parts[held[0] : held[-1] + 1])
+        cuts = [(max(size * j - k_offset, 0), max(size * (j + 1) - k_offset, 0)) for j in range(first, first + count)]
+        return neighbours([chain(row[a:b], column[a:b]) for a, b in cuts])
 
     y = [[dot(row, column) for column in w] for row in x]
-    if bias is not None and x and len(x[0]) == k_total:
+    if bias is not None:
         y = [[add(value, b) for value, b in zip(row, bias)] for row in y]
     return y
-
-
-def tree_of_neighbours(values):
-    """The part of `join` that lies over 1, 2, 4 or 8 neighbouring segments."""
-    while len(values) > 1:
-        values = [add(values[i], values[i + 1]) for i in range(0, len(values), 2)]
-    return values[0]
 
 
 def rms_norm(x, w, eps, rounding, weight_offset, round_bf16):

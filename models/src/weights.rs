@@ -27,6 +27,7 @@ pub(crate) struct Weights {
 }
 
 /// Where a tensor stands.
+#[derive(Debug, PartialEq)]
 struct Stored {
     shard: usize,
     dtype: Dtype,
@@ -99,12 +100,12 @@ impl Weights {
         // meanwhile ends this one (SIGBUS): model files must not change while they are loaded.
         let map = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
         let shard = self.shards.len();
-        for (name, dtype, shape, bytes) in read_header(path, &map)? {
+        for (name, stored) in read_header(path, &map, shard)? {
             if let Some(other) = self.tensors.get(&name) {
                 let other = self.shards[other.shard].0.display();
                 return Err(ModelError::tensor(path, &name, format!("stands in {other} too; keep one of them")));
             }
-            self.tensors.insert(name, Stored { shard, dtype, shape, bytes });
+            self.tensors.insert(name, stored);
         }
         self.shards.push((path.into(), map));
         Ok(())
@@ -167,11 +168,11 @@ fn is_file_name(name: &str) -> bool {
     matches!((components.next(), components.next()), (Some(Component::Normal(part)), None) if part == name)
 }
 
-/// Reads and checks a safetensors header: the tensors' names, dtypes, shapes and bytes, in the order of their data.
+/// Reads and checks the header of shard number `shard`: its tensors in the order of their data.
 ///
 /// The format's own reader is not asked: it does not say which tensor is wrong, and it adds offsets without looking for
 /// overflow.
-fn read_header(path: &Path, file: &[u8]) -> Result<Vec<(String, Dtype, Vec<usize>, Range<usize>)>, ModelError> {
+fn read_header(path: &Path, file: &[u8], shard: usize) -> Result<Vec<(String, Stored)>, ModelError> {
     let damaged = |why: String| ModelError::file(path, format!("is not a whole safetensors file: {why}"));
     let length = file.first_chunk::<8>().ok_or_else(|| damaged(format!("it has {} bytes", file.len())))?;
     let length = u64::from_le_bytes(*length);
@@ -202,12 +203,12 @@ fn read_header(path: &Path, file: &[u8]) -> Result<Vec<(String, Dtype, Vec<usize
                 format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
             return Err(ModelError::tensor(path, &name, why));
         }
-        tensors.push((name, info.dtype, info.shape, begin..end));
+        tensors.push((name, Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end }));
     }
     // By name where offsets are equal, so that the same file always gives the same error.
-    tensors.sort_by(|a, b| (a.3.start, a.3.end, &a.0).cmp(&(b.3.start, b.3.end, &b.0)));
+    tensors.sort_by(|a, b| (a.1.bytes.start, a.1.bytes.end, &a.0).cmp(&(b.1.bytes.start, b.1.bytes.end, &b.0)));
     let mut next = 0;
-    for (name, _, _, bytes) in &mut tensors {
+    for (name, Stored { bytes, .. }) in &mut tensors {
         if bytes.start != next {
             let what = if bytes.start < next { "overlaps the data before it" } else { "leaves a gap before it" };
             let why = format!("{what}: data_offsets begin at {}, expected {next}", bytes.start);
@@ -245,7 +246,7 @@ mod tests {
     }
 
     fn refused(bytes: &[u8]) -> String {
-        let line = read_header(Path::new("w"), bytes).unwrap_err().to_string();
+        let line = read_header(Path::new("w"), bytes, 0).unwrap_err().to_string();
         assert!(line.starts_with("w: ") && !line.contains('\n'), "{line}");
         line
     }
@@ -254,10 +255,11 @@ mod tests {
 
     #[test]
     fn tensors_come_in_the_order_of_their_data() {
-        let read = read_header(Path::new("w"), &file(TWO, 12)).unwrap();
+        let read = read_header(Path::new("w"), &file(TWO, 12), 3).unwrap();
         let start = 8 + TWO.len();
-        assert_eq!(read[0], ("a".into(), Dtype::F32, vec![1, 2], start..start + 8));
-        assert_eq!(read[1], ("b".into(), Dtype::BF16, vec![2], start + 8..start + 12));
+        let a = Stored { shard: 3, dtype: Dtype::F32, shape: vec![1, 2], bytes: start..start + 8 };
+        let b = Stored { shard: 3, dtype: Dtype::BF16, shape: vec![2], bytes: start + 8..start + 12 };
+        assert_eq!(read, [("a".into(), a), ("b".into(), b)]);
     }
 
     #[test]

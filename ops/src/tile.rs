@@ -192,7 +192,8 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
-        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        // Without steps the left operand is empty and never read.
+        let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
@@ -343,7 +344,8 @@ pub unsafe fn dot_tile(tile: Tile<'_, u32>) {
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
-        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        // Without steps the left operand is empty and never read.
+        let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         let adjacent = tile.left.row_stride == 1;
         macro_rules! rows {

@@ -45,17 +45,27 @@ pub fn why(record: &Record) -> String {
     }
 }
 
+/// The message, and whatever of the rest it does not say already.
 fn evidence(evidence: &Evidence) -> String {
     let Evidence { message, output, index, coordinates, expected, found, expected_bits, found_bits, ulp, count, total } =
         evidence;
-    let bits = |bits: &String| if bits.is_empty() { String::new() } else { format!(" ({bits})") };
-    let ulp = ulp.map(|ulp| format!(", {} ulp", number(ulp))).unwrap_or_default();
-    one_line(&format!(
-        "{message}; {output}{coordinates:?} (index {index}): expected {expected}{}, found {found}{}{ulp}; \
-         {count} of {total} elements wrong",
-        bits(expected_bits),
-        bits(found_bits)
-    ))
+    let mut text = message.clone();
+    // Evidence on a whole tensor has no element, and so no bits.
+    let element = !found_bits.is_empty();
+    if [expected, expected_bits, found, found_bits].iter().any(|part| !message.contains(part.as_str())) {
+        let place = if element { format!("{output}{coordinates:?} (index {index}): ") } else { String::new() };
+        let bits = |bits: &String| if bits.is_empty() { String::new() } else { format!(" ({bits})") };
+        let (expected_bits, found_bits) = (bits(expected_bits), bits(found_bits));
+        text += &format!("; {place}expected {expected}{expected_bits}, found {found}{found_bits}");
+    }
+    if let Some(ulp) = ulp.filter(|_| !message.contains("ulp")) {
+        text += &format!("; {} ulp", number(ulp));
+    }
+    let share = format!("{count} of {total}");
+    if element && !message.contains(&share) {
+        text += &format!("; {share} elements wrong");
+    }
+    one_line(&text)
 }
 
 /// A number in at most four significant digits; what is not finite is said so.
@@ -102,6 +112,35 @@ mod tests {
         assert_eq!(number(123.456), "123.5");
         assert_eq!(number(f64::NAN), "not finite");
         assert_eq!(number(2.5e-7), "2.500e-7");
+    }
+
+    #[test]
+    fn evidence_says_everything_once() {
+        let mut e = Evidence {
+            message: "batch=2 differs".into(),
+            output: "y".into(),
+            index: 17,
+            coordinates: vec![2, 1],
+            expected: "1".into(),
+            found: "1.0078125".into(),
+            expected_bits: "0x3f80".into(),
+            found_bits: "0x3f81".into(),
+            ulp: Some(1.0),
+            count: 3,
+            total: 512,
+        };
+        let rest =
+            "; y[2, 1] (index 17): expected 1 (0x3f80), found 1.0078125 (0x3f81); 1 ulp; 3 of 512 elements wrong";
+        assert_eq!(evidence(&e), format!("batch=2 differs{rest}"));
+        e.message = "y[2, 1]: 1.0078125 (0x3f81) where 1 (0x3f80) was expected; 3 of 512 differ".into();
+        assert_eq!(evidence(&e), format!("{}; 1 ulp", e.message));
+        let whole = Evidence {
+            message: "y: dtype fp32 where bf16 was expected".into(),
+            count: 1,
+            total: 1,
+            ..Evidence::default()
+        };
+        assert_eq!(evidence(&whole), whole.message);
     }
 
     #[test]

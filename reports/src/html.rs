@@ -50,14 +50,9 @@ fn filled(template: &str, parts: &BTreeMap<&str, String>) -> String {
 fn banner(summary: &Summary) -> String {
     let Summary { counts, problems } = summary;
     let colour = if summary.is_green() { "green" } else { "red" };
-    let total = counts.total();
-    let line = match counts.red() {
-        0 => format!("No red verdict in {total} records"),
-        red => format!("{red} of {total} records are red"),
-    };
     let mut html =
         format!("<section class=\"banner {colour}\"><h2>{}</h2>", if summary.is_green() { "✓ Green" } else { "✗ Red" });
-    let _ = write!(html, "<p>{line}</p>");
+    let _ = write!(html, "<p>{}</p>", summary.red_line());
     for problem in problems {
         let _ = write!(html, "<p><strong>{}</strong></p>", escaped(problem));
     }

@@ -137,16 +137,22 @@ impl Summary {
         u8::from(!self.is_green())
     }
 
+    /// How many records are red, for example `3 of 512 records are red`.
+    pub(crate) fn red_line(&self) -> String {
+        let total = self.counts.total();
+        match (total, self.counts.red()) {
+            (0, _) => "no records".into(),
+            (_, 0) => format!("no red verdict in {}", records(total)),
+            (_, 1) => format!("1 of {} is red", records(total)),
+            (_, red) => format!("{red} of {} are red", records(total)),
+        }
+    }
+
     /// The verdict in one line, for example `RED: 3 of 512 records are red; 509 pass, 3 fail`.
     pub fn headline(&self) -> String {
         let total = self.counts.total();
         let mut parts = self.problems.clone();
-        match (total, self.counts.red()) {
-            (0, _) => parts.push("no records".into()),
-            (_, 0) => parts.push(format!("no red verdict in {}", records(total))),
-            (_, 1) => parts.push(format!("1 of {} is red", records(total))),
-            (_, red) => parts.push(format!("{red} of {} are red", records(total))),
-        }
+        parts.push(self.red_line());
         if total > 0 {
             parts.push(self.counts.to_string());
         }

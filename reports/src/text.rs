@@ -109,7 +109,7 @@ mod tests {
         for (name, count) in counts.by_name() {
             assert!(count > 0 && text.contains(&format!("{count} {name}")), "{name}: {text}");
         }
-        assert!(text.contains("y[2, 1] (index 17): expected 1 (0x3f80), found 1.0078125 (0x3f81), 1 ulp; 3 of 512"));
+        assert!(text.contains("y[2, 1] (index 17): expected 1 (0x3f80), found 1.0078125 (0x3f81); 1 ulp; 3 of 512"));
         assert!(text.contains("x gemm fp16 -> bf16, ours/cpu: "), "{text}");
         assert!(!text.contains('\u{1b}'));
     }

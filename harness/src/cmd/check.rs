@@ -102,7 +102,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 /// Renders a run folder, prints its table and turns it into an exit code.
 pub fn report(dir: &Path) -> Result<ExitCode> {
     let summary = samebits_reports::render(dir)?;
-    let table = samebits_reports::table(&samebits_reports::read(dir)?);
+    let table = samebits_reports::text::table(&samebits_reports::read(dir)?);
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{}", table.trim_end())?;
     writeln!(stdout, "report: {}", dir.join("report.html").display())?;

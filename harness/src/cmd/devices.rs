@@ -120,7 +120,8 @@ fn driver_and_devices() -> Result<(String, Vec<Gpu>), String> {
     if !unsafe { driver_sys::is_culib_present() } {
         return Err("no driver library found (libcuda)".into());
     }
-    let failed = |what: &'static str| move |e: driver::DriverError| format!("driver library found, but {what}: {:?}", e.0);
+    let failed =
+        |what: &'static str| move |e: driver::DriverError| format!("driver library found, but {what}: {:?}", e.0);
     let mut version: c_int = 0;
     // SAFETY: cuDriverGetVersion writes one int through the pointer and may be called before cuInit.
     unsafe { driver_sys::cuDriverGetVersion(&mut version) }.result().map_err(failed("it does not say its version"))?;

@@ -56,7 +56,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         .with_context(|| args.tokens.display().to_string())?;
     drop(working);
     let vocab = model.config().vocab;
-    ensure!(logits.len() == batch * len * vocab, "the model returned {} logits for [{batch}, {len}, {vocab}]", logits.len());
+    ensure!(
+        logits.len() == batch * len * vocab,
+        "the model returned {} logits for [{batch}, {len}, {vocab}]",
+        logits.len()
+    );
     let logits = Tensor::fp32(&[batch, len, vocab], logits);
     let file = File { tensors: BTreeMap::from([("logits".into(), logits)]), metadata: BTreeMap::new() };
     write_whole(&args.out, place, &file.encode())?;

@@ -183,12 +183,7 @@ const OPS: &[Op] = &[
         params: &["temperature"],
         run: |request| typed!(request, logprob),
     },
-    Op {
-        name: "softmax",
-        inputs: &[float("x", &["R", "N"])],
-        params: &[],
-        run: |request| typed!(request, softmax),
-    },
+    Op { name: "softmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, softmax) },
     Op {
         name: "silu_mul",
         inputs: &[float("gate", ANY), float("up", ANY)],
@@ -201,24 +196,14 @@ const OPS: &[Op] = &[
         params: &["theta", "pairing"],
         run: |request| typed!(request, rope),
     },
-    Op {
-        name: "add",
-        inputs: &[float("a", ANY), float("b", ANY)],
-        params: &[],
-        run: |request| typed!(request, add),
-    },
+    Op { name: "add", inputs: &[float("a", ANY), float("b", ANY)], params: &[], run: |request| typed!(request, add) },
     Op {
         name: "embedding",
         inputs: &[float("w", &["V", "D"]), integer("tokens", &["T"])],
         params: &[],
         run: |request| typed!(request, embedding),
     },
-    Op {
-        name: "argmax",
-        inputs: &[float("x", &["R", "N"])],
-        params: &[],
-        run: |request| typed!(request, argmax),
-    },
+    Op { name: "argmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, argmax) },
 ];
 
 /// A case whose inputs are known to be there with the right ranks, dtypes and matching extents.
@@ -272,7 +257,9 @@ impl<'a> Request<'a> {
             if input.axes == ANY {
                 let (first, expected) = *shapes.entry("any").or_insert((name, shape));
                 if expected != shape {
-                    return error(format!("input `{name}`: shape {shape:?} must equal that of `{first}`, {expected:?}"));
+                    return error(format!(
+                        "input `{name}`: shape {shape:?} must equal that of `{first}`, {expected:?}"
+                    ));
                 }
                 continue;
             }
@@ -514,10 +501,7 @@ fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
     let mut lse = room::<f32>("lse", &[rows])?;
     let (logits, target) = (request.float::<I>("logits"), request.integer("target"));
     samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)?;
-    Ok(BTreeMap::from([
-        ("logprob".into(), Tensor::fp32(&[rows], logprob)),
-        ("lse".into(), Tensor::fp32(&[rows], lse)),
-    ]))
+    Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
 }
 
 fn softmax<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {

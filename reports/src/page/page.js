@@ -144,10 +144,14 @@
     const row = (name, value, hex, bits, other) => element("tr", {}, element("th", { scope: "row" }, name),
       element("td", { class: "mono" }, value), element("td", { class: "mono" }, hex || "–"),
       element("td", { class: "bits" }, ...(bits ? pattern(bits, other, fields(record, e, bits.length)) : [])));
+    // Evidence on a whole tensor has no element, and so no bits.
+    if (!e.found_bits) {
+      return [element("p", {}, e.message), facts([["output", e.output], ["expected", e.expected], ["found", e.found]])];
+    }
     const where = `${e.output}[${e.coordinates.join(", ")}] (index ${e.index.toLocaleString("en")})`;
     const ulp = e.ulp === null ? "" : `, ${finite(e.ulp)} ulp`;
     return [element("p", {}, e.message),
-      element("p", {}, `First wrong element: ${where}${ulp}. ${e.count.toLocaleString("en")} of ` +
+      element("p", {}, `Element ${where}${ulp}. ${e.count.toLocaleString("en")} of ` +
         `${e.total.toLocaleString("en")} elements wrong.`),
       element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {},
         ...["", "value", "bits", "binary"].map((name) => element("th", { scope: "col" }, name)))),
