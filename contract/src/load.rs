@@ -88,7 +88,7 @@ fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
 }
 
 /// Today in UTC as YYYY-MM-DD.
-fn today() -> String {
+pub fn today() -> String {
     let days = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() / 86_400) as i64;
     // Days since 0000-03-01, in eras of 400 years; a year begins in March so that the leap day ends it.
     let day = days + 719_468;

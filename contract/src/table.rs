@@ -8,7 +8,7 @@ use crate::spec::{self, Class, Spec};
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 
-pub use crate::load::ContractError;
+pub use crate::load::{ContractError, today};
 
 /// Everything that is fixed before any implementation is looked at.
 #[derive(Debug)]

@@ -63,6 +63,12 @@ pub struct Damage {
     pub why: String,
 }
 
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.path.display(), self.why)
+    }
+}
+
 /// How an answer compares with what was blessed.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Verified {

@@ -50,7 +50,8 @@ impl Checkpoints {
         let mut case = spec.build();
         if spec.fill == Fill::Recorded {
             let mut reference = self.reference(&spec.params["model"])?;
-            let tokens = reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;
+            let tokens =
+                reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;
             case.inputs.insert("tokens".into(), tokens);
         }
         Ok(case)

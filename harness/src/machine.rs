@@ -4,6 +4,9 @@ use samebits_contract::axis::Machine;
 use samebits_ops::Isa;
 use std::collections::BTreeMap;
 
+/// The compiler that built this program, for example `rustc 1.95.0 (59807616e 2026-04-14)`.
+pub const TOOLCHAIN: &str = env!("SAMEBITS_RUSTC");
+
 /// Instruction sets and thread counts for the axes; the first instruction set is where the base runs. The thread
 /// counts go beyond the cores on purpose.
 pub fn axes(base: Isa) -> Machine {
@@ -34,6 +37,7 @@ pub fn facts() -> BTreeMap<String, String> {
         ("cores".to_string(), cores().to_string()),
         ("cpu".to_string(), processor()),
         ("isas".to_string(), isas.join(" ")),
+        ("rustc".to_string(), TOOLCHAIN.to_string()),
         ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
     ])
 }

@@ -7,17 +7,18 @@
 
 mod describe;
 mod grid;
-pub mod html;
-pub mod junit;
-pub mod markdown;
+mod html;
+mod junit;
+mod markdown;
 mod read;
 mod summary;
 #[cfg(test)]
 mod synthetic;
-pub mod text;
+mod text;
 
 pub use read::{ReportError, RunFolder, read};
 pub use summary::{Counts, Summary};
+pub use text::table;
 
 use std::io::Write;
 use std::path::Path;

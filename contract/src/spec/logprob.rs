@@ -63,6 +63,7 @@ fn compute(c: &Checked) -> References {
         logprob.push(match usize::try_from(target) {
             Err(_) => (0.0, 0.0),
             Ok(_) if level.0.is_nan() || level.0.is_infinite() => (f64::NAN, 0.0),
+            Ok(target) if level.1.is_infinite() => (x[target] - level.0, f64::INFINITY),
             Ok(target) if x[target] == f64::NEG_INFINITY => (f64::NEG_INFINITY, 0.0),
             Ok(target) => (x[target] - level.0, x[target].abs() + level.1),
         });
@@ -87,6 +88,9 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
     if top == f64::NEG_INFINITY {
         return (top, 0.0);
     }
+    if exponent_overflows(top) {
+        return (top, f64::INFINITY);
+    }
     let (mut total, mut size) = (0.0, 0.0);
     for &v in x.iter().filter(|v| **v != f64::NEG_INFINITY) {
         let weight = (v - top).exp();
@@ -95,4 +99,10 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
     }
     let level = top + total.ln();
     (level, 1.0 + level.abs() + size / total)
+}
+
+/// Whether the exponent `x * log2(e)` of `e^x` is beyond f32: then nothing is claimed of a row whose largest element
+/// is x.
+pub(super) fn exponent_overflows(x: f64) -> bool {
+    x.abs() * std::f64::consts::LOG2_E >= HUGE
 }

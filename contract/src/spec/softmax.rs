@@ -38,6 +38,10 @@ fn compute(c: &Checked) -> References {
             continue;
         }
         let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if super::logprob::exponent_overflows(top) {
+            elements.extend(row.iter().map(|_| (0.0, f64::INFINITY)));
+            continue;
+        }
         let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
         let total: f64 = weights.iter().sum();
         // Errors in the exponents move weight between elements that differ; equal elements err alike.

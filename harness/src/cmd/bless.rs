@@ -1,15 +1,18 @@
 use super::{Place, Select};
 use anyhow::{Result, bail, ensure};
 use samebits_contract::case::Status;
-use samebits_goldens::Blessing;
+use samebits_contract::table::{Slice, today};
+use samebits_goldens::Provenance;
 use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
+use samebits_harness::machine;
 use samebits_ops::{Cpu, Isa};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::ExitCode;
 
 /// Writes the current outputs of the built-in ops as goldens
 ///
-/// The only verb that writes goldens. Runs the selected cases on the scalar instruction set, one thread, and puts
+/// The only verb that writes goldens. Runs the selected cases of slice quick on the scalar instruction set, one thread, and puts
 /// their outputs into goldens/ with the reason in the manifest. Look at what changed before you commit it.
 #[derive(clap::Args)]
 pub struct Args {
@@ -32,17 +35,36 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let checkpoints = args.place.checkpoints();
     // The reference: no vectors, no threads.
-    let implementation = CpuImplementation::new(Cpu::new(Isa::Scalar, 1, usize::MAX)?).with_checkpoints(checkpoints.clone());
-    let mut blessings = Vec::new();
-    for spec in contract.cases(selection.slice).filter(|case| selection.takes(case)) {
+    let implementation =
+        CpuImplementation::new(Cpu::new(Isa::Scalar, 1, usize::MAX)?).with_checkpoints(checkpoints.clone());
+    let mut answers = BTreeMap::new();
+    for spec in contract.cases(Slice::Quick).filter(|case| selection.takes(case)) {
         let case = checkpoints.fill(spec).map_err(anyhow::Error::msg)?;
         let answer = implementation.run(&case);
         ensure!(answer.status == Status::Ok, "{}: {}", spec.name, answer.reason);
-        blessings.push(Blessing { case: spec.name.clone(), outputs: answer.outputs });
+        answers.insert(spec.name.clone(), answer.outputs);
     }
-    ensure!(!blessings.is_empty(), "the selection matches no case; `samebits list` shows their names");
-    let count = blessings.len();
-    store.bless(blessings, &args.reason, contract.digest())?;
-    writeln!(std::io::stdout(), "blessed {count} cases")?;
+    ensure!(
+        !answers.is_empty(),
+        "the selection matches no case of slice quick; `samebits list --slice quick` shows them"
+    );
+    let known = |case: &str| contract.case(case).is_some_and(|case| case.slice == Slice::Quick);
+    let dropped = store.entries().map(|entry| entry.case.clone()).filter(|case| !known(case)).collect();
+    let provenance = Provenance {
+        contract: contract.digest().to_string(),
+        toolchain: machine::TOOLCHAIN.to_string(),
+        date: today(),
+        reason: args.reason.clone(),
+    };
+    let writes = store.bless(&answers, &dropped, &provenance)?;
+    let mut stdout = std::io::stdout().lock();
+    for case in &writes.blessed {
+        writeln!(stdout, "blessed {case}")?;
+    }
+    for case in &writes.dropped {
+        writeln!(stdout, "dropped {case}")?;
+    }
+    let unchanged = answers.len() - writes.blessed.len();
+    writeln!(stdout, "{} blessed, {} dropped, {unchanged} unchanged", writes.blessed.len(), writes.dropped.len())?;
     Ok(ExitCode::SUCCESS)
 }
