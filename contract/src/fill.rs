@@ -132,7 +132,7 @@ impl Maker<'_> {
     }
 
     /// Tensors of the case's dtype, each value rounded once; a NaN keeps its sign and payload.
-    pub fn floats<'b, const N: usize>(&self, parts: [(&'b str, Vec<usize>, Vec<f64>); N]) -> BTreeMap<String, Tensor> {
+    pub fn floats<const N: usize>(&self, parts: [(&str, Vec<usize>, Vec<f64>); N]) -> BTreeMap<String, Tensor> {
         parts.into_iter().map(|(name, shape, values)| (name.to_string(), input(self.dtype, &shape, &values))).collect()
     }
 
@@ -224,7 +224,7 @@ impl Draw {
     }
 
     fn below(&self, i: usize, limit: usize) -> usize {
-        (u128::from(self.bits(!(i as u64))) * limit as u128 >> 64) as usize
+        ((u128::from(self.bits(!(i as u64))) * limit as u128) >> 64) as usize
     }
 }
 
@@ -252,7 +252,7 @@ mod tests {
             assert!(near.iter().all(|v| v.abs() >= round::overflow(dtype) / 4.0));
             let edges = m.values("x", Fill::Edges, 1000, 100);
             assert!(edges[..100].iter().all(|v| v.is_finite() && *v != 0.0));
-            assert!(edges[100..200].iter().any(|v| v.is_nan()) && edges[200..].iter().any(|v| *v == f64::INFINITY));
+            assert!(edges[100..200].iter().any(|v| v.is_nan()) && edges[200..].contains(&f64::INFINITY));
             assert!(edges.iter().any(|v| v.to_bits() == (-0.0f64).to_bits()));
         }
     }

@@ -96,14 +96,14 @@ fn gaps_and_duplicates_are_refused() {
     )
     .unwrap_err();
     assert!(error.message.contains("tight` lacks the cell attention x fp16 x accuracy"), "{error}");
-    let error = edited("rows/softmax.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
-    assert!(error.message.contains("no [[row]] for `ours/cpu` on `softmax/bf16/small-normal-fp16`"), "{error}");
+    let error = edited("rows/add.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
+    assert!(error.message.contains("no [[row]] for `ours/cpu` on `add/bf16/small-normal-fp16`"), "{error}");
     let row = "impls = [\"*\"]\n";
     let twice = format!("{row}invariant = []\n\n[[row]]\n{row}");
-    let error = edited("rows/softmax.toml", row, &twice).unwrap_err();
+    let error = edited("rows/add.toml", row, &twice).unwrap_err();
     assert!(error.message.contains("duplicate row"), "{error}");
     let shadowed = format!("{row}invariant = []\n\n[[row]]\nouts = [\"bf16\"]\n{row}");
-    let error = edited("rows/softmax.toml", row, &shadowed).unwrap_err();
+    let error = edited("rows/add.toml", row, &shadowed).unwrap_err();
     assert!(error.message.contains("never the first"), "{error}");
     refused("rows/softmax.toml", "stem = \"mid\"", "stem = \"small\"", "\"near_overflow\", \"peaky\"", "already made");
     let error = edited(
@@ -122,7 +122,7 @@ fn gaps_and_duplicates_are_refused() {
 fn an_op_may_promise_more_than_its_class_and_never_less() {
     let own = |text: &str| {
         let provenance = "source = \"a test\", samples = 0, date = \"2026-11-21\"";
-        edited("rows/silu_mul.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
+        edited("rows/add.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
     };
     own("ulp = 0.5, condition_factor = 3.5, p99_ulp = 0.5").unwrap();
     let error = own("ulp = 0.6, condition_factor = 4").unwrap_err();
@@ -135,14 +135,10 @@ fn an_op_may_promise_more_than_its_class_and_never_less() {
 #[test]
 fn a_waiver_has_a_reason_and_an_end() {
     let waive = |text: &str| {
-        edited(
-            "rows/silu_mul.toml",
-            "invariant =",
-            &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="),
-        )
+        edited("rows/add.toml", "invariant =", &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="))
     };
     let contract = waive("axis = \"isa\", reason = \"known\", expires = \"2026-11-21\"").unwrap();
-    let case = contract.case("silu_mul/bf16/small-normal-fp32").unwrap();
+    let case = contract.case("add/bf16/small-normal-fp32").unwrap();
     let waiver = contract.row("ours/cpu", case).unwrap().waive.clone().unwrap();
     assert!(waiver.covers(Judgment::Invariance, Some("isa")));
     assert!(!waiver.covers(Judgment::Invariance, Some("batch")) && !waiver.covers(Judgment::Accuracy, None));

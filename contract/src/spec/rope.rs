@@ -33,7 +33,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 }
 
 fn check(c: &Checked) -> Result<(), Refusal> {
-    if c.dim("D") % 2 != 0 {
+    if !c.dim("D").is_multiple_of(2) {
         return Err(Refusal::Invalid(format!("rope: D is {}; it must be even", c.dim("D"))));
     }
     c.require("theta", 10000.0, |v| v > 0.0, "positive")?;
