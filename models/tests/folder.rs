@@ -385,6 +385,18 @@ fn any_eos_ends_the_text() {
 }
 
 #[test]
+fn special_tokens_are_not_text() {
+    for field in ["pad_token_id", "bos_token_id"] {
+        let dir = copy("qwen3-adder");
+        // Whatever begins a prompt, the token of 6 is now special.
+        fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
+        change_json(&dir, "config.json", |config| config[field] = 9.into());
+        let found = generate(&dir, "12+34=", 2).unwrap();
+        assert!(found.tokens.contains(&9) && !found.text.contains('6'), "{field}: {found:?}");
+    }
+}
+
+#[test]
 fn generation_stops_at_the_last_position() {
     // bos and "12+34=" are 7 tokens; each token but the last takes a further position.
     for (positions, expected) in [(8, Ok("46")), (7, Ok("4")), (6, Err("7; max_position_embeddings is 6"))] {
