@@ -107,7 +107,7 @@ fn an_untouched_copy_loads() {
     for name in ["qwen3-adder", "qwen2", "llama"] {
         assert_eq!(load(copy(name).path()).unwrap().config().family.name(), name.split('-').next().unwrap());
     }
-    // The helpers keep what they are not told to change.
+    // What is not changed on purpose stays the same.
     let dir = copy("llama");
     change_tensors(&dir, |_| {});
     assert_eq!(logits(dir.path()), logits(&checkpoint("llama")));
