@@ -4,8 +4,16 @@
 //! TOML -> [`case::Case`] -> [`case::Answer`] -> [`verdict::Verdict`] -> [`record::Record`].
 #![forbid(unsafe_code)]
 
+pub mod axis;
 pub mod case;
+pub mod compare;
+pub mod fill;
+mod load;
+mod print;
 pub mod record;
+pub mod round;
+pub mod spec;
+pub mod table;
 pub mod tensor;
 pub mod verdict;
 pub mod wire;

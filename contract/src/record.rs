@@ -1,5 +1,6 @@
 //! One judged fact as one JSON line, and the facts of the run as a whole.
 
+use crate::compare::ChainMeasure;
 use crate::tensor::DType;
 use crate::verdict::Verdict;
 use serde::{Deserialize, Serialize};
@@ -87,6 +88,9 @@ pub struct Record {
     /// Error against the oracle, for accuracy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measure: Option<Measure>,
+    /// Error of a whole model's logits, for accuracy of a chain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chain: Option<ChainMeasure>,
     /// Wall time of the judgment in seconds; the only field that differs between two equal runs.
     pub seconds: f64,
 }

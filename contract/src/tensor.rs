@@ -186,6 +186,36 @@ impl Tensor {
         map!(self, a => a.select(Axis(0), rows))
     }
 
+    /// The entries `picks` of axis `axis`, in that order. Panics when one is out of range.
+    pub fn select(&self, axis: usize, picks: &[usize]) -> Tensor {
+        map!(self, a => a.select(Axis(axis), picks).as_standard_layout().into_owned())
+    }
+
+    /// `self` followed by `next` along `axis`. Panics when their dtypes or their other extents differ.
+    pub fn append(&self, axis: usize, next: &Tensor) -> Tensor {
+        macro_rules! join {
+            ($($kind:ident),*) => {
+                match (self, next) {
+                    $((Tensor::$kind(a), Tensor::$kind(b)) => Tensor::$kind(
+                        ndarray::concatenate(Axis(axis), &[a.view(), b.view()])
+                            .expect("extents match")
+                            .as_standard_layout()
+                            .into_owned(),
+                    ),)*
+                    _ => panic!("cannot append {} to {}", next.dtype(), self.dtype()),
+                }
+            };
+        }
+        join!(Bf16, Fp16, Fp32, I32)
+    }
+
+    /// Whether both tensors have the same dtype, shape and bits.
+    pub fn same_bits(&self, other: &Tensor) -> bool {
+        self.dtype() == other.dtype()
+            && self.shape() == other.shape()
+            && (0..self.len()).all(|i| self.bits(i) == other.bits(i))
+    }
+
     /// The little-endian bytes of the elements in row-major order.
     pub fn to_bytes(&self) -> Vec<u8> {
         match self {
@@ -196,9 +226,12 @@ impl Tensor {
         }
     }
 
-    /// A tensor from little-endian bytes; `None` when the length does not match `shape`.
+    /// A tensor from little-endian bytes; `None` when the length does not match `shape`, or the extents of `shape`
+    /// overflow, be it beside a 0.
     pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Option<Tensor> {
-        let count = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        isize::try_from(nonzero.checked_mul(dtype.size())?).ok()?;
+        let count = if shape.contains(&0) { 0 } else { nonzero };
         if count.checked_mul(dtype.size())? != bytes.len() {
             return None;
         }

@@ -1,1 +1,203 @@
-//! goldens
+//! Blessed outputs: find, verify, bless.
+//!
+//! A store is a folder with `MANIFEST.toml`, which names every blessed case with the SHA-256 of its outputs, and
+//! `data/`, which holds small outputs whole. Reading never writes; only [`Store::bless`] does.
+#![forbid(unsafe_code)]
+
+mod bless;
+mod manifest;
+
+pub use bless::{Provenance, Writes};
+pub use manifest::{Entry, Output};
+
+use samebits_contract::compare;
+use samebits_contract::tensor::Tensor;
+use samebits_contract::verdict::Evidence;
+use samebits_contract::wire;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+/// Outputs of one case by their names in the specification.
+pub type Outputs = BTreeMap<String, Tensor>;
+
+/// Outputs whose file would be larger than this many bytes are kept as hashes only.
+pub const KEPT: usize = 64 << 10;
+
+/// The manifest's file name.
+const MANIFEST: &str = "MANIFEST.toml";
+
+/// Why a store cannot be opened or written. Each is one line that names the file.
+#[derive(Debug, thiserror::Error)]
+pub enum GoldenError {
+    /// A file cannot be opened, read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The manifest does not hold what it should.
+    #[error("{}:{line}: {why}", path.display())]
+    Manifest {
+        /// The manifest.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong and what to do.
+        why: String,
+    },
+    /// A blessing was refused; nothing was written.
+    #[error("not blessed: {0}")]
+    Refused(String),
+}
+
+/// A data file that does not hold what the manifest says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Damage {
+    /// The file.
+    pub path: PathBuf,
+    /// What is wrong with it and what to do.
+    pub why: String,
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.path.display(), self.why)
+    }
+}
+
+/// How an answer compares with what was blessed.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Verified {
+    /// The same outputs, bit for bit.
+    Match,
+    /// Other outputs; with the first differing element where the data is kept.
+    Mismatch(Box<Evidence>),
+    /// The store's own file is damaged, so nothing was compared.
+    Damaged(Damage),
+    /// The case was never blessed.
+    Absent,
+}
+
+/// An open store.
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    entries: BTreeMap<String, Entry>,
+}
+
+impl Store {
+    /// Opens the store in `dir`, which must have a manifest.
+    ///
+    /// The manifest is refused, with its line, when it has an unknown field, a case twice, a malformed hash, a path
+    /// that leaves `data/`, a file that is not there, or bytes that do not match its own digest. Data files are looked
+    /// into by [`verify`](Store::verify) and [`verify_files`](Store::verify_files).
+    pub fn open(dir: &Path) -> Result<Store, GoldenError> {
+        let path = dir.join(MANIFEST);
+        let bytes = fs::read(&path).map_err(|source| GoldenError::Io { path: path.clone(), source })?;
+        let entries = manifest::parse(&bytes, dir).map_err(|(line, why)| GoldenError::Manifest { path, line, why })?;
+        Ok(Store { dir: dir.into(), entries })
+    }
+
+    /// A store without entries in the folder `dir`, for the first blessing. Writes nothing; refuses a folder that has a
+    /// manifest already.
+    pub fn create(dir: &Path) -> Result<Store, GoldenError> {
+        let path = dir.join(MANIFEST);
+        match path.symlink_metadata() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Store { dir: dir.into(), entries: BTreeMap::new() }),
+            Err(source) => Err(GoldenError::Io { path, source }),
+            Ok(_) => Err(GoldenError::Refused(format!("{} is there already; open it instead", path.display()))),
+        }
+    }
+
+    /// All entries, by case name.
+    pub fn entries(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.values()
+    }
+
+    /// The entry of a case.
+    pub fn find(&self, case: &str) -> Option<&Entry> {
+        self.entries.get(case)
+    }
+
+    /// Compares `outputs` with what was blessed for `case`: names, dtypes, shapes and bits; -0 is not +0.
+    pub fn verify(&self, case: &str, outputs: &Outputs) -> Verified {
+        let Some(entry) = self.find(case) else { return Verified::Absent };
+        let kept = match self.kept(entry) {
+            Ok(kept) => kept,
+            Err(damage) => return Verified::Damaged(damage),
+        };
+        let mismatch = |output: &str, message: String| {
+            let output = output.to_string();
+            Verified::Mismatch(Box::new(Evidence { message, output, count: 1, total: 1, ..Evidence::default() }))
+        };
+        for (name, blessed) in &entry.outputs {
+            let Some(found) = outputs.get(name) else {
+                return mismatch(name, format!("{name}: blessed for this case, and the answer does not have it"));
+            };
+            if blessed.sha256 == manifest::output(found).sha256 {
+                continue;
+            }
+            if let Some(expected) = kept.as_ref().map(|kept| &kept[name]) {
+                return match compare::bits(name, 0, expected, found, &[(0, 0)]) {
+                    Err(evidence) => Verified::Mismatch(evidence),
+                    Ok(_) => mismatch(name, format!("{name}: the hash differs, and the elements do not")),
+                };
+            }
+            let Output { dtype, shape, sha256 } = blessed;
+            let found = manifest::output(found);
+            return if (*dtype, shape) == (found.dtype, &found.shape) {
+                let mut evidence =
+                    mismatch(name, format!("{name}: SHA-256 {} where {sha256} was blessed", found.sha256));
+                if let Verified::Mismatch(evidence) = &mut evidence {
+                    (evidence.expected, evidence.found) = (sha256.clone(), found.sha256);
+                }
+                evidence
+            } else {
+                let have = format!("{} {:?}", found.dtype, found.shape);
+                mismatch(name, format!("{name}: {have} where {dtype} {shape:?} was blessed"))
+            };
+        }
+        match outputs.keys().find(|name| !entry.outputs.contains_key(*name)) {
+            Some(name) => mismatch(name, format!("{name}: in the answer, and not blessed for this case")),
+            None => Verified::Match,
+        }
+    }
+
+    /// Reads every data file and returns those that do not hold what the manifest says, in the order of their cases.
+    pub fn verify_files(&self) -> Vec<Damage> {
+        self.entries().filter_map(|entry| self.kept(entry).err()).collect()
+    }
+
+    /// The outputs kept whole for `entry`, checked against its hashes; `None` where only hashes are kept.
+    fn kept(&self, entry: &Entry) -> Result<Option<Outputs>, Damage> {
+        let Some(file) = &entry.file else { return Ok(None) };
+        let path = self.dir.join(file);
+        let damaged = |why: String| Damage {
+            path: path.clone(),
+            why: format!("{why}; restore it from version control or bless `{}`", entry.case),
+        };
+        let bytes = fs::read(&path).map_err(|e| damaged(e.to_string()))?;
+        let sha256 = sha256(&bytes);
+        if sha256 != entry.sha256 {
+            return Err(damaged(format!("SHA-256 is {sha256}, and {MANIFEST} says {}", entry.sha256)));
+        }
+        let tensors = wire::File::decode(&bytes).map_err(|e| damaged(e.to_string()))?.tensors;
+        let found: BTreeMap<String, Output> = tensors.iter().map(|(n, t)| (n.clone(), manifest::output(t))).collect();
+        if found != entry.outputs {
+            return Err(damaged(format!("its tensors are not those that {MANIFEST} lists")));
+        }
+        Ok(Some(tensors))
+    }
+}
+
+/// SHA-256 in lower-case hex.
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests;

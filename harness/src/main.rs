@@ -1,1 +1,106 @@
-fn main() {}
+//! The `samebits` command. Every verb is a file in `cmd/`; this file reads the command line and reports errors.
+
+mod cmd;
+
+use clap::{Parser, Subcommand};
+use std::io::Write;
+use std::process::ExitCode;
+
+/// Holds implementations of neural network ops to one contract: the same bits, whatever the batch, the tile, the
+/// thread count or the instruction set.
+#[derive(Parser)]
+#[command(name = "samebits", version, max_term_width = 100, after_long_help = AFTER_HELP)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  samebits check
+      the main job: holds the built-in CPU ops to the contract, prints a table, writes samebits-report/
+  samebits check --op gemm --axis threads
+      one part of it; `samebits list` shows the cases, `samebits contract` the bounds
+  samebits devices
+      what this machine can run
+  samebits answer --isa avx2 --threads 2 < requests > answers
+      the built-in ops as a program that speaks the wire (docs/WIRE.md)
+  samebits forward --model DIR --tokens tokens.safetensors --out logits.safetensors
+      the logits of a model, the same bits under every --schedule, --batch, --isa and --threads
+  samebits generate --model DIR --prompt \"12+34=\" --max-tokens 4
+      greedy decoding; the completion alone on stdout
+
+Exit codes:
+  0  it worked; for a verb that judges: the contract holds
+  1  a judgment went against the contract
+  2  the run itself is broken: one line on stderr says what and how to mend it";
+
+#[derive(Subcommand)]
+enum Verb {
+    Check(cmd::check::Args),
+    List(cmd::list::Args),
+    Case(cmd::case::Args),
+    Contract(cmd::contract::Args),
+    Report(cmd::report::Args),
+    Bless(cmd::bless::Args),
+    Answer(cmd::answer::Args),
+    Forward(cmd::forward::Args),
+    Generate(cmd::generate::Args),
+    Devices(cmd::devices::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) if !e.use_stderr() => {
+            // --help and --version; a reader that went away wants no more of it.
+            let _ = e.print();
+            return ExitCode::SUCCESS;
+        }
+        Err(e) => return broken(&usage(&e)),
+    };
+    let done = match cli.verb {
+        Verb::Check(args) => cmd::check::run(&args),
+        Verb::List(args) => cmd::list::run(&args),
+        Verb::Case(args) => cmd::case::run(&args),
+        Verb::Contract(args) => cmd::contract::run(&args),
+        Verb::Report(args) => cmd::report::run(&args),
+        Verb::Bless(args) => cmd::bless::run(&args),
+        Verb::Answer(args) => cmd::answer::run(&args),
+        Verb::Devices(args) => cmd::devices::run(&args),
+        Verb::Forward(args) => cmd::forward::run(&args),
+        Verb::Generate(args) => cmd::generate::run(&args),
+    };
+    match done {
+        Ok(code) => code,
+        Err(e) if reader_left(&e) => ExitCode::SUCCESS,
+        Err(e) => broken(&format!("{e:#}")),
+    }
+}
+
+/// Reports that the run is broken: exactly one line, whatever characters the message holds.
+fn broken(message: &str) -> ExitCode {
+    let line: String = message.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    // Nothing is left to do when stderr is gone as well.
+    let _ = writeln!(std::io::stderr(), "samebits: {line}");
+    ExitCode::from(2)
+}
+
+/// What clap found wrong, in one line, without the usage text that follows it.
+fn usage(e: &clap::Error) -> String {
+    if e.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "no verb given; `samebits --help` lists them".into();
+    }
+    let text = e.to_string();
+    let lines = text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:")).filter(|l| !l.is_empty());
+    let lines: Vec<&str> = lines.filter(|line| !line.starts_with("For more information")).collect();
+    let what = lines.join("; ");
+    format!("{}; try `--help`", what.strip_prefix("error: ").unwrap_or(&what).replace(":; ", ": "))
+}
+
+/// Whether the error is only that whoever reads our output has stopped reading.
+fn reader_left(e: &anyhow::Error) -> bool {
+    e.chain().any(|cause| {
+        cause.downcast_ref::<std::io::Error>().is_some_and(|io| io.kind() == std::io::ErrorKind::BrokenPipe)
+    })
+}

@@ -15,7 +15,7 @@
 use crate::gemm::{SharedOut, least_magnitude, pack_pairs, pack_wide};
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
-use crate::tile::{FmaTile, Left, MAX_ROWS, Order, Right, Tile, dot_is_exact};
+use crate::tile::{Left, MAX_ROWS, Order, Right, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
 
@@ -191,15 +191,18 @@ impl<I: Element> RowTile<'_, I> {
 
         let mut scores = vec![0f32; (keys.to - keys.from) * self.width];
         self.score(keys, &mut scores);
-        let softmax = self.cpu.dispatch(Weights {
-            scores: &mut scores,
-            width: self.width,
-            rows: self.rows,
-            keys,
-            ranges: &ranges,
-            cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
-            c: (c_hi, c_lo),
-        });
+        let softmax = weights(
+            self.cpu,
+            Weights {
+                scores: &mut scores,
+                width: self.width,
+                rows: self.rows,
+                keys,
+                ranges: &ranges,
+                cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
+                c: (c_hi, c_lo),
+            },
+        );
         let columns = value_dim.next_multiple_of(16);
         let total = self.values(keys, &ranges, &scores, softmax.skips);
         for r in 0..self.rows {
@@ -271,15 +274,18 @@ impl<I: Element> RowTile<'_, I> {
                 key_wide.resize(BLOCK * d, 0.0);
                 (0..count).for_each(|j| pack_wide(key(j), self.shape.tf32, &mut key_wide, j * d, 1));
                 for (first, out) in (0..count).step_by(MAX_ROWS).zip(out.chunks_mut(MAX_ROWS * width)) {
-                    self.cpu.dispatch(FmaTile(Tile {
-                        left: Left { data: &key_wide[first * d..], row_stride: d, step: 1 },
-                        right: Right::Wide(&query_wide, width),
-                        order: Order::Chain(d),
-                        rows: MAX_ROWS.min(count - first),
-                        columns: width,
-                        out,
-                        out_stride: width,
-                    }));
+                    fma_tile(
+                        self.cpu,
+                        Tile {
+                            left: Left { data: &key_wide[first * d..], row_stride: d, step: 1 },
+                            right: Right::Wide(&query_wide, width),
+                            order: Order::Chain(d),
+                            rows: MAX_ROWS.min(count - first),
+                            columns: width,
+                            out,
+                            out_stride: width,
+                        },
+                    );
                 }
             }
         }
@@ -318,19 +324,22 @@ impl<I: Element> RowTile<'_, I> {
                     Some(v) => Right::Narrow(&v[self.key_at(part.from, e)..], self.shape.kv_heads * e),
                     None => Right::Wide(&wide[(part.from - from) * columns..], columns),
                 };
-                self.cpu.dispatch(FmaTile(Tile {
-                    left: Left {
-                        data: &weights[(part.from - keys.from) * width + first..],
-                        row_stride: 1,
-                        step: width,
+                fma_tile(
+                    self.cpu,
+                    Tile {
+                        left: Left {
+                            data: &weights[(part.from - keys.from) * width + first..],
+                            row_stride: 1,
+                            step: width,
+                        },
+                        right,
+                        order: Order::Chain(part.to - part.from),
+                        rows,
+                        columns,
+                        out: &mut acc[first * columns..],
+                        out_stride: columns,
                     },
-                    right,
-                    order: Order::Chain(part.to - part.from),
-                    rows,
-                    columns,
-                    out: &mut acc[first * columns..],
-                    out_stride: columns,
-                }));
+                );
             };
             for first in (0..self.rows).step_by(MAX_ROWS) {
                 let rows = MAX_ROWS.min(self.rows - first);
@@ -392,6 +401,11 @@ struct Softmax {
     rows: [Row; ROWS],
     /// Some visible score is -inf; its weight is marked NaN.
     skips: bool,
+}
+
+/// Runs [`Weights`]. Not generic, so that it is compiled once.
+fn weights(cpu: &Cpu, tile: Weights) -> Softmax {
+    cpu.dispatch(tile)
 }
 
 /// Turns the scores of a tile into weights, in place.

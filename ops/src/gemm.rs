@@ -6,7 +6,7 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
-use crate::tile::{FmaTile, Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact};
+use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
@@ -43,10 +43,10 @@ impl Gemm {
         let end = self.k_offset.checked_add(self.k).filter(|&end| end <= self.k_total).ok_or_else(|| {
             value_error("gemm", format!("columns {}+{} exceed k_total {}", self.k_offset, self.k, self.k_total))
         })?;
-        let bound = |segment: usize| (segment * length).min(self.k_total);
+        let bound = |segment: usize| segment.saturating_mul(length).min(self.k_total);
         for count in [8, 4, 2, 1] {
-            for first in (0..8).step_by(count) {
-                if (first * length, bound(first + count)) == (self.k_offset, end) {
+            for first in (0..8usize).step_by(count) {
+                if (first.saturating_mul(length), bound(first + count)) == (self.k_offset, end) {
                     return Ok((first..=first + count)
                         .map(|segment| bound(segment).max(self.k_offset) - self.k_offset)
                         .collect());
@@ -244,14 +244,14 @@ pub(crate) fn least_magnitude<I: Element>(x: &[I]) -> f32 {
 /// Writes one row as pairs, `stride` apart from `offset`; an odd end is filled with the bf16 bits `pad`.
 pub(crate) fn pack_pairs<I: Element>(row: &[I], pad: u32, out: &mut [u32], offset: usize, stride: usize) {
     let bits = |v: &I| v.widen().to_bits() >> 16;
-    for (pair, slot) in row.chunks(2).zip(out[offset..].iter_mut().step_by(stride)) {
+    for (pair, slot) in row.chunks(2).zip(out.iter_mut().skip(offset).step_by(stride)) {
         *slot = bits(&pair[0]) << 16 | pair.get(1).map_or(pad, bits);
     }
 }
 
 /// Writes one row as f32, `stride` apart from `offset`.
 pub(crate) fn pack_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
-    for (v, slot) in row.iter().zip(out[offset..].iter_mut().step_by(stride)) {
+    for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
         *slot = tf32.operand(v.widen());
     }
 }
@@ -314,11 +314,12 @@ fn product<I: Element, O: Element>(
             }
             let bias_wide = bias.map(|_| &bias_wide);
             let mut sums = [0f32; MAX_ROWS * PANEL];
-            for t in cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles) {
+            let mine = cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles);
+            for (t, rows) in mine.clone().zip(&packed[mine]) {
                 let first = (block + t) * MAX_ROWS;
                 let height = MAX_ROWS.min(m - first);
                 let (right, order) = (w.right(panel), Order::Tree(bounds));
-                match &packed[t] {
+                match rows {
                     Rows::Pairs(pairs) => {
                         let left = Left { data: pairs, row_stride: 1, step: height };
                         let tile = Tile {
@@ -340,15 +341,18 @@ fn product<I: Element, O: Element>(
                     }
                     Rows::Wide(wide) => {
                         let left = Left { data: wide, row_stride: 1, step: height };
-                        cpu.dispatch(FmaTile(Tile {
-                            left,
-                            right,
-                            order,
-                            rows: height,
-                            columns: PANEL,
-                            out: &mut sums,
-                            out_stride: PANEL,
-                        }));
+                        fma_tile(
+                            cpu,
+                            Tile {
+                                left,
+                                right,
+                                order,
+                                rows: height,
+                                columns: PANEL,
+                                out: &mut sums,
+                                out_stride: PANEL,
+                            },
+                        );
                     }
                 }
                 for r in 0..height {

@@ -28,8 +28,8 @@ pub fn lane_sum<S: Simd, T: Storage, P: Step>(s: S, x: &[T], pad: T, step: P) ->
                 }
             } else if group < block.len() {
                 let part = &block[group..];
-                for v in 0..part.len().div_ceil(S::LANES) {
-                    acc[v] = step.step(s, acc[v], load_at(s, part, v * S::LANES, pad));
+                for (v, acc) in acc.iter_mut().enumerate().take(part.len().div_ceil(S::LANES)) {
+                    *acc = step.step(s, *acc, load_at(s, part, v * S::LANES, pad));
                 }
             }
         }

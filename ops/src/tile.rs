@@ -4,6 +4,10 @@
 //! computed together and never the order of a sum. [`fma_tile`] is the plain form for every instruction set;
 //! [`dot_tile`] is the same arithmetic through `VDPBF16PS` where [`dot_is_exact`] shows that its flush cannot be seen.
 
+// Row and vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
+use crate::Cpu;
 use crate::lanes::{Kernel, Simd};
 
 /// Columns of a packed panel.
@@ -154,8 +158,12 @@ macro_rules! join_segment {
     }};
 }
 
-/// Runs `tile` with fused multiply-adds.
-pub struct FmaTile<'a>(pub Tile<'a, f32>);
+/// Runs `tile` with fused multiply-adds on `cpu`'s instruction set. Not generic, so that it is compiled once.
+pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
+    cpu.dispatch(FmaTile(tile));
+}
+
+struct FmaTile<'a>(Tile<'a, f32>);
 
 impl Kernel for FmaTile<'_> {
     type Output = ();
@@ -189,7 +197,8 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
-        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        // Without steps the left operand is empty and never read.
+        let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
@@ -340,7 +349,8 @@ pub unsafe fn dot_tile(tile: Tile<'_, u32>) {
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
-        let a = tile.left.data[row * tile.left.row_stride..].as_ptr();
+        // Without steps the left operand is empty and never read.
+        let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         let adjacent = tile.left.row_stride == 1;
         macro_rules! rows {
@@ -409,6 +419,7 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
         if matches!(tile.order, Order::Tree(_)) {
             acc = [[zero; VECTORS]; ROWS];
         }
+        let mut sums = acc;
         for at in pair[0].div_ceil(2)..pair[1].div_ceil(2) {
             // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; both types are
             // 512 bits of pairs of bf16.
@@ -419,14 +430,15 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
                         transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.add(at * stride + column + v * 16).cast()));
                 }
                 let left = a.add(at * step);
-                for (r, row) in acc.iter_mut().enumerate() {
+                for r in 0..ROWS {
                     let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
                     for v in 0..VECTORS {
-                        row[v] = _mm512_dpbf16_ps(row[v], x, right[v]);
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
                     }
                 }
             }
         }
+        acc = sums;
         if matches!(tile.order, Order::Tree(_)) {
             join_segment!(i, acc, stack, _mm512_add_ps);
         }

@@ -1,1 +1,82 @@
-//! reports
+//! What a run says, for people and for CI: a text table, `summary.md`, `junit.xml` and `report.html`.
+//!
+//! A run folder holds `run.json` ([`Run`](samebits_contract::record::Run)) and `records.jsonl` (one
+//! [`Record`](samebits_contract::record::Record) per line). This crate reads nothing else, so an old run renders
+//! without building a kernel. [`Summary`] decides whether a run is green; every format prints that one decision.
+#![forbid(unsafe_code)]
+
+mod describe;
+mod grid;
+mod html;
+mod junit;
+mod markdown;
+mod read;
+mod summary;
+#[cfg(test)]
+mod synthetic;
+mod text;
+
+pub use read::{ReportError, RunFolder, read};
+pub use summary::{Counts, Summary};
+pub use text::table;
+
+use std::io::Write;
+use std::path::Path;
+
+/// Reads the run folder `dir` and writes `report.html`, `junit.xml` and `summary.md` into it.
+///
+/// Each file is written beside its place and renamed, so a reader never sees half of one. Fails where [`read`] fails,
+/// and when a file cannot be written.
+pub fn render(dir: &Path) -> Result<Summary, ReportError> {
+    let folder = read(dir)?;
+    write(&dir.join("junit.xml"), &junit::document(&folder))?;
+    write(&dir.join("summary.md"), &markdown::document(&folder))?;
+    write(&dir.join("report.html"), &html::document(&folder))?;
+    Ok(Summary::of(&folder))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), ReportError> {
+    let dir = path.parent().expect("a file in a run folder has a parent");
+    let mut builder = tempfile::Builder::new();
+    builder.suffix(".tmp");
+    // Temporary files are private by default; a report is as public as the user's umask lets it be.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let written = || -> std::io::Result<()> {
+        let mut file = builder.tempfile_in(dir)?;
+        file.write_all(text.as_bytes())?;
+        file.persist(path)?;
+        Ok(())
+    };
+    written().map_err(|source| ReportError::Io { path: path.into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn render_writes_every_file_and_leaves_no_temporary() {
+        let dir = synthetic::written(&synthetic::folder());
+        let summary = render(dir.path()).unwrap();
+        assert_eq!(summary.exit_code(), 1);
+        let mut names: Vec<_> =
+            std::fs::read_dir(dir.path()).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        assert_eq!(names, ["junit.xml", "records.jsonl", "report.html", "run.json", "summary.md"]);
+        let first: Vec<_> = names.iter().map(|n| std::fs::read(dir.path().join(n)).unwrap()).collect();
+        render(dir.path()).unwrap();
+        let second: Vec<_> = names.iter().map(|n| std::fs::read(dir.path().join(n)).unwrap()).collect();
+        assert_eq!(first, second, "rendering twice gives the same bytes");
+    }
+
+    #[test]
+    fn an_unreadable_run_leaves_the_old_report() {
+        let dir = synthetic::written(&synthetic::folder());
+        render(dir.path()).unwrap();
+        let old = std::fs::read(dir.path().join("report.html")).unwrap();
+        std::fs::write(dir.path().join("run.json"), "{").unwrap();
+        assert!(render(dir.path()).is_err());
+        assert_eq!(std::fs::read(dir.path().join("report.html")).unwrap(), old);
+    }
+}

@@ -1,0 +1,544 @@
+//! What may vary around a logical row without moving a bit of it.
+//!
+//! A variant is a case of its own and a pairing of rows: row `base` of the base case's answer must equal row `variant`
+//! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened.
+
+use crate::case::Case;
+use crate::fill::{Fill, Maker};
+use crate::round;
+use crate::spec::{self, Class, InputKind, Spec};
+use crate::tensor::Tensor;
+use std::collections::BTreeMap;
+
+/// What the machine at hand can vary.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Machine {
+    /// Instruction sets by name; the first is where the base runs.
+    pub isas: Vec<String>,
+    /// Thread counts.
+    pub threads: Vec<usize>,
+}
+
+/// One setting on an axis.
+#[derive(Clone, Debug)]
+pub struct Variant {
+    /// Names the setting in records, for example `left3:nan`.
+    pub setting: String,
+    /// What to run.
+    pub case: Case,
+    /// Which rows of the base must equal which rows of the variant.
+    pub rows: Vec<(usize, usize)>,
+}
+
+/// Something that must not be seen in the bits.
+pub struct Axis {
+    /// Its name in rows and records.
+    pub name: &'static str,
+    /// Why it must not be seen.
+    pub why: &'static str,
+    /// The settings for a case that passes [`Spec::validate`]; none where the case has nothing to vary.
+    pub variants: fn(&Case, &Machine) -> Vec<Variant>,
+    applies: Applies,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Applies {
+    Ops,
+    Chains,
+    Both,
+}
+
+/// All axes, in the order tables print them.
+pub fn all() -> &'static [Axis] {
+    &[
+        Axis {
+            name: "batch",
+            why: "How many other rows are computed at the same time says nothing about a row.",
+            variants: batch,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "position",
+            why: "A row means the same wherever it stands among the others.",
+            variants: position,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "neighbours",
+            why: "What the other rows hold, NaN and infinity included, does not leak.",
+            variants: neighbours,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "padding",
+            why: "Rows and keys that only fill up a shape are never read into a result.",
+            variants: padding,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "threads",
+            why: "The order of a sum belongs to the op, not to the scheduler.",
+            variants: threads,
+            applies: Applies::Both,
+        },
+        Axis {
+            name: "isa",
+            why: "The order of a sum belongs to the op, not to the width of a vector.",
+            variants: isa,
+            applies: Applies::Both,
+        },
+        Axis {
+            name: "repeat",
+            why: "The same question has the same answer.",
+            variants: repeat,
+            applies: Applies::Both,
+        },
+        Axis {
+            name: "schedule",
+            why: "Prefill, decode and chunks are one computation cut at different places.",
+            variants: schedule,
+            applies: Applies::Chains,
+        },
+        Axis {
+            name: "grouping",
+            why: "Sequences that share a batch know nothing of each other.",
+            variants: grouping,
+            applies: Applies::Chains,
+        },
+    ]
+}
+
+/// The axis called `name`.
+pub fn find(name: &str) -> Option<&'static Axis> {
+    all().iter().find(|axis| axis.name == name)
+}
+
+impl Axis {
+    /// Whether the axis means anything for an op.
+    pub fn applies(&self, spec: &Spec) -> bool {
+        match self.applies {
+            Applies::Both => true,
+            Applies::Ops => spec.class != Class::Chain,
+            Applies::Chains => spec.class == Class::Chain,
+        }
+    }
+}
+
+/// What is put where nobody may look.
+#[derive(Clone, Copy)]
+enum Garbage {
+    Other,
+    Nan,
+    Inf,
+    Huge,
+}
+
+const GARBAGE: [(Garbage, &str); 4] =
+    [(Garbage::Other, "other"), (Garbage::Nan, "nan"), (Garbage::Inf, "inf"), (Garbage::Huge, "huge")];
+
+/// A case with the extents that its rows have.
+struct Base<'a> {
+    case: &'a Case,
+    spec: &'static Spec,
+    /// Entries of the first row axis.
+    entries: usize,
+    /// Rows in each entry: 1, or the extent of the second row axis.
+    inner: usize,
+}
+
+impl<'a> Base<'a> {
+    fn new(case: &'a Case) -> Base<'a> {
+        let spec = spec::find(&case.op).expect("the case is checked");
+        let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes).expect("an input has all row axes");
+        let shape = case.inputs[input.name].shape();
+        Base { case, spec, entries: shape[0], inner: if spec.row_axes == 2 { shape[1] } else { 1 } }
+    }
+
+    /// How many entries the row axis number `axis` has.
+    fn extent(&self, axis: usize) -> usize {
+        if axis == 0 { self.entries } else { self.inner }
+    }
+
+    /// The case with every input that has row axis `axis` replaced.
+    fn replace(&self, axis: usize, new: impl Fn(&str, &Tensor) -> Tensor) -> Case {
+        let mut case = self.case.clone();
+        for input in self.spec.inputs.iter().filter(|input| input.rows > axis) {
+            if let Some(tensor) = case.inputs.get_mut(input.name) {
+                *tensor = new(input.name, tensor);
+            }
+        }
+        case
+    }
+
+    /// Row pairs when entry `b` of row axis `axis` in the base stands at `v` in the variant, which has `extent` there.
+    fn pairs(
+        &self,
+        axis: usize,
+        places: impl IntoIterator<Item = (usize, usize)>,
+        extent: usize,
+    ) -> Vec<(usize, usize)> {
+        let mut rows = Vec::new();
+        for (b, v) in places {
+            if axis == 0 {
+                rows.extend((0..self.inner).map(|t| (b * self.inner + t, v * self.inner + t)));
+            } else {
+                rows.extend((0..self.entries).map(|entry| (entry * self.inner + b, entry * extent + v)));
+            }
+        }
+        rows
+    }
+
+    /// The entries `picks` of row axis `axis`, in that order.
+    fn pick(&self, setting: String, axis: usize, picks: &[usize]) -> Variant {
+        let case = self.replace(axis, |_, tensor| tensor.select(axis, picks));
+        let places = picks.iter().enumerate().map(|(v, &b)| (b, v));
+        Variant { setting, case, rows: self.pairs(axis, places, picks.len()) }
+    }
+
+    /// `left` entries of garbage before and `right` behind those of row axis `axis`.
+    fn surround(&self, setting: String, axis: usize, left: usize, right: usize, garbage: Garbage) -> Variant {
+        let extent = self.extent(axis);
+        let case = self.replace(axis, |name, tensor| {
+            let filler = |count: usize, side: &str| {
+                let picks: Vec<usize> = (0..count).map(|i| i % extent).collect();
+                spoil(&tensor.select(axis, &picks), garbage, &format!("{name}/{side}"))
+            };
+            let before = if left > 0 { filler(left, "left").append(axis, tensor) } else { tensor.clone() };
+            if right > 0 { before.append(axis, &filler(right, "right")) } else { before }
+        });
+        let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
+        Variant { setting, case, rows }
+    }
+
+    /// Everything but entry `probe` of row axis `axis` replaced by garbage.
+    fn isolate(&self, setting: String, axis: usize, probe: usize, garbage: Garbage) -> Variant {
+        let extent = self.extent(axis);
+        let case = self.replace(axis, |name, tensor| {
+            let spoilt = spoil(tensor, garbage, name).append(axis, tensor);
+            let picks: Vec<usize> = (0..extent).map(|i| if i == probe { extent + i } else { i }).collect();
+            spoilt.select(axis, &picks)
+        });
+        Variant { setting, case, rows: self.pairs(axis, [(probe, probe)], extent) }
+    }
+
+    /// Up to `limit` entries of row axis `axis`, evenly spread, the first and the last among them.
+    fn probes(&self, axis: usize, limit: usize) -> Vec<usize> {
+        let last = self.extent(axis) - 1;
+        let mut probes: Vec<usize> = (0..limit).map(|i| i * last / (limit - 1)).collect();
+        probes.dedup();
+        probes
+    }
+
+    /// The row axes with their prefix for settings.
+    fn axes(&self) -> impl Iterator<Item = (usize, &'static str)> {
+        [(0, ""), (1, "query-")].into_iter().take(self.spec.row_axes)
+    }
+}
+
+/// A float tensor with other content; integers keep values that are valid, in another order where there is one.
+fn spoil(tensor: &Tensor, garbage: Garbage, key: &str) -> Tensor {
+    let dtype = tensor.dtype();
+    if let Some(values) = tensor.as_i32() {
+        let mut values = values.to_vec();
+        values.reverse();
+        return Tensor::i32(tensor.shape(), values);
+    }
+    let largest = round::from_bits(round::to_bits(f64::INFINITY, dtype) - 1, dtype);
+    let (shape, ints) = (BTreeMap::new(), BTreeMap::new());
+    let maker = Maker { key, dtype, fill: Fill::Normal, shape: &shape, ints: &ints };
+    let values: Vec<f64> = match garbage {
+        Garbage::Other => maker.values("garbage", Fill::Normal, tensor.len(), tensor.len()),
+        Garbage::Nan => vec![f64::NAN; tensor.len()],
+        Garbage::Inf => (0..tensor.len()).map(|i| if i % 2 == 0 { f64::INFINITY } else { f64::NEG_INFINITY }).collect(),
+        Garbage::Huge => (0..tensor.len()).map(|i| if i % 3 == 0 { -largest } else { largest }).collect(),
+    };
+    round::tensor(dtype, tensor.shape(), &values)
+}
+
+/// 1, 2, 3, .., 2^k-1, 2^k, 2^k+1 below `limit`.
+fn sizes(limit: usize) -> Vec<usize> {
+    let mut sizes: Vec<usize> =
+        (0..).map(|k| 1usize << k).take_while(|p| p - 1 < limit).flat_map(|p| [p - 1, p, p + 1]).collect();
+    sizes.retain(|&size| size > 0 && size < limit);
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+fn batch(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let mut variants = Vec::new();
+    for (axis, prefix) in base.axes() {
+        let extent = base.extent(axis);
+        if extent > 1 {
+            let alone = base.probes(axis, 8).into_iter();
+            variants.extend(alone.map(|row| base.pick(format!("{prefix}alone:{row}"), axis, &[row])));
+            // A prefix of one is row 0 alone.
+            for size in sizes(extent).into_iter().filter(|&size| size > 1) {
+                let picks: Vec<usize> = (0..size).collect();
+                variants.push(base.pick(format!("{prefix}first:{size}"), axis, &picks));
+            }
+        }
+        // The next power of two above twice the batch, and one more.
+        let more = (2 * extent).next_power_of_two() + 1 - extent;
+        variants.push(base.surround(format!("{prefix}more:{more}"), axis, 0, more, Garbage::Other));
+    }
+    variants
+}
+
+fn position(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let mut variants = Vec::new();
+    for (axis, prefix) in base.axes() {
+        let n = base.extent(axis);
+        // Rotation by one, by about a third, reversal, and a stride that visits every entry once.
+        let stride = (1..n).rev().map(|s| s.div_ceil(2)).find(|s| *s > 1 && gcd(*s, n) == 1).unwrap_or(1);
+        let orders: [(&str, Vec<usize>); 4] = [
+            ("rotate1", (0..n).map(|i| (i + 1) % n).collect()),
+            ("rotate3rd", (0..n).map(|i| (i + n.div_ceil(3)) % n).collect()),
+            ("reverse", (0..n).rev().collect()),
+            ("stride", (0..n).map(|i| i * stride % n).collect()),
+        ];
+        let mut seen: Vec<Vec<usize>> = vec![(0..n).collect()];
+        for (name, order) in orders {
+            if !seen.contains(&order) {
+                variants.push(base.pick(format!("{prefix}{name}"), axis, &order));
+                seen.push(order);
+            }
+        }
+    }
+    variants
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn neighbours(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let mut variants = Vec::new();
+    for (axis, prefix) in base.axes().filter(|(axis, _)| base.extent(*axis) > 1) {
+        for probe in base.probes(axis, 3) {
+            for (garbage, name) in kinds(&base) {
+                variants.push(base.isolate(format!("{prefix}row{probe}:{name}"), axis, probe, garbage));
+            }
+        }
+    }
+    variants
+}
+
+/// Garbage of every kind where rows hold floats, other integers where they hold none.
+fn kinds(base: &Base) -> Vec<(Garbage, &'static str)> {
+    let floats = base.spec.inputs.iter().any(|input| input.rows > 0 && input.kind == InputKind::Float);
+    if floats { GARBAGE.to_vec() } else { GARBAGE[..1].to_vec() }
+}
+
+fn padding(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let mut variants = Vec::new();
+    for (axis, prefix) in base.axes() {
+        for (left, right) in [(1, 0), (0, 1), (3, 5), (0, 16)] {
+            for (garbage, name) in kinds(&base) {
+                let setting = format!("{prefix}left{left}-right{right}:{name}");
+                variants.push(base.surround(setting, axis, left, right, garbage));
+            }
+        }
+    }
+    if base.spec.class == Class::Attention {
+        keys(&base, &mut variants);
+    }
+    variants
+}
+
+/// Attention: more keys behind the last, and other content in keys that no query sees.
+fn keys(base: &Base, variants: &mut Vec<Variant>) {
+    let same: Vec<(usize, usize)> = (0..base.entries * base.inner).map(|row| (row, row)).collect();
+    let keys = base.case.inputs["k"].shape()[1];
+    let unseen = unseen_keys(base.case);
+    for (garbage, name) in GARBAGE {
+        for more in [1, 7, 256] {
+            let mut case = base.case.clone();
+            for input in ["k", "v"] {
+                let tensor = &base.case.inputs[input];
+                let picks: Vec<usize> = (0..more).map(|i| i % keys).collect();
+                let tail = spoil(&tensor.select(1, &picks), garbage, &format!("{input}/keys"));
+                case.inputs.insert(input.into(), tensor.append(1, &tail));
+            }
+            variants.push(Variant { setting: format!("keys+{more}:{name}"), case, rows: same.clone() });
+        }
+        if unseen.iter().any(|&unseen| unseen) {
+            let mut case = base.case.clone();
+            for input in ["k", "v"] {
+                let tensor = &base.case.inputs[input];
+                let width = tensor.len() / unseen.len();
+                let spoilt = spoil(tensor, garbage, &format!("{input}/unseen"));
+                let element = |i: usize| if unseen[i / width] { spoilt.bits(i) } else { tensor.bits(i) };
+                let size = tensor.dtype().size();
+                let bytes: Vec<u8> =
+                    (0..tensor.len()).flat_map(|i| element(i).to_le_bytes()[..size].to_vec()).collect();
+                let mixed = Tensor::from_bytes(tensor.dtype(), tensor.shape(), &bytes).expect("the same size");
+                case.inputs.insert(input.into(), mixed);
+            }
+            variants.push(Variant { setting: format!("unseen-keys:{name}"), case, rows: same.clone() });
+        }
+    }
+}
+
+/// For every (batch entry, key) whether no query of the entry sees it.
+fn unseen_keys(case: &Case) -> Vec<bool> {
+    let ints = |name: &str| case.inputs[name].as_i32().expect("checked");
+    let (q_pos, kv_len) = (ints("q_pos"), ints("kv_len"));
+    let keys = case.inputs["k"].shape()[1];
+    let queries = q_pos.len() / kv_len.len();
+    let flag = |name: &str| case.params.get(name).is_some_and(|v| v == "1");
+    let window: i64 = case.params.get("window").map_or(0, |v| v.parse().expect("checked"));
+    let mut unseen = Vec::with_capacity(keys * kv_len.len());
+    for (entry, &len) in kv_len.iter().enumerate() {
+        for j in 0..keys as i64 {
+            let seen = q_pos[entry * queries..][..queries].iter().map(|&p| i64::from(p)).any(|position| {
+                j < i64::from(len) && (!flag("causal") || j <= position) && (window == 0 || j > position - window)
+            });
+            unseen.push(!seen);
+        }
+    }
+    unseen
+}
+
+/// The case under another configuration or parameter; all rows stay where they are.
+fn again(case: &Case, setting: String, change: impl FnOnce(&mut Case)) -> Variant {
+    let base = Base::new(case);
+    let mut case = case.clone();
+    change(&mut case);
+    Variant { setting, case, rows: (0..base.entries * base.inner).map(|row| (row, row)).collect() }
+}
+
+fn threads(case: &Case, machine: &Machine) -> Vec<Variant> {
+    let counts = machine.threads.iter().filter(|&&n| case.config.threads != Some(n));
+    counts.map(|&n| again(case, n.to_string(), |case| case.config.threads = Some(n))).collect()
+}
+
+fn isa(case: &Case, machine: &Machine) -> Vec<Variant> {
+    let isas = machine.isas.iter().filter(|isa| case.config.isa.as_ref() != Some(isa));
+    isas.map(|isa| again(case, isa.clone(), |case| case.config.isa = Some(isa.clone()))).collect()
+}
+
+fn repeat(case: &Case, _: &Machine) -> Vec<Variant> {
+    vec![again(case, "again".into(), |_| {})]
+}
+
+fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
+    let length = Base::new(case).inner;
+    let current = case.params.get("schedule").map_or("prefill", String::as_str);
+    // A chunk that holds everything is a prefill.
+    let chunks = [2, 3, 7, 16].into_iter().filter(|&n| n < length).map(|n| format!("chunk:{n}"));
+    let all = ["prefill".to_string(), "decode".to_string()].into_iter().chain(chunks);
+    all.filter(|schedule| schedule != current)
+        .map(|schedule| again(case, schedule.clone(), |case| drop(case.params.insert("schedule".into(), schedule))))
+        .collect()
+}
+
+fn grouping(case: &Case, _: &Machine) -> Vec<Variant> {
+    let alone = case.params.get("batch").is_some_and(|batch| batch == "alone");
+    let other = if alone { "together" } else { "alone" };
+    vec![again(case, other.into(), |case| drop(case.params.insert("batch".into(), other.into())))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::table::{Contract, Slice};
+    use crate::tensor::DType;
+
+    fn machine() -> Machine {
+        Machine { isas: vec!["scalar".into(), "avx2".into()], threads: vec![1, 2, 5] }
+    }
+
+    fn same_question(a: &Case, b: &Case) -> bool {
+        a.params == b.params
+            && a.config == b.config
+            && a.inputs.len() == b.inputs.len()
+            && a.inputs.iter().all(|(name, tensor)| b.inputs.get(name).is_some_and(|other| tensor.same_bits(other)))
+    }
+
+    /// Every variant of every quick case: a valid case, pairs of rows that exist and hold the same inputs, and a
+    /// question that is not the base's.
+    #[test]
+    fn variants_vary_and_select_rows() {
+        let contract = Contract::load(None).unwrap();
+        let mut count = BTreeMap::new();
+        for case_spec in contract.cases(Slice::Quick).filter(|case| case.fill != Fill::Recorded) {
+            let (case, spec) = (case_spec.build(), case_spec.spec());
+            spec.validate(&case).unwrap_or_else(|e| panic!("{}: {e}", case.name));
+            for axis in all().iter().filter(|axis| axis.applies(spec)) {
+                let mut settings = std::collections::BTreeSet::new();
+                for variant in (axis.variants)(&case, &machine()) {
+                    let name = format!("{} {} {}", case.name, axis.name, variant.setting);
+                    assert!(settings.insert(variant.setting.clone()), "{name}: twice");
+                    spec.validate(&variant.case).unwrap_or_else(|e| panic!("{name}: {e}"));
+                    assert!(!variant.rows.is_empty(), "{name}: no rows");
+                    let rows = (spec.rows(&case), spec.rows(&variant.case));
+                    assert!(variant.rows.iter().all(|(b, v)| *b < rows.0 && *v < rows.1), "{name}: rows {rows:?}");
+                    let same = same_question(&case, &variant.case);
+                    assert_eq!(same, axis.name == "repeat", "{name}: identical to its base");
+                    *count.entry((spec.name, axis.name)).or_insert(0) += 1;
+                }
+            }
+        }
+        for spec in spec::all() {
+            for axis in all().iter().filter(|axis| axis.applies(spec)) {
+                assert!(count.contains_key(&(spec.name, axis.name)), "{} never varies {}", spec.name, axis.name);
+            }
+        }
+    }
+
+    /// Paired rows carry the same bits in every input that has all row axes, so the pairing follows the content.
+    #[test]
+    fn paired_rows_hold_the_same_inputs() {
+        let contract = Contract::load(None).unwrap();
+        for case_spec in contract.cases(Slice::Quick).filter(|case| case.fill != Fill::Recorded) {
+            let (case, spec) = (case_spec.build(), case_spec.spec());
+            for axis in all().iter().filter(|axis| axis.applies(spec)) {
+                for variant in (axis.variants)(&case, &machine()) {
+                    for input in spec.inputs.iter().filter(|input| input.rows == spec.row_axes) {
+                        let (a, b) = (&case.inputs[input.name], &variant.case.inputs[input.name]);
+                        let width = a.len() / spec.rows(&case);
+                        for &(base, found) in &variant.rows {
+                            let same = (0..width).all(|i| a.bits(base * width + i) == b.bits(found * width + i));
+                            assert!(same, "{} {} {}: row {base} -> {found}", case.name, axis.name, variant.setting);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The oracle itself holds every axis that varies inputs: what a row's value depends on is its own inputs.
+    #[test]
+    fn the_oracle_is_invariant() {
+        let contract = Contract::load(None).unwrap();
+        for case_spec in contract.cases(Slice::Quick).filter(|case| case.op != "chain") {
+            if case_spec.out != DType::Fp32 {
+                continue;
+            }
+            let (case, spec) = (case_spec.build(), case_spec.spec());
+            let base = spec.oracle(&case).unwrap();
+            for axis in ["batch", "position", "neighbours", "padding"] {
+                for variant in (find(axis).unwrap().variants)(&case, &machine()) {
+                    let found = spec.oracle(&variant.case).unwrap();
+                    for output in spec.outputs {
+                        let dtype = output.dtype(case.out);
+                        let (want, have) = (base[output.name].rounded(dtype), found[output.name].rounded(dtype));
+                        crate::compare::bits(output.name, spec.row_axes, &want, &have, &variant.rows)
+                            .unwrap_or_else(|e| panic!("{} {axis} {}: {}", case.name, variant.setting, e.message));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn batch_sizes() {
+        assert_eq!(sizes(1), [0; 0]);
+        assert_eq!(sizes(20), [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]);
+    }
+}

@@ -1,0 +1,591 @@
+//! Comparison of outputs: raw bits, accuracy against a reference, and logits of whole models.
+
+use crate::record::Measure;
+use crate::round;
+use crate::spec::Reference;
+use crate::tensor::{DType, Tensor};
+use crate::verdict::Evidence;
+
+/// How far an output may be from its reference.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bound {
+    /// Not at all: the same bits.
+    Bits,
+    /// `|found - value| <= ulp * ulp_out + condition_factor * 2^-24 * condition`, where ulp_out is the ulp of the
+    /// output dtype at the largest magnitude the second term allows.
+    Ulp {
+        /// Share of the last rounding, in ulp of the output dtype; half an ulp is the least there is.
+        ulp: f64,
+        /// How many f32 roundings of the reference's condition may add up.
+        condition_factor: f64,
+        /// The 99th percentile of the error in ulp of the output dtype; asked of 100 elements or more.
+        p99_ulp: Option<f64>,
+        /// The least share of correctly rounded elements; asked of 100 elements or more.
+        correctly_rounded: Option<f64>,
+    },
+    /// `|found - value| <= atol + rtol * |value|`.
+    AtolRtol {
+        /// Absolute part.
+        atol: f64,
+        /// Relative part.
+        rtol: f64,
+    },
+    /// For logits of a whole model.
+    Chain(ChainBound),
+}
+
+/// Limits on the logits of a whole model; an absent limit is not asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ChainBound {
+    /// RMS error as a multiple of that of the checkpoint's own recorded run in the same dtype.
+    pub rms_of_recorded: Option<f64>,
+    /// Largest error as a multiple of that of the recorded run.
+    pub max_of_recorded: Option<f64>,
+    /// Largest error as a share of the largest |logit| of the reference.
+    pub max_of_largest: Option<f64>,
+    /// Largest difference of the log-probability of a next token.
+    pub max_dlogp: Option<f64>,
+    /// Mean of `exp(d) - 1 - d` with d the difference of log-probabilities.
+    pub approx_kl: Option<f64>,
+    /// Share of next tokens whose probability ratio lies outside [0.8, 1.2].
+    pub clip_fraction: Option<f64>,
+}
+
+/// Below this number of elements a percentile or a share says nothing.
+const STATISTIC: usize = 100;
+
+/// Compares logical rows bit for bit; -0 is not +0 and a NaN must be the canonical one. `rows` pairs rows of
+/// `expected` with rows of `found`; a row is an index into the leading `row_axes` axes, flattened. Returns the number
+/// of elements compared.
+///
+/// # Errors
+/// Evidence of the first difference. Different dtypes, different extents behind the row axes, a row that is not
+/// there, and a comparison of nothing are differences too.
+pub fn bits(
+    output: &str,
+    row_axes: usize,
+    expected: &Tensor,
+    found: &Tensor,
+    rows: &[(usize, usize)],
+) -> Result<usize, Box<Evidence>> {
+    let refuse = |message: String| Err(whole(output, message));
+    if expected.dtype() != found.dtype() {
+        return refuse(format!("{output}: dtype {} where {} was expected", found.dtype(), expected.dtype()));
+    }
+    let (a, b) = (expected.shape(), found.shape());
+    if a.len() < row_axes || a.len() != b.len() || a[row_axes..] != b[row_axes..] {
+        return refuse(format!("{output}: shape {b:?} where {a:?} was expected ({row_axes} leading axes are rows)"));
+    }
+    let inner: usize = a[row_axes..].iter().product();
+    let counts = [a, b].map(|shape| shape[..row_axes].iter().product::<usize>());
+    if let Some(&(base, variant)) = rows.iter().find(|(base, variant)| *base >= counts[0] || *variant >= counts[1]) {
+        return refuse(format!(
+            "{output}: row {base} against row {variant}, but there are {} and {} rows",
+            counts[0], counts[1]
+        ));
+    }
+    let total = rows.len() * inner;
+    if total == 0 {
+        return refuse(format!("{output}: nothing was compared ({} rows of {inner} elements)", rows.len()));
+    }
+    let dtype = found.dtype();
+    let (mut first, mut count) = (None, 0);
+    for &(base, variant) in rows {
+        for i in 0..inner {
+            let (want, have) = (expected.bits(base * inner + i), found.bits(variant * inner + i));
+            let odd_nan = round::is_nan(have, dtype) && have != round::canonical_nan(dtype);
+            if want != have || odd_nan {
+                count += 1;
+                first.get_or_insert((variant * inner + i, want, have, odd_nan && want == have));
+            }
+        }
+    }
+    let Some((index, want, have, odd_nan)) = first else { return Ok(total) };
+    let mut evidence = at(output, found, index);
+    evidence.expected = show_bits(want, dtype);
+    evidence.expected_bits = hex(want, dtype);
+    evidence.ulp = distance(want, have, dtype);
+    (evidence.count, evidence.total) = (count, total);
+    evidence.message = if odd_nan {
+        format!("{}: NaN {} is not the canonical one; {count} of {total} differ", place(&evidence), evidence.found_bits)
+    } else {
+        format!(
+            "{}: {} ({}) where {} ({}) was expected; {count} of {total} differ",
+            place(&evidence),
+            evidence.found,
+            evidence.found_bits,
+            evidence.expected,
+            evidence.expected_bits
+        )
+    };
+    Err(evidence)
+}
+
+/// Measures `found`, which should have dtype `dtype`, against the oracle and holds it to `bound`.
+///
+/// Infinite values count as the power of two after the largest finite binade, so overflow is rounding like any other.
+/// A NaN must be where the reference has one, and canonical; exact elements are compared by bits. Elements of infinite
+/// condition are not judged. A comparison of nothing fails.
+pub fn accuracy(
+    output: &str,
+    dtype: DType,
+    found: &Tensor,
+    reference: &Reference,
+    bound: &Bound,
+) -> (Measure, Option<Box<Evidence>>) {
+    let refuse = |message: String| (Measure::default(), Some(whole(output, message)));
+    if found.dtype() != dtype {
+        return refuse(format!("{output}: dtype {} where {dtype} was expected", found.dtype()));
+    }
+    if found.shape() != reference.shape {
+        return refuse(format!("{output}: shape {:?} where {:?} was expected", found.shape(), reference.shape));
+    }
+    if let Bound::Chain(_) = bound {
+        return refuse(format!("{output}: a bound on whole models cannot be held by one op; fix the contract's rows"));
+    }
+    let mut measure = Measure::default();
+    let mut ulps = Vec::with_capacity(found.len());
+    let (mut rounded, mut wrong, mut worst) = (0, 0, None::<(usize, Judged)>);
+    for index in 0..found.len() {
+        if reference.condition[index] == f64::INFINITY {
+            continue;
+        }
+        let judged = judge(found, index, reference, bound);
+        measure.samples += 1;
+        rounded += usize::from(judged.correct);
+        measure.max_abs = measure.max_abs.max(judged.error);
+        measure.of_bound = measure.of_bound.max(judged.of_bound);
+        if let Some(ulp) = judged.ulp {
+            ulps.push(ulp);
+        }
+        if judged.of_bound > 1.0 {
+            wrong += 1;
+            worst.get_or_insert((index, judged));
+        }
+    }
+    if measure.samples == 0 {
+        return refuse(format!("{output}: nothing was compared ({} elements, none with a finite bound)", found.len()));
+    }
+    measure.correctly_rounded = rounded as f64 / measure.samples as f64;
+    ulps.sort_by(f64::total_cmp);
+    measure.max_ulp = ulps.last().copied().unwrap_or(0.0);
+    measure.p99_ulp = percentile(&ulps, 99);
+    let evidence = match worst {
+        Some((index, judged)) => {
+            let mut evidence = at(output, found, index);
+            evidence.expected = show(reference.value[index]);
+            evidence.ulp = judged.ulp;
+            (evidence.count, evidence.total) = (wrong, measure.samples);
+            let how = if judged.of_bound.is_finite() {
+                format!("{:.3} times its bound", judged.of_bound)
+            } else {
+                "outside any bound".to_string()
+            };
+            evidence.message = format!(
+                "{}: {} ({}) where {} was expected, {how}; {wrong} of {} are outside",
+                place(&evidence),
+                evidence.found,
+                evidence.found_bits,
+                evidence.expected,
+                measure.samples
+            );
+            Some(evidence)
+        }
+        None => statistics(output, &measure, bound),
+    };
+    (measure, evidence)
+}
+
+/// The bounds on a whole output: percentile and share.
+fn statistics(output: &str, measure: &Measure, bound: &Bound) -> Option<Box<Evidence>> {
+    let Bound::Ulp { p99_ulp, correctly_rounded, .. } = *bound else { return None };
+    if measure.samples < STATISTIC {
+        return None;
+    }
+    let message = if p99_ulp.is_some_and(|limit| measure.p99_ulp > limit) {
+        format!("{output}: p99 error is {:.4} ulp; the bound is {}", measure.p99_ulp, p99_ulp?)
+    } else if correctly_rounded.is_some_and(|least| measure.correctly_rounded < least) {
+        let least = correctly_rounded?;
+        format!(
+            "{output}: {:.4} of the elements are correctly rounded; the bound is {least}",
+            measure.correctly_rounded
+        )
+    } else {
+        return None;
+    };
+    let mut evidence = whole(output, message);
+    (evidence.count, evidence.total) = (measure.samples, measure.samples);
+    Some(evidence)
+}
+
+/// One element against its reference.
+struct Judged {
+    correct: bool,
+    error: f64,
+    ulp: Option<f64>,
+    /// Error as a share of the bound; infinite where no bound helps.
+    of_bound: f64,
+}
+
+fn judge(found: &Tensor, index: usize, reference: &Reference, bound: &Bound) -> Judged {
+    let dtype = found.dtype();
+    let (want, have) = (reference.value[index], found.bits(index));
+    if dtype == DType::I32 {
+        let error = (found.value(index) - want).abs();
+        let of_bound = if error == 0.0 { 0.0 } else { f64::INFINITY };
+        return Judged { correct: error == 0.0, error, ulp: None, of_bound };
+    }
+    let correct = have == round::to_bits(want, dtype);
+    let special =
+        |pass: bool| Judged { correct, error: 0.0, ulp: None, of_bound: if pass { 0.0 } else { f64::INFINITY } };
+    if want.is_nan() || round::is_nan(have, dtype) || (want.is_infinite() && reference.condition[index] == 0.0) {
+        return special(correct);
+    }
+    // Infinity takes the place of the first number that is not there.
+    let top = round::overflow(dtype);
+    let (value, got) = (want.clamp(-top, top), found.value(index).clamp(-top, top));
+    let error = (got - value).abs();
+    let ulp = error / round::ulp(value, dtype);
+    let exact = reference.exact || reference.condition[index] == 0.0;
+    let allowed = match *bound {
+        Bound::Ulp { ulp, condition_factor, .. } if !exact => {
+            let computed = condition_factor * round::pow2(-24) * reference.condition[index];
+            ulp * round::ulp((value.abs() + computed).min(top), dtype) + computed
+        }
+        Bound::AtolRtol { atol, rtol } => atol + rtol * value.abs(),
+        _ => 0.0,
+    };
+    let of_bound = match () {
+        // An exact element has the right bits; -0 for +0 is wrong though the distance is 0.
+        _ if exact && matches!(bound, Bound::Ulp { .. } | Bound::Bits) => {
+            if correct {
+                0.0
+            } else {
+                f64::INFINITY
+            }
+        }
+        _ if error == 0.0 => 0.0,
+        _ if allowed == 0.0 => f64::INFINITY,
+        _ => error / allowed,
+    };
+    Judged { correct, error, ulp: Some(ulp), of_bound }
+}
+
+/// The `percent`-th percentile of sorted values by nearest rank; 0 of none.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    if sorted.is_empty() { 0.0 } else { sorted[(sorted.len() * percent).div_ceil(100) - 1] }
+}
+
+/// Errors of the logits of a whole model.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct ChainMeasure {
+    /// Logits compared.
+    pub samples: usize,
+    /// RMS error of the logits.
+    pub rms: f64,
+    /// Largest error of a logit.
+    pub max: f64,
+    /// Largest |logit| of the reference.
+    pub largest: f64,
+    /// Next tokens compared.
+    pub tokens: usize,
+    /// Largest difference of the log-probability of a next token.
+    pub max_dlogp: f64,
+    /// Mean of `exp(d) - 1 - d`, d = reference's minus found log-probability of the next token.
+    pub approx_kl: f64,
+    /// Share of next tokens whose probability ratio lies outside [0.8, 1.2].
+    pub clip_fraction: f64,
+}
+
+/// Measures `found`, logits `[B,T,V]`, against `reference` of the same shape. The next token of position t is
+/// `tokens[b,t+1]`; the last position has none.
+///
+/// # Errors
+/// Evidence when shapes differ, a value is not finite, a token is outside the vocabulary, or nothing is active.
+pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<ChainMeasure, Box<Evidence>> {
+    let output = "logits";
+    let refuse = |message: String| Err(whole(output, message));
+    let shape = reference.shape();
+    if found.shape() != shape || shape.len() != 3 || tokens.shape() != &shape[..2] {
+        return refuse(format!(
+            "logits have shape {:?}, the reference {shape:?}, tokens {:?}; [B,T,V] and [B,T] must agree",
+            found.shape(),
+            tokens.shape()
+        ));
+    }
+    let Some(tokens) = tokens.as_i32() else {
+        return refuse(format!("tokens are {}; they must be i32", tokens.dtype()));
+    };
+    if let Some(index) = (0..found.len()).find(|&i| !found.value(i).is_finite() || !reference.value(i).is_finite()) {
+        let mut evidence = at(output, found, index);
+        evidence.expected = show(reference.value(index));
+        (evidence.count, evidence.total) = (1, found.len());
+        evidence.message =
+            format!("{}: {} against {}: not finite", place(&evidence), evidence.found, evidence.expected);
+        return Err(evidence);
+    }
+    let (t, v) = (shape[1], shape[2]);
+    let mut measure = ChainMeasure {
+        samples: found.len(),
+        rms: 0.0,
+        max: 0.0,
+        largest: 0.0,
+        tokens: 0,
+        max_dlogp: 0.0,
+        approx_kl: 0.0,
+        clip_fraction: 0.0,
+    };
+    let (have, want) = (found.to_f64(), reference.to_f64());
+    for (a, b) in have.iter().zip(&want) {
+        measure.rms += (a - b) * (a - b);
+        measure.max = measure.max.max((a - b).abs());
+        measure.largest = measure.largest.max(b.abs());
+    }
+    measure.rms = (measure.rms / measure.samples as f64).sqrt();
+    let mut clipped = 0;
+    for row in (0..tokens.len()).filter(|row| row % t + 1 < t) {
+        let Some(next) = usize::try_from(tokens[row + 1]).ok().filter(|&next| next < v) else {
+            return refuse(format!("token {} is outside the vocabulary of {v}", tokens[row + 1]));
+        };
+        let logp = |logits: &[f64]| {
+            let row = &logits[row * v..][..v];
+            let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            row[next] - top - row.iter().map(|z| (z - top).exp()).sum::<f64>().ln()
+        };
+        let d = logp(&want) - logp(&have);
+        measure.tokens += 1;
+        measure.max_dlogp = measure.max_dlogp.max(d.abs());
+        measure.approx_kl += d.exp_m1() - d;
+        clipped += usize::from(!(0.8..=1.2).contains(&(-d).exp()));
+    }
+    if measure.tokens == 0 {
+        return refuse("no position has a next token: nothing to compare".to_string());
+    }
+    measure.approx_kl /= measure.tokens as f64;
+    measure.clip_fraction = clipped as f64 / measure.tokens as f64;
+    Ok(measure)
+}
+
+/// Holds a chain's measure to `bound`; `recorded` is the measure of the checkpoint's own recorded run.
+pub fn hold_chain(
+    measure: &ChainMeasure,
+    recorded: Option<&ChainMeasure>,
+    bound: &ChainBound,
+) -> Option<Box<Evidence>> {
+    let of_recorded = |have: f64, of: fn(&ChainMeasure) -> f64| recorded.map(|r| have / of(r));
+    let rules = [
+        ("rms error / recorded run's", bound.rms_of_recorded, of_recorded(measure.rms, |r| r.rms)),
+        ("max error / recorded run's", bound.max_of_recorded, of_recorded(measure.max, |r| r.max)),
+        ("max error / largest |logit|", bound.max_of_largest, Some(measure.max / measure.largest)),
+        ("max |dlogp|", bound.max_dlogp, Some(measure.max_dlogp)),
+        ("approx KL", bound.approx_kl, Some(measure.approx_kl)),
+        ("clip fraction", bound.clip_fraction, Some(measure.clip_fraction)),
+    ];
+    for (name, limit, have) in rules {
+        let Some(limit) = limit else { continue };
+        let message = match have {
+            None => format!("logits: {name} has a bound, and no recorded run to measure it by was given"),
+            Some(have) if have <= limit => continue,
+            Some(have) => format!("logits: {name} is {have:.3e}; the bound is {limit:e}"),
+        };
+        let mut evidence = whole("logits", message);
+        evidence.expected = format!("{name} <= {limit:e}");
+        evidence.found = have.map_or("nothing recorded".into(), show);
+        (evidence.count, evidence.total) = (measure.samples, measure.samples);
+        return Some(evidence);
+    }
+    None
+}
+
+/// Evidence about an output as a whole.
+fn whole(output: &str, message: String) -> Box<Evidence> {
+    Box::new(Evidence { message, output: output.to_string(), count: 1, total: 1, ..Evidence::default() })
+}
+
+/// Evidence that shows the element found at `index`.
+fn at(output: &str, found: &Tensor, index: usize) -> Box<Evidence> {
+    let mut rest = index;
+    let mut coordinates: Vec<usize> = found
+        .shape()
+        .iter()
+        .rev()
+        .map(|&extent| {
+            let coordinate = rest % extent;
+            rest /= extent;
+            coordinate
+        })
+        .collect();
+    coordinates.reverse();
+    let bits = found.bits(index);
+    Box::new(Evidence {
+        output: output.to_string(),
+        index,
+        coordinates,
+        found: show_bits(bits, found.dtype()),
+        found_bits: hex(bits, found.dtype()),
+        ..Evidence::default()
+    })
+}
+
+fn place(evidence: &Evidence) -> String {
+    format!("{}{:?}", evidence.output, evidence.coordinates)
+}
+
+/// A decimal that reads back to the same f64.
+fn show(value: f64) -> String {
+    let size = value.abs();
+    if size == 0.0 || (1e-4..1e9).contains(&size) || !size.is_finite() {
+        format!("{value}")
+    } else {
+        format!("{value:e}")
+    }
+}
+
+fn show_bits(bits: u32, dtype: DType) -> String {
+    show(round::from_bits(bits, dtype))
+}
+
+fn hex(bits: u32, dtype: DType) -> String {
+    format!("{bits:#0width$x}", width = 2 + 2 * dtype.size())
+}
+
+/// How many representable numbers lie between two finite ones; -0 and +0 are 0 apart.
+fn distance(a: u32, b: u32, dtype: DType) -> Option<f64> {
+    if dtype == DType::I32 || ![a, b].iter().all(|&bits| round::from_bits(bits, dtype).is_finite()) {
+        return None;
+    }
+    let sign = 1u32 << (8 * dtype.size() - 1);
+    let ordered = |bits: u32| if bits & sign == 0 { i64::from(bits) } else { -i64::from(bits & !sign) };
+    Some((ordered(a) - ordered(b)).abs() as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAN: u32 = 0x7fc0_0000;
+
+    fn f32s(shape: &[usize], bits: &[u32]) -> Tensor {
+        Tensor::fp32(shape, bits.iter().map(|&b| f32::from_bits(b)).collect())
+    }
+
+    fn all(n: usize) -> Vec<(usize, usize)> {
+        (0..n).map(|i| (i, i)).collect()
+    }
+
+    #[test]
+    fn bits_are_raw() {
+        let base = f32s(&[2, 2], &[0, 0x3f80_0000, NAN, 0x7f80_0000]);
+        assert_eq!(bits("y", 1, &base, &base, &all(2)), Ok(4));
+        let zero = f32s(&[2, 2], &[0x8000_0000, 0x3f80_0000, NAN, 0x7f80_0000]);
+        let evidence = bits("y", 1, &base, &zero, &all(2)).unwrap_err();
+        assert_eq!((evidence.expected.as_str(), evidence.found.as_str(), evidence.ulp), ("0", "-0", Some(0.0)));
+        assert_eq!((evidence.expected_bits.as_str(), evidence.found_bits.as_str()), ("0x00000000", "0x80000000"));
+        let far = f32s(&[2, 2], &[0, 0x3f80_0003, NAN, 0xff80_0000]);
+        let evidence = bits("y", 1, &base, &far, &all(2)).unwrap_err();
+        assert_eq!((evidence.index, &evidence.coordinates[..], evidence.ulp), (1, &[0, 1][..], Some(3.0)));
+        assert_eq!((evidence.count, evidence.total), (2, 4));
+        let odd = f32s(&[1, 1], &[NAN | 1]);
+        assert!(bits("y", 1, &odd, &odd, &all(1)).unwrap_err().message.contains("canonical"));
+    }
+
+    #[test]
+    fn bits_follow_the_row_pairs() {
+        let base = f32s(&[3, 1], &[1, 2, 3]);
+        let rotated = f32s(&[4, 1], &[9, 3, 1, 2]);
+        assert_eq!(bits("y", 1, &base, &rotated, &[(0, 2), (1, 3), (2, 1)]), Ok(3));
+        assert!(bits("y", 1, &base, &rotated, &[(0, 1)]).is_err());
+        assert!(bits("y", 1, &base, &rotated, &[(0, 4)]).unwrap_err().message.contains("3 and 4 rows"));
+        assert!(bits("y", 1, &base, &f32s(&[3, 2], &[0; 6]), &all(3)).unwrap_err().message.contains("shape"));
+        assert!(
+            bits("y", 1, &base, &Tensor::i32(&[3, 1], vec![1, 2, 3]), &all(3)).unwrap_err().message.contains("dtype")
+        );
+        assert!(bits("y", 1, &base, &base, &[]).unwrap_err().message.contains("nothing"));
+    }
+
+    fn reference(value: &[f64], condition: &[f64]) -> Reference {
+        Reference { shape: vec![value.len()], value: value.to_vec(), condition: condition.to_vec(), exact: false }
+    }
+
+    const HALF: Bound = Bound::Ulp { ulp: 0.5, condition_factor: 1.0, p99_ulp: None, correctly_rounded: None };
+
+    fn outside(found: &Tensor, reference: &Reference, bound: &Bound) -> Option<String> {
+        accuracy("y", found.dtype(), found, reference, bound).1.map(|e| e.message)
+    }
+
+    #[test]
+    fn accuracy_holds_the_bound_and_no_more() {
+        let found = f32s(&[1], &[0x3f80_0000]);
+        let unit = round::pow2(-24);
+        // At 1 an f32 ulp is 2^-23: half of it, and one f32 rounding of a condition of 1.
+        assert_eq!(outside(&found, &reference(&[1.0 + 1.99 * unit], &[1.0]), &HALF), None);
+        assert!(outside(&found, &reference(&[1.0 + 2.01 * unit], &[1.0]), &HALF).unwrap().contains("times its bound"));
+        assert_eq!(outside(&found, &reference(&[1.0 + 8.0 * unit], &[8.0]), &HALF), None);
+        let (measure, _) = accuracy("y", DType::Fp32, &found, &reference(&[1.0 + 0.5 * unit], &[1.0]), &HALF);
+        assert_eq!((measure.samples, measure.max_ulp, measure.correctly_rounded), (1, 0.25, 1.0));
+        let rule = Bound::AtolRtol { atol: 0.1, rtol: 0.1 };
+        assert_eq!(outside(&found, &reference(&[1.2], &[1.0]), &rule), None);
+        assert!(outside(&found, &reference(&[1.3], &[1.0]), &rule).is_some());
+    }
+
+    #[test]
+    fn special_values_are_judged_by_bits() {
+        let judge = |bits: u32, value: f64, condition: f64| {
+            outside(&f32s(&[1], &[bits]), &reference(&[value], &[condition]), &HALF).is_none()
+        };
+        assert!(judge(NAN, f64::NAN, 0.0) && !judge(NAN | 1, f64::NAN, 0.0) && !judge(NAN, 1.0, 1.0));
+        assert!(!judge(0x7f80_0000, f64::NAN, 0.0) && !judge(0x3f80_0000, f64::NAN, 1.0));
+        assert!(judge(0x7f80_0000, f64::INFINITY, 0.0) && !judge(0xff80_0000, f64::INFINITY, 0.0));
+        assert!(!judge(0x7f7f_ffff, f64::INFINITY, 0.0), "the largest number is not infinity");
+        // An exact zero keeps its sign; a zero with rounding errors may have either.
+        assert!(judge(0x8000_0000, -0.0, 0.0) && !judge(0, -0.0, 0.0) && judge(0, -0.0, 1.0));
+        // Overflow is rounding: next to the threshold either side is within half an ulp and a bit.
+        let threshold = f64::from(f32::MAX) + round::pow2(103);
+        assert!(judge(0x7f80_0000, threshold * (1.0 - 1e-9), 1e38) && judge(0x7f7f_ffff, threshold, 1e38));
+        assert!(!judge(0x7f80_0000, 3e38, 1e30));
+        assert!(judge(0x7f80_0000, 1e300, 1e38));
+    }
+
+    #[test]
+    fn nothing_compared_is_a_failure() {
+        let message = outside(&f32s(&[1], &[0]), &reference(&[1.0], &[f64::INFINITY]), &HALF).unwrap();
+        assert!(message.contains("nothing"), "{message}");
+        let message = outside(&f32s(&[0], &[]), &reference(&[], &[]), &HALF).unwrap();
+        assert!(message.contains("nothing"), "{message}");
+        assert!(outside(&f32s(&[2], &[0, 0]), &reference(&[0.0], &[1.0]), &HALF).unwrap().contains("shape"));
+    }
+
+    #[test]
+    fn statistics_are_held_too() {
+        let n = 200;
+        let value: Vec<f64> = (0..n).map(|i| 1.0 + if i < 3 { 0.9 } else { 0.1 } * round::pow2(-23)).collect();
+        let found = f32s(&[n], &vec![0x3f80_0000; n]);
+        let bound = |p99, share| Bound::Ulp { ulp: 1.0, condition_factor: 1.0, p99_ulp: p99, correctly_rounded: share };
+        let reference = reference(&value, &vec![1.0; n]);
+        assert_eq!(outside(&found, &reference, &bound(Some(0.91), Some(0.985))), None);
+        assert!(outside(&found, &reference, &bound(Some(0.5), None)).unwrap().contains("p99"));
+        assert!(outside(&found, &reference, &bound(None, Some(0.99))).unwrap().contains("correctly rounded"));
+    }
+
+    #[test]
+    fn chain_measures_logits_and_tokens() {
+        let tokens = Tensor::i32(&[1, 3], vec![0, 1, 1]);
+        let want = Tensor::fp32(&[1, 3, 2], vec![0.0, 0.0, 0.0, 0.0, 4.0, 0.0]);
+        assert_eq!(chain(&tokens, &want, &want).unwrap().max_dlogp, 0.0);
+        let found = Tensor::fp32(&[1, 3, 2], vec![0.0, 1.0, 0.0, 0.0, 4.0, 0.0]);
+        let measure = chain(&tokens, &found, &want).unwrap();
+        let d = (1.0f64 / (1.0 + (-1.0f64).exp())).ln() - 0.5f64.ln();
+        assert!((measure.max_dlogp - d).abs() < 1e-12 && (measure.rms - (1.0f64 / 6.0).sqrt()).abs() < 1e-12);
+        assert_eq!((measure.tokens, measure.max, measure.largest, measure.clip_fraction), (2, 1.0, 4.0, 0.5));
+        let bound = ChainBound { max_dlogp: Some(0.06), ..Default::default() };
+        assert!(hold_chain(&measure, None, &bound).unwrap().message.contains("dlogp"));
+        let relative = ChainBound { rms_of_recorded: Some(1.0), ..Default::default() };
+        assert_eq!(hold_chain(&measure, Some(&measure), &relative), None);
+        assert!(hold_chain(&measure, None, &relative).unwrap().message.contains("no recorded run"));
+        let broken = Tensor::fp32(&[1, 3, 2], vec![0.0, f32::NAN, 0.0, 0.0, 4.0, 0.0]);
+        assert!(chain(&tokens, &broken, &want).unwrap_err().message.contains("not finite"));
+        let short = Tensor::i32(&[1, 1], vec![0]);
+        let one = Tensor::fp32(&[1, 1, 2], vec![0.0, 0.0]);
+        assert!(chain(&short, &one, &one).unwrap_err().message.contains("nothing"));
+    }
+}

@@ -1,0 +1,252 @@
+use super::*;
+use crate::table::narrower;
+
+/// The embedded tables with one table edited.
+fn edited(file: &str, from: &str, to: &str) -> Result<Contract, ContractError> {
+    let mut files: BTreeMap<String, String> =
+        EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect();
+    let text = files.get_mut(file).unwrap();
+    assert!(text.contains(from), "{file} lacks {from}");
+    *text = text.replacen(from, to, 1);
+    parse(&files, "2026-11-21")
+}
+
+/// The edit is refused at the line where `near` stands, in words that contain `words`.
+#[track_caller]
+fn refused(file: &str, from: &str, to: &str, near: &str, words: &str) {
+    let error = edited(file, from, to).expect_err("accepted");
+    let text = EMBEDDED.iter().find(|(path, _)| *path == file).unwrap().1.replacen(from, to, 1);
+    let line = 1 + text.lines().position(|line| line.contains(near)).unwrap_or_else(|| panic!("no line has {near}"));
+    assert_eq!(error.file, file);
+    assert!(error.message.contains(words), "{error}");
+    // An entry is named by the line of its header, a few above its fields.
+    assert!((0..=5).contains(&(line as i64 - error.line as i64)), "{error}: expected near line {line}");
+    assert!(!error.message.contains('\n'), "{error}");
+}
+
+#[test]
+fn a_folder_gives_the_embedded_contract() {
+    let embedded = Contract::load(None).unwrap();
+    let folder = Contract::load(Some(Path::new(env!("CARGO_MANIFEST_DIR")))).unwrap();
+    assert_eq!(embedded.digest(), folder.digest());
+    assert_eq!(embedded.digest().len(), 64);
+    let changed = edited("ws1.toml", "version = \"1.0.0\"", "version = \"1.0.1\"").unwrap();
+    assert_ne!(embedded.digest(), changed.digest());
+    let missing = tempfile::tempdir().unwrap();
+    assert!(Contract::load(Some(missing.path())).unwrap_err().message.contains("rows/<op>.toml"));
+}
+
+#[test]
+fn a_folder_with_a_stray_or_missing_table_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("rows")).unwrap();
+    for (path, text) in EMBEDDED {
+        std::fs::write(folder.path().join(path), text).unwrap();
+    }
+    Contract::load(Some(folder.path())).unwrap();
+    std::fs::write(folder.path().join("rows/gem.toml"), "").unwrap();
+    assert!(Contract::load(Some(folder.path())).unwrap_err().message.contains("no table of an op"));
+    std::fs::rename(folder.path().join("rows/gem.toml"), folder.path().join("gem.toml")).unwrap();
+    std::fs::remove_file(folder.path().join("rows/gemm.toml")).unwrap();
+    let error = Contract::load(Some(folder.path())).unwrap_err();
+    assert_eq!((error.file.as_str(), error.line), ("rows/gemm.toml", 1));
+}
+
+#[test]
+fn unknown_words_are_refused() {
+    refused("ws1.toml", "tf32 = \"disabled\"", "tf_32 = \"disabled\"", "tf_32", "unknown field");
+    refused("ws1.toml", "tf32 = \"disabled\"", "tf32 = \"fast\"", "[policy]", "disabled");
+    refused("ws1.toml", "profile = \"ieee\"", "profile = \"sm90\"", "profile", "ieee");
+    refused("ws1.toml", "name = \"fp16\"", "name = \"fp17\"", "\"fp17\"", "fp17");
+    refused("ws1.toml", "\"elementwise\", ", "\"elementary\", ", "\"elementary\"", "elementary");
+    refused("rows/gemm.toml", "\"cancel\", ", "\"chancel\", ", "\"small\"", "chancel");
+    refused("rows/gemm.toml", "\"position\"", "\"positron\"", "impls = [\"*\"]", "positron");
+    refused("rows/gemm.toml", "\"position\"", "\"schedule\"", "impls = [\"*\"]", "schedule");
+    refused("rows/gemm.toml", "impls = [\"*\"]", "impls = [\"ours/gpu\"]", "ours/gpu", "impls.toml");
+    refused("rows/gemm.toml", "\"bf16\", \"fp16\"", "\"bf16\", \"fp8\"", "stem = \"small\"", "fp8 is out of scope");
+    refused("rows/gemm.toml", "M = 5, ", "M = 5, Q = 2, ", "stem = \"small\"", "axis `Q`");
+    refused("rows/gemm.toml", "M = 5, ", "", "stem = \"small\"", "lacks M");
+    refused("rows/gemm.toml", "k_total = \"1024\"", "k_totl = \"1024\"", "stem = \"eighth\"", "unknown parameter");
+    refused("rows/gemm.toml", "tf32 = \"enabled\"", "tf32 = \"on\"", "stem = \"tf32\"", "disabled or enabled");
+    refused("rows/gemm.toml", "op = \"gemm\"", "op = \"gem\"", "op = ", "must be \"gemm\"");
+    refused("rows/attention.toml", "[0, 1, 4]", "[0, 1]", "stem = \"hidden\"", "needs 3");
+    refused("impls.toml", "about", "abuot", "abuot", "unknown field");
+}
+
+#[test]
+fn gaps_and_duplicates_are_refused() {
+    refused(
+        "ws1.toml",
+        "\"fp16\"]\njudgments = [\"accuracy\"]\natol = 5e-3",
+        "\"fp16\"]\njudgments = [\"golden\"]\natol = 5e-3",
+        "atol = 5e-3",
+        "does not fit",
+    );
+    refused(
+        "ws1.toml",
+        "dtypes = [\"fp16\"]\njudgments = [\"accuracy\"]\natol = 5e-3",
+        "dtypes = [\"bf16\"]\njudgments = [\"accuracy\"]\natol = 5e-3",
+        "atol = 5e-3",
+        "duplicate cell",
+    );
+    let error = edited(
+        "ws1.toml",
+        "classes = [\"attention\"]\ndtypes = [\"bf16\", \"fp16\", ",
+        "classes = [\"attention\"]\ndtypes = [\"bf16\", ",
+    )
+    .unwrap_err();
+    assert!(error.message.contains("tight` lacks the cell attention x fp16 x accuracy"), "{error}");
+    let error = edited("rows/add.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
+    assert!(error.message.contains("no [[row]] for `ours/cpu` on `add/bf16/small-normal-fp16`"), "{error}");
+    let row = "impls = [\"*\"]\n";
+    let twice = format!("{row}invariant = []\n\n[[row]]\n{row}");
+    let error = edited("rows/add.toml", row, &twice).unwrap_err();
+    assert!(error.message.contains("duplicate row"), "{error}");
+    let shadowed = format!("{row}invariant = []\n\n[[row]]\nouts = [\"bf16\"]\n{row}");
+    let error = edited("rows/add.toml", row, &shadowed).unwrap_err();
+    assert!(error.message.contains("never the first"), "{error}");
+    refused("rows/softmax.toml", "stem = \"mid\"", "stem = \"small\"", "\"near_overflow\", \"peaky\"", "already made");
+    let error = edited(
+        "rows/argmax.toml",
+        "slice = \"quick\"\nfills = [\"normal\", \"edges\"]\nshape = { R = 12, N = 33 }\ndtypes = [\"bf16\", \"fp16\", \"fp32\"]",
+        "slice = \"exhaustive\"\nfills = [\"normal\"]\nshape = { R = 12, N = 33 }\ndtypes = [\"bf16\"]",
+    );
+    assert!(error.is_ok(), "other cases cover argmax");
+    let all = EMBEDDED.iter().find(|(path, _)| *path == "rows/argmax.toml").unwrap().1;
+    let bare = all.replace("\"fp16\", ", "");
+    let error = edited("rows/argmax.toml", all, &bare).unwrap_err();
+    assert!(error.message.contains("no case with fp16 input and fp32 output"), "{error}");
+}
+
+#[test]
+fn an_op_may_promise_more_than_its_class_and_never_less() {
+    let own = |text: &str| {
+        let provenance = "source = \"a test\", samples = 0, date = \"2026-11-21\"";
+        edited("rows/add.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
+    };
+    own("ulp = 0.5, condition_factor = 3.5, p99_ulp = 0.5").unwrap();
+    let error = own("ulp = 0.6, condition_factor = 4").unwrap_err();
+    assert!(error.message.contains("accuracy.ulp is looser than class elementwise x bf16 (ws1.toml:"), "{error}");
+    assert!(own("ulp = 0.5, condition_factor = 4.5").unwrap_err().message.contains("condition_factor"));
+    assert!(own("ulp = 0.5, condition_factor = nan").unwrap_err().message.contains("finite"));
+    assert!(own("ulp = 0.5, condition_factor = 1, atol = 1").unwrap_err().message.contains("unknown field"));
+}
+
+#[test]
+fn a_waiver_has_a_reason_and_an_end() {
+    let waive = |text: &str| {
+        edited("rows/add.toml", "invariant =", &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="))
+    };
+    let contract = waive("axis = \"isa\", reason = \"known\", expires = \"2026-11-21\"").unwrap();
+    let case = contract.case("add/bf16/small-normal-fp32").unwrap();
+    let waiver = contract.row("ours/cpu", case).unwrap().waive.clone().unwrap();
+    assert!(waiver.covers(Judgment::Invariance, Some("isa")));
+    assert!(!waiver.covers(Judgment::Invariance, Some("batch")) && !waiver.covers(Judgment::Accuracy, None));
+    assert!(waive("reason = \"known\", expires = \"2026-11-20\"").unwrap_err().message.contains("expired"));
+    assert!(waive("reason = \" \", expires = \"2027-01-01\"").unwrap_err().message.contains("waive.reason"));
+    assert!(waive("reason = \"known\", expires = \"soon\"").unwrap_err().message.contains("YYYY-MM-DD"));
+    assert!(waive("axis = \"width\", reason = \"known\", expires = \"2027-01-01\"").is_err());
+}
+
+#[test]
+fn the_first_row_that_matches_holds() {
+    let special = "impls = [\"ours/*\"]\nfills = [\"edges\"]\nstems = [\"sm*\"]\ninvariant = [\"repeat\"]\n\n[[row]]\nimpls = [\"*\"]";
+    let contract = edited("rows/softmax.toml", "impls = [\"*\"]", special).unwrap();
+    let axes = |name: &str| contract.row("ours/cpu", contract.case(name).unwrap()).unwrap().invariant.len();
+    assert_eq!(axes("softmax/bf16/small-edges-bf16"), 1);
+    assert_eq!((axes("softmax/bf16/small-normal-bf16"), axes("softmax/bf16/mid-edges-bf16")), (7, 7));
+}
+
+#[test]
+fn bounds_come_from_row_class_and_set() {
+    let contract = Contract::load(None).unwrap();
+    assert_eq!(contract.default_rows(), "tight");
+    let bound = |rows: &str, name: &str, output| {
+        let case = contract.case(name).unwrap();
+        contract.bound(rows, contract.row("ours/cpu", case).unwrap(), case, output, Judgment::Accuracy)
+    };
+    let published = Some(Bound::AtolRtol { atol: 5e-2, rtol: 2e-2 });
+    assert_eq!(bound("published", "gemm/bf16/small-normal-fp32", DType::Fp32), published);
+    assert_eq!(bound("published", "gemm/fp32/small-normal-bf16", DType::Bf16), published);
+    // Cancelling sums were never what the published rows are about.
+    let tight = bound("tight", "gemm/bf16/small-cancel-fp32", DType::Fp32).unwrap();
+    assert!(matches!(tight, Bound::Ulp { .. }));
+    assert_eq!(bound("published", "gemm/bf16/small-cancel-fp32", DType::Fp32), Some(tight));
+    assert_eq!(bound("loose", "gemm/bf16/small-cancel-fp32", DType::Fp32), None);
+    assert_eq!(narrower(DType::Fp32, DType::Fp16), DType::Fp16);
+    assert_eq!(narrower(DType::Bf16, DType::I32), DType::Bf16);
+}
+
+#[test]
+fn the_table_prints_every_part() {
+    let text = Contract::load(None).unwrap().to_string();
+    for part in [
+        "ws1 1.0.0, profile ieee, sha256 ",
+        "fp8   out of scope",
+        "accumulation fp32; tf32 disabled (alternative: enabled)",
+        "published  attention    bf16  accuracy    atol 5e-2 + rtol 2e-2  [RL-Kernel",
+        "tight      chain        bf16  accuracy    rms <= 1 of recorded, max <= 1.25 of recorded",
+        "rms_norm (reduction)",
+        "invariant  batch position",
+    ] {
+        assert!(text.contains(part), "{part} is missing:\n{text}");
+    }
+}
+
+#[test]
+fn dates() {
+    let today = today();
+    assert!(today.as_str() >= "2025-01-01" && today.len() == 10, "{today}");
+}
+
+/// Each case that runs by default is a valid question with an answer, and the names say what it is.
+#[test]
+fn default_cases_are_valid() {
+    let contract = Contract::load(None).unwrap();
+    let mut elements = 0;
+    for case_spec in contract.cases(Slice::Default).filter(|case| case.fill != Fill::Recorded) {
+        let case = case_spec.build();
+        let checked = case_spec.spec().validate(&case).unwrap_or_else(|why| panic!("{}: {why}", case.name));
+        drop(checked);
+        assert_eq!(case.name, format!("{}-{}", case_spec.group, case_spec.out));
+        assert!(case.name.starts_with(&format!(
+            "{}/{}/{}-{}",
+            case.op,
+            case_spec.dtype,
+            case_spec.stem,
+            case_spec.fill.name()
+        )));
+        elements += case.inputs.values().map(|tensor| tensor.len()).sum::<usize>();
+    }
+    assert!(elements < 20_000_000, "{elements} input elements by default");
+}
+
+/// The oracle's own rounding passes every bound, judges something everywhere, and the default slice is affordable.
+#[test]
+fn the_oracle_passes_its_own_bounds() {
+    let contract = Contract::load(None).unwrap();
+    let (mut group, mut references, mut judged) = (String::new(), BTreeMap::new(), 0);
+    for case_spec in contract.cases(Slice::Default).filter(|case| case.op != "chain") {
+        let (case, spec) = (case_spec.build(), case_spec.spec());
+        if group != case_spec.group {
+            references = spec.oracle(&case).unwrap();
+            group = case_spec.group.clone();
+        }
+        for output in spec.outputs {
+            let dtype = output.dtype(case.out);
+            let reference = &references[output.name];
+            let row = contract.row("ours/cpu", case_spec).unwrap();
+            let bound = contract.bound("tight", row, case_spec, dtype, Judgment::Accuracy).unwrap();
+            let (measure, evidence) =
+                crate::compare::accuracy(output.name, dtype, &reference.rounded(dtype), reference, &bound);
+            assert!(evidence.is_none(), "{}: {}", case.name, evidence.unwrap().message);
+            assert!(
+                measure.correctly_rounded == 1.0 && measure.samples * 2 >= reference.value.len(),
+                "{}: {measure:?}",
+                case.name
+            );
+            judged += measure.samples;
+        }
+    }
+    assert!(judged > 100_000, "{judged}");
+}

@@ -1,0 +1,47 @@
+//! `a, b -> y`, all of one shape
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "add",
+    class: Class::Elementwise,
+    inputs: &[
+        InputSpec { name: "a", axes: &["R", REST], rows: 1, ..FLOAT },
+        InputSpec { name: "b", axes: &["R", REST], rows: 1, ..FLOAT },
+    ],
+    params: &[],
+    outputs: &[OutputSpec { name: "y", axes: &["R", REST], kind: OutputKind::Out }],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    outs: &DType::FLOATS,
+    shape: &["R", "N"],
+    make,
+    check: |_| Ok(()),
+    compute,
+};
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, n) = (maker.dim("R"), maker.dim("N"));
+    let other = |fill: Fill| maker.values("b", fill, r * n, n);
+    let (a, b) = match maker.fill {
+        Fill::Cancel => {
+            let a = maker.values("a", Fill::Normal, r * n, n);
+            let b = a.iter().zip(other(Fill::Normal)).map(|(a, b)| -a * (1.0 + b / 256.0)).collect();
+            (a, b)
+        }
+        // -0 keeps every pattern; +0 turns -0 into +0.
+        Fill::AllBf16 => {
+            let zeros = (0..r * n).map(|i| if i / n % 2 == 0 { -0.0 } else { 0.0 }).collect();
+            (maker.values("a", Fill::AllBf16, r * n, n), zeros)
+        }
+        fill => (maker.values("a", fill, r * n, n), other(fill)),
+    };
+    maker.floats([("a", vec![r, n], a), ("b", vec![r, n], b)])
+}
+
+/// One f32 rounding and the last one, both part of the definition. Two roundings of an f32 sum (f64 first) are one,
+/// because f64 has more than twice as many bits.
+fn compute(c: &Checked) -> References {
+    let (a, b) = (c.floats("a"), c.floats("b"));
+    let sums = a.iter().zip(&b).map(|(a, b)| f32_of(a + b)).collect();
+    one("y", Reference::exact(c.case.inputs["a"].shape().to_vec(), sums))
+}

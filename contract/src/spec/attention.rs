@@ -1,0 +1,204 @@
+//! `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "attention",
+    class: Class::Attention,
+    inputs: &[
+        InputSpec { name: "q", axes: &["B", "T", "Hq", "D"], rows: 2, ..FLOAT },
+        InputSpec { name: "k", axes: &["B", "S", "Hkv", "D"], rows: 1, ..FLOAT },
+        InputSpec { name: "v", axes: &["B", "S", "Hkv", "E"], rows: 1, ..FLOAT },
+        InputSpec { name: "q_pos", axes: &["B", "T"], rows: 2, ..INT },
+        InputSpec { name: "kv_len", axes: &["B"], rows: 1, ..INT },
+    ],
+    params: &[
+        ParamSpec { name: "scale", kind: ParamKind::Float, default: "1/sqrt(D)" },
+        ParamSpec { name: "causal", kind: ParamKind::Flag, default: "0" },
+        ParamSpec { name: "window", kind: ParamKind::Count, default: "0" },
+        ParamSpec { name: "softcap", kind: ParamKind::Float, default: "0" },
+        TF32,
+    ],
+    outputs: &[
+        OutputSpec { name: "out", axes: &["B", "T", "Hq", "E"], kind: OutputKind::Out },
+        OutputSpec { name: "lse", axes: &["B", "T", "Hq"], kind: OutputKind::Fp32 },
+    ],
+    row_axes: 2,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    outs: &DType::FLOATS,
+    shape: &["B", "T", "S", "Hq", "Hkv", "D", "E"],
+    make,
+    check,
+    compute,
+};
+
+/// Without explicit `kv_len` the keys are ragged: entry b has S - 3b of them (at least one). Without explicit `q_pos`
+/// the queries are the last T positions of the keys, as in a prefill or a decode step.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let dim = |axis: &str| maker.dim(axis);
+    let (b, t, s, hq, hkv, d, e) = (dim("B"), dim("T"), dim("S"), dim("Hq"), dim("Hkv"), dim("D"), dim("E"));
+    let mut q = maker.values("q", Fill::Normal, b * t * hq * d, d);
+    let mut k = maker.values("k", Fill::Normal, b * s * hkv * d, d);
+    let mut v = maker.values("v", Fill::Normal, b * s * hkv * e, e);
+    match maker.fill {
+        Fill::Peaky => q.iter_mut().for_each(|x| *x *= 8.0),
+        Fill::Wide | Fill::Tiny => v = maker.values("v", maker.fill, b * s * hkv * e, e),
+        // Sums of up to S weighted values stay below the largest f32.
+        Fill::NearOverflow => {
+            let room = if maker.dtype == DType::Fp16 { 1.0 } else { round::pow2(-12) };
+            v = maker.values("v", Fill::NearOverflow, v.len(), e).into_iter().map(|x| x * room).collect();
+        }
+        // One special element per head of a few queries and keys, so that most rows stay finite.
+        Fill::Edges => {
+            q = maker.values("q", Fill::Edges, q.len(), hq * d);
+            k = maker.sparse_edges("k", k.len(), 40 * d);
+            v = maker.sparse_edges("v", v.len(), 40 * e);
+        }
+        _ => {}
+    }
+    let ragged: Vec<i32> = (0..b).map(|i| s.saturating_sub(3 * i).max(1) as i32).collect();
+    let kv_len = maker.ints("kv_len", ragged);
+    let last = |i: usize| (0..t).map(move |j| (i as i64 - t as i64 + j as i64).max(0) as i32);
+    let positions = kv_len.iter().flat_map(|&len| last(len.max(0) as usize)).collect();
+    let q_pos = maker.ints("q_pos", positions);
+    let mut inputs =
+        maker.floats([("q", vec![b, t, hq, d], q), ("k", vec![b, s, hkv, d], k), ("v", vec![b, s, hkv, e], v)]);
+    inputs.insert("q_pos".into(), Tensor::i32(&[b, t], q_pos));
+    inputs.insert("kv_len".into(), Tensor::i32(&[b], kv_len));
+    inputs
+}
+
+fn check(c: &Checked) -> Result<(), Refusal> {
+    let (hq, hkv) = (c.dim("Hq"), c.dim("Hkv"));
+    if hq % hkv != 0 {
+        return Err(Refusal::Invalid(format!("attention: Hq is {hq}; it must be a multiple of Hkv, which is {hkv}")));
+    }
+    c.require("softcap", 0.0, |v| v >= 0.0, "0 or more")?;
+    c.indexes("q_pos", 0..1 << 31)?;
+    c.indexes("kv_len", 0..c.dim("S") as i64 + 1)
+}
+
+/// One key as a query sees it.
+struct Seen<'a> {
+    score: f64,
+    /// What f32 errors of the score are proportional to.
+    size: f64,
+    v: &'a [f64],
+}
+
+fn compute(c: &Checked) -> References {
+    let (b, t, s) = (c.dim("B"), c.dim("T"), c.dim("S"));
+    let (hq, hkv, d, e) = (c.dim("Hq"), c.dim("Hkv"), c.dim("D"), c.dim("E"));
+    let (q, k, v) = (c.operands("q"), c.operands("k"), c.operands("v"));
+    let (q_pos, kv_len) = (c.ints("q_pos"), c.ints("kv_len"));
+    let scale = c.float("scale", 1.0 / (d as f64).sqrt());
+    let cap = c.float("softcap", 0.0);
+    let (causal, window) = (c.flag("causal"), c.count("window", 0) as i64);
+    let mut out = Vec::with_capacity(b * t * hq * e);
+    let mut lse = Vec::with_capacity(b * t * hq);
+    for row in 0..b * t * hq {
+        let (batch, token, head) = (row / hq / t, row / hq, row % hq);
+        let position = i64::from(q_pos[token]);
+        let query = &q[row * d..][..d];
+        let mut seen = Vec::new();
+        for j in 0..kv_len[batch] as usize {
+            if (causal && j as i64 > position) || (window > 0 && j as i64 <= position - window) {
+                continue;
+            }
+            let at = (batch * s + j) * hkv + head / (hq / hkv);
+            let (score, size) = score(query, &k[at * d..][..d], scale, cap);
+            if score != f64::NEG_INFINITY {
+                seen.push(Seen { score, size, v: &v[at * e..][..e] });
+            }
+        }
+        mix(&seen, e, &mut out, &mut lse);
+    }
+    BTreeMap::from([
+        ("out".to_string(), Reference::new(vec![b, t, hq, e], out)),
+        ("lse".to_string(), Reference::new(vec![b, t, hq], lse)),
+    ])
+}
+
+/// The scaled score (NaN for +inf too) and what its error is proportional to.
+fn score(query: &[f64], key: &[f64], scale: f64, cap: f64) -> (f64, f64) {
+    let (mut dot, mut size) = (0.0, 0.0);
+    for (a, b) in query.iter().zip(key) {
+        dot += a * b;
+        size += (a * b).abs();
+    }
+    let may_overflow = dot.is_finite() && size > HUGE;
+    let (score, size) = if cap > 0.0 {
+        let inner = dot * f32_of(scale / cap);
+        let score = cap * inner.tanh();
+        // The slope of tanh passes the error of the dot product on; tanh and the products add their own.
+        let slope = 1.0 - inner.tanh() * inner.tanh();
+        (score, slope * (size * scale).abs() + score.abs() + cap)
+    } else {
+        (dot * scale, (size * scale).abs())
+    };
+    match () {
+        _ if may_overflow => (score, f64::INFINITY),
+        _ if score.is_nan() || score == f64::INFINITY => (f64::NAN, 0.0),
+        _ => (score, size),
+    }
+}
+
+/// Softmax over the seen keys and the weighted sum of their values.
+fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f64)>) {
+    if seen.is_empty() {
+        out.extend((0..e).map(|_| (0.0, 0.0)));
+        lse.push((f64::NEG_INFINITY, 0.0));
+        return;
+    }
+    if seen.iter().any(|key| key.score.is_nan()) {
+        out.extend((0..e).map(|_| (f64::NAN, 0.0)));
+        lse.push((f64::NAN, 0.0));
+        return;
+    }
+    let top = seen.iter().map(|key| key.score).fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = seen.iter().map(|key| (key.score - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let mean_size = weights.iter().zip(seen).map(|(w, key)| w * key.size).sum::<f64>() / total;
+    let mean_size = if mean_size.is_nan() { f64::INFINITY } else { mean_size };
+    let level = top + total.ln();
+    lse.push((level, 1.0 + level.abs() + mean_size));
+    for column in 0..e {
+        let (mut sum, mut size) = (0.0, 0.0);
+        let (mut special, mut doubtful) = (None, false);
+        for (weight, key) in weights.iter().zip(seen) {
+            let v = key.v[column];
+            if v.is_finite() {
+                sum += weight * v;
+                size += (weight * v).abs();
+                continue;
+            }
+            // A weight below 2^-100 of the largest is +0, and 0 * inf is NaN.
+            let kept = (key.score - top) / std::f64::consts::LN_2;
+            doubtful |= v.is_infinite() && (-103.0..-97.0).contains(&kept);
+            let term = if kept < -100.0 { f64::NAN } else { v };
+            special = Some(special.unwrap_or(0.0) + term);
+        }
+        if let Some(special) = special {
+            out.push((special, if doubtful { f64::INFINITY } else { 0.0 }));
+            continue;
+        }
+        let mean = sum / total;
+        if size > HUGE / 2.0 {
+            out.push((mean, f64::INFINITY));
+            continue;
+        }
+        // An error in a score moves weight between its value and the mean.
+        let (mut moved, mut largest) = (0.0, 0.0f64);
+        for (weight, key) in weights.iter().zip(seen) {
+            let v = key.v[column];
+            moved += weight / total * (v - mean).abs() * key.size;
+            largest = largest.max(v.abs());
+        }
+        if moved.is_nan() {
+            moved = f64::INFINITY;
+        }
+        // Dropped weights are below 2^-100 each.
+        let dropped = largest * round::pow2(-76) * seen.len() as f64;
+        let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + FLOOR };
+        out.push((mean, condition));
+    }
+}

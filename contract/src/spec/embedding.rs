@@ -1,0 +1,39 @@
+//! `w[V,D], tokens[T] -> y[T,D]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "embedding",
+    class: Class::Elementwise,
+    inputs: &[
+        InputSpec { name: "w", axes: &["V", "D"], ..FLOAT },
+        InputSpec { name: "tokens", axes: &["T"], rows: 1, ..INT },
+    ],
+    params: &[],
+    outputs: &[OutputSpec { name: "y", axes: &["T", "D"], kind: OutputKind::Out }],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    outs: &DType::FLOATS,
+    shape: &["V", "D", "T"],
+    make,
+    check: |c| c.indexes("tokens", 0..c.dim("V") as i64),
+    compute,
+};
+
+/// For all bf16 patterns every row of the table is read once; otherwise tokens are drawn.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (v, d, t) = (maker.dim("V"), maker.dim("D"), maker.dim("T"));
+    let drawn = match maker.fill {
+        Fill::AllBf16 => (0..t).map(|i| (v - 1 - i % v) as i32).collect(),
+        _ => maker.below("tokens", t, v),
+    };
+    let mut inputs = maker.floats([("w", vec![v, d], maker.values("w", maker.fill, v * d, d))]);
+    inputs.insert("tokens".into(), Tensor::i32(&[t], maker.ints("tokens", drawn)));
+    inputs
+}
+
+fn compute(c: &Checked) -> References {
+    let (t, d) = (c.dim("T"), c.dim("D"));
+    let w = c.floats("w");
+    let rows = c.ints("tokens").iter().flat_map(|&token| w[token as usize * d..][..d].to_vec()).collect();
+    one("y", Reference::exact(vec![t, d], rows))
+}

@@ -1,0 +1,108 @@
+//! `logits[R,V], target[R] -> logprob[R], lse[R]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "logprob",
+    class: Class::Logprob,
+    inputs: &[
+        InputSpec { name: "logits", axes: &["R", "V"], rows: 1, ..FLOAT },
+        InputSpec { name: "target", axes: &["R"], rows: 1, ..INT },
+    ],
+    params: &[ParamSpec { name: "temperature", kind: ParamKind::Float, default: "1" }],
+    outputs: &[
+        OutputSpec { name: "logprob", axes: &["R"], kind: OutputKind::Fp32 },
+        OutputSpec { name: "lse", axes: &["R"], kind: OutputKind::Fp32 },
+    ],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    outs: &[DType::Fp32],
+    shape: &["R", "V"],
+    make,
+    check,
+    compute,
+};
+
+/// Without explicit `target` every fifth target is ignored (-1, -100 in turn).
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, v) = (maker.dim("R"), maker.dim("V"));
+    let mut logits = maker.values("logits", maker.fill, r * v, v);
+    // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
+    if maker.fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
+        logits.iter_mut().for_each(|x| *x /= 2.0);
+    }
+    if maker.fill == Fill::Peaky {
+        logits.iter_mut().for_each(|x| *x *= 16.0);
+    }
+    let ignored = |i: usize| if i % 10 == 4 { -1 } else { -100 };
+    let drawn = maker.below("target", r, v);
+    let target = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { ignored(i) } else { t }).collect();
+    let mut inputs = maker.floats([("logits", vec![r, v], logits)]);
+    inputs.insert("target".into(), Tensor::i32(&[r], maker.ints("target", target)));
+    inputs
+}
+
+fn check(c: &Checked) -> Result<(), Refusal> {
+    c.require(
+        "temperature",
+        1.0,
+        |v| v > 0.0 && f32_of(1.0 / v).is_finite() && f32_of(1.0 / v) > 0.0,
+        "positive, and 1/temperature an f32",
+    )?;
+    c.indexes("target", i64::from(i32::MIN)..c.dim("V") as i64)
+}
+
+fn compute(c: &Checked) -> References {
+    let (r, v) = (c.dim("R"), c.dim("V"));
+    let inverse = f32_of(1.0 / c.float("temperature", 1.0));
+    let logits = c.floats("logits");
+    let (mut logprob, mut lse) = (Vec::with_capacity(r), Vec::with_capacity(r));
+    for (row, &target) in logits.chunks(v).zip(c.ints("target")) {
+        let x: Vec<f64> = row.iter().map(|z| scaled(z * inverse)).collect();
+        let level = log_sum(&x);
+        lse.push(level);
+        logprob.push(match usize::try_from(target) {
+            Err(_) => (0.0, 0.0),
+            Ok(_) if level.0.is_nan() || level.0.is_infinite() => (f64::NAN, 0.0),
+            Ok(target) if level.1.is_infinite() => (x[target] - level.0, f64::INFINITY),
+            Ok(target) if x[target] == f64::NEG_INFINITY => (f64::NEG_INFINITY, 0.0),
+            Ok(target) => (x[target] - level.0, x[target].abs() + level.1),
+        });
+    }
+    BTreeMap::from([
+        ("logprob".to_string(), Reference::new(vec![r], logprob)),
+        ("lse".to_string(), Reference::new(vec![r], lse)),
+    ])
+}
+
+/// A scaled logit; one that f32 cannot hold is infinite.
+fn scaled(x: f64) -> f64 {
+    if f32_of(x).is_infinite() { f32_of(x) } else { x }
+}
+
+/// `ln(sum exp(x))` and what its error is proportional to.
+pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
+    if x.iter().any(|v| v.is_nan() || *v == f64::INFINITY) {
+        return (f64::NAN, 0.0);
+    }
+    let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if top == f64::NEG_INFINITY {
+        return (top, 0.0);
+    }
+    if exponent_overflows(top) {
+        return (top, f64::INFINITY);
+    }
+    let (mut total, mut size) = (0.0, 0.0);
+    for &v in x.iter().filter(|v| **v != f64::NEG_INFINITY) {
+        let weight = (v - top).exp();
+        total += weight;
+        size += weight * v.abs();
+    }
+    let level = top + total.ln();
+    (level, 1.0 + level.abs() + size / total)
+}
+
+/// Whether the exponent `x * log2(e)` of `e^x` is beyond f32: then nothing is claimed of a row whose largest element
+/// is x.
+pub(super) fn exponent_overflows(x: f64) -> bool {
+    x.abs() * std::f64::consts::LOG2_E >= HUGE
+}

@@ -1,0 +1,79 @@
+//! `x[R,N], w[N] -> y[R,N]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "rms_norm",
+    class: Class::Reduction,
+    inputs: &[
+        InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT },
+        InputSpec { name: "w", axes: &["N"], ..FLOAT },
+    ],
+    params: &[
+        ParamSpec { name: "eps", kind: ParamKind::Float, default: "1e-6" },
+        ParamSpec { name: "rounding", kind: ParamKind::Choice(&["once", "hf"]), default: "once" },
+        ParamSpec { name: "weight_offset", kind: ParamKind::Flag, default: "0" },
+    ],
+    outputs: &[OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out }],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
+    outs: &DType::FLOATS,
+    shape: &["R", "N"],
+    make,
+    check: |c| c.require("eps", 1e-6, |v| v >= 0.0, "0 or more"),
+    compute,
+};
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, n) = (maker.dim("R"), maker.dim("N"));
+    let mut x = maker.values("x", maker.fill, r * n, n);
+    if maker.fill == Fill::NearOverflow {
+        // The sum of squares is what comes near the largest f32; fp16 cannot reach it and stays at its own maximum.
+        let root = round::pow2(58 - 127);
+        if maker.dtype != DType::Fp16 {
+            x.iter_mut().for_each(|v| *v *= root);
+        }
+    }
+    maker.floats([("x", vec![r, n], x), ("w", vec![n], maker.values("w", Fill::Normal, n, n))])
+}
+
+fn compute(c: &Checked) -> References {
+    let (r, n) = (c.dim("R"), c.dim("N"));
+    let (x, w) = (c.floats("x"), c.floats("w"));
+    let eps = f32_of(c.float("eps", 1e-6));
+    let hf = c.text("rounding") == Some("hf");
+    let offset = if c.flag("weight_offset") { 1.0 } else { 0.0 };
+    let mut elements = Vec::with_capacity(r * n);
+    for row in x.chunks(n) {
+        let squares: f64 = row.iter().map(|v| v * v).sum();
+        let mean = squares / n as f64 + eps;
+        let scale = 1.0 / mean.sqrt();
+        // Squares of finite numbers that overflow f32 turn the row into zeros and NaN: nothing is claimed.
+        let overflows = squares > HUGE && row.iter().all(|v| v.is_finite());
+        // Squares below the smallest normal number lose bits; without eps that is felt.
+        let lost = 1.0 + FLOOR / mean;
+        for (&v, &weight) in row.iter().zip(&w) {
+            let weight = weight + offset;
+            let normed = v * scale;
+            let mut size = (normed * weight).abs() * lost;
+            let value = if hf {
+                let kept = round::round(normed, DType::Bf16);
+                // An f32 error can carry x*r over a tie of this rounding, and then a whole bf16 ulp appears.
+                let step = round::ulp(normed, DType::Bf16);
+                let to_tie = step / 2.0 - (kept - normed).abs();
+                if to_tie <= (n as f64 / 256.0 + 16.0) * round::pow2(-24) * (normed.abs() * lost + FLOOR) {
+                    size += step * weight.abs() * round::pow2(24);
+                }
+                kept * weight
+            } else {
+                normed * weight
+            };
+            let condition = match () {
+                _ if value == 0.0 && (v == 0.0 || weight == 0.0) || !value.is_finite() => 0.0,
+                _ if overflows => f64::INFINITY,
+                _ => size + FLOOR * (1.0 + weight.abs()),
+            };
+            elements.push((value, condition));
+        }
+    }
+    one("y", Reference::new(vec![r, n], elements))
+}

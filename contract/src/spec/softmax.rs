@@ -1,0 +1,78 @@
+//! `x[R,N] -> y[R,N]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "softmax",
+    class: Class::Reduction,
+    inputs: &[InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT }],
+    params: &[],
+    outputs: &[OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out }],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    outs: &DType::FLOATS,
+    shape: &["R", "N"],
+    make,
+    check: |_| Ok(()),
+    compute,
+};
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, n) = (maker.dim("R"), maker.dim("N"));
+    let mut x = maker.values("x", maker.fill, r * n, n);
+    // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
+    if maker.fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
+        x.iter_mut().for_each(|x| *x /= 2.0);
+    }
+    if maker.fill == Fill::Peaky {
+        x.iter_mut().for_each(|x| *x *= 16.0);
+    }
+    maker.floats([("x", vec![r, n], x)])
+}
+
+fn compute(c: &Checked) -> References {
+    let (r, n) = (c.dim("R"), c.dim("N"));
+    let mut elements = Vec::with_capacity(r * n);
+    for row in c.floats("x").chunks(n) {
+        if row.iter().any(|v| v.is_nan() || *v == f64::INFINITY) || row.iter().all(|v| *v == f64::NEG_INFINITY) {
+            elements.extend(row.iter().map(|_| (f64::NAN, 0.0)));
+            continue;
+        }
+        let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if super::logprob::exponent_overflows(top) {
+            elements.extend(row.iter().map(|_| (0.0, f64::INFINITY)));
+            continue;
+        }
+        let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        // Errors in the exponents move weight between elements that differ; equal elements err alike.
+        let (mut others, mut others_error, mut spread) = (0.0, 0.0, 0.0);
+        for (weight, &v) in weights.iter().zip(row) {
+            spread += weight / total * exponent_error(v);
+            if v != top {
+                others += weight / total;
+                others_error += weight / total * exponent_error(v);
+            }
+        }
+        for (weight, &v) in weights.iter().zip(row) {
+            if v == f64::NEG_INFINITY {
+                elements.push((0.0, 0.0));
+                continue;
+            }
+            let share = weight / total;
+            let moved =
+                share * if v == top { others * exponent_error(v) + others_error } else { exponent_error(v) + spread };
+            // A weight below 2^-100 of the largest is dropped.
+            elements.push((share, share + moved + round::pow2(-76)));
+        }
+    }
+    one("y", Reference::new(vec![r, n], elements))
+}
+
+/// What the error of the exponent of `exp(x)` is proportional to: its fraction, and from 2^21 on x itself.
+fn exponent_error(x: f64) -> f64 {
+    match x.abs() {
+        size if size.is_infinite() => 0.0,
+        size if size < round::pow2(21) => 1.0 + size * round::pow2(-20),
+        size => size + round::pow2(24),
+    }
+}

@@ -1,0 +1,222 @@
+use super::*;
+use crate::case::Config;
+use crate::record::Judgment;
+use crate::table::Contract;
+use crate::wire;
+use std::path::Path;
+
+fn case(op: &str, params: &[(&str, &str)], inputs: &[(&str, Tensor)]) -> Case {
+    Case {
+        name: String::new(),
+        op: op.into(),
+        out: DType::Fp32,
+        params: params.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
+        inputs: inputs.iter().map(|(k, v)| (k.to_string(), v.clone())).collect(),
+        config: Config::default(),
+    }
+}
+
+fn f32s(shape: &[usize], values: &[f32]) -> Tensor {
+    Tensor::fp32(shape, values.to_vec())
+}
+
+/// The canonical outputs lie within the bounds of their class, on every file that comes with the repository.
+#[test]
+fn vectors_agree_with_the_oracle() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/vectors");
+    let mut files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.len() >= 135, "{} files", files.len());
+    let contract = Contract::load(None).unwrap();
+    let mut failures = Vec::new();
+    for path in files {
+        let bytes = std::fs::read(&path).unwrap();
+        let name = path.file_stem().unwrap().to_string_lossy().into_owned();
+        let file = wire::File::decode(&bytes).unwrap();
+        let mut case = wire::decode_request(&bytes).unwrap();
+        let spec = find(&case.op).unwrap();
+        case.out = DType::Fp32;
+        let references = spec.oracle(&case).unwrap_or_else(|e| panic!("{name}: {e}"));
+        for (output, reference) in &references {
+            for (suffix, dtype) in [("", DType::Fp32), ("_bf16", DType::Bf16)] {
+                let Some(expected) = file.tensors.get(&format!("expect.{output}{suffix}")) else {
+                    assert_eq!(dtype, DType::Bf16, "{name} lacks {output}");
+                    continue;
+                };
+                let class = contract.threshold("tight", spec.class, dtype, Judgment::Accuracy).unwrap();
+                let (m, evidence) = crate::compare::accuracy(output, dtype, expected, reference, &class.bound);
+                assert!(m.samples > 0, "{name} {output}");
+                if let Some(evidence) = evidence {
+                    failures.push(format!("{name} {dtype}: {}", evidence.message));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+fn refusal(case: &Case) -> String {
+    find(&case.op).unwrap().validate(case).err().unwrap_or_else(|| panic!("accepted")).to_string()
+}
+
+#[test]
+fn refusals_name_the_tensor_and_the_fix() {
+    let x = f32s(&[2, 3], &[0.0; 6]);
+    let w = f32s(&[4, 3], &[0.0; 12]);
+    let gemm = |params: &[(&str, &str)], inputs: &[(&str, Tensor)]| refusal(&case("gemm", params, inputs));
+    assert_eq!(gemm(&[], &[("x", x.clone())]), "gemm: tensor `w`[N,K] is missing");
+    let short = f32s(&[4, 2], &[0.0; 8]);
+    assert!(gemm(&[], &[("x", x.clone()), ("w", short)]).contains("K=2; another tensor says K=3"));
+    let half = round::tensor(DType::Bf16, &[4, 3], &[0.0; 12]);
+    assert!(gemm(&[], &[("x", x.clone()), ("w", half)]).starts_with("unsupported: gemm: mixed dtypes: `x` is fp32"));
+    let good = [("x", x.clone()), ("w", w.clone())];
+    assert!(gemm(&[("alpha", "1")], &good).contains("unknown parameter `alpha`"));
+    assert!(gemm(&[("tf32", "maybe")], &good).contains("`maybe`; it must be disabled or enabled"));
+    assert!(gemm(&[("k_total", "2")], &good).contains("beyond k_total 2"));
+    assert!(gemm(&[("k_total", "6")], &good).contains("no subtree"));
+    assert!(gemm(&[], &[("x", x.clone()), ("w", w.clone()), ("z", x.clone())]).contains("unknown tensor `z`"));
+    assert!(gemm(&[], &[("x", f32s(&[6], &[0.0; 6])), ("w", w)]).contains("it must be [M,K]"));
+    assert!(gemm(&[], &[("x", Tensor::i32(&[2, 3], vec![0; 6]))]).contains("must be bf16, fp16 or fp32"));
+    assert!(
+        refusal(&case("add", &[], &[("a", x.clone()), ("b", f32s(&[2, 2], &[0.0; 4]))]))
+            .contains("all shapes must be equal")
+    );
+    assert!(
+        refusal(&case("rms_norm", &[("eps", "-1")], &[("x", x.clone()), ("w", f32s(&[3], &[0.0; 3]))]))
+            .contains("0 or more")
+    );
+    let tokens = |v: i32| case("embedding", &[], &[("w", x.clone()), ("tokens", Tensor::i32(&[1], vec![v]))]);
+    assert!(refusal(&tokens(2)).contains("`tokens`[0] is 2; use 0 to 1"));
+    assert!(find("embedding").unwrap().validate(&tokens(1)).is_ok());
+    let mut logprob = case("logprob", &[], &[("logits", x), ("target", Tensor::i32(&[2], vec![0, -7]))]);
+    assert!(find("logprob").unwrap().validate(&logprob).is_ok());
+    logprob.out = DType::Bf16;
+    assert!(refusal(&logprob).contains("out is bf16; it returns `fp32`"));
+    assert!(
+        refusal(&case(
+            "chain",
+            &[("model", "m"), ("dtype", "bf16"), ("schedule", "chunk:0")],
+            &[("tokens", Tensor::i32(&[1, 1], vec![0]))]
+        ))
+        .contains("chunk:N")
+    );
+}
+
+/// Values worked out by hand, so that the oracle is held by something other than itself.
+#[test]
+fn oracles_by_hand() {
+    let value = |case: &Case, output: &str| find(&case.op).unwrap().oracle(case).unwrap()[output].value.clone();
+    let near = |a: &[f64], b: &[f64]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-7);
+
+    let y = value(
+        &case(
+            "gemm",
+            &[],
+            &[
+                ("x", f32s(&[1, 2], &[1.0, 2.0])),
+                ("w", f32s(&[2, 2], &[3.0, 4.0, -1.0, 0.5])),
+                ("bias", f32s(&[2], &[0.25, 0.0])),
+            ],
+        ),
+        "y",
+    );
+    assert_eq!(y, [11.25, 0.0]);
+    let tie = f32::from_bits(0x3f80_1000);
+    let product = |tf32| {
+        value(&case("gemm", &[("tf32", tf32)], &[("x", f32s(&[1, 1], &[tie])), ("w", f32s(&[1, 1], &[1.0]))]), "y")[0]
+    };
+    assert_eq!((product("disabled"), product("enabled")), (f64::from(tie), 1.0 + round::pow2(-10)));
+
+    let x = f32s(&[1, 2], &[3.0, 4.0]);
+    let norm = |params: &[(&str, &str)]| {
+        value(&case("rms_norm", params, &[("x", x.clone()), ("w", f32s(&[2], &[1.0, 2.0]))]), "y")
+    };
+    let r = 1.0 / 12.5f64.sqrt();
+    assert!(near(&norm(&[("eps", "0")]), &[3.0 * r, 8.0 * r]));
+    assert!(near(&norm(&[("eps", "0"), ("weight_offset", "1")]), &[6.0 * r, 12.0 * r]));
+    assert_eq!(norm(&[("eps", "0"), ("rounding", "hf")])[0], round::round(3.0 * r, DType::Bf16));
+
+    let third = (1.0f32 / 3.0).ln();
+    let shares = value(&case("softmax", &[], &[("x", f32s(&[1, 3], &[0.0, third, f32::NEG_INFINITY]))]), "y");
+    assert!(near(&shares, &[0.75, 0.25, 0.0]));
+    let logits = f32s(&[3, 2], &[0.0, third, 0.0, third, f32::NEG_INFINITY, f32::NEG_INFINITY]);
+    let logprob = case("logprob", &[], &[("logits", logits), ("target", Tensor::i32(&[3], vec![1, -1, 0]))]);
+    assert!(near(&value(&logprob, "logprob")[..2], &[0.25f64.ln(), 0.0]) && value(&logprob, "logprob")[2].is_nan());
+    assert!(near(&value(&logprob, "lse")[..1], &[(4.0f64 / 3.0).ln()]));
+    assert_eq!(value(&logprob, "lse")[2], f64::NEG_INFINITY);
+
+    let swiglu = value(&case("silu_mul", &[], &[("gate", f32s(&[1], &[2.0])), ("up", f32s(&[1], &[3.0]))]), "y");
+    assert!(near(&swiglu, &[6.0 / (1.0 + (-2.0f64).exp())]));
+
+    let rope = |pairing| {
+        value(
+            &case(
+                "rope",
+                &[("pairing", pairing)],
+                &[("x", f32s(&[1, 1, 4], &[1.0, 2.0, 3.0, 4.0])), ("pos", Tensor::i32(&[1], vec![1]))],
+            ),
+            "y",
+        )
+    };
+    let (s0, c0, s1, c1) = (1f64.sin(), 1f64.cos(), f64::from(0.01f32).sin(), f64::from(0.01f32).cos());
+    assert!(near(&rope("half"), &[c0 - 3.0 * s0, 2.0 * c1 - 4.0 * s1, 3.0 * c0 + s0, 4.0 * c1 + 2.0 * s1]));
+    assert!(near(&rope("interleaved"), &[c0 - 2.0 * s0, 2.0 * c0 + s0, 3.0 * c1 - 4.0 * s1, 4.0 * c1 + 3.0 * s1]));
+
+    let argmax = case(
+        "argmax",
+        &[],
+        &[("x", f32s(&[4, 3], &[1.0, 2.0, 2.0, -0.0, 0.0, -1.0, 5.0, f32::NAN, f32::NAN, -3.0, f32::INFINITY, 9.0]))],
+    );
+    assert_eq!(value(&argmax, "index"), [1.0, 0.0, 1.0, 1.0]);
+    // 2^24 + 1 is no f32: the sum is rounded to f32 first, and only then to the output.
+    let add = case("add", &[], &[("a", f32s(&[1], &[16777216.0])), ("b", f32s(&[1], &[1.0]))]);
+    assert_eq!(value(&add, "y"), [16777216.0]);
+}
+
+#[test]
+fn attention_masks_by_hand() {
+    // One query head, scores 0 for every key, values 1, 2, 4, 8: the output is the mean of what is seen.
+    let mean = |params: &[(&str, &str)], q_pos: i32, kv_len: i32| {
+        let case = case(
+            "attention",
+            params,
+            &[
+                ("q", f32s(&[1, 1, 1, 1], &[0.0])),
+                ("k", f32s(&[1, 4, 1, 1], &[1.0; 4])),
+                ("v", f32s(&[1, 4, 1, 1], &[1.0, 2.0, 4.0, 8.0])),
+                ("q_pos", Tensor::i32(&[1, 1], vec![q_pos])),
+                ("kv_len", Tensor::i32(&[1], vec![kv_len])),
+            ],
+        );
+        let references = find("attention").unwrap().oracle(&case).unwrap();
+        (references["out"].value[0], references["lse"].value[0])
+    };
+    assert_eq!(mean(&[], 0, 4), (3.75, 4f64.ln()));
+    assert_eq!(mean(&[("causal", "1")], 1, 4), (1.5, 2f64.ln()));
+    assert_eq!(mean(&[("causal", "1"), ("window", "1")], 2, 4), (4.0, 0.0));
+    assert_eq!(mean(&[("window", "2")], 2, 4), (14.0 / 3.0, 3f64.ln()));
+    assert_eq!(mean(&[], 0, 3), (7.0 / 3.0, 3f64.ln()));
+    assert_eq!(mean(&[("causal", "1"), ("window", "1")], 3, 3), (0.0, f64::NEG_INFINITY));
+}
+
+/// Group heads share keys, and softcap bends scores.
+#[test]
+fn attention_heads_and_softcap_by_hand() {
+    let case = case(
+        "attention",
+        &[("scale", "2"), ("softcap", "3")],
+        &[
+            ("q", f32s(&[1, 1, 4, 1], &[1.0, 1.0, 1.0, 1.0])),
+            ("k", f32s(&[1, 2, 2, 1], &[0.0, 0.0, 1.5, -1.5])),
+            ("v", f32s(&[1, 2, 2, 1], &[0.0, 0.0, 1.0, 1.0])),
+            ("q_pos", Tensor::i32(&[1, 1], vec![0])),
+            ("kv_len", Tensor::i32(&[1], vec![2])),
+        ],
+    );
+    let out = &find("attention").unwrap().oracle(&case).unwrap()["out"].value;
+    let share = |s: f64| s.exp() / (1.0 + s.exp());
+    let score = 3.0 * 1f64.tanh();
+    for (have, want) in out.iter().zip([share(score), share(score), share(-score), share(-score)]) {
+        assert!((have - want).abs() < 1e-7, "{out:?}");
+    }
+}

@@ -1,0 +1,355 @@
+//! The contract as tables: dtypes, policies, thresholds, and per op its cases and rows.
+
+use crate::case::{Case, Config};
+use crate::compare::Bound;
+use crate::fill::{Fill, Maker};
+use crate::record::Judgment;
+use crate::spec::{self, Class, Spec};
+use crate::tensor::DType;
+use std::collections::BTreeMap;
+
+pub use crate::load::{ContractError, today};
+
+/// Everything that is fixed before any implementation is looked at.
+#[derive(Debug)]
+pub struct Contract {
+    /// Its name, for example `ws1`.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// The arithmetic profile; results of different profiles are never compared.
+    pub profile: String,
+    /// The dtype set, fp8 included with the reason it is out of scope.
+    pub dtypes: Vec<DTypeRole>,
+    /// Accumulation and TF32.
+    pub policy: Policy,
+    /// The row sets, the default one first.
+    pub row_sets: Vec<RowSet>,
+    /// The implementations that rows speak of.
+    pub implementations: Vec<Implementation>,
+    pub(crate) thresholds: BTreeMap<Cell, Threshold>,
+    pub(crate) cases: Vec<CaseSpec>,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) digest: String,
+}
+
+/// A dtype and what the contract asks of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DTypeRole {
+    /// `bf16`, `fp16`, `fp32`, or a name the contract refuses.
+    pub name: String,
+    /// What is asked.
+    pub role: Role,
+    /// Why.
+    pub reason: String,
+}
+
+/// What the contract asks of a dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    /// An implementation without it fails.
+    Mandatory,
+    /// The path that others are explained by; mandatory too.
+    Reference,
+    /// May be answered with `unsupported`.
+    Optional,
+    /// Refused everywhere.
+    OutOfScope,
+}
+
+impl Role {
+    /// The name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Mandatory => "mandatory",
+            Role::Reference => "reference",
+            Role::Optional => "optional",
+            Role::OutOfScope => "out of scope",
+        }
+    }
+}
+
+/// How sums are kept and what may replace f32 operands.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Policy {
+    /// The dtype of every accumulator.
+    pub accumulation: String,
+    /// The TF32 policy that holds unless a case says otherwise: `disabled`.
+    pub tf32: String,
+    /// The one alternative.
+    pub tf32_alternative: String,
+}
+
+/// A set of thresholds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowSet {
+    /// Its name on the command line.
+    pub name: String,
+    /// What it is.
+    pub about: String,
+    /// The fills it speaks of; `None` for all.
+    pub fills: Option<Vec<Fill>>,
+    /// The set that judges the other fills.
+    pub otherwise: Option<String>,
+}
+
+/// Where a bound comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Provenance {
+    /// A publication, a derivation or a measurement.
+    pub source: String,
+    /// Elements measured; 0 when the bound is stated before any measurement.
+    pub samples: u64,
+    /// When, as YYYY-MM-DD.
+    pub date: String,
+}
+
+/// A place in the threshold table: row set, class, dtype, judgment. The dtype is the narrower of input and output.
+pub(crate) type Cell = (String, Class, DType, Judgment);
+
+/// One threshold with its provenance.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Threshold {
+    /// The bound.
+    pub bound: Bound,
+    /// Where it comes from.
+    pub provenance: Provenance,
+    /// Line of `ws1.toml`.
+    pub line: usize,
+}
+
+/// An implementation under test.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Implementation {
+    /// Its name in rows and records.
+    pub name: String,
+    /// What it is.
+    pub about: String,
+    /// The program and its arguments; absent for what is built in.
+    pub command: Option<Vec<String>>,
+}
+
+/// How often a case runs; each slice contains the ones before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Slice {
+    /// In every test run.
+    Quick,
+    /// In every `check`.
+    Default,
+    /// Nightly.
+    Exhaustive,
+}
+
+impl Slice {
+    /// The slice called `name`.
+    pub fn parse(name: &str) -> Option<Slice> {
+        [Slice::Quick, Slice::Default, Slice::Exhaustive].into_iter().find(|slice| slice.name() == name)
+    }
+
+    /// The name in tables and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Slice::Quick => "quick",
+            Slice::Default => "default",
+            Slice::Exhaustive => "exhaustive",
+        }
+    }
+}
+
+/// A case before its inputs are made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CaseSpec {
+    /// `<op>/<dtype>/<stem>-<fill>-<out>`: unique and stable.
+    pub name: String,
+    /// The name without `-<out>`: cases of one group have the same inputs and parameters, so the oracle's answer to
+    /// one serves them all.
+    pub group: String,
+    /// The op's stem.
+    pub op: String,
+    /// The row's stem, with the swept extent if there is one.
+    pub stem: String,
+    /// What the float inputs hold.
+    pub fill: Fill,
+    /// Dtype of the float inputs; for a chain, of the weights.
+    pub dtype: DType,
+    /// Dtype of the float outputs.
+    pub out: DType,
+    /// Extents by axis name.
+    pub shape: BTreeMap<String, usize>,
+    /// Parameters as they stand on the wire.
+    pub params: BTreeMap<String, String>,
+    /// Integer inputs given in full.
+    pub ints: BTreeMap<String, Vec<i32>>,
+    /// How often it runs.
+    pub slice: Slice,
+}
+
+impl CaseSpec {
+    /// The op's specification.
+    pub fn spec(&self) -> &'static Spec {
+        spec::find(&self.op).expect("the loader knows the op")
+    }
+
+    /// The case with its inputs. For fill `recorded` the inputs are empty: the holder of the checkpoint puts them in.
+    pub fn build(&self) -> Case {
+        let maker =
+            Maker { key: &self.group, dtype: self.dtype, fill: self.fill, shape: &self.shape, ints: &self.ints };
+        Case {
+            name: self.name.clone(),
+            op: self.op.clone(),
+            out: self.out,
+            params: self.params.clone(),
+            inputs: (self.spec().make)(&maker),
+            config: Config::default(),
+        }
+    }
+}
+
+/// What is asked of some implementations on some cases of an op; the first row that matches holds.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// The op.
+    pub op: String,
+    /// File and line, for messages.
+    pub place: String,
+    /// Implementations, by name or by prefix with a final `*`.
+    pub impls: Vec<String>,
+    /// Input dtypes; empty for all.
+    pub dtypes: Vec<DType>,
+    /// Output dtypes; empty for all.
+    pub outs: Vec<DType>,
+    /// Fills; empty for all.
+    pub fills: Vec<Fill>,
+    /// Stems, by name or by prefix with a final `*`; empty for all.
+    pub stems: Vec<String>,
+    /// The accuracy bound of the default row set; `None` takes the class's.
+    pub accuracy: Option<(Bound, Provenance)>,
+    /// Axes along which the answer must keep its bits.
+    pub invariant: Vec<&'static str>,
+    /// The implementation whose bits it must have.
+    pub same_as: Option<String>,
+    /// A written exception.
+    pub waive: Option<Waiver>,
+}
+
+/// A failure that is known, explained, and allowed until a date.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiver {
+    /// The judgment it covers.
+    pub judgment: Judgment,
+    /// The axis it covers; `None` for all axes of that judgment.
+    pub axis: Option<String>,
+    /// Why.
+    pub reason: String,
+    /// Its last day, YYYY-MM-DD.
+    pub expires: String,
+}
+
+impl Waiver {
+    /// Whether it covers a failure of `judgment` along `axis`.
+    pub fn covers(&self, judgment: Judgment, axis: Option<&str>) -> bool {
+        self.judgment == judgment && (self.axis.is_none() || self.axis.as_deref() == axis)
+    }
+}
+
+impl Row {
+    /// Whether the row speaks of this implementation and case.
+    pub fn matches(&self, implementation: &str, case: &CaseSpec) -> bool {
+        fn any<T: PartialEq>(list: &[T], item: &T) -> bool {
+            list.is_empty() || list.contains(item)
+        }
+        self.op == case.op
+            && self.impls.iter().any(|pattern| fits(pattern, implementation))
+            && any(&self.dtypes, &case.dtype)
+            && any(&self.outs, &case.out)
+            && any(&self.fills, &case.fill)
+            && (self.stems.is_empty() || self.stems.iter().any(|pattern| fits(pattern, &case.stem)))
+    }
+}
+
+/// Whether `name` is `pattern`, or begins with it when it ends in `*`.
+pub(crate) fn fits(pattern: &str, name: &str) -> bool {
+    pattern.strip_suffix('*').map_or(pattern == name, |prefix| name.starts_with(prefix))
+}
+
+/// The dtype whose thresholds hold for an output: that of input and output which has fewer bits of precision.
+pub fn narrower(input: DType, output: DType) -> DType {
+    let rank = |dtype: DType| [DType::Bf16, DType::Fp16, DType::Fp32, DType::I32].iter().position(|d| *d == dtype);
+    if rank(output) < rank(input) { output } else { input }
+}
+
+impl Contract {
+    /// SHA-256 of all table files, in hex: path, length and bytes of each, in sorted order of the paths.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// The default row set's name.
+    pub fn default_rows(&self) -> &str {
+        &self.row_sets[0].name
+    }
+
+    /// The row set called `name`.
+    pub fn row_set(&self, name: &str) -> Option<&RowSet> {
+        self.row_sets.iter().find(|set| set.name == name)
+    }
+
+    /// The role of a dtype.
+    pub fn role(&self, dtype: DType) -> Role {
+        self.dtypes.iter().find(|d| d.name == dtype.name()).map_or(Role::OutOfScope, |d| d.role)
+    }
+
+    /// The cases of `slice` and of the slices it contains, op by op.
+    pub fn cases(&self, slice: Slice) -> impl Iterator<Item = &CaseSpec> {
+        self.cases.iter().filter(move |case| case.slice <= slice)
+    }
+
+    /// The case called `name`, in any slice.
+    pub fn case(&self, name: &str) -> Option<&CaseSpec> {
+        self.cases.iter().find(|case| case.name == name)
+    }
+
+    /// All rows, op by op, in the order they are tried.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// What is asked of `implementation` on `case`: the first row that matches. The loader has made sure that every
+    /// implementation of the table has one for every case.
+    pub fn row(&self, implementation: &str, case: &CaseSpec) -> Option<&Row> {
+        self.rows.iter().find(|row| row.matches(implementation, case))
+    }
+
+    /// The threshold of a class, with its provenance. `None` for an unknown row set or for i32.
+    pub fn threshold(&self, rows: &str, class: Class, dtype: DType, judgment: Judgment) -> Option<&Threshold> {
+        self.thresholds.get(&(rows.to_string(), class, dtype, judgment))
+    }
+
+    /// The bound on one output, of dtype `output`, of a case in the row set `rows`. A row's own bound is part of the
+    /// default set; its percentile and its share speak of the outputs that have the case's `out` dtype. `None` for an
+    /// unknown row set.
+    pub fn bound(&self, rows: &str, row: &Row, case: &CaseSpec, output: DType, judgment: Judgment) -> Option<Bound> {
+        let mut set = self.row_set(rows)?;
+        if let (Some(fills), Some(otherwise)) = (&set.fills, &set.otherwise)
+            && !fills.contains(&case.fill)
+        {
+            set = self.row_set(otherwise)?;
+        }
+        if let (Judgment::Accuracy, Some((bound, _)), true) = (judgment, &row.accuracy, set.name == self.default_rows())
+        {
+            let mut bound = *bound;
+            if let Bound::Ulp { p99_ulp, correctly_rounded, .. } = &mut bound
+                && output != case.out
+            {
+                (*p99_ulp, *correctly_rounded) = (None, None);
+            }
+            return Some(bound);
+        }
+        let dtype = narrower(case.dtype, output);
+        Some(self.threshold(&set.name, case.spec().class, dtype, judgment)?.bound)
+    }
+}

@@ -1,0 +1,172 @@
+//! The only writer of a store.
+
+use crate::manifest::{self, Entry};
+use crate::{GoldenError, KEPT, MANIFEST, Outputs, Store, sha256};
+use samebits_contract::wire;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+
+/// What is written beside blessed outputs.
+#[derive(Clone, Debug)]
+pub struct Provenance {
+    /// SHA-256 of the contract's files, in hex.
+    pub contract: String,
+    /// The toolchain that built what is blessed.
+    pub toolchain: String,
+    /// The day, `YYYY-MM-DD`.
+    pub date: String,
+    /// Why these outputs are now the right ones; must say something.
+    pub reason: String,
+}
+
+/// What a blessing changed, all sorted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Writes {
+    /// Cases whose entry is new or changed.
+    pub blessed: Vec<String>,
+    /// Cases whose entry was dropped.
+    pub dropped: Vec<String>,
+    /// Data files written, relative to the store.
+    pub written: Vec<String>,
+    /// Data files removed because no entry names them any more, relative to the store.
+    pub removed: Vec<String>,
+}
+
+impl Store {
+    /// Blesses `answers` and drops the entries of the cases in `dropped`; all other entries stay.
+    ///
+    /// An entry whose outputs, contract and toolchain are the ones it already has keeps its date and reason. Data files
+    /// come first, then the manifest replaces the old one, then files that no entry names are removed: an interruption
+    /// at any point leaves the old state or the new one readable. Refused, with nothing written: an empty reason, date
+    /// or case name, an answer without outputs, a contract digest that is not a SHA-256, a dropped case that is not
+    /// there or is also blessed.
+    pub fn bless(
+        &mut self,
+        answers: &BTreeMap<String, Outputs>,
+        dropped: &BTreeSet<String>,
+        provenance: &Provenance,
+    ) -> Result<Writes, GoldenError> {
+        let refused = |why: String| Err(GoldenError::Refused(why));
+        let Provenance { contract, toolchain, date, reason } = provenance;
+        if reason.trim().is_empty() {
+            return refused("the reason is empty; say why these outputs are the right ones".into());
+        }
+        if date.trim().is_empty() {
+            return refused("the date is empty; write YYYY-MM-DD".into());
+        }
+        if let Err(why) = manifest::is_sha256(contract) {
+            return refused(format!("the contract's digest {why}"));
+        }
+        if let Some(case) = dropped.iter().find(|case| answers.contains_key(*case) || !self.entries.contains_key(*case))
+        {
+            return refused(format!("`{case}` is to be dropped, and is not in the store or is to be blessed too"));
+        }
+
+        let mut next = self.entries.clone();
+        next.retain(|case, _| !dropped.contains(case));
+        let mut files = BTreeMap::new();
+        let mut blessed = Vec::new();
+        for (case, outputs) in answers {
+            if case.trim().is_empty() || outputs.is_empty() {
+                return refused(format!("case `{case}` has no name or no outputs"));
+            }
+            let metadata = BTreeMap::from([("case".to_string(), case.clone())]);
+            let bytes = wire::File { tensors: outputs.clone(), metadata }.encode();
+            let sha256 = sha256(&bytes);
+            let file = (bytes.len() <= KEPT).then(|| file_name(case, &sha256));
+            let entry = Entry {
+                case: case.clone(),
+                file: file.clone(),
+                sha256,
+                contract: contract.clone(),
+                toolchain: toolchain.clone(),
+                reason: reason.clone(),
+                date: date.clone(),
+                outputs: outputs.iter().map(|(name, tensor)| (name.clone(), manifest::output(tensor))).collect(),
+            };
+            // Also for an entry that stays: blessing again repairs a damaged file.
+            files.extend(file.map(|file| (file, bytes)));
+            let same = |old: &Entry| {
+                (&old.file, &old.sha256, &old.contract, &old.toolchain)
+                    == (&entry.file, &entry.sha256, &entry.contract, &entry.toolchain)
+            };
+            if !next.get(case).is_some_and(same) {
+                blessed.push(case.clone());
+                next.insert(case.clone(), entry);
+            }
+        }
+
+        let written = self.write_data(&files)?;
+        write(&self.dir, MANIFEST, manifest::encode(&next).as_bytes())?;
+        self.entries = next;
+        let removed = self.remove_unnamed()?;
+        Ok(Writes { blessed, dropped: dropped.iter().cloned().collect(), written, removed })
+    }
+
+    /// Writes those of `files` that are not there yet as they should be.
+    pub(crate) fn write_data(&self, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, GoldenError> {
+        let data = self.dir.join("data");
+        fs::create_dir_all(&data).map_err(|source| GoldenError::Io { path: data, source })?;
+        let mut written = Vec::new();
+        for (file, bytes) in files {
+            if fs::read(self.dir.join(file)).is_ok_and(|there| there == *bytes) {
+                continue;
+            }
+            write(&self.dir, file, bytes)?;
+            written.push(file.clone());
+        }
+        Ok(written)
+    }
+
+    fn remove_unnamed(&self) -> Result<Vec<String>, GoldenError> {
+        let data = self.dir.join("data");
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source: io::Error| GoldenError::Io { path, source }
+        };
+        let named: BTreeSet<&String> = self.entries.values().filter_map(|entry| entry.file.as_ref()).collect();
+        let mut removed = Vec::new();
+        for found in fs::read_dir(&data).map_err(failed(&data))? {
+            let name = found.map_err(failed(&data))?.file_name().to_string_lossy().into_owned();
+            let file = format!("data/{name}");
+            // Nothing but what a blessing wrote is touched.
+            if !named.contains(&file) && (name.ends_with(".safetensors") || name.ends_with(".tmp")) {
+                fs::remove_file(data.join(&name)).map_err(failed(&data.join(&name)))?;
+                removed.push(file);
+            }
+        }
+        removed.sort();
+        Ok(removed)
+    }
+}
+
+/// `data/<case>-<hash>.safetensors`, with every character that is not a letter, digit, `.`, `_` or `-` replaced.
+pub(crate) fn file_name(case: &str, sha256: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '-' };
+    // File systems end names at 255 bytes; the hash keeps cut names apart.
+    let name: String = case.trim_start_matches('.').chars().map(plain).take(160).collect();
+    format!("data/{name}-{}.safetensors", &sha256[..16])
+}
+
+/// Writes `dir/file` so that it is there whole or not at all, also after a power cut.
+fn write(dir: &Path, file: &str, bytes: &[u8]) -> Result<(), GoldenError> {
+    let path = dir.join(file);
+    let parent = path.parent().expect("a file in a store has a parent");
+    let mut builder = tempfile::Builder::new();
+    builder.suffix(".tmp");
+    // Temporary files are private by default; goldens are for everyone who may read the repository.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let written = || -> io::Result<()> {
+        let mut temporary = builder.tempfile_in(parent)?;
+        temporary.write_all(bytes)?;
+        temporary.as_file().sync_all()?;
+        temporary.persist(&path)?;
+        #[cfg(unix)]
+        fs::File::open(parent)?.sync_all()?;
+        Ok(())
+    };
+    written().map_err(|source| GoldenError::Io { path: path.clone(), source })
+}

@@ -1,0 +1,112 @@
+//! The models that chain cases name: folders in Hugging Face layout with a `reference.safetensors` beside the weights.
+
+use crate::judge::Recorded;
+use samebits_contract::case::{Answer, Case};
+use samebits_contract::fill::Fill;
+use samebits_contract::spec::{Class, Refusal, find};
+use samebits_contract::table::CaseSpec;
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_contract::wire::File;
+use samebits_models::{Grouping, Model, ModelError, Precision, Schedule};
+use samebits_ops::Cpu;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+/// A folder of checkpoint folders; models are loaded once and kept.
+#[derive(Default)]
+pub struct Checkpoints {
+    dir: Option<PathBuf>,
+    loaded: Mutex<BTreeMap<(String, bool), Arc<Model>>>,
+}
+
+impl Checkpoints {
+    /// The checkpoints in `dir`; with `None`, every chain case says what is missing.
+    pub fn new(dir: Option<PathBuf>) -> Checkpoints {
+        Checkpoints { dir, loaded: Mutex::default() }
+    }
+
+    /// The folder of the model called `name`.
+    fn folder(&self, name: &str) -> Result<PathBuf, String> {
+        let dir = self.dir.as_ref().ok_or("no checkpoints at hand; run inside the repository or give --root")?;
+        if Path::new(name).components().count() != 1 || name.starts_with('.') {
+            return Err(format!("model `{name}`: name one folder of {}", dir.display()));
+        }
+        let folder = dir.join(name);
+        if folder.is_dir() { Ok(folder) } else { Err(format!("model `{name}`: {} is not a folder", folder.display())) }
+    }
+
+    fn reference(&self, model: &str) -> Result<File, String> {
+        let path = self.folder(model)?.join("reference.safetensors");
+        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        File::decode(&bytes).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    /// The case with its inputs; recorded ones come from the checkpoint.
+    ///
+    /// # Errors
+    /// What is missing, in one line.
+    pub fn fill(&self, spec: &CaseSpec) -> Result<Case, String> {
+        let mut case = spec.build();
+        if spec.fill == Fill::Recorded {
+            let mut reference = self.reference(&spec.params["model"])?;
+            let tokens =
+                reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;
+            case.inputs.insert("tokens".into(), tokens);
+        }
+        Ok(case)
+    }
+
+    /// The recorded logits that `spec` is held to.
+    ///
+    /// # Errors
+    /// What is missing, in one line.
+    pub fn recorded(&self, spec: &CaseSpec) -> Result<Recorded, String> {
+        let mut reference = self.reference(&spec.params["model"])?;
+        let mut take = |name: &str| {
+            reference.tensors.remove(name).ok_or(format!("reference.safetensors: tensor `{name}` is missing"))
+        };
+        let fp32 = take("logits.fp32")?;
+        let same_dtype = if spec.dtype == DType::Fp32 { None } else { Some(take(&format!("logits.{}", spec.dtype))?) };
+        Ok(Recorded { fp32, same_dtype })
+    }
+
+    /// Answers a chain case: `tokens[B,T] -> logits[B,T,V]`.
+    pub fn answer(&self, cpu: &Cpu, case: &Case) -> Answer {
+        let spec = find("chain").expect("the contract knows chains");
+        debug_assert!(spec.class == Class::Chain);
+        match spec.validate(case) {
+            Err(Refusal::Unsupported(reason)) => return Answer::unsupported(reason),
+            Err(Refusal::Invalid(reason)) => return Answer::error(reason),
+            Ok(_) => {}
+        }
+        match self.logits(cpu, case) {
+            Ok(logits) => Answer::ok(format!("chain/{}", cpu.isa()), BTreeMap::from([("logits".to_string(), logits)])),
+            Err(reason) => Answer::error(reason),
+        }
+    }
+
+    fn logits(&self, cpu: &Cpu, case: &Case) -> Result<Tensor, String> {
+        let param = |name: &str, default: &str| case.params.get(name).map_or(default.to_string(), String::clone);
+        let text = |e: ModelError| format!("chain: {e}");
+        let precision: Precision = param("dtype", "bf16").parse().map_err(text)?;
+        let schedule: Schedule = param("schedule", "prefill").parse().map_err(text)?;
+        let grouping: Grouping = param("batch", "together").parse().map_err(text)?;
+        let model = self.model(&case.params["model"], precision, cpu)?;
+        let tokens = &case.inputs["tokens"];
+        let &[batch, len] = tokens.shape() else { return Err("chain: `tokens` must be [B,T]".into()) };
+        let ids = tokens.as_i32().ok_or("chain: `tokens` must be i32")?;
+        let logits = model.forward(cpu, ids, batch, len, schedule, grouping).map_err(|e| e.to_string())?;
+        Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
+    }
+
+    fn model(&self, name: &str, precision: Precision, cpu: &Cpu) -> Result<Arc<Model>, String> {
+        let key = (name.to_string(), precision == Precision::Fp32);
+        let mut loaded = self.loaded.lock().expect("loading does not panic");
+        if let Some(model) = loaded.get(&key) {
+            return Ok(model.clone());
+        }
+        let model = Arc::new(Model::load(&self.folder(name)?, precision, cpu).map_err(|e| e.to_string())?);
+        Ok(loaded.entry(key).or_insert(model).clone())
+    }
+}

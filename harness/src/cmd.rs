@@ -1,0 +1,181 @@
+//! One file per verb, and the options that several verbs share.
+
+pub mod answer;
+pub mod bless;
+pub mod case;
+pub mod check;
+pub mod contract;
+pub mod devices;
+pub mod forward;
+pub mod generate;
+pub mod list;
+pub mod report;
+
+use anyhow::{Context, Result, bail, ensure};
+use indicatif::ProgressBar;
+use samebits_contract::record::Judgment;
+use samebits_contract::table::{Contract, Slice};
+use samebits_contract::tensor::DType;
+use samebits_contract::{axis, spec};
+use samebits_goldens::Store;
+use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::judge::Selection;
+use samebits_ops::{Cpu, Isa};
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How to run on this machine; no setting moves a bit.
+#[derive(clap::Args)]
+pub struct Machine {
+    /// Instruction set: scalar, avx2, avx512 or avx512bf16 [default: the best of this machine]
+    #[arg(long)]
+    isa: Option<Isa>,
+
+    /// Number of threads, 1 to 1024 [default: all cores]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+}
+
+impl Machine {
+    /// The CPU to run on, with at most `budget` bytes of workspace per op.
+    pub fn cpu(&self, budget: Option<usize>) -> Result<Cpu> {
+        let best = Cpu::best();
+        let isa = self.isa.unwrap_or(best.isa());
+        let threads = self.threads.unwrap_or(best.threads());
+        Ok(Cpu::new(isa, threads, budget.unwrap_or(usize::MAX))?)
+    }
+}
+
+/// A line on stderr that shows work is going on, on a terminal only; it clears itself when dropped.
+pub struct Working(ProgressBar);
+
+impl Working {
+    /// Shows `what` until dropped.
+    pub fn on(what: String) -> Working {
+        if !std::io::stderr().is_terminal() {
+            return Working(ProgressBar::hidden());
+        }
+        let bar = ProgressBar::new_spinner().with_message(what);
+        bar.enable_steady_tick(Duration::from_millis(100));
+        Working(bar)
+    }
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// Where the contract, the goldens and the checkpoints are.
+#[derive(clap::Args)]
+pub struct Place {
+    /// The repository: goldens/ and tests/checkpoints/ are read there [default: the nearest folder upwards that has
+    /// contract/ws1.toml]
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
+
+    /// Folder with the contract's tables (ws1.toml, rows/, impls.toml) [default: the tables built into the program]
+    #[arg(long, value_name = "DIR")]
+    contract: Option<PathBuf>,
+}
+
+impl Place {
+    /// Loads the contract.
+    pub fn contract(&self) -> Result<Contract> {
+        Ok(Contract::load(self.contract.as_deref())?)
+    }
+
+    /// The repository: `--root`, or the nearest folder upwards that looks like it.
+    pub fn root(&self) -> Option<PathBuf> {
+        let here = || std::env::current_dir().ok();
+        self.root
+            .clone()
+            .or_else(|| here()?.ancestors().find(|dir| dir.join("contract/ws1.toml").is_file()).map(Path::to_path_buf))
+    }
+
+    /// The folder of checkpoints that chain cases name.
+    pub fn checkpoints(&self) -> Arc<Checkpoints> {
+        Arc::new(Checkpoints::new(self.root().map(|root| root.join("tests/checkpoints"))))
+    }
+
+    /// The golden store; `None` when there is no repository at hand, or nothing has been blessed in it.
+    pub fn goldens(&self) -> Result<Option<Store>> {
+        match self.root().map(|root| root.join("goldens")) {
+            Some(dir) if dir.join("MANIFEST.toml").exists() => Ok(Some(Store::open(&dir)?)),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Which part of the contract.
+#[derive(clap::Args)]
+pub struct Select {
+    /// How much: quick (every test run), default (every check) or exhaustive (nightly)
+    #[arg(long, default_value = "default", value_name = "quick|default|exhaustive")]
+    slice: String,
+
+    /// Only this op; may be given again
+    #[arg(long, value_name = "OP")]
+    op: Vec<String>,
+
+    /// Only this input dtype: bf16, fp16 or fp32; may be given again
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Vec<String>,
+
+    /// Only this case; a final * stands for any ending; may be given again
+    #[arg(long, value_name = "NAME")]
+    case: Vec<String>,
+
+    /// Only this judgment: accuracy, invariance or golden; may be given again
+    #[arg(long, value_name = "JUDGMENT")]
+    judgment: Vec<String>,
+
+    /// Only this axis of invariance; may be given again
+    #[arg(long, value_name = "AXIS")]
+    axis: Vec<String>,
+}
+
+impl Select {
+    /// Checks every name against what there is.
+    pub fn selection(&self, contract: &Contract) -> Result<Selection> {
+        let slice = Slice::parse(&self.slice)
+            .with_context(|| format!("--slice {}: use quick, default or exhaustive", self.slice))?;
+        for op in &self.op {
+            let known: Vec<_> = spec::all().iter().map(|spec| spec.name).collect();
+            ensure!(known.contains(&op.as_str()), "--op {op}: use one of {}", known.join(", "));
+        }
+        for axis in &self.axis {
+            let known: Vec<_> = axis::all().iter().map(|axis| axis.name).collect();
+            ensure!(known.contains(&axis.as_str()), "--axis {axis}: use one of {}", known.join(", "));
+        }
+        for case in &self.case {
+            let fits = |name: &str| case.strip_suffix('*').map_or(case == name, |prefix| name.starts_with(prefix));
+            ensure!(
+                contract.cases(Slice::Exhaustive).any(|known| fits(&known.name)),
+                "--case {case}: no such case; `samebits list` shows their names"
+            );
+        }
+        let dtype = |name: &String| match DType::parse(name) {
+            Ok(DType::I32) => bail!("--dtype i32: use bf16, fp16 or fp32"),
+            Ok(dtype) => Ok(dtype),
+            Err(e) => bail!("--dtype: {e}"),
+        };
+        let judgment = |name: &String| {
+            Judgment::ALL
+                .into_iter()
+                .find(|judgment| judgment.name() == name)
+                .with_context(|| format!("--judgment {name}: use accuracy, invariance or golden"))
+        };
+        Ok(Selection {
+            slice,
+            ops: self.op.clone(),
+            dtypes: self.dtype.iter().map(dtype).collect::<Result<_>>()?,
+            cases: self.case.clone(),
+            judgments: self.judgment.iter().map(judgment).collect::<Result<_>>()?,
+            axes: self.axis.clone(),
+        })
+    }
+}

@@ -1,0 +1,20 @@
+//! What can be held to the contract: anything that turns a [`Case`] into an [`Answer`].
+
+use samebits_contract::case::{Answer, Case};
+
+pub mod cpu;
+
+/// An implementation under test.
+///
+/// `run` takes `&self` and the trait asks for `Sync`, so that trials may share one implementation; one that owns a
+/// pipe keeps it behind a lock.
+pub trait Implementation: Send + Sync {
+    /// The name used in tables and records, for example `ours/cpu`.
+    fn name(&self) -> &str;
+
+    /// What was tested: a version that changes when the code does.
+    fn version(&self) -> &str;
+
+    /// Answers `case`. Never panics: what cannot be answered comes back as `unsupported` or `error` with a reason.
+    fn run(&self, case: &Case) -> Answer;
+}

@@ -1,0 +1,560 @@
+//! `ours/cpu`: the ops of `samebits-ops`, asked by name.
+
+use super::Implementation;
+use crate::checkpoints::Checkpoints;
+use samebits_contract::case::{Answer, Case, Config};
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_ops::{Attention, Cpu, Element, Gemm, Isa, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32};
+use samebits_ops::{bf16, f16};
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// The built-in CPU ops under a default [`Cpu`]; a case's own [`Config`] overrides it.
+pub struct CpuImplementation {
+    cpu: Cpu,
+    /// The models that `chain` may name; none for a program that only offers ops.
+    checkpoints: Option<Arc<Checkpoints>>,
+}
+
+impl CpuImplementation {
+    /// Answers with `cpu` where a case does not say how to run.
+    pub fn new(cpu: Cpu) -> CpuImplementation {
+        CpuImplementation { cpu, checkpoints: None }
+    }
+
+    /// Also answers op `chain`, for the models of `checkpoints`.
+    pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CpuImplementation {
+        CpuImplementation { checkpoints: Some(checkpoints), ..self }
+    }
+}
+
+impl Implementation for CpuImplementation {
+    fn name(&self) -> &str {
+        "ours/cpu"
+    }
+
+    fn version(&self) -> &str {
+        env!("CARGO_PKG_VERSION")
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+            return match configured(&self.cpu, &case.config) {
+                Ok(cpu) => checkpoints.answer(&cpu, case),
+                Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
+                Err(Refusal::Error(reason)) => Answer::error(reason),
+            };
+        }
+        let answer = || {
+            let op = OPS.iter().find(|op| op.name == case.op).ok_or_else(|| {
+                let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
+                Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
+            })?;
+            let cpu = configured(&self.cpu, &case.config)?;
+            let request = Request::checked(op, case, cpu)?;
+            Ok((request.kernel(), (op.run)(&request)?))
+        };
+        match answer() {
+            Ok((kernel, outputs)) => Answer::ok(kernel, outputs),
+            Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
+            Err(Refusal::Error(reason)) => Answer::error(reason),
+        }
+    }
+}
+
+/// `default` with what `config` asks for.
+fn configured(default: &Cpu, config: &Config) -> Result<Cpu, Refusal> {
+    if *config == Config::default() {
+        return Ok(default.clone());
+    }
+    let isa = match &config.isa {
+        None => default.isa(),
+        Some(name) => Isa::from_str(name).map_err(|e| Refusal::Error(format!("`config.isa`: {e}")))?,
+    };
+    if !isa.available() {
+        return Err(Refusal::Unsupported(format!("`config.isa`: this machine lacks `{isa}`")));
+    }
+    let threads = config.threads.unwrap_or(default.threads());
+    let budget = config.budget.unwrap_or(default.budget());
+    Cpu::new(isa, threads, budget).map_err(|e| Refusal::Error(format!("`config.threads`: {e}")))
+}
+
+/// Why there are no outputs.
+enum Refusal {
+    /// A combination that is not offered.
+    Unsupported(String),
+    /// A request that is wrong; the text names the field and the fix.
+    Error(String),
+}
+
+impl From<samebits_ops::Error> for Refusal {
+    fn from(e: samebits_ops::Error) -> Refusal {
+        match e {
+            samebits_ops::Error::Unavailable(_) => Refusal::Unsupported(e.to_string()),
+            _ => Refusal::Error(e.to_string()),
+        }
+    }
+}
+
+fn error<T>(reason: String) -> Result<T, Refusal> {
+    Err(Refusal::Error(reason))
+}
+
+type Outputs = BTreeMap<String, Tensor>;
+
+/// An op as requests see it.
+struct Op {
+    name: &'static str,
+    inputs: &'static [Input],
+    params: &'static [&'static str],
+    run: fn(&Request) -> Result<Outputs, Refusal>,
+}
+
+/// An input by name. Axes with the same letter have the same extent; the float inputs of one op share one dtype.
+struct Input {
+    name: &'static str,
+    axes: &'static [&'static str],
+    integer: bool,
+    optional: bool,
+}
+
+/// In place of axes: any shape, the same for every input that says so.
+const ANY: &[&str] = &["any"];
+
+const fn float(name: &'static str, axes: &'static [&'static str]) -> Input {
+    Input { name, axes, integer: false, optional: false }
+}
+
+const fn integer(name: &'static str, axes: &'static [&'static str]) -> Input {
+    Input { name, axes, integer: true, optional: false }
+}
+
+const fn optional(name: &'static str, axes: &'static [&'static str]) -> Input {
+    Input { name, axes, integer: false, optional: true }
+}
+
+/// Calls `$op::<I, O>($request)` for the request's input dtype I and output dtype O.
+macro_rules! typed {
+    ($request:expr, $op:ident) => {
+        match $request.dtype {
+            DType::Bf16 => typed!($request, $op, bf16),
+            DType::Fp16 => typed!($request, $op, f16),
+            _ => typed!($request, $op, f32),
+        }
+    };
+    ($request:expr, $op:ident, $input:ty) => {
+        match $request.case.out {
+            DType::Bf16 => $op::<$input, bf16>($request),
+            DType::Fp16 => $op::<$input, f16>($request),
+            _ => $op::<$input, f32>($request),
+        }
+    };
+}
+
+const OPS: &[Op] = &[
+    Op {
+        name: "gemm",
+        inputs: &[float("x", &["M", "K"]), float("w", &["N", "K"]), optional("bias", &["N"])],
+        params: &["k_offset", "k_total"],
+        run: |request| typed!(request, gemm),
+    },
+    Op {
+        name: "rms_norm",
+        inputs: &[float("x", &["R", "N"]), float("w", &["N"])],
+        params: &["eps", "rounding", "weight_offset"],
+        run: |request| typed!(request, rms_norm),
+    },
+    Op {
+        name: "attention",
+        inputs: &[
+            float("q", &["B", "T", "Hq", "D"]),
+            float("k", &["B", "S", "Hkv", "D"]),
+            float("v", &["B", "S", "Hkv", "E"]),
+            integer("q_pos", &["B", "T"]),
+            integer("kv_len", &["B"]),
+        ],
+        params: &["scale", "causal", "window", "softcap"],
+        run: |request| typed!(request, attention),
+    },
+    Op {
+        name: "logprob",
+        inputs: &[float("logits", &["R", "V"]), integer("target", &["R"])],
+        params: &["temperature"],
+        run: |request| typed!(request, logprob),
+    },
+    Op { name: "softmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, softmax) },
+    Op {
+        name: "silu_mul",
+        inputs: &[float("gate", ANY), float("up", ANY)],
+        params: &[],
+        run: |request| typed!(request, silu_mul),
+    },
+    Op {
+        name: "rope",
+        inputs: &[float("x", &["T", "H", "D"]), integer("pos", &["T"])],
+        params: &["theta", "pairing"],
+        run: |request| typed!(request, rope),
+    },
+    Op { name: "add", inputs: &[float("a", ANY), float("b", ANY)], params: &[], run: |request| typed!(request, add) },
+    Op {
+        name: "embedding",
+        inputs: &[float("w", &["V", "D"]), integer("tokens", &["T"])],
+        params: &[],
+        run: |request| typed!(request, embedding),
+    },
+    Op { name: "argmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, argmax) },
+];
+
+/// A case whose inputs are known to be there with the right ranks, dtypes and matching extents.
+struct Request<'a> {
+    case: &'a Case,
+    cpu: Cpu,
+    /// The dtype of every float input.
+    dtype: DType,
+    /// Extents by axis letter.
+    extents: BTreeMap<&'static str, usize>,
+    tf32: Tf32,
+}
+
+impl<'a> Request<'a> {
+    fn checked(op: &Op, case: &'a Case, cpu: Cpu) -> Result<Request<'a>, Refusal> {
+        if case.out == DType::I32 {
+            return error("`out`: i32 is not an output dtype; use bf16, fp16 or fp32".into());
+        }
+        let tf32 = check_params(op, case)?;
+        let mut floats: Option<(&str, DType)> = None;
+        let mut shapes: BTreeMap<&str, (&str, &[usize])> = BTreeMap::new();
+        let mut extents: BTreeMap<&str, usize> = BTreeMap::new();
+        if let Some(name) = case.inputs.keys().find(|name| op.inputs.iter().all(|i| i.name != name.as_str())) {
+            let known: Vec<_> = op.inputs.iter().map(|i| i.name).collect();
+            return error(format!("input `{name}`: {} has no such input; it takes {}", op.name, known.join(", ")));
+        }
+        for input in op.inputs {
+            let name = input.name;
+            let Some(tensor) = case.inputs.get(name) else {
+                if input.optional {
+                    continue;
+                }
+                return error(format!("input `{name}`: missing; {} needs it as {}", op.name, input.form()));
+            };
+            if (tensor.dtype() == DType::I32) != input.integer {
+                return error(format!("input `{name}`: dtype is {}; it must be {}", tensor.dtype(), input.dtypes()));
+            }
+            if !input.integer {
+                let (first, dtype) = *floats.get_or_insert((name, tensor.dtype()));
+                if dtype != tensor.dtype() {
+                    return Err(Refusal::Unsupported(format!(
+                        "input `{name}` is {} and `{first}` is {dtype}; mixed dtypes are not offered, give both the same",
+                        tensor.dtype()
+                    )));
+                }
+            }
+            let shape = tensor.shape();
+            if elements(shape).is_none() {
+                return error(format!("input `{name}`: the extents of shape {shape:?} overflow"));
+            }
+            if input.axes == ANY {
+                let (first, expected) = *shapes.entry("any").or_insert((name, shape));
+                if expected != shape {
+                    return error(format!(
+                        "input `{name}`: shape {shape:?} must equal that of `{first}`, {expected:?}"
+                    ));
+                }
+                continue;
+            }
+            if shape.len() != input.axes.len() {
+                return error(format!("input `{name}`: shape {shape:?} must have the form {}", input.form()));
+            }
+            for (&axis, &extent) in input.axes.iter().zip(shape) {
+                let expected = *extents.entry(axis).or_insert(extent);
+                if expected != extent {
+                    return error(format!(
+                        "input `{name}`: shape {shape:?} has {axis} = {extent}, but {axis} is {expected} in the inputs before it"
+                    ));
+                }
+            }
+        }
+        let dtype = floats.map_or(DType::Fp32, |(_, dtype)| dtype);
+        Ok(Request { case, cpu, dtype, extents, tf32 })
+    }
+
+    /// `<op>/<isa>` of the kernels that run. Only products of bf16 have AVX512-BF16 kernels (which may take the plain
+    /// AVX-512 one for operands that `VDPBF16PS` would flush); every other op under that setting runs on AVX-512.
+    fn kernel(&self) -> String {
+        let pairs = self.dtype == DType::Bf16 && matches!(self.case.op.as_str(), "gemm" | "attention");
+        let isa = match self.cpu.isa() {
+            Isa::Avx512Bf16 if !pairs => Isa::Avx512,
+            isa => isa,
+        };
+        format!("{}/{isa}", self.case.op)
+    }
+
+    /// The extent of an axis of the op's inputs.
+    fn extent(&self, axis: &str) -> usize {
+        self.extents[axis]
+    }
+
+    /// A float input that [`Request::checked`] found.
+    fn float<I: Stored>(&self, name: &str) -> &[I] {
+        I::elements(&self.case.inputs[name]).expect("dtype was checked")
+    }
+
+    /// An i32 input that [`Request::checked`] found.
+    fn integer(&self, name: &str) -> &[i32] {
+        self.case.inputs[name].as_i32().expect("dtype was checked")
+    }
+
+    /// The parameter `name`, or `default` where the request does not have it.
+    fn param<T>(&self, name: &str, default: T, parse: impl Fn(&str) -> Option<T>, fix: &str) -> Result<T, Refusal> {
+        match self.case.params.get(name) {
+            None => Ok(default),
+            Some(text) => parse(text).ok_or_else(|| Refusal::Error(format!("param `{name}`: `{text}` is not {fix}"))),
+        }
+    }
+
+    fn count(&self, name: &str, default: usize) -> Result<usize, Refusal> {
+        self.param(name, default, |text| text.parse().ok(), "a whole number of at least 0")
+    }
+
+    fn flag(&self, name: &str) -> Result<bool, Refusal> {
+        let parse = |text: &str| match text {
+            "0" | "false" => Some(false),
+            "1" | "true" => Some(true),
+            _ => None,
+        };
+        self.param(name, false, parse, "0, 1, true or false")
+    }
+
+    fn number(&self, name: &str, default: f64, fits: fn(f64) -> bool, fix: &str) -> Result<f64, Refusal> {
+        self.param(name, default, |text| text.parse().ok().filter(|&v: &f64| v.is_finite() && fits(v)), fix)
+    }
+}
+
+/// Refuses parameters that the op does not have and reads the two that every op accepts.
+fn check_params(op: &Op, case: &Case) -> Result<Tf32, Refusal> {
+    let mut tf32 = Tf32::Disabled;
+    for (name, value) in &case.params {
+        match (name.as_str(), value.as_str()) {
+            ("profile", "ieee") | ("tf32", "disabled") => {}
+            ("profile", _) => {
+                return Err(Refusal::Unsupported(format!("param `profile`: `{value}` is not offered; use ieee")));
+            }
+            ("tf32", "enabled") if op.name == "gemm" || op.name == "attention" => tf32 = Tf32::Enabled,
+            ("tf32", "enabled") => {
+                return Err(Refusal::Unsupported(format!(
+                    "param `tf32`: {} has no matrix product; use disabled or leave it out",
+                    op.name
+                )));
+            }
+            ("tf32", _) => return error(format!("param `tf32`: `{value}` is not disabled or enabled")),
+            (name, _) if op.params.contains(&name) => {}
+            _ => {
+                let known = [op.params, &["tf32", "profile"]].concat().join(", ");
+                return error(format!("param `{name}`: {} has no such parameter; it takes {known}", op.name));
+            }
+        }
+    }
+    Ok(tf32)
+}
+
+impl Input {
+    /// For example `[M, K] of bf16, fp16 or fp32`.
+    fn form(&self) -> String {
+        let axes = if self.axes == ANY { "any shape".into() } else { format!("[{}]", self.axes.join(", ")) };
+        format!("{axes} of {}", self.dtypes())
+    }
+
+    fn dtypes(&self) -> &'static str {
+        if self.integer { "i32" } else { "bf16, fp16 or fp32" }
+    }
+}
+
+/// A storage type as it stands in a [`Tensor`].
+trait Stored: Element {
+    fn elements(tensor: &Tensor) -> Option<&[Self]>;
+    fn tensor(shape: &[usize], data: Vec<Self>) -> Tensor;
+}
+
+macro_rules! stored {
+    ($type:ty, $variant:ident, $make:ident) => {
+        impl Stored for $type {
+            fn elements(tensor: &Tensor) -> Option<&[$type]> {
+                match tensor {
+                    Tensor::$variant(array) => array.as_slice(),
+                    _ => None,
+                }
+            }
+
+            fn tensor(shape: &[usize], data: Vec<$type>) -> Tensor {
+                Tensor::$make(shape, data)
+            }
+        }
+    };
+}
+
+stored!(bf16, Bf16, bf16);
+stored!(f16, Fp16, fp16);
+stored!(f32, Fp32, fp32);
+
+/// The number of elements of `shape`; `None` where the extents other than 0 overflow, which no array can have.
+fn elements(shape: &[usize]) -> Option<usize> {
+    let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1usize, |n, &d| n.checked_mul(d))?;
+    (nonzero <= isize::MAX as usize / 8).then_some(if shape.contains(&0) { 0 } else { nonzero })
+}
+
+/// Room for an output of `shape`; its elements are all overwritten.
+fn room<T: Copy + Default>(name: &str, shape: &[usize]) -> Result<Vec<T>, Refusal> {
+    let refuse = || Refusal::Error(format!("output `{name}`: shape {shape:?} is too large for an answer"));
+    let count = elements(shape).ok_or_else(refuse)?;
+    if count as u64 > samebits_contract::wire::MAX_FRAME / size_of::<T>() as u64 {
+        return Err(refuse());
+    }
+    let mut data = Vec::new();
+    data.try_reserve_exact(count).map_err(|_| refuse())?;
+    data.resize(count, T::default());
+    Ok(data)
+}
+
+/// The outputs of an op with a single one.
+fn one(name: &str, tensor: Tensor) -> Result<Outputs, Refusal> {
+    Ok(BTreeMap::from([(name.to_string(), tensor)]))
+}
+
+fn gemm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (m, n, k) = (request.extent("M"), request.extent("N"), request.extent("K"));
+    let k_offset = request.count("k_offset", 0)?;
+    let k_total = request.count("k_total", k)?;
+    if k_offset.checked_add(k).is_none_or(|end| end > k_total) {
+        return error(format!(
+            "param `k_total`: columns {k_offset}.. of K = {k} end after {k_total}; `k_offset` + K must not exceed it"
+        ));
+    }
+    let shape = Gemm { m, n, k, k_offset, k_total, tf32: request.tf32 };
+    // A rank's partial sum is added to others in f32, so it is never rounded and its bias belongs to the whole.
+    if shape.is_partial() { gemm_as::<I, f32>(request, &shape) } else { gemm_as::<I, O>(request, &shape) }
+}
+
+fn gemm_as<I: Stored, O: Stored>(request: &Request, shape: &Gemm) -> Result<Outputs, Refusal> {
+    let has_bias = request.case.inputs.contains_key("bias") && !shape.is_partial();
+    let bias = has_bias.then(|| request.float::<I>("bias"));
+    let mut y = room::<O>("y", &[shape.m, shape.n])?;
+    samebits_ops::gemm(&request.cpu, shape, request.float::<I>("x"), request.float("w"), bias, &mut y)?;
+    one("y", O::tensor(&[shape.m, shape.n], y))
+}
+
+fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let rounding = |text: &str| match text {
+        "once" => Some(Rounding::Once),
+        "hf" => Some(Rounding::Hf),
+        _ => None,
+    };
+    let fits = |eps: f64| eps >= 0.0 && (eps as f32).is_finite();
+    let shape = RmsNorm {
+        rows,
+        n,
+        eps: request.number("eps", 1e-6, fits, "a finite number of at least 0")? as f32,
+        rounding: request.param("rounding", Rounding::Once, rounding, "once or hf")?,
+        weight_offset: request.flag("weight_offset")?,
+    };
+    let mut y = room::<O>("y", &[rows, n])?;
+    samebits_ops::rms_norm(&request.cpu, &shape, request.float::<I>("x"), request.float("w"), &mut y)?;
+    one("y", O::tensor(&[rows, n], y))
+}
+
+fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let head_dim = request.extent("D");
+    let scale = 1.0 / (head_dim.max(1) as f64).sqrt();
+    let shape = Attention {
+        batch: request.extent("B"),
+        queries: request.extent("T"),
+        keys: request.extent("S"),
+        q_heads: request.extent("Hq"),
+        kv_heads: request.extent("Hkv"),
+        head_dim,
+        value_dim: request.extent("E"),
+        scale: request.number("scale", scale, |_| true, "a finite number")?,
+        causal: request.flag("causal")?,
+        window: request.count("window", 0)?,
+        softcap: request.number("softcap", 0.0, |v| v >= 0.0, "a finite number of at least 0")?,
+        tf32: request.tf32,
+    };
+    if shape.kv_heads == 0 || !shape.q_heads.is_multiple_of(shape.kv_heads) {
+        return error(format!("input `q`: Hq = {} must be a multiple of Hkv = {}", shape.q_heads, shape.kv_heads));
+    }
+    let rows = [shape.batch, shape.queries, shape.q_heads];
+    let form = [shape.batch, shape.queries, shape.q_heads, shape.value_dim];
+    let mut out = room::<O>("out", &form)?;
+    let mut lse = room::<f32>("lse", &rows)?;
+    let (q, k, v) = (request.float::<I>("q"), request.float("k"), request.float("v"));
+    let (q_pos, kv_len) = (request.integer("q_pos"), request.integer("kv_len"));
+    samebits_ops::attention(&request.cpu, &shape, q, k, v, q_pos, kv_len, &mut out, &mut lse)?;
+    Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(&rows, lse))]))
+}
+
+/// Both outputs are f32 whatever `out` says.
+fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, vocab) = (request.extent("R"), request.extent("V"));
+    let temperature = request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let mut logprob = room::<f32>("logprob", &[rows])?;
+    let mut lse = room::<f32>("lse", &[rows])?;
+    let (logits, target) = (request.float::<I>("logits"), request.integer("target"));
+    samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)?;
+    Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
+}
+
+fn softmax<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let mut y = room::<O>("y", &[rows, n])?;
+    samebits_ops::softmax(&request.cpu, rows, n, request.float::<I>("x"), &mut y)?;
+    one("y", O::tensor(&[rows, n], y))
+}
+
+fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = request.case.inputs["gate"].shape();
+    let mut y = room::<O>("y", shape)?;
+    samebits_ops::silu_mul(&request.cpu, request.float::<I>("gate"), request.float("up"), &mut y)?;
+    one("y", O::tensor(shape, y))
+}
+
+fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (tokens, heads, dim) = (request.extent("T"), request.extent("H"), request.extent("D"));
+    if !dim.is_multiple_of(2) {
+        return error(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements"));
+    }
+    let theta = request.number("theta", 10000.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let pairing = |text: &str| match text {
+        "half" => Some(Pairing::Half),
+        "interleaved" => Some(Pairing::Interleaved),
+        _ => None,
+    };
+    let pairing = request.param("pairing", Pairing::Half, pairing, "half or interleaved")?;
+    let shape = Rope { tokens, heads, dim, pairing };
+    let mut y = room::<O>("y", &[tokens, heads, dim])?;
+    let table = RopeTable::new(&request.cpu, &samebits_ops::inv_freq(theta, dim), request.integer("pos"));
+    samebits_ops::rope(&request.cpu, &shape, &table, request.float::<I>("x"), &mut y)?;
+    one("y", O::tensor(&[tokens, heads, dim], y))
+}
+
+fn add<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = request.case.inputs["a"].shape();
+    let mut y = room::<O>("y", shape)?;
+    samebits_ops::add(&request.cpu, request.float::<I>("a"), request.float("b"), &mut y)?;
+    one("y", O::tensor(shape, y))
+}
+
+fn embedding<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (tokens, dim) = (request.extent("T"), request.extent("D"));
+    let mut y = room::<O>("y", &[tokens, dim])?;
+    samebits_ops::embedding(&request.cpu, dim, request.float::<I>("w"), request.integer("tokens"), &mut y)?;
+    one("y", O::tensor(&[tokens, dim], y))
+}
+
+/// The output is i32 whatever `out` says.
+fn argmax<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let mut index = room::<i32>("index", &[rows])?;
+    samebits_ops::argmax(&request.cpu, rows, n, request.float::<I>("x"), &mut index)?;
+    one("index", Tensor::i32(&[rows], index))
+}

@@ -1,0 +1,398 @@
+//! From the contract to records: which judgments there are, and what came of each.
+//!
+//! Nothing here knows how an implementation works; it is asked cases and its answers are compared. A group of cases
+//! shares inputs, so the oracle and the base answers are computed once for all judgments of the group.
+
+use crate::checkpoints::Checkpoints;
+use crate::implementation::Implementation;
+use samebits_contract::axis::{self, Axis, Machine};
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_contract::compare::{self, Bound};
+use samebits_contract::fill::Fill;
+use samebits_contract::record::{Judgment, Measure, Record, SCHEMA};
+use samebits_contract::spec::{Class, References};
+use samebits_contract::table::{CaseSpec, Contract, Role, Row, Slice};
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_contract::verdict::{Evidence, Verdict};
+use samebits_goldens::{Store, Verified};
+use std::time::Instant;
+
+/// What to judge: everything of a slice that passes every filter that is set.
+#[derive(Clone, Debug)]
+pub struct Selection {
+    /// How much of the contract.
+    pub slice: Slice,
+    /// Ops by name; empty for all.
+    pub ops: Vec<String>,
+    /// Input dtypes; empty for all.
+    pub dtypes: Vec<DType>,
+    /// Case names, whole or with a final `*`; empty for all.
+    pub cases: Vec<String>,
+    /// Judgments; empty for all.
+    pub judgments: Vec<Judgment>,
+    /// Invariance axes by name; empty for all.
+    pub axes: Vec<String>,
+}
+
+impl Selection {
+    /// All of `slice`.
+    pub fn all(slice: Slice) -> Selection {
+        let (ops, cases, axes) = (Vec::new(), Vec::new(), Vec::new());
+        Selection { slice, ops, dtypes: Vec::new(), cases, judgments: Vec::new(), axes }
+    }
+
+    /// Whether `case` passes the filters on cases.
+    pub fn takes(&self, case: &CaseSpec) -> bool {
+        let fits =
+            |pattern: &String| pattern.strip_suffix('*').map_or(*pattern == case.name, |p| case.name.starts_with(p));
+        (self.ops.is_empty() || self.ops.contains(&case.op))
+            && (self.dtypes.is_empty() || self.dtypes.contains(&case.dtype))
+            && (self.cases.is_empty() || self.cases.iter().any(fits))
+    }
+
+    fn judges(&self, judgment: Judgment) -> bool {
+        self.judgments.is_empty() || self.judgments.contains(&judgment)
+    }
+}
+
+/// One judgment on one case.
+#[derive(Clone, Copy)]
+pub struct Trial<'a> {
+    /// The case.
+    pub case: &'a CaseSpec,
+    /// The row that asks for it.
+    pub row: &'a Row,
+    /// How it is judged.
+    pub judgment: Judgment,
+    /// What is varied, for invariance.
+    pub axis: Option<&'static Axis>,
+}
+
+impl Trial<'_> {
+    /// Unique in a plan: the case, the judgment and the axis.
+    pub fn name(&self) -> String {
+        let axis = self.axis.map_or(String::new(), |axis| format!(":{}", axis.name));
+        format!("{}::{}{axis}", self.case.name, self.judgment.name())
+    }
+}
+
+/// Every trial that the contract asks of `implementation` within `selection`, grouped by shared inputs, in order.
+pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Selection) -> Vec<Vec<Trial<'a>>> {
+    let mut groups: Vec<Vec<Trial<'a>>> = Vec::new();
+    for case in contract.cases(selection.slice).filter(|case| selection.takes(case)) {
+        let Some(row) = contract.row(implementation, case) else { continue };
+        let mut trials = Vec::new();
+        for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)) {
+            let trial = |axis| Trial { case, row, judgment, axis };
+            match judgment {
+                Judgment::Invariance => trials.extend(
+                    axis::all()
+                        .iter()
+                        .filter(|axis| row.invariant.contains(&axis.name))
+                        .filter(|axis| selection.axes.is_empty() || selection.axes.iter().any(|name| name == axis.name))
+                        .map(|axis| trial(Some(axis))),
+                ),
+                // A chain's reference is recorded, not computed.
+                Judgment::Accuracy if case.spec().class == Class::Chain && case.fill != Fill::Recorded => {}
+                // What is blessed is small: the cases of every test run.
+                Judgment::Golden if case.slice != Slice::Quick => {}
+                _ => trials.push(trial(None)),
+            }
+        }
+        match groups.last_mut() {
+            Some(group) if group.first().is_some_and(|trial| trial.case.group == case.group) => group.extend(trials),
+            _ if trials.is_empty() => {}
+            _ => groups.push(trials),
+        }
+    }
+    groups
+}
+
+/// Judges one implementation by one contract.
+pub struct Judge<'a> {
+    /// The contract.
+    pub contract: &'a Contract,
+    /// The row set that bounds accuracy.
+    pub rows: &'a str,
+    /// Who is judged.
+    pub implementation: &'a dyn Implementation,
+    /// Blessed outputs; `None` when there is no store at hand.
+    pub goldens: Option<&'a Store>,
+    /// Recorded tokens and logits of the models.
+    pub checkpoints: &'a Checkpoints,
+    /// What the axes can vary on this machine.
+    pub machine: &'a Machine,
+}
+
+/// Everything known about one case while its trials are judged.
+struct Base {
+    case: Case,
+    answer: Answer,
+}
+
+/// How one trial ended, before it becomes a [`Record`].
+#[derive(Default)]
+struct Outcome {
+    verdict: Option<Verdict>,
+    setting: Option<String>,
+    measure: Option<Measure>,
+    chain: Option<compare::ChainMeasure>,
+}
+
+impl Outcome {
+    fn of(verdict: Verdict) -> Outcome {
+        Outcome { verdict: Some(verdict), ..Outcome::default() }
+    }
+
+    fn error(reason: impl Into<String>) -> Outcome {
+        Outcome::of(Verdict::Error { reason: reason.into() })
+    }
+
+    fn untested(reason: impl Into<String>) -> Outcome {
+        Outcome::of(Verdict::Untested { reason: reason.into() })
+    }
+}
+
+impl Judge<'_> {
+    /// Judges the trials of one group, in order.
+    pub fn group(&self, trials: &[Trial]) -> Vec<Record> {
+        let mut oracle: Option<Result<References, String>> = None;
+        let mut base: Option<(&str, Result<Base, String>)> = None;
+        trials
+            .iter()
+            .map(|trial| {
+                let start = Instant::now();
+                if base.as_ref().is_none_or(|(name, _)| *name != trial.case.name) {
+                    base = Some((&trial.case.name, self.base(trial.case)));
+                }
+                let (_, base) = base.as_ref().expect("just made");
+                let (kernel, outcome) = match base {
+                    Err(reason) => (String::new(), Outcome::untested(reason.clone())),
+                    Ok(base) => (base.answer.kernel.clone(), self.trial(trial, base, &mut oracle)),
+                };
+                self.record(trial, kernel, outcome, start.elapsed().as_secs_f64())
+            })
+            .collect()
+    }
+
+    fn base(&self, case: &CaseSpec) -> Result<Base, String> {
+        let case = self.checkpoints.fill(case)?;
+        let answer = self.implementation.run(&case);
+        Ok(Base { case, answer })
+    }
+
+    fn trial(&self, trial: &Trial, base: &Base, oracle: &mut Option<Result<References, String>>) -> Outcome {
+        match base.answer.status {
+            Status::Error => return Outcome::error(base.answer.reason.clone()),
+            Status::Unsupported => {
+                let reason = base.answer.reason.clone();
+                return match self.contract.role(trial.case.dtype) {
+                    Role::Optional | Role::OutOfScope => Outcome::of(Verdict::Unsupported { reason }),
+                    role => {
+                        Outcome::untested(format!("{} is {} and not offered: {reason}", trial.case.dtype, role.name()))
+                    }
+                };
+            }
+            Status::Ok => {}
+        }
+        if let Err(reason) = complete(trial.case, &base.answer) {
+            return Outcome::error(reason);
+        }
+        match trial.judgment {
+            Judgment::Accuracy if trial.case.spec().class == Class::Chain => self.chain(trial, base),
+            Judgment::Accuracy => {
+                let oracle =
+                    oracle.get_or_insert_with(|| trial.case.spec().oracle(&base.case).map_err(|e| e.to_string()));
+                match oracle {
+                    Ok(references) => self.accuracy(trial, base, references),
+                    Err(reason) => Outcome::error(format!("the oracle refuses the case: {reason}")),
+                }
+            }
+            Judgment::Invariance => self.invariance(trial, base),
+            Judgment::Golden => self.golden(trial, base),
+        }
+    }
+
+    /// Every output against the oracle; the record keeps the measure closest to its bound.
+    fn accuracy(&self, trial: &Trial, base: &Base, references: &References) -> Outcome {
+        let mut outcome = Outcome::of(Verdict::Pass);
+        for output in trial.case.spec().outputs {
+            let dtype = output.dtype(trial.case.out);
+            // Integers have no error to bound: they are right or wrong.
+            let bound = match dtype {
+                DType::I32 => Bound::Bits,
+                _ => match self.contract.bound(self.rows, trial.row, trial.case, dtype, Judgment::Accuracy) {
+                    Some(bound) => bound,
+                    None => return Outcome::error(format!("row set `{}` has no bound for {dtype}", self.rows)),
+                },
+            };
+            let found = &base.answer.outputs[output.name];
+            let (measure, evidence) = compare::accuracy(output.name, dtype, found, &references[output.name], &bound);
+            if outcome.measure.as_ref().is_none_or(|worst| measure.of_bound > worst.of_bound) {
+                outcome.measure = Some(measure);
+            }
+            if let (Some(evidence), Some(Verdict::Pass)) = (evidence, &outcome.verdict) {
+                outcome.verdict = Some(Verdict::Fail(evidence));
+            }
+        }
+        outcome
+    }
+
+    /// Logits against the recorded fp32 run, and next to the error of the recorded run in the same dtype.
+    fn chain(&self, trial: &Trial, base: &Base) -> Outcome {
+        let bound = self.contract.bound(self.rows, trial.row, trial.case, trial.case.dtype, Judgment::Accuracy);
+        let Some(Bound::Chain(bound)) = bound else {
+            return Outcome::error(format!("row set `{}` has no chain bound for {}", self.rows, trial.case.dtype));
+        };
+        let recorded = match self.checkpoints.recorded(trial.case) {
+            Ok(recorded) => recorded,
+            Err(reason) => return Outcome::untested(reason),
+        };
+        let (tokens, found) = (&base.case.inputs["tokens"], &base.answer.outputs["logits"]);
+        let measured = compare::chain(tokens, found, &recorded.fp32);
+        let own = recorded.same_dtype.as_ref().map(|own| compare::chain(tokens, own, &recorded.fp32)).transpose();
+        match (measured, own) {
+            (Ok(measure), Ok(own)) => {
+                let evidence = compare::hold_chain(&measure, own.as_ref(), &bound);
+                let verdict = evidence.map_or(Verdict::Pass, Verdict::Fail);
+                Outcome { verdict: Some(verdict), chain: Some(measure), ..Outcome::default() }
+            }
+            (Err(evidence), _) => Outcome::of(Verdict::Fail(evidence)),
+            (_, Err(evidence)) => Outcome::error(format!("the recorded run: {}", evidence.message)),
+        }
+    }
+
+    /// Every setting of one axis against the base answer, bit for bit.
+    fn invariance(&self, trial: &Trial, base: &Base) -> Outcome {
+        let axis = trial.axis.expect("an invariance trial has an axis");
+        let variants = (axis.variants)(&base.case, self.machine);
+        if variants.is_empty() {
+            return Outcome::of(Verdict::Unsupported {
+                reason: format!("axis {} has nothing to vary here", axis.name),
+            });
+        }
+        let settings = variants.len();
+        let mut failed: Vec<(String, Box<Evidence>)> = Vec::new();
+        for variant in variants {
+            let answer = self.implementation.run(&variant.case);
+            if answer.status != Status::Ok {
+                let outcome = Outcome::error(format!("{}: {}", variant.setting, answer.reason));
+                return Outcome { setting: Some(variant.setting), ..outcome };
+            }
+            if let Err(reason) = complete(trial.case, &answer) {
+                return Outcome {
+                    setting: Some(variant.setting.clone()),
+                    ..Outcome::error(format!("{}: {reason}", variant.setting))
+                };
+            }
+            let spec = trial.case.spec();
+            let differs = spec.outputs.iter().find_map(|output| {
+                let (expected, found) = (&base.answer.outputs[output.name], &answer.outputs[output.name]);
+                compare::bits(output.name, spec.row_axes, expected, found, &variant.rows).err()
+            });
+            failed.extend(differs.map(|evidence| (variant.setting, evidence)));
+        }
+        let different = failed.len();
+        match failed.into_iter().next() {
+            None => Outcome { setting: Some(format!("{settings} settings")), ..Outcome::of(Verdict::Pass) },
+            Some((setting, mut evidence)) => {
+                evidence.message = format!(
+                    "{} = {setting}: {}; {different} of {settings} settings differ",
+                    axis.name, evidence.message
+                );
+                Outcome { setting: Some(setting), ..Outcome::of(Verdict::Fail(evidence)) }
+            }
+        }
+    }
+
+    /// The blessed outputs of the case, bit for bit.
+    fn golden(&self, trial: &Trial, base: &Base) -> Outcome {
+        let Some(store) = self.goldens else {
+            return Outcome::untested("no goldens at hand; run inside the repository or give --root");
+        };
+        match store.verify(&trial.case.name, &base.answer.outputs) {
+            Verified::Match => Outcome::of(Verdict::Pass),
+            Verified::Mismatch(evidence) => Outcome::of(Verdict::Fail(evidence)),
+            Verified::Damaged(damage) => Outcome::error(damage.to_string()),
+            Verified::Absent => {
+                Outcome::untested(format!("not blessed; `samebits bless --case '{}' --reason WHY`", trial.case.name))
+            }
+        }
+    }
+
+    fn record(&self, trial: &Trial, kernel: String, outcome: Outcome, seconds: f64) -> Record {
+        let mut verdict = outcome.verdict.expect("every outcome has a verdict");
+        if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
+            && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
+        {
+            verdict = Verdict::Waived { reason: waiver.reason.clone() };
+        }
+        Record {
+            schema: SCHEMA,
+            contract: self.contract.digest().to_string(),
+            rows: self.rows.to_string(),
+            implementation: self.implementation.name().to_string(),
+            op: trial.case.op.clone(),
+            class: trial.case.spec().class.name().to_string(),
+            dtype: trial.case.dtype,
+            out: trial.case.out,
+            case: trial.case.name.clone(),
+            judgment: trial.judgment,
+            axis: trial.axis.map(|axis| axis.name.to_string()),
+            setting: outcome.setting,
+            kernel,
+            verdict,
+            measure: outcome.measure,
+            chain: outcome.chain,
+            seconds,
+        }
+    }
+
+    /// A record for every waiver of the planned rows that no failure needed: judged only when the whole run is over.
+    pub fn stale_waivers(&self, trials: &[Vec<Trial>], records: &[Record]) -> Vec<Record> {
+        let mut stale: Vec<Record> = Vec::new();
+        let mut seen: Vec<&str> = Vec::new();
+        for trial in trials.iter().flatten() {
+            let Some(waiver) = &trial.row.waive else { continue };
+            if seen.contains(&trial.row.place.as_str()) {
+                continue;
+            }
+            seen.push(&trial.row.place);
+            let under: Vec<&Trial> = trials
+                .iter()
+                .flatten()
+                .filter(|other| other.row.place == trial.row.place)
+                .filter(|other| waiver.covers(other.judgment, other.axis.map(|axis| axis.name)))
+                .collect();
+            let needed = records.iter().any(|record| {
+                matches!(record.verdict, Verdict::Waived { .. })
+                    && under.iter().any(|other| other.case.name == record.case && other.judgment == record.judgment)
+            });
+            if let (Some(first), false) = (under.first(), needed) {
+                let reason = format!("{}: nothing needs the waiver `{}`; remove it", trial.row.place, waiver.reason);
+                stale.push(self.record(first, String::new(), Outcome::of(Verdict::StaleWaiver { reason }), 0.0));
+            }
+        }
+        stale
+    }
+}
+
+/// Every output the specification names is there, and nothing else.
+fn complete(case: &CaseSpec, answer: &Answer) -> Result<(), String> {
+    let outputs = case.spec().outputs;
+    if let Some(missing) = outputs.iter().find(|output| !answer.outputs.contains_key(output.name)) {
+        return Err(format!("the answer lacks `{}`", missing.name));
+    }
+    match answer.outputs.keys().find(|name| !outputs.iter().any(|output| output.name == name.as_str())) {
+        Some(extra) => Err(format!("the answer has `{extra}`, which {} does not return", case.op)),
+        None => Ok(()),
+    }
+}
+
+/// Logits recorded beside a checkpoint.
+pub struct Recorded {
+    /// The reference.
+    pub fp32: Tensor,
+    /// The recorded run in the case's own dtype, when it is not the reference itself.
+    pub same_dtype: Option<Tensor>,
+}

@@ -1,0 +1,43 @@
+//! Facts of this machine: what the axes can vary, and what a report says about where it was made.
+
+use samebits_contract::axis::Machine;
+use samebits_ops::Isa;
+use std::collections::BTreeMap;
+
+/// The compiler that built this program, for example `rustc 1.95.0 (59807616e 2026-04-14)`.
+pub const TOOLCHAIN: &str = env!("SAMEBITS_RUSTC");
+
+/// Instruction sets and thread counts for the axes; the first instruction set is where the base runs. The thread
+/// counts go beyond the cores on purpose.
+pub fn axes(base: Isa) -> Machine {
+    let others = Isa::ALL.into_iter().filter(|isa| isa.available() && *isa != base);
+    let isas = [base].into_iter().chain(others).map(|isa| isa.name().to_string()).collect();
+    let cores = cores();
+    let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
+    threads.sort_unstable();
+    threads.dedup();
+    Machine { isas, threads }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// The processor's own name, where the system tells it.
+pub fn processor() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}
+
+/// What `run.json` keeps about the machine and the build.
+pub fn facts() -> BTreeMap<String, String> {
+    let isas: Vec<_> = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name).collect();
+    BTreeMap::from([
+        ("cores".to_string(), cores().to_string()),
+        ("cpu".to_string(), processor()),
+        ("isas".to_string(), isas.join(" ")),
+        ("rustc".to_string(), TOOLCHAIN.to_string()),
+        ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
+    ])
+}

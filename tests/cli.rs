@@ -1,0 +1,380 @@
+//! The command line: bad input of every kind gives one line on stderr and exit code 2, never a panic, never half a file.
+
+use samebits_contract::case::{Case, Config, Status};
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_contract::wire::{File, decode_answer, encode_request, read_frame, write_frame};
+use samebits_ops::{Isa, bf16};
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn samebits<S: AsRef<OsStr>>(args: &[S], stdin: &[u8]) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("samebits starts");
+    let mut pipe = child.stdin.take().expect("stdin is piped");
+    std::thread::scope(|scope| {
+        // A program that ends early stops reading; that is for the caller to judge by its output.
+        scope.spawn(move || pipe.write_all(stdin));
+        child.wait_with_output().expect("samebits ends")
+    })
+}
+
+/// The one line that a broken run prints; `parts` must stand in it.
+#[track_caller]
+fn assert_broken(output: &Output, parts: &[&str]) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "stderr: {stderr}");
+    assert!(stderr.starts_with("samebits: "), "{stderr}");
+    assert!(stderr.ends_with('\n') && stderr.lines().count() == 1, "not one line: {stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "`{part}` is not in: {stderr}");
+    }
+}
+
+#[track_caller]
+fn broken(args: &[&str], parts: &[&str]) {
+    let output = samebits(args, b"");
+    assert_broken(&output, parts);
+    assert!(output.stdout.is_empty(), "a broken run printed {} bytes on stdout", output.stdout.len());
+}
+
+fn checkpoint(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("test paths are UTF-8")
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for args in [&["--help"][..], &["--version"], &["answer", "--help"], &["forward", "-h"], &["help", "generate"]] {
+        let output = samebits(args, b"");
+        assert!(output.status.success(), "{args:?}");
+        assert!(output.stderr.is_empty() && !output.stdout.is_empty(), "{args:?}");
+    }
+    let help = samebits(&["--help"], b"").stdout;
+    let help = String::from_utf8(help).unwrap();
+    for part in ["answer", "forward", "generate", "devices", "Examples:", "Exit codes:"] {
+        assert!(help.contains(part), "`{part}` is not in the help");
+    }
+    let version = samebits(&["--version"], b"").stdout;
+    assert_eq!(String::from_utf8(version).unwrap(), format!("samebits {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn wrong_command_lines() {
+    broken(&[], &["no verb"]);
+    broken(&["answr"], &["answr", "answer"]);
+    broken(&["answer", "--izza", "avx2"], &["--izza"]);
+    broken(&["answer", "--isa"], &["--isa"]);
+    broken(&["answer", "--isa", "sse9"], &["sse9", "scalar, avx2, avx512 or avx512bf16"]);
+    broken(&["answer", "--isa", "AVX2"], &["AVX2"]);
+    broken(&["answer", "--threads", "0"], &["threads is 0"]);
+    broken(&["answer", "--threads", "1025"], &["1 to 1024"]);
+    broken(&["answer", "--threads", "-1"], &["-1"]);
+    broken(&["answer", "--threads", "99999999999999999999"], &["--threads"]);
+    broken(&["answer", "--budget", "1GB"], &["--budget", "1GB"]);
+    broken(&["answer", "extra\nline"], &["extra", "line"]);
+    broken(&["devices", "--json=yes"], &["--json"]);
+    broken(&["forward"], &["--model", "--tokens", "--out"]);
+    broken(&["generate", "--model", "x", "--prompt", "y"], &["--max-tokens"]);
+    broken(&["generate", "--model", "x", "--prompt", "y", "--max-tokens", "many"], &["many"]);
+}
+
+#[test]
+fn an_isa_this_machine_lacks() {
+    let lacking = Isa::ALL.into_iter().filter(|isa| !isa.available());
+    for isa in lacking {
+        broken(&["answer", "--isa", isa.name()], &["lacks", isa.name()]);
+    }
+    broken(&["answer", "--isa", "neon"], &["neon"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn arguments_that_are_not_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let odd = OsStr::from_bytes(b"\xff\xfe");
+    assert_broken(&samebits(&[odd], b""), &[]);
+    assert_broken(&samebits(&[OsStr::new("answer"), OsStr::new("--isa"), odd], b""), &[]);
+    let args = ["generate", "--max-tokens", "1", "--prompt", "p", "--model"].map(OsStr::new);
+    assert_broken(&samebits(&[&args[..], &[odd]].concat(), b""), &[]);
+}
+
+fn add(values: &[f32]) -> Case {
+    let tensor = Tensor::bf16(&[values.len()], values.iter().map(|&v| bf16::from_f32(v)).collect());
+    Case {
+        name: String::new(),
+        op: "add".into(),
+        out: DType::Fp32,
+        params: BTreeMap::new(),
+        inputs: BTreeMap::from([("a".into(), tensor.clone()), ("b".into(), tensor)]),
+        config: Config::default(),
+    }
+}
+
+#[test]
+fn answer_goes_on_after_a_malformed_frame() {
+    let mut requests = Vec::new();
+    let good = encode_request(&add(&[1.0, -0.0]));
+    let mut fp8 = File { tensors: BTreeMap::new(), metadata: BTreeMap::from([("op".into(), "add".into())]) };
+    fp8.metadata.insert("out".into(), "fp8_e4m3".into());
+    for body in [&b""[..], b"no safetensors file", &good[..good.len() - 1], &fp8.encode(), &good] {
+        write_frame(&mut requests, body).unwrap();
+    }
+    let output = samebits(&["answer", "--threads", "1"], &requests);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.stderr.is_empty());
+    let mut pipe = output.stdout.as_slice();
+    let mut next = || decode_answer(&read_frame(&mut pipe).unwrap().expect("an answer")).unwrap();
+    for _ in 0..3 {
+        let answer = next();
+        assert_eq!(answer.status, Status::Error);
+        assert!(answer.reason.contains("not a safetensors file"), "{}", answer.reason);
+    }
+    let answer = next();
+    assert!(answer.status == Status::Error && answer.reason.contains("fp8 is out of scope"), "{}", answer.reason);
+    let answer = next();
+    // add has no kernel of its own for AVX512-BF16.
+    let isa = Isa::best().min(Isa::Avx512);
+    assert_eq!((answer.status, answer.kernel), (Status::Ok, format!("add/{isa}")));
+    assert_eq!([answer.outputs["y"].bits(0), answer.outputs["y"].bits(1)], [0x4000_0000, 0x8000_0000]);
+    assert!(pipe.is_empty(), "stdout carries frames only");
+}
+
+#[test]
+fn answer_ends_at_a_truncated_frame() {
+    let mut requests = Vec::new();
+    write_frame(&mut requests, &encode_request(&add(&[1.0]))).unwrap();
+    for length in [1, 7, 8, 9, requests.len() - 1] {
+        let output = samebits(&["answer", "--threads", "1"], &requests[..length]);
+        assert_broken(&output, &["stdin", "input ends after"]);
+        assert!(output.stdout.is_empty());
+    }
+    assert_broken(&samebits(&["answer", "--threads", "1"], &[0xff; 8]), &["stdin", "limit"]);
+    let output = samebits(&["answer", "--threads", "1"], b"");
+    assert!(output.status.success() && output.stdout.is_empty() && output.stderr.is_empty());
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let mut requests = Vec::new();
+    for _ in 0..64 {
+        write_frame(&mut requests, &encode_request(&add(&[1.0; 4096]))).unwrap();
+    }
+    for (args, stdin) in [(&["answer"][..], &requests[..]), (&["devices"], b""), (&["--help"], b"")] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+            .args(args)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stdout.take());
+        let mut pipe = child.stdin.take().unwrap();
+        let _ = pipe.write_all(stdin);
+        drop(pipe);
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && stderr.is_empty(), "{args:?}: {:?} {stderr}", output.status.code());
+    }
+}
+
+#[test]
+fn devices_say_what_is_there() {
+    let output = samebits(&["devices"], b"");
+    let report = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success());
+    for part in ["cpu: ", "isa: ", "cuda: ", "nvrtc: ", "scalar yes"] {
+        assert!(report.contains(part), "`{part}` is not in: {report}");
+    }
+    let output = samebits(&["devices", "--json"], b"");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["cpu"]["best"], Isa::best().name());
+    for isa in Isa::ALL {
+        assert_eq!(report["cpu"]["isas"][isa.name()], isa.available());
+    }
+    let driver = &report["cuda"]["driver"];
+    assert!(driver["version"].is_string() != driver["unusable"].is_string(), "{driver}");
+}
+
+/// A safetensors file whose header says `header`, over `data`.
+fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()
+}
+
+fn tokens_file(shape: &[usize], tokens: Vec<i32>) -> Vec<u8> {
+    let tensors = BTreeMap::from([("tokens".into(), Tensor::i32(shape, tokens))]);
+    File { tensors, metadata: BTreeMap::new() }.encode()
+}
+
+/// Runs `forward` with these tokens; it must break, and leave nothing behind.
+#[track_caller]
+fn forward_broken(model: &Path, tokens: &[u8], parts: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("in.safetensors");
+    std::fs::write(&file, tokens).unwrap();
+    let out = folder.path().join("out.safetensors");
+    broken(&["forward", "--model", text(model), "--tokens", text(&file), "--out", text(&out)], parts);
+    let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left, ["in.safetensors"], "a broken run left files");
+}
+
+#[test]
+fn forward_refuses_bad_tokens() {
+    let model = checkpoint("qwen3-adder");
+    let good = tokens_file(&[1, 2], vec![1, 2]);
+    forward_broken(&model, b"", &["in.safetensors", "not a safetensors file"]);
+    forward_broken(&model, &good[..good.len() - 1], &["in.safetensors", "not a safetensors file"]);
+    forward_broken(&model, &good[..12], &["in.safetensors"]);
+    let entry = r#"{"dtype":"I32","shape":[1,1],"data_offsets":[0,4]}"#;
+    let overlapping = raw_file(&format!(r#"{{"tokens":{entry},"other":{entry}}}"#), &[0; 4]);
+    forward_broken(&model, &overlapping, &["in.safetensors", "not a safetensors file"]);
+    forward_broken(&model, &raw_file(&format!(r#"{{"token":{entry}}}"#), &[0; 4]), &["`tokens`: missing"]);
+    let long = raw_file(r#"{"tokens":{"dtype":"I64","shape":[1,1],"data_offsets":[0,8]}}"#, &[0; 8]);
+    forward_broken(&model, &long, &["`tokens`", "I64", "I32"]);
+    forward_broken(&model, &tokens_file(&[2], vec![1, 2]), &["`tokens`", "[B, T]"]);
+    forward_broken(&model, &tokens_file(&[1, 0], vec![]), &["`tokens`", "no tokens"]);
+    forward_broken(&model, &tokens_file(&[0, 4], vec![]), &["`tokens`", "no tokens"]);
+    forward_broken(&model, &tokens_file(&[1, 2], vec![1, 1_000_000]), &["in.safetensors", "1000000"]);
+    forward_broken(&model, &tokens_file(&[1, 2], vec![-1, 1]), &["in.safetensors", "-1"]);
+}
+
+#[test]
+fn forward_refuses_bad_paths_and_options() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens = folder.path().join("in.safetensors");
+    std::fs::write(&tokens, tokens_file(&[1, 2], vec![1, 2])).unwrap();
+    let (model, tokens, out) = (checkpoint("qwen3-adder"), text(&tokens), folder.path().join("out.safetensors"));
+    let (model, out) = (text(&model), text(&out));
+    let run = |model: &str, tokens: &str, out: &str, more: &[&str], parts: &[&str]| {
+        broken(&[&["forward", "--model", model, "--tokens", tokens, "--out", out], more].concat(), parts);
+    };
+    run(model, "no/such/file", out, &[], &["no/such/file"]);
+    run(model, text(folder.path()), out, &[], &[text(folder.path())]);
+    run(model, tokens, "no/such/folder/out", &[], &["--out", "no/such/folder"]);
+    run(model, tokens, text(folder.path()), &[], &["--out", "is a folder"]);
+    run("no/such/model", tokens, out, &[], &["no/such/model"]);
+    run(tokens, tokens, out, &[], &["in.safetensors"]);
+    for schedule in ["chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:x", "Prefill"] {
+        run(model, tokens, out, &["--schedule", schedule], &["--schedule", "chunk:N"]);
+    }
+    run(model, tokens, out, &["--dtype", "fp16"], &["--dtype", "bf16 or fp32"]);
+    run(model, tokens, out, &["--batch", "2"], &["--batch", "together or alone"]);
+    run(model, tokens, out, &["--threads", "0"], &["threads is 0"]);
+    assert!(!Path::new(out).exists());
+}
+
+/// A copy of the adder checkpoint, to be damaged.
+fn copied() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
+        std::fs::copy(checkpoint("qwen3-adder").join(file), folder.path().join(file)).unwrap();
+    }
+    folder
+}
+
+/// `generate` and `forward` both refuse the model.
+#[track_caller]
+fn model_broken(model: &Path, parts: &[&str]) {
+    broken(&["generate", "--model", text(model), "--prompt", "1+1=", "--max-tokens", "1"], parts);
+    forward_broken(model, &tokens_file(&[1, 1], vec![1]), parts);
+}
+
+#[test]
+fn models_that_are_damaged() {
+    let folder = copied();
+    let weights = folder.path().join("model.safetensors");
+    let whole = std::fs::read(&weights).unwrap();
+    std::fs::write(&weights, &whole[..whole.len() - 2]).unwrap();
+    model_broken(folder.path(), &["model.safetensors"]);
+    std::fs::write(&weights, b"").unwrap();
+    model_broken(folder.path(), &["model.safetensors"]);
+    std::fs::remove_file(&weights).unwrap();
+    model_broken(folder.path(), &["model.safetensors"]);
+
+    let mut nan = whole.clone();
+    let end = nan.len();
+    nan[end - 2..].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    std::fs::write(&weights, &nan).unwrap();
+    model_broken(folder.path(), &["model.safetensors"]);
+
+    // A tensor that is not there: one name in the header is changed to another of the same length.
+    let header = String::from_utf8(whole[8..8 + header_len(&whole)].to_vec()).unwrap();
+    let renamed = raw_file(&header.replacen("model.norm.weight", "model.morn.weight", 1), &whole[8 + header.len()..]);
+    assert_ne!(renamed, whole, "the header has the name that is replaced");
+    std::fs::write(&weights, renamed).unwrap();
+    model_broken(folder.path(), &["model.safetensors", "model.norm.weight"]);
+    std::fs::write(&weights, &whole).unwrap();
+
+    let config = folder.path().join("config.json");
+    let good = std::fs::read_to_string(&config).unwrap();
+    assert!(good.contains("\"qwen3\""));
+    std::fs::write(&config, good.replace("\"qwen3\"", "\"qwen99\"")).unwrap();
+    model_broken(folder.path(), &["config.json", "qwen99"]);
+    std::fs::write(&config, &good[..good.len() / 2]).unwrap();
+    model_broken(folder.path(), &["config.json"]);
+    std::fs::remove_file(&config).unwrap();
+    model_broken(folder.path(), &["config.json"]);
+}
+
+fn header_len(file: &[u8]) -> usize {
+    u64::from_le_bytes(file[..8].try_into().expect("eight bytes")) as usize
+}
+
+#[test]
+fn generate_prints_what_transformers_printed() {
+    let model = checkpoint("qwen3-adder");
+    let samples: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(model.join("samples.json")).unwrap()).unwrap();
+    let samples = samples["samples"].as_array().unwrap();
+    assert!(samples.len() >= 20);
+    for (sample, isa) in samples.iter().zip([Isa::best(), Isa::Scalar].into_iter().cycle()) {
+        let prompt = sample["prompt"].as_str().unwrap();
+        let args = ["generate", "--model", text(&model), "--prompt", prompt, "--max-tokens", "4", "--isa", isa.name()];
+        let output = samebits(&args, b"");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let completion = format!("{}\n", sample["completion"].as_str().unwrap());
+        assert_eq!(String::from_utf8_lossy(&output.stdout), completion, "{prompt} with {isa}");
+    }
+}
+
+/// The whole file, not only the logits: nothing in it may say how it was made.
+#[test]
+fn forward_writes_the_same_file_under_every_setting() {
+    let model = checkpoint("qwen3-adder");
+    let reference = model.join("reference.safetensors");
+    let folder = tempfile::tempdir().unwrap();
+    let forward = |name: &str, settings: &[&str]| {
+        let out = folder.path().join(name);
+        let args = ["forward", "--model", text(&model), "--tokens", text(&reference), "--out", text(&out)];
+        let output = samebits(&[&args, settings].concat(), b"");
+        assert!(output.status.success(), "{settings:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(output.stdout.is_empty() && output.stderr.is_empty(), "{settings:?} printed something");
+        std::fs::read(out).unwrap()
+    };
+    let first = forward("first", &[]);
+    let logits = &File::decode(&first).unwrap().tensors["logits"];
+    assert_eq!((logits.dtype(), logits.shape()), (DType::Fp32, &[2, 40, 32][..]));
+    for settings in [
+        &["--schedule", "decode", "--threads", "1"][..],
+        &["--schedule", "chunk:7", "--batch", "alone"],
+        &["--batch", "alone", "--isa", "scalar", "--dtype", "bf16"],
+    ] {
+        assert!(forward("again", settings) == first, "{settings:?} moved a bit");
+    }
+    assert!(forward("fp32", &["--dtype", "fp32"]) != first, "--dtype is not heard");
+    // An existing file is replaced whole, and no temporary file stays.
+    let mut left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["again", "first", "fp32"]);
+}
