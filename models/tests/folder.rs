@@ -107,7 +107,7 @@ fn an_untouched_copy_loads() {
     for name in ["qwen3-adder", "qwen2", "llama"] {
         assert_eq!(load(copy(name).path()).unwrap().config().family.name(), name.split('-').next().unwrap());
     }
-    // The helpers keep what they are not told to change.
+    // What is not changed on purpose stays the same.
     let dir = copy("llama");
     change_tensors(&dir, |_| {});
     assert_eq!(logits(dir.path()), logits(&checkpoint("llama")));
@@ -382,6 +382,18 @@ fn any_eos_ends_the_text() {
     change_json(&dir, "config.json", |json| json["eos_token_id"] = 19.into());
     let endless = generate(&dir, "12+34=", 300).unwrap();
     assert_eq!((endless.tokens.len(), endless.stop, &endless.text[..2]), (300, Stop::MaxTokens, "46"));
+}
+
+#[test]
+fn special_tokens_are_not_text() {
+    for field in ["pad_token_id", "bos_token_id"] {
+        let dir = copy("qwen3-adder");
+        // Whatever begins a prompt, the token of 6 is now special.
+        fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
+        change_json(&dir, "config.json", |config| config[field] = 9.into());
+        let found = generate(&dir, "12+34=", 2).unwrap();
+        assert!(found.tokens.contains(&9) && !found.text.contains('6'), "{field}: {found:?}");
+    }
 }
 
 #[test]
