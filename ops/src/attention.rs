@@ -15,7 +15,9 @@
 use crate::gemm::SharedOut;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
-use crate::pack::{Scratch, bf16_slice, least_magnitude, pairs_of_row, scatter_pairs, scatter_wide, wide_row};
+use crate::pack::{
+    Scratch, bf16_slice, least_magnitude, pairs_of_row, prefetch, scatter_pairs, scatter_wide, wide_row,
+};
 use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
@@ -257,6 +259,7 @@ impl<I: Element> RowTile<'_, I> {
             let count = BLOCK.min(keys.to - from);
             let out = &mut scores[(from - keys.from) * width..][..count * width];
             let step = d.div_ceil(2);
+            (from..from + count).for_each(|j| prefetch(&self.k[self.key_at(j, d)..][..d]));
             let pairs = narrow.is_some_and(|(_, k)| {
                 let mut least = f32::INFINITY;
                 for (j, pairs) in block.words().chunks_exact_mut(step.max(1)).enumerate().take(count) {
@@ -324,6 +327,7 @@ impl<I: Element> RowTile<'_, I> {
         for block in (first_block..keys.to).step_by(BLOCK) {
             let from = block.max(keys.from);
             let to = (block + BLOCK).min(keys.to);
+            (from..to).for_each(|j| prefetch(&self.v[self.key_at(j, e)..][..e]));
             // bf16 rows of whole vectors are read in place; others are widened and padded first.
             let in_place = bf16_slice(self.v).filter(|_| e == columns);
             if in_place.is_none() {
@@ -389,9 +393,7 @@ impl<I: Element> RowTile<'_, I> {
                     }
                 }
             }
-            for (total, acc) in total.iter_mut().zip(&acc) {
-                *total += acc;
-            }
+            add_to(self.cpu, &mut total, &acc);
         }
         total
     }
@@ -450,29 +452,47 @@ impl Kernel for Weights<'_> {
             from: mine.iter().map(|range| range.from).max().unwrap_or(0),
             to: mine.iter().map(|range| range.to).min().unwrap_or(0),
         };
+        let count = keys.to - keys.from;
+        assert!(scores.len() >= count * width && width <= ROWS && width.is_multiple_of(S::LANES));
         let lowest = s.splat(f32::NEG_INFINITY);
         let (mut largest, mut finite) = ([f32::NEG_INFINITY; ROWS], [0f32; ROWS]);
         for lane in (0..width).step_by(S::LANES) {
             let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
             let (mut max, mut sum) = (lowest, s.splat(0.0));
-            for j in keys.from..keys.to {
-                let at = (j - keys.from) * width + lane;
-                let mut score = load_at(s, &scores[..], at, 0.0);
-                if let Some((cap, factor)) = cap {
-                    score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+            // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
+            let start = shared.from.clamp(keys.from, keys.to);
+            let end = shared.to.clamp(start, keys.to);
+            for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
+                if !masked && cap.is_none() {
+                    for j in part {
+                        // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
+                        let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
+                        sum = s.fma(score, s.splat(0.0), sum);
+                        max = s.max(score, max);
+                    }
+                    continue;
                 }
-                let mut visible = score;
-                if j < shared.from || j >= shared.to {
-                    let position = s.splat(j as f32);
-                    let mask = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
-                    visible = mask(score, s.splat(0.0));
-                    score = mask(score, lowest);
+                for j in part {
+                    // SAFETY: as above.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let mut score = unsafe { s.load(place) };
+                    if let Some((cap, factor)) = cap {
+                        score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+                    }
+                    let mut visible = score;
+                    if masked {
+                        let position = s.splat(j as f32);
+                        let inside = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
+                        visible = inside(score, s.splat(0.0));
+                        score = inside(score, lowest);
+                    }
+                    // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
+                    sum = s.fma(visible, s.splat(0.0), sum);
+                    max = s.max(score, max);
+                    // SAFETY: as above.
+                    unsafe { s.store(score, place) };
                 }
-                // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
-                sum = s.fma(visible, s.splat(0.0), sum);
-                max = s.max(score, max);
-                // SAFETY: `load_at` has checked the place; width is a multiple of LANES.
-                unsafe { s.store(score, scores[at..][..S::LANES].as_mut_ptr()) };
             }
             // SAFETY: lane + LANES <= width <= ROWS.
             unsafe {
@@ -507,24 +527,32 @@ impl Kernel for Weights<'_> {
         let mut sums = [0f32; ROWS];
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &reference[..], lane, 0.0);
-            let (mut total, mut block) = (s.splat(0.0), s.splat(0.0));
-            for j in keys.from..keys.to {
-                if j % BLOCK == 0 {
-                    total = s.add(total, block);
-                    block = s.splat(0.0);
+            let mut total = s.splat(0.0);
+            let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
+            let mut from = keys.from;
+            while from < keys.to {
+                let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
+                let mut block = s.splat(0.0);
+                for j in from..to {
+                    // SAFETY: as above.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let score = unsafe { s.load(place) };
+                    let (m, i) = exp_split(s, score, c_hi, c_lo);
+                    // An invisible key has score -inf here and so weight +0, which changes no l.
+                    let mut w = weight(s, m, i, n);
+                    block = s.add(block, w);
+                    if result.skips {
+                        w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
+                    }
+                    // SAFETY: as above.
+                    unsafe { s.store(w, place) };
                 }
-                let at = (j - keys.from) * width + lane;
-                let score = load_at(s, &scores[..], at, 0.0);
-                let (m, i) = exp_split(s, score, s.splat(c.0), s.splat(c.1));
-                // An invisible key has score -inf here and so weight +0, which changes no l.
-                let w = weight(s, m, i, n);
-                block = s.add(block, w);
-                let kept = if result.skips { s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN)) } else { w };
-                // SAFETY: as above.
-                unsafe { s.store(kept, scores[at..][..S::LANES].as_mut_ptr()) };
+                total = s.add(total, block);
+                from = to;
             }
             // SAFETY: lane + LANES <= width <= ROWS.
-            unsafe { s.store(s.add(total, block), sums[lane..][..S::LANES].as_mut_ptr()) };
+            unsafe { s.store(total, sums[lane..][..S::LANES].as_mut_ptr()) };
         }
         for (row, sum) in result.rows.iter_mut().zip(sums) {
             if let Row::Valid { l, .. } = row {
@@ -532,6 +560,27 @@ impl Kernel for Weights<'_> {
             }
         }
         result
+    }
+}
+
+/// `total += block`, element by element. Not generic, so that it is compiled once.
+fn add_to(cpu: &Cpu, total: &mut [f32], block: &[f32]) {
+    cpu.dispatch(AddTo { total, block });
+}
+
+struct AddTo<'a> {
+    total: &'a mut [f32],
+    block: &'a [f32],
+}
+
+impl Kernel for AddTo<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for at in (0..self.total.len()).step_by(S::LANES) {
+            let sum = s.add(load_at(s, self.total, at, 0.0), load_at(s, self.block, at, 0.0));
+            narrow_at(s, sum, self.total, at);
+        }
     }
 }
 
