@@ -12,10 +12,11 @@
 //! Two passes over the scores of 32 query rows at a time, one row per lane: the first finds `n`, the second makes the
 //! weights in place. Because `n` is an integer exponent, nothing is rescaled and no tile border can be seen.
 
-use crate::gemm::{SharedOut, least_magnitude, pack_pairs, pack_wide};
+use crate::gemm::SharedOut;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
-use crate::tile::{Left, MAX_ROWS, Order, Right, Tile, dot_is_exact, fma_tile};
+use crate::pack::{Scratch, bf16_slice, least_magnitude, pairs_of_row, scatter_pairs, scatter_wide, wide_row};
+use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
 
@@ -189,12 +190,13 @@ impl<I: Element> RowTile<'_, I> {
         let c_lo = (c - f64::from(c_hi)) as f32;
         debug_assert!(softcap == 0.0 || (c_hi, c_lo) == (LOG2E_HI, LOG2E_LO));
 
-        let mut scores = vec![0f32; (keys.to - keys.from) * self.width];
-        self.score(keys, &mut scores);
+        let mut scores = Scratch::new((keys.to - keys.from) * self.width);
+        let scores = scores.floats();
+        self.score(keys, scores);
         let softmax = weights(
             self.cpu,
             Weights {
-                scores: &mut scores,
+                scores: &mut *scores,
                 width: self.width,
                 rows: self.rows,
                 keys,
@@ -204,7 +206,7 @@ impl<I: Element> RowTile<'_, I> {
             },
         );
         let columns = value_dim.next_multiple_of(16);
-        let total = self.values(keys, &ranges, &scores, softmax.skips);
+        let total = self.values(keys, &ranges, scores, softmax.skips);
         for r in 0..self.rows {
             // SAFETY: each (tile, row) has its own index in [B,T,Hq].
             let (row, lse_row) =
@@ -231,33 +233,46 @@ impl<I: Element> RowTile<'_, I> {
         let d = self.shape.head_dim;
         let width = self.width;
         let query = |r: usize| &self.q[self.index(r) * d..][..d];
-        let least_query = (0..self.rows).map(|r| least_magnitude(query(r))).fold(f32::INFINITY, f32::min);
-        let dot = I::IS_BF16 && self.cpu.isa() == Isa::Avx512Bf16;
-        let mut query_pairs = vec![0u32; if dot { d.div_ceil(2) * width } else { 0 }];
-        let mut query_wide = vec![0f32; d * width];
-        for r in 0..self.rows {
-            if dot {
-                pack_pairs(query(r), 0x8000, &mut query_pairs, r, width);
+        let mut query_wide = Scratch::new(d * width);
+        let query_wide = query_wide.floats();
+        query_wide.fill(0.0);
+        (0..self.rows).for_each(|r| scatter_wide(query(r), self.shape.tf32, query_wide, r, width));
+        // The dot kernel, where the operands are bf16 and the machine has it.
+        let narrow = bf16_slice(self.q).zip(bf16_slice(self.k)).filter(|_| self.cpu.isa() == Isa::Avx512Bf16);
+        let mut query_pairs = Scratch::new(if narrow.is_some() { d.div_ceil(2) * width } else { 0 });
+        let mut least_query = f32::INFINITY;
+        if let Some((q, _)) = narrow {
+            query_pairs.words().fill(0);
+            for r in 0..self.rows {
+                let query = &q[self.index(r) * d..][..d];
+                least_query = least_query.min(least_magnitude(self.cpu, query));
+                scatter_pairs(query, bf16::NEG_ZERO, query_pairs.words(), r, width);
             }
-            pack_wide(query(r), self.shape.tf32, &mut query_wide, r, width);
         }
-        let (mut key_pairs, mut key_wide) = (Vec::new(), Vec::new());
+        let query_pairs: &[u32] = query_pairs.words();
+        // One chain is a tree of one segment.
+        let chain = [0, d];
+        let mut block = Scratch::new(BLOCK * d.next_multiple_of(2));
         for from in (keys.from..keys.to).step_by(BLOCK) {
             let count = BLOCK.min(keys.to - from);
-            let key = |j: usize| &self.k[self.key_at(from + j, d)..][..d];
             let out = &mut scores[(from - keys.from) * width..][..count * width];
-            let least_key = || (0..count).map(|j| least_magnitude(key(j))).fold(f32::INFINITY, f32::min);
-            let pairs = dot && dot_is_exact(least_query, least_key());
+            let step = d.div_ceil(2);
+            let pairs = narrow.is_some_and(|(_, k)| {
+                let mut least = f32::INFINITY;
+                for (j, pairs) in block.words().chunks_exact_mut(step.max(1)).enumerate().take(count) {
+                    let key = &k[self.key_at(from + j, d)..][..d];
+                    least = least.min(pairs_of_row(self.cpu, key, bf16::ZERO, pairs));
+                }
+                dot_is_exact(least_query, least)
+            });
             if pairs {
-                let step = d.div_ceil(2);
-                key_pairs.resize(BLOCK * step, 0);
-                (0..count).for_each(|j| pack_pairs(key(j), 0, &mut key_pairs, j * step, 1));
-                for (first, out) in (0..count).step_by(MAX_ROWS).zip(out.chunks_mut(MAX_ROWS * width)) {
+                let key_pairs: &[u32] = block.words();
+                for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                     let tile = Tile {
                         left: Left { data: &key_pairs[first * step..], row_stride: step, step: 1 },
-                        right: Right::Pairs(&query_pairs, width),
-                        order: Order::Chain(d),
-                        rows: MAX_ROWS.min(count - first),
+                        right: Right::Pairs(query_pairs, width),
+                        order: Order::Tree(&chain),
+                        rows: TILE_ROWS.min(count - first),
                         columns: width,
                         out,
                         out_stride: width,
@@ -271,16 +286,18 @@ impl<I: Element> RowTile<'_, I> {
                     drop(tile);
                 }
             } else {
-                key_wide.resize(BLOCK * d, 0.0);
-                (0..count).for_each(|j| pack_wide(key(j), self.shape.tf32, &mut key_wide, j * d, 1));
-                for (first, out) in (0..count).step_by(MAX_ROWS).zip(out.chunks_mut(MAX_ROWS * width)) {
+                for (j, wide) in block.floats().chunks_exact_mut(d.max(1)).enumerate().take(count) {
+                    wide_row(&self.k[self.key_at(from + j, d)..][..d], self.shape.tf32, wide);
+                }
+                let key_wide: &[f32] = block.floats();
+                for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                     fma_tile(
                         self.cpu,
                         Tile {
                             left: Left { data: &key_wide[first * d..], row_stride: d, step: 1 },
-                            right: Right::Wide(&query_wide, width),
-                            order: Order::Chain(d),
-                            rows: MAX_ROWS.min(count - first),
+                            right: Right::Wide(query_wide, width),
+                            order: Order::Tree(&chain),
+                            rows: TILE_ROWS.min(count - first),
                             columns: width,
                             out,
                             out_stride: width,
@@ -312,7 +329,7 @@ impl<I: Element> RowTile<'_, I> {
             if in_place.is_none() {
                 wide.resize(BLOCK * columns, 0.0);
                 (from..to).for_each(|j| {
-                    pack_wide(&self.v[self.key_at(j, e)..][..e], self.shape.tf32, &mut wide, (j - from) * columns, 1)
+                    wide_row(&self.v[self.key_at(j, e)..][..e], self.shape.tf32, &mut wide[(j - from) * columns..])
                 });
             }
             acc.fill(0.0);
@@ -341,8 +358,8 @@ impl<I: Element> RowTile<'_, I> {
                     },
                 );
             };
-            for first in (0..self.rows).step_by(MAX_ROWS) {
-                let rows = MAX_ROWS.min(self.rows - first);
+            for first in (0..self.rows).step_by(TILE_ROWS) {
+                let rows = TILE_ROWS.min(self.rows - first);
                 let mine = &ranges[first..first + rows];
                 let cut = |range: &Range| Range { from: range.from.clamp(from, to), to: range.to.clamp(from, to) };
                 // Keys that all rows see go through one tile; what a row sees before and after them, row by row.
@@ -378,12 +395,6 @@ impl<I: Element> RowTile<'_, I> {
         }
         total
     }
-}
-
-/// `x` as bf16 when that is what it is.
-fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
-    // SAFETY: `Element` is sealed and IS_BF16 is true for bf16 alone, so the types are the same.
-    I::IS_BF16.then(|| unsafe { std::slice::from_raw_parts(x.as_ptr().cast::<bf16>(), x.len()) })
 }
 
 /// What the softmax found for one row.

@@ -6,8 +6,13 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
-use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, fma_tile};
+use crate::pack::{
+    Scratch, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, scatter_pairs, scatter_wide,
+    wide_row,
+};
+use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use half::bf16;
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,7 +141,7 @@ fn panel_elements(k: usize) -> usize {
 
 /// How many tiles of 12 packed rows of x fit in the budget beside `taken` bytes.
 fn row_tiles_in_budget(cpu: &Cpu, k: usize, taken: usize) -> Result<usize, Error> {
-    let tile_bytes = (MAX_ROWS * k.next_multiple_of(2) * 4).max(1);
+    let tile_bytes = (TILE_ROWS * k.next_multiple_of(2) * 4).max(1);
     match cpu.budget().saturating_sub(taken) / tile_bytes {
         0 => Err(value_error(
             "gemm",
@@ -187,7 +192,7 @@ impl PackedWeight {
             let mut pairs = vec![0u32; count * size / 2];
             cpu.chunks(&mut pairs, size / 2, |panel, out| {
                 for (j, row) in rows(panel) {
-                    pack_pairs(row, 0x8000, out, j, PANEL);
+                    scatter_pairs(bf16_slice(row).expect("bf16"), bf16::NEG_ZERO, out, j, PANEL);
                 }
             });
             Panels::Pairs(pairs)
@@ -195,7 +200,7 @@ impl PackedWeight {
             let mut wide = vec![0f32; count * size];
             cpu.chunks(&mut wide, size, |panel, out| {
                 for (j, row) in rows(panel) {
-                    pack_wide(row, tf32, out, j, PANEL);
+                    scatter_wide(row, tf32, out, j, PANEL);
                 }
             });
             Panels::Wide(wide)
@@ -203,7 +208,8 @@ impl PackedWeight {
         let mut least = vec![f32::INFINITY; count];
         if I::IS_BF16 {
             cpu.chunks(&mut least, 1, |panel, out| {
-                out[0] = rows(panel).map(|(_, row)| least_magnitude(row)).fold(f32::INFINITY, f32::min);
+                let row = |row| least_magnitude(cpu, bf16_slice(row).expect("bf16"));
+                out[0] = rows(panel).map(|(_, x)| row(x)).fold(f32::INFINITY, f32::min);
             });
         }
         Ok(PackedWeight { n, k, panels, least })
@@ -236,32 +242,6 @@ impl PackedWeight {
     }
 }
 
-/// Smallest nonzero |x|, or infinity; NaN is ignored.
-pub(crate) fn least_magnitude<I: Element>(x: &[I]) -> f32 {
-    x.iter().map(|v| v.widen().abs()).fold(f32::INFINITY, |least, v| if v > 0.0 && v < least { v } else { least })
-}
-
-/// Writes one row as pairs, `stride` apart from `offset`; an odd end is filled with the bf16 bits `pad`.
-pub(crate) fn pack_pairs<I: Element>(row: &[I], pad: u32, out: &mut [u32], offset: usize, stride: usize) {
-    let bits = |v: &I| v.widen().to_bits() >> 16;
-    for (pair, slot) in row.chunks(2).zip(out.iter_mut().skip(offset).step_by(stride)) {
-        *slot = bits(&pair[0]) << 16 | pair.get(1).map_or(pad, bits);
-    }
-}
-
-/// Writes one row as f32, `stride` apart from `offset`.
-pub(crate) fn pack_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
-    for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
-        *slot = tf32.operand(v.widen());
-    }
-}
-
-/// Up to 12 rows of x, k by k.
-enum Rows {
-    Pairs(Vec<u32>),
-    Wide(Vec<f32>),
-}
-
 /// The whole product of `x` with one packed weight. `row_tiles` bounds how many tiles of x are packed at a time.
 #[allow(clippy::too_many_arguments)]
 fn product<I: Element, O: Element>(
@@ -279,27 +259,41 @@ fn product<I: Element, O: Element>(
     let k = w.k;
     let panels = w.n.div_ceil(PANEL);
     let least_weight = w.least.iter().copied().fold(f32::INFINITY, f32::min);
-    let dot = cpu.isa() == Isa::Avx512Bf16 && matches!(w.panels, Panels::Pairs(_));
+    // Few rows are one tall tile, so that each weight is read once.
+    let height = if m <= MAX_ROWS { m.max(1) } else { TILE_ROWS };
+    let row_tiles = (row_tiles * TILE_ROWS / height).max(1);
     let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
-    for block in (0..m.div_ceil(MAX_ROWS)).step_by(row_tiles) {
-        let tiles = row_tiles.min(m.div_ceil(MAX_ROWS) - block);
-        let mut packed: Vec<Rows> = Vec::new();
-        packed.resize_with(tiles, || Rows::Wide(Vec::new()));
-        cpu.chunks(&mut packed, 1, |t, slot| {
-            let first = (block + t) * MAX_ROWS;
-            let height = MAX_ROWS.min(m - first);
-            let rows = &x[first * k..(first + height) * k];
-            // The flush of VDPBF16PS must be invisible for every panel, or the tile takes the plain fma kernel.
-            slot[0] = if dot && dot_is_exact(least_magnitude(rows), least_weight) {
-                let mut pairs = vec![0u32; height * k.div_ceil(2)];
-                (0..height).for_each(|r| pack_pairs(&rows[r * k..][..k], 0, &mut pairs, r, height));
-                Rows::Pairs(pairs)
+    for block in (0..m.div_ceil(height)).step_by(row_tiles) {
+        let tiles = row_tiles.min(m.div_ceil(height) - block);
+        let first_row = |t: usize| (block + t) * height;
+        let rows_of = |t: usize| height.min(m - first_row(t));
+        let x_of = |t: usize| &x[first_row(t) * k..][..rows_of(t) * k];
+        // A tile goes through VDPBF16PS where its flush cannot be seen in any panel, else through the plain fma kernel.
+        let mut exact = vec![false; tiles];
+        if cpu.isa() == Isa::Avx512Bf16 && matches!(w.panels, Panels::Pairs(_)) {
+            cpu.chunks(&mut exact, 8, |chunk, exact| {
+                for (i, exact) in exact.iter_mut().enumerate() {
+                    let rows = bf16_slice(x_of(chunk * 8 + i)).expect("pairs are of bf16");
+                    *exact = dot_is_exact(least_magnitude(cpu, rows), least_weight);
+                }
+            });
+        }
+        let all_exact = exact.iter().all(|exact| *exact);
+        let tile_words = height * if all_exact { k.div_ceil(2) } else { k.next_multiple_of(2) };
+        let mut scratch = Scratch::new(tiles * tile_words);
+        cpu.chunks(scratch.words(), tile_words, |t, out| {
+            let rows = rows_of(t);
+            if exact[t] {
+                pairs_of_rows(bf16_slice(x_of(t)).expect("pairs are of bf16"), k, rows, bf16::ZERO, out);
             } else {
-                let mut wide = vec![0f32; height * k.next_multiple_of(2)];
-                (0..height).for_each(|r| pack_wide(&rows[r * k..][..k], tf32, &mut wide, r, height));
-                Rows::Wide(wide)
-            };
+                let out = as_floats_mut(out);
+                if k % 2 == 1 {
+                    out[k * rows..][..rows].fill(0.0);
+                }
+                x_of(t).chunks(k.max(1)).enumerate().for_each(|(r, row)| scatter_wide(row, tf32, out, r, rows));
+            }
         });
+        let packed: &[u32] = scratch.words();
         // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
         // threads have work.
         let cuts = (4 * cpu.threads()).div_ceil(panels.max(1)).clamp(1, tiles.max(1));
@@ -310,57 +304,31 @@ fn product<I: Element, O: Element>(
             let columns = PANEL.min(w.n - panel * PANEL);
             let mut bias_wide = [0f32; PANEL];
             if let Some(bias) = bias {
-                pack_wide(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut bias_wide, 0, 1);
+                wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut bias_wide);
             }
-            let bias_wide = bias.map(|_| &bias_wide);
             let mut sums = [0f32; MAX_ROWS * PANEL];
-            let mine = cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles);
-            for (t, rows) in mine.clone().zip(&packed[mine]) {
-                let first = (block + t) * MAX_ROWS;
-                let height = MAX_ROWS.min(m - first);
+            for t in cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles) {
+                let rows = rows_of(t);
                 let (right, order) = (w.right(panel), Order::Tree(bounds));
-                match rows {
-                    Rows::Pairs(pairs) => {
-                        let left = Left { data: pairs, row_stride: 1, step: height };
-                        let tile = Tile {
-                            left,
-                            right,
-                            order,
-                            rows: height,
-                            columns: PANEL,
-                            out: &mut sums,
-                            out_stride: PANEL,
-                        };
-                        #[cfg(target_arch = "x86_64")]
-                        // SAFETY: rows are packed as pairs only when `cpu` has Isa::Avx512Bf16, which `Cpu::new` checked.
-                        unsafe {
-                            crate::tile::dot_tile(tile)
-                        };
-                        #[cfg(not(target_arch = "x86_64"))]
-                        drop(tile);
-                    }
-                    Rows::Wide(wide) => {
-                        let left = Left { data: wide, row_stride: 1, step: height };
-                        fma_tile(
-                            cpu,
-                            Tile {
-                                left,
-                                right,
-                                order,
-                                rows: height,
-                                columns: PANEL,
-                                out: &mut sums,
-                                out_stride: PANEL,
-                            },
-                        );
-                    }
+                let (out, out_stride) = (&mut sums[..rows * PANEL], PANEL);
+                let slot = &packed[t * tile_words..][..tile_words.min(packed.len() - t * tile_words)];
+                if exact[t] {
+                    let left = Left { data: slot, row_stride: 1, step: rows };
+                    let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride };
+                    #[cfg(target_arch = "x86_64")]
+                    // SAFETY: a tile is exact only when `cpu` has Isa::Avx512Bf16, which `Cpu::new` checked.
+                    unsafe {
+                        crate::tile::dot_tile(tile)
+                    };
+                    #[cfg(not(target_arch = "x86_64"))]
+                    drop(tile);
+                } else {
+                    let left = Left { data: as_floats(slot), row_stride: 1, step: rows };
+                    fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });
                 }
-                for r in 0..height {
-                    let at = (first + r) * target.stride + target.first + panel * PANEL;
-                    // SAFETY: tasks differ in rows or in panel, so their ranges of y are disjoint; `part` checks bounds.
-                    let row = unsafe { y.part(at, columns) };
-                    cpu.dispatch(Finish { sums: &sums[r * PANEL..][..PANEL], bias: bias_wide, out: row });
-                }
+                let at = first_row(t) * target.stride + target.first + panel * PANEL;
+                // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+                unsafe { finish(cpu, &sums[..rows * PANEL], bias.map(|_| &bias_wide), &y, at, target.stride, columns) };
             }
         });
     }
@@ -388,23 +356,45 @@ impl<O> SharedOut<O> {
     }
 }
 
-/// `+ bias` and the last rounding of one row of a tile.
+/// `+ bias` and the last rounding of the rows of a tile, `stride` apart from `at` in y.
+///
+/// # Safety
+/// No other thread touches these places of y.
+unsafe fn finish<O: Element>(
+    cpu: &Cpu,
+    sums: &[f32],
+    bias: Option<&[f32; PANEL]>,
+    y: &SharedOut<O>,
+    at: usize,
+    stride: usize,
+    columns: usize,
+) {
+    cpu.dispatch(Finish { sums, bias, y, at, stride, columns });
+}
+
 struct Finish<'a, O> {
     sums: &'a [f32],
     bias: Option<&'a [f32; PANEL]>,
-    out: &'a mut [O],
+    y: &'a SharedOut<O>,
+    at: usize,
+    stride: usize,
+    columns: usize,
 }
 
 impl<O: Element> Kernel for Finish<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for at in (0..self.out.len()).step_by(S::LANES) {
-            let mut sum = load_at(s, self.sums, at, 0.0);
-            if let Some(bias) = self.bias {
-                sum = s.add(sum, load_at(s, bias, at, 0.0));
+        for (r, sums) in self.sums.chunks_exact(PANEL).enumerate() {
+            // SAFETY: `finish`'s caller has these places to itself.
+            let row = unsafe { self.y.part(self.at + r * self.stride, self.columns) };
+            for column in (0..row.len()).step_by(S::LANES) {
+                let mut sum = load_at(s, sums, column, 0.0);
+                if let Some(bias) = self.bias {
+                    sum = s.add(sum, load_at(s, bias, column, 0.0));
+                }
+                narrow_at(s, sum, row, column);
             }
-            narrow_at(s, sum, self.out, at);
         }
     }
 }

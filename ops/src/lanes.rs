@@ -89,6 +89,10 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_pairs(self, p: *const u32) -> (Self::F, Self::F);
+    /// Copies `LANES` pairs with their halves exchanged: from memory order to the earlier element in the high half.
+    /// # Safety
+    /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32);
 }
 
 /// An algorithm over [`Simd`]. Implementations of `run` are `#[inline(always)]`.

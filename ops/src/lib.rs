@@ -16,6 +16,7 @@ mod lane_sum;
 mod lanes;
 mod logprob;
 mod math;
+mod pack;
 mod rms_norm;
 mod rope;
 mod silu_mul;

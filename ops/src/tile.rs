@@ -12,8 +12,10 @@ use crate::lanes::{Kernel, Simd};
 
 /// Columns of a packed panel.
 pub const PANEL: usize = 32;
-/// Rows of the tallest tile.
-pub const MAX_ROWS: usize = 12;
+/// Rows of a tile that fills the registers two vectors wide.
+pub const TILE_ROWS: usize = 12;
+/// Rows of the tallest tile; beyond [`TILE_ROWS`] it is one vector wide.
+pub const MAX_ROWS: usize = 24;
 
 /// The left operand: element (r, k) stands at `data[r * row_stride + k * step]`.
 #[derive(Clone, Copy)]
@@ -140,24 +142,6 @@ impl Steps for NarrowSteps {
     }
 }
 
-/// Joins the sum of segment `i` with its finished left neighbours: `stack` is a binary counter of subtrees.
-macro_rules! join_segment {
-    ($i:expr, $acc:ident, $stack:ident, $($add:tt)+) => {{
-        let mut level = 0;
-        while $i >> level & 1 == 1 {
-            for r in 0..ROWS {
-                for v in 0..VECTORS {
-                    $acc[r][v] = $($add)+($stack[level][r][v], $acc[r][v]);
-                }
-            }
-            level += 1;
-        }
-        if level < 3 {
-            $stack[level] = $acc;
-        }
-    }};
-}
-
 /// Runs `tile` with fused multiply-adds on `cpu`'s instruction set. Not generic, so that it is compiled once.
 pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
     cpu.dispatch(FmaTile(tile));
@@ -202,7 +186,11 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
-            if S::LANES == 16 && left >= 12 {
+            if S::LANES == 16 && left >= 24 && tile.columns <= PANEL {
+                tall::<S, B, 24, ADJACENT>(s, &tile, a, b, out)
+            } else if S::LANES == 16 && left >= 16 && tile.columns <= PANEL {
+                tall::<S, B, 16, ADJACENT>(s, &tile, a, b, out)
+            } else if S::LANES == 16 && left >= 12 {
                 columns::<S, B, 12, ADJACENT>(s, &tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
                 columns::<S, B, 8, ADJACENT>(s, &tile, a, b, out)
@@ -217,6 +205,22 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
             }
         };
     }
+}
+
+/// As [`columns`], one vector wide: more rows pass while a panel is read once.
+#[inline(always)]
+unsafe fn tall<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: *const f32,
+    b: B,
+    out: *mut f32,
+) -> usize {
+    for column in (0..tile.columns).step_by(S::LANES) {
+        // SAFETY: the caller's promise; these columns are below `tile.columns`.
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+    }
+    ROWS
 }
 
 /// All columns of `ROWS` rows; returns `ROWS`.
@@ -252,45 +256,57 @@ unsafe fn fma_chains<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize,
     out: *mut f32,
 ) {
     let zero = s.splat(0.0);
-    let mut acc = [[zero; VECTORS]; ROWS];
-    match tile.order {
-        Order::Chain(len) => {
-            for (r, row) in acc.iter_mut().enumerate() {
-                for (v, sum) in row.iter_mut().enumerate() {
+    // Finished subtrees: a binary counter, one place per level of the tree.
+    let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+    let whole = [0, tile.order.end()];
+    let (bounds, tree) = match tile.order {
+        Order::Tree(bounds) => (bounds, true),
+        Order::Chain(_) => (&whole[..], false),
+    };
+    let segments = bounds.len() - 1;
+    for i in 0..segments {
+        let mut sums = [[zero; VECTORS]; ROWS];
+        if !tree {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
                     // SAFETY: `Tile::check` bounded the output.
-                    *sum = unsafe { s.load(out.add(r * tile.out_stride + v * S::LANES)) };
+                    sums[r][v] = unsafe { s.load(out.add(r * tile.out_stride + v * S::LANES)) };
                 }
             }
-            // SAFETY: the caller's promise, and `len` is the order's end.
-            unsafe { chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut acc, tile.left, a, b, column, 0, len) };
         }
-        Order::Tree(bounds) => {
-            let mut stack = [[[zero; VECTORS]; ROWS]; 3];
-            for (i, pair) in bounds.windows(2).enumerate() {
-                acc = [[zero; VECTORS]; ROWS];
-                // SAFETY: the caller's promise, and the bounds ascend to the order's end.
-                unsafe {
-                    chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut acc, tile.left, a, b, column, pair[0], pair[1])
-                };
-                join_segment!(i, acc, stack, s.add);
+        // SAFETY: the caller's promise, and the bounds ascend to the order's end.
+        unsafe {
+            chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut sums, tile.left, a, b, column, bounds[i], bounds[i + 1])
+        };
+        let mut level = 0;
+        while i >> level & 1 == 1 {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    sums[r][v] = s.add(stack[level][r][v], sums[r][v]);
+                }
             }
+            level += 1;
         }
-    }
-    for (r, row) in acc.iter().enumerate() {
-        for (v, sum) in row.iter().enumerate() {
-            // SAFETY: `Tile::check` bounded the output.
-            unsafe { s.store(*sum, out.add(r * tile.out_stride + v * S::LANES)) };
+        for r in 0..ROWS {
+            for v in 0..VECTORS {
+                if i + 1 < segments {
+                    stack[level][r][v] = sums[r][v];
+                } else {
+                    // SAFETY: `Tile::check` bounded the output.
+                    unsafe { s.store(sums[r][v], out.add(r * tile.out_stride + v * S::LANES)) };
+                }
+            }
         }
     }
 }
 
-/// Continues the chains in `acc` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
+/// Continues the chains in `sums` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
 /// it start there.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
     s: S,
-    acc: &mut [[S::F; VECTORS]; ROWS],
+    sums: &mut [[S::F; VECTORS]; ROWS],
     left: Left<'_, f32>,
     a: *const f32,
     b: B,
@@ -299,7 +315,8 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
     to: usize,
 ) {
     let row_stride = if ADJACENT { 1 } else { left.row_stride };
-    let mut sums = *acc;
+    // A copy that lives in registers while the loop runs.
+    let mut live = *sums;
     for at in from.div_ceil(B::K)..to.div_ceil(B::K) {
         // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
         unsafe {
@@ -312,20 +329,20 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
             for r in 0..ROWS {
                 let x = s.splat(*x.add(r * row_stride));
                 for v in 0..VECTORS {
-                    sums[r][v] = s.fma(x, first[v], sums[r][v]);
+                    live[r][v] = s.fma(x, first[v], live[r][v]);
                 }
             }
             if B::K == 2 {
                 for r in 0..ROWS {
                     let x = s.splat(*x.add(left.step + r * row_stride));
                     for v in 0..VECTORS {
-                        sums[r][v] = s.fma(x, second[v], sums[r][v]);
+                        live[r][v] = s.fma(x, second[v], live[r][v]);
                     }
                 }
             }
         }
     }
-    *acc = sums;
+    *sums = live;
 }
 
 /// Whether `VDPBF16PS` gives the bits of two fused multiply-adds for operands whose smallest nonzero magnitudes are
@@ -375,7 +392,19 @@ pub unsafe fn dot_tile(tile: Tile<'_, u32>) {
                 $rows
             }};
         }
+        // As [`tall`].
+        macro_rules! tall {
+            ($rows:literal) => {{
+                for column in (0..tile.columns).step_by(16) {
+                    // SAFETY: as above.
+                    unsafe { dot_chains::<$rows, 1, true>(&tile, a, b, column, out.add(column)) };
+                }
+                $rows
+            }};
+        }
         row += match left {
+            24.. if adjacent => tall!(24),
+            16.. if adjacent => tall!(16),
             12.. => rows!(12),
             8.. => rows!(8),
             4.. => rows!(4),
@@ -400,64 +429,66 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
     let zero = _mm512_setzero_ps();
     let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
     let step = tile.left.step;
-    let mut acc = [[zero; VECTORS]; ROWS];
+    // As in `fma_chains`.
     let mut stack = [[[zero; VECTORS]; ROWS]; 3];
     let whole = [0, tile.order.end()];
-    let bounds: &[usize] = match tile.order {
-        Order::Tree(bounds) => bounds,
-        Order::Chain(_) => {
-            for (r, row) in acc.iter_mut().enumerate() {
-                for (v, sum) in row.iter_mut().enumerate() {
+    let (bounds, tree) = match tile.order {
+        Order::Tree(bounds) => (bounds, true),
+        Order::Chain(_) => (&whole[..], false),
+    };
+    let segments = bounds.len() - 1;
+    for i in 0..segments {
+        let mut sums = [[zero; VECTORS]; ROWS];
+        if !tree {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
                     // SAFETY: `Tile::check` bounded the output.
-                    *sum = unsafe { _mm512_loadu_ps(out.add(r * tile.out_stride + v * 16)) };
+                    sums[r][v] = unsafe { _mm512_loadu_ps(out.add(r * tile.out_stride + v * 16)) };
                 }
             }
-            &whole
         }
-    };
-    for (i, pair) in bounds.windows(2).enumerate() {
-        if matches!(tile.order, Order::Tree(_)) {
-            acc = [[zero; VECTORS]; ROWS];
-        }
-        let mut sums = acc;
-        for at in pair[0].div_ceil(2)..pair[1].div_ceil(2) {
-            // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; both types are
-            // 512 bits of pairs of bf16.
-            unsafe {
-                let mut right: [__m512bh; VECTORS] = transmute_copy_zero(zero);
-                for (v, pairs) in right.iter_mut().enumerate() {
-                    *pairs =
-                        transmute::<__m512i, __m512bh>(_mm512_loadu_si512(b.add(at * stride + column + v * 16).cast()));
-                }
+        let (from, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
+        // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; a vector of i32 and
+        // one of pairs of bf16 have the same 512 bits.
+        unsafe {
+            // A copy that lives in registers while the loop runs.
+            let mut live = sums;
+            for at in from..to {
+                let right = b.add(at * stride + column);
+                let first = transmute::<__m512i, __m512bh>(_mm512_loadu_si512(right.cast()));
+                let last = match VECTORS {
+                    2 => transmute::<__m512i, __m512bh>(_mm512_loadu_si512(right.add(16).cast())),
+                    _ => first,
+                };
                 let left = a.add(at * step);
                 for r in 0..ROWS {
                     let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
-                    for v in 0..VECTORS {
-                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x, right[v]);
+                    live[r][0] = _mm512_dpbf16_ps(live[r][0], x, first);
+                    if VECTORS == 2 {
+                        live[r][VECTORS - 1] = _mm512_dpbf16_ps(live[r][VECTORS - 1], x, last);
                     }
                 }
             }
+            sums = live;
         }
-        acc = sums;
-        if matches!(tile.order, Order::Tree(_)) {
-            join_segment!(i, acc, stack, _mm512_add_ps);
+        let mut level = 0;
+        while i >> level & 1 == 1 {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    sums[r][v] = _mm512_add_ps(stack[level][r][v], sums[r][v]);
+                }
+            }
+            level += 1;
+        }
+        for r in 0..ROWS {
+            for v in 0..VECTORS {
+                if i + 1 < segments {
+                    stack[level][r][v] = sums[r][v];
+                } else {
+                    // SAFETY: `Tile::check` bounded the output.
+                    unsafe { _mm512_storeu_ps(out.add(r * tile.out_stride + v * 16), sums[r][v]) };
+                }
+            }
         }
     }
-    for (r, row) in acc.iter().enumerate() {
-        for (v, sum) in row.iter().enumerate() {
-            // SAFETY: `Tile::check` bounded the output.
-            unsafe { _mm512_storeu_ps(out.add(r * tile.out_stride + v * 16), *sum) };
-        }
-    }
-}
-
-/// `VECTORS` zero vectors of pairs.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-fn transmute_copy_zero<const VECTORS: usize>(
-    zero: std::arch::x86_64::__m512,
-) -> [std::arch::x86_64::__m512bh; VECTORS] {
-    // SAFETY: both types are 512 bits and any bits are valid.
-    [unsafe { std::mem::transmute::<std::arch::x86_64::__m512, std::arch::x86_64::__m512bh>(zero) }; VECTORS]
 }

@@ -168,6 +168,15 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let pairs = _mm256_loadu_si256(from.cast());
+            let swapped = _mm256_or_si256(_mm256_slli_epi32::<16>(pairs), _mm256_srli_epi32::<16>(pairs));
+            _mm256_storeu_si256(to.cast(), swapped)
+        }
+    }
+    #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m256, __m256) {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {

@@ -168,6 +168,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_storeu_si512(to.cast(), _mm512_rol_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
+    }
+    #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m512, __m512) {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {

@@ -112,9 +112,14 @@ impl Simd for Scalar {
         unsafe { *p = f16::narrow(v) }
     }
     #[inline(always)]
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { to.write_unaligned(from.read_unaligned().rotate_left(16)) }
+    }
+    #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (f32, f32) {
         // SAFETY: the caller's promise.
-        let pair = unsafe { *p };
+        let pair = unsafe { p.read_unaligned() };
         (f32::from_bits(pair & 0xFFFF_0000), f32::from_bits(pair << 16))
     }
 }

@@ -1,0 +1,202 @@
+//! Operands of a [`Tile`](crate::tile::Tile) as the kernels read them: bf16 in pairs along k, everything else widened.
+
+use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
+use crate::{Cpu, Element, Tf32};
+use half::bf16;
+use std::cell::RefCell;
+
+/// `x` as bf16 when that is what it is.
+pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
+    // SAFETY: `Element` is sealed and IS_BF16 is true for bf16 alone, so the types are the same.
+    I::IS_BF16.then(|| unsafe { std::slice::from_raw_parts(x.as_ptr().cast::<bf16>(), x.len()) })
+}
+
+/// Two elements as one pair: the earlier in the high half, where `VDPBF16PS` takes it first.
+#[inline(always)]
+fn pair(earlier: bf16, later: bf16) -> u32 {
+    u32::from(earlier.to_bits()) << 16 | u32::from(later.to_bits())
+}
+
+/// Writes `rows` rows of `k` elements pair by pair: `out[p * rows + r]` is pair p of row r. An odd end is filled with
+/// `pad`.
+pub fn pairs_of_rows(x: &[bf16], k: usize, rows: usize, pad: bf16, out: &mut [u32]) {
+    /// With the number of rows known, the compiler keeps one pointer per row.
+    fn fixed<const ROWS: usize>(x: &[bf16], k: usize, out: &mut [u32]) {
+        let row: [&[bf16]; ROWS] = std::array::from_fn(|r| &x[r * k..][..k]);
+        for (p, out) in out.chunks_exact_mut(ROWS).take(k / 2).enumerate() {
+            for r in 0..ROWS {
+                out[r] = pair(row[r][2 * p], row[r][2 * p + 1]);
+            }
+        }
+    }
+    match rows {
+        12 => fixed::<12>(x, k, out),
+        1 => fixed::<1>(x, k, out),
+        _ => {
+            for r in 0..rows {
+                let row = &x[r * k..][..k];
+                for (p, slot) in out.iter_mut().skip(r).step_by(rows).take(k / 2).enumerate() {
+                    *slot = pair(row[2 * p], row[2 * p + 1]);
+                }
+            }
+        }
+    }
+    if k % 2 == 1 {
+        for r in 0..rows {
+            out[k / 2 * rows + r] = pair(x[r * k + k - 1], pad);
+        }
+    }
+}
+
+/// Writes one row as adjacent pairs, an odd end filled with `pad`, and returns its [`least_magnitude`].
+pub fn pairs_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
+    let whole = row.len() / 2;
+    let least = cpu.dispatch(PairsOfRow { row: &row[..2 * whole], out: &mut out[..whole] });
+    match row.get(2 * whole) {
+        None => least,
+        Some(&last) => {
+            out[whole] = pair(last, pad);
+            least.min(if last.widen().abs() > 0.0 { last.widen().abs() } else { f32::INFINITY })
+        }
+    }
+}
+
+struct PairsOfRow<'a> {
+    row: &'a [bf16],
+    out: &'a mut [u32],
+}
+
+impl Kernel for PairsOfRow<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let mut least = s.splat(f32::INFINITY);
+        let vectors = self.out.len() / S::LANES;
+        for at in (0..vectors * S::LANES).step_by(S::LANES) {
+            // SAFETY: 2 * LANES bf16 of the row and LANES words of the output start here; pairs are read unaligned.
+            unsafe {
+                let from = self.row.as_ptr().add(2 * at).cast::<u32>();
+                s.swap_pairs(from, self.out.as_mut_ptr().add(at));
+                let (a, b) = s.load_pairs(from);
+                least = s.min(nonzero(s, a), s.min(nonzero(s, b), least));
+            }
+        }
+        let mut smallest = reduce_min(s, least);
+        for at in vectors * S::LANES..self.out.len() {
+            self.out[at] = pair(self.row[2 * at], self.row[2 * at + 1]);
+            smallest = smallest.min(reduce_min(s, nonzero(s, s.splat(self.row[2 * at].widen()))));
+            smallest = smallest.min(reduce_min(s, nonzero(s, s.splat(self.row[2 * at + 1].widen()))));
+        }
+        smallest
+    }
+}
+
+/// |v| where it is not zero or NaN, else infinity.
+#[inline(always)]
+fn nonzero<S: Simd>(s: S, v: S::F) -> S::F {
+    let v = s.abs(v);
+    s.select_ge(v, s.splat(f32::from_bits(1)), v, s.splat(f32::INFINITY))
+}
+
+/// The smallest lane.
+#[inline(always)]
+fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
+    let mut lanes = [f32::INFINITY; MAX_LANES];
+    // SAFETY: MAX_LANES >= LANES.
+    unsafe { s.store(v, lanes.as_mut_ptr()) };
+    lanes.into_iter().fold(f32::INFINITY, f32::min)
+}
+
+/// Writes one row as pairs, `stride` apart from `offset`; an odd end is filled with `pad`.
+pub fn scatter_pairs(row: &[bf16], pad: bf16, out: &mut [u32], offset: usize, stride: usize) {
+    for (two, slot) in row.chunks(2).zip(out.iter_mut().skip(offset).step_by(stride)) {
+        *slot = pair(two[0], two.get(1).copied().unwrap_or(pad));
+    }
+}
+
+/// Writes one row as f32, `stride` apart from `offset`.
+pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
+    for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
+        *slot = tf32.operand(v.widen());
+    }
+}
+
+/// Writes one row as adjacent f32.
+pub fn wide_row<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32]) {
+    for (v, slot) in row.iter().zip(out) {
+        *slot = tf32.operand(v.widen());
+    }
+}
+
+/// Smallest nonzero |x|, or infinity; NaN is ignored.
+pub fn least_magnitude(cpu: &Cpu, x: &[bf16]) -> f32 {
+    cpu.dispatch(Least { x })
+}
+
+struct Least<'a> {
+    x: &'a [bf16],
+}
+
+impl Kernel for Least<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let mut least = s.splat(f32::INFINITY);
+        for at in (0..self.x.len()).step_by(S::LANES) {
+            least = s.min(nonzero(s, load_at(s, self.x, at, bf16::ZERO)), least);
+        }
+        reduce_min(s, least)
+    }
+}
+
+/// The same words as f32.
+pub fn as_floats(words: &[u32]) -> &[f32] {
+    // SAFETY: u32 and f32 have the same size and alignment, and every bit pattern is a value of both.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<f32>(), words.len()) }
+}
+
+/// The same words as f32.
+pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
+}
+
+thread_local! {
+    /// Workspace kept from call to call, so that the system is not asked for fresh pages every time.
+    static KEPT: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A buffer of `len` words with arbitrary contents, given back to its thread when dropped.
+pub struct Scratch(Vec<u32>);
+
+/// Workspace above this many words is returned to the system.
+const KEEP: usize = 16 << 20;
+
+impl Scratch {
+    /// Takes a buffer of this thread, or a new one.
+    pub fn new(len: usize) -> Scratch {
+        let mut words = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
+        words.resize(len, 0);
+        Scratch(words)
+    }
+
+    /// The buffer as words.
+    pub fn words(&mut self) -> &mut [u32] {
+        &mut self.0
+    }
+
+    /// The buffer as f32.
+    pub fn floats(&mut self) -> &mut [f32] {
+        as_floats_mut(&mut self.0)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if self.0.capacity() <= KEEP {
+            let words = std::mem::take(&mut self.0);
+            // The thread may be ending, and its store gone with it.
+            let _ = KEPT.try_with(|kept| kept.borrow_mut().push(words));
+        }
+    }
+}
