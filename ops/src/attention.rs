@@ -15,7 +15,9 @@
 use crate::gemm::SharedOut;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
-use crate::pack::{Scratch, bf16_slice, least_magnitude, pairs_of_row, scatter_pairs, scatter_wide, wide_row};
+use crate::pack::{
+    Scratch, bf16_slice, least_magnitude, pairs_of_row, prefetch, scatter_pairs, scatter_wide, wide_row,
+};
 use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
@@ -51,6 +53,8 @@ pub struct Attention {
 
 /// Keys per block: belongs to the contract, not to the machine.
 const BLOCK: usize = 256;
+/// Keys between a key and the one asked of memory beside it.
+const AHEAD: usize = 32;
 /// Query rows per tile: one row of scores per lane of a panel.
 const ROWS: usize = 32;
 
@@ -111,6 +115,30 @@ pub fn attention<I: Element, O: Element>(
         ));
     }
     let tiles = (queries * group).div_ceil(width);
+    // Keys that many tiles read are turned into pairs once, when there is room for them.
+    let entry_pairs = keys.next_multiple_of(BLOCK) * head_dim.div_ceil(2);
+    let room = cpu.budget().saturating_sub(tile_bytes(width) * cpu.threads()) / 4;
+    let narrow = bf16_slice(k).filter(|_| cpu.isa() == Isa::Avx512Bf16 && tiles > 1);
+    let narrow = narrow.filter(|_| entry_pairs.saturating_mul(batch * kv_heads) <= room);
+    let mut pairs = Scratch::new(if narrow.is_some() { entry_pairs * batch * kv_heads } else { 0 });
+    let mut least = vec![f32::INFINITY; if narrow.is_some() { keys.div_ceil(BLOCK) * batch * kv_heads } else { 0 }];
+    if let Some(k) = narrow {
+        let step = head_dim.div_ceil(2);
+        let blocks = keys.div_ceil(BLOCK);
+        let pairs = SharedOut { data: pairs.words().as_mut_ptr(), len: pairs.words().len() };
+        cpu.chunks(&mut least, 1, |i, least| {
+            let (entry, block) = (i / blocks, i % blocks);
+            let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
+            // SAFETY: every (entry, block) has its own part.
+            let out = unsafe { pairs.part(entry * entry_pairs + block * BLOCK * step, BLOCK * step) };
+            let count = BLOCK.min((kv_len[b] as usize).saturating_sub(block * BLOCK));
+            for (j, out) in out.chunks_exact_mut(step.max(1)).enumerate().take(count) {
+                let at = ((b * keys + block * BLOCK + j) * kv_heads + kv_head) * head_dim;
+                least[0] = least[0].min(pairs_of_row(cpu, &k[at..][..head_dim], bf16::ZERO, out));
+            }
+        });
+    }
+    let pairs: &[u32] = pairs.words();
     let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
     let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
     cpu.each(batch * kv_heads * tiles, |task| {
@@ -118,7 +146,12 @@ pub fn attention<I: Element, O: Element>(
         let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
         let first = tile * width;
         let rows = width.min(queries * group - first);
-        RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize }
+        let blocks = keys.div_ceil(BLOCK);
+        let paired = narrow.map(|_| Paired {
+            words: &pairs[entry * entry_pairs..][..entry_pairs],
+            least: &least[entry * blocks..][..blocks],
+        });
+        RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize, paired }
             .run(&out, &lse);
     });
     Ok(())
@@ -140,6 +173,15 @@ struct RowTile<'a, I> {
     v: &'a [I],
     q_pos: &'a [i32],
     kv_len: usize,
+    /// The keys as pairs, when other tiles read them too.
+    paired: Option<Paired<'a>>,
+}
+
+/// The keys of one key head as pairs, key by key, and the smallest nonzero magnitude of each block.
+#[derive(Clone, Copy)]
+struct Paired<'a> {
+    words: &'a [u32],
+    least: &'a [f32],
 }
 
 /// The keys a row sees: `from..to`.
@@ -253,20 +295,29 @@ impl<I: Element> RowTile<'_, I> {
         // One chain is a tree of one segment.
         let chain = [0, d];
         let mut block = Scratch::new(BLOCK * d.next_multiple_of(2));
-        for from in (keys.from..keys.to).step_by(BLOCK) {
-            let count = BLOCK.min(keys.to - from);
+        let step = d.div_ceil(2);
+        let mut from = keys.from;
+        while from < keys.to {
+            let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
+            let count = to - from;
             let out = &mut scores[(from - keys.from) * width..][..count * width];
-            let step = d.div_ceil(2);
-            let pairs = narrow.is_some_and(|(_, k)| {
-                let mut least = f32::INFINITY;
-                for (j, pairs) in block.words().chunks_exact_mut(step.max(1)).enumerate().take(count) {
-                    let key = &k[self.key_at(from + j, d)..][..d];
-                    least = least.min(pairs_of_row(self.cpu, key, bf16::ZERO, pairs));
+            let least_key = match (self.paired, narrow) {
+                (Some(paired), _) => paired.least[from / BLOCK],
+                (None, Some((_, k))) => {
+                    let mut least = f32::INFINITY;
+                    for (j, pairs) in (from..to).zip(block.words().chunks_exact_mut(step.max(1))) {
+                        prefetch(&k[self.key_at((j + AHEAD).min(keys.to - 1), d)..][..d]);
+                        least = least.min(pairs_of_row(self.cpu, &k[self.key_at(j, d)..][..d], bf16::ZERO, pairs));
+                    }
+                    least
                 }
-                dot_is_exact(least_query, least)
-            });
-            if pairs {
-                let key_pairs: &[u32] = block.words();
+                (None, None) => f32::NAN,
+            };
+            if dot_is_exact(least_query, least_key) {
+                let key_pairs: &[u32] = match self.paired {
+                    Some(paired) => &paired.words[from * step..],
+                    None => block.words(),
+                };
                 for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                     let tile = Tile {
                         left: Left { data: &key_pairs[first * step..], row_stride: step, step: 1 },
@@ -286,8 +337,8 @@ impl<I: Element> RowTile<'_, I> {
                     drop(tile);
                 }
             } else {
-                for (j, wide) in block.floats().chunks_exact_mut(d.max(1)).enumerate().take(count) {
-                    wide_row(&self.k[self.key_at(from + j, d)..][..d], self.shape.tf32, wide);
+                for (j, wide) in (from..to).zip(block.floats().chunks_exact_mut(d.max(1))) {
+                    wide_row(&self.k[self.key_at(j, d)..][..d], self.shape.tf32, wide);
                 }
                 let key_wide: &[f32] = block.floats();
                 for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
@@ -305,6 +356,7 @@ impl<I: Element> RowTile<'_, I> {
                     );
                 }
             }
+            from = to;
         }
     }
 
@@ -383,15 +435,22 @@ impl<I: Element> RowTile<'_, I> {
                     for (r, range) in mine.iter().enumerate() {
                         accumulate(first + r, 1, Range { from: cut(range).from, to: shared.from });
                     }
-                    accumulate(first, rows, shared);
+                    // A tile that is the only reader of its values asks memory for them ahead, some keys at a time.
+                    let part = if self.paired.is_none() && first == 0 { AHEAD } else { BLOCK };
+                    for from in (shared.from..shared.to).step_by(part) {
+                        let to = (from + part).min(shared.to);
+                        if part == AHEAD {
+                            let ahead = to..(to + AHEAD).min(keys.to);
+                            ahead.for_each(|j| prefetch(&self.v[self.key_at(j, e)..][..e]));
+                        }
+                        accumulate(first, rows, Range { from, to });
+                    }
                     for (r, range) in mine.iter().enumerate() {
                         accumulate(first + r, 1, Range { from: shared.to, to: cut(range).to });
                     }
                 }
             }
-            for (total, acc) in total.iter_mut().zip(&acc) {
-                *total += acc;
-            }
+            add_to(self.cpu, &mut total, &acc);
         }
         total
     }
@@ -450,29 +509,47 @@ impl Kernel for Weights<'_> {
             from: mine.iter().map(|range| range.from).max().unwrap_or(0),
             to: mine.iter().map(|range| range.to).min().unwrap_or(0),
         };
+        let count = keys.to - keys.from;
+        assert!(scores.len() >= count * width && width <= ROWS && width.is_multiple_of(S::LANES));
         let lowest = s.splat(f32::NEG_INFINITY);
         let (mut largest, mut finite) = ([f32::NEG_INFINITY; ROWS], [0f32; ROWS]);
         for lane in (0..width).step_by(S::LANES) {
             let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
             let (mut max, mut sum) = (lowest, s.splat(0.0));
-            for j in keys.from..keys.to {
-                let at = (j - keys.from) * width + lane;
-                let mut score = load_at(s, &scores[..], at, 0.0);
-                if let Some((cap, factor)) = cap {
-                    score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+            // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
+            let start = shared.from.clamp(keys.from, keys.to);
+            let end = shared.to.clamp(start, keys.to);
+            for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
+                if !masked && cap.is_none() {
+                    for j in part {
+                        // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
+                        let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
+                        sum = s.fma(score, s.splat(0.0), sum);
+                        max = s.max(score, max);
+                    }
+                    continue;
                 }
-                let mut visible = score;
-                if j < shared.from || j >= shared.to {
-                    let position = s.splat(j as f32);
-                    let mask = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
-                    visible = mask(score, s.splat(0.0));
-                    score = mask(score, lowest);
+                for j in part {
+                    // SAFETY: as above.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let mut score = unsafe { s.load(place) };
+                    if let Some((cap, factor)) = cap {
+                        score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+                    }
+                    let mut visible = score;
+                    if masked {
+                        let position = s.splat(j as f32);
+                        let inside = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
+                        visible = inside(score, s.splat(0.0));
+                        score = inside(score, lowest);
+                    }
+                    // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
+                    sum = s.fma(visible, s.splat(0.0), sum);
+                    max = s.max(score, max);
+                    // SAFETY: as above.
+                    unsafe { s.store(score, place) };
                 }
-                // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
-                sum = s.fma(visible, s.splat(0.0), sum);
-                max = s.max(score, max);
-                // SAFETY: `load_at` has checked the place; width is a multiple of LANES.
-                unsafe { s.store(score, scores[at..][..S::LANES].as_mut_ptr()) };
             }
             // SAFETY: lane + LANES <= width <= ROWS.
             unsafe {
@@ -507,24 +584,32 @@ impl Kernel for Weights<'_> {
         let mut sums = [0f32; ROWS];
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &reference[..], lane, 0.0);
-            let (mut total, mut block) = (s.splat(0.0), s.splat(0.0));
-            for j in keys.from..keys.to {
-                if j % BLOCK == 0 {
-                    total = s.add(total, block);
-                    block = s.splat(0.0);
+            let mut total = s.splat(0.0);
+            let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
+            let mut from = keys.from;
+            while from < keys.to {
+                let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
+                let mut block = s.splat(0.0);
+                for j in from..to {
+                    // SAFETY: as above.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let score = unsafe { s.load(place) };
+                    let (m, i) = exp_split(s, score, c_hi, c_lo);
+                    // An invisible key has score -inf here and so weight +0, which changes no l.
+                    let mut w = weight(s, m, i, n);
+                    block = s.add(block, w);
+                    if result.skips {
+                        w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
+                    }
+                    // SAFETY: as above.
+                    unsafe { s.store(w, place) };
                 }
-                let at = (j - keys.from) * width + lane;
-                let score = load_at(s, &scores[..], at, 0.0);
-                let (m, i) = exp_split(s, score, s.splat(c.0), s.splat(c.1));
-                // An invisible key has score -inf here and so weight +0, which changes no l.
-                let w = weight(s, m, i, n);
-                block = s.add(block, w);
-                let kept = if result.skips { s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN)) } else { w };
-                // SAFETY: as above.
-                unsafe { s.store(kept, scores[at..][..S::LANES].as_mut_ptr()) };
+                total = s.add(total, block);
+                from = to;
             }
             // SAFETY: lane + LANES <= width <= ROWS.
-            unsafe { s.store(s.add(total, block), sums[lane..][..S::LANES].as_mut_ptr()) };
+            unsafe { s.store(total, sums[lane..][..S::LANES].as_mut_ptr()) };
         }
         for (row, sum) in result.rows.iter_mut().zip(sums) {
             if let Row::Valid { l, .. } = row {
@@ -532,6 +617,27 @@ impl Kernel for Weights<'_> {
             }
         }
         result
+    }
+}
+
+/// `total += block`, element by element. Not generic, so that it is compiled once.
+fn add_to(cpu: &Cpu, total: &mut [f32], block: &[f32]) {
+    cpu.dispatch(AddTo { total, block });
+}
+
+struct AddTo<'a> {
+    total: &'a mut [f32],
+    block: &'a [f32],
+}
+
+impl Kernel for AddTo<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for at in (0..self.total.len()).step_by(S::LANES) {
+            let sum = s.add(load_at(s, self.total, at, 0.0), load_at(s, self.block, at, 0.0));
+            narrow_at(s, sum, self.total, at);
+        }
     }
 }
 
