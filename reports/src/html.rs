@@ -226,6 +226,9 @@ fn data(records: &[Record]) -> String {
                 .measure
                 .as_ref()
                 .map(|m| json!([m.samples, m.max_ulp, m.p99_ulp, m.correctly_rounded, m.max_abs, m.of_bound]));
+            let chain = r.chain.as_ref().map(|c| {
+                json!([c.samples, c.rms, c.max, c.largest, c.tokens, c.max_dlogp, c.approx_kl, c.clip_fraction])
+            });
             let mut index = |text: &str| strings.index(text);
             json!([
                 index(&r.implementation),
@@ -241,6 +244,7 @@ fn data(records: &[Record]) -> String {
                 index(r.verdict.name()),
                 detail,
                 measure,
+                chain,
                 r.seconds,
             ])
         })
@@ -259,6 +263,7 @@ fn data(records: &[Record]) -> String {
         "verdict",
         "detail",
         "measure",
+        "chain",
         "seconds",
     ];
     // The judgments and verdicts in their usual order, for the filters.

@@ -130,6 +130,14 @@
         ["correctly rounded (share)", finite(rounded, 9)], ["max |error|", finite(abs)],
         ["largest error / bound", finite(bound)]]));
     }
+    const chain = record[C.chain];
+    if (chain) {
+      const [samples, rms, max, largest, tokens, dlogp, kl, clip] = chain;
+      box.append(element("h3", {}, "Logits against the recorded fp32 run"), facts([
+        ["logits", samples.toLocaleString("en")], ["rms error", finite(rms)], ["max |error|", finite(max)],
+        ["largest |logit|", finite(largest)], ["next tokens", tokens.toLocaleString("en")],
+        ["max |Δ log-probability|", finite(dlogp)], ["approx KL", finite(kl)], ["clip fraction", finite(clip)]]));
+    }
     box.append(element("h3", {}, "Record"), facts([
       ["case", text(record, "case")], ["implementation", text(record, "implementation")], ["op", text(record, "op")],
       ["class", text(record, "class")], ["in → out", dtypes(record)],
