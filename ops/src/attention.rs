@@ -18,7 +18,7 @@ use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
 use crate::pack::{
     Scratch, bf16_slice, least_magnitude, pairs_of_row, prefetch, scatter_pairs, scatter_wide, wide_row,
 };
-use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
+use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
 
@@ -328,13 +328,7 @@ impl<I: Element> RowTile<'_, I> {
                         out,
                         out_stride: width,
                     };
-                    #[cfg(target_arch = "x86_64")]
-                    // SAFETY: `dot` holds only when `cpu` has Isa::Avx512Bf16, which `Cpu::new` checked.
-                    unsafe {
-                        crate::tile::dot_tile(tile)
-                    };
-                    #[cfg(not(target_arch = "x86_64"))]
-                    drop(tile);
+                    dot_tile(self.cpu, tile);
                 }
             } else {
                 for (j, wide) in (from..to).zip(block.floats().chunks_exact_mut(d.max(1))) {

@@ -10,7 +10,7 @@ use crate::pack::{
     Scratch, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, scatter_pairs, scatter_wide,
     wide_row,
 };
-use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, fma_tile};
+use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
 
@@ -315,13 +315,7 @@ fn product<I: Element, O: Element>(
                 if exact[t] {
                     let left = Left { data: slot, row_stride: 1, step: rows };
                     let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride };
-                    #[cfg(target_arch = "x86_64")]
-                    // SAFETY: a tile is exact only when `cpu` has Isa::Avx512Bf16, which `Cpu::new` checked.
-                    unsafe {
-                        crate::tile::dot_tile(tile)
-                    };
-                    #[cfg(not(target_arch = "x86_64"))]
-                    drop(tile);
+                    dot_tile(cpu, tile);
                 } else {
                     let left = Left { data: as_floats(slot), row_stride: 1, step: rows };
                     fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });

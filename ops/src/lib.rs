@@ -10,6 +10,7 @@ mod argmax;
 mod attention;
 mod cpu;
 mod element;
+mod elementwise;
 mod embedding;
 mod gemm;
 mod lane_sum;

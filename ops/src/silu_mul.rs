@@ -4,7 +4,8 @@
 //! Order: `(g * sigmoid(g)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::lanes::{Kernel, Simd, load_at, narrow_at};
+use crate::elementwise::{Pointwise, elementwise};
+use crate::lanes::Simd;
 use crate::math::sigmoid;
 use crate::{Cpu, Element, Error, check_len};
 
@@ -15,28 +16,16 @@ use crate::{Cpu, Element, Error, check_len};
 pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("silu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("silu_mul", "y", "of gate", y.len(), &[gate.len()])?;
-    let size = cpu.elements_per_chunk(y.len());
-    cpu.chunks(y, size, |chunk, y| {
-        let range = chunk * size..chunk * size + y.len();
-        cpu.dispatch(Part { gate: &gate[range.clone()], up: &up[range], y });
-    });
+    elementwise(cpu, SiluMul, gate, up, y);
     Ok(())
 }
 
-struct Part<'a, I, O> {
-    gate: &'a [I],
-    up: &'a [I],
-    y: &'a mut [O],
-}
+#[derive(Clone, Copy)]
+struct SiluMul;
 
-impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
-    type Output = ();
+impl Pointwise for SiluMul {
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for at in (0..self.y.len()).step_by(S::LANES) {
-            let gate = load_at(s, self.gate, at, I::default());
-            let up = load_at(s, self.up, at, I::default());
-            narrow_at(s, s.mul(s.mul(gate, sigmoid(s, gate)), up), self.y, at);
-        }
+    fn apply<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        s.mul(s.mul(gate, sigmoid(s, gate)), up)
     }
 }

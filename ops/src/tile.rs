@@ -7,8 +7,8 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use crate::Cpu;
 use crate::lanes::{Kernel, Simd};
+use crate::{Cpu, Isa};
 
 /// Columns of a packed panel.
 pub const PANEL: usize = 32;
@@ -368,13 +368,25 @@ pub fn dot_is_exact(least_left: f32, least_right: f32) -> bool {
     normal(least_left) && normal(least_right) && exponent(least_left) + exponent(least_right) >= -112
 }
 
-/// Runs `tile` with `VDPBF16PS`; both operands are pairs.
+/// Runs `tile` with `VDPBF16PS`; both operands are pairs, and `cpu` has [`Isa::Avx512Bf16`].
+pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
+    assert!(cpu.isa() == Isa::Avx512Bf16, "{} has no dot product of pairs", cpu.isa());
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
+    unsafe {
+        dot_heights(tile);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    drop(tile);
+}
+
+/// Cuts the rows of a tile into heights the registers hold.
 ///
 /// # Safety
-/// The machine has the instructions of `Isa::Avx512Bf16`.
+/// The machine has the instructions of [`Isa::Avx512Bf16`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-pub unsafe fn dot_tile(tile: Tile<'_, u32>) {
+unsafe fn dot_heights(tile: Tile<'_, u32>) {
     tile.check(true);
     let Right::Pairs(data, stride) = tile.right else { panic!("dot_tile takes pairs") };
     let b = (data.as_ptr(), stride);
