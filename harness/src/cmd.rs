@@ -9,6 +9,7 @@ pub mod devices;
 pub mod forward;
 pub mod generate;
 pub mod list;
+pub mod measure;
 pub mod report;
 
 use anyhow::{Context, Result, bail, ensure};

@@ -6,4 +6,5 @@ pub mod checkpoints;
 pub mod implementation;
 pub mod judge;
 pub mod machine;
+pub mod measure;
 pub mod run;

@@ -46,6 +46,7 @@ enum Verb {
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
+    Measure(cmd::measure::Args),
     Devices(cmd::devices::Args),
 }
 
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
         Verb::Report(args) => cmd::report::run(&args),
         Verb::Bless(args) => cmd::bless::run(&args),
         Verb::Answer(args) => cmd::answer::run(&args),
+        Verb::Measure(args) => cmd::measure::run(&args),
         Verb::Devices(args) => cmd::devices::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),
         Verb::Generate(args) => cmd::generate::run(&args),
