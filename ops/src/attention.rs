@@ -53,6 +53,8 @@ pub struct Attention {
 
 /// Keys per block: belongs to the contract, not to the machine.
 const BLOCK: usize = 256;
+/// Keys between a key and the one asked of memory beside it.
+const AHEAD: usize = 32;
 /// Query rows per tile: one row of scores per lane of a panel.
 const ROWS: usize = 32;
 
@@ -113,6 +115,30 @@ pub fn attention<I: Element, O: Element>(
         ));
     }
     let tiles = (queries * group).div_ceil(width);
+    // Keys that many tiles read are turned into pairs once, when there is room for them.
+    let entry_pairs = keys.next_multiple_of(BLOCK) * head_dim.div_ceil(2);
+    let room = cpu.budget().saturating_sub(tile_bytes(width) * cpu.threads()) / 4;
+    let narrow = bf16_slice(k).filter(|_| cpu.isa() == Isa::Avx512Bf16 && tiles > 1);
+    let narrow = narrow.filter(|_| entry_pairs.saturating_mul(batch * kv_heads) <= room);
+    let mut pairs = Scratch::new(if narrow.is_some() { entry_pairs * batch * kv_heads } else { 0 });
+    let mut least = vec![f32::INFINITY; if narrow.is_some() { keys.div_ceil(BLOCK) * batch * kv_heads } else { 0 }];
+    if let Some(k) = narrow {
+        let step = head_dim.div_ceil(2);
+        let blocks = keys.div_ceil(BLOCK);
+        let pairs = SharedOut { data: pairs.words().as_mut_ptr(), len: pairs.words().len() };
+        cpu.chunks(&mut least, 1, |i, least| {
+            let (entry, block) = (i / blocks, i % blocks);
+            let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
+            // SAFETY: every (entry, block) has its own part.
+            let out = unsafe { pairs.part(entry * entry_pairs + block * BLOCK * step, BLOCK * step) };
+            let count = BLOCK.min((kv_len[b] as usize).saturating_sub(block * BLOCK));
+            for (j, out) in out.chunks_exact_mut(step.max(1)).enumerate().take(count) {
+                let at = ((b * keys + block * BLOCK + j) * kv_heads + kv_head) * head_dim;
+                least[0] = least[0].min(pairs_of_row(cpu, &k[at..][..head_dim], bf16::ZERO, out));
+            }
+        });
+    }
+    let pairs: &[u32] = pairs.words();
     let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
     let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
     cpu.each(batch * kv_heads * tiles, |task| {
@@ -120,7 +146,12 @@ pub fn attention<I: Element, O: Element>(
         let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
         let first = tile * width;
         let rows = width.min(queries * group - first);
-        RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize }
+        let blocks = keys.div_ceil(BLOCK);
+        let paired = narrow.map(|_| Paired {
+            words: &pairs[entry * entry_pairs..][..entry_pairs],
+            least: &least[entry * blocks..][..blocks],
+        });
+        RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize, paired }
             .run(&out, &lse);
     });
     Ok(())
@@ -142,6 +173,15 @@ struct RowTile<'a, I> {
     v: &'a [I],
     q_pos: &'a [i32],
     kv_len: usize,
+    /// The keys as pairs, when other tiles read them too.
+    paired: Option<Paired<'a>>,
+}
+
+/// The keys of one key head as pairs, key by key, and the smallest nonzero magnitude of each block.
+#[derive(Clone, Copy)]
+struct Paired<'a> {
+    words: &'a [u32],
+    least: &'a [f32],
 }
 
 /// The keys a row sees: `from..to`.
@@ -255,21 +295,29 @@ impl<I: Element> RowTile<'_, I> {
         // One chain is a tree of one segment.
         let chain = [0, d];
         let mut block = Scratch::new(BLOCK * d.next_multiple_of(2));
-        for from in (keys.from..keys.to).step_by(BLOCK) {
-            let count = BLOCK.min(keys.to - from);
+        let step = d.div_ceil(2);
+        let mut from = keys.from;
+        while from < keys.to {
+            let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
+            let count = to - from;
             let out = &mut scores[(from - keys.from) * width..][..count * width];
-            let step = d.div_ceil(2);
-            (from..from + count).for_each(|j| prefetch(&self.k[self.key_at(j, d)..][..d]));
-            let pairs = narrow.is_some_and(|(_, k)| {
-                let mut least = f32::INFINITY;
-                for (j, pairs) in block.words().chunks_exact_mut(step.max(1)).enumerate().take(count) {
-                    let key = &k[self.key_at(from + j, d)..][..d];
-                    least = least.min(pairs_of_row(self.cpu, key, bf16::ZERO, pairs));
+            let least_key = match (self.paired, narrow) {
+                (Some(paired), _) => paired.least[from / BLOCK],
+                (None, Some((_, k))) => {
+                    let mut least = f32::INFINITY;
+                    for (j, pairs) in (from..to).zip(block.words().chunks_exact_mut(step.max(1))) {
+                        prefetch(&k[self.key_at((j + AHEAD).min(keys.to - 1), d)..][..d]);
+                        least = least.min(pairs_of_row(self.cpu, &k[self.key_at(j, d)..][..d], bf16::ZERO, pairs));
+                    }
+                    least
                 }
-                dot_is_exact(least_query, least)
-            });
-            if pairs {
-                let key_pairs: &[u32] = block.words();
+                (None, None) => f32::NAN,
+            };
+            if dot_is_exact(least_query, least_key) {
+                let key_pairs: &[u32] = match self.paired {
+                    Some(paired) => &paired.words[from * step..],
+                    None => block.words(),
+                };
                 for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                     let tile = Tile {
                         left: Left { data: &key_pairs[first * step..], row_stride: step, step: 1 },
@@ -289,8 +337,8 @@ impl<I: Element> RowTile<'_, I> {
                     drop(tile);
                 }
             } else {
-                for (j, wide) in block.floats().chunks_exact_mut(d.max(1)).enumerate().take(count) {
-                    wide_row(&self.k[self.key_at(from + j, d)..][..d], self.shape.tf32, wide);
+                for (j, wide) in (from..to).zip(block.floats().chunks_exact_mut(d.max(1))) {
+                    wide_row(&self.k[self.key_at(j, d)..][..d], self.shape.tf32, wide);
                 }
                 let key_wide: &[f32] = block.floats();
                 for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
@@ -308,6 +356,7 @@ impl<I: Element> RowTile<'_, I> {
                     );
                 }
             }
+            from = to;
         }
     }
 
@@ -327,7 +376,6 @@ impl<I: Element> RowTile<'_, I> {
         for block in (first_block..keys.to).step_by(BLOCK) {
             let from = block.max(keys.from);
             let to = (block + BLOCK).min(keys.to);
-            (from..to).for_each(|j| prefetch(&self.v[self.key_at(j, e)..][..e]));
             // bf16 rows of whole vectors are read in place; others are widened and padded first.
             let in_place = bf16_slice(self.v).filter(|_| e == columns);
             if in_place.is_none() {
@@ -387,7 +435,16 @@ impl<I: Element> RowTile<'_, I> {
                     for (r, range) in mine.iter().enumerate() {
                         accumulate(first + r, 1, Range { from: cut(range).from, to: shared.from });
                     }
-                    accumulate(first, rows, shared);
+                    // A tile that is the only reader of its values asks memory for them ahead, some keys at a time.
+                    let part = if self.paired.is_none() && first == 0 { AHEAD } else { BLOCK };
+                    for from in (shared.from..shared.to).step_by(part) {
+                        let to = (from + part).min(shared.to);
+                        if part == AHEAD {
+                            let ahead = to..(to + AHEAD).min(keys.to);
+                            ahead.for_each(|j| prefetch(&self.v[self.key_at(j, e)..][..e]));
+                        }
+                        accumulate(first, rows, Range { from, to });
+                    }
                     for (r, range) in mine.iter().enumerate() {
                         accumulate(first + r, 1, Range { from: shared.to, to: cut(range).to });
                     }

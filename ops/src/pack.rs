@@ -177,37 +177,43 @@ thread_local! {
     static KEPT: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A buffer of `len` words with arbitrary contents, given back to its thread when dropped.
-pub struct Scratch(Vec<u32>);
+/// A buffer of words with arbitrary contents, given back to its thread when dropped.
+pub struct Scratch {
+    /// At least `len` words; never cut, so that nothing is cleared again.
+    kept: Vec<u32>,
+    len: usize,
+}
 
 /// Workspace above this many words is returned to the system.
 const KEEP: usize = 16 << 20;
 
 impl Scratch {
-    /// Takes a buffer of this thread, or a new one.
+    /// Takes a buffer of `len` words from this thread, or makes one.
     pub fn new(len: usize) -> Scratch {
-        let mut words = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
-        words.resize(len, 0);
-        Scratch(words)
+        let mut kept = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
+        if kept.len() < len {
+            kept.resize(len, 0);
+        }
+        Scratch { kept, len }
     }
 
     /// The buffer as words.
     pub fn words(&mut self) -> &mut [u32] {
-        &mut self.0
+        &mut self.kept[..self.len]
     }
 
     /// The buffer as f32.
     pub fn floats(&mut self) -> &mut [f32] {
-        as_floats_mut(&mut self.0)
+        as_floats_mut(self.words())
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        if self.0.capacity() <= KEEP {
-            let words = std::mem::take(&mut self.0);
+        if self.kept.len() <= KEEP {
+            let kept = std::mem::take(&mut self.kept);
             // The thread may be ending, and its store gone with it.
-            let _ = KEPT.try_with(|kept| kept.borrow_mut().push(words));
+            let _ = KEPT.try_with(|all| all.borrow_mut().push(kept));
         }
     }
 }

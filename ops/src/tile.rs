@@ -156,28 +156,36 @@ impl Kernel for FmaTile<'_> {
         let tile = self.0;
         tile.check(false);
         let adjacent = tile.left.row_stride == 1;
-        match tile.right {
-            Right::Wide(data, stride) if adjacent => heights::<S, _, true>(s, tile, WideSteps(data.as_ptr(), stride)),
-            Right::Wide(data, stride) => heights::<S, _, false>(s, tile, WideSteps(data.as_ptr(), stride)),
-            Right::Pairs(data, stride) => {
+        let tree = matches!(tile.order, Order::Tree(_));
+        // The combinations that ops use; each is compiled on its own.
+        match (tile.right, adjacent, tree) {
+            (Right::Wide(data, stride), true, true) => {
+                heights::<S, _, true, true>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Wide(data, stride), false, true) => {
+                heights::<S, _, false, true>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Wide(data, stride), true, false) => {
+                heights::<S, _, true, false>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Narrow(data, stride), true, false) => {
+                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            }
+            (Right::Pairs(data, stride), true, true) => {
                 // An odd last step would read one element past the left rows: callers pad it.
                 let end = tile.order.end().next_multiple_of(2);
                 let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
                 assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
-                assert!(adjacent, "paired panels take adjacent rows");
-                heights::<S, _, true>(s, tile, PairSteps(data.as_ptr(), stride));
+                heights::<S, _, true, true>(s, tile, PairSteps(data.as_ptr(), stride));
             }
-            Right::Narrow(data, stride) => {
-                assert!(adjacent, "narrow rows take adjacent rows");
-                heights::<S, _, true>(s, tile, NarrowSteps(data.as_ptr(), stride));
-            }
+            _ => panic!("no op sums such a tile"),
         }
     }
 }
 
 /// Cuts the rows of a tile into heights the registers hold.
 #[inline(always)]
-fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b: B) {
+fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile: Tile<'_, f32>, b: B) {
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
@@ -187,21 +195,21 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
             if S::LANES == 16 && left >= 24 && tile.columns <= PANEL {
-                tall::<S, B, 24, ADJACENT>(s, &tile, a, b, out)
+                tall::<S, B, 24, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES == 16 && left >= 16 && tile.columns <= PANEL {
-                tall::<S, B, 16, ADJACENT>(s, &tile, a, b, out)
+                tall::<S, B, 16, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES == 16 && left >= 12 {
-                columns::<S, B, 12, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 12, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
-                columns::<S, B, 8, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 8, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES == 8 && left >= 6 {
-                columns::<S, B, 6, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 6, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if left >= 4 {
-                columns::<S, B, 4, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 4, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES > 1 && left >= 2 {
-                columns::<S, B, 2, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 2, ADJACENT, TREE>(s, &tile, a, b, out)
             } else {
-                columns::<S, B, 1, ADJACENT>(s, &tile, a, b, out)
+                columns::<S, B, 1, ADJACENT, TREE>(s, &tile, a, b, out)
             }
         };
     }
@@ -209,7 +217,7 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool>(s: S, tile: Tile<'_, f32>, b
 
 /// As [`columns`], one vector wide: more rows pass while a panel is read once.
 #[inline(always)]
-unsafe fn tall<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
+unsafe fn tall<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
     s: S,
     tile: &Tile<'_, f32>,
     a: *const f32,
@@ -218,14 +226,14 @@ unsafe fn tall<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
 ) -> usize {
     for column in (0..tile.columns).step_by(S::LANES) {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
-        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
     }
     ROWS
 }
 
 /// All columns of `ROWS` rows; returns `ROWS`.
 #[inline(always)]
-unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
+unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
     s: S,
     tile: &Tile<'_, f32>,
     a: *const f32,
@@ -235,19 +243,26 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool>(
     let mut column = 0;
     while column + 2 * S::LANES <= tile.columns {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
-        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
         column += 2 * S::LANES;
     }
     if column < tile.columns {
         // SAFETY: as above; one vector is left, because `columns` is a multiple of 16 and so of LANES.
-        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT>(s, tile, a, b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
     }
     ROWS
 }
 
 /// The innermost loops: `ROWS` by `VECTORS` accumulators.
 #[inline(always)]
-unsafe fn fma_chains<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
+unsafe fn fma_chains<
+    S: Simd,
+    B: Steps,
+    const ROWS: usize,
+    const VECTORS: usize,
+    const ADJACENT: bool,
+    const TREE: bool,
+>(
     s: S,
     tile: &Tile<'_, f32>,
     a: *const f32,
@@ -259,14 +274,14 @@ unsafe fn fma_chains<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize,
     // Finished subtrees: a binary counter, one place per level of the tree.
     let mut stack = [[[zero; VECTORS]; ROWS]; 3];
     let whole = [0, tile.order.end()];
-    let (bounds, tree) = match tile.order {
-        Order::Tree(bounds) => (bounds, true),
-        Order::Chain(_) => (&whole[..], false),
+    let bounds = match tile.order {
+        Order::Tree(bounds) => bounds,
+        Order::Chain(_) => &whole[..],
     };
     let segments = bounds.len() - 1;
     for i in 0..segments {
         let mut sums = [[zero; VECTORS]; ROWS];
-        if !tree {
+        if !TREE {
             for r in 0..ROWS {
                 for v in 0..VECTORS {
                     // SAFETY: `Tile::check` bounded the output.
@@ -431,22 +446,10 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
     let step = tile.left.step;
     // As in `fma_chains`.
     let mut stack = [[[zero; VECTORS]; ROWS]; 3];
-    let whole = [0, tile.order.end()];
-    let (bounds, tree) = match tile.order {
-        Order::Tree(bounds) => (bounds, true),
-        Order::Chain(_) => (&whole[..], false),
-    };
+    let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
     let segments = bounds.len() - 1;
     for i in 0..segments {
         let mut sums = [[zero; VECTORS]; ROWS];
-        if !tree {
-            for r in 0..ROWS {
-                for v in 0..VECTORS {
-                    // SAFETY: `Tile::check` bounded the output.
-                    sums[r][v] = unsafe { _mm512_loadu_ps(out.add(r * tile.out_stride + v * 16)) };
-                }
-            }
-        }
         let (from, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
         // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns; a vector of i32 and
         // one of pairs of bf16 have the same 512 bits.

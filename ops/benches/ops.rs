@@ -1,0 +1,108 @@
+//! Time of every op on this machine's best instruction set and all its cores: `cargo bench -p samebits-ops`, or with a
+//! name for one of them. Shapes are those that decoders run; throughput is in multiply-adds or bytes.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use samebits_ops::*;
+use std::hint::black_box;
+
+/// Values in [-1, 1) that never repeat soon.
+fn values(len: usize, seed: u64) -> Vec<bf16> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        bf16::from_f32((state >> 40) as f32 / 8_388_608.0 - 1.0)
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn gemm(c: &mut Criterion) {
+    let cpu = Cpu::best();
+    let mut group = c.benchmark_group("gemm");
+    for (m, n, k) in [(1, 4096, 4096), (16, 4096, 4096), (128, 2048, 8192), (1024, 1024, 1024)] {
+        let (x, w) = (values(m * k, 1), values(n * k, 2));
+        let packed = PackedWeight::pack(&cpu, n, k, &w).expect("shapes match");
+        let mut y = vec![bf16::ZERO; m * n];
+        group.throughput(Throughput::Elements((m * n * k) as u64));
+        group.bench_function(format!("{m}x{n}x{k}"), |b| {
+            b.iter(|| gemm_packed(&cpu, m, black_box(&x), &packed, None, &mut y).expect("shapes match"));
+        });
+    }
+}
+
+fn attention_op(c: &mut Criterion) {
+    let cpu = Cpu::best();
+    let mut group = c.benchmark_group("attention");
+    for (batch, queries, keys, q_heads, kv_heads, dim) in [(4, 1024, 1024, 8, 8, 64), (1, 1, 4096, 32, 8, 128)] {
+        let shape = Attention {
+            batch,
+            queries,
+            keys,
+            q_heads,
+            kv_heads,
+            head_dim: dim,
+            value_dim: dim,
+            scale: 1.0 / (dim as f64).sqrt(),
+            causal: true,
+            window: 0,
+            softcap: 0.0,
+            tf32: Tf32::Disabled,
+        };
+        let q = values(batch * queries * q_heads * dim, 1);
+        let (k, v) = (values(batch * keys * kv_heads * dim, 2), values(batch * keys * kv_heads * dim, 3));
+        let q_pos: Vec<i32> = (0..batch).flat_map(|_| (keys - queries) as i32..keys as i32).collect();
+        let kv_len = vec![keys as i32; batch];
+        let (mut out, mut lse) = (vec![bf16::ZERO; q.len()], vec![0f32; batch * queries * q_heads]);
+        group.throughput(Throughput::Bytes(4 * (batch * keys * kv_heads * dim) as u64));
+        group.bench_function(format!("b{batch}t{queries}s{keys}h{q_heads}g{kv_heads}d{dim}"), |b| {
+            b.iter(|| {
+                attention(&cpu, &shape, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+                    .expect("shapes match")
+            });
+        });
+    }
+}
+
+fn rows(c: &mut Criterion) {
+    let cpu = Cpu::best();
+    let (r, n) = (1024, 4096);
+    let (x, w) = (values(r * n, 1), values(n, 2));
+    let mut y = vec![bf16::ZERO; r * n];
+    let mut group = c.benchmark_group("rows");
+    group.throughput(Throughput::Bytes(4 * (r * n) as u64));
+    let shape = RmsNorm { rows: r, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
+    group.bench_function("rms_norm", |b| {
+        b.iter(|| rms_norm(&cpu, &shape, black_box(&x), &w, &mut y).expect("shapes match"))
+    });
+    group.bench_function("softmax", |b| b.iter(|| softmax(&cpu, r, n, black_box(&x), &mut y).expect("shapes match")));
+    group.bench_function("silu_mul", |b| b.iter(|| silu_mul(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
+    group.bench_function("add", |b| b.iter(|| add(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
+    let rotation = Rope { tokens: r, heads: n / 128, dim: 128, pairing: Pairing::Half };
+    let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128), &(0..r as i32).collect::<Vec<_>>());
+    group.bench_function("rope", |b| {
+        b.iter(|| rope(&cpu, &rotation, &table, black_box(&x), &mut y).expect("shapes match"))
+    });
+    let tokens: Vec<i32> = (0..r as i32).rev().collect();
+    group.bench_function("embedding", |b| {
+        b.iter(|| embedding(&cpu, n, black_box(&x), &tokens, &mut y).expect("tokens are rows"))
+    });
+    let mut index = vec![0; r];
+    group.bench_function("argmax", |b| b.iter(|| argmax(&cpu, r, n, black_box(&x), &mut index).expect("shapes match")));
+}
+
+fn logprob_op(c: &mut Criterion) {
+    let cpu = Cpu::best();
+    let (r, vocab) = (64, 151_936);
+    let logits = values(r * vocab, 1);
+    let target: Vec<i32> = (0..r as i32).collect();
+    let (mut logp, mut lse) = (vec![0f32; r], vec![0f32; r]);
+    let mut group = c.benchmark_group("logprob");
+    group.throughput(Throughput::Bytes(2 * (r * vocab) as u64));
+    group.bench_function(format!("{r}x{vocab}"), |b| {
+        b.iter(|| {
+            logprob(&cpu, r, vocab, 1.0, black_box(&logits), &target, &mut logp, &mut lse).expect("shapes match")
+        });
+    });
+}
+
+criterion_group!(benches, gemm, attention_op, rows, logprob_op);
+criterion_main!(benches);

@@ -1,0 +1,329 @@
+//! Every op against the plainest loop that follows docs/NUMERICS.md, on random shapes, values and settings: the same
+//! bits on every instruction set, thread count and budget. Nothing of the crate is used to compute what is expected
+//! but the widening and the last rounding of single elements.
+
+use proptest::prelude::*;
+use samebits_ops::*;
+
+/// Every way to run that this machine has.
+fn cpus() -> Vec<Cpu> {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
+}
+
+/// Deterministic values of very different size: `spread` is the range of exponents, and a few are 0, -0 or subnormal.
+fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    (0..len)
+        .map(|_| {
+            let bits = next();
+            match bits % 97 {
+                0 => T::narrow(0.0),
+                1 => T::narrow(-0.0),
+                2 if spread > 40 => T::narrow(f32::from_bits(0x0001_0000 * (1 + (bits >> 32) as u32 % 0x7F))),
+                _ => {
+                    let exponent = (bits >> 8) as u32 % (2 * spread + 1);
+                    let power = f32::from_bits((127 + exponent).saturating_sub(spread).clamp(1, 250) << 23);
+                    let fraction = 1.0 + (bits >> 40) as f32 / 16_777_216.0;
+                    T::narrow(if bits >> 39 & 1 == 1 { -power * fraction } else { power * fraction })
+                }
+            }
+        })
+        .collect()
+}
+
+fn bits<T: Element>(values: &[T]) -> Vec<u32> {
+    values.iter().map(|v| v.widen().to_bits()).collect()
+}
+
+fn join(s: [f32; 8]) -> f32 {
+    ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+}
+
+/// Segment `i` of a sum of `n`.
+fn segment(n: usize, i: usize) -> std::ops::Range<usize> {
+    let length = 16 * n.div_ceil(128);
+    (i * length).min(n)..((i + 1) * length).min(n)
+}
+
+fn gemm_page<I: Element, O: Element>(m: usize, n: usize, k: usize, x: &[I], w: &[I], bias: Option<&[I]>) -> Vec<O> {
+    let element = |r: usize, c: usize| {
+        let sums = std::array::from_fn(|i| {
+            let chain = |acc: f32, j: usize| x[r * k + j].widen().mul_add(w[c * k + j].widen(), acc);
+            segment(k, i).fold(0.0, chain)
+        });
+        O::narrow(bias.map_or(join(sums), |bias| join(sums) + bias[c].widen()))
+    };
+    (0..m * n).map(|i| element(i / n, i % n)).collect()
+}
+
+fn check_gemm<I: Element, O: Element>(m: usize, n: usize, k: usize, spread: u32, seed: u64, biased: bool) {
+    let (x, w): (Vec<I>, Vec<I>) = (values(seed, m * k, spread), values(seed + 1, n * k, spread));
+    let bias: Option<Vec<I>> = biased.then(|| values(seed + 2, n, spread));
+    let expected = bits(&gemm_page::<I, O>(m, n, k, &x, &w, bias.as_deref()));
+    for cpu in cpus() {
+        let mut y = vec![O::default(); m * n];
+        gemm(&cpu, &Gemm::new(m, n, k), &x, &w, bias.as_deref(), &mut y).unwrap();
+        assert_eq!(bits(&y), expected, "{cpu:?} {m}x{n}x{k} spread {spread}");
+        // The smallest workspace that is accepted gives the same bits.
+        let least = (1..).map(|i| i * 1024).find(|&budget| {
+            let tight = Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
+            y.fill(O::default());
+            gemm(&tight, &Gemm::new(m, n, k), &x, &w, bias.as_deref(), &mut y).is_ok()
+        });
+        assert_eq!(bits(&y), expected, "{cpu:?} with a budget of {least:?}");
+        let packed = PackedWeight::pack(&cpu, n, k, &w).unwrap();
+        y.fill(O::default());
+        gemm_packed(&cpu, m, &x, &packed, bias.as_deref(), &mut y).unwrap();
+        assert_eq!(bits(&y), expected, "{cpu:?} packed");
+    }
+}
+
+/// `(m, i)` as section 2 defines them.
+fn exp_split(x: f32, c_hi: f32, c_lo: f32) -> (f32, f32) {
+    let t = x * c_hi;
+    let i = t.round_ties_even();
+    let f = if t.abs() >= 4_194_304.0 { 0.0 } else { x.mul_add(c_lo, x.mul_add(c_hi, -i)) };
+    let coefficients = [0x3920_b5b7u32, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+    let m = coefficients.into_iter().map(f32::from_bits).fold(0.0f32, |m, c| m.mul_add(f, c));
+    (m.mul_add(f, 1.0), i)
+}
+
+fn weight(m: f32, i: f32, n: f32) -> f32 {
+    if i - n < -100.0 { 0.0 } else { m * f32::exp2(i - n) }
+}
+
+const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
+const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
+
+/// `lse` by the platform's logarithm: close, not equal, which is why only the sums' bits are compared elsewhere.
+fn lse_near(n: f32, l: f32) -> f64 {
+    f64::from(n) * std::f64::consts::LN_2 + f64::from(l).ln()
+}
+
+fn lanes(terms: impl Iterator<Item = (usize, f32)>, step: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lane = [0f32; 256];
+    terms.for_each(|(i, v)| lane[i % 256] = step(lane[i % 256], v));
+    for h in [128, 64, 32, 16, 8, 4, 2, 1] {
+        (0..h).for_each(|l| lane[l] += lane[l + h]);
+    }
+    lane[0]
+}
+
+struct Heads {
+    batch: usize,
+    queries: usize,
+    keys: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    d: usize,
+    e: usize,
+    causal: bool,
+    window: usize,
+}
+
+fn attention_page(h: &Heads, q: &[bf16], k: &[bf16], v: &[bf16], q_pos: &[i32], kv_len: &[i32]) -> Vec<f32> {
+    let c = std::f64::consts::LOG2_E * 0.25;
+    let (c_hi, c_lo) = (c as f32, (c - f64::from(c as f32)) as f32);
+    let mut out = Vec::new();
+    for b in 0..h.batch {
+        for t in 0..h.queries {
+            for head in 0..h.q_heads {
+                let kv_head = head / (h.q_heads / h.kv_heads);
+                let p = i64::from(q_pos[b * h.queries + t]);
+                let visible = |j: usize| {
+                    (j as i64) < i64::from(kv_len[b])
+                        && (!h.causal || j as i64 <= p)
+                        && (h.window == 0 || j as i64 > p - h.window as i64)
+                };
+                let row = |x: &[bf16], j: usize, dim: usize, i: usize| {
+                    x[((b * h.keys + j) * h.kv_heads + kv_head) * dim + i].widen()
+                };
+                let query = |i: usize| q[((b * h.queries + t) * h.q_heads + head) * h.d + i].widen();
+                let split: Vec<Option<(f32, f32)>> = (0..h.keys)
+                    .map(|j| {
+                        let s = (0..h.d).fold(0.0f32, |s, i| query(i).mul_add(row(k, j, h.d, i), s));
+                        visible(j).then(|| exp_split(s, c_hi, c_lo))
+                    })
+                    .collect();
+                let n = split.iter().flatten().map(|(_, i)| *i).fold(f32::NEG_INFINITY, f32::max);
+                let (mut total, mut l_total) = (vec![0f32; h.e], 0f32);
+                for block in split.chunks(256).enumerate() {
+                    let (mut acc, mut l) = (vec![0f32; h.e], 0f32);
+                    for (j, (m, i)) in block.1.iter().enumerate().filter_map(|(j, s)| s.map(|s| (j, s))) {
+                        let w = weight(m, i, n);
+                        l += w;
+                        acc.iter_mut()
+                            .enumerate()
+                            .for_each(|(x, a)| *a = w.mul_add(row(v, block.0 * 256 + j, h.e, x), *a));
+                    }
+                    l_total += l;
+                    total.iter_mut().zip(&acc).for_each(|(t, a)| *t += a);
+                }
+                let seen = split.iter().any(Option::is_some);
+                out.extend(total.iter().map(|t| if seen { t / l_total } else { 0.0 }));
+            }
+        }
+    }
+    out
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn gemm_is_the_page(m in 1usize..40, n in 1usize..70, k in 0usize..420, spread in prop::sample::select(vec![2u32, 30, 70]), seed: u64, biased: bool) {
+        let seed = seed >> 2;
+        check_gemm::<bf16, f32>(m, n, k, spread, seed, biased);
+        check_gemm::<f32, bf16>(m, n, k, spread, seed, biased);
+        check_gemm::<f16, f32>(m, n, k, spread.min(10), seed, biased);
+    }
+
+    #[test]
+    fn ranks_join_to_the_whole(m in 1usize..9, n in 1usize..40, blocks in 1usize..5, seed: u64) {
+        let (k, seed) = (128 * blocks, seed >> 2);
+        let (x, w): (Vec<bf16>, Vec<bf16>) = (values(seed, m * k, 8), values(seed + 1, n * k, 8));
+        let whole = bits(&gemm_page::<bf16, f32>(m, n, k, &x, &w, None));
+        for cpu in cpus() {
+            for ranks in [1usize, 2, 4, 8] {
+                let part = k / ranks;
+                let mut sums: Vec<Vec<f32>> = (0..ranks).map(|rank| {
+                    let columns = |t: &[bf16], rows: usize| -> Vec<bf16> {
+                        (0..rows).flat_map(|r| t[r * k + rank * part..][..part].to_vec()).collect()
+                    };
+                    let shape = Gemm { k_offset: rank * part, k_total: k, ..Gemm::new(m, n, part) };
+                    let mut y = vec![0f32; m * n];
+                    gemm(&cpu, &shape, &columns(&x, m), &columns(&w, n), None, &mut y).unwrap();
+                    y
+                }).collect();
+                while sums.len() > 1 {
+                    sums = sums.chunks(2).map(|two| two[0].iter().zip(&two[1]).map(|(a, b)| a + b).collect()).collect();
+                }
+                prop_assert_eq!(bits(&sums[0]), whole.clone(), "{:?} {} ranks", cpu, ranks);
+            }
+        }
+    }
+
+    #[test]
+    fn attention_is_the_page(
+        batch in 1usize..3, queries in 1usize..40, keys in 1usize..600, kv_heads in 1usize..3, group in 1usize..5,
+        d in 1usize..70, e in 1usize..70, causal: bool, window in prop::sample::select(vec![0usize, 1, 7, 300]),
+        spread in prop::sample::select(vec![1u32, 4, 70]), seed: u64,
+    ) {
+        let seed = seed >> 3;
+        let h = Heads { batch, queries, keys, q_heads: kv_heads * group, kv_heads, d, e, causal, window };
+        // Scores stay finite: wide values only in v.
+        let q: Vec<bf16> = values(seed, batch * queries * h.q_heads * d, spread.min(4));
+        let k: Vec<bf16> = values(seed + 1, batch * keys * kv_heads * d, spread.min(4));
+        let v: Vec<bf16> = values(seed + 2, batch * keys * kv_heads * e, spread);
+        let q_pos: Vec<i32> = (0..batch * queries).map(|i| (seed.rotate_left(i as u32) % (keys as u64 + 3)) as i32 - 1).collect();
+        let kv_len: Vec<i32> = (0..batch).map(|b| (seed.rotate_right(b as u32) % (keys as u64 + 1)) as i32).collect();
+        let expected = bits(&attention_page(&h, &q, &k, &v, &q_pos, &kv_len));
+        let shape = Attention {
+            batch, queries, keys, q_heads: h.q_heads, kv_heads, head_dim: d, value_dim: e, scale: 0.25, causal, window,
+            softcap: 0.0, tf32: Tf32::Disabled,
+        };
+        for cpu in cpus() {
+            let (mut out, mut lse) = (vec![0f32; expected.len()], vec![0f32; batch * queries * h.q_heads]);
+            attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+            prop_assert_eq!(bits(&out), expected.clone(), "{:?}", cpu);
+            // 16 rows at a time, keys turned into pairs tile by tile.
+            let tight = (1..).map(|i| i * 4096).find_map(|budget| {
+                let cpu = Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
+                out.fill(0.0);
+                attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).ok().map(|()| cpu)
+            });
+            prop_assert_eq!(bits(&out), expected.clone(), "{:?}", tight);
+        }
+    }
+
+    #[test]
+    fn logprob_and_softmax_are_the_page(rows in 1usize..4, vocab in 1usize..3000, spread in 1u32..6, seed: u64) {
+        let seed = seed >> 2;
+        let x: Vec<f32> = values(seed, rows * vocab, spread);
+        for cpu in cpus() {
+            let mut y = vec![0f32; x.len()];
+            softmax(&cpu, rows, vocab, &x, &mut y).unwrap();
+            let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % vocab as u64) as i32).collect();
+            let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
+            logprob(&cpu, rows, vocab, 1.0, &x, &target, &mut logp, &mut lse).unwrap();
+            for (r, row) in x.chunks(vocab).enumerate() {
+                let split: Vec<(f32, f32)> = row.iter().map(|&x| exp_split(x, LOG2E_HI, LOG2E_LO)).collect();
+                let n = split.iter().map(|(_, i)| *i).fold(f32::NEG_INFINITY, f32::max);
+                let weights: Vec<f32> = split.iter().map(|&(m, i)| weight(m, i, n)).collect();
+                let l = join(std::array::from_fn(|i| {
+                    lanes(weights[segment(vocab, i)].iter().copied().enumerate(), |acc, w| acc + w)
+                }));
+                let expected: Vec<f32> = weights.iter().map(|w| w / l).collect();
+                prop_assert_eq!(bits(&y[r * vocab..][..vocab]), bits(&expected), "{:?}", cpu);
+                let near = lse_near(n, l);
+                prop_assert!((f64::from(lse[r]) - near).abs() <= near.abs() * 6e-8 + 1e-30, "{:?}: {} {}", cpu, lse[r], near);
+                prop_assert_eq!(logp[r].to_bits(), (row[target[r] as usize] - lse[r]).to_bits(), "{:?}", cpu);
+            }
+        }
+    }
+
+    #[test]
+    fn rms_norm_is_the_page(rows in 1usize..5, n in 1usize..1400, spread in 1u32..30, seed: u64, offset: bool, hf: bool) {
+        let seed = seed >> 2;
+        let (x, w): (Vec<bf16>, Vec<bf16>) = (values(seed, rows * n, spread), values(seed + 1, n, 2));
+        let rounding = if hf { Rounding::Hf } else { Rounding::Once };
+        let shape = RmsNorm { rows, n, eps: 1e-6, rounding, weight_offset: offset };
+        let expected: Vec<u32> = x.chunks(n).flat_map(|row| {
+            let sum = lanes(row.iter().map(|v| v.widen()).enumerate(), |acc, v| v.mul_add(v, acc));
+            let r = 1.0 / (sum / n as f32 + 1e-6).sqrt();
+            row.iter().zip(&w).map(move |(x, w)| {
+                let w = if offset { w.widen() + 1.0 } else { w.widen() };
+                let scaled = x.widen() * r;
+                if hf { w * bf16::narrow(scaled).widen() } else { scaled * w }.to_bits()
+            }).collect::<Vec<_>>()
+        }).collect();
+        for cpu in cpus() {
+            let mut y = vec![0f32; x.len()];
+            rms_norm(&cpu, &shape, &x, &w, &mut y).unwrap();
+            prop_assert_eq!(bits(&y), expected.clone(), "{:?}", cpu);
+        }
+    }
+}
+
+/// Operands that `VDPBF16PS` would flush take the plain kernel: the smallest products survive.
+#[test]
+fn tiny_operands_are_not_flushed() {
+    let (m, n, k) = (13, 33, 50);
+    let x: Vec<bf16> = (0..m * k).map(|i| bf16::from_bits(1 + (i % 0x7F) as u16)).collect();
+    let w: Vec<bf16> = (0..n * k).map(|i| bf16::narrow(1.0 + (i % 5) as f32)).collect();
+    let expected = bits(&gemm_page::<bf16, f32>(m, n, k, &x, &w, None));
+    assert!(expected.iter().all(|&v| v != 0 && v < 0x0080_0000 << 3), "the case is about tiny sums");
+    for cpu in cpus() {
+        let mut y = vec![0f32; m * n];
+        gemm(&cpu, &Gemm::new(m, n, k), &x, &w, None, &mut y).unwrap();
+        assert_eq!(bits(&y), expected, "{cpu:?}");
+    }
+}
+
+/// Narrowing is the rounding of the page for every f32 that is a tie or beside one, and for every 16-bit value.
+#[test]
+fn narrowing_rounds_to_nearest_even() {
+    for high in 0..=u16::MAX {
+        for low in [0u32, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
+            let x = f32::from_bits(u32::from(high) << 16 | low);
+            let expected = if x.is_nan() {
+                0x7FC0
+            } else {
+                let up = low > 0x8000 || (low == 0x8000 && high & 1 == 1);
+                high + u16::from(up)
+            };
+            for cpu in cpus() {
+                let mut y = [bf16::ZERO];
+                add(&cpu, &[x], &[-0.0], &mut y).unwrap();
+                assert_eq!(y[0].to_bits(), expected, "{x:e} on {cpu:?}");
+            }
+        }
+    }
+}
