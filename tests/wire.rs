@@ -206,8 +206,13 @@ fn raw(answer: &Answer) -> Vec<(String, Vec<usize>, Vec<u8>)> {
     answer.outputs.iter().map(|(name, t)| (name.clone(), t.shape().to_vec(), t.to_bytes())).collect()
 }
 
+/// Cases per property: enough for every test run; `PROPTEST_CASES` asks for more.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(5000)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 5000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Every op, dtype and extent, zero among them, is answered, with the same bits however it runs.
     #[test]

@@ -25,7 +25,7 @@ impl Tf32 {
     }
 }
 
-/// A storage type of the contract: [`bf16`], [`f16`] or `f32`. Sealed.
+/// A storage type of the contract: [`bf16`], [`struct@f16`] or `f32`. Sealed.
 pub trait Element: Storage + Copy + Default + Send + Sync + std::fmt::Debug + 'static {
     /// `bf16`, `fp16` or `fp32`.
     const NAME: &'static str;

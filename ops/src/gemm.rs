@@ -261,7 +261,7 @@ fn product<I: Element, O: Element>(
     let least_weight = w.least.iter().copied().fold(f32::INFINITY, f32::min);
     // Few rows are one tall tile, so that each weight is read once.
     let height = if m <= MAX_ROWS { m.max(1) } else { TILE_ROWS };
-    let row_tiles = (row_tiles * TILE_ROWS / height).max(1);
+    let row_tiles = (row_tiles.saturating_mul(TILE_ROWS) / height).max(1);
     let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
     for block in (0..m.div_ceil(height)).step_by(row_tiles) {
         let tiles = row_tiles.min(m.div_ceil(height) - block);

@@ -1,7 +1,7 @@
 //! Neural network ops whose bits do not depend on batch, tile, thread count or instruction set.
 //!
 //! Every op takes plain row-major slices and a struct of dimensions, and a [`Cpu`] that says how to run, never what to
-//! compute. Inputs and outputs are [`bf16`], [`f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the order
+//! compute. Inputs and outputs are [`bf16`], [`struct@f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the order
 //! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. A length that does not match its dimensions is
 //! an [`Error`], before anything is written.
 

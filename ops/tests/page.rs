@@ -174,8 +174,13 @@ fn attention_page(h: &Heads, q: &[bf16], k: &[bf16], v: &[bf16], q_pos: &[i32], 
     out
 }
 
+/// Cases per property: enough for every test run; `PROPTEST_CASES` asks for more.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(24)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn gemm_is_the_page(m in 1usize..40, n in 1usize..70, k in 0usize..420, spread in prop::sample::select(vec![2u32, 30, 70]), seed: u64, biased: bool) {
