@@ -1,0 +1,665 @@
+//! Implementations that are wrong on purpose, each with the check that must catch it.
+//!
+//! They keep the harness honest: one that misses a fault of [`FAULTS`] fails its own tests. Most ask `ours/cpu` a
+//! question that is slightly off, or spoil its answer; the others compute the op on their own, in a wrong order or from
+//! a wrong formula.
+
+use super::{Implementation, cpu::CpuImplementation};
+use crate::checkpoints::Checkpoints;
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_contract::round;
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_ops::{Cpu, Isa, bf16};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+/// A way to be wrong.
+pub struct Fault {
+    /// Its name, unique in [`FAULTS`].
+    pub name: &'static str,
+    /// What is wrong, in one sentence.
+    pub about: &'static str,
+    /// The op that has it; every other op is answered as `ours/cpu` answers it.
+    pub op: &'static str,
+    /// The check that must turn red: `accuracy`, `golden` or `invariance:<axis>`.
+    pub caught_by: &'static str,
+    /// Checks that must stay green, because what they look at is right.
+    pub unnoticed_by: &'static [&'static str],
+    answer: fn(&Faulty, &Case) -> Answer,
+}
+
+/// Axes of ops other than `chain`, for faults that are the same whatever is around a row. `padding` is left out: it has
+/// the most settings, and what it varies besides keys the others vary too.
+const AXES: &[&str] = &[
+    "invariance:batch",
+    "invariance:position",
+    "invariance:neighbours",
+    "invariance:threads",
+    "invariance:isa",
+    "invariance:repeat",
+];
+
+/// All faults.
+pub const FAULTS: &[Fault] = &[
+    Fault {
+        name: "bf16_accumulation",
+        about: "The sum of a matrix product is kept in bf16.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |_, case| {
+            let bf16 = |sum: f32| bf16::from_f32(sum).to_f32();
+            gemm(case, |_, terms| terms.iter().fold(0.0, |sum, term| bf16(sum + term)))
+        },
+    },
+    Fault {
+        name: "tf32_inputs",
+        about: "f32 operands of a matrix product are rounded to TF32 although the policy says not to.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.insert("tf32".into(), "enabled".into()))),
+    },
+    Fault {
+        name: "sequential_sum",
+        about: "Every sum runs from left to right: good enough and steady, but not the canonical order.",
+        op: "gemm",
+        caught_by: "golden",
+        unnoticed_by: &[
+            "accuracy",
+            "invariance:batch",
+            "invariance:position",
+            "invariance:neighbours",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+        ],
+        answer: |_, case| gemm(case, |_, terms| in_parts(terms, 1)),
+    },
+    Fault {
+        name: "split_by_batch",
+        about: "A small batch splits its sums over more workers than a large one.",
+        op: "gemm",
+        caught_by: "invariance:batch",
+        unnoticed_by: &[
+            "accuracy",
+            "invariance:neighbours",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+        ],
+        answer: |_, case| {
+            let rows = case.inputs["x"].shape()[0];
+            gemm(case, |_, terms| in_parts(terms, (16 / rows).max(1)))
+        },
+    },
+    Fault {
+        name: "other_order_in_last_tile",
+        about: "Rows behind the last whole tile of four are summed in an order of their own.",
+        op: "gemm",
+        caught_by: "invariance:position",
+        unnoticed_by: &[
+            "accuracy",
+            "invariance:neighbours",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+        ],
+        answer: |_, case| {
+            let tiled = case.inputs["x"].shape()[0] / 4 * 4;
+            gemm(case, |row, terms| in_parts(terms, if row < tiled { 1 } else { 3 }))
+        },
+    },
+    Fault {
+        name: "order_by_threads",
+        about: "Every thread sums a piece of its own.",
+        op: "gemm",
+        caught_by: "invariance:threads",
+        unnoticed_by: &["accuracy", "invariance:batch", "invariance:position", "invariance:isa", "invariance:repeat"],
+        answer: |_, case| {
+            let threads = case.config.threads.unwrap_or(1);
+            gemm(case, |_, terms| in_parts(terms, threads))
+        },
+    },
+    Fault {
+        name: "order_by_isa",
+        about: "A sum has as many lanes as the vectors of the instruction set.",
+        op: "gemm",
+        caught_by: "invariance:isa",
+        unnoticed_by: &[
+            "accuracy",
+            "invariance:batch",
+            "invariance:position",
+            "invariance:threads",
+            "invariance:repeat",
+        ],
+        answer: |_, case| {
+            let lanes = match case.config.isa.as_deref() {
+                Some("scalar") => 1,
+                Some("avx2") => 8,
+                _ => 16,
+            };
+            gemm(case, |_, terms| in_lanes(terms, lanes))
+        },
+    },
+    Fault {
+        name: "order_by_arrival",
+        about: "Partial sums are added in the order in which they happen to arrive.",
+        op: "gemm",
+        caught_by: "invariance:repeat",
+        unnoticed_by: &["accuracy"],
+        answer: |faulty, case| {
+            let call = faulty.count();
+            gemm(case, |_, terms| {
+                let first = call * 5 % terms.len();
+                in_parts(&[&terms[first..], &terms[..first]].concat(), 1)
+            })
+        },
+    },
+    Fault {
+        name: "tail_dropped",
+        about: "The columns behind the last whole vector of 16 are left out of the sum.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |_, case| gemm(case, |_, terms| in_parts(&terms[..terms.len() / 16 * 16], 1)),
+    },
+    Fault {
+        name: "causal_mask_dropped",
+        about: "Queries see the keys that come after them.",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.insert("causal".into(), "0".into()))),
+    },
+    Fault {
+        name: "causal_mask_flipped",
+        about: "Queries see themselves and the keys that come after them, and no key before.",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| match case.params.get("causal").map(String::as_str) {
+            Some("1") => faulty.asked(case, turn_keys_round),
+            _ => faulty.honest.run(case),
+        },
+    },
+    Fault {
+        name: "window_off_by_one",
+        about: "A sliding window holds one key more than it should.",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(window) = case.params.get_mut("window") {
+                    *window = (window.parse::<usize>().expect("the contract has checked it") + 1).to_string();
+                }
+            })
+        },
+    },
+    Fault {
+        name: "kv_len_ignored",
+        about: "Keys that only fill up the cache count like any other.",
+        op: "attention",
+        caught_by: "invariance:padding",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                let (entries, keys) = (case.inputs["k"].shape()[0], case.inputs["k"].shape()[1]);
+                case.inputs.insert("kv_len".into(), Tensor::i32(&[entries], vec![keys as i32; entries]));
+            })
+        },
+    },
+    Fault {
+        name: "mean_over_padded_width",
+        about: "The mean of the squares divides by the width rounded up to whole vectors of 16.",
+        op: "rms_norm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.widened(case, &["x", "w"]),
+    },
+    Fault {
+        name: "eps_outside_root",
+        about: "eps is added to the root instead of under it.",
+        op: "rms_norm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |_, case| rms_norm_with_eps_outside(case),
+    },
+    Fault {
+        name: "stale_last_row",
+        about: "The last row is never written and shows what the call before left there.",
+        op: "rms_norm",
+        caught_by: "invariance:batch",
+        unnoticed_by: &[],
+        answer: |faulty, case| {
+            let mut answer = faulty.honest.run(case);
+            let before = faulty.remember(&answer);
+            if let (Some(y), Some(old)) =
+                (answer.outputs.get_mut("y"), before.as_ref().and_then(|a| a.outputs.get("y")))
+                && (old.dtype(), &old.shape()[1..]) == (y.dtype(), &y.shape()[1..])
+            {
+                let kept: Vec<usize> = (0..y.shape()[0] - 1).collect();
+                *y = y.select(0, &kept).append(0, &old.select(0, &[old.shape()[0] - 1]));
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "padded_tail_counted",
+        about: "The zeros that fill a row up to whole vectors of 16 count as elements.",
+        op: "softmax",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.widened(case, &["x"]),
+    },
+    Fault {
+        name: "neighbour_leak",
+        about: "Weights are taken relative to the largest element of the whole batch.",
+        op: "softmax",
+        caught_by: "invariance:neighbours",
+        unnoticed_by: &["invariance:position", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |_, case| softmax_relative_to_batch(case),
+    },
+    Fault {
+        name: "temperature_twice",
+        about: "Logits are divided by the temperature twice.",
+        op: "logprob",
+        caught_by: "accuracy",
+        unnoticed_by: &[
+            "golden",
+            "invariance:batch",
+            "invariance:position",
+            "invariance:neighbours",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+        ],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(temperature) = case.params.get_mut("temperature") {
+                    let once: f64 = temperature.parse().expect("the contract has checked it");
+                    *temperature = (once * once).to_string();
+                }
+            })
+        },
+    },
+    Fault {
+        name: "ignored_target_counted",
+        about: "A negative target, which is to be ignored, counts as token 0.",
+        op: "logprob",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                let target = case.inputs["target"].as_i32().expect("the contract has checked it");
+                let counted = target.iter().map(|&target| target.max(0)).collect();
+                case.inputs.insert("target".into(), Tensor::i32(&[target.len()], counted));
+            })
+        },
+    },
+    Fault {
+        name: "nan_swallowed",
+        about: "NaN becomes 0.",
+        op: "silu_mul",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| if round::is_nan(bits, dtype) { 0 } else { bits }),
+    },
+    Fault {
+        name: "last_rounding_truncates",
+        about: "Results are cut off instead of rounded to nearest even.",
+        op: "silu_mul",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            let mut answer = faulty.asked(case, |case| case.out = DType::Fp32);
+            if let (Some(y), DType::Bf16) = (answer.outputs.get_mut("y"), case.out) {
+                let cut = (0..y.len()).map(|i| bf16::from_bits((y.bits(i) >> 16) as u16)).collect();
+                *y = Tensor::bf16(y.shape(), cut);
+            } else {
+                return faulty.honest.run(case);
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "positions_in_bf16",
+        about: "Positions are kept in bf16, which has no whole numbers between 256 and 258.",
+        op: "rope",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                let pos = case.inputs["pos"].as_i32().expect("the contract has checked it");
+                let kept = pos.iter().map(|&pos| bf16::from_f32(pos as f32).to_f32() as i32).collect();
+                case.inputs.insert("pos".into(), Tensor::i32(&[pos.len()], kept));
+            })
+        },
+    },
+    Fault {
+        name: "minus_zero_lost",
+        about: "-0 becomes +0.",
+        op: "add",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| if bits == sign(dtype) { 0 } else { bits }),
+    },
+    Fault {
+        name: "nan_payload_kept",
+        about: "A NaN keeps a payload instead of becoming the canonical one.",
+        op: "add",
+        caught_by: "accuracy",
+        unnoticed_by: &[],
+        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| bits | u32::from(round::is_nan(bits, dtype))),
+    },
+    Fault {
+        name: "subnormals_flushed",
+        about: "Results below the smallest normal number become 0 of the same sign.",
+        op: "add",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            faulty.spoilt(case, |bits, dtype| {
+                let normal = round::to_bits(1.0, dtype) - round::to_bits(0.5, dtype);
+                if bits & !sign(dtype) < normal { bits & sign(dtype) } else { bits }
+            })
+        },
+    },
+    Fault {
+        name: "out_ignored",
+        about: "The output is f32 whatever the request says.",
+        op: "embedding",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.asked(case, |case| case.out = DType::Fp32),
+    },
+    Fault {
+        name: "previous_answer",
+        about: "The output buffer of the call before is returned where its shape fits.",
+        op: "embedding",
+        caught_by: "invariance:position",
+        unnoticed_by: &[],
+        answer: |faulty, case| {
+            let answer = faulty.honest.run(case);
+            let form = |answer: &Answer| answer.outputs.get("y").map(|y| (y.dtype(), y.shape().to_vec()));
+            match faulty.remember(&answer) {
+                Some(before) if form(&before) == form(&answer) => before,
+                _ => answer,
+            }
+        },
+    },
+    Fault {
+        name: "last_of_equals",
+        about: "Of equal largest elements the last one wins.",
+        op: "argmax",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            let n = case.inputs["x"].shape()[1];
+            let mut answer = faulty.asked(case, |case| {
+                let backwards: Vec<usize> = (0..n).rev().collect();
+                let x = case.inputs["x"].select(1, &backwards);
+                case.inputs.insert("x".into(), x);
+            });
+            if let Some(index) = answer.outputs.get_mut("index") {
+                let values = index.as_i32().expect("argmax returns i32");
+                *index = Tensor::i32(index.shape(), values.iter().map(|&i| n as i32 - 1 - i).collect());
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "chunk_forgets",
+        about: "A chunk starts with an empty cache at position 0.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &[
+            "accuracy",
+            "golden",
+            "invariance:grouping",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+        ],
+        answer: |faulty, case| faulty.chunk_by_chunk(case),
+    },
+    Fault {
+        name: "shared_cache_entry",
+        about: "Sequences that run together share the first entry of the cache, which the first one fills.",
+        op: "chain",
+        caught_by: "invariance:grouping",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| match case.params.get("batch").map(String::as_str) {
+            Some("alone") => faulty.honest.run(case),
+            _ => faulty.asked(case, |case| {
+                let tokens = &case.inputs["tokens"];
+                let (first, length) = (tokens.select(1, &[0]), tokens.shape()[1]);
+                let rest: Vec<usize> = (1..length).collect();
+                let shared = first.select(0, &vec![0; tokens.shape()[0]]).append(1, &tokens.select(1, &rest));
+                case.inputs.insert("tokens".into(), shared);
+            }),
+        },
+    },
+];
+
+/// The bit of the sign.
+fn sign(dtype: DType) -> u32 {
+    1 << (8 * dtype.size() - 1)
+}
+
+/// `ours/cpu` with one [`Fault`].
+pub struct Faulty {
+    name: String,
+    fault: &'static Fault,
+    honest: CpuImplementation,
+    memory: Mutex<Memory>,
+}
+
+/// What a faulty implementation wrongly keeps between calls.
+#[derive(Default)]
+struct Memory {
+    calls: usize,
+    answer: Option<Answer>,
+}
+
+impl Faulty {
+    /// The implementation that has `fault`, on the best instruction set and one thread.
+    pub fn new(fault: &'static Fault, checkpoints: Arc<Checkpoints>) -> Faulty {
+        let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
+        let honest = CpuImplementation::new(cpu).with_checkpoints(checkpoints);
+        Faulty { name: format!("faulty/{}", fault.name), fault, honest, memory: Mutex::default() }
+    }
+
+    /// The honest answer to a question that `change` has spoilt.
+    fn asked(&self, case: &Case, change: impl FnOnce(&mut Case)) -> Answer {
+        let mut case = case.clone();
+        change(&mut case);
+        self.honest.run(&case)
+    }
+
+    /// The honest answer with every float element replaced by bits that `change` makes of its bits.
+    fn spoilt(&self, case: &Case, change: fn(u32, DType) -> u32) -> Answer {
+        let mut answer = self.honest.run(case);
+        for tensor in answer.outputs.values_mut().filter(|tensor| tensor.dtype() != DType::I32) {
+            let dtype = tensor.dtype();
+            let element = |i: usize| change(tensor.bits(i), dtype).to_le_bytes().into_iter().take(dtype.size());
+            let bytes: Vec<u8> = (0..tensor.len()).flat_map(element).collect();
+            *tensor = Tensor::from_bytes(dtype, tensor.shape(), &bytes).expect("the same number of elements");
+        }
+        answer
+    }
+
+    /// The honest answer for inputs whose last axis zeros fill up to a multiple of 16; the columns of the filling are
+    /// cut off again.
+    fn widened(&self, case: &Case, inputs: &[&str]) -> Answer {
+        let width = *case.inputs["x"].shape().last().expect("the contract has checked it");
+        let mut answer = self.asked(case, |case| {
+            for name in inputs {
+                let tensor = &case.inputs[*name];
+                let mut shape = tensor.shape().to_vec();
+                let last = shape.len() - 1;
+                shape[last] = width.next_multiple_of(16) - width;
+                let zeros = round::tensor(tensor.dtype(), &shape, &vec![0.0; shape.iter().product()]);
+                let wide = tensor.append(last, &zeros);
+                case.inputs.insert(name.to_string(), wide);
+            }
+        });
+        if let Some(y) = answer.outputs.get_mut("y") {
+            let columns: Vec<usize> = (0..width).collect();
+            *y = y.select(1, &columns);
+        }
+        answer
+    }
+
+    /// Every chunk of a chain's schedule as a sequence of its own.
+    fn chunk_by_chunk(&self, case: &Case) -> Answer {
+        let chunk = match case.params.get("schedule").map_or("prefill", String::as_str) {
+            "prefill" => return self.honest.run(case),
+            "decode" => 1,
+            chunks => chunks["chunk:".len()..].parse().expect("the contract has checked it"),
+        };
+        let positions: Vec<usize> = (0..case.inputs["tokens"].shape()[1]).collect();
+        let mut whole: Option<Answer> = None;
+        for part in positions.chunks(chunk) {
+            let answer = self.asked(case, |case| {
+                let tokens = case.inputs["tokens"].select(1, part);
+                case.inputs.insert("tokens".into(), tokens);
+                case.params.remove("schedule");
+            });
+            if answer.status != Status::Ok {
+                return answer;
+            }
+            whole = Some(match whole {
+                None => answer,
+                Some(mut before) => {
+                    let logits = before.outputs["logits"].append(1, &answer.outputs["logits"]);
+                    before.outputs.insert("logits".into(), logits);
+                    before
+                }
+            });
+        }
+        whole.expect("a chain has a token")
+    }
+
+    /// The number of calls before this one.
+    fn count(&self) -> usize {
+        let mut memory = self.memory.lock().expect("nothing panics under this lock");
+        memory.calls += 1;
+        memory.calls - 1
+    }
+
+    /// Keeps `answer` and returns the one kept before.
+    fn remember(&self, answer: &Answer) -> Option<Answer> {
+        self.memory.lock().expect("nothing panics under this lock").answer.replace(answer.clone())
+    }
+}
+
+impl Implementation for Faulty {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn version(&self) -> &str {
+        env!("CARGO_PKG_VERSION")
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        if case.op == self.fault.op { (self.fault.answer)(self, case) } else { self.honest.run(case) }
+    }
+}
+
+/// A matrix product whose every element is `sum` of (its row, the f32 products), then the bias.
+fn gemm(case: &Case, sum: impl Fn(usize, &[f32]) -> f32) -> Answer {
+    let (x, w) = (&case.inputs["x"], &case.inputs["w"]);
+    let (m, n, k) = (x.shape()[0], w.shape()[0], x.shape()[1]);
+    let tf32 = case.params.get("tf32").is_some_and(|v| v == "enabled") && x.dtype() == DType::Fp32;
+    let operand = |tensor: &Tensor| -> Vec<f32> {
+        let values = (0..tensor.len()).map(|i| tensor.value(i) as f32);
+        if tf32 { values.map(round::tf32).collect() } else { values.collect() }
+    };
+    let (x, w) = (operand(x), operand(w));
+    let partial = case.params.contains_key("k_total");
+    let bias = case.inputs.get("bias").filter(|_| !partial);
+    let mut y = Vec::with_capacity(m * n);
+    for row in 0..m {
+        for column in 0..n {
+            let pairs = x[row * k..][..k].iter().zip(&w[column * k..][..k]);
+            let terms: Vec<f32> = pairs.map(|(a, b)| a * b).collect();
+            let product = sum(row, &terms);
+            y.push(f64::from(bias.map_or(product, |bias| product + bias.value(column) as f32)));
+        }
+    }
+    answer("y", round::tensor(case.out, &[m, n], &y))
+}
+
+/// `terms` in `parts` contiguous pieces, each from left to right, then the pieces.
+fn in_parts(terms: &[f32], parts: usize) -> f32 {
+    let size = terms.len().div_ceil(parts).max(1);
+    terms.chunks(size).map(|part| part.iter().fold(0.0, |sum, term| sum + term)).fold(0.0, |sum, part| sum + part)
+}
+
+/// Term i goes to lane i mod `lanes`; then the lanes from left to right.
+fn in_lanes(terms: &[f32], lanes: usize) -> f32 {
+    let mut sums = vec![0.0; lanes];
+    for (i, term) in terms.iter().enumerate() {
+        sums[i % lanes] += term;
+    }
+    sums.into_iter().fold(0.0, |sum, lane| sum + lane)
+}
+
+fn rms_norm_with_eps_outside(case: &Case) -> Answer {
+    let (x, w) = (case.inputs["x"].to_f64(), case.inputs["w"].to_f64());
+    let n = w.len();
+    let param = |name: &str| case.params.get(name).map(String::as_str);
+    let eps: f64 = param("eps").map_or(1e-6, |eps| eps.parse().expect("the contract has checked it"));
+    let offset = if param("weight_offset") == Some("1") { 1.0 } else { 0.0 };
+    let mut y = Vec::with_capacity(x.len());
+    for row in x.chunks(n) {
+        let mean = row.iter().map(|v| v * v).sum::<f64>() / n as f64;
+        for (v, weight) in row.iter().zip(&w) {
+            let normed = v / (mean.sqrt() + eps);
+            let normed = if param("rounding") == Some("hf") { round::round(normed, DType::Bf16) } else { normed };
+            y.push(normed * (weight + offset));
+        }
+    }
+    answer("y", round::tensor(case.out, case.inputs["x"].shape(), &y))
+}
+
+fn softmax_relative_to_batch(case: &Case) -> Answer {
+    let x = &case.inputs["x"];
+    let values: Vec<f32> = (0..x.len()).map(|i| x.value(i) as f32).collect();
+    let top = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let mut y = Vec::with_capacity(x.len());
+    for row in values.chunks(x.shape()[1]) {
+        let weights: Vec<f32> = row.iter().map(|v| (v - top).exp()).collect();
+        let total: f32 = weights.iter().sum();
+        y.extend(weights.iter().map(|weight| f64::from(weight / total)));
+    }
+    answer("y", round::tensor(case.out, x.shape(), &y))
+}
+
+/// Reverses the keys that count, and the positions with them, so that `j <= position` becomes `j >= position`.
+fn turn_keys_round(case: &mut Case) {
+    let ints = |name: &str| case.inputs[name].as_i32().expect("the contract has checked it").to_vec();
+    let (kv_len, mut q_pos) = (ints("kv_len"), ints("q_pos"));
+    let (keys, queries) = (case.inputs["k"].shape()[1], q_pos.len() / kv_len.len());
+    for (positions, len) in q_pos.chunks_mut(queries).zip(&kv_len) {
+        positions.iter_mut().for_each(|position| *position = (len - 1 - *position).max(0));
+    }
+    for name in ["k", "v"] {
+        let turned = kv_len.iter().enumerate().map(|(entry, &len)| {
+            let len = len as usize;
+            let order: Vec<usize> = (0..len).rev().chain(len..keys).collect();
+            case.inputs[name].select(0, &[entry]).select(1, &order)
+        });
+        let turned = turned.reduce(|before, entry| before.append(0, &entry)).expect("a batch has an entry");
+        case.inputs.insert(name.into(), turned);
+    }
+    let shape = [kv_len.len(), queries];
+    case.inputs.insert("q_pos".into(), Tensor::i32(&shape, q_pos));
+}
+
+fn answer(name: &str, tensor: Tensor) -> Answer {
+    Answer::ok("faulty", BTreeMap::from([(name.to_string(), tensor)]))
+}

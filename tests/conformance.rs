@@ -1,0 +1,68 @@
+//! What `check` judges, as tests: one trial per case and judgment, per axis for invariance, of slice default.
+//!
+//! The trials of a group share their inputs and the oracle's answer, so the first one that runs judges the group for
+//! all of them.
+
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use samebits_contract::record::Record;
+use samebits_contract::table::{Contract, Slice};
+use samebits_contract::verdict::Verdict;
+use samebits_goldens::Store;
+use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_harness::judge::{Judge, Selection, plan};
+use samebits_harness::machine;
+use samebits_ops::{Cpu, Isa};
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+fn main() {
+    let arguments = Arguments::from_args();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let checkpoints = Arc::new(Checkpoints::new(Some(root.join("tests/checkpoints"))));
+    let isa = Isa::best();
+    let cpu = Cpu::new(isa, 1, usize::MAX).expect("the best instruction set is there");
+    let implementation = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
+    // All of it lives as long as the trials, that is until the process ends.
+    let contract: &Contract = Box::leak(Box::new(Contract::load(None).expect("the contract loads")));
+    let judge: &Judge = Box::leak(Box::new(Judge {
+        contract,
+        rows: contract.default_rows(),
+        implementation: Box::leak(Box::new(implementation)),
+        goldens: Some(Box::leak(Box::new(Store::open(&root.join("goldens")).expect("the goldens open")))),
+        checkpoints: Box::leak(Box::new(checkpoints)),
+        machine: Box::leak(Box::new(machine::axes(isa))),
+    }));
+
+    let mut trials = Vec::new();
+    for group in plan(contract, judge.implementation.name(), &Selection::all(Slice::Default)) {
+        let names: Vec<String> = group.iter().map(|trial| trial.name()).collect();
+        let records: Arc<OnceLock<Vec<Record>>> = Arc::default();
+        let group = Arc::new(group);
+        for (index, name) in names.into_iter().enumerate() {
+            let (group, records) = (group.clone(), records.clone());
+            let judged = move || outcome(&records.get_or_init(|| judge.group(&group))[index]);
+            trials.push((index, Trial::ignorable_test(name, judged)));
+        }
+    }
+    // The first trials of all groups come first: side by side they judge different groups instead of waiting for one.
+    trials.sort_by_key(|(index, _)| *index);
+    let mut trials: Vec<Trial> = trials.into_iter().map(|(_, trial)| trial).collect();
+    let planned = trials.len();
+    trials.push(Trial::test("something_is_planned", move || match planned {
+        0 => Err("the contract asks nothing of ours/cpu".into()),
+        _ => Ok(()),
+    }));
+    libtest_mimic::run(&arguments, trials).exit();
+}
+
+fn outcome(record: &Record) -> Result<Completion, Failed> {
+    match &record.verdict {
+        Verdict::Pass => Ok(Completion::Completed),
+        Verdict::Unsupported { reason } | Verdict::Waived { reason } => Ok(Completion::ignored_with(reason.clone())),
+        Verdict::Fail(evidence) => Err(format!("{} ({}): {evidence:#?}", evidence.message, record.kernel).into()),
+        Verdict::StaleWaiver { reason } | Verdict::Error { reason } | Verdict::Untested { reason } => {
+            Err(format!("{}: {reason}", record.verdict.name()).into())
+        }
+    }
+}

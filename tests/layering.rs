@@ -1,0 +1,181 @@
+//! Who may import whom, and what no file of the repository may say.
+
+use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The members of the workspace that each member may depend on.
+const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("samebits-ops", &[]),
+    ("samebits-contract", &[]),
+    ("samebits-models", &["samebits-ops"]),
+    ("samebits-goldens", &["samebits-contract"]),
+    ("samebits-reports", &["samebits-contract"]),
+    (
+        "samebits-harness",
+        &["samebits-contract", "samebits-goldens", "samebits-models", "samebits-ops", "samebits-reports"],
+    ),
+];
+
+/// Where a crate may not be used. Whoever says what is right computes on one thread and on no accelerator.
+const NEVER: &[(&str, &[&str])] = &[
+    ("samebits-contract", &["rayon", "cudarc"]),
+    ("samebits-goldens", &["rayon", "cudarc"]),
+    ("samebits-reports", &["rayon", "cudarc", "half", "ndarray"]),
+    ("samebits-ops", &["ndarray", "serde", "toml", "safetensors"]),
+    ("samebits-models", &["ndarray", "cudarc"]),
+];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn metadata() -> Metadata {
+    let mut command = MetadataCommand::new();
+    command.manifest_path(root().join("Cargo.toml")).no_deps();
+    command.exec().expect("cargo metadata runs")
+}
+
+/// Names of the normal and build dependencies; tests may use what they like.
+fn dependencies(package: &Package) -> BTreeSet<&str> {
+    let shipped = package.dependencies.iter().filter(|d| d.kind != DependencyKind::Development);
+    shipped.map(|d| d.name.as_str()).collect()
+}
+
+/// What of `packages` breaks the rules.
+fn violations(packages: &[Package]) -> Vec<String> {
+    let rules: BTreeMap<&str, &[&str]> = MAY_IMPORT.iter().copied().collect();
+    let never: BTreeMap<&str, &[&str]> = NEVER.iter().copied().collect();
+    let members: BTreeSet<&str> = packages.iter().map(|package| package.name.as_str()).collect();
+    let mut found = Vec::new();
+    for package in packages {
+        let name = package.name.as_str();
+        let Some(may) = rules.get(name) else {
+            found.push(format!("{name} has no line in MAY_IMPORT"));
+            continue;
+        };
+        for import in dependencies(package) {
+            if members.contains(import) && !may.contains(&import) {
+                found.push(format!("{name} imports {import}"));
+            }
+            if never.get(name).is_some_and(|never| never.contains(&import)) {
+                found.push(format!("{name} uses {import}"));
+            }
+        }
+    }
+    found.extend(rules.keys().filter(|rule| !members.contains(*rule)).map(|rule| format!("{rule} is no member")));
+    found
+}
+
+#[test]
+fn who_may_import_whom() {
+    let mut metadata = metadata();
+    assert_eq!(violations(&metadata.packages), [""; 0]);
+    // The rules are seen to hold something: what ops needs, given to the contract, breaks them.
+    let ops = metadata.packages.iter().find(|package| package.name.as_str() == "samebits-models").unwrap();
+    let stolen = ops.dependencies.clone();
+    let contract = metadata.packages.iter_mut().find(|package| package.name.as_str() == "samebits-contract").unwrap();
+    contract.dependencies.extend(stolen);
+    assert_eq!(violations(&metadata.packages), ["samebits-contract imports samebits-ops"]);
+}
+
+#[test]
+fn crates_without_unsafe_code_say_so() {
+    for member in ["contract", "goldens", "reports"] {
+        let lib = std::fs::read_to_string(root().join(member).join("src/lib.rs")).unwrap();
+        assert!(
+            lib.lines().any(|line| line == "#![forbid(unsafe_code)]"),
+            "{member}/src/lib.rs must forbid unsafe code"
+        );
+    }
+}
+
+#[test]
+fn the_contract_starts_no_threads() {
+    let mut sources = Vec::new();
+    walk(&root().join("contract/src"), &mut sources);
+    assert!(sources.len() > 10);
+    for source in sources {
+        let text = std::fs::read_to_string(&source).unwrap();
+        assert!(!text.contains("std::thread") && !text.contains("thread::spawn"), "{}", source.display());
+    }
+}
+
+/// Modules that a Python file imports.
+fn imports(text: &str) -> Vec<&str> {
+    let names = text.lines().filter_map(|line| line.strip_prefix("import ").or_else(|| line.strip_prefix("from ")));
+    names.flat_map(|rest| rest.split(" import ").next().expect("split gives one").split(", ")).map(str::trim).collect()
+}
+
+#[test]
+fn the_pure_program_needs_python_alone() {
+    let standard = ["json", "math", "struct", "sys"];
+    let mut sources = Vec::new();
+    walk(&root().join("impls/pure"), &mut sources);
+    sources.retain(|path| path.extension().is_some_and(|e| e == "py"));
+    let own: Vec<String> = sources.iter().map(|path| path.file_stem().unwrap().to_string_lossy().into()).collect();
+    assert!(own.len() >= 3);
+    let mut seen = 0;
+    for source in &sources {
+        let text = std::fs::read_to_string(source).unwrap();
+        assert!(!text.contains("__import__") && !text.contains("importlib"), "{}", source.display());
+        for module in imports(&text) {
+            let known = standard.contains(&module) || own.iter().any(|name| name == module);
+            assert!(known, "{} imports {module}", source.display());
+            seen += 1;
+        }
+    }
+    assert!(seen > 5, "only {seen} imports were found");
+    assert_eq!(imports("import os, sys\nfrom numpy.linalg import norm\nx = 1"), ["os", "sys", "numpy.linalg"]);
+}
+
+/// Paths of the place where something was written are of no use to its readers.
+#[test]
+fn no_file_tells_of_the_working_place() {
+    // Put together here, so that this file does not hold them.
+    let words = [["/wo", "rk/"].concat(), ["../sh", "ared"].concat(), ["/tmp/", "house"].concat()];
+    let files = tracked();
+    assert!(files.len() > 100, "only {} files were found", files.len());
+    for path in files {
+        let Ok(bytes) = std::fs::read(root().join(&path)) else { continue };
+        let text = String::from_utf8_lossy(&bytes);
+        for word in &words {
+            assert!(!text.contains(word.as_str()), "{} has `{word}`", path.display());
+        }
+    }
+}
+
+/// Files of the repository but the lock: as git tracks them, or all there are outside of build folders.
+fn tracked() -> Vec<PathBuf> {
+    let git = Command::new("git").arg("-C").arg(root()).args(["ls-files", "-z"]).output();
+    let mut files: Vec<PathBuf> = match git {
+        Ok(output) if output.status.success() && root().join(".git").exists() => {
+            let names = String::from_utf8(output.stdout).expect("names are UTF-8");
+            names.split_terminator('\0').map(PathBuf::from).collect()
+        }
+        _ => {
+            let mut found = Vec::new();
+            walk(&root(), &mut found);
+            found.iter().map(|path| path.strip_prefix(root()).expect("under the root").to_path_buf()).collect()
+        }
+    };
+    files.retain(|path| path != Path::new("Cargo.lock"));
+    files
+}
+
+fn walk(dir: &Path, files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name();
+        match entry.file_type().unwrap() {
+            kind if kind.is_file() => files.push(entry.path()),
+            kind if kind.is_dir()
+                && !["target", ".git", "__pycache__", "samebits-report"].iter().any(|n| name == *n) =>
+            {
+                walk(&entry.path(), files)
+            }
+            _ => {}
+        }
+    }
+}
