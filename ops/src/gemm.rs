@@ -311,6 +311,9 @@ fn product<I: Element, O: Element>(
                 let rows = rows_of(t);
                 let (right, order) = (w.right(panel), Order::Tree(bounds));
                 let (out, out_stride) = (&mut sums[..rows * PANEL], PANEL);
+                let at = first_row(t) * target.stride + target.first + panel * PANEL;
+                // The lines of y arrive while the tile is summed.
+                (0..rows).for_each(|r| y.prefetch(at + r * target.stride));
                 let slot = &packed[t * tile_words..][..tile_words.min(packed.len() - t * tile_words)];
                 if exact[t] {
                     let left = Left { data: slot, row_stride: 1, step: rows };
@@ -320,7 +323,6 @@ fn product<I: Element, O: Element>(
                     let left = Left { data: as_floats(slot), row_stride: 1, step: rows };
                     fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });
                 }
-                let at = first_row(t) * target.stride + target.first + panel * PANEL;
                 // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
                 unsafe { finish(cpu, &sums[..rows * PANEL], bias.map(|_| &bias_wide), &y, at, target.stride, columns) };
             }
@@ -338,6 +340,16 @@ pub(crate) struct SharedOut<O> {
 unsafe impl<O: Send> Sync for SharedOut<O> {}
 
 impl<O> SharedOut<O> {
+    /// Asks for the cache line of element `at`.
+    pub(crate) fn prefetch(&self, at: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a prefetch reads nothing and may name any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.data.wrapping_add(at).cast::<i8>()) };
+        }
+    }
+
     /// The elements `at..at + len`.
     ///
     /// # Safety

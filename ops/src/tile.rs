@@ -436,8 +436,63 @@ unsafe fn dot_heights(tile: Tile<'_, u32>) {
             8.. => rows!(8),
             4.. => rows!(4),
             2.. => rows!(2),
-            _ => rows!(1),
+            _ => match tile.order {
+                Order::Tree(bounds) if bounds.len() == 9 && tile.columns == PANEL => {
+                    // SAFETY: as above.
+                    unsafe { dot_row(&tile, a, b, bounds, out) };
+                    1
+                }
+                _ => rows!(1),
+            },
         };
+    }
+}
+
+/// One row of a whole tree: four segments at a time, because one chain alone waits for its own sums.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn dot_row(
+    tile: &Tile<'_, u32>,
+    a: *const u32,
+    (b, stride): (*const u32, usize),
+    bounds: &[usize],
+    out: *mut f32,
+) {
+    use std::arch::x86_64::*;
+    use std::mem::transmute;
+    let zero = _mm512_setzero_ps();
+    let mut sums = [[zero; 2]; 8];
+    for half in 0..2 {
+        let first: [usize; 4] = std::array::from_fn(|i| bounds[4 * half + i].div_ceil(2));
+        let len: [usize; 4] = std::array::from_fn(|i| bounds[4 * half + i + 1].div_ceil(2) - first[i]);
+        let shared = len.into_iter().min().unwrap_or(0);
+        let mut live = [[zero; 2]; 4];
+        let step = |sum: &mut [__m512; 2], at: usize| {
+            // SAFETY: `Tile::check` bounded every step below the order's end; a vector of i32 and one of pairs of bf16
+            // have the same 512 bits.
+            unsafe {
+                let right = b.add(at * stride);
+                let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*a.add(at * tile.left.step) as i32));
+                let pairs = |v: usize| transmute::<__m512i, __m512bh>(_mm512_loadu_si512(right.add(16 * v).cast()));
+                sum[0] = _mm512_dpbf16_ps(sum[0], x, pairs(0));
+                sum[1] = _mm512_dpbf16_ps(sum[1], x, pairs(1));
+            }
+        };
+        for at in 0..shared {
+            for i in 0..4 {
+                step(&mut live[i], first[i] + at);
+            }
+        }
+        for i in 0..4 {
+            (shared..len[i]).for_each(|at| step(&mut live[i], first[i] + at));
+            sums[4 * half + i] = live[i];
+        }
+    }
+    for v in 0..2 {
+        let pair = |i: usize| _mm512_add_ps(sums[i][v], sums[i + 1][v]);
+        let total = _mm512_add_ps(_mm512_add_ps(pair(0), pair(2)), _mm512_add_ps(pair(4), pair(6)));
+        // SAFETY: `Tile::check` bounded the output.
+        unsafe { _mm512_storeu_ps(out.add(16 * v), total) };
     }
 }
 
