@@ -22,10 +22,13 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
 pub fn pairs_of_rows(x: &[bf16], k: usize, rows: usize, pad: bf16, out: &mut [u32]) {
     /// With the number of rows known, the compiler keeps one pointer per row.
     fn fixed<const ROWS: usize>(x: &[bf16], k: usize, out: &mut [u32]) {
-        let row: [&[bf16]; ROWS] = std::array::from_fn(|r| &x[r * k..][..k]);
-        for (p, out) in out.chunks_exact_mut(ROWS).take(k / 2).enumerate() {
+        let whole = k / 2;
+        let row: [&[[bf16; 2]]; ROWS] = std::array::from_fn(|r| &x[r * k..][..k].as_chunks().0[..whole]);
+        let (out, _) = out.as_chunks_mut::<ROWS>();
+        for (p, out) in out[..whole].iter_mut().enumerate() {
             for r in 0..ROWS {
-                out[r] = pair(row[r][2 * p], row[r][2 * p + 1]);
+                let [earlier, later] = row[r][p];
+                out[r] = pair(earlier, later);
             }
         }
     }

@@ -507,12 +507,12 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
     out: *mut f32,
 ) {
     use std::arch::x86_64::*;
-    use std::mem::transmute;
+    use std::mem::{MaybeUninit, transmute};
     let zero = _mm512_setzero_ps();
     let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
     let step = tile.left.step;
     // As in `fma_chains`.
-    let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+    let mut stack = [[[MaybeUninit::<__m512>::uninit(); VECTORS]; ROWS]; 3];
     let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
     let segments = bounds.len() - 1;
     for i in 0..segments {
@@ -545,7 +545,8 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
         while i >> level & 1 == 1 {
             for r in 0..ROWS {
                 for v in 0..VECTORS {
-                    sums[r][v] = _mm512_add_ps(stack[level][r][v], sums[r][v]);
+                    // SAFETY: a set bit of i says that the subtree of its level has been written.
+                    sums[r][v] = _mm512_add_ps(unsafe { stack[level][r][v].assume_init() }, sums[r][v]);
                 }
             }
             level += 1;
@@ -553,7 +554,7 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
         for r in 0..ROWS {
             for v in 0..VECTORS {
                 if i + 1 < segments {
-                    stack[level][r][v] = sums[r][v];
+                    stack[level][r][v].write(sums[r][v]);
                 } else {
                     // SAFETY: `Tile::check` bounded the output.
                     unsafe { _mm512_storeu_ps(out.add(r * tile.out_stride + v * 16), sums[r][v]) };
