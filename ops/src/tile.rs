@@ -514,6 +514,7 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
     // As in `fma_chains`.
     let mut stack = [[[MaybeUninit::<__m512>::uninit(); VECTORS]; ROWS]; 3];
     let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
+    let next = step * tile.order.end().div_ceil(2);
     let segments = bounds.len() - 1;
     for i in 0..segments {
         let mut sums = [[zero; VECTORS]; ROWS];
@@ -531,6 +532,10 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
                     _ => first,
                 };
                 let left = a.add(at * step);
+                if ADJACENT && ROWS >= 12 {
+                    // The rows of the next tile stand behind these.
+                    _mm_prefetch::<_MM_HINT_T1>(left.wrapping_add(next).cast());
+                }
                 for r in 0..ROWS {
                     let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
                     live[r][0] = _mm512_dpbf16_ps(live[r][0], x, first);
