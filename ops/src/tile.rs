@@ -12,9 +12,9 @@ use crate::{Cpu, Isa};
 
 /// Columns of a packed panel.
 pub const PANEL: usize = 32;
-/// Rows of a tile that fills the registers two vectors wide.
+/// Rows that fill the registers two vectors wide.
 pub const TILE_ROWS: usize = 12;
-/// Rows of the tallest tile; beyond [`TILE_ROWS`] it is one vector wide.
+/// Rows of the tallest tile: what passes while a panel is in the nearest caches.
 pub const MAX_ROWS: usize = 24;
 
 /// The left operand: element (r, k) stands at `data[r * row_stride + k * step]`.
@@ -194,11 +194,8 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
         let out = tile.out[row * tile.out_stride..].as_mut_ptr();
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
-            if S::LANES == 16 && left >= 24 && tile.columns <= PANEL {
-                tall::<S, B, 24, ADJACENT, TREE>(s, &tile, a, b, out)
-            } else if S::LANES == 16 && left >= 16 && tile.columns <= PANEL {
-                tall::<S, B, 16, ADJACENT, TREE>(s, &tile, a, b, out)
-            } else if S::LANES == 16 && left >= 12 {
+            // 16 rows are two times 8: 12 and 4 would leave the 4 waiting for their own sums.
+            if S::LANES == 16 && left >= 12 && left != 16 {
                 columns::<S, B, 12, ADJACENT, TREE>(s, &tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
                 columns::<S, B, 8, ADJACENT, TREE>(s, &tile, a, b, out)
@@ -213,22 +210,6 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
             }
         };
     }
-}
-
-/// As [`columns`], one vector wide: more rows pass while a panel is read once.
-#[inline(always)]
-unsafe fn tall<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
-    s: S,
-    tile: &Tile<'_, f32>,
-    a: *const f32,
-    b: B,
-    out: *mut f32,
-) -> usize {
-    for column in (0..tile.columns).step_by(S::LANES) {
-        // SAFETY: the caller's promise; these columns are below `tile.columns`.
-        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
-    }
-    ROWS
 }
 
 /// All columns of `ROWS` rows; returns `ROWS`.
@@ -419,19 +400,8 @@ unsafe fn dot_heights(tile: Tile<'_, u32>) {
                 $rows
             }};
         }
-        // As [`tall`].
-        macro_rules! tall {
-            ($rows:literal) => {{
-                for column in (0..tile.columns).step_by(16) {
-                    // SAFETY: as above.
-                    unsafe { dot_chains::<$rows, 1, true>(&tile, a, b, column, out.add(column)) };
-                }
-                $rows
-            }};
-        }
         row += match left {
-            24.. if adjacent => tall!(24),
-            16.. if adjacent => tall!(16),
+            16 => rows!(8),
             12.. => rows!(12),
             8.. => rows!(8),
             4.. => rows!(4),
