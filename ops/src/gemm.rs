@@ -78,7 +78,7 @@ pub(crate) fn segment_length(n: usize) -> usize {
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `k_offset`, `k` and `k_total` do not name a
-/// subtree of the segments, or the budget is below the smallest plan (one panel of 32 weight rows and 12 rows of x).
+/// subtree of the segments, or the budget is below the smallest plan (one panel of 32 weight rows and one row of x).
 pub fn gemm<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Gemm,
@@ -98,14 +98,14 @@ pub fn gemm<I: Element, O: Element>(
     let bounds = shape.bounds()?;
     // Weights are packed in groups of panels, half the budget at a time.
     let panel_bytes = panel_elements(k) * if I::IS_BF16 { 4 } else { 8 } / 2;
-    row_tiles_in_budget(cpu, k, panel_bytes)?;
+    rows_in_budget(cpu, k, panel_bytes)?;
     let group = (cpu.budget() / 2 / panel_bytes.max(1)).clamp(1, n.div_ceil(PANEL).max(1)) * PANEL;
     for first in (0..n).step_by(group) {
         let count = group.min(n - first);
         let packed = PackedWeight::pack_as(cpu, count, k, &w[first * k..(first + count) * k], tf32)?;
-        let row_tiles = row_tiles_in_budget(cpu, k, packed.bytes())?;
+        let rows = rows_in_budget(cpu, k, packed.bytes())?;
         let target = Columns { first, stride: n };
-        product(cpu, m, x, &packed, bias.map(|b| &b[first..first + count]), y, &bounds, tf32, row_tiles, target);
+        product(cpu, m, x, &packed, bias.map(|b| &b[first..first + count]), y, &bounds, tf32, rows, target);
     }
     Ok(())
 }
@@ -113,7 +113,7 @@ pub fn gemm<I: Element, O: Element>(
 /// [`gemm`] with a weight packed beforehand: the same bits. `x[M,K], bias[N]? -> y[M,N]`.
 ///
 /// # Errors
-/// As [`gemm`]; the budget must hold 12 rows of x.
+/// As [`gemm`]; the budget must hold one row of x.
 pub fn gemm_packed<I: Element, O: Element>(
     cpu: &Cpu,
     m: usize,
@@ -129,8 +129,8 @@ pub fn gemm_packed<I: Element, O: Element>(
         check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
     }
     let bounds = Gemm::new(m, n, k).bounds()?;
-    let row_tiles = row_tiles_in_budget(cpu, k, 0)?;
-    product(cpu, m, x, w, bias, y, &bounds, Tf32::Disabled, row_tiles, Columns { first: 0, stride: n });
+    let rows = rows_in_budget(cpu, k, 0)?;
+    product(cpu, m, x, w, bias, y, &bounds, Tf32::Disabled, rows, Columns { first: 0, stride: n });
     Ok(())
 }
 
@@ -139,15 +139,15 @@ fn panel_elements(k: usize) -> usize {
     PANEL * k.next_multiple_of(2)
 }
 
-/// How many tiles of 12 packed rows of x fit in the budget beside `taken` bytes.
-fn row_tiles_in_budget(cpu: &Cpu, k: usize, taken: usize) -> Result<usize, Error> {
-    let tile_bytes = (TILE_ROWS * k.next_multiple_of(2) * 4).max(1);
-    match cpu.budget().saturating_sub(taken) / tile_bytes {
+/// How many packed rows of x fit in the budget beside `taken` bytes.
+fn rows_in_budget(cpu: &Cpu, k: usize, taken: usize) -> Result<usize, Error> {
+    let row_bytes = (k.next_multiple_of(2) * 4).max(1);
+    match cpu.budget().saturating_sub(taken) / row_bytes {
         0 => Err(value_error(
             "gemm",
-            format!("a budget of {} bytes is below the smallest plan, {} bytes", cpu.budget(), taken + tile_bytes),
+            format!("a budget of {} bytes is below the smallest plan, {} bytes", cpu.budget(), taken + row_bytes),
         )),
-        tiles => Ok(tiles),
+        rows => Ok(rows),
     }
 }
 
@@ -242,7 +242,8 @@ impl PackedWeight {
     }
 }
 
-/// The whole product of `x` with one packed weight. `row_tiles` bounds how many tiles of x are packed at a time.
+/// The whole product of `x` with one packed weight. At most `rows_in_budget`
+/// rows of x are packed at a time.
 #[allow(clippy::too_many_arguments)]
 fn product<I: Element, O: Element>(
     cpu: &Cpu,
@@ -253,7 +254,7 @@ fn product<I: Element, O: Element>(
     y: &mut [O],
     bounds: &[usize],
     tf32: Tf32,
-    row_tiles: usize,
+    rows_in_budget: usize,
     target: Columns,
 ) {
     let k = w.k;
@@ -261,7 +262,8 @@ fn product<I: Element, O: Element>(
     let least_weight = w.least.iter().copied().fold(f32::INFINITY, f32::min);
     // Few rows are one tall tile, so that each weight is read once.
     let height = if m <= MAX_ROWS { m.max(1) } else { TILE_ROWS };
-    let row_tiles = (row_tiles.saturating_mul(TILE_ROWS) / height).max(1);
+    let height = height.min(rows_in_budget);
+    let row_tiles = rows_in_budget / height;
     let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
     for block in (0..m.div_ceil(height)).step_by(row_tiles) {
         let tiles = row_tiles.min(m.div_ceil(height) - block);
