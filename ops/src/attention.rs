@@ -100,6 +100,9 @@ pub fn attention<I: Element, O: Element>(
     if let Some(b) = kv_len.iter().position(|&len| usize::try_from(len).map_or(true, |len| len > keys)) {
         return bad(format!("kv_len[{b}] is {}; it must be in 0..={keys}", kv_len[b]));
     }
+    if out.is_empty() && lse.is_empty() {
+        return Ok(());
+    }
     // Every thread holds one tile: its scores (16 or 32 rows wide) and one block of widened keys or values.
     let tile_bytes = |width: usize| {
         let columns = value_dim.next_multiple_of(16);
@@ -116,29 +119,9 @@ pub fn attention<I: Element, O: Element>(
     }
     let tiles = (queries * group).div_ceil(width);
     // Keys that many tiles read are turned into pairs once, when there is room for them.
-    let entry_pairs = keys.next_multiple_of(BLOCK) * head_dim.div_ceil(2);
-    let room = cpu.budget().saturating_sub(tile_bytes(width) * cpu.threads()) / 4;
+    let room = cpu.budget().saturating_sub(tile_bytes(width) * cpu.threads());
     let narrow = bf16_slice(k).filter(|_| cpu.isa() == Isa::Avx512Bf16 && tiles > 1);
-    let narrow = narrow.filter(|_| entry_pairs.saturating_mul(batch * kv_heads) <= room);
-    let mut pairs = Scratch::new(if narrow.is_some() { entry_pairs * batch * kv_heads } else { 0 });
-    let mut least = vec![f32::INFINITY; if narrow.is_some() { keys.div_ceil(BLOCK) * batch * kv_heads } else { 0 }];
-    if let Some(k) = narrow {
-        let step = head_dim.div_ceil(2);
-        let blocks = keys.div_ceil(BLOCK);
-        let pairs = SharedOut { data: pairs.words().as_mut_ptr(), len: pairs.words().len() };
-        cpu.chunks(&mut least, 1, |i, least| {
-            let (entry, block) = (i / blocks, i % blocks);
-            let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
-            // SAFETY: every (entry, block) has its own part.
-            let out = unsafe { pairs.part(entry * entry_pairs + block * BLOCK * step, BLOCK * step) };
-            let count = BLOCK.min((kv_len[b] as usize).saturating_sub(block * BLOCK));
-            for (j, out) in out.chunks_exact_mut(step.max(1)).enumerate().take(count) {
-                let at = ((b * keys + block * BLOCK + j) * kv_heads + kv_head) * head_dim;
-                least[0] = least[0].min(pairs_of_row(cpu, &k[at..][..head_dim], bf16::ZERO, out));
-            }
-        });
-    }
-    let pairs: &[u32] = pairs.words();
+    let paired = narrow.filter(|_| PairedKeys::bytes(shape) <= room).map(|k| PairedKeys::new(cpu, shape, k, kv_len));
     let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
     let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
     cpu.each(batch * kv_heads * tiles, |task| {
@@ -146,11 +129,7 @@ pub fn attention<I: Element, O: Element>(
         let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
         let first = tile * width;
         let rows = width.min(queries * group - first);
-        let blocks = keys.div_ceil(BLOCK);
-        let paired = narrow.map(|_| Paired {
-            words: &pairs[entry * entry_pairs..][..entry_pairs],
-            least: &least[entry * blocks..][..blocks],
-        });
+        let paired = paired.as_ref().map(|paired| paired.entry(entry));
         RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize, paired }
             .run(&out, &lse);
     });
@@ -182,6 +161,51 @@ struct RowTile<'a, I> {
 struct Paired<'a> {
     words: &'a [u32],
     least: &'a [f32],
+}
+
+/// [`Paired`] for every (batch entry, key head).
+struct PairedKeys {
+    words: Scratch,
+    least: Vec<f32>,
+    /// Words and blocks per entry.
+    size: usize,
+    blocks: usize,
+}
+
+impl PairedKeys {
+    /// Workspace it takes.
+    fn bytes(shape: &Attention) -> usize {
+        let entries = shape.batch * shape.kv_heads;
+        (4 * shape.keys.next_multiple_of(BLOCK) * shape.head_dim.div_ceil(2)).saturating_mul(entries)
+    }
+
+    fn new(cpu: &Cpu, shape: &Attention, k: &[bf16], kv_len: &[i32]) -> PairedKeys {
+        let Attention { batch, keys, kv_heads, head_dim, .. } = *shape;
+        let (step, blocks) = (head_dim.div_ceil(2), keys.div_ceil(BLOCK));
+        let size = blocks * BLOCK * step;
+        let mut words = Scratch::new(size * batch * kv_heads);
+        let mut least = vec![f32::INFINITY; blocks * batch * kv_heads];
+        let place = SharedOut { data: words.words().as_mut_ptr(), len: size * batch * kv_heads };
+        cpu.chunks(&mut least, 1, |i, least| {
+            let (entry, block) = (i / blocks, i % blocks);
+            let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
+            // SAFETY: every (entry, block) has its own part, and `words` outlives the threads.
+            let out = unsafe { place.part(i * BLOCK * step, BLOCK * step) };
+            let count = BLOCK.min((kv_len[b] as usize).saturating_sub(block * BLOCK));
+            for (j, out) in out.chunks_exact_mut(step.max(1)).enumerate().take(count) {
+                let at = ((b * keys + block * BLOCK + j) * kv_heads + kv_head) * head_dim;
+                least[0] = least[0].min(pairs_of_row(cpu, &k[at..][..head_dim], bf16::ZERO, out));
+            }
+        });
+        PairedKeys { words, least, size, blocks }
+    }
+
+    fn entry(&self, entry: usize) -> Paired<'_> {
+        Paired {
+            words: &self.words.filled()[entry * self.size..][..self.size],
+            least: &self.least[entry * self.blocks..][..self.blocks],
+        }
+    }
 }
 
 /// The keys a row sees: `from..to`.

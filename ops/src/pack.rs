@@ -205,6 +205,11 @@ impl Scratch {
         &mut self.kept[..self.len]
     }
 
+    /// The buffer, to read only.
+    pub fn filled(&self) -> &[u32] {
+        &self.kept[..self.len]
+    }
+
     /// The buffer as f32.
     pub fn floats(&mut self) -> &mut [f32] {
         as_floats_mut(self.words())
