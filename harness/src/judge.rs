@@ -131,9 +131,8 @@ struct Base {
 }
 
 /// How one trial ended, before it becomes a [`Record`].
-#[derive(Default)]
 struct Outcome {
-    verdict: Option<Verdict>,
+    verdict: Verdict,
     setting: Option<String>,
     measure: Option<Measure>,
     chain: Option<compare::ChainMeasure>,
@@ -141,7 +140,7 @@ struct Outcome {
 
 impl Outcome {
     fn of(verdict: Verdict) -> Outcome {
-        Outcome { verdict: Some(verdict), ..Outcome::default() }
+        Outcome { verdict, setting: None, measure: None, chain: None }
     }
 
     fn error(reason: impl Into<String>) -> Outcome {
@@ -231,8 +230,8 @@ impl Judge<'_> {
             if outcome.measure.as_ref().is_none_or(|worst| measure.of_bound > worst.of_bound) {
                 outcome.measure = Some(measure);
             }
-            if let (Some(evidence), Some(Verdict::Pass)) = (evidence, &outcome.verdict) {
-                outcome.verdict = Some(Verdict::Fail(evidence));
+            if let (Some(evidence), Verdict::Pass) = (evidence, &outcome.verdict) {
+                outcome.verdict = Verdict::Fail(evidence);
             }
         }
         outcome
@@ -255,7 +254,7 @@ impl Judge<'_> {
             (Ok(measure), Ok(own)) => {
                 let evidence = compare::hold_chain(&measure, own.as_ref(), &bound);
                 let verdict = evidence.map_or(Verdict::Pass, Verdict::Fail);
-                Outcome { verdict: Some(verdict), chain: Some(measure), ..Outcome::default() }
+                Outcome { chain: Some(measure), ..Outcome::of(verdict) }
             }
             (Err(evidence), _) => Outcome::of(Verdict::Fail(evidence)),
             (_, Err(evidence)) => Outcome::error(format!("the recorded run: {}", evidence.message)),
@@ -321,7 +320,7 @@ impl Judge<'_> {
     }
 
     fn record(&self, trial: &Trial, kernel: String, outcome: Outcome, seconds: f64) -> Record {
-        let mut verdict = outcome.verdict.expect("every outcome has a verdict");
+        let mut verdict = outcome.verdict;
         if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
             && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
         {

@@ -8,3 +8,4 @@ pub mod judge;
 pub mod machine;
 pub mod measure;
 pub mod run;
+pub mod whole_file;

@@ -4,6 +4,7 @@
 //! leaves whole lines and `complete: false`.
 
 use crate::judge::{Judge, Trial};
+use crate::whole_file;
 use anyhow::{Context, Result};
 use samebits_contract::record::{Record, Run};
 use std::collections::BTreeMap;
@@ -61,7 +62,6 @@ pub struct Journal {
     dir: PathBuf,
     run: Run,
     lines: BufWriter<File>,
-    count: usize,
 }
 
 impl Journal {
@@ -81,23 +81,16 @@ impl Journal {
         }
         let path = dir.join("records.jsonl");
         let lines = File::create(&path).with_context(|| path.display().to_string())?;
-        let journal = Journal { dir: dir.to_path_buf(), run, lines: BufWriter::new(lines), count: 0 };
+        let journal = Journal { dir: dir.to_path_buf(), run, lines: BufWriter::new(lines) };
         journal.write_run()?;
         Ok(journal)
     }
 
     fn write_run(&self) -> Result<()> {
         let path = self.dir.join("run.json");
-        let write = || -> Result<()> {
-            let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
-            serde_json::to_writer_pretty(&mut file, &self.run)?;
-            file.write_all(b"\n")?;
-            #[cfg(unix)]
-            std::fs::set_permissions(file.path(), std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-            file.persist(&path)?;
-            Ok(())
-        };
-        write().with_context(|| path.display().to_string())
+        let mut text = serde_json::to_vec_pretty(&self.run)?;
+        text.push(b'\n');
+        whole_file::write(&path, &text).with_context(|| path.display().to_string())
     }
 
     /// Appends records; they are on their way to the disk, whole lines at a time, when this returns.
@@ -112,18 +105,46 @@ impl Journal {
         }
         let path = || self.dir.join("records.jsonl").display().to_string();
         self.lines.write_all(&lines).and_then(|()| self.lines.flush()).with_context(path)?;
-        self.count += records.len();
         Ok(())
     }
 
-    /// Marks the run as complete after `seconds`.
+    /// Marks the run as complete after `seconds`. `unplanned` records came on top of the plan; any other difference
+    /// between plan and records stays visible.
     ///
     /// # Errors
     /// When `run.json` cannot be written.
-    pub fn finish(mut self, seconds: f64) -> Result<()> {
+    pub fn finish(mut self, seconds: f64, unplanned: usize) -> Result<()> {
         self.run.complete = true;
         self.run.seconds = seconds;
-        self.run.planned = self.count;
+        self.run.planned += unplanned;
         self.write_run()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use samebits_contract::record::SCHEMA;
+
+    #[test]
+    fn records_that_never_came_stay_visible() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = Run {
+            schema: SCHEMA,
+            tool: "test".into(),
+            contract_name: "test".into(),
+            contract: "0".repeat(64),
+            rows: "tight".into(),
+            arguments: Vec::new(),
+            started: 0,
+            complete: false,
+            planned: 3,
+            seconds: 0.0,
+            machine: BTreeMap::new(),
+        };
+        Journal::start(dir.path(), run).unwrap().finish(1.0, 1).unwrap();
+        let text = std::fs::read(dir.path().join("run.json")).unwrap();
+        let run: Run = serde_json::from_slice(&text).unwrap();
+        assert_eq!((run.complete, run.planned), (true, 4), "three planned and one on top, though none was written");
     }
 }

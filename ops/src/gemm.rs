@@ -242,8 +242,8 @@ impl PackedWeight {
     }
 }
 
-/// The whole product of `x` with one packed weight. At most `rows_in_budget`
-/// rows of x are packed at a time.
+/// The whole product of `x` with one packed weight. At most `rows_in_budget` rows of x are packed at a
+/// time.
 #[allow(clippy::too_many_arguments)]
 fn product<I: Element, O: Element>(
     cpu: &Cpu,

@@ -1,11 +1,10 @@
 use super::{Place, Select};
 use anyhow::{Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use samebits_contract::axis;
 use samebits_contract::record::{Record, Run, SCHEMA};
 use samebits_contract::table::Contract;
 use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
-use samebits_harness::judge::{Judge, Trial, plan};
+use samebits_harness::judge::{Judge, plan};
 use samebits_harness::machine;
 use samebits_harness::run::{Journal, carry_out};
 use samebits_ops::{Cpu, Isa};
@@ -84,7 +83,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let mut journal = Journal::start(&args.out, run)?;
     let jobs = args.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()));
-    let mut progress = Progress::new(planned, &plan);
+    let mut progress = Progress::new(planned);
     let mut records: Vec<Record> = Vec::with_capacity(planned);
     carry_out(&judge, &plan, jobs, |group| {
         journal.append(&group)?;
@@ -94,7 +93,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })?;
     let stale = judge.stale_waivers(&plan, &records);
     journal.append(&stale)?;
-    journal.finish(started.elapsed().as_secs_f64())?;
+    journal.finish(started.elapsed().as_secs_f64(), stale.len())?;
     progress.finish();
     report(&args.out)
 }
@@ -123,7 +122,7 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(total: usize, plan: &[Vec<Trial>]) -> Progress {
+    fn new(total: usize) -> Progress {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} judgments, {eta} left  {wide_msg}")
                 .expect("the template is well formed");
@@ -132,8 +131,7 @@ impl Progress {
             bar
         });
         if bar.is_none() {
-            let axes = axis::all().len();
-            eprintln!("checking {total} judgments in {} groups of cases, {axes} axes known", plan.len());
+            eprintln!("checking {total} judgments");
         }
         Progress { bar, total, done: 0, red: 0, said: Instant::now() }
     }

@@ -3,9 +3,9 @@ use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
+use samebits_harness::whole_file;
 use samebits_models::{Grouping, Model, Precision, Schedule};
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -45,7 +45,7 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
-    let place = place(&args.out)?;
+    check_place(&args.out)?;
     let Tokens { tokens, batch, len } = Tokens::read(&args.tokens)?;
     let working = Working::on(format!("loading {}", args.model.display()));
     let model = Model::load(&args.model, args.dtype, &cpu)?;
@@ -63,12 +63,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     );
     let logits = Tensor::fp32(&[batch, len, vocab], logits);
     let file = File { tensors: BTreeMap::from([("logits".into(), logits)]), metadata: BTreeMap::new() };
-    write_whole(&args.out, place, &file.encode())?;
+    whole_file::write(&args.out, &file.encode()).with_context(|| format!("--out {}", args.out.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The folder that `out` will stand in; asked before the work, so that a wrong path costs nothing.
-fn place(out: &Path) -> Result<&Path> {
+/// Whether `out` can be written; asked before the work, so that a wrong path costs nothing.
+fn check_place(out: &Path) -> Result<()> {
     let folder = match out.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -76,22 +76,7 @@ fn place(out: &Path) -> Result<&Path> {
     ensure!(folder.is_dir(), "--out {}: {} is not a folder; create it first", out.display(), folder.display());
     ensure!(!out.is_dir(), "--out {}: is a folder; name a file", out.display());
     ensure!(out.file_name().is_some(), "--out {}: name a file", out.display());
-    Ok(folder)
-}
-
-/// Writes `bytes` beside `out` and renames them to it, so that `out` is never half written.
-fn write_whole(out: &Path, folder: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || -> std::io::Result<()> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".samebits-").suffix(".tmp");
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let mut file = builder.tempfile_in(folder)?;
-        file.write_all(bytes)?;
-        file.persist(out)?;
-        Ok(())
-    };
-    write().with_context(|| format!("--out {}", out.display()))
+    Ok(())
 }
 
 /// `tokens` [B, T], row-major.
