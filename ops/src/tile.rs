@@ -171,12 +171,16 @@ impl Kernel for FmaTile<'_> {
             (Right::Narrow(data, stride), true, false) => {
                 heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
             }
-            (Right::Pairs(data, stride), true, true) => {
+            (Right::Pairs(data, stride), true, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
                 let end = tile.order.end().next_multiple_of(2);
                 let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
                 assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
-                heights::<S, _, true, true>(s, tile, PairSteps(data.as_ptr(), stride));
+                if tree {
+                    heights::<S, _, true, true>(s, tile, PairSteps(data.as_ptr(), stride));
+                } else {
+                    heights::<S, _, true, false>(s, tile, PairSteps(data.as_ptr(), stride));
+                }
             }
             _ => panic!("no op sums such a tile"),
         }
