@@ -29,7 +29,7 @@ mod tile;
 
 pub use add::add;
 pub use argmax::argmax;
-pub use attention::{Attention, attention};
+pub use attention::{Attention, Keys, Sequences, attention, attention_over};
 pub use cpu::{Cpu, Isa};
 pub use element::{Element, Tf32};
 pub use embedding::embedding;

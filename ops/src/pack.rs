@@ -3,7 +3,6 @@
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
-use std::cell::RefCell;
 
 /// `x` as bf16 when that is what it is.
 pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
@@ -154,13 +153,6 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
     lanes.into_iter().fold(f32::INFINITY, f32::min)
 }
 
-/// Writes one row as pairs, `stride` apart from `offset`; an odd end is filled with `pad`.
-pub fn scatter_pairs(row: &[bf16], pad: bf16, out: &mut [u32], offset: usize, stride: usize) {
-    for (two, slot) in row.chunks(2).zip(out.iter_mut().skip(offset).step_by(stride)) {
-        *slot = pair(two[0], two.get(1).copied().unwrap_or(pad));
-    }
-}
-
 /// Writes one row as f32, `stride` apart from `offset`.
 pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
     for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
@@ -223,55 +215,4 @@ pub fn as_words_mut(floats: &mut [f32]) -> &mut [u32] {
 pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
-}
-
-thread_local! {
-    /// Workspace kept from call to call, so that the system is not asked for fresh pages every time.
-    static KEPT: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A buffer of words with arbitrary contents, given back to its thread when dropped.
-pub struct Scratch {
-    /// At least `len` words; never cut, so that nothing is cleared again.
-    kept: Vec<u32>,
-    len: usize,
-}
-
-/// Workspace above this many words is returned to the system.
-const KEEP: usize = 16 << 20;
-
-impl Scratch {
-    /// Takes a buffer of `len` words from this thread, or makes one.
-    pub fn new(len: usize) -> Scratch {
-        let mut kept = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
-        if kept.len() < len {
-            kept.resize(len, 0);
-        }
-        Scratch { kept, len }
-    }
-
-    /// The buffer as words.
-    pub fn words(&mut self) -> &mut [u32] {
-        &mut self.kept[..self.len]
-    }
-
-    /// The buffer, to read only.
-    pub fn filled(&self) -> &[u32] {
-        &self.kept[..self.len]
-    }
-
-    /// The buffer as f32.
-    pub fn floats(&mut self) -> &mut [f32] {
-        as_floats_mut(self.words())
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if self.kept.len() <= KEEP {
-            let kept = std::mem::take(&mut self.kept);
-            // The thread may be ending, and its store gone with it.
-            let _ = KEPT.try_with(|all| all.borrow_mut().push(kept));
-        }
-    }
 }
