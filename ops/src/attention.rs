@@ -9,27 +9,29 @@
 //! Softcap: `s = cap * tanh(s * f32(scale/cap))`, then `c = log2(e)`.
 //! Special: no visible key gives out +0 and lse -inf; a visible score of NaN or +inf gives NaN; -inf counts as invisible.
 //!
-//! Two passes over the scores of 32 query rows at a time, one row per lane: the first finds `n`, the second makes the
-//! weights in place. Because `n` is an integer exponent, nothing is rescaled and no tile border can be seen.
+//! Two passes over the scores: the first finds `n`, the second makes the weights. Because `n` is an integer exponent,
+//! nothing is rescaled and no tile border can be seen. Many query rows to a key head go in tiles of rows ([`tiled`]); few
+//! are a matter of reading keys and values once, at the speed of memory ([`streamed`]).
+
+mod streamed;
+mod tiled;
 
 use crate::gemm::SharedOut;
-use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
-use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, tanh, weight};
-use crate::pack::{
-    Scratch, bf16_slice, least_magnitude, pairs_of_row, prefetch, scatter_pairs, scatter_wide, wide_row,
-};
-use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
-use half::bf16;
+use crate::lanes::{Kernel, Simd, load_at, narrow_at};
+use crate::math::lse;
+use crate::pack::bf16_slice;
+use crate::plan::{Plan, choose};
+use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use std::iter::successors;
 
 /// Dimensions and parameters of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Attention {
     /// Batch B.
     pub batch: usize,
-    /// Queries per batch entry, T.
+    /// Queries per batch entry, T; where queries are packed, all of them.
     pub queries: usize,
-    /// Keys per batch entry, S; `kv_len` says how many of them hold data.
+    /// Keys per batch entry, S, of which `kv_len` say how many hold data; where keys are packed or paged, all rows of k.
     pub keys: usize,
     /// Query heads Hq, a multiple of `kv_heads`.
     pub q_heads: usize,
@@ -51,19 +53,43 @@ pub struct Attention {
     pub tf32: Tf32,
 }
 
+/// Where the queries and keys of each sequence stand.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sequences<'a> {
+    /// Rows `q_start[b]..q_start[b + 1]` of `q[T,Hq,D]` are the queries of sequence b (B + 1 entries, ascending from 0 to
+    /// T). `None`: `q[B,T,Hq,D]`, T for each.
+    pub q_start: Option<&'a [i32]>,
+    /// The keys and values.
+    pub keys: Keys<'a>,
+}
+
+/// Where the keys and values of each sequence stand.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Keys<'a> {
+    /// `k[B,S,Hkv,D]`: S rows for each sequence, the first `kv_len[b]` of them in use.
+    #[default]
+    Padded,
+    /// `k[S,Hkv,D]`: sequence b has the rows from `k_start[b]` to `k_start[b + 1]` (B + 1 entries, ascending from 0 to S).
+    Packed(&'a [i32]),
+    /// `k[P,page_size,Hkv,D]`: key j of sequence b stands in page `table[b][j / page_size]`, row `j % page_size`. Pages may
+    /// be shared and stand in any order; entries behind the last key in use are not read.
+    Paged {
+        /// Keys per page, at least 1.
+        page_size: usize,
+        /// `[B, pages per sequence]`.
+        table: &'a [i32],
+    },
+}
+
 /// Keys per block: belongs to the contract, not to the machine.
 const BLOCK: usize = 256;
-/// Keys between a key and the one asked of memory beside it.
-const AHEAD: usize = 32;
-/// Query rows per tile: one row of scores per lane of a panel.
-const ROWS: usize = 32;
 
 /// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
-/// `kv_len` is outside `0..=S`, `scale` or `softcap` is negative or not finite, S exceeds 2^24, or the budget is below
-/// the smallest plan (the scores of 16 rows and one block of keys).
+/// `kv_len` is outside `0..=S`, `scale` or `softcap` is negative or not finite, or S exceeds 2^24; [`Error::Budget`] below
+/// the smallest plan (the operands of 16 keys and one query).
 #[allow(clippy::too_many_arguments)]
 pub fn attention<I: Element, O: Element>(
     cpu: &Cpu,
@@ -76,403 +102,299 @@ pub fn attention<I: Element, O: Element>(
     out: &mut [O],
     lse: &mut [f32],
 ) -> Result<(), Error> {
-    let Attention { batch, queries, keys, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    attention_over(cpu, shape, &Sequences::default(), q, k, v, q_pos, kv_len, out, lse)
+}
+
+/// [`attention`] over packed queries, and keys that are packed or paged: the same bits for the same sequence.
+/// `q_pos` and the outputs follow q: `q_pos[T]`, `out[T,Hq,E]`, `lse[T,Hq]` where queries are packed.
+///
+/// # Errors
+/// As [`attention`]; [`Error::Value`] when starts do not ascend to the end, a page is outside `0..P`, or a sequence's
+/// `kv_len` exceeds its rows or pages.
+#[allow(clippy::too_many_arguments)]
+pub fn attention_over<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Attention,
+    sequences: &Sequences,
+    q: &[I],
+    k: &[I],
+    v: &[I],
+    q_pos: &[i32],
+    kv_len: &[i32],
+    out: &mut [O],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
     }
-    if !(shape.scale >= 0.0 && shape.scale.is_finite()) {
-        return bad(format!("scale is {}; it must be finite and not negative", shape.scale));
+    if !(scale >= 0.0 && scale.is_finite()) {
+        return bad(format!("scale is {scale}; it must be finite and not negative"));
     }
-    if !(shape.softcap >= 0.0 && shape.softcap.is_finite()) {
-        return bad(format!("softcap is {}; it must be finite and not negative", shape.softcap));
+    if !(softcap >= 0.0 && softcap.is_finite()) {
+        return bad(format!("softcap is {softcap}; it must be finite and not negative"));
     }
-    if keys > 1 << 24 {
-        return bad(format!("S is {keys}; at most {} keys", 1 << 24));
-    }
-    check_len("attention", "q", "[B,T,Hq,D]", q.len(), &[batch, queries, q_heads, head_dim])?;
-    check_len("attention", "k", "[B,S,Hkv,D]", k.len(), &[batch, keys, kv_heads, head_dim])?;
-    check_len("attention", "v", "[B,S,Hkv,E]", v.len(), &[batch, keys, kv_heads, value_dim])?;
-    check_len("attention", "q_pos", "[B,T]", q_pos.len(), &[batch, queries])?;
     check_len("attention", "kv_len", "[B]", kv_len.len(), &[batch])?;
-    check_len("attention", "out", "[B,T,Hq,E]", out.len(), &[batch, queries, q_heads, value_dim])?;
-    check_len("attention", "lse", "[B,T,Hq]", lse.len(), &[batch, queries, q_heads])?;
-    if let Some(b) = kv_len.iter().position(|&len| usize::try_from(len).map_or(true, |len| len > keys)) {
-        return bad(format!("kv_len[{b}] is {}; it must be in 0..={keys}", kv_len[b]));
+    let rows: &[usize] = if sequences.q_start.is_some() { &[queries] } else { &[batch, queries] };
+    let of = |dims: &[usize]| [rows, dims].concat();
+    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", q.len(), &of(&[q_heads, head_dim]))?;
+    check_len("attention", "q_pos", "[B,T] or [T]", q_pos.len(), rows)?;
+    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", out.len(), &of(&[q_heads, value_dim]))?;
+    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lse.len(), &of(&[q_heads]))?;
+    if let Some(q_start) = sequences.q_start {
+        check_starts("q_start", q_start, batch, queries)?;
     }
+    check_keys(shape, &sequences.keys, k.len(), v.len(), kv_len)?;
     if out.is_empty() && lse.is_empty() {
         return Ok(());
     }
-    // Every thread holds one tile: its scores (16 or 32 rows wide) and one block of widened keys or values.
-    let tile_bytes = |width: usize| {
-        let columns = value_dim.next_multiple_of(16);
-        4 * (keys * width + BLOCK * head_dim.next_multiple_of(2).max(columns) + width * (head_dim + 1 + 2 * columns))
+    let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
+    let c_hi = c as f32;
+    let job = Job {
+        cpu,
+        shape,
+        sequences,
+        q,
+        k,
+        v,
+        q_pos,
+        kv_len,
+        cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
+        c: (c_hi, (c - f64::from(c_hi)) as f32),
     };
-    let group = q_heads / kv_heads;
-    let width = if queries * group <= 16 || tile_bytes(ROWS) * cpu.threads() > cpu.budget() { 16 } else { ROWS };
-    if tile_bytes(width) * cpu.threads() > cpu.budget() {
-        return bad(format!(
-            "a budget of {} bytes is below the smallest plan, {} bytes",
-            cpu.budget(),
-            tile_bytes(width) * cpu.threads()
-        ));
-    }
-    let tiles = (queries * group).div_ceil(width);
-    // Keys that many tiles read are turned into pairs once, when there is room for them.
-    let room = cpu.budget().saturating_sub(tile_bytes(width) * cpu.threads());
-    let narrow = bf16_slice(k).filter(|_| cpu.isa() == Isa::Avx512Bf16 && tiles > 1);
-    let paired = narrow.filter(|_| PairedKeys::bytes(shape) <= room).map(|k| PairedKeys::new(cpu, shape, k, kv_len));
     let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
     let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
-    cpu.each(batch * kv_heads * tiles, |task| {
-        let (entry, tile) = (task / tiles, task % tiles);
-        let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
-        let first = tile * width;
-        let rows = width.min(queries * group - first);
-        let paired = paired.as_ref().map(|paired| paired.entry(entry));
-        RowTile { cpu, shape, width, b, kv_head, first, rows, q, k, v, q_pos, kv_len: kv_len[b] as usize, paired }
-            .run(&out, &lse);
-    });
+    let plans = successors(Some(job.preferred()), |plan| plan.smaller(&job));
+    let (plan, mut workspace) = choose(cpu, "attention", plans)?;
+    let (shared, slots) = workspace.split();
+    let slow = match &plan {
+        Way::Streamed(plan) => streamed::run(&job, plan, shared, slots, &out, &lse),
+        Way::Tiled(plan) => tiled::run(&job, plan, shared, slots, &out, &lse),
+    };
+    cpu.ledger().note(Counter::SlowPaths, slow, "attention: operands so small that VDPBF16PS would flush them")
+}
+
+fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
+    let bad = |what: String| Err(value_error("attention", what));
+    if starts.len() != batch + 1 {
+        return bad(format!("`{name}` has {} entries; {batch} sequences need {}", starts.len(), batch + 1));
+    }
+    if starts[0] != 0 || i64::from(starts[batch]) != end as i64 {
+        return bad(format!("`{name}` goes from {} to {}; it must go from 0 to {end}", starts[0], starts[batch]));
+    }
+    match starts.windows(2).position(|two| two[0] > two[1]) {
+        Some(b) => bad(format!("`{name}[{}]` is {} after {}; starts ascend", b + 1, starts[b + 1], starts[b])),
+        None => Ok(()),
+    }
+}
+
+/// Checks k, v and every key that `kv_len` admits.
+fn check_keys(shape: &Attention, keys: &Keys, k: usize, v: usize, kv_len: &[i32]) -> Result<(), Error> {
+    let bad = |what: String| Err(value_error("attention", what));
+    let Attention { batch, kv_heads, head_dim, value_dim, .. } = *shape;
+    let rows: &[usize] = if matches!(keys, Keys::Padded) { &[batch, shape.keys] } else { &[shape.keys] };
+    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
+    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", k, &of(head_dim))?;
+    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", v, &of(value_dim))?;
+    if let Keys::Packed(k_start) = keys {
+        check_starts("k_start", k_start, batch, shape.keys)?;
+    }
+    if let Keys::Paged { page_size, table } = *keys {
+        if page_size == 0 || !shape.keys.is_multiple_of(page_size) {
+            return bad(format!("{} rows of k are no whole number of pages of {page_size}", shape.keys));
+        }
+        if batch == 0 && !table.is_empty() || batch > 0 && !table.len().is_multiple_of(batch) {
+            return bad(format!("a page table of {} entries is no whole number for {batch} sequences", table.len()));
+        }
+    }
+    for (b, &len) in kv_len.iter().enumerate() {
+        let room = match *keys {
+            Keys::Padded => shape.keys,
+            Keys::Packed(k_start) => (k_start[b + 1] - k_start[b]) as usize,
+            Keys::Paged { page_size, table } => (table.len() / batch).saturating_mul(page_size),
+        };
+        let len = match usize::try_from(len) {
+            Ok(len) if len <= room => len,
+            _ => return bad(format!("kv_len[{b}] is {len}; it must be in 0..={room}")),
+        };
+        if len > 1 << 24 {
+            return bad(format!("kv_len[{b}] is {len}; at most {} keys", 1 << 24));
+        }
+        if let Keys::Paged { page_size, table } = *keys {
+            let (columns, pages) = (table.len() / batch, shape.keys / page_size);
+            let used = &table[b * columns..][..len.div_ceil(page_size)];
+            if let Some(i) = used.iter().position(|&page| usize::try_from(page).map_or(true, |page| page >= pages)) {
+                return bad(format!("page table [{b}][{i}] is {}; there are pages 0 to {}", used[i], pages as i64 - 1));
+            }
+        }
+    }
     Ok(())
 }
 
-/// Up to `width` query rows that share one key head: row r is query `(first + r) / group`, head `(first + r) % group` of
-/// the group.
-struct RowTile<'a, I> {
-    cpu: &'a Cpu,
-    shape: &'a Attention,
-    /// Lanes per row of scores: 16 or 32.
-    width: usize,
-    b: usize,
-    kv_head: usize,
-    first: usize,
-    rows: usize,
-    q: &'a [I],
-    k: &'a [I],
-    v: &'a [I],
-    q_pos: &'a [i32],
-    kv_len: usize,
-    /// The keys as pairs, when other tiles read them too.
-    paired: Option<Paired<'a>>,
-}
-
-/// The keys of one key head as pairs, key by key, and the smallest nonzero magnitude of each block.
-#[derive(Clone, Copy)]
-struct Paired<'a> {
-    words: &'a [u32],
-    least: &'a [f32],
-}
-
-/// [`Paired`] for every (batch entry, key head).
-struct PairedKeys {
-    words: Scratch,
-    least: Vec<f32>,
-    /// Words and blocks per entry.
-    size: usize,
-    blocks: usize,
-}
-
-impl PairedKeys {
-    /// Workspace it takes.
-    fn bytes(shape: &Attention) -> usize {
-        let entries = shape.batch * shape.kv_heads;
-        (4 * shape.keys.next_multiple_of(BLOCK) * shape.head_dim.div_ceil(2)).saturating_mul(entries)
-    }
-
-    fn new(cpu: &Cpu, shape: &Attention, k: &[bf16], kv_len: &[i32]) -> PairedKeys {
-        let Attention { batch, keys, kv_heads, head_dim, .. } = *shape;
-        let (step, blocks) = (head_dim.div_ceil(2), keys.div_ceil(BLOCK));
-        let size = blocks * BLOCK * step;
-        let mut words = Scratch::new(size * batch * kv_heads);
-        let mut least = vec![f32::INFINITY; blocks * batch * kv_heads];
-        let place = SharedOut { data: words.words().as_mut_ptr(), len: size * batch * kv_heads };
-        cpu.chunks(&mut least, 1, |i, least| {
-            let (entry, block) = (i / blocks, i % blocks);
-            let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
-            // SAFETY: every (entry, block) has its own part, and `words` outlives the threads.
-            let out = unsafe { place.part(i * BLOCK * step, BLOCK * step) };
-            let count = BLOCK.min((kv_len[b] as usize).saturating_sub(block * BLOCK));
-            for (j, out) in out.chunks_exact_mut(step.max(1)).enumerate().take(count) {
-                let at = ((b * keys + block * BLOCK + j) * kv_heads + kv_head) * head_dim;
-                least[0] = least[0].min(pairs_of_row(cpu, &k[at..][..head_dim], bf16::ZERO, out));
-            }
-        });
-        PairedKeys { words, least, size, blocks }
-    }
-
-    fn entry(&self, entry: usize) -> Paired<'_> {
-        Paired {
-            words: &self.words.filled()[entry * self.size..][..self.size],
-            least: &self.least[entry * self.blocks..][..self.blocks],
-        }
-    }
-}
-
 /// The keys a row sees: `from..to`.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Range {
     from: usize,
     to: usize,
 }
 
-impl<I: Element> RowTile<'_, I> {
-    /// Row r's query index and query head.
-    fn query_and_head(&self, r: usize) -> (usize, usize) {
-        let group = self.shape.q_heads / self.shape.kv_heads;
-        ((self.first + r) / group, self.kv_head * group + (self.first + r) % group)
+impl Range {
+    fn is_empty(&self) -> bool {
+        self.from >= self.to
     }
 
-    /// Row r's index in `[B,T,Hq]`.
-    fn index(&self, r: usize) -> usize {
-        let (t, head) = self.query_and_head(r);
-        (self.b * self.shape.queries + t) * self.shape.q_heads + head
+    /// The part inside `from..to`.
+    fn within(&self, from: usize, to: usize) -> Range {
+        Range { from: self.from.clamp(from, to), to: self.to.clamp(from, to) }
+    }
+}
+
+/// One call: what every task reads.
+struct Job<'a, I> {
+    cpu: &'a Cpu,
+    shape: &'a Attention,
+    sequences: &'a Sequences<'a>,
+    q: &'a [I],
+    k: &'a [I],
+    v: &'a [I],
+    q_pos: &'a [i32],
+    kv_len: &'a [i32],
+    /// `(cap, f32(scale / cap))`.
+    cap: Option<(f32, f32)>,
+    /// `c_hi` and `c_lo`.
+    c: (f32, f32),
+}
+
+impl<I: Element> Job<'_, I> {
+    /// Query heads that share a key head.
+    fn group(&self) -> usize {
+        self.shape.q_heads / self.shape.kv_heads
     }
 
-    fn range(&self, r: usize) -> Range {
-        let (t, _) = self.query_and_head(r);
-        let p = i64::from(self.q_pos[self.b * self.shape.queries + t]);
-        let to = if self.shape.causal { (p + 1).clamp(0, self.kv_len as i64) as usize } else { self.kv_len };
+    /// The rows of q that belong to sequence b.
+    fn queries(&self, b: usize) -> std::ops::Range<usize> {
+        match self.sequences.q_start {
+            Some(starts) => starts[b] as usize..starts[b + 1] as usize,
+            None => b * self.shape.queries..(b + 1) * self.shape.queries,
+        }
+    }
+
+    /// The most queries a sequence has.
+    fn most_queries(&self) -> usize {
+        (0..self.shape.batch).map(|b| self.queries(b).len()).max().unwrap_or(0)
+    }
+
+    /// The row of k and v where key j of sequence b stands.
+    fn key_row(&self, b: usize, j: usize) -> usize {
+        match self.sequences.keys {
+            Keys::Padded => b * self.shape.keys + j,
+            Keys::Packed(starts) => starts[b] as usize + j,
+            Keys::Paged { page_size, table } => {
+                let columns = table.len() / self.shape.batch;
+                table[b * columns + j / page_size] as usize * page_size + j % page_size
+            }
+        }
+    }
+
+    /// The first key after j that need not stand behind the one before it.
+    fn run_end(&self, j: usize) -> usize {
+        match self.sequences.keys {
+            Keys::Paged { page_size, .. } => (j / page_size + 1) * page_size,
+            _ => usize::MAX,
+        }
+    }
+
+    /// Key j of sequence b for a key head.
+    fn key(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
+        let d = self.shape.head_dim;
+        &self.k[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * d..][..d]
+    }
+
+    /// Values from key j of sequence b on, for a key head.
+    fn value(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
+        let e = self.shape.value_dim;
+        &self.v[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * e..]
+    }
+
+    /// Row t of q for a query head.
+    fn query(&self, t: usize, head: usize) -> &[I] {
+        let d = self.shape.head_dim;
+        &self.q[(t * self.shape.q_heads + head) * d..][..d]
+    }
+
+    /// The keys that row t of q sees, of sequence b.
+    fn range(&self, b: usize, t: usize) -> Range {
+        let (p, len) = (i64::from(self.q_pos[t]), self.kv_len[b] as usize);
+        let to = if self.shape.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
         let window = i64::try_from(self.shape.window).unwrap_or(i64::MAX);
         let from = if window > 0 { p.saturating_sub(window).saturating_add(1).max(0) as usize } else { 0 };
         Range { from: from.min(to), to }
     }
 
-    /// Key j's position in k, in elements; v likewise with its own dimension.
-    fn key_at(&self, j: usize, dim: usize) -> usize {
-        ((self.b * self.shape.keys + j) * self.shape.kv_heads + self.kv_head) * dim
-    }
-
-    fn run<O: Element>(&self, out: &SharedOut<O>, lse_out: &SharedOut<f32>) {
-        let Attention { value_dim, scale, softcap, .. } = *self.shape;
-        let mut ranges = [Range::default(); ROWS];
-        (0..self.rows).for_each(|r| ranges[r] = self.range(r));
-        let seen = || ranges[..self.rows].iter().filter(|range| range.from < range.to);
-        let keys = Range {
+    /// From the first to the last key that some query of sequence b sees.
+    fn seen(&self, b: usize) -> Range {
+        let seen = || self.queries(b).map(|t| self.range(b, t)).filter(|range| !range.is_empty());
+        Range {
             from: seen().map(|range| range.from).min().unwrap_or(0),
             to: seen().map(|range| range.to).max().unwrap_or(0),
+        }
+    }
+
+    /// Whether scores may go through `VDPBF16PS`.
+    fn dots(&self) -> bool {
+        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+    }
+
+    /// Whether values are read where they stand: whole vectors of bf16, in runs worth a tile.
+    fn values_in_place(&self) -> bool {
+        let runs = !matches!(self.sequences.keys, Keys::Paged { page_size, .. } if page_size < 8);
+        runs && bf16_slice(self.v).is_some() && self.shape.value_dim.is_multiple_of(16)
+    }
+
+    fn preferred(&self) -> Way {
+        match streamed::Streams::preferred(self) {
+            Some(plan) => Way::Streamed(plan),
+            None => Way::Tiled(tiled::Tiles::preferred(self)),
+        }
+    }
+
+    /// `total / l`, the last rounding and the `lse` of one row, at its index in `[B,T,Hq]`.
+    ///
+    /// # Safety
+    /// No other thread touches this row of the outputs.
+    unsafe fn finish<O: Element>(
+        &self,
+        at: usize,
+        row: Row,
+        total: &[f32],
+        out: &SharedOut<O>,
+        lse_out: &SharedOut<f32>,
+        columns: Columns,
+    ) {
+        // SAFETY: the caller's promise.
+        let (out, lse_out) = unsafe {
+            (out.part(at * self.shape.value_dim + columns.from, columns.to - columns.from), lse_out.part(at, 1))
         };
-        let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
-        let c_hi = c as f32;
-        let c_lo = (c - f64::from(c_hi)) as f32;
-        debug_assert!(softcap == 0.0 || (c_hi, c_lo) == (LOG2E_HI, LOG2E_LO));
-
-        let mut scores = Scratch::new((keys.to - keys.from) * self.width);
-        let scores = scores.floats();
-        self.score(keys, scores);
-        let softmax = weights(
-            self.cpu,
-            Weights {
-                scores: &mut *scores,
-                width: self.width,
-                rows: self.rows,
-                keys,
-                ranges: &ranges,
-                cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
-                c: (c_hi, c_lo),
-            },
-        );
-        let columns = value_dim.next_multiple_of(16);
-        let total = self.values(keys, &ranges, scores, softmax.skips);
-        for r in 0..self.rows {
-            // SAFETY: each (tile, row) has its own index in [B,T,Hq].
-            let (row, lse_row) =
-                unsafe { (out.part(self.index(r) * value_dim, value_dim), lse_out.part(self.index(r), 1)) };
-            match softmax.rows[r] {
-                Row::Empty => {
-                    row.fill(O::narrow(0.0));
-                    lse_row[0] = f32::NEG_INFINITY;
-                }
-                Row::Invalid => {
-                    row.fill(O::narrow(f32::NAN));
-                    lse_row[0] = f32::narrow(f32::NAN);
-                }
-                Row::Valid { n, l } => {
-                    self.cpu.dispatch(Divide { total: &total[r * columns..][..value_dim], l, out: row });
-                    lse_row[0] = lse(n, l);
-                }
+        match row {
+            Row::Empty => {
+                out.fill(O::narrow(0.0));
+                lse_out[0] = f32::NEG_INFINITY;
+            }
+            Row::Invalid => {
+                out.fill(O::narrow(f32::NAN));
+                lse_out[0] = f32::narrow(f32::NAN);
+            }
+            Row::Valid { n, l } => {
+                self.cpu.dispatch(Divide { total: &total[..out.len()], l, out });
+                lse_out[0] = lse(n, l);
             }
         }
-    }
-
-    /// `scores[j - keys.from][r]`: a chain over d for every key of the tile, visible or not.
-    fn score(&self, keys: Range, scores: &mut [f32]) {
-        let d = self.shape.head_dim;
-        let width = self.width;
-        let query = |r: usize| &self.q[self.index(r) * d..][..d];
-        let mut query_wide = Scratch::new(d * width);
-        let query_wide = query_wide.floats();
-        query_wide.fill(0.0);
-        (0..self.rows).for_each(|r| scatter_wide(query(r), self.shape.tf32, query_wide, r, width));
-        // The dot kernel, where the operands are bf16 and the machine has it.
-        let narrow = bf16_slice(self.q).zip(bf16_slice(self.k)).filter(|_| self.cpu.isa() == Isa::Avx512Bf16);
-        let mut query_pairs = Scratch::new(if narrow.is_some() { d.div_ceil(2) * width } else { 0 });
-        let mut least_query = f32::INFINITY;
-        if let Some((q, _)) = narrow {
-            query_pairs.words().fill(0);
-            for r in 0..self.rows {
-                let query = &q[self.index(r) * d..][..d];
-                least_query = least_query.min(least_magnitude(self.cpu, query));
-                scatter_pairs(query, bf16::NEG_ZERO, query_pairs.words(), r, width);
-            }
-        }
-        let query_pairs: &[u32] = query_pairs.words();
-        // One chain is a tree of one segment.
-        let chain = [0, d];
-        let mut block = Scratch::new(BLOCK * d.next_multiple_of(2));
-        let step = d.div_ceil(2);
-        let mut from = keys.from;
-        while from < keys.to {
-            let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
-            let count = to - from;
-            let out = &mut scores[(from - keys.from) * width..][..count * width];
-            let least_key = match (self.paired, narrow) {
-                (Some(paired), _) => paired.least[from / BLOCK],
-                (None, Some((_, k))) => {
-                    let mut least = f32::INFINITY;
-                    for (j, pairs) in (from..to).zip(block.words().chunks_exact_mut(step.max(1))) {
-                        prefetch(&k[self.key_at((j + AHEAD).min(keys.to - 1), d)..][..d]);
-                        least = least.min(pairs_of_row(self.cpu, &k[self.key_at(j, d)..][..d], bf16::ZERO, pairs));
-                    }
-                    least
-                }
-                (None, None) => f32::NAN,
-            };
-            if dot_is_exact(least_query, least_key) {
-                let key_pairs: &[u32] = match self.paired {
-                    Some(paired) => &paired.words[from * step..],
-                    None => block.words(),
-                };
-                for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
-                    let tile = Tile {
-                        left: Left { data: &key_pairs[first * step..], row_stride: step, step: 1 },
-                        right: Right::Pairs(query_pairs, width),
-                        order: Order::Tree(&chain),
-                        rows: TILE_ROWS.min(count - first),
-                        columns: width,
-                        out,
-                        out_stride: width,
-                    };
-                    dot_tile(self.cpu, tile);
-                }
-            } else {
-                for (j, wide) in (from..to).zip(block.floats().chunks_exact_mut(d.max(1))) {
-                    wide_row(&self.k[self.key_at(j, d)..][..d], self.shape.tf32, wide);
-                }
-                let key_wide: &[f32] = block.floats();
-                for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
-                    fma_tile(
-                        self.cpu,
-                        Tile {
-                            left: Left { data: &key_wide[first * d..], row_stride: d, step: 1 },
-                            right: Right::Wide(query_wide, width),
-                            order: Order::Tree(&chain),
-                            rows: TILE_ROWS.min(count - first),
-                            columns: width,
-                            out,
-                            out_stride: width,
-                        },
-                    );
-                }
-            }
-            from = to;
-        }
-    }
-
-    /// `total[r][e]`: the weighted sum of the values each row sees, block by block. With `skips`, weights of visible
-    /// keys whose score is -inf are marked NaN and those keys are skipped.
-    fn values(&self, keys: Range, ranges: &[Range; ROWS], weights: &[f32], skips: bool) -> Vec<f32> {
-        let e = self.shape.value_dim;
-        let columns = e.next_multiple_of(16);
-        let width = self.width;
-        let mut total = vec![0f32; width * columns];
-        let mut acc = vec![0f32; width * columns];
-        let mut wide = Vec::new();
-        if e == 0 {
-            return total;
-        }
-        let first_block = keys.from / BLOCK * BLOCK;
-        for block in (first_block..keys.to).step_by(BLOCK) {
-            let from = block.max(keys.from);
-            let to = (block + BLOCK).min(keys.to);
-            // bf16 rows of whole vectors are read in place; others are widened and padded first.
-            let in_place = bf16_slice(self.v).filter(|_| e == columns);
-            if in_place.is_none() {
-                wide.resize(BLOCK * columns, 0.0);
-                (from..to).for_each(|j| {
-                    wide_row(&self.v[self.key_at(j, e)..][..e], self.shape.tf32, &mut wide[(j - from) * columns..])
-                });
-            }
-            acc.fill(0.0);
-            let mut accumulate = |first: usize, rows: usize, part: Range| {
-                if part.from >= part.to {
-                    return;
-                }
-                let right = match in_place {
-                    Some(v) => Right::Narrow(&v[self.key_at(part.from, e)..], self.shape.kv_heads * e),
-                    None => Right::Wide(&wide[(part.from - from) * columns..], columns),
-                };
-                fma_tile(
-                    self.cpu,
-                    Tile {
-                        left: Left {
-                            data: &weights[(part.from - keys.from) * width + first..],
-                            row_stride: 1,
-                            step: width,
-                        },
-                        right,
-                        order: Order::Chain(part.to - part.from),
-                        rows,
-                        columns,
-                        out: &mut acc[first * columns..],
-                        out_stride: columns,
-                    },
-                );
-            };
-            for first in (0..self.rows).step_by(TILE_ROWS) {
-                let rows = TILE_ROWS.min(self.rows - first);
-                let mine = &ranges[first..first + rows];
-                let cut = |range: &Range| Range { from: range.from.clamp(from, to), to: range.to.clamp(from, to) };
-                // Keys that all rows see go through one tile; what a row sees before and after them, row by row.
-                let shared = Range {
-                    from: mine.iter().map(|range| cut(range).from).max().unwrap_or(to),
-                    to: mine.iter().map(|range| cut(range).to).min().unwrap_or(from),
-                };
-                if skips || shared.from >= shared.to {
-                    for (r, range) in mine.iter().enumerate() {
-                        let Range { from, to } = cut(range);
-                        if !skips {
-                            accumulate(first + r, 1, Range { from, to });
-                            continue;
-                        }
-                        let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
-                        (from..to)
-                            .filter(|j| !skipped(j))
-                            .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
-                    }
-                } else {
-                    for (r, range) in mine.iter().enumerate() {
-                        accumulate(first + r, 1, Range { from: cut(range).from, to: shared.from });
-                    }
-                    // A tile that is the only reader of its values asks memory for them ahead, some keys at a time.
-                    let part = if self.paired.is_none() && first == 0 { AHEAD } else { BLOCK };
-                    for from in (shared.from..shared.to).step_by(part) {
-                        let to = (from + part).min(shared.to);
-                        if part == AHEAD {
-                            let ahead = to..(to + AHEAD).min(keys.to);
-                            ahead.for_each(|j| prefetch(&self.v[self.key_at(j, e)..][..e]));
-                        }
-                        accumulate(first, rows, Range { from, to });
-                    }
-                    for (r, range) in mine.iter().enumerate() {
-                        accumulate(first + r, 1, Range { from: shared.to, to: cut(range).to });
-                    }
-                }
-            }
-            add_to(self.cpu, &mut total, &acc);
-        }
-        total
     }
 }
+
+/// Columns `from..to` of the values.
+type Columns = Range;
 
 /// What the softmax found for one row.
 #[derive(Clone, Copy)]
@@ -485,156 +407,51 @@ enum Row {
     Valid { n: f32, l: f32 },
 }
 
-struct Softmax {
-    rows: [Row; ROWS],
-    /// Some visible score is -inf; its weight is marked NaN.
-    skips: bool,
+/// The reference point of a row from its largest score; `invalid` when a score is NaN or +inf.
+fn reference(largest: f32, invalid: bool, c_hi: f32) -> Row {
+    let n = (largest * c_hi).round_ties_even();
+    if invalid {
+        Row::Invalid
+    } else if largest == f32::NEG_INFINITY {
+        Row::Empty
+    } else if n.is_finite() {
+        Row::Valid { n, l: 0.0 }
+    } else {
+        // A finite score whose product with c overflows: inf - inf.
+        Row::Invalid
+    }
 }
 
-/// Runs [`Weights`]. Not generic, so that it is compiled once.
-fn weights(cpu: &Cpu, tile: Weights) -> Softmax {
-    cpu.dispatch(tile)
+/// How a call is carried out.
+enum Way {
+    Streamed(streamed::Streams),
+    Tiled(tiled::Tiles),
 }
 
-/// Turns the scores of a tile into weights, in place.
-struct Weights<'a> {
-    scores: &'a mut [f32],
-    width: usize,
-    rows: usize,
-    keys: Range,
-    ranges: &'a [Range; ROWS],
-    /// `(cap, f32(scale / cap))`.
-    cap: Option<(f32, f32)>,
-    c: (f32, f32),
+impl Way {
+    fn smaller<I: Element>(&self, job: &Job<I>) -> Option<Way> {
+        match self {
+            Way::Streamed(plan) => {
+                Some(plan.smaller().map_or_else(|| Way::Tiled(tiled::Tiles::preferred(job)), Way::Streamed))
+            }
+            Way::Tiled(plan) => plan.smaller().map(Way::Tiled),
+        }
+    }
 }
 
-impl Kernel for Weights<'_> {
-    type Output = Softmax;
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> Softmax {
-        let Weights { scores, width, rows, keys, ranges, cap, c } = self;
-        let (mut from, mut to) = ([0f32; ROWS], [0f32; ROWS]);
-        for r in 0..rows {
-            // Positions are below 2^24, so f32 holds them; `to` is the last visible key.
-            (from[r], to[r]) = (ranges[r].from as f32, ranges[r].to as f32 - 1.0);
+impl Plan for Way {
+    fn need(&self) -> crate::plan::Need {
+        match self {
+            Way::Streamed(plan) => plan.need(),
+            Way::Tiled(plan) => plan.need(),
         }
-        for r in rows..ROWS {
-            (from[r], to[r]) = (1.0, -1.0);
-        }
-        // Keys that every row sees need no mask.
-        let mine = &ranges[..rows];
-        let shared = Range {
-            from: mine.iter().map(|range| range.from).max().unwrap_or(0),
-            to: mine.iter().map(|range| range.to).min().unwrap_or(0),
-        };
-        let count = keys.to - keys.from;
-        assert!(scores.len() >= count * width && width <= ROWS && width.is_multiple_of(S::LANES));
-        let lowest = s.splat(f32::NEG_INFINITY);
-        let (mut largest, mut finite) = ([f32::NEG_INFINITY; ROWS], [0f32; ROWS]);
-        for lane in (0..width).step_by(S::LANES) {
-            let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
-            let (mut max, mut sum) = (lowest, s.splat(0.0));
-            // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
-            let start = shared.from.clamp(keys.from, keys.to);
-            let end = shared.to.clamp(start, keys.to);
-            for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
-                if !masked && cap.is_none() {
-                    for j in part {
-                        // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
-                        let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
-                        sum = s.fma(score, s.splat(0.0), sum);
-                        max = s.max(score, max);
-                    }
-                    continue;
-                }
-                for j in part {
-                    // SAFETY: as above.
-                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
-                    // SAFETY: as above.
-                    let mut score = unsafe { s.load(place) };
-                    if let Some((cap, factor)) = cap {
-                        score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
-                    }
-                    let mut visible = score;
-                    if masked {
-                        let position = s.splat(j as f32);
-                        let inside = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
-                        visible = inside(score, s.splat(0.0));
-                        score = inside(score, lowest);
-                    }
-                    // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
-                    sum = s.fma(visible, s.splat(0.0), sum);
-                    max = s.max(score, max);
-                    // SAFETY: as above.
-                    unsafe { s.store(score, place) };
-                }
-            }
-            // SAFETY: lane + LANES <= width <= ROWS.
-            unsafe {
-                s.store(max, largest[lane..][..S::LANES].as_mut_ptr());
-                s.store(sum, finite[lane..][..S::LANES].as_mut_ptr());
-            }
-        }
+    }
 
-        let mut result = Softmax { rows: [Row::Empty; ROWS], skips: false };
-        let mut reference = [0f32; ROWS];
-        for r in 0..rows {
-            let mut score = (ranges[r].from..ranges[r].to).map(|j| scores[(j - keys.from) * width + r]);
-            if finite[r].is_nan() {
-                result.skips |= score.clone().any(|v| v == f32::NEG_INFINITY);
-                if score.any(|v| v.is_nan() || v == f32::INFINITY) {
-                    result.rows[r] = Row::Invalid;
-                    continue;
-                }
-            }
-            if largest[r] > f32::NEG_INFINITY {
-                let n = (largest[r] * c.0).round_ties_even();
-                if n.is_finite() {
-                    result.rows[r] = Row::Valid { n, l: 0.0 };
-                    reference[r] = n;
-                } else {
-                    // A finite score whose product with c overflows: inf - inf.
-                    result.rows[r] = Row::Invalid;
-                }
-            }
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        match self {
+            Way::Streamed(plan) => plan.tiles(),
+            Way::Tiled(plan) => plan.tiles(),
         }
-
-        let mut sums = [0f32; ROWS];
-        for lane in (0..width).step_by(S::LANES) {
-            let n = load_at(s, &reference[..], lane, 0.0);
-            let mut total = s.splat(0.0);
-            let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
-            let mut from = keys.from;
-            while from < keys.to {
-                let to = (from / BLOCK + 1).saturating_mul(BLOCK).min(keys.to);
-                let mut block = s.splat(0.0);
-                for j in from..to {
-                    // SAFETY: as above.
-                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
-                    // SAFETY: as above.
-                    let score = unsafe { s.load(place) };
-                    let (m, i) = exp_split(s, score, c_hi, c_lo);
-                    // An invisible key has score -inf here and so weight +0, which changes no l.
-                    let mut w = weight(s, m, i, n);
-                    block = s.add(block, w);
-                    if result.skips {
-                        w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
-                    }
-                    // SAFETY: as above.
-                    unsafe { s.store(w, place) };
-                }
-                total = s.add(total, block);
-                from = to;
-            }
-            // SAFETY: lane + LANES <= width <= ROWS.
-            unsafe { s.store(total, sums[lane..][..S::LANES].as_mut_ptr()) };
-        }
-        for (row, sum) in result.rows.iter_mut().zip(sums) {
-            if let Row::Valid { l, .. } = row {
-                *l = sum;
-            }
-        }
-        result
     }
 }
 
@@ -670,7 +487,6 @@ impl<O: Element> Kernel for Divide<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        const { assert!(ROWS.is_multiple_of(MAX_LANES)) };
         for at in (0..self.out.len()).step_by(S::LANES) {
             narrow_at(s, s.div(load_at(s, self.total, at, 0.0), s.splat(self.l)), self.out, at);
         }

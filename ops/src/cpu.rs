@@ -1,10 +1,12 @@
 //! How to run on this machine: instruction set, threads and workspace. None of it may move a bit.
 
 use crate::Error;
-use rayon::prelude::*;
+use crate::ledger::Ledger;
+use crate::memory::Memory;
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// An instruction set, in ascending order of capability.
@@ -85,14 +87,22 @@ impl FromStr for Isa {
 }
 
 /// Where and how ops run. The same inputs give the same bits on every `Cpu`.
+///
+/// Clones share their workers, the workspace kept between calls and the [`Ledger`].
 #[derive(Clone)]
 pub struct Cpu {
     isa: Isa,
     budget: usize,
     threads: usize,
-    /// `None` runs on the calling thread.
+    /// The workers beside the calling thread; `None` when there are none.
     pool: Option<Arc<rayon::ThreadPool>>,
+    /// Workspace of the last call, for the next.
+    kept: Arc<Mutex<Option<Memory>>>,
+    ledger: Arc<Ledger>,
 }
+
+/// Workspace above this many words goes back to the system after the call.
+const KEEP: usize = 64 << 20;
 
 impl Cpu {
     /// The best instruction set of this machine, all its cores, no workspace limit.
@@ -101,7 +111,9 @@ impl Cpu {
         Cpu::new(Isa::best(), threads, usize::MAX).expect("the best isa is available")
     }
 
-    /// A `Cpu` with `threads` (at least 1) workers and at most `budget` bytes of workspace per op.
+    /// A `Cpu` with `threads` (at least 1) threads, the calling one among them, and at most `budget` bytes of workspace
+    /// per op. Workspace is what an op needs beside its inputs and outputs, a few KiB of stack per thread aside; it is
+    /// kept for the next call.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the machine lacks `isa`, `threads` is 0 or the threads cannot be started.
@@ -114,12 +126,22 @@ impl Cpu {
             return Err(Error::Unavailable(format!("threads is {threads}; use 1 to 1024")));
         }
         let pool = if threads == 1 { None } else { Some(pool(threads)?) };
-        Ok(Cpu { isa, budget, threads, pool })
+        Ok(Cpu { isa, budget, threads, pool, kept: Arc::default(), ledger: Arc::default() })
+    }
+
+    /// The same `Cpu` with counters of its own, all zero and nothing forbidden.
+    pub fn recording(&self) -> Cpu {
+        Cpu { ledger: Arc::default(), ..self.clone() }
     }
 
     /// The instruction set.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// The instruction set of everything but `VDPBF16PS`.
+    pub(crate) fn fma_isa(&self) -> Isa {
+        self.isa.min(Isa::Avx512)
     }
 
     /// The number of threads.
@@ -132,16 +154,75 @@ impl Cpu {
         self.budget
     }
 
+    /// What ops on this `Cpu` and its clones did.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// The workspace of the last call, if nobody else has it.
+    pub(crate) fn kept(&self) -> Option<Memory> {
+        self.kept.lock().expect("no panic while holding the lock").take()
+    }
+
+    /// Keeps `memory` for the next call.
+    pub(crate) fn keep(&self, memory: Memory) {
+        if memory.len() <= KEEP {
+            *self.kept.lock().expect("no panic while holding the lock") = Some(memory);
+        }
+    }
+
+    /// Runs `work` once for each of `slots`, the first on the calling thread, the others beside it.
+    fn workers<S: Send>(&self, slots: impl IntoIterator<Item = S>, work: impl Fn(S) + Sync) {
+        let mut slots = slots.into_iter().take(self.threads);
+        let Some(first) = slots.next() else { return };
+        match &self.pool {
+            None => work(first),
+            Some(pool) => pool.in_place_scope(|scope| {
+                let work = &work;
+                slots.for_each(|slot| scope.spawn(move |_| work(slot)));
+                work(first);
+            }),
+        }
+    }
+
+    /// Runs `work(slot, index)` for every index below `count`, each once, with as many threads as there are slots; a
+    /// slot belongs to one thread at a time. Indices are taken in order.
+    pub(crate) fn each_in<S: Send>(
+        &self,
+        slots: impl IntoIterator<Item = S>,
+        count: usize,
+        work: impl Fn(&mut S, usize) + Sync,
+    ) {
+        let next = AtomicUsize::new(0);
+        self.workers(slots.into_iter().take(count), |mut slot| {
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if index >= count {
+                    break;
+                }
+                work(&mut slot, index);
+            }
+        });
+    }
+
+    /// Runs `work(index)` for every index below `count`, each once, on any thread.
+    pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync) {
+        self.each_in(std::iter::repeat_n((), self.threads), count, |(), index| work(index));
+    }
+
     /// Runs `work(index, chunk)` for every `size`-element chunk of `out`. Chunks are whole outputs, so which thread
     /// takes which cannot be seen in the result.
-    pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync + Send) {
+    pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync) {
         let size = size.max(1);
-        match &self.pool {
-            Some(pool) if out.len() > size => {
-                pool.install(|| out.par_chunks_mut(size).enumerate().for_each(|(i, chunk)| work(i, chunk)))
+        let count = out.len().div_ceil(size);
+        let chunks = Mutex::new(out.chunks_mut(size).enumerate());
+        self.workers(std::iter::repeat_n((), count), |()| {
+            loop {
+                let chunk = chunks.lock().expect("no panic while holding the lock").next();
+                let Some((index, chunk)) = chunk else { break };
+                work(index, chunk);
             }
-            _ => out.chunks_mut(size).enumerate().for_each(|(i, chunk)| work(i, chunk)),
-        }
+        });
     }
 
     /// How many elements of an elementwise op one task takes: enough to pay for starting it.
@@ -153,14 +234,6 @@ impl Cpu {
     pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
         (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
     }
-
-    /// Runs `work(index)` for every index below `count`, each once, on any thread.
-    pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync + Send) {
-        match &self.pool {
-            Some(pool) if count > 1 => pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(work)),
-            _ => (0..count).for_each(work),
-        }
-    }
 }
 
 impl fmt::Debug for Cpu {
@@ -169,7 +242,8 @@ impl fmt::Debug for Cpu {
     }
 }
 
-/// One pool per thread count for the whole process: an axis over threads reuses them.
+/// The workers beside the calling thread, one pool per thread count for the whole process: an axis over threads reuses
+/// them.
 fn pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, Error> {
     static POOLS: OnceLock<Mutex<HashMap<usize, Arc<rayon::ThreadPool>>>> = OnceLock::new();
     let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
@@ -177,8 +251,8 @@ fn pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, Error> {
         return Ok(pool.clone());
     }
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|i| format!("samebits-{i}"))
+        .num_threads(threads - 1)
+        .thread_name(|i| format!("samebits-{}", i + 1))
         .build()
         .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
     Ok(pools.entry(threads).or_insert(Arc::new(pool)).clone())

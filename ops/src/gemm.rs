@@ -6,13 +6,14 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
-use crate::pack::{
-    Scratch, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, scatter_pairs, scatter_wide,
-    wide_row,
-};
+use crate::memory::{LINE, Memory};
+use crate::pack::{as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row};
+use crate::plan::{Need, Plan, choose};
 use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::{Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
+use std::iter::successors;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,11 +75,12 @@ pub(crate) fn segment_length(n: usize) -> usize {
     16 * n.div_ceil(128)
 }
 
-/// `x[M,K], w[N,K], bias[N]? -> y[M,N]`, all row-major.
+/// `x[M,K], w[N,K], bias[N]? -> y[M,N]`, all row-major. The weight is laid out anew in every call: pack it once and call
+/// [`gemm_packed`] where it is used again.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `k_offset`, `k` and `k_total` do not name a
-/// subtree of the segments, or the budget is below the smallest plan (one panel of 32 weight rows and one row of x).
+/// subtree of the segments; [`Error::Budget`] below the smallest plan (2 KiB).
 pub fn gemm<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Gemm,
@@ -88,32 +90,15 @@ pub fn gemm<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let Gemm { m, n, k, tf32, .. } = *shape;
-    check_len("gemm", "x", "[M,K]", x.len(), &[m, k])?;
     check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
-    check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
     let bias = bias.filter(|_| !shape.is_partial());
-    if let Some(bias) = bias {
-        check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
-    }
-    let bounds = shape.bounds()?;
-    // Weights are packed in groups of panels, half the budget at a time.
-    let panel_bytes = panel_elements(k) * if I::IS_BF16 { 4 } else { 8 } / 2;
-    rows_in_budget(cpu, k, panel_bytes)?;
-    let group = (cpu.budget() / 2 / panel_bytes.max(1)).clamp(1, n.div_ceil(PANEL).max(1)) * PANEL;
-    for first in (0..n).step_by(group) {
-        let count = group.min(n - first);
-        let packed = PackedWeight::pack_as(cpu, count, k, &w[first * k..(first + count) * k], tf32)?;
-        let rows = rows_in_budget(cpu, k, packed.bytes())?;
-        let target = Columns { first, stride: n };
-        product(cpu, m, x, &packed, bias.map(|b| &b[first..first + count]), y, &bounds, tf32, rows, target);
-    }
-    Ok(())
+    Product { cpu, m, n, k, x, w: Weight::Plain(w), bias, bounds: &shape.bounds()?, tf32 }.run(y)
 }
 
 /// [`gemm`] with a weight packed beforehand: the same bits. `x[M,K], bias[N]? -> y[M,N]`.
 ///
 /// # Errors
-/// As [`gemm`]; the budget must hold one row of x.
+/// [`Error::Length`] when a slice does not match; [`Error::Budget`] below the smallest plan (64 bytes).
 pub fn gemm_packed<I: Element, O: Element>(
     cpu: &Cpu,
     m: usize,
@@ -123,39 +108,8 @@ pub fn gemm_packed<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let (n, k) = (w.n, w.k);
-    check_len("gemm", "x", "[M,K]", x.len(), &[m, k])?;
-    check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
-    if let Some(bias) = bias {
-        check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
-    }
     let bounds = Gemm::new(m, n, k).bounds()?;
-    let rows = rows_in_budget(cpu, k, 0)?;
-    product(cpu, m, x, w, bias, y, &bounds, Tf32::Disabled, rows, Columns { first: 0, stride: n });
-    Ok(())
-}
-
-/// Elements of one packed panel, padded to whole pairs of k.
-fn panel_elements(k: usize) -> usize {
-    PANEL * k.next_multiple_of(2)
-}
-
-/// How many packed rows of x fit in the budget beside `taken` bytes.
-fn rows_in_budget(cpu: &Cpu, k: usize, taken: usize) -> Result<usize, Error> {
-    let row_bytes = (k.next_multiple_of(2) * 4).max(1);
-    match cpu.budget().saturating_sub(taken) / row_bytes {
-        0 => Err(value_error(
-            "gemm",
-            format!("a budget of {} bytes is below the smallest plan, {} bytes", cpu.budget(), taken + row_bytes),
-        )),
-        rows => Ok(rows),
-    }
-}
-
-/// Where a group of weight rows lands in y.
-#[derive(Clone, Copy)]
-struct Columns {
-    first: usize,
-    stride: usize,
+    Product { cpu, m, n, k, x, w: Weight::Packed(w.panels()), bias, bounds: &bounds, tf32: Tf32::Disabled }.run(y)
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
@@ -163,56 +117,26 @@ struct Columns {
 pub struct PackedWeight {
     n: usize,
     k: usize,
-    panels: Panels,
-    /// Smallest nonzero magnitude of each panel (infinity when there is none).
-    least: Vec<f32>,
-}
-
-enum Panels {
-    Pairs(Vec<u32>),
-    Wide(Vec<f32>),
+    pairs: bool,
+    memory: Memory,
 }
 
 impl PackedWeight {
-    /// Packs `w[N,K]`, in parallel. bf16 keeps its size; fp16 is widened to f32.
+    /// Packs `w[N,K]`, in parallel. bf16 keeps its size; fp16 is widened to f32. `w` may lie in a mapped file: every
+    /// page is read once.
     ///
     /// # Errors
-    /// [`Error::Length`] when `w` is not N * K long.
+    /// [`Error::Length`] when `w` is not N * K long; [`Error::Memory`] when the system has no room for it.
     pub fn pack<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
-        PackedWeight::pack_as(cpu, n, k, w, Tf32::Disabled)
-    }
-
-    fn pack_as<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I], tf32: Tf32) -> Result<PackedWeight, Error> {
         check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
-        let size = panel_elements(k);
-        let count = n.div_ceil(PANEL);
-        let rows =
-            |panel: usize| (0..PANEL.min(n - panel * PANEL)).map(move |j| (j, &w[(panel * PANEL + j) * k..][..k]));
-        let panels = if I::IS_BF16 {
-            let mut pairs = vec![0u32; count * size / 2];
-            cpu.chunks(&mut pairs, size / 2, |panel, out| {
-                for (j, row) in rows(panel) {
-                    scatter_pairs(bf16_slice(row).expect("bf16"), bf16::NEG_ZERO, out, j, PANEL);
-                }
-            });
-            Panels::Pairs(pairs)
-        } else {
-            let mut wide = vec![0f32; count * size];
-            cpu.chunks(&mut wide, size, |panel, out| {
-                for (j, row) in rows(panel) {
-                    scatter_wide(row, tf32, out, j, PANEL);
-                }
-            });
-            Panels::Wide(wide)
-        };
-        let mut least = vec![f32::INFINITY; count];
-        if I::IS_BF16 {
-            cpu.chunks(&mut least, 1, |panel, out| {
-                let row = |row| least_magnitude(cpu, bf16_slice(row).expect("bf16"));
-                out[0] = rows(panel).map(|(_, x)| row(x)).fold(f32::INFINITY, f32::min);
-            });
+        if !I::IS_BF16 && size_of::<I>() < 4 {
+            cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
-        Ok(PackedWeight { n, k, panels, least })
+        let size = panel_words(k, I::IS_BF16);
+        let words = size.saturating_mul(n.div_ceil(PANEL));
+        let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
+        pack_panels(cpu, n, k, w, Tf32::Disabled, &mut memory);
+        Ok(PackedWeight { n, k, pairs: I::IS_BF16, memory })
     }
 
     /// Rows N.
@@ -227,110 +151,401 @@ impl PackedWeight {
 
     /// Memory it holds, in bytes.
     pub fn bytes(&self) -> usize {
-        4 * match &self.panels {
-            Panels::Pairs(pairs) => pairs.len(),
-            Panels::Wide(wide) => wide.len(),
-        }
+        4 * self.memory.len()
     }
 
-    fn right(&self, panel: usize) -> Right<'_> {
-        let size = panel_elements(self.k);
-        match &self.panels {
-            Panels::Pairs(pairs) => Right::Pairs(&pairs[panel * size / 2..][..size / 2], PANEL),
-            Panels::Wide(wide) => Right::Wide(&wide[panel * size..][..size], PANEL),
-        }
+    pub(crate) fn panels(&self) -> Panels<'_> {
+        Panels { words: &self.memory, k: self.k, pairs: self.pairs }
     }
 }
 
-/// The whole product of `x` with one packed weight. At most `rows_in_budget` rows of x are packed at a
-/// time.
+/// Words of one packed panel: 32 columns of k elements, then a line that starts with the smallest nonzero magnitude of
+/// pairs (infinity when there is none).
+fn panel_words(k: usize, pairs: bool) -> usize {
+    PANEL * row_words(k, pairs) + LINE
+}
+
+/// Words of one packed row, whole pairs of k.
+fn row_words(k: usize, pairs: bool) -> usize {
+    if pairs { k.div_ceil(2) } else { k.next_multiple_of(2) }
+}
+
+/// Packs all panels of `w[N,K]` into `out`, in parallel.
+fn pack_panels<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I], tf32: Tf32, out: &mut [u32]) {
+    cpu.chunks(out, panel_words(k, I::IS_BF16), |panel, out| {
+        let rows = PANEL.min(n - panel * PANEL);
+        pack_rows(cpu, rows, k, &w[panel * PANEL * k..], tf32, bf16::NEG_ZERO, I::IS_BF16, out, PANEL);
+    });
+}
+
+/// Packs `rows` rows of `k` side by side, `stride` apart, and writes their smallest nonzero magnitude behind, at the
+/// start of the last line of `out`.
 #[allow(clippy::too_many_arguments)]
-fn product<I: Element, O: Element>(
+fn pack_rows<I: Element>(
     cpu: &Cpu,
-    m: usize,
+    rows: usize,
+    k: usize,
     x: &[I],
-    w: &PackedWeight,
-    bias: Option<&[I]>,
-    y: &mut [O],
-    bounds: &[usize],
     tf32: Tf32,
-    rows_in_budget: usize,
-    target: Columns,
+    pad: bf16,
+    pairs: bool,
+    out: &mut [u32],
+    stride: usize,
 ) {
-    let k = w.k;
-    let panels = w.n.div_ceil(PANEL);
-    let least_weight = w.least.iter().copied().fold(f32::INFINITY, f32::min);
-    // Few rows are one tall tile, so that each weight is read once.
-    let height = if m <= MAX_ROWS { m.max(1) } else { TILE_ROWS };
-    let height = height.min(rows_in_budget);
-    let row_tiles = rows_in_budget / height;
-    let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
-    for block in (0..m.div_ceil(height)).step_by(row_tiles) {
-        let tiles = row_tiles.min(m.div_ceil(height) - block);
-        let first_row = |t: usize| (block + t) * height;
-        let rows_of = |t: usize| height.min(m - first_row(t));
-        let x_of = |t: usize| &x[first_row(t) * k..][..rows_of(t) * k];
-        // A tile goes through VDPBF16PS where its flush cannot be seen in any panel, else through the plain fma kernel.
-        let mut exact = vec![false; tiles];
-        if cpu.isa() == Isa::Avx512Bf16 && matches!(w.panels, Panels::Pairs(_)) {
-            cpu.chunks(&mut exact, 8, |chunk, exact| {
-                for (i, exact) in exact.iter_mut().enumerate() {
-                    let rows = bf16_slice(x_of(chunk * 8 + i)).expect("pairs are of bf16");
-                    *exact = dot_is_exact(least_magnitude(cpu, rows), least_weight);
-                }
-            });
+    let (out, end) = out.split_at_mut(out.len() - LINE);
+    match bf16_slice(x).filter(|_| pairs) {
+        Some(x) => {
+            pairs_of_rows(cpu, rows, k, |r| &x[r * k..][..k], pad, out, stride);
+            end[0] = least_magnitude(cpu, &x[..rows * k]).to_bits();
         }
-        let all_exact = exact.iter().all(|exact| *exact);
-        let tile_words = height * if all_exact { k.div_ceil(2) } else { k.next_multiple_of(2) };
-        let mut scratch = Scratch::new(tiles * tile_words);
-        cpu.chunks(scratch.words(), tile_words, |t, out| {
-            let rows = rows_of(t);
-            if exact[t] {
-                pairs_of_rows(bf16_slice(x_of(t)).expect("pairs are of bf16"), k, rows, bf16::ZERO, out);
-            } else {
-                let out = as_floats_mut(out);
-                if k % 2 == 1 {
-                    out[k * rows..][..rows].fill(0.0);
-                }
-                x_of(t).chunks(k.max(1)).enumerate().for_each(|(r, row)| scatter_wide(row, tf32, out, r, rows));
+        None => {
+            let out = as_floats_mut(out);
+            if k % 2 == 1 {
+                out[k * stride..][..rows].fill(0.0);
             }
-        });
-        let packed: &[u32] = scratch.words();
-        // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
-        // threads have work.
-        let cuts = (4 * cpu.threads()).div_ceil(panels.max(1)).clamp(1, tiles.max(1));
-        let tiles_per_task = tiles.div_ceil(cuts).max(1);
-        let cuts = tiles.div_ceil(tiles_per_task);
-        cpu.each(panels * cuts, |task| {
-            let (panel, cut) = (task / cuts, task % cuts);
-            let columns = PANEL.min(w.n - panel * PANEL);
-            let mut bias_wide = [0f32; PANEL];
-            if let Some(bias) = bias {
-                wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut bias_wide);
-            }
-            let mut sums = [0f32; MAX_ROWS * PANEL];
-            for t in cut * tiles_per_task..((cut + 1) * tiles_per_task).min(tiles) {
-                let rows = rows_of(t);
-                let (right, order) = (w.right(panel), Order::Tree(bounds));
-                let (out, out_stride) = (&mut sums[..rows * PANEL], PANEL);
-                let at = first_row(t) * target.stride + target.first + panel * PANEL;
-                // The lines of y arrive while the tile is summed.
-                (0..rows).for_each(|r| y.prefetch(at + r * target.stride));
-                let slot = &packed[t * tile_words..][..tile_words.min(packed.len() - t * tile_words)];
-                if exact[t] {
-                    let left = Left { data: slot, row_stride: 1, step: rows };
-                    let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride };
-                    dot_tile(cpu, tile);
-                } else {
-                    let left = Left { data: as_floats(slot), row_stride: 1, step: rows };
-                    fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });
-                }
-                // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
-                unsafe { finish(cpu, &sums[..rows * PANEL], bias.map(|_| &bias_wide), &y, at, target.stride, columns) };
-            }
-        });
+            wide_of_rows(cpu, rows, k, |r| &x[r * k..][..k], tf32, out, stride);
+            end[0] = f32::NAN.to_bits();
+        }
     }
 }
+
+/// Packed panels, wherever they stand.
+#[derive(Clone, Copy)]
+pub(crate) struct Panels<'a> {
+    words: &'a [u32],
+    k: usize,
+    pairs: bool,
+}
+
+impl<'a> Panels<'a> {
+    /// A panel's operand and its smallest nonzero magnitude.
+    fn panel(&self, panel: usize) -> (Right<'a>, f32) {
+        let size = panel_words(self.k, self.pairs);
+        let (words, end) = self.words[panel * size..][..size].split_at(size - LINE);
+        match self.pairs {
+            true => (Right::Pairs(words, PANEL), f32::from_bits(end[0])),
+            false => (Right::Wide(as_floats(words), PANEL), f32::NAN),
+        }
+    }
+}
+
+/// The weight of a product.
+#[derive(Clone, Copy)]
+pub(crate) enum Weight<'a, I> {
+    /// Packed beforehand.
+    Packed(Panels<'a>),
+    /// Row-major, packed on the way.
+    Plain(&'a [I]),
+}
+
+/// How a product is cut into tiles.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiling {
+    k: usize,
+    /// Rows of a tile.
+    height: usize,
+    /// Tiles of x packed at a time.
+    tiles: usize,
+    /// Panels of w packed at a time; 0 when w is packed beforehand.
+    panels: usize,
+    /// 0 when whole rows are packed; else each worker packs this many steps of k at a time, again for every tile.
+    steps: usize,
+    workers: usize,
+    /// Whether x and w are packed as pairs.
+    x_pairs: bool,
+    w_pairs: bool,
+}
+
+impl Tiling {
+    /// Words of one packed tile of x.
+    fn tile_words(&self) -> usize {
+        (self.height * row_words(self.k, self.x_pairs)).next_multiple_of(LINE) + LINE
+    }
+
+    fn x_words(&self) -> usize {
+        self.tiles * self.tile_words()
+    }
+
+    fn w_words(&self) -> usize {
+        self.panels * panel_words(self.k, self.w_pairs)
+    }
+
+    /// The next smaller plan: fewer operands at a time, then pieces of k, then fewer workers, then one row.
+    fn smaller(&self) -> Option<Tiling> {
+        let plan = *self;
+        if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
+            let halve = |count: usize| count.div_ceil(2);
+            return Some(Tiling { tiles: halve(plan.tiles), panels: halve(plan.panels), ..plan });
+        }
+        match plan {
+            Tiling { steps: 0, .. } => {
+                let height = plan.height.min(TILE_ROWS);
+                Some(Tiling { steps: plan.k.clamp(16, 1024).next_multiple_of(16), height, ..plan })
+            }
+            Tiling { steps: 17.., .. } => Some(Tiling { steps: plan.steps.div_ceil(32) * 16, ..plan }),
+            Tiling { workers: 2.., .. } => Some(Tiling { workers: plan.workers / 2, ..plan }),
+            Tiling { height: 2.., .. } => Some(Tiling { height: plan.height / 2, ..plan }),
+            _ => None,
+        }
+    }
+}
+
+impl Plan for Tiling {
+    fn need(&self) -> Need {
+        if self.steps > 0 {
+            let columns = if self.panels > 0 { PANEL } else { 0 };
+            return Need { shared: 0, slot: self.steps * (self.height + columns), workers: self.workers, pairs: 0 };
+        }
+        let (x, w) = (self.x_words(), self.w_words());
+        let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
+        Need { shared: x.saturating_add(w), slot: 0, workers: self.workers, pairs }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        match self.steps {
+            0 => [("rows", self.tiles * self.height), ("panels", self.panels), ("", 0)],
+            steps => [("rows", self.height), ("steps", steps), ("", 0)],
+        }
+    }
+}
+
+/// One matrix product, ready to run.
+pub(crate) struct Product<'a, I> {
+    pub cpu: &'a Cpu,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub x: &'a [I],
+    pub w: Weight<'a, I>,
+    pub bias: Option<&'a [I]>,
+    /// Bounds of the segments.
+    pub bounds: &'a [usize],
+    pub tf32: Tf32,
+}
+
+impl<I: Element> Product<'_, I> {
+    /// Whether bf16 pairs meet in `VDPBF16PS`.
+    fn dots(&self) -> bool {
+        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+    }
+
+    fn preferred(&self) -> Tiling {
+        // Few rows are one tall tile, so that each weight is read once.
+        let height = if self.m <= MAX_ROWS { self.m } else { TILE_ROWS };
+        let panels = if matches!(self.w, Weight::Plain(_)) { self.n.div_ceil(PANEL) } else { 0 };
+        let tiles = self.m.div_ceil(height);
+        let (workers, k) = (self.cpu.threads(), self.k);
+        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs: self.dots(), w_pairs: I::IS_BF16 }
+    }
+
+    /// Writes the product to `y[M,N]`.
+    fn run<O: Element>(&self, y: &mut [O]) -> Result<(), Error> {
+        let Product { cpu, m, n, k, .. } = *self;
+        check_len("gemm", "x", "[M,K]", self.x.len(), &[m, k])?;
+        check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
+        if let Some(bias) = self.bias {
+            check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
+        }
+        if m == 0 || n == 0 {
+            return Ok(());
+        }
+        if matches!(self.w, Weight::Plain(_)) {
+            cpu.ledger().note(Counter::Layouts, 1, "gemm lays its weight out; pack it once and call gemm_packed")?;
+        }
+        let plans = successors(Some(self.preferred()), Tiling::smaller);
+        let (plan, mut workspace) = choose(cpu, "gemm", plans)?;
+        let (shared, slots) = workspace.split();
+        let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
+        let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, &y) };
+        cpu.ledger().note(Counter::SlowPaths, slow, "gemm: operands so small that VDPBF16PS would flush them")
+    }
+
+    /// Row r of x.
+    fn x_row(&self, r: usize) -> &[I] {
+        &self.x[r * self.k..][..self.k]
+    }
+
+    fn bias_of(&self, panel: usize) -> Option<[f32; PANEL]> {
+        let bias = self.bias?;
+        let mut wide = [0f32; PANEL];
+        let columns = PANEL.min(self.n - panel * PANEL);
+        wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
+        Some(wide)
+    }
+
+    /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
+    fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], y: &SharedOut<O>) -> usize {
+        let Product { cpu, m, n, k, bounds, tf32, .. } = *self;
+        let height = plan.height;
+        let all = n.div_ceil(PANEL);
+        let (x_area, w_area) = shared.split_at_mut(plan.x_words());
+        let (slow, fast) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        for first_panel in (0..all).step_by(if plan.panels > 0 { plan.panels } else { all }) {
+            let panels;
+            let group = match self.w {
+                Weight::Packed(group) => {
+                    panels = all;
+                    group
+                }
+                Weight::Plain(w) => {
+                    panels = plan.panels.min(all - first_panel);
+                    let rows = (panels * PANEL).min(n - first_panel * PANEL);
+                    let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
+                    pack_panels(cpu, rows, k, &w[first_panel * PANEL * k..][..rows * k], tf32, words);
+                    Panels { words, k, pairs: I::IS_BF16 }
+                }
+            };
+            for first_tile in (0..m.div_ceil(height)).step_by(plan.tiles) {
+                let tiles = plan.tiles.min(m.div_ceil(height) - first_tile);
+                let first_row = |t: usize| (first_tile + t) * height;
+                let rows_of = |t: usize| height.min(m - first_row(t));
+                let size = plan.tile_words();
+                cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
+                    let rows = rows_of(t);
+                    pack_rows(cpu, rows, k, &self.x[first_row(t) * k..], tf32, bf16::ZERO, plan.x_pairs, out, rows);
+                });
+                let packed = &x_area[..tiles * size];
+                // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
+                // threads have work. One tile alone is read once, by runs of panels that memory streams.
+                let run = if tiles == 1 { (panels / (8 * cpu.threads())).max(1) } else { 1 };
+                let runs = panels.div_ceil(run);
+                let cuts = (4 * cpu.threads()).div_ceil(runs).clamp(1, tiles);
+                let per_task = tiles.div_ceil(cuts);
+                let cuts = tiles.div_ceil(per_task);
+                cpu.each(runs * cuts, |task| {
+                    let (first, cut) = (task / cuts * run, task % cuts);
+                    let mut sums = [0f32; MAX_ROWS * PANEL];
+                    for panel in first..(first + run).min(panels) {
+                        let (right, least) = group.panel(panel);
+                        let panel = first_panel + panel;
+                        let columns = PANEL.min(n - panel * PANEL);
+                        let bias = self.bias_of(panel);
+                        for t in cut * per_task..((cut + 1) * per_task).min(tiles) {
+                            let rows = rows_of(t);
+                            let at = first_row(t) * n + panel * PANEL;
+                            // The lines of y arrive while the tile is summed.
+                            (0..rows).for_each(|r| y.prefetch(at + r * n));
+                            let (tile, end) = packed[t * size..][..size].split_at(size - LINE);
+                            let out = &mut sums[..rows * PANEL];
+                            let order = Order::Tree(bounds);
+                            if !plan.x_pairs {
+                                let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
+                                fma_tile(
+                                    cpu,
+                                    Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL },
+                                );
+                            } else if dot_is_exact(f32::from_bits(end[0]), least) {
+                                fast.fetch_add(1, Ordering::Relaxed);
+                                let left = Left { data: tile, row_stride: 1, step: rows };
+                                dot_tile(
+                                    cpu,
+                                    Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL },
+                                );
+                            } else {
+                                slow.fetch_add(1, Ordering::Relaxed);
+                                let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
+                                for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
+                                    let first = first_row(t) + part * TILE_ROWS;
+                                    let rows = out.len() / PANEL;
+                                    self.pieces(rows, first, panel, Some(right), SLOW_STEPS, &mut piece, out);
+                                }
+                            }
+                            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+                            unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
+                        }
+                    }
+                });
+            }
+        }
+        let (slow, fast) = (slow.into_inner(), fast.into_inner());
+        if fast > 0 {
+            cpu.ledger().ran(Isa::Avx512Bf16.name());
+        }
+        if slow > 0 || fast == 0 {
+            cpu.ledger().ran(cpu.fma_isa().name());
+        }
+        slow
+    }
+
+    /// Tiles whose operands are packed piece by piece, by every worker for itself.
+    fn streamed<O: Element>(&self, plan: &Tiling, slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
+        let Product { cpu, m, n, .. } = *self;
+        let panels = n.div_ceil(PANEL);
+        cpu.each_in(slots, panels * m.div_ceil(plan.height), |slot, task| {
+            let (panel, first) = (task % panels, task / panels * plan.height);
+            let rows = plan.height.min(m - first);
+            let right = match self.w {
+                Weight::Packed(group) => Some(group.panel(panel).0),
+                Weight::Plain(_) => None,
+            };
+            let mut sums = [0f32; TILE_ROWS * PANEL];
+            let sums = &mut sums[..rows * PANEL];
+            self.pieces(rows, first, panel, right, plan.steps, slot, sums);
+            let columns = PANEL.min(n - panel * PANEL);
+            let at = first * n + panel * PANEL;
+            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+            unsafe { finish(cpu, sums, self.bias_of(panel).as_ref(), y, at, n, columns) };
+        });
+        cpu.ledger().ran(cpu.fma_isa().name());
+        0
+    }
+
+    /// The sums of at most 12 rows from `first` and one panel, `steps` of k at a time: x, and w where `right` does not
+    /// hold it packed, are packed into `piece`.
+    #[allow(clippy::too_many_arguments)]
+    fn pieces(
+        &self,
+        rows: usize,
+        first: usize,
+        panel: usize,
+        right: Option<Right<'_>>,
+        steps: usize,
+        piece: &mut [u32],
+        out: &mut [f32],
+    ) {
+        let Product { cpu, n, k, bounds, tf32, .. } = *self;
+        let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
+        // Finished subtrees: a binary counter, one place per level of the tree.
+        let mut stack = [[0f32; TILE_ROWS * PANEL]; 3];
+        let segments = bounds.len() - 1;
+        for i in 0..segments {
+            out.fill(0.0);
+            for from in (bounds[i]..bounds[i + 1]).step_by(steps) {
+                let len = steps.min(bounds[i + 1] - from);
+                wide_of_rows(cpu, rows, len, |r| &self.x_row(first + r)[from..], tf32, left, rows);
+                if len % 2 == 1 {
+                    // Beside the -0 that ends a row of pairs.
+                    left[len * rows..][..rows].fill(0.0);
+                }
+                let right = match (right, self.w) {
+                    (Some(Right::Pairs(words, _)), _) => Right::Pairs(&words[from / 2 * PANEL..], PANEL),
+                    (Some(Right::Wide(floats, _)), _) => Right::Wide(&floats[from * PANEL..], PANEL),
+                    (None, Weight::Plain(w)) => {
+                        let columns = PANEL.min(n - panel * PANEL);
+                        let row = |c: usize| &w[(panel * PANEL + c) * k..][from..k];
+                        wide_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
+                        Right::Wide(wide, PANEL)
+                    }
+                    _ => unreachable!("a packed weight has panels of pairs or f32"),
+                };
+                let left = Left { data: &*left, row_stride: 1, step: rows };
+                let order = Order::Chain(len);
+                fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+            }
+            let mut level = 0;
+            while i >> level & 1 == 1 {
+                out.iter_mut().zip(&stack[level]).for_each(|(sum, earlier)| *sum += *earlier);
+                level += 1;
+            }
+            if i + 1 < segments {
+                stack[level][..out.len()].copy_from_slice(out);
+            }
+        }
+    }
+}
+
+/// Steps of k at a time where a tile leaves `VDPBF16PS`.
+const SLOW_STEPS: usize = 128;
 
 /// A slice that tasks write to in disjoint parts.
 pub(crate) struct SharedOut<O> {

@@ -93,6 +93,12 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
     unsafe fn swap_pairs(self, from: *const u32, to: *mut u32);
+    /// Transposes a block: word j of row i goes to `to[j * stride + i]`, for j below `LANES` and i below `count` (at most
+    /// `LANES`). With `swap`, the halves of every word are exchanged on the way.
+    /// # Safety
+    /// The first `LANES` pointers are valid for reading `LANES` words, aligned or not; `to` is valid for writing
+    /// `(LANES - 1) * stride + count` words.
+    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize);
 }
 
 /// An algorithm over [`Simd`]. Implementations of `run` are `#[inline(always)]`.

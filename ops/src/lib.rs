@@ -15,9 +15,12 @@ mod embedding;
 mod gemm;
 mod lane_sum;
 mod lanes;
+mod ledger;
 mod logprob;
 mod math;
+mod memory;
 mod pack;
+mod plan;
 mod rms_norm;
 mod rope;
 mod silu_mul;
@@ -26,12 +29,13 @@ mod tile;
 
 pub use add::add;
 pub use argmax::argmax;
-pub use attention::{Attention, attention};
+pub use attention::{Attention, Keys, Sequences, attention, attention_over};
 pub use cpu::{Cpu, Isa};
 pub use element::{Element, Tf32};
 pub use embedding::embedding;
 pub use gemm::{Gemm, PackedWeight, gemm, gemm_packed};
 pub use half::{bf16, f16};
+pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
 pub use logprob::logprob;
 pub use rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::{Pairing, Rope, RopeTable, inv_freq, rope};
@@ -62,6 +66,34 @@ pub enum Error {
         op: &'static str,
         /// Which value, and what would be right.
         what: String,
+    },
+    /// The smallest plan does not fit the budget.
+    #[error("{op}: a budget of {budget} bytes is below the smallest plan, {smallest} bytes; raise it to that")]
+    Budget {
+        /// The op.
+        op: &'static str,
+        /// The budget in bytes.
+        budget: usize,
+        /// What would do, in bytes.
+        smallest: usize,
+    },
+    /// The system has no memory for a plan that fits the budget.
+    #[error("{op}: no memory for a workspace of {bytes} bytes, the smallest that was tried")]
+    Memory {
+        /// The op.
+        op: &'static str,
+        /// Bytes asked for.
+        bytes: usize,
+    },
+    /// A counter that strict mode forbids would have grown.
+    #[error("strict: {counter} would grow by {amount}: {place}")]
+    Forbidden {
+        /// The counter's name.
+        counter: &'static str,
+        /// By how much.
+        amount: usize,
+        /// What did it, and what to do instead.
+        place: &'static str,
     },
     /// The machine or the build cannot run what was asked for.
     #[error("{0}")]

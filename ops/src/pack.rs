@@ -3,7 +3,6 @@
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
-use std::cell::RefCell;
 
 /// `x` as bf16 when that is what it is.
 pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
@@ -17,36 +16,80 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
     u32::from(earlier.to_bits()) << 16 | u32::from(later.to_bits())
 }
 
-/// Writes `rows` rows of `k` elements pair by pair: `out[p * rows + r]` is pair p of row r. An odd end is filled with
-/// `pad`.
-pub fn pairs_of_rows(x: &[bf16], k: usize, rows: usize, pad: bf16, out: &mut [u32]) {
-    /// With the number of rows known, the compiler keeps one pointer per row.
-    fn fixed<const ROWS: usize>(x: &[bf16], k: usize, out: &mut [u32]) {
-        let whole = k / 2;
-        let row: [&[[bf16; 2]]; ROWS] = std::array::from_fn(|r| &x[r * k..][..k].as_chunks().0[..whole]);
-        let (out, _) = out.as_chunks_mut::<ROWS>();
-        for (p, out) in out[..whole].iter_mut().enumerate() {
-            for r in 0..ROWS {
-                let [earlier, later] = row[r][p];
-                out[r] = pair(earlier, later);
-            }
-        }
+/// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r; an odd end is filled with
+/// `pad`. Other places of `out` keep what they hold.
+pub fn pairs_of_rows<'a>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    row: impl Fn(usize) -> &'a [bf16],
+    pad: bf16,
+    out: &mut [u32],
+    stride: usize,
+) {
+    if k % 2 == 1 {
+        (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
     }
-    match rows {
-        12 => fixed::<12>(x, k, out),
-        1 => fixed::<1>(x, k, out),
-        _ => {
-            for r in 0..rows {
-                let row = &x[r * k..][..k];
-                for (p, slot) in out.iter_mut().skip(r).step_by(rows).take(k / 2).enumerate() {
-                    *slot = pair(row[2 * p], row[2 * p + 1]);
+    let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+    cpu.dispatch(Interleave { rows, words: k / 2, row: words, swap: true, out, stride });
+}
+
+/// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
+pub fn wide_of_rows<'a, I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    stride: usize,
+) {
+    if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
+        let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+        cpu.dispatch(Interleave { rows, words: k, row: words, swap: false, out: as_words_mut(out), stride });
+    } else {
+        (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
+    }
+}
+
+/// `out[p * stride + r] = row(r)[p]` for words p; `row` points to `words` words, aligned or not.
+struct Interleave<'a, F> {
+    rows: usize,
+    words: usize,
+    row: F,
+    swap: bool,
+    out: &'a mut [u32],
+    stride: usize,
+}
+
+impl<F: Fn(usize) -> *const u32> Kernel for Interleave<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Interleave { rows, words, row, swap, out, stride } = self;
+        if rows == 0 || words == 0 {
+            return;
+        }
+        assert!(rows <= stride && (words - 1) * stride + rows <= out.len(), "output too short");
+        let whole = words / S::LANES * S::LANES;
+        for first in (0..rows).step_by(S::LANES) {
+            let count = S::LANES.min(rows - first);
+            // Lanes without a row read the last one; nothing is written for them.
+            let from: [*const u32; MAX_LANES] = std::array::from_fn(|i| row(first + i.min(count - 1)));
+            for p in (0..whole).step_by(S::LANES) {
+                // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
+                unsafe {
+                    let from = from.map(|from| from.add(p));
+                    s.transpose(&from, count, swap, out.as_mut_ptr().add(p * stride + first), stride);
                 }
             }
-        }
-    }
-    if k % 2 == 1 {
-        for r in 0..rows {
-            out[k / 2 * rows + r] = pair(x[r * k + k - 1], pad);
+            for p in whole..words {
+                for i in 0..count {
+                    // SAFETY: as above.
+                    let word = unsafe { from[i].add(p).read_unaligned() };
+                    out[p * stride + first + i] = if swap { word.rotate_left(16) } else { word };
+                }
+            }
         }
     }
 }
@@ -110,13 +153,6 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
     lanes.into_iter().fold(f32::INFINITY, f32::min)
 }
 
-/// Writes one row as pairs, `stride` apart from `offset`; an odd end is filled with `pad`.
-pub fn scatter_pairs(row: &[bf16], pad: bf16, out: &mut [u32], offset: usize, stride: usize) {
-    for (two, slot) in row.chunks(2).zip(out.iter_mut().skip(offset).step_by(stride)) {
-        *slot = pair(two[0], two.get(1).copied().unwrap_or(pad));
-    }
-}
-
 /// Writes one row as f32, `stride` apart from `offset`.
 pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
     for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
@@ -169,59 +205,14 @@ pub fn as_floats(words: &[u32]) -> &[f32] {
     unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<f32>(), words.len()) }
 }
 
+/// The same f32 as words.
+pub fn as_words_mut(floats: &mut [f32]) -> &mut [u32] {
+    // SAFETY: u32 and f32 have the same size and alignment, and every bit pattern is a value of both.
+    unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast::<u32>(), floats.len()) }
+}
+
 /// The same words as f32.
 pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
-}
-
-thread_local! {
-    /// Workspace kept from call to call, so that the system is not asked for fresh pages every time.
-    static KEPT: RefCell<Vec<Vec<u32>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// A buffer of words with arbitrary contents, given back to its thread when dropped.
-pub struct Scratch {
-    /// At least `len` words; never cut, so that nothing is cleared again.
-    kept: Vec<u32>,
-    len: usize,
-}
-
-/// Workspace above this many words is returned to the system.
-const KEEP: usize = 16 << 20;
-
-impl Scratch {
-    /// Takes a buffer of `len` words from this thread, or makes one.
-    pub fn new(len: usize) -> Scratch {
-        let mut kept = KEPT.with_borrow_mut(Vec::pop).unwrap_or_default();
-        if kept.len() < len {
-            kept.resize(len, 0);
-        }
-        Scratch { kept, len }
-    }
-
-    /// The buffer as words.
-    pub fn words(&mut self) -> &mut [u32] {
-        &mut self.kept[..self.len]
-    }
-
-    /// The buffer, to read only.
-    pub fn filled(&self) -> &[u32] {
-        &self.kept[..self.len]
-    }
-
-    /// The buffer as f32.
-    pub fn floats(&mut self) -> &mut [f32] {
-        as_floats_mut(self.words())
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if self.kept.len() <= KEEP {
-            let kept = std::mem::take(&mut self.kept);
-            // The thread may be ending, and its store gone with it.
-            let _ = KEPT.try_with(|all| all.borrow_mut().push(kept));
-        }
-    }
 }

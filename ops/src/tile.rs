@@ -168,17 +168,29 @@ impl Kernel for FmaTile<'_> {
             (Right::Wide(data, stride), true, false) => {
                 heights::<S, _, true, false>(s, tile, WideSteps(data.as_ptr(), stride))
             }
+            (Right::Wide(data, stride), false, false) => {
+                heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
             (Right::Narrow(data, stride), true, false) => {
                 heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
             }
-            (Right::Pairs(data, stride), true, true) => {
+            (Right::Narrow(data, stride), false, false) => {
+                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            }
+            (Right::Pairs(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
                 let end = tile.order.end().next_multiple_of(2);
                 let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
                 assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
-                heights::<S, _, true, true>(s, tile, PairSteps(data.as_ptr(), stride));
+                let b = PairSteps(data.as_ptr(), stride);
+                match (adjacent, tree) {
+                    (true, true) => heights::<S, _, true, true>(s, tile, b),
+                    (true, false) => heights::<S, _, true, false>(s, tile, b),
+                    (false, true) => heights::<S, _, false, true>(s, tile, b),
+                    (false, false) => panic!("no op sums such a tile"),
+                }
             }
-            _ => panic!("no op sums such a tile"),
+            (Right::Narrow(..), _, true) => panic!("no op sums such a tile"),
         }
     }
 }

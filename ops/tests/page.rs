@@ -11,6 +11,20 @@ fn cpus() -> Vec<Cpu> {
     isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
 }
 
+/// `cpu` under the smallest budget that `run` accepts, and some between it and plenty. One byte less is refused, with the
+/// smallest plan named.
+fn budgets(cpu: &Cpu, seed: u64, mut run: impl FnMut(&Cpu) -> Result<(), Error>) -> Vec<Cpu> {
+    let with = |budget: usize| Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
+    let smallest = match run(&with(0)) {
+        Ok(()) => return vec![with(0)],
+        Err(Error::Budget { smallest, .. }) => smallest,
+        Err(e) => panic!("{e}"),
+    };
+    assert_eq!(run(&with(smallest - 1)).unwrap_err().to_string().contains(&smallest.to_string()), true);
+    let random = (0..3).map(|i| smallest + (seed.rotate_left(17 * i) % (smallest as u64 * 16)) as usize);
+    [smallest, smallest + 64, 2 * smallest].into_iter().chain(random).map(with).collect()
+}
+
 /// Deterministic values of very different size: `spread` is the range of exponents, and a few are 0, -0 or subnormal.
 fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -71,17 +85,22 @@ fn check_gemm<I: Element, O: Element>(m: usize, n: usize, k: usize, spread: u32,
         let mut y = vec![O::default(); m * n];
         gemm(&cpu, &Gemm::new(m, n, k), &x, &w, bias.as_deref(), &mut y).unwrap();
         assert_eq!(bits(&y), expected, "{cpu:?} {m}x{n}x{k} spread {spread}");
-        // The smallest workspace that is accepted gives the same bits.
-        let least = (1..).map(|i| i * 1024).find(|&budget| {
-            let tight = Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
+        let shape = Gemm::new(m, n, k);
+        for tight in budgets(&cpu, seed, |cpu| gemm(cpu, &shape, &x, &w, bias.as_deref(), &mut y)) {
             y.fill(O::default());
-            gemm(&tight, &Gemm::new(m, n, k), &x, &w, bias.as_deref(), &mut y).is_ok()
-        });
-        assert_eq!(bits(&y), expected, "{cpu:?} with a budget of {least:?}");
+            gemm(&tight, &shape, &x, &w, bias.as_deref(), &mut y).unwrap();
+            assert_eq!(bits(&y), expected, "{tight:?} {m}x{n}x{k} {:?}", tight.ledger().plans());
+            assert!(tight.ledger().plans().iter().all(|plan| plan.bytes <= tight.budget()));
+        }
         let packed = PackedWeight::pack(&cpu, n, k, &w).unwrap();
         y.fill(O::default());
         gemm_packed(&cpu, m, &x, &packed, bias.as_deref(), &mut y).unwrap();
         assert_eq!(bits(&y), expected, "{cpu:?} packed");
+        for tight in budgets(&cpu, seed, |cpu| gemm_packed(cpu, m, &x, &packed, bias.as_deref(), &mut y)) {
+            y.fill(O::default());
+            gemm_packed(&tight, m, &x, &packed, bias.as_deref(), &mut y).unwrap();
+            assert_eq!(bits(&y), expected, "{tight:?} packed {m}x{n}x{k} {:?}", tight.ledger().plans());
+        }
     }
 }
 
@@ -174,6 +193,63 @@ fn attention_page(h: &Heads, q: &[bf16], k: &[bf16], v: &[bf16], q_pos: &[i32], 
     out
 }
 
+/// The sequences of a padded call with their queries packed (the first sequence gives up its last query), their keys
+/// packed, and their keys in shuffled pages between pages of NaN.
+struct Packed {
+    /// Row of the padded queries by packed row.
+    rows: Vec<usize>,
+    q: Vec<bf16>,
+    q_pos: Vec<i32>,
+    q_start: Vec<i32>,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+    k_start: Vec<i32>,
+    page_size: usize,
+    table: Vec<i32>,
+    paged_k: Vec<bf16>,
+    paged_v: Vec<bf16>,
+}
+
+impl Packed {
+    fn new(h: &Heads, q: &[bf16], k: &[bf16], v: &[bf16], q_pos: &[i32], seed: u64) -> Packed {
+        let count = |b: usize| h.queries - usize::from(b == 0);
+        let rows: Vec<usize> = (0..h.batch).flat_map(|b| (0..count(b)).map(move |t| b * h.queries + t)).collect();
+        let width = h.q_heads * h.d;
+        let starts = |count: &dyn Fn(usize) -> usize| {
+            (0..=h.batch).map(|b| (0..b).map(count).sum::<usize>() as i32).collect::<Vec<i32>>()
+        };
+        let page_size = [1, 3, 8, 16, 256][seed as usize % 5];
+        let columns = h.keys.div_ceil(page_size);
+        let pages = 2 * h.batch * columns + 1;
+        // A stride that visits every odd page once, from an odd start.
+        let table: Vec<i32> = (0..h.batch * columns).map(|i| (2 * (h.batch * columns - 1 - i) + 1) as i32).collect();
+        let paged = |x: &[bf16], dim: usize| {
+            let width = h.kv_heads * dim;
+            let mut out = vec![bf16::NAN; pages * page_size * width];
+            for b in 0..h.batch {
+                for j in 0..h.keys {
+                    let row = table[b * columns + j / page_size] as usize * page_size + j % page_size;
+                    out[row * width..][..width].copy_from_slice(&x[(b * h.keys + j) * width..][..width]);
+                }
+            }
+            out
+        };
+        Packed {
+            q: rows.iter().flat_map(|&row| q[row * width..][..width].to_vec()).collect(),
+            q_pos: rows.iter().map(|&row| q_pos[row]).collect(),
+            q_start: starts(&count),
+            k: k.to_vec(),
+            v: v.to_vec(),
+            k_start: starts(&|_| h.keys),
+            paged_k: paged(k, h.d),
+            paged_v: paged(v, h.e),
+            page_size,
+            table,
+            rows,
+        }
+    }
+}
+
 /// Cases per property: enough for every test run; `PROPTEST_CASES` asks for more.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(24)
@@ -238,13 +314,33 @@ proptest! {
             let (mut out, mut lse) = (vec![0f32; expected.len()], vec![0f32; batch * queries * h.q_heads]);
             attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
             prop_assert_eq!(bits(&out), expected.clone(), "{:?}", cpu);
-            // 16 rows at a time, keys turned into pairs tile by tile.
-            let tight = (1..).map(|i| i * 4096).find_map(|budget| {
-                let cpu = Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
+            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse));
+            let same_lse = lse.clone();
+            for cpu in tight {
                 out.fill(0.0);
-                attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).ok().map(|()| cpu)
-            });
-            prop_assert_eq!(bits(&out), expected.clone(), "{:?}", tight);
+                lse.fill(0.0);
+                attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+                prop_assert_eq!(bits(&out), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
+                prop_assert_eq!(bits(&lse), bits(&same_lse), "{:?}", cpu);
+            }
+            // The same sequences with packed queries, and with keys in pages of any size and order.
+            let packed = Packed::new(&h, &q, &k, &v, &q_pos, seed);
+            let (rows, total) = (packed.q_pos.len(), packed.k.len() / (kv_heads * d));
+            let places = [Keys::Packed(&packed.k_start), Keys::Paged { page_size: packed.page_size, table: &packed.table }];
+            for (keys, total, k, v) in [
+                (places[0], total, &packed.k, &packed.v),
+                (places[1], packed.paged_k.len() / (kv_heads * d), &packed.paged_k, &packed.paged_v),
+            ] {
+                let shape = Attention { queries: rows, keys: total, ..shape };
+                let sequences = Sequences { q_start: Some(&packed.q_start), keys };
+                let (mut out, mut lse) = (vec![0f32; rows * h.q_heads * e], vec![0f32; rows * h.q_heads]);
+                let q_pos = &packed.q_pos;
+                attention_over(&cpu, &shape, &sequences, &packed.q, k, v, q_pos, &kv_len, &mut out, &mut lse).unwrap();
+                let width = h.q_heads * e;
+                let expected: Vec<u32> =
+                    packed.rows.iter().flat_map(|&row| expected[row * width..][..width].to_vec()).collect();
+                prop_assert_eq!(bits(&out), expected, "{:?} {:?}", cpu, keys);
+            }
         }
     }
 

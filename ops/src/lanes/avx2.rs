@@ -1,6 +1,6 @@
 //! Eight lanes: AVX2 with FMA and F16C.
 
-use super::{Kernel, Simd};
+use super::{Kernel, MAX_LANES, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -165,6 +165,41 @@ impl Simd for Avx2 {
     unsafe fn narrow_f16(self, v: __m256, p: *mut f16) {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize) {
+        // SAFETY: the caller's promise; a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let mut row = [_mm256_setzero_si256(); 8];
+            for (row, from) in row.iter_mut().zip(rows) {
+                *row = _mm256_loadu_si256(from.cast());
+                if swap {
+                    *row = _mm256_or_si256(_mm256_slli_epi32::<16>(*row), _mm256_srli_epi32::<16>(*row));
+                }
+            }
+            // Words, then pairs of words, of neighbouring rows alternate; then halves of vectors change places.
+            let mut two = [_mm256_setzero_si256(); 8];
+            for i in 0..4 {
+                two[2 * i] = _mm256_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+                two[2 * i + 1] = _mm256_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+            }
+            let mut four = [_mm256_setzero_si256(); 8];
+            for i in 0..2 {
+                four[4 * i] = _mm256_unpacklo_epi64(two[4 * i], two[4 * i + 2]);
+                four[4 * i + 1] = _mm256_unpackhi_epi64(two[4 * i], two[4 * i + 2]);
+                four[4 * i + 2] = _mm256_unpacklo_epi64(two[4 * i + 1], two[4 * i + 3]);
+                four[4 * i + 3] = _mm256_unpackhi_epi64(two[4 * i + 1], two[4 * i + 3]);
+            }
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lane);
+            for j in 0..4 {
+                let low = _mm256_permute2x128_si256::<0x20>(four[j], four[4 + j]);
+                let high = _mm256_permute2x128_si256::<0x31>(four[j], four[4 + j]);
+                _mm256_maskstore_epi32(to.add(j * stride).cast(), mask, low);
+                _mm256_maskstore_epi32(to.add((j + 4) * stride).cast(), mask, high);
+            }
+        }
     }
 
     #[inline(always)]

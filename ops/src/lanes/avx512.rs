@@ -1,6 +1,6 @@
 //! Sixteen lanes: AVX-512 F, BW, DQ and VL.
 
-use super::{Kernel, Simd};
+use super::{Kernel, MAX_LANES, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -165,6 +165,55 @@ impl Simd for Avx512 {
     unsafe fn narrow_f16(self, v: __m512, p: *mut f16) {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize) {
+        // SAFETY: the caller's promise; a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let mut row = [_mm512_setzero_si512(); 16];
+            for (row, from) in row.iter_mut().zip(rows) {
+                *row = _mm512_loadu_si512(from.cast());
+                if swap {
+                    *row = _mm512_rol_epi32::<16>(*row);
+                }
+            }
+            // Words, then pairs of words, of neighbouring rows alternate; then quarters of vectors change places.
+            let mut two = [_mm512_setzero_si512(); 16];
+            for i in 0..8 {
+                two[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+                two[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+            }
+            let mut four = [_mm512_setzero_si512(); 16];
+            for i in 0..4 {
+                four[4 * i] = _mm512_unpacklo_epi64(two[4 * i], two[4 * i + 2]);
+                four[4 * i + 1] = _mm512_unpackhi_epi64(two[4 * i], two[4 * i + 2]);
+                four[4 * i + 2] = _mm512_unpacklo_epi64(two[4 * i + 1], two[4 * i + 3]);
+                four[4 * i + 3] = _mm512_unpackhi_epi64(two[4 * i + 1], two[4 * i + 3]);
+            }
+            // four[4 * i + j]: words j, j + 4, j + 8, j + 12 of rows 4i to 4i + 3, one word to a quarter.
+            let mask = (1u32 << count).wrapping_sub(1) as u16;
+            for j in 0..4 {
+                let even = _mm512_shuffle_i32x4::<0x88>(four[j], four[4 + j]);
+                let odd = _mm512_shuffle_i32x4::<0xDD>(four[j], four[4 + j]);
+                let even_high = _mm512_shuffle_i32x4::<0x88>(four[8 + j], four[12 + j]);
+                let odd_high = _mm512_shuffle_i32x4::<0xDD>(four[8 + j], four[12 + j]);
+                let column = [
+                    _mm512_shuffle_i32x4::<0x88>(even, even_high),
+                    _mm512_shuffle_i32x4::<0x88>(odd, odd_high),
+                    _mm512_shuffle_i32x4::<0xDD>(even, even_high),
+                    _mm512_shuffle_i32x4::<0xDD>(odd, odd_high),
+                ];
+                for (i, column) in column.into_iter().enumerate() {
+                    let to = to.add((j + 4 * i) * stride);
+                    if count == 16 {
+                        _mm512_storeu_si512(to.cast(), column);
+                    } else {
+                        _mm512_mask_storeu_epi32(to.cast(), mask, column);
+                    }
+                }
+            }
+        }
     }
 
     #[inline(always)]

@@ -1,6 +1,6 @@
 //! One lane: the reference every other instruction set must equal bit for bit.
 
-use super::Simd;
+use super::{MAX_LANES, Simd};
 use crate::element::Element;
 use half::{bf16, f16};
 
@@ -111,6 +111,15 @@ impl Simd for Scalar {
         // SAFETY: the caller's promise.
         unsafe { *p = f16::narrow(v) }
     }
+    #[inline(always)]
+    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], _: usize, swap: bool, to: *mut u32, _: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let word = rows[0].read_unaligned();
+            to.write(if swap { word.rotate_left(16) } else { word });
+        }
+    }
+
     #[inline(always)]
     unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
         // SAFETY: the caller's promise.

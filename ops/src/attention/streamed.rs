@@ -1,0 +1,602 @@
+//! Few query rows to a key head (decode): keys and values are read once, in the order of memory, all heads of a block
+//! together. Three passes, each over (sequence, block) side by side: scores, and what the softmax must know of them;
+//! weights and the sums of every block; and the blocks joined, ascending.
+
+use super::{BLOCK, Job, Range, Row, add_to, reference};
+use crate::gemm::SharedOut;
+use crate::lanes::scalar::Scalar;
+use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
+use crate::math::{exp_split, tanh, weight};
+use crate::memory::LINE;
+use crate::pack::{
+    as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, prefetch, wide_of_rows, wide_row,
+};
+use crate::plan::{Need, Plan};
+use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
+use crate::{Cpu, Element, Isa};
+use half::bf16;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Work for one worker is at least this many bytes of keys and values: less does not pay for waking it.
+const WORTHWHILE: usize = 128 << 10;
+
+/// How a call is cut: so many sequences at a time.
+#[derive(Clone, Copy)]
+pub struct Streams {
+    /// Sequences at a time.
+    sequences: usize,
+    workers: usize,
+    /// Facts of the call: query rows to a key head at most, key heads, blocks of keys that a sequence sees at most, words
+    /// of an operand's row, columns of the values, and whether those are read in place.
+    rows: usize,
+    kv_heads: usize,
+    blocks: usize,
+    words: usize,
+    columns: usize,
+    in_place: bool,
+    bf16: bool,
+}
+
+/// What is kept of a row's scores in one block: the largest, whether one is NaN or +inf (1), whether one is -inf (1), and
+/// later the sum of the weights.
+const FACTS: usize = 4;
+
+impl Streams {
+    /// `None` where there are too many query rows for a tile.
+    pub fn preferred<I: Element>(job: &Job<I>) -> Option<Streams> {
+        let shape = job.shape;
+        let rows = job.most_queries() * job.group();
+        if rows == 0 || rows > MAX_ROWS {
+            return None;
+        }
+        let seen = |b: usize| {
+            let Range { from, to } = job.seen(b);
+            to.div_ceil(BLOCK) - from / BLOCK
+        };
+        let blocks = (0..shape.batch).map(seen).max().unwrap_or(0);
+        let bytes = shape.batch * blocks * BLOCK * shape.kv_heads * (shape.head_dim + shape.value_dim) * size_of::<I>();
+        Some(Streams {
+            sequences: shape.batch,
+            workers: job.cpu.threads().min(bytes / WORTHWHILE + 1),
+            rows,
+            kv_heads: shape.kv_heads,
+            blocks,
+            words: if I::IS_BF16 { shape.head_dim.div_ceil(2) } else { shape.head_dim },
+            columns: shape.value_dim.next_multiple_of(16),
+            in_place: job.values_in_place(),
+            bf16: I::IS_BF16,
+        })
+    }
+
+    /// Fewer sequences at a time.
+    pub fn smaller(&self) -> Option<Streams> {
+        (self.sequences > 1).then(|| Streams { sequences: self.sequences.div_ceil(2), ..*self })
+    }
+
+    /// Words of the queries of one (sequence, key head): the rows side by side, then their smallest nonzero magnitude.
+    fn query_words(&self) -> usize {
+        (self.words * self.rows).next_multiple_of(LINE) + LINE
+    }
+
+    /// Words of what the softmax knows of the rows of one (sequence, key head).
+    fn state_words(&self) -> usize {
+        (2 * self.rows).next_multiple_of(LINE)
+    }
+
+    /// Words of one (sequence, block, key head): scores, sums of values, and facts of each row.
+    fn block_words(&self) -> usize {
+        (self.rows * (BLOCK + self.columns + FACTS)).next_multiple_of(LINE)
+    }
+
+    /// Words that a worker lays keys or values out in: a panel of keys, or as many values.
+    fn panel_words(&self) -> usize {
+        PANEL * self.words.max(if self.in_place { 0 } else { self.columns })
+    }
+}
+
+impl Plan for Streams {
+    fn need(&self) -> Need {
+        let heads = self.sequences * self.kv_heads;
+        let queries = heads * self.query_words();
+        let parts = (heads * self.blocks).saturating_mul(self.block_words());
+        let shared = queries.saturating_add(heads * self.state_words()).saturating_add(parts);
+        let pairs = if self.bf16 { queries + self.panel_words() * self.workers } else { 0 };
+        Need { shared, slot: self.panel_words(), workers: self.workers, pairs }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        [("sequences", self.sequences), ("rows", self.rows), ("keys", BLOCK)]
+    }
+}
+
+/// One (sequence, block, key head) of the workspace.
+struct Part<'a> {
+    /// `[rows][256]`, keys adjacent.
+    scores: &'a mut [f32],
+    /// `[rows][columns]`.
+    sums: &'a mut [f32],
+    facts: &'a mut [[f32; FACTS]],
+}
+
+impl<'a> Part<'a> {
+    fn new(words: &'a mut [u32], plan: &Streams) -> Part<'a> {
+        let (scores, rest) = as_floats_mut(words).split_at_mut(plan.rows * BLOCK);
+        let (sums, rest) = rest.split_at_mut(plan.rows * plan.columns);
+        Part { scores, sums, facts: &mut rest.as_chunks_mut().0[..plan.rows] }
+    }
+}
+
+/// Runs all passes. Returns how many tiles of scores took the slow path.
+pub fn run<I: Element, O: Element>(
+    job: &Job<I>,
+    plan: &Streams,
+    shared: &mut [u32],
+    mut slots: Vec<&mut [u32]>,
+    out: &SharedOut<O>,
+    lse: &SharedOut<f32>,
+) -> usize {
+    let slow = (0..job.shape.batch)
+        .step_by(plan.sequences)
+        .map(|first| {
+            let count = plan.sequences.min(job.shape.batch - first);
+            let heads = plan.sequences * plan.kv_heads;
+            let (queries, rest) = shared.split_at_mut(heads * plan.query_words());
+            let (states, parts) = rest.split_at_mut(heads * plan.state_words());
+            Pass { job, plan, first, count }.run(queries, states, parts, &mut slots, out, lse)
+        })
+        .sum();
+    if job.dots() {
+        job.cpu.ledger().ran(Isa::Avx512Bf16.name());
+    }
+    if slow > 0 || !job.dots() {
+        job.cpu.ledger().ran(job.cpu.fma_isa().name());
+    }
+    slow
+}
+
+/// Some sequences from `first` on.
+struct Pass<'a, I> {
+    job: &'a Job<'a, I>,
+    plan: &'a Streams,
+    first: usize,
+    count: usize,
+}
+
+/// A task: the key heads `heads` of a block of sequence b.
+struct Task {
+    b: usize,
+    /// The block of keys, and where it stands among those of the workspace.
+    block: usize,
+    place: usize,
+    heads: Range,
+    /// The keys of the block that some query sees.
+    keys: Range,
+}
+
+impl<I: Element> Pass<'_, I> {
+    fn run<O: Element>(
+        &self,
+        queries: &mut [u32],
+        states: &mut [u32],
+        parts: &mut [u32],
+        slots: &mut [&mut [u32]],
+        out: &SharedOut<O>,
+        lse: &SharedOut<f32>,
+    ) -> usize {
+        let Pass { job, plan, first, count } = *self;
+        let kv_heads = plan.kv_heads;
+        for (i, queries) in queries.chunks_exact_mut(plan.query_words()).enumerate().take(count * kv_heads) {
+            self.lay_queries_out(first + i / kv_heads, i % kv_heads, queries);
+        }
+        let queries = &*queries;
+        let parts = SharedOut { data: parts.as_mut_ptr(), len: parts.len() };
+        // Few blocks are cut by key heads, so that all workers have work.
+        let cuts = if count * plan.blocks >= 4 * plan.workers { 1 } else { kv_heads };
+        let tasks = count * plan.blocks * cuts;
+        let task = |i: usize| {
+            let (b, block, cut) = (first + i / cuts / plan.blocks, i / cuts % plan.blocks, i % cuts);
+            let seen = job.seen(b);
+            let place = (b - first) * plan.blocks + block;
+            let block = seen.from / BLOCK + block;
+            let keys = seen.within(block * BLOCK, (block + 1) * BLOCK);
+            let heads = if cuts == 1 { Range { from: 0, to: kv_heads } } else { Range { from: cut, to: cut + 1 } };
+            (!keys.is_empty()).then_some(Task { b, block, place, heads, keys })
+        };
+        let part = |place: usize, head: usize| {
+            // SAFETY: a part belongs to one task of a pass; the passes follow each other.
+            Part::new(unsafe { parts.part((place * kv_heads + head) * plan.block_words(), plan.block_words()) }, plan)
+        };
+        let slow = AtomicUsize::new(0);
+        job.cpu.each_in(slots.iter_mut(), tasks, |slot, i| {
+            if let Some(task) = task(i) {
+                slow.fetch_add(self.scores(&task, queries, slot, &part), Ordering::Relaxed);
+            }
+        });
+        for (i, states) in states.chunks_exact_mut(plan.state_words()).enumerate().take(count * kv_heads) {
+            self.states(first + i / kv_heads, i % kv_heads, states, &part);
+        }
+        let states = as_floats(states);
+        job.cpu.each_in(slots.iter_mut(), tasks, |slot, i| {
+            if let Some(task) = task(i) {
+                self.sums(&task, states, slot, &part);
+            }
+        });
+        job.cpu.each_in(slots.iter_mut(), count * kv_heads, |_, i| {
+            self.join(first + i / kv_heads, i % kv_heads, states, &part, out, lse);
+        });
+        slow.into_inner()
+    }
+
+    /// The rows that sequence b has.
+    fn rows(&self, b: usize) -> usize {
+        self.job.queries(b).len() * self.job.group()
+    }
+
+    /// The row of q and the query head of row r.
+    fn query_and_head(&self, b: usize, kv_head: usize, r: usize) -> (usize, usize) {
+        let group = self.job.group();
+        (self.job.queries(b).start + r / group, kv_head * group + r % group)
+    }
+
+    /// Lays the queries side by side as the kernels read them, their smallest nonzero magnitude behind.
+    fn lay_queries_out(&self, b: usize, kv_head: usize, out: &mut [u32]) {
+        let (job, rows, d) = (self.job, self.rows(b), self.job.shape.head_dim);
+        let query = |r: usize| {
+            let (t, head) = self.query_and_head(b, kv_head, r);
+            job.query(t, head)
+        };
+        let (out, end) = out.split_at_mut(self.plan.query_words() - LINE);
+        end[0] = f32::NAN.to_bits();
+        if !I::IS_BF16 {
+            wide_of_rows(job.cpu, rows, d, query, job.shape.tf32, as_floats_mut(out), rows);
+            return;
+        }
+        let query = |r: usize| bf16_slice(query(r)).expect("bf16");
+        if job.dots() {
+            pairs_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows);
+        }
+        let least = |r: usize| least_magnitude(job.cpu, query(r));
+        end[0] = (0..rows).map(least).fold(f32::INFINITY, f32::min).to_bits();
+    }
+
+    /// The scores of a task and their facts. Returns how many tiles took the slow path.
+    fn scores<'p>(
+        &self,
+        task: &Task,
+        queries: &[u32],
+        slot: &mut [u32],
+        part: &impl Fn(usize, usize) -> Part<'p>,
+    ) -> usize {
+        let Pass { job, plan, first, .. } = *self;
+        let &Task { b, block, place, heads, keys } = task;
+        let (rows, d, cpu) = (self.rows(b), job.shape.head_dim, job.cpu);
+        let mut slow = 0;
+        for from in (keys.from / PANEL * PANEL..keys.to).step_by(PANEL) {
+            let to = (from + PANEL).min(keys.to);
+            for head in heads.from..heads.to {
+                let query = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
+                let (query, end) = query.split_at(plan.query_words() - LINE);
+                // The next panel comes from memory while this one is summed.
+                (to..(to + PANEL).min(keys.to)).for_each(|j| prefetch(job.key(b, j, head)));
+                let part = part(place, head);
+                let out = &mut part.scores[from % BLOCK..];
+                let panel = &mut slot[..PANEL * plan.words];
+                let (count, chain) = (to - from, [0, d]);
+                let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
+                let key = |j: usize| job.key(b, from + j, head);
+                if !I::IS_BF16 {
+                    wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
+                    let left = Left { data: as_floats(query), row_stride: 1, step: rows };
+                    let right = Right::Wide(as_floats(panel), PANEL);
+                    fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+                    continue;
+                }
+                let key = |j: usize| bf16_slice(key(j)).expect("bf16");
+                pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL);
+                let right = Right::Pairs(panel, PANEL);
+                let least = || (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min);
+                if job.dots() && dot_is_exact(f32::from_bits(end[0]), least()) {
+                    let left = Left { data: query, row_stride: 1, step: rows };
+                    dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+                } else {
+                    slow += usize::from(job.dots());
+                    self.fma_tile(b, head, panel, out);
+                }
+            }
+        }
+        for head in heads.from..heads.to {
+            let part = part(place, head);
+            for r in 0..rows {
+                let seen = job.range(b, self.query_and_head(b, head, r).0).within(block * BLOCK, (block + 1) * BLOCK);
+                let scores = &mut part.scores[r * BLOCK..][seen.from - block * BLOCK..seen.to - block * BLOCK];
+                part.facts[r] = survey(cpu, Survey { scores, cap: job.cap });
+            }
+        }
+        slow
+    }
+
+    /// Scores of one panel of pairs without `VDPBF16PS`: the queries are widened some steps of d at a time.
+    fn fma_tile(&self, b: usize, head: usize, panel: &[u32], out: &mut [f32]) {
+        const STEPS: usize = 64;
+        let (job, rows) = (self.job, self.rows(b));
+        let mut wide = [0f32; STEPS * MAX_ROWS];
+        (0..rows).for_each(|r| out[r * BLOCK..][..PANEL].fill(0.0));
+        for from in (0..job.shape.head_dim).step_by(STEPS) {
+            let len = STEPS.min(job.shape.head_dim - from);
+            let query = |r: usize| {
+                let (t, head) = self.query_and_head(b, head, r);
+                &job.query(t, head)[from..]
+            };
+            wide_of_rows(job.cpu, rows, len, query, job.shape.tf32, &mut wide, rows);
+            if len % 2 == 1 {
+                // Beside the -0 that ends a row of pairs.
+                wide[len * rows..][..rows].fill(0.0);
+            }
+            let left = Left { data: &wide[..], row_stride: 1, step: rows };
+            let (right, order) = (Right::Pairs(&panel[from / 2 * PANEL..], PANEL), Order::Chain(len));
+            fma_tile(job.cpu, Tile { left, right, order, rows, columns: PANEL, out: &mut *out, out_stride: BLOCK });
+        }
+    }
+
+    /// Joins what the blocks know of the rows of a key head: `[code, n]` for each, code 0 for no key that counts, 1 for a
+    /// score of NaN or +inf, 2 for a reference point n.
+    fn states<'p>(&self, b: usize, head: usize, out: &mut [u32], part: &impl Fn(usize, usize) -> Part<'p>) {
+        let states = as_floats_mut(out).as_chunks_mut::<2>().0;
+        for (r, state) in states.iter_mut().enumerate().take(self.rows(b)) {
+            let (mut largest, mut invalid) = (f32::NEG_INFINITY, false);
+            for place in self.places(b) {
+                let facts = part(place, head).facts[r];
+                largest = largest.max(facts[0]);
+                invalid |= facts[1] > 0.0;
+            }
+            *state = match reference(largest, invalid, self.job.c.0) {
+                Row::Empty => [0.0, 0.0],
+                Row::Invalid => [1.0, 0.0],
+                Row::Valid { n, .. } => [2.0, n],
+            };
+        }
+    }
+
+    /// The state of row r of a key head, and with it `l`.
+    fn state(&self, b: usize, head: usize, r: usize, states: &[f32], l: f32) -> Row {
+        let at = ((b - self.first) * self.plan.kv_heads + head) * self.plan.state_words() + 2 * r;
+        match states[at] {
+            0.0 => Row::Empty,
+            1.0 => Row::Invalid,
+            _ => Row::Valid { n: states[at + 1], l },
+        }
+    }
+
+    /// The places of the blocks that sequence b sees, ascending.
+    fn places(&self, b: usize) -> std::ops::Range<usize> {
+        let Range { from, to } = self.job.seen(b);
+        let first = (b - self.first) * self.plan.blocks;
+        first..first + (to.div_ceil(BLOCK) - from / BLOCK)
+    }
+
+    /// The weights of a task, their sums, and the sums of the values.
+    fn sums<'p>(&self, task: &Task, states: &[f32], slot: &mut [u32], part: &impl Fn(usize, usize) -> Part<'p>) {
+        let Pass { job, plan, .. } = *self;
+        let &Task { b, block, place, heads, keys } = task;
+        let (e, columns, group, cpu) = (job.shape.value_dim, plan.columns, job.group(), job.cpu);
+        let (first, end) = (block * BLOCK, (block + 1) * BLOCK);
+        let rows = self.rows(b);
+        for head in heads.from..heads.to {
+            let mine = part(place, head);
+            for r in 0..rows {
+                let seen = job.range(b, self.query_and_head(b, head, r).0).within(first, end);
+                let scores = &mut mine.scores[r * BLOCK..][..BLOCK];
+                // What is not seen has weight +0, which changes no sum of weights.
+                scores[..seen.from - first].fill(0.0);
+                scores[seen.to - first..].fill(0.0);
+                match self.state(b, head, r, states, 0.0) {
+                    Row::Valid { n, .. } => {
+                        let scores = &mut scores[seen.from - first..seen.to - first];
+                        weigh(cpu, Weigh { scores, n, c: job.c });
+                    }
+                    _ => scores.fill(0.0),
+                }
+            }
+            sum_weights(&mine.scores[..rows * BLOCK], mine.facts);
+            mine.sums[..rows * columns].fill(0.0);
+        }
+        if e == 0 {
+            return;
+        }
+        let in_place = bf16_slice(job.v).filter(|_| plan.in_place);
+        let mut from = keys.from;
+        while from < keys.to {
+            let panel_end = (from / PANEL + 1) * PANEL;
+            let to = if in_place.is_some() { job.run_end(from) } else { panel_end };
+            let to = to.min(panel_end).min(keys.to);
+            for head in heads.from..heads.to {
+                let ahead = (from + PANEL).min(keys.to)..(to + PANEL).min(keys.to);
+                ahead.for_each(|j| prefetch(&job.value(b, j, head)[..e]));
+                if in_place.is_none() {
+                    for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
+                        wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
+                    }
+                }
+                let wide = as_floats(slot);
+                let mine = part(place, head);
+                let mut accumulate = |first_row: usize, rows: usize, keys: Range| {
+                    if keys.is_empty() {
+                        return;
+                    }
+                    let right = match in_place {
+                        Some(_) => {
+                            let value = bf16_slice(job.value(b, keys.from, head)).expect("bf16");
+                            Right::Narrow(value, plan.kv_heads * e)
+                        }
+                        None => Right::Wide(&wide[(keys.from - from) * columns..], columns),
+                    };
+                    let weights = &mine.scores[first_row * BLOCK + keys.from - first..];
+                    let left = Left { data: weights, row_stride: BLOCK, step: 1 };
+                    let (order, out) = (Order::Chain(keys.to - keys.from), &mut mine.sums[first_row * columns..]);
+                    fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride: columns });
+                };
+                // The heads of one query see the same keys.
+                for (i, t) in job.queries(b).enumerate() {
+                    let seen = job.range(b, t).within(from, to);
+                    let heads = i * group..(i + 1) * group;
+                    if !mine.facts[heads.clone()].iter().any(|facts| facts[2] > 0.0) {
+                        accumulate(heads.start, group, seen);
+                        continue;
+                    }
+                    // Keys whose score is -inf have weight -0, and their values are not read.
+                    for r in heads {
+                        let counts = |j: &usize| mine.scores[r * BLOCK + j - first].is_sign_positive();
+                        (seen.from..seen.to)
+                            .filter(counts)
+                            .for_each(|j| accumulate(r, 1, Range { from: j, to: j + 1 }));
+                    }
+                }
+            }
+            from = to;
+        }
+    }
+
+    /// Adds the blocks of a key head, ascending from +0, and finishes its rows.
+    fn join<'p, O: Element>(
+        &self,
+        b: usize,
+        head: usize,
+        states: &[f32],
+        part: &impl Fn(usize, usize) -> Part<'p>,
+        out: &SharedOut<O>,
+        lse: &SharedOut<f32>,
+    ) {
+        let Pass { job, plan, .. } = *self;
+        let rows = self.rows(b);
+        let mut places = self.places(b).map(|place| part(place, head));
+        let mut l = [0f32; MAX_ROWS];
+        let mut sum = |facts: &[[f32; FACTS]]| l.iter_mut().zip(facts).for_each(|(l, facts)| *l += facts[3]);
+        // The first block becomes the total: +0 and it.
+        let total = places.next().map_or(&mut [][..], |first| {
+            first.sums.iter_mut().for_each(|v| *v += 0.0);
+            sum(first.facts);
+            first.sums
+        });
+        for part in places {
+            add_to(job.cpu, &mut total[..rows * plan.columns], &part.sums[..rows * plan.columns]);
+            sum(part.facts);
+        }
+        for (r, &l) in l.iter().enumerate().take(rows) {
+            let (t, query_head) = self.query_and_head(b, head, r);
+            let total = total.get(r * plan.columns..).unwrap_or(&[]);
+            let all = Range { from: 0, to: job.shape.value_dim };
+            let row = self.state(b, head, r, states, l);
+            // SAFETY: each (sequence, key head, row) has its own index in [B,T,Hq].
+            unsafe { job.finish(t * job.shape.q_heads + query_head, row, total, out, lse, all) };
+        }
+    }
+}
+
+/// `facts[r][3]`: the weights of row r, summed as a chain; eight rows at a time, because one waits for its own sum.
+fn sum_weights(weights: &[f32], facts: &mut [[f32; FACTS]]) {
+    for (weights, facts) in weights.chunks(8 * BLOCK).zip(facts.chunks_mut(8)) {
+        let mut sums = [0f32; 8];
+        match weights.as_chunks::<BLOCK>().0 {
+            [a, b, c, d, e, f, g, h] => {
+                for j in 0..BLOCK {
+                    for (sum, row) in sums.iter_mut().zip([a, b, c, d, e, f, g, h]) {
+                        *sum += row[j];
+                    }
+                }
+            }
+            [a, b, c, d, rest @ ..] => {
+                for j in 0..BLOCK {
+                    for (sum, row) in sums.iter_mut().zip([a, b, c, d]) {
+                        *sum += row[j];
+                    }
+                }
+                sums[4..].iter_mut().zip(rest).for_each(|(sum, row)| row.iter().for_each(|w| *sum += w));
+            }
+            rows => sums.iter_mut().zip(rows).for_each(|(sum, row)| row.iter().for_each(|w| *sum += w)),
+        }
+        facts.iter_mut().zip(sums).for_each(|(facts, sum)| facts[3] = sum);
+    }
+}
+
+/// Runs [`Survey`]. Not generic, so that it is compiled once.
+fn survey(cpu: &Cpu, survey: Survey) -> [f32; FACTS] {
+    cpu.dispatch(survey)
+}
+
+/// Caps the visible scores of a row in one block and finds what the softmax must know of them.
+struct Survey<'a> {
+    scores: &'a mut [f32],
+    cap: Option<(f32, f32)>,
+}
+
+impl Kernel for Survey<'_> {
+    type Output = [f32; FACTS];
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> [f32; FACTS] {
+        let (vectors, tail) = self.scores.split_at_mut(self.scores.len() / S::LANES * S::LANES);
+        let (mut largest, mut least) = (s.splat(f32::NEG_INFINITY), s.splat(f32::INFINITY));
+        let mut invalid = false;
+        for scores in vectors.chunks_exact_mut(S::LANES) {
+            let mut score = load_at(s, scores, 0, 0.0);
+            if let Some((cap, factor)) = self.cap {
+                score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+                // SAFETY: the chunk holds LANES scores.
+                unsafe { s.store(score, scores.as_mut_ptr()) };
+            }
+            invalid |= s.any_nan_or_inf(score);
+            largest = s.max(score, largest);
+            least = s.min(score, least);
+        }
+        let (mut high, mut low) = ([f32::NEG_INFINITY; MAX_LANES], [f32::INFINITY; MAX_LANES]);
+        // SAFETY: MAX_LANES >= LANES.
+        unsafe {
+            s.store(largest, high.as_mut_ptr());
+            s.store(least, low.as_mut_ptr());
+        }
+        let mut largest = high.into_iter().fold(f32::NEG_INFINITY, f32::max);
+        let mut least = low.into_iter().fold(f32::INFINITY, f32::min);
+        for score in tail {
+            if let Some((cap, factor)) = self.cap {
+                *score = cap * tanh(Scalar, *score * factor);
+            }
+            invalid |= Scalar.any_nan_or_inf(*score);
+            (largest, least) = (largest.max(*score), least.min(*score));
+        }
+        let flag = |set: bool| if set { 1.0 } else { 0.0 };
+        [largest, flag(invalid), flag(least == f32::NEG_INFINITY), 0.0]
+    }
+}
+
+/// Runs [`Weigh`]. Not generic, so that it is compiled once.
+fn weigh(cpu: &Cpu, weigh: Weigh) {
+    cpu.dispatch(weigh);
+}
+
+/// Turns the scores of a row into weights; the weight of -inf is -0, which no sum sees.
+struct Weigh<'a> {
+    scores: &'a mut [f32],
+    n: f32,
+    c: (f32, f32),
+}
+
+impl Kernel for Weigh<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (vectors, tail) = self.scores.split_at_mut(self.scores.len() / S::LANES * S::LANES);
+        for scores in vectors.chunks_exact_mut(S::LANES) {
+            let w = weight_of(s, load_at(s, scores, 0, 0.0), self.n, self.c);
+            // SAFETY: the chunk holds LANES scores.
+            unsafe { s.store(w, scores.as_mut_ptr()) };
+        }
+        for score in tail {
+            *score = weight_of(Scalar, *score, self.n, self.c);
+        }
+    }
+}
+
+#[inline(always)]
+fn weight_of<S: Simd>(s: S, score: S::F, n: f32, c: (f32, f32)) -> S::F {
+    let (m, i) = exp_split(s, score, s.splat(c.0), s.splat(c.1));
+    s.select_ge(score, s.splat(f32::MIN), weight(s, m, i, s.splat(n)), s.splat(-0.0))
+}

@@ -1,0 +1,95 @@
+//! Memory for packed weights and workspaces: words on cache-line borders, in huge pages where the system has them.
+
+use std::ops::{Deref, DerefMut};
+
+/// From this many bytes on, memory is mapped on its own and asks for huge pages: a weight that is read once per step
+/// would otherwise miss the address cache on every page.
+const MAPPED: usize = 1 << 20;
+
+/// One cache line of words.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u32; LINE]);
+
+/// Words per cache line; sizes of parts are multiples of it.
+pub const LINE: usize = 16;
+
+/// A fixed number of words with arbitrary contents, the first on a cache-line border.
+pub struct Memory {
+    store: Store,
+    words: usize,
+}
+
+enum Store {
+    Lines(Vec<Line>),
+    Mapped(memmap2::MmapMut),
+}
+
+impl Memory {
+    /// Room for `words` words, or `None` when the system has none.
+    pub fn new(words: usize) -> Option<Memory> {
+        let lines = words.div_ceil(LINE);
+        let bytes = lines.checked_mul(size_of::<Line>()).filter(|&bytes| isize::try_from(bytes).is_ok())?;
+        if bytes < MAPPED {
+            let mut store = Vec::new();
+            store.try_reserve_exact(lines).ok()?;
+            store.resize(lines, Line([0; LINE]));
+            return Some(Memory { store: Store::Lines(store), words });
+        }
+        let store = memmap2::MmapMut::map_anon(bytes).ok()?;
+        // Only speed depends on it, and systems without huge pages refuse.
+        #[cfg(target_os = "linux")]
+        let _ = store.advise(memmap2::Advice::HugePage);
+        Some(Memory { store: Store::Mapped(store), words })
+    }
+
+    /// How many words there are.
+    pub fn len(&self) -> usize {
+        self.words
+    }
+}
+
+impl Deref for Memory {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        let start = match &self.store {
+            Store::Lines(lines) => lines.as_ptr().cast::<u32>(),
+            Store::Mapped(map) => map.as_ptr().cast::<u32>(),
+        };
+        // SAFETY: `new` made room for this many words, aligned to lines or pages and zeroed; every bit pattern is a u32.
+        unsafe { std::slice::from_raw_parts(start, self.words) }
+    }
+}
+
+impl DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u32] {
+        let start = match &mut self.store {
+            Store::Lines(lines) => lines.as_mut_ptr().cast::<u32>(),
+            Store::Mapped(map) => map.as_mut_ptr().cast::<u32>(),
+        };
+        // SAFETY: as above, and `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(start, self.words) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_aligned_and_whole_on_both_sides_of_the_border() {
+        for words in [0, 1, 17, MAPPED / 4 - 1, MAPPED / 4, MAPPED / 4 + 1] {
+            let mut memory = Memory::new(words).unwrap();
+            assert_eq!((memory.len(), memory.as_ptr().addr() % 64), (words, 0));
+            memory.fill(7);
+            assert!(memory.iter().all(|&word| word == 7));
+        }
+    }
+
+    #[test]
+    fn too_much_is_none() {
+        assert!(Memory::new(usize::MAX).is_none());
+        assert!(Memory::new(1 << 60).is_none());
+    }
+}
