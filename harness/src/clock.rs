@@ -16,7 +16,7 @@ pub struct Reading {
     /// Seconds of every timed run, in order.
     pub seconds: Vec<f64>,
     /// Bytes by which the process's largest resident size during the runs, the warm-up among them, lay above its size
-    /// before them; `None` where the system does not tell.
+    /// before them, without the outputs, which stand ready; `None` where the system does not tell.
     pub peak_bytes: Option<u64>,
     /// What was made ready before the clock started, for example `weights packed`.
     pub prepared: &'static str,

@@ -29,6 +29,8 @@ pub struct Measured {
     pub complete: bool,
     /// Facts of the machine.
     pub machine: BTreeMap<String, String>,
+    /// How many other programs ran in the minute before; `None` where the system does not tell.
+    pub load: Option<f64>,
     /// Pairs per row.
     pub pairs: usize,
     /// Timed runs per answer.
@@ -107,7 +109,8 @@ impl Measured {
             }
             text.push('\n');
         }
-        text + &self.limit_lines().iter().fold(String::new(), |text, line| text + line + "\n") + &self.verdict()
+        let limits = self.limit_lines().into_iter().chain(self.warning());
+        text + &limits.fold(String::new(), |text, line| text + &line + "\n") + &self.verdict()
     }
 
     /// One line: how many targets are met, and which rows are not.
@@ -116,6 +119,12 @@ impl Measured {
         let broken = self.broken().len();
         let broken = if broken == 0 { String::new() } else { format!("; {broken} rows could not be measured") };
         format!("{met} of {all} targets met{broken}\n")
+    }
+
+    /// Said of a machine that was not idle.
+    fn warning(&self) -> Option<String> {
+        let load = self.load.filter(|load| *load >= 0.5)?;
+        Some(format!("others were at work (load {load:.1} before the run): these times are not to be kept"))
     }
 
     /// The page.
@@ -136,7 +145,8 @@ impl Measured {
             self.repeat,
             if self.complete { "" } else { "**Not complete.**" }
         );
-        let _ = writeln!(text, "\n{}", self.limit_lines().join("  \n"));
+        let limits: Vec<String> = self.limit_lines().into_iter().chain(self.warning()).collect();
+        let _ = writeln!(text, "\n{}", limits.join("  \n"));
         for (count, rows) in self.blocks() {
             let _ = writeln!(text, "\n## {}\n\n| {} |", capital(&threads(count)), self.head().join(" | "));
             let _ = writeln!(text, "|{}", "---|".repeat(self.head().len()));
@@ -179,16 +189,17 @@ impl Measured {
         }
         let Some(ours) = &row.ours else {
             // The first part of a reason says what; the rest, how to mend it, stands in the records.
-            let reason = row.unsupported.values().next().map_or("", |reason| reason.split("; ").next().unwrap_or(reason));
+            let reason =
+                row.unsupported.values().next().map_or("", |reason| reason.split("; ").next().unwrap_or(reason));
             let missed = if row.targets.is_empty() { "" } else { "; its targets are MISSED" };
             return vec![name, format!("unsupported: {reason}{missed}")];
         };
-        let mut cells = vec![name, milliseconds(ours.median)];
+        let mut cells = vec![name, duration(ours.median)];
         for peer in self.peers() {
             cells.extend(match row.peers.get(peer) {
                 Some(beside) => {
                     let [median, least, most] = beside.ratio;
-                    [milliseconds(beside.times.median), format!("{median:.2} ({least:.2} to {most:.2})")]
+                    [duration(beside.times.median), format!("{median:.2} ({least:.2} to {most:.2})")]
                 }
                 None => ["unsupported".into(), String::new()],
             });
@@ -241,6 +252,6 @@ fn capital(text: &str) -> String {
     chars.next().map_or(String::new(), |first| first.to_uppercase().chain(chars).collect())
 }
 
-fn milliseconds(seconds: f64) -> String {
-    format!("{:.3} ms", 1e3 * seconds)
+fn duration(seconds: f64) -> String {
+    if seconds < 1e-4 { format!("{:.2} us", 1e6 * seconds) } else { format!("{:.3} ms", 1e3 * seconds) }
 }

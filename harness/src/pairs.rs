@@ -66,7 +66,8 @@ pub struct Row {
     pub ours: Option<Times>,
     /// By name, the times of the peers that offer the op.
     pub peers: BTreeMap<String, Beside>,
-    /// The share of the workload's limit that ours reaches: median, least and most over the pairs.
+    /// The share of the workload's limit, of its highest sample beside this row, that ours reaches: median, least and
+    /// most over the pairs.
     pub share: Option<[f64; 3]>,
     /// What was asked of this row, and whether it is so.
     pub targets: Vec<Target>,
@@ -245,9 +246,10 @@ impl Pairs {
     fn fill(self, row: &mut Row) {
         let ours = Times::of(&self.ours);
         let work = if row.workload.share_of == Some(Ceiling::Peak) { row.operations } else { row.bytes };
-        if self.limits.len() == ours.seconds.len() {
-            let shares = ours.seconds.iter().zip(&self.limits).map(|(seconds, limit)| work / seconds / limit);
-            row.share = Some(spread(&shares.collect::<Vec<_>>()));
+        // Whatever else runs only lowers a sample of the limit: the highest of the row is nearest to it.
+        if let Some(limit) = self.limits.iter().copied().reduce(f64::max) {
+            let shares: Vec<f64> = ours.seconds.iter().map(|seconds| work / seconds / limit).collect();
+            row.share = Some(spread(&shares));
         }
         for (name, (difference, times)) in self.peers {
             let times = Times::of(&times);

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// A program and, while it runs, the pipes to it.
@@ -24,8 +25,9 @@ struct Running {
     child: Child,
     requests: Sender<Arc<Vec<u8>>>,
     answers: Receiver<Result<Option<Vec<u8>>, WireError>>,
-    /// The last lines on its stderr.
+    /// The last lines on its stderr, and who reads them.
     said: Arc<Mutex<VecDeque<String>>>,
+    listener: JoinHandle<()>,
 }
 
 impl Side {
@@ -101,7 +103,7 @@ impl Running {
         });
         let said = Arc::new(Mutex::new(VecDeque::new()));
         let lines = said.clone();
-        std::thread::spawn(move || {
+        let listener = std::thread::spawn(move || {
             // A line without end must not fill the memory.
             let mut stderr = BufReader::new(stderr);
             let mut line = Vec::new();
@@ -117,16 +119,16 @@ impl Running {
                 }
             }
         });
-        Ok(Running { child, requests, answers, said })
+        Ok(Running { child, requests, answers, said, listener })
     }
 
     /// Ends the program and adds its exit code and last words to `went_wrong`.
     fn end(mut self, went_wrong: String) -> String {
-        // A program that is about to end by itself says with what code and why.
+        // A program that is about to end by itself says with what code, and its last words may still be on the way.
         let mut status = None;
         for _ in 0..20 {
             status = self.child.try_wait().ok().flatten();
-            if status.is_some() {
+            if status.is_some() && self.listener.is_finished() {
                 break;
             }
             std::thread::sleep(Duration::from_millis(10));

@@ -93,7 +93,7 @@ impl Table {
 
     fn parse(text: &str) -> Result<Table, String> {
         let table: Table = toml::from_str(text).map_err(|e| {
-            let line = e.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            let line = e.span().map_or(0, |span| text[..span.start].matches('\n').count() + 1);
             format!("line {line}: {}", e.message())
         })?;
         for (dtype, &agree) in &table.agree {

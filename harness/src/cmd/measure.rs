@@ -67,23 +67,23 @@ pub struct Args {
     workloads: Option<Option<PathBuf>>,
 
     /// Only workloads with this text in their name; may be given again
-    #[arg(long, value_name = "TEXT", requires = "workloads")]
+    #[arg(long, value_name = "TEXT", conflicts_with = "op")]
     filter: Vec<String>,
 
     /// Compare with this program, named in the table or by --impl; may be given again
-    #[arg(long, value_name = "NAME", requires = "workloads")]
+    #[arg(long, value_name = "NAME", conflicts_with = "op")]
     against: Vec<String>,
 
     /// The command line that starts a program, for a shell; may be given again
-    #[arg(long = "impl", value_name = "NAME=COMMAND", requires = "workloads")]
+    #[arg(long = "impl", value_name = "NAME=COMMAND", conflicts_with = "op")]
     implementation: Vec<String>,
 
     /// How often all programs are asked in turn for one workload
-    #[arg(long, value_name = "N", default_value_t = 5, requires = "workloads")]
+    #[arg(long, value_name = "N", default_value_t = 5, conflicts_with = "op")]
     pairs: usize,
 
     /// How long one answer may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, requires = "workloads")]
+    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, conflicts_with = "op")]
     timeout: f64,
 }
 
@@ -212,6 +212,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
         seconds: 0.0,
         complete: false,
         machine: machine::facts(),
+        load: machine::load(),
         pairs: args.pairs,
         repeat,
         programs: [&comparison.ours].into_iter().chain(&comparison.peers).map(program).collect(),
