@@ -93,12 +93,25 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
     unsafe fn swap_pairs(self, from: *const u32, to: *mut u32);
-    /// Transposes a block: word j of row i goes to `to[j * stride + i]`, for j below `LANES` and i below `count` (at most
-    /// `LANES`). With `swap`, the halves of every word are exchanged on the way.
+    /// Transposes a block: word `at + j` of row i goes to `to[j * stride + i]`, for j below `LANES` and i below `count` (at
+    /// most `LANES`). With `swap`, the halves of every word are exchanged on the way.
     /// # Safety
-    /// The first `LANES` pointers are valid for reading `LANES` words, aligned or not; `to` is valid for writing
+    /// The first `LANES` pointers are valid for reading `at + LANES` words, aligned or not; `to` is valid for writing
     /// `(LANES - 1) * stride + count` words.
-    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize);
+    unsafe fn transpose(
+        self,
+        rows: &[*const u32; MAX_LANES],
+        at: usize,
+        count: usize,
+        swap: bool,
+        to: *mut u32,
+        stride: usize,
+    );
+    /// The least `(bits & 0x7FFF) - 1`, wrapping, of `count` bf16: one less than the bits of the smallest magnitude that
+    /// is not zero; `0xFFFF` when all are zero or there are none.
+    /// # Safety
+    /// `p` is valid for reading `count` elements, a multiple of `2 * LANES`.
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16;
 }
 
 /// An algorithm over [`Simd`]. Implementations of `run` are `#[inline(always)]`.

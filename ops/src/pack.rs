@@ -1,6 +1,6 @@
 //! Operands of a [`Tile`](crate::tile::Tile) as the kernels read them: bf16 in pairs along k, everything else widened.
 
-use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
+use crate::lanes::{Kernel, MAX_LANES, Simd};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 
@@ -75,13 +75,13 @@ impl<F: Fn(usize) -> *const u32> Kernel for Interleave<'_, F> {
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
             // Lanes without a row read the last one; nothing is written for them.
-            let from: [*const u32; MAX_LANES] = std::array::from_fn(|i| row(first + i.min(count - 1)));
+            let mut from = [row(first); MAX_LANES];
+            for (i, from) in from.iter_mut().enumerate().take(S::LANES).skip(1) {
+                *from = row(first + i.min(count - 1));
+            }
             for p in (0..whole).step_by(S::LANES) {
                 // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
-                unsafe {
-                    let from = from.map(|from| from.add(p));
-                    s.transpose(&from, count, swap, out.as_mut_ptr().add(p * stride + first), stride);
-                }
+                unsafe { s.transpose(&from, p, count, swap, out.as_mut_ptr().add(p * stride + first), stride) };
             }
             for p in whole..words {
                 for i in 0..count {
@@ -172,6 +172,12 @@ pub fn least_magnitude(cpu: &Cpu, x: &[bf16]) -> f32 {
     cpu.dispatch(Least { x })
 }
 
+/// [`least_magnitude`] of all elements of pairs.
+pub fn least_of_pairs(cpu: &Cpu, pairs: &[u32]) -> f32 {
+    // SAFETY: a word is two bf16 in some order, and every bit pattern is a bf16.
+    cpu.dispatch(Least { x: unsafe { std::slice::from_raw_parts(pairs.as_ptr().cast::<bf16>(), 2 * pairs.len()) } })
+}
+
 struct Least<'a> {
     x: &'a [bf16],
 }
@@ -180,11 +186,15 @@ impl Kernel for Least<'_> {
     type Output = f32;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        let mut least = s.splat(f32::INFINITY);
-        for at in (0..self.x.len()).step_by(S::LANES) {
-            least = s.min(nonzero(s, load_at(s, self.x, at, bf16::ZERO)), least);
+        let (vectors, tail) = self.x.split_at(self.x.len() / (2 * S::LANES) * (2 * S::LANES));
+        // SAFETY: the length is a multiple of 2 * LANES.
+        let mut least = unsafe { s.least_bf16(vectors.as_ptr(), vectors.len()) };
+        for x in tail {
+            // +-0 becomes the largest of all.
+            least = least.min((x.to_bits() & 0x7FFF).wrapping_sub(1));
         }
-        reduce_min(s, least)
+        // NaN and what stands for "none" are above infinity.
+        bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
     }
 }
 

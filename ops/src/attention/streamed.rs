@@ -9,7 +9,8 @@ use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::math::{exp_split, tanh, weight};
 use crate::memory::LINE;
 use crate::pack::{
-    as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, prefetch, wide_of_rows, wide_row,
+    as_floats, as_floats_mut, bf16_slice, least_magnitude, least_of_pairs, pairs_of_rows, prefetch, wide_of_rows,
+    wide_row,
 };
 use crate::plan::{Need, Plan};
 use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
@@ -271,19 +272,22 @@ impl<I: Element> Pass<'_, I> {
         let &Task { b, block, place, heads, keys } = task;
         let (rows, d, cpu) = (self.rows(b), job.shape.head_dim, job.cpu);
         let mut slow = 0;
-        for from in (keys.from / PANEL * PANEL..keys.to).step_by(PANEL) {
+        let start = keys.from / PANEL * PANEL;
+        let mut next = self.key_rows(b, start, keys.to);
+        for from in (start..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
+            let key_rows = next;
+            next = self.key_rows(b, to, keys.to);
             for head in heads.from..heads.to {
                 let query = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
                 let (query, end) = query.split_at(plan.query_words() - LINE);
-                // The next panel comes from memory while this one is summed.
-                (to..(to + PANEL).min(keys.to)).for_each(|j| prefetch(job.key(b, j, head)));
+                self.ahead(job.k, d, &next[..PANEL.min(keys.to - to)], heads, head);
                 let part = part(place, head);
                 let out = &mut part.scores[from % BLOCK..];
                 let panel = &mut slot[..PANEL * plan.words];
                 let (count, chain) = (to - from, [0, d]);
                 let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
-                let key = |j: usize| job.key(b, from + j, head);
+                let key = |j: usize| &job.k[(key_rows[j] * plan.kv_heads + head) * d..][..d];
                 if !I::IS_BF16 {
                     wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
                     let left = Left { data: as_floats(query), row_stride: 1, step: rows };
@@ -294,7 +298,10 @@ impl<I: Element> Pass<'_, I> {
                 let key = |j: usize| bf16_slice(key(j)).expect("bf16");
                 pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL);
                 let right = Right::Pairs(panel, PANEL);
-                let least = || (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min);
+                let least = || match count {
+                    PANEL => least_of_pairs(cpu, panel),
+                    _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
+                };
                 if job.dots() && dot_is_exact(f32::from_bits(end[0]), least()) {
                     let left = Left { data: query, row_stride: 1, step: rows };
                     dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
@@ -313,6 +320,22 @@ impl<I: Element> Pass<'_, I> {
             }
         }
         slow
+    }
+
+    /// The rows of k and v where the keys of a panel from `from` on stand, of those below `end`.
+    fn key_rows(&self, b: usize, from: usize, end: usize) -> [usize; PANEL] {
+        let mut rows = [0; PANEL];
+        rows.iter_mut().zip(from..end).for_each(|(row, j)| *row = self.job.key_row(b, j));
+        rows
+    }
+
+    /// Asks memory for a share of the next panel, in the order of memory: every head of the task fetches some whole rows.
+    fn ahead(&self, x: &[I], dim: usize, rows: &[usize], heads: Range, head: usize) {
+        let count = heads.to - heads.from;
+        let share = PANEL.div_ceil(count);
+        for row in rows.iter().skip((head - heads.from) * share).take(share) {
+            prefetch(&x[(row * self.plan.kv_heads + heads.from) * dim..][..count * dim]);
+        }
     }
 
     /// Scores of one panel of pairs without `VDPBF16PS`: the queries are widened some steps of d at a time.
@@ -409,9 +432,12 @@ impl<I: Element> Pass<'_, I> {
             let panel_end = (from / PANEL + 1) * PANEL;
             let to = if in_place.is_some() { job.run_end(from) } else { panel_end };
             let to = to.min(panel_end).min(keys.to);
+            // At the start of a panel the next one is asked for.
+            let count = PANEL.min(keys.to.saturating_sub(panel_end));
+            let count = if from == keys.from || from % PANEL == 0 { count } else { 0 };
+            let next = self.key_rows(b, panel_end, panel_end + count);
             for head in heads.from..heads.to {
-                let ahead = (from + PANEL).min(keys.to)..(to + PANEL).min(keys.to);
-                ahead.for_each(|j| prefetch(&job.value(b, j, head)[..e]));
+                self.ahead(job.v, e, &next[..count], heads, head);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
                         wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);

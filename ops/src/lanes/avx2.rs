@@ -168,12 +168,20 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize) {
+    unsafe fn transpose(
+        self,
+        rows: &[*const u32; MAX_LANES],
+        at: usize,
+        count: usize,
+        swap: bool,
+        to: *mut u32,
+        stride: usize,
+    ) {
         // SAFETY: the caller's promise; a `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let mut row = [_mm256_setzero_si256(); 8];
             for (row, from) in row.iter_mut().zip(rows) {
-                *row = _mm256_loadu_si256(from.cast());
+                *row = _mm256_loadu_si256(from.add(at).cast());
                 if swap {
                     *row = _mm256_or_si256(_mm256_slli_epi32::<16>(*row), _mm256_srli_epi32::<16>(*row));
                 }
@@ -199,6 +207,22 @@ impl Simd for Avx2 {
                 _mm256_maskstore_epi32(to.add(j * stride).cast(), mask, low);
                 _mm256_maskstore_epi32(to.add((j + 4) * stride).cast(), mask, high);
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
+        // SAFETY: the caller's promise; a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let (magnitude, one) = (_mm256_set1_epi16(0x7FFF), _mm256_set1_epi16(1));
+            let mut least = _mm256_set1_epi16(-1);
+            for i in (0..count).step_by(16) {
+                let bits = _mm256_and_si256(_mm256_loadu_si256(p.add(i).cast()), magnitude);
+                least = _mm256_min_epu16(least, _mm256_sub_epi16(bits, one));
+            }
+            let mut lanes = [0u16; 16];
+            _mm256_storeu_si256(lanes.as_mut_ptr().cast(), least);
+            lanes.into_iter().fold(u16::MAX, u16::min)
         }
     }
 

@@ -168,12 +168,20 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], count: usize, swap: bool, to: *mut u32, stride: usize) {
+    unsafe fn transpose(
+        self,
+        rows: &[*const u32; MAX_LANES],
+        at: usize,
+        count: usize,
+        swap: bool,
+        to: *mut u32,
+        stride: usize,
+    ) {
         // SAFETY: the caller's promise; a `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let mut row = [_mm512_setzero_si512(); 16];
             for (row, from) in row.iter_mut().zip(rows) {
-                *row = _mm512_loadu_si512(from.cast());
+                *row = _mm512_loadu_si512(from.add(at).cast());
                 if swap {
                     *row = _mm512_rol_epi32::<16>(*row);
                 }
@@ -213,6 +221,22 @@ impl Simd for Avx512 {
                     }
                 }
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
+        // SAFETY: the caller's promise; a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let (magnitude, one) = (_mm512_set1_epi16(0x7FFF), _mm512_set1_epi16(1));
+            let mut least = _mm512_set1_epi16(-1);
+            for i in (0..count).step_by(32) {
+                let bits = _mm512_and_si512(_mm512_loadu_si512(p.add(i).cast()), magnitude);
+                least = _mm512_min_epu16(least, _mm512_sub_epi16(bits, one));
+            }
+            let half = _mm256_min_epu16(_mm512_castsi512_si256(least), _mm512_extracti64x4_epi64::<1>(least));
+            let quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
+            _mm_cvtsi128_si32(_mm_minpos_epu16(quarter)) as u16
         }
     }
 

@@ -112,12 +112,19 @@ impl Simd for Scalar {
         unsafe { *p = f16::narrow(v) }
     }
     #[inline(always)]
-    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], _: usize, swap: bool, to: *mut u32, _: usize) {
+    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], at: usize, _: usize, swap: bool, to: *mut u32, _: usize) {
         // SAFETY: the caller's promise.
         unsafe {
-            let word = rows[0].read_unaligned();
+            let word = rows[0].add(at).read_unaligned();
             to.write(if swap { word.rotate_left(16) } else { word });
         }
+    }
+
+    #[inline(always)]
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
+        // SAFETY: the caller's promise.
+        let one = |i: usize| unsafe { (p.add(i).read().to_bits() & 0x7FFF).wrapping_sub(1) };
+        (0..count).map(one).fold(u16::MAX, u16::min)
     }
 
     #[inline(always)]
