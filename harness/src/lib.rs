@@ -2,10 +2,17 @@
 //!
 //! The binary `samebits` is a thin command line over this library; the tests use the library directly.
 
+pub mod ceilings;
 pub mod checkpoints;
+pub mod clock;
 pub mod implementation;
 pub mod judge;
 pub mod machine;
 pub mod measure;
+pub mod measured;
+pub mod pairs;
 pub mod run;
+pub mod side;
+pub mod timing;
 pub mod whole_file;
+pub mod workload;

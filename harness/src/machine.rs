@@ -41,3 +41,8 @@ pub fn facts() -> BTreeMap<String, String> {
         ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
     ])
 }
+
+/// How many programs were running or waiting to run in the last minute, where the system tells.
+pub fn load() -> Option<f64> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
+}

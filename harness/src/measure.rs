@@ -11,35 +11,42 @@ use std::collections::BTreeMap;
 pub struct Params {
     op: String,
     given: BTreeMap<String, String>,
+    /// What stands before a name where they were given, for messages.
+    field: &'static str,
 }
 
 impl Params {
-    /// The parameters given for `op`.
+    /// The parameters given for `op` on the command line.
     pub fn new(op: &str, given: BTreeMap<String, String>) -> Params {
-        Params { op: op.to_string(), given }
+        Params { op: op.to_string(), given, field: "--param " }
+    }
+
+    /// The parameters given for `op` in a table of workloads.
+    pub fn of_workload(op: &str, given: BTreeMap<String, String>) -> Params {
+        Params { op: op.to_string(), given, field: "params." }
     }
 
     /// Takes the parameter `name`, which must be there unless there is a default.
-    fn take<T: std::str::FromStr>(&mut self, name: &str, default: Option<T>) -> Result<T, String> {
+    pub(crate) fn take<T: std::str::FromStr>(&mut self, name: &str, default: Option<T>) -> Result<T, String> {
         match (self.given.remove(name), default) {
-            (Some(text), _) => text.parse().map_err(|_| format!("--param {name}={text}: not a number")),
+            (Some(text), _) => text.parse().map_err(|_| format!("{}{name}={text}: not a number", self.field)),
             (None, Some(default)) => Ok(default),
-            (None, None) => Err(format!("{} needs --param {name}=N", self.op)),
+            (None, None) => Err(format!("{} needs {}{name}=N", self.op, self.field)),
         }
     }
 
     /// An extent, at least 1.
-    fn extent(&mut self, name: &str) -> Result<usize, String> {
+    pub(crate) fn extent(&mut self, name: &str) -> Result<usize, String> {
         match self.take(name, None)? {
-            0 => Err(format!("--param {name}=0: an extent is at least 1")),
+            0 => Err(format!("{}{name}=0: an extent is at least 1", self.field)),
             extent => Ok(extent),
         }
     }
 
     /// Refuses what no op took.
-    fn finish(&self) -> Result<(), String> {
+    pub(crate) fn finish(&self) -> Result<(), String> {
         match self.given.keys().next() {
-            Some(name) => Err(format!("--param {name}: {} has no such parameter", self.op)),
+            Some(name) => Err(format!("{}{name}: {} has no such parameter", self.field, self.op)),
             None => Ok(()),
         }
     }
@@ -76,7 +83,12 @@ pub fn work(cpu: &Cpu, dtype: DType, out: DType, mut params: Params) -> Result<W
 
 /// Values in [-1, 1) that do not repeat soon.
 fn values<T: Element>(len: usize) -> Vec<T> {
-    let mut state = 1u64;
+    drawn(1, len)
+}
+
+/// The values of [`values`], begun elsewhere for another `seed`.
+pub(crate) fn drawn<T: Element>(seed: u64, len: usize) -> Vec<T> {
+    let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         T::narrow((state >> 40) as f32 / 8_388_608.0 - 1.0)

@@ -1,5 +1,6 @@
 //! Time of every op on this machine's best instruction set and all its cores: `cargo bench -p samebits-ops`, or with a
-//! name for one of them. Shapes are those that decoders run; throughput is in multiply-adds or bytes.
+//! name for one of them. Throughput is in multiply-adds or bytes. A benchmark that has the name of a workload in
+//! harness/workloads.toml has its shapes as well: ci/bench holds the two to the same times.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use samebits_ops::*;
@@ -31,8 +32,10 @@ fn gemm(c: &mut Criterion) {
 
 fn attention_op(c: &mut Criterion) {
     let cpu = Cpu::best();
-    let mut group = c.benchmark_group("attention");
-    for (batch, queries, keys, q_heads, kv_heads, dim) in [(4, 1024, 1024, 8, 8, 64), (1, 1, 4096, 32, 8, 128)] {
+    for (group, name, [batch, queries, keys, q_heads, kv_heads, dim]) in [
+        ("prefill", "b4h8s1024d64", [4, 1024, 1024, 8, 8, 64]),
+        ("decode", "b1h32g8s4096d128", [1, 1, 4096, 32, 8, 128]),
+    ] {
         let shape = Attention {
             batch,
             queries,
@@ -52,8 +55,9 @@ fn attention_op(c: &mut Criterion) {
         let q_pos: Vec<i32> = (0..batch).flat_map(|_| (keys - queries) as i32..keys as i32).collect();
         let kv_len = vec![keys as i32; batch];
         let (mut out, mut lse) = (vec![bf16::ZERO; q.len()], vec![0f32; batch * queries * q_heads]);
+        let mut group = c.benchmark_group(group);
         group.throughput(Throughput::Bytes(4 * (batch * keys * kv_heads * dim) as u64));
-        group.bench_function(format!("b{batch}t{queries}s{keys}h{q_heads}g{kv_heads}d{dim}"), |b| {
+        group.bench_function(name, |b| {
             b.iter(|| {
                 attention(&cpu, &shape, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
                     .expect("shapes match")
@@ -64,34 +68,49 @@ fn attention_op(c: &mut Criterion) {
 
 fn rows(c: &mut Criterion) {
     let cpu = Cpu::best();
-    let (r, n) = (1024, 4096);
+    let (r, n) = (4096, 4096);
     let (x, w) = (values(r * n, 1), values(n, 2));
     let mut y = vec![bf16::ZERO; r * n];
     let mut group = c.benchmark_group("rows");
     group.throughput(Throughput::Bytes(4 * (r * n) as u64));
     let shape = RmsNorm { rows: r, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
-    group.bench_function("rms_norm", |b| {
+    group.bench_function("rms_norm-4096x4096", |b| {
         b.iter(|| rms_norm(&cpu, &shape, black_box(&x), &w, &mut y).expect("shapes match"))
     });
-    group.bench_function("softmax", |b| b.iter(|| softmax(&cpu, r, n, black_box(&x), &mut y).expect("shapes match")));
-    group.bench_function("silu_mul", |b| b.iter(|| silu_mul(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
-    group.bench_function("add", |b| b.iter(|| add(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
     let rotation = Rope { tokens: r, heads: n / 128, dim: 128, pairing: Pairing::Half };
     let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128), &(0..r as i32).collect::<Vec<_>>());
-    group.bench_function("rope", |b| {
+    group.bench_function("rope-4096x32x128", |b| {
         b.iter(|| rope(&cpu, &rotation, &table, black_box(&x), &mut y).expect("shapes match"))
     });
+    let other = values(r * n, 3);
+    group.bench_function("add-4096x4096", |b| {
+        b.iter(|| add(&cpu, black_box(&x), &other, &mut y).expect("shapes match"))
+    });
     let tokens: Vec<i32> = (0..r as i32).rev().collect();
-    group.bench_function("embedding", |b| {
+    group.bench_function("embedding-4096x4096", |b| {
         b.iter(|| embedding(&cpu, n, black_box(&x), &tokens, &mut y).expect("tokens are rows"))
     });
     let mut index = vec![0; r];
-    group.bench_function("argmax", |b| b.iter(|| argmax(&cpu, r, n, black_box(&x), &mut index).expect("shapes match")));
+    group.bench_function("argmax-4096x4096", |b| {
+        b.iter(|| argmax(&cpu, r, n, black_box(&x), &mut index).expect("shapes match"))
+    });
+    let few = 1024;
+    group.throughput(Throughput::Bytes(4 * (few * n) as u64));
+    group.bench_function("softmax-1024x4096", |b| {
+        b.iter(|| softmax(&cpu, few, n, black_box(&x[..few * n]), &mut y[..few * n]).expect("shapes match"))
+    });
+    let n = 4864;
+    let (gate, up) = (values(r * n, 1), values(r * n, 2));
+    let mut y = vec![bf16::ZERO; r * n];
+    group.throughput(Throughput::Bytes(6 * (r * n) as u64));
+    group.bench_function("silu_mul-4096x4864", |b| {
+        b.iter(|| silu_mul(&cpu, black_box(&gate), &up, &mut y).expect("shapes match"))
+    });
 }
 
 fn logprob_op(c: &mut Criterion) {
     let cpu = Cpu::best();
-    let (r, vocab) = (64, 151_936);
+    let (r, vocab) = (256, 151_936);
     let logits = values(r * vocab, 1);
     let target: Vec<i32> = (0..r as i32).collect();
     let (mut logp, mut lse) = (vec![0f32; r], vec![0f32; r]);

@@ -1,9 +1,11 @@
 use super::Machine;
 use anyhow::{Context, Result};
-use samebits_contract::case::Answer;
+use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
+use samebits_harness::clock::Clock;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_harness::timing::{self, REPEATS, repeats};
 use std::io::{BufReader, BufWriter, stdin, stdout};
 use std::process::ExitCode;
 
@@ -12,7 +14,7 @@ use std::process::ExitCode;
 /// Reads frames on stdin and writes one answer frame each on stdout: a safetensors file preceded by its length as
 /// u64, little endian. docs/WIRE.md has the whole format. A request that cannot be answered gets an answer with
 /// `status` `unsupported` or `error` and a reason; only a frame that ends early, or claims more than 8 GiB, ends the
-/// run with exit code 2.
+/// run with exit code 2. A request with `repeat` is timed.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -28,11 +30,33 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let mut input = BufReader::new(stdin().lock());
     let mut output = BufWriter::new(stdout().lock());
     while let Some(frame) = read_frame(&mut input).context("stdin")? {
-        let answer = match decode_request(&frame) {
-            Ok(case) => implementation.run(&case),
-            Err(e) => Answer::error(e.to_string()),
+        let request = decode_request(&frame);
+        // A timed op is not to share the memory with its own request.
+        drop(frame);
+        let answer = match request {
+            Ok(case) => answer(&implementation, case),
+            Err(e) => encode_answer(&Answer::error(e.to_string())),
         };
-        write_frame(&mut output, &encode_answer(&answer)).context("stdout")?;
+        write_frame(&mut output, &answer).context("stdout")?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The message that answers `case`; with a reading of the clock where the request has `repeat`.
+fn answer(implementation: &CpuImplementation, mut case: Case) -> Vec<u8> {
+    let Some(repeat) = case.params.remove("repeat") else {
+        return encode_answer(&implementation.run(&case));
+    };
+    let Some(repeat) = repeat.parse().ok().filter(|repeat| REPEATS.contains(repeat)) else {
+        return encode_answer(&Answer::error(format!("metadata `repeat`: `{repeat}` is not {}", repeats())));
+    };
+    let clock = Clock::new(repeat);
+    let answer = implementation.answer(&case, Some(&clock));
+    match (answer.status, clock.reading()) {
+        (Status::Ok, Some(reading)) => timing::encode(answer, &reading),
+        (Status::Ok, None) => {
+            encode_answer(&Answer::unsupported(format!("metadata `repeat`: {} is not timed", case.op)))
+        }
+        _ => encode_answer(&answer),
+    }
 }

@@ -2,9 +2,12 @@
 
 use super::Implementation;
 use crate::checkpoints::Checkpoints;
+use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_ops::{Attention, Cpu, Element, Gemm, Isa, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32};
+use samebits_ops::{
+    Attention, Cpu, Element, Gemm, Isa, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32,
+};
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -27,18 +30,9 @@ impl CpuImplementation {
     pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CpuImplementation {
         CpuImplementation { checkpoints: Some(checkpoints), ..self }
     }
-}
 
-impl Implementation for CpuImplementation {
-    fn name(&self) -> &str {
-        "ours/cpu"
-    }
-
-    fn version(&self) -> &str {
-        env!("CARGO_PKG_VERSION")
-    }
-
-    fn run(&self, case: &Case) -> Answer {
+    /// Answers `case`, its op timed by `clock` where there is one.
+    pub fn answer(&self, case: &Case, clock: Option<&Clock>) -> Answer {
         if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
             return match configured(&self.cpu, &case.config) {
                 Ok(cpu) => checkpoints.answer(&cpu, case),
@@ -52,7 +46,7 @@ impl Implementation for CpuImplementation {
                 Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
             })?;
             let cpu = configured(&self.cpu, &case.config)?;
-            let request = Request::checked(op, case, cpu)?;
+            let request = Request::checked(op, case, cpu, clock)?;
             Ok((request.kernel(), (op.run)(&request)?))
         };
         match answer() {
@@ -60,6 +54,20 @@ impl Implementation for CpuImplementation {
             Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
             Err(Refusal::Error(reason)) => Answer::error(reason),
         }
+    }
+}
+
+impl Implementation for CpuImplementation {
+    fn name(&self) -> &str {
+        "ours/cpu"
+    }
+
+    fn version(&self) -> &str {
+        env!("CARGO_PKG_VERSION")
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        self.answer(case, None)
     }
 }
 
@@ -215,10 +223,12 @@ struct Request<'a> {
     /// Extents by axis letter.
     extents: BTreeMap<&'static str, usize>,
     tf32: Tf32,
+    /// Times the op where it is there.
+    clock: Option<&'a Clock>,
 }
 
 impl<'a> Request<'a> {
-    fn checked(op: &Op, case: &'a Case, cpu: Cpu) -> Result<Request<'a>, Refusal> {
+    fn checked(op: &Op, case: &'a Case, cpu: Cpu, clock: Option<&'a Clock>) -> Result<Request<'a>, Refusal> {
         if case.out == DType::I32 {
             return error("`out`: i32 is not an output dtype; use bf16, fp16 or fp32".into());
         }
@@ -276,7 +286,7 @@ impl<'a> Request<'a> {
             }
         }
         let dtype = floats.map_or(DType::Fp32, |(_, dtype)| dtype);
-        Ok(Request { case, cpu, dtype, extents, tf32 })
+        Ok(Request { case, cpu, dtype, extents, tf32, clock })
     }
 
     /// `<op>/<isa>` of the kernels that run. Only products of bf16 have AVX512-BF16 kernels (which may take the plain
@@ -288,6 +298,15 @@ impl<'a> Request<'a> {
             isa => isa,
         };
         format!("{}/{isa}", self.case.op)
+    }
+
+    /// Runs `op`, which writes into outputs that are there: the part of a request that a clock times.
+    fn timed(&self, mut op: impl FnMut() -> Result<(), samebits_ops::Error>) -> Result<(), Refusal> {
+        match self.clock {
+            None => op()?,
+            Some(clock) => clock.time(op)?,
+        }
+        Ok(())
     }
 
     /// The extent of an axis of the op's inputs.
@@ -439,7 +458,16 @@ fn gemm_as<I: Stored, O: Stored>(request: &Request, shape: &Gemm) -> Result<Outp
     let has_bias = request.case.inputs.contains_key("bias") && !shape.is_partial();
     let bias = has_bias.then(|| request.float::<I>("bias"));
     let mut y = room::<O>("y", &[shape.m, shape.n])?;
-    samebits_ops::gemm(&request.cpu, shape, request.float::<I>("x"), request.float("w"), bias, &mut y)?;
+    let (x, w) = (request.float::<I>("x"), request.float("w"));
+    match request.clock {
+        // Whoever multiplies by the same weights again packs them once; the bits are the same.
+        Some(clock) if !shape.is_partial() && shape.tf32 == Tf32::Disabled => {
+            let w = PackedWeight::pack(&request.cpu, shape.n, shape.k, w)?;
+            clock.prepared("weights packed");
+            request.timed(|| samebits_ops::gemm_packed(&request.cpu, shape.m, x, &w, bias, &mut y))?;
+        }
+        _ => request.timed(|| samebits_ops::gemm(&request.cpu, shape, x, w, bias, &mut y))?,
+    }
     one("y", O::tensor(&[shape.m, shape.n], y))
 }
 
@@ -459,7 +487,8 @@ fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
         weight_offset: request.flag("weight_offset")?,
     };
     let mut y = room::<O>("y", &[rows, n])?;
-    samebits_ops::rms_norm(&request.cpu, &shape, request.float::<I>("x"), request.float("w"), &mut y)?;
+    request
+        .timed(|| samebits_ops::rms_norm(&request.cpu, &shape, request.float::<I>("x"), request.float("w"), &mut y))?;
     one("y", O::tensor(&[rows, n], y))
 }
 
@@ -489,7 +518,7 @@ fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal
     let mut lse = room::<f32>("lse", &rows)?;
     let (q, k, v) = (request.float::<I>("q"), request.float("k"), request.float("v"));
     let (q_pos, kv_len) = (request.integer("q_pos"), request.integer("kv_len"));
-    samebits_ops::attention(&request.cpu, &shape, q, k, v, q_pos, kv_len, &mut out, &mut lse)?;
+    request.timed(|| samebits_ops::attention(&request.cpu, &shape, q, k, v, q_pos, kv_len, &mut out, &mut lse))?;
     Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(&rows, lse))]))
 }
 
@@ -500,21 +529,23 @@ fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
     let mut logprob = room::<f32>("logprob", &[rows])?;
     let mut lse = room::<f32>("lse", &[rows])?;
     let (logits, target) = (request.float::<I>("logits"), request.integer("target"));
-    samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)?;
+    request.timed(|| {
+        samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)
+    })?;
     Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
 }
 
 fn softmax<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, n) = (request.extent("R"), request.extent("N"));
     let mut y = room::<O>("y", &[rows, n])?;
-    samebits_ops::softmax(&request.cpu, rows, n, request.float::<I>("x"), &mut y)?;
+    request.timed(|| samebits_ops::softmax(&request.cpu, rows, n, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(&[rows, n], y))
 }
 
 fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["gate"].shape();
     let mut y = room::<O>("y", shape)?;
-    samebits_ops::silu_mul(&request.cpu, request.float::<I>("gate"), request.float("up"), &mut y)?;
+    request.timed(|| samebits_ops::silu_mul(&request.cpu, request.float::<I>("gate"), request.float("up"), &mut y))?;
     one("y", O::tensor(shape, y))
 }
 
@@ -533,21 +564,26 @@ fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = Rope { tokens, heads, dim, pairing };
     let mut y = room::<O>("y", &[tokens, heads, dim])?;
     let table = RopeTable::new(&request.cpu, &samebits_ops::inv_freq(theta, dim), request.integer("pos"));
-    samebits_ops::rope(&request.cpu, &shape, &table, request.float::<I>("x"), &mut y)?;
+    if let Some(clock) = request.clock {
+        clock.prepared("sines and cosines tabled");
+    }
+    request.timed(|| samebits_ops::rope(&request.cpu, &shape, &table, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(&[tokens, heads, dim], y))
 }
 
 fn add<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["a"].shape();
     let mut y = room::<O>("y", shape)?;
-    samebits_ops::add(&request.cpu, request.float::<I>("a"), request.float("b"), &mut y)?;
+    request.timed(|| samebits_ops::add(&request.cpu, request.float::<I>("a"), request.float("b"), &mut y))?;
     one("y", O::tensor(shape, y))
 }
 
 fn embedding<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (tokens, dim) = (request.extent("T"), request.extent("D"));
     let mut y = room::<O>("y", &[tokens, dim])?;
-    samebits_ops::embedding(&request.cpu, dim, request.float::<I>("w"), request.integer("tokens"), &mut y)?;
+    request.timed(|| {
+        samebits_ops::embedding(&request.cpu, dim, request.float::<I>("w"), request.integer("tokens"), &mut y)
+    })?;
     one("y", O::tensor(&[tokens, dim], y))
 }
 
@@ -555,6 +591,6 @@ fn embedding<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal
 fn argmax<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, n) = (request.extent("R"), request.extent("N"));
     let mut index = room::<i32>("index", &[rows])?;
-    samebits_ops::argmax(&request.cpu, rows, n, request.float::<I>("x"), &mut index)?;
+    request.timed(|| samebits_ops::argmax(&request.cpu, rows, n, request.float::<I>("x"), &mut index))?;
     one("index", Tensor::i32(&[rows], index))
 }

@@ -1,0 +1,221 @@
+//! What this machine can do at most, measured beside the ops: bytes read in order, bytes copied, multiply-adds from
+//! registers alone.
+
+use samebits_contract::tensor::DType;
+use samebits_ops::Isa;
+use serde::{Deserialize, Serialize};
+use std::hint::black_box;
+use std::time::Instant;
+
+/// A limit of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Ceiling {
+    /// Bytes per second of reading 256 MiB in order, asking memory ahead.
+    Read,
+    /// Bytes per second of copying 256 MiB with the system's memcpy; what is read and what is written both count.
+    Copy,
+    /// Operations per second of multiply-adds whose operands stay in registers: dot products of bf16 pairs, or fused
+    /// multiply-adds of f32 for other dtypes and for machines without the former. A multiply-add counts as two.
+    Peak,
+}
+
+impl Ceiling {
+    /// The name that the table of workloads uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            Ceiling::Read => "read",
+            Ceiling::Copy => "copy",
+            Ceiling::Peak => "peak",
+        }
+    }
+}
+
+/// Far more than the caches hold.
+const WORDS: usize = 32 << 20;
+
+/// The buffers that are read and copied; they are made when they are first needed.
+#[derive(Default)]
+pub struct Ceilings {
+    from: Vec<u64>,
+    to: Vec<u64>,
+}
+
+impl Ceilings {
+    /// The ceiling in bytes or operations per second on `threads` threads, the fastest of three runs after a first one;
+    /// `None` where this program has no loop for the machine.
+    pub fn measure(&mut self, ceiling: Ceiling, dtype: DType, threads: usize) -> Option<f64> {
+        if ceiling != Ceiling::Peak && self.from.is_empty() {
+            self.from = vec![1; WORDS];
+            self.to = vec![1; WORDS];
+        }
+        let part = WORDS.div_ceil(threads);
+        let (from, to) = (&self.from, &mut self.to);
+        match ceiling {
+            Ceiling::Read => Some(rate(8 * WORDS, || {
+                on_threads(from.chunks(part), |part| {
+                    black_box(read(part));
+                });
+            })),
+            Ceiling::Copy => Some(rate(16 * WORDS, || {
+                on_threads(from.chunks(part).zip(to.chunks_mut(part)), |(from, to)| {
+                    to.copy_from_slice(black_box(from))
+                });
+            })),
+            Ceiling::Peak => {
+                let (run, per_step) = multiply_adds(dtype)?;
+                let steps = 3_000_000;
+                Some(rate(threads * steps * per_step, || {
+                    on_threads(0..threads, |_| {
+                        black_box(run(black_box(steps)));
+                    });
+                }))
+            }
+        }
+    }
+}
+
+/// `work` per second of `run`. Others on the machine only make it slower, so the fastest run is nearest to the limit.
+fn rate(work: usize, mut run: impl FnMut()) -> f64 {
+    run();
+    let seconds = [(); 3].map(|()| {
+        let start = Instant::now();
+        run();
+        start.elapsed().as_secs_f64()
+    });
+    work as f64 / seconds.into_iter().fold(f64::INFINITY, f64::min)
+}
+
+/// Gives every part a thread of its own; the last one is the caller's.
+fn on_threads<T: Send>(parts: impl Iterator<Item = T>, run: impl Fn(T) + Sync) {
+    let mut parts: Vec<T> = parts.collect();
+    let (run, last) = (&run, parts.pop());
+    std::thread::scope(|scope| {
+        for part in parts {
+            scope.spawn(move || run(part));
+        }
+        last.into_iter().for_each(run);
+    });
+}
+
+/// The sum of `words`. Asking for the lines 2 KiB ahead is what makes this a ceiling: without it the same loop reads a
+/// fifth less on Zen 5.
+fn read(words: &[u64]) -> u64 {
+    let mut sums = [0u64; 16];
+    for line in words.chunks_exact(16) {
+        #[cfg(target_arch = "x86_64")]
+        for ahead in [256, 264] {
+            // SAFETY: a prefetch reads nothing that the program can see and may name any address; SSE is everywhere.
+            unsafe { std::arch::x86_64::_mm_prefetch::<3>(line.as_ptr().wrapping_add(ahead).cast()) };
+        }
+        for (sum, word) in sums.iter_mut().zip(line) {
+            *sum = sum.wrapping_add(*word);
+        }
+    }
+    sums.iter().fold(0, |a, b| a.wrapping_add(*b))
+}
+
+/// A loop of multiply-adds, given its steps, and the operations of one step.
+type MultiplyAdds = (fn(usize) -> f32, usize);
+
+#[cfg(target_arch = "x86_64")]
+fn multiply_adds(dtype: DType) -> Option<MultiplyAdds> {
+    // SAFETY, for each: the machine has the instructions, as is asked before the function is handed out.
+    let dots: fn(usize) -> f32 = |steps| unsafe { x86::dots(steps) };
+    let wide: fn(usize) -> f32 = |steps| unsafe { x86::fmas_16(steps) };
+    let narrow: fn(usize) -> f32 = |steps| unsafe { x86::fmas_8(steps) };
+    if dtype == DType::Bf16 && Isa::Avx512Bf16.available() {
+        Some((dots, x86::SUMS_16 * 16 * 4))
+    } else if Isa::Avx512.available() {
+        Some((wide, x86::SUMS_16 * 16 * 2))
+    } else if Isa::Avx2.available() {
+        Some((narrow, x86::SUMS_8 * 8 * 2))
+    } else {
+        None
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply_adds(_: DType) -> Option<MultiplyAdds> {
+    None
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers.
+    pub const SUMS_16: usize = 24;
+    pub const SUMS_8: usize = 12;
+
+    /// `steps` times 24 dot products of 16 pairs of bf16.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub fn dots(steps: usize) -> f32 {
+        let zero = _mm512_setzero_ps();
+        // SAFETY: both types are 512 bits and any bits are valid.
+        let pairs = |v: i32| unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(v)) };
+        let (a, b) = (pairs(0x3F80_3F80), pairs(steps as i32));
+        let mut sums = [zero; SUMS_16];
+        for _ in 0..steps {
+            for sum in &mut sums {
+                *sum = _mm512_dpbf16_ps(*sum, a, b);
+            }
+        }
+        _mm512_reduce_add_ps(sums.into_iter().fold(zero, |a, b| _mm512_add_ps(a, b)))
+    }
+
+    /// `steps` times 24 fused multiply-adds of 16 f32.
+    #[target_feature(enable = "avx512f")]
+    pub fn fmas_16(steps: usize) -> f32 {
+        let zero = _mm512_setzero_ps();
+        let (a, b) = (_mm512_set1_ps(0.5), _mm512_set1_ps(steps as f32));
+        let mut sums = [zero; SUMS_16];
+        for _ in 0..steps {
+            for sum in &mut sums {
+                *sum = _mm512_fmadd_ps(*sum, a, b);
+            }
+        }
+        _mm512_reduce_add_ps(sums.into_iter().fold(zero, |a, b| _mm512_add_ps(a, b)))
+    }
+
+    /// `steps` times 12 fused multiply-adds of 8 f32.
+    #[target_feature(enable = "avx2,fma")]
+    pub fn fmas_8(steps: usize) -> f32 {
+        let (a, b) = (_mm256_set1_ps(0.5), _mm256_set1_ps(steps as f32));
+        let mut sums = [_mm256_setzero_ps(); SUMS_8];
+        for _ in 0..steps {
+            for sum in &mut sums {
+                *sum = _mm256_fmadd_ps(*sum, a, b);
+            }
+        }
+        _mm256_cvtss_f32(sums.into_iter().fold(_mm256_setzero_ps(), |a, b| _mm256_add_ps(a, b)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_is_read_and_every_part_has_a_thread() {
+        assert_eq!(read(&[3; 1600]), 4800);
+        let seen = std::sync::Mutex::new(Vec::new());
+        on_threads(0..3, |part| seen.lock().unwrap().push((part, std::thread::current().id())));
+        let mut seen = seen.into_inner().unwrap();
+        seen.sort_by_key(|s| s.0);
+        assert_eq!(seen.iter().map(|s| s.0).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(seen[0].1 != seen[1].1 && seen[1].1 != seen[2].1 && seen[0].1 != seen[2].1);
+    }
+
+    #[test]
+    fn no_machine_multiplies_faster_in_f32_than_in_pairs() {
+        let mut ceilings = Ceilings::default();
+        let fp32 = ceilings.measure(Ceiling::Peak, DType::Fp32, 1);
+        let bf16 = ceilings.measure(Ceiling::Peak, DType::Bf16, 1);
+        assert_eq!(fp32.is_some(), Isa::Avx2.available());
+        if let (Some(fp32), Some(bf16)) = (fp32, bf16) {
+            // From the slowest machine with AVX2 to beyond any that is built.
+            assert!((1e9..1e13).contains(&fp32) && bf16 > 0.7 * fp32, "{fp32} {bf16}");
+        }
+    }
+}
