@@ -21,6 +21,7 @@ mod pack;
 mod rms_norm;
 mod rope;
 mod silu_mul;
+mod sink;
 mod softmax;
 mod tile;
 

@@ -117,6 +117,16 @@ impl Simd for Scalar {
         unsafe { to.write_unaligned(from.read_unaligned().rotate_left(16)) }
     }
     #[inline(always)]
+    unsafe fn narrow_pairs(self, high: f32, low: f32, p: *mut u32) {
+        let pair = u32::from(bf16::narrow(high).to_bits()) << 16 | u32::from(bf16::narrow(low).to_bits());
+        // SAFETY: the caller's promise.
+        unsafe { p.write_unaligned(pair) }
+    }
+    #[inline(always)]
+    fn interleave(self, high: f32, low: f32) -> (f32, f32) {
+        (low, high)
+    }
+    #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (f32, f32) {
         // SAFETY: the caller's promise.
         let pair = unsafe { p.read_unaligned() };
