@@ -1,5 +1,6 @@
 //! The frame of ops that take one element of each of two inputs and make one of the output.
 
+use crate::lanes::twice::Twice;
 use crate::lanes::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::sink::{Sink, is_large};
 use crate::{Cpu, Element};
@@ -37,11 +38,12 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
         while at < self.a.len() {
             let y = sink.room(self.a.len() - at);
             let (a, b, len) = (&self.a[at..][..y.len()], &self.b[at..][..y.len()], y.len());
-            let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
-            let whole = len - len % two;
-            for ((a, b), y) in a.chunks_exact(two).zip(b.chunks_exact(two)).zip(y.chunks_exact_mut(two)) {
-                let ((a0, a1), (b0, b1)) = (load_two(s, a, pairs), load_two(s, b, pairs));
-                narrow_two(s, (self.op.apply(s, a0, b0), self.op.apply(s, a1, b1)), y, pairs);
+            let (pairs, four) = (paired::<I, O>(), 4 * S::LANES);
+            let (s2, s4) = (Twice(s), Twice(Twice(s)));
+            let whole = len - len % four;
+            for ((a, b), y) in a.chunks_exact(four).zip(b.chunks_exact(four)).zip(y.chunks_exact_mut(four)) {
+                let (a, b) = (load_two(s2, a, pairs), load_two(s2, b, pairs));
+                narrow_two(s2, self.op.apply(s4, a, b), y, pairs);
             }
             for at in (whole..len).step_by(S::LANES) {
                 let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));

@@ -10,6 +10,7 @@ pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
 pub mod scalar;
+pub mod twice;
 
 use crate::cpu::{Cpu, Isa};
 use half::{bf16, f16};
@@ -270,6 +271,17 @@ pub fn narrow_two<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs
             T::narrow_lanes(s, v.0, y.as_mut_ptr());
             T::narrow_lanes(s, v.1, y.as_mut_ptr().add(S::LANES));
         }
+    }
+}
+
+/// Stores two vectors as they are, one after the other.
+#[inline(always)]
+pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
+    assert!(y.len() == 2 * S::LANES);
+    // SAFETY: `y` holds 2 * LANES elements.
+    unsafe {
+        s.store(v.0, y.as_mut_ptr());
+        s.store(v.1, y.as_mut_ptr().add(S::LANES));
     }
 }
 

@@ -46,7 +46,9 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
-    s.div(s.splat(1.0), s.add(s.splat(1.0), exp(s, s.neg(x))))
+    // The sign of x may as well stand before the constants.
+    let (m, i) = exp_split(s, x, s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
+    s.div(s.splat(1.0), s.add(s.splat(1.0), s.scale(m, i)))
 }
 
 /// The hyperbolic tangent.
