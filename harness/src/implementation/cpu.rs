@@ -213,6 +213,12 @@ const OPS: &[Op] = &[
         params: &["temperature"],
         run: |request| typed!(request, logprob),
     },
+    Op {
+        name: "linear_logprob",
+        inputs: &[float("x", &["M", "K"]), float("w", &["V", "K"]), integer("target", &["M"])],
+        params: &["temperature"],
+        run: |request| typed!(request, linear_logprob),
+    },
     Op { name: "softmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, softmax) },
     Op {
         name: "silu_mul",
@@ -552,6 +558,30 @@ fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
     request.timed(|| {
         samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)
     })?;
+    Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
+}
+
+/// Both outputs are f32 whatever `out` says.
+fn linear_logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, vocab, k) = (request.extent("M"), request.extent("V"), request.extent("K"));
+    let temperature = request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let mut logprob = room::<f32>("logprob", &[rows])?;
+    let mut lse = room::<f32>("lse", &[rows])?;
+    let (x, w, target) = (request.float::<I>("x"), request.float("w"), request.integer("target"));
+    let cpu = &request.cpu;
+    match request.clock {
+        // As for gemm.
+        Some(clock) => {
+            let w = PackedWeight::pack(cpu, vocab, k, w)?;
+            clock.prepared("weights packed");
+            request.timed(|| {
+                samebits_ops::linear_logprob_packed(cpu, rows, temperature, x, &w, target, &mut logprob, &mut lse)
+            })?;
+        }
+        None => {
+            samebits_ops::linear_logprob(cpu, rows, vocab, k, temperature, x, w, target, &mut logprob, &mut lse)?;
+        }
+    }
     Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
 }
 
