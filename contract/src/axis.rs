@@ -46,9 +46,17 @@ pub struct Axis {
 #[derive(Clone, Copy, PartialEq)]
 enum Applies {
     Ops,
+    Attention,
     Chains,
     Both,
 }
+
+/// Attention whose keys and values stand in pages: `k[P,Z,Hkv,D]`, `v[P,Z,Hkv,E]`, `page_table[B,C]`; the rest as in
+/// `attention`.
+pub const PAGED: &str = "paged_attention";
+
+/// Attention over packed sequences: `q[T,Hq,D]`, `k[S,Hkv,D]`, `v[S,Hkv,E]`, `q_pos[T]`, `q_start[B+1]`, `k_start[B+1]`.
+pub const PACKED: &str = "packed_attention";
 
 /// All axes, in the order tables print them.
 pub fn all() -> &'static [Axis] {
@@ -76,6 +84,18 @@ pub fn all() -> &'static [Axis] {
             why: "Rows and keys that only fill up a shape are never read into a result.",
             variants: padding,
             applies: Applies::Ops,
+        },
+        Axis {
+            name: "pages",
+            why: "In which pages keys and values stand, how large these are and what else they hold, is bookkeeping.",
+            variants: pages,
+            applies: Applies::Attention,
+        },
+        Axis {
+            name: "packing",
+            why: "Sequences one behind the other and sequences padded to one length are the same sequences.",
+            variants: packing,
+            applies: Applies::Attention,
         },
         Axis {
             name: "threads",
@@ -126,6 +146,7 @@ impl Axis {
     pub fn applies(&self, spec: &Spec) -> bool {
         match self.applies {
             Applies::Both => true,
+            Applies::Attention => spec.class == Class::Attention,
             Applies::Ops => spec.class != Class::Chain,
             Applies::Chains => spec.class == Class::Chain,
         }
@@ -392,6 +413,73 @@ fn keys(base: &Base, variants: &mut Vec<Variant>) {
     }
 }
 
+/// Attention over pages of several sizes, in reverse order, every other page holding NaN.
+fn pages(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let (batch, keys) = (base.entries, case.inputs["k"].shape()[1]);
+    let sizes = [1, 3, 16, 256].into_iter().filter(|&size| size < 2 * keys || size == 1);
+    let variant = |size: usize| {
+        let columns = keys.div_ceil(size);
+        let used = batch * columns;
+        let table: Vec<i32> = (0..used).map(|i| (2 * (used - 1 - i) + 1) as i32).collect();
+        let mut rows = vec![None; (2 * used + 1) * size];
+        for b in 0..batch {
+            for j in 0..keys {
+                rows[table[b * columns + j / size] as usize * size + j % size] = Some(b * keys + j);
+            }
+        }
+        let mut case = case.clone();
+        case.op = PAGED.into();
+        for name in ["k", "v"] {
+            let tensor = &base.case.inputs[name];
+            let tail = &tensor.shape()[2..];
+            let shape = [&[2 * used + 1, size], tail].concat();
+            case.inputs.insert(name.into(), tensor.gather(tail.iter().product(), &rows, &shape));
+        }
+        case.inputs.insert("page_table".into(), Tensor::i32(&[batch, columns], table));
+        let rows = (0..base.entries * base.inner).map(|row| (row, row)).collect();
+        Variant { setting: format!("size{size}"), case, rows }
+    };
+    sizes.map(variant).collect()
+}
+
+/// Attention over packed sequences: queries and keys one behind the other, without padding.
+fn packing(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let (batch, queries, keys) = (base.entries, base.inner, case.inputs["k"].shape()[1]);
+    let kv_len = case.inputs["kv_len"].as_i32().expect("checked");
+    // All sequences; and, so that their lengths differ, without the last query of the first.
+    let ragged = (batch > 1 && queries > 1).then_some(("ragged", 1));
+    let variant = |(setting, fewer): (&str, usize)| {
+        let count = |b: usize| if b == 0 { queries - fewer } else { queries };
+        let rows: Vec<usize> = (0..batch).flat_map(|b| (0..count(b)).map(move |t| b * queries + t)).collect();
+        let key_rows = |b: usize| (0..kv_len[b] as usize).map(move |j| Some(b * keys + j));
+        let key_rows: Vec<Option<usize>> = (0..batch).flat_map(key_rows).collect();
+        let starts = |count: &dyn Fn(usize) -> usize| {
+            let starts = (0..=batch).map(|b| (0..b).map(count).sum::<usize>() as i32);
+            Tensor::i32(&[batch + 1], starts.collect())
+        };
+        let mut case = case.clone();
+        case.op = PACKED.into();
+        let query_rows: Vec<Option<usize>> = rows.iter().map(|&row| Some(row)).collect();
+        for (name, rows) in [("q", &query_rows), ("k", &key_rows), ("v", &key_rows)] {
+            let tensor = &base.case.inputs[name];
+            let tail = &tensor.shape()[2..];
+            let shape = [&[rows.len()], tail].concat();
+            case.inputs.insert(name.into(), tensor.gather(tail.iter().product(), rows, &shape));
+        }
+        let positions = base.case.inputs["q_pos"].as_i32().expect("checked");
+        let positions = rows.iter().map(|&row| positions[row]).collect();
+        case.inputs.insert("q_pos".into(), Tensor::i32(&[rows.len()], positions));
+        case.inputs.insert("q_start".into(), starts(&count));
+        case.inputs.insert("k_start".into(), starts(&|b| kv_len[b] as usize));
+        case.inputs.remove("kv_len");
+        let rows = rows.into_iter().enumerate().map(|(packed, row)| (row, packed)).collect();
+        Variant { setting: setting.into(), case, rows }
+    };
+    [("all", 0)].into_iter().chain(ragged).map(variant).collect()
+}
+
 /// For every (batch entry, key) whether no query of the entry sees it.
 fn unseen_keys(case: &Case) -> Vec<bool> {
     let ints = |name: &str| case.inputs[name].as_i32().expect("checked");
@@ -499,9 +587,14 @@ mod tests {
                 for variant in (axis.variants)(&case, &machine()) {
                     let name = format!("{} {} {}", case.name, axis.name, variant.setting);
                     assert!(settings.insert(variant.setting.clone()), "{name}: twice");
-                    spec.validate(&variant.case).unwrap_or_else(|e| panic!("{name}: {e}"));
+                    // The forms of attention that only axes ask for have no specification of their own.
+                    let own = variant.case.op == case.op;
+                    if own {
+                        spec.validate(&variant.case).unwrap_or_else(|e| panic!("{name}: {e}"));
+                    }
                     assert!(!variant.rows.is_empty(), "{name}: no rows");
-                    let rows = (spec.rows(&case), spec.rows(&variant.case));
+                    let held = if own { spec.rows(&variant.case) } else { variant.rows.len() };
+                    let rows = (spec.rows(&case), held);
                     assert!(variant.rows.iter().all(|(b, v)| *b < rows.0 && *v < rows.1), "{name}: rows {rows:?}");
                     let same = same_question(&case, &variant.case);
                     assert_eq!(same, axis.name == "repeat", "{name}: identical to its base");

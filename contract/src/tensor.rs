@@ -1,5 +1,6 @@
 //! A tensor whose element type is known at run time: ndarray inside, [`DType`] outside.
 
+use crate::round;
 use half::{bf16, f16};
 use ndarray::{ArrayD, Axis, IxDyn};
 use serde::{Deserialize, Serialize};
@@ -214,6 +215,23 @@ impl Tensor {
         self.dtype() == other.dtype()
             && self.shape() == other.shape()
             && (0..self.len()).all(|i| self.bits(i) == other.bits(i))
+    }
+
+    /// The same elements with a leading axis of extent 1.
+    pub fn with_leading_axis(&self) -> Tensor {
+        let shape = [&[1], self.shape()].concat();
+        Tensor::from_bytes(self.dtype(), &shape, &self.to_bytes()).expect("the same number of elements")
+    }
+
+    /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN where there is
+    /// no row.
+    pub fn gather(&self, width: usize, rows: &[Option<usize>], shape: &[usize]) -> Tensor {
+        let nan = round::to_bits(f64::NAN, self.dtype());
+        let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| self.bits(row * width + i));
+        let size = self.dtype().size();
+        let bits = rows.iter().flat_map(|row| (0..width).map(move |i| element(row, i)));
+        let bytes: Vec<u8> = bits.flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect();
+        Tensor::from_bytes(self.dtype(), shape, &bytes).expect("as many elements as rows of `width`")
     }
 
     /// The little-endian bytes of the elements in row-major order.

@@ -290,7 +290,14 @@ impl Judge<'_> {
         let settings = variants.len();
         let mut failed: Vec<(String, Box<Evidence>)> = Vec::new();
         for variant in variants {
-            let answer = self.implementation.run(&variant.case);
+            let mut answer = self.implementation.run(&variant.case);
+            if answer.status == Status::Unsupported && variant.case.op != base.case.op {
+                let reason = format!("{} = {}: {}", axis.name, variant.setting, answer.reason);
+                return Outcome { setting: Some(variant.setting), ..Outcome::of(Verdict::Unsupported { reason }) };
+            }
+            if variant.case.op == axis::PACKED {
+                answer.outputs.values_mut().for_each(|tensor| *tensor = tensor.with_leading_axis());
+            }
             if answer.status != Status::Ok {
                 let outcome = Outcome::error(format!("{}: {}", variant.setting, answer.reason));
                 return Outcome { setting: Some(variant.setting), ..outcome };

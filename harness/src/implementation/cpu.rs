@@ -6,7 +6,8 @@ use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{
-    Attention, Cpu, Element, Gemm, Isa, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32,
+    Attention, Cpu, Element, Gemm, Isa, Keys, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Sequences,
+    Tf32,
 };
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
@@ -208,6 +209,32 @@ const OPS: &[Op] = &[
         run: |request| typed!(request, attention),
     },
     Op {
+        name: "paged_attention",
+        inputs: &[
+            float("q", &["B", "T", "Hq", "D"]),
+            float("k", &["P", "Z", "Hkv", "D"]),
+            float("v", &["P", "Z", "Hkv", "E"]),
+            integer("page_table", &["B", "C"]),
+            integer("q_pos", &["B", "T"]),
+            integer("kv_len", &["B"]),
+        ],
+        params: &["scale", "causal", "window", "softcap"],
+        run: |request| typed!(request, paged_attention),
+    },
+    Op {
+        name: "packed_attention",
+        inputs: &[
+            float("q", &["T", "Hq", "D"]),
+            float("k", &["S", "Hkv", "D"]),
+            float("v", &["S", "Hkv", "E"]),
+            integer("q_pos", &["T"]),
+            integer("q_start", &["B+1"]),
+            integer("k_start", &["B+1"]),
+        ],
+        params: &["scale", "causal", "window", "softcap"],
+        run: |request| typed!(request, packed_attention),
+    },
+    Op {
         name: "logprob",
         inputs: &[float("logits", &["R", "V"]), integer("target", &["R"])],
         params: &["temperature"],
@@ -385,7 +412,7 @@ fn check_params(op: &Op, case: &Case) -> Result<Tf32, Refusal> {
             ("profile", _) => {
                 return Err(Refusal::Unsupported(format!("param `profile`: `{value}` is not offered; use ieee")));
             }
-            ("tf32", "enabled") if op.name == "gemm" || op.name == "attention" => tf32 = Tf32::Enabled,
+            ("tf32", "enabled") if op.name == "gemm" || op.name.ends_with("attention") => tf32 = Tf32::Enabled,
             ("tf32", "enabled") => {
                 return Err(Refusal::Unsupported(format!(
                     "param `tf32`: {} has no matrix product; use disabled or leave it out",
@@ -519,12 +546,37 @@ fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
 }
 
 fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
+    let rows = [shape.batch, shape.queries, shape.q_heads];
+    attention_over::<I, O>(request, &shape, &Sequences::default(), &rows, request.integer("kv_len"))
+}
+
+fn paged_attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let page_size = request.extent("Z");
+    let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
+    let keys = Keys::Paged { page_size, table: request.integer("page_table") };
+    let rows = [shape.batch, shape.queries, shape.q_heads];
+    attention_over::<I, O>(request, &shape, &Sequences { q_start: None, keys }, &rows, request.integer("kv_len"))
+}
+
+fn packed_attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
+    if q_start.is_empty() {
+        return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
+    }
+    let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
+    let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
+    let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
+    attention_over::<I, O>(request, &shape, &sequences, &[shape.queries, shape.q_heads], &kv_len)
+}
+
+fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
     let head_dim = request.extent("D");
     let scale = 1.0 / (head_dim.max(1) as f64).sqrt();
     let shape = Attention {
-        batch: request.extent("B"),
+        batch,
         queries: request.extent("T"),
-        keys: request.extent("S"),
+        keys,
         q_heads: request.extent("Hq"),
         kv_heads: request.extent("Hkv"),
         head_dim,
@@ -538,14 +590,25 @@ fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal
     if shape.kv_heads == 0 || !shape.q_heads.is_multiple_of(shape.kv_heads) {
         return error(format!("input `q`: Hq = {} must be a multiple of Hkv = {}", shape.q_heads, shape.kv_heads));
     }
-    let rows = [shape.batch, shape.queries, shape.q_heads];
-    let form = [shape.batch, shape.queries, shape.q_heads, shape.value_dim];
+    Ok(shape)
+}
+
+/// `rows` are the extents of `lse`; `out` has the width of a value behind them.
+fn attention_over<I: Stored, O: Stored>(
+    request: &Request,
+    shape: &Attention,
+    sequences: &Sequences,
+    rows: &[usize],
+    kv_len: &[i32],
+) -> Result<Outputs, Refusal> {
+    let form = [rows, &[shape.value_dim]].concat();
     let mut out = room::<O>("out", &form)?;
-    let mut lse = room::<f32>("lse", &rows)?;
+    let mut lse = room::<f32>("lse", rows)?;
     let (q, k, v) = (request.float::<I>("q"), request.float("k"), request.float("v"));
-    let (q_pos, kv_len) = (request.integer("q_pos"), request.integer("kv_len"));
-    request.timed(|| samebits_ops::attention(&request.cpu, &shape, q, k, v, q_pos, kv_len, &mut out, &mut lse))?;
-    Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(&rows, lse))]))
+    let (cpu, q_pos) = (&request.cpu, request.integer("q_pos"));
+    request
+        .timed(|| samebits_ops::attention_over(cpu, shape, sequences, q, k, v, q_pos, kv_len, &mut out, &mut lse))?;
+    Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(rows, lse))]))
 }
 
 /// Both outputs are f32 whatever `out` says.
