@@ -6,6 +6,7 @@
 
 use super::{Implementation, cpu::CpuImplementation};
 use crate::checkpoints::Checkpoints;
+use samebits_contract::axis;
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
@@ -41,6 +42,52 @@ const AXES: &[&str] = &[
 
 /// All faults.
 pub const FAULTS: &[Fault] = &[
+    Fault {
+        name: "split_by_budget",
+        about: "A matrix product is cut into as many parts as a small workspace needs, and the parts are added up.",
+        op: "gemm",
+        caught_by: "invariance:budget",
+        unnoticed_by: AXES,
+        answer: |_, case| {
+            let parts = if case.config.budget.is_some_and(|budget| budget < 1 << 12) { 2 } else { 1 };
+            gemm(case, |_, terms| in_parts(terms, parts))
+        },
+    },
+    Fault {
+        name: "page_order_ignored",
+        about: "Keys and values are read from pages in ascending order, whatever the table says.",
+        op: "attention",
+        caught_by: "invariance:pages",
+        unnoticed_by: &["invariance:packing", "invariance:batch", "invariance:threads"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(table) = case.inputs.get_mut("page_table") {
+                    let mut pages = table.as_i32().expect("pages are i32").to_vec();
+                    pages.sort_unstable();
+                    *table = Tensor::i32(table.shape(), pages);
+                }
+            })
+        },
+    },
+    Fault {
+        name: "packed_border",
+        about: "In a packed batch the keys of every sequence but the first begin one key too early.",
+        op: "attention",
+        caught_by: "invariance:packing",
+        unnoticed_by: &["invariance:pages", "invariance:batch", "invariance:threads"],
+        answer: |faulty, case| match case.op.as_str() {
+            axis::PACKED => faulty.asked(case, |case| {
+                let starts = &case.inputs["k_start"];
+                let mut starts_of = starts.as_i32().expect("starts are i32").to_vec();
+                let last = starts_of.len() - 1;
+                // Later sequences begin one key early, so the border moves and nothing is read outside.
+                starts_of[1..last].iter_mut().for_each(|start| *start = (*start - 1).max(0));
+                let shape = starts.shape().to_vec();
+                case.inputs.insert("k_start".into(), Tensor::i32(&shape, starts_of));
+            }),
+            _ => faulty.honest.run(case),
+        },
+    },
     Fault {
         name: "bf16_accumulation",
         about: "The sum of a matrix product is kept in bf16.",
@@ -565,7 +612,10 @@ impl Implementation for Faulty {
     }
 
     fn run(&self, case: &Case) -> Answer {
-        if case.op == self.fault.op { (self.fault.answer)(self, case) } else { self.honest.run(case) }
+        // Forms of an op that only an axis asks for belong to the faults that this axis catches.
+        let asked_by_axis = [axis::PAGED, axis::PACKED].contains(&case.op.as_str())
+            && ["invariance:pages", "invariance:packing"].contains(&self.fault.caught_by);
+        if case.op == self.fault.op || asked_by_axis { (self.fault.answer)(self, case) } else { self.honest.run(case) }
     }
 }
 
