@@ -44,7 +44,7 @@ impl Gemm {
     }
 
     /// The bounds of the segments here, relative to `k_offset`: 9 for the whole, 5, 3 or 2 for a subtree.
-    fn bounds(&self) -> Result<Vec<usize>, Error> {
+    pub(crate) fn bounds(&self) -> Result<Vec<usize>, Error> {
         let length = segment_length(self.k_total);
         let end = self.k_offset.checked_add(self.k).filter(|&end| end <= self.k_total).ok_or_else(|| {
             value_error("gemm", format!("columns {}+{} exceed k_total {}", self.k_offset, self.k, self.k_total))
@@ -161,12 +161,12 @@ impl PackedWeight {
 
 /// Words of one packed panel: 32 columns of k elements, then a line that starts with the smallest nonzero magnitude of
 /// pairs (infinity when there is none).
-fn panel_words(k: usize, pairs: bool) -> usize {
+pub(crate) fn panel_words(k: usize, pairs: bool) -> usize {
     PANEL * row_words(k, pairs) + LINE
 }
 
 /// Words of one packed row, whole pairs of k.
-fn row_words(k: usize, pairs: bool) -> usize {
+pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
     if pairs { k.div_ceil(2) } else { k.next_multiple_of(2) }
 }
 
@@ -181,7 +181,7 @@ fn pack_panels<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I], tf32: Tf32, o
 /// Packs `rows` rows of `k` side by side, `stride` apart, and writes their smallest nonzero magnitude behind, at the
 /// start of the last line of `out`.
 #[allow(clippy::too_many_arguments)]
-fn pack_rows<I: Element>(
+pub(crate) fn pack_rows<I: Element>(
     cpu: &Cpu,
     rows: usize,
     k: usize,
@@ -218,8 +218,13 @@ pub(crate) struct Panels<'a> {
 }
 
 impl<'a> Panels<'a> {
+    /// One panel.
+    pub fn one(words: &'a [u32], k: usize, pairs: bool) -> Panels<'a> {
+        Panels { words, k, pairs }
+    }
+
     /// A panel's operand and its smallest nonzero magnitude.
-    fn panel(&self, panel: usize) -> (Right<'a>, f32) {
+    pub fn panel(&self, panel: usize) -> (Right<'a>, f32) {
         let size = panel_words(self.k, self.pairs);
         let (words, end) = self.words[panel * size..][..size].split_at(size - LINE);
         match self.pairs {
@@ -240,7 +245,7 @@ pub(crate) enum Weight<'a, I> {
 
 /// How a product is cut into tiles.
 #[derive(Clone, Copy)]
-pub(crate) struct Tiling {
+struct Tiling {
     k: usize,
     /// Rows of a tile.
     height: usize,
@@ -325,7 +330,7 @@ pub(crate) struct Product<'a, I> {
 
 impl<I: Element> Product<'_, I> {
     /// Whether bf16 pairs meet in `VDPBF16PS`.
-    fn dots(&self) -> bool {
+    pub(crate) fn dots(&self) -> bool {
         self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
     }
 
@@ -375,11 +380,11 @@ impl<I: Element> Product<'_, I> {
 
     /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
     fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], y: &SharedOut<O>) -> usize {
-        let Product { cpu, m, n, k, bounds, tf32, .. } = *self;
+        let Product { cpu, m, n, k, tf32, .. } = *self;
         let height = plan.height;
         let all = n.div_ceil(PANEL);
         let (x_area, w_area) = shared.split_at_mut(plan.x_words());
-        let (slow, fast) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let ran = Ran::default();
         for first_panel in (0..all).step_by(if plan.panels > 0 { plan.panels } else { all }) {
             let panels;
             let group = match self.w {
@@ -425,31 +430,9 @@ impl<I: Element> Product<'_, I> {
                             let at = first_row(t) * n + panel * PANEL;
                             // The lines of y arrive while the tile is summed.
                             (0..rows).for_each(|r| y.prefetch(at + r * n));
-                            let (tile, end) = packed[t * size..][..size].split_at(size - LINE);
+                            let tile = &packed[t * size..][..size];
                             let out = &mut sums[..rows * PANEL];
-                            let order = Order::Tree(bounds);
-                            if !plan.x_pairs {
-                                let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
-                                fma_tile(
-                                    cpu,
-                                    Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL },
-                                );
-                            } else if dot_is_exact(f32::from_bits(end[0]), least) {
-                                fast.fetch_add(1, Ordering::Relaxed);
-                                let left = Left { data: tile, row_stride: 1, step: rows };
-                                dot_tile(
-                                    cpu,
-                                    Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL },
-                                );
-                            } else {
-                                slow.fetch_add(1, Ordering::Relaxed);
-                                let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
-                                for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
-                                    let first = first_row(t) + part * TILE_ROWS;
-                                    let rows = out.len() / PANEL;
-                                    self.pieces(rows, first, panel, Some(right), SLOW_STEPS, &mut piece, out);
-                                }
-                            }
+                            self.tile(tile, plan.x_pairs, (right, least), panel, first_row(t), rows, &ran, out);
                             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
                             unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
                         }
@@ -457,14 +440,40 @@ impl<I: Element> Product<'_, I> {
                 });
             }
         }
-        let (slow, fast) = (slow.into_inner(), fast.into_inner());
-        if fast > 0 {
-            cpu.ledger().ran(Isa::Avx512Bf16.name());
+        ran.record(cpu)
+    }
+
+    /// The sums of one packed tile of x, `rows` rows from `first`, and one panel.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn tile(
+        &self,
+        tile: &[u32],
+        pairs: bool,
+        (right, least): (Right, f32),
+        panel: usize,
+        first: usize,
+        rows: usize,
+        ran: &Ran,
+        out: &mut [f32],
+    ) {
+        let cpu = self.cpu;
+        let (tile, end) = tile.split_at(tile.len() - LINE);
+        let order = Order::Tree(self.bounds);
+        if !pairs {
+            let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
+            fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+        } else if dot_is_exact(f32::from_bits(end[0]), least) {
+            ran.fast.fetch_add(1, Ordering::Relaxed);
+            let left = Left { data: tile, row_stride: 1, step: rows };
+            dot_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+        } else {
+            ran.slow.fetch_add(1, Ordering::Relaxed);
+            let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
+            for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
+                let rows = out.len() / PANEL;
+                self.pieces(rows, first + part * TILE_ROWS, panel, Some(right), SLOW_STEPS, &mut piece, out);
+            }
         }
-        if slow > 0 || fast == 0 {
-            cpu.ledger().ran(cpu.fma_isa().name());
-        }
-        slow
     }
 
     /// Tiles whose operands are packed piece by piece, by every worker for itself.
@@ -493,7 +502,7 @@ impl<I: Element> Product<'_, I> {
     /// The sums of at most 12 rows from `first` and one panel, `steps` of k at a time: x, and w where `right` does not
     /// hold it packed, are packed into `piece`.
     #[allow(clippy::too_many_arguments)]
-    fn pieces(
+    pub(crate) fn pieces(
         &self,
         rows: usize,
         first: usize,
@@ -541,6 +550,27 @@ impl<I: Element> Product<'_, I> {
                 stack[level][..out.len()].copy_from_slice(out);
             }
         }
+    }
+}
+
+/// Which kernels tiles took.
+#[derive(Default)]
+pub(crate) struct Ran {
+    pub fast: AtomicUsize,
+    pub slow: AtomicUsize,
+}
+
+impl Ran {
+    /// Records the kernels; returns how many tiles took the slow path.
+    pub fn record(self, cpu: &Cpu) -> usize {
+        let (fast, slow) = (self.fast.into_inner(), self.slow.into_inner());
+        if fast > 0 {
+            cpu.ledger().ran(Isa::Avx512Bf16.name());
+        }
+        if slow > 0 || fast == 0 {
+            cpu.ledger().ran(cpu.fma_isa().name());
+        }
+        slow
     }
 }
 

@@ -44,7 +44,7 @@ pub fn lane_sum<S: Simd, T: Storage, P: Step>(s: S, x: &[T], pad: T, step: P) ->
 
 /// `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
 #[inline(always)]
-fn fold<S: Simd>(s: S, lanes: &mut [f32; LANES]) -> f32 {
+pub fn fold<S: Simd>(s: S, lanes: &mut [f32; LANES]) -> f32 {
     let mut h = LANES / 2;
     while h >= MAX_LANES {
         for l in (0..h).step_by(S::LANES) {

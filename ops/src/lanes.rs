@@ -52,6 +52,8 @@ pub trait Simd: Copy + Send + Sync {
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     /// `yes` where `a >= b`, else `no` (so `no` where either is NaN).
     fn select_ge(self, a: Self::F, b: Self::F, yes: Self::F, no: Self::F) -> Self::F;
+    /// Whether `a >= b` in any lane.
+    fn any_ge(self, a: Self::F, b: Self::F) -> bool;
     /// Whether any lane of `a` is NaN or +inf.
     fn any_nan_or_inf(self, a: Self::F) -> bool;
     /// `2^i` for integral `i` in [-126, 127]; any other lane gives an arbitrary value.
@@ -94,16 +96,15 @@ pub trait Simd: Copy + Send + Sync {
     /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
     unsafe fn swap_pairs(self, from: *const u32, to: *mut u32);
     /// Transposes a block: word `at + j` of row i goes to `to[j * stride + i]`, for j below `LANES` and i below `count` (at
-    /// most `LANES`). With `swap`, the halves of every word are exchanged on the way.
+    /// most `LANES`). With `SWAP`, the halves of every word are exchanged on the way.
     /// # Safety
     /// The first `LANES` pointers are valid for reading `at + LANES` words, aligned or not; `to` is valid for writing
     /// `(LANES - 1) * stride + count` words.
-    unsafe fn transpose(
+    unsafe fn transpose<const SWAP: bool>(
         self,
         rows: &[*const u32; MAX_LANES],
         at: usize,
         count: usize,
-        swap: bool,
         to: *mut u32,
         stride: usize,
     );

@@ -31,7 +31,7 @@ pub fn pairs_of_rows<'a>(
         (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
     }
     let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-    cpu.dispatch(Interleave { rows, words: k / 2, row: words, swap: true, out, stride });
+    cpu.dispatch(Interleave::<_, true> { rows, words: k / 2, row: words, out, stride });
 }
 
 /// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
@@ -46,27 +46,27 @@ pub fn wide_of_rows<'a, I: Element>(
 ) {
     if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
         let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-        cpu.dispatch(Interleave { rows, words: k, row: words, swap: false, out: as_words_mut(out), stride });
+        cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out: as_words_mut(out), stride });
     } else {
         (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
     }
 }
 
-/// `out[p * stride + r] = row(r)[p]` for words p; `row` points to `words` words, aligned or not.
-struct Interleave<'a, F> {
+/// `out[p * stride + r] = row(r)[p]` for words p, their halves exchanged with `SWAP`; `row` points to `words` words,
+/// aligned or not.
+struct Interleave<'a, F, const SWAP: bool> {
     rows: usize,
     words: usize,
     row: F,
-    swap: bool,
     out: &'a mut [u32],
     stride: usize,
 }
 
-impl<F: Fn(usize) -> *const u32> Kernel for Interleave<'_, F> {
+impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, SWAP> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Interleave { rows, words, row, swap, out, stride } = self;
+        let Interleave { rows, words, row, out, stride } = self;
         if rows == 0 || words == 0 {
             return;
         }
@@ -81,13 +81,13 @@ impl<F: Fn(usize) -> *const u32> Kernel for Interleave<'_, F> {
             }
             for p in (0..whole).step_by(S::LANES) {
                 // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
-                unsafe { s.transpose(&from, p, count, swap, out.as_mut_ptr().add(p * stride + first), stride) };
+                unsafe { s.transpose::<SWAP>(&from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
             }
             for p in whole..words {
                 for i in 0..count {
                     // SAFETY: as above.
                     let word = unsafe { from[i].add(p).read_unaligned() };
-                    out[p * stride + first + i] = if swap { word.rotate_left(16) } else { word };
+                    out[p * stride + first + i] = if SWAP { word.rotate_left(16) } else { word };
                 }
             }
         }

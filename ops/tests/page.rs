@@ -20,7 +20,7 @@ fn budgets(cpu: &Cpu, seed: u64, mut run: impl FnMut(&Cpu) -> Result<(), Error>)
         Err(Error::Budget { smallest, .. }) => smallest,
         Err(e) => panic!("{e}"),
     };
-    assert_eq!(run(&with(smallest - 1)).unwrap_err().to_string().contains(&smallest.to_string()), true);
+    assert!(run(&with(smallest - 1)).unwrap_err().to_string().contains(&smallest.to_string()));
     let random = (0..3).map(|i| smallest + (seed.rotate_left(17 * i) % (smallest as u64 * 16)) as usize);
     [smallest, smallest + 64, 2 * smallest].into_iter().chain(random).map(with).collect()
 }
@@ -370,6 +370,41 @@ proptest! {
         }
     }
 
+    /// The two ops in a row are the definition. `jump` puts logits far apart, so that n moves and weights are lost.
+    #[test]
+    fn linear_logprob_is_gemm_and_logprob(
+        rows in 1usize..40, vocab in 1usize..1500, k in 1usize..90, jump in prop::sample::select(vec![0u32, 3, 40]),
+        seed: u64, temperature in prop::sample::select(vec![1.0, 0.7]),
+    ) {
+        let seed = seed >> 2;
+        let (x, mut w): (Vec<bf16>, Vec<bf16>) = (values(seed, rows * k, 3), values(seed + 1, vocab * k, 3));
+        // Rows of w that grow with v: large logits come late, small ones early, and the other way round.
+        for (v, w) in w.chunks_mut(k).enumerate().filter(|(v, _)| v % 7 == seed as usize % 7) {
+            w.iter_mut().for_each(|w| *w = bf16::narrow(w.widen() * (1.0 + jump as f32 * v as f32 / vocab as f32)));
+        }
+        let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % (vocab as u64 + 1)) as i32 - 1).collect();
+        let (mut logits, mut expected, mut expected_lse) = (vec![0f32; rows * vocab], vec![0f32; rows], vec![0f32; rows]);
+        let scalar = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
+        gemm(&scalar, &Gemm::new(rows, vocab, k), &x, &w, None, &mut logits).unwrap();
+        logprob(&scalar, rows, vocab, temperature, &logits, &target, &mut expected, &mut expected_lse).unwrap();
+        for cpu in cpus() {
+            let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
+            let packed = PackedWeight::pack(&cpu, vocab, k, &w).unwrap();
+            let mut tight = budgets(&cpu, seed, |cpu| {
+                linear_logprob(cpu, rows, vocab, k, temperature, &x, &w, &target, &mut logp, &mut lse)
+            });
+            tight.push(cpu);
+            for cpu in tight {
+                linear_logprob(&cpu, rows, vocab, k, temperature, &x, &w, &target, &mut logp, &mut lse).unwrap();
+                prop_assert_eq!(bits(&lse), bits(&expected_lse), "{:?} {:?}", cpu, cpu.ledger().plans());
+                prop_assert_eq!(bits(&logp), bits(&expected), "{:?}", cpu);
+                linear_logprob_packed(&cpu, rows, temperature, &x, &packed, &target, &mut logp, &mut lse).unwrap();
+                prop_assert_eq!(bits(&lse), bits(&expected_lse), "{:?} packed {:?}", cpu, cpu.ledger().plans());
+                prop_assert_eq!(bits(&logp), bits(&expected), "{:?} packed", cpu);
+            }
+        }
+    }
+
     #[test]
     fn rms_norm_is_the_page(rows in 1usize..5, n in 1usize..1400, spread in 1u32..30, seed: u64, offset: bool, hf: bool) {
         let seed = seed >> 2;
@@ -390,6 +425,35 @@ proptest! {
             rms_norm(&cpu, &shape, &x, &w, &mut y).unwrap();
             prop_assert_eq!(bits(&y), expected.clone(), "{:?}", cpu);
         }
+    }
+}
+
+/// A row whose first logits are added, stay near after a second step, and lie more than 2^100 below its last: their weights
+/// are lost, so the row is summed again; and rows with infinities of both signs and NaN.
+#[test]
+fn linear_logprob_at_its_ends() {
+    let (vocab, k) = (2000, 2);
+    let row = |v: usize| match v {
+        0..100 => 0.01 * v as f32,
+        100..1900 => 42.0,
+        _ => 90.0,
+    };
+    let w: Vec<f32> = (0..vocab).flat_map(|v| [row(v), if v == 7 { 1.0 } else { 0.0 }]).collect();
+    let inf = f32::INFINITY;
+    let x = [1.0, 0.0, 0.5, 0.0, -1.0, 0.0, 1.0, -1e38, 1.0, inf, 1.0, -inf, f32::NAN, 0.0, 1e37, 0.0];
+    let rows = x.len() / k;
+    let target: Vec<i32> = (0..rows as i32).map(|r| 7 + 250 * (r % 2)).collect();
+    let (mut logits, mut expected, mut expected_lse) = (vec![0f32; rows * vocab], vec![0f32; rows], vec![0f32; rows]);
+    for cpu in cpus() {
+        let cpu = cpu.recording();
+        gemm(&cpu, &Gemm::new(rows, vocab, k), &x, &w, None, &mut logits).unwrap();
+        logprob(&cpu, rows, vocab, 1.0, &logits, &target, &mut expected, &mut expected_lse).unwrap();
+        let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
+        let before = cpu.ledger().count(Counter::SlowPaths);
+        linear_logprob(&cpu, rows, vocab, k, 1.0, &x, &w, &target, &mut logp, &mut lse).unwrap();
+        assert_eq!((bits(&logp), bits(&lse)), (bits(&expected), bits(&expected_lse)), "{cpu:?}");
+        assert!(cpu.ledger().count(Counter::SlowPaths) > before, "a row loses weights it had added");
+        assert!(expected_lse.iter().any(|v| v.is_nan()) && expected_lse.iter().any(|v| v.is_finite()));
     }
 }
 

@@ -2,7 +2,7 @@
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
-use crate::gemm::SharedOut;
+use crate::gemm::{Ran, SharedOut};
 use crate::lanes::{Kernel, Simd, load_at};
 use crate::math::{exp_split, tanh, weight};
 use crate::memory::LINE;
@@ -12,9 +12,9 @@ use crate::pack::{
 };
 use crate::plan::{Need, Plan};
 use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::{Cpu, Element, Isa};
+use crate::{Cpu, Element};
 use half::bf16;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Most query rows of a tile: one row of scores per lane of a panel.
 const ROWS: usize = 32;
@@ -138,7 +138,7 @@ pub fn run<I: Element, O: Element>(
         &*shared
     });
     let tiles = (job.most_queries() * job.group()).div_ceil(plan.rows);
-    let (slow, fast) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let ran = Ran::default();
     job.cpu.each_in(slots, batch * kv_heads * tiles, |slot, task| {
         // The last queries see the most keys: they go first.
         let (entry, tile) = (task % (batch * kv_heads), tiles - 1 - task / (batch * kv_heads));
@@ -148,17 +148,10 @@ pub fn run<I: Element, O: Element>(
         if first < all {
             let rows = plan.rows.min(all - first);
             let paired = paired.map(|paired| &paired[entry * plan.entry_words()..][..plan.entry_words()]);
-            RowTile { job, plan, b, kv_head, first, rows, paired, slow: &slow, fast: &fast }.run(slot, out, lse);
+            RowTile { job, plan, b, kv_head, first, rows, paired, ran: &ran }.run(slot, out, lse);
         }
     });
-    let (slow, fast) = (slow.into_inner(), fast.into_inner());
-    if fast > 0 {
-        job.cpu.ledger().ran(Isa::Avx512Bf16.name());
-    }
-    if slow > 0 || fast == 0 {
-        job.cpu.ledger().ran(job.cpu.fma_isa().name());
-    }
-    slow
+    ran.record(job.cpu)
 }
 
 /// Turns the keys of every (sequence, key head) into pairs, key by key.
@@ -190,8 +183,7 @@ struct RowTile<'a, I> {
     rows: usize,
     /// The keys as pairs, when other tiles read them too.
     paired: Option<&'a [u32]>,
-    slow: &'a AtomicUsize,
-    fast: &'a AtomicUsize,
+    ran: &'a Ran,
 }
 
 impl<I: Element> RowTile<'_, I> {
@@ -343,10 +335,10 @@ impl<I: Element> RowTile<'_, I> {
                     let rows = TILE_ROWS.min(count - first);
                     dot_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
                 }
-                self.fast.fetch_add(1, Ordering::Relaxed);
+                self.ran.fast.fetch_add(1, Ordering::Relaxed);
             } else {
                 if job.dots() {
-                    self.slow.fetch_add(1, Ordering::Relaxed);
+                    self.ran.slow.fetch_add(1, Ordering::Relaxed);
                 }
                 // Widened part by part, with a zero beside the pad of odd pairs.
                 for first in (0..count).step_by(plan.part()) {

@@ -109,6 +109,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn any_ge(self, a: __m256, b: __m256) -> bool {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a, b)) != 0 }
+    }
+
+    #[inline(always)]
     fn any_nan_or_inf(self, a: __m256) -> bool {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a, _mm256_set1_ps(f32::INFINITY))) != 0 }
@@ -168,12 +174,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn transpose(
+    unsafe fn transpose<const SWAP: bool>(
         self,
         rows: &[*const u32; MAX_LANES],
         at: usize,
         count: usize,
-        swap: bool,
         to: *mut u32,
         stride: usize,
     ) {
@@ -182,7 +187,7 @@ impl Simd for Avx2 {
             let mut row = [_mm256_setzero_si256(); 8];
             for (row, from) in row.iter_mut().zip(rows) {
                 *row = _mm256_loadu_si256(from.add(at).cast());
-                if swap {
+                if SWAP {
                     *row = _mm256_or_si256(_mm256_slli_epi32::<16>(*row), _mm256_srli_epi32::<16>(*row));
                 }
             }

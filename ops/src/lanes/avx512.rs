@@ -109,6 +109,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn any_ge(self, a: __m512, b: __m512) -> bool {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b) != 0 }
+    }
+
+    #[inline(always)]
     fn any_nan_or_inf(self, a: __m512) -> bool {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, _mm512_set1_ps(f32::INFINITY)) != 0 }
@@ -168,12 +174,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn transpose(
+    unsafe fn transpose<const SWAP: bool>(
         self,
         rows: &[*const u32; MAX_LANES],
         at: usize,
         count: usize,
-        swap: bool,
         to: *mut u32,
         stride: usize,
     ) {
@@ -182,7 +187,7 @@ impl Simd for Avx512 {
             let mut row = [_mm512_setzero_si512(); 16];
             for (row, from) in row.iter_mut().zip(rows) {
                 *row = _mm512_loadu_si512(from.add(at).cast());
-                if swap {
+                if SWAP {
                     *row = _mm512_rol_epi32::<16>(*row);
                 }
             }

@@ -69,6 +69,11 @@ impl Simd for Scalar {
         if a >= b { yes } else { no }
     }
     #[inline(always)]
+    fn any_ge(self, a: f32, b: f32) -> bool {
+        a >= b
+    }
+
+    #[inline(always)]
     fn any_nan_or_inf(self, a: f32) -> bool {
         a.is_nan() || a == f32::INFINITY
     }
@@ -112,11 +117,18 @@ impl Simd for Scalar {
         unsafe { *p = f16::narrow(v) }
     }
     #[inline(always)]
-    unsafe fn transpose(self, rows: &[*const u32; MAX_LANES], at: usize, _: usize, swap: bool, to: *mut u32, _: usize) {
+    unsafe fn transpose<const SWAP: bool>(
+        self,
+        rows: &[*const u32; MAX_LANES],
+        at: usize,
+        _: usize,
+        to: *mut u32,
+        _: usize,
+    ) {
         // SAFETY: the caller's promise.
         unsafe {
             let word = rows[0].add(at).read_unaligned();
-            to.write(if swap { word.rotate_left(16) } else { word });
+            to.write(if SWAP { word.rotate_left(16) } else { word });
         }
     }
 
