@@ -17,6 +17,8 @@ pub struct Machine {
     pub isas: Vec<String>,
     /// Thread counts.
     pub threads: Vec<usize>,
+    /// The least workspace in bytes that does for the case at hand, where it is known.
+    pub smallest_budget: Option<usize>,
 }
 
 /// One setting on an axis.
@@ -85,6 +87,12 @@ pub fn all() -> &'static [Axis] {
             name: "isa",
             why: "The order of a sum belongs to the op, not to the width of a vector.",
             variants: isa,
+            applies: Applies::Both,
+        },
+        Axis {
+            name: "budget",
+            why: "How much workspace there is decides tiles, and tiles are not part of an op.",
+            variants: budget,
             applies: Applies::Both,
         },
         Axis {
@@ -422,6 +430,22 @@ fn isa(case: &Case, machine: &Machine) -> Vec<Variant> {
     isas.map(|isa| again(case, isa.clone(), |case| case.config.isa = Some(isa.clone()))).collect()
 }
 
+fn budget(case: &Case, machine: &Machine) -> Vec<Variant> {
+    let Some(smallest) = machine.smallest_budget else { return Vec::new() };
+    // FNV-1a of the name: another budget for every case, the same in every run.
+    let hash =
+        case.name.bytes().fold(0xCBF2_9CE4_8422_2325u64, |hash, b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01B3));
+    let random = smallest + (hash % (8 * smallest as u64 + (64 << 10))) as usize;
+    let settings = [
+        ("smallest", smallest),
+        ("tight", smallest + smallest / 4 + 64),
+        ("random", random),
+        ("loose", 16 * smallest + (1 << 20)),
+    ];
+    let name = |kind: &str, bytes: usize| format!("{kind}:{bytes}");
+    settings.map(|(kind, bytes)| again(case, name(kind, bytes), |case| case.config.budget = Some(bytes))).into()
+}
+
 fn repeat(case: &Case, _: &Machine) -> Vec<Variant> {
     vec![again(case, "again".into(), |_| {})]
 }
@@ -450,7 +474,8 @@ mod tests {
     use crate::tensor::DType;
 
     fn machine() -> Machine {
-        Machine { isas: vec!["scalar".into(), "avx2".into()], threads: vec![1, 2, 5] }
+        let isas = vec!["scalar".into(), "avx2".into()];
+        Machine { isas, threads: vec![1, 2, 5], smallest_budget: Some(4096) }
     }
 
     fn same_question(a: &Case, b: &Case) -> bool {

@@ -55,21 +55,33 @@ pub struct Answer {
     pub kernel: String,
     /// Outputs by their names in the specification.
     pub outputs: BTreeMap<String, Tensor>,
+    /// How the workspace was used, one line; empty when there is none.
+    pub plan: String,
+    /// What was counted besides: bytes of workspace, conversions, slow paths, by name; zeros are left out.
+    pub ledger: BTreeMap<String, u64>,
+    /// The least `budget` that would do, when the answer is an error because of it.
+    pub smallest_budget: Option<usize>,
 }
 
 impl Answer {
     /// An answer with outputs.
     pub fn ok(kernel: impl Into<String>, outputs: BTreeMap<String, Tensor>) -> Answer {
-        Answer { status: Status::Ok, reason: String::new(), kernel: kernel.into(), outputs }
+        Answer { kernel: kernel.into(), outputs, ..Answer::empty(Status::Ok, String::new()) }
     }
 
     /// A combination the implementation does not offer.
     pub fn unsupported(reason: impl Into<String>) -> Answer {
-        Answer { status: Status::Unsupported, reason: reason.into(), kernel: String::new(), outputs: BTreeMap::new() }
+        Answer::empty(Status::Unsupported, reason.into())
     }
 
     /// A failure to answer.
     pub fn error(reason: impl Into<String>) -> Answer {
-        Answer { status: Status::Error, reason: reason.into(), kernel: String::new(), outputs: BTreeMap::new() }
+        Answer::empty(Status::Error, reason.into())
+    }
+
+    fn empty(status: Status, reason: String) -> Answer {
+        let (kernel, plan) = (String::new(), String::new());
+        let (outputs, ledger) = (BTreeMap::new(), BTreeMap::new());
+        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None }
     }
 }

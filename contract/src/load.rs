@@ -31,7 +31,7 @@ pub struct ContractError {
 }
 
 /// The tables this crate was built with.
-const EMBEDDED: [(&str, &str); 13] = [
+const EMBEDDED: [(&str, &str); 14] = [
     ("impls.toml", include_str!("../impls.toml")),
     ("rows/add.toml", include_str!("../rows/add.toml")),
     ("rows/argmax.toml", include_str!("../rows/argmax.toml")),
@@ -39,6 +39,7 @@ const EMBEDDED: [(&str, &str); 13] = [
     ("rows/chain.toml", include_str!("../rows/chain.toml")),
     ("rows/embedding.toml", include_str!("../rows/embedding.toml")),
     ("rows/gemm.toml", include_str!("../rows/gemm.toml")),
+    ("rows/linear_logprob.toml", include_str!("../rows/linear_logprob.toml")),
     ("rows/logprob.toml", include_str!("../rows/logprob.toml")),
     ("rows/rms_norm.toml", include_str!("../rows/rms_norm.toml")),
     ("rows/rope.toml", include_str!("../rows/rope.toml")),

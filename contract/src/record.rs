@@ -83,6 +83,12 @@ pub struct Record {
     pub setting: Option<String>,
     /// What the implementation says it ran.
     pub kernel: String,
+    /// How it says it used its workspace, for accuracy.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub plan: String,
+    /// What it counted besides (bytes of workspace, conversions, slow paths), for accuracy.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub ledger: BTreeMap<String, u64>,
     /// What came of it.
     pub verdict: Verdict,
     /// Error against the oracle, for accuracy.

@@ -17,6 +17,7 @@ mod attention;
 mod chain;
 mod embedding;
 mod gemm;
+mod linear_logprob;
 mod logprob;
 mod rms_norm;
 mod rope;
@@ -315,11 +316,12 @@ const TF32: ParamSpec =
 
 /// All ops, in the order tables print them.
 pub fn all() -> &'static [Spec] {
-    static ALL: [Spec; 11] = [
+    static ALL: [Spec; 12] = [
         gemm::SPEC,
         rms_norm::SPEC,
         attention::SPEC,
         logprob::SPEC,
+        linear_logprob::SPEC,
         softmax::SPEC,
         silu_mul::SPEC,
         rope::SPEC,

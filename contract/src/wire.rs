@@ -13,6 +13,9 @@ use std::io::{self, Read, Write};
 pub const MAX_FRAME: u64 = 8 << 30;
 
 /// Metadata keys that are not parameters of an op; `format` is what other writers of safetensors files add.
+/// Metadata of an answer that starts so holds what was counted.
+const LEDGER: &str = "ledger.";
+
 const ENVELOPE: [&str; 7] = ["op", "out", "case", "format", "config.isa", "config.threads", "config.budget"];
 
 /// Why bytes could not be read or written as a message.
@@ -184,11 +187,16 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
         Status::Unsupported => "unsupported",
         Status::Error => "error",
     };
-    let metadata = BTreeMap::from([
+    let mut metadata = BTreeMap::from([
         ("status".to_string(), status.to_string()),
         ("reason".to_string(), answer.reason.clone()),
         ("kernel".to_string(), answer.kernel.clone()),
     ]);
+    if !answer.plan.is_empty() {
+        metadata.insert("plan".into(), answer.plan.clone());
+    }
+    metadata.extend(answer.smallest_budget.map(|bytes| ("smallest_budget".into(), bytes.to_string())));
+    metadata.extend(answer.ledger.iter().map(|(name, count)| (format!("{LEDGER}{name}"), count.to_string())));
     File { tensors: answer.outputs.clone(), metadata }.encode()
 }
 
@@ -207,7 +215,22 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
         }
     };
     let text = |key: &str| metadata.get(key).cloned().unwrap_or_default();
-    Ok(Answer { status, reason: text("reason"), kernel: text("kernel"), outputs: tensors })
+    let number = |key: &str, value: &String| -> Result<u64, WireError> {
+        let why = || format!("`{value}` is not a whole number");
+        value.parse().map_err(|_| WireError::Metadata { field: key.into(), why: why() })
+    };
+    let counted = metadata.iter().filter_map(|(key, value)| Some((key, key.strip_prefix(LEDGER)?, value)));
+    let ledger = counted.map(|(key, name, value)| Ok((name.to_string(), number(key, value)?)));
+    let smallest = metadata.get("smallest_budget").map(|value| number("smallest_budget", value)).transpose()?;
+    Ok(Answer {
+        status,
+        reason: text("reason"),
+        kernel: text("kernel"),
+        outputs: tensors,
+        plan: text("plan"),
+        ledger: ledger.collect::<Result<_, WireError>>()?,
+        smallest_budget: smallest.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+    })
 }
 
 /// Reads one frame; `None` at the end of input. Memory grows with what arrives, not with what the length claims.

@@ -13,6 +13,24 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+/// Why there are no logits.
+enum Failure {
+    Model(ModelError),
+    Text(String),
+}
+
+impl From<ModelError> for Failure {
+    fn from(e: ModelError) -> Failure {
+        Failure::Model(e)
+    }
+}
+
+impl From<String> for Failure {
+    fn from(reason: String) -> Failure {
+        Failure::Text(reason)
+    }
+}
+
 /// A folder of checkpoint folders; models are loaded once and kept.
 #[derive(Default)]
 pub struct Checkpoints {
@@ -81,11 +99,18 @@ impl Checkpoints {
         }
         match self.logits(cpu, case) {
             Ok(logits) => Answer::ok(format!("chain/{}", cpu.isa()), BTreeMap::from([("logits".to_string(), logits)])),
-            Err(reason) => Answer::error(reason),
+            Err(Failure::Text(reason)) => Answer::error(reason),
+            Err(Failure::Model(e)) => {
+                let smallest_budget = match e {
+                    ModelError::Op(samebits_ops::Error::Budget { smallest, .. }) => Some(smallest),
+                    _ => None,
+                };
+                Answer { smallest_budget, ..Answer::error(e.to_string()) }
+            }
         }
     }
 
-    fn logits(&self, cpu: &Cpu, case: &Case) -> Result<Tensor, String> {
+    fn logits(&self, cpu: &Cpu, case: &Case) -> Result<Tensor, Failure> {
         let param = |name: &str, default: &str| case.params.get(name).map_or(default.to_string(), String::clone);
         let text = |e: ModelError| format!("chain: {e}");
         let precision: Precision = param("dtype", "bf16").parse().map_err(text)?;
@@ -93,19 +118,19 @@ impl Checkpoints {
         let grouping: Grouping = param("batch", "together").parse().map_err(text)?;
         let model = self.model(&case.params["model"], precision, cpu)?;
         let tokens = &case.inputs["tokens"];
-        let &[batch, len] = tokens.shape() else { return Err("chain: `tokens` must be [B,T]".into()) };
-        let ids = tokens.as_i32().ok_or("chain: `tokens` must be i32")?;
-        let logits = model.forward(cpu, ids, batch, len, schedule, grouping).map_err(|e| e.to_string())?;
+        let &[batch, len] = tokens.shape() else { return Err(Failure::Text("chain: `tokens` must be [B,T]".into())) };
+        let ids = tokens.as_i32().ok_or(Failure::Text("chain: `tokens` must be i32".into()))?;
+        let logits = model.forward(cpu, ids, batch, len, schedule, grouping)?;
         Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
     }
 
-    fn model(&self, name: &str, precision: Precision, cpu: &Cpu) -> Result<Arc<Model>, String> {
+    fn model(&self, name: &str, precision: Precision, cpu: &Cpu) -> Result<Arc<Model>, Failure> {
         let key = (name.to_string(), precision == Precision::Fp32);
         let mut loaded = self.loaded.lock().expect("loading does not panic");
         if let Some(model) = loaded.get(&key) {
             return Ok(model.clone());
         }
-        let model = Arc::new(Model::load(&self.folder(name)?, precision, cpu).map_err(|e| e.to_string())?);
+        let model = Arc::new(Model::load(&self.folder(name)?, precision, cpu)?);
         Ok(loaded.entry(key).or_insert(model).clone())
     }
 }

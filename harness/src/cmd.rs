@@ -21,7 +21,7 @@ use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
 use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::judge::Selection;
-use samebits_ops::{Cpu, Isa};
+use samebits_ops::{Counter, Cpu, Isa};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,6 +46,29 @@ impl Machine {
         let isa = self.isa.unwrap_or(best.isa());
         let threads = self.threads.unwrap_or(best.threads());
         Ok(Cpu::new(isa, threads, budget.unwrap_or(usize::MAX))?)
+    }
+}
+
+/// What may not happen beside computing.
+#[derive(clap::Args)]
+pub struct Strict {
+    /// A counter that must stay zero; an op that would raise it is an error that names the place: conversions, copies,
+    /// layouts, plan_retries, slow_paths, allocated_bytes, workspace_bf16_bytes or workspace_f32_bytes; may be given again
+    #[arg(long, value_name = "COUNTER")]
+    forbid: Vec<String>,
+}
+
+impl Strict {
+    /// `cpu`, on which the counters are forbidden.
+    pub fn apply(&self, cpu: Cpu) -> Result<Cpu> {
+        for name in &self.forbid {
+            let counter = Counter::find(name).with_context(|| {
+                let known: Vec<_> = Counter::ALL.into_iter().map(Counter::name).collect();
+                format!("--forbid {name}: no such counter; use one of {}", known.join(", "))
+            })?;
+            cpu.ledger().forbid(counter);
+        }
+        Ok(cpu)
     }
 }
 

@@ -15,6 +15,7 @@ use samebits_contract::table::{CaseSpec, Contract, Role, Row, Slice};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::verdict::{Evidence, Verdict};
 use samebits_goldens::{Store, Verified};
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// What to judge: everything of a slice that passes every filter that is set.
@@ -165,11 +166,20 @@ impl Judge<'_> {
                     base = Some((&trial.case.name, self.base(trial.case)));
                 }
                 let (_, base) = base.as_ref().expect("just made");
-                let (kernel, outcome) = match base {
-                    Err(reason) => (String::new(), Outcome::untested(reason.clone())),
-                    Ok(base) => (base.answer.kernel.clone(), self.trial(trial, base, &mut oracle)),
+                let mut record = match base {
+                    Err(reason) => self.record(trial, Outcome::untested(reason.clone())),
+                    Ok(base) => {
+                        let mut record = self.record(trial, self.trial(trial, base, &mut oracle));
+                        record.kernel = base.answer.kernel.clone();
+                        if trial.judgment == Judgment::Accuracy {
+                            record.plan = base.answer.plan.clone();
+                            record.ledger = base.answer.ledger.clone();
+                        }
+                        record
+                    }
                 };
-                self.record(trial, kernel, outcome, start.elapsed().as_secs_f64())
+                record.seconds = start.elapsed().as_secs_f64();
+                record
             })
             .collect()
     }
@@ -264,7 +274,14 @@ impl Judge<'_> {
     /// Every setting of one axis against the base answer, bit for bit.
     fn invariance(&self, trial: &Trial, base: &Base) -> Outcome {
         let axis = trial.axis.expect("an invariance trial has an axis");
-        let variants = (axis.variants)(&base.case, self.machine);
+        let machine = match axis.name {
+            "budget" => match self.smallest_budget(&base.case) {
+                Ok(smallest_budget) => &Machine { smallest_budget, ..self.machine.clone() },
+                Err(reason) => return Outcome::error(reason),
+            },
+            _ => self.machine,
+        };
+        let variants = (axis.variants)(&base.case, machine);
         if variants.is_empty() {
             return Outcome::of(Verdict::Unsupported {
                 reason: format!("axis {} has nothing to vary here", axis.name),
@@ -304,6 +321,24 @@ impl Judge<'_> {
         }
     }
 
+    /// The least budget under which `case` is answered, as the implementation tells when it refuses a smaller one; `None`
+    /// where the case is not offered.
+    fn smallest_budget(&self, case: &Case) -> Result<Option<usize>, String> {
+        let mut case = case.clone();
+        let mut budget = 0;
+        // A model names the smallest plan of one op after the other.
+        loop {
+            case.config.budget = Some(budget);
+            let answer = self.implementation.run(&case);
+            match (answer.status, answer.smallest_budget) {
+                (Status::Ok, _) => return Ok(Some(budget)),
+                (Status::Unsupported, _) => return Ok(None),
+                (Status::Error, Some(smallest)) if smallest > budget => budget = smallest,
+                (Status::Error, _) => return Err(format!("with a budget of {budget} bytes: {}", answer.reason)),
+            }
+        }
+    }
+
     /// The blessed outputs of the case, bit for bit.
     fn golden(&self, trial: &Trial, base: &Base) -> Outcome {
         let Some(store) = self.goldens else {
@@ -319,7 +354,7 @@ impl Judge<'_> {
         }
     }
 
-    fn record(&self, trial: &Trial, kernel: String, outcome: Outcome, seconds: f64) -> Record {
+    fn record(&self, trial: &Trial, outcome: Outcome) -> Record {
         let mut verdict = outcome.verdict;
         if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
             && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
@@ -339,11 +374,13 @@ impl Judge<'_> {
             judgment: trial.judgment,
             axis: trial.axis.map(|axis| axis.name.to_string()),
             setting: outcome.setting,
-            kernel,
+            kernel: String::new(),
+            plan: String::new(),
+            ledger: BTreeMap::new(),
             verdict,
             measure: outcome.measure,
             chain: outcome.chain,
-            seconds,
+            seconds: 0.0,
         }
     }
 
@@ -369,7 +406,7 @@ impl Judge<'_> {
             });
             if let (Some(first), false) = (under.first(), needed) {
                 let reason = format!("{}: nothing needs the waiver `{}`; remove it", trial.row.place, waiver.reason);
-                stale.push(self.record(first, String::new(), Outcome::of(Verdict::StaleWaiver { reason }), 0.0));
+                stale.push(self.record(first, Outcome::of(Verdict::StaleWaiver { reason })));
             }
         }
         stale

@@ -16,7 +16,7 @@ pub fn axes(base: Isa) -> Machine {
     let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
     threads.sort_unstable();
     threads.dedup();
-    Machine { isas, threads }
+    Machine { isas, threads, smallest_budget: None }
 }
 
 fn cores() -> usize {

@@ -3,7 +3,8 @@
 use samebits_contract::tensor::DType;
 use samebits_ops::{
     Attention, Cpu, Element, Error, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add, argmax,
-    attention, bf16, embedding, f16, gemm_packed, inv_freq, logprob, rms_norm, rope, silu_mul, softmax,
+    attention, bf16, embedding, f16, gemm_packed, inv_freq, linear_logprob_packed, logprob, rms_norm, rope, silu_mul,
+    softmax,
 };
 use std::collections::BTreeMap;
 
@@ -164,6 +165,15 @@ fn typed<I: Element, O: Element>(cpu: &Cpu, p: &mut Params) -> Result<Work, Stri
             let (logits, mut logp, mut lse) = (values::<I>(rows * vocab), zeros(rows), zeros(rows));
             let run = move || logprob(&cpu, rows, vocab, temperature, &logits, &target, &mut logp, &mut lse);
             (Box::new(run), i * rows * vocab, 2 * rows * vocab)
+        }
+        "linear_logprob" => {
+            let (rows, vocab, k) = (p.extent("M")?, p.extent("V")?, p.extent("K")?);
+            let temperature = p.take("temperature", Some(1.0))?;
+            let w = PackedWeight::pack(&cpu, vocab, k, &values::<I>(vocab * k)).map_err(|e| e.to_string())?;
+            let target: Vec<i32> = (0..rows).map(|r| (r * 7919 % vocab) as i32).collect();
+            let (x, mut logp, mut lse) = (values::<I>(rows * k), zeros(rows), zeros(rows));
+            let run = move || linear_logprob_packed(&cpu, rows, temperature, &x, &w, &target, &mut logp, &mut lse);
+            (Box::new(run), i * (rows * k + vocab * k), 2 * rows * vocab * k)
         }
         "softmax" => {
             let (rows, n) = (p.extent("R")?, p.extent("N")?);

@@ -129,9 +129,17 @@ impl Cpu {
         Ok(Cpu { isa, budget, threads, pool, kept: Arc::default(), ledger: Arc::default() })
     }
 
-    /// The same `Cpu` with counters of its own, all zero and nothing forbidden.
+    /// Another `Cpu` that counts in the same [`Ledger`].
+    ///
+    /// # Errors
+    /// As [`Cpu::new`].
+    pub fn other(&self, isa: Isa, threads: usize, budget: usize) -> Result<Cpu, Error> {
+        Ok(Cpu { ledger: self.ledger.clone(), ..Cpu::new(isa, threads, budget)? })
+    }
+
+    /// The same `Cpu` with counters of its own, all zero; what is forbidden stays so.
     pub fn recording(&self) -> Cpu {
-        Cpu { ledger: Arc::default(), ..self.clone() }
+        Cpu { ledger: Arc::new(self.ledger.successor()), ..self.clone() }
     }
 
     /// The instruction set.

@@ -10,6 +10,7 @@ pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
 pub mod scalar;
+pub mod twice;
 
 use crate::cpu::{Cpu, Isa};
 use half::{bf16, f16};
@@ -58,6 +59,19 @@ pub trait Simd: Copy + Send + Sync {
     fn any_nan_or_inf(self, a: Self::F) -> bool;
     /// `2^i` for integral `i` in [-126, 127]; any other lane gives an arbitrary value.
     fn pow2(self, i: Self::F) -> Self::F;
+    /// `m * 2^i` for `m` in [0.5, 2) and integral `i` in [-125, 126]; any other lane gives an arbitrary value.
+    #[inline(always)]
+    fn mul_pow2(self, m: Self::F, i: Self::F) -> Self::F {
+        self.mul(m, self.pow2(i))
+    }
+    /// `m * 2^i`, rounded once, for `m` in [0.5, 2) and `i` integral or infinite; a NaN in either gives a NaN.
+    #[inline(always)]
+    fn scale(self, m: Self::F, i: Self::F) -> Self::F {
+        // From 2^252 on either way the result is infinite or +0; the first of the two products is exact.
+        let i = self.min(self.splat(252.0), self.max(self.splat(-252.0), i));
+        let h = self.floor(self.mul(i, self.splat(0.5)));
+        self.mul(self.mul(m, self.pow2(h)), self.pow2(self.sub(i, h)))
+    }
 
     /// Loads `LANES` f32.
     /// # Safety
@@ -91,6 +105,23 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_pairs(self, p: *const u32) -> (Self::F, Self::F);
+    /// Copies 64 bytes past the caches; [`Simd::fence`] must follow before another thread may look.
+    /// # Safety
+    /// `from` is valid for reading and `to` for writing 64 bytes; `to` is a multiple of 64.
+    #[inline(always)]
+    unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, 64) }
+    }
+    /// Orders the lines of [`Simd::stream_line`] before all later stores.
+    #[inline(always)]
+    fn fence(self) {}
+    /// The last rounding of `LANES` pairs to bf16, `high` to the high halves and `low` to the low ones.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements; it need not be aligned.
+    unsafe fn narrow_pairs(self, high: Self::F, low: Self::F, p: *mut u32);
+    /// `low[0], high[0], low[1], high[1], ..`, in two vectors.
+    fn interleave(self, high: Self::F, low: Self::F) -> (Self::F, Self::F);
     /// Copies `LANES` pairs with their halves exchanged: from memory order to the earlier element in the high half.
     /// # Safety
     /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
@@ -100,6 +131,7 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// The first `LANES` pointers are valid for reading `at + LANES` words, aligned or not; `to` is valid for writing
     /// `(LANES - 1) * stride + count` words.
+    #[inline(always)]
     unsafe fn transpose<const SWAP: bool>(
         self,
         rows: &[*const u32; MAX_LANES],
@@ -107,12 +139,27 @@ pub trait Simd: Copy + Send + Sync {
         count: usize,
         to: *mut u32,
         stride: usize,
-    );
+    ) {
+        for j in 0..Self::LANES {
+            for (i, row) in rows.iter().enumerate().take(count) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let word = row.add(at + j).read_unaligned();
+                    to.add(j * stride + i).write(if SWAP { word.rotate_left(16) } else { word });
+                }
+            }
+        }
+    }
     /// The least `(bits & 0x7FFF) - 1`, wrapping, of `count` bf16: one less than the bits of the smallest magnitude that
     /// is not zero; `0xFFFF` when all are zero or there are none.
     /// # Safety
     /// `p` is valid for reading `count` elements, a multiple of `2 * LANES`.
-    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16;
+    #[inline(always)]
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
+        // SAFETY: the caller's promise.
+        let one = |i: usize| unsafe { (p.add(i).read().to_bits() & 0x7FFF).wrapping_sub(1) };
+        (0..count).map(one).fold(u16::MAX, u16::min)
+    }
 }
 
 /// An algorithm over [`Simd`]. Implementations of `run` are `#[inline(always)]`.
@@ -224,4 +271,65 @@ pub fn narrow_at<S: Simd, T: Storage>(s: S, v: S::F, y: &mut [T], start: usize) 
         let count = rest.len();
         rest.copy_from_slice(&padded[..count]);
     }
+}
+
+/// Whether [`load_two`] and [`narrow_two`] take bf16 from `I` to `O` by pairs: cheaper, because no element changes its
+/// place in a register.
+#[inline(always)]
+pub fn paired<I: Storage, O: Storage>() -> bool {
+    I::IS_BF16 && O::IS_BF16
+}
+
+/// `2 * LANES` elements in two vectors. With `pairs` (of bf16 only) these are the elements of odd and of even index, else
+/// the first and the second half; `narrow_two` puts them back.
+#[inline(always)]
+pub fn load_two<S: Simd, T: Storage>(s: S, x: &[T], pairs: bool) -> (S::F, S::F) {
+    assert!(x.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    // SAFETY: `x` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+    unsafe {
+        if pairs {
+            s.load_pairs(x.as_ptr().cast())
+        } else {
+            (T::load_lanes(s, x.as_ptr()), T::load_lanes(s, x.as_ptr().add(S::LANES)))
+        }
+    }
+}
+
+/// The last rounding of two vectors in the order of [`load_two`] into the `2 * LANES` elements of `y`.
+#[inline(always)]
+pub fn narrow_two<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs: bool) {
+    assert!(y.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    // SAFETY: `y` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+    unsafe {
+        if pairs {
+            s.narrow_pairs(v.0, v.1, y.as_mut_ptr().cast());
+        } else {
+            T::narrow_lanes(s, v.0, y.as_mut_ptr());
+            T::narrow_lanes(s, v.1, y.as_mut_ptr().add(S::LANES));
+        }
+    }
+}
+
+/// Stores two vectors as they are, one after the other.
+#[inline(always)]
+pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
+    assert!(y.len() == 2 * S::LANES);
+    // SAFETY: `y` holds 2 * LANES elements.
+    unsafe {
+        s.store(v.0, y.as_mut_ptr());
+        s.store(v.1, y.as_mut_ptr().add(S::LANES));
+    }
+}
+
+/// Asks for the line that holds `p`. It reads nothing, so `p` may be any address.
+#[inline(always)]
+pub fn prefetch<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing and may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
 }

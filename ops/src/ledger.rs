@@ -41,6 +41,11 @@ impl Counter {
         Counter::SlowPaths,
     ];
 
+    /// The counter called `name`.
+    pub fn find(name: &str) -> Option<Counter> {
+        Counter::ALL.into_iter().find(|counter| counter.name() == name)
+    }
+
     /// The name in records and messages.
     pub fn name(self) -> &'static str {
         match self {
@@ -154,8 +159,20 @@ impl Ledger {
         Allowance { ledger: self, counter }
     }
 
+    /// Counters at zero that forbid the same.
+    pub(crate) fn successor(&self) -> Ledger {
+        let next = Ledger::default();
+        for (next, forbidden) in next.forbidden.iter().zip(&self.forbidden) {
+            next.store(forbidden.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        next
+    }
+
     /// Counts `amount`; an error when `counter` is forbidden. `place` names what did it and how to avoid it.
-    pub(crate) fn note(&self, counter: Counter, amount: usize, place: &'static str) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// [`Error::Forbidden`] in strict mode.
+    pub fn note(&self, counter: Counter, amount: usize, place: &'static str) -> Result<(), Error> {
         if amount == 0 {
             return Ok(());
         }

@@ -25,6 +25,7 @@ mod plan;
 mod rms_norm;
 mod rope;
 mod silu_mul;
+mod sink;
 mod softmax;
 mod tile;
 

@@ -10,7 +10,7 @@
 
 use crate::gemm::segment_length;
 use crate::gemm::{Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Weight, pack_rows, panel_words, row_words};
-use crate::lane_sum::fold;
+use crate::lane_sum::Lanes;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::memory::LINE;
@@ -355,7 +355,7 @@ impl<I: Element> Block<'_, I> {
         }
         for (facts, state) in facts.iter_mut().zip(states.chunks_exact_mut(STATE)) {
             let (lanes, rest) = state.split_at_mut(LANES);
-            let sum = sum_lanes(cpu, lanes.try_into().expect("256 lanes"));
+            let sum = sum_lanes(cpu, (&*lanes).try_into().expect("256 lanes"));
             *facts = [rest[0], sum, rest[1], rest[2]];
         }
     }
@@ -366,17 +366,17 @@ fn exp2(i: f32) -> f32 {
     f32::from_bits(((i as i32 + 127) as u32) << 23)
 }
 
-fn sum_lanes(cpu: &Cpu, lanes: &mut [f32; LANES]) -> f32 {
+fn sum_lanes(cpu: &Cpu, lanes: &[f32; LANES]) -> f32 {
     cpu.dispatch(Fold(lanes))
 }
 
-struct Fold<'a>(&'a mut [f32; LANES]);
+struct Fold<'a>(&'a [f32; LANES]);
 
 impl Kernel for Fold<'_> {
     type Output = f32;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        fold(s, self.0)
+        Lanes::of(*self.0).fold(s)
     }
 }
 

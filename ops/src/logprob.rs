@@ -8,8 +8,9 @@
 //! gives logprob 0.
 
 use crate::gemm::segment_length;
-use crate::lane_sum::{Step, lane_sum};
-use crate::lanes::{Kernel, Simd, load_at};
+use crate::lane_sum::Lanes;
+use crate::lanes::twice::Twice;
+use crate::lanes::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::{Cpu, Element, Error, check_len, value_error};
 
@@ -61,6 +62,24 @@ pub(crate) struct Denominator {
 }
 
 impl Denominator {
+    /// That of `x * scale`, whose weights are left in the first elements of `kept`. A row without one leaves nothing.
+    #[inline(always)]
+    pub fn of_row<S: Simd, I: Element>(s: S, x: &[I], scale: f32, kept: &mut [f32]) -> Denominator {
+        let (n, special) = reference(s, x, scale);
+        if let Some(sum) = special {
+            return Denominator { n, sum };
+        }
+        let kept = &mut kept[..x.len()];
+        weights(s, x, scale, n, kept);
+        let mut part = [0f32; 8];
+        for (part, segment) in part.iter_mut().zip(kept.chunks(segment_length(x.len()))) {
+            let mut lanes = Lanes::new();
+            lanes.add(s, segment);
+            *part = lanes.fold(s);
+        }
+        Denominator { n, sum: join(part) }
+    }
+
     fn lse(&self) -> f32 {
         match self.sum {
             0.0 => f32::NEG_INFINITY,
@@ -80,54 +99,84 @@ impl<I: Element> Kernel for Total<'_, I> {
     type Output = Denominator;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Denominator {
-        let scale = s.splat(self.scale);
-        let lowest = I::narrow(f32::NEG_INFINITY);
-        // exp_split rounds a product that grows with x, so the largest x has the largest exponent.
-        let mut largest = s.splat(f32::NEG_INFINITY);
-        let mut invalid = false;
-        for at in (0..self.x.len()).step_by(S::LANES) {
-            let x = s.mul(load_at(s, self.x, at, lowest), scale);
-            invalid |= s.any_nan_or_inf(x);
-            largest = s.max(x, largest);
+        let (n, special) = reference(s, self.x, self.scale);
+        if let Some(sum) = special {
+            return Denominator { n, sum };
         }
-        let mut lanes = [f32::NEG_INFINITY; crate::lanes::MAX_LANES];
-        // SAFETY: MAX_LANES >= LANES.
-        unsafe { s.store(largest, lanes.as_mut_ptr()) };
-        let largest = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
-        let n = (largest * LOG2E_HI).round_ties_even();
-        if invalid {
-            return Denominator { n, sum: f32::NAN };
-        }
-        if largest == f32::NEG_INFINITY {
-            return Denominator { n, sum: 0.0 };
-        }
-        if n.is_infinite() {
-            // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
-            return Denominator { n, sum: f32::NAN };
-        }
-        let step = AddWeight { scale: self.scale, n };
-        let length = segment_length(self.x.len());
+        let mut tile = [0f32; TILE];
         let mut part = [0f32; 8];
-        for (sum, segment) in part.iter_mut().zip(self.x.chunks(length)) {
-            *sum = lane_sum(s, segment, lowest, step);
+        for (part, segment) in part.iter_mut().zip(self.x.chunks(segment_length(self.x.len()))) {
+            let mut lanes = Lanes::new();
+            for x in segment.chunks(TILE) {
+                let tile = &mut tile[..x.len()];
+                weights(s, x, self.scale, n, tile);
+                lanes.add(s, tile);
+            }
+            *part = lanes.fold(s);
         }
-        let [s0, s1, s2, s3, s4, s5, s6, s7] = part;
-        Denominator { n, sum: ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)) }
+        Denominator { n, sum: join(part) }
     }
 }
 
-/// `acc +` the weight of an element; -inf has weight +0, which changes no lane.
-#[derive(Clone, Copy)]
-struct AddWeight {
-    scale: f32,
-    n: f32,
+/// Weights that stay in the first cache until they are added; a multiple of 256.
+const TILE: usize = 1024;
+
+/// The reference point of the row `x * scale`, and the sum that a row without weights has: NaN or +0.
+#[inline(always)]
+pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32, Option<f32>) {
+    let four = 4 * S::LANES;
+    let s4 = Twice(Twice(s));
+    let mut largest = s4.splat(f32::NEG_INFINITY);
+    let mut invalid = false;
+    let vectors = x.chunks_exact(four);
+    let rest = vectors.remainder();
+    for x in vectors {
+        let x = load_two(Twice(s), x, I::IS_BF16);
+        invalid |= s4.any_nan_or_inf(x);
+        largest = s4.max(x, largest);
+    }
+    let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
+    store_two(Twice(s), largest, &mut lanes[..four]);
+    let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
+    invalid |= rest.iter().any(|x| x.widen().is_nan());
+    // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
+    // exponent.
+    let largest = largest * scale;
+    let n = (largest * LOG2E_HI).round_ties_even();
+    if invalid || largest == f32::INFINITY {
+        (n, Some(f32::NAN))
+    } else if largest == f32::NEG_INFINITY {
+        (n, Some(0.0))
+    } else if n.is_infinite() {
+        // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
+        (n, Some(f32::NAN))
+    } else {
+        (n, None)
+    }
 }
 
-impl Step for AddWeight {
-    #[inline(always)]
-    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
-        let x = s.mul(x, s.splat(self.scale));
-        let (m, i) = exp_split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
-        s.add(acc, weight(s, m, i, s.splat(self.n)))
+/// The weights `w` of `x * scale` under the reference point n; -inf has weight +0.
+#[inline(always)]
+pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
+    let four = 4 * S::LANES;
+    let (s2, s4) = (Twice(s), Twice(Twice(s)));
+    let whole = x.len() - x.len() % four;
+    for (x, w) in x.chunks_exact(four).zip(w.chunks_exact_mut(four)) {
+        store_two(s2, weigh(s4, load_two(s2, x, false), scale, n), w);
     }
+    for at in (whole..x.len()).step_by(S::LANES) {
+        narrow_at(s, weigh(s, load_at(s, x, at, I::default()), scale, n), w, at);
+    }
+}
+
+#[inline(always)]
+fn weigh<S: Simd>(s: S, x: S::F, scale: f32, n: f32) -> S::F {
+    let (m, i) = exp_split(s, s.mul(x, s.splat(scale)), s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    weight(s, m, i, s.splat(n))
+}
+
+/// The sum of the 8 segments of a row.
+#[inline(always)]
+fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
+    ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 }

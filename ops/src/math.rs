@@ -33,23 +33,22 @@ pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F)
 #[inline(always)]
 pub fn weight<S: Simd>(s: S, m: S::F, i: S::F, n: S::F) -> S::F {
     let d = s.sub(i, n);
-    let least = s.splat(NEGLIGIBLE);
-    s.select_ge(d, least, s.mul(m, s.pow2(s.max(d, least))), s.splat(0.0))
+    s.select_ge(d, s.splat(NEGLIGIBLE), s.mul_pow2(m, d), s.splat(0.0))
 }
 
 /// `e^x`.
 #[inline(always)]
 pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     let (m, i) = exp_split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
-    let i = s.min(s.splat(252.0), s.max(s.splat(-252.0), i));
-    let h = s.floor(s.mul(i, s.splat(0.5)));
-    s.mul(s.mul(m, s.pow2(h)), s.pow2(s.sub(i, h)))
+    s.scale(m, i)
 }
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
-    s.div(s.splat(1.0), s.add(s.splat(1.0), exp(s, s.neg(x))))
+    // The sign of x may as well stand before the constants.
+    let (m, i) = exp_split(s, x, s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
+    s.div(s.splat(1.0), s.add(s.splat(1.0), s.scale(m, i)))
 }
 
 /// The hyperbolic tangent.

@@ -6,7 +6,8 @@
 //! last rounding. `weight_offset` first makes `w + 1` in f32.
 
 use crate::lane_sum::{Step, lane_sum};
-use crate::lanes::{Kernel, Simd, load_at, narrow_at};
+use crate::lanes::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
+use crate::sink::{Sink, is_large};
 use crate::{Cpu, Element, Error, check_len};
 use half::bf16;
 
@@ -50,9 +51,10 @@ pub fn rms_norm<I: Element, O: Element>(
     check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
     let rows_per_chunk = cpu.rows_per_chunk(rows, n);
+    let large = is_large(cpu, y);
     cpu.chunks(y, rows_per_chunk * n, |chunk, y| {
         let x = &x[chunk * rows_per_chunk * n..][..y.len()];
-        cpu.dispatch(Rows { shape, x, w, y });
+        cpu.dispatch(Rows { shape, x, w, y, large });
     });
     Ok(())
 }
@@ -73,33 +75,81 @@ struct Rows<'a, I, O> {
     x: &'a [I],
     w: &'a [I],
     y: &'a mut [O],
+    large: bool,
 }
 
 impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let RmsNorm { n, eps, rounding, weight_offset, .. } = *self.shape;
-        for (x, y) in self.x.chunks(n.max(1)).zip(self.y.chunks_mut(n.max(1))) {
-            // The pad +0 adds +0 to a lane that is never -0.
-            let mean_square = lane_sum(s, x, I::default(), Square) / n as f32;
-            let r = s.splat(1.0 / (mean_square + eps).sqrt());
-            for at in (0..n).step_by(S::LANES) {
-                let mut weight = load_at(s, self.w, at, I::default());
-                if weight_offset {
-                    weight = s.add(weight, s.splat(1.0));
+        match self.shape.rounding {
+            Rounding::Once => self.rows::<S, false>(s),
+            Rounding::Hf => self.rows::<S, true>(s),
+        }
+    }
+}
+
+impl<I: Element, O: Element> Rows<'_, I, O> {
+    #[inline(always)]
+    fn rows<S: Simd, const HF: bool>(self, s: S) {
+        let n = self.shape.n;
+        let mut sink = Sink::new(self.y, self.large);
+        for (row, x) in self.x.chunks_exact(n.max(1)).enumerate() {
+            let scale = Scale::<S, HF>::of_row(s, self.shape, x);
+            let mut at = 0;
+            while at < n {
+                let y = sink.room(n - at);
+                let (x, w, len) = (&x[at..][..y.len()], &self.w[at..][..y.len()], y.len());
+                // While this row comes from the cache, the next one comes from memory.
+                let next = self.x.as_ptr().wrapping_add((row + 1) * n + at);
+                let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
+                let whole = len - len % two;
+                for (v, ((x, w), y)) in
+                    x.chunks_exact(two).zip(w.chunks_exact(two)).zip(y.chunks_exact_mut(two)).enumerate()
+                {
+                    prefetch(next.wrapping_add(v * two));
+                    let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
+                    narrow_two(s, (scale.apply(s, x0, w0), scale.apply(s, x1, w1)), y, pairs);
                 }
-                let scaled = s.mul(load_at(s, x, at, I::default()), r);
-                let value = match rounding {
-                    Rounding::Once => s.mul(scaled, weight),
-                    Rounding::Hf => {
-                        let mut rounded = [bf16::ZERO; crate::lanes::MAX_LANES];
-                        narrow_at(s, scaled, &mut rounded, 0);
-                        s.mul(weight, load_at(s, &rounded, 0, bf16::ZERO))
-                    }
-                };
-                narrow_at(s, value, y, at);
+                for at in (whole..len).step_by(S::LANES) {
+                    let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, I::default()));
+                    narrow_at(s, scale.apply(s, x, w), y, at);
+                }
+                sink.put(s, len);
+                at += len;
             }
         }
+        sink.end(s);
+    }
+}
+
+/// What the elements of one row are multiplied with; `HF` says which [`Rounding`].
+#[derive(Clone, Copy)]
+pub(crate) struct Scale<S: Simd, const HF: bool> {
+    r: S::F,
+    /// 1 or -0, which changes no weight.
+    offset: S::F,
+}
+
+impl<S: Simd, const HF: bool> Scale<S, HF> {
+    /// That of the row `x`.
+    #[inline(always)]
+    pub fn of_row<I: Element>(s: S, shape: &RmsNorm, x: &[I]) -> Self {
+        // The pad +0 adds +0 to a lane that is never -0.
+        let mean_square = lane_sum(s, x, I::default(), Square) / shape.n as f32;
+        let r = s.splat(1.0 / (mean_square + shape.eps).sqrt());
+        Scale { r, offset: s.splat(if shape.weight_offset { 1.0 } else { -0.0 }) }
+    }
+
+    /// The elements `x` of the row with their weights, before the last rounding.
+    #[inline(always)]
+    pub fn apply(self, s: S, x: S::F, w: S::F) -> S::F {
+        let (scaled, w) = (s.mul(x, self.r), s.add(w, self.offset));
+        if !HF {
+            return s.mul(scaled, w);
+        }
+        let mut rounded = [bf16::ZERO; crate::lanes::MAX_LANES];
+        narrow_at(s, scaled, &mut rounded, 0);
+        s.mul(w, load_at(s, &rounded, 0, bf16::ZERO))
     }
 }

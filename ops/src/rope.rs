@@ -6,6 +6,7 @@
 //! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
+use crate::sink::{BLOCK, Sink, is_large};
 use crate::{Cpu, Element, Error, check_len, value_error};
 
 /// Which elements of a head rotate together.
@@ -57,6 +58,26 @@ impl RopeTable {
         };
         RopeTable { half, cos: table(cos), sin: table(sin) }
     }
+
+    /// What token t is rotated by.
+    #[inline(always)]
+    pub(crate) fn row(&self, t: usize) -> Angles<'_> {
+        let row = t * self.half..(t + 1) * self.half;
+        Angles { cos: &self.cos[row.clone()], sin: &self.sin[row] }
+    }
+
+    /// Checks that there is a row for every token of `shape`, wide enough for its heads.
+    pub(crate) fn check(&self, op: &'static str, shape: &Rope) -> Result<(), Error> {
+        check_len(op, "table", "[T,D/2]", self.cos.len(), &[shape.tokens, shape.dim / 2])?;
+        check_len(op, "table row", "[D/2]", self.half, &[shape.dim / 2])
+    }
+}
+
+/// One token's cosines and sines, D/2 of each.
+#[derive(Clone, Copy)]
+pub(crate) struct Angles<'a> {
+    cos: &'a [f32],
+    sin: &'a [f32],
 }
 
 /// `x[T,H,D] -> y[T,H,D]`; row t of the table belongs to token t.
@@ -70,58 +91,96 @@ pub fn rope<I: Element, O: Element>(
     x: &[I],
     y: &mut [O],
 ) -> Result<(), Error> {
-    let Rope { tokens, heads, dim, pairing } = *shape;
+    let Rope { tokens, heads, dim, .. } = *shape;
     if dim % 2 != 0 {
         return Err(value_error("rope", format!("the head dimension is {dim}; it must be even")));
     }
     check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
     check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
-    check_len("rope", "table", "[T,D/2]", table.cos.len(), &[tokens, dim / 2])?;
-    check_len("rope", "table row", "[D/2]", table.half, &[dim / 2])?;
+    table.check("rope", shape)?;
+    if y.is_empty() {
+        return Ok(());
+    }
     let size = heads * dim;
-    cpu.chunks(y, size, |t, y| {
-        let x = &x[t * size..][..size];
-        let row = t * table.half..(t + 1) * table.half;
-        cpu.dispatch(Token { dim, pairing, cos: &table.cos[row.clone()], sin: &table.sin[row], x, y });
+    let per_chunk = cpu.rows_per_chunk(tokens, size);
+    let large = dim <= BLOCK && is_large(cpu, y);
+    cpu.chunks(y, per_chunk * size, |chunk, y| {
+        let x = &x[chunk * per_chunk * size..][..y.len()];
+        cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, y, large });
     });
     Ok(())
 }
 
-struct Token<'a, I, O> {
-    dim: usize,
-    pairing: Pairing,
-    cos: &'a [f32],
-    sin: &'a [f32],
+struct Tokens<'a, I, O> {
+    shape: &'a Rope,
+    table: &'a RopeTable,
+    /// The token that x and y begin with.
+    first: usize,
     x: &'a [I],
     y: &'a mut [O],
+    large: bool,
 }
 
-impl<I: Element, O: Element> Kernel for Token<'_, I, O> {
+impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let half = self.dim / 2;
-        for (x, y) in self.x.chunks(self.dim.max(1)).zip(self.y.chunks_mut(self.dim.max(1))) {
-            match self.pairing {
-                Pairing::Half => {
-                    let (x1, x2) = x.split_at(half);
-                    let (y1, y2) = y.split_at_mut(half);
-                    for at in (0..half).step_by(S::LANES) {
-                        let (x1, x2) = (load_at(s, x1, at, I::default()), load_at(s, x2, at, I::default()));
-                        let (cos, sin) = (load_at(s, self.cos, at, 0.0), load_at(s, self.sin, at, 0.0));
-                        narrow_at(s, s.fma(x1, cos, s.neg(s.mul(x2, sin))), y1, at);
-                        narrow_at(s, s.fma(x2, cos, s.mul(x1, sin)), y2, at);
+        let Rope { heads, dim, pairing, .. } = *self.shape;
+        let mut sink = Sink::new(self.y, self.large);
+        for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
+            let angles = self.table.row(self.first + t);
+            // A large output is made of whole heads at a time.
+            for x in x.chunks(dim * (BLOCK / dim).max(1)) {
+                let y = sink.room(x.len());
+                for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
+                    match pairing {
+                        Pairing::Half => rotate_halves(s, angles, x, y),
+                        Pairing::Interleaved => rotate_neighbours(angles, x, y),
                     }
                 }
-                Pairing::Interleaved => {
-                    for (((x, y), &cos), &sin) in x.chunks(2).zip(y.chunks_mut(2)).zip(self.cos).zip(self.sin) {
-                        let (x1, x2) = (x[0].widen(), x[1].widen());
-                        y[0] = O::narrow(x1.mul_add(cos, -(x2 * sin)));
-                        y[1] = O::narrow(x2.mul_add(cos, x1 * sin));
-                    }
-                }
+                sink.put(s, x.len());
             }
         }
+        sink.end(s);
+    }
+}
+
+/// Rotates one head; element i goes with element i + D/2.
+#[inline(always)]
+pub(crate) fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
+    let half = x.len() / 2;
+    let ((x1, x2), (y1, y2)) = (x.split_at(half), y.split_at_mut(half));
+    let (whole, lanes) = (half - half % S::LANES, S::LANES);
+    let (x1_tail, x2_tail) = (&x1[whole..], &x2[whole..]);
+    let ((y1, y1_tail), (y2, y2_tail)) = (y1.split_at_mut(whole), y2.split_at_mut(whole));
+    let angles_tail = Angles { cos: &angles.cos[whole..half], sin: &angles.sin[whole..half] };
+    let x = x1.chunks_exact(lanes).zip(x2.chunks_exact(lanes));
+    let y = y1.chunks_exact_mut(lanes).zip(y2.chunks_exact_mut(lanes));
+    let angles = angles.cos.chunks_exact(lanes).zip(angles.sin.chunks_exact(lanes));
+    for (((x1, x2), (y1, y2)), (cos, sin)) in x.zip(y).zip(angles) {
+        rotate(s, Angles { cos, sin }, (x1, x2), (y1, y2));
+    }
+    if whole < half {
+        rotate(s, angles_tail, (x1_tail, x2_tail), (y1_tail, y2_tail));
+    }
+}
+
+/// Rotates at most one vector of pairs.
+#[inline(always)]
+fn rotate<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: (&[I], &[I]), y: (&mut [O], &mut [O])) {
+    let (x1, x2) = (load_at(s, x.0, 0, I::default()), load_at(s, x.1, 0, I::default()));
+    let (cos, sin) = (load_at(s, angles.cos, 0, 0.0), load_at(s, angles.sin, 0, 0.0));
+    narrow_at(s, s.fma(x1, cos, s.neg(s.mul(x2, sin))), y.0, 0);
+    narrow_at(s, s.fma(x2, cos, s.mul(x1, sin)), y.1, 0);
+}
+
+/// Rotates one head; element 2i goes with element 2i + 1.
+#[inline(always)]
+pub(crate) fn rotate_neighbours<I: Element, O: Element>(angles: Angles, x: &[I], y: &mut [O]) {
+    for (((x, y), &cos), &sin) in x.chunks_exact(2).zip(y.chunks_exact_mut(2)).zip(angles.cos).zip(angles.sin) {
+        let (x1, x2) = (x[0].widen(), x[1].widen());
+        y[0] = O::narrow(x1.mul_add(cos, -(x2 * sin)));
+        y[1] = O::narrow(x2.mul_add(cos, x1 * sin));
     }
 }
 

@@ -50,6 +50,8 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
         axis: None,
         setting: None,
         kernel: format!("{op}/avx2"),
+        plan: String::new(),
+        ledger: Default::default(),
         verdict: Verdict::Pass,
         measure: (judgment == Judgment::Accuracy).then_some(Measure {
             samples: 512,

@@ -89,7 +89,7 @@ fn compute(c: &Checked) -> References {
 
 /// Nothing rounds in a sum of zeros. Otherwise each product may also lose half of the smallest subnormal. Finite terms
 /// that may overflow on the way decide nothing, unless the sum is NaN already.
-fn sum_of(terms: impl Iterator<Item = f64>) -> (f64, f64) {
+pub(super) fn sum_of(terms: impl Iterator<Item = f64>) -> (f64, f64) {
     let (mut sum, mut size, mut count) = (0.0, 0.0, 0.0);
     for term in terms {
         sum += term;

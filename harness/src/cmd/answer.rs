@@ -1,4 +1,4 @@
-use super::Machine;
+use super::{Machine, Strict};
 use anyhow::{Context, Result};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
@@ -20,13 +20,16 @@ pub struct Args {
     #[command(flatten)]
     machine: Machine,
 
+    #[command(flatten)]
+    strict: Strict,
+
     /// Workspace limit per op in bytes [default: none]
     #[arg(long, value_name = "BYTES")]
     budget: Option<usize>,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let implementation = CpuImplementation::new(args.machine.cpu(args.budget)?);
+    let implementation = CpuImplementation::new(args.strict.apply(args.machine.cpu(args.budget)?)?);
     let mut input = BufReader::new(stdin().lock());
     let mut output = BufWriter::new(stdout().lock());
     while let Some(frame) = read_frame(&mut input).context("stdin")? {

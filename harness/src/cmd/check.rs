@@ -1,4 +1,4 @@
-use super::{Place, Select};
+use super::{Place, Select, Strict};
 use anyhow::{Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::record::{Record, Run, SCHEMA};
@@ -35,6 +35,9 @@ pub struct Args {
     #[arg(long, value_name = "DIR", default_value = "samebits-report")]
     out: PathBuf,
 
+    #[command(flatten)]
+    strict: Strict,
+
     /// Instruction set the base answers run on [default: the best of this machine]; the isa axis varies it
     #[arg(long)]
     isa: Option<Isa>,
@@ -52,7 +55,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let isa = args.isa.unwrap_or(Isa::best());
     // Cases run side by side, so the base answers take one thread each.
     let checkpoints = args.place.checkpoints();
-    let implementation = CpuImplementation::new(Cpu::new(isa, 1, usize::MAX)?).with_checkpoints(checkpoints.clone());
+    let implementation =
+        CpuImplementation::new(args.strict.apply(Cpu::new(isa, 1, usize::MAX)?)?).with_checkpoints(checkpoints.clone());
     let store = args.place.goldens()?;
     let selection = args.select.selection(&contract)?;
     let plan = plan(&contract, implementation.name(), &selection);

@@ -33,28 +33,35 @@ impl CpuImplementation {
 
     /// Answers `case`, its op timed by `clock` where there is one.
     pub fn answer(&self, case: &Case, clock: Option<&Clock>) -> Answer {
-        if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
-            return match configured(&self.cpu, &case.config) {
-                Ok(cpu) => checkpoints.answer(&cpu, case),
-                Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
-                Err(Refusal::Error(reason)) => Answer::error(reason),
-            };
-        }
-        let answer = || {
-            let op = OPS.iter().find(|op| op.name == case.op).ok_or_else(|| {
-                let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
-                Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
-            })?;
-            let cpu = configured(&self.cpu, &case.config)?;
-            let request = Request::checked(op, case, cpu, clock)?;
-            Ok((request.kernel(), (op.run)(&request)?))
+        // Every request has counters of its own.
+        let cpu = match configured(&self.cpu, &case.config) {
+            Ok(cpu) => cpu.recording(),
+            Err(refusal) => return refusal.answer(),
         };
-        match answer() {
-            Ok((kernel, outputs)) => Answer::ok(kernel, outputs),
-            Err(Refusal::Unsupported(reason)) => Answer::unsupported(reason),
-            Err(Refusal::Error(reason)) => Answer::error(reason),
+        let answer = if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+            checkpoints.answer(&cpu, case)
+        } else {
+            op_answer(&cpu, case, clock).unwrap_or_else(Refusal::answer)
+        };
+        let plans = cpu.ledger().plans();
+        let counts = cpu.ledger().counts();
+        Answer {
+            plan: plans.iter().map(|plan| plan.to_string()).collect::<Vec<_>>().join("; "),
+            ledger: counts.into_iter().map(|(counter, count)| (counter.name().to_string(), count)).collect(),
+            ..answer
         }
     }
+}
+
+/// Answers an op.
+fn op_answer(cpu: &Cpu, case: &Case, clock: Option<&Clock>) -> Result<Answer, Refusal> {
+    let op = OPS.iter().find(|op| op.name == case.op).ok_or_else(|| {
+        let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
+        Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
+    })?;
+    let request = Request::checked(op, case, cpu.clone(), clock)?;
+    let outputs = (op.run)(&request)?;
+    Ok(Answer::ok(request.kernel(), outputs))
 }
 
 impl Implementation for CpuImplementation {
@@ -85,7 +92,7 @@ fn configured(default: &Cpu, config: &Config) -> Result<Cpu, Refusal> {
     }
     let threads = config.threads.unwrap_or(default.threads());
     let budget = config.budget.unwrap_or(default.budget());
-    Cpu::new(isa, threads, budget).map_err(|e| Refusal::Error(format!("`config.threads`: {e}")))
+    default.other(isa, threads, budget).map_err(|e| Refusal::Error(format!("`config.threads`: {e}")))
 }
 
 /// Why there are no outputs.
@@ -94,12 +101,27 @@ enum Refusal {
     Unsupported(String),
     /// A request that is wrong; the text names the field and the fix.
     Error(String),
+    /// A budget below the smallest plan, which the number is.
+    Budget(String, usize),
+}
+
+impl Refusal {
+    fn answer(self) -> Answer {
+        match self {
+            Refusal::Unsupported(reason) => Answer::unsupported(reason),
+            Refusal::Error(reason) => Answer::error(reason),
+            Refusal::Budget(reason, smallest) => {
+                Answer { smallest_budget: Some(smallest), ..Answer::error(format!("`config.budget`: {reason}")) }
+            }
+        }
+    }
 }
 
 impl From<samebits_ops::Error> for Refusal {
     fn from(e: samebits_ops::Error) -> Refusal {
         match e {
             samebits_ops::Error::Unavailable(_) => Refusal::Unsupported(e.to_string()),
+            samebits_ops::Error::Budget { smallest, .. } => Refusal::Budget(e.to_string(), smallest),
             _ => Refusal::Error(e.to_string()),
         }
     }
@@ -190,6 +212,12 @@ const OPS: &[Op] = &[
         inputs: &[float("logits", &["R", "V"]), integer("target", &["R"])],
         params: &["temperature"],
         run: |request| typed!(request, logprob),
+    },
+    Op {
+        name: "linear_logprob",
+        inputs: &[float("x", &["M", "K"]), float("w", &["V", "K"]), integer("target", &["M"])],
+        params: &["temperature"],
+        run: |request| typed!(request, linear_logprob),
     },
     Op { name: "softmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, softmax) },
     Op {
@@ -289,15 +317,13 @@ impl<'a> Request<'a> {
         Ok(Request { case, cpu, dtype, extents, tf32, clock })
     }
 
-    /// `<op>/<isa>` of the kernels that run. Only products of bf16 have AVX512-BF16 kernels (which may take the plain
-    /// AVX-512 one for operands that `VDPBF16PS` would flush); every other op under that setting runs on AVX-512.
+    /// `<op>/<isa>` of the kernels that ran, as the ledger has them: matrix products of bf16 may have used two. The other
+    /// ops have no kernel of their own for AVX512-BF16.
     fn kernel(&self) -> String {
-        let pairs = self.dtype == DType::Bf16 && matches!(self.case.op.as_str(), "gemm" | "attention");
-        let isa = match self.cpu.isa() {
-            Isa::Avx512Bf16 if !pairs => Isa::Avx512,
-            isa => isa,
-        };
-        format!("{}/{isa}", self.case.op)
+        match self.cpu.ledger().kernels() {
+            kernels if kernels.is_empty() => format!("{}/{}", self.case.op, self.cpu.isa().min(Isa::Avx512)),
+            kernels => format!("{}/{}", self.case.op, kernels.join("+")),
+        }
     }
 
     /// Runs `op`, which writes into outputs that are there: the part of a request that a clock times.
@@ -532,6 +558,30 @@ fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
     request.timed(|| {
         samebits_ops::logprob(&request.cpu, rows, vocab, temperature, logits, target, &mut logprob, &mut lse)
     })?;
+    Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
+}
+
+/// Both outputs are f32 whatever `out` says.
+fn linear_logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, vocab, k) = (request.extent("M"), request.extent("V"), request.extent("K"));
+    let temperature = request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let mut logprob = room::<f32>("logprob", &[rows])?;
+    let mut lse = room::<f32>("lse", &[rows])?;
+    let (x, w, target) = (request.float::<I>("x"), request.float("w"), request.integer("target"));
+    let cpu = &request.cpu;
+    match request.clock {
+        // As for gemm.
+        Some(clock) => {
+            let w = PackedWeight::pack(cpu, vocab, k, w)?;
+            clock.prepared("weights packed");
+            request.timed(|| {
+                samebits_ops::linear_logprob_packed(cpu, rows, temperature, x, &w, target, &mut logprob, &mut lse)
+            })?;
+        }
+        None => {
+            samebits_ops::linear_logprob(cpu, rows, vocab, k, temperature, x, w, target, &mut logprob, &mut lse)?;
+        }
+    }
     Ok(BTreeMap::from([("logprob".into(), Tensor::fp32(&[rows], logprob)), ("lse".into(), Tensor::fp32(&[rows], lse))]))
 }
 

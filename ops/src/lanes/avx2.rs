@@ -132,6 +132,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
+        unsafe {
+            _mm256_stream_si256(to.cast(), _mm256_loadu_si256(from.cast()));
+            _mm256_stream_si256(to.add(32).cast(), _mm256_loadu_si256(from.add(32).cast()));
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86_64 has it.
+        unsafe { _mm_sfence() };
+    }
+
+    #[inline(always)]
     unsafe fn load(self, p: *const f32) -> __m256 {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_loadu_ps(p) }
@@ -240,6 +255,26 @@ impl Simd for Avx2 {
             _mm256_storeu_si256(to.cast(), swapped)
         }
     }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs(self, high: __m256, low: __m256, p: *mut u32) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(rounded(low));
+            _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(low, rounded(high)));
+        }
+    }
+
+    #[inline(always)]
+    fn interleave(self, high: __m256, low: __m256) -> (__m256, __m256) {
+        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            // The unpacks work on 128-bit halves; the permutations bring the halves in order.
+            let (a, b) = (_mm256_unpacklo_ps(low, high), _mm256_unpackhi_ps(low, high));
+            (_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+        }
+    }
+
     #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m256, __m256) {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
@@ -261,14 +296,20 @@ fn canonical(v: __m256) -> __m256 {
     _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v))
 }
 
-/// To bf16, to nearest even: add half an ulp less one plus the lowest kept bit, then cut.
+/// To bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half is left.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn rounded(v: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(canonical(v));
+    let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+    _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7FFF)))
+}
+
+/// To bf16.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn to_bf16(v: __m256) -> __m128i {
-    let bits = _mm256_castps_si256(canonical(v));
-    let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-    let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7FFF)));
-    let cut = _mm256_srli_epi32::<16>(rounded);
+    let cut = _mm256_srli_epi32::<16>(rounded(v));
     // The pack works on 128-bit halves; the permutation brings the two results side by side.
     _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(cut, cut)))
 }

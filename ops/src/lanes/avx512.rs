@@ -132,6 +132,29 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn mul_pow2(self, m: __m512, i: __m512) -> __m512 {
+        self.scale(m, i)
+    }
+
+    #[inline(always)]
+    fn scale(self, m: __m512, i: __m512) -> __m512 {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_scalef_ps(m, i) }
+    }
+
+    #[inline(always)]
+    unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
+        unsafe { _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())) }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86_64 has it.
+        unsafe { _mm_sfence() };
+    }
+
+    #[inline(always)]
     unsafe fn load(self, p: *const f32) -> __m512 {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_loadu_ps(p) }
@@ -250,6 +273,26 @@ impl Simd for Avx512 {
         // SAFETY: the caller's promise.
         unsafe { _mm512_storeu_si512(to.cast(), _mm512_rol_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
     }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs(self, high: __m512, low: __m512, p: *mut u32) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let low = _mm512_srli_epi32::<16>(rounded(low));
+            _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xAAAA_AAAA, low, rounded(high)));
+        }
+    }
+
+    #[inline(always)]
+    fn interleave(self, high: __m512, low: __m512) -> (__m512, __m512) {
+        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+            (_mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, second, high))
+        }
+    }
+
     #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m512, __m512) {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
@@ -271,13 +314,19 @@ fn canonical(v: __m512) -> __m512 {
     _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), v, nan)
 }
 
-/// To bf16, to nearest even: add half an ulp less one plus the lowest kept bit, then cut. (`VCVTNEPS2BF16` flushes
-/// subnormals.)
+/// To bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half is left.
+/// (`VCVTNEPS2BF16` flushes subnormals.)
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+fn rounded(v: __m512) -> __m512i {
+    let bits = _mm512_castps_si512(canonical(v));
+    let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+    _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7FFF)))
+}
+
+/// To bf16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn to_bf16(v: __m512) -> __m256i {
-    let bits = _mm512_castps_si512(canonical(v));
-    let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-    let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7FFF)));
-    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded))
+    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(v)))
 }

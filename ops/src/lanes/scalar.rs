@@ -1,6 +1,6 @@
 //! One lane: the reference every other instruction set must equal bit for bit.
 
-use super::{MAX_LANES, Simd};
+use super::Simd;
 use crate::element::Element;
 use half::{bf16, f16};
 
@@ -117,32 +117,19 @@ impl Simd for Scalar {
         unsafe { *p = f16::narrow(v) }
     }
     #[inline(always)]
-    unsafe fn transpose<const SWAP: bool>(
-        self,
-        rows: &[*const u32; MAX_LANES],
-        at: usize,
-        _: usize,
-        to: *mut u32,
-        _: usize,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let word = rows[0].add(at).read_unaligned();
-            to.write(if SWAP { word.rotate_left(16) } else { word });
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
-        // SAFETY: the caller's promise.
-        let one = |i: usize| unsafe { (p.add(i).read().to_bits() & 0x7FFF).wrapping_sub(1) };
-        (0..count).map(one).fold(u16::MAX, u16::min)
-    }
-
-    #[inline(always)]
     unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
         // SAFETY: the caller's promise.
         unsafe { to.write_unaligned(from.read_unaligned().rotate_left(16)) }
+    }
+    #[inline(always)]
+    unsafe fn narrow_pairs(self, high: f32, low: f32, p: *mut u32) {
+        let pair = u32::from(bf16::narrow(high).to_bits()) << 16 | u32::from(bf16::narrow(low).to_bits());
+        // SAFETY: the caller's promise.
+        unsafe { p.write_unaligned(pair) }
+    }
+    #[inline(always)]
+    fn interleave(self, high: f32, low: f32) -> (f32, f32) {
+        (low, high)
     }
     #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (f32, f32) {

@@ -1,0 +1,91 @@
+//! `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`
+use super::gemm::sum_of;
+use super::logprob::log_sum;
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "linear_logprob",
+    class: Class::Logprob,
+    inputs: &[
+        InputSpec { name: "x", axes: &["M", "K"], rows: 1, ..FLOAT },
+        InputSpec { name: "w", axes: &["V", "K"], ..FLOAT },
+        InputSpec { name: "target", axes: &["M"], rows: 1, ..INT },
+    ],
+    params: &[ParamSpec { name: "temperature", kind: ParamKind::Float, default: "1" }],
+    outputs: &[
+        OutputSpec { name: "logprob", axes: &["M"], kind: OutputKind::Fp32 },
+        OutputSpec { name: "lse", axes: &["M"], kind: OutputKind::Fp32 },
+    ],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges],
+    outs: &[DType::Fp32],
+    shape: &["M", "V", "K"],
+    make,
+    check,
+    compute,
+};
+
+/// Without explicit `target` every fifth target is ignored. Peaky: logits so far apart that weights are cut.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (m, v, k) = (maker.dim("M"), maker.dim("V"), maker.dim("K"));
+    let fill = |tensor: &str, fill: Fill, len: usize| maker.values(tensor, fill, len, k);
+    let (mut x, w) = match maker.fill {
+        Fill::Tiny => (fill("x", Fill::Tiny, m * k), fill("w", Fill::Normal, v * k)),
+        Fill::Edges => (fill("x", Fill::Edges, m * k), fill("w", Fill::Normal, v * k)),
+        _ => (fill("x", Fill::Normal, m * k), fill("w", Fill::Normal, v * k)),
+    };
+    if maker.fill == Fill::Peaky {
+        x.iter_mut().for_each(|x| *x *= 32.0 / (k as f64).sqrt());
+    }
+    let drawn = maker.below("target", m, v);
+    let target = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { -1 } else { t }).collect();
+    let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![v, k], w)]);
+    inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", target)));
+    inputs
+}
+
+fn check(c: &Checked) -> Result<(), Refusal> {
+    c.require(
+        "temperature",
+        1.0,
+        |v| v > 0.0 && f32_of(1.0 / v).is_finite() && f32_of(1.0 / v) > 0.0,
+        "positive, and 1/temperature an f32",
+    )?;
+    c.indexes("target", i64::from(i32::MIN)..c.dim("V") as i64)
+}
+
+fn compute(c: &Checked) -> References {
+    let (m, v, k) = (c.dim("M"), c.dim("V"), c.dim("K"));
+    let inverse = f32_of(1.0 / c.float("temperature", 1.0));
+    let (x, w) = (c.floats("x"), c.floats("w"));
+    let (mut logprob, mut lse) = (Vec::with_capacity(m), Vec::with_capacity(m));
+    for (row, &target) in x.chunks(k).zip(c.ints("target")) {
+        let logit = |j: usize| sum_of(row.iter().zip(&w[j * k..][..k]).map(|(a, b)| a * b));
+        let logits: Vec<(f64, f64)> =
+            (0..v).map(logit).map(|(value, size)| (value * inverse, size * inverse)).collect();
+        let values: Vec<f64> = logits.iter().map(|(value, _)| *value).collect();
+        let (level, size) = log_sum(&values);
+        // An error in a logit moves lse by its share of the sum.
+        let share = |value: f64| if value == f64::NEG_INFINITY { 0.0 } else { (value - level).exp() };
+        let moved: f64 = if level.is_finite() {
+            logits.iter().map(|(value, size)| share(*value) * size).filter(|moved| *moved > 0.0).sum()
+        } else if logits.iter().any(|(_, size)| size.is_infinite()) {
+            f64::INFINITY
+        } else {
+            0.0
+        };
+        let size = size + moved;
+        lse.push((level, size));
+        logprob.push(match usize::try_from(target) {
+            Err(_) => (0.0, 0.0),
+            Ok(_) if size.is_infinite() => (0.0, f64::INFINITY),
+            Ok(_) if level.is_nan() || level.is_infinite() => (f64::NAN, 0.0),
+            Ok(target) if values[target] == f64::NEG_INFINITY => (f64::NEG_INFINITY, 0.0),
+            Ok(target) => (values[target] - level, values[target].abs() + logits[target].1 + size),
+        });
+    }
+    BTreeMap::from([
+        ("logprob".to_string(), Reference::new(vec![m], logprob)),
+        ("lse".to_string(), Reference::new(vec![m], lse)),
+    ])
+}
