@@ -27,7 +27,7 @@ pub fn encode_timed(case: &mut Case, repeat: usize) -> Vec<u8> {
 pub fn encode(answer: &Answer, reading: &Reading) -> Vec<u8> {
     // Others make their outputs while the clock runs: ours count as well.
     let ready: usize = answer.outputs.values().map(|tensor| tensor.len() * tensor.dtype().size()).sum();
-    let mut file = File::decode(&encode_answer(&answer)).expect("what was just written can be read");
+    let mut file = File::decode(&encode_answer(answer)).expect("what was just written can be read");
     let mut add = |key: &str, value: String| file.metadata.insert(key.into(), value);
     add("seconds", serde_json::json!(reading.seconds).to_string());
     add("prepared", reading.prepared.into());
