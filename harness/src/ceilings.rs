@@ -120,9 +120,11 @@ type MultiplyAdds = (fn(usize) -> f32, usize);
 
 #[cfg(target_arch = "x86_64")]
 fn multiply_adds(dtype: DType) -> Option<MultiplyAdds> {
-    // SAFETY, for each: the machine has the instructions, as is asked before the function is handed out.
+    // SAFETY: it is handed out only where the machine has AVX512-BF16, which is asked below.
     let dots: fn(usize) -> f32 = |steps| unsafe { x86::dots(steps) };
+    // SAFETY: as above, with AVX-512.
     let wide: fn(usize) -> f32 = |steps| unsafe { x86::fmas_16(steps) };
+    // SAFETY: as above, with AVX2, which `Isa` has only together with FMA.
     let narrow: fn(usize) -> f32 = |steps| unsafe { x86::fmas_8(steps) };
     if dtype == DType::Bf16 && Isa::Avx512Bf16.available() {
         Some((dots, x86::SUMS_16 * 16 * 4))

@@ -3,7 +3,7 @@
 use crate::clock::Reading;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::tensor::Tensor;
-use samebits_contract::wire::{File, encode_request};
+use samebits_contract::wire::{File, encode_answer, encode_request};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
@@ -24,20 +24,18 @@ pub fn encode_timed(case: &mut Case, repeat: usize) -> Vec<u8> {
 }
 
 /// The message that carries the ok answer and its time.
-pub fn encode(answer: Answer, reading: &Reading) -> Vec<u8> {
-    let text = |value: &str| value.to_string();
+pub fn encode(answer: &Answer, reading: &Reading) -> Vec<u8> {
     // Others make their outputs while the clock runs: ours count as well.
     let ready: usize = answer.outputs.values().map(|tensor| tensor.len() * tensor.dtype().size()).sum();
-    let mut metadata = BTreeMap::from([
-        (text("status"), text("ok")),
-        (text("reason"), answer.reason),
-        (text("kernel"), answer.kernel),
-        (text("seconds"), serde_json::json!(reading.seconds).to_string()),
-        (text("prepared"), text(reading.prepared)),
-        (text("version"), format!("samebits {}", env!("CARGO_PKG_VERSION"))),
-    ]);
-    metadata.extend(reading.peak_bytes.map(|bytes| (text("peak_bytes"), (bytes + ready as u64).to_string())));
-    File { tensors: answer.outputs, metadata }.encode()
+    let mut file = File::decode(&encode_answer(answer)).expect("what was just written can be read");
+    let mut add = |key: &str, value: String| file.metadata.insert(key.into(), value);
+    add("seconds", serde_json::json!(reading.seconds).to_string());
+    add("prepared", reading.prepared.into());
+    add("version", format!("samebits {}", env!("CARGO_PKG_VERSION")));
+    if let Some(bytes) = reading.peak_bytes {
+        add("peak_bytes", (bytes + ready as u64).to_string());
+    }
+    file.encode()
 }
 
 /// An answer to a request that asked for its time.

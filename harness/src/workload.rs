@@ -342,6 +342,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock::Clock;
     use crate::implementation::cpu::CpuImplementation;
     use crate::measure::work;
     use samebits_contract::case::Status;
@@ -424,8 +425,10 @@ mod tests {
             let known = work(&cpu, DType::Bf16, DType::Bf16, Params::new(op, given));
             let Ok(known) = known else { continue };
             assert_eq!((plan.bytes, plan.operations), (known.bytes as f64, known.operations as f64), "{op}");
-            let answer = implementation.answer(&plan.case(&workload, 1), None);
+            let clock = Clock::new(1);
+            let answer = implementation.answer(&plan.case(&workload, 1), Some(&clock));
             assert_eq!(answer.status, Status::Ok, "{op}: {}", answer.reason);
+            assert!(clock.reading().is_some(), "{op} is answered without `request.timed`");
             answered += 1;
         }
         assert!(answered >= 10, "only {answered} ops");

@@ -260,8 +260,10 @@ def log_softmax_of(logits, target):
 
 def targets(r, rows, vocab):
     target = r.whole("target", 1, [rows])
-    if rows and not bool(((target >= 0) & (target < vocab)).all()):
-        fail(f"input `target`: every token must be 0 to {vocab - 1}")
+    if rows and not bool((target < vocab).all()):
+        fail(f"input `target`: every token must be less than {vocab}")
+    if bool((target < 0).any()):
+        raise Unsupported("input `target`: negative tokens are not offered")
     return target
 
 

@@ -56,7 +56,7 @@ fn answer(implementation: &CpuImplementation, mut case: Case) -> Vec<u8> {
     let clock = Clock::new(repeat);
     let answer = implementation.answer(&case, Some(&clock));
     match (answer.status, clock.reading()) {
-        (Status::Ok, Some(reading)) => timing::encode(answer, &reading),
+        (Status::Ok, Some(reading)) => timing::encode(&answer, &reading),
         (Status::Ok, None) => {
             encode_answer(&Answer::unsupported(format!("metadata `repeat`: {} is not timed", case.op)))
         }
