@@ -31,15 +31,17 @@ pub struct ContractError {
 }
 
 /// The tables this crate was built with.
-const EMBEDDED: [(&str, &str); 13] = [
+const EMBEDDED: [(&str, &str); 15] = [
     ("impls.toml", include_str!("../impls.toml")),
     ("rows/add.toml", include_str!("../rows/add.toml")),
+    ("rows/add_rms_norm.toml", include_str!("../rows/add_rms_norm.toml")),
     ("rows/argmax.toml", include_str!("../rows/argmax.toml")),
     ("rows/attention.toml", include_str!("../rows/attention.toml")),
     ("rows/chain.toml", include_str!("../rows/chain.toml")),
     ("rows/embedding.toml", include_str!("../rows/embedding.toml")),
     ("rows/gemm.toml", include_str!("../rows/gemm.toml")),
     ("rows/logprob.toml", include_str!("../rows/logprob.toml")),
+    ("rows/norm_rope.toml", include_str!("../rows/norm_rope.toml")),
     ("rows/rms_norm.toml", include_str!("../rows/rms_norm.toml")),
     ("rows/rope.toml", include_str!("../rows/rope.toml")),
     ("rows/silu_mul.toml", include_str!("../rows/silu_mul.toml")),

@@ -73,6 +73,10 @@ fn rows(c: &mut Criterion) {
     group.bench_function("rms_norm", |b| {
         b.iter(|| rms_norm(&cpu, &shape, black_box(&x), &w, &mut y).expect("shapes match"))
     });
+    let (wide, mut sum) = (values(r * n, 3), vec![bf16::ZERO; r * n]);
+    group.bench_function("add_rms_norm", |b| {
+        b.iter(|| add_rms_norm(&cpu, &shape, black_box(&x), &wide, &w, &mut sum, &mut y).expect("shapes match"))
+    });
     group.bench_function("softmax", |b| b.iter(|| softmax(&cpu, r, n, black_box(&x), &mut y).expect("shapes match")));
     group.bench_function("silu_mul", |b| b.iter(|| silu_mul(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
     group.bench_function("add", |b| b.iter(|| add(&cpu, black_box(&x), &x, &mut y).expect("shapes match")));
@@ -80,6 +84,18 @@ fn rows(c: &mut Criterion) {
     let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128), &(0..r as i32).collect::<Vec<_>>());
     group.bench_function("rope", |b| {
         b.iter(|| rope(&cpu, &rotation, &table, black_box(&x), &mut y).expect("shapes match"))
+    });
+    let normed = NormRope {
+        tokens: r,
+        heads: n / 128,
+        dim: 128,
+        eps: 1e-6,
+        rounding: Rounding::Once,
+        weight_offset: false,
+        pairing: Pairing::Half,
+    };
+    group.bench_function("norm_rope", |b| {
+        b.iter(|| norm_rope(&cpu, &normed, &table, black_box(&x), &w[..128], &mut y).expect("shapes match"))
     });
     let tokens: Vec<i32> = (0..r as i32).rev().collect();
     group.bench_function("embedding", |b| {

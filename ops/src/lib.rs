@@ -6,6 +6,7 @@
 //! an [`Error`], before anything is written.
 
 mod add;
+mod add_rms_norm;
 mod argmax;
 mod attention;
 mod cpu;
@@ -17,6 +18,7 @@ mod lane_sum;
 mod lanes;
 mod logprob;
 mod math;
+mod norm_rope;
 mod pack;
 mod rms_norm;
 mod rope;
@@ -26,6 +28,7 @@ mod softmax;
 mod tile;
 
 pub use add::add;
+pub use add_rms_norm::add_rms_norm;
 pub use argmax::argmax;
 pub use attention::{Attention, attention};
 pub use cpu::{Cpu, Isa};
@@ -34,6 +37,7 @@ pub use embedding::embedding;
 pub use gemm::{Gemm, PackedWeight, gemm, gemm_packed};
 pub use half::{bf16, f16};
 pub use logprob::logprob;
+pub use norm_rope::{NormRope, norm_rope};
 pub use rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use silu_mul::silu_mul;

@@ -49,8 +49,8 @@ Examples:
   samebits measure --op attention --param B=1 --param T=1 --param S=4096 --param Hq=32 --param Hkv=8 --param D=128
   samebits measure --op rms_norm --param R=4096 --param N=4096 --dtype bf16 --threads 2 --json
 
-Extents by op: gemm M N K; rms_norm, softmax, silu_mul, add, argmax R N; attention B T S Hq Hkv D (E, causal, window,
-softcap); logprob R V (temperature); rope T H D (theta); embedding V D T.";
+Extents by op: gemm M N K; rms_norm, add_rms_norm, softmax, silu_mul, add, argmax R N; attention B T S Hq Hkv D (E, causal, window,
+softcap); logprob R V (temperature); rope, norm_rope T H D (theta); embedding V D T.";
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     ensure!((1..=1_000_000).contains(&args.repeat), "--repeat {}: use 1 to 1000000", args.repeat);
