@@ -12,9 +12,10 @@ use std::collections::BTreeMap;
 /// Op, inputs by axes (`i:` marks I32), parameters with values of which some are wrong.
 type Form = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
 
-const FORMS: [Form; 10] = [
+const FORMS: [Form; 12] = [
     ("gemm", &[("x", "MK"), ("w", "NK"), ("bias", "N")], &["k_offset", "k_total", "tf32"]),
     ("rms_norm", &[("x", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
+    ("add_rms_norm", &[("x", "RN"), ("residual", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
     (
         "attention",
         &[("q", "BTHD"), ("k", "BSGD"), ("v", "BSGE"), ("q_pos", "i:BT"), ("kv_len", "i:B")],
@@ -24,6 +25,11 @@ const FORMS: [Form; 10] = [
     ("softmax", &[("x", "RN")], &["tf32"]),
     ("silu_mul", &[("gate", "RN"), ("up", "RN")], &["profile"]),
     ("rope", &[("x", "THD"), ("pos", "i:T")], &["theta", "pairing"]),
+    (
+        "norm_rope",
+        &[("x", "THD"), ("w", "D"), ("pos", "i:T")],
+        &["eps", "rounding", "weight_offset", "theta", "pairing"],
+    ),
     ("add", &[("a", "RST"), ("b", "RST")], &[]),
     ("embedding", &[("w", "VD"), ("tokens", "i:T")], &[]),
     ("argmax", &[("x", "RN")], &["profile", "tf32"]),

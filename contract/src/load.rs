@@ -31,9 +31,10 @@ pub struct ContractError {
 }
 
 /// The tables this crate was built with.
-const EMBEDDED: [(&str, &str); 14] = [
+const EMBEDDED: [(&str, &str); 16] = [
     ("impls.toml", include_str!("../impls.toml")),
     ("rows/add.toml", include_str!("../rows/add.toml")),
+    ("rows/add_rms_norm.toml", include_str!("../rows/add_rms_norm.toml")),
     ("rows/argmax.toml", include_str!("../rows/argmax.toml")),
     ("rows/attention.toml", include_str!("../rows/attention.toml")),
     ("rows/chain.toml", include_str!("../rows/chain.toml")),
@@ -41,6 +42,7 @@ const EMBEDDED: [(&str, &str); 14] = [
     ("rows/gemm.toml", include_str!("../rows/gemm.toml")),
     ("rows/linear_logprob.toml", include_str!("../rows/linear_logprob.toml")),
     ("rows/logprob.toml", include_str!("../rows/logprob.toml")),
+    ("rows/norm_rope.toml", include_str!("../rows/norm_rope.toml")),
     ("rows/rms_norm.toml", include_str!("../rows/rms_norm.toml")),
     ("rows/rope.toml", include_str!("../rows/rope.toml")),
     ("rows/silu_mul.toml", include_str!("../rows/silu_mul.toml")),

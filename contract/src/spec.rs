@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 mod add;
+mod add_rms_norm;
 mod argmax;
 mod attention;
 mod chain;
@@ -19,6 +20,7 @@ mod embedding;
 mod gemm;
 mod linear_logprob;
 mod logprob;
+mod norm_rope;
 mod rms_norm;
 mod rope;
 mod silu_mul;
@@ -316,15 +318,17 @@ const TF32: ParamSpec =
 
 /// All ops, in the order tables print them.
 pub fn all() -> &'static [Spec] {
-    static ALL: [Spec; 12] = [
+    static ALL: [Spec; 14] = [
         gemm::SPEC,
         rms_norm::SPEC,
+        add_rms_norm::SPEC,
         attention::SPEC,
         logprob::SPEC,
         linear_logprob::SPEC,
         softmax::SPEC,
         silu_mul::SPEC,
         rope::SPEC,
+        norm_rope::SPEC,
         add::SPEC,
         embedding::SPEC,
         argmax::SPEC,
@@ -354,6 +358,11 @@ impl Spec {
     /// The dtypes it takes.
     pub fn dtypes(&self) -> &'static [DType] {
         if self.class == Class::Chain { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS }
+    }
+
+    /// Whether an output is read again as it is stored, so that the oracle's answer depends on the case's `out`.
+    pub fn reads_stored(&self) -> bool {
+        self.name == add_rms_norm::SPEC.name
     }
 
     /// Number of logical rows of a case that has passed [`Spec::validate`].

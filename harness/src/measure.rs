@@ -2,9 +2,9 @@
 
 use samebits_contract::tensor::DType;
 use samebits_ops::{
-    Attention, Cpu, Element, Error, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add, argmax,
-    attention, bf16, embedding, f16, gemm_packed, inv_freq, linear_logprob_packed, logprob, rms_norm, rope, silu_mul,
-    softmax,
+    Attention, Cpu, Element, Error, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add,
+    add_rms_norm, argmax, attention, bf16, embedding, f16, gemm_packed, inv_freq, linear_logprob_packed, logprob,
+    norm_rope, rms_norm, rope, silu_mul, softmax,
 };
 use std::collections::BTreeMap;
 
@@ -118,6 +118,14 @@ fn typed<I: Element, O: Element>(cpu: &Cpu, p: &mut Params) -> Result<Work, Stri
             let (x, w, mut y) = (values::<I>(rows * n), values::<I>(n), zeros::<O>(rows * n));
             (Box::new(move || rms_norm(&cpu, &shape, &x, &w, &mut y)), (i + o) * rows * n, 4 * rows * n)
         }
+        "add_rms_norm" => {
+            let (rows, n) = (p.extent("R")?, p.extent("N")?);
+            let shape = RmsNorm { rows, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
+            let (x, residual, w) = (values::<I>(rows * n), values::<I>(rows * n), values::<I>(n));
+            let (mut sum, mut y) = (zeros::<O>(rows * n), zeros::<O>(rows * n));
+            let run = move || add_rms_norm(&cpu, &shape, &x, &residual, &w, &mut sum, &mut y);
+            (Box::new(run), 2 * (i + o) * rows * n, 5 * rows * n)
+        }
         "attention" => {
             let (batch, queries, keys) = (p.extent("B")?, p.extent("T")?, p.extent("S")?);
             let (q_heads, kv_heads, head_dim) = (p.extent("Hq")?, p.extent("Hkv")?, p.extent("D")?);
@@ -198,6 +206,16 @@ fn typed<I: Element, O: Element>(cpu: &Cpu, p: &mut Params) -> Result<Work, Stri
             let (x, mut y) = (values::<I>(tokens * heads * dim), zeros::<O>(tokens * heads * dim));
             let elements = x.len();
             (Box::new(move || rope(&cpu, &shape, &table, &x, &mut y)), (i + o) * elements, 3 * elements)
+        }
+        "norm_rope" => {
+            let (tokens, heads, dim) = (p.extent("T")?, p.extent("H")?, p.extent("D")?);
+            let (rounding, pairing) = (Rounding::Once, Pairing::Half);
+            let shape = NormRope { tokens, heads, dim, eps: 1e-6, rounding, weight_offset: false, pairing };
+            let pos: Vec<i32> = (0..tokens as i32).collect();
+            let table = RopeTable::new(&cpu, &inv_freq(p.take("theta", Some(10_000.0))?, dim), &pos);
+            let (x, w, mut y) = (values::<I>(tokens * heads * dim), values::<I>(dim), zeros::<O>(tokens * heads * dim));
+            let elements = x.len();
+            (Box::new(move || norm_rope(&cpu, &shape, &table, &x, &w, &mut y)), (i + o) * elements, 7 * elements)
         }
         "embedding" => {
             let (vocab, dim, tokens) = (p.extent("V")?, p.extent("D")?, p.extent("T")?);

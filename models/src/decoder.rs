@@ -28,8 +28,8 @@ use crate::weights::Weights;
 use crate::{Config, Family, ModelError};
 use half::bf16;
 use samebits_ops::{
-    Attention, Cpu, Element, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add, attention,
-    embedding, gemm_packed, inv_freq, rms_norm, rope, silu_mul,
+    Attention, Cpu, Element, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add,
+    add_rms_norm, attention, embedding, gemm_packed, inv_freq, norm_rope, rms_norm, rope, silu_mul,
 };
 
 /// Weights of a model, ready to run.
@@ -145,14 +145,22 @@ impl<A: Element> Decoder<A> {
         let norm =
             |rows: usize, n: usize| RmsNorm { rows, n, eps: c.rms_eps, rounding: Rounding::Once, weight_offset: false };
         let rotation = |heads: usize| Rope { tokens: n, heads, dim: c.head_dim, pairing: Pairing::Half };
+        let norm_rotation = |heads: usize| NormRope {
+            tokens: n,
+            heads,
+            dim: c.head_dim,
+            eps: c.rms_eps,
+            rounding: Rounding::Once,
+            weight_offset: false,
+            pairing: Pairing::Half,
+        };
 
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
         let (mut x, mut y, mut sum) =
             (buffer::<f32>(&[n, c.hidden])?, buffer(&[n, c.hidden])?, buffer(&[n, c.hidden])?);
         let mut a: Vec<A> = buffer(&[n, c.hidden])?;
         // Queries and attention output [n, Hq, D]; keys and values [n, Hkv, D]; f32 until the rotation has run.
-        let (mut q, mut q_normed) = (buffer::<f32>(&[n, c.q_width()])?, buffer(&[n, c.q_width()])?);
-        let (mut k, mut k_normed) = (buffer::<f32>(&[n, c.kv_width()])?, buffer(&[n, c.kv_width()])?);
+        let (mut q, mut k) = (buffer::<f32>(&[n, c.q_width()])?, buffer::<f32>(&[n, c.kv_width()])?);
         let (mut queries, mut heads) = (buffer::<A>(&[n, c.q_width()])?, buffer::<A>(&[n, c.q_width()])?);
         let (mut keys, mut values) = (buffer::<A>(&[n, c.kv_width()])?, buffer::<A>(&[n, c.kv_width()])?);
         let mut lse = buffer(&[n, c.q_heads])?;
@@ -162,19 +170,26 @@ impl<A: Element> Decoder<A> {
 
         embedding(cpu, c.hidden, &self.embed, tokens, &mut x)?;
         for (i, layer) in self.layers.iter().enumerate() {
-            // Attention block.
-            rms_norm(cpu, &norm(n, c.hidden), &x, &layer.input_norm, &mut a)?;
+            // Attention block. The layer before has left what it adds to x in y.
+            if i == 0 {
+                rms_norm(cpu, &norm(n, c.hidden), &x, &layer.input_norm, &mut a)?;
+            } else {
+                add_rms_norm(cpu, &norm(n, c.hidden), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
+                std::mem::swap(&mut x, &mut sum);
+            }
             layer.q.apply(cpu, n, &a, &mut q)?;
             layer.k.apply(cpu, n, &a, &mut k)?;
             layer.v.apply(cpu, n, &a, &mut values)?;
-            if let Some((q_norm, k_norm)) = &layer.qk_norm {
-                rms_norm(cpu, &norm(n * c.q_heads, c.head_dim), &q, q_norm, &mut q_normed)?;
-                rms_norm(cpu, &norm(n * c.kv_heads, c.head_dim), &k, k_norm, &mut k_normed)?;
-                std::mem::swap(&mut q, &mut q_normed);
-                std::mem::swap(&mut k, &mut k_normed);
+            match &layer.qk_norm {
+                Some((q_norm, k_norm)) => {
+                    norm_rope(cpu, &norm_rotation(c.q_heads), &angles, &q, q_norm, &mut queries)?;
+                    norm_rope(cpu, &norm_rotation(c.kv_heads), &angles, &k, k_norm, &mut keys)?;
+                }
+                None => {
+                    rope(cpu, &rotation(c.q_heads), &angles, &q, &mut queries)?;
+                    rope(cpu, &rotation(c.kv_heads), &angles, &k, &mut keys)?;
+                }
             }
-            rope(cpu, &rotation(c.q_heads), &angles, &q, &mut queries)?;
-            rope(cpu, &rotation(c.kv_heads), &angles, &k, &mut keys)?;
             cache.append(i, len, &keys, &values)?;
             attention(
                 cpu,
@@ -188,23 +203,21 @@ impl<A: Element> Decoder<A> {
                 &mut lse,
             )?;
             layer.o.apply(cpu, n, &heads, &mut y)?;
-            add(cpu, &x, &y, &mut sum)?;
-            std::mem::swap(&mut x, &mut sum);
 
             // MLP block.
-            rms_norm(cpu, &norm(n, c.hidden), &x, &layer.mlp_norm, &mut a)?;
+            add_rms_norm(cpu, &norm(n, c.hidden), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
+            std::mem::swap(&mut x, &mut sum);
             layer.gate.apply(cpu, n, &a, &mut gate)?;
             layer.up.apply(cpu, n, &a, &mut up)?;
             silu_mul(cpu, &gate, &up, &mut inner)?;
             layer.down.apply(cpu, n, &inner, &mut y)?;
-            add(cpu, &x, &y, &mut sum)?;
-            std::mem::swap(&mut x, &mut sum);
         }
         cache.advance(len)?;
+        add(cpu, &x, &y, &mut sum)?;
 
         let x = match rows {
-            Rows::All => x,
-            Rows::Last => x.chunks_exact(len * c.hidden).flat_map(|s| &s[(len - 1) * c.hidden..]).copied().collect(),
+            Rows::All => sum,
+            Rows::Last => sum.chunks_exact(len * c.hidden).flat_map(|s| &s[(len - 1) * c.hidden..]).copied().collect(),
         };
         let n = x.len() / c.hidden;
         rms_norm(cpu, &norm(n, c.hidden), &x, &self.final_norm, &mut a[..n * c.hidden])?;

@@ -77,6 +77,10 @@ fn rows(c: &mut Criterion) {
     group.bench_function("rms_norm-4096x4096", |b| {
         b.iter(|| rms_norm(&cpu, &shape, black_box(&x), &w, &mut y).expect("shapes match"))
     });
+    let (wide, mut sum) = (values(r * n, 3), vec![bf16::ZERO; r * n]);
+    group.bench_function("add_rms_norm-4096x4096", |b| {
+        b.iter(|| add_rms_norm(&cpu, &shape, black_box(&x), &wide, &w, &mut sum, &mut y).expect("shapes match"))
+    });
     let rotation = Rope { tokens: r, heads: n / 128, dim: 128, pairing: Pairing::Half };
     let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128), &(0..r as i32).collect::<Vec<_>>());
     group.bench_function("rope-4096x32x128", |b| {
@@ -85,6 +89,18 @@ fn rows(c: &mut Criterion) {
     let other = values(r * n, 3);
     group.bench_function("add-4096x4096", |b| {
         b.iter(|| add(&cpu, black_box(&x), &other, &mut y).expect("shapes match"))
+    });
+    let normed = NormRope {
+        tokens: r,
+        heads: n / 128,
+        dim: 128,
+        eps: 1e-6,
+        rounding: Rounding::Once,
+        weight_offset: false,
+        pairing: Pairing::Half,
+    };
+    group.bench_function("norm_rope-4096x32x128", |b| {
+        b.iter(|| norm_rope(&cpu, &normed, &table, black_box(&x), &w[..128], &mut y).expect("shapes match"))
     });
     let tokens: Vec<i32> = (0..r as i32).rev().collect();
     group.bench_function("embedding-4096x4096", |b| {

@@ -18,8 +18,9 @@ pub fn add<I: Element, O: Element>(cpu: &Cpu, a: &[I], b: &[I], y: &mut [O]) -> 
     Ok(())
 }
 
+/// `a + b`.
 #[derive(Clone, Copy)]
-struct Add;
+pub(crate) struct Add;
 
 impl Pointwise for Add {
     #[inline(always)]

@@ -33,25 +33,32 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut sink = Sink::new(self.y, self.large);
+        let mut sink = Sink::<O>::new(self.y, self.large);
         let mut at = 0;
         while at < self.a.len() {
             let y = sink.room(self.a.len() - at);
-            let (a, b, len) = (&self.a[at..][..y.len()], &self.b[at..][..y.len()], y.len());
-            let (pairs, four) = (paired::<I, O>(), 4 * S::LANES);
-            let (s2, s4) = (Twice(s), Twice(Twice(s)));
-            let whole = len - len % four;
-            for ((a, b), y) in a.chunks_exact(four).zip(b.chunks_exact(four)).zip(y.chunks_exact_mut(four)) {
-                let (a, b) = (load_two(s2, a, pairs), load_two(s2, b, pairs));
-                narrow_two(s2, self.op.apply(s4, a, b), y, pairs);
-            }
-            for at in (whole..len).step_by(S::LANES) {
-                let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
-                narrow_at(s, self.op.apply(s, a, b), y, at);
-            }
+            let len = y.len();
+            pointwise(s, self.op, &self.a[at..][..len], &self.b[at..][..len], y);
             sink.put(s, len);
             at += len;
         }
         sink.end(s);
+    }
+}
+
+/// `y[i] = op(a[i], b[i])`, last rounding; the lengths are equal.
+#[inline(always)]
+pub fn pointwise<S: Simd, I: Element, O: Element>(s: S, op: impl Pointwise, a: &[I], b: &[I], y: &mut [O]) {
+    let len = y.len();
+    let (pairs, four) = (paired::<I, O>(), 4 * S::LANES);
+    let (s2, s4) = (Twice(s), Twice(Twice(s)));
+    let whole = len - len % four;
+    for ((a, b), y) in a.chunks_exact(four).zip(b.chunks_exact(four)).zip(y.chunks_exact_mut(four)) {
+        let (a, b) = (load_two(s2, a, pairs), load_two(s2, b, pairs));
+        narrow_two(s2, op.apply(s4, a, b), y, pairs);
+    }
+    for at in (whole..len).step_by(S::LANES) {
+        let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
+        narrow_at(s, op.apply(s, a, b), y, at);
     }
 }

@@ -19,14 +19,14 @@ pub fn lane_sum<S: Simd, T: Storage, P: Step>(s: S, x: &[T], pad: T, step: P) ->
     let mut lanes = Lanes([0.0; LANES]);
     let blocks = &x[..x.len() - x.len() % LANES];
     lanes.add_blocks(s, blocks, step);
-    if T::IS_BF16 {
+    if T::IS_BF16 && !blocks.is_empty() {
         for two in lanes.0.chunks_exact_mut(2 * S::LANES) {
             let (odd, even) = load_two(s, two, false);
             store_two(s, s.interleave(odd, even), two);
         }
     }
     lanes.add_rest(s, &x[blocks.len()..], pad, step);
-    lanes.fold(s)
+    lanes.fold(s, x.len())
 }
 
 /// A `lanes` sum of f32 that are made part by part.
@@ -74,11 +74,15 @@ impl Lanes {
         }
     }
 
-    /// The sum: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
+    /// The sum of the `len` elements: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
     #[inline(always)]
-    pub fn fold<S: Simd>(mut self, s: S) -> f32 {
+    pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
         let lanes = &mut self.0;
         let mut h = LANES / 2;
+        // Lanes without elements are +0, and no lane is -0: adding them changes nothing.
+        while h >= len && h > 0 {
+            h /= 2;
+        }
         while h >= MAX_LANES {
             for l in (0..h).step_by(S::LANES) {
                 let sum = s.add(load_at(s, &lanes[..], l, 0.0), load_at(s, &lanes[..], l + h, 0.0));

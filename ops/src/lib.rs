@@ -6,6 +6,7 @@
 //! an [`Error`], before anything is written.
 
 mod add;
+mod add_rms_norm;
 mod argmax;
 mod attention;
 mod cpu;
@@ -20,6 +21,7 @@ mod linear_logprob;
 mod logprob;
 mod math;
 mod memory;
+mod norm_rope;
 mod pack;
 mod plan;
 mod rms_norm;
@@ -30,6 +32,7 @@ mod softmax;
 mod tile;
 
 pub use add::add;
+pub use add_rms_norm::add_rms_norm;
 pub use argmax::argmax;
 pub use attention::{Attention, Keys, Sequences, attention, attention_over};
 pub use cpu::{Cpu, Isa};
@@ -40,6 +43,7 @@ pub use half::{bf16, f16};
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
 pub use linear_logprob::{linear_logprob, linear_logprob_packed};
 pub use logprob::logprob;
+pub use norm_rope::{NormRope, norm_rope};
 pub use rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use silu_mul::silu_mul;

@@ -376,7 +376,7 @@ impl Kernel for Fold<'_> {
     type Output = f32;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        Lanes::of(*self.0).fold(s)
+        Lanes::of(*self.0).fold(s, LANES)
     }
 }
 

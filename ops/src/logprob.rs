@@ -75,7 +75,7 @@ impl Denominator {
         for (part, segment) in part.iter_mut().zip(kept.chunks(segment_length(x.len()))) {
             let mut lanes = Lanes::new();
             lanes.add(s, segment);
-            *part = lanes.fold(s);
+            *part = lanes.fold(s, segment.len());
         }
         Denominator { n, sum: join(part) }
     }
@@ -112,7 +112,7 @@ impl<I: Element> Kernel for Total<'_, I> {
                 weights(s, x, self.scale, n, tile);
                 lanes.add(s, tile);
             }
-            *part = lanes.fold(s);
+            *part = lanes.fold(s, segment.len());
         }
         Denominator { n, sum: join(part) }
     }

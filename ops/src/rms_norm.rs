@@ -93,31 +93,12 @@ impl<I: Element, O: Element> Rows<'_, I, O> {
     #[inline(always)]
     fn rows<S: Simd, const HF: bool>(self, s: S) {
         let n = self.shape.n;
-        let mut sink = Sink::new(self.y, self.large);
+        let mut sink = Sink::<O>::new(self.y, self.large);
         for (row, x) in self.x.chunks_exact(n.max(1)).enumerate() {
             let scale = Scale::<S, HF>::of_row(s, self.shape, x);
-            let mut at = 0;
-            while at < n {
-                let y = sink.room(n - at);
-                let (x, w, len) = (&x[at..][..y.len()], &self.w[at..][..y.len()], y.len());
-                // While this row comes from the cache, the next one comes from memory.
-                let next = self.x.as_ptr().wrapping_add((row + 1) * n + at);
-                let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
-                let whole = len - len % two;
-                for (v, ((x, w), y)) in
-                    x.chunks_exact(two).zip(w.chunks_exact(two)).zip(y.chunks_exact_mut(two)).enumerate()
-                {
-                    prefetch(next.wrapping_add(v * two));
-                    let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
-                    narrow_two(s, (scale.apply(s, x0, w0), scale.apply(s, x1, w1)), y, pairs);
-                }
-                for at in (whole..len).step_by(S::LANES) {
-                    let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, I::default()));
-                    narrow_at(s, scale.apply(s, x, w), y, at);
-                }
-                sink.put(s, len);
-                at += len;
-            }
+            // While this row comes from the cache, the next one comes from memory.
+            let next = self.x.as_ptr().wrapping_add((row + 1) * n);
+            scale.row(s, x, self.w, &mut sink, [next]);
         }
         sink.end(s);
     }
@@ -151,5 +132,40 @@ impl<S: Simd, const HF: bool> Scale<S, HF> {
         let mut rounded = [bf16::ZERO; crate::lanes::MAX_LANES];
         narrow_at(s, scaled, &mut rounded, 0);
         s.mul(w, load_at(s, &rounded, 0, bf16::ZERO))
+    }
+
+    /// The row `x` with the weights `w`, last rounding, as the next elements of `sink`. What lies at `next` is asked for
+    /// meanwhile, as far as this row is long.
+    #[inline(always)]
+    pub fn row<I: Element, W: Element, O: Element, N: Element, const NEXT: usize>(
+        self,
+        s: S,
+        x: &[I],
+        w: &[W],
+        sink: &mut Sink<O>,
+        next: [*const N; NEXT],
+    ) {
+        let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
+        let mut at = 0;
+        while at < x.len() {
+            let y = sink.room(x.len() - at);
+            let len = y.len();
+            let (x, w) = (&x[at..][..len], &w[at..][..len]);
+            let whole = len - len % two;
+            let vectors = x.chunks_exact(two).zip(w.chunks_exact(two)).zip(y.chunks_exact_mut(two));
+            for (v, ((x, w), y)) in vectors.enumerate() {
+                for next in next {
+                    prefetch(next.wrapping_add(at + v * two));
+                }
+                let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
+                narrow_two(s, (self.apply(s, x0, w0), self.apply(s, x1, w1)), y, pairs);
+            }
+            for at in (whole..len).step_by(S::LANES) {
+                let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
+                narrow_at(s, self.apply(s, x, w), y, at);
+            }
+            sink.put(s, len);
+            at += len;
+        }
     }
 }

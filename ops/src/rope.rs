@@ -126,17 +126,14 @@ impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Rope { heads, dim, pairing, .. } = *self.shape;
-        let mut sink = Sink::new(self.y, self.large);
+        let mut sink = Sink::<O>::new(self.y, self.large);
         for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
             let angles = self.table.row(self.first + t);
             // A large output is made of whole heads at a time.
             for x in x.chunks(dim * (BLOCK / dim).max(1)) {
                 let y = sink.room(x.len());
                 for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
-                    match pairing {
-                        Pairing::Half => rotate_halves(s, angles, x, y),
-                        Pairing::Interleaved => rotate_neighbours(angles, x, y),
-                    }
+                    rotate_head(s, pairing, angles, x, y);
                 }
                 sink.put(s, x.len());
             }
@@ -145,9 +142,24 @@ impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
     }
 }
 
-/// Rotates one head; element i goes with element i + D/2.
+/// `x[D] -> y[D]`
 #[inline(always)]
-pub(crate) fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
+pub(crate) fn rotate_head<S: Simd, I: Element, O: Element>(
+    s: S,
+    pairing: Pairing,
+    angles: Angles,
+    x: &[I],
+    y: &mut [O],
+) {
+    match pairing {
+        Pairing::Half => rotate_halves(s, angles, x, y),
+        Pairing::Interleaved => rotate_neighbours(angles, x, y),
+    }
+}
+
+/// Element i goes with element i + D/2.
+#[inline(always)]
+fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
     let half = x.len() / 2;
     let ((x1, x2), (y1, y2)) = (x.split_at(half), y.split_at_mut(half));
     let (whole, lanes) = (half - half % S::LANES, S::LANES);
@@ -174,9 +186,9 @@ fn rotate<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: (&[I], &[I])
     narrow_at(s, s.fma(x2, cos, s.mul(x1, sin)), y.1, 0);
 }
 
-/// Rotates one head; element 2i goes with element 2i + 1.
+/// Element 2i goes with element 2i + 1.
 #[inline(always)]
-pub(crate) fn rotate_neighbours<I: Element, O: Element>(angles: Angles, x: &[I], y: &mut [O]) {
+fn rotate_neighbours<I: Element, O: Element>(angles: Angles, x: &[I], y: &mut [O]) {
     for (((x, y), &cos), &sin) in x.chunks_exact(2).zip(y.chunks_exact_mut(2)).zip(angles.cos).zip(angles.sin) {
         let (x1, x2) = (x[0].widen(), x[1].widen());
         y[0] = O::narrow(x1.mul_add(cos, -(x2 * sin)));

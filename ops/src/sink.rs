@@ -7,7 +7,7 @@
 use crate::lanes::Simd;
 use crate::{Cpu, Element};
 
-/// Elements of a block.
+/// Elements of a part, most often.
 pub const BLOCK: usize = 1024;
 /// An output of this many bytes would not be found in the caches when it is complete.
 const LARGE: usize = 32 << 20;
@@ -17,27 +17,27 @@ pub fn is_large<O: Element>(cpu: &Cpu, y: &[O]) -> bool {
     cpu.isa() != crate::Isa::Scalar && size_of_val(y) >= LARGE
 }
 
-/// Hands out `y` from its first element to its last.
-pub struct Sink<'a, O> {
+/// Hands out `y` from its first element to its last, a large one in parts of up to `PART` elements.
+pub struct Sink<'a, O, const PART: usize = BLOCK> {
     y: &'a mut [O],
     at: usize,
     /// Where elements are made that go past the caches.
-    buffer: Option<[O; BLOCK]>,
+    buffer: Option<[O; PART]>,
 }
 
-impl<'a, O: Element> Sink<'a, O> {
+impl<'a, O: Element, const PART: usize> Sink<'a, O, PART> {
     /// Writes `y`, a part of an output of which [`is_large`] says `large`.
     #[inline(always)]
-    pub fn new(y: &'a mut [O], large: bool) -> Sink<'a, O> {
-        Sink { y, at: 0, buffer: large.then(|| [O::default(); BLOCK]) }
+    pub fn new(y: &'a mut [O], large: bool) -> Sink<'a, O, PART> {
+        Sink { y, at: 0, buffer: large.then(|| [O::default(); PART]) }
     }
 
-    /// Room for the next elements, as many of `most` as there are (a large output gives [`BLOCK`] at a time). All of
+    /// Room for the next elements, as many of `most` as there are (a large output gives `PART` at a time). All of
     /// it must be written before [`Sink::put`].
     #[inline(always)]
     pub fn room(&mut self, most: usize) -> &mut [O] {
         match &mut self.buffer {
-            Some(buffer) => &mut buffer[..most.min(BLOCK)],
+            Some(buffer) => &mut buffer[..most.min(PART)],
             None => &mut self.y[self.at..][..most],
         }
     }

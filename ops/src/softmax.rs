@@ -40,7 +40,7 @@ impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut sink = Sink::new(self.y, self.large);
+        let mut sink = Sink::<O>::new(self.y, self.large);
         let mut kept = [0f32; KEPT];
         for x in self.x.chunks_exact(self.n.max(1)) {
             let whole_row = x.len() <= KEPT;

@@ -406,6 +406,15 @@ proptest! {
     }
 
     #[test]
+    fn fused_ops_are_their_parts(rows in 1usize..5, n in 1usize..1400, spread in 1u32..30, seed: u64, flags in 0u32..8) {
+        let seed = seed >> 3;
+        check_fused::<bf16, bf16, bf16>(rows, n, spread, seed, flags);
+        check_fused::<f32, f32, bf16>(rows, n, spread, seed, flags);
+        check_fused::<f16, f16, f16>(rows, n, spread.min(7), seed, flags);
+        check_fused::<bf16, f32, f32>(rows, n, spread, seed, flags);
+    }
+
+    #[test]
     fn rms_norm_is_the_page(rows in 1usize..5, n in 1usize..1400, spread in 1u32..30, seed: u64, offset: bool, hf: bool) {
         let seed = seed >> 2;
         let (x, w): (Vec<bf16>, Vec<bf16>) = (values(seed, rows * n, spread), values(seed + 1, n, 2));
@@ -454,6 +463,80 @@ fn linear_logprob_at_its_ends() {
         assert_eq!((bits(&logp), bits(&lse)), (bits(&expected), bits(&expected_lse)), "{cpu:?}");
         assert!(cpu.ledger().count(Counter::SlowPaths) > before, "a row loses weights it had added");
         assert!(expected_lse.iter().any(|v| v.is_nan()) && expected_lse.iter().any(|v| v.is_finite()));
+    }
+}
+
+/// The fused ops have the bits of the ops they stand for.
+fn check_fused<I: Element, M: Element, O: Element>(rows: usize, n: usize, spread: u32, seed: u64, flags: u32) {
+    let rounding = if flags & 1 == 1 { Rounding::Hf } else { Rounding::Once };
+    let pairing = if flags & 2 == 2 { Pairing::Interleaved } else { Pairing::Half };
+    let (eps, weight_offset, heads) = (1e-6, flags & 4 == 4, 1 + flags as usize % 3);
+    let (mut a, b, w): (Vec<I>, Vec<I>, Vec<I>) =
+        (values(seed, rows * n, spread), values(seed + 1, rows * n, spread), values(seed + 2, n, 2));
+    a[seed as usize % (rows * n)] = I::narrow([1.0, f32::NAN, f32::INFINITY, -0.0][flags as usize % 4]);
+    let shape = RmsNorm { rows, n, eps, rounding, weight_offset };
+    let dim = n.next_multiple_of(2);
+    let (x, gain): (Vec<I>, Vec<I>) = (values(seed + 3, rows * heads * dim, spread), values(seed + 4, dim, 2));
+    let pos: Vec<i32> = (0..rows).map(|t| (seed.rotate_left(t as u32) % 100_000) as i32).collect();
+    for cpu in cpus() {
+        let (mut sum, mut y) = (vec![M::default(); rows * n], vec![O::default(); rows * n]);
+        add(&cpu, &a, &b, &mut sum).unwrap();
+        let (stored, wide): (Vec<f32>, Vec<f32>) =
+            (sum.iter().map(|v| v.widen()).collect(), w.iter().map(|v| v.widen()).collect());
+        rms_norm(&cpu, &shape, &stored, &wide, &mut y).unwrap();
+        let (mut one_sum, mut one_y) = (vec![M::default(); rows * n], vec![O::default(); rows * n]);
+        add_rms_norm(&cpu, &shape, &a, &b, &w, &mut one_sum, &mut one_y).unwrap();
+        assert_eq!((bits(&one_sum), bits(&one_y)), (bits(&sum), bits(&y)), "{cpu:?} {rows}x{n} {flags:b}");
+
+        let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &pos);
+        let (mut normed, mut y) = (vec![0f32; x.len()], vec![O::default(); x.len()]);
+        let of_heads = RmsNorm { rows: rows * heads, n: dim, ..shape };
+        rms_norm(&cpu, &of_heads, &x, &gain, &mut normed).unwrap();
+        rope(&cpu, &Rope { tokens: rows, heads, dim, pairing }, &table, &normed, &mut y).unwrap();
+        let mut one_y = vec![O::default(); x.len()];
+        let shape = NormRope { tokens: rows, heads, dim, eps, rounding, weight_offset, pairing };
+        norm_rope(&cpu, &shape, &table, &x, &gain, &mut one_y).unwrap();
+        assert_eq!(bits(&one_y), bits(&y), "{cpu:?} {rows}x{heads}x{dim} {flags:b}");
+    }
+}
+
+/// An output of 32 MiB and more goes past the caches. It has the bits of the same op on a few rows at a time, wherever
+/// it begins within a line.
+#[test]
+fn large_outputs_have_the_bits_of_small_ones() {
+    let (rows, n) = (8200, 2050);
+    let (x, b): (Vec<bf16>, Vec<bf16>) = (values(7, rows * n, 4), values(9, rows * n, 4));
+    let w: Vec<bf16> = values(8, n, 2);
+    let shape = |rows: usize| RmsNorm { rows, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
+    let heads = |tokens: usize| Rope { tokens, heads: 25, dim: 82, pairing: Pairing::Half };
+    let pos: Vec<i32> = (0..rows as i32).collect();
+    for isa in [Isa::Avx2, Isa::best()].into_iter().filter(|isa| isa.available()) {
+        let cpu = Cpu::new(isa, 3, usize::MAX).unwrap();
+        let angles = |pos: &[i32]| RopeTable::new(&cpu, &inv_freq(10_000.0, 82), pos);
+        let (all, few) = (angles(&pos), 41);
+        let (mut whole, mut sums) = (vec![bf16::ZERO; rows * n + 1], vec![bf16::ZERO; rows * n + 1]);
+        let (mut part, mut part_sum) = (vec![bf16::ZERO; few * n], vec![bf16::ZERO; few * n]);
+        for op in ["add", "rms_norm", "add_rms_norm", "softmax", "rope"] {
+            let mut run = |first: usize, rows: usize, y: &mut [bf16], sum: &mut [bf16]| {
+                let (x, b) = (&x[first * n..][..rows * n], &b[first * n..][..rows * n]);
+                match op {
+                    "add" => add(&cpu, x, b, y),
+                    "rms_norm" => rms_norm(&cpu, &shape(rows), x, &w, y),
+                    "add_rms_norm" => add_rms_norm(&cpu, &shape(rows), x, b, &w, sum, y),
+                    "softmax" => softmax(&cpu, rows, n, x, y),
+                    _ if rows == 8200 => rope(&cpu, &heads(rows), &all, x, y),
+                    _ => rope(&cpu, &heads(rows), &angles(&pos[first..][..rows]), x, y),
+                }
+                .unwrap();
+            };
+            run(0, rows, &mut whole[1..], &mut sums[1..]);
+            for first in (0..rows).step_by(few) {
+                run(first, few, &mut part, &mut part_sum);
+                let range = 1 + first * n..1 + (first + few) * n;
+                assert!(whole[range.clone()] == part, "{op} on {isa}, rows from {first}");
+                assert!(op != "add_rms_norm" || sums[range] == part_sum, "{op} on {isa}, sums from {first}");
+            }
+        }
     }
 }
 

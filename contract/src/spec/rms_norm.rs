@@ -8,11 +8,7 @@ pub(super) const SPEC: Spec = Spec {
         InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT },
         InputSpec { name: "w", axes: &["N"], ..FLOAT },
     ],
-    params: &[
-        ParamSpec { name: "eps", kind: ParamKind::Float, default: "1e-6" },
-        ParamSpec { name: "rounding", kind: ParamKind::Choice(&["once", "hf"]), default: "once" },
-        ParamSpec { name: "weight_offset", kind: ParamKind::Flag, default: "0" },
-    ],
+    params: &PARAMS,
     outputs: &[OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out }],
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
@@ -23,26 +19,39 @@ pub(super) const SPEC: Spec = Spec {
     compute,
 };
 
+pub(super) const PARAMS: [ParamSpec; 3] = [
+    ParamSpec { name: "eps", kind: ParamKind::Float, default: "1e-6" },
+    ParamSpec { name: "rounding", kind: ParamKind::Choice(&["once", "hf"]), default: "once" },
+    ParamSpec { name: "weight_offset", kind: ParamKind::Flag, default: "0" },
+];
+
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     let mut x = maker.values("x", maker.fill, r * n, n);
-    if maker.fill == Fill::NearOverflow {
-        // The sum of squares is what comes near the largest f32; fp16 cannot reach it and stays at its own maximum.
-        let root = round::pow2(58 - 127);
-        if maker.dtype != DType::Fp16 {
-            x.iter_mut().for_each(|v| *v *= root);
-        }
-    }
+    near_root(maker, &mut x);
     maker.floats([("x", vec![r, n], x), ("w", vec![n], maker.values("w", Fill::Normal, n, n))])
+}
+
+/// With [`Fill::NearOverflow`], the sum of squares is what comes near the largest f32; fp16 cannot reach it and stays at
+/// its own maximum.
+pub(super) fn near_root(maker: &Maker, x: &mut [f64]) {
+    if maker.fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
+        x.iter_mut().for_each(|v| *v *= round::pow2(58 - 127));
+    }
 }
 
 fn compute(c: &Checked) -> References {
     let (r, n) = (c.dim("R"), c.dim("N"));
-    let (x, w) = (c.floats("x"), c.floats("w"));
+    one("y", Reference::new(vec![r, n], elements(c, &c.floats("x"), &c.floats("w"))))
+}
+
+/// Value and condition of every element of the rows `x`, as long as `w`, under the parameters of `c`.
+pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
+    let n = w.len();
     let eps = f32_of(c.float("eps", 1e-6));
     let hf = c.text("rounding") == Some("hf");
     let offset = if c.flag("weight_offset") { 1.0 } else { 0.0 };
-    let mut elements = Vec::with_capacity(r * n);
+    let mut elements = Vec::with_capacity(x.len());
     for row in x.chunks(n) {
         let squares: f64 = row.iter().map(|v| v * v).sum();
         let mean = squares / n as f64 + eps;
@@ -51,7 +60,7 @@ fn compute(c: &Checked) -> References {
         let overflows = squares > HUGE && row.iter().all(|v| v.is_finite());
         // Squares below the smallest normal number lose bits; without eps that is felt.
         let lost = 1.0 + FLOOR / mean;
-        for (&v, &weight) in row.iter().zip(&w) {
+        for (&v, &weight) in row.iter().zip(w) {
             let weight = weight + offset;
             let normed = v * scale;
             let mut size = (normed * weight).abs() * lost;
@@ -75,5 +84,5 @@ fn compute(c: &Checked) -> References {
             elements.push((value, condition));
         }
     }
-    one("y", Reference::new(vec![r, n], elements))
+    elements
 }

@@ -102,7 +102,8 @@ Examples:
       a table of your own beside an older build
 
 Extents by op: gemm M N K; rms_norm, add_rms_norm, softmax, silu_mul, add, argmax R N; attention B T S Hq Hkv D (E,
-causal, window, softcap); logprob R V (temperature); linear_logprob M K V; rope T H D (theta); embedding V D T.
+causal, window, softcap); logprob R V (temperature); linear_logprob M K V; rope, norm_rope T H D (theta);
+embedding V D T.
 
 With --workloads, exit code 0: every target was met; 1: one was not; 2: the run is broken, a program failed.
 docs/METHOD.md says what the table's fields and those of measure.json mean.";

@@ -6,8 +6,8 @@ use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{
-    Attention, Cpu, Element, Gemm, Isa, Keys, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Sequences,
-    Tf32,
+    Attention, Cpu, Element, Gemm, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding,
+    Sequences, Tf32,
 };
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
@@ -197,6 +197,12 @@ const OPS: &[Op] = &[
         run: |request| typed!(request, rms_norm),
     },
     Op {
+        name: "add_rms_norm",
+        inputs: &[float("x", &["R", "N"]), float("residual", &["R", "N"]), float("w", &["N"])],
+        params: &["eps", "rounding", "weight_offset"],
+        run: |request| typed!(request, add_rms_norm),
+    },
+    Op {
         name: "attention",
         inputs: &[
             float("q", &["B", "T", "Hq", "D"]),
@@ -258,6 +264,12 @@ const OPS: &[Op] = &[
         inputs: &[float("x", &["T", "H", "D"]), integer("pos", &["T"])],
         params: &["theta", "pairing"],
         run: |request| typed!(request, rope),
+    },
+    Op {
+        name: "norm_rope",
+        inputs: &[float("x", &["T", "H", "D"]), float("w", &["D"]), integer("pos", &["T"])],
+        params: &["eps", "rounding", "weight_offset", "theta", "pairing"],
+        run: |request| typed!(request, norm_rope),
     },
     Op { name: "add", inputs: &[float("a", ANY), float("b", ANY)], params: &[], run: |request| typed!(request, add) },
     Op {
@@ -524,25 +536,39 @@ fn gemm_as<I: Stored, O: Stored>(request: &Request, shape: &Gemm) -> Result<Outp
     one("y", O::tensor(&[shape.m, shape.n], y))
 }
 
-fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let (rows, n) = (request.extent("R"), request.extent("N"));
+/// The parameters of `rms_norm` over rows of `n`.
+fn norm(request: &Request, rows: usize, n: usize) -> Result<RmsNorm, Refusal> {
     let rounding = |text: &str| match text {
         "once" => Some(Rounding::Once),
         "hf" => Some(Rounding::Hf),
         _ => None,
     };
     let fits = |eps: f64| eps >= 0.0 && (eps as f32).is_finite();
-    let shape = RmsNorm {
+    Ok(RmsNorm {
         rows,
         n,
         eps: request.number("eps", 1e-6, fits, "a finite number of at least 0")? as f32,
         rounding: request.param("rounding", Rounding::Once, rounding, "once or hf")?,
         weight_offset: request.flag("weight_offset")?,
-    };
+    })
+}
+
+fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let shape = norm(request, rows, n)?;
     let mut y = room::<O>("y", &[rows, n])?;
     request
         .timed(|| samebits_ops::rms_norm(&request.cpu, &shape, request.float::<I>("x"), request.float("w"), &mut y))?;
     one("y", O::tensor(&[rows, n], y))
+}
+
+fn add_rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let shape = norm(request, rows, n)?;
+    let (mut sum, mut y) = (room::<O>("sum", &[rows, n])?, room::<O>("y", &[rows, n])?);
+    let (x, residual, w) = (request.float::<I>("x"), request.float("residual"), request.float("w"));
+    request.timed(|| samebits_ops::add_rms_norm(&request.cpu, &shape, x, residual, w, &mut sum, &mut y))?;
+    Ok(BTreeMap::from([("sum".into(), O::tensor(&[rows, n], sum)), ("y".into(), O::tensor(&[rows, n], y))]))
 }
 
 fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
@@ -662,7 +688,8 @@ fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
     one("y", O::tensor(shape, y))
 }
 
-fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+/// The parameters of `rope` over an input `x[T,H,D]`, and its table.
+fn rotation(request: &Request) -> Result<(Rope, RopeTable), Refusal> {
     let (tokens, heads, dim) = (request.extent("T"), request.extent("H"), request.extent("D"));
     if !dim.is_multiple_of(2) {
         return error(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements"));
@@ -674,14 +701,30 @@ fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
         _ => None,
     };
     let pairing = request.param("pairing", Pairing::Half, pairing, "half or interleaved")?;
-    let shape = Rope { tokens, heads, dim, pairing };
-    let mut y = room::<O>("y", &[tokens, heads, dim])?;
     let table = RopeTable::new(&request.cpu, &samebits_ops::inv_freq(theta, dim), request.integer("pos"));
     if let Some(clock) = request.clock {
         clock.prepared("sines and cosines tabled");
     }
+    Ok((Rope { tokens, heads, dim, pairing }, table))
+}
+
+fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let form = [request.extent("T"), request.extent("H"), request.extent("D")];
+    let mut y = room::<O>("y", &form)?;
+    let (shape, table) = rotation(request)?;
     request.timed(|| samebits_ops::rope(&request.cpu, &shape, &table, request.float::<I>("x"), &mut y))?;
-    one("y", O::tensor(&[tokens, heads, dim], y))
+    one("y", O::tensor(&form, y))
+}
+
+fn norm_rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let form = [request.extent("T"), request.extent("H"), request.extent("D")];
+    let mut y = room::<O>("y", &form)?;
+    let RmsNorm { eps, rounding, weight_offset, .. } = norm(request, form[0] * form[1], form[2])?;
+    let (Rope { tokens, heads, dim, pairing }, table) = rotation(request)?;
+    let shape = NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing };
+    let (x, w) = (request.float::<I>("x"), request.float("w"));
+    request.timed(|| samebits_ops::norm_rope(&request.cpu, &shape, &table, x, w, &mut y))?;
+    one("y", O::tensor(&form, y))
 }
 
 fn add<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
