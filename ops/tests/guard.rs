@@ -1,0 +1,262 @@
+//! Every op reads and writes inside its slices. Each slice lies flush against a page that may not be touched, once
+//! behind it and once before it: a load or store one byte outside ends the test with SIGSEGV. What is left of the
+//! slice's own pages on the other side holds a pattern that must survive.
+//!
+//! A new op: an entry in [`OPS`].
+#![cfg(unix)]
+
+use samebits_ops::*;
+use std::ops::{Deref, DerefMut};
+
+/// Where the page that may not be touched lies.
+#[derive(Clone, Copy, Debug)]
+enum Guard {
+    Behind,
+    Before,
+}
+
+/// A slice against a guard page.
+struct Fenced<T> {
+    map: *mut u8,
+    /// Bytes of the map: a guard page, the pages of the slice, a guard page.
+    size: usize,
+    start: *mut T,
+    len: usize,
+}
+
+const PATTERN: u8 = 0xA5;
+
+fn page() -> usize {
+    // SAFETY: asks for a number.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
+}
+
+impl<T: Copy> Fenced<T> {
+    fn new(guard: Guard, values: &[T]) -> Fenced<T> {
+        let (page, bytes) = (page(), size_of_val(values));
+        let inner = bytes.next_multiple_of(page).max(page);
+        let size = inner + 2 * page;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new map; the middle of it is made accessible before anything is written there, and `start` leaves
+        // room for all values. A page is aligned for every T, and so is its end less a multiple of T's size.
+        unsafe {
+            let map = libc::mmap(std::ptr::null_mut(), size, libc::PROT_NONE, flags, -1, 0);
+            assert!(map != libc::MAP_FAILED, "no room for {size} bytes");
+            let map = map.cast::<u8>();
+            assert_eq!(libc::mprotect(map.add(page).cast(), inner, libc::PROT_READ | libc::PROT_WRITE), 0);
+            map.add(page).write_bytes(PATTERN, inner);
+            let offset = if matches!(guard, Guard::Behind) { inner - bytes } else { 0 };
+            let start = map.add(page + offset).cast::<T>();
+            start.copy_from_nonoverlapping(values.as_ptr(), values.len());
+            Fenced { map, size, start, len: values.len() }
+        }
+    }
+}
+
+impl<T> Deref for Fenced<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `new` has written `len` values there.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+impl<T> DerefMut for Fenced<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}
+
+impl<T> Drop for Fenced<T> {
+    fn drop(&mut self) {
+        let page = page();
+        // SAFETY: the middle of the map is readable, and nothing uses it after this.
+        let intact = unsafe {
+            let inner = std::slice::from_raw_parts(self.map.add(page), self.size - 2 * page);
+            let before = self.start.cast::<u8>().offset_from(inner.as_ptr()) as usize;
+            let behind = before + self.len * size_of::<T>();
+            let intact = inner[..before].iter().chain(&inner[behind..]).all(|&byte| byte == PATTERN);
+            libc::munmap(self.map.cast(), self.size);
+            intact
+        };
+        assert!(intact || std::thread::panicking(), "an op has written outside its slice");
+    }
+}
+
+/// How one round of a test runs.
+struct Round {
+    cpu: Cpu,
+    guard: Guard,
+}
+
+impl Round {
+    /// Values of both signs, some large, in [-8, 8).
+    fn floats<T: Element>(&self, len: usize) -> Fenced<T> {
+        let value = |i: usize| ((i.wrapping_mul(2_654_435_761) >> 7) % 4096) as f32 / 256.0 - 8.0;
+        Fenced::new(self.guard, &(0..len).map(|i| T::narrow(value(i))).collect::<Vec<_>>())
+    }
+
+    fn room<T: Copy + Default>(&self, len: usize) -> Fenced<T> {
+        Fenced::new(self.guard, &vec![T::default(); len])
+    }
+
+    fn ints(&self, values: impl Iterator<Item = i32>) -> Fenced<i32> {
+        Fenced::new(self.guard, &values.collect::<Vec<_>>())
+    }
+}
+
+/// An op on three rows (tokens, heads) of `n` elements.
+type Rows = fn(&Round, n: usize) -> Result<(), Error>;
+
+/// The ops for inputs I and outputs O.
+fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
+    fn norm(rows: usize, n: usize, r: &Round) -> RmsNorm {
+        let rounding = if r.cpu.threads() == 1 { Rounding::Once } else { Rounding::Hf };
+        RmsNorm { rows, n, eps: 1e-6, rounding, weight_offset: n % 2 == 1 }
+    }
+    fn table(r: &Round, n: usize) -> RopeTable {
+        RopeTable::new(&r.cpu, &inv_freq(10_000.0, n), &r.ints(0..3))
+    }
+    fn pairing(r: &Round) -> Pairing {
+        if r.cpu.threads() == 1 { Pairing::Half } else { Pairing::Interleaved }
+    }
+    vec![
+        ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("softmax", |r, n| softmax(&r.cpu, 3, n, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
+        ("rms_norm", |r, n| {
+            rms_norm(&r.cpu, &norm(3, n, r), &r.floats::<I>(3 * n), &r.floats(n), &mut r.room::<O>(3 * n))
+        }),
+        ("add_rms_norm", |r, n| {
+            let (x, residual, w) = (r.floats::<I>(3 * n), r.floats(3 * n), r.floats(n));
+            let (mut sum, mut y) = (r.room::<O>(3 * n), r.room::<O>(3 * n));
+            add_rms_norm(&r.cpu, &norm(3, n, r), &x, &residual, &w, &mut sum, &mut y)
+        }),
+        ("rope", |r, n| {
+            let (heads, dim) = (2, n.next_multiple_of(2));
+            let shape = Rope { tokens: 3, heads, dim, pairing: pairing(r) };
+            rope(&r.cpu, &shape, &table(r, dim), &r.floats::<I>(6 * dim), &mut r.room::<O>(6 * dim))
+        }),
+        ("norm_rope", |r, n| {
+            let (heads, dim) = (2, n.next_multiple_of(2));
+            let RmsNorm { eps, rounding, weight_offset, .. } = norm(6, dim, r);
+            let shape = NormRope { tokens: 3, heads, dim, eps, rounding, weight_offset, pairing: pairing(r) };
+            let (x, w) = (r.floats::<I>(6 * dim), r.floats(dim));
+            norm_rope(&r.cpu, &shape, &table(r, dim), &x, &w, &mut r.room::<O>(6 * dim))
+        }),
+        ("logprob", |r, n| {
+            let target = r.ints([0, n as i32 - 1, -1].into_iter());
+            let (mut logp, mut lse) = (r.room(3), r.room(3));
+            logprob(&r.cpu, 3, n, 0.7, &r.floats::<I>(3 * n), &target, &mut logp, &mut lse)
+        }),
+        ("embedding", |r, n| {
+            embedding(&r.cpu, n, &r.floats::<I>(4 * n), &r.ints([3, 0, 3].into_iter()), &mut r.room::<O>(3 * n))
+        }),
+        ("argmax", |r, n| argmax(&r.cpu, 3, n, &r.floats::<I>(3 * n), &mut r.room(3))),
+        // n is K: odd ones, and N and M around tiles.
+        ("gemm", |r, k| {
+            for (m, n) in [(1, 1), (1, 17), (3, 33), (7, 9), (17, 65), (25, 31)] {
+                let (x, w, bias) = (r.floats::<I>(m * k), r.floats(n * k), r.floats(n));
+                gemm(&r.cpu, &Gemm::new(m, n, k), &x, &w, Some(&bias), &mut r.room::<O>(m * n))?;
+                let packed = PackedWeight::pack(&r.cpu, n, k, &w)?;
+                gemm_packed(&r.cpu, m, &x, &packed, None, &mut r.room::<O>(m * n))?;
+            }
+            Ok(())
+        }),
+        // n is the number of keys, and with it the head dimension changes.
+        ("attention", |r, keys| {
+            let (batch, queries, q_heads, kv_heads) = (2, keys.min(5), 4, 2);
+            let (head_dim, value_dim) = (1 + keys % 37, 1 + keys % 41);
+            let (causal, window, softcap) = (keys % 2 == 1, keys % 3, if keys % 5 == 0 { 3.0 } else { 0.0 });
+            let shape = Attention {
+                batch,
+                queries,
+                keys,
+                q_heads,
+                kv_heads,
+                head_dim,
+                value_dim,
+                scale: 0.25,
+                causal,
+                window,
+                softcap,
+                tf32: Tf32::Disabled,
+            };
+            let q = r.floats::<I>(batch * queries * q_heads * head_dim);
+            let (k, v) = (r.floats(batch * keys * kv_heads * head_dim), r.floats(batch * keys * kv_heads * value_dim));
+            let q_pos = r.ints((0..batch * queries).map(|i| (keys - queries + i % queries) as i32));
+            let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
+            let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
+            let mut lse = r.room(batch * queries * q_heads);
+            attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+        }),
+    ]
+}
+
+/// Lengths around one vector, two, four, a segment, and the 256 lanes.
+const EDGES: [usize; 24] =
+    [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 513, 1037];
+
+fn rounds() -> Vec<Round> {
+    let mut rounds = Vec::new();
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+        for threads in [1, 3] {
+            for guard in [Guard::Behind, Guard::Before] {
+                rounds.push(Round { cpu: Cpu::new(isa, threads, usize::MAX).unwrap(), guard });
+            }
+        }
+    }
+    rounds
+}
+
+fn check<I: Element, O: Element>() {
+    for round in rounds() {
+        for (name, op) in rows::<I, O>() {
+            for n in EDGES {
+                op(&round, n).unwrap_or_else(|e| panic!("{name} {n} {:?} {:?}: {e}", round.cpu, round.guard));
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_to_bf16() {
+    check::<bf16, bf16>();
+}
+
+#[test]
+fn fp16_to_fp32() {
+    check::<f16, f32>();
+}
+
+#[test]
+fn fp32_to_fp32() {
+    check::<f32, f32>();
+}
+
+#[test]
+fn fp32_to_bf16() {
+    check::<f32, bf16>();
+}
+
+/// Outputs of 32 MiB and more go another way.
+#[test]
+fn large_outputs() {
+    let n = (32 << 20) / 2 / 3 + 31;
+    let large = ["add", "silu_mul", "softmax", "rms_norm", "add_rms_norm"];
+    for round in rounds().into_iter().filter(|round| round.cpu.isa() == Isa::best() && round.cpu.threads() == 3) {
+        for (name, op) in rows::<bf16, bf16>().into_iter().filter(|(name, _)| large.contains(name)) {
+            op(&round, n).unwrap_or_else(|e| panic!("{name} {:?}: {e}", round.guard));
+        }
+    }
+}
+
+/// The fence itself: a byte before and a byte behind are caught by the pattern where the page does not catch them.
+#[test]
+#[should_panic(expected = "outside its slice")]
+fn a_byte_too_far_is_seen() {
+    let slice = Fenced::new(Guard::Before, &[1u8, 2, 3]);
+    // SAFETY: the page is larger than the slice.
+    unsafe { *slice.start.add(3) = 0 };
+}
