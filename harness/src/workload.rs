@@ -4,6 +4,7 @@ use crate::ceilings::Ceiling;
 use crate::measure::{Params, drawn};
 use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
+use samebits_ops::Element;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -172,7 +173,9 @@ impl Workload {
         params.finish()?;
         let elements = |shape: &[usize]| shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
         let total = plan.inputs.iter().try_fold(0usize, |sum, (_, input)| match input {
-            Input::Float(shape) => sum.checked_add(elements(shape)?.checked_mul(self.dtype().size())?),
+            Input::Float(shape) | Input::Narrow(shape, _) => {
+                sum.checked_add(elements(shape)?.checked_mul(self.dtype().size())?)
+            }
             Input::Whole(_, values) => sum.checked_add(4 * values.len()),
         });
         match total {
@@ -184,8 +187,10 @@ impl Workload {
 
 /// What an op is given.
 enum Input {
-    /// Floats of this shape, drawn.
+    /// Floats of this shape, drawn from [-1, 1).
     Float(Vec<usize>),
+    /// The same, from [-limit, limit).
+    Narrow(Vec<usize>, f32),
     /// These values in this shape.
     Whole(Vec<usize>, Vec<i32>),
 }
@@ -204,7 +209,7 @@ pub struct Plan {
 impl Plan {
     /// `size` is that of an element in bytes. Bytes and operations are those of `measure::work`.
     fn new(op: &str, size: f64, p: &mut Params) -> Result<Plan, String> {
-        use Input::{Float, Whole};
+        use Input::{Float, Narrow, Whole};
         let mut extent = |name: &str| match p.extent(name)? {
             extent if extent <= 1 << 24 => Ok(extent),
             extent => Err(format!("params.{name}={extent}: use at most {}", 1 << 24)),
@@ -220,7 +225,10 @@ impl Plan {
             "linear_logprob" => {
                 let (m, k, v) = (extent("M")?, extent("K")?, extent("V")?);
                 let target = Whole(vec![m], (0..m).map(|row| (row % v) as i32).collect());
-                let inputs = vec![("x", Float(vec![m, k])), ("w", Float(vec![v, k])), ("target", target)];
+                // Logits that spread as a model's do, by 8/3. Those of [-1, 1) spread by 10 for K = 896, and a row's
+                // range is then beyond what one pass sums.
+                let w = Narrow(vec![v, k], 8.0 / (k as f32).sqrt());
+                let inputs = vec![("x", Float(vec![m, k])), ("w", w), ("target", target)];
                 (inputs, size * (count(&[m, k]) + count(&[v, k])), 2.0 * count(&[m, v, k]))
             }
             "attention" => {
@@ -309,21 +317,22 @@ const OPS: [&str; 12] = [
 ];
 
 impl Plan {
-    /// The question for an implementation. Inputs are drawn uniformly from [-1, 1), the same on every machine.
+    /// The question for an implementation. Inputs are drawn uniformly, the same on every machine.
     pub fn case(self, workload: &Workload, threads: usize) -> Case {
         let dtype = workload.dtype();
-        let draw = |seed: u64, shape: &[usize]| {
+        let draw = |seed: u64, shape: &[usize], limit: f32| {
             // Far apart, so that two inputs do not begin alike.
             let (seed, len) = ((seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15), shape.iter().product());
             match dtype {
-                DType::Bf16 => Tensor::bf16(shape, drawn(seed, len)),
-                DType::Fp16 => Tensor::fp16(shape, drawn(seed, len)),
-                _ => Tensor::fp32(shape, drawn(seed, len)),
+                DType::Bf16 => Tensor::bf16(shape, scaled(seed, len, limit)),
+                DType::Fp16 => Tensor::fp16(shape, scaled(seed, len, limit)),
+                _ => Tensor::fp32(shape, scaled(seed, len, limit)),
             }
         };
         let inputs = self.inputs.into_iter().enumerate().map(|(index, (name, input))| {
             let tensor = match input {
-                Input::Float(shape) => draw(index as u64, &shape),
+                Input::Float(shape) => draw(index as u64, &shape, 1.0),
+                Input::Narrow(shape, limit) => draw(index as u64, &shape, limit),
                 Input::Whole(shape, values) => Tensor::i32(&shape, values),
             };
             (name.to_string(), tensor)
@@ -337,6 +346,15 @@ impl Plan {
             config: Config { threads: Some(threads), ..Config::default() },
         }
     }
+}
+
+/// The values of [`drawn`], each times `limit`.
+fn scaled<T: Element>(seed: u64, len: usize, limit: f32) -> Vec<T> {
+    let mut values = drawn::<T>(seed, len);
+    if limit != 1.0 {
+        values.iter_mut().for_each(|value| *value = T::narrow(value.widen() * limit));
+    }
+    values
 }
 
 #[cfg(test)]
