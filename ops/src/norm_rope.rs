@@ -88,6 +88,7 @@ impl<I: Element, O: Element> Tokens<'_, I, O> {
     fn tokens<S: Simd, const HF: bool>(self, s: S) {
         let NormRope { heads, dim, eps, rounding, weight_offset, pairing, .. } = *self.shape;
         let norm = RmsNorm { rows: 1, n: dim, eps, rounding, weight_offset };
+        const NO_ROW: [*const f32; 0] = [];
         let mut normed = vec![0f32; dim];
         let mut sink = Sink::<O>::new(self.y, self.large);
         for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
@@ -97,7 +98,7 @@ impl<I: Element, O: Element> Tokens<'_, I, O> {
                 let y = sink.room(x.len());
                 for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
                     let scale = Scale::<S, HF>::of_row(s, &norm, x);
-                    scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), [x.as_ptr(); 0]);
+                    scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
                     rotate_head(s, pairing, angles, &normed, y);
                 }
                 sink.put(s, x.len());

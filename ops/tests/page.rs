@@ -517,7 +517,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
         let (mut whole, mut sums) = (vec![bf16::ZERO; rows * n + 1], vec![bf16::ZERO; rows * n + 1]);
         let (mut part, mut part_sum) = (vec![bf16::ZERO; few * n], vec![bf16::ZERO; few * n]);
         for op in ["add", "rms_norm", "add_rms_norm", "softmax", "rope"] {
-            let mut run = |first: usize, rows: usize, y: &mut [bf16], sum: &mut [bf16]| {
+            let run = |first: usize, rows: usize, y: &mut [bf16], sum: &mut [bf16]| {
                 let (x, b) = (&x[first * n..][..rows * n], &b[first * n..][..rows * n]);
                 match op {
                     "add" => add(&cpu, x, b, y),
