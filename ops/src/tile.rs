@@ -8,6 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::lanes::{Kernel, Simd};
+use crate::pack::Ahead;
 use crate::{Cpu, Isa};
 
 /// Columns of a packed panel.
@@ -36,8 +37,8 @@ pub enum Right<'a> {
     /// Pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
     Pairs(&'a [u32], usize),
-    /// bf16.
-    Narrow(&'a [half::bf16], usize),
+    /// bf16, and memory that is asked for on the way, a line at a step.
+    Narrow(&'a [half::bf16], usize, Ahead),
 }
 
 /// How the products are summed.
@@ -88,7 +89,7 @@ impl<T> Tile<'_, T> {
             let (right_len, right_steps, stride) = match self.right {
                 Right::Wide(data, stride) => (data.len(), end, stride),
                 Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
-                Right::Narrow(data, stride) => (data.len(), end, stride),
+                Right::Narrow(data, stride, _) => (data.len(), end, stride),
             };
             assert!((right_steps - 1) * stride + self.columns <= right_len, "right operand too short");
         }
@@ -104,6 +105,9 @@ trait Steps: Copy {
     /// # Safety
     /// The address is inside the operand.
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
+    /// Asks for memory that is read later; `index` counts steps, over all columns.
+    #[inline(always)]
+    fn ask(self, _index: usize) {}
 }
 
 #[derive(Clone, Copy)]
@@ -111,7 +115,7 @@ struct WideSteps(*const f32, usize);
 #[derive(Clone, Copy)]
 struct PairSteps(*const u32, usize);
 #[derive(Clone, Copy)]
-struct NarrowSteps(*const half::bf16, usize);
+struct NarrowSteps(*const half::bf16, usize, Ahead);
 
 impl Steps for WideSteps {
     const K: usize = 1;
@@ -139,6 +143,10 @@ impl Steps for NarrowSteps {
         // SAFETY: the caller's promise.
         let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
         (v, v)
+    }
+    #[inline(always)]
+    fn ask(self, index: usize) {
+        self.2.ask_at(index);
     }
 }
 
@@ -171,11 +179,11 @@ impl Kernel for FmaTile<'_> {
             (Right::Wide(data, stride), false, false) => {
                 heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Narrow(data, stride), true, false) => {
-                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            (Right::Narrow(data, stride, ahead), true, false) => {
+                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
             }
-            (Right::Narrow(data, stride), false, false) => {
-                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            (Right::Narrow(data, stride, ahead), false, false) => {
+                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
             }
             (Right::Pairs(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
@@ -333,6 +341,7 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
             for v in 0..VECTORS {
                 (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
             }
+            b.ask(column / (VECTORS * S::LANES) * to + at);
             let x = a.add(at * B::K * left.step);
             for r in 0..ROWS {
                 let x = s.splat(*x.add(r * row_stride));
