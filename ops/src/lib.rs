@@ -10,6 +10,7 @@ mod add_rms_norm;
 mod argmax;
 mod attention;
 mod cpu;
+mod dot_rows;
 mod element;
 mod elementwise;
 mod embedding;

@@ -200,9 +200,14 @@ impl Kernel for Least<'_> {
             // +-0 becomes the largest of all.
             least = least.min((x.to_bits() & 0x7FFF).wrapping_sub(1));
         }
-        // NaN and what stands for "none" are above infinity.
-        bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
+        from_biased(least)
     }
+}
+
+/// The magnitude that stands one below its bits, so that zero became the largest.
+pub fn from_biased(least: u16) -> f32 {
+    // NaN and what stands for "none" are above infinity.
+    bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
 }
 
 /// Asks for the cache lines of `x`, which stands apart from what was read before it.
@@ -219,6 +224,12 @@ pub struct Ahead {
     lines: usize,
 }
 
+impl Default for Ahead {
+    fn default() -> Ahead {
+        Ahead::NONE
+    }
+}
+
 impl Ahead {
     pub const NONE: Ahead = Ahead { at: std::ptr::null(), lines: 0 };
 
@@ -230,6 +241,11 @@ impl Ahead {
 
     pub fn lines(&self) -> usize {
         self.lines
+    }
+
+    /// The first line and the last, if there are any.
+    pub fn bounds(&self) -> Option<(*const i8, *const i8)> {
+        (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))
     }
 
     /// Asks for the next `count` lines.

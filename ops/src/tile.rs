@@ -105,9 +105,13 @@ trait Steps: Copy {
     /// # Safety
     /// The address is inside the operand.
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
-    /// Asks for memory that is read later; `index` counts steps, over all columns.
+    /// Vectors of columns side by side for so many rows on 32 registers of 16 lanes: enough that no sum waits for itself.
+    fn vectors(_rows: usize) -> usize {
+        2
+    }
+    /// Asks for `lines` of the memory that is read later; `index` counts steps, over all columns.
     #[inline(always)]
-    fn ask(self, _index: usize) {}
+    fn ask(self, _index: usize, _lines: usize) {}
 }
 
 #[derive(Clone, Copy)]
@@ -145,8 +149,16 @@ impl Steps for NarrowSteps {
         (v, v)
     }
     #[inline(always)]
-    fn ask(self, index: usize) {
-        self.2.ask_at(index);
+    fn vectors(rows: usize) -> usize {
+        match rows {
+            1 => 8,
+            2..=4 => 4,
+            _ => 2,
+        }
+    }
+    #[inline(always)]
+    fn ask(self, index: usize, lines: usize) {
+        (index * lines..(index + 1) * lines).for_each(|line| self.2.ask_at(line));
     }
 }
 
@@ -242,6 +254,20 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
     out: *mut f32,
 ) -> usize {
     let mut column = 0;
+    if S::LANES == 16 && B::vectors(ROWS) == 8 {
+        while column + 8 * S::LANES <= tile.columns {
+            // SAFETY: the caller's promise; these columns are below `tile.columns`.
+            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 8 * S::LANES;
+        }
+    }
+    if S::LANES == 16 && B::vectors(ROWS) >= 4 {
+        while column + 4 * S::LANES <= tile.columns {
+            // SAFETY: as above.
+            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 4 * S::LANES;
+        }
+    }
     while column + 2 * S::LANES <= tile.columns {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
         unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
@@ -341,7 +367,7 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
             for v in 0..VECTORS {
                 (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
             }
-            b.ask(column / (VECTORS * S::LANES) * to + at);
+            b.ask(column / (VECTORS * S::LANES) * to + at, (VECTORS * S::LANES).div_ceil(32));
             let x = a.add(at * B::K * left.step);
             for r in 0..ROWS {
                 let x = s.splat(*x.add(r * row_stride));

@@ -3,6 +3,7 @@
 //! weights and the sums of every block; and the blocks joined, ascending.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
+use crate::dot_rows::{DIMENSIONS, MAX_QUERIES, dot_rows};
 use crate::gemm::SharedOut;
 use crate::lanes::scalar::Scalar;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
@@ -173,6 +174,9 @@ struct Task {
     keys: Range,
 }
 
+/// What a worker does with its slot, a task, and the task it will have next.
+type Work<'w> = dyn Fn(&mut [u32], &Task, Option<&Task>) + Sync + 'w;
+
 /// The rows of k and v where the keys of a panel stand.
 struct Rows {
     at: [usize; PANEL],
@@ -215,7 +219,7 @@ impl<I: Element> Pass<'_, I> {
         let slow = AtomicUsize::new(0);
         // A worker takes several blocks in a row, so that it can ask for the next one while it is at work on one.
         let run = (tasks / (4 * plan.workers)).max(1);
-        let each = |slots: &mut [&mut [u32]], work: &(dyn Fn(&mut [u32], &Task, Option<&Task>) + Sync)| {
+        let each = |slots: &mut [&mut [u32]], work: &Work| {
             job.cpu.each_in(slots.iter_mut(), tasks.div_ceil(run), |slot, i| {
                 let mut tasks = (i * run..tasks.min((i + 1) * run)).filter_map(task).peekable();
                 while let Some(task) = tasks.next() {
@@ -292,9 +296,10 @@ impl<I: Element> Pass<'_, I> {
                 _ => self.panel_rows(b, to, keys.to),
             };
             for head in heads.from..heads.to {
-                let query = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
-                let (query, end) = query.split_at(plan.query_words() - LINE);
-                let ahead = self.ahead(job.k, d, &next, heads, head, I::IS_BF16);
+                let all = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
+                let (query, end) = all.split_at(plan.query_words() - LINE);
+                let least_query = f32::from_bits(end[0]);
+                let mut ahead = self.ahead(job.k, d, &next, heads, head, I::IS_BF16);
                 let part = part(place, head);
                 let out = &mut part.scores[from % BLOCK..];
                 let panel = &mut slot[..PANEL * plan.words];
@@ -309,13 +314,21 @@ impl<I: Element> Pass<'_, I> {
                     continue;
                 }
                 let key = |j: usize| bf16_slice(key(j)).expect("bf16");
+                let as_they_stand = rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
+                if job.dots() && as_they_stand && dot_is_exact(least_query, f32::MAX) {
+                    let keys = std::array::from_fn(|j| key(j.min(count - 1)));
+                    let least = dot_rows(cpu, all, rows, &keys, out, BLOCK, std::mem::take(&mut ahead));
+                    if dot_is_exact(least_query, least) {
+                        continue;
+                    }
+                }
                 pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
                 let right = Right::Pairs(panel, PANEL);
                 let least = || match count {
                     PANEL => least_of_pairs(cpu, panel),
                     _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
                 };
-                if job.dots() && dot_is_exact(f32::from_bits(end[0]), least()) {
+                if job.dots() && dot_is_exact(least_query, least()) {
                     let left = Left { data: query, row_stride: 1, step: rows };
                     dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
                 } else {
@@ -494,7 +507,7 @@ impl<I: Element> Pass<'_, I> {
                     let right = match in_place {
                         Some(_) => {
                             let value = bf16_slice(job.value(b, keys.from, head)).expect("bf16");
-                            Right::Narrow(value, plan.kv_heads * e, std::mem::replace(&mut ahead, Ahead::NONE))
+                            Right::Narrow(value, plan.kv_heads * e, std::mem::take(&mut ahead))
                         }
                         None => Right::Wide(&wide[(keys.from - from) * columns..], columns),
                     };
