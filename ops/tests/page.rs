@@ -557,6 +557,41 @@ fn tiny_operands_are_not_flushed() {
     }
 }
 
+/// The same for scores, which a large scale makes visible: a few queries (decode) and many.
+#[test]
+fn tiny_scores_are_not_flushed() {
+    let (keys, q_heads, kv_heads, d) = (70, 4, 2, 32);
+    for queries in [1, 2, 20] {
+        let q: Vec<bf16> = (0..queries * q_heads * d).map(|i| bf16::narrow(1.0 + (i % 5) as f32)).collect();
+        let k: Vec<bf16> = (0..keys * kv_heads * d).map(|i| bf16::from_bits(1 + (i * 37 % 0x7F) as u16)).collect();
+        let v: Vec<bf16> = values(3, keys * kv_heads * d, 4);
+        let (q_pos, kv_len) = (vec![0; queries], [keys as i32]);
+        let shape = Attention {
+            batch: 1,
+            queries,
+            keys,
+            q_heads,
+            kv_heads,
+            head_dim: d,
+            value_dim: d,
+            scale: f64::exp2(120.0),
+            causal: false,
+            window: 0,
+            softcap: 0.0,
+            tf32: Tf32::Disabled,
+        };
+        let run = |cpu: &Cpu| {
+            let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; queries * q_heads]);
+            attention(cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+            (bits(&out), bits(&lse))
+        };
+        let expected = run(&Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap());
+        for cpu in cpus() {
+            assert_eq!(run(&cpu), expected, "{queries} queries, {cpu:?}");
+        }
+    }
+}
+
 /// Narrowing is the rounding of the page for every f32 that is a tie or beside one, and for every 16-bit value.
 #[test]
 fn narrowing_rounds_to_nearest_even() {
