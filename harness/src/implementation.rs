@@ -2,9 +2,11 @@
 
 use samebits_contract::case::{Answer, Case};
 
+pub mod broken;
 pub mod cpu;
 pub mod external;
 pub mod faulty;
+pub mod rearranged;
 
 /// An implementation under test.
 ///
