@@ -11,6 +11,7 @@ pub mod generate;
 pub mod list;
 pub mod measure;
 pub mod merge;
+pub mod probe;
 pub mod report;
 pub mod sweep;
 
