@@ -6,6 +6,7 @@ pub mod case;
 pub mod check;
 pub mod contract;
 pub mod devices;
+pub mod diff;
 pub mod forward;
 pub mod generate;
 pub mod list;

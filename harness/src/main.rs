@@ -45,6 +45,8 @@ enum Verb {
     Case(cmd::case::Args),
     Contract(cmd::contract::Args),
     Report(cmd::report::Args),
+    #[command(visible_alias = "cmp")]
+    Diff(cmd::diff::Args),
     Bless(cmd::bless::Args),
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
@@ -71,6 +73,7 @@ fn main() -> ExitCode {
         Verb::List(args) => cmd::list::run(&args),
         Verb::Case(args) => cmd::case::run(&args),
         Verb::Contract(args) => cmd::contract::run(&args),
+        Verb::Diff(args) => cmd::diff::run(&args),
         Verb::Report(args) => cmd::report::run(&args),
         Verb::Bless(args) => cmd::bless::run(&args),
         Verb::Answer(args) => cmd::answer::run(&args),

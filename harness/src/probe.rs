@@ -388,9 +388,9 @@ impl Probe<'_> {
             let fused = self.dot(&[c, a], &[1.0, a], DType::Fp32)?.value(0) == pow(-24);
             let after = self.dot(&[a, c], &[a, 1.0], DType::Fp32)?.value(0) == pow(-24);
             let how = match (fused, after) {
-                (true, false) => "fused into the sum (fma)",
+                (true, false) | (false, true) => "fused into the sum (fma)",
                 (true, true) => "exact in a wider accumulator",
-                (false, _) => "rounded before they are added",
+                (false, false) => "rounded before they are added",
             };
             found("products", how.into(), "fused into the sum (fma)");
             let x = 1.0 + pow(-23);
