@@ -9,6 +9,7 @@ pub mod devices;
 pub mod diff;
 pub mod forward;
 pub mod generate;
+pub mod goldens;
 pub mod list;
 pub mod measure;
 pub mod merge;

@@ -48,6 +48,7 @@ enum Verb {
     #[command(visible_alias = "cmp")]
     Diff(cmd::diff::Args),
     Bless(cmd::bless::Args),
+    Goldens(cmd::goldens::Args),
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
         Verb::Contract(args) => cmd::contract::run(&args),
         Verb::Diff(args) => cmd::diff::run(&args),
         Verb::Report(args) => cmd::report::run(&args),
+        Verb::Goldens(args) => cmd::goldens::run(&args),
         Verb::Bless(args) => cmd::bless::run(&args),
         Verb::Answer(args) => cmd::answer::run(&args),
         Verb::Measure(args) => cmd::measure::run(&args),
