@@ -6,8 +6,8 @@ use crate::fill::Fill;
 use crate::record::Judgment;
 use crate::spec::{self, Class, InputKind, Spec};
 use crate::table::{
-    CaseSpec, Cell, Contract, DTypeRole, Implementation, Policy, Provenance, Role, Row, RowSet, Slice, Threshold,
-    Waiver, fits, narrower,
+    CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
+    Threshold, Waiver, fits, narrower,
 };
 use crate::tensor::DType;
 use serde::Deserialize;
@@ -62,6 +62,100 @@ impl Contract {
             Some(dir) => read(dir)?,
         };
         parse(&files, &today())
+    }
+}
+
+impl Contract {
+    /// Adds the implementations of `file`, written as `impls.toml`; their commands run in the folder of `file`.
+    ///
+    /// # Errors
+    /// What is wrong with the file, with its line; also a name that the contract has already, and a case that no row asks of
+    /// a new implementation.
+    pub fn add_implementations(&mut self, file: &Path) -> Result<(), ContractError> {
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
+            file: name.clone(),
+            line: 1,
+            message: format!("cannot read it: {e}"),
+        })?;
+        let source = Source { file: &name, text: &text };
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        for mut implementation in implementations(&source)? {
+            if self.implementation(&implementation.name).is_some() {
+                let message = format!("implementation `{}` is in the contract already; rename it", implementation.name);
+                return Err(source.fail(0, message));
+            }
+            if let Some(case) = self.cases.iter().find(|case| self.row(&implementation.name, case).is_none()) {
+                let message =
+                    format!("no row asks `{}` of `{}`; name it so that one does", case.name, implementation.name);
+                return Err(source.fail(0, message));
+            }
+            implementation.folder = Some(folder.to_path_buf());
+            self.implementations.push(implementation);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawExceptions {
+    #[serde(default)]
+    waiver: Vec<Spanned<Exception>>,
+}
+
+impl Contract {
+    /// The contract that these tables make, by path; for tests and for tables that are no files.
+    ///
+    /// # Errors
+    /// As [`Contract::load`].
+    pub fn of_tables(files: &BTreeMap<String, String>) -> Result<Contract, ContractError> {
+        parse(files, &today())
+    }
+
+    /// The tables that this crate was built with, by path.
+    pub fn tables() -> BTreeMap<String, String> {
+        EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect()
+    }
+
+    /// Adds the waivers of `file`: `[[waiver]]` with `impls`, `cases`, `judgment`, `axis`, `reason`, `owner`, `expires`. One
+    /// whose last day is over stays in the list and covers nothing.
+    ///
+    /// # Errors
+    /// What is wrong with the file, with its line.
+    pub fn add_waivers(&mut self, file: &Path) -> Result<(), ContractError> {
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
+            file: name.clone(),
+            line: 1,
+            message: format!("cannot read it: {e}"),
+        })?;
+        let source = Source { file: &name, text: &text };
+        let raw: RawExceptions = source.table()?;
+        for entry in raw.waiver {
+            let (at, mut waiver) = (entry.span().start, entry.into_inner());
+            require_text(&source, at, "reason", &waiver.reason)?;
+            require_text(&source, at, "owner", &waiver.owner)?;
+            require_date(&source, at, "expires", &waiver.expires)?;
+            if waiver.impls.is_empty() || waiver.cases.is_empty() {
+                return Err(source.fail(at, "`impls` and `cases` name at least one each".into()));
+            }
+            if let Some(pattern) =
+                waiver.cases.iter().find(|pattern| !self.cases.iter().any(|case| fits(pattern, &case.name)))
+            {
+                return Err(
+                    source.fail(at, format!("no case is called `{pattern}`; `samebits list` shows their names"))
+                );
+            }
+            if waiver.axis.as_ref().is_some_and(|axis| crate::axis::find(axis).is_none()) {
+                let known: Vec<_> = axis::all().iter().map(|axis| axis.name).collect();
+                return Err(source.fail(at, format!("`axis`: use one of {}", known.join(", "))));
+            }
+            waiver.place = format!("{name}:{}", source.line(at));
+            waiver.expired = waiver.expires < today();
+            self.exceptions.push(waiver);
+        }
+        Ok(())
     }
 }
 
@@ -290,6 +384,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         policy: raw.policy.into_inner(),
         row_sets,
         implementations,
+        exceptions: Vec::new(),
         thresholds,
         cases: Vec::new(),
         rows: Vec::new(),
@@ -485,10 +580,39 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
         let (at, implementation) = (entry.span().start, entry.into_inner());
         require_text(source, at, "about", &implementation.about)?;
         require_text(source, at, "name", &implementation.name)?;
-        if implementation.command.as_ref().is_some_and(Vec::is_empty) {
-            return Err(
-                source.fail(at, "`command` is empty; name the program, or leave it out for what is built in".into())
-            );
+        let fail = |message: &str| Err(source.fail(at, format!("implementation `{}`: {message}", implementation.name)));
+        match &implementation.command {
+            Some(command) if command.first().is_none_or(String::is_empty) => {
+                return fail("`command` is empty; name the program, or leave it out for what is built in");
+            }
+            None if !implementation.version.is_empty() || !implementation.env.is_empty() => {
+                return fail("`version` and `env` belong to a `command`; add it or remove them");
+            }
+            _ => {}
+        }
+        if !(implementation.timeout > 0.0 && implementation.timeout <= 86_400.0) {
+            return fail("`timeout` is not above 0 and at most 86400 seconds");
+        }
+        if implementation.threads.iter().flatten().any(|&n| n == 0 || n > 1024) {
+            return fail("`threads` holds a count that is not 1 to 1024");
+        }
+        let names: BTreeSet<&String> = implementation.isa.iter().map(|isa| &isa.name).collect();
+        if names.len() != implementation.isa.len() || names.iter().any(|name| name.trim().is_empty()) {
+            return fail("two entries of `isa` have one name, or one has none");
+        }
+        if implementation.layouts.iter().any(|layout| !axis::LAYOUTS.contains(&layout.as_str())) {
+            return fail(&format!("`layouts`: use {}", axis::LAYOUTS.join(", ")));
+        }
+        if implementation.judgments.as_ref().is_some_and(Vec::is_empty) {
+            return fail("`judgments` is empty; name what is asked, or leave it out for all");
+        }
+        for required in implementation.required.iter().flatten() {
+            if let Some(op) = required.ops.iter().find(|op| spec::find(op).is_none()) {
+                return fail(&format!("`required` names the op `{op}`, which is not known"));
+            }
+            if required.dtypes.contains(&DType::I32) || required.outs.contains(&DType::I32) {
+                return fail("`required`: use bf16, fp16 or fp32");
+            }
         }
         if all.iter().any(|other| other.name == implementation.name) {
             return Err(source.fail(at, format!("implementation `{}` is listed twice; keep one", implementation.name)));

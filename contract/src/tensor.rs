@@ -217,16 +217,33 @@ impl Tensor {
             && (0..self.len()).all(|i| self.bits(i) == other.bits(i))
     }
 
+    /// The same elements as a view one element into a larger allocation, so that they are aligned to no vector.
+    pub fn shifted(&self) -> Tensor {
+        map!(self, a => {
+            let mut room = Vec::with_capacity(a.len() + 1);
+            room.extend(a.iter().next().copied());
+            room.extend_from_slice(flat(a));
+            let mut wide = ndarray::Array1::from_vec(room);
+            wide.slice_axis_inplace(Axis(0), ndarray::Slice::from(wide.len() - a.len()..));
+            wide.into_shape_with_order(IxDyn(a.shape())).expect("the same elements in one row")
+        })
+    }
+
+    /// The entries `from..to` of axis `axis`.
+    pub fn range(&self, axis: usize, from: usize, to: usize) -> Tensor {
+        map!(self, a => a.slice_axis(Axis(axis), ndarray::Slice::from(from..to)).as_standard_layout().into_owned())
+    }
+
     /// The same elements with a leading axis of extent 1.
     pub fn with_leading_axis(&self) -> Tensor {
         let shape = [&[1], self.shape()].concat();
         Tensor::from_bytes(self.dtype(), &shape, &self.to_bytes()).expect("the same number of elements")
     }
 
-    /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN where there is
-    /// no row.
+    /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN (for i32, 0) where
+    /// there is no row.
     pub fn gather(&self, width: usize, rows: &[Option<usize>], shape: &[usize]) -> Tensor {
-        let nan = round::to_bits(f64::NAN, self.dtype());
+        let nan = if self.dtype() == DType::I32 { 0 } else { round::to_bits(f64::NAN, self.dtype()) };
         let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| self.bits(row * width + i));
         let size = self.dtype().size();
         let bits = rows.iter().flat_map(|row| (0..width).map(move |i| element(row, i)));

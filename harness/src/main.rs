@@ -38,11 +38,17 @@ Exit codes:
 #[derive(Subcommand)]
 enum Verb {
     Check(cmd::check::Args),
+    Sweep(cmd::sweep::Args),
+    Merge(cmd::merge::Args),
+    Probe(cmd::probe::Args),
     List(cmd::list::Args),
     Case(cmd::case::Args),
     Contract(cmd::contract::Args),
     Report(cmd::report::Args),
+    #[command(visible_alias = "cmp")]
+    Diff(cmd::diff::Args),
     Bless(cmd::bless::Args),
+    Goldens(cmd::goldens::Args),
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
@@ -62,10 +68,15 @@ fn main() -> ExitCode {
     };
     let done = match cli.verb {
         Verb::Check(args) => cmd::check::run(&args),
+        Verb::Sweep(args) => cmd::sweep::run(&args),
+        Verb::Merge(args) => cmd::merge::run(&args),
+        Verb::Probe(args) => cmd::probe::run(&args),
         Verb::List(args) => cmd::list::run(&args),
         Verb::Case(args) => cmd::case::run(&args),
         Verb::Contract(args) => cmd::contract::run(&args),
+        Verb::Diff(args) => cmd::diff::run(&args),
         Verb::Report(args) => cmd::report::run(&args),
+        Verb::Goldens(args) => cmd::goldens::run(&args),
         Verb::Bless(args) => cmd::bless::run(&args),
         Verb::Answer(args) => cmd::answer::run(&args),
         Verb::Measure(args) => cmd::measure::run(&args),
