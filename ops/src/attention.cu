@@ -10,11 +10,15 @@
 
 // What all three kernels are told; the host fills it in device/attention.rs.
 struct Call {
-    // Rows of q of sequence b: q_start[b] .. q_start[b + 1].
+    // Slots of earlier launches.
     long long slots_before;
-    int tiles, q_heads, kv_heads, head_dim, value_dim;
-    int causal, capped, paged, page_size, page_columns, blocks, split;
+    // 0 means none.
     long long window;
+    // Tiles of a sequence and key head; a padded batch has as many rows of q to each sequence.
+    int tiles, q_heads, kv_heads, head_dim, value_dim;
+    int causal, capped, paged, page_size, page_columns;
+    // Blocks of 256 keys, and whether each goes to a block of threads of its own.
+    int blocks, split;
     float cap, cap_factor, c_hi, c_lo;
 };
 
