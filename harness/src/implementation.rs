@@ -3,6 +3,7 @@
 use samebits_contract::case::{Answer, Case};
 
 pub mod cpu;
+pub mod cuda;
 pub mod faulty;
 
 /// An implementation under test.
