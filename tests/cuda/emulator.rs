@@ -9,6 +9,7 @@ use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const MACHINE: &str = include_str!("machine.cuh");
 
@@ -219,12 +220,11 @@ impl Library {
         (&files, &options, &compiler).hash(&mut hasher);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator").join(format!("{name}-{:016x}", hasher.finish()));
         let library = folder.join("unit.so");
-        // Tests run side by side and may want the same one.
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let lock = ONE_AT_A_TIME.lock().expect("no panic while holding the lock");
-        let building = (!library.exists()).then(|| folder.with_extension(format!("{}", std::process::id())));
-        drop(lock);
-        if let Some(building) = building {
+        if !library.exists() {
+            // Tests run side by side and may want the same one: each builds in a folder of its own.
+            static BUILDS: AtomicUsize = AtomicUsize::new(0);
+            let build = BUILDS.fetch_add(1, Ordering::Relaxed);
+            let building = folder.with_extension(format!("{}-{build}", std::process::id()));
             compile(&compiler, &building, &files, &options)?;
             std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
             std::fs::rename(building.join("unit.so"), &library).map_err(|e| format!("{}: {e}", library.display()))?;
