@@ -215,7 +215,7 @@ impl<T: Plain> Buffer<T> {
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         let mut arena = self.inner.arena.lock().expect("no panic while holding the lock");
-        arena.give_back(&*self.inner.driver, self.address, self.room);
+        arena.give_back(self.address, self.room);
     }
 }
 

@@ -206,6 +206,7 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
         int stage = chunk % STAGES;
         int count = static_cast<int>(min(static_cast<long long>(CHUNK), to - from - static_cast<long long>(chunk) * CHUNK));
         async_wait<STAGES - 2>();
+        // Every lane's copies have arrived, and every lane is done with the stage and the x_wide of the chunk before.
         __syncwarp();
         bring(chunk + STAGES - 1);
 #pragma unroll
@@ -252,8 +253,6 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
                 }
             }
         }
-        // The stage and x_wide are free for what comes next.
-        __syncwarp();
     }
 
     __syncthreads();

@@ -125,12 +125,12 @@ impl Driver for Emulator {
         state.held.remove(&address);
     }
 
-    fn retire(&self, address: u64) {
+    fn lend(&self, address: u64, bytes: usize) {
         let state = self.state();
         // SAFETY: the type is that of machine.cuh.
-        let forget: extern "C" fn(*mut c_void, u64) =
-            unsafe { std::mem::transmute(state.memory.find("emulator_forget")) };
-        forget(state.world, address);
+        let lend: extern "C" fn(*mut c_void, u64, u64) =
+            unsafe { std::mem::transmute(state.memory.find("emulator_lend")) };
+        lend(state.world, address, bytes as u64);
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {

@@ -500,11 +500,13 @@ VISIBLE void emulator_free(emulator::World *here, uint64_t address) {
     free(reinterpret_cast<void *>(address));
     here->memory.erase(address);
 }
-// What was there is gone: whoever reads it before it is written makes a mistake.
-VISIBLE void emulator_forget(emulator::World *here, uint64_t address) {
+// The first bytes of an allocation have a new owner: whoever reads them before they are written makes a mistake, and so does
+// whoever goes beyond them.
+VISIBLE void emulator_lend(emulator::World *here, uint64_t address, uint64_t bytes) {
     emulator::Region &region = here->memory[address];
-    region.shadow.assign(region.shadow.size(), emulator::Shadow());
     memset(region.data, 0xA5, region.bytes);
+    region.bytes = static_cast<long>(bytes);
+    region.shadow.assign(region.shadow.size(), emulator::Shadow());
 }
 // 0: done; 1: no such place; 2: a byte was never written.
 VISIBLE int emulator_write(emulator::World *here, uint64_t address, const void *bytes, uint64_t count) {

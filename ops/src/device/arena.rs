@@ -25,6 +25,12 @@ impl Arena {
     /// At least `bytes`: the address and the room there. What is kept goes back to the device before more is asked for
     /// than the cap allows or the device has.
     pub fn take(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
+        let (address, room) = self.find(driver, bytes)?;
+        driver.lend(address, bytes);
+        Some((address, room))
+    }
+
+    fn find(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
         let room = bytes.max(1).checked_next_multiple_of(LINE)?;
         let at = self.kept.partition_point(|&(kept, _)| kept < room);
         // A tensor does not get a place many times its size.
@@ -52,8 +58,7 @@ impl Arena {
         Some((address, room))
     }
 
-    pub fn give_back(&mut self, driver: &dyn Driver, address: u64, room: usize) {
-        driver.retire(address);
+    pub fn give_back(&mut self, address: u64, room: usize) {
         let at = self.kept.partition_point(|&kept| kept < (room, address));
         self.kept.insert(at, (room, address));
     }

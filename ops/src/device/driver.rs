@@ -101,8 +101,9 @@ pub trait Driver: Send + Sync {
     /// Gives memory back that [`Driver::allocate`] gave.
     fn free(&self, address: u64);
 
-    /// Whoever held the memory at `address` is done with it; it may be given to another. An emulator forgets its contents.
-    fn retire(&self, _address: u64) {}
+    /// The first `bytes` at `address` are a new tensor's, which nobody has written yet. For an emulator, which forgets what
+    /// was there and watches the border.
+    fn lend(&self, _address: u64, _bytes: usize) {}
 
     /// Copies to the device.
     ///
