@@ -7,7 +7,7 @@ use crate::case::Case;
 use crate::fill::{Fill, Maker};
 use crate::round;
 use crate::spec::{self, Class, InputKind, Spec};
-use crate::tensor::Tensor;
+use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// What the machine at hand can vary.
@@ -19,7 +19,17 @@ pub struct Machine {
     pub threads: Vec<usize>,
     /// The least workspace in bytes that does for the case at hand, where it is known.
     pub smallest_budget: Option<usize>,
+    /// The layouts of its inputs that an implementation can be asked for, of [`LAYOUTS`].
+    pub layouts: Vec<String>,
+    /// Up to how many elements an input may grow when rows are added.
+    pub room: usize,
+    /// Draws the random settings.
+    pub seed: u64,
 }
+
+/// Ways an input may lie in memory, beside each by itself in row-major order: one element into a larger allocation; every
+/// second element of a row that is twice as wide; last axis first.
+pub const LAYOUTS: [&str; 3] = ["offset", "strided", "transposed"];
 
 /// One setting on an axis.
 #[derive(Clone, Debug)]
@@ -30,6 +40,109 @@ pub struct Variant {
     pub case: Case,
     /// Which rows of the base must equal which rows of the variant.
     pub rows: Vec<(usize, usize)>,
+    /// How `case` is asked.
+    pub way: Way,
+}
+
+/// How the case of a variant is asked.
+#[derive(Clone, Debug)]
+pub enum Way {
+    /// As any other.
+    Plain,
+    /// Right after these, by the same process.
+    After(Vec<Case>),
+    /// By a process that was started for it.
+    Fresh,
+    /// As the first of several parts, whose answers are joined.
+    Parts(Vec<Case>, Join),
+}
+
+/// How the answers to the parts of a case become the answer to the whole.
+#[derive(Clone, Debug)]
+pub enum Join {
+    /// Side by side along this axis of every output.
+    Along(usize),
+    /// The f32 partial sums `y` of a matrix product, added as the tree of its segments; then the bias, then rounded.
+    Tree {
+        /// The bias of the whole.
+        bias: Option<Tensor>,
+        /// The dtype of the whole.
+        out: DType,
+    },
+}
+
+impl Way {
+    /// The cases that are asked beside the variant's own.
+    pub fn others(&self) -> &[Case] {
+        match self {
+            Way::Plain | Way::Fresh => &[],
+            Way::After(cases) | Way::Parts(cases, _) => cases,
+        }
+    }
+}
+
+impl Join {
+    /// The outputs of the whole; `parts` are in order, and there is at least one.
+    ///
+    /// # Errors
+    /// When the outputs do not fit together.
+    pub fn whole(&self, parts: Vec<BTreeMap<String, Tensor>>) -> Result<BTreeMap<String, Tensor>, String> {
+        match self {
+            Join::Along(axis) => {
+                let mut parts = parts.into_iter();
+                let mut whole = parts.next().ok_or("there are no parts")?;
+                for part in parts {
+                    for (name, tensor) in &mut whole {
+                        let next = part.get(name).ok_or_else(|| format!("a part lacks `{name}`"))?;
+                        let others = |t: &Tensor| {
+                            let mut shape = t.shape().to_vec();
+                            if *axis < shape.len() {
+                                shape[*axis] = 0;
+                            }
+                            (t.dtype(), shape)
+                        };
+                        if *axis >= tensor.shape().len() || others(tensor) != others(next) {
+                            return Err(format!(
+                                "`{name}`: parts of shape {:?} and {:?}",
+                                tensor.shape(),
+                                next.shape()
+                            ));
+                        }
+                        *tensor = tensor.append(*axis, next);
+                    }
+                }
+                Ok(whole)
+            }
+            Join::Tree { bias, out } => {
+                let mut sums: Vec<(Vec<usize>, Vec<f32>)> = Vec::new();
+                for part in &parts {
+                    let y = part.get("y").ok_or("a part lacks `y`")?;
+                    if y.dtype() != DType::Fp32 || sums.first().is_some_and(|(shape, _)| shape != y.shape()) {
+                        return Err(format!(
+                            "a partial sum is {} {:?}; it must be fp32, all of one shape",
+                            y.dtype(),
+                            y.shape()
+                        ));
+                    }
+                    sums.push((y.shape().to_vec(), (0..y.len()).map(|i| y.value(i) as f32).collect()));
+                }
+                while sums.len() > 1 {
+                    let pairs = sums.chunks(2).map(|two| match two {
+                        [(shape, a), (_, b)] => (shape.clone(), a.iter().zip(b).map(|(a, b)| a + b).collect()),
+                        _ => two[0].clone(),
+                    });
+                    sums = pairs.collect();
+                }
+                let (shape, sum) = sums.pop().ok_or("there are no parts")?;
+                let columns = shape.last().copied().unwrap_or(1);
+                let whole = sum.iter().enumerate().map(|(i, &v)| match bias {
+                    Some(bias) => f64::from(v + bias.value(i % columns) as f32),
+                    None => f64::from(v),
+                });
+                Ok(BTreeMap::from([("y".to_string(), round::tensor(*out, &shape, &whole.collect::<Vec<_>>()))]))
+            }
+        }
+    }
 }
 
 /// Something that must not be seen in the bits.
@@ -47,6 +160,8 @@ pub struct Axis {
 enum Applies {
     Ops,
     Attention,
+    Ranks,
+    Steps,
     Chains,
     Both,
 }
@@ -98,6 +213,24 @@ pub fn all() -> &'static [Axis] {
             applies: Applies::Attention,
         },
         Axis {
+            name: "prefix",
+            why: "Keys that two sequences share are the keys that each would have had for itself.",
+            variants: prefix,
+            applies: Applies::Attention,
+        },
+        Axis {
+            name: "ranks",
+            why: "How many machines hold a part of the weights is not part of the model.",
+            variants: ranks,
+            applies: Applies::Ranks,
+        },
+        Axis {
+            name: "layout",
+            why: "A tensor is its elements, not where they lie in memory.",
+            variants: layout,
+            applies: Applies::Ops,
+        },
+        Axis {
             name: "threads",
             why: "The order of a sum belongs to the op, not to the scheduler.",
             variants: threads,
@@ -122,10 +255,22 @@ pub fn all() -> &'static [Axis] {
             applies: Applies::Both,
         },
         Axis {
+            name: "order",
+            why: "What was asked before leaves nothing behind.",
+            variants: order,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "restart",
+            why: "An answer does not depend on which process gives it.",
+            variants: restart,
+            applies: Applies::Ops,
+        },
+        Axis {
             name: "schedule",
             why: "Prefill, decode and chunks are one computation cut at different places.",
             variants: schedule,
-            applies: Applies::Chains,
+            applies: Applies::Steps,
         },
         Axis {
             name: "grouping",
@@ -147,6 +292,8 @@ impl Axis {
         match self.applies {
             Applies::Both => true,
             Applies::Attention => spec.class == Class::Attention,
+            Applies::Ranks => spec.name == "gemm" || spec.class == Class::Attention,
+            Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain),
             Applies::Ops => spec.class != Class::Chain,
             Applies::Chains => spec.class == Class::Chain,
         }
@@ -221,7 +368,7 @@ impl<'a> Base<'a> {
     fn pick(&self, setting: String, axis: usize, picks: &[usize]) -> Variant {
         let case = self.replace(axis, |_, tensor| tensor.select(axis, picks));
         let places = picks.iter().enumerate().map(|(v, &b)| (b, v));
-        Variant { setting, case, rows: self.pairs(axis, places, picks.len()) }
+        Variant { setting, case, rows: self.pairs(axis, places, picks.len()), way: Way::Plain }
     }
 
     /// `left` entries of garbage before and `right` behind those of row axis `axis`.
@@ -236,7 +383,7 @@ impl<'a> Base<'a> {
             if right > 0 { before.append(axis, &filler(right, "right")) } else { before }
         });
         let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
-        Variant { setting, case, rows }
+        Variant { setting, case, rows, way: Way::Plain }
     }
 
     /// Everything but entry `probe` of row axis `axis` replaced by garbage.
@@ -247,7 +394,7 @@ impl<'a> Base<'a> {
             let picks: Vec<usize> = (0..extent).map(|i| if i == probe { extent + i } else { i }).collect();
             spoilt.select(axis, &picks)
         });
-        Variant { setting, case, rows: self.pairs(axis, [(probe, probe)], extent) }
+        Variant { setting, case, rows: self.pairs(axis, [(probe, probe)], extent), way: Way::Plain }
     }
 
     /// Up to `limit` entries of row axis `axis`, evenly spread, the first and the last among them.
@@ -256,6 +403,18 @@ impl<'a> Base<'a> {
         let mut probes: Vec<usize> = (0..limit).map(|i| i * last / (limit - 1)).collect();
         probes.dedup();
         probes
+    }
+
+    /// Every row where it was.
+    fn same(&self) -> Vec<(usize, usize)> {
+        (0..self.entries * self.inner).map(|row| (row, row)).collect()
+    }
+
+    /// Elements of the largest input that holds entries of the first row axis, per entry.
+    fn width(&self) -> usize {
+        let inputs = self.spec.inputs.iter().filter(|input| input.rows > 0);
+        let held = inputs.filter_map(|input| self.case.inputs.get(input.name));
+        held.map(|tensor| tensor.len() / self.entries).max().unwrap_or(1).max(1)
     }
 
     /// The row axes with their prefix for settings.
@@ -294,9 +453,17 @@ fn sizes(limit: usize) -> Vec<usize> {
     sizes
 }
 
-fn batch(case: &Case, _: &Machine) -> Vec<Variant> {
+fn batch(case: &Case, machine: &Machine) -> Vec<Variant> {
     let base = Base::new(case);
     let mut variants = Vec::new();
+    // The rows over and over, every copy held to the first: 1 to 9 and all around powers of two.
+    let most = (machine.room / base.width()).min(2049);
+    for size in (1..=9).chain(sizes(most + 1).into_iter().filter(|&size| size > 9)) {
+        if size > base.entries && size <= most {
+            let picks: Vec<usize> = (0..size).map(|i| i % base.entries).collect();
+            variants.push(base.pick(format!("again:{size}"), 0, &picks));
+        }
+    }
     for (axis, prefix) in base.axes() {
         let extent = base.extent(axis);
         if extent > 1 {
@@ -315,23 +482,36 @@ fn batch(case: &Case, _: &Machine) -> Vec<Variant> {
     variants
 }
 
-fn position(case: &Case, _: &Machine) -> Vec<Variant> {
+fn position(case: &Case, machine: &Machine) -> Vec<Variant> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     for (axis, prefix) in base.axes() {
         let n = base.extent(axis);
         // Rotation by one, by about a third, reversal, and a stride that visits every entry once.
         let stride = (1..n).rev().map(|s| s.div_ceil(2)).find(|s| *s > 1 && gcd(*s, n) == 1).unwrap_or(1);
-        let orders: [(&str, Vec<usize>); 4] = [
+        // A draw of its own for every case and seed.
+        let mut shuffled: Vec<usize> = (0..n).collect();
+        let mut state = hash(&case.name) ^ machine.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        for i in (1..n).rev() {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            shuffled.swap(i, ((state >> 33) % (i as u64 + 1)) as usize);
+        }
+        let orders: [(&str, Vec<usize>); 5] = [
             ("rotate1", (0..n).map(|i| (i + 1) % n).collect()),
             ("rotate3rd", (0..n).map(|i| (i + n.div_ceil(3)) % n).collect()),
             ("reverse", (0..n).rev().collect()),
             ("stride", (0..n).map(|i| i * stride % n).collect()),
+            ("shuffle", shuffled),
         ];
         let mut seen: Vec<Vec<usize>> = vec![(0..n).collect()];
         for (name, order) in orders {
             if !seen.contains(&order) {
-                variants.push(base.pick(format!("{prefix}{name}"), axis, &order));
+                let variant = base.pick(format!("{prefix}{name}"), axis, &order);
+                // Rows may hold the same: then another order of them is no other question.
+                let same = |(name, tensor): (&String, &Tensor)| tensor.same_bits(&variant.case.inputs[name]);
+                if !case.inputs.iter().all(same) {
+                    variants.push(variant);
+                }
                 seen.push(order);
             }
         }
@@ -393,7 +573,8 @@ fn keys(base: &Base, variants: &mut Vec<Variant>) {
                 let tail = spoil(&tensor.select(1, &picks), garbage, &format!("{input}/keys"));
                 case.inputs.insert(input.into(), tensor.append(1, &tail));
             }
-            variants.push(Variant { setting: format!("keys+{more}:{name}"), case, rows: same.clone() });
+            let setting = format!("keys+{more}:{name}");
+            variants.push(Variant { setting, case, rows: same.clone(), way: Way::Plain });
         }
         if unseen.iter().any(|&unseen| unseen) {
             let mut case = base.case.clone();
@@ -408,7 +589,8 @@ fn keys(base: &Base, variants: &mut Vec<Variant>) {
                 let mixed = Tensor::from_bytes(tensor.dtype(), tensor.shape(), &bytes).expect("the same size");
                 case.inputs.insert(input.into(), mixed);
             }
-            variants.push(Variant { setting: format!("unseen-keys:{name}"), case, rows: same.clone() });
+            let setting = format!("unseen-keys:{name}");
+            variants.push(Variant { setting, case, rows: same.clone(), way: Way::Plain });
         }
     }
 }
@@ -438,7 +620,7 @@ fn pages(case: &Case, _: &Machine) -> Vec<Variant> {
         }
         case.inputs.insert("page_table".into(), Tensor::i32(&[batch, columns], table));
         let rows = (0..base.entries * base.inner).map(|row| (row, row)).collect();
-        Variant { setting: format!("size{size}"), case, rows }
+        Variant { setting: format!("size{size}"), case, rows, way: Way::Plain }
     };
     sizes.map(variant).collect()
 }
@@ -475,7 +657,7 @@ fn packing(case: &Case, _: &Machine) -> Vec<Variant> {
         case.inputs.insert("k_start".into(), starts(&|b| kv_len[b] as usize));
         case.inputs.remove("kv_len");
         let rows = rows.into_iter().enumerate().map(|(packed, row)| (row, packed)).collect();
-        Variant { setting: setting.into(), case, rows }
+        Variant { setting: setting.into(), case, rows, way: Way::Plain }
     };
     [("all", 0)].into_iter().chain(ragged).map(variant).collect()
 }
@@ -505,7 +687,7 @@ fn again(case: &Case, setting: String, change: impl FnOnce(&mut Case)) -> Varian
     let base = Base::new(case);
     let mut case = case.clone();
     change(&mut case);
-    Variant { setting, case, rows: (0..base.entries * base.inner).map(|row| (row, row)).collect() }
+    Variant { setting, case, rows: base.same(), way: Way::Plain }
 }
 
 fn threads(case: &Case, machine: &Machine) -> Vec<Variant> {
@@ -518,12 +700,15 @@ fn isa(case: &Case, machine: &Machine) -> Vec<Variant> {
     isas.map(|isa| again(case, isa.clone(), |case| case.config.isa = Some(isa.clone()))).collect()
 }
 
+/// FNV-1a.
+fn hash(name: &str) -> u64 {
+    name.bytes().fold(0xCBF2_9CE4_8422_2325u64, |hash, b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01B3))
+}
+
 fn budget(case: &Case, machine: &Machine) -> Vec<Variant> {
     let Some(smallest) = machine.smallest_budget else { return Vec::new() };
-    // FNV-1a of the name: another budget for every case, the same in every run.
-    let hash =
-        case.name.bytes().fold(0xCBF2_9CE4_8422_2325u64, |hash, b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01B3));
-    let random = smallest + (hash % (8 * smallest as u64 + (64 << 10))) as usize;
+    // Another budget for every case, the same in every run.
+    let random = smallest + ((hash(&case.name) ^ machine.seed) % (8 * smallest as u64 + (64 << 10))) as usize;
     let settings = [
         ("smallest", smallest),
         ("tight", smallest + smallest / 4 + 64),
@@ -538,7 +723,176 @@ fn repeat(case: &Case, _: &Machine) -> Vec<Variant> {
     vec![again(case, "again".into(), |_| {})]
 }
 
+/// What was asked before may have left something behind: a buffer of other numbers, a larger one, a smaller one.
+fn order(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let first = base.pick(String::new(), 0, &[0]).case;
+    let (garbage, _) = *kinds(&base).last().expect("there is a kind");
+    let more = base.surround(String::new(), 0, 1, 2 * base.entries + 7, Garbage::Other).case;
+    let spoilt = base.replace(0, |name, tensor| spoil(tensor, garbage, name));
+    let after = |setting: &str, before: Vec<Case>| Variant {
+        setting: setting.into(),
+        case: case.clone(),
+        rows: base.same(),
+        way: Way::After(before),
+    };
+    vec![after("after:one-row", vec![first.clone()]), after("after:other-larger-one", vec![spoilt, more, first])]
+}
+
+fn restart(case: &Case, _: &Machine) -> Vec<Variant> {
+    vec![Variant { way: Way::Fresh, ..again(case, "new-process".into(), |_| {}) }]
+}
+
+fn layout(case: &Case, machine: &Machine) -> Vec<Variant> {
+    let layouts = machine.layouts.iter();
+    layouts.map(|layout| again(case, layout.clone(), |case| case.config.layout = Some(layout.clone()))).collect()
+}
+
+/// Several sequences whose page tables name the same pages for the first half of their keys.
+fn prefix(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let (batch, keys) = (base.entries, case.inputs["k"].shape()[1]);
+    let sizes = [1, 4, 16].into_iter().filter(|&size| keys >= 2 * size);
+    let variant = |size: usize| {
+        let columns = keys.div_ceil(size);
+        // Whole pages of the first half are shared; behind them every sequence has its own.
+        let shared = keys / size / 2;
+        let own = columns - shared;
+        let (mut table, mut rows) = (Vec::new(), Vec::new());
+        for copy in 0..2 {
+            for b in 0..batch {
+                let start = b * columns;
+                let behind = batch * columns + b * own;
+                for column in 0..columns {
+                    let page = if copy == 0 || column < shared { start + column } else { behind + column - shared };
+                    table.push(page as i32);
+                }
+            }
+        }
+        let pages = batch * (columns + own);
+        rows.resize(pages * size, None);
+        for (place, &page) in table.iter().enumerate() {
+            let (b, column) = (place / columns % batch, place % columns);
+            for i in (0..size).filter(|i| column * size + i < keys) {
+                rows[page as usize * size + i] = Some(b * keys + column * size + i);
+            }
+        }
+        let twice: Vec<usize> = (0..2 * batch).map(|b| b % batch).collect();
+        let mut case = base.pick(String::new(), 0, &twice).case;
+        case.op = PAGED.into();
+        for name in ["k", "v"] {
+            let tensor = &base.case.inputs[name];
+            let tail = &tensor.shape()[2..];
+            let shape = [&[pages, size], tail].concat();
+            case.inputs.insert(name.into(), tensor.gather(tail.iter().product(), &rows, &shape));
+        }
+        case.inputs.insert("page_table".into(), Tensor::i32(&[2 * batch, columns], table));
+        let rows = base.pairs(0, twice.iter().enumerate().map(|(v, &b)| (b, v)), 2 * batch);
+        Variant { setting: format!("hit:size{size}"), case, rows, way: Way::Plain }
+    };
+    sizes.map(variant).collect()
+}
+
+/// The shares of 2, 4 and 8 ranks: columns of the weights, columns of both operands, heads.
+fn ranks(case: &Case, _: &Machine) -> Vec<Variant> {
+    let base = Base::new(case);
+    let mut variants = Vec::new();
+    let mut split = |setting: String, parts: Vec<Case>, join: Join| {
+        let mut parts = parts.into_iter();
+        let case = parts.next().expect("there is a rank");
+        variants.push(Variant { setting, case, rows: base.same(), way: Way::Parts(parts.collect(), join) });
+    };
+    let cut = |count: usize, ranks: usize| (0..ranks).map(move |r| (r * count / ranks, (r + 1) * count / ranks));
+    if case.op == "gemm" {
+        let (n, k) = (case.inputs["w"].shape()[0], case.inputs["w"].shape()[1]);
+        let partial = case.params.contains_key("k_total");
+        for ranks in [2, 4, 8] {
+            if n >= ranks {
+                let part = |(from, to)| {
+                    let mut part = case.clone();
+                    part.inputs.insert("w".into(), case.inputs["w"].range(0, from, to));
+                    if let Some(bias) = case.inputs.get("bias") {
+                        part.inputs.insert("bias".into(), bias.range(0, from, to));
+                    }
+                    part
+                };
+                split(format!("columns:{ranks}"), cut(n, ranks).map(part).collect(), Join::Along(1));
+            }
+            if k % 128 == 0 && !partial {
+                let part = |(from, to): (usize, usize)| {
+                    let mut part = case.clone();
+                    for name in ["x", "w"] {
+                        part.inputs.insert(name.into(), case.inputs[name].range(1, from, to));
+                    }
+                    part.inputs.remove("bias");
+                    part.out = DType::Fp32;
+                    part.params.insert("k_offset".into(), from.to_string());
+                    part.params.insert("k_total".into(), k.to_string());
+                    part
+                };
+                let join = Join::Tree { bias: case.inputs.get("bias").cloned(), out: case.out };
+                split(format!("sum:{ranks}"), cut(k, ranks).map(part).collect(), join);
+            }
+        }
+    } else {
+        let (heads, kv_heads) = (case.inputs["q"].shape()[2], case.inputs["k"].shape()[2]);
+        for ranks in [2, 4, 8].into_iter().filter(|ranks| kv_heads % ranks == 0) {
+            let part = |rank: usize| {
+                let mut part = case.clone();
+                for (name, heads) in [("q", heads), ("k", kv_heads), ("v", kv_heads)] {
+                    let share = heads / ranks;
+                    part.inputs.insert(name.into(), case.inputs[name].range(2, rank * share, (rank + 1) * share));
+                }
+                part
+            };
+            split(format!("heads:{ranks}"), (0..ranks).map(part).collect(), Join::Along(2));
+        }
+    }
+    variants
+}
+
+/// Attention: queries one at a time or a few at a time; with a causal mask, over the keys that are there by then.
+fn query_chunks(case: &Case) -> Vec<Variant> {
+    let base = Base::new(case);
+    let (queries, keys) = (base.inner, case.inputs["k"].shape()[1]);
+    let ints = |name: &str| case.inputs[name].as_i32().expect("checked").to_vec();
+    let (q_pos, kv_len) = (ints("q_pos"), ints("kv_len"));
+    let causal = case.params.get("causal").is_some_and(|v| v == "1");
+    let chunks = [1, 2, 3, 7, 16].into_iter().filter(|&n| n < queries);
+    chunks
+        .map(|chunk| {
+            let part = |from: usize| {
+                let to = (from + chunk).min(queries);
+                let mut part = case.clone();
+                for name in ["q", "q_pos"] {
+                    part.inputs.insert(name.into(), case.inputs[name].range(1, from, to));
+                }
+                if causal {
+                    let reached = |b: usize| {
+                        let last = q_pos[b * queries + from..b * queries + to].iter().copied().max().unwrap_or(0);
+                        kv_len[b].min(last.saturating_add(1)).max(0)
+                    };
+                    let reached: Vec<i32> = (0..base.entries).map(reached).collect();
+                    let there = (reached.iter().copied().max().unwrap_or(0) as usize).clamp(1, keys);
+                    for name in ["k", "v"] {
+                        part.inputs.insert(name.into(), case.inputs[name].range(1, 0, there));
+                    }
+                    part.inputs.insert("kv_len".into(), Tensor::i32(&[base.entries], reached));
+                }
+                part
+            };
+            let mut parts = (0..queries).step_by(chunk).map(part);
+            let case = parts.next().expect("a case has a query");
+            let setting = if chunk == 1 { "decode".to_string() } else { format!("chunk:{chunk}") };
+            Variant { setting, case, rows: base.same(), way: Way::Parts(parts.collect(), Join::Along(1)) }
+        })
+        .collect()
+}
+
 fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
+    if case.inputs.contains_key("q_pos") {
+        return query_chunks(case);
+    }
     let length = Base::new(case).inner;
     let current = case.params.get("schedule").map_or("prefill", String::as_str);
     // A chunk that holds everything is a prefill.
@@ -563,7 +917,8 @@ mod tests {
 
     fn machine() -> Machine {
         let isas = vec!["scalar".into(), "avx2".into()];
-        Machine { isas, threads: vec![1, 2, 5], smallest_budget: Some(4096) }
+        let layouts = LAYOUTS.map(String::from).to_vec();
+        Machine { isas, threads: vec![1, 2, 5], smallest_budget: Some(4096), layouts, room: 1 << 12, seed: 0 }
     }
 
     fn same_question(a: &Case, b: &Case) -> bool {
@@ -593,11 +948,16 @@ mod tests {
                         spec.validate(&variant.case).unwrap_or_else(|e| panic!("{name}: {e}"));
                     }
                     assert!(!variant.rows.is_empty(), "{name}: no rows");
-                    let held = if own { spec.rows(&variant.case) } else { variant.rows.len() };
+                    let whole = own && !matches!(variant.way, Way::Parts(..));
+                    let held = if whole { spec.rows(&variant.case) } else { usize::MAX };
+                    for other in variant.way.others() {
+                        spec.validate(other).unwrap_or_else(|e| panic!("{name}: {e}"));
+                    }
                     let rows = (spec.rows(&case), held);
                     assert!(variant.rows.iter().all(|(b, v)| *b < rows.0 && *v < rows.1), "{name}: rows {rows:?}");
                     let same = same_question(&case, &variant.case);
-                    assert_eq!(same, axis.name == "repeat", "{name}: identical to its base");
+                    let asked_alike = ["repeat", "order", "restart"].contains(&axis.name);
+                    assert_eq!(same, asked_alike, "{name}: identical to its base");
                     *count.entry((spec.name, axis.name)).or_insert(0) += 1;
                 }
             }
@@ -617,6 +977,9 @@ mod tests {
             let (case, spec) = (case_spec.build(), case_spec.spec());
             for axis in all().iter().filter(|axis| axis.applies(spec)) {
                 for variant in (axis.variants)(&case, &machine()) {
+                    if matches!(variant.way, Way::Parts(..)) {
+                        continue;
+                    }
                     for input in spec.inputs.iter().filter(|input| input.rows == spec.row_axes) {
                         let (a, b) = (&case.inputs[input.name], &variant.case.inputs[input.name]);
                         let width = a.len() / spec.rows(&case);
@@ -640,9 +1003,27 @@ mod tests {
             }
             let (case, spec) = (case_spec.build(), case_spec.spec());
             let base = spec.oracle(&case).unwrap();
-            for axis in ["batch", "position", "neighbours", "padding"] {
-                for variant in (find(axis).unwrap().variants)(&case, &machine()) {
-                    let found = spec.oracle(&variant.case).unwrap();
+            for axis in ["batch", "position", "neighbours", "padding", "schedule", "ranks"] {
+                let axis = find(axis).unwrap();
+                // Sums of f32 parts are rounded; only the parts that stand side by side are the oracle's own.
+                let settings = if axis.applies(spec) { (axis.variants)(&case, &machine()) } else { Vec::new() };
+                for variant in settings.into_iter().filter(|v| !matches!(v.way, Way::Parts(_, Join::Tree { .. }))) {
+                    let mut found = spec.oracle(&variant.case).unwrap();
+                    if let Way::Parts(others, join) = &variant.way {
+                        let parts = std::iter::once(&variant.case).chain(others).map(|part| {
+                            let references = spec.oracle(part).unwrap();
+                            let rounded = spec.outputs.iter().map(|output| {
+                                (output.name.to_string(), references[output.name].rounded(output.dtype(case.out)))
+                            });
+                            rounded.collect::<BTreeMap<String, Tensor>>()
+                        });
+                        let whole = join.whole(parts.collect()).unwrap();
+                        for (name, tensor) in whole {
+                            let reference = found.get_mut(&name).unwrap();
+                            (reference.shape, reference.value) = (tensor.shape().to_vec(), tensor.to_f64());
+                        }
+                    }
+                    let axis = axis.name;
                     for output in spec.outputs {
                         let dtype = output.dtype(case.out);
                         let (want, have) = (base[output.name].rounded(dtype), found[output.name].rounded(dtype));

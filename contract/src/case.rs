@@ -13,6 +13,8 @@ pub struct Config {
     pub threads: Option<usize>,
     /// Workspace limit in bytes; `None` means no limit.
     pub budget: Option<usize>,
+    /// How the inputs lie in memory, one of [`LAYOUTS`](crate::axis::LAYOUTS); `None`: each by itself, in row-major order.
+    pub layout: Option<String>,
 }
 
 /// An op, its parameters and its inputs: everything that decides the answer's bits, plus a [`Config`] that must not.
@@ -61,6 +63,8 @@ pub struct Answer {
     pub ledger: BTreeMap<String, u64>,
     /// The least `budget` that would do, when the answer is an error because of it.
     pub smallest_budget: Option<usize>,
+    /// The layout its inputs were brought into, where one was asked for; empty when it was not.
+    pub layout: String,
 }
 
 impl Answer {
@@ -80,8 +84,8 @@ impl Answer {
     }
 
     fn empty(status: Status, reason: String) -> Answer {
-        let (kernel, plan) = (String::new(), String::new());
+        let (kernel, plan, layout) = (String::new(), String::new(), String::new());
         let (outputs, ledger) = (BTreeMap::new(), BTreeMap::new());
-        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None }
+        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None, layout }
     }
 }

@@ -65,6 +65,38 @@ impl Contract {
     }
 }
 
+impl Contract {
+    /// Adds the implementations of `file`, written as `impls.toml`; their commands run in the folder of `file`.
+    ///
+    /// # Errors
+    /// What is wrong with the file, with its line; also a name that the contract has already, and a case that no row asks of
+    /// a new implementation.
+    pub fn add_implementations(&mut self, file: &Path) -> Result<(), ContractError> {
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
+            file: name.clone(),
+            line: 1,
+            message: format!("cannot read it: {e}"),
+        })?;
+        let source = Source { file: &name, text: &text };
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        for mut implementation in implementations(&source)? {
+            if self.implementation(&implementation.name).is_some() {
+                let message = format!("implementation `{}` is in the contract already; rename it", implementation.name);
+                return Err(source.fail(0, message));
+            }
+            if let Some(case) = self.cases.iter().find(|case| self.row(&implementation.name, case).is_none()) {
+                let message =
+                    format!("no row asks `{}` of `{}`; name it so that one does", case.name, implementation.name);
+                return Err(source.fail(0, message));
+            }
+            implementation.folder = Some(folder.to_path_buf());
+            self.implementations.push(implementation);
+        }
+        Ok(())
+    }
+}
+
 /// The tables of a folder, by path inside it.
 fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
     let fail = |path: &Path, message: String| ContractError { file: path.display().to_string(), line: 1, message };
@@ -485,10 +517,39 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
         let (at, implementation) = (entry.span().start, entry.into_inner());
         require_text(source, at, "about", &implementation.about)?;
         require_text(source, at, "name", &implementation.name)?;
-        if implementation.command.as_ref().is_some_and(Vec::is_empty) {
-            return Err(
-                source.fail(at, "`command` is empty; name the program, or leave it out for what is built in".into())
-            );
+        let fail = |message: &str| Err(source.fail(at, format!("implementation `{}`: {message}", implementation.name)));
+        match &implementation.command {
+            Some(command) if command.first().is_none_or(String::is_empty) => {
+                return fail("`command` is empty; name the program, or leave it out for what is built in");
+            }
+            None if !implementation.version.is_empty() || !implementation.env.is_empty() => {
+                return fail("`version` and `env` belong to a `command`; add it or remove them");
+            }
+            _ => {}
+        }
+        if !(implementation.timeout > 0.0 && implementation.timeout <= 86_400.0) {
+            return fail("`timeout` is not above 0 and at most 86400 seconds");
+        }
+        if implementation.threads.iter().flatten().any(|&n| n == 0 || n > 1024) {
+            return fail("`threads` holds a count that is not 1 to 1024");
+        }
+        let names: BTreeSet<&String> = implementation.isa.iter().map(|isa| &isa.name).collect();
+        if names.len() != implementation.isa.len() || names.iter().any(|name| name.trim().is_empty()) {
+            return fail("two entries of `isa` have one name, or one has none");
+        }
+        if implementation.layouts.iter().any(|layout| !axis::LAYOUTS.contains(&layout.as_str())) {
+            return fail(&format!("`layouts`: use {}", axis::LAYOUTS.join(", ")));
+        }
+        if implementation.judgments.as_ref().is_some_and(Vec::is_empty) {
+            return fail("`judgments` is empty; name what is asked, or leave it out for all");
+        }
+        for required in implementation.required.iter().flatten() {
+            if let Some(op) = required.ops.iter().find(|op| spec::find(op).is_none()) {
+                return fail(&format!("`required` names the op `{op}`, which is not known"));
+            }
+            if required.dtypes.contains(&DType::I32) || required.outs.contains(&DType::I32) {
+                return fail("`required`: use bf16, fp16 or fp32");
+            }
         }
         if all.iter().any(|other| other.name == implementation.name) {
             return Err(source.fail(at, format!("implementation `{}` is listed twice; keep one", implementation.name)));

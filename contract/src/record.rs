@@ -126,4 +126,36 @@ pub struct Run {
     pub seconds: f64,
     /// Machine and build facts by name (`cpu`, `cores`, `isas`, `os`, `rustc`), printed in reports.
     pub machine: BTreeMap<String, String>,
+    /// What was planned, so that a run can be resumed and parts of one can be joined.
+    #[serde(default)]
+    pub plan: Plan,
+    /// SHA-256 of `records.jsonl`, in hex; absent until complete.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sealed: Option<String>,
+}
+
+/// What a run is going to do, and how far earlier attempts at it came.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// SHA-256 over the names of all judgments of all parts, and over what the axes vary; equal plans ask the same.
+    pub digest: String,
+    /// The draw of inputs; 0 is the one that goldens hold.
+    pub seed: u64,
+    /// Which part of how many, as `2/5`; empty for the whole.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub shard: String,
+    /// The implementations with what their version commands said.
+    pub implementations: BTreeMap<String, String>,
+    /// Attempts that were interrupted, in order.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub attempts: Vec<Attempt>,
+}
+
+/// An attempt that was interrupted, sealed by the one that went on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Attempt {
+    /// Bytes of `journal.jsonl` that it and those before it left whole.
+    pub bytes: u64,
+    /// SHA-256 of those bytes, in hex.
+    pub sha256: String,
 }

@@ -7,6 +7,7 @@ use crate::record::Judgment;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::DType;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 pub use crate::load::{ContractError, today};
 
@@ -130,6 +131,74 @@ pub struct Implementation {
     pub about: String,
     /// The program and its arguments; absent for what is built in.
     pub command: Option<Vec<String>>,
+    /// A command whose first line of output says what was tested.
+    #[serde(default)]
+    pub version: Vec<String>,
+    /// Environment of the program, beside that of the caller.
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+    /// Seconds that one answer may take.
+    #[serde(default = "patience")]
+    pub timeout: f64,
+    /// The instruction sets it can be held to, the one of the base first; none: axis `isa` has nothing to vary.
+    #[serde(default)]
+    pub isa: Vec<IsaSetting>,
+    /// The thread counts it can be asked for; `None`: those of the machine.
+    pub threads: Option<Vec<usize>>,
+    /// The layouts of its inputs that it can be asked for.
+    #[serde(default)]
+    pub layouts: Vec<String>,
+    /// Up to how many elements an input may grow when rows are added; `None`: as the slice says.
+    pub room: Option<usize>,
+    /// The judgments that are asked; `None` for all.
+    pub judgments: Option<Vec<Judgment>>,
+    /// What it must offer; `None`: what the roles of the dtypes say.
+    pub required: Option<Vec<Required>>,
+    /// The folder its commands run in, where the list is not part of the contract.
+    #[serde(skip)]
+    pub folder: Option<PathBuf>,
+}
+
+fn patience() -> f64 {
+    60.0
+}
+
+/// How a program is held to an instruction set.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IsaSetting {
+    /// Its name in settings.
+    pub name: String,
+    /// The environment of a process that has it; empty: it is asked for on the wire, as `config.isa`.
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+}
+
+/// Combinations that an implementation must offer: every op x dtype x out of these lists. An empty list holds all.
+#[derive(Clone, Debug, Default, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Required {
+    /// Ops.
+    #[serde(default)]
+    pub ops: Vec<String>,
+    /// Input dtypes.
+    #[serde(default)]
+    pub dtypes: Vec<DType>,
+    /// Output dtypes.
+    #[serde(default)]
+    pub outs: Vec<DType>,
+    /// Stems, by name or by prefix with a final `*`.
+    #[serde(default)]
+    pub stems: Vec<String>,
+}
+
+impl Required {
+    fn holds(&self, case: &CaseSpec) -> bool {
+        (self.ops.is_empty() || self.ops.contains(&case.op))
+            && (self.dtypes.is_empty() || self.dtypes.contains(&case.dtype))
+            && (self.outs.is_empty() || self.outs.contains(&case.out))
+            && (self.stems.is_empty() || self.stems.iter().any(|pattern| fits(pattern, &case.stem)))
+    }
 }
 
 /// How often a case runs; each slice contains the ones before it.
@@ -196,8 +265,13 @@ impl CaseSpec {
 
     /// The case with its inputs. For fill `recorded` the inputs are empty: the holder of the checkpoint puts them in.
     pub fn build(&self) -> Case {
-        let maker =
-            Maker { key: &self.group, dtype: self.dtype, fill: self.fill, shape: &self.shape, ints: &self.ints };
+        self.build_seeded(0)
+    }
+
+    /// The case with inputs of another draw for every `seed`; 0 is the draw that goldens hold.
+    pub fn build_seeded(&self, seed: u64) -> Case {
+        let key = if seed == 0 { self.group.clone() } else { format!("{}#{seed}", self.group) };
+        let maker = Maker { key: &key, dtype: self.dtype, fill: self.fill, shape: &self.shape, ints: &self.ints };
         Case {
             name: self.name.clone(),
             op: self.op.clone(),
@@ -296,6 +370,19 @@ impl Contract {
     /// The row set called `name`.
     pub fn row_set(&self, name: &str) -> Option<&RowSet> {
         self.row_sets.iter().find(|set| set.name == name)
+    }
+
+    /// The entry of the implementation called `name`.
+    pub fn implementation(&self, name: &str) -> Option<&Implementation> {
+        self.implementations.iter().find(|implementation| implementation.name == name)
+    }
+
+    /// Whether `implementation` must answer `case`: what its entry requires, else what the dtype's role says.
+    pub fn requires(&self, implementation: &str, case: &CaseSpec) -> bool {
+        match self.implementation(implementation).and_then(|entry| entry.required.as_ref()) {
+            Some(required) => required.iter().any(|combinations| combinations.holds(case)),
+            None => matches!(self.role(case.dtype), Role::Mandatory | Role::Reference),
+        }
     }
 
     /// The role of a dtype.

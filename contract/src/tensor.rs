@@ -217,6 +217,23 @@ impl Tensor {
             && (0..self.len()).all(|i| self.bits(i) == other.bits(i))
     }
 
+    /// The same elements as a view one element into a larger allocation, so that they are aligned to no vector.
+    pub fn shifted(&self) -> Tensor {
+        map!(self, a => {
+            let mut room = Vec::with_capacity(a.len() + 1);
+            room.extend(a.iter().next().copied());
+            room.extend_from_slice(flat(a));
+            let mut wide = ndarray::Array1::from_vec(room);
+            wide.slice_axis_inplace(Axis(0), ndarray::Slice::from(wide.len() - a.len()..));
+            wide.into_shape_with_order(IxDyn(a.shape())).expect("the same elements in one row")
+        })
+    }
+
+    /// The entries `from..to` of axis `axis`.
+    pub fn range(&self, axis: usize, from: usize, to: usize) -> Tensor {
+        map!(self, a => a.slice_axis(Axis(axis), ndarray::Slice::from(from..to)).as_standard_layout().into_owned())
+    }
+
     /// The same elements with a leading axis of extent 1.
     pub fn with_leading_axis(&self) -> Tensor {
         let shape = [&[1], self.shape()].concat();

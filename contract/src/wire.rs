@@ -16,7 +16,8 @@ pub const MAX_FRAME: u64 = 8 << 30;
 /// Metadata of an answer that starts so holds what was counted.
 const LEDGER: &str = "ledger.";
 
-const ENVELOPE: [&str; 7] = ["op", "out", "case", "format", "config.isa", "config.threads", "config.budget"];
+const ENVELOPE: [&str; 8] =
+    ["op", "out", "case", "format", "config.isa", "config.threads", "config.budget", "config.layout"];
 
 /// Why bytes could not be read or written as a message.
 #[derive(Debug, thiserror::Error)]
@@ -145,10 +146,11 @@ pub fn encode_request(case: &Case) -> Vec<u8> {
     if !case.name.is_empty() {
         metadata.insert("case".into(), case.name.clone());
     }
-    let Config { isa, threads, budget } = &case.config;
+    let Config { isa, threads, budget, layout } = &case.config;
     metadata.extend(isa.iter().map(|v| ("config.isa".into(), v.clone())));
     metadata.extend(threads.iter().map(|v| ("config.threads".into(), v.to_string())));
     metadata.extend(budget.iter().map(|v| ("config.budget".into(), v.to_string())));
+    metadata.extend(layout.iter().map(|v| ("config.layout".into(), v.clone())));
     File { tensors: case.inputs.clone(), metadata }.encode()
 }
 
@@ -174,6 +176,7 @@ pub fn decode_request(bytes: &[u8]) -> Result<Case, WireError> {
         isa: metadata.get("config.isa").cloned(),
         threads: count("config.threads")?,
         budget: count("config.budget")?,
+        layout: metadata.get("config.layout").cloned(),
     };
     let name = metadata.get("case").cloned().unwrap_or_default();
     let params = metadata.into_iter().filter(|(key, _)| !ENVELOPE.contains(&key.as_str())).collect();
@@ -192,8 +195,10 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
         ("reason".to_string(), answer.reason.clone()),
         ("kernel".to_string(), answer.kernel.clone()),
     ]);
-    if !answer.plan.is_empty() {
-        metadata.insert("plan".into(), answer.plan.clone());
+    for (key, text) in [("plan", &answer.plan), ("layout", &answer.layout)] {
+        if !text.is_empty() {
+            metadata.insert(key.into(), text.clone());
+        }
     }
     metadata.extend(answer.smallest_budget.map(|bytes| ("smallest_budget".into(), bytes.to_string())));
     metadata.extend(answer.ledger.iter().map(|(name, count)| (format!("{LEDGER}{name}"), count.to_string())));
@@ -228,6 +233,7 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
         kernel: text("kernel"),
         outputs: tensors,
         plan: text("plan"),
+        layout: text("layout"),
         ledger: ledger.collect::<Result<_, WireError>>()?,
         smallest_budget: smallest.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
     })
@@ -235,6 +241,11 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
 
 /// Reads one frame; `None` at the end of input. Memory grows with what arrives, not with what the length claims.
 pub fn read_frame(pipe: &mut impl Read) -> Result<Option<Vec<u8>>, WireError> {
+    read_frame_up_to(pipe, MAX_FRAME)
+}
+
+/// As [`read_frame`], with a frame of at most `limit` bytes.
+pub fn read_frame_up_to(pipe: &mut impl Read, limit: u64) -> Result<Option<Vec<u8>>, WireError> {
     let mut head = Vec::with_capacity(8);
     pipe.by_ref().take(8).read_to_end(&mut head)?;
     if head.is_empty() {
@@ -244,8 +255,8 @@ pub fn read_frame(pipe: &mut impl Read) -> Result<Option<Vec<u8>>, WireError> {
         return Err(WireError::Frame(format!("input ends after {} of the 8 length bytes of a frame", head.len())));
     };
     let length = u64::from_le_bytes(head);
-    if length > MAX_FRAME {
-        return Err(WireError::Frame(format!("a frame claims {length} bytes; the limit is {MAX_FRAME}")));
+    if length > limit {
+        return Err(WireError::Frame(format!("a frame claims {length} bytes; the limit is {limit}")));
     }
     let mut body = Vec::new();
     pipe.by_ref().take(length).read_to_end(&mut body)?;
@@ -273,7 +284,7 @@ mod tests {
             out: DType::Bf16,
             params: BTreeMap::from([("k".into(), "v".into())]),
             inputs: BTreeMap::from([("a".into(), Tensor::fp32(&[2, 1], vec![1.0, -0.0]))]),
-            config: Config { isa: Some("avx2".into()), threads: Some(2), budget: None },
+            config: Config { isa: Some("avx2".into()), threads: Some(2), ..Config::default() },
         }
     }
 

@@ -60,12 +60,12 @@ impl Checkpoints {
         File::decode(&bytes).map_err(|e| format!("{}: {e}", path.display()))
     }
 
-    /// The case with its inputs; recorded ones come from the checkpoint.
+    /// The case with its inputs, of draw `seed`; recorded ones come from the checkpoint.
     ///
     /// # Errors
     /// What is missing, in one line.
-    pub fn fill(&self, spec: &CaseSpec) -> Result<Case, String> {
-        let mut case = spec.build();
+    pub fn fill(&self, spec: &CaseSpec, seed: u64) -> Result<Case, String> {
+        let mut case = spec.build_seeded(seed);
         if spec.fill == Fill::Recorded {
             let mut reference = self.reference(&spec.params["model"])?;
             let tokens =

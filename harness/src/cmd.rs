@@ -10,7 +10,9 @@ pub mod forward;
 pub mod generate;
 pub mod list;
 pub mod measure;
+pub mod merge;
 pub mod report;
+pub mod sweep;
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
@@ -50,7 +52,7 @@ impl Machine {
 }
 
 /// What may not happen beside computing.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Strict {
     /// A counter that must stay zero; an op that would raise it is an error that names the place: conversions, copies,
     /// layouts, plan_retries, slow_paths, allocated_bytes, workspace_bf16_bytes or workspace_f32_bytes; may be given again
@@ -94,7 +96,7 @@ impl Drop for Working {
 }
 
 /// Where the contract, the goldens and the checkpoints are.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Place {
     /// The repository: goldens/ and tests/checkpoints/ are read there [default: the nearest folder upwards that has
     /// contract/ws1.toml]
@@ -135,7 +137,7 @@ impl Place {
 }
 
 /// Which part of the contract.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Select {
     /// How much: quick (every test run), default (every check) or exhaustive (nightly)
     #[arg(long, default_value = "default", value_name = "quick|default|exhaustive")]
@@ -160,6 +162,14 @@ pub struct Select {
     /// Only this axis of invariance; may be given again
     #[arg(long, value_name = "AXIS")]
     axis: Vec<String>,
+
+    /// Other inputs: every number draws its own; goldens hold those of 0 alone
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+
+    /// Only the i-th of n parts of the selection; `samebits merge` joins the parts
+    #[arg(long, value_name = "i/n")]
+    shard: Option<String>,
 }
 
 impl Select {
@@ -193,7 +203,17 @@ impl Select {
                 .find(|judgment| judgment.name() == name)
                 .with_context(|| format!("--judgment {name}: use accuracy, invariance or golden"))
         };
+        let shard = match &self.shard {
+            None => (1, 1),
+            Some(text) => {
+                let two = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
+                let fits = |&(i, n): &(usize, usize)| (1..=n).contains(&i) && n <= 10_000;
+                two.filter(fits).with_context(|| format!("--shard {text}: write i/n, from 1/n to n/n"))?
+            }
+        };
         Ok(Selection {
+            seed: self.seed,
+            shard,
             slice,
             ops: self.op.clone(),
             dtypes: self.dtype.iter().map(dtype).collect::<Result<_>>()?,

@@ -2,9 +2,12 @@
 
 use samebits_contract::case::{Answer, Case};
 
+pub mod broken;
 pub mod cpu;
 pub mod cuda;
+pub mod external;
 pub mod faulty;
+pub mod rearranged;
 
 /// An implementation under test.
 ///
@@ -19,4 +22,14 @@ pub trait Implementation: Send + Sync {
 
     /// Answers `case`. Never panics: what cannot be answered comes back as `unsupported` or `error` with a reason.
     fn run(&self, case: &Case) -> Answer;
+
+    /// Answers `cases` one right after the other, by the same process.
+    fn in_order(&self, cases: &[&Case]) -> Vec<Answer> {
+        cases.iter().map(|case| self.run(case)).collect()
+    }
+
+    /// Answers `case` in a process started for it; `None` where that cannot be done.
+    fn fresh(&self, _case: &Case) -> Option<Answer> {
+        None
+    }
 }

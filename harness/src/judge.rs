@@ -5,13 +5,13 @@
 
 use crate::checkpoints::Checkpoints;
 use crate::implementation::Implementation;
-use samebits_contract::axis::{self, Axis, Machine};
+use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::compare::{self, Bound};
 use samebits_contract::fill::Fill;
 use samebits_contract::record::{Judgment, Measure, Record, SCHEMA};
 use samebits_contract::spec::{Class, References};
-use samebits_contract::table::{CaseSpec, Contract, Role, Row, Slice};
+use samebits_contract::table::{CaseSpec, Contract, Row, Slice};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::verdict::{Evidence, Verdict};
 use samebits_goldens::{Store, Verified};
@@ -33,13 +33,17 @@ pub struct Selection {
     pub judgments: Vec<Judgment>,
     /// Invariance axes by name; empty for all.
     pub axes: Vec<String>,
+    /// The draw of inputs and of random settings; goldens hold draw 0 alone.
+    pub seed: u64,
+    /// One part of several that are judged apart, (i, n) with i from 1 to n; groups of shared inputs stay whole.
+    pub shard: (usize, usize),
 }
 
 impl Selection {
     /// All of `slice`.
     pub fn all(slice: Slice) -> Selection {
         let (ops, cases, axes) = (Vec::new(), Vec::new(), Vec::new());
-        Selection { slice, ops, dtypes: Vec::new(), cases, judgments: Vec::new(), axes }
+        Selection { slice, ops, dtypes: Vec::new(), cases, judgments: Vec::new(), axes, seed: 0, shard: (1, 1) }
     }
 
     /// Whether `case` passes the filters on cases.
@@ -83,13 +87,18 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
     for case in contract.cases(selection.slice).filter(|case| selection.takes(case)) {
         let Some(row) = contract.row(implementation, case) else { continue };
         let mut trials = Vec::new();
-        for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)) {
+        let entry = contract.implementation(implementation);
+        // To start a program may take seconds: one of the small cases shows as much as a large one.
+        let restarts = entry.is_none_or(|entry| entry.command.is_none()) || case.slice == Slice::Quick;
+        let asked = entry.and_then(|entry| entry.judgments.as_ref());
+        let asked = |judgment: &Judgment| asked.is_none_or(|asked| asked.contains(judgment));
+        for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)).filter(asked) {
             let trial = |axis| Trial { case, row, judgment, axis };
             match judgment {
                 Judgment::Invariance => trials.extend(
                     axis::all()
                         .iter()
-                        .filter(|axis| row.invariant.contains(&axis.name))
+                        .filter(|axis| row.invariant.contains(&axis.name) && (restarts || axis.name != "restart"))
                         .filter(|axis| selection.axes.is_empty() || selection.axes.iter().any(|name| name == axis.name))
                         .map(|axis| trial(Some(axis))),
                 ),
@@ -97,6 +106,8 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
                 Judgment::Accuracy if case.spec().class == Class::Chain && case.fill != Fill::Recorded => {}
                 // What is blessed is small: the cases of every test run.
                 Judgment::Golden if case.slice != Slice::Quick => {}
+                // Other inputs than those that were blessed; recorded ones are drawn by nobody.
+                Judgment::Golden if selection.seed != 0 && case.fill != Fill::Recorded => {}
                 _ => trials.push(trial(None)),
             }
         }
@@ -106,7 +117,8 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
             _ => groups.push(trials),
         }
     }
-    groups
+    let (part, parts) = selection.shard;
+    groups.into_iter().skip(part - 1).step_by(parts).collect()
 }
 
 /// Judges one implementation by one contract.
@@ -162,7 +174,8 @@ impl Judge<'_> {
             .iter()
             .map(|trial| {
                 let start = Instant::now();
-                if base.as_ref().is_none_or(|(name, _)| *name != trial.case.name) {
+                let first = base.as_ref().is_none_or(|(name, _)| *name != trial.case.name);
+                if first {
                     if trial.case.spec().reads_stored() {
                         oracle = None;
                     }
@@ -171,6 +184,10 @@ impl Judge<'_> {
                 let (_, base) = base.as_ref().expect("just made");
                 let mut record = match base {
                     Err(reason) => self.record(trial, Outcome::untested(reason.clone())),
+                    // One failure to answer is one error; what could not be judged for want of the answer is untested.
+                    Ok(base) if base.answer.status == Status::Error && !first => {
+                        self.record(trial, Outcome::untested("there is no answer to judge; the case's error says why"))
+                    }
                     Ok(base) => {
                         let mut record = self.record(trial, self.trial(trial, base, &mut oracle));
                         record.kernel = base.answer.kernel.clone();
@@ -188,7 +205,7 @@ impl Judge<'_> {
     }
 
     fn base(&self, case: &CaseSpec) -> Result<Base, String> {
-        let case = self.checkpoints.fill(case)?;
+        let case = self.checkpoints.fill(case, self.machine.seed)?;
         let answer = self.implementation.run(&case);
         Ok(Base { case, answer })
     }
@@ -198,10 +215,14 @@ impl Judge<'_> {
             Status::Error => return Outcome::error(base.answer.reason.clone()),
             Status::Unsupported => {
                 let reason = base.answer.reason.clone();
-                return match self.contract.role(trial.case.dtype) {
-                    Role::Optional | Role::OutOfScope => Outcome::of(Verdict::Unsupported { reason }),
-                    role => {
-                        Outcome::untested(format!("{} is {} and not offered: {reason}", trial.case.dtype, role.name()))
+                return match self.contract.requires(self.implementation.name(), trial.case) {
+                    false => Outcome::of(Verdict::Unsupported { reason }),
+                    true => {
+                        let role = self.contract.role(trial.case.dtype).name();
+                        Outcome::untested(format!(
+                            "required ({} is {role}) and not offered: {reason}",
+                            trial.case.dtype
+                        ))
                     }
                 };
             }
@@ -220,7 +241,10 @@ impl Judge<'_> {
                     Err(reason) => Outcome::error(format!("the oracle refuses the case: {reason}")),
                 }
             }
-            Judgment::Invariance => self.invariance(trial, base),
+            Judgment::Invariance => match constant(trial, base, oracle) {
+                Some(reason) => Outcome::untested(reason),
+                None => self.invariance(trial, base),
+            },
             Judgment::Golden => self.golden(trial, base),
         }
     }
@@ -293,8 +317,19 @@ impl Judge<'_> {
         let settings = variants.len();
         let mut failed: Vec<(String, Box<Evidence>)> = Vec::new();
         for variant in variants {
-            let mut answer = self.implementation.run(&variant.case);
-            if answer.status == Status::Unsupported && variant.case.op != base.case.op {
+            if let Err(reason) = another_question(axis, &base.case, &variant) {
+                return Outcome { setting: Some(variant.setting), ..Outcome::error(reason) };
+            }
+            let mut answer = match self.ask(&variant) {
+                Ok(answer) => answer,
+                Err(reason) => {
+                    let reason = format!("{} = {}: {reason}", axis.name, variant.setting);
+                    return Outcome { setting: Some(variant.setting), ..Outcome::of(Verdict::Unsupported { reason }) };
+                }
+            };
+            // A form of the op that only an axis asks for is not required.
+            let own_form = variant.case.op == base.case.op && !matches!(variant.way, Way::Parts(_, Join::Tree { .. }));
+            if answer.status == Status::Unsupported && !own_form {
                 let reason = format!("{} = {}: {}", axis.name, variant.setting, answer.reason);
                 return Outcome { setting: Some(variant.setting), ..Outcome::of(Verdict::Unsupported { reason }) };
             }
@@ -304,6 +339,10 @@ impl Judge<'_> {
             if answer.status != Status::Ok {
                 let outcome = Outcome::error(format!("{}: {}", variant.setting, answer.reason));
                 return Outcome { setting: Some(variant.setting), ..outcome };
+            }
+            if let Some(layout) = variant.case.config.layout.as_ref().filter(|layout| **layout != answer.layout) {
+                let reason = format!("{layout}: the answer does not say that the inputs were laid out so (`layout`)");
+                return Outcome { setting: Some(variant.setting), ..Outcome::error(reason) };
             }
             if let Err(reason) = complete(trial.case, &answer) {
                 return Outcome {
@@ -327,6 +366,38 @@ impl Judge<'_> {
                     axis.name, evidence.message
                 );
                 Outcome { setting: Some(setting), ..Outcome::of(Verdict::Fail(evidence)) }
+            }
+        }
+    }
+
+    /// The answer to a variant, however it is asked.
+    ///
+    /// # Errors
+    /// Why the implementation cannot be asked so.
+    fn ask(&self, variant: &Variant) -> Result<Answer, String> {
+        match &variant.way {
+            Way::Plain => Ok(self.implementation.run(&variant.case)),
+            Way::Fresh => self.implementation.fresh(&variant.case).ok_or("it cannot be started anew here".to_string()),
+            Way::After(before) => {
+                let cases: Vec<&Case> = before.iter().chain([&variant.case]).collect();
+                Ok(self.implementation.in_order(&cases).pop().expect("as many answers as cases"))
+            }
+            Way::Parts(others, join) => {
+                let mut parts = Vec::new();
+                let mut answer = None;
+                for case in [&variant.case].into_iter().chain(others) {
+                    let mut part = self.implementation.run(case);
+                    if part.status != Status::Ok {
+                        return Ok(part);
+                    }
+                    parts.push(std::mem::take(&mut part.outputs));
+                    answer.get_or_insert(part);
+                }
+                let answer = answer.expect("the variant's own case is a part");
+                match join.whole(parts) {
+                    Ok(outputs) => Ok(Answer { outputs, ..answer }),
+                    Err(reason) => Ok(Answer::error(reason)),
+                }
             }
         }
     }
@@ -365,62 +436,107 @@ impl Judge<'_> {
     }
 
     fn record(&self, trial: &Trial, outcome: Outcome) -> Record {
-        let mut verdict = outcome.verdict;
-        if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
-            && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
-        {
-            verdict = Verdict::Waived { reason: waiver.reason.clone() };
-        }
-        Record {
-            schema: SCHEMA,
-            contract: self.contract.digest().to_string(),
-            rows: self.rows.to_string(),
-            implementation: self.implementation.name().to_string(),
-            op: trial.case.op.clone(),
-            class: trial.case.spec().class.name().to_string(),
-            dtype: trial.case.dtype,
-            out: trial.case.out,
-            case: trial.case.name.clone(),
-            judgment: trial.judgment,
-            axis: trial.axis.map(|axis| axis.name.to_string()),
-            setting: outcome.setting,
-            kernel: String::new(),
-            plan: String::new(),
-            ledger: BTreeMap::new(),
-            verdict,
-            measure: outcome.measure,
-            chain: outcome.chain,
-            seconds: 0.0,
-        }
+        record_of(self.contract, self.rows, self.implementation.name(), trial, outcome)
     }
+}
 
-    /// A record for every waiver of the planned rows that no failure needed: judged only when the whole run is over.
-    pub fn stale_waivers(&self, trials: &[Vec<Trial>], records: &[Record]) -> Vec<Record> {
-        let mut stale: Vec<Record> = Vec::new();
-        let mut seen: Vec<&str> = Vec::new();
-        for trial in trials.iter().flatten() {
-            let Some(waiver) = &trial.row.waive else { continue };
-            if seen.contains(&trial.row.place.as_str()) {
-                continue;
-            }
-            seen.push(&trial.row.place);
-            let under: Vec<&Trial> = trials
-                .iter()
-                .flatten()
-                .filter(|other| other.row.place == trial.row.place)
-                .filter(|other| waiver.covers(other.judgment, other.axis.map(|axis| axis.name)))
-                .collect();
-            let needed = records.iter().any(|record| {
-                matches!(record.verdict, Verdict::Waived { .. })
-                    && under.iter().any(|other| other.case.name == record.case && other.judgment == record.judgment)
-            });
-            if let (Some(first), false) = (under.first(), needed) {
-                let reason = format!("{}: nothing needs the waiver `{}`; remove it", trial.row.place, waiver.reason);
-                stale.push(self.record(first, Outcome::of(Verdict::StaleWaiver { reason })));
-            }
-        }
-        stale
+/// The record of a trial; a waiver of its row covers a failure.
+fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Trial, outcome: Outcome) -> Record {
+    let mut verdict = outcome.verdict;
+    if let (Verdict::Fail(_), Some(waiver)) = (&verdict, &trial.row.waive)
+        && waiver.covers(trial.judgment, trial.axis.map(|axis| axis.name))
+    {
+        verdict = Verdict::Waived { reason: waiver.reason.clone() };
     }
+    Record {
+        schema: SCHEMA,
+        contract: contract.digest().to_string(),
+        rows: rows.to_string(),
+        implementation: implementation.to_string(),
+        op: trial.case.op.clone(),
+        class: trial.case.spec().class.name().to_string(),
+        dtype: trial.case.dtype,
+        out: trial.case.out,
+        case: trial.case.name.clone(),
+        judgment: trial.judgment,
+        axis: trial.axis.map(|axis| axis.name.to_string()),
+        setting: outcome.setting,
+        kernel: String::new(),
+        plan: String::new(),
+        ledger: BTreeMap::new(),
+        verdict,
+        measure: outcome.measure,
+        chain: outcome.chain,
+        seconds: 0.0,
+    }
+}
+
+/// A record for every waiver of `implementation` that no failure under it needed: judged only when the whole selection is
+/// over.
+pub fn stale_waivers(contract: &Contract, rows: &str, implementation: &str, records: &[Record]) -> Vec<Record> {
+    let mine: Vec<(&Record, &CaseSpec, &Row)> = records
+        .iter()
+        .filter(|record| record.implementation == implementation)
+        .filter_map(|record| {
+            let case = contract.case(&record.case)?;
+            Some((record, case, contract.row(implementation, case)?))
+        })
+        .collect();
+    let mut stale = Vec::new();
+    for row in contract.rows() {
+        let Some(waiver) = &row.waive else { continue };
+        let under = |record: &Record| waiver.covers(record.judgment, record.axis.as_deref());
+        let mut under = mine.iter().filter(|(record, _, of)| of.place == row.place && under(record)).peekable();
+        let Some((first, case, _)) = under.peek().copied() else { continue };
+        if under.all(|(record, ..)| !matches!(record.verdict, Verdict::Waived { .. })) {
+            let axis = first.axis.as_deref().and_then(axis::find);
+            let trial = Trial { case, row, judgment: first.judgment, axis };
+            let reason = format!("{}: nothing needs the waiver `{}`; remove it", row.place, waiver.reason);
+            stale.push(record_of(contract, rows, implementation, &trial, Outcome::of(Verdict::StaleWaiver { reason })));
+        }
+    }
+    stale
+}
+
+/// A setting that asks exactly what the base asked shows nothing, unless asking again is the point.
+fn another_question(axis: &Axis, base: &Case, variant: &Variant) -> Result<(), String> {
+    let case = &variant.case;
+    let same_inputs = base.inputs.len() == case.inputs.len()
+        && base.inputs.iter().all(|(name, a)| case.inputs.get(name).is_some_and(|b| a.same_bits(b)));
+    let same = base.op == case.op && base.params == case.params && base.config == case.config && same_inputs;
+    if variant.rows.is_empty() || (same && matches!(variant.way, Way::Plain | Way::Parts(..)) && axis.name != "repeat")
+    {
+        return Err(format!("{} = {}: asks what the base asks; nothing is varied", axis.name, variant.setting));
+    }
+    Ok(())
+}
+
+/// Why sameness of the answer would say nothing: an output holds one value over and over where the oracle's does not.
+fn constant(trial: &Trial, base: &Base, oracle: &mut Option<Result<References, String>>) -> Option<String> {
+    let one_value = |tensor: &Tensor| (1..tensor.len()).all(|i| tensor.bits(i) == tensor.bits(0));
+    for output in trial.case.spec().outputs {
+        let found = &base.answer.outputs[output.name];
+        if found.len() < 2 || !one_value(found) {
+            continue;
+        }
+        let expected = match trial.case.spec().class {
+            Class::Chain => false,
+            _ => {
+                let oracle =
+                    oracle.get_or_insert_with(|| trial.case.spec().oracle(&base.case).map_err(|e| e.to_string()));
+                let dtype = output.dtype(trial.case.out);
+                oracle.as_ref().map_or(true, |references| one_value(&references[output.name].rounded(dtype)))
+            }
+        };
+        if !expected {
+            let elements = found.len();
+            return Some(format!(
+                "`{}` is constant over {elements} elements; that it is always the same says nothing",
+                output.name
+            ));
+        }
+    }
+    None
 }
 
 /// Every output the specification names is there, and nothing else.

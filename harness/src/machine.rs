@@ -1,6 +1,7 @@
 //! Facts of this machine: what the axes can vary, and what a report says about where it was made.
 
 use samebits_contract::axis::Machine;
+use samebits_contract::table::{Implementation, Slice};
 use samebits_ops::Isa;
 use std::collections::BTreeMap;
 
@@ -16,7 +17,24 @@ pub fn axes(base: Isa) -> Machine {
     let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
     threads.sort_unstable();
     threads.dedup();
-    Machine { isas, threads, smallest_budget: None }
+    Machine { isas, threads, layouts: vec!["offset".into()], ..of_slice(Slice::Default) }
+}
+
+/// The same for a program, as its entry says.
+pub fn axes_of(entry: &Implementation) -> Machine {
+    let isas = entry.isa.iter().map(|isa| isa.name.clone()).collect();
+    let threads = entry.threads.clone().unwrap_or(axes(Isa::Scalar).threads);
+    Machine { isas, threads, layouts: entry.layouts.clone(), ..of_slice(Slice::Default) }
+}
+
+/// How far rows are added, by how much of the contract is asked.
+pub fn of_slice(slice: Slice) -> Machine {
+    let room = match slice {
+        Slice::Quick => 1 << 12,
+        Slice::Default => 1 << 15,
+        Slice::Exhaustive => 1 << 22,
+    };
+    Machine { room, ..Machine::default() }
 }
 
 fn cores() -> usize {

@@ -38,6 +38,8 @@ Exit codes:
 #[derive(Subcommand)]
 enum Verb {
     Check(cmd::check::Args),
+    Sweep(cmd::sweep::Args),
+    Merge(cmd::merge::Args),
     List(cmd::list::Args),
     Case(cmd::case::Args),
     Contract(cmd::contract::Args),
@@ -62,6 +64,8 @@ fn main() -> ExitCode {
     };
     let done = match cli.verb {
         Verb::Check(args) => cmd::check::run(&args),
+        Verb::Sweep(args) => cmd::sweep::run(&args),
+        Verb::Merge(args) => cmd::merge::run(&args),
         Verb::List(args) => cmd::list::run(&args),
         Verb::Case(args) => cmd::case::run(&args),
         Verb::Contract(args) => cmd::contract::run(&args),

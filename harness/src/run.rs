@@ -1,67 +1,73 @@
-//! Carries a plan out: workers judge groups side by side, records are written in the plan's order as they come.
+//! Carries a plan out on several threads, and keeps what came of it in a run folder.
 //!
-//! A run folder holds `run.json` (facts of the run) and `records.jsonl` (one judgment a line). An interrupted run
-//! leaves whole lines and `complete: false`.
+//! Groups of judgments are handed to whichever thread is free. What a group gave goes into `journal.jsonl` as soon as it is
+//! there, whatever its place in the plan, so that a run that is killed loses at most the groups in flight; `records.jsonl`
+//! grows in the plan's order. A run that came to its end is sealed: `run.json` has the digest of its records.
 
-use crate::judge::{Judge, Trial};
 use crate::whole_file;
-use anyhow::{Context, Result};
-use samebits_contract::record::{Record, Run};
+use anyhow::{Context, Result, bail, ensure};
+use samebits_contract::record::{Attempt, Record, Run};
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{ErrorKind, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
-/// Judges all groups on `workers` threads and hands every group's records to `sink`, in the plan's order.
+/// Does `work` on every number of `todo`, on `workers` threads, and hands each result to `sink` as it comes.
 ///
 /// # Errors
 /// The first error of `sink`; the workers then stop after the group in hand.
-pub fn carry_out(
-    judge: &Judge,
-    plan: &[Vec<Trial>],
+pub fn carry_out<T: Send>(
+    work: impl Fn(usize) -> T + Sync,
+    todo: &[usize],
     workers: usize,
-    mut sink: impl FnMut(Vec<Record>) -> Result<()>,
+    mut sink: impl FnMut(usize, T) -> Result<()>,
 ) -> Result<()> {
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     let (sender, receiver) = mpsc::channel();
     std::thread::scope(|scope| {
-        for _ in 0..workers.clamp(1, plan.len().max(1)) {
-            let (sender, next, stop) = (sender.clone(), &next, &stop);
+        for _ in 0..workers.clamp(1, todo.len().max(1)) {
+            let (sender, next, stop, work) = (sender.clone(), &next, &stop, &work);
             scope.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(group) = plan.get(index) else { break };
-                    if sender.send((index, judge.group(group))).is_err() {
+                    let Some(&index) = todo.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                    if sender.send((index, work(index))).is_err() {
                         break;
                     }
                 }
             });
         }
         drop(sender);
-        let mut waiting = BTreeMap::new();
-        let mut written = 0;
-        for (index, records) in receiver {
-            waiting.insert(index, records);
-            while let Some(records) = waiting.remove(&written) {
-                if let Err(e) = sink(records) {
-                    stop.store(true, Ordering::Relaxed);
-                    return Err(e);
-                }
-                written += 1;
+        for (index, result) in receiver {
+            if let Err(e) = sink(index, result) {
+                stop.store(true, Ordering::Relaxed);
+                return Err(e);
             }
         }
         Ok(())
     })
 }
 
+/// The records of one group.
+struct Done {
+    /// Their lines, as they stand in both files.
+    lines: Vec<u8>,
+    records: Vec<Record>,
+}
+
 /// A run folder being written.
 pub struct Journal {
     dir: PathBuf,
     run: Run,
-    lines: BufWriter<File>,
+    journal: File,
+    lines: File,
+    /// Groups that are done, by their place in the plan.
+    done: BTreeMap<usize, Done>,
+    /// Groups that `records.jsonl` has: all before this one.
+    written: usize,
 }
 
 impl Journal {
@@ -71,19 +77,87 @@ impl Journal {
     /// When the folder cannot be written, naming it.
     pub fn start(dir: &Path, run: Run) -> Result<Journal> {
         std::fs::create_dir_all(dir).with_context(|| format!("--out {}", dir.display()))?;
-        for old in ["report.html", "junit.xml", "summary.md"] {
+        for old in ["report.html", "junit.xml", "summary.md", "records.csv"] {
             match std::fs::remove_file(dir.join(old)) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                Err(e) if e.kind() != ErrorKind::NotFound => {
                     return Err(e).with_context(|| dir.join(old).display().to_string());
                 }
                 _ => {}
             }
         }
-        let path = dir.join("records.jsonl");
-        let lines = File::create(&path).with_context(|| path.display().to_string())?;
-        let journal = Journal { dir: dir.to_path_buf(), run, lines: BufWriter::new(lines) };
+        let create = |name: &str| File::create(dir.join(name)).with_context(|| dir.join(name).display().to_string());
+        // In this order: whoever finds the new run.json finds no records of the old run.
+        let (lines, journal) = (create("records.jsonl")?, create("journal.jsonl")?);
+        let journal = Journal { dir: dir.to_path_buf(), run, journal, lines, done: BTreeMap::new(), written: 0 };
         journal.write_run()?;
         Ok(journal)
+    }
+
+    /// Goes on with the run in `dir` where it was interrupted. `names` are those of the judgments of every group, as
+    /// [`name_of`] makes them of a record.
+    ///
+    /// # Errors
+    /// When there is no run, when it is complete, when it is another one, and when its journal was changed.
+    pub fn resume(dir: &Path, run: Run, names: &[Vec<String>]) -> Result<Journal> {
+        let place = |file: &str| dir.join(file).display().to_string();
+        let read = |file: &str| std::fs::read(dir.join(file)).with_context(|| place(file));
+        let old: Run = serde_json::from_slice(&read("run.json")?).with_context(|| place("run.json"))?;
+        ensure!(!old.complete, "{}: the run is complete; there is nothing to resume", place("run.json"));
+        for (what, was, is) in [
+            ("tool", &old.tool, &run.tool),
+            ("contract", &old.contract, &run.contract),
+            ("row set", &old.rows, &run.rows),
+            ("part", &old.plan.shard, &run.plan.shard),
+            ("plan", &old.plan.digest, &run.plan.digest),
+        ] {
+            ensure!(
+                was == is,
+                "{}: the {what} was `{was}` and is `{is}`; start anew without --resume",
+                place("run.json")
+            );
+        }
+        ensure!(
+            old.plan.implementations == run.plan.implementations,
+            "{}: the implementations were {:?} and are {:?}; start anew without --resume",
+            place("run.json"),
+            old.plan.implementations,
+            run.plan.implementations
+        );
+        let bytes = read("journal.jsonl")?;
+        for attempt in &old.plan.attempts {
+            let sealed = bytes.get(..attempt.bytes as usize).map(sha256);
+            if sealed.as_ref() != Some(&attempt.sha256) {
+                bail!(
+                    "{}: its first {} bytes were changed after they were sealed",
+                    place("journal.jsonl"),
+                    attempt.bytes
+                );
+            }
+        }
+        let (done, whole) = groups(&bytes, names).with_context(|| place("journal.jsonl"))?;
+        let mut journal =
+            File::options().write(true).open(dir.join("journal.jsonl")).with_context(|| place("journal.jsonl"))?;
+        journal.set_len(whole as u64)?;
+        journal.seek(std::io::SeekFrom::End(0))?;
+        let mut attempts = old.plan.attempts;
+        attempts.push(Attempt { bytes: whole as u64, sha256: sha256(&bytes[..whole]) });
+        let run =
+            Run { started: old.started, plan: samebits_contract::record::Plan { attempts, ..run.plan.clone() }, ..run };
+        let lines = File::create(dir.join("records.jsonl")).with_context(|| place("records.jsonl"))?;
+        let mut resumed = Journal { dir: dir.to_path_buf(), run, journal, lines, done, written: 0 };
+        resumed.write_run()?;
+        resumed.advance()?;
+        Ok(resumed)
+    }
+
+    /// The groups of a plan of `groups` that are still to be done.
+    pub fn todo(&self, groups: usize) -> Vec<usize> {
+        (0..groups).filter(|group| !self.done.contains_key(group)).collect()
+    }
+
+    /// All records so far, in the plan's order.
+    pub fn records(&self) -> impl Iterator<Item = &Record> {
+        self.done.values().flat_map(|done| &done.records)
     }
 
     fn write_run(&self) -> Result<()> {
@@ -93,32 +167,99 @@ impl Journal {
         whole_file::write(&path, &text).with_context(|| path.display().to_string())
     }
 
-    /// Appends records; they are on their way to the disk, whole lines at a time, when this returns.
+    /// Keeps what group number `group` gave; it is on its way to the disk when this returns.
     ///
     /// # Errors
-    /// When the file cannot be written.
-    pub fn append(&mut self, records: &[Record]) -> Result<()> {
-        let mut lines = Vec::new();
-        for record in records {
-            serde_json::to_writer(&mut lines, record)?;
-            lines.push(b'\n');
+    /// When a file cannot be written.
+    pub fn append(&mut self, group: usize, records: Vec<Record>) -> Result<()> {
+        let lines = lines(&records)?;
+        let mut entry =
+            format!("{{\"group\":{group},\"bytes\":{},\"sha256\":\"{}\"}}\n", lines.len(), sha256(&lines)).into_bytes();
+        entry.extend(&lines);
+        self.journal.write_all(&entry).with_context(|| self.dir.join("journal.jsonl").display().to_string())?;
+        self.done.insert(group, Done { lines, records });
+        self.advance()
+    }
+
+    /// Writes the records whose place in the plan has come.
+    fn advance(&mut self) -> Result<()> {
+        while let Some(done) = self.done.get(&self.written) {
+            let path = || self.dir.join("records.jsonl").display().to_string();
+            self.lines.write_all(&done.lines).with_context(path)?;
+            self.written += 1;
         }
-        let path = || self.dir.join("records.jsonl").display().to_string();
-        self.lines.write_all(&lines).and_then(|()| self.lines.flush()).with_context(path)?;
         Ok(())
     }
 
-    /// Marks the run as complete after `seconds`. `unplanned` records came on top of the plan; any other difference
+    /// Marks the run as complete after `seconds`, with the records `unplanned` on top of the plan; any other difference
     /// between plan and records stays visible.
     ///
     /// # Errors
-    /// When `run.json` cannot be written.
-    pub fn finish(mut self, seconds: f64, unplanned: usize) -> Result<()> {
+    /// When a file cannot be written.
+    pub fn finish(mut self, seconds: f64, unplanned: &[Record]) -> Result<()> {
+        let path = self.dir.join("records.jsonl");
+        let last = lines(unplanned)?;
+        self.lines.write_all(&last).and_then(|()| self.lines.sync_all()).with_context(|| path.display().to_string())?;
+        let all: Vec<u8> = self.done.values().flat_map(|done| done.lines.iter().copied()).chain(last).collect();
         self.run.complete = true;
         self.run.seconds = seconds;
-        self.run.planned += unplanned;
-        self.write_run()
+        self.run.planned += unplanned.len();
+        self.run.sealed = Some(sha256(&all));
+        self.write_run()?;
+        let journal = self.dir.join("journal.jsonl");
+        std::fs::remove_file(&journal).with_context(|| journal.display().to_string())
     }
+}
+
+fn lines(records: &[Record]) -> Result<Vec<u8>> {
+    let mut lines = Vec::new();
+    for record in records {
+        serde_json::to_writer(&mut lines, record)?;
+        lines.push(b'\n');
+    }
+    Ok(lines)
+}
+
+/// SHA-256 in hex.
+pub fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What a record judges, unique in a plan.
+pub fn name_of(record: &Record) -> String {
+    let Record { implementation, case, judgment, axis, .. } = record;
+    let axis = axis.as_ref().map_or(String::new(), |axis| format!(":{axis}"));
+    format!("{implementation} {case}::{}{axis}", judgment.name())
+}
+
+/// The whole groups of a journal, and how many bytes they take; what follows is what a kill cut off.
+fn groups(bytes: &[u8], names: &[Vec<String>]) -> Result<(BTreeMap<usize, Done>, usize)> {
+    #[derive(serde::Deserialize)]
+    struct Head {
+        group: usize,
+        bytes: usize,
+        sha256: String,
+    }
+    let mut done = BTreeMap::new();
+    let mut at = 0;
+    while let Some(end) = bytes[at..].iter().position(|&byte| byte == b'\n') {
+        let begin = at + end + 1;
+        let head: Head =
+            serde_json::from_slice(&bytes[at..begin]).with_context(|| format!("byte {at}: not a group"))?;
+        let Some(lines) = begin.checked_add(head.bytes).and_then(|end| bytes.get(begin..end)) else { break };
+        ensure!(sha256(lines) == head.sha256, "byte {begin}: group {} was changed", head.group);
+        let parse = |line: &[u8]| samebits_reports::record(line).map_err(anyhow::Error::msg);
+        let records: Vec<Record> = lines.split_inclusive(|&byte| byte == b'\n').map(parse).collect::<Result<_>>()?;
+        let found: Vec<String> = records.iter().map(name_of).collect();
+        ensure!(names.get(head.group) == Some(&found), "byte {begin}: group {} is not of this plan", head.group);
+        at = begin + head.bytes;
+        ensure!(
+            done.insert(head.group, Done { lines: lines.to_vec(), records }).is_none(),
+            "byte {begin}: group {} stands twice",
+            head.group
+        );
+    }
+    Ok((done, at))
 }
 
 #[cfg(test)]
@@ -141,10 +282,12 @@ mod tests {
             planned: 3,
             seconds: 0.0,
             machine: BTreeMap::new(),
+            plan: Default::default(),
+            sealed: None,
         };
-        Journal::start(dir.path(), run).unwrap().finish(1.0, 1).unwrap();
+        Journal::start(dir.path(), run).unwrap().finish(1.0, &[]).unwrap();
         let text = std::fs::read(dir.path().join("run.json")).unwrap();
         let run: Run = serde_json::from_slice(&text).unwrap();
-        assert_eq!((run.complete, run.planned), (true, 4), "three planned and one on top, though none was written");
+        assert_eq!((run.complete, run.planned), (true, 3), "three planned, though none was written");
     }
 }

@@ -1,23 +1,38 @@
-//! One side of a comparison: a program that answers timed requests over the wire, started once and kept warm.
+//! A program that answers requests over the wire, started once and kept warm.
 
-use samebits_contract::wire::{WireError, read_frame, write_frame};
-use std::collections::VecDeque;
+use samebits_contract::wire::{WireError, read_frame_up_to, write_frame};
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+/// An answer may be this large; what claims more is not read.
+const LARGEST_ANSWER: u64 = 2 << 30;
+
+/// How to start a program.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Its environment, beside that of this process.
+    pub env: BTreeMap<String, String>,
+    /// The folder it starts in; `None`: this process's.
+    pub folder: Option<PathBuf>,
+    /// What sets its patience, for messages.
+    pub limit: &'static str,
+}
 
 /// A program and, while it runs, the pipes to it.
 pub struct Side {
     /// The name used in tables and records.
     pub name: String,
-    /// The command line that starts it, for a shell.
+    /// The command line that starts it, for people.
     pub command: String,
-    /// The folder it starts in; `None`: this process's.
-    folder: Option<std::path::PathBuf>,
+    program: Program,
     running: Option<Running>,
 }
 
@@ -31,9 +46,22 @@ struct Running {
 }
 
 impl Side {
-    /// A program by its command line, not started yet.
+    /// A program by its command line for a shell, not started yet.
     pub fn new(name: &str, command: &str, folder: Option<&Path>) -> Side {
-        Side { name: name.into(), command: command.into(), folder: folder.map(Into::into), running: None }
+        // `exec`: the program takes the shell's place, so that ending the child ends the program.
+        let shell = ["sh".to_string(), "-c".into(), format!("exec {command}")];
+        let program = Program {
+            command: shell.to_vec(),
+            env: BTreeMap::new(),
+            folder: folder.map(Into::into),
+            limit: "--timeout",
+        };
+        Side { name: name.into(), command: command.into(), program, running: None }
+    }
+
+    /// A program, not started yet.
+    pub fn of(name: &str, program: Program) -> Side {
+        Side { name: name.into(), command: program.command.join(" "), program, running: None }
     }
 
     /// The answer to `request`, within `patience`. A program that fails is ended; the next request starts it anew.
@@ -43,8 +71,14 @@ impl Side {
     pub fn ask(&mut self, request: &Arc<Vec<u8>>, patience: Duration) -> Result<Vec<u8>, String> {
         let running = match self.running.take() {
             Some(running) => running,
-            None => Running::start(&self.command, self.folder.as_deref())?,
+            None => Running::start(&self.program)?,
         };
+        // An answer that is there before it was asked for would be taken for the answer to this request.
+        match running.answers.try_recv() {
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) | Ok(Ok(None)) => {}
+            Ok(Ok(Some(_))) => return Err(running.end("it wrote more than one answer to the request before".into())),
+            Ok(Err(e)) => return Err(running.end(format!("it writes something else than answers: {e}"))),
+        }
         // A program that has gone away is seen by its answer, which does not come.
         let _ = running.requests.send(request.clone());
         let went_wrong = match running.answers.recv_timeout(patience) {
@@ -55,7 +89,7 @@ impl Side {
             Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => "it ended without an answer".to_string(),
             Ok(Err(e)) => format!("it does not write answers: {e}"),
             Err(RecvTimeoutError::Timeout) => {
-                format!("no answer within {} s; it was ended (--timeout)", patience.as_secs_f64())
+                format!("no answer within {} s; it was ended ({})", patience.as_secs_f64(), self.program.limit)
             }
         };
         Err(running.end(went_wrong))
@@ -63,19 +97,19 @@ impl Side {
 }
 
 impl Running {
-    fn start(command: &str, folder: Option<&Path>) -> Result<Running, String> {
-        // `exec`: the program takes the shell's place, so that ending the child ends the program.
-        let mut shell = Command::new("sh");
-        shell.args(["-c", &format!("exec {command}")]);
-        if let Some(folder) = folder {
-            shell.current_dir(folder);
+    fn start(program: &Program) -> Result<Running, String> {
+        let (name, arguments) = program.command.split_first().ok_or("there is no command")?;
+        let mut command = Command::new(name);
+        command.args(arguments).envs(&program.env);
+        if let Some(folder) = &program.folder {
+            command.current_dir(folder);
         }
-        let mut child = shell
+        let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|e| format!("`sh` does not start: {e}"))?;
+            .map_err(|e| format!("`{name}` does not start: {e}"))?;
         let (mut stdin, stdout, stderr) = (
             child.stdin.take().expect("stdin is piped"),
             child.stdout.take().expect("stdout is piped"),
@@ -90,11 +124,12 @@ impl Running {
                 }
             }
         });
-        let (came, answers) = channel();
+        // Bounded: answers that nobody asked for wait in the pipe, not in memory.
+        let (came, answers) = sync_channel(1);
         std::thread::spawn(move || {
             let mut stdout = BufReader::with_capacity(1 << 20, stdout);
             loop {
-                let frame = read_frame(&mut stdout);
+                let frame = read_frame_up_to(&mut stdout, LARGEST_ANSWER);
                 let last = !matches!(frame, Ok(Some(_)));
                 if came.send(frame).is_err() || last {
                     break;

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Answers requests on stdin with torch on the CPU until the end of input; docs/WIRE.md describes the pipe.
+"""Answers requests on stdin with torch until the end of input; docs/WIRE.md describes the pipe.
+
+    answer.py [--device cpu|cuda] [--deterministic]
 
 A request with `repeat` is timed: inputs stand in the form torch likes before the clock starts, and one call warms up.
 """
@@ -15,6 +17,13 @@ import time
 import torch
 import torch.nn.functional as F
 
+DEVICE = "cuda" if "cuda" in sys.argv[1:] else "cpu"
+if "--deterministic" in sys.argv[1:]:
+    torch.use_deterministic_algorithms(True)
+    if hasattr(torch.backends.mkldnn, "deterministic"):
+        torch.backends.mkldnn.deterministic = True
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 VERSION = f"torch {torch.__version__}"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
@@ -60,7 +69,7 @@ def canonical(tensor):
     tensor = tensor.contiguous()
     if tensor.dtype.is_floating_point and tensor.isnan().any():
         tensor = tensor.masked_fill(tensor.isnan(), math.nan)
-    return bytes(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return bytes(tensor.cpu().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 def write_file(tensors, metadata):
@@ -112,14 +121,26 @@ def timed(call, repeat):
     return outputs, metadata
 
 
+def laid_out(tensor, layout):
+    """The same elements, lying in memory as asked."""
+    if layout == "offset":
+        return torch.cat((tensor.new_zeros(1), tensor.reshape(-1)))[1:].view(tensor.shape)
+    if layout == "strided":
+        return torch.stack((tensor, torch.zeros_like(tensor)), -1)[..., 0]
+    if layout == "transposed":
+        return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(*reversed(range(tensor.dim())))
+    return tensor
+
+
 # Ops. Each takes its inputs and parameters, lays everything out, and returns (names of the outputs, call, prepared); a
 # call returns the outputs in that order. Whatever is not in the call is not timed.
 
 class Request:
     """Inputs and parameters that must all be taken."""
 
-    def __init__(self, op, out, tensors, params):
+    def __init__(self, op, out, tensors, params, layout=None):
         self.op, self.out, self.tensors, self.params = op, out, tensors, params
+        self.layout = layout
 
     def input(self, name, axes, like=None):
         """The float input `name` with `axes` axes (any number if None) in the dtype that is computed in."""
@@ -129,7 +150,7 @@ class Request:
         if not tensor.dtype.is_floating_point:
             fail(f"input `{name}`: dtype is i32; it must be bf16, fp16 or fp32")
         self.shape(name, tensor, axes, like)
-        return tensor.to(self.out)
+        return laid_out(tensor.to(DEVICE, self.out), self.layout)
 
     def whole(self, name, axes, like=None):
         tensor = self.tensors.pop(name, None)
@@ -138,7 +159,7 @@ class Request:
         if tensor.dtype != torch.int32:
             fail(f"input `{name}`: dtype must be i32")
         self.shape(name, tensor, axes, like)
-        return tensor.long()
+        return tensor.to(DEVICE).long()
 
     def shape(self, name, tensor, axes, like):
         shape = list(tensor.shape)
@@ -174,8 +195,10 @@ def gemm(r):
     x = r.input("x", 2)
     w = r.input("w", 2, [None, x.shape[1]])
     bias = r.input("bias", 1, [w.shape[0]]) if "bias" in r.tensors else None
-    r.only("k_offset", "0", "0")
-    r.only("k_total", "K", str(x.shape[1]))
+    # A rank's part of a longer sum is a product like any other: torch has no order that says more.
+    r.params.pop("k_offset", None)
+    if r.params.pop("k_total", str(x.shape[1])) != str(x.shape[1]):
+        x, w, bias = x.float(), w.float(), None
     return ["y"], lambda: [F.linear(x, w, bias)], ""
 
 
@@ -222,14 +245,14 @@ def attention(r):
     if r.number("softcap", 0, 0):
         raise Unsupported("param `softcap`: only 0 is offered")
     # Heads before positions, as torch wants them.
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2) if r.layout else t.transpose(1, 2).contiguous() for t in (q, k, v))
     # Keys are hidden by a mask, unless torch's own flag or nothing at all says the same.
-    last = torch.arange(keys - queries, keys)
+    last = torch.arange(keys - queries, keys, device=DEVICE)
     whole, mask = bool((kv_len == keys).all()), None
     plain = whole and (not causal or bool((q_pos >= keys - 1).all()))
     flag = not plain and whole and queries == keys and bool((q_pos == last).all())
     if not plain and not flag:
-        key = torch.arange(keys)
+        key = torch.arange(keys, device=DEVICE)
         mask = (key < kv_len[:, None, None]).expand(batch, queries, keys)
         mask = (mask & (key <= q_pos[:, :, None]) if causal else mask)[:, None]
 
@@ -239,12 +262,12 @@ def attention(r):
 
     def finish(outputs):
         # torch does not return the log-sum-exp: it is computed beside the clock, a head at a time.
-        lse = torch.empty(batch, queries, heads)
+        lse = torch.empty(batch, queries, heads, device=DEVICE)
         for b in range(batch):
             for h in range(heads):
                 scores = q[b, h].float() @ k[b, h * kv_heads // heads].float().T * scale
                 if flag:
-                    scores.masked_fill_(torch.ones(queries, keys, dtype=torch.bool).triu(1), -math.inf)
+                    scores.masked_fill_(torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).triu(1), -math.inf)
                 elif mask is not None:
                     scores.masked_fill_(~mask[b, 0], -math.inf)
                 lse[b, :, h] = torch.logsumexp(scores, -1)
@@ -315,7 +338,7 @@ def rope(r):
     if theta <= 0:
         fail("param `theta`: must be greater than 0")
     r.only("pairing", "half", "half")
-    angles = pos[:, None].double() * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / max(dim, 1))
+    angles = pos[:, None].double() * theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=DEVICE) / max(dim, 1))
     cos, sin = (f(torch.cat((angles, angles), -1))[:, None].to(r.out) for f in (torch.cos, torch.sin))
 
     def call():
@@ -380,6 +403,9 @@ def run(data):
         fail(f"metadata `out`: `{out}` is not bf16, fp16 or fp32")
     torch.set_num_threads(count(metadata, "config.threads", 1024) or ALL_CORES)
     repeat = count(metadata, "repeat", 1_000_000)
+    layout = metadata.pop("config.layout", None)
+    if layout not in (None, "offset", "strided", "transposed"):
+        fail(f"metadata `config.layout`: `{layout}` is not offset, strided or transposed")
     if "config.isa" in metadata:
         raise Unsupported("`config.isa`: torch chooses by itself; leave it out")
     params = {k: v for k, v in metadata.items() if k not in ("case", "format") and not k.startswith("config.")}
@@ -393,7 +419,7 @@ def run(data):
     given = floats.pop() if floats else torch.float32
     if out not in DTYPES or given not in DTYPES.values() or (given, out) == (torch.float32, "bf16"):
         raise Unsupported("only bf16 to bf16, bf16 to fp32 and fp32 to fp32 are offered")
-    request = Request(op, DTYPES[out], tensors, params)
+    request = Request(op, DTYPES[out], tensors, params, layout)
     names, call, prepared, *finish = OPS[op](request)
     if tensors or params:
         fail(f"{op} takes no {', '.join(f'`{name}`' for name in [*tensors, *params])}")
@@ -403,7 +429,9 @@ def run(data):
     outputs = finish[0](outputs) if finish else outputs
     if reading:
         reading["prepared"] = prepared
-    metadata = {"status": "ok", "reason": "", "kernel": f"{op}/torch", **reading}
+    metadata = {"status": "ok", "reason": "", "kernel": f"{op}/torch-{DEVICE}", **reading}
+    if layout:
+        metadata["layout"] = layout
     return write_file(dict(zip(names, outputs)), metadata)
 
 

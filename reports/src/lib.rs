@@ -5,6 +5,7 @@
 //! without building a kernel. [`Summary`] decides whether a run is green; every format prints that one decision.
 #![forbid(unsafe_code)]
 
+mod csv;
 mod describe;
 mod grid;
 mod html;
@@ -16,7 +17,7 @@ mod summary;
 mod synthetic;
 mod text;
 
-pub use read::{ReportError, RunFolder, read};
+pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
 pub use text::table;
 
@@ -33,6 +34,19 @@ pub fn render(dir: &Path) -> Result<Summary, ReportError> {
     write(&dir.join("summary.md"), &markdown::document(&folder))?;
     write(&dir.join("report.html"), &html::document(&folder))?;
     Ok(Summary::of(&folder))
+}
+
+/// Writes `records.csv` into the run folder `dir`: one line per record, see `docs/METHOD.md`.
+pub fn csv(dir: &Path) -> Result<(), ReportError> {
+    write(&dir.join("records.csv"), &csv::document(&read(dir)?))
+}
+
+/// Whether `dir` holds a run that did not come to its end.
+pub fn interrupted(dir: &Path) -> bool {
+    std::fs::read(dir.join("run.json"))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<samebits_contract::record::Run>(&bytes).ok())
+        .is_some_and(|run| !run.complete)
 }
 
 fn write(path: &Path, text: &str) -> Result<(), ReportError> {

@@ -2,6 +2,7 @@
 
 use samebits_contract::record::{Measure, Record, Run, SCHEMA};
 use serde::Deserialize;
+use sha2::{Digest, Sha256};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -56,6 +57,13 @@ pub fn read(dir: &Path) -> Result<RunFolder, ReportError> {
 
     let path = dir.join("records.jsonl");
     let bytes = load(&path)?;
+    if let Some(sealed) = &run.sealed {
+        let found: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        if found != *sealed {
+            let why = format!("its SHA-256 is {found}; run.json sealed it as {sealed}, so it was changed since");
+            return Err(ReportError::Line { path, line: 1, why });
+        }
+    }
     let mut records = Vec::new();
     let mut torn = 0;
     for (number, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
@@ -101,7 +109,11 @@ fn parse<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Result<T, (usize, String)>
     serde_json::from_slice(bytes).map_err(failed)
 }
 
-fn record(line: &[u8]) -> Result<Record, String> {
+/// Reads one line of `records.jsonl`; a measure that is not finite is NaN.
+///
+/// # Errors
+/// Why it is no record.
+pub fn record(line: &[u8]) -> Result<Record, String> {
     let error = match parse::<Record>(line) {
         Ok(record) => return Ok(record),
         Err((_, why)) => why,

@@ -94,6 +94,8 @@ fn run(planned: usize) -> Run {
             ("os".into(), "linux x86_64".into()),
             ("rustc".into(), "1.95.0".into()),
         ]),
+        plan: Default::default(),
+        sealed: None,
     }
 }
 

@@ -1,13 +1,17 @@
 use super::{Machine, Strict};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
 use samebits_harness::clock::Clock;
 use samebits_harness::implementation::Implementation;
+use samebits_harness::implementation::broken::{BREAKAGES, misbehave};
 use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_harness::implementation::faulty::{FAULTS, Faulty};
 use samebits_harness::timing::{self, REPEATS, repeats};
+use samebits_ops::Cpu;
 use std::io::{BufReader, BufWriter, stdin, stdout};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Answers requests on stdin with the built-in CPU ops until the end of input
 ///
@@ -26,9 +30,16 @@ pub struct Args {
     /// Workspace limit per op in bytes [default: none]
     #[arg(long, value_name = "BYTES")]
     budget: Option<usize>,
+
+    /// Answers wrongly on purpose, for tests of the harness
+    #[arg(long, hide = true)]
+    fault: Option<String>,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
+    if let Some(fault) = &args.fault {
+        return wrongly(fault);
+    }
     let implementation = CpuImplementation::new(args.strict.apply(args.machine.cpu(args.budget)?)?);
     let mut input = BufReader::new(stdin().lock());
     let mut output = BufWriter::new(stdout().lock());
@@ -62,4 +73,27 @@ fn answer(implementation: &CpuImplementation, mut case: Case) -> Vec<u8> {
         }
         _ => encode_answer(&answer),
     }
+}
+
+/// Answers with a fault of the zoo, or breaks the wire at cases called `*-edges-*`.
+fn wrongly(fault: &str) -> Result<ExitCode> {
+    let honest = CpuImplementation::new(Cpu::best());
+    let faulty = FAULTS.iter().find(|known| known.name == fault);
+    // What differs between processes, in place of an address or a clock.
+    let process = std::process::id() as usize;
+    let faulty = faulty.map(|fault| Faulty::new(fault, Arc::default()).in_process(process));
+    ensure!(
+        faulty.is_some() || BREAKAGES.iter().any(|known| known.name == fault),
+        "--fault {fault}: no fault is called so"
+    );
+    let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
+    while let Some(frame) = read_frame(&mut input).context("stdin")? {
+        let case = decode_request(&frame)?;
+        match &faulty {
+            Some(faulty) => write_frame(&mut output, &encode_answer(&faulty.run(&case)))?,
+            None if case.name.contains("-edges-") => misbehave(fault, &case, honest.run(&case), &mut output)?,
+            None => write_frame(&mut output, &encode_answer(&honest.run(&case)))?,
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }

@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         CpuImplementation::new(Cpu::new(Isa::Scalar, 1, usize::MAX)?).with_checkpoints(checkpoints.clone());
     let mut answers = BTreeMap::new();
     for spec in contract.cases(Slice::Quick).filter(|case| selection.takes(case)) {
-        let case = checkpoints.fill(spec).map_err(anyhow::Error::msg)?;
+        let case = checkpoints.fill(spec, 0).map_err(anyhow::Error::msg)?;
         let answer = implementation.run(&case);
         ensure!(answer.status == Status::Ok, "{}: {}", spec.name, answer.reason);
         answers.insert(spec.name.clone(), answer.outputs);

@@ -1,25 +1,29 @@
 use super::{Place, Select, Strict};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use samebits_contract::record::{Record, Run, SCHEMA};
+use samebits_contract::axis::Machine;
+use samebits_contract::record::{Plan, Record, Run, SCHEMA};
 use samebits_contract::table::Contract;
+use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::external::External;
 use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
-use samebits_harness::judge::{Judge, plan};
+use samebits_harness::judge::{Judge, Trial, plan, stale_waivers};
 use samebits_harness::machine;
-use samebits_harness::run::{Journal, carry_out};
+use samebits_harness::run::{Journal, carry_out, sha256};
 use samebits_ops::{Cpu, Isa};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Holds the built-in CPU ops to the contract and writes a report
+/// Holds implementations to the contract and writes a report
 ///
 /// Judges accuracy (against the f64 oracle, within the row set's bounds), invariance (the same raw bits on every
 /// setting of every axis) and golden outputs (the same raw bits as blessed), prints a table, and leaves report.html,
 /// records.jsonl, junit.xml and summary.md in the report folder. Exit code 0: the contract holds; 1: it does not;
 /// 2: the run itself is broken.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Args {
     #[command(flatten)]
     select: Select,
@@ -27,18 +31,30 @@ pub struct Args {
     #[command(flatten)]
     place: Place,
 
+    /// Whom to judge, by its name in impls.toml; may be given again [default: ours/cpu]
+    #[arg(long = "impl", value_name = "NAME")]
+    implementation: Vec<String>,
+
+    /// A list of further implementations, written as contract/impls.toml; may be given again
+    #[arg(long, value_name = "FILE")]
+    impls: Vec<PathBuf>,
+
     /// Row set that bounds accuracy [default: the contract's first, `tight`]
     #[arg(long, value_name = "NAME")]
     rows: Option<String>,
 
     /// Folder for the report; files of an earlier report there are replaced
     #[arg(long, value_name = "DIR", default_value = "samebits-report")]
-    out: PathBuf,
+    pub out: PathBuf,
+
+    /// Go on with the interrupted run in the report folder
+    #[arg(long)]
+    pub resume: bool,
 
     #[command(flatten)]
     strict: Strict,
 
-    /// Instruction set the base answers run on [default: the best of this machine]; the isa axis varies it
+    /// Instruction set the base answers of ours/cpu run on [default: the best of this machine]; the isa axis varies it
     #[arg(long)]
     isa: Option<Isa>,
 
@@ -47,31 +63,88 @@ pub struct Args {
     jobs: Option<usize>,
 }
 
+/// The implementation called `name` and what the axes can vary for it.
+pub fn open(
+    contract: &Contract,
+    name: &str,
+    place: &Place,
+    cpu: Cpu,
+    checkpoints: &Arc<Checkpoints>,
+) -> Result<(Box<dyn Implementation>, Machine)> {
+    let known = || contract.implementations.iter().map(|i| i.name.as_str()).collect::<Vec<_>>().join(", ");
+    let entry = contract.implementation(name).with_context(|| format!("--impl {name}: use one of {}", known()))?;
+    if entry.command.is_some() {
+        let external = External::new(entry, place.root().as_deref()).map_err(anyhow::Error::msg)?;
+        return Ok((Box::new(external), machine::axes_of(entry)));
+    }
+    ensure!(name == "ours/cpu", "--impl {name}: it has no `command` and is not built into this program");
+    let axes = machine::axes(cpu.isa());
+    let ours = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
+    let ours = ours.with_program(std::env::current_exe().context("this program's own path")?);
+    Ok((Box::new(ours), Machine { layouts: entry.layouts.clone(), ..axes }))
+}
+
 pub fn run(args: &Args) -> Result<ExitCode> {
+    judge(args)?;
+    report(&args.out)
+}
+
+/// Carries the run out, to the folder `args.out`.
+pub fn judge(args: &Args) -> Result<()> {
     let started = Instant::now();
-    let contract = args.place.contract()?;
+    let mut contract = args.place.contract()?;
+    for list in &args.impls {
+        contract.add_implementations(list)?;
+    }
+    let contract = contract;
     let rows = args.rows.as_deref().unwrap_or(contract.default_rows());
     ensure!(contract.row_set(rows).is_some(), "--rows {rows}: the contract has {}", row_sets(&contract));
     let isa = args.isa.unwrap_or(Isa::best());
-    // Cases run side by side, so the base answers take one thread each.
     let checkpoints = args.place.checkpoints();
-    let implementation =
-        CpuImplementation::new(args.strict.apply(Cpu::new(isa, 1, usize::MAX)?)?).with_checkpoints(checkpoints.clone());
     let store = args.place.goldens()?;
     let selection = args.select.selection(&contract)?;
-    let plan = plan(&contract, implementation.name(), &selection);
-    let planned: usize = plan.iter().map(Vec::len).sum();
-    ensure!(planned > 0, "the selection matches nothing of the contract; `samebits list` shows what there is");
+    let room = machine::of_slice(selection.slice).room;
+    let names = if args.implementation.is_empty() { vec!["ours/cpu".to_string()] } else { args.implementation.clone() };
+    let mut judged: Vec<(Box<dyn Implementation>, Machine)> = Vec::new();
+    for (place, name) in names.iter().enumerate() {
+        ensure!(!names[..place].contains(name), "--impl {name}: given twice");
+        // Cases run side by side, so the base answers take one thread each.
+        let cpu = args.strict.apply(Cpu::new(isa, 1, usize::MAX)?)?;
+        let (implementation, machine) = open(&contract, name, &args.place, cpu, &checkpoints)?;
+        let room = contract.implementation(name).and_then(|entry| entry.room).unwrap_or(room);
+        judged.push((implementation, Machine { room, seed: selection.seed, ..machine }));
+    }
+    let judges: Vec<Judge> = judged
+        .iter()
+        .map(|(implementation, machine)| Judge {
+            contract: &contract,
+            rows,
+            implementation: implementation.as_ref(),
+            goldens: store.as_ref(),
+            checkpoints: &checkpoints,
+            machine,
+        })
+        .collect();
 
-    let machine = machine::axes(isa);
-    let judge = Judge {
-        contract: &contract,
-        rows,
-        implementation: &implementation,
-        goldens: store.as_ref(),
-        checkpoints: &checkpoints,
-        machine: &machine,
-    };
+    // What all parts together ask, so that parts of one run know each other.
+    let mut whole = String::new();
+    let mut groups: Vec<(usize, Vec<Trial>)> = Vec::new();
+    for (place, judge) in judges.iter().enumerate() {
+        let name = judge.implementation.name();
+        let all = samebits_harness::judge::Selection { shard: (1, 1), ..selection.clone() };
+        whole += &format!("{name} {:?}\n", judge.machine);
+        plan(&contract, name, &all).iter().flatten().for_each(|trial| whole += &format!("{}\n", trial.name()));
+        let mine = plan(&contract, name, &selection);
+        ensure!(
+            !mine.is_empty(),
+            "{name}: the selection matches nothing of the contract; `samebits list` shows what there is"
+        );
+        groups.extend(mine.into_iter().map(|group| (place, group)));
+    }
+    let planned: usize = groups.iter().map(|(_, group)| group.len()).sum();
+    let versions = judges.iter().map(|j| (j.implementation.name().to_string(), j.implementation.version().to_string()));
+    let shard =
+        if selection.shard == (1, 1) { String::new() } else { format!("{}/{}", selection.shard.0, selection.shard.1) };
     let run = Run {
         schema: SCHEMA,
         tool: format!("samebits {}", env!("CARGO_PKG_VERSION")),
@@ -84,22 +157,43 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         planned,
         seconds: 0.0,
         machine: machine::facts(),
+        plan: Plan {
+            digest: sha256(whole.as_bytes()),
+            seed: selection.seed,
+            shard: shard.clone(),
+            implementations: versions.collect(),
+            attempts: Vec::new(),
+        },
+        sealed: None,
     };
-    let mut journal = Journal::start(&args.out, run)?;
+    let mut journal = match args.resume {
+        false => Journal::start(&args.out, run)?,
+        true => {
+            let name =
+                |place: usize, trial: &Trial| format!("{} {}", judges[place].implementation.name(), trial.name());
+            let names = groups.iter().map(|(place, group)| group.iter().map(|trial| name(*place, trial)).collect());
+            Journal::resume(&args.out, run, &names.collect::<Vec<_>>())?
+        }
+    };
     let jobs = args.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()));
-    let mut progress = Progress::new(planned);
-    let mut records: Vec<Record> = Vec::with_capacity(planned);
-    carry_out(&judge, &plan, jobs, |group| {
-        journal.append(&group)?;
-        progress.advance(&group);
-        records.extend(group);
-        Ok(())
+    let todo = journal.todo(groups.len());
+    let mut progress = Progress::new(planned, journal.records());
+    let work = |index: usize| judges[groups[index].0].group(&groups[index].1);
+    carry_out(work, &todo, jobs, |index, records| {
+        progress.advance(&records);
+        journal.append(index, records)
     })?;
-    let stale = judge.stale_waivers(&plan, &records);
-    journal.append(&stale)?;
-    journal.finish(started.elapsed().as_secs_f64(), stale.len())?;
+    let mut stale = Vec::new();
+    // A part cannot know what another part needs.
+    if shard.is_empty() {
+        let records: Vec<Record> = journal.records().cloned().collect();
+        for judge in &judges {
+            stale.extend(stale_waivers(&contract, rows, judge.implementation.name(), &records));
+        }
+    }
+    journal.finish(started.elapsed().as_secs_f64(), &stale)?;
     progress.finish();
-    report(&args.out)
+    Ok(())
 }
 
 /// Renders a run folder, prints its table and turns it into an exit code.
@@ -123,10 +217,17 @@ struct Progress {
     done: usize,
     red: usize,
     said: Instant,
+    /// When this attempt began, and what was done by then.
+    since: (Instant, usize),
 }
 
 impl Progress {
-    fn new(total: usize) -> Progress {
+    fn new<'a>(total: usize, before: impl Iterator<Item = &'a Record>) -> Progress {
+        let (mut done, mut red) = (0, 0);
+        for record in before {
+            done += 1;
+            red += usize::from(record.verdict.is_red());
+        }
         let bar = std::io::stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} judgments, {eta} left  {wide_msg}")
                 .expect("the template is well formed");
@@ -137,7 +238,7 @@ impl Progress {
         if bar.is_none() {
             eprintln!("checking {total} judgments");
         }
-        Progress { bar, total, done: 0, red: 0, said: Instant::now() }
+        Progress { bar, total, done, red, said: Instant::now(), since: (Instant::now(), done) }
     }
 
     fn advance(&mut self, records: &[Record]) {
@@ -151,7 +252,10 @@ impl Progress {
             }
             None if self.said.elapsed() > Duration::from_secs(5) => {
                 self.said = Instant::now();
-                eprintln!("{}/{} judgments, {} red, at {case}", self.done, self.total, self.red);
+                let (since, before) = self.since;
+                let rate = (self.done - before) as f64 / since.elapsed().as_secs_f64();
+                let left = Duration::from_secs(((self.total.saturating_sub(self.done)) as f64 / rate) as u64);
+                eprintln!("{}/{} judgments, {} red, {left:?} left, at {case}", self.done, self.total, self.red);
             }
             None => {}
         }

@@ -3,28 +3,34 @@
 use super::Implementation;
 use crate::checkpoints::Checkpoints;
 use crate::clock::Clock;
+use crate::side::{Program, Side};
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
+use samebits_contract::wire::{decode_answer, encode_request};
 use samebits_ops::{
     Attention, Cpu, Element, Gemm, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding,
     Sequences, Tf32,
 };
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The built-in CPU ops under a default [`Cpu`]; a case's own [`Config`] overrides it.
 pub struct CpuImplementation {
     cpu: Cpu,
     /// The models that `chain` may name; none for a program that only offers ops.
     checkpoints: Option<Arc<Checkpoints>>,
+    /// The program whose `answer` verb gives the same ops in a process of its own.
+    program: Option<PathBuf>,
 }
 
 impl CpuImplementation {
     /// Answers with `cpu` where a case does not say how to run.
     pub fn new(cpu: Cpu) -> CpuImplementation {
-        CpuImplementation { cpu, checkpoints: None }
+        CpuImplementation { cpu, checkpoints: None, program: None }
     }
 
     /// Also answers op `chain`, for the models of `checkpoints`.
@@ -32,8 +38,27 @@ impl CpuImplementation {
         CpuImplementation { checkpoints: Some(checkpoints), ..self }
     }
 
+    /// Also answers in a new process, of the `samebits` program at `program`.
+    pub fn with_program(self, program: PathBuf) -> CpuImplementation {
+        CpuImplementation { program: Some(program), ..self }
+    }
+
     /// Answers `case`, its op timed by `clock` where there is one.
     pub fn answer(&self, case: &Case, clock: Option<&Clock>) -> Answer {
+        let shifted;
+        let case = match case.config.layout.as_deref() {
+            None => case,
+            Some("offset") => {
+                let mut moved = case.clone();
+                moved.inputs.values_mut().for_each(|tensor| *tensor = tensor.shifted());
+                shifted = moved;
+                &shifted
+            }
+            Some(other) => {
+                let why = "the ops take slices, which are contiguous; use offset";
+                return Answer::unsupported(format!("`config.layout`: {other}: {why}"));
+            }
+        };
         // Every request has counters of its own.
         let cpu = match configured(&self.cpu, &case.config) {
             Ok(cpu) => cpu.recording(),
@@ -49,6 +74,7 @@ impl CpuImplementation {
         Answer {
             plan: plans.iter().map(|plan| plan.to_string()).collect::<Vec<_>>().join("; "),
             ledger: counts.into_iter().map(|(counter, count)| (counter.name().to_string(), count)).collect(),
+            layout: case.config.layout.clone().unwrap_or_default(),
             ..answer
         }
     }
@@ -76,6 +102,19 @@ impl Implementation for CpuImplementation {
 
     fn run(&self, case: &Case) -> Answer {
         self.answer(case, None)
+    }
+
+    fn fresh(&self, case: &Case) -> Option<Answer> {
+        let program = self.program.as_ref()?;
+        let (isa, threads) = (self.cpu.isa().to_string(), self.cpu.threads().to_string());
+        let command = [program.to_str()?, "answer", "--isa", &isa, "--threads", &threads].map(String::from).to_vec();
+        let program = Program { command, env: BTreeMap::new(), folder: None, limit: "10 minutes" };
+        let asked = Side::of(self.name(), program).ask(&Arc::new(encode_request(case)), Duration::from_secs(600));
+        Some(match asked.map(|frame| decode_answer(&frame)) {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(e)) => Answer::error(e.to_string()),
+            Err(went_wrong) => Answer::error(went_wrong),
+        })
     }
 }
 

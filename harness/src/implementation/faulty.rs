@@ -54,6 +54,279 @@ pub const FAULTS: &[Fault] = &[
         },
     },
     Fault {
+        name: "split_from_256_rows",
+        about: "From 256 rows on, a kernel with other blocks takes over.",
+        op: "gemm",
+        caught_by: "invariance:batch",
+        unnoticed_by: &["accuracy", "invariance:position", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |_, case| {
+            let parts = if case.inputs["x"].shape()[0] < 256 { 1 } else { 4 };
+            gemm(case, |_, terms| in_parts(terms, parts))
+        },
+    },
+    Fault {
+        name: "tile_from_10_queries",
+        about: "From ten queries on, keys are cut in two and the halves are merged by their log-sum-exp.",
+        op: "attention",
+        caught_by: "invariance:batch",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.merged(case, |queries| queries >= 10),
+    },
+    Fault {
+        name: "decode_splits_keys",
+        about: "A single query is answered by a kernel that cuts the keys in two and merges the halves.",
+        op: "attention",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.merged(case, |queries| queries == 1),
+    },
+    Fault {
+        name: "stale_page",
+        about: "The last page of every sequence is the one that stood there before: the one in front of it.",
+        op: "attention",
+        caught_by: "invariance:pages",
+        unnoticed_by: &["invariance:packing", "invariance:batch", "invariance:threads"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(table) = case.inputs.get_mut("page_table") {
+                    let columns = table.shape()[1];
+                    let mut pages = table.as_i32().expect("pages are i32").to_vec();
+                    if columns > 1 {
+                        pages.chunks_mut(columns).for_each(|row| row[columns - 1] = row[columns - 2]);
+                    }
+                    *table = Tensor::i32(table.shape(), pages);
+                }
+            })
+        },
+    },
+    Fault {
+        name: "shared_page_taken",
+        about: "A page that a second sequence shares was given away: the second one reads page 0.",
+        op: "attention",
+        caught_by: "invariance:prefix",
+        unnoticed_by: &["invariance:pages", "invariance:packing", "invariance:batch", "invariance:threads"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(table) = case.inputs.get_mut("page_table") {
+                    let mut seen = Vec::new();
+                    let mut pages = table.as_i32().expect("pages are i32").to_vec();
+                    for page in &mut pages {
+                        if seen.contains(page) {
+                            *page = 0;
+                        } else {
+                            seen.push(*page);
+                        }
+                    }
+                    *table = Tensor::i32(table.shape(), pages);
+                }
+            })
+        },
+    },
+    Fault {
+        name: "heads_interleaved",
+        about: "Query head h reads key head h mod Hkv instead of h / (Hq / Hkv).",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            if case.op != "attention" {
+                return faulty.honest.run(case);
+            }
+            let (heads, kv_heads) = (case.inputs["q"].shape()[2], case.inputs["k"].shape()[2]);
+            let group = heads / kv_heads;
+            let mut answer = faulty.asked(case, |case| {
+                // Heads that are to share keys are put side by side, and back afterwards.
+                let order: Vec<usize> = (0..heads).map(|g| g / group + g % group * kv_heads).collect();
+                let q = case.inputs["q"].select(2, &order);
+                case.inputs.insert("q".into(), q);
+            });
+            let back: Vec<usize> = (0..heads).map(|h| h % kv_heads * group + h / kv_heads).collect();
+            answer.outputs.values_mut().for_each(|tensor| *tensor = tensor.select(2, &back));
+            answer
+        },
+    },
+    Fault {
+        name: "no_running_max",
+        about: "Exponentials are taken as they are, without the largest element as their reference.",
+        op: "softmax",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |_, case| {
+            let x = &case.inputs["x"];
+            let mut y = Vec::with_capacity(x.len());
+            let values: Vec<f32> = (0..x.len()).map(|i| x.value(i) as f32).collect();
+            for row in values.chunks(x.shape()[1]) {
+                let weights: Vec<f32> = row.iter().map(|v| v.exp()).collect();
+                let total: f32 = weights.iter().sum();
+                y.extend(weights.iter().map(|weight| f64::from(weight / total)));
+            }
+            answer("y", round::tensor(case.out, x.shape(), &y))
+        },
+    },
+    Fault {
+        name: "partial_sums_in_bf16",
+        about: "What a rank sends to the others is rounded to bf16 first.",
+        op: "gemm",
+        caught_by: "invariance:ranks",
+        unnoticed_by: &["invariance:batch", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            let mut answer = faulty.honest.run(case);
+            if let (true, Some(y)) = (case.params.contains_key("k_total"), answer.outputs.get_mut("y")) {
+                let rounded: Vec<f64> = y.to_f64().iter().map(|&v| round::round(v, DType::Bf16)).collect();
+                *y = round::tensor(y.dtype(), y.shape(), &rounded);
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "inner_rounding_fused_away",
+        about: "The rounding before the weight, which `hf` asks for, is left out because the kernel is fused.",
+        op: "rms_norm",
+        caught_by: "golden",
+        unnoticed_by: AXES,
+        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.remove("rounding"))),
+    },
+    Fault {
+        name: "divided_by_one_less",
+        about: "The mean of the squares divides by N - 1.",
+        op: "rms_norm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |_, case| rms_norm_in_f64(case, |sum, n, eps| (sum / (n - 1.0).max(1.0) + eps).sqrt()),
+    },
+    Fault {
+        name: "all_zeros",
+        about: "The output buffer is returned as it was allocated.",
+        op: "rope",
+        caught_by: "accuracy",
+        unnoticed_by: &[],
+        answer: |faulty, case| faulty.spoilt(case, |_, _| 0),
+    },
+    Fault {
+        name: "transposed",
+        about: "The elements stand column by column in a tensor of the right shape.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            let mut answer = faulty.honest.run(case);
+            if let Some(y) = answer.outputs.get_mut("y") {
+                let (m, n) = (y.shape()[0], y.shape()[1]);
+                let order: Vec<Option<usize>> = (0..m * n).map(|i| Some(i % m * n + i / m)).collect();
+                *y = y.gather(1, &order, &[m, n]);
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "infinity_clamped",
+        about: "Results beyond 65504 become 65504.",
+        op: "add",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            faulty.spoilt(case, |bits, dtype| match round::from_bits(bits, dtype) {
+                v if v > 65504.0 => round::to_bits(65504.0, dtype),
+                v if v < -65504.0 => round::to_bits(-65504.0, dtype),
+                _ => bits,
+            })
+        },
+    },
+    Fault {
+        name: "fp16_accumulation",
+        about: "The sum of a matrix product is kept in fp16 and overflows beyond 65504.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |_, case| {
+            let fp16 = |sum: f32| round::round(f64::from(sum), DType::Fp16) as f32;
+            gemm(case, |_, terms| terms.iter().fold(0.0, |sum, term| fp16(sum + term)))
+        },
+    },
+    Fault {
+        name: "input_changed",
+        about: "A call leaves its input scaled where the next one finds it.",
+        op: "silu_mul",
+        caught_by: "invariance:repeat",
+        unnoticed_by: &[],
+        answer: |faulty, case| {
+            let answer = faulty.honest.run(case);
+            if faulty.count() % 2 == 0 {
+                return answer;
+            }
+            let twice = |tensor: &Tensor| {
+                let values: Vec<f64> = tensor.to_f64().iter().map(|v| v * 2.0).collect();
+                round::tensor(tensor.dtype(), tensor.shape(), &values)
+            };
+            let outputs = answer.outputs.iter().map(|(name, tensor)| (name.clone(), twice(tensor))).collect();
+            Answer { outputs, ..answer }
+        },
+    },
+    Fault {
+        name: "vocabulary_tail_dropped",
+        about: "Logits behind the last whole vector of 16 do not enter the sum.",
+        op: "logprob",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            let width = case.inputs["logits"].shape()[1];
+            let kept = width / 16 * 16;
+            if kept == 0 {
+                return faulty.honest.run(case);
+            }
+            faulty.asked(case, |case| {
+                let cut = case.inputs["logits"].range(1, 0, kept);
+                case.inputs.insert("logits".into(), cut);
+                let target = case.inputs["target"].as_i32().expect("the contract has checked it");
+                let target = target.iter().map(|&target| target.min(kept as i32 - 1)).collect::<Vec<i32>>();
+                case.inputs.insert("target".into(), Tensor::i32(&[target.len()], target));
+            })
+        },
+    },
+    Fault {
+        name: "plan_of_the_largest_batch",
+        about: "The plan that was made for the largest batch so far serves every later one.",
+        op: "gemm",
+        caught_by: "invariance:order",
+        unnoticed_by: &["accuracy"],
+        answer: |faulty, case| {
+            let rows = case.inputs["x"].shape()[0];
+            let largest = {
+                let mut memory = faulty.memory.lock().expect("nothing panics under this lock");
+                memory.calls = memory.calls.max(rows);
+                memory.calls
+            };
+            gemm(case, |_, terms| in_parts(terms, 1 + largest / 8))
+        },
+    },
+    Fault {
+        name: "seeded_by_the_process",
+        about: "Terms are added in the order of a hash table that every process seeds anew.",
+        op: "gemm",
+        caught_by: "invariance:restart",
+        unnoticed_by: &["accuracy", "invariance:batch", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            gemm(case, |_, terms| {
+                let first = faulty.process * 5 % terms.len();
+                in_parts(&[&terms[first..], &terms[..first]].concat(), 1)
+            })
+        },
+    },
+    Fault {
+        name: "scalar_head_when_unaligned",
+        about: "An operand that starts beside a vector's border has its first elements added apart.",
+        op: "gemm",
+        caught_by: "invariance:layout",
+        unnoticed_by: &["accuracy", "invariance:batch", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |_, case| {
+            let head = if case.config.layout.is_some() { 3 } else { 0 };
+            gemm(case, |_, terms| {
+                let (head, body) = terms.split_at(head.min(terms.len()));
+                in_parts(body, 1) + in_parts(head, 1)
+            })
+        },
+    },
+    Fault {
         name: "page_order_ignored",
         about: "Keys and values are read from pages in ascending order, whatever the table says.",
         op: "attention",
@@ -501,6 +774,8 @@ pub struct Faulty {
     fault: &'static Fault,
     honest: CpuImplementation,
     memory: Mutex<Memory>,
+    /// Stands for what differs between two processes.
+    process: usize,
 }
 
 /// What a faulty implementation wrongly keeps between calls.
@@ -515,7 +790,65 @@ impl Faulty {
     pub fn new(fault: &'static Fault, checkpoints: Arc<Checkpoints>) -> Faulty {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
         let honest = CpuImplementation::new(cpu).with_checkpoints(checkpoints);
-        Faulty { name: format!("faulty/{}", fault.name), fault, honest, memory: Mutex::default() }
+        Faulty { name: format!("faulty/{}", fault.name), fault, honest, memory: Mutex::default(), process: 0 }
+    }
+
+    /// The same as another process would be: number `process`.
+    pub fn in_process(self, process: usize) -> Faulty {
+        Faulty { process, ..self }
+    }
+
+    /// With `when` of the number of queries: two answers over half of the keys each, merged by their log-sum-exp in f32.
+    fn merged(&self, case: &Case, when: fn(usize) -> bool) -> Answer {
+        let window = case.params.get("window").is_some_and(|window| window != "0");
+        if case.op != "attention" || window || !when(case.inputs["q"].shape()[1]) {
+            return self.honest.run(case);
+        }
+        let (keys, queries) = (case.inputs["k"].shape()[1], case.inputs["q"].shape()[1]);
+        let ints = |name: &str| case.inputs[name].as_i32().expect("the contract has checked it").to_vec();
+        let (kv_len, q_pos) = (ints("kv_len"), ints("q_pos"));
+        let causal = case.params.get("causal").is_some_and(|causal| causal == "1");
+        let half = keys / 2;
+        // Every query must see keys of both halves, or there is nothing to merge.
+        let reaches = |b: usize| !causal || q_pos[b * queries..][..queries].iter().all(|&p| p >= half as i32);
+        if half == 0 || !(0..kv_len.len()).all(|b| kv_len[b] > half as i32 && reaches(b)) {
+            return self.honest.run(case);
+        }
+        let part = |from: usize, to: usize| {
+            self.asked(case, |case| {
+                case.out = DType::Fp32;
+                for name in ["k", "v"] {
+                    let cut = case.inputs[name].range(1, from, to);
+                    case.inputs.insert(name.into(), cut);
+                }
+                let len = kv_len.iter().map(|&len| (len - from as i32).min((to - from) as i32)).collect();
+                case.inputs.insert("kv_len".into(), Tensor::i32(&[kv_len.len()], len));
+                let moved = q_pos.iter().map(|&p| (p - from as i32).max(0)).collect();
+                case.inputs.insert("q_pos".into(), Tensor::i32(&[kv_len.len(), queries], moved));
+            })
+        };
+        let (a, b) = (part(0, half), part(half, keys));
+        if a.status != Status::Ok || b.status != Status::Ok {
+            return self.honest.run(case);
+        }
+        let f32s = |answer: &Answer, name: &str| -> Vec<f32> {
+            answer.outputs[name].to_f64().iter().map(|&v| v as f32).collect()
+        };
+        let (out_a, out_b, lse_a, lse_b) = (f32s(&a, "out"), f32s(&b, "out"), f32s(&a, "lse"), f32s(&b, "lse"));
+        let width = out_a.len() / lse_a.len();
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for row in 0..lse_a.len() {
+            let top = lse_a[row].max(lse_b[row]);
+            let (wa, wb) = ((lse_a[row] - top).exp(), (lse_b[row] - top).exp());
+            lse.push(f64::from(top + (wa + wb).ln()));
+            let merge = |i: usize| f64::from((out_a[row * width + i] * wa + out_b[row * width + i] * wb) / (wa + wb));
+            out.extend((0..width).map(merge));
+        }
+        let outputs = BTreeMap::from([
+            ("out".to_string(), round::tensor(case.out, a.outputs["out"].shape(), &out)),
+            ("lse".to_string(), round::tensor(DType::Fp32, a.outputs["lse"].shape(), &lse)),
+        ]);
+        Answer::ok("faulty", outputs)
     }
 
     /// The honest answer to a question that `change` has spoilt.
@@ -614,8 +947,17 @@ impl Implementation for Faulty {
     fn run(&self, case: &Case) -> Answer {
         // Forms of an op that only an axis asks for belong to the faults that this axis catches.
         let asked_by_axis = [axis::PAGED, axis::PACKED].contains(&case.op.as_str())
-            && ["invariance:pages", "invariance:packing"].contains(&self.fault.caught_by);
-        if case.op == self.fault.op || asked_by_axis { (self.fault.answer)(self, case) } else { self.honest.run(case) }
+            && ["invariance:pages", "invariance:packing", "invariance:prefix"].contains(&self.fault.caught_by);
+        let faulty = case.op == self.fault.op || asked_by_axis;
+        let answer = if faulty { (self.fault.answer)(self, case) } else { self.honest.run(case) };
+        Answer { layout: case.config.layout.clone().unwrap_or_default(), ..answer }
+    }
+
+    fn fresh(&self, case: &Case) -> Option<Answer> {
+        let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
+        let (name, process) = (self.name.clone(), self.process + 1);
+        let honest = CpuImplementation::new(cpu);
+        Some(Faulty { name, fault: self.fault, honest, memory: Mutex::default(), process }.run(case))
     }
 }
 
@@ -659,6 +1001,11 @@ fn in_lanes(terms: &[f32], lanes: usize) -> f32 {
 }
 
 fn rms_norm_with_eps_outside(case: &Case) -> Answer {
+    rms_norm_in_f64(case, |sum, n, eps| (sum / n).sqrt() + eps)
+}
+
+/// With `root` of the sum of the squares, their number and eps in place of the root of the mean.
+fn rms_norm_in_f64(case: &Case, root: fn(f64, f64, f64) -> f64) -> Answer {
     let (x, w) = (case.inputs["x"].to_f64(), case.inputs["w"].to_f64());
     let n = w.len();
     let param = |name: &str| case.params.get(name).map(String::as_str);
@@ -666,9 +1013,9 @@ fn rms_norm_with_eps_outside(case: &Case) -> Answer {
     let offset = if param("weight_offset") == Some("1") { 1.0 } else { 0.0 };
     let mut y = Vec::with_capacity(x.len());
     for row in x.chunks(n) {
-        let mean = row.iter().map(|v| v * v).sum::<f64>() / n as f64;
+        let root = root(row.iter().map(|v| v * v).sum::<f64>(), n as f64, eps);
         for (v, weight) in row.iter().zip(&w) {
-            let normed = v / (mean.sqrt() + eps);
+            let normed = v / root;
             let normed = if param("rounding") == Some("hf") { round::round(normed, DType::Bf16) } else { normed };
             y.push(normed * (weight + offset));
         }

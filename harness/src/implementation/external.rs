@@ -1,0 +1,164 @@
+//! Programs that speak the wire, by their entries of `impls.toml`: started when they are needed, kept warm, and started
+//! anew after they failed.
+
+use super::Implementation;
+use crate::side::{Program, Side};
+use samebits_contract::axis::{PACKED, PAGED};
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_contract::spec::{self, REST};
+use samebits_contract::table;
+use samebits_contract::wire::{decode_answer, encode_request};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// A program under test.
+pub struct External {
+    entry: table::Implementation,
+    program: Program,
+    version: String,
+    /// Processes that wait for work, by the instruction set they are held to.
+    idle: Mutex<BTreeMap<String, Vec<Side>>>,
+}
+
+impl External {
+    /// The program of `entry`, which has a command; its commands run in the folder of its list, else in `root`.
+    ///
+    /// # Errors
+    /// When its version command fails: the program is not there.
+    pub fn new(entry: &table::Implementation, root: Option<&Path>) -> Result<External, String> {
+        let name = &entry.name;
+        let folder = entry.folder.as_deref().or(root).map(Path::to_path_buf);
+        let command = entry.command.clone().ok_or_else(|| format!("implementation `{name}` is built in"))?;
+        let program = Program { command, env: entry.env.clone(), folder, limit: "`timeout` in its list" };
+        let version = match entry.version.split_first() {
+            None => String::new(),
+            Some((head, arguments)) => {
+                let mut version = Command::new(head);
+                version.args(arguments).envs(&program.env).stdin(Stdio::null());
+                if let Some(folder) = &program.folder {
+                    version.current_dir(folder);
+                }
+                let command = entry.version.join(" ");
+                let output = version.output().map_err(|e| format!("implementation `{name}`: `{command}`: {e}"))?;
+                let last =
+                    |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().lines().last().unwrap_or("").to_string();
+                if !output.status.success() {
+                    let (status, words) = (output.status, last(&output.stderr));
+                    return Err(format!("implementation `{name}` is not there: `{command}`: {status}: {words}"));
+                }
+                String::from_utf8_lossy(&output.stdout).trim().lines().next().unwrap_or("").to_string()
+            }
+        };
+        Ok(External { entry: entry.clone(), program, version, idle: Mutex::default() })
+    }
+
+    /// A process for `case`, and the name of what it is held to.
+    fn start(&self, case: &Case) -> (String, Side) {
+        let isa = case.config.isa.clone().or(self.entry.isa.first().map(|isa| isa.name.clone())).unwrap_or_default();
+        let waiting = self.idle.lock().expect("no thread panics with it").get_mut(&isa).and_then(Vec::pop);
+        let side = waiting.unwrap_or_else(|| self.anew(&isa));
+        (isa, side)
+    }
+
+    fn anew(&self, isa: &str) -> Side {
+        let mut program = self.program.clone();
+        program.env.extend(self.setting(isa).cloned().unwrap_or_default());
+        Side::of(&self.entry.name, program)
+    }
+
+    fn setting(&self, isa: &str) -> Option<&BTreeMap<String, String>> {
+        self.entry.isa.iter().find(|entry| entry.name == isa).map(|entry| &entry.env)
+    }
+
+    fn ask(&self, side: &mut Side, case: &Case) -> Answer {
+        let mut asked = case.clone();
+        // What the environment of a process says is not said again on the wire; nor is what the program knows nothing of.
+        let by_environment = self.entry.isa.iter().any(|isa| !isa.env.is_empty());
+        if by_environment || self.entry.isa.is_empty() {
+            asked.config.isa = None;
+        }
+        let request = Arc::new(encode_request(&asked));
+        let answer = match side.ask(&request, Duration::from_secs_f64(self.entry.timeout)) {
+            Ok(frame) => decode_answer(&frame).map_err(|e| format!("it does not write answers: {e}")),
+            Err(went_wrong) => Err(went_wrong),
+        };
+        match answer {
+            Ok(answer) => match fitting(case, &answer) {
+                Ok(()) => answer,
+                Err(reason) => Answer::error(reason),
+            },
+            Err(reason) => Answer::error(reason),
+        }
+    }
+}
+
+impl Implementation for External {
+    fn name(&self) -> &str {
+        &self.entry.name
+    }
+
+    fn version(&self) -> &str {
+        &self.version
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        self.in_order(&[case]).pop().expect("one answer to one case")
+    }
+
+    fn in_order(&self, cases: &[&Case]) -> Vec<Answer> {
+        let Some(last) = cases.last() else { return Vec::new() };
+        let (isa, mut side) = self.start(last);
+        let answers = cases.iter().map(|case| self.ask(&mut side, case)).collect();
+        self.idle.lock().expect("no thread panics with it").entry(isa).or_default().push(side);
+        answers
+    }
+
+    fn fresh(&self, case: &Case) -> Option<Answer> {
+        let isa = case.config.isa.clone().or(self.entry.isa.first().map(|isa| isa.name.clone())).unwrap_or_default();
+        Some(self.ask(&mut self.anew(&isa), case))
+    }
+}
+
+/// The outputs have the shapes and dtypes that the request decides.
+fn fitting(case: &Case, answer: &Answer) -> Result<(), String> {
+    let form = match case.op.as_str() {
+        PAGED | PACKED => "attention",
+        op => op,
+    };
+    let Some(spec) = spec::find(form).filter(|_| answer.status == Status::Ok) else { return Ok(()) };
+    let mut extents: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut rest: &[usize] = &[];
+    for input in spec.inputs {
+        let Some(tensor) = case.inputs.get(input.name) else { continue };
+        // Packed sequences have no axis of sequences.
+        let skipped = input.axes.len().saturating_sub(tensor.shape().len()).min(usize::from(case.op == PACKED));
+        let named = input.axes[skipped..].iter().take_while(|axis| **axis != REST);
+        extents.extend(named.clone().copied().zip(tensor.shape().iter().copied()));
+        if input.axes.last() == Some(&REST) {
+            rest = &tensor.shape()[named.count()..];
+        }
+    }
+    for output in spec.outputs {
+        let Some(tensor) = answer.outputs.get(output.name) else { continue };
+        let dtype = output.dtype(case.out);
+        if tensor.dtype() != dtype {
+            return Err(format!("output `{}` is {}; it must be {dtype}", output.name, tensor.dtype()));
+        }
+        let mut shape = Vec::new();
+        for axis in output.axes.iter().skip(usize::from(case.op == PACKED)) {
+            match extents.get(axis) {
+                Some(extent) => shape.push(*extent),
+                None if *axis == REST => shape.extend(rest),
+                // What no input binds, the answer may choose.
+                None => shape.push(tensor.shape().get(shape.len()).copied().unwrap_or(0)),
+            }
+        }
+        if tensor.shape() != shape {
+            return Err(format!("output `{}` has shape {:?}; it must be {shape:?}", output.name, tensor.shape()));
+        }
+    }
+    Ok(())
+}

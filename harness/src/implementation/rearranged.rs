@@ -1,0 +1,118 @@
+//! Implementations that are right in another way: `ours/cpu`, asked along one setting of one axis, its rows put back.
+//!
+//! They differ from it as other correct implementations would, in their tiles, batches, pages, ranks or instruction sets. A
+//! check that turns one of them red is a false alarm.
+
+use super::{Implementation, cpu::CpuImplementation};
+use samebits_contract::axis::{self, Machine, Way};
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_contract::spec;
+
+/// `ours/cpu` along one setting of an axis.
+pub struct Rearranged {
+    name: String,
+    ours: CpuImplementation,
+    axis: &'static str,
+    setting: String,
+    machine: Machine,
+}
+
+/// Settings of axes, each of which makes a correct implementation: axis, beginning of the setting.
+pub const REARRANGEMENTS: &[(&str, &str)] = &[
+    ("batch", "again:9"),
+    ("batch", "again:33"),
+    ("batch", "more:"),
+    ("position", "reverse"),
+    ("position", "rotate3rd"),
+    ("position", "shuffle"),
+    ("padding", "left3-right5:nan"),
+    ("padding", "left0-right16:huge"),
+    ("padding", "keys+256:inf"),
+    ("pages", "size1"),
+    ("pages", "size16"),
+    ("packing", "all"),
+    ("schedule", "decode"),
+    ("schedule", "chunk:3"),
+    ("prefix", "hit:size4"),
+    ("ranks", "sum:8"),
+    ("ranks", "sum:2"),
+    ("ranks", "columns:4"),
+    ("ranks", "heads:2"),
+    ("layout", "offset"),
+    ("threads", "2"),
+    ("threads", "5"),
+    ("isa", "scalar"),
+    ("budget", "smallest"),
+    ("budget", "tight"),
+    ("order", "after:other"),
+];
+
+impl Rearranged {
+    /// Along the first setting of `axis` that begins with `setting`, where a case has it; as it is elsewhere.
+    pub fn new(ours: CpuImplementation, axis: &'static str, setting: &str, machine: Machine) -> Rearranged {
+        Rearranged { name: format!("right/{axis}-{setting}"), ours, axis, setting: setting.into(), machine }
+    }
+
+    /// The outputs of the variant with the rows of the base, where the variant answers for all of them.
+    pub fn rearranged(&self, case: &Case) -> Option<Answer> {
+        let spec = spec::find(&case.op)?;
+        spec.validate(case).ok()?;
+        let axis = axis::find(self.axis).filter(|axis| axis.applies(spec))?;
+        let mut machine = self.machine.clone();
+        if self.axis == "budget" {
+            let mut tight = case.clone();
+            tight.config.budget = Some(0);
+            machine.smallest_budget = self.ours.run(&tight).smallest_budget;
+        }
+        let variants = (axis.variants)(case, &machine);
+        let variant = variants.into_iter().find(|variant| variant.setting.starts_with(&self.setting))?;
+        let parts: &[Case] = if matches!(variant.way, Way::Parts(..)) { variant.way.others() } else { &[] };
+        if let Way::After(before) = &variant.way {
+            before.iter().for_each(|case| drop(self.ours.run(case)));
+        }
+        let answers: Vec<Answer> = [&variant.case].into_iter().chain(parts).map(|part| self.ours.run(part)).collect();
+        if answers.iter().any(|answer| answer.status != Status::Ok) {
+            return None;
+        }
+        let mut whole = answers[0].clone();
+        if let Way::Parts(_, join) = &variant.way {
+            whole.outputs = join.whole(answers.into_iter().map(|answer| answer.outputs).collect()).ok()?;
+        }
+        let mut places: Vec<Option<usize>> = vec![None; spec.rows(case)];
+        variant.rows.iter().for_each(|&(base, found)| places[base] = Some(found));
+        if places.contains(&None) {
+            return None;
+        }
+        let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes)?;
+        let leading = &case.inputs[input.name].shape()[..spec.row_axes];
+        for tensor in whole.outputs.values_mut() {
+            if variant.case.op == axis::PACKED {
+                *tensor = tensor.with_leading_axis();
+            }
+            let behind = tensor.shape()[spec.row_axes..].to_vec();
+            let shape = [leading, &behind].concat();
+            let gathered = tensor.gather(behind.iter().product(), &places, &shape);
+            *tensor = gathered;
+        }
+        whole.layout = case.config.layout.clone().unwrap_or_default();
+        Some(whole)
+    }
+}
+
+impl Implementation for Rearranged {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn version(&self) -> &str {
+        env!("CARGO_PKG_VERSION")
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        self.rearranged(case).unwrap_or_else(|| self.ours.run(case))
+    }
+
+    fn fresh(&self, case: &Case) -> Option<Answer> {
+        Some(self.run(case))
+    }
+}
