@@ -13,6 +13,7 @@ pub mod measure;
 pub mod merge;
 pub mod report;
 pub mod sweep;
+pub mod times;
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;

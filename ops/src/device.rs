@@ -39,7 +39,7 @@ pub struct Device {
 
 struct Inner {
     driver: Box<dyn Driver>,
-    modules: Mutex<HashMap<Build, usize>>,
+    modules: Mutex<HashMap<Build, Arc<Mutex<Option<usize>>>>>,
     arena: Mutex<Arena>,
 }
 
@@ -59,6 +59,11 @@ impl Device {
     /// The same device with counters of its own, all zero; what is forbidden stays so.
     pub fn recording(&self) -> Device {
         Device { ledger: Arc::new(self.ledger.successor()), ..self.clone() }
+    }
+
+    /// The same device with counters of its own that forbid what `ledger` forbids.
+    pub fn strict_as(self, ledger: &Ledger) -> Device {
+        Device { ledger: Arc::new(ledger.successor()), ..self }
     }
 
     /// The same device and counters with another workspace limit.
@@ -87,6 +92,14 @@ impl Device {
     /// [`Error::Device`] when something that was started has failed.
     pub fn finish(&self) -> Result<(), Error> {
         self.inner.driver.finish()
+    }
+
+    /// How long the device takes for what `work` starts, in seconds.
+    ///
+    /// # Errors
+    /// Those of `work` and of the device.
+    pub fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        self.inner.driver.seconds(work)
     }
 
     /// Room for `len` elements that nobody has written.
@@ -130,13 +143,16 @@ impl Device {
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
     pub fn module(&self, build: Build) -> Result<usize, Error> {
-        let mut modules = self.inner.modules.lock().expect("no panic while holding the lock");
-        if let Some(&module) = modules.get(&build) {
-            return Ok(module);
+        let place = {
+            let mut modules = self.inner.modules.lock().expect("no panic while holding the lock");
+            modules.entry(build).or_default().clone()
+        };
+        // Who else wants this build waits; other builds go on.
+        let mut module = place.lock().expect("no panic while holding the lock");
+        match *module {
+            Some(module) => Ok(module),
+            None => Ok(*module.insert(self.inner.driver.compile(&build)?)),
         }
-        let module = self.inner.driver.compile(&build)?;
-        modules.insert(build, module);
-        Ok(module)
     }
 
     /// Starts a kernel and takes note of it.

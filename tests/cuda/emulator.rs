@@ -180,6 +180,12 @@ impl Driver for Emulator {
         Err(Error::Device(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()))
     }
 
+    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        let start = std::time::Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+
     fn finish(&self) -> Result<(), Error> {
         Ok(())
     }

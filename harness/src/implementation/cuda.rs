@@ -29,11 +29,16 @@ impl CudaImplementation {
     }
 
     /// The first GPU, with `budget` bytes of workspace per op; compiled kernels are kept in the folder that
-    /// `SAMEBITS_KERNELS` names, if it is set.
+    /// `SAMEBITS_KERNELS` names, and units are taken from the folder that `SAMEBITS_SOURCES` names, if these are set.
+    /// What is forbidden on `cpu` is forbidden on the device.
     pub fn first_gpu(cpu: Cpu, budget: usize) -> CudaImplementation {
         let cache = std::env::var_os("SAMEBITS_KERNELS").map(std::path::PathBuf::from);
-        let driver = device::cuda::Cuda::open(0, cache.as_deref());
-        CudaImplementation::new(driver.map(|driver| Device::new(Box::new(driver), usize::MAX, budget)), cpu)
+        let driver = device::cuda::Cuda::open(0, cache.as_deref()).map(|cuda| match std::env::var_os("SAMEBITS_SOURCES") {
+            Some(folder) => cuda.with_sources(folder.into()),
+            None => cuda,
+        });
+        let device = |driver| Device::new(Box::new(driver), usize::MAX, budget).strict_as(cpu.ledger());
+        CudaImplementation::new(driver.map(device), cpu)
     }
 
     /// What the device is, or why there is none.
@@ -56,6 +61,8 @@ impl CudaImplementation {
         Answer {
             plan: plans.iter().map(|plan| plan.to_string()).collect::<Vec<_>>().join("; "),
             ledger: counts.into_iter().map(|(counter, count)| (counter.name().to_string(), count)).collect(),
+            // A compiler's log has many lines, and a reason one.
+            reason: answer.reason.trim_end().replace('\n', "; "),
             ..answer
         }
     }

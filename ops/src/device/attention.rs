@@ -192,10 +192,9 @@ pub fn attention_over<I: Stored, O: Stored>(
         bytes
     };
 
-    let q_start = device.upload(op, &q_start)?;
-    let q_pos = device.upload(op, q_pos)?;
-    let kv_len = device.upload(op, kv_len)?;
-    let starts = device.upload(op, &starts)?;
+    // One copy for the four.
+    let places = [0, q_start.len(), q_start.len() + q_pos.len(), q_start.len() + q_pos.len() + kv_len.len()];
+    let indices = device.upload(op, &[&q_start, q_pos, kv_len, &starts].concat())?;
     let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..build::<I, O>(op) };
     let [scores_name, values_name, join_name] = match plan.height {
         4 => ["attention_scores4", "attention_values4", "attention_join4"],
@@ -212,19 +211,19 @@ pub fn attention_over<I: Stored, O: Stored>(
             .layout(&call)
             .buffer(q)
             .buffer(k)
-            .buffer(&q_start)
-            .buffer(&q_pos)
-            .buffer(&starts)
-            .buffer(&kv_len)
+            .buffer_from(&indices, places[0])
+            .buffer_from(&indices, places[1])
+            .buffer_from(&indices, places[3])
+            .buffer_from(&indices, places[2])
             .buffer_from(&room, at[0])
             .buffer_from(&room, at[1]);
         let of_values = Arguments::new()
             .layout(&call)
             .buffer(v)
-            .buffer(&q_start)
-            .buffer(&q_pos)
-            .buffer(&starts)
-            .buffer(&kv_len)
+            .buffer_from(&indices, places[0])
+            .buffer_from(&indices, places[1])
+            .buffer_from(&indices, places[3])
+            .buffer_from(&indices, places[2])
             .buffer_from(&room, at[0])
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
@@ -233,7 +232,7 @@ pub fn attention_over<I: Stored, O: Stored>(
             .buffer(lse);
         let of_join = Arguments::new()
             .layout(&call)
-            .buffer(&q_start)
+            .buffer_from(&indices, places[0])
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
             .buffer_from(&room, at[3])

@@ -153,6 +153,8 @@ pub struct Cuda {
     stream: CUstream,
     /// Folder of compiled kernels, when they are kept.
     cache: Option<PathBuf>,
+    /// Folder of units that are taken in the place of the program's own, for those who work on kernels.
+    sources: Option<PathBuf>,
     modules: Mutex<Vec<Module>>,
 }
 
@@ -202,8 +204,16 @@ impl Cuda {
             context,
             stream,
             cache: cache.map(Path::to_path_buf),
+            sources: None,
             modules: Mutex::default(),
         })
+    }
+
+    /// Takes units from the files `<unit>.cu` of `folder`, those that are there.
+    pub fn with_sources(mut self, folder: PathBuf) -> Cuda {
+        self.name += &format!(", kernels of {}", folder.display());
+        self.sources = Some(folder);
+        self
     }
 
     fn current(&self) -> Result<(), Error> {
@@ -215,7 +225,13 @@ impl Cuda {
     /// read only for exactly that.
     fn code(&self, build: &Build) -> Result<Vec<u8>, Error> {
         let options = options(build, &self.arch).join(" ");
-        let mut key = format!("nvrtc {}\n{options}\n{}", self.compiler, build.source().source);
+        let own = self.sources.as_ref().map(|folder| folder.join(format!("{}.cu", build.unit)));
+        let source = match own.filter(|path| path.exists()) {
+            Some(path) => std::fs::read_to_string(&path)
+                .map_err(|e| Error::Unavailable(format!("cannot read {}: {e}", path.display())))?,
+            None => build.source().source.to_string(),
+        };
+        let mut key = format!("nvrtc {}\n{options}\n{source}", self.compiler);
         HEADERS.iter().for_each(|(name, text)| key.extend(["\n", name, "\n", text]));
         let path = self.cache.as_ref().map(|folder| {
             let types = format!("{}-{}-{}", build.input, build.output, if build.tf32 { "tf32" } else { "ieee" });
@@ -225,7 +241,7 @@ impl Cuda {
         if let Some(code) = kept.as_deref().and_then(|file| file.strip_prefix(key.as_bytes())) {
             return Ok(code.to_vec());
         }
-        let code = compile(build, build.source().source, &self.arch, &[])?.cubin;
+        let code = compile(build, &source, &self.arch, &[])?.cubin;
         if let Some(path) = path {
             let file = [key.as_bytes(), &code].concat();
             let written = std::fs::create_dir_all(path.parent().expect("a file has a folder"))
@@ -323,6 +339,24 @@ impl Driver for Cuda {
             cuda::launch_kernel(function, (x, y, z), (launch.threads, 1, 1), launch.shared, self.stream, &mut pointers)
         }
         .map_err(|e| Error::Device(format!("cuLaunchKernel of {}: {:?}", launch.kernel, e.0)))
+    }
+
+    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        self.current()?;
+        let event = || cuda::event::create(cuda_sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("cuEventCreate"));
+        let (start, end) = (event()?, event()?);
+        // SAFETY: both events were just made, the stream is that of this context.
+        let record = |event| unsafe { cuda::event::record(event, self.stream) }.map_err(failed("cuEventRecord"));
+        let took = record(start).and_then(|()| work()).and_then(|()| record(end)).and_then(|()| {
+            self.finish()?;
+            // SAFETY: both have been recorded, and the stream has passed them.
+            unsafe { cuda::event::elapsed(start, end) }.map_err(failed("cuEventElapsedTime"))
+        });
+        for event in [start, end] {
+            // SAFETY: made above, destroyed once.
+            let _ = unsafe { cuda_sys::cuEventDestroy_v2(event) };
+        }
+        Ok(f64::from(took?) / 1e3)
     }
 
     fn finish(&self) -> Result<(), Error> {

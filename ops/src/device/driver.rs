@@ -126,6 +126,12 @@ pub trait Driver: Send + Sync {
     /// The arguments fit the kernel, and what they point to is live until it has ended.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error>;
 
+    /// How long the device takes for what `work` starts, in seconds.
+    ///
+    /// # Errors
+    /// Those of `work`; [`Error::Device`].
+    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error>;
+
     /// Waits for everything that was started.
     ///
     /// # Errors
