@@ -65,6 +65,9 @@ DEVICE long long key_row(const Call &call, const Slot &slot, int key, GLOBAL(con
     return static_cast<long long>(page) * call.page_size + key % call.page_size;
 }
 
+// The larger of two largest scores; NaN, which stands for a row that is not valid, wins.
+DEVICE float larger_or_invalid(float a, float b) { return a != a || b != b ? NOT_A_NUMBER : fmaxf(a, b); }
+
 // Bytes of each key that lie in shared memory at a time, in two stages.
 #define PART 128
 
@@ -184,7 +187,7 @@ DEVICE void attention_scores(SHARED_POINTER(In) room, const Call &call, GLOBAL(c
         float most = warp_largest[thread];
         for (int warp = 1; warp < 8; warp++) {
             float other = warp_largest[warp * ROWS + thread];
-            most = most != most || other != other ? NOT_A_NUMBER : fmaxf(most, other);
+            most = larger_or_invalid(most, other);
         }
         slot_largest[thread * call.blocks] = most;
     }
@@ -210,189 +213,207 @@ DEVICE Out finish_value(int state, float total, float l) {
     return narrow<Out>(state == 2 ? NOT_A_NUMBER : __fdiv_rn(total, l));
 }
 
-// The largest score of each row over all blocks, by all threads.
-template <int ROWS>
-DEVICE void largest_of_rows(const Call &call, GLOBAL(const float) largest, SHARED_POINTER(float) room, SHARED_POINTER(float) most) {
-    int thread = threadIdx.x;
-    const int EACH = KEYS / ROWS;
-    float mine = -INFINITE;
-    for (int block = thread % EACH; block < call.blocks; block += EACH) {
-        float other = largest[(static_cast<long long>(blockIdx.y) * ROWS + thread / EACH) * call.blocks + block];
-        mine = mine != mine || other != other ? NOT_A_NUMBER : fmaxf(mine, other);
-    }
-    room[thread] = mine;
-    __syncthreads();
-    if (thread < ROWS) {
-        float all = room[thread * EACH];
-        for (int i = 1; i < EACH; i++) {
-            float other = room[thread * EACH + i];
-            all = all != all || other != other ? NOT_A_NUMBER : fmaxf(all, other);
-        }
-        most[thread] = all;
-    }
-    __syncthreads();
+// The largest score of a row over all blocks, by the threads of a warp.
+DEVICE float largest_of_row(const Call &call, GLOBAL(const float) largest, int height, int row) {
+    GLOBAL(const float) blocks = largest + (static_cast<long long>(blockIdx.y) * height + row) * call.blocks;
+    float most = -INFINITE;
+    for (int block = threadIdx.x % 32; block < call.blocks; block += 32) most = larger_or_invalid(most, blocks[block]);
+#pragma unroll
+    for (int h = 16; h >= 1; h /= 2) most = larger_or_invalid(most, __shfl_xor_sync(WHOLE_WARP, most, h));
+    return most;
 }
 
-// Keys whose values are in hand at a time.
+// Warps of a block of attention_values, and keys whose values are in hand at a time.
+#define WARPS 4
 #define TOGETHER 8
 
-// 64 threads to two columns each, four groups of threads to ROWS / 4 rows each.
+// Four columns of a value, from `column` on; those behind the last are +0. Where `whole`, rows are whole groups of four.
+DEVICE void value_at(GLOBAL(const In) v, long long place, int column, int e, bool whole, float *out) {
+    if (whole) {
+        if (sizeof(In) == 2) {
+            uint2 raw = load8_raw(v + place + column);
+            float all[8];
+            unpack(make_uint4(raw.x, raw.y, 0, 0), In(), all);
+#pragma unroll
+            for (int c = 0; c < 4; c++) out[c] = all[c];
+        } else {
+            unpack(load16(v + place + column), In(), out);
+#pragma unroll
+            for (int c = 0; c < 4; c++) out[c] = operand(out[c]);
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            out[c] = 0.0f;
+            if (column + c < e) out[c] = operand(static_cast<In>(v[place + column + c]));
+        }
+    }
+}
+
+// A task is four rows of a slot, 128 columns of the values, and one block of keys or all of them; a warp takes a task, a lane
+// four columns.
 template <int ROWS>
 DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const int) q_start, GLOBAL(const int) q_pos,
                              GLOBAL(const int) starts, GLOBAL(const int) kv_len, GLOBAL(const float) scores,
                              GLOBAL(const float) largest, GLOBAL(float) partial, GLOBAL(float) partial_l, GLOBAL(Out) out,
                              GLOBAL(float) lse) {
-    const int EACH = ROWS / 4;
-    SHARED(long long, places, KEYS);
-    SHARED(float, weights, KEYS * ROWS);
-    SHARED(float, most, ROWS);
-    SHARED(int, froms, ROWS);
-    SHARED(int, tos, ROWS);
+    SHARED(float, all_weights, WARPS * KEYS * 4);
+    SHARED(int, all_places, WARPS * KEYS);
     Slot slot = slot_of(call, q_start, ROWS);
-    if (slot.rows == 0) return;
-    int thread = threadIdx.x, group = thread / 64, pair = thread % 64, e = call.value_dim;
-    if (thread < ROWS) {
-        int from, to;
-        range_of(call, slot, thread, q_pos, kv_len, from, to);
-        froms[thread] = from;
-        tos[thread] = to;
-    }
-    // `weights` is free until the first block.
-    largest_of_rows<ROWS>(call, largest, weights, most);
-    int from = 0, to = 0;
-    for (int r = 0; r < slot.rows; r++) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = call.value_dim;
+    int task = static_cast<int>(blockIdx.x) * WARPS + warp, parts = max(1, (e + 127) / 128);
+    int first_row = task % (ROWS / 4) * 4, part = task / (ROWS / 4) % parts, own_block = task / (ROWS / 4) / parts;
+    if (first_row >= slot.rows || own_block >= (call.split ? call.blocks : 1)) return;
+    SHARED_POINTER(float) weights = all_weights + warp * KEYS * 4;
+    SHARED_POINTER(int) places = all_places + warp * KEYS;
+
+    int froms[4], tos[4], states[4], from = 0, to = 0;
+    float n[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        range_of(call, slot, first_row + r, q_pos, kv_len, froms[r], tos[r]);
         if (tos[r] > froms[r]) {
             from = to > from ? min(from, froms[r]) : froms[r];
             to = max(to, tos[r]);
         }
+        states[r] = 0;
+        n[r] = 0.0f;
+        if (first_row + r < slot.rows) {
+            states[r] = reference_of(call, largest_of_row(call, largest, ROWS, first_row + r), n[r]);
+        }
     }
-    int block_from = call.split ? static_cast<int>(blockIdx.x) : from / KEYS;
-    int block_to = call.split ? block_from + 1 : (to + KEYS - 1) / KEYS;
-    bool two = e % 2 == 0 && aligned16(v);
-    long long entry = static_cast<long long>(blockIdx.y) * call.blocks + blockIdx.x;
+    int block_from = call.split ? own_block : from / KEYS;
+    int block_to = call.split ? own_block + 1 : (to + KEYS - 1) / KEYS;
+    int column = part * 128 + lane * 4;
+    bool whole = e % 4 == 0 && aligned16(v);
+    // Lanes behind the last column go along with the first.
+    int from_column = whole && column >= e ? 0 : column;
+    long long stride = static_cast<long long>(call.kv_heads) * e, head = static_cast<long long>(slot.kv_head) * e;
+    GLOBAL(const float) slot_scores = scores + static_cast<long long>(blockIdx.y) * ROWS * call.blocks * KEYS;
 
-    for (int column = 0; column == 0 || column < e; column += 128) {
-        int mine = column + 2 * pair;
-        float totals[EACH][2], all_l[EACH];
+    float totals[4][4], all_l[4];
 #pragma unroll
-        for (int r = 0; r < EACH; r++) totals[r][0] = totals[r][1] = all_l[r] = 0.0f;
-        for (int block = block_from; block < block_to; block++) {
-            int first = block * KEYS, key = first + thread;
-            int begin = max(from, first), end = min(to, first + KEYS);
-            __syncthreads();
-            if (key >= begin && key < end) {
-                places[thread] = (key_row(call, slot, key, starts) * call.kv_heads + slot.kv_head) * e;
+    for (int r = 0; r < 4; r++) {
+        all_l[r] = 0.0f;
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    // Less than 0 where the key does not count.
-                    float w = -1.0f;
+        for (int c = 0; c < 4; c++) totals[r][c] = 0.0f;
+    }
+    for (int block = block_from; block < block_to; block++) {
+        int first = block * KEYS, begin = max(from, first), end = min(to, first + KEYS);
+        bool hidden = false;
+        // The lanes are done with the weights of the block before.
+        __syncwarp();
+        for (int key = first + lane; key < end; key += 32) {
+            if (key < begin) continue;
+            places[key - first] = static_cast<int>(key_row(call, slot, key, starts));
+            float w[4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                // Less than 0 where the key does not count. Sums of rows that have no valid weights are never used.
+                w[r] = 0.0f;
+                if (states[r] == 1) {
+                    w[r] = -1.0f;
                     if (froms[r] <= key && key < tos[r]) {
-                        float s = scores[(static_cast<long long>(blockIdx.y) * ROWS + r) * call.blocks * KEYS + key], n;
-                        if (reference_of(call, most[r], n) == 1 && s != -INFINITE) {
-                            Split split = exp_split(s, call.c_hi, call.c_lo);
-                            w = weight(split.m, split.i, n);
-                        }
+                        float s = slot_scores[static_cast<long long>(first_row + r) * call.blocks * KEYS + key];
+                        Split split = exp_split(s, call.c_hi, call.c_lo);
+                        if (s != -INFINITE) w[r] = weight(split.m, split.i, n[r]);
                     }
-                    weights[thread * ROWS + r] = w;
                 }
+                hidden |= w[r] < 0.0f;
             }
-            __syncthreads();
-            float sums[EACH][2], l[EACH];
+            store16(weights + (key - first) * 4, make_uint4(__float_as_uint(w[0]), __float_as_uint(w[1]),
+                                                            __float_as_uint(w[2]), __float_as_uint(w[3])));
+        }
+        // Where every key counts for every row nobody has to look.
+        hidden = __any_sync(WHOLE_WARP, hidden);
+
+        float sums[4][4], l[4];
 #pragma unroll
-            for (int r = 0; r < EACH; r++) sums[r][0] = sums[r][1] = l[r] = 0.0f;
-            for (int at = begin; at < end; at += TOGETHER) {
-                float values[TOGETHER][2];
+        for (int r = 0; r < 4; r++) {
+            l[r] = 0.0f;
 #pragma unroll
-                for (int i = 0; i < TOGETHER; i++) {
-                    values[i][0] = values[i][1] = 0.0f;
-                    if (at + i < end && mine < e) {
-                        long long place = places[at + i - first] + mine;
-                        if (sizeof(In) == 2 && two) {
-                            unsigned both = load4(v + place);
-                            In low, high;
-                            split_pair(both, low, high);
-                            values[i][0] = widen(low);
-                            values[i][1] = widen(high);
-                        } else {
-                            values[i][0] = operand(static_cast<In>(v[place]));
-                            if (mine + 1 < e) values[i][1] = operand(static_cast<In>(v[place + 1]));
-                        }
-                    }
+            for (int c = 0; c < 4; c++) sums[r][c] = 0.0f;
+        }
+        auto add = [&](int key, const float *value, bool look) {
+            float w[4];
+            unpack(load16(weights + (key - first) * 4), fp32(), w);
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                bool counts = !look || w[r] >= 0.0f;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float sum = __fmaf_rn(w[r], value[c], sums[r][c]);
+                    sums[r][c] = counts ? sum : sums[r][c];
                 }
-#pragma unroll
-                for (int i = 0; i < TOGETHER; i++) {
-                    if (at + i < end) {
-#pragma unroll
-                        for (int r = 0; r < EACH; r++) {
-                            float w = weights[(at + i - first) * ROWS + group * EACH + r];
-                            if (w >= 0.0f) {
-                                sums[r][0] = __fmaf_rn(w, values[i][0], sums[r][0]);
-                                sums[r][1] = __fmaf_rn(w, values[i][1], sums[r][1]);
-                                // One warp of the group adds the weights.
-                                if (pair < 32) l[r] = __fadd_rn(l[r], w);
-                            }
-                        }
-                    }
-                }
+                float sum = __fadd_rn(l[r], w[r]);
+                l[r] = counts ? sum : l[r];
             }
-            if (call.split) {
+        };
+        int at = begin;
+        for (; at + TOGETHER <= end; at += TOGETHER) {
+            float values[TOGETHER][4];
 #pragma unroll
-                for (int r = 0; r < EACH; r++) {
-                    long long row = entry * ROWS + group * EACH + r;
-                    if (mine < e) partial[row * e + mine] = sums[r][0];
-                    if (mine + 1 < e) partial[row * e + mine + 1] = sums[r][1];
-                    if (mine == 0) partial_l[row] = l[r];
-                }
+            for (int i = 0; i < TOGETHER; i++) value_at(v, places[at + i - first] * stride + head, from_column, e, whole, values[i]);
+            if (hidden) {
+#pragma unroll
+                for (int i = 0; i < TOGETHER; i++) add(at + i, values[i], true);
             } else {
 #pragma unroll
-                for (int r = 0; r < EACH; r++) {
-                    totals[r][0] = __fadd_rn(totals[r][0], sums[r][0]);
-                    totals[r][1] = __fadd_rn(totals[r][1], sums[r][1]);
-                    all_l[r] = __fadd_rn(all_l[r], l[r]);
+                for (int i = 0; i < TOGETHER; i++) add(at + i, values[i], false);
+            }
+        }
+        for (; at < end; at++) {
+            float value[4];
+            value_at(v, places[at - first] * stride + head, from_column, e, whole, value);
+            add(at, value, true);
+        }
+        if (call.split) {
+            long long entry = static_cast<long long>(blockIdx.y) * call.blocks + block;
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                long long row = entry * ROWS + first_row + r;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    if (column + c < e) partial[row * e + column + c] = sums[r][c];
                 }
+                if (lane == 0 && part == 0) partial_l[row] = l[r];
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                all_l[r] = __fadd_rn(all_l[r], l[r]);
+#pragma unroll
+                for (int c = 0; c < 4; c++) totals[r][c] = __fadd_rn(totals[r][c], sums[r][c]);
             }
         }
-        if (!call.split) {
-            // The denominators go to the other warps of their groups.
-            __syncthreads();
-            if (pair == 0) {
+    }
+    if (call.split) return;
 #pragma unroll
-                for (int r = 0; r < EACH; r++) weights[group * EACH + r] = all_l[r];
-            }
-            __syncthreads();
+    for (int r = 0; r < 4; r++) {
+        if (first_row + r >= slot.rows) continue;
+        long long at = output_of(call, slot, first_row + r);
 #pragma unroll
-            for (int r = 0; r < EACH; r++) {
-                int row = group * EACH + r;
-                if (row >= slot.rows) continue;
-                float n, sum = weights[row];
-                int state = reference_of(call, most[row], n);
-                long long at = output_of(call, slot, row);
-                if (mine < e) out[at * e + mine] = finish_value(state, totals[r][0], sum);
-                if (mine + 1 < e) out[at * e + mine + 1] = finish_value(state, totals[r][1], sum);
-                if (mine == 0) finish_row(call, at, state, n, sum, lse);
-            }
+        for (int c = 0; c < 4; c++) {
+            if (column + c < e) out[at * e + column + c] = finish_value(states[r], totals[r][c], all_l[r]);
         }
+        if (lane == 0 && part == 0) finish_row(call, at, states[r], n[r], all_l[r], lse);
     }
 }
 
-// Adds the blocks of each row in ascending order; 64 threads to a row's columns.
+// Adds the blocks of each row in ascending order; a warp takes a row.
 template <int ROWS>
 DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(const float) largest,
                            GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(Out) out, GLOBAL(float) lse) {
-    SHARED(float, room, KEYS);
-    SHARED(float, most, ROWS);
     Slot slot = slot_of(call, q_start, ROWS);
-    if (slot.rows == 0) return;
-    largest_of_rows<ROWS>(call, largest, room, most);
-    int e = call.value_dim;
+    int lane = threadIdx.x % 32, e = call.value_dim;
     long long first = static_cast<long long>(blockIdx.y) * call.blocks;
-    for (int row = threadIdx.x / 64; row < slot.rows; row += 4) {
+    for (int row = threadIdx.x / 32; row < slot.rows; row += WARPS) {
         float n, l = 0.0f;
-        int state = reference_of(call, most[row], n);
-#pragma unroll 4
+        int state = reference_of(call, largest_of_row(call, largest, ROWS, row), n);
+#pragma unroll 8
         for (int block = 0; block < call.blocks; block++) l = __fadd_rn(l, partial_l[(first + block) * ROWS + row]);
         long long at = output_of(call, slot, row);
-        for (int column = threadIdx.x % 64; column < e; column += 64) {
+        for (int column = lane; column < e; column += 32) {
             float total = 0.0f;
 #pragma unroll 8
             for (int block = 0; block < call.blocks; block++) {
@@ -400,7 +421,7 @@ DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(c
             }
             out[at * e + column] = finish_value(state, total, l);
         }
-        if (threadIdx.x % 64 == 0) finish_row(call, at, state, n, l, lse);
+        if (lane == 0) finish_row(call, at, state, n, l, lse);
     }
 }
 
@@ -412,7 +433,7 @@ DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(c
         SHARED_REST(In, room);                                                                                         \
         attention_scores<rows>(room, call, q, k, q_start, q_pos, starts, kv_len, scores, largest);                     \
     }                                                                                                                  \
-    KERNEL(256, many)                                                                                                  \
+    KERNEL(128, many)                                                                                                  \
     attention_values##rows(Call call, GLOBAL(const In) v, GLOBAL(const int) q_start, GLOBAL(const int) q_pos,          \
                            GLOBAL(const int) starts, GLOBAL(const int) kv_len, GLOBAL(const float) scores,             \
                            GLOBAL(const float) largest, GLOBAL(float) partial, GLOBAL(float) partial_l,                \
@@ -420,7 +441,7 @@ DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(c
         attention_values<rows>(call, v, q_start, q_pos, starts, kv_len, scores, largest, partial, partial_l, out,      \
                                lse);                                                                                   \
     }                                                                                                                  \
-    KERNEL(256, 4)                                                                                                     \
+    KERNEL(128, 8)                                                                                                     \
     attention_join##rows(Call call, GLOBAL(const int) q_start, GLOBAL(const float) largest,                            \
                          GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(Out) out,                  \
                          GLOBAL(float) lse) {                                                                          \
@@ -429,4 +450,4 @@ DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(c
 
 HEIGHT(4, 3, 4)
 HEIGHT(8, 2, 4)
-HEIGHT(16, 2, 3)
+HEIGHT(16, 2, 4)

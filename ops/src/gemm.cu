@@ -160,7 +160,7 @@ TILES(gemm_tile64, 64, 64, 4, 4, 4)
 // `stages - 1` copies before are under way; a lane then goes along its own rows of w, and x is read by all lanes at once.
 // Rows start at multiples of 16 bytes.
 template <int ROWS, int PER, int BYTES, int STAGES>
-DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLOBAL(const In) x, GLOBAL(const In) w,
+DEVICE void gemm_skinny(SHARED_POINTER(uint4) room, SHARED_POINTER(float) wide, GLOBAL(const In) x, GLOBAL(const In) w,
                         GLOBAL(const In) bias, int has_bias, GLOBAL(Out) y, int m, long long n, long long k,
                         long long length, int segments) {
     const int PACK = Pack<In>::COUNT, CHUNK = BYTES / sizeof(In), PIECES = BYTES / 16;
@@ -168,7 +168,7 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
     const int W_ROW = CHUNK + PACK, W_STAGE = 32 * PER * W_ROW, X_STAGE = ROWS * CHUNK;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     long long n0 = static_cast<long long>(blockIdx.x) * (32 * PER);
-    SHARED_POINTER(In) w_stages = room + warp * STAGES * (W_STAGE + X_STAGE);
+    SHARED_POINTER(In) w_stages = as_elements<In>(room) + warp * STAGES * (W_STAGE + X_STAGE);
     SHARED_POINTER(In) x_stages = w_stages + STAGES * W_STAGE;
     SHARED_POINTER(float) x_wide = wide + warp * ROWS * CHUNK;
     long long from = min(k, warp * length), to = warp < segments ? min(k, from + length) : from;
@@ -255,12 +255,13 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
         }
     }
 
+    // The copies are over; their room holds the sums of all segments now.
+    SHARED_POINTER(float) segment_sums = as_elements<float>(room);
     __syncthreads();
-    // `wide` now holds the sums of all segments.
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-        for (int p = 0; p < PER; p++) wide[(warp * ROWS + row) * (32 * PER) + p * 32 + lane] = sums[row * PER + p];
+        for (int p = 0; p < PER; p++) segment_sums[(warp * ROWS + row) * (32 * PER) + p * 32 + lane] = sums[row * PER + p];
     }
     __syncthreads();
     for (int task = threadIdx.x; task < ROWS * 32 * PER; task += blockDim.x) {
@@ -269,7 +270,7 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
         if (row >= m || column >= n) continue;
         float parts[8];
 #pragma unroll
-        for (int s = 0; s < 8; s++) parts[s] = wide[s * ROWS * 32 * PER + task];
+        for (int s = 0; s < 8; s++) parts[s] = segment_sums[s * ROWS * 32 * PER + task];
 #pragma unroll
         for (int width = 1; width < 8; width *= 2) {
 #pragma unroll
@@ -283,22 +284,18 @@ DEVICE void gemm_skinny(SHARED_POINTER(In) room, SHARED_POINTER(float) wide, GLO
     }
 }
 
-// Words of f32 that a block shares: x widened, and later the sums.
-#define WIDE_WORDS(rows, per, bytes)                                                                                   \
-    (8 * rows * (bytes / sizeof(In) > 32 * per ? bytes / sizeof(In) : 32 * per))
-
 #define SKINNY(name, rows, per, bytes, stages)                                                                         \
     KERNEL(256, 1)                                                                                                     \
     name(GLOBAL(const In) x, GLOBAL(const In) w, GLOBAL(const In) bias, int has_bias, GLOBAL(Out) y, long long m,      \
          long long n, long long k, long long length, int segments) {                                                   \
-        SHARED(float, wide, WIDE_WORDS(rows, per, bytes));                                                             \
-        SHARED_REST(In, room);                                                                                         \
+        SHARED(float, wide, 8 * rows * bytes / sizeof(In));                                                            \
+        SHARED_REST(uint4, room);                                                                                      \
         gemm_skinny<rows, per, bytes, stages>(room, wide, x, w, bias, has_bias, y, static_cast<int>(m), n, k, length,  \
                                               segments);                                                               \
     }
 
-// The host knows these numbers too: device/gemm.rs.
+// The host knows these numbers too: device/gemm.rs. Each stays below the 163 KiB that a block may have on sm_80.
 SKINNY(gemm_skinny1, 1, 1, 128, 4)
-SKINNY(gemm_skinny4, 4, 1, 128, 4)
+SKINNY(gemm_skinny4, 4, 1, 128, 3)
 SKINNY(gemm_skinny8, 8, 1, 128, 3)
 SKINNY(gemm_skinny16, 16, 2, 64, 3)

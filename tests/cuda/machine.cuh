@@ -553,6 +553,9 @@ VISIBLE int emulator_read(emulator::World *here, uint64_t address, void *bytes, 
 #define blockDim (emulator::world().block_size)
 #define gridDim (emulator::world().grid)
 
+template <class T, class U> emulator::Pointer<T> as_elements(emulator::Pointer<U> at) {
+    return emulator::Pointer<T>(at.region, at.at);
+}
 template <class T> uint4 load16(emulator::Pointer<T> from) {
     emulator::touch(from.region, from.at, 16, false, true);
     uint4 value;
@@ -564,14 +567,10 @@ template <class T> void store16(emulator::Pointer<T> to, uint4 value) {
     emulator::touch(to.region, to.at, 16, true, true);
     memcpy(to.region->data + to.at, &value, 16);
 }
-template <class T> void store8(emulator::Pointer<T> to, uint2 value) {
-    emulator::touch(to.region, to.at, 8, true, true);
-    memcpy(to.region->data + to.at, &value, 8);
-}
-template <class T> unsigned load4(emulator::Pointer<T> from) {
-    emulator::touch(from.region, from.at, 4, false, true);
-    unsigned value;
-    memcpy(&value, from.region->data + from.at, 4);
+template <class T> uint2 load8_raw(emulator::Pointer<T> from) {
+    emulator::touch(from.region, from.at, 8, false, true);
+    uint2 value;
+    memcpy(&value, from.region->data + from.at, 8);
     return value;
 }
 template <class T> bool aligned16(emulator::Pointer<T> at) { return at.at % 16 == 0; }

@@ -239,13 +239,15 @@ pub fn attention_over<I: Stored, O: Stored>(
             .buffer(out)
             .buffer(lse);
         let each = [plan.blocks, slots, 1];
-        let values = if plan.split { each } else { [1, slots, 1] };
+        // A warp to four rows, 128 columns, and one block or all.
+        let tasks = plan.height / 4 * value_dim.div_ceil(128).max(1) * if plan.split { plan.blocks } else { 1 };
+        let values = [tasks.div_ceil(4), slots, 1];
         // SAFETY: lengths, starts, pages and key counts were checked; the workspace has room for `plan.slots` slots.
         unsafe {
             device.launch(build, scores_name, each, 256, shared, &of_scores)?;
-            device.launch(build, values_name, values, 256, 0, &of_values)?;
+            device.launch(build, values_name, values, 128, 0, &of_values)?;
             if plan.split {
-                device.launch(build, join_name, [1, slots, 1], 256, 0, &of_join)?;
+                device.launch(build, join_name, [1, slots, 1], 128, 0, &of_join)?;
             }
         }
     }

@@ -51,17 +51,6 @@ DEVICE float operand(fp32 x) {
 DEVICE float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_half(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// The two elements of four bytes; where elements have four bytes, never called.
-DEVICE void split_pair(unsigned both, bf16 &low, bf16 &high) {
-    low.bits = static_cast<unsigned short>(both);
-    high.bits = static_cast<unsigned short>(both >> 16);
-}
-DEVICE void split_pair(unsigned both, fp16 &low, fp16 &high) {
-    low.bits = static_cast<unsigned short>(both);
-    high.bits = static_cast<unsigned short>(both >> 16);
-}
-DEVICE void split_pair(unsigned, fp32 &low, fp32 &high) { low = high = 0.0f; }
-
 // Eight elements, widened.
 struct Eight {
     float v[8];

@@ -21,7 +21,7 @@ struct Skinny {
 
 const SKINNY: [Skinny; 4] = [
     Skinny { name: "gemm_skinny1", rows: 1, per: 1, bytes: 128, stages: 4 },
-    Skinny { name: "gemm_skinny4", rows: 4, per: 1, bytes: 128, stages: 4 },
+    Skinny { name: "gemm_skinny4", rows: 4, per: 1, bytes: 128, stages: 3 },
     Skinny { name: "gemm_skinny8", rows: 8, per: 1, bytes: 128, stages: 3 },
     Skinny { name: "gemm_skinny16", rows: 16, per: 2, bytes: 64, stages: 3 },
 ];

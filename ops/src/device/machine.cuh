@@ -15,14 +15,16 @@
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, blocks) extern "C" __global__ __launch_bounds__(threads, blocks) void
 
+// The same place, to hold elements of another type.
+template <class T, class U> DEVICE T *as_elements(U *at) { return reinterpret_cast<T *>(at); }
+
 // 16 bytes, from an address that is a multiple of 16.
 template <class T> DEVICE uint4 load16(const T *from) { return *reinterpret_cast<const uint4 *>(from); }
 // 16 bytes that nobody reads again.
 template <class T> DEVICE uint4 load16_once(const T *from) { return __ldcs(reinterpret_cast<const uint4 *>(from)); }
 template <class T> DEVICE void store16(T *to, uint4 value) { *reinterpret_cast<uint4 *>(to) = value; }
-template <class T> DEVICE void store8(T *to, uint2 value) { *reinterpret_cast<uint2 *>(to) = value; }
-// 4 bytes, from an address that is a multiple of 4.
-template <class T> DEVICE unsigned load4(const T *from) { return *reinterpret_cast<const unsigned *>(from); }
+// 8 bytes, from an address that is a multiple of 8.
+template <class T> DEVICE uint2 load8_raw(const T *from) { return *reinterpret_cast<const uint2 *>(from); }
 template <class T> DEVICE bool aligned16(const T *at) { return (reinterpret_cast<unsigned long long>(at) & 15) == 0; }
 
 // Begins to copy 16 bytes to shared memory; the bytes are there after async_wait, for others after a barrier as well.
