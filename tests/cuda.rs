@@ -39,9 +39,8 @@ fn main() {
         }
     }
     for (name, make) in SHAPES {
-        trials.push(Trial::test(format!("backwards::{name}"), move || {
-            same_bits(&make(DType::Bf16, DType::Fp32), true)
-        }));
+        trials
+            .push(Trial::test(format!("backwards::{name}"), move || same_bits(&make(DType::Bf16, DType::Fp32), true)));
     }
     for fault in FAULTS {
         trials.push(Trial::test(format!("faults::{}", fault.name), move || caught(fault)));
@@ -86,7 +85,8 @@ fn vector(path: &Path) -> Result<(), Failed> {
         }
         for (name, found) in &answer.outputs {
             let rounded = file.tensors.get(&format!("expect.{name}_bf16")).filter(|_| out == DType::Bf16);
-            let wanted = rounded.or(file.tensors.get(&format!("expect.{name}"))).ok_or("an output is not in the file")?;
+            let wanted =
+                rounded.or(file.tensors.get(&format!("expect.{name}"))).ok_or("an output is not in the file")?;
             differs(name, found, wanted, &answer.kernel)?;
         }
     }
@@ -96,7 +96,14 @@ fn vector(path: &Path) -> Result<(), Failed> {
 /// An error where bits differ.
 fn differs(name: &str, found: &Tensor, wanted: &Tensor, kernel: &str) -> Result<(), Failed> {
     if (found.dtype(), found.shape()) != (wanted.dtype(), wanted.shape()) {
-        return Err(format!("`{name}` is {} {:?}; {} {:?} is expected", found.dtype(), found.shape(), wanted.dtype(), wanted.shape()).into());
+        return Err(format!(
+            "`{name}` is {} {:?}; {} {:?} is expected",
+            found.dtype(),
+            found.shape(),
+            wanted.dtype(),
+            wanted.shape()
+        )
+        .into());
     }
     let wrong: Vec<usize> = (0..wanted.len()).filter(|&i| found.bits(i) != wanted.bits(i)).collect();
     match wrong.first() {
@@ -365,7 +372,8 @@ impl Maker {
 
     /// Numbers around 0, most of them within `spread`.
     fn float(mut self, name: &str, shape: &[usize], spread: f32) -> Maker {
-        let mut state = name.bytes().fold(shape.len() as u64 + 1, |h, b| h.wrapping_mul(0x100_0000_01b3) ^ u64::from(b));
+        let mut state =
+            name.bytes().fold(shape.len() as u64 + 1, |h, b| h.wrapping_mul(0x100_0000_01b3) ^ u64::from(b));
         let values = (0..shape.iter().product()).map(|_| {
             let mut sum = 0.0;
             for _ in 0..3 {
@@ -439,7 +447,11 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "missing_barrier_before_the_join",
-        change: Change { file: "denominator.cuh", from: "room[threadIdx.x / 32] = segment;\n    __syncthreads();", to: "room[threadIdx.x / 32] = segment;" },
+        change: Change {
+            file: "denominator.cuh",
+            from: "room[threadIdx.x / 32] = segment;\n    __syncthreads();",
+            to: "room[threadIdx.x / 32] = segment;",
+        },
         shapes: "softmax",
         says: "races with a write",
     },
@@ -471,13 +483,21 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "lanes_fold_the_other_way",
-        change: Change { file: "lane_sum.cuh", from: "for (int h = 16; h >= 1; h /= 2) {", to: "for (int h = 1; h <= 16; h *= 2) {" },
+        change: Change {
+            file: "lane_sum.cuh",
+            from: "for (int h = 16; h >= 1; h /= 2) {",
+            to: "for (int h = 1; h <= 16; h *= 2) {",
+        },
         shapes: "rms_norm",
         says: "elements differ",
     },
     Fault {
         name: "lanes_of_four",
-        change: Change { file: "rms_norm.cu", from: "for (long long at = lane * 8; at < n; at += 256) {\n        // The pad", to: "for (long long at = lane * 8; at < n; at += 248) {\n        // The pad" },
+        change: Change {
+            file: "rms_norm.cu",
+            from: "for (long long at = lane * 8; at < n; at += 256) {\n        // The pad",
+            to: "for (long long at = lane * 8; at < n; at += 248) {\n        // The pad",
+        },
         shapes: "rms_norm",
         says: "elements differ",
     },
@@ -493,7 +513,11 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "subtrees_crossed",
-        change: Change { file: "gemm.cu", from: "parts[s] = __fadd_rn(parts[s], parts[s + width]);", to: "parts[s] = __fadd_rn(parts[s], parts[(s + 8 - width) % 8]);" },
+        change: Change {
+            file: "gemm.cu",
+            from: "parts[s] = __fadd_rn(parts[s], parts[s + width]);",
+            to: "parts[s] = __fadd_rn(parts[s], parts[(s + 8 - width) % 8]);",
+        },
         shapes: "gemm_skinny",
         says: "elements differ",
     },
@@ -505,13 +529,21 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "tail_read_too_far",
-        change: Change { file: "element.cuh", from: "        float value = pad;\n        if (i < count)", to: "        float value = pad;\n        if (i <= count)" },
+        change: Change {
+            file: "element.cuh",
+            from: "        float value = pad;\n        if (i < count)",
+            to: "        float value = pad;\n        if (i <= count)",
+        },
         shapes: "add",
         says: "reads outside",
     },
     Fault {
         name: "tail_padded_with_plus_zero",
-        change: Change { file: "gemm.cu", from: "float pad = left ? -0.0f : 0.0f;", to: "float pad = left ? 1.0f : 1.0f;" },
+        change: Change {
+            file: "gemm.cu",
+            from: "float pad = left ? -0.0f : 0.0f;",
+            to: "float pad = left ? 1.0f : 1.0f;",
+        },
         shapes: "gemm_tiles",
         says: "elements differ",
     },
@@ -527,7 +559,11 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "lanes_left_at_their_own_reference_points",
-        change: Change { file: "logprob.cu", from: "__fsub_rn(__fsub_rn(ROUNDING, run.base), n)", to: "__fsub_rn(ROUNDING, run.base)" },
+        change: Change {
+            file: "logprob.cu",
+            from: "__fsub_rn(__fsub_rn(ROUNDING, run.base), n)",
+            to: "__fsub_rn(ROUNDING, run.base)",
+        },
         shapes: "logprob",
         says: "elements differ",
     },
@@ -539,7 +575,11 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "hidden_key_seen",
-        change: Change { file: "attention.cu", from: "if (call.causal) end = min(end, max(p + 1, 0ll));", to: "if (call.causal) end = min(end, max(p + 2, 0ll));" },
+        change: Change {
+            file: "attention.cu",
+            from: "if (call.causal) end = min(end, max(p + 1, 0ll));",
+            to: "if (call.causal) end = min(end, max(p + 2, 0ll));",
+        },
         shapes: "attention",
         says: "elements differ",
     },

@@ -300,7 +300,13 @@ const FAULTS: [Fault; 5] = [
         says: "is not allowed",
     },
     Fault { name: "flush_to_zero", unit: "add", from: "__fadd_rn(a, b)", to: "flushed(a, b)", says: "add.ftz" },
-    Fault { name: "no_kernel", unit: "add", from: "KERNEL(256, 4) add(", to: "KERNEL(256, 4) plus(", says: "no kernel add" },
+    Fault {
+        name: "no_kernel",
+        unit: "add",
+        from: "KERNEL(256, 4) add(",
+        to: "KERNEL(256, 4) plus(",
+        says: "no kernel add",
+    },
 ];
 
 fn caught(fault: &Fault) -> Result<(), Failed> {

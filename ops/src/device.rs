@@ -129,8 +129,7 @@ impl Device {
         if !workspace {
             self.ledger.note(T::COUNTER, bytes, "a tensor on the device")?;
         }
-        let (address, room) =
-            self.arena().take(&*self.inner.driver, bytes).ok_or(Error::Memory { op, bytes })?;
+        let (address, room) = self.arena().take(&*self.inner.driver, bytes).ok_or(Error::Memory { op, bytes })?;
         Ok(Buffer { inner: self.inner.clone(), address, room, len, of: PhantomData })
     }
 

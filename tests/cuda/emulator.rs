@@ -56,7 +56,8 @@ impl Emulator {
     pub fn with_room(changes: &[Change], backwards: bool, room: usize) -> Result<Emulator, String> {
         for change in changes {
             let texts = texts();
-            let found = texts.iter().filter(|(name, _)| *name == change.file).map(|(_, t)| t.matches(change.from).count());
+            let found =
+                texts.iter().filter(|(name, _)| *name == change.file).map(|(_, t)| t.matches(change.from).count());
             let found: usize = found.sum();
             assert_eq!(found, 1, "`{}` stands {found} times in {}", change.from, change.file);
         }
@@ -97,7 +98,8 @@ impl Driver for Emulator {
         let name = format!("{}-{}-{}{}", unit.name, build.input, build.output, if build.tf32 { "-tf32" } else { "" });
         let library = Library::build(&self.changes, &name, &text, &build.definitions());
         let library = library.map_err(|log| Error::Compile { unit: unit.name, options: "c++".into(), log })?;
-        let functions = unit.kernels.iter().map(|&kernel| (kernel, library.find(&format!("emulated_{kernel}")) as usize));
+        let functions =
+            unit.kernels.iter().map(|&kernel| (kernel, library.find(&format!("emulated_{kernel}")) as usize));
         let functions = functions.collect();
         let mut state = self.state();
         state.modules.push((library, functions));
@@ -224,7 +226,8 @@ impl Library {
 
         let mut hasher = DefaultHasher::new();
         (&files, &options, &compiler).hash(&mut hasher);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator").join(format!("{name}-{:016x}", hasher.finish()));
+        let folder =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator").join(format!("{name}-{:016x}", hasher.finish()));
         let library = folder.join("unit.so");
         if !library.exists() {
             // Tests run side by side and may want the same one: each builds in a folder of its own.

@@ -132,7 +132,8 @@ fn numbers(count: usize, spread: f32) -> Vec<bf16> {
 impl Workload {
     fn time(&self, device: &Device) -> Result<f64> {
         let upload = |count: usize, spread: f32| device.upload("times", &numbers(count, spread));
-        let norm = |rows: usize, n: usize| RmsNorm { rows, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
+        let norm =
+            |rows: usize, n: usize| RmsNorm { rows, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
         match self.kind {
             Kind::Logprob { rows, vocab } => {
                 let x = upload(rows * vocab, 20.0)?;
@@ -195,9 +196,7 @@ impl Workload {
                 let kv_len = vec![keys as i32; batch];
                 let mut out = device.empty::<bf16>("times", batch * queries * q_heads * dim)?;
                 let mut lse = device.empty::<f32>("times", batch * queries * q_heads)?;
-                timed(device, || {
-                    device::attention(device, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
-                })
+                timed(device, || device::attention(device, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse))
             }
         }
     }

@@ -33,10 +33,11 @@ impl CudaImplementation {
     /// What is forbidden on `cpu` is forbidden on the device.
     pub fn first_gpu(cpu: Cpu, budget: usize) -> CudaImplementation {
         let cache = std::env::var_os("SAMEBITS_KERNELS").map(std::path::PathBuf::from);
-        let driver = device::cuda::Cuda::open(0, cache.as_deref()).map(|cuda| match std::env::var_os("SAMEBITS_SOURCES") {
-            Some(folder) => cuda.with_sources(folder.into()),
-            None => cuda,
-        });
+        let driver =
+            device::cuda::Cuda::open(0, cache.as_deref()).map(|cuda| match std::env::var_os("SAMEBITS_SOURCES") {
+                Some(folder) => cuda.with_sources(folder.into()),
+                None => cuda,
+            });
         let device = |driver| Device::new(Box::new(driver), usize::MAX, budget).strict_as(cpu.ledger());
         CudaImplementation::new(driver.map(device), cpu)
     }
@@ -147,7 +148,11 @@ struct Back<T> {
 }
 
 impl<T: device::Plain> Back<T> {
-    fn fetch(mut self, device: &Device, tensor: impl Fn(&[usize], Vec<T>) -> Tensor) -> Result<(String, Tensor), Refusal> {
+    fn fetch(
+        mut self,
+        device: &Device,
+        tensor: impl Fn(&[usize], Vec<T>) -> Tensor,
+    ) -> Result<(String, Tensor), Refusal> {
         self.there.download(device, &mut self.host)?;
         Ok((self.name.to_string(), tensor(&self.shape, self.host)))
     }

@@ -195,8 +195,7 @@ impl Cuda {
         let model = cuda::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
         // SAFETY: the context was just retained.
         unsafe { cuda::ctx::set_current(context) }.map_err(failed("cuCtxSetCurrent"))?;
-        let stream =
-            cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
+        let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
         Ok(Cuda {
             name: format!("cuda:{ordinal} {model} ({arch}), nvrtc {compiler}"),
             arch,

@@ -39,7 +39,12 @@ fn elementwise<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ; errors of the device.
-pub fn add<I: Stored, O: Stored>(device: &Device, a: &Buffer<I>, b: &Buffer<I>, y: &mut Buffer<O>) -> Result<(), Error> {
+pub fn add<I: Stored, O: Stored>(
+    device: &Device,
+    a: &Buffer<I>,
+    b: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
     elementwise(device, "add", a, ("b", b), y)
 }
 
@@ -263,12 +268,7 @@ pub fn softmax<I: Stored, O: Stored>(
 }
 
 /// `f32(1 / temperature)`, checked, and targets checked against the vocabulary.
-pub(super) fn check_logprob(
-    op: &'static str,
-    vocab: usize,
-    temperature: f64,
-    target: &[i32],
-) -> Result<f32, Error> {
+pub(super) fn check_logprob(op: &'static str, vocab: usize, temperature: f64, target: &[i32]) -> Result<f32, Error> {
     let scale = (1.0 / temperature) as f32;
     if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
         return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
