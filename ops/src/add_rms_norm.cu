@@ -1,5 +1,5 @@
-// Residual sum and its normalisation: x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]: add_rms_norm.rs. A warp takes a row.
-// The norm reads the sum as it is stored: each thread reads again what it wrote.
+// Residual sum and its normalisation: x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]: add_rms_norm.rs. A warp takes a
+// row. The norm reads the sum as it is stored: each thread reads again what it wrote.
 #include "scale.cuh"
 
 KERNEL(128, 8) add_rms_norm(GLOBAL(const In) x, GLOBAL(const In) residual, GLOBAL(const In) w, REREAD(Out) sum,

@@ -1,5 +1,5 @@
-// Index of the largest element: x[R,N] -> index[R]: argmax.rs. A block takes a row. The lowest index among equals wins, and
-// a NaN is larger than every number, so the order in which threads meet cannot be seen.
+// Index of the largest element: x[R,N] -> index[R]: argmax.rs. A block takes a row. The lowest index among equals wins,
+// and a NaN is larger than every number, so the order in which threads meet cannot be seen.
 #include "lane_sum.cuh"
 
 // Values in their order as unsigned integers: -0 and +0 are one, a NaN is above all.

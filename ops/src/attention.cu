@@ -1,9 +1,10 @@
 // Attention: attention.rs. q[T,Hq,D], k and v in rows of Hkv * D and Hkv * E -> out[T,Hq,E], lse[T,Hq].
 //
-// A slot is a tile of ROWS query rows (query by query, and within one the heads of the group) that share a sequence and a key
-// head. Three kernels: the scores of all keys and their largest by blocks of 256 keys; the weights of each block and its sums
-// over the values; the blocks added in ascending order. The reference point n is known before any weight is made, so nothing
-// is rescaled. Where slots are many, the second kernel goes through the blocks itself and the third is not needed.
+// A slot is a tile of ROWS query rows (query by query, and within one the heads of the group) that share a sequence and
+// a key head. Three kernels: the scores of all keys and their largest by blocks of 256 keys; the weights of each block
+// and its sums over the values; the blocks added in ascending order. The reference point n is known before any weight
+// is made, so nothing is rescaled. Where slots are many, the second kernel goes through the blocks itself and the third
+// is not needed.
 #include "denominator.cuh"
 
 #define KEYS 256
@@ -227,7 +228,8 @@ DEVICE float largest_of_row(const Call &call, GLOBAL(const float) largest, int h
 #define WARPS 4
 #define TOGETHER 8
 
-// Four columns of a value, from `column` on; those behind the last are +0. Where `whole`, rows are whole groups of four.
+// Four columns of a value, from `column` on; those behind the last are +0. Where `whole`, rows are whole groups of
+// four.
 DEVICE void value_at(GLOBAL(const In) v, long long place, int column, int e, bool whole, float *out) {
     if (whole) {
         if (sizeof(In) == 2) {
@@ -250,8 +252,8 @@ DEVICE void value_at(GLOBAL(const In) v, long long place, int column, int e, boo
     }
 }
 
-// A task is four rows of a slot, 128 columns of the values, and one block of keys or all of them; a warp takes a task, a lane
-// four columns.
+// A task is four rows of a slot, 128 columns of the values, and one block of keys or all of them; a warp takes a task,
+// a lane four columns.
 template <int ROWS>
 DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const int) q_start, GLOBAL(const int) q_pos,
                              GLOBAL(const int) starts, GLOBAL(const int) kv_len, GLOBAL(const float) scores,

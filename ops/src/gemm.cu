@@ -1,9 +1,10 @@
-// Matrix product with a transposed weight: x[M,K], w[N,K], bias[N]? -> y[M,N]: gemm.rs. k is cut in `segments` (8, or the
-// subtree of one tensor-parallel rank) of `length` elements, a multiple of 16; each is a chain of fma from +0; the sums are
-// joined as ((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7)), bias is added in f32, last rounding.
+// Matrix product with a transposed weight: x[M,K], w[N,K], bias[N]? -> y[M,N]: gemm.rs. k is cut in `segments` (8, or
+// the subtree of one tensor-parallel rank) of `length` elements, a multiple of 16; each is a chain of fma from +0; the
+// sums are joined as ((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7)), bias is added in f32, last rounding.
 //
-// Two kernels: tiles for many rows, where a thread holds a square of sums and goes through the segments one by one; and one
-// for up to 16 rows, where the eight warps of a block take one segment each and w is read once, at the speed of memory.
+// Two kernels: tiles for many rows, where a thread holds a square of sums and goes through the segments one by one; and
+// one for up to 16 rows, where the eight warps of a block take one segment each and w is read once, at the speed of
+// memory.
 #include "lane_sum.cuh"
 
 #define STEP 16
@@ -28,7 +29,8 @@ DEVICE void gemm_tile(GLOBAL(const In) x, GLOBAL(const In) w, GLOBAL(const In) b
     bool aligned = aligned16(x) && aligned16(w) && k % Pack<In>::COUNT == 0;
 
     float sums[Shape::SIDE];
-    // Sums of finished subtrees of one, two and four segments. They are needed eight times in all, so they lie in local memory.
+    // Sums of finished subtrees of one, two and four segments. They are needed eight times in all, so they lie in local
+    // memory.
     float held[3 * Shape::SIDE];
 #pragma unroll
     for (int i = 0; i < Shape::SIDE; i++) sums[i] = 0.0f;
@@ -156,9 +158,9 @@ DEVICE void gemm_tile(GLOBAL(const In) x, GLOBAL(const In) w, GLOBAL(const In) b
 TILES(gemm_tile128, 128, 128, 8, 8, 2)
 TILES(gemm_tile64, 64, 64, 4, 4, 4)
 
-// Up to `rows` rows of x, 32 * PER rows of w a block. A warp copies `bytes` of its segment of every row of w at a time, while
-// `stages - 1` copies before are under way; a lane then goes along its own rows of w, and x is read by all lanes at once.
-// Rows start at multiples of 16 bytes.
+// Up to `rows` rows of x, 32 * PER rows of w a block. A warp copies `bytes` of its segment of every row of w at a time,
+// while `stages - 1` copies before are under way; a lane then goes along its own rows of w, and x is read by all lanes
+// at once. Rows start at multiples of 16 bytes.
 template <int ROWS, int PER, int BYTES, int STAGES>
 DEVICE void gemm_skinny(SHARED_POINTER(uint4) room, SHARED_POINTER(float) wide, GLOBAL(const In) x, GLOBAL(const In) w,
                         GLOBAL(const In) bias, int has_bias, GLOBAL(Out) y, int m, long long n, long long k,

@@ -1,10 +1,10 @@
-// Log-probability of one token per row: logits[R,V], target[R] -> logprob[R], lse[R] (f32): logprob.rs. A block takes a row,
-// each of its eight warps one of the eight segments.
+// Log-probability of one token per row: logits[R,V], target[R] -> logprob[R], lse[R] (f32): logprob.rs. A block takes a
+// row, each of its eight warps one of the eight segments.
 //
-// One pass where it can be: every thread weighs its elements against a reference point of its own, an even integer r near the
-// largest exponent it has met, and multiplies its lanes by a power of two when r moves or when, at the end, the row's
-// reference point n is known. All that is exact as long as no weight falls below the cut at 2^-100 of the largest; a row
-// where one does, or that holds an infinity or a NaN, is done again in two passes (denominator.cuh).
+// One pass where it can be: every thread weighs its elements against a reference point of its own, an even integer r
+// near the largest exponent it has met, and multiplies its lanes by a power of two when r moves or when, at the end,
+// the row's reference point n is known. All that is exact as long as no weight falls below the cut at 2^-100 of the
+// largest; a row where one does, or that holds an infinity or a NaN, is done again in two passes (denominator.cuh).
 #include "denominator.cuh"
 
 // An element enters only where its exponent lies in r - LOWEST .. r + HIGHEST.
@@ -93,8 +93,8 @@ template <bool SCALED> struct Running {
         float shifted;
         float x = z;
         if (!SCALED && sizeof(In) == 2) {
-            // Where x has at most 11 bits, rounding x * LOG2E_HI to f32 before it is rounded to an integer changes nothing
-            // (tests/cuda.rs tries them all).
+            // Where x has at most 11 bits, rounding x * LOG2E_HI to f32 before it is rounded to an integer changes
+            // nothing (tests/cuda.rs tries them all).
             shifted = __fmaf_rn(x, LOG2E_HI, base);
         } else {
             if (SCALED) x = __fmul_rn(x, scale);

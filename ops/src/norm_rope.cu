@@ -1,5 +1,5 @@
-// Normalised and rotated heads: x[T,H,D], w[D] -> y[T,H,D]: norm_rope.rs. A warp takes a head: the norm of rms_norm in f32,
-// then the rotation of rope, one last rounding.
+// Normalised and rotated heads: x[T,H,D], w[D] -> y[T,H,D]: norm_rope.rs. A warp takes a head: the norm of rms_norm in
+// f32, then the rotation of rope, one last rounding.
 #include "rotate.cuh"
 #include "scale.cuh"
 

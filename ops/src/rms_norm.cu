@@ -1,5 +1,5 @@
-// Root mean square normalisation: x[R,N], w[N] -> y[R,N]: rms_norm.rs. A warp takes a row: lanes(x*x), each lane a chain of
-// fma; then every element by itself. A row of up to 256 * BLOCKS elements stays in registers between the two.
+// Root mean square normalisation: x[R,N], w[N] -> y[R,N]: rms_norm.rs. A warp takes a row: lanes(x*x), each lane a
+// chain of fma; then every element by itself. A row of up to 256 * BLOCKS elements stays in registers between the two.
 #include "scale.cuh"
 
 template <int BLOCKS>

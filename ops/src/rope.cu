@@ -1,5 +1,5 @@
-// Rotary position embedding: x[T,H,D] -> y[T,H,D]: rope.rs. Cosines and sines come from the host, [T,D/2] each, correctly
-// rounded. y1 = fma(x1, c, -(x2*s)), y2 = fma(x2, c, x1*s), last rounding.
+// Rotary position embedding: x[T,H,D] -> y[T,H,D]: rope.rs. Cosines and sines come from the host, [T,D/2] each,
+// correctly rounded. y1 = fma(x1, c, -(x2*s)), y2 = fma(x2, c, x1*s), last rounding.
 #include "rotate.cuh"
 
 // blockIdx.x is a token. Eight pairs a thread; pairs (i, i + D/2), or (2i, 2i + 1) where `interleaved`.

@@ -1,8 +1,9 @@
-// An emulator of the machine that the kernels of ops/src/*.cu run on, as one C++ header. The kernels' text is compiled as it
-// is, against this file in the place of ops/src/device/machine.cuh.
+// An emulator of the machine that the kernels of ops/src/*.cu run on, as one C++ header. The kernels' text is compiled
+// as it is, against this file in the place of ops/src/device/machine.cuh.
 //
-// A block runs on one thread of the host; its threads are fibers. A fiber runs until it meets others: at a block barrier, or
-// at an operation of its warp. What a GPU would leave undefined is an error here, with the kernel, block and thread:
+// A block runs on one thread of the host; its threads are fibers. A fiber runs until it meets others: at a block
+// barrier, or at an operation of its warp. What a GPU would leave undefined is an error here, with the kernel, block
+// and thread:
 //   - an access outside of an allocation, or to bytes that nobody has written;
 //   - two accesses to the same bytes, one of them a write, by threads that no barrier separates;
 //   - a barrier that not every thread reaches, lanes of a warp at different operations;
@@ -500,8 +501,8 @@ VISIBLE void emulator_free(emulator::World *here, uint64_t address) {
     free(reinterpret_cast<void *>(address));
     here->memory.erase(address);
 }
-// The first bytes of an allocation have a new owner: whoever reads them before they are written makes a mistake, and so does
-// whoever goes beyond them.
+// The first bytes of an allocation have a new owner: whoever reads them before they are written makes a mistake, and so
+// does whoever goes beyond them.
 VISIBLE void emulator_lend(emulator::World *here, uint64_t address, uint64_t bytes) {
     emulator::Region &region = here->memory[address];
     memset(region.data, 0xA5, region.bytes);

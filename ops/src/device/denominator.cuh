@@ -1,5 +1,5 @@
-// The softmax denominator of one row: logprob.rs. A block of 256 threads takes a row, each of its eight warps one of the
-// eight segments; all threads return the result.
+// The softmax denominator of one row: logprob.rs. A block of 256 threads takes a row, each of its eight warps one of
+// the eight segments; all threads return the result.
 #pragma once
 #include "lane_sum.cuh"
 

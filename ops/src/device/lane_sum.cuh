@@ -1,5 +1,5 @@
-// The `lanes` sum: lane_sum.rs. A warp holds the 256 lanes, thread t those from 8t to 8t + 7, so that eight elements that
-// stand side by side go to one thread.
+// The `lanes` sum: lane_sum.rs. A warp holds the 256 lanes, thread t those from 8t to 8t + 7, so that eight elements
+// that stand side by side go to one thread.
 #pragma once
 #include "math.cuh"
 

@@ -61,8 +61,8 @@ DEVICE float exponential(float x) {
 }
 
 // 1 / (1 + e^-x). Beyond |x| = 176 the exponential is +0 or infinite already, so x may be clamped there; that keeps the
-// rounding to an integer within the reach of one addition. A NaN becomes a number here: whoever multiplies by x as well,
-// as silu_mul does, has it back.
+// rounding to an integer within the reach of one addition. A NaN becomes a number here: whoever multiplies by x as
+// well, as silu_mul does, has it back.
 DEVICE float sigmoid_of_number(float x) {
     float y = fminf(fmaxf(-x, -176.0f), 176.0f);
     float shifted = __fadd_rn(__fmul_rn(y, LOG2E_HI), ROUNDING);
