@@ -295,8 +295,8 @@ const FAULTS: [Fault; 5] = [
     Fault {
         name: "approximate_exponential",
         unit: "attention",
-        from: "w = weight(split.m, split.i, n);",
-        to: "w = exp2f(s) * weight(split.m, split.i, n);",
+        from: "w[r] = weight(split.m, split.i, n[r]);",
+        to: "w[r] = exp2f(s) * weight(split.m, split.i, n[r]);",
         says: "is not allowed",
     },
     Fault { name: "flush_to_zero", unit: "add", from: "__fadd_rn(a, b)", to: "flushed(a, b)", says: "add.ftz" },
