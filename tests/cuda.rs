@@ -571,7 +571,7 @@ const FAULTS: [Fault; 18] = [
     },
     Fault {
         name: "lanes_not_moved_with_their_reference_point",
-        change: Change { file: "logprob.cu", from: "lanes.v[j] = __fmul_rn(lanes.v[j], factor);", to: "" },
+        change: Change { file: "logprob.cu", from: "lanes.v[j] = __fmul_rn(lanes.v[j], factor);", to: ";" },
         shapes: "logprob",
         says: "elements differ",
     },
