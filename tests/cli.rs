@@ -218,8 +218,10 @@ fn a_machine_without_a_device_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let check = |more: &[&str]| {
-        let args = ["check", "--impl", "ours/cuda", "--op", "add", "--slice", "quick", "--root", text(&root)];
-        let output = samebits(&[&args, &["--out", text(folder.path())], more].concat(), b"");
+        let mut args = vec!["check", "--impl", "ours/cuda", "--op", "add", "--slice", "quick", "--root", text(&root)];
+        args.extend(["--out", text(folder.path())]);
+        args.extend(more);
+        let output = samebits(&args, b"");
         let records = std::fs::read_to_string(folder.path().join("records.jsonl")).unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), records)
     };

@@ -164,7 +164,7 @@ impl Rotations {
     }
 
     fn check(&self, op: &'static str, tokens: usize, dim: usize) -> Result<(), Error> {
-        if dim % 2 != 0 {
+        if !dim.is_multiple_of(2) {
             return Err(value_error(op, format!("the head dimension is {dim}; it must be even")));
         }
         check_len(op, "table", "[T,D/2]", self.tokens * self.half, &[tokens, dim / 2])?;
