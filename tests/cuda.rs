@@ -6,12 +6,17 @@ mod emulator;
 
 use emulator::{Change, Emulator};
 use libtest_mimic::{Arguments, Failed, Trial};
+use samebits_contract::axis::Machine;
 use samebits_contract::case::{Answer, Case, Config, Status};
+use samebits_contract::record::Judgment;
+use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::{File, decode_request};
+use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::cuda::CudaImplementation;
+use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, Isa, bf16, f16};
 use std::collections::BTreeMap;
@@ -49,6 +54,7 @@ fn main() {
     trials.push(Trial::test("memory::a_budget_makes_smaller_plans", small_budget));
     trials.push(Trial::test("memory::nothing_is_held_twice", kept));
     trials.push(Trial::test("ledger::strict_runs_have_no_conversions", ledger));
+    trials.push(Trial::test("judge::same_as_holds_every_case", judged));
     trials.push(Trial::test("math::rounding_a_product_twice_changes_no_narrow_logit", fused_rounding));
     libtest_mimic::run(&arguments, trials).exit();
 }
@@ -702,6 +708,34 @@ fn ledger() -> Result<(), Failed> {
     }
     if answer.kernel != "gemm/cuda:gemm_skinny4" {
         return Err(answer.kernel.into());
+    }
+    Ok(())
+}
+
+/// `same_as` of the contract: every case is held to the answer of `ours/cpu`, and a fault in a kernel turns it red.
+fn judged() -> Result<(), Failed> {
+    let contract = Contract::load(None)?;
+    let (checkpoints, reference) = (Checkpoints::new(None), CpuImplementation::new(cpu()));
+    let (ops, judgments) = (vec!["rms_norm".to_string()], vec![Judgment::Golden]);
+    let selection = Selection { ops, judgments, ..Selection::all(Slice::Quick) };
+    let counts = |device: &CudaImplementation| {
+        let judge = Judge {
+            contract: &contract,
+            rows: contract.default_rows(),
+            implementation: device,
+            goldens: None,
+            reference: Some(&reference),
+            checkpoints: &checkpoints,
+            machine: &Machine::default(),
+        };
+        let plan = plan(&contract, device.name(), &selection);
+        let records: Vec<_> = plan.iter().flat_map(|group| judge.group(group)).collect();
+        (records.len(), records.iter().filter(|record| record.verdict.is_red()).count())
+    };
+    let fault = FAULTS.into_iter().find(|fault| fault.name == "lanes_fold_the_other_way").expect("there is the fault");
+    let (right, wrong) = (counts(&emulated(&[], false)?), counts(&emulated(&[fault.change], false)?));
+    if right.0 < 10 || right.1 != 0 || wrong.1 == 0 {
+        return Err(format!("records and red ones: {right:?}, with a fault {wrong:?}").into());
     }
     Ok(())
 }
