@@ -207,6 +207,48 @@ fn devices_say_what_is_there() {
     assert!(driver["version"].is_string() != driver["unusable"].is_string(), "{driver}");
 }
 
+/// Without a GPU everything of ours/cuda is unsupported, which is counted and not red, unless it is required.
+#[test]
+fn a_machine_without_a_device_says_so() {
+    let output = samebits(&["devices", "--json"], b"");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    if !report["cuda"]["devices"].as_array().unwrap().is_empty() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let check = |more: &[&str]| {
+        let mut args = vec!["check", "--impl", "ours/cuda", "--op", "add", "--slice", "quick", "--root", text(&root)];
+        args.extend(["--out", text(folder.path())]);
+        args.extend(more);
+        let output = samebits(&args, b"");
+        let records = std::fs::read_to_string(folder.path().join("records.jsonl")).unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), records)
+    };
+    let (code, table, records) = check(&[]);
+    assert_eq!(code, Some(0), "{table}");
+    assert!(table.contains("unsupported"), "{table}");
+    assert!(records.lines().count() > 10 && records.lines().all(|line| line.contains("no CUDA device")), "{records}");
+    let (code, table, _) = check(&["--require"]);
+    assert_eq!(code, Some(1), "{table}");
+
+    let case = Case {
+        name: "add".into(),
+        op: "add".into(),
+        out: DType::Bf16,
+        params: BTreeMap::new(),
+        inputs: ["a", "b"].map(|name| (name.into(), Tensor::bf16(&[1], vec![bf16::ONE]))).into(),
+        config: Config::default(),
+    };
+    let mut request = Vec::new();
+    write_frame(&mut request, &encode_request(&case)).unwrap();
+    let output = samebits(&["answer", "--cuda"], &request);
+    let answer = decode_answer(&read_frame(&mut &output.stdout[..]).unwrap().unwrap()).unwrap();
+    assert_eq!(answer.status, Status::Unsupported);
+    assert!(answer.reason.contains("no CUDA device"), "{}", answer.reason);
+    broken(&["times"], &["nothing can be timed", "no CUDA device"]);
+}
+
 /// A safetensors file whose header says `header`, over `data`.
 fn raw_file(header: &str, data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat()

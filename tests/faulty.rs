@@ -207,6 +207,7 @@ impl Bench {
             rows: self.contract.default_rows(),
             implementation,
             goldens: Some(&self.goldens),
+            reference: None,
             checkpoints: &self.checkpoints,
             machine: &self.machine,
         }

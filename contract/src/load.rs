@@ -614,6 +614,10 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
                 return fail("`required`: use bf16, fp16 or fp32");
             }
         }
+        if let Some(other) = implementation.same_as.as_ref().filter(|name| all.iter().all(|other| other.name != **name))
+        {
+            return fail(&format!("`same_as` names `{other}`, which is not listed before it"));
+        }
         if all.iter().any(|other| other.name == implementation.name) {
             return Err(source.fail(at, format!("implementation `{}` is listed twice; keep one", implementation.name)));
         }

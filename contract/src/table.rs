@@ -156,6 +156,8 @@ pub struct Implementation {
     pub judgments: Option<Vec<Judgment>>,
     /// What it must offer; `None`: what the roles of the dtypes say.
     pub required: Option<Vec<Required>>,
+    /// The implementation whose bits its answers must have, on every case.
+    pub same_as: Option<String>,
     /// The folder its commands run in, where the list is not part of the contract.
     #[serde(skip)]
     pub folder: Option<PathBuf>,

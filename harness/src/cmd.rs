@@ -16,6 +16,7 @@ pub mod merge;
 pub mod probe;
 pub mod report;
 pub mod sweep;
+pub mod times;
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;

@@ -4,6 +4,7 @@ use samebits_contract::case::{Answer, Case};
 
 pub mod broken;
 pub mod cpu;
+pub mod cuda;
 pub mod external;
 pub mod faulty;
 pub mod rearranged;

@@ -104,6 +104,8 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
                 ),
                 // A chain's reference is recorded, not computed.
                 Judgment::Accuracy if case.spec().class == Class::Chain && case.fill != Fill::Recorded => {}
+                // The answers of another implementation are golden for every case.
+                Judgment::Golden if entry.is_some_and(|entry| entry.same_as.is_some()) => trials.push(trial(None)),
                 // What is blessed is small: the cases of every test run.
                 Judgment::Golden if case.slice != Slice::Quick => {}
                 // Other inputs than those that were blessed; recorded ones are drawn by nobody.
@@ -131,6 +133,8 @@ pub struct Judge<'a> {
     pub implementation: &'a dyn Implementation,
     /// Blessed outputs; `None` when there is no store at hand.
     pub goldens: Option<&'a Store>,
+    /// The implementation whose bits it must have, if its entry names one.
+    pub reference: Option<&'a dyn Implementation>,
     /// Recorded tokens and logits of the models.
     pub checkpoints: &'a Checkpoints,
     /// What the axes can vary on this machine.
@@ -424,6 +428,9 @@ impl Judge<'_> {
 
     /// The blessed outputs of the case, bit for bit.
     fn golden(&self, trial: &Trial, base: &Base) -> Outcome {
+        if let Some(reference) = self.reference {
+            return self.same_as(trial, base, reference);
+        }
         let Some(store) = self.goldens else {
             return Outcome::untested("no goldens at hand; run inside the repository or give --root");
         };
@@ -435,6 +442,29 @@ impl Judge<'_> {
                 Outcome::untested(format!("not blessed; `samebits bless --case '{}' --reason WHY`", trial.case.name))
             }
         }
+    }
+
+    /// Every output against that of `reference`, bit for bit.
+    fn same_as(&self, trial: &Trial, base: &Base, reference: &dyn Implementation) -> Outcome {
+        let answer = reference.run(&base.case);
+        if answer.status != Status::Ok {
+            return Outcome::untested(format!("{} does not answer: {}", reference.name(), answer.reason));
+        }
+        if let Err(reason) = complete(trial.case, &answer) {
+            return Outcome::error(format!("{}: {reason}", reference.name()));
+        }
+        let spec = trial.case.spec();
+        let differs = spec.outputs.iter().find_map(|output| {
+            let (expected, found) = (&answer.outputs[output.name], &base.answer.outputs[output.name]);
+            let rows = found.shape()[..spec.row_axes.min(found.shape().len())].iter().product();
+            let all: Vec<(usize, usize)> = (0..rows).map(|row| (row, row)).collect();
+            compare::bits(output.name, spec.row_axes, expected, found, &all).err()
+        });
+        let verdict = differs.map_or(Verdict::Pass, |mut evidence| {
+            evidence.message = format!("same_as {}: {}", reference.name(), evidence.message);
+            Verdict::Fail(evidence)
+        });
+        Outcome { setting: Some(format!("same_as {}", reference.name())), ..Outcome::of(verdict) }
     }
 
     fn record(&self, trial: &Trial, outcome: Outcome) -> Record {

@@ -54,6 +54,7 @@ enum Verb {
     Generate(cmd::generate::Args),
     Measure(cmd::measure::Args),
     Devices(cmd::devices::Args),
+    Times(cmd::times::Args),
 }
 
 fn main() -> ExitCode {
@@ -81,6 +82,7 @@ fn main() -> ExitCode {
         Verb::Answer(args) => cmd::answer::run(&args),
         Verb::Measure(args) => cmd::measure::run(&args),
         Verb::Devices(args) => cmd::devices::run(&args),
+        Verb::Times(args) => cmd::times::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),
         Verb::Generate(args) => cmd::generate::run(&args),
     };

@@ -175,7 +175,7 @@ pub fn attention_over<I: Element, O: Element>(
     cpu.ledger().note(Counter::SlowPaths, slow, "attention: operands so small that VDPBF16PS would flush them")
 }
 
-fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
+pub(crate) fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
     if starts.len() != batch + 1 {
         return bad(format!("`{name}` has {} entries; {batch} sequences need {}", starts.len(), batch + 1));
@@ -190,7 +190,7 @@ fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<
 }
 
 /// Checks k, v and every key that `kv_len` admits.
-fn check_keys(shape: &Attention, keys: &Keys, k: usize, v: usize, kv_len: &[i32]) -> Result<(), Error> {
+pub(crate) fn check_keys(shape: &Attention, keys: &Keys, k: usize, v: usize, kv_len: &[i32]) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
     let Attention { batch, kv_heads, head_dim, value_dim, .. } = *shape;
     let rows: &[usize] = if matches!(keys, Keys::Padded) { &[batch, shape.keys] } else { &[shape.keys] };

@@ -26,11 +26,23 @@ pub enum Counter {
     /// Tiles that took the plain `fma` kernel because `VDPBF16PS` would have flushed an operand or a sum; rows that
     /// were summed a second time because a weight would have been lost.
     SlowPaths,
+    /// Bytes of bf16 tensors made on a device.
+    DeviceBf16,
+    /// Bytes of fp16 tensors made on a device.
+    DeviceFp16,
+    /// Bytes of fp32 tensors made on a device, declared fp32 outputs and tables among them.
+    DeviceFp32,
+    /// Bytes of indices, positions and lengths made on a device.
+    DeviceI32,
+    /// Bytes copied between the host and a device, either way.
+    Staged,
+    /// Kernels started on a device.
+    Launches,
 }
 
 impl Counter {
     /// Every counter.
-    pub const ALL: [Counter; 8] = [
+    pub const ALL: [Counter; 14] = [
         Counter::WorkspaceBf16,
         Counter::WorkspaceF32,
         Counter::Allocated,
@@ -39,6 +51,12 @@ impl Counter {
         Counter::Layouts,
         Counter::Retries,
         Counter::SlowPaths,
+        Counter::DeviceBf16,
+        Counter::DeviceFp16,
+        Counter::DeviceFp32,
+        Counter::DeviceI32,
+        Counter::Staged,
+        Counter::Launches,
     ];
 
     /// The counter called `name`.
@@ -57,6 +75,12 @@ impl Counter {
             Counter::Layouts => "layouts",
             Counter::Retries => "plan_retries",
             Counter::SlowPaths => "slow_paths",
+            Counter::DeviceBf16 => "device_bf16_bytes",
+            Counter::DeviceFp16 => "device_fp16_bytes",
+            Counter::DeviceFp32 => "device_fp32_bytes",
+            Counter::DeviceI32 => "device_i32_bytes",
+            Counter::Staged => "staged_bytes",
+            Counter::Launches => "launches",
         }
     }
 }

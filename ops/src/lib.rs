@@ -10,6 +10,7 @@ mod add_rms_norm;
 mod argmax;
 mod attention;
 mod cpu;
+pub mod device;
 mod dot_rows;
 mod element;
 mod elementwise;
@@ -103,6 +104,19 @@ pub enum Error {
         /// What did it, and what to do instead.
         place: &'static str,
     },
+    /// A kernel could not be compiled for a device.
+    #[error("{unit}: the kernel compiler refused {options}:\n{log}")]
+    Compile {
+        /// The kernel's file without `.cu`.
+        unit: &'static str,
+        /// The compiler's options.
+        options: String,
+        /// What the compiler said.
+        log: String,
+    },
+    /// A device or its driver failed.
+    #[error("device: {0}")]
+    Device(String),
     /// The machine or the build cannot run what was asked for.
     #[error("{0}")]
     Unavailable(String),

@@ -59,6 +59,11 @@ impl RopeTable {
         RopeTable { half, cos: table(cos), sin: table(sin) }
     }
 
+    /// D/2, the cosines and the sines.
+    pub(crate) fn parts(&self) -> (usize, &[f32], &[f32]) {
+        (self.half, &self.cos, &self.sin)
+    }
+
     /// What token t is rotated by.
     #[inline(always)]
     pub(crate) fn row(&self, t: usize) -> Angles<'_> {

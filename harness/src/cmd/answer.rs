@@ -6,6 +6,7 @@ use samebits_harness::clock::Clock;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::broken::{BREAKAGES, misbehave};
 use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::implementation::faulty::{FAULTS, Faulty};
 use samebits_harness::timing::{self, REPEATS, repeats};
 use samebits_ops::Cpu;
@@ -31,6 +32,10 @@ pub struct Args {
     #[arg(long, value_name = "BYTES")]
     budget: Option<usize>,
 
+    /// Answer on the first CUDA device; where there is none, every answer is `unsupported` and says so
+    #[arg(long)]
+    cuda: bool,
+
     /// Answers wrongly on purpose, for tests of the harness
     #[arg(long, hide = true)]
     fault: Option<String>,
@@ -40,7 +45,19 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if let Some(fault) = &args.fault {
         return wrongly(fault);
     }
-    let implementation = CpuImplementation::new(args.strict.apply(args.machine.cpu(args.budget)?)?);
+    let cpu = args.strict.apply(args.machine.cpu(args.budget)?)?;
+    if args.cuda {
+        let device = CudaImplementation::first_gpu(cpu, args.budget.unwrap_or(usize::MAX));
+        return serve(|case, clock| device.answer(case, clock));
+    }
+    let implementation = CpuImplementation::new(cpu);
+    serve(|case, clock| implementation.answer(case, clock))
+}
+
+/// Answers a case, timed by a clock where there is one.
+type Answers<'a> = &'a dyn Fn(&Case, Option<&Clock>) -> Answer;
+
+fn serve(answers: impl Fn(&Case, Option<&Clock>) -> Answer) -> Result<ExitCode> {
     let mut input = BufReader::new(stdin().lock());
     let mut output = BufWriter::new(stdout().lock());
     while let Some(frame) = read_frame(&mut input).context("stdin")? {
@@ -48,7 +65,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         // A timed op is not to share the memory with its own request.
         drop(frame);
         let answer = match request {
-            Ok(case) => answer(&implementation, case),
+            Ok(case) => answer(&answers, case),
             Err(e) => encode_answer(&Answer::error(e.to_string())),
         };
         write_frame(&mut output, &answer).context("stdout")?;
@@ -57,15 +74,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 /// The message that answers `case`; with a reading of the clock where the request has `repeat`.
-fn answer(implementation: &CpuImplementation, mut case: Case) -> Vec<u8> {
+fn answer(answers: Answers, mut case: Case) -> Vec<u8> {
     let Some(repeat) = case.params.remove("repeat") else {
-        return encode_answer(&implementation.run(&case));
+        return encode_answer(&answers(&case, None));
     };
     let Some(repeat) = repeat.parse().ok().filter(|repeat| REPEATS.contains(repeat)) else {
         return encode_answer(&Answer::error(format!("metadata `repeat`: `{repeat}` is not {}", repeats())));
     };
     let clock = Clock::new(repeat);
-    let answer = implementation.answer(&case, Some(&clock));
+    let answer = answers(&case, Some(&clock));
     match (answer.status, clock.reading()) {
         (Status::Ok, Some(reading)) => timing::encode(&answer, &reading),
         (Status::Ok, None) => {

@@ -7,7 +7,7 @@ use samebits_contract::table::Contract;
 use samebits_goldens::Store;
 use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::external::External;
-use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
+use samebits_harness::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
 use samebits_harness::judge::{Judge, Trial, plan, stale_waivers};
 use samebits_harness::machine;
 use samebits_harness::run::{Journal, carry_out, sha256};
@@ -48,6 +48,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     goldens: Option<PathBuf>,
 
+    /// Whatever a judged implementation does not offer of the required dtypes is red, also where its entry asks for less
+    #[arg(long)]
+    require: bool,
+
     /// Row set that bounds accuracy [default: the contract's first, `tight`]
     #[arg(long, value_name = "NAME")]
     rows: Option<String>,
@@ -86,6 +90,9 @@ pub fn open(
         let external = External::new(entry, place.root().as_deref()).map_err(anyhow::Error::msg)?;
         return Ok((Box::new(external), machine::axes_of(entry)));
     }
+    if name == "ours/cuda" {
+        return Ok((Box::new(CudaImplementation::first_gpu(cpu, usize::MAX)), machine::axes_of(entry)));
+    }
     ensure!(name == "ours/cpu", "--impl {name}: it has no `command` and is not built into this program");
     let axes = machine::axes(cpu.isa());
     let ours = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
@@ -108,6 +115,9 @@ pub fn judge(args: &Args) -> Result<()> {
     for list in &args.waivers {
         contract.add_waivers(list)?;
     }
+    if args.require {
+        contract.implementations.iter_mut().for_each(|implementation| implementation.required = None);
+    }
     let contract = contract;
     let rows = args.rows.as_deref().unwrap_or(contract.default_rows());
     ensure!(contract.row_set(rows).is_some(), "--rows {rows}: the contract has {}", row_sets(&contract));
@@ -129,6 +139,18 @@ pub fn judge(args: &Args) -> Result<()> {
         let room = contract.implementation(name).and_then(|entry| entry.room).unwrap_or(room);
         judged.push((implementation, Machine { room, seed: selection.seed, ..machine }));
     }
+    // Whom others must equal; on one thread each, as its own base answers.
+    let mut references: Vec<Box<dyn Implementation>> = Vec::new();
+    for (implementation, _) in &judged {
+        let other = contract.implementation(implementation.name()).and_then(|entry| entry.same_as.as_ref());
+        if let Some(other) = other.filter(|name| references.iter().all(|known| known.name() != **name)) {
+            references.push(open(&contract, other, &args.place, Cpu::new(isa, 1, usize::MAX)?, &checkpoints)?.0);
+        }
+    }
+    let reference = |name: &str| {
+        let other = contract.implementation(name)?.same_as.as_ref()?;
+        references.iter().find(|known| known.name() == other).map(Box::as_ref)
+    };
     let judges: Vec<Judge> = judged
         .iter()
         .map(|(implementation, machine)| Judge {
@@ -136,6 +158,7 @@ pub fn judge(args: &Args) -> Result<()> {
             rows,
             implementation: implementation.as_ref(),
             goldens: store.as_ref(),
+            reference: reference(implementation.name()),
             checkpoints: &checkpoints,
             machine,
         })

@@ -136,7 +136,7 @@ fn configured(default: &Cpu, config: &Config) -> Result<Cpu, Refusal> {
 }
 
 /// Why there are no outputs.
-enum Refusal {
+pub(super) enum Refusal {
     /// A combination that is not offered.
     Unsupported(String),
     /// A request that is wrong; the text names the field and the fix.
@@ -146,7 +146,7 @@ enum Refusal {
 }
 
 impl Refusal {
-    fn answer(self) -> Answer {
+    pub(super) fn answer(self) -> Answer {
         match self {
             Refusal::Unsupported(reason) => Answer::unsupported(reason),
             Refusal::Error(reason) => Answer::error(reason),
@@ -167,15 +167,15 @@ impl From<samebits_ops::Error> for Refusal {
     }
 }
 
-fn error<T>(reason: String) -> Result<T, Refusal> {
+pub(super) fn error<T>(reason: String) -> Result<T, Refusal> {
     Err(Refusal::Error(reason))
 }
 
-type Outputs = BTreeMap<String, Tensor>;
+pub(super) type Outputs = BTreeMap<String, Tensor>;
 
 /// An op as requests see it.
-struct Op {
-    name: &'static str,
+pub(super) struct Op {
+    pub(super) name: &'static str,
     inputs: &'static [Input],
     params: &'static [&'static str],
     run: fn(&Request) -> Result<Outputs, Refusal>,
@@ -222,7 +222,7 @@ macro_rules! typed {
     };
 }
 
-const OPS: &[Op] = &[
+pub(super) const OPS: &[Op] = &[
     Op {
         name: "gemm",
         inputs: &[float("x", &["M", "K"]), float("w", &["N", "K"]), optional("bias", &["N"])],
@@ -321,20 +321,20 @@ const OPS: &[Op] = &[
 ];
 
 /// A case whose inputs are known to be there with the right ranks, dtypes and matching extents.
-struct Request<'a> {
-    case: &'a Case,
-    cpu: Cpu,
+pub(super) struct Request<'a> {
+    pub(super) case: &'a Case,
+    pub(super) cpu: Cpu,
     /// The dtype of every float input.
-    dtype: DType,
+    pub(super) dtype: DType,
     /// Extents by axis letter.
     extents: BTreeMap<&'static str, usize>,
-    tf32: Tf32,
+    pub(super) tf32: Tf32,
     /// Times the op where it is there.
-    clock: Option<&'a Clock>,
+    pub(super) clock: Option<&'a Clock>,
 }
 
 impl<'a> Request<'a> {
-    fn checked(op: &Op, case: &'a Case, cpu: Cpu, clock: Option<&'a Clock>) -> Result<Request<'a>, Refusal> {
+    pub(super) fn checked(op: &Op, case: &'a Case, cpu: Cpu, clock: Option<&'a Clock>) -> Result<Request<'a>, Refusal> {
         if case.out == DType::I32 {
             return error("`out`: i32 is not an output dtype; use bf16, fp16 or fp32".into());
         }
@@ -405,7 +405,7 @@ impl<'a> Request<'a> {
     }
 
     /// Runs `op`, which writes into outputs that are there: the part of a request that a clock times.
-    fn timed(&self, mut op: impl FnMut() -> Result<(), samebits_ops::Error>) -> Result<(), Refusal> {
+    pub(super) fn timed(&self, mut op: impl FnMut() -> Result<(), samebits_ops::Error>) -> Result<(), Refusal> {
         match self.clock {
             None => op()?,
             Some(clock) => clock.time(op)?,
@@ -414,17 +414,17 @@ impl<'a> Request<'a> {
     }
 
     /// The extent of an axis of the op's inputs.
-    fn extent(&self, axis: &str) -> usize {
+    pub(super) fn extent(&self, axis: &str) -> usize {
         self.extents[axis]
     }
 
     /// A float input that [`Request::checked`] found.
-    fn float<I: Stored>(&self, name: &str) -> &[I] {
+    pub(super) fn float<I: Stored>(&self, name: &str) -> &[I] {
         I::elements(&self.case.inputs[name]).expect("dtype was checked")
     }
 
     /// An i32 input that [`Request::checked`] found.
-    fn integer(&self, name: &str) -> &[i32] {
+    pub(super) fn integer(&self, name: &str) -> &[i32] {
         self.case.inputs[name].as_i32().expect("dtype was checked")
     }
 
@@ -436,7 +436,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    fn count(&self, name: &str, default: usize) -> Result<usize, Refusal> {
+    pub(super) fn count(&self, name: &str, default: usize) -> Result<usize, Refusal> {
         self.param(name, default, |text| text.parse().ok(), "a whole number of at least 0")
     }
 
@@ -449,7 +449,7 @@ impl<'a> Request<'a> {
         self.param(name, false, parse, "0, 1, true or false")
     }
 
-    fn number(&self, name: &str, default: f64, fits: fn(f64) -> bool, fix: &str) -> Result<f64, Refusal> {
+    pub(super) fn number(&self, name: &str, default: f64, fits: fn(f64) -> bool, fix: &str) -> Result<f64, Refusal> {
         self.param(name, default, |text| text.parse().ok().filter(|&v: &f64| v.is_finite() && fits(v)), fix)
     }
 }
@@ -494,7 +494,7 @@ impl Input {
 }
 
 /// A storage type as it stands in a [`Tensor`].
-trait Stored: Element {
+pub(super) trait Stored: Element {
     fn elements(tensor: &Tensor) -> Option<&[Self]>;
     fn tensor(shape: &[usize], data: Vec<Self>) -> Tensor;
 }
@@ -527,7 +527,7 @@ fn elements(shape: &[usize]) -> Option<usize> {
 }
 
 /// Room for an output of `shape`; its elements are all overwritten.
-fn room<T: Copy + Default>(name: &str, shape: &[usize]) -> Result<Vec<T>, Refusal> {
+pub(super) fn room<T: Copy + Default>(name: &str, shape: &[usize]) -> Result<Vec<T>, Refusal> {
     let refuse = || Refusal::Error(format!("output `{name}`: shape {shape:?} is too large for an answer"));
     let count = elements(shape).ok_or_else(refuse)?;
     if count as u64 > samebits_contract::wire::MAX_FRAME / size_of::<T>() as u64 {
@@ -544,7 +544,8 @@ fn one(name: &str, tensor: Tensor) -> Result<Outputs, Refusal> {
     Ok(BTreeMap::from([(name.to_string(), tensor)]))
 }
 
-fn gemm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+/// The dimensions of a product, checked.
+pub(super) fn gemm_shape(request: &Request) -> Result<Gemm, Refusal> {
     let (m, n, k) = (request.extent("M"), request.extent("N"), request.extent("K"));
     let k_offset = request.count("k_offset", 0)?;
     let k_total = request.count("k_total", k)?;
@@ -553,7 +554,11 @@ fn gemm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
             "param `k_total`: columns {k_offset}.. of K = {k} end after {k_total}; `k_offset` + K must not exceed it"
         ));
     }
-    let shape = Gemm { m, n, k, k_offset, k_total, tf32: request.tf32 };
+    Ok(Gemm { m, n, k, k_offset, k_total, tf32: request.tf32 })
+}
+
+fn gemm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = gemm_shape(request)?;
     // A rank's partial sum is added to others in f32, so it is never rounded and its bias belongs to the whole.
     if shape.is_partial() { gemm_as::<I, f32>(request, &shape) } else { gemm_as::<I, O>(request, &shape) }
 }
@@ -576,7 +581,7 @@ fn gemm_as<I: Stored, O: Stored>(request: &Request, shape: &Gemm) -> Result<Outp
 }
 
 /// The parameters of `rms_norm` over rows of `n`.
-fn norm(request: &Request, rows: usize, n: usize) -> Result<RmsNorm, Refusal> {
+pub(super) fn norm(request: &Request, rows: usize, n: usize) -> Result<RmsNorm, Refusal> {
     let rounding = |text: &str| match text {
         "once" => Some(Rounding::Once),
         "hf" => Some(Rounding::Hf),
@@ -635,7 +640,7 @@ fn packed_attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, 
     attention_over::<I, O>(request, &shape, &sequences, &[shape.queries, shape.q_heads], &kv_len)
 }
 
-fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
+pub(super) fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
     let head_dim = request.extent("D");
     let scale = 1.0 / (head_dim.max(1) as f64).sqrt();
     let shape = Attention {
@@ -728,7 +733,7 @@ fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
 }
 
 /// The parameters of `rope` over an input `x[T,H,D]`, and its table.
-fn rotation(request: &Request) -> Result<(Rope, RopeTable), Refusal> {
+pub(super) fn rotation(request: &Request) -> Result<(Rope, RopeTable), Refusal> {
     let (tokens, heads, dim) = (request.extent("T"), request.extent("H"), request.extent("D"));
     if !dim.is_multiple_of(2) {
         return error(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements"));

@@ -1,0 +1,65 @@
+//! Device memory: what is given back is kept for the next that fits, up to a cap.
+
+use super::Driver;
+
+/// Sizes are multiples of this.
+const LINE: usize = 256;
+
+/// All memory a device has been asked for.
+pub struct Arena {
+    cap: usize,
+    held: usize,
+    /// Given back, by size: `(room, address)`, ascending.
+    kept: Vec<(usize, u64)>,
+}
+
+impl Arena {
+    pub fn new(cap: usize) -> Arena {
+        Arena { cap, held: 0, kept: Vec::new() }
+    }
+
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// At least `bytes`: the address and the room there. What is kept goes back to the device before more is asked for
+    /// than the cap allows or the device has.
+    pub fn take(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
+        let (address, room) = self.find(driver, bytes)?;
+        driver.lend(address, bytes);
+        Some((address, room))
+    }
+
+    fn find(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
+        let room = bytes.max(1).checked_next_multiple_of(LINE)?;
+        let at = self.kept.partition_point(|&(kept, _)| kept < room);
+        // A tensor does not get a place many times its size.
+        if self.kept.get(at).is_some_and(|&(kept, _)| kept / 2 <= room) {
+            let (room, address) = self.kept.remove(at);
+            return Some((address, room));
+        }
+        let ask = |held: usize| if room > self.cap.saturating_sub(held) { None } else { driver.allocate(room) };
+        let address = match ask(self.held) {
+            Some(address) => address,
+            None => {
+                let kept: usize = self.kept.iter().map(|&(room, _)| room).sum();
+                if kept == 0 {
+                    return None;
+                }
+                for (_, address) in self.kept.drain(..) {
+                    driver.free(address);
+                }
+                self.held -= kept;
+                let left = self.held;
+                if room > self.cap.saturating_sub(left) { None } else { driver.allocate(room) }?
+            }
+        };
+        self.held += room;
+        Some((address, room))
+    }
+
+    pub fn give_back(&mut self, address: u64, room: usize) {
+        let at = self.kept.partition_point(|&kept| kept < (room, address));
+        self.kept.insert(at, (room, address));
+    }
+}

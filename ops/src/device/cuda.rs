@@ -1,0 +1,366 @@
+//! NVIDIA GPUs through the CUDA driver and NVRTC, both opened at run time: a machine without them runs everything else.
+
+use super::{Build, Driver, HEADERS, Launch};
+use crate::Error;
+use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute, CUfunction, CUmodule, CUstream};
+use cudarc::driver::{DriverError, result as cuda, sys as cuda_sys};
+use cudarc::nvrtc::sys as nvrtc;
+use std::collections::HashMap;
+use std::ffi::{CString, c_int};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// How many GPUs the driver lists.
+///
+/// # Errors
+/// [`Error::Unavailable`] when there is no driver, or it lists none.
+pub fn count() -> Result<usize, Error> {
+    // SAFETY: opening the driver library runs only its own initialisers; cudarc panics when it is called without the
+    // library, which is why this is asked first.
+    if !unsafe { cuda_sys::is_culib_present() } {
+        return Err(Error::Unavailable("no CUDA device: no driver library found (libcuda)".into()));
+    }
+    let none = |e: DriverError| Error::Unavailable(format!("no CUDA device: the driver does not start: {:?}", e.0));
+    cuda::init().map_err(none)?;
+    match cuda::device::get_count().map_err(none)? {
+        ..=0 => Err(Error::Unavailable("no CUDA device: the driver lists none".into())),
+        count => Ok(count as usize),
+    }
+}
+
+/// What a build was compiled to.
+pub struct Compiled {
+    /// Assembly for any device of the architecture.
+    pub ptx: String,
+    /// Machine code.
+    pub cubin: Vec<u8>,
+    /// What the compiler and the assembler said: registers, spills and shared memory with `--ptxas-options=-v`.
+    pub log: String,
+}
+
+/// The options that the bits depend on, and the architecture.
+pub fn options(build: &Build, arch: &str) -> Vec<String> {
+    let fixed = ["--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17"];
+    let mut options = vec![format!("--gpu-architecture={arch}")];
+    options.extend(fixed.map(String::from));
+    // Lambdas and the member functions of function objects are the device's own.
+    options.push("--device-as-default-execution-space".into());
+    options.extend(build.definitions());
+    options
+}
+
+/// The version of NVRTC.
+///
+/// # Errors
+/// [`Error::Unavailable`] when it is not found.
+pub fn compiler_version() -> Result<String, Error> {
+    // SAFETY: as for the driver library.
+    if !unsafe { nvrtc::is_culib_present() } {
+        return Err(Error::Unavailable("no kernel compiler: no library found (libnvrtc)".into()));
+    }
+    let (mut major, mut minor): (c_int, c_int) = (0, 0);
+    // SAFETY: nvrtcVersion writes one int through each pointer.
+    let result = unsafe { nvrtc::nvrtcVersion(&mut major, &mut minor) };
+    result.result().map_err(|e| Error::Unavailable(format!("the kernel compiler has no version: {e:?}")))?;
+    Ok(format!("{major}.{minor}"))
+}
+
+/// Compiles a build, or another text in the place of its source, with more options than [`options`].
+///
+/// # Errors
+/// [`Error::Compile`] with the log; [`Error::Unavailable`] without a compiler.
+pub fn compile(build: &Build, source: &str, arch: &str, more: &[&str]) -> Result<Compiled, Error> {
+    compiler_version()?;
+    let options: Vec<String> = options(build, arch).into_iter().chain(more.iter().map(|o| o.to_string())).collect();
+    let text = |text: &str| CString::new(text).expect("sources and options hold no zero");
+    let fail = |log: String| Error::Compile { unit: build.source().name, options: options.join(" "), log };
+
+    let (name, source) = (text(&format!("{}.cu", build.unit)), text(source));
+    let names: Vec<CString> = HEADERS.iter().map(|(name, _)| text(name)).collect();
+    let texts: Vec<CString> = HEADERS.iter().map(|(_, header)| text(header)).collect();
+    let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
+    let (name_pointers, text_pointers) = (pointers(&names), pointers(&texts));
+    let mut program = std::ptr::null_mut();
+    // SAFETY: the strings end in zero and outlive the call, which copies them; the counts are those of the arrays.
+    unsafe {
+        nvrtc::nvrtcCreateProgram(
+            &mut program,
+            source.as_ptr(),
+            name.as_ptr(),
+            HEADERS.len() as c_int,
+            text_pointers.as_ptr(),
+            name_pointers.as_ptr(),
+        )
+    }
+    .result()
+    .map_err(|e| fail(format!("{e:?}")))?;
+    let program = Program(program);
+
+    let given: Vec<CString> = options.iter().map(|option| text(option)).collect();
+    let given_pointers = pointers(&given);
+    // SAFETY: the program was made above; the options outlive the call.
+    let done = unsafe { nvrtc::nvrtcCompileProgram(program.0, given.len() as c_int, given_pointers.as_ptr()) }.result();
+    let log = program.log();
+    if let Err(e) = done {
+        return Err(fail(format!("{e:?}\n{log}")));
+    }
+    let cubin = program.bytes(nvrtc::nvrtcGetCUBINSize, nvrtc::nvrtcGetCUBIN).map_err(|e| fail(format!("{e:?}")))?;
+    let ptx = program.bytes(nvrtc::nvrtcGetPTXSize, nvrtc::nvrtcGetPTX).map_err(|e| fail(format!("{e:?}")))?;
+    Ok(Compiled { ptx: string(ptx), cubin, log })
+}
+
+fn string(mut bytes: Vec<u8>) -> String {
+    while bytes.last() == Some(&0) {
+        bytes.pop();
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+struct Program(nvrtc::nvrtcProgram);
+
+type Size = unsafe fn(nvrtc::nvrtcProgram, *mut usize) -> nvrtc::nvrtcResult;
+type Get = unsafe fn(nvrtc::nvrtcProgram, *mut std::ffi::c_char) -> nvrtc::nvrtcResult;
+
+impl Program {
+    fn bytes(&self, size: Size, get: Get) -> Result<Vec<u8>, cudarc::nvrtc::result::NvrtcError> {
+        let mut count = 0;
+        // SAFETY: the program is live; `size` writes one number.
+        unsafe { size(self.0, &mut count) }.result()?;
+        let mut bytes = vec![0u8; count];
+        // SAFETY: there is room for as many bytes as `size` said.
+        unsafe { get(self.0, bytes.as_mut_ptr().cast()) }.result()?;
+        Ok(bytes)
+    }
+
+    fn log(&self) -> String {
+        self.bytes(nvrtc::nvrtcGetProgramLogSize, nvrtc::nvrtcGetProgramLog).map(string).unwrap_or_default()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by nvrtcCreateProgram and destroyed once.
+        let _ = unsafe { nvrtc::nvrtcDestroyProgram(&mut self.0) };
+    }
+}
+
+/// One GPU: its primary context and a stream of its own, on which everything happens in order.
+pub struct Cuda {
+    name: String,
+    arch: String,
+    compiler: String,
+    context: CUcontext,
+    stream: CUstream,
+    /// Folder of compiled kernels, when they are kept.
+    cache: Option<PathBuf>,
+    /// Folder of units that are taken in the place of the program's own, for those who work on kernels.
+    sources: Option<PathBuf>,
+    modules: Mutex<Vec<Module>>,
+}
+
+struct Module {
+    module: CUmodule,
+    functions: HashMap<&'static str, CUfunction>,
+}
+
+// SAFETY: handles of the driver may be used from any thread that has made the context current, which every method does.
+unsafe impl Send for Cuda {}
+// SAFETY: as above; the list of modules is behind a lock, and the driver locks its own.
+unsafe impl Sync for Cuda {}
+
+impl Cuda {
+    /// Opens GPU `ordinal`. With `cache`, compiled kernels are kept in that folder.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] without a driver, a compiler or that GPU; [`Error::Device`].
+    pub fn open(ordinal: usize, cache: Option<&Path>) -> Result<Cuda, Error> {
+        let there = count()?;
+        if ordinal >= there {
+            return Err(Error::Unavailable(format!("no CUDA device {ordinal}; the driver lists {there}, from 0 on")));
+        }
+        let compiler = compiler_version()?;
+        let device = cuda::device::get(ordinal as c_int).map_err(failed("cuDeviceGet"))?;
+        // SAFETY: `device` was returned by cuDeviceGet, which is all that the three ask for.
+        let (attribute, context) = unsafe {
+            let attribute = |which| cuda::device::get_attribute(device, which).map_err(failed("cuDeviceGetAttribute"));
+            (
+                (
+                    attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                    attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+                ),
+                cuda::primary_ctx::retain(device).map_err(failed("cuDevicePrimaryCtxRetain"))?,
+            )
+        };
+        let arch = format!("sm_{}{}", attribute.0, attribute.1);
+        let model = cuda::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
+        // SAFETY: the context was just retained.
+        unsafe { cuda::ctx::set_current(context) }.map_err(failed("cuCtxSetCurrent"))?;
+        let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
+        Ok(Cuda {
+            name: format!("cuda:{ordinal} {model} ({arch}), nvrtc {compiler}"),
+            arch,
+            compiler,
+            context,
+            stream,
+            cache: cache.map(Path::to_path_buf),
+            sources: None,
+            modules: Mutex::default(),
+        })
+    }
+
+    /// Takes units from the files `<unit>.cu` of `folder`, those that are there.
+    pub fn with_sources(mut self, folder: PathBuf) -> Cuda {
+        self.name += &format!(", kernels of {}", folder.display());
+        self.sources = Some(folder);
+        self
+    }
+
+    fn current(&self) -> Result<(), Error> {
+        // SAFETY: the context is retained as long as self lives.
+        unsafe { cuda::ctx::set_current(self.context) }.map_err(failed("cuCtxSetCurrent"))
+    }
+
+    /// Machine code of a build, from the cache where it is there. A file of the cache holds what it was made from, and is
+    /// read only for exactly that.
+    fn code(&self, build: &Build) -> Result<Vec<u8>, Error> {
+        let options = options(build, &self.arch).join(" ");
+        let own = self.sources.as_ref().map(|folder| folder.join(format!("{}.cu", build.unit)));
+        let source = match own.filter(|path| path.exists()) {
+            Some(path) => std::fs::read_to_string(&path)
+                .map_err(|e| Error::Unavailable(format!("cannot read {}: {e}", path.display())))?,
+            None => build.source().source.to_string(),
+        };
+        let mut key = format!("nvrtc {}\n{options}\n{source}", self.compiler);
+        HEADERS.iter().for_each(|(name, text)| key.extend(["\n", name, "\n", text]));
+        let path = self.cache.as_ref().map(|folder| {
+            let types = format!("{}-{}-{}", build.input, build.output, if build.tf32 { "tf32" } else { "ieee" });
+            folder.join(format!("{}-{types}-{}-nvrtc{}.cubin", build.unit, self.arch, self.compiler))
+        });
+        let kept = path.as_ref().and_then(|path| std::fs::read(path).ok());
+        if let Some(code) = kept.as_deref().and_then(|file| file.strip_prefix(key.as_bytes())) {
+            return Ok(code.to_vec());
+        }
+        let code = compile(build, &source, &self.arch, &[])?.cubin;
+        if let Some(path) = path {
+            let file = [key.as_bytes(), &code].concat();
+            let written = std::fs::create_dir_all(path.parent().expect("a file has a folder"))
+                .and_then(|()| std::fs::write(&path, file));
+            written.map_err(|e| Error::Device(format!("cannot keep {}: {e}", path.display())))?;
+        }
+        Ok(code)
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        // Errors have nowhere to go; the process gives everything back when it ends.
+        if self.current().is_ok() {
+            for module in self.modules.lock().expect("no panic while holding the lock").drain(..) {
+                // SAFETY: loaded by this context, and nothing runs any more after the stream was waited for.
+                let _ = unsafe { cuda::module::unload(module.module) };
+            }
+            // SAFETY: made by this context.
+            let _ = unsafe { cuda::stream::destroy(self.stream) };
+        }
+    }
+}
+
+/// Names the call that failed.
+fn failed(call: &'static str) -> impl Fn(DriverError) -> Error {
+    move |e| Error::Device(format!("{call}: {:?}", e.0))
+}
+
+impl Driver for Cuda {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn compile(&self, build: &Build) -> Result<usize, Error> {
+        let code = self.code(build)?;
+        self.current()?;
+        // SAFETY: NVRTC made the image for this device.
+        let module = unsafe { cuda::module::load_data(code.as_ptr().cast()) }.map_err(failed("cuModuleLoadData"))?;
+        let mut functions = HashMap::new();
+        for &kernel in build.source().kernels {
+            let name = CString::new(kernel).expect("names hold no zero");
+            // SAFETY: the module was just loaded.
+            let function =
+                unsafe { cuda::module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
+            functions.insert(kernel, function);
+        }
+        let mut modules = self.modules.lock().expect("no panic while holding the lock");
+        modules.push(Module { module, functions });
+        Ok(modules.len() - 1)
+    }
+
+    fn allocate(&self, bytes: usize) -> Option<u64> {
+        self.current().ok()?;
+        // SAFETY: the context is current; the memory is freed by `free`.
+        unsafe { cuda::malloc_sync(bytes) }.ok()
+    }
+
+    fn free(&self, address: u64) {
+        if self.current().is_ok() {
+            // SAFETY: the address came from malloc_sync, and cuMemFree waits for what uses it.
+            let _ = unsafe { cuda::free_sync(address) };
+        }
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.current()?;
+        // SAFETY: the caller holds a buffer of as many bytes; pageable memory is read before the call returns.
+        unsafe { cuda::memcpy_htod_async(address, bytes, self.stream) }.map_err(failed("cuMemcpyHtoD"))
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        self.current()?;
+        // SAFETY: the caller holds a buffer of as many bytes; the stream is waited for before `bytes` is given back.
+        unsafe { cuda::memcpy_dtoh_async(bytes, address, self.stream) }.map_err(failed("cuMemcpyDtoH"))?;
+        self.finish()
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {
+        self.current()?;
+        let function = {
+            let modules = self.modules.lock().expect("no panic while holding the lock");
+            modules[launch.module].functions[launch.kernel]
+        };
+        if launch.shared > 0 {
+            let attribute = cuda_sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function belongs to a module that lives as long as self.
+            unsafe { cuda::function::set_function_attribute(function, attribute, launch.shared as i32) }
+                .map_err(failed("cuFuncSetAttribute"))?;
+        }
+        let [x, y, z] = launch.grid;
+        let mut pointers: Vec<*mut _> = launch.arguments.pointers().into_iter().map(<*const _>::cast_mut).collect();
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns and writes to none of them.
+        unsafe {
+            cuda::launch_kernel(function, (x, y, z), (launch.threads, 1, 1), launch.shared, self.stream, &mut pointers)
+        }
+        .map_err(|e| Error::Device(format!("cuLaunchKernel of {}: {:?}", launch.kernel, e.0)))
+    }
+
+    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        self.current()?;
+        let event = || cuda::event::create(cuda_sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("cuEventCreate"));
+        let (start, end) = (event()?, event()?);
+        // SAFETY: both events were just made, the stream is that of this context.
+        let record = |event| unsafe { cuda::event::record(event, self.stream) }.map_err(failed("cuEventRecord"));
+        let took = record(start).and_then(|()| work()).and_then(|()| record(end)).and_then(|()| {
+            self.finish()?;
+            // SAFETY: both have been recorded, and the stream has passed them.
+            unsafe { cuda::event::elapsed(start, end) }.map_err(failed("cuEventElapsedTime"))
+        });
+        for event in [start, end] {
+            // SAFETY: made above, destroyed once.
+            let _ = unsafe { cuda_sys::cuEventDestroy_v2(event) };
+        }
+        Ok(f64::from(took?) / 1e3)
+    }
+
+    fn finish(&self) -> Result<(), Error> {
+        self.current()?;
+        // SAFETY: the stream was made by this context.
+        unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
+    }
+}

@@ -1,0 +1,15 @@
+// The frame of ops that take one element of each of two inputs and make one of the output: elementwise.rs.
+#pragma once
+#include "math.cuh"
+
+// y[i] = op(a[i], b[i]), last rounding, for i < n; eight elements a thread.
+template <class Op> DEVICE void elementwise(Op op, GLOBAL(const In) a, GLOBAL(const In) b, GLOBAL(Out) y, long long n) {
+    long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= n) return;
+    bool aligned = aligned16(a) && aligned16(b);
+    Eight left = load_up_to8<In>(a + at, n - at, aligned, 0.0f);
+    Eight right = load_up_to8<In>(b + at, n - at, aligned, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) left.v[i] = op(left.v[i], right.v[i]);
+    store_up_to8<Out>(y + at, n - at, aligned16(y), left);
+}

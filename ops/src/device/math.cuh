@@ -1,0 +1,102 @@
+// Elementary functions: math.rs and docs/NUMERICS.md, section 3. Every operation names its rounding, so that no
+// compiler may contract two of them.
+#pragma once
+#include "element.cuh"
+
+#define LOG2E_HI __uint_as_float(0x3FB8AA3Bu)
+#define LOG2E_LO __uint_as_float(0x32A57060u)
+#define LN_2 __longlong_as_double(0x3FE62E42FEFA39EFll)
+#define INFINITE __uint_as_float(0x7F800000u)
+#define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
+// Weights more than this many powers of two below the largest are +0.
+#define NEGLIGIBLE -100.0f
+// Adding this rounds a number below 2^22 to an integer, ties to even, and leaves that integer in the low bits.
+#define ROUNDING 12582912.0f
+
+// 2^i for an integer i in [-126, 127].
+DEVICE float pow2(int i) { return __uint_as_float(static_cast<unsigned>(i + 127) << 23); }
+
+// The polynomial of 2^f.
+DEVICE float exp2_fraction(float f) {
+    float m = __uint_as_float(0x3920b5b7u);
+    m = __fmaf_rn(m, f, __uint_as_float(0x3aaf841au));
+    m = __fmaf_rn(m, f, __uint_as_float(0x3c1d96f0u));
+    m = __fmaf_rn(m, f, __uint_as_float(0x3d6357beu));
+    m = __fmaf_rn(m, f, __uint_as_float(0x3e75fdeeu));
+    m = __fmaf_rn(m, f, __uint_as_float(0x3f317218u));
+    return __fmaf_rn(m, f, 1.0f);
+}
+
+struct Split {
+    float m, i;
+};
+
+// (m, i) with m * 2^i close to 2^(x * (c_hi + c_lo)).
+DEVICE Split exp_split(float x, float c_hi, float c_lo) {
+    float t = __fmul_rn(x, c_hi);
+    float i = rintf(t);
+    float f = __fmaf_rn(x, c_hi, -i);
+    f = __fmaf_rn(x, c_lo, f);
+    if (fabsf(t) >= 4194304.0f) f = 0.0f;
+    return Split{exp2_fraction(f), i};
+}
+
+// m * 2^(i - n), exactly, or +0 when it is negligible. n is at least i; m is normal, so the exponent stays one.
+DEVICE float weight(float m, float i, float n) {
+    float d = __fsub_rn(i, n);
+    if (!(d >= NEGLIGIBLE)) return 0.0f;
+    return __fmul_rn(m, pow2(static_cast<int>(d)));
+}
+
+// (m * 2^h) * 2^(i-h) with i clamped to [-252, 252] and h = floor(i / 2).
+DEVICE float scaled(float m, float i) {
+    int whole = static_cast<int>(fminf(fmaxf(i, -252.0f), 252.0f));
+    int half = whole >> 1;
+    return __fmul_rn(__fmul_rn(m, pow2(half)), pow2(whole - half));
+}
+
+DEVICE float exponential(float x) {
+    Split s = exp_split(x, LOG2E_HI, LOG2E_LO);
+    return scaled(s.m, s.i);
+}
+
+// 1 / (1 + e^-x). Beyond |x| = 176 the exponential is +0 or infinite already, so x may be clamped there; that keeps the
+// rounding to an integer within the reach of one addition. A NaN becomes a number here: whoever multiplies by x as
+// well, as silu_mul does, has it back.
+DEVICE float sigmoid_of_number(float x) {
+    float y = fminf(fmaxf(-x, -176.0f), 176.0f);
+    float shifted = __fadd_rn(__fmul_rn(y, LOG2E_HI), ROUNDING);
+    float i = __fsub_rn(shifted, ROUNDING);
+    float f = __fmaf_rn(y, LOG2E_LO, __fmaf_rn(y, LOG2E_HI, -i));
+    int whole = max(-252, min(252, static_cast<int>(__float_as_uint(shifted) - __float_as_uint(ROUNDING))));
+    int half = whole >> 1;
+    float e = __fmul_rn(__fmul_rn(exp2_fraction(f), pow2(half)), pow2(whole - half));
+    return __frcp_rn(__fadd_rn(1.0f, e));
+}
+
+DEVICE float hyperbolic_tangent(float x) {
+    float e = exponential(__fmul_rn(-2.0f, fabsf(x)));
+    float t = __fdiv_rn(__fsub_rn(1.0f, e), __fadd_rn(1.0f, e));
+    return copysignf(t, x);
+}
+
+// The natural logarithm of a positive normal f32, in f64.
+DEVICE double natural_logarithm(float l) {
+    long long bits = __double_as_longlong(static_cast<double>(l));
+    double e = static_cast<double>(static_cast<int>(bits >> 52) - 1023);
+    double z = __longlong_as_double((bits & 0x000FFFFFFFFFFFFFll) | 0x3FF0000000000000ll);
+    if (z >= __longlong_as_double(0x3FF6A09E60000000ll)) {
+        z = __dmul_rn(z, 0.5);
+        e = __dadd_rn(e, 1.0);
+    }
+    double s = __ddiv_rn(__dsub_rn(z, 1.0), __dadd_rn(z, 1.0));
+    double q = __dmul_rn(s, s);
+    double r = __ddiv_rn(1.0, 21.0);
+    for (int d = 19; d >= 1; d -= 2) r = __fma_rn(r, q, __ddiv_rn(1.0, static_cast<double>(d)));
+    return __fma_rn(e, LN_2, __dmul_rn(__dmul_rn(2.0, s), r));
+}
+
+// The logarithm of l * 2^n, rounded to f32 once.
+DEVICE float log_sum(float n, float l) {
+    return __double2float_rn(__fma_rn(static_cast<double>(n), LN_2, natural_logarithm(l)));
+}

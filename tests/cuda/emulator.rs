@@ -1,0 +1,279 @@
+//! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file.
+
+use samebits_ops::Error;
+use samebits_ops::device::{Build, Driver, HEADERS, Launch, UNITS};
+use std::collections::HashMap;
+use std::collections::hash_map::DefaultHasher;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const MACHINE: &str = include_str!("machine.cuh");
+
+/// One change of a kernel's text: what stands in which file, and what stands there instead.
+#[derive(Clone, Copy, Debug)]
+pub struct Change {
+    pub file: &'static str,
+    pub from: &'static str,
+    pub to: &'static str,
+}
+
+/// An emulated device with memory of its own.
+pub struct Emulator {
+    changes: Vec<Change>,
+    /// Whether blocks and threads go from the last to the first.
+    backwards: bool,
+    /// Allocations above this are refused.
+    room: usize,
+    /// One thread at a time.
+    state: Mutex<State>,
+}
+
+struct State {
+    world: *mut c_void,
+    memory: Library,
+    modules: Vec<(Library, HashMap<&'static str, usize>)>,
+    held: HashMap<u64, usize>,
+}
+
+// SAFETY: the world is used by one thread at a time, behind the lock.
+unsafe impl Send for State {}
+
+impl Emulator {
+    /// # Errors
+    /// A sentence when there is no C++ compiler, or it fails.
+    pub fn new(changes: &[Change], backwards: bool) -> Result<Emulator, String> {
+        Emulator::with_room(changes, backwards, usize::MAX)
+    }
+
+    /// One that has `room` bytes of memory.
+    ///
+    /// # Errors
+    /// As [`Emulator::new`].
+    pub fn with_room(changes: &[Change], backwards: bool, room: usize) -> Result<Emulator, String> {
+        for change in changes {
+            let texts = texts();
+            let found =
+                texts.iter().filter(|(name, _)| *name == change.file).map(|(_, t)| t.matches(change.from).count());
+            let found: usize = found.sum();
+            assert_eq!(found, 1, "`{}` stands {found} times in {}", change.from, change.file);
+        }
+        let memory = Library::build(&[], "memory", "#define EMULATOR_MEMORY\n#include \"machine.cuh\"\n", &[])?;
+        // SAFETY: the type is that of machine.cuh.
+        let new: extern "C" fn() -> *mut c_void = unsafe { std::mem::transmute(memory.find("emulator_new")) };
+        let state = State { world: new(), memory, modules: Vec::new(), held: HashMap::new() };
+        Ok(Emulator { changes: changes.to_vec(), backwards, room, state: Mutex::new(state) })
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state.lock().expect("no panic while holding the lock")
+    }
+}
+
+/// The files of all kernels.
+fn texts() -> Vec<(&'static str, &'static str)> {
+    let units = UNITS.iter().map(|unit| (file_of(unit.name), unit.source));
+    HEADERS.iter().copied().filter(|(name, _)| *name != "machine.cuh").chain(units).collect()
+}
+
+/// `<unit>.cu`, for as long as the tests run.
+fn file_of(unit: &'static str) -> &'static str {
+    static NAMES: Mutex<Option<HashMap<&'static str, &'static str>>> = Mutex::new(None);
+    let mut names = NAMES.lock().expect("no panic while holding the lock");
+    names.get_or_insert_default().entry(unit).or_insert_with(|| Box::leak(format!("{unit}.cu").into_boxed_str()))
+}
+
+impl Driver for Emulator {
+    fn name(&self) -> &str {
+        "emulator"
+    }
+
+    fn compile(&self, build: &Build) -> Result<usize, Error> {
+        let unit = build.source();
+        let exports: String = unit.kernels.iter().map(|kernel| format!("EXPORT({kernel})\n")).collect();
+        let text = format!("#include \"{}.cu\"\n{exports}", unit.name);
+        let name = format!("{}-{}-{}{}", unit.name, build.input, build.output, if build.tf32 { "-tf32" } else { "" });
+        let library = Library::build(&self.changes, &name, &text, &build.definitions());
+        let library = library.map_err(|log| Error::Compile { unit: unit.name, options: "c++".into(), log })?;
+        let functions =
+            unit.kernels.iter().map(|&kernel| (kernel, library.find(&format!("emulated_{kernel}")) as usize));
+        let functions = functions.collect();
+        let mut state = self.state();
+        state.modules.push((library, functions));
+        Ok(state.modules.len() - 1)
+    }
+
+    fn allocate(&self, bytes: usize) -> Option<u64> {
+        let mut state = self.state();
+        if state.held.values().sum::<usize>() + bytes > self.room {
+            return None;
+        }
+        // SAFETY: the type is that of machine.cuh.
+        let allocate: extern "C" fn(*mut c_void, u64) -> u64 =
+            unsafe { std::mem::transmute(state.memory.find("emulator_allocate")) };
+        let address = Some(allocate(state.world, bytes as u64)).filter(|&address| address != 0)?;
+        state.held.insert(address, bytes);
+        Some(address)
+    }
+
+    fn free(&self, address: u64) {
+        let mut state = self.state();
+        // SAFETY: the type is that of machine.cuh.
+        let free: extern "C" fn(*mut c_void, u64) = unsafe { std::mem::transmute(state.memory.find("emulator_free")) };
+        free(state.world, address);
+        state.held.remove(&address);
+    }
+
+    fn lend(&self, address: u64, bytes: usize) {
+        let state = self.state();
+        // SAFETY: the type is that of machine.cuh.
+        let lend: extern "C" fn(*mut c_void, u64, u64) =
+            unsafe { std::mem::transmute(state.memory.find("emulator_lend")) };
+        lend(state.world, address, bytes as u64);
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+        let state = self.state();
+        type Write = extern "C" fn(*mut c_void, u64, *const u8, u64) -> c_int;
+        // SAFETY: the type is that of machine.cuh.
+        let write: Write = unsafe { std::mem::transmute(state.memory.find("emulator_write")) };
+        match write(state.world, address, bytes.as_ptr(), bytes.len() as u64) {
+            0 => Ok(()),
+            _ => Err(Error::Device(format!("{} bytes do not fit where they are written", bytes.len()))),
+        }
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
+        let state = self.state();
+        type Read = extern "C" fn(*mut c_void, u64, *mut u8, u64) -> c_int;
+        // SAFETY: the type is that of machine.cuh.
+        let read: Read = unsafe { std::mem::transmute(state.memory.find("emulator_read")) };
+        match read(state.world, address, bytes.as_mut_ptr(), bytes.len() as u64) {
+            0 => Ok(()),
+            1 => Err(Error::Device(format!("{} bytes do not stand where they are read", bytes.len()))),
+            _ => Err(Error::Device("the host reads what no kernel has written".into())),
+        }
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {
+        let state = self.state();
+        let function = state.modules[launch.module].1[launch.kernel] as *const c_void;
+        type Start =
+            extern "C" fn(*mut c_void, *const u32, u32, u32, *const *const c_void, c_int, c_int) -> *const c_char;
+        // SAFETY: the type is that of EXPORT in machine.cuh.
+        let start: Start = unsafe { std::mem::transmute(function) };
+        let pointers = launch.arguments.pointers();
+        let error = start(
+            state.world,
+            launch.grid.as_ptr(),
+            launch.threads,
+            launch.shared,
+            pointers.as_ptr(),
+            pointers.len() as c_int,
+            c_int::from(self.backwards),
+        );
+        if error.is_null() {
+            return Ok(());
+        }
+        // SAFETY: a string that lives until the next launch.
+        Err(Error::Device(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()))
+    }
+
+    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+        let start = std::time::Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64())
+    }
+
+    fn finish(&self) -> Result<(), Error> {
+        Ok(())
+    }
+}
+
+/// A shared library, opened until the process ends.
+struct Library(*mut c_void);
+
+// SAFETY: a handle of dlopen may be used from any thread.
+unsafe impl Send for Library {}
+
+impl Library {
+    /// Compiles `text`, which includes files of the kernels with `changes` applied, and opens the result. What was compiled
+    /// before from the same files with the same options is opened as it is.
+    fn build(changes: &[Change], name: &str, text: &str, definitions: &[String]) -> Result<Library, String> {
+        let compiler = compiler()?;
+        let mut files: Vec<(String, String)> = vec![("machine.cuh".into(), MACHINE.into())];
+        for (file, content) in texts() {
+            let mut content = content.to_string();
+            for change in changes.iter().filter(|change| change.file == file) {
+                content = content.replacen(change.from, change.to, 1);
+            }
+            files.push((file.into(), content));
+        }
+        files.push(("unit.cpp".into(), text.into()));
+        let mut options: Vec<String> =
+            ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC", "-shared"]
+                .map(String::from)
+                .to_vec();
+        options.push("-ftls-model=initial-exec".into());
+        if cfg!(target_arch = "x86_64") && samebits_ops::Isa::Avx2.available() {
+            // fma as an instruction; without it the library's fmaf is as right, and slow.
+            options.push("-mfma".into());
+        }
+        options.extend(definitions.iter().cloned());
+
+        let mut hasher = DefaultHasher::new();
+        (&files, &options, &compiler).hash(&mut hasher);
+        let folder =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator").join(format!("{name}-{:016x}", hasher.finish()));
+        let library = folder.join("unit.so");
+        if !library.exists() {
+            // Tests run side by side and may want the same one: each builds in a folder of its own.
+            static BUILDS: AtomicUsize = AtomicUsize::new(0);
+            let build = BUILDS.fetch_add(1, Ordering::Relaxed);
+            let building = folder.with_extension(format!("{}-{build}", std::process::id()));
+            compile(&compiler, &building, &files, &options)?;
+            std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
+            std::fs::rename(building.join("unit.so"), &library).map_err(|e| format!("{}: {e}", library.display()))?;
+            let _ = std::fs::remove_dir_all(&building);
+        }
+        open(&library)
+    }
+
+    fn find(&self, name: &str) -> *const c_void {
+        let symbol = CString::new(name).expect("names hold no zero");
+        // SAFETY: the handle is open, the string ends in zero.
+        let found = unsafe { libc::dlsym(self.0, symbol.as_ptr()) };
+        assert!(!found.is_null(), "no symbol {name}");
+        found
+    }
+}
+
+/// The C++ compiler: `CXX`, or one of the usual names.
+fn compiler() -> Result<String, String> {
+    let named = std::env::var("CXX").ok();
+    let names = named.as_deref().into_iter().chain(["c++", "g++", "clang++"]);
+    let works = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
+    let found = { names }.find(works);
+    found.map(str::to_string).ok_or("no C++ compiler: install g++, or name one in CXX; the emulator needs it".into())
+}
+
+fn compile(compiler: &str, folder: &PathBuf, files: &[(String, String)], options: &[String]) -> Result<(), String> {
+    let fail = |e: std::io::Error| format!("{}: {e}", folder.display());
+    std::fs::create_dir_all(folder).map_err(fail)?;
+    for (name, text) in files {
+        std::fs::write(folder.join(name), text).map_err(fail)?;
+    }
+    let output = Command::new(compiler).current_dir(folder).args(options).args(["unit.cpp", "-o", "unit.so"]).output();
+    let output = output.map_err(|e| format!("{compiler}: {e}"))?;
+    if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+}
+
+fn open(library: &Path) -> Result<Library, String> {
+    let path = CString::new(library.to_str().expect("paths of the build are UTF-8")).expect("paths hold no zero");
+    // SAFETY: the string ends in zero; the library's initialisers only make an empty world.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if handle.is_null() { Err(format!("{} cannot be opened", library.display())) } else { Ok(Library(handle)) }
+}
