@@ -38,7 +38,7 @@ const enlarge = (count) => {
 };
 
 const browser = spawn(chromium, ["--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", `--user-data-dir=${folder}/profile`, "about:blank"],
-  { stdio: ["ignore", "ignore", "pipe"] });
+  { stdio: ["ignore", "ignore", "pipe"], detached: true });
 const address = await new Promise((found, failed) => {
   let said = "";
   browser.stderr.on("data", (part) => {
@@ -93,6 +93,8 @@ try {
   await Promise.all(["Page.enable", "Runtime.enable", "Log.enable"].map((method) => send(method)));
   await send("Emulation.setDeviceMetricsOverride", { width: 1280, height: 1600, deviceScaleFactor: 1, mobile: false });
 
+  const rendered = spawnSync(samebits, ["report", run]);
+  if (rendered.status > 1) throw new Error(`samebits report: ${rendered.stderr}`);
   const report = join(run, "report.html");
   await open(report);
   const records = readFileSync(join(run, "records.jsonl"), "utf8").trimEnd().split("\n").map((line) => JSON.parse(line));
@@ -163,7 +165,12 @@ try {
   check(seconds < 2, `a run of 50,000 records opens in ${seconds.toFixed(2)} s`);
   check(errors.length === 0, `no error on the console ${errors.join("; ")}`);
 } finally {
-  browser.kill();
+  // With all that it started.
+  try {
+    process.kill(-browser.pid, "SIGKILL");
+  } catch {
+    // It has ended by itself.
+  }
   await new Promise((done) => browser.exitCode === null && browser.signalCode === null ? browser.on("exit", done) : done());
   rmSync(folder, { recursive: true, force: true, maxRetries: 5 });
 }

@@ -179,11 +179,8 @@ impl Bench {
         let ours = CpuImplementation::new(cpu);
         let machine = Machine { threads: vec![2, 5], ..self.machine.clone() };
         let right = Rearranged::new(ours, axis, setting, machine);
-        let ops = axis::all().iter().find(|known| known.name == axis).map(|known| {
-            let all = samebits_contract::spec::all().iter();
-            all.filter(|spec| spec.name != "chain" && known.applies(spec)).map(|spec| spec.name.to_string()).collect()
-        });
-        let ops: Vec<String> = ops.ok_or("no such axis")?;
+        // One op of every class; the others would say the same again.
+        let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
         // The small cases, or those by default where the small ones have nothing to rearrange.
         let selections =

@@ -467,7 +467,7 @@ impl Probe<'_> {
             Ok(match y.value(0) {
                 v if v.is_nan() && y.bits(0) == 0x7FC0_0000 => "the canonical NaN".into(),
                 v if v.is_nan() => format!("a NaN, {:#010x}", y.bits(0)),
-                v if v == 0.0 => {
+                0.0 => {
                     if y.bits(0) == 0 {
                         "+0".into()
                     } else {

@@ -3,6 +3,7 @@
 use crate::describe::number;
 use crate::html::escaped;
 use samebits_contract::record::{Measure, Record};
+use samebits_contract::tensor::DType;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
@@ -76,10 +77,13 @@ fn distributions(implementation: &str, measured: &[(&Record, &Measure)]) -> Stri
     html + "</tbody></table></div>"
 }
 
+/// By input and output dtype: the largest error in ulp, and the largest share of a bound.
+type Cells = BTreeMap<(DType, DType), (f64, f64)>;
+
 /// Cases by op and shape against dtypes: the largest error in ulp, coloured by its share of the bound.
 fn heat(implementation: &str, measured: &[(&Record, &Measure)]) -> String {
     let mut columns: BTreeSet<(_, _)> = BTreeSet::new();
-    let mut rows: BTreeMap<(&str, &str), BTreeMap<(_, _), (f64, f64)>> = BTreeMap::new();
+    let mut rows: BTreeMap<(&str, &str), Cells> = BTreeMap::new();
     for (record, measure) in measured {
         // `<op>/<dtype>/<stem>-<fill>-<out>`
         let stem = record.case.rsplit('/').next().unwrap_or(&record.case);

@@ -23,7 +23,7 @@ enum What {
     /// Reads every file of the store; exit code 1 names those that were changed
     Verify(Of),
     /// Puts the outputs of an implementation into a store of its own, for `check --goldens`
-    Record(Record),
+    Record(Box<Record>),
 }
 
 #[derive(clap::Args)]
