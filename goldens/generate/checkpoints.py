@@ -71,7 +71,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def weights(model, generator):
-    """Random weights: matrices of a gain of 1.6, norms around 1 (or 0 where the model adds 1), biases of 0.2."""
+    """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
     offset = model.config.model_type == "gemma2"
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -85,7 +85,8 @@ def weights(model, generator):
             elif name.endswith("mlp.gate.weight"):
                 tensor.copy_(noise * 0.6)
             else:
-                tensor.copy_(noise * 1.6 / tensor.shape[-1] ** 0.5)
+                sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
+                tensor.copy_(noise * (1.6 if sharp else 1.0) / tensor.shape[-1] ** 0.5)
 
 
 def run(folder, tokens, dtype, noise=None):
@@ -135,8 +136,10 @@ def make(name, out):
         record["routing"] = routing.to(torch.int32).contiguous()
     save_file(record, folder / "reference.safetensors")
     error = (low.float() - fp32).abs()
+    ours, theirs = (x.float().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]) for x in (low, fp32))
     print(f"{name}: seed {seed}, largest logit {fp32.abs().max():.3f}, rms of {own} {error.square().mean().sqrt():.2e}, "
-          f"largest {error.max():.2e}, {sum(f.stat().st_size for f in folder.iterdir()) // 1024} KiB")
+          f"largest {error.max():.2e}, dlogp {(ours - theirs).abs().max():.3f}, "
+          f"{sum(f.stat().st_size for f in folder.iterdir()) // 1024} KiB")
 
 
 def record(folder):

@@ -55,7 +55,7 @@ impl Tokenizer {
     }
 
     /// The tokens of `prompt` behind bos.
-    fn encode(&self, config: &Config, prompt: &str) -> Result<Vec<i32>, ModelError> {
+    pub fn encode(&self, config: &Config, prompt: &str) -> Result<Vec<i32>, ModelError> {
         let encoding = self
             .inner
             .encode(prompt, true)

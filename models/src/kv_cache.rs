@@ -5,6 +5,7 @@
 
 use crate::ModelError;
 use samebits_ops::Element;
+use std::str::FromStr;
 
 /// Keys and values of every layer, each `[P, page_size, heads * dim]`.
 pub(crate) struct KvCache<A> {
@@ -31,6 +32,19 @@ pub enum PageOrder {
     Descending,
     /// Far from the one before.
     Scattered,
+}
+
+impl FromStr for PageOrder {
+    type Err = ModelError;
+
+    fn from_str(text: &str) -> Result<PageOrder, ModelError> {
+        match text {
+            "ascending" => Ok(PageOrder::Ascending),
+            "descending" => Ok(PageOrder::Descending),
+            "scattered" => Ok(PageOrder::Scattered),
+            _ => Err(ModelError::input("page order", format!("`{text}` is not ascending, descending or scattered"))),
+        }
+    }
 }
 
 #[derive(Clone)]
@@ -117,11 +131,6 @@ impl<A: Element> KvCache<A> {
     /// Positions a sequence may come to hold.
     pub fn limit(&self, number: usize) -> usize {
         self.sequence(number).limit
-    }
-
-    /// Bytes of keys and values.
-    pub fn bytes(&self) -> usize {
-        self.layers.iter().flatten().map(|side| size_of_val(&side[..])).sum()
     }
 
     /// Makes sure that `count` further positions of a sequence have pages of their own.

@@ -8,6 +8,7 @@
 //! Nothing in a folder is trusted: a file that is missing, damaged or asks for something this crate does not compute is
 //! a [`ModelError`], one line naming the file, the field or tensor, and what would be right.
 
+mod audit;
 mod config;
 mod decoder;
 mod error;
@@ -21,11 +22,13 @@ mod linear;
 mod model;
 #[cfg(test)]
 mod reference;
+mod rollout;
 mod rotary;
 mod schedule;
 mod watch;
 mod weights;
 
+pub use audit::{Audit, Finding, TensorReport};
 pub use config::{Activation, Config, Experts, Latent, Mlp};
 #[doc(hidden)]
 pub use decoder::Fault;
@@ -34,6 +37,7 @@ pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use kv_cache::PageOrder;
 pub use model::{Model, Precision};
+pub use rollout::{Sample, Sampling, Serving};
 pub use rotary::{Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use watch::{Probe, Seen, Tripwire};

@@ -69,6 +69,7 @@ macro_rules! with_decoder {
         }
     };
 }
+pub(crate) use with_decoder;
 
 impl Model {
     /// Loads the Hugging Face folder `dir`; `cpu` packs the weights, which then run on any [`Cpu`].
@@ -138,6 +139,9 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
+        if run.limits.is_some_and(|limits| limits.len() != sequences.len()) {
+            return Err(ModelError::input("limits", "there must be one for each sequence"));
+        }
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -193,6 +197,8 @@ impl Config {
 struct Fed<'a> {
     label: usize,
     tokens: &'a [i32],
+    /// Positions it declares.
+    limit: usize,
     /// Row of its first token in the logits.
     row: usize,
     /// Its number in the cache, once it has begun.
@@ -215,7 +221,8 @@ fn forward<A: Element>(
     let mut row = 0;
     let mut fed: Vec<Fed> = Vec::new();
     for (label, &tokens) in sequences.iter().enumerate() {
-        fed.push(Fed { label, tokens, row, number: None, done: 0 });
+        let limit = run.limits.map_or(tokens.len(), |limits| limits[label]).max(tokens.len());
+        fed.push(Fed { label, tokens, limit, row, number: None, done: 0 });
         row += tokens.len();
     }
     let group = match run.grouping {
@@ -268,7 +275,7 @@ fn forward_round<A: Element>(
             right = 1 + round % count;
             tokens[right..].iter_mut().for_each(|token| *token = (*token + 1) % vocab as i32);
         }
-        fed.number.get_or_insert_with(|| cache.open(len));
+        fed.number.get_or_insert_with(|| cache.open(fed.limit));
         pieces.push((i, tokens, right));
     }
     let number = |i: usize| fed[i].number.expect("it has begun");
@@ -291,7 +298,7 @@ fn forward_round<A: Element>(
             cache.close(number);
         } else if matches!(run.schedule, Schedule::Prefix(_)) && round == 0 {
             // The donor ends; what it began is gone on with by another.
-            fed.number = Some(cache.fork(number, fed.done, fed.tokens.len()));
+            fed.number = Some(cache.fork(number, fed.done, fed.limit));
             cache.close(number);
         }
     }

@@ -90,7 +90,7 @@ impl fmt::Display for Grouping {
     }
 }
 
-/// How sequences are run; but for the probe and the fault, nothing here may move a bit.
+/// How sequences are run; but for limits, probe and fault, nothing here may move a bit.
 pub struct Run<'a> {
     /// How tokens are fed.
     pub schedule: Schedule,
@@ -100,6 +100,9 @@ pub struct Run<'a> {
     pub page_size: usize,
     /// Which page is taken next.
     pub page_order: PageOrder,
+    /// How many positions each sequence declares when it begins; `None`: as many as it has tokens. Only scalings of the
+    /// rotary positions that depend on the length look at it.
+    pub limits: Option<&'a [usize]>,
     /// Who is shown what is computed on the way.
     pub probe: Option<&'a mut dyn Probe>,
     /// A defect planted on purpose.
@@ -117,6 +120,7 @@ impl Default for Run<'_> {
             grouping: Grouping::Together,
             page_size: PAGE_SIZE,
             page_order: PageOrder::Ascending,
+            limits: None,
             probe: None,
             fault: None,
         }

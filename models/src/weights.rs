@@ -134,9 +134,10 @@ impl<'a> Weights<'a> {
         self.tensors.iter()
     }
 
-    /// The files.
-    pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.shards.iter().map(|(path, _)| path.as_path())
+    /// Takes the elements of a tensor as they are, finite or not.
+    pub fn peek(&mut self, name: &str) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.remove(name).expect("it is listed");
+        self.read(name, &stored)
     }
 
     /// Whether the tensor is there and has not been taken.
@@ -178,7 +179,7 @@ impl<'a> Weights<'a> {
     }
 
     /// The elements of a tensor as `T`, finite or not.
-    pub fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
+    fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
         let (path, file) = &mut self.shards[stored.shard];
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
