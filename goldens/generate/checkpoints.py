@@ -134,7 +134,7 @@ def make(name, out):
     record = {"tokens": tokens.to(torch.int32), "logits.fp32": fp32.contiguous(), f"logits.{own}": low.contiguous()}
     if routing is not None:
         record["routing"] = routing.to(torch.int32).contiguous()
-    save_file(record, folder / "reference.safetensors")
+    save_file(record, folder / "reference.safetensors", metadata=VERSIONS)
     error = (low.float() - fp32).abs()
     ours, theirs = (x.float().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]) for x in (low, fp32))
     print(f"{name}: seed {seed}, largest logit {fp32.abs().max():.3f}, rms of {own} {error.square().mean().sqrt():.2e}, "
@@ -142,14 +142,20 @@ def make(name, out):
           f"{sum(f.stat().st_size for f in folder.iterdir()) // 1024} KiB")
 
 
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
 def record(folder):
-    """Records the logits of a bf16 model that is there, for the tokens that it was recorded with."""
+    """Records logits and hidden states of a bf16 model that is there, for the tokens that it was recorded with."""
     path = folder / "reference.safetensors"
-    kept = load_file(path)
-    tokens = kept["tokens"].long()
-    kept["logits.fp32"], _ = run(folder, tokens, torch.float32)
-    kept["logits.bf16"], _ = run(folder, tokens, torch.bfloat16)
-    save_file(kept, path)
+    tokens = load_file(path)["tokens"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found = model(tokens.long(), output_hidden_states=True)
+    kept = {f"hidden.{i}": hidden.contiguous() for i, hidden in enumerate(found.hidden_states)}
+    kept["tokens"], kept["logits.fp32"] = tokens, found.logits.contiguous()
+    kept["logits.bf16"], _ = run(folder, tokens.long(), torch.bfloat16)
+    save_file(kept, path, metadata=VERSIONS)
 
 
 def main():

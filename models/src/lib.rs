@@ -37,7 +37,7 @@ pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use kv_cache::PageOrder;
 pub use model::{Model, Precision};
-pub use rollout::{Sample, Sampling, Serving};
+pub use rollout::{Sample, Sampling, Serving, Timing};
 pub use rotary::{Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use watch::{Probe, Seen, Tripwire};

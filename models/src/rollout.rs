@@ -12,6 +12,7 @@ use crate::watch::Watch;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, Element, argmax, logprob, scale, softmax};
 use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
 
 /// What is sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,6 +67,19 @@ pub struct Sample {
     pub stop: Stop,
 }
 
+/// What a rollout took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// Tokens of prompts that were computed.
+    pub prompt_tokens: usize,
+    /// Seconds of the steps that computed prompts, whoever else took part.
+    pub prompt_seconds: f64,
+    /// Tokens that were sampled in the other steps.
+    pub sampled_tokens: usize,
+    /// Their seconds.
+    pub sampled_seconds: f64,
+}
+
 /// A text on its way.
 struct Active {
     sample: Sample,
@@ -87,7 +101,7 @@ impl Model {
         sampling: &Sampling,
         serving: &Serving,
         mut done: impl FnMut(Sample) -> Result<(), ModelError>,
-    ) -> Result<(), ModelError> {
+    ) -> Result<Timing, ModelError> {
         let c = self.config();
         let t = sampling.temperature;
         if !(t == 0.0 || t > 0.0 && t.is_finite() && (1.0 / t) as f32 > 0.0 && ((1.0 / t) as f32).is_finite()) {
@@ -155,7 +169,7 @@ fn rollout<A: Element>(
     sampling: &Sampling,
     serving: &Serving,
     done: &mut dyn FnMut(Sample) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
+) -> Result<Timing, ModelError> {
     let c = decoder.config();
     let mut cache = KvCache::new(c.layers, decoder.cache_widths(), serving.page_size, serving.page_order);
     let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
@@ -163,6 +177,7 @@ fn rollout<A: Element>(
     // Sequences that hold a whole prompt, and how many samples will still want it.
     let mut stems: HashMap<usize, (usize, usize)> = HashMap::new();
     let mut active: Vec<Active> = Vec::new();
+    let mut timing = Timing::default();
     loop {
         while active.len() < serving.batch {
             let Some((prompt, sample)) = waiting.pop_front() else { break };
@@ -192,8 +207,9 @@ fn rollout<A: Element>(
             active.push(Active { sample, number, pending });
         }
         if active.is_empty() {
-            return Ok(());
+            return Ok(timing);
         }
+        let started = Instant::now();
         let feeds: Vec<Feed> = active
             .iter()
             .map(|text| {
@@ -203,6 +219,9 @@ fn rollout<A: Element>(
             .collect();
         let logits = decoder.step(cpu, &feeds, &mut cache, Rows::Last, &mut Watch::default())?;
         let fed: Vec<usize> = feeds.iter().map(|feed| feed.tokens.len()).collect();
+        let texts = fed.len();
+        let of_prompts = active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
+        let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();
 
         let mut left = Vec::new();
         for ((mut text, fed), logits) in active.into_iter().zip(fed).zip(logits.chunks_exact(c.vocab)) {
@@ -240,6 +259,17 @@ fn rollout<A: Element>(
             done(text.sample)?;
         }
         active = left;
+        let seconds = started.elapsed().as_secs_f64();
+        match fed_prompts {
+            0 => {
+                timing.sampled_tokens += texts;
+                timing.sampled_seconds += seconds;
+            }
+            tokens => {
+                timing.prompt_tokens += tokens;
+                timing.prompt_seconds += seconds;
+            }
+        }
     }
 }
 

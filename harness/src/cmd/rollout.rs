@@ -70,6 +70,10 @@ pub struct Args {
     #[arg(long)]
     no_prefix_cache: bool,
 
+    /// Say on stderr how long prompts and sampled tokens took
+    #[arg(long)]
+    times: bool,
+
     #[command(flatten)]
     machine: Machine,
 }
@@ -99,12 +103,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let bar = counting(prompts.len() * args.samples);
     let mut samples: Vec<Sample> = Vec::new();
-    model.rollout(&cpu, &prompts, &sampling, &serving, |sample| {
+    let timing = model.rollout(&cpu, &prompts, &sampling, &serving, |sample| {
         bar.inc(1);
         samples.push(sample);
         Ok(())
     })?;
     bar.finish_and_clear();
+    if args.times {
+        let rate = |tokens: usize, seconds: f64| format!("{tokens} in {seconds:.3} s ({:.1}/s)", tokens as f64 / seconds);
+        eprintln!("prompt tokens: {}", rate(timing.prompt_tokens, timing.prompt_seconds));
+        eprintln!("sampled tokens: {}", rate(timing.sampled_tokens, timing.sampled_seconds));
+    }
     samples.sort_by_key(|sample| sample.sequence);
 
     let first = json!({
