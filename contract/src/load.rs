@@ -179,6 +179,7 @@ struct RawThreshold {
     max_of_recorded: Option<f64>,
     max_of_largest: Option<f64>,
     max_dlogp: Option<f64>,
+    mean_dlogp: Option<f64>,
     approx_kl: Option<f64>,
     clip_fraction: Option<f64>,
     source: String,
@@ -430,6 +431,7 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         max_of_recorded: row.max_of_recorded,
         max_of_largest: row.max_of_largest,
         max_dlogp: row.max_dlogp,
+        mean_dlogp: row.mean_dlogp,
         approx_kl: row.approx_kl,
         clip_fraction: row.clip_fraction,
     };
@@ -469,6 +471,7 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         row.max_of_recorded,
         row.max_of_largest,
         row.max_dlogp,
+        row.mean_dlogp,
         row.approx_kl,
         row.clip_fraction,
     ];

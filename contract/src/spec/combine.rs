@@ -15,7 +15,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::Edges],
     outs: &DType::FLOATS,
-    shape: &["R", "N", "T", "K", "shared"],
+    shape: &["R", "N", "T", "K"],
     make,
     check: |c| c.indexes("row", 0..c.dim("R") as i64),
     compute,

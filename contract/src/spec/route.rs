@@ -24,7 +24,7 @@ pub(super) const SPEC: Spec = Spec {
     row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Edges],
     outs: &[DType::Fp32],
-    shape: &["T", "E", "bias"],
+    shape: &["T", "E"],
     make,
     check,
     compute,
