@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// Op, inputs by axes (`i:` marks I32), parameters with values of which some are wrong.
 type Form = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
 
-const FORMS: [Form; 12] = [
+const FORMS: [Form; 17] = [
     ("gemm", &[("x", "MK"), ("w", "NK"), ("bias", "N")], &["k_offset", "k_total", "tf32"]),
     ("rms_norm", &[("x", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
     ("add_rms_norm", &[("x", "RN"), ("residual", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
@@ -24,6 +24,15 @@ const FORMS: [Form; 12] = [
     ("logprob", &[("logits", "RV"), ("target", "i:R")], &["temperature"]),
     ("softmax", &[("x", "RN")], &["tf32"]),
     ("silu_mul", &[("gate", "RN"), ("up", "RN")], &["profile"]),
+    ("gelu_mul", &[("gate", "RN"), ("up", "RN")], &["profile"]),
+    ("softcap", &[("x", "RN")], &["cap"]),
+    ("scale", &[("x", "RN")], &["factor"]),
+    (
+        "route",
+        &[("logits", "TE"), ("bias", "E")],
+        &["chosen", "scoring", "groups", "top_groups", "group_worth", "normalise", "scale"],
+    ),
+    ("combine", &[("x", "RN"), ("row", "i:TK"), ("weight", "TK"), ("shared", "TN")], &[]),
     ("rope", &[("x", "THD"), ("pos", "i:T")], &["theta", "pairing"]),
     (
         "norm_rope",

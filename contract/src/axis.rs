@@ -268,7 +268,7 @@ pub fn all() -> &'static [Axis] {
         },
         Axis {
             name: "schedule",
-            why: "Prefill, decode and chunks are one computation cut at different places.",
+            why: "Prefill, decode, chunks and guesses are one computation cut at different places, whatever the pages.",
             variants: schedule,
             applies: Applies::Steps,
         },
@@ -889,17 +889,30 @@ fn query_chunks(case: &Case) -> Vec<Variant> {
         .collect()
 }
 
+/// Schedules, each with another page size and order beside it.
 fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
     if case.inputs.contains_key("q_pos") {
         return query_chunks(case);
     }
     let length = Base::new(case).inner;
     let current = case.params.get("schedule").map_or("prefill", String::as_str);
-    // A chunk that holds everything is a prefill.
-    let chunks = [2, 3, 7, 16].into_iter().filter(|&n| n < length).map(|n| format!("chunk:{n}"));
-    let all = ["prefill".to_string(), "decode".to_string()].into_iter().chain(chunks);
+    let counted = |name: &'static str, counts: [usize; 4]| {
+        // A chunk that holds everything is a prefill.
+        counts.into_iter().filter(move |&n| n > 0 && n < length).map(move |n| format!("{name}:{n}"))
+    };
+    let all = ["prefill", "decode", "mixed"].into_iter().map(String::from);
+    let all = all.chain(counted("chunk", [2, 3, 7, 16]));
+    let all = all.chain(counted("speculative", [3, 5, 0, 0])).chain(counted("prefix", [1, 5, 8, 0]));
+    let pages = [("64", "ascending"), ("1", "scattered"), ("3", "descending"), ("16", "scattered")];
     all.filter(|schedule| schedule != current)
-        .map(|schedule| again(case, schedule.clone(), |case| drop(case.params.insert("schedule".into(), schedule))))
+        .zip(pages.into_iter().cycle())
+        .map(|(schedule, (size, order))| {
+            again(case, format!("{schedule}/{size}-{order}"), |case| {
+                case.params.insert("schedule".into(), schedule);
+                case.params.insert("page_size".into(), size.into());
+                case.params.insert("page_order".into(), order.into());
+            })
+        })
         .collect()
 }
 

@@ -45,6 +45,8 @@ pub struct ChainBound {
     pub max_of_largest: Option<f64>,
     /// Largest difference of the log-probability of a next token.
     pub max_dlogp: Option<f64>,
+    /// Mean of the differences' magnitudes.
+    pub mean_dlogp: Option<f64>,
     /// Mean of `exp(d) - 1 - d` with d the difference of log-probabilities.
     pub approx_kl: Option<f64>,
     /// Share of next tokens whose probability ratio lies outside [0.8, 1.2].
@@ -291,6 +293,9 @@ pub struct ChainMeasure {
     pub tokens: usize,
     /// Largest difference of the log-probability of a next token.
     pub max_dlogp: f64,
+    /// Mean of the differences' magnitudes.
+    #[serde(default)]
+    pub mean_dlogp: f64,
     /// Mean of `exp(d) - 1 - d`, d = reference's minus found log-probability of the next token.
     pub approx_kl: f64,
     /// Share of next tokens whose probability ratio lies outside [0.8, 1.2].
@@ -332,6 +337,7 @@ pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<Chai
         largest: 0.0,
         tokens: 0,
         max_dlogp: 0.0,
+        mean_dlogp: 0.0,
         approx_kl: 0.0,
         clip_fraction: 0.0,
     };
@@ -355,12 +361,14 @@ pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<Chai
         let d = logp(&want) - logp(&have);
         measure.tokens += 1;
         measure.max_dlogp = measure.max_dlogp.max(d.abs());
+        measure.mean_dlogp += d.abs();
         measure.approx_kl += d.exp_m1() - d;
         clipped += usize::from(!(0.8..=1.2).contains(&(-d).exp()));
     }
     if measure.tokens == 0 {
         return refuse("no position has a next token: nothing to compare".to_string());
     }
+    measure.mean_dlogp /= measure.tokens as f64;
     measure.approx_kl /= measure.tokens as f64;
     measure.clip_fraction = clipped as f64 / measure.tokens as f64;
     Ok(measure)
@@ -378,6 +386,7 @@ pub fn hold_chain(
         ("max error / recorded run's", bound.max_of_recorded, of_recorded(measure.max, |r| r.max)),
         ("max error / largest |logit|", bound.max_of_largest, Some(measure.max / measure.largest)),
         ("max |dlogp|", bound.max_dlogp, Some(measure.max_dlogp)),
+        ("mean |dlogp|", bound.mean_dlogp, Some(measure.mean_dlogp)),
         ("approx KL", bound.approx_kl, Some(measure.approx_kl)),
         ("clip fraction", bound.clip_fraction, Some(measure.clip_fraction)),
     ];

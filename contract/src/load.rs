@@ -31,21 +31,26 @@ pub struct ContractError {
 }
 
 /// The tables this crate was built with.
-const EMBEDDED: [(&str, &str); 16] = [
+const EMBEDDED: [(&str, &str); 21] = [
     ("impls.toml", include_str!("../impls.toml")),
     ("rows/add.toml", include_str!("../rows/add.toml")),
     ("rows/add_rms_norm.toml", include_str!("../rows/add_rms_norm.toml")),
     ("rows/argmax.toml", include_str!("../rows/argmax.toml")),
     ("rows/attention.toml", include_str!("../rows/attention.toml")),
     ("rows/chain.toml", include_str!("../rows/chain.toml")),
+    ("rows/combine.toml", include_str!("../rows/combine.toml")),
     ("rows/embedding.toml", include_str!("../rows/embedding.toml")),
+    ("rows/gelu_mul.toml", include_str!("../rows/gelu_mul.toml")),
     ("rows/gemm.toml", include_str!("../rows/gemm.toml")),
     ("rows/linear_logprob.toml", include_str!("../rows/linear_logprob.toml")),
     ("rows/logprob.toml", include_str!("../rows/logprob.toml")),
     ("rows/norm_rope.toml", include_str!("../rows/norm_rope.toml")),
     ("rows/rms_norm.toml", include_str!("../rows/rms_norm.toml")),
     ("rows/rope.toml", include_str!("../rows/rope.toml")),
+    ("rows/route.toml", include_str!("../rows/route.toml")),
+    ("rows/scale.toml", include_str!("../rows/scale.toml")),
     ("rows/silu_mul.toml", include_str!("../rows/silu_mul.toml")),
+    ("rows/softcap.toml", include_str!("../rows/softcap.toml")),
     ("rows/softmax.toml", include_str!("../rows/softmax.toml")),
     ("ws1.toml", include_str!("../ws1.toml")),
 ];
@@ -268,6 +273,7 @@ struct RawThreshold {
     max_of_recorded: Option<f64>,
     max_of_largest: Option<f64>,
     max_dlogp: Option<f64>,
+    mean_dlogp: Option<f64>,
     approx_kl: Option<f64>,
     clip_fraction: Option<f64>,
     source: String,
@@ -520,6 +526,7 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         max_of_recorded: row.max_of_recorded,
         max_of_largest: row.max_of_largest,
         max_dlogp: row.max_dlogp,
+        mean_dlogp: row.mean_dlogp,
         approx_kl: row.approx_kl,
         clip_fraction: row.clip_fraction,
     };
@@ -559,6 +566,7 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         row.max_of_recorded,
         row.max_of_largest,
         row.max_dlogp,
+        row.mean_dlogp,
         row.approx_kl,
         row.clip_fraction,
     ];

@@ -34,6 +34,7 @@ impl fmt::Display for ChainBound {
             ("max <= {} of recorded", self.max_of_recorded),
             ("max <= {} of largest |logit|", self.max_of_largest),
             ("max |dlogp| <= {}", self.max_dlogp),
+            ("mean |dlogp| <= {}", self.mean_dlogp),
             ("approx KL <= {}", self.approx_kl),
             ("clip fraction <= {}", self.clip_fraction),
         ];

@@ -16,14 +16,19 @@ mod add_rms_norm;
 mod argmax;
 mod attention;
 mod chain;
+mod combine;
 mod embedding;
+mod gelu_mul;
 mod gemm;
 mod linear_logprob;
 mod logprob;
 mod norm_rope;
 mod rms_norm;
 mod rope;
+mod route;
+mod scale;
 mod silu_mul;
+mod softcap;
 mod softmax;
 
 /// Stands for any number of further axes, the same in every tensor of a case that has it.
@@ -318,7 +323,7 @@ const TF32: ParamSpec =
 
 /// All ops, in the order tables print them.
 pub fn all() -> &'static [Spec] {
-    static ALL: [Spec; 14] = [
+    static ALL: [Spec; 19] = [
         gemm::SPEC,
         rms_norm::SPEC,
         add_rms_norm::SPEC,
@@ -327,11 +332,16 @@ pub fn all() -> &'static [Spec] {
         linear_logprob::SPEC,
         softmax::SPEC,
         silu_mul::SPEC,
+        gelu_mul::SPEC,
+        softcap::SPEC,
+        scale::SPEC,
         rope::SPEC,
         norm_rope::SPEC,
         add::SPEC,
         embedding::SPEC,
         argmax::SPEC,
+        route::SPEC,
+        combine::SPEC,
         chain::SPEC,
     ];
     &ALL
@@ -357,7 +367,7 @@ impl Spec {
 
     /// The dtypes it takes.
     pub fn dtypes(&self) -> &'static [DType] {
-        if self.class == Class::Chain { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS }
+        &DType::FLOATS
     }
 
     /// Whether an output is read again as it is stored, so that the oracle's answer depends on the case's `out`.

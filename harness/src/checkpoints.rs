@@ -7,7 +7,7 @@ use samebits_contract::spec::{Refusal, find};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
-use samebits_models::{Grouping, Model, ModelError, Precision, Schedule};
+use samebits_models::{Fault, Grouping, Model, ModelError, Precision, Run, Schedule, Tripwire};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,13 +35,19 @@ impl From<String> for Failure {
 #[derive(Default)]
 pub struct Checkpoints {
     dir: Option<PathBuf>,
-    loaded: Mutex<BTreeMap<(String, bool), Arc<Model>>>,
+    fault: Option<Fault>,
+    loaded: Mutex<BTreeMap<(String, &'static str), Arc<Model>>>,
 }
 
 impl Checkpoints {
     /// The checkpoints in `dir`; with `None`, every chain case says what is missing.
     pub fn new(dir: Option<PathBuf>) -> Checkpoints {
-        Checkpoints { dir, loaded: Mutex::default() }
+        Checkpoints { dir, ..Checkpoints::default() }
+    }
+
+    /// The same models, run with a defect.
+    pub fn with_fault(&self, fault: Fault) -> Checkpoints {
+        Checkpoints { dir: self.dir.clone(), fault: Some(fault), ..Checkpoints::default() }
     }
 
     /// The folder of the model called `name`.
@@ -120,12 +126,24 @@ impl Checkpoints {
         let tokens = &case.inputs["tokens"];
         let &[batch, len] = tokens.shape() else { return Err(Failure::Text("chain: `tokens` must be [B,T]".into())) };
         let ids = tokens.as_i32().ok_or(Failure::Text("chain: `tokens` must be i32".into()))?;
-        let logits = model.forward(cpu, ids, batch, len, schedule, grouping)?;
+        let mut tripwire = Tripwire;
+        let run = Run {
+            schedule,
+            grouping,
+            page_size: param("page_size", "64").parse().map_err(|_| "chain: `page_size` is no number".to_string())?,
+            page_order: param("page_order", "ascending").parse().map_err(text)?,
+            // A value that is not finite would only be seen in the logits, if at all.
+            probe: Some(&mut tripwire),
+            fault: self.fault,
+            ..Run::default()
+        };
+        let sequences: Vec<&[i32]> = ids.chunks_exact(len).collect();
+        let logits = model.forward_run(cpu, &sequences, run)?;
         Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
     }
 
     fn model(&self, name: &str, precision: Precision, cpu: &Cpu) -> Result<Arc<Model>, Failure> {
-        let key = (name.to_string(), precision == Precision::Fp32);
+        let key = (name.to_string(), precision.name());
         let mut loaded = self.loaded.lock().expect("loading does not panic");
         if let Some(model) = loaded.get(&key) {
             return Ok(model.clone());

@@ -1,6 +1,7 @@
 //! One file per verb, and the options that several verbs share.
 
 pub mod answer;
+pub mod audit;
 pub mod bless;
 pub mod case;
 pub mod check;
@@ -15,11 +16,14 @@ pub mod measure;
 pub mod merge;
 pub mod probe;
 pub mod report;
+pub mod rollout;
+pub mod score;
 pub mod sweep;
 pub mod times;
+pub mod trace;
 
 use anyhow::{Context, Result, bail, ensure};
-use indicatif::ProgressBar;
+use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::record::Judgment;
 use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
@@ -97,6 +101,38 @@ impl Drop for Working {
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }
+}
+
+/// How much of a model has been read, on a terminal only; it clears itself when dropped.
+pub struct Loading(ProgressBar);
+
+impl Loading {
+    /// Shows the loading of `dir` until dropped.
+    pub fn of(dir: &Path) -> Loading {
+        if !std::io::stderr().is_terminal() {
+            return Loading(ProgressBar::hidden());
+        }
+        let style =
+            ProgressStyle::with_template("{msg} {bar:32} {bytes} of {total_bytes}").expect("the template is fixed");
+        Loading(ProgressBar::new(0).with_style(style).with_message(format!("loading {}", dir.display())))
+    }
+
+    /// Shows that `done` of `total` bytes have been read.
+    pub fn at(&self, done: u64, total: u64) {
+        self.0.set_length(total);
+        self.0.set_position(done);
+    }
+}
+
+impl Drop for Loading {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// A bar on stderr that counts to `total`, on a terminal only.
+pub fn counting(total: usize) -> ProgressBar {
+    if std::io::stderr().is_terminal() { ProgressBar::new(total as u64) } else { ProgressBar::hidden() }
 }
 
 /// Where the contract, the goldens and the checkpoints are.

@@ -5,6 +5,7 @@
 pub mod ceilings;
 pub mod checkpoints;
 pub mod clock;
+pub mod dump;
 pub mod implementation;
 pub mod judge;
 pub mod machine;

@@ -29,6 +29,11 @@ Examples:
       the logits of a model, the same bits under every --schedule, --batch, --isa and --threads
   samebits generate --model DIR --prompt \"12+34=\" --max-tokens 4
       greedy decoding; the completion alone on stdout
+  samebits rollout --model DIR --prompts prompts.txt --samples 4 --out rollout.jsonl
+  samebits score --model DIR --rollout rollout.jsonl --schedule prefill --isa scalar
+      samples texts, and computes their log-probabilities again on another schedule: 0 differ
+  samebits trace default schedule=decode,isa=avx2 --model DIR --tokens tokens.safetensors
+      the first place where two runs of a model part, if they do
 
 Exit codes:
   0  it worked; for a verb that judges: the contract holds
@@ -52,6 +57,10 @@ enum Verb {
     Answer(cmd::answer::Args),
     Forward(cmd::forward::Args),
     Generate(cmd::generate::Args),
+    Rollout(cmd::rollout::Args),
+    Score(cmd::score::Args),
+    Trace(cmd::trace::Args),
+    Audit(cmd::audit::Args),
     Measure(cmd::measure::Args),
     Devices(cmd::devices::Args),
     Times(cmd::times::Args),
@@ -85,6 +94,10 @@ fn main() -> ExitCode {
         Verb::Times(args) => cmd::times::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),
         Verb::Generate(args) => cmd::generate::run(&args),
+        Verb::Rollout(args) => cmd::rollout::run(&args),
+        Verb::Score(args) => cmd::score::run(&args),
+        Verb::Trace(args) => cmd::trace::run(&args),
+        Verb::Audit(args) => cmd::audit::run(&args),
     };
     match done {
         Ok(code) => code,

@@ -1,4 +1,7 @@
-//! The forward of qwen3, qwen2 and llama, in the order of the paper.
+//! The forward of every family, in the order of the paper: one path, whose parts the config chooses.
+//!
+//! There is one way to run it: a step takes the next tokens of some sequences, as many of each as there are, one behind the
+//! other. Prefill, chunks, decode, mixed batches and speculative tokens are steps that differ in how many.
 //!
 //! `A` is the type that matrix products and attention read: bf16, or f32 for the reference, whose weights are the same
 //! bf16 values widened exactly.
@@ -6,7 +9,7 @@
 //! # Rounding points of the bf16 chain
 //!
 //! A value is rounded to bf16 where a product reads it and nowhere else: the output of `rms_norm` before q/k/v, gate/up and
-//! the output projection, the rotated queries and keys, the values, the attention output, and `silu_mul`. Everything
+//! the output projection, the rotated queries and keys, the values, the attention output, and the gated activation. Everything
 //! between two products stays f32: the residual stream, what the blocks add to it, queries and keys until they are
 //! rotated, gate and up. So are the norm weights, widened exactly.
 //!
@@ -23,21 +26,26 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations between
 //! ops: little beside the weights that every step reads.
 
+use crate::ModelError;
+use crate::config::{Config, Mlp};
+use crate::experts::{Mixture, PROJECTIONS};
+use crate::heads::{Projected, Projections};
 use crate::kv_cache::{KvCache, buffer};
+use crate::linear::{Gated, Linear, Loader};
+use crate::watch::Watch;
 use crate::weights::Weights;
-use crate::{Config, Family, ModelError};
-use half::bf16;
 use samebits_ops::{
-    Attention, Cpu, Element, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add,
-    add_rms_norm, attention, embedding, gemm_packed, inv_freq, norm_rope, rms_norm, rope, silu_mul,
+    Attention, Cpu, Element, Keys, PackedWeight, RmsNorm, RopeTable, Rounding, Sequences, Tf32, add, add_rms_norm,
+    attention_over, embedding, embedding_packed, gemm_packed, rms_norm, scale, softcap,
 };
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder<A> {
     config: Config,
-    pub(crate) inv_freq: Vec<f32>,
-    /// `[V, hidden]`
-    embed: Vec<bf16>,
+    /// `[V, hidden]`; `None` where it is the output projection.
+    embed: Option<Vec<A>>,
     layers: Vec<Layer<A>>,
     final_norm: Vec<f32>,
     lm_head: PackedWeight,
@@ -45,27 +53,23 @@ pub(crate) struct Decoder<A> {
 
 struct Layer<A> {
     input_norm: Vec<f32>,
-    q: Linear<A>,
-    k: Linear<A>,
-    v: Linear<A>,
-    /// One head wide; qwen3 only.
-    qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    projections: Projections<A>,
     o: Linear<A>,
+    /// Behind the attention.
+    post_attention_norm: Option<Vec<f32>>,
     mlp_norm: Vec<f32>,
-    gate: Linear<A>,
-    up: Linear<A>,
-    down: Linear<A>,
+    mlp: LayerMlp<A>,
+    /// Behind the MLP.
+    post_mlp_norm: Option<Vec<f32>>,
 }
 
-/// `x W^T + b`, the weight packed.
-struct Linear<A> {
-    weight: PackedWeight,
-    /// qwen2's q, k and v only.
-    bias: Option<Vec<A>>,
+enum LayerMlp<A> {
+    Dense(Gated<A>),
+    Sparse(Mixture<A>),
 }
 
 /// Which tokens of a step get logits. A row's bits do not depend on the others.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Rows {
     /// Every token.
     All,
@@ -73,201 +77,313 @@ pub(crate) enum Rows {
     Last,
 }
 
+/// The next tokens of one sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct Feed<'a> {
+    /// Its number in the cache.
+    pub sequence: usize,
+    /// What the caller calls it.
+    pub label: usize,
+    /// At least one token.
+    pub tokens: &'a [i32],
+}
+
+/// A defect that is planted on purpose, so that a test can see it found.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// In layer 1, the first key of every step but the first is not written: attention reads what stood in the page.
+    StalePage,
+    /// After the first step, positions are one too high.
+    PositionAfterChunk,
+    /// Equal router scores go to the highest expert where a step has several tokens.
+    RouterTieByBatch,
+    /// Experts are summed in the order of their numbers where a step has several tokens.
+    ExpertsByArrival,
+    /// The window of the first token of every step but the first stands one position too early.
+    WindowAtChunkBorder,
+}
+
+/// The tokens of one step.
+pub(crate) struct Step {
+    /// Rows of each feed.
+    starts: Vec<usize>,
+    /// Label and position of each row.
+    pub places: Vec<(usize, usize)>,
+}
+
+impl Step {
+    /// Tokens in the step.
+    pub fn rows(&self) -> usize {
+        self.places.len()
+    }
+
+    fn feed_rows(&self, feed: usize) -> Range<usize> {
+        self.starts[feed]..self.starts[feed + 1]
+    }
+
+    /// The faults of routing.
+    pub fn plant_in_routing(&self, fault: Option<Fault>, logits: &[f32], index: &mut [i32]) {
+        if fault != Some(Fault::RouterTieByBatch) || self.rows() == 1 {
+            return;
+        }
+        let (experts, chosen) = (logits.len() / self.rows(), index.len() / self.rows());
+        for (t, logits) in logits.chunks_exact(experts).enumerate() {
+            let index = &mut index[t * chosen..][..chosen];
+            for r in 0..chosen {
+                let tied = |e: &usize| logits[*e] == logits[index[r] as usize] && !index.contains(&(*e as i32));
+                if let Some(other) = (0..experts).rev().find(tied) {
+                    index[r] = other as i32;
+                }
+            }
+        }
+    }
+}
+
 impl<A: Element> Decoder<A> {
     /// Takes every tensor that `config` describes out of `weights` and packs the matrices.
     pub fn load(config: &Config, mut weights: Weights, cpu: &Cpu) -> Result<Decoder<A>, ModelError> {
         let c = config;
         let w = &mut weights;
-        let embed = w.take("model.embed_tokens.weight", &[c.vocab, c.hidden])?;
-        let mut layers = Vec::new();
-        for i in 0..c.layers {
-            layers.push(Layer::load(c, i, w, cpu)?);
+        for extra in 0..c.extra_layers {
+            w.drop_prefix(&format!("model.layers.{}.", c.layers + extra));
         }
-        let final_norm = convert(&w.take("model.norm.weight", &[c.hidden])?);
-        let head = "lm_head.weight";
-        let own = match c.tied {
+        // The largest tensors first: what is read of one is given back before the model has its whole size.
+        let (table, head) = ("model.embed_tokens.weight", "lm_head.weight");
+        let mut embed = Some(w.take::<A>(table, &[c.vocab, c.hidden])?);
+        if c.tied && w.contains(head) {
             // Some tied folders store the table a second time: then it must be the same table.
-            true if w.contains(head) => {
-                let path = w.path(head);
-                if w.take(head, &[c.vocab, c.hidden])? != embed {
-                    let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
-                    return Err(ModelError::tensor(&path, head, why));
-                }
-                None
+            let path = w.path(head);
+            if !same_bits(&w.take::<A>(head, &[c.vocab, c.hidden])?, embed.as_deref().expect("it was just read")) {
+                let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
+                return Err(ModelError::tensor(&path, head, why));
             }
-            true => None,
-            false => Some(w.take(head, &[c.vocab, c.hidden])?),
-        };
-        let lm_head = pack::<A>(cpu, c.vocab, c.hidden, own.as_deref().unwrap_or(&embed))?;
+        }
+        let own = if c.tied { embed.take() } else { Some(w.take(head, &[c.vocab, c.hidden])?) };
+        let lm_head = PackedWeight::pack(cpu, c.vocab, c.hidden, &own.expect("tied or its own"))?;
+        let mut layers = Vec::new();
+        for layer in 0..c.layers {
+            layers.push(Layer::load(&mut Loader { config: c, cpu, weights: w, layer })?);
+        }
+        let final_norm = w.take("model.norm.weight", &[c.hidden])?;
         weights.finish()?;
-        let inv_freq = inv_freq(c.rope_theta, c.head_dim);
-        Ok(Decoder { config: c.clone(), inv_freq, embed, layers, final_norm, lm_head })
+        Ok(Decoder { config: c.clone(), embed, layers, final_norm, lm_head })
     }
 
-    /// An empty cache for `batch` sequences of up to `capacity` tokens.
-    pub fn cache(&self, batch: usize, capacity: usize) -> Result<KvCache<A>, ModelError> {
-        KvCache::new(self.layers.len(), batch, capacity, self.config.kv_width())
+    /// Sizes and parameters.
+    pub fn config(&self) -> &Config {
+        &self.config
     }
 
-    /// Runs the next `T` tokens of every sequence in `cache`: `tokens[B,T] -> logits[B,T,V]`, or `[B,V]` for the last rows.
+    /// Elements of one position in a cache: of its keys and of its values.
+    pub fn cache_widths(&self) -> [usize; 2] {
+        [self.config.k_width(), self.config.v_width()]
+    }
+
+    /// Cosines and sines of a step, by the length that each sequence has declared.
+    fn angles(&self, cpu: &Cpu, step: &Step, feeds: &[Feed], cache: &KvCache<A>, pos: &[i32]) -> RopeTable {
+        let rotary = &self.config.rotary;
+        let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+        let mut limits = Vec::with_capacity(pos.len());
+        for (i, feed) in feeds.iter().enumerate() {
+            let limit = rotary.class_of(cache.limit(feed.sequence));
+            by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
+            limits.extend(step.feed_rows(i).map(|_| limit));
+        }
+        RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
+    }
+
+    /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the feeds.
     ///
-    /// The caller has checked that every token is below V and that `tokens` is a whole number of times the batch.
-    pub fn forward(
+    /// The caller has checked that every token is below V, that a sequence is fed once and that every feed has a token.
+    ///
+    /// # Errors
+    /// More positions than a sequence declared; too little memory; what an op or the probe refuses.
+    pub fn step(
         &self,
         cpu: &Cpu,
-        tokens: &[i32],
+        feeds: &[Feed],
         cache: &mut KvCache<A>,
         rows: Rows,
+        watch: &mut Watch,
     ) -> Result<Vec<f32>, ModelError> {
         let c = &self.config;
-        let (n, batch) = (tokens.len(), cache.batch());
-        let len = n / batch;
-        cache.check_room(len)?;
-        let (start, end) = (cache.len() as i32, (cache.len() + len) as i32);
-        let pos: Vec<i32> = (0..batch).flat_map(|_| start..end).collect();
-        let kv_len = vec![end; batch];
-        let angles = RopeTable::new(cpu, &self.inv_freq, &pos);
-
-        let attention_shape = Attention {
-            batch,
-            queries: len,
-            keys: cache.capacity(),
-            q_heads: c.q_heads,
-            kv_heads: c.kv_heads,
-            head_dim: c.head_dim,
-            value_dim: c.head_dim,
-            scale: 1.0 / (c.head_dim as f64).sqrt(),
-            causal: true,
-            window: 0,
-            softcap: 0.0,
-            tf32: Tf32::Disabled,
+        let (mut step, mut tokens) = (Step { starts: vec![0], places: Vec::new() }, Vec::new());
+        for feed in feeds {
+            cache.reserve(feed.sequence, feed.tokens.len())?;
+            let start = cache.len(feed.sequence);
+            step.places.extend((start..start + feed.tokens.len()).map(|pos| (feed.label, pos)));
+            step.starts.push(step.places.len());
+            tokens.extend_from_slice(feed.tokens);
+        }
+        let n = step.rows();
+        let pos: Vec<i32> = step.places.iter().map(|&(_, pos)| pos as i32).collect();
+        let later = |i: usize| cache.len(feeds[i].sequence) > 0;
+        let angles = if watch.fault == Some(Fault::PositionAfterChunk) {
+            let mut wrong = pos.clone();
+            for i in (0..feeds.len()).filter(|&i| later(i)) {
+                wrong[step.feed_rows(i)].iter_mut().for_each(|p| *p += 1);
+            }
+            self.angles(cpu, &step, feeds, cache, &wrong)
+        } else {
+            self.angles(cpu, &step, feeds, cache, &pos)
         };
-        let norm =
-            |rows: usize, n: usize| RmsNorm { rows, n, eps: c.rms_eps, rounding: Rounding::Once, weight_offset: false };
-        let rotation = |heads: usize| Rope { tokens: n, heads, dim: c.head_dim, pairing: Pairing::Half };
-        let norm_rotation = |heads: usize| NormRope {
-            tokens: n,
-            heads,
-            dim: c.head_dim,
+        let mut windowed_pos = pos.clone();
+        if watch.fault == Some(Fault::WindowAtChunkBorder) {
+            for i in (0..feeds.len()).filter(|&i| later(i)) {
+                windowed_pos[step.starts[i]] -= 1;
+            }
+        }
+        let kv_len: Vec<i32> = feeds.iter().map(|feed| (cache.len(feed.sequence) + feed.tokens.len()) as i32).collect();
+        let table = cache.table(feeds.iter().map(|feed| feed.sequence));
+        let q_start: Vec<i32> = step.starts.iter().map(|&start| start as i32).collect();
+        let norm = |rows: usize| RmsNorm {
+            rows,
+            n: c.hidden,
             eps: c.rms_eps,
             rounding: Rounding::Once,
-            weight_offset: false,
-            pairing: Pairing::Half,
+            weight_offset: c.weight_offset,
         };
 
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
         let (mut x, mut y, mut sum) =
-            (buffer::<f32>(&[n, c.hidden])?, buffer(&[n, c.hidden])?, buffer(&[n, c.hidden])?);
+            (buffer::<f32>(&[n, c.hidden])?, buffer::<f32>(&[n, c.hidden])?, buffer::<f32>(&[n, c.hidden])?);
         let mut a: Vec<A> = buffer(&[n, c.hidden])?;
-        // Queries and attention output [n, Hq, D]; keys and values [n, Hkv, D]; f32 until the rotation has run.
-        let (mut q, mut k) = (buffer::<f32>(&[n, c.q_width()])?, buffer::<f32>(&[n, c.kv_width()])?);
-        let (mut queries, mut heads) = (buffer::<A>(&[n, c.q_width()])?, buffer::<A>(&[n, c.q_width()])?);
-        let (mut keys, mut values) = (buffer::<A>(&[n, c.kv_width()])?, buffer::<A>(&[n, c.kv_width()])?);
+        // Attention output [n, Hq, E].
+        let mut heads: Vec<A> = buffer(&[n, c.q_heads, c.value_dim])?;
         let mut lse = buffer(&[n, c.q_heads])?;
-        // MLP: [n, intermediate].
-        let (mut gate, mut up) = (buffer::<f32>(&[n, c.intermediate])?, buffer::<f32>(&[n, c.intermediate])?);
-        let mut inner: Vec<A> = buffer(&[n, c.intermediate])?;
 
-        embedding(cpu, c.hidden, &self.embed, tokens, &mut x)?;
+        match &self.embed {
+            Some(embed) => embedding(cpu, c.hidden, embed, &tokens, &mut x)?,
+            None => embedding_packed(cpu, &self.lm_head, &tokens, &mut x)?,
+        }
+        if let Some(factor) = c.embed_scale {
+            scale(cpu, factor, &x, &mut sum)?;
+            std::mem::swap(&mut x, &mut sum);
+        }
+        watch.see(None, "embed", &step, &x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
-                rms_norm(cpu, &norm(n, c.hidden), &x, &layer.input_norm, &mut a)?;
+                rms_norm(cpu, &norm(n), &x, &layer.input_norm, &mut a)?;
             } else {
-                add_rms_norm(cpu, &norm(n, c.hidden), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
+                add_rms_norm(cpu, &norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
                 std::mem::swap(&mut x, &mut sum);
+                watch.see(Some(i - 1), "sum", &step, &x)?;
             }
-            layer.q.apply(cpu, n, &a, &mut q)?;
-            layer.k.apply(cpu, n, &a, &mut k)?;
-            layer.v.apply(cpu, n, &a, &mut values)?;
-            match &layer.qk_norm {
-                Some((q_norm, k_norm)) => {
-                    norm_rope(cpu, &norm_rotation(c.q_heads), &angles, &q, q_norm, &mut queries)?;
-                    norm_rope(cpu, &norm_rotation(c.kv_heads), &angles, &k, k_norm, &mut keys)?;
-                }
-                None => {
-                    rope(cpu, &rotation(c.q_heads), &angles, &q, &mut queries)?;
-                    rope(cpu, &rotation(c.kv_heads), &angles, &k, &mut keys)?;
+            watch.see(Some(i), "input_norm", &step, &a)?;
+            let Projected { q, k, v } = layer.projections.apply(cpu, c, &step, &angles, &a)?;
+            watch.see(Some(i), "q", &step, &q)?;
+            watch.see(Some(i), "k", &step, &k)?;
+            watch.see(Some(i), "v", &step, &v)?;
+            for (f, feed) in feeds.iter().enumerate() {
+                let start = cache.len(feed.sequence);
+                for (row, at) in step.feed_rows(f).zip(start..) {
+                    if watch.fault == Some(Fault::StalePage) && i == 1 && at == start && start > 0 {
+                        continue;
+                    }
+                    let (k, v) = (&k[row * c.k_width()..][..c.k_width()], &v[row * c.v_width()..][..c.v_width()]);
+                    cache.write(i, feed.sequence, at, k, v);
                 }
             }
-            cache.append(i, len, &keys, &values)?;
-            attention(
-                cpu,
-                &attention_shape,
-                &queries,
-                cache.keys(i),
-                cache.values(i),
-                &pos,
-                &kv_len,
-                &mut heads,
-                &mut lse,
-            )?;
-            layer.o.apply(cpu, n, &heads, &mut y)?;
+            let shape = Attention {
+                batch: feeds.len(),
+                queries: n,
+                keys: cache.rows(),
+                q_heads: c.q_heads,
+                kv_heads: c.kv_heads,
+                head_dim: c.key_dim,
+                value_dim: c.value_dim,
+                scale: c.scale,
+                causal: true,
+                window: c.windows[i],
+                softcap: c.attention_softcap,
+                tf32: Tf32::Disabled,
+            };
+            let keys = Keys::Paged { page_size: cache.page_size(), table: &table };
+            let sequences = Sequences { q_start: Some(&q_start), keys };
+            let (k, v) = cache.layer(i);
+            let pos = if c.windows[i] > 0 { &windowed_pos } else { &pos };
+            attention_over(cpu, &shape, &sequences, &q, k, v, pos, &kv_len, &mut heads, &mut lse)?;
+            watch.see(Some(i), "attention", &step, &heads)?;
+            layer.o.apply_to(cpu, n, &heads, &mut y)?;
+            watch.see(Some(i), "o", &step, &y)?;
+            if let Some(w) = &layer.post_attention_norm {
+                rms_norm(cpu, &norm(n), &y, w, &mut sum)?;
+                std::mem::swap(&mut y, &mut sum);
+                watch.see(Some(i), "post_attention_norm", &step, &y)?;
+            }
 
             // MLP block.
-            add_rms_norm(cpu, &norm(n, c.hidden), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
+            add_rms_norm(cpu, &norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
             std::mem::swap(&mut x, &mut sum);
-            layer.gate.apply(cpu, n, &a, &mut gate)?;
-            layer.up.apply(cpu, n, &a, &mut up)?;
-            silu_mul(cpu, &gate, &up, &mut inner)?;
-            layer.down.apply(cpu, n, &inner, &mut y)?;
+            watch.see(Some(i), "attention_sum", &step, &x)?;
+            watch.see(Some(i), "mlp_norm", &step, &a)?;
+            match &layer.mlp {
+                LayerMlp::Dense(mlp) => mlp.apply_to(cpu, n, &a, &mut y)?,
+                LayerMlp::Sparse(mixture) => mixture.apply(cpu, &step, i, &a, &mut y, watch)?,
+            }
+            watch.see(Some(i), "mlp", &step, &y)?;
+            if let Some(w) = &layer.post_mlp_norm {
+                rms_norm(cpu, &norm(n), &y, w, &mut sum)?;
+                std::mem::swap(&mut y, &mut sum);
+                watch.see(Some(i), "post_mlp_norm", &step, &y)?;
+            }
         }
-        cache.advance(len)?;
+        for feed in feeds {
+            cache.advance(feed.sequence, feed.tokens.len());
+        }
         add(cpu, &x, &y, &mut sum)?;
+        watch.see(Some(c.layers - 1), "sum", &step, &sum)?;
 
-        let x = match rows {
-            Rows::All => sum,
-            Rows::Last => sum.chunks_exact(len * c.hidden).flat_map(|s| &s[(len - 1) * c.hidden..]).copied().collect(),
+        let (x, step) = match rows {
+            Rows::All => (sum, step),
+            Rows::Last => {
+                let last: Vec<usize> = step.starts[1..].iter().map(|end| end - 1).collect();
+                let x = last.iter().flat_map(|&row| &sum[row * c.hidden..][..c.hidden]).copied().collect();
+                let places = last.iter().map(|&row| step.places[row]).collect();
+                (x, Step { starts: (0..=last.len()).collect(), places })
+            }
         };
-        let n = x.len() / c.hidden;
-        rms_norm(cpu, &norm(n, c.hidden), &x, &self.final_norm, &mut a[..n * c.hidden])?;
-        let mut logits = buffer(&[n, c.vocab])?;
-        gemm_packed(cpu, n, &a[..n * c.hidden], &self.lm_head, None, &mut logits)?;
+        let n = step.rows();
+        let a = &mut a[..n * c.hidden];
+        rms_norm(cpu, &norm(n), &x, &self.final_norm, a)?;
+        watch.see(None, "final_norm", &step, a)?;
+        let mut logits: Vec<f32> = buffer(&[n, c.vocab])?;
+        gemm_packed(cpu, n, a, &self.lm_head, None, &mut logits)?;
+        if c.logit_softcap > 0.0 {
+            let mut capped = buffer(&[n, c.vocab])?;
+            softcap(cpu, c.logit_softcap, &logits, &mut capped)?;
+            logits = capped;
+        }
+        watch.see(None, "logits", &step, &logits)?;
         Ok(logits)
     }
 }
 
 impl<A: Element> Layer<A> {
-    fn load(c: &Config, i: usize, w: &mut Weights, cpu: &Cpu) -> Result<Layer<A>, ModelError> {
-        let name = |part: &str| format!("model.layers.{i}.{part}");
-        let mut linear = |part: &str, n: usize, k: usize, bias: bool| -> Result<Linear<A>, ModelError> {
-            let weight = pack::<A>(cpu, n, k, &w.take(&name(&format!("{part}.weight")), &[n, k])?)?;
-            let bias = bias.then(|| w.take(&name(&format!("{part}.bias")), &[n])).transpose()?;
-            Ok(Linear { weight, bias: bias.map(|b| convert(&b)) })
+    fn load(loader: &mut Loader) -> Result<Layer<A>, ModelError> {
+        let c = loader.config;
+        let projections = Projections::load(loader)?;
+        let o_bias = c.o_bias || c.latent.is_some_and(|latent| latent.bias);
+        let o = loader.linear("self_attn.o_proj", c.hidden, c.q_heads * c.value_dim, o_bias)?;
+        let mlp = match c.mlps[loader.layer] {
+            Mlp::Dense(width) => LayerMlp::Dense(loader.gated("mlp", PROJECTIONS, width)?),
+            Mlp::Sparse => LayerMlp::Sparse(Mixture::load(loader, c.experts.expect("sparse layers have experts"))?),
         };
-        let qkv_bias = c.family == Family::Qwen2;
-        let q = linear("self_attn.q_proj", c.q_width(), c.hidden, qkv_bias)?;
-        let k = linear("self_attn.k_proj", c.kv_width(), c.hidden, qkv_bias)?;
-        let v = linear("self_attn.v_proj", c.kv_width(), c.hidden, qkv_bias)?;
-        let o = linear("self_attn.o_proj", c.hidden, c.q_width(), false)?;
-        let gate = linear("mlp.gate_proj", c.intermediate, c.hidden, false)?;
-        let up = linear("mlp.up_proj", c.intermediate, c.hidden, false)?;
-        let down = linear("mlp.down_proj", c.hidden, c.intermediate, false)?;
-        let mut norm =
-            |part: &str, n: usize| Ok::<_, ModelError>(convert(&w.take(&name(&format!("{part}.weight")), &[n])?));
-        let qk_norm = match c.family {
-            Family::Qwen3 => Some((norm("self_attn.q_norm", c.head_dim)?, norm("self_attn.k_norm", c.head_dim)?)),
-            Family::Qwen2 | Family::Llama => None,
+        let mut norm = |part: &str| loader.vector(&format!("{part}.weight"), c.hidden);
+        let input_norm = norm("input_layernorm")?;
+        // What stands before the MLP has this name only where nothing stands behind the attention.
+        let (post_attention_norm, mlp_norm, post_mlp_norm) = if c.post_norms {
+            let behind = norm("post_attention_layernorm")?;
+            (Some(behind), norm("pre_feedforward_layernorm")?, Some(norm("post_feedforward_layernorm")?))
+        } else {
+            (None, norm("post_attention_layernorm")?, None)
         };
-        let input_norm = norm("input_layernorm", c.hidden)?;
-        let mlp_norm = norm("post_attention_layernorm", c.hidden)?;
-        Ok(Layer { input_norm, q, k, v, qk_norm, o, mlp_norm, gate, up, down })
+        Ok(Layer { input_norm, projections, o, post_attention_norm, mlp_norm, mlp, post_mlp_norm })
     }
 }
 
-impl<A: Element> Linear<A> {
-    /// `x[M,K] -> y[M,N]`
-    fn apply<O: Element>(&self, cpu: &Cpu, m: usize, x: &[A], y: &mut [O]) -> Result<(), ModelError> {
-        Ok(gemm_packed(cpu, m, x, &self.weight, self.bias.as_deref(), y)?)
-    }
-}
-
-/// Packs `w[N,K]` as `A`.
-fn pack<A: Element>(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<PackedWeight, ModelError> {
-    Ok(PackedWeight::pack(cpu, n, k, &convert::<A>(w))?)
-}
-
-/// The same values as `T`, bf16 or f32: exact for both.
-fn convert<T: Element>(w: &[bf16]) -> Vec<T> {
-    w.iter().map(|w| T::narrow(w.widen())).collect()
+fn same_bits<A: Element>(a: &[A], b: &[A]) -> bool {
+    a.iter().zip(b).all(|(a, b)| a.widen().to_bits() == b.widen().to_bits())
 }

@@ -1,8 +1,10 @@
 //! Greedy continuation of a text.
 
-use crate::config::read_object;
-use crate::decoder::{Decoder, Rows};
-use crate::{Config, ModelError};
+use crate::decoder::{Decoder, Feed, Rows};
+use crate::fields::read_object;
+use crate::kv_cache::KvCache;
+use crate::watch::Watch;
+use crate::{Config, ModelError, PAGE_SIZE, PageOrder};
 use samebits_ops::{Cpu, Element, argmax};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,10 +33,6 @@ pub enum Stop {
     MaxPositions,
 }
 
-/// The KV cache begins with the prompt's positions, grows to at least this many and then by doubling, so that a large
-/// `max_tokens` costs memory only when it is used.
-const FIRST_GROWTH: usize = 256;
-
 /// `tokenizer.json`, and whether bos is left to the model.
 pub(crate) struct Tokenizer {
     path: PathBuf,
@@ -57,7 +55,7 @@ impl Tokenizer {
     }
 
     /// The tokens of `prompt` behind bos.
-    fn encode(&self, config: &Config, prompt: &str) -> Result<Vec<i32>, ModelError> {
+    pub fn encode(&self, config: &Config, prompt: &str) -> Result<Vec<i32>, ModelError> {
         let encoding = self
             .inner
             .encode(prompt, true)
@@ -90,37 +88,37 @@ impl Tokenizer {
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.
 pub(crate) fn greedy<A: Element>(
     decoder: &Decoder<A>,
-    config: &Config,
     tokenizer: &Tokenizer,
     cpu: &Cpu,
     prompt: &str,
     max_tokens: usize,
 ) -> Result<Generation, ModelError> {
+    let config = decoder.config();
     let prompt = tokenizer.encode(config, prompt)?;
     if prompt.is_empty() {
         return Err(ModelError::input("prompt", "has no tokens and the model has no bos; pass some text"));
     }
     config.check_tokens("prompt", &prompt, prompt.len())?;
 
-    let mut cache = decoder.cache(1, prompt.len())?;
+    let mut cache = KvCache::new(config.layers, decoder.cache_widths(), PAGE_SIZE, PageOrder::Ascending);
+    let sequence = cache.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
     let mut fed = prompt.clone();
     let mut tokens = Vec::new();
     let stop = loop {
         if tokens.len() >= max_tokens {
             break Stop::MaxTokens;
         }
-        if cache.len() + fed.len() > config.max_positions {
+        if cache.len(sequence) + fed.len() > config.max_positions {
             break Stop::MaxPositions;
         }
-        if cache.len() + fed.len() > cache.capacity() {
-            cache.grow((cache.capacity() * 2).max(FIRST_GROWTH).min(config.max_positions))?;
-        }
-        let logits = decoder.forward(cpu, &fed, &mut cache, Rows::Last)?;
+        let feed = Feed { sequence, label: 0, tokens: &fed };
+        let logits = decoder.step(cpu, &[feed], &mut cache, Rows::Last, &mut Watch::default())?;
         let mut next = [0];
         argmax(cpu, 1, config.vocab, &logits, &mut next)?;
         // argmax ranks NaN highest, so one look tells.
         if logits[next[0] as usize].is_nan() {
-            let why = format!("the logits after position {} are NaN; its weights overflow f32", cache.len() - 1);
+            let why =
+                format!("the logits after position {} are NaN; its weights overflow f32", cache.len(sequence) - 1);
             return Err(ModelError::input("model", why));
         }
         if config.eos.contains(&next[0]) {

@@ -1,26 +1,43 @@
 //! Decoder language models built from the public ops of `samebits-ops` and nothing else.
 //!
-//! [`Model::load`] reads a Hugging Face folder (`config.json`, `model.safetensors` whole or in shards, `tokenizer.json`)
-//! of the families qwen3, qwen2 and llama. [`Model::forward`] returns logits and [`Model::generate`] continues a text.
-//! However the same tokens are scheduled, batched, threaded or vectorised, the logits have the same bits: every op keeps
-//! its order of summation, and the forward adds no arithmetic of its own.
+//! [`Model::load`] reads a Hugging Face folder (`config.json`, `model.safetensors` whole or in shards, `tokenizer.json`) of
+//! one of the families of [`Family`]. [`Model::forward`] returns logits, [`Model::generate`] continues a text.
+//! However the same tokens are scheduled, batched, threaded or vectorised, and in whatever pages their keys stand, the
+//! logits have the same bits: every op keeps its order of summation, and the forward adds no arithmetic of its own.
 //!
 //! Nothing in a folder is trusted: a file that is missing, damaged or asks for something this crate does not compute is
 //! a [`ModelError`], one line naming the file, the field or tensor, and what would be right.
 
+mod audit;
 mod config;
 mod decoder;
 mod error;
+mod experts;
+mod families;
+mod fields;
 mod generate;
+mod heads;
 mod kv_cache;
+mod linear;
 mod model;
 #[cfg(test)]
 mod reference;
+mod rollout;
+mod rotary;
 mod schedule;
+mod watch;
 mod weights;
 
-pub use config::{Config, Family};
+pub use audit::{Audit, Finding, TensorReport};
+pub use config::{Activation, Config, Experts, Latent, Mlp};
+#[doc(hidden)]
+pub use decoder::Fault;
 pub use error::ModelError;
+pub use families::Family;
 pub use generate::{Generation, Stop};
+pub use kv_cache::PageOrder;
 pub use model::{Model, Precision};
-pub use schedule::{Grouping, Schedule};
+pub use rollout::{Sample, Sampling, Serving, Timing};
+pub use rotary::{Rotary, Scaling};
+pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
+pub use watch::{Probe, Seen, Tripwire};

@@ -1,10 +1,10 @@
-use crate::decoder::{Decoder, Rows};
+use crate::decoder::{Decoder, Feed, Rows};
 use crate::generate::{self, Generation, Tokenizer};
-use crate::kv_cache::buffer;
+use crate::kv_cache::{KvCache, buffer};
+use crate::watch::Watch;
 use crate::weights::Weights;
-use crate::{Config, Grouping, ModelError, Schedule};
-use half::bf16;
-use samebits_ops::{Cpu, Element};
+use crate::{Config, Grouping, ModelError, Run, Schedule};
+use samebits_ops::{Cpu, Element, bf16, f16};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
@@ -12,36 +12,64 @@ use std::sync::OnceLock;
 /// What matrix products and attention read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// The weights as stored; activations are rounded to bf16 where a product reads them.
+    /// Weights in bf16, rounded once where they are stored wider; activations are rounded to bf16 where a product reads
+    /// them.
     Bf16,
-    /// The weights widened exactly; nothing is rounded below f32.
+    /// The same with fp16.
+    Fp16,
+    /// Weights widened exactly; nothing is rounded below f32.
     Fp32,
+}
+
+impl Precision {
+    /// Every precision.
+    pub const ALL: [Precision; 3] = [Precision::Bf16, Precision::Fp16, Precision::Fp32];
+
+    /// `bf16`, `fp16` or `fp32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::Bf16 => "bf16",
+            Precision::Fp16 => "fp16",
+            Precision::Fp32 => "fp32",
+        }
+    }
 }
 
 impl FromStr for Precision {
     type Err = ModelError;
 
     fn from_str(text: &str) -> Result<Precision, ModelError> {
-        match text {
-            "bf16" => Ok(Precision::Bf16),
-            "fp32" => Ok(Precision::Fp32),
-            _ => Err(ModelError::input("precision", format!("`{text}` is not bf16 or fp32"))),
-        }
+        Precision::ALL
+            .into_iter()
+            .find(|precision| precision.name() == text)
+            .ok_or_else(|| ModelError::input("precision", format!("`{text}` is not bf16, fp16 or fp32")))
     }
 }
 
 /// A decoder language model with its weights in memory, packed for one [`Precision`].
 pub struct Model {
     dir: PathBuf,
-    config: Config,
-    weights: Packed,
+    pub(crate) weights: Packed,
     tokenizer: OnceLock<Tokenizer>,
 }
 
-enum Packed {
+pub(crate) enum Packed {
     Bf16(Decoder<bf16>),
+    Fp16(Decoder<f16>),
     Fp32(Decoder<f32>),
 }
+
+/// Calls a function that is generic over the precision with the model's decoder.
+macro_rules! with_decoder {
+    ($model:expr, $decoder:ident => $call:expr) => {
+        match &$model.weights {
+            $crate::model::Packed::Bf16($decoder) => $call,
+            $crate::model::Packed::Fp16($decoder) => $call,
+            $crate::model::Packed::Fp32($decoder) => $call,
+        }
+    };
+}
+pub(crate) use with_decoder;
 
 impl Model {
     /// Loads the Hugging Face folder `dir`; `cpu` packs the weights, which then run on any [`Cpu`].
@@ -50,25 +78,38 @@ impl Model {
     /// Any file, field or tensor that is missing, damaged, unexpected, not finite or asks for something unsupported.
     /// `tokenizer.json` is not needed before [`Model::generate`].
     pub fn load(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
+        Model::load_with(dir, precision, cpu, |_, _| {})
+    }
+
+    /// [`Model::load`], which calls `progress(read, total)` with bytes as it goes.
+    ///
+    /// # Errors
+    /// As [`Model::load`].
+    pub fn load_with(
+        dir: &Path,
+        precision: Precision,
+        cpu: &Cpu,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
-        let files = Weights::open(dir)?;
+        let files = Weights::open(dir)?.report_to(progress);
         let weights = match precision {
             Precision::Bf16 => Packed::Bf16(Decoder::load(&config, files, cpu)?),
+            Precision::Fp16 => Packed::Fp16(Decoder::load(&config, files, cpu)?),
             Precision::Fp32 => Packed::Fp32(Decoder::load(&config, files, cpu)?),
         };
-        Ok(Model { dir: dir.into(), config, weights, tokenizer: OnceLock::new() })
+        Ok(Model { dir: dir.into(), weights, tokenizer: OnceLock::new() })
     }
 
     /// Sizes and parameters.
     pub fn config(&self) -> &Config {
-        &self.config
+        with_decoder!(self, decoder => decoder.config())
     }
 
     /// `tokens[B,T] -> logits[B,T,V]` in f32, straight from the last product. `batch` is B and `len` is T.
     ///
     /// # Errors
-    /// No tokens, a length that is not `batch * len`, a token outside the vocabulary, more tokens than the model has
-    /// positions, or too little memory.
+    /// As [`Model::forward_run`]; a length that is not `batch * len`.
     pub fn forward(
         &self,
         cpu: &Cpu,
@@ -82,13 +123,40 @@ impl Model {
             let why = format!("there are {}; pass batch {batch} times length {len}, at least 1", tokens.len());
             return Err(ModelError::input("tokens", why));
         }
-        self.config.check_tokens("tokens", tokens, len)?;
-        if let Schedule::Chunk(0) = schedule {
-            return Err(ModelError::input("schedule", "chunk:0 makes no progress; use chunk:N with N at least 1"));
+        let sequences: Vec<&[i32]> = tokens.chunks_exact(len).collect();
+        self.forward_run(cpu, &sequences, Run { schedule, grouping, ..Run::default() })
+    }
+
+    /// Logits of some sequences, which may differ in length, one behind the other: `[tokens of all, V]`.
+    ///
+    /// # Errors
+    /// A sequence without tokens, a token outside the vocabulary, more tokens than the model has positions, a schedule that
+    /// makes no progress, too little memory, or what the probe refuses.
+    pub fn forward_run(&self, cpu: &Cpu, sequences: &[&[i32]], mut run: Run) -> Result<Vec<f32>, ModelError> {
+        for tokens in sequences {
+            self.config().check_tokens("tokens", tokens, tokens.len())?;
+            if tokens.is_empty() {
+                return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
+            }
         }
-        match &self.weights {
-            Packed::Bf16(decoder) => forward(decoder, cpu, tokens, batch, self.config.vocab, schedule, grouping),
-            Packed::Fp32(decoder) => forward(decoder, cpu, tokens, batch, self.config.vocab, schedule, grouping),
+        if run.limits.is_some_and(|limits| limits.len() != sequences.len()) {
+            return Err(ModelError::input("limits", "there must be one for each sequence"));
+        }
+        if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
+            let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
+            return Err(ModelError::input("schedule", why));
+        }
+        with_decoder!(self, decoder => forward(decoder, cpu, sequences, &mut run))
+    }
+
+    /// The tokenizer of the folder.
+    pub(crate) fn tokenizer(&self) -> Result<&Tokenizer, ModelError> {
+        match self.tokenizer.get() {
+            Some(tokenizer) => Ok(tokenizer),
+            None => {
+                let loaded = Tokenizer::load(&self.dir)?;
+                Ok(self.tokenizer.get_or_init(|| loaded))
+            }
         }
     }
 
@@ -102,17 +170,8 @@ impl Model {
     /// No usable `tokenizer.json`; a prompt without tokens, outside the vocabulary or longer than the model's positions;
     /// logits that are NaN.
     pub fn generate(&self, cpu: &Cpu, prompt: &str, max_tokens: usize) -> Result<Generation, ModelError> {
-        let tokenizer = match self.tokenizer.get() {
-            Some(tokenizer) => tokenizer,
-            None => {
-                let loaded = Tokenizer::load(&self.dir)?;
-                self.tokenizer.get_or_init(|| loaded)
-            }
-        };
-        match &self.weights {
-            Packed::Bf16(decoder) => generate::greedy(decoder, &self.config, tokenizer, cpu, prompt, max_tokens),
-            Packed::Fp32(decoder) => generate::greedy(decoder, &self.config, tokenizer, cpu, prompt, max_tokens),
-        }
+        let tokenizer = self.tokenizer()?;
+        with_decoder!(self, decoder => generate::greedy(decoder, tokenizer, cpu, prompt, max_tokens))
     }
 }
 
@@ -120,7 +179,7 @@ impl Config {
     /// An error unless every token is in the vocabulary and `len` tokens fit the model's positions.
     pub(crate) fn check_tokens(&self, what: &'static str, tokens: &[i32], len: usize) -> Result<(), ModelError> {
         if len > self.max_positions {
-            let why = format!("a sequence has {len}; max_position_embeddings is {}", self.max_positions);
+            let why = format!("a sequence has {len}; the model has {} positions", self.max_positions);
             return Err(ModelError::input(what, why));
         }
         let inside = |&token: &i32| usize::try_from(token).is_ok_and(|token| token < self.vocab);
@@ -134,34 +193,114 @@ impl Config {
     }
 }
 
-/// Feeds `tokens[B,T]` through the KV cache as scheduled: logits `[B,T,V]`.
+/// A sequence on its way through a schedule.
+struct Fed<'a> {
+    label: usize,
+    tokens: &'a [i32],
+    /// Positions it declares.
+    limit: usize,
+    /// Row of its first token in the logits.
+    row: usize,
+    /// Its number in the cache, once it has begun.
+    number: Option<usize>,
+    /// Tokens whose logits are there.
+    done: usize,
+}
+
+/// Feeds sequences through the KV cache as scheduled: logits `[tokens of all, V]`.
 fn forward<A: Element>(
     decoder: &Decoder<A>,
     cpu: &Cpu,
-    tokens: &[i32],
-    batch: usize,
-    vocab: usize,
-    schedule: Schedule,
-    grouping: Grouping,
+    sequences: &[&[i32]],
+    run: &mut Run,
 ) -> Result<Vec<f32>, ModelError> {
-    let len = tokens.len() / batch;
-    let group = match grouping {
-        Grouping::Together => batch,
+    let c = decoder.config();
+    let vocab = c.vocab;
+    let total: usize = sequences.iter().map(|tokens| tokens.len()).sum();
+    let mut logits = buffer(&[total, vocab])?;
+    let mut row = 0;
+    let mut fed: Vec<Fed> = Vec::new();
+    for (label, &tokens) in sequences.iter().enumerate() {
+        let limit = run.limits.map_or(tokens.len(), |limits| limits[label]).max(tokens.len());
+        fed.push(Fed { label, tokens, limit, row, number: None, done: 0 });
+        row += tokens.len();
+    }
+    let group = match run.grouping {
+        Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
-    let mut logits = buffer(&[tokens.len(), vocab])?;
-    for (tokens, logits) in tokens.chunks(group * len).zip(logits.chunks_mut(group * len * vocab)) {
-        let mut cache = decoder.cache(group, len)?;
-        let step = schedule.step(len);
-        for start in (0..len).step_by(step) {
-            let end = len.min(start.saturating_add(step));
-            let piece: Vec<i32> = tokens.chunks_exact(len).flat_map(|row| &row[start..end]).copied().collect();
-            let found = decoder.forward(cpu, &piece, &mut cache, Rows::All)?;
-            let rows = logits.chunks_exact_mut(len * vocab).zip(found.chunks_exact((end - start) * vocab));
-            for (row, found) in rows {
-                row[start * vocab..end * vocab].copy_from_slice(found);
-            }
+    let mut cache = KvCache::new(c.layers, decoder.cache_widths(), run.page_size, run.page_order);
+    for fed in fed.chunks_mut(group) {
+        let mut round = 0;
+        while fed.iter().any(|fed| fed.done < fed.tokens.len()) {
+            forward_round(decoder, cpu, fed, round, &mut cache, run, &mut logits)?;
+            round += 1;
         }
     }
     Ok(logits)
+}
+
+/// One step of a schedule for the sequences that take part in it.
+fn forward_round<A: Element>(
+    decoder: &Decoder<A>,
+    cpu: &Cpu,
+    fed: &mut [Fed],
+    round: usize,
+    cache: &mut KvCache<A>,
+    run: &mut Run,
+    logits: &mut [f32],
+) -> Result<(), ModelError> {
+    let vocab = decoder.config().vocab;
+    // By sequence: what is fed, and how much of it is right.
+    let mut pieces: Vec<(usize, Vec<i32>, usize)> = Vec::new();
+    for (i, fed) in fed.iter_mut().enumerate() {
+        let (len, left) = (fed.tokens.len(), fed.tokens.len() - fed.done);
+        let mut count = match run.schedule {
+            Schedule::Prefill => left,
+            Schedule::Decode => 1,
+            Schedule::Chunk(n) | Schedule::Speculative(n) => n,
+            Schedule::Prefix(n) if round == 0 => n,
+            Schedule::Prefix(_) => left,
+            Schedule::Mixed if i > round => 0,
+            Schedule::Mixed if i == round => len.div_ceil(2),
+            Schedule::Mixed => 1,
+        };
+        count = count.min(left);
+        if count == 0 {
+            continue;
+        }
+        let mut tokens = fed.tokens[fed.done..fed.done + count].to_vec();
+        let mut right = count;
+        if let Schedule::Speculative(_) = run.schedule {
+            right = 1 + round % count;
+            tokens[right..].iter_mut().for_each(|token| *token = (*token + 1) % vocab as i32);
+        }
+        fed.number.get_or_insert_with(|| cache.open(fed.limit));
+        pieces.push((i, tokens, right));
+    }
+    let number = |i: usize| fed[i].number.expect("it has begun");
+    let feeds: Vec<Feed> =
+        pieces.iter().map(|(i, tokens, _)| Feed { sequence: number(*i), label: fed[*i].label, tokens }).collect();
+    let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
+    let mut watch = Watch { probe, fault: run.fault };
+    let found = decoder.step(cpu, &feeds, cache, Rows::All, &mut watch)?;
+
+    let mut from = 0;
+    for (i, tokens, right) in &pieces {
+        let fed = &mut fed[*i];
+        let rows = &found[from * vocab..(from + right) * vocab];
+        logits[(fed.row + fed.done) * vocab..][..rows.len()].copy_from_slice(rows);
+        from += tokens.len();
+        fed.done += right;
+        let number = fed.number.expect("it has begun");
+        cache.truncate(number, fed.done);
+        if fed.done == fed.tokens.len() {
+            cache.close(number);
+        } else if matches!(run.schedule, Schedule::Prefix(_)) && round == 0 {
+            // The donor ends; what it began is gone on with by another.
+            fed.number = Some(cache.fork(number, fed.done, fed.limit));
+            cache.close(number);
+        }
+    }
+    Ok(())
 }

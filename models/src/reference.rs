@@ -1,11 +1,9 @@
 //! Logits of the checkpoints in `tests/checkpoints` against those that transformers recorded beside them.
 
-use crate::config::Config;
-use crate::decoder::{Decoder, Rows};
-use crate::weights::Weights;
-use half::bf16;
+use crate::{Model, ModelError, Precision, Probe, Run, Seen};
 use safetensors::SafeTensors;
-use samebits_ops::{Cpu, Element};
+use samebits_ops::{Cpu, bf16, f16};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
@@ -19,29 +17,74 @@ mod bounds {
     pub const FP32_MAX: f64 = 1e-4;
 }
 
-const CHECKPOINTS: [&str; 3] = ["qwen3-adder", "qwen2", "llama"];
+/// Checkpoints, and the precision of the run that is recorded beside the one in fp32.
+const CHECKPOINTS: [(&str, Precision); 17] = [
+    ("qwen3-adder", Precision::Bf16),
+    ("qwen2", Precision::Bf16),
+    ("llama", Precision::Bf16),
+    ("llama3", Precision::Bf16),
+    ("llama-linear", Precision::Fp16),
+    ("llama-dynamic", Precision::Bf16),
+    ("qwen2-yarn", Precision::Bf16),
+    ("qwen3", Precision::Bf16),
+    ("mistral", Precision::Bf16),
+    ("gemma2", Precision::Bf16),
+    ("phi3", Precision::Bf16),
+    ("phi3-short", Precision::Bf16),
+    ("phi3-partial", Precision::Bf16),
+    ("mixtral", Precision::Bf16),
+    ("qwen3-moe", Precision::Bf16),
+    ("deepseek-v2", Precision::Bf16),
+    ("deepseek-v3", Precision::Bf16),
+];
 
 struct Reference {
     dir: PathBuf,
     batch: usize,
     tokens: Vec<i32>,
     fp32: Vec<f32>,
-    bf16: Vec<f32>,
+    narrow: Vec<f32>,
+    /// Experts by layer and token in the fp32 run, ascending.
+    routing: Option<Vec<i32>>,
 }
 
-fn reference(name: &str) -> Reference {
+fn reference(name: &str, precision: Precision) -> Reference {
     let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
     let file = fs::read(dir.join("reference.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&file).unwrap();
-    let tensor = |name: &str| tensors.tensor(name).unwrap();
-    let words = |name: &str| tensor(name).data().chunks_exact(4).map(|b| b.try_into().unwrap()).collect::<Vec<_>>();
-    let halves = tensor("logits.bf16").data().chunks_exact(2).map(|b| b.try_into().unwrap()).collect::<Vec<_>>();
+    let words = |name: &str| -> Option<Vec<[u8; 4]>> {
+        Some(tensors.tensor(name).ok()?.data().chunks_exact(4).map(|b| b.try_into().unwrap()).collect())
+    };
+    let ints = |name: &str| words(name).map(|words| words.into_iter().map(i32::from_le_bytes).collect::<Vec<_>>());
+    let narrow = tensors.tensor(&format!("logits.{}", precision.name())).unwrap();
+    let narrow = narrow.data().chunks_exact(2).map(|b| match precision {
+        Precision::Fp16 => f16::from_le_bytes([b[0], b[1]]).to_f32(),
+        _ => bf16::from_le_bytes([b[0], b[1]]).to_f32(),
+    });
     Reference {
         dir,
-        batch: tensor("tokens").shape()[0],
-        tokens: words("tokens").into_iter().map(i32::from_le_bytes).collect(),
-        fp32: words("logits.fp32").into_iter().map(f32::from_le_bytes).collect(),
-        bf16: halves.into_iter().map(|b| bf16::from_le_bytes(b).to_f32()).collect(),
+        batch: tensors.tensor("tokens").unwrap().shape()[0],
+        tokens: ints("tokens").unwrap(),
+        fp32: words("logits.fp32").unwrap().into_iter().map(f32::from_le_bytes).collect(),
+        narrow: narrow.collect(),
+        routing: ints("routing"),
+    }
+}
+
+/// Keeps the experts of every layer.
+#[derive(Default)]
+struct Routing(BTreeMap<usize, Vec<i32>>);
+
+impl Probe for Routing {
+    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+        if let ("experts", Some(layer)) = (seen.site, seen.layer) {
+            for experts in seen.values.chunks(seen.values.len() / seen.tokens.len()) {
+                let mut experts: Vec<i32> = experts.iter().map(|&e| e as i32).collect();
+                experts.sort_unstable();
+                self.0.entry(layer).or_default().extend(experts);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -55,44 +98,38 @@ impl Reference {
         (rms, errors.fold(0.0, |a, b| if b <= a { a } else { b }))
     }
 
-    fn decoder<A: Element>(&self, cpu: &Cpu) -> Decoder<A> {
-        Decoder::load(&Config::load(&self.dir).unwrap(), Weights::open(&self.dir).unwrap(), cpu).unwrap()
-    }
-
-    fn logits<A: Element>(&self, cpu: &Cpu, decoder: &Decoder<A>) -> Vec<f32> {
-        let mut cache = decoder.cache(self.batch, self.tokens.len() / self.batch).unwrap();
-        decoder.forward(cpu, &self.tokens, &mut cache, Rows::All).unwrap()
+    /// Logits, and the experts as they are recorded.
+    fn run(&self, model: &Model) -> (Vec<f32>, Vec<i32>) {
+        let mut routing = Routing::default();
+        let sequences: Vec<&[i32]> = self.tokens.chunks_exact(self.tokens.len() / self.batch).collect();
+        let run = Run { probe: Some(&mut routing), ..Run::default() };
+        let logits = model.forward_run(&Cpu::best(), &sequences, run).unwrap();
+        (logits, routing.0.into_values().flatten().collect())
     }
 }
 
 #[test]
-fn bf16_is_at_least_as_accurate_as_transformers() {
-    let cpu = Cpu::best();
-    for name in CHECKPOINTS {
-        let reference = reference(name);
-        let (rms, max) = reference.errors(&reference.logits(&cpu, &reference.decoder::<bf16>(&cpu)));
-        let (their_rms, their_max) = reference.errors(&reference.bf16);
+fn a_narrow_forward_is_at_least_as_accurate_as_that_of_transformers() {
+    for (name, precision) in CHECKPOINTS {
+        let reference = reference(name, precision);
+        let (logits, routing) = reference.run(&Model::load(&reference.dir, precision, &Cpu::best()).unwrap());
+        // The recorded runs agree on every expert, so an error is one of rounding and not of another choice.
+        assert_eq!(routing, reference.routing.clone().unwrap_or_default(), "{name}: other experts");
+        let (rms, max) = reference.errors(&logits);
+        let (their_rms, their_max) = reference.errors(&reference.narrow);
         println!("{name}: rms {rms:.3e} of {their_rms:.3e}, max {max:.3e} of {their_max:.3e}");
         assert!(rms <= bounds::BF16_RMS * their_rms, "{name}: rms {rms}, theirs {their_rms}");
         assert!(max <= bounds::BF16_MAX * their_max, "{name}: max {max}, theirs {their_max}");
     }
 }
 
-/// qwen2 and llama were recorded by models that had been cast to bf16 as a whole, which rounds the rotary frequencies
-/// too, and back. A model loaded from the folder has them in f32, so their fp32 logits are off by 2e-3 of the largest
-/// logit. With frequencies rounded the same way, everything else must agree.
 #[test]
 fn fp32_is_that_of_transformers() {
-    let cpu = Cpu::best();
-    for name in CHECKPOINTS {
-        let reference = reference(name);
-        let mut decoder = reference.decoder::<f32>(&cpu);
-        if name != "qwen3-adder" {
-            for frequency in &mut decoder.inv_freq {
-                *frequency = bf16::from_f32(*frequency).to_f32();
-            }
-        }
-        let (_, max) = reference.errors(&reference.logits(&cpu, &decoder));
+    for (name, precision) in CHECKPOINTS {
+        let reference = reference(name, precision);
+        let (logits, routing) = reference.run(&Model::load(&reference.dir, Precision::Fp32, &Cpu::best()).unwrap());
+        assert_eq!(routing, reference.routing.clone().unwrap_or_default(), "{name}: other experts");
+        let (_, max) = reference.errors(&logits);
         let largest = reference.fp32.iter().fold(0.0, |a, b| b.abs().max(a));
         println!("{name}: max {max:.3e}, {:.3e} of the largest logit", max / f64::from(largest));
         assert!(max <= bounds::FP32_MAX * f64::from(largest), "{name}: max {max}, largest logit {largest}");

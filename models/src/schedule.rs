@@ -1,4 +1,4 @@
-use crate::ModelError;
+use crate::{Fault, ModelError, PageOrder, Probe};
 use std::fmt;
 use std::str::FromStr;
 
@@ -11,33 +11,39 @@ pub enum Schedule {
     Decode,
     /// This many tokens (at least 1) at a time; the last piece may be shorter.
     Chunk(usize),
+    /// Every sequence joins one step after the one before it, with the first half of its tokens at once and the others one
+    /// at a time: some prefill while others decode.
+    Mixed,
+    /// This many tokens (at least 1) at a time, some of them wrongly guessed: those and what follows them are forgotten and
+    /// fed again.
+    Speculative(usize),
+    /// The first so many tokens (at least 1) come from the cache of another sequence that began with them; the others at
+    /// once.
+    Prefix(usize),
 }
 
-impl Schedule {
-    /// Tokens per step for a sequence of `len`.
-    pub(crate) fn step(self, len: usize) -> usize {
-        match self {
-            Schedule::Prefill => len,
-            Schedule::Decode => 1,
-            Schedule::Chunk(n) => n,
-        }
-    }
-}
+/// Names and their schedules with a number.
+const COUNTED: [(&str, fn(usize) -> Schedule); 3] =
+    [("chunk:", Schedule::Chunk), ("speculative:", Schedule::Speculative), ("prefix:", Schedule::Prefix)];
 
 impl FromStr for Schedule {
     type Err = ModelError;
 
     fn from_str(text: &str) -> Result<Schedule, ModelError> {
-        let refuse =
-            || ModelError::input("schedule", format!("`{text}` is not prefill, decode or chunk:N with N at least 1"));
         match text {
-            "prefill" => Ok(Schedule::Prefill),
-            "decode" => Ok(Schedule::Decode),
-            _ => match text.strip_prefix("chunk:").map(str::parse) {
-                Some(Ok(n)) if n > 0 => Ok(Schedule::Chunk(n)),
-                _ => Err(refuse()),
-            },
+            "prefill" => return Ok(Schedule::Prefill),
+            "decode" => return Ok(Schedule::Decode),
+            "mixed" => return Ok(Schedule::Mixed),
+            _ => {}
         }
+        for (name, make) in COUNTED {
+            if let Some(n) = text.strip_prefix(name).and_then(|n| n.parse().ok()).filter(|&n| n > 0) {
+                return Ok(make(n));
+            }
+        }
+        let why =
+            format!("`{text}` is not prefill, decode, mixed, chunk:N, speculative:N or prefix:N with N at least 1");
+        Err(ModelError::input("schedule", why))
     }
 }
 
@@ -46,7 +52,10 @@ impl fmt::Display for Schedule {
         match self {
             Schedule::Prefill => f.write_str("prefill"),
             Schedule::Decode => f.write_str("decode"),
+            Schedule::Mixed => f.write_str("mixed"),
             Schedule::Chunk(n) => write!(f, "chunk:{n}"),
+            Schedule::Speculative(n) => write!(f, "speculative:{n}"),
+            Schedule::Prefix(n) => write!(f, "prefix:{n}"),
         }
     }
 }
@@ -81,13 +90,58 @@ impl fmt::Display for Grouping {
     }
 }
 
+/// How sequences are run; but for limits, probe and fault, nothing here may move a bit.
+pub struct Run<'a> {
+    /// How tokens are fed.
+    pub schedule: Schedule,
+    /// Who shares a step.
+    pub grouping: Grouping,
+    /// Positions in a page of the KV cache.
+    pub page_size: usize,
+    /// Which page is taken next.
+    pub page_order: PageOrder,
+    /// How many positions each sequence declares when it begins; `None`: as many as it has tokens. Only scalings of the
+    /// rotary positions that depend on the length look at it.
+    pub limits: Option<&'a [usize]>,
+    /// Who is shown what is computed on the way.
+    pub probe: Option<&'a mut dyn Probe>,
+    /// A defect planted on purpose.
+    #[doc(hidden)]
+    pub fault: Option<Fault>,
+}
+
+/// Positions in a page where nothing else is asked for.
+pub const PAGE_SIZE: usize = 64;
+
+impl Default for Run<'_> {
+    fn default() -> Self {
+        Run {
+            schedule: Schedule::Prefill,
+            grouping: Grouping::Together,
+            page_size: PAGE_SIZE,
+            page_order: PageOrder::Ascending,
+            limits: None,
+            probe: None,
+            fault: None,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn names_read_back() {
-        for schedule in [Schedule::Prefill, Schedule::Decode, Schedule::Chunk(1), Schedule::Chunk(70)] {
+        for schedule in [
+            Schedule::Prefill,
+            Schedule::Decode,
+            Schedule::Mixed,
+            Schedule::Chunk(1),
+            Schedule::Chunk(70),
+            Schedule::Speculative(4),
+            Schedule::Prefix(9),
+        ] {
             assert_eq!(schedule.to_string().parse::<Schedule>().unwrap(), schedule);
         }
         for grouping in [Grouping::Together, Grouping::Alone] {
@@ -97,9 +151,9 @@ mod tests {
 
     #[test]
     fn other_names_are_refused_with_the_choices() {
-        for text in ["", "chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:1.5", "Prefill", "decode "] {
+        for text in ["", "chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:1.5", "Prefill", "decode ", "prefix:0"] {
             let line = text.parse::<Schedule>().unwrap_err().to_string();
-            assert!(line.contains(&format!("`{text}`")) && line.contains("prefill, decode or chunk:N"), "{line}");
+            assert!(line.contains(&format!("`{text}`")) && line.contains("prefill, decode, mixed, chunk:N"), "{line}");
         }
         let line = "apart".parse::<Grouping>().unwrap_err().to_string();
         assert!(line.contains("`apart`") && line.contains("together or alone"), "{line}");

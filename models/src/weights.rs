@@ -1,16 +1,18 @@
-//! Memory-mapped safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`.
+//! Safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`.
 //!
 //! Every offset and size is checked against the file before a byte of data is read. A tensor leaves the set when it is
-//! taken, so that what is left at the end is what nobody asked for.
+//! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so that
+//! a model in memory is held once.
 
 use crate::ModelError;
-use crate::config::read_object;
-use half::bf16;
-use memmap2::Mmap;
+use crate::fields::read_object;
+use crate::kv_cache::buffer;
 use safetensors::tensor::{Dtype, TensorInfo};
+use samebits_ops::{Element, bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
@@ -18,33 +20,40 @@ const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// The tensors of a model folder that have not been taken yet.
-pub(crate) struct Weights {
-    /// Files and their bytes.
-    shards: Vec<(PathBuf, Mmap)>,
+pub(crate) struct Weights<'a> {
+    shards: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, Stored>,
     /// What a missing tensor is missing from.
     source: PathBuf,
+    /// Bytes of all tensors, and of those that have been taken.
+    total: u64,
+    taken: u64,
+    /// Called with both whenever they change.
+    progress: Box<dyn FnMut(u64, u64) + 'a>,
 }
 
 /// Where a tensor stands.
 #[derive(Debug, PartialEq)]
-struct Stored {
+pub(crate) struct Stored {
     shard: usize,
-    dtype: Dtype,
-    shape: Vec<usize>,
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
     /// Bytes in the shard, within its length.
-    bytes: Range<usize>,
+    bytes: Range<u64>,
 }
 
-impl Weights {
-    /// Maps the weights of the folder `dir` and checks every header.
-    pub fn open(dir: &Path) -> Result<Weights, ModelError> {
+/// Bytes read at a time.
+const BLOCK: usize = 1 << 20;
+
+impl<'a> Weights<'a> {
+    /// Opens the weights of the folder `dir` and checks every header.
+    pub fn open(dir: &Path) -> Result<Weights<'a>, ModelError> {
         let (whole, index) = (dir.join(WHOLE), dir.join(INDEX));
         match (whole.exists(), index.exists()) {
             (true, true) => Err(ModelError::file(&index, format!("stands beside {WHOLE}; keep one of them"))),
             (false, false) => Err(ModelError::file(dir, format!("has neither {WHOLE} nor {INDEX}"))),
             (true, false) => {
-                let mut weights = Weights { shards: Vec::new(), tensors: BTreeMap::new(), source: whole.clone() };
+                let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
                 Ok(weights)
             }
@@ -52,8 +61,19 @@ impl Weights {
         }
     }
 
-    fn open_shards(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
-        let mut weights = Weights { shards: Vec::new(), tensors: BTreeMap::new(), source: index.into() };
+    fn empty(source: &Path) -> Weights<'a> {
+        let (shards, tensors) = (Vec::new(), BTreeMap::new());
+        Weights { shards, tensors, source: source.into(), total: 0, taken: 0, progress: Box::new(|_, _| {}) }
+    }
+
+    /// Calls `progress(taken, total)`, in bytes, whenever a part of a tensor has been read.
+    pub fn report_to(mut self, progress: impl FnMut(u64, u64) + 'a) -> Weights<'a> {
+        self.progress = Box::new(progress);
+        self
+    }
+
+    fn open_shards(dir: &Path, index: &Path) -> Result<Weights<'a>, ModelError> {
+        let mut weights = Weights::empty(index);
         let map = match read_object(index)?.remove("weight_map") {
             Some(Value::Object(map)) => map,
             _ => return Err(ModelError::field(index, "weight_map", "is missing; it must map tensors to file names")),
@@ -88,27 +108,36 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Maps one file and adds its tensors.
+    /// Opens one file and adds its tensors.
     fn add_shard(&mut self, path: &Path) -> Result<(), ModelError> {
         let unreadable = |e: std::io::Error| ModelError::file(path, format!("cannot be read: {e}"));
-        let file = File::open(path).map_err(unreadable)?;
-        if !file.metadata().map_err(unreadable)?.is_file() {
+        let mut file = File::open(path).map_err(unreadable)?;
+        let metadata = file.metadata().map_err(unreadable)?;
+        if !metadata.is_file() {
             return Err(ModelError::file(path, "is not a file"));
         }
-        // SAFETY: the map is private and read-only, no reference into it outlives `self`, and its bytes are only ever
-        // copied out as plain integers, for which every bit pattern is valid. Another process that shortens the file
-        // meanwhile ends this one (SIGBUS): model files must not change while they are loaded.
-        let map = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
         let shard = self.shards.len();
-        for (name, stored) in read_header(path, &map, shard)? {
+        for (name, stored) in read_header(path, &mut file, metadata.len(), shard)? {
             if let Some(other) = self.tensors.get(&name) {
                 let other = self.shards[other.shard].0.display();
                 return Err(ModelError::tensor(path, &name, format!("stands in {other} too; keep one of them")));
             }
+            self.total += stored.bytes.end - stored.bytes.start;
             self.tensors.insert(name, stored);
         }
-        self.shards.push((path.into(), map));
+        self.shards.push((path.into(), file));
         Ok(())
+    }
+
+    /// The tensors that have not been taken, by name.
+    pub fn left(&self) -> impl Iterator<Item = (&String, &Stored)> {
+        self.tensors.iter()
+    }
+
+    /// Takes the elements of a tensor as they are, finite or not.
+    pub fn peek(&mut self, name: &str) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.remove(name).expect("it is listed");
+        self.read(name, &stored)
     }
 
     /// Whether the tensor is there and has not been taken.
@@ -121,27 +150,60 @@ impl Weights {
         self.tensors.get(name).map_or(&self.source, |stored| &self.shards[stored.shard].0).clone()
     }
 
-    /// Takes a BF16 tensor, which must have this shape and finite elements.
-    pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<Vec<bf16>, ModelError> {
+    /// Drops the tensors whose names begin so: they are no part of what is computed.
+    pub fn drop_prefix(&mut self, prefix: &str) {
+        self.tensors.retain(|name, _| !name.starts_with(prefix));
+    }
+
+    /// Takes a tensor, which must have this shape and finite elements, as `T`: exact, or rounded once where T is narrower
+    /// than what is stored.
+    pub fn take<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Vec<T>, ModelError> {
         let stored = self.tensors.remove(name).ok_or_else(|| {
             ModelError::tensor(&self.source, name, format!("is missing; config.json asks for it with shape {shape:?}"))
         })?;
-        let (path, map) = &self.shards[stored.shard];
+        let path = self.shards[stored.shard].0.clone();
         if stored.shape != shape {
             let why = format!("has shape {:?}; config.json asks for {shape:?}", stored.shape);
-            return Err(ModelError::tensor(path, name, why));
+            return Err(ModelError::tensor(&path, name, why));
         }
-        if stored.dtype != Dtype::BF16 {
-            return Err(ModelError::tensor(path, name, format!("is {}; weights must be BF16", stored.dtype)));
-        }
-        let bytes = &map[stored.bytes];
-        let data: Vec<bf16> =
-            bytes.chunks_exact(2).map(|b| bf16::from_bits(u16::from_le_bytes([b[0], b[1]]))).collect();
-        if let Some(index) = data.iter().position(|x| !x.is_finite()) {
-            let count = data.iter().filter(|x| !x.is_finite()).count();
-            let (at, value, total) = (coordinates(index, shape), data[index], data.len());
+        let data: Vec<T> = self.read(name, &stored)?;
+        if let Some(index) = data.iter().position(|x| !x.widen().is_finite()) {
+            let count = data.iter().filter(|x| !x.widen().is_finite()).count();
+            let (at, value, total) = (coordinates(index, shape), data[index].widen(), data.len());
             let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
-            return Err(ModelError::tensor(path, name, why));
+            // A finite weight that does not fit the dtype asked for.
+            let why = if stored.dtype == dtype_of::<T>() { why } else { format!("read as {}: {why}", T::NAME) };
+            return Err(ModelError::tensor(&path, name, why));
+        }
+        Ok(data)
+    }
+
+    /// The elements of a tensor as `T`, finite or not.
+    fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
+        let (path, file) = &mut self.shards[stored.shard];
+        let width = match stored.dtype {
+            Dtype::BF16 | Dtype::F16 => 2,
+            Dtype::F32 => 4,
+            other => {
+                let why = format!("is {other}; weights must be BF16, F16 or F32");
+                return Err(ModelError::tensor(path, name, why));
+            }
+        };
+        let unreadable = |e: std::io::Error| ModelError::tensor(path, name, format!("cannot be read: {e}"));
+        file.seek(SeekFrom::Start(stored.bytes.start)).map_err(unreadable)?;
+        let length = (stored.bytes.end - stored.bytes.start) as usize;
+        let mut data: Vec<T> = buffer(&[length / width])?;
+        let mut block = vec![0u8; BLOCK.min(length)];
+        for piece in data.chunks_mut(BLOCK / width) {
+            let bytes = &mut block[..piece.len() * width];
+            file.read_exact(bytes).map_err(unreadable)?;
+            match stored.dtype {
+                Dtype::BF16 => convert(bytes, piece, |b| bf16::from_le_bytes(b).widen()),
+                Dtype::F16 => convert(bytes, piece, |b| f16::from_le_bytes(b).widen()),
+                _ => convert(bytes, piece, f32::from_le_bytes),
+            }
+            self.taken += bytes.len() as u64;
+            (self.progress)(self.taken, self.total);
         }
         Ok(data)
     }
@@ -162,28 +224,58 @@ impl Weights {
     }
 }
 
+/// Little-endian words of N bytes as `T`.
+fn convert<T: Element, const N: usize>(bytes: &[u8], out: &mut [T], widen: impl Fn([u8; N]) -> f32) {
+    for (word, out) in bytes.as_chunks::<N>().0.iter().zip(out) {
+        *out = T::narrow(widen(*word));
+    }
+}
+
+/// The format's name of a storage type.
+fn dtype_of<T: Element>() -> Dtype {
+    match T::NAME {
+        "bf16" => Dtype::BF16,
+        "fp16" => Dtype::F16,
+        _ => Dtype::F32,
+    }
+}
+
 /// One path component that stays in the folder.
 fn is_file_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(part)), None) if part == name)
 }
 
-/// Reads and checks the header of shard number `shard`: its tensors in the order of their data.
+/// A header that is longer than this is no header.
+const MOST_HEADER: u64 = 1 << 30;
+
+/// Reads and checks the header of shard number `shard`, a file of `size` bytes: its tensors in the order of their data.
 ///
 /// The format's own reader is not asked: it does not say which tensor is wrong, and it adds offsets without looking for
 /// overflow.
-fn read_header(path: &Path, file: &[u8], shard: usize) -> Result<Vec<(String, Stored)>, ModelError> {
+fn read_header(
+    path: &Path,
+    file: &mut impl Read,
+    size: u64,
+    shard: usize,
+) -> Result<Vec<(String, Stored)>, ModelError> {
     let damaged = |why: String| ModelError::file(path, format!("is not a whole safetensors file: {why}"));
-    let length = file.first_chunk::<8>().ok_or_else(|| damaged(format!("it has {} bytes", file.len())))?;
-    let length = u64::from_le_bytes(*length);
-    let body = &file[8..];
-    if length > body.len() as u64 {
-        return Err(damaged(format!("its header claims {length} bytes, {} follow", body.len())));
+    let unreadable = |e: std::io::Error| ModelError::file(path, format!("cannot be read: {e}"));
+    let Some(body) = size.checked_sub(8) else { return Err(damaged(format!("it has {size} bytes"))) };
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(unreadable)?;
+    let length = u64::from_le_bytes(length);
+    if length > body {
+        return Err(damaged(format!("its header claims {length} bytes, {body} follow")));
     }
-    let (header, data) = body.split_at(length as usize);
-    let start = 8 + header.len();
+    if length > MOST_HEADER {
+        return Err(damaged(format!("its header claims {length} bytes; at most {MOST_HEADER} are read")));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header).map_err(unreadable)?;
+    let (start, data) = (8 + length, body - length);
     let header: Map<String, Value> =
-        serde_json::from_slice(header).map_err(|e| damaged(format!("its header is not a JSON object: {e}")))?;
+        serde_json::from_slice(&header).map_err(|e| damaged(format!("its header is not a JSON object: {e}")))?;
 
     let mut tensors = Vec::new();
     for (name, value) in header {
@@ -192,13 +284,13 @@ fn read_header(path: &Path, file: &[u8], shard: usize) -> Result<Vec<(String, St
         }
         let info: TensorInfo = serde_json::from_value(value)
             .map_err(|e| ModelError::tensor(path, &name, format!("has a malformed header entry: {e}")))?;
-        let (begin, end) = info.data_offsets;
-        if begin > end || end > data.len() {
-            let why = format!("has data_offsets [{begin}, {end}], but the file holds {} bytes of data", data.len());
+        let (begin, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+        if begin > end || end > data {
+            let why = format!("has data_offsets [{begin}, {end}], but the file holds {data} bytes of data");
             return Err(ModelError::tensor(path, &name, why));
         }
         let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &d| n.checked_mul(d));
-        if bits != (end - begin).checked_mul(8) {
+        if bits.map(|bits| bits as u64) != (end - begin).checked_mul(8) {
             let why =
                 format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
             return Err(ModelError::tensor(path, &name, why));
@@ -217,8 +309,8 @@ fn read_header(path: &Path, file: &[u8], shard: usize) -> Result<Vec<(String, St
         next = bytes.end;
         *bytes = start + bytes.start..start + bytes.end;
     }
-    if next != data.len() {
-        return Err(damaged(format!("its tensors cover {next} of {} bytes of data", data.len())));
+    if next != data {
+        return Err(damaged(format!("its tensors cover {next} of {data} bytes of data")));
     }
     Ok(tensors)
 }
@@ -246,7 +338,7 @@ mod tests {
     }
 
     fn refused(bytes: &[u8]) -> String {
-        let line = read_header(Path::new("w"), bytes, 0).unwrap_err().to_string();
+        let line = read_header(Path::new("w"), &mut &*bytes, bytes.len() as u64, 0).unwrap_err().to_string();
         assert!(line.starts_with("w: ") && !line.contains('\n'), "{line}");
         line
     }
@@ -255,8 +347,9 @@ mod tests {
 
     #[test]
     fn tensors_come_in_the_order_of_their_data() {
-        let read = read_header(Path::new("w"), &file(TWO, 12), 3).unwrap();
-        let start = 8 + TWO.len();
+        let bytes = file(TWO, 12);
+        let read = read_header(Path::new("w"), &mut &*bytes, bytes.len() as u64, 3).unwrap();
+        let start = 8 + TWO.len() as u64;
         let a = Stored { shard: 3, dtype: Dtype::F32, shape: vec![1, 2], bytes: start..start + 8 };
         let b = Stored { shard: 3, dtype: Dtype::BF16, shape: vec![2], bytes: start + 8..start + 12 };
         assert_eq!(read, [("a".into(), a), ("b".into(), b)]);

@@ -1,7 +1,7 @@
 //! Forward and generation on the checkpoints in `tests/checkpoints`: the same bits however they run.
 
 use safetensors::SafeTensors;
-use samebits_models::{Generation, Grouping, Model, Precision, Schedule, Stop};
+use samebits_models::{Family, Generation, Grouping, Model, PageOrder, Precision, Run, Schedule, Stop};
 use samebits_ops::{Cpu, Isa};
 use std::fs;
 use std::path::PathBuf;
@@ -14,13 +14,23 @@ fn load(name: &str, precision: Precision) -> Model {
     Model::load(&checkpoint(name), precision, &Cpu::best()).unwrap()
 }
 
-/// The reference tokens: 2 sequences of 40.
+/// The reference tokens: 2 sequences.
 fn tokens(name: &str) -> Vec<i32> {
     let file = fs::read(checkpoint(name).join("reference.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&file).unwrap();
     let tensor = tensors.tensor("tokens").unwrap();
-    assert_eq!(tensor.shape(), [2, 40]);
+    assert_eq!(tensor.shape()[0], 2);
     tensor.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+/// Every checkpoint; all families are among them.
+fn checkpoints() -> Vec<String> {
+    let dir = fs::read_dir(checkpoint("")).unwrap();
+    let mut names: Vec<String> = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    let families: Vec<Family> = names.iter().map(|name| load(name, Precision::Fp32).config().family).collect();
+    assert!(Family::ALL.iter().all(|family| families.contains(family)), "{families:?}");
+    names
 }
 
 /// Fails with the first element whose bits differ.
@@ -31,29 +41,85 @@ fn assert_same_bits(expected: &[f32], found: &[f32], setting: &str) {
     }
 }
 
-const SCHEDULES: [Schedule; 5] =
-    [Schedule::Prefill, Schedule::Decode, Schedule::Chunk(7), Schedule::Chunk(39), Schedule::Chunk(1000)];
+const SCHEDULES: [Schedule; 12] = [
+    Schedule::Prefill,
+    Schedule::Decode,
+    Schedule::Chunk(7),
+    Schedule::Chunk(11),
+    Schedule::Chunk(1000),
+    Schedule::Mixed,
+    Schedule::Speculative(2),
+    Schedule::Speculative(5),
+    Schedule::Prefix(1),
+    Schedule::Prefix(5),
+    Schedule::Prefix(8),
+    Schedule::Prefix(1000),
+];
+
+/// Page sizes and orders: pages of one, some that no chunk fits, and one for all.
+const PAGES: [(usize, PageOrder); 5] = [
+    (1, PageOrder::Scattered),
+    (3, PageOrder::Descending),
+    (8, PageOrder::Scattered),
+    (64, PageOrder::Ascending),
+    (1024, PageOrder::Ascending),
+];
+
+/// One length shorter than the other, so that batches are ragged.
+fn ragged(tokens: &[i32]) -> [&[i32]; 3] {
+    let (first, second) = tokens.split_at(tokens.len() / 2);
+    [first, &second[..second.len() - 3], &first[..5]]
+}
 
 #[test]
-fn every_schedule_grouping_thread_count_budget_and_isa_gives_the_same_bits() {
-    for name in ["qwen3-adder", "qwen2", "llama"] {
-        let tokens = tokens(name);
+fn every_schedule_and_page_gives_the_same_bits() {
+    for name in checkpoints() {
+        let tokens = tokens(&name);
+        let sequences = ragged(&tokens);
         for precision in [Precision::Bf16, Precision::Fp32] {
-            let model = load(name, precision);
-            let run = |cpu: &Cpu, schedule, grouping| model.forward(cpu, &tokens, 2, 40, schedule, grouping).unwrap();
-            let expected = run(&Cpu::best(), Schedule::Prefill, Grouping::Together);
+            let (model, cpu) = (load(&name, precision), Cpu::best());
+            // Each sequence by itself in one piece; then all the ways to share and to cut.
+            let alone = Run { grouping: Grouping::Alone, page_size: 4096, ..Run::default() };
+            let expected = model.forward_run(&cpu, &sequences, alone).unwrap();
             assert!(expected.iter().all(|x| x.is_finite()) && expected.iter().any(|&x| x != expected[0]));
-            for grouping in [Grouping::Together, Grouping::Alone] {
-                for schedule in SCHEDULES {
-                    let found = run(&Cpu::best(), schedule, grouping);
-                    assert_same_bits(&expected, &found, &format!("{name} {precision:?} {schedule} {grouping}"));
+            for (i, schedule) in SCHEDULES.into_iter().enumerate() {
+                for grouping in [Grouping::Together, Grouping::Alone] {
+                    let (page_size, page_order) = PAGES[i % PAGES.len()];
+                    let run = Run { schedule, grouping, page_size, page_order, ..Run::default() };
+                    let found = model.forward_run(&cpu, &sequences, run).unwrap();
+                    assert_same_bits(
+                        &expected,
+                        &found,
+                        &format!("{name} {precision:?} {schedule} {grouping} {page_size}"),
+                    );
                 }
             }
+            for (page_size, page_order) in PAGES {
+                let run = Run { schedule: Schedule::Chunk(6), page_size, page_order, ..Run::default() };
+                let found = model.forward_run(&cpu, &sequences, run).unwrap();
+                assert_same_bits(&expected, &found, &format!("{name} {precision:?} {page_size} {page_order:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_thread_count_budget_and_isa_gives_the_same_bits() {
+    for name in checkpoints() {
+        let tokens = tokens(&name);
+        let sequences = ragged(&tokens);
+        for precision in Precision::ALL {
+            let model = load(&name, precision);
+            let run = |cpu: &Cpu, schedule| {
+                model.forward_run(cpu, &sequences, Run { schedule, page_size: 5, ..Run::default() }).unwrap()
+            };
+            let expected = run(&Cpu::best(), Schedule::Prefill);
             for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
                 for (threads, budget) in [(1, usize::MAX), (2, usize::MAX), (2, 1 << 18)] {
                     let cpu = Cpu::new(isa, threads, budget).unwrap();
-                    let found = run(&cpu, Schedule::Chunk(16), Grouping::Together);
-                    assert_same_bits(&expected, &found, &format!("{name} {precision:?} {cpu:?}"));
+                    for schedule in [Schedule::Chunk(9), Schedule::Mixed] {
+                        assert_same_bits(&expected, &run(&cpu, schedule), &format!("{name} {precision:?} {cpu:?}"));
+                    }
                 }
             }
         }
@@ -101,7 +167,7 @@ fn wrong_tokens_are_refused() {
         (&[1, 512], 1, 2, "tokens: element 1 is 512; the vocabulary is 0 to 511"),
         (&[1, 2, -1], 1, 3, "tokens: element 2 is -1; the vocabulary is 0 to 511"),
         (&[1, i32::MAX], 1, 2, "tokens: element 1 is 2147483647"),
-        (&long, 1, 1025, "tokens: a sequence has 1025; max_position_embeddings is 1024"),
+        (&long, 1, 1025, "tokens: a sequence has 1025; the model has 1024 positions"),
     ];
     for (tokens, batch, len, expected) in cases {
         let run = |schedule| model.forward(&Cpu::best(), tokens, batch, len, schedule, Grouping::Together);

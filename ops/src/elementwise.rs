@@ -2,6 +2,7 @@
 
 use crate::lanes::twice::Twice;
 use crate::lanes::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
+use crate::pack::prefetch_at;
 use crate::sink::{Sink, is_large};
 use crate::{Cpu, Element};
 
@@ -46,6 +47,9 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     }
 }
 
+/// So many bytes ahead of the work memory is asked for: what one element costs leaves the processor's own look-ahead behind.
+const AHEAD: usize = 6 << 10;
+
 /// `y[i] = op(a[i], b[i])`, last rounding; the lengths are equal.
 #[inline(always)]
 pub fn pointwise<S: Simd, I: Element, O: Element>(s: S, op: impl Pointwise, a: &[I], b: &[I], y: &mut [O]) {
@@ -54,6 +58,8 @@ pub fn pointwise<S: Simd, I: Element, O: Element>(s: S, op: impl Pointwise, a: &
     let (s2, s4) = (Twice(s), Twice(Twice(s)));
     let whole = len - len % four;
     for ((a, b), y) in a.chunks_exact(four).zip(b.chunks_exact(four)).zip(y.chunks_exact_mut(four)) {
+        prefetch_at(a, AHEAD);
+        prefetch_at(b, AHEAD);
         let (a, b) = (load_two(s2, a, pairs), load_two(s2, b, pairs));
         narrow_two(s2, op.apply(s4, a, b), y, pairs);
     }

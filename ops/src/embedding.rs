@@ -4,7 +4,7 @@
 //! Rounding: none when the types agree (a NaN becomes the canonical one); else the last rounding.
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::{Cpu, Element, Error, PackedWeight, check_len, value_error};
 
 /// `w[V,D], tokens[T] -> y[T,D]`; `dim` is D, V and T follow from the lengths.
 ///
@@ -27,6 +27,22 @@ pub fn embedding<I: Element, O: Element>(
         return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
     }
     cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: &w[tokens[t] as usize * dim..][..dim], y }));
+    Ok(())
+}
+
+/// [`embedding`] with the table packed: the same bits. A table that is the weight of a product as well is held once.
+///
+/// # Errors
+/// As [`embedding`].
+pub fn embedding_packed<O: Element>(cpu: &Cpu, w: &PackedWeight, tokens: &[i32], y: &mut [O]) -> Result<(), Error> {
+    let (vocab, dim) = (w.n(), w.k());
+    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
+    if let Some(t) = tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= vocab)) {
+        return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
+    }
+    if dim > 0 {
+        cpu.chunks(y, dim, |t, y| w.unpack_row(tokens[t] as usize, |k, value| y[k] = O::narrow(value)));
+    }
     Ok(())
 }
 

@@ -157,6 +157,21 @@ impl PackedWeight {
         4 * self.memory.len()
     }
 
+    /// Calls `put(k, w[row][k])` for every k.
+    pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
+        let words = &self.memory[row / PANEL * panel_words(self.k, self.pairs)..];
+        for k in 0..self.k {
+            let bits = match self.pairs {
+                true => {
+                    let pair = words[k / 2 * PANEL + row % PANEL];
+                    if k % 2 == 0 { pair & 0xFFFF_0000 } else { pair << 16 }
+                }
+                false => words[k * PANEL + row % PANEL],
+            };
+            put(k, f32::from_bits(bits));
+        }
+    }
+
     pub(crate) fn panels(&self) -> Panels<'_> {
         Panels { words: &self.memory, k: self.k, pairs: self.pairs }
     }

@@ -216,6 +216,12 @@ pub fn prefetch<T>(x: &[T]) {
     Ahead::of(x).ask(usize::MAX);
 }
 
+/// Asks for as much memory as `x` takes, `bytes` behind its start.
+#[inline(always)]
+pub fn prefetch_at<T>(x: &[T], bytes: usize) {
+    Ahead { at: x.as_ptr().cast::<i8>().wrapping_add(bytes), lines: size_of_val(x).div_ceil(64) }.ask(usize::MAX);
+}
+
 /// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
 /// of misses and hold up every load behind them.
 #[derive(Clone, Copy)]

@@ -46,12 +46,23 @@ pub struct RopeTable {
 impl RopeTable {
     /// Row t holds cosine and sine of the angles `f32(pos[t]) * inv_freq[i]`.
     pub fn new(cpu: &Cpu, inv_freq: &[f32], pos: &[i32]) -> RopeTable {
-        let half = inv_freq.len();
+        RopeTable::each(cpu, inv_freq.len(), |_| inv_freq, pos, 1.0)
+    }
+
+    /// As [`RopeTable::new`], with frequencies for each token: `inv_freq(t)` has `half` of them. Every cosine and sine is
+    /// multiplied by `factor`, one f32 product each.
+    pub fn each<'a>(
+        cpu: &Cpu,
+        half: usize,
+        inv_freq: impl Fn(usize) -> &'a [f32] + Sync,
+        pos: &[i32],
+        factor: f32,
+    ) -> RopeTable {
         let table = |f: fn(f32) -> f32| {
             let mut values = vec![0f32; half * pos.len()];
             cpu.chunks(&mut values, half, |t, row| {
-                for (value, freq) in row.iter_mut().zip(inv_freq) {
-                    *value = f(pos[t] as f32 * freq);
+                for (value, freq) in row.iter_mut().zip(inv_freq(t)) {
+                    *value = f(pos[t] as f32 * freq) * factor;
                 }
             });
             values

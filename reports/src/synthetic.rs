@@ -68,6 +68,7 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
             largest: 14.5,
             tokens: 78,
             max_dlogp: 0.04,
+            mean_dlogp: 1e-4,
             approx_kl: 2e-5,
             clip_fraction: 0.0,
         }),

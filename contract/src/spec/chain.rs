@@ -7,9 +7,15 @@ pub(super) const SPEC: Spec = Spec {
     inputs: &[InputSpec { name: "tokens", axes: &["B", "T"], rows: 2, ..INT }],
     params: &[
         ParamSpec { name: "model", kind: ParamKind::Text, default: "" },
-        ParamSpec { name: "dtype", kind: ParamKind::Choice(&["bf16", "fp32"]), default: "" },
+        ParamSpec { name: "dtype", kind: ParamKind::Choice(&["bf16", "fp16", "fp32"]), default: "" },
         ParamSpec { name: "schedule", kind: ParamKind::Text, default: "prefill" },
         ParamSpec { name: "batch", kind: ParamKind::Choice(&["together", "alone"]), default: "together" },
+        ParamSpec { name: "page_size", kind: ParamKind::Count, default: "64" },
+        ParamSpec {
+            name: "page_order",
+            kind: ParamKind::Choice(&["ascending", "descending", "scattered"]),
+            default: "ascending",
+        },
     ],
     outputs: &[OutputSpec { name: "logits", axes: &["B", "T", "V"], kind: OutputKind::Fp32 }],
     row_axes: 2,
@@ -33,11 +39,16 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 
 fn check(c: &Checked) -> Result<(), Refusal> {
     let schedule = c.text("schedule").unwrap_or("prefill");
-    let chunk = schedule.strip_prefix("chunk:").and_then(|n| n.parse::<usize>().ok());
-    if !["prefill", "decode"].contains(&schedule) && chunk.is_none_or(|n| n == 0) {
+    let counted = ["chunk:", "speculative:", "prefix:"].iter().find_map(|name| schedule.strip_prefix(name));
+    let counted = counted.and_then(|n| n.parse::<usize>().ok());
+    if !["prefill", "decode", "mixed"].contains(&schedule) && counted.is_none_or(|n| n == 0) {
         return Err(Refusal::Invalid(format!(
-            "chain: parameter `schedule` is `{schedule}`; it must be prefill, decode or chunk:N with N at least 1"
+            "chain: parameter `schedule` is `{schedule}`; it must be prefill, decode, mixed, chunk:N, speculative:N or \
+             prefix:N with N at least 1"
         )));
+    }
+    if c.count("page_size", 64) == 0 {
+        return Err(Refusal::Invalid("chain: parameter `page_size` is 0; it must be at least 1".into()));
     }
     c.indexes("tokens", 0..1 << 31)
 }

@@ -19,7 +19,7 @@ pub(super) const SPEC: Spec = Spec {
     compute,
 };
 
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     let gate = maker.values("gate", maker.fill, r * n, n);
     let up = match maker.fill {

@@ -1,10 +1,11 @@
-use super::{Machine, Working};
+use super::{Loading, Machine, Working};
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
+use samebits_harness::dump::Writer;
 use samebits_harness::whole_file;
-use samebits_models::{Grouping, Model, Precision, Schedule};
+use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -12,7 +13,9 @@ use std::process::ExitCode;
 /// Runs a model over tokens and writes its logits
 ///
 /// Reads `tokens`, i32 [B, T], from a safetensors file (other tensors in it are left alone) and writes a safetensors
-/// file with `logits`, f32 [B, T, V]. The schedule, the batch, the instruction set and the threads move no bit of it.
+/// file with `logits`, f32 [B, T, V]. With `attention_mask`, i32 [B, T], only tokens at a 1 belong to their sequence: the
+/// padding may stand on either side, and its logits are 0. The schedule, the batch, the pages, the instruction set and the
+/// threads move no bit of it.
 #[derive(clap::Args)]
 pub struct Args {
     /// Hugging Face folder: config.json, model.safetensors (or shards with an index)
@@ -27,17 +30,34 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 
-    /// bf16: as the model is published; fp32: activations in fp32, the reference
-    #[arg(long, default_value = "bf16", value_name = "bf16|fp32")]
+    /// bf16 or fp16: as models are published; fp32: activations in fp32, the reference
+    #[arg(long, default_value = "bf16", value_name = "bf16|fp16|fp32")]
     dtype: Precision,
 
-    /// All tokens at once, one at a time with a KV cache, or N at a time
-    #[arg(long, default_value = "prefill", value_name = "prefill|decode|chunk:N")]
+    /// All tokens at once, one at a time, N at a time, some sequences this way and some that, N at a time with wrong guesses
+    /// among them, or behind N tokens that another sequence computed
+    #[arg(long, default_value = "prefill", value_name = "prefill|decode|chunk:N|mixed|speculative:N|prefix:N")]
     schedule: Schedule,
 
     /// The B sequences in one batch, or each alone
     #[arg(long, default_value = "together", value_name = "together|alone")]
     batch: Grouping,
+
+    /// Positions in a page of the KV cache
+    #[arg(long, default_value_t = samebits_models::PAGE_SIZE, value_name = "N")]
+    page_size: usize,
+
+    /// Which page is taken next
+    #[arg(long, default_value = "ascending", value_name = "ascending|descending|scattered")]
+    page_order: PageOrder,
+
+    /// Also write everything that was computed on the way, for `samebits trace`; it appears whole or not at all
+    #[arg(long, value_name = "FILE")]
+    dump: Option<PathBuf>,
+
+    /// Most bytes of the dump
+    #[arg(long, default_value_t = 8 << 30, value_name = "BYTES")]
+    cap: u64,
 
     #[command(flatten)]
     machine: Machine,
@@ -46,21 +66,37 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
     check_place(&args.out)?;
-    let Tokens { tokens, batch, len } = Tokens::read(&args.tokens)?;
-    let working = Working::on(format!("loading {}", args.model.display()));
-    let model = Model::load(&args.model, args.dtype, &cpu)?;
-    drop(working);
+    if let Some(dump) = &args.dump {
+        check_place(dump)?;
+    }
+    ensure!(args.page_size > 0, "--page-size 0: give at least 1");
+    let tokens = Tokens::read(&args.tokens)?;
+    let Tokens { batch, len, .. } = tokens;
+    let loading = Loading::of(&args.model);
+    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
-    let logits = model
-        .forward(&cpu, &tokens, batch, len, args.schedule, args.batch)
-        .with_context(|| args.tokens.display().to_string())?;
+    let sequences = tokens.sequences();
+    let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+    let mut writer = match &args.dump {
+        None => None,
+        Some(path) => Some(Writer::create(path, args.cap).with_context(|| format!("--dump {}", path.display()))?),
+    };
+    let run = Run {
+        schedule: args.schedule,
+        grouping: args.batch,
+        page_size: args.page_size,
+        page_order: args.page_order,
+        probe: writer.as_mut().map(|writer| writer as _),
+        ..Run::default()
+    };
+    let found = model.forward_run(&cpu, &sequences, run).with_context(|| args.tokens.display().to_string())?;
+    if let (Some(writer), Some(path)) = (writer, &args.dump) {
+        writer.finish().with_context(|| format!("--dump {}", path.display()))?;
+    }
     drop(working);
     let vocab = model.config().vocab;
-    ensure!(
-        logits.len() == batch * len * vocab,
-        "the model returned {} logits for [{batch}, {len}, {vocab}]",
-        logits.len()
-    );
+    let logits = tokens.spread(&found, vocab);
     let logits = Tensor::fp32(&[batch, len, vocab], logits);
     let file = File { tensors: BTreeMap::from([("logits".into(), logits)]), metadata: BTreeMap::new() };
     whole_file::write(&args.out, &file.encode()).with_context(|| format!("--out {}", args.out.display()))?;
@@ -68,7 +104,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 }
 
 /// Whether `out` can be written; asked before the work, so that a wrong path costs nothing.
-fn check_place(out: &Path) -> Result<()> {
+pub fn check_place(out: &Path) -> Result<()> {
     let folder = match out.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
@@ -79,16 +115,17 @@ fn check_place(out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// `tokens` [B, T], row-major.
-struct Tokens {
+/// `tokens` [B, T], row-major, and which of them count.
+pub struct Tokens {
     tokens: Vec<i32>,
+    mask: Option<Vec<i32>>,
     batch: usize,
     len: usize,
 }
 
 impl Tokens {
-    /// Reads `tokens` alone: the file may hold tensors of dtypes that are not the contract's.
-    fn read(path: &Path) -> Result<Tokens> {
+    /// Reads `tokens` and `attention_mask` alone: the file may hold tensors of dtypes that are not the contract's.
+    pub fn read(path: &Path) -> Result<Tokens> {
         let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
         Tokens::parse(&bytes).with_context(|| path.display().to_string())
     }
@@ -104,6 +141,46 @@ impl Tokens {
         };
         ensure!(batch > 0 && len > 0, "tensor `tokens`: shape [{batch}, {len}] holds no tokens; give at least one");
         let word = |c: &[u8]| i32::from_le_bytes([c[0], c[1], c[2], c[3]]);
-        Ok(Tokens { tokens: tensor.data().chunks_exact(4).map(word).collect(), batch, len })
+        let words = |data: &[u8]| data.chunks_exact(4).map(word).collect::<Vec<i32>>();
+        let mask = match file.tensor("attention_mask") {
+            Err(_) => None,
+            Ok(mask) => {
+                let name = "tensor `attention_mask`";
+                ensure!(mask.dtype() == Dtype::I32, "{name}: dtype is {:?}; it must be I32", mask.dtype());
+                ensure!(mask.shape() == [batch, len], "{name}: shape {:?} must be that of tokens", mask.shape());
+                let mask = words(mask.data());
+                for (i, row) in mask.chunks_exact(len).enumerate() {
+                    ensure!(row.iter().all(|m| [0, 1].contains(m)), "{name}: row {i} holds more than 0 and 1");
+                    let edges = row.windows(2).filter(|two| two[0] != two[1]).count();
+                    let whole = edges < 2 || edges == 2 && row[0] == 0;
+                    ensure!(
+                        row.contains(&1) && whole,
+                        "{name}: row {i} must be one run of ones, padded on either side"
+                    );
+                }
+                Some(mask)
+            }
+        };
+        Ok(Tokens { tokens: words(tensor.data()), mask, batch, len })
+    }
+
+    fn counts(&self, place: usize) -> bool {
+        self.mask.as_ref().is_none_or(|mask| mask[place] == 1)
+    }
+
+    /// The tokens that count, of each sequence.
+    pub fn sequences(&self) -> Vec<Vec<i32>> {
+        let row = |b: usize| (b * self.len..(b + 1) * self.len).filter(|&i| self.counts(i)).map(|i| self.tokens[i]);
+        (0..self.batch).map(|b| row(b).collect()).collect()
+    }
+
+    /// Logits of all places from those of the tokens that count.
+    fn spread(&self, found: &[f32], vocab: usize) -> Vec<f32> {
+        let mut logits = vec![0.0; self.tokens.len() * vocab];
+        let places = (0..self.tokens.len()).filter(|&place| self.counts(place));
+        for (place, row) in places.zip(found.chunks_exact(vocab)) {
+            logits[place * vocab..(place + 1) * vocab].copy_from_slice(row);
+        }
+        logits
     }
 }

@@ -1,4 +1,4 @@
-use super::{Machine, Working};
+use super::{Loading, Machine, Working};
 use anyhow::Result;
 use samebits_models::{Model, Precision};
 use std::io::Write;
@@ -29,9 +29,9 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
-    let working = Working::on(format!("loading {}", args.model.display()));
-    let model = Model::load(&args.model, Precision::Bf16, &cpu)?;
-    drop(working);
+    let loading = Loading::of(&args.model);
+    let model = Model::load_with(&args.model, Precision::Bf16, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
     let working = Working::on(format!("at most {} tokens", args.max_tokens));
     let generation = model.generate(&cpu, &args.prompt, args.max_tokens)?;
     drop(working);

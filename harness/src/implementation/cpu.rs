@@ -8,8 +8,8 @@ use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::{decode_answer, encode_request};
 use samebits_ops::{
-    Attention, Cpu, Element, Gemm, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding,
-    Sequences, Tf32,
+    Attention, Combine, Cpu, Element, Gemm, GroupWorth, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope,
+    RopeTable, Rounding, Route, Scoring, Sequences, Tf32,
 };
 use samebits_ops::{bf16, f16};
 use std::collections::BTreeMap;
@@ -299,6 +299,14 @@ pub(super) const OPS: &[Op] = &[
         run: |request| typed!(request, silu_mul),
     },
     Op {
+        name: "gelu_mul",
+        inputs: &[float("gate", ANY), float("up", ANY)],
+        params: &[],
+        run: |request| typed!(request, gelu_mul),
+    },
+    Op { name: "softcap", inputs: &[float("x", ANY)], params: &["cap"], run: |request| typed!(request, softcap) },
+    Op { name: "scale", inputs: &[float("x", ANY)], params: &["factor"], run: |request| typed!(request, scale) },
+    Op {
         name: "rope",
         inputs: &[float("x", &["T", "H", "D"]), integer("pos", &["T"])],
         params: &["theta", "pairing"],
@@ -318,6 +326,23 @@ pub(super) const OPS: &[Op] = &[
         run: |request| typed!(request, embedding),
     },
     Op { name: "argmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, argmax) },
+    Op {
+        name: "route",
+        inputs: &[float("logits", &["T", "E"]), optional("bias", &["E"])],
+        params: &["chosen", "scoring", "groups", "top_groups", "group_worth", "normalise", "scale"],
+        run: |request| typed!(request, route),
+    },
+    Op {
+        name: "combine",
+        inputs: &[
+            float("x", &["R", "N"]),
+            integer("row", &["T", "K"]),
+            float("weight", &["T", "K"]),
+            optional("shared", &["T", "N"]),
+        ],
+        params: &[],
+        run: |request| typed!(request, combine),
+    },
 ];
 
 /// A case whose inputs are known to be there with the right ranks, dtypes and matching extents.
@@ -730,6 +755,81 @@ fn silu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::silu_mul(&request.cpu, request.float::<I>("gate"), request.float("up"), &mut y))?;
     one("y", O::tensor(shape, y))
+}
+
+fn gelu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = request.case.inputs["gate"].shape();
+    let mut y = room::<O>("y", shape)?;
+    request.timed(|| samebits_ops::gelu_mul(&request.cpu, request.float::<I>("gate"), request.float("up"), &mut y))?;
+    one("y", O::tensor(shape, y))
+}
+
+fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = request.case.inputs["x"].shape();
+    let cap = request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let mut y = room::<O>("y", shape)?;
+    request.timed(|| samebits_ops::softcap(&request.cpu, cap, request.float::<I>("x"), &mut y))?;
+    one("y", O::tensor(shape, y))
+}
+
+fn scale<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = request.case.inputs["x"].shape();
+    let factor = request.number("factor", 1.0, |_| true, "a finite number")?;
+    let mut y = room::<O>("y", shape)?;
+    request.timed(|| samebits_ops::scale(&request.cpu, factor, request.float::<I>("x"), &mut y))?;
+    one("y", O::tensor(shape, y))
+}
+
+/// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
+fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (tokens, experts) = (request.extent("T"), request.extent("E"));
+    let scoring = |text: &str| match text {
+        "softmax" => Some(Scoring::Softmax),
+        "sigmoid" => Some(Scoring::Sigmoid),
+        _ => None,
+    };
+    let worth = |text: &str| match text {
+        "max" => Some(GroupWorth::Max),
+        "top_two" => Some(GroupWorth::TopTwo),
+        _ => None,
+    };
+    let shape = Route {
+        tokens,
+        experts,
+        chosen: request.count("chosen", 1)?,
+        scoring: request.param("scoring", Scoring::Softmax, scoring, "softmax or sigmoid")?,
+        groups: request.count("groups", 1)?,
+        top_groups: request.count("top_groups", 1)?,
+        group_worth: request.param("group_worth", GroupWorth::Max, worth, "max or top_two")?,
+        normalise: request.flag("normalise")?,
+        scale: request.number("scale", 1.0, |_| true, "a finite number")?,
+    };
+    if shape.chosen > experts {
+        return error(format!("param `chosen`: {} of {experts} experts; choose at most all", shape.chosen));
+    }
+    let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
+    let mut index = room::<i32>("rank", &[tokens, shape.chosen])?;
+    let mut chosen = room::<f32>("weight", &[tokens, shape.chosen])?;
+    let logits = request.float::<I>("logits");
+    request.timed(|| samebits_ops::route(&request.cpu, &shape, logits, bias, &mut index, &mut chosen))?;
+    let (mut rank, mut weight) = (vec![-1; tokens * experts], vec![0f32; tokens * experts]);
+    for (i, (&expert, &w)) in index.iter().zip(&chosen).enumerate() {
+        let place = i / shape.chosen * experts + expert as usize;
+        (rank[place], weight[place]) = ((i % shape.chosen) as i32, w);
+    }
+    let form = [tokens, experts];
+    Ok(BTreeMap::from([("rank".into(), Tensor::i32(&form, rank)), ("weight".into(), Tensor::fp32(&form, weight))]))
+}
+
+fn combine<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let (rows, n) = (request.extent("R"), request.extent("N"));
+    let shape = Combine { tokens: request.extent("T"), chosen: request.extent("K"), rows, n };
+    let weight: Vec<f32> = request.float::<I>("weight").iter().map(|w| w.widen()).collect();
+    let shared = request.case.inputs.contains_key("shared").then(|| request.float::<I>("shared"));
+    let mut y = room::<O>("y", &[shape.tokens, n])?;
+    let (x, row) = (request.float::<I>("x"), request.integer("row"));
+    request.timed(|| samebits_ops::combine(&request.cpu, &shape, x, row, &weight, shared, &mut y))?;
+    one("y", O::tensor(&[shape.tokens, n], y))
 }
 
 /// The parameters of `rope` over an input `x[T,H,D]`, and its table.

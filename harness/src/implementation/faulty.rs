@@ -12,7 +12,7 @@ use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{Cpu, Isa, bf16};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// A way to be wrong.
 pub struct Fault {
@@ -743,6 +743,38 @@ pub const FAULTS: &[Fault] = &[
         answer: |faulty, case| faulty.chunk_by_chunk(case),
     },
     Fault {
+        name: "stale_page",
+        about: "A chunk's first key is not written in one layer: what stood in the page before is read.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::StalePage),
+    },
+    Fault {
+        name: "position_after_chunk",
+        about: "After a chunk, positions are one too high.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::PositionAfterChunk),
+    },
+    Fault {
+        name: "window_at_chunk_border",
+        about: "At a chunk's border the window stands one position too early.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::WindowAtChunkBorder),
+    },
+    Fault {
+        name: "experts_by_arrival",
+        about: "Experts are summed in the order of their numbers where several tokens run together.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        unnoticed_by: &["accuracy", "invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::ExpertsByArrival),
+    },
+    Fault {
         name: "shared_cache_entry",
         about: "Sequences that run together share the first entry of the cache, which the first one fills.",
         op: "chain",
@@ -774,6 +806,9 @@ pub struct Faulty {
     memory: Mutex<Memory>,
     /// Stands for what differs between two processes.
     process: usize,
+    checkpoints: Arc<Checkpoints>,
+    /// The models with a defect of their own, once one was asked.
+    defective: OnceLock<CpuImplementation>,
 }
 
 /// What a faulty implementation wrongly keeps between calls.
@@ -787,8 +822,10 @@ impl Faulty {
     /// The implementation that has `fault`, on the best instruction set and one thread.
     pub fn new(fault: &'static Fault, checkpoints: Arc<Checkpoints>) -> Faulty {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
-        let honest = CpuImplementation::new(cpu).with_checkpoints(checkpoints);
-        Faulty { name: format!("faulty/{}", fault.name), fault, honest, memory: Mutex::default(), process: 0 }
+        let honest = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
+        let name = format!("faulty/{}", fault.name);
+        let (memory, defective) = (Mutex::default(), OnceLock::new());
+        Faulty { name, fault, honest, memory, process: 0, checkpoints, defective }
     }
 
     /// The same as another process would be: number `process`.
@@ -849,6 +886,15 @@ impl Faulty {
         Answer::ok("faulty", outputs)
     }
 
+    /// The answer of a model with a defect in its decoder.
+    fn defective(&self, case: &Case, fault: samebits_models::Fault) -> Answer {
+        let made = self.defective.get_or_init(|| {
+            let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
+            CpuImplementation::new(cpu).with_checkpoints(Arc::new(self.checkpoints.with_fault(fault)))
+        });
+        made.run(case)
+    }
+
     /// The honest answer to a question that `change` has spoilt.
     fn asked(&self, case: &Case, change: impl FnOnce(&mut Case)) -> Answer {
         let mut case = case.clone();
@@ -893,9 +939,11 @@ impl Faulty {
     /// Every chunk of a chain's schedule as a sequence of its own.
     fn chunk_by_chunk(&self, case: &Case) -> Answer {
         let chunk = match case.params.get("schedule").map_or("prefill", String::as_str) {
-            "prefill" => return self.honest.run(case),
             "decode" => 1,
-            chunks => chunks["chunk:".len()..].parse().expect("the contract has checked it"),
+            schedule => match schedule.strip_prefix("chunk:") {
+                Some(chunk) => chunk.parse().expect("the contract has checked it"),
+                None => return self.honest.run(case),
+            },
         };
         let positions: Vec<usize> = (0..case.inputs["tokens"].shape()[1]).collect();
         let mut whole: Option<Answer> = None;
@@ -952,10 +1000,7 @@ impl Implementation for Faulty {
     }
 
     fn fresh(&self, case: &Case) -> Option<Answer> {
-        let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
-        let (name, process) = (self.name.clone(), self.process + 1);
-        let honest = CpuImplementation::new(cpu);
-        Some(Faulty { name, fault: self.fault, honest, memory: Mutex::default(), process }.run(case))
+        Some(Faulty::new(self.fault, self.checkpoints.clone()).in_process(self.process + 1).run(case))
     }
 }
 

@@ -1,0 +1,153 @@
+//! `logits[T,E], bias[E]? -> rank[T,E], weight[T,E]`
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    name: "route",
+    class: Class::Reduction,
+    inputs: &[
+        InputSpec { name: "logits", axes: &["T", "E"], rows: 1, ..FLOAT },
+        InputSpec { name: "bias", axes: &["E"], optional: true, ..FLOAT },
+    ],
+    params: &[
+        ParamSpec { name: "chosen", kind: ParamKind::Count, default: "1" },
+        ParamSpec { name: "scoring", kind: ParamKind::Choice(&["softmax", "sigmoid"]), default: "softmax" },
+        ParamSpec { name: "groups", kind: ParamKind::Count, default: "1" },
+        ParamSpec { name: "top_groups", kind: ParamKind::Count, default: "1" },
+        ParamSpec { name: "group_worth", kind: ParamKind::Choice(&["max", "top_two"]), default: "max" },
+        ParamSpec { name: "normalise", kind: ParamKind::Flag, default: "0" },
+        ParamSpec { name: "scale", kind: ParamKind::Float, default: "1" },
+    ],
+    outputs: &[
+        OutputSpec { name: "rank", axes: &["T", "E"], kind: OutputKind::I32 },
+        OutputSpec { name: "weight", axes: &["T", "E"], kind: OutputKind::Fp32 },
+    ],
+    row_axes: 1,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Edges],
+    outs: &[DType::Fp32],
+    shape: &["T", "E"],
+    make,
+    check,
+    compute,
+};
+
+/// In every other row two logits are equal, so that the lowest index among equals is asked for.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (t, e) = (maker.dim("T"), maker.dim("E"));
+    let mut logits = maker.values("logits", maker.fill, t * e, e);
+    for row in logits.chunks_mut(e).step_by(2) {
+        let at = (0..e).max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("rows are not empty");
+        row[e - 1 - at] = row[at];
+    }
+    let mut inputs = maker.floats([("logits", vec![t, e], logits)]);
+    if maker.shape.contains_key("bias") {
+        inputs.extend(maker.floats([("bias", vec![e], maker.values("bias", Fill::Normal, e, e))]));
+    }
+    inputs
+}
+
+fn check(c: &Checked) -> Result<(), Refusal> {
+    let (e, chosen) = (c.dim("E"), c.count("chosen", 1));
+    let (groups, top) = (c.count("groups", 1), c.count("top_groups", 1));
+    let invalid = |why: String| Err(Refusal::Invalid(format!("route: {why}")));
+    if groups == 0 || !e.is_multiple_of(groups) {
+        return invalid(format!("{e} experts do not make {groups} groups of one size"));
+    }
+    if chosen == 0 || top == 0 || top > groups || top * (e / groups) < chosen {
+        return invalid(format!("{top} of {groups} groups of {} do not hold {chosen} experts", e / groups));
+    }
+    if c.text("group_worth") == Some("top_two") && groups > 1 && e / groups < 2 {
+        return invalid(format!("a group of {} has no two experts", e / groups));
+    }
+    c.require("scale", 1.0, |v| v.abs() < 1e30, "within f32")
+}
+
+/// Choices closer than this may change places by rounding.
+const CLOSE: f64 = 1e-5;
+
+fn compute(c: &Checked) -> References {
+    let (e, chosen) = (c.dim("E"), c.count("chosen", 1));
+    let (groups, top) = (c.count("groups", 1), c.count("top_groups", 1));
+    let bias = c.case.inputs.get("bias").map(Tensor::to_f64);
+    let scale = f32_of(c.float("scale", 1.0));
+    let sigmoid = c.text("scoring") == Some("sigmoid");
+    let (mut ranks, mut weights) = (Vec::new(), Vec::new());
+    for row in c.floats("logits").chunks(e) {
+        let scores = scores(row, sigmoid);
+        let choice: Vec<f64> = match &bias {
+            None => scores.clone(),
+            Some(bias) => scores.iter().zip(bias).map(|(score, bias)| score + bias).collect(),
+        };
+        let mut doubtful = false;
+        let mut open = vec![true; e];
+        if top < groups {
+            let worth: Vec<f64> = choice
+                .chunks(e / groups)
+                .map(|group| {
+                    let order = order(group, &mut false, group.len());
+                    let second = if c.text("group_worth") == Some("top_two") { group[order[1]] } else { 0.0 };
+                    group[order[0]] + second
+                })
+                .collect();
+            let kept = order(&worth, &mut doubtful, top);
+            for (i, open) in open.iter_mut().enumerate() {
+                *open = kept.contains(&(i / (e / groups)));
+            }
+        }
+        let left: Vec<usize> = (0..e).filter(|&i| open[i]).collect();
+        let values: Vec<f64> = left.iter().map(|&i| choice[i]).collect();
+        let taken: Vec<usize> = order(&values, &mut doubtful, chosen).into_iter().map(|i| left[i]).collect();
+        let total: f64 = taken.iter().map(|&i| scores[i]).sum::<f64>() + if sigmoid { 1e-20 } else { 0.0 };
+        for i in 0..e {
+            let Some(rank) = taken.iter().position(|&t| t == i) else {
+                ranks.push((-1.0, if doubtful { f64::INFINITY } else { 0.0 }));
+                weights.push((0.0, if doubtful { f64::INFINITY } else { 0.0 }));
+                continue;
+            };
+            let score = if c.flag("normalise") { scores[i] / total } else { scores[i] };
+            let value = score * scale;
+            // The exponents' errors count as in softmax: by the size of the logits.
+            let size = row.iter().filter(|v| v.is_finite()).fold(1f64, |m, v| m.max(v.abs()));
+            let condition = match () {
+                () if doubtful => f64::INFINITY,
+                () if value.is_nan() || value == 0.0 && score == 0.0 && row[i] == f64::NEG_INFINITY => 0.0,
+                () if super::logprob::exponent_overflows(size) => f64::INFINITY,
+                () => value.abs() * (4.0 + size * round::pow2(-18)) + scale.abs() * round::pow2(-76),
+            };
+            ranks.push((rank as f64, if doubtful { f64::INFINITY } else { 0.0 }));
+            weights.push((value, condition));
+        }
+    }
+    let shape = vec![c.dim("T"), e];
+    BTreeMap::from([
+        ("rank".to_string(), Reference::new(shape.clone(), ranks.into_iter())),
+        ("weight".to_string(), Reference::new(shape, weights.into_iter())),
+    ])
+}
+
+/// Softmax or sigmoid of a row.
+fn scores(row: &[f64], sigmoid: bool) -> Vec<f64> {
+    if sigmoid {
+        return row.iter().map(|v| 1.0 / (1.0 + (-v).exp())).collect();
+    }
+    if row.iter().any(|v| v.is_nan() || *v == f64::INFINITY) || row.iter().all(|v| *v == f64::NEG_INFINITY) {
+        return vec![f64::NAN; row.len()];
+    }
+    let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    weights.into_iter().map(|weight| weight / total).collect()
+}
+
+/// The first `count` places by value, larger first, a NaN before every number, the lowest place among equals; `doubtful`
+/// where two neighbours in that order are close but not equal.
+fn order(values: &[f64], doubtful: &mut bool, count: usize) -> Vec<usize> {
+    let key = |i: usize| if values[i].is_nan() { f64::INFINITY } else { values[i] };
+    let mut places: Vec<usize> = (0..values.len()).collect();
+    places.sort_by(|&a, &b| key(b).partial_cmp(&key(a)).expect("no NaN is left").then(a.cmp(&b)));
+    let close = |a: f64, b: f64| a != b && (a - b).abs() < CLOSE * a.abs().max(b.abs()).max(1e-30);
+    *doubtful |= places.windows(2).take(count).any(|two| close(values[two[0]], values[two[1]]));
+    // Rounding may make equal what is not: where everything is tiny, nothing is told.
+    *doubtful |= places.windows(2).take(count).any(|two| values[two[0]] != values[two[1]] && key(two[0]) < 1e-28);
+    places.truncate(count);
+    places
+}

@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""Tiny checkpoints of every model family, with the logits that transformers computes for them.
+
+    python goldens/generate/checkpoints.py [--out tests/checkpoints] [NAME ...]
+    python goldens/generate/checkpoints.py --record FOLDER      # only the logits, of a model that is there
+
+Each folder holds config.json, model.safetensors and reference.safetensors: `tokens` I32 [2, T], `logits.fp32` F32 and
+`logits.<dtype>` [2, T, V], the same model in fp32 and in its own dtype; for mixtures of experts also `routing` I32
+[layers, 2, T, K], the experts of the fp32 run in ascending order. A model is loaded from its folder for each run, so that nothing
+but the weights is rounded: casting a model in memory rounds its rotary frequencies too.
+
+Needs torch and transformers (the recorded files: torch 2.15.0, transformers 5.23.0); no network. Weights are random and
+larger than at the start of a training, so that attention is not flat and softcaps bend. A mixture's seed is the first
+for which the run in its own dtype, and fp32 runs with noise of twice that size in every layer, choose the same experts as the
+fp32 run everywhere: then an error of the logits is one of rounding, not of another choice.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            tie_word_embeddings=False)
+LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+              moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
+              first_k_dense_replace=1)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+            long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0], original_max_position_embeddings=32)
+
+# name: (class, sizes, T, dtype)
+MODELS = {
+    "llama3": ("Llama", dict(BASE, rope_parameters=LLAMA3), 40, "bf16"),
+    "llama-linear": ("Llama", dict(BASE, num_hidden_layers=2, tie_word_embeddings=True, attention_bias=True,
+                                   mlp_bias=True, rope_parameters=dict(rope_type="linear", rope_theta=10000.0,
+                                                                       factor=2.5)), 24, "fp16"),
+    # Longer than max_position_embeddings: the frequencies follow the length.
+    "llama-dynamic": ("Llama", dict(BASE, num_hidden_layers=2, max_position_embeddings=16, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=10000.0, factor=3.0)), 40, "bf16"),
+    "qwen2-yarn": ("Qwen2", dict(BASE, num_hidden_layers=2, rope_parameters=YARN, use_sliding_window=True,
+                                 sliding_window=9, max_window_layers=1), 40, "bf16"),
+    "qwen3": ("Qwen3", dict(BASE, head_dim=24, rope_parameters=dict(rope_type="default", rope_theta=1000000.0)), 40,
+              "bf16"),
+    "mistral": ("Mistral", dict(BASE, num_hidden_layers=2, sliding_window=7), 40, "fp32"),
+    "gemma2": ("Gemma2", dict(BASE, num_hidden_layers=4, head_dim=16, sliding_window=11, query_pre_attn_scalar=24,
+                              final_logit_softcapping=8.0, attn_logit_softcapping=5.0, tie_word_embeddings=True), 40,
+               "bf16"),
+    "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
+    "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
+                                rope_parameters=LONG), 24, "bf16"),
+    "phi3-partial": ("Phi3", dict(BASE, num_hidden_layers=2, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)), 24, "bf16"),
+    "mixtral": ("Mixtral", dict(BASE, num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=2,
+                                sliding_window=None), 12, "bf16"),
+    "qwen3-moe": ("Qwen3Moe", dict(BASE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+                                   norm_topk_prob=True, mlp_only_layers=[0], decoder_sparse_step=1), 12, "bf16"),
+    "deepseek-v2": ("DeepseekV2", dict(LATENT, q_lora_rank=None, n_group=4, topk_group=2,
+                                       topk_method="group_limited_greedy", routed_scaling_factor=1.5), 12, "bf16"),
+    "deepseek-v3": ("DeepseekV3", dict(LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+                                       num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def weights(model, generator):
+    """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
+    offset = model.config.model_type == "gemma2"
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name:
+                tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
+            elif name.endswith("bias"):
+                tensor.copy_(noise * 0.1)
+            elif "embed_tokens" in name:
+                tensor.copy_(noise * 0.5)
+            elif name.endswith("mlp.gate.weight"):
+                tensor.copy_(noise * 0.6)
+            else:
+                sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
+                tensor.copy_(noise * (1.6 if sharp else 1.0) / tensor.shape[-1] ** 0.5)
+
+
+def run(folder, tokens, dtype, noise=None):
+    """Logits of the model in `folder`, and the experts that every router chose, in ascending order."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    chosen = []
+
+    def note(module, args, output):
+        chosen.append(output[-1].sort(dim=-1).values.reshape(*tokens.shape, -1))
+
+    def disturb(module, args, output):
+        return output * (1 + torch.randn(output.shape, generator=noise) / 128)
+
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith(("TopKRouter", "TopkRouter")):
+            module.register_forward_hook(note)
+        elif noise and kind.endswith("DecoderLayer"):
+            module.register_forward_hook(disturb)
+    with torch.no_grad():
+        logits = model(tokens).logits
+    return logits, torch.stack(chosen) if chosen else None
+
+
+def make(name, out):
+    kind, sizes, length, stored = MODELS[name]
+    folder = out / name
+    for seed in range(500):
+        shutil.rmtree(folder, ignore_errors=True)
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(1000 + seed)
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        weights(model, generator)
+        model.to(DTYPES[stored]).save_pretrained(folder)
+        tokens = torch.randint(3, sizes["vocab_size"], (2, length), generator=generator)
+        fp32, routing = run(folder, tokens, torch.float32)
+        own = "fp16" if stored == "fp16" else "bf16"
+        low, low_routing = run(folder, tokens, DTYPES[own])
+        if routing is None or torch.equal(routing, low_routing) and all(
+                torch.equal(routing, run(folder, tokens, torch.float32, generator)[1]) for _ in range(8)):
+            break
+    else:
+        raise SystemExit(f"{name}: no seed below 500 routes the same in fp32 and {own}")
+    record = {"tokens": tokens.to(torch.int32), "logits.fp32": fp32.contiguous(), f"logits.{own}": low.contiguous()}
+    if routing is not None:
+        record["routing"] = routing.to(torch.int32).contiguous()
+    save_file(record, folder / "reference.safetensors", metadata=VERSIONS)
+    error = (low.float() - fp32).abs()
+    ours, theirs = (x.float().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]) for x in (low, fp32))
+    print(f"{name}: seed {seed}, largest logit {fp32.abs().max():.3f}, rms of {own} {error.square().mean().sqrt():.2e}, "
+          f"largest {error.max():.2e}, dlogp {(ours - theirs).abs().max():.3f}, "
+          f"{sum(f.stat().st_size for f in folder.iterdir()) // 1024} KiB")
+
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def record(folder):
+    """Records logits and hidden states of a bf16 model that is there, for the tokens that it was recorded with."""
+    path = folder / "reference.safetensors"
+    tokens = load_file(path)["tokens"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found = model(tokens.long(), output_hidden_states=True)
+    kept = {f"hidden.{i}": hidden.contiguous() for i, hidden in enumerate(found.hidden_states)}
+    kept["tokens"], kept["logits.fp32"] = tokens, found.logits.contiguous()
+    kept["logits.bf16"], _ = run(folder, tokens.long(), torch.bfloat16)
+    save_file(kept, path, metadata=VERSIONS)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("tests/checkpoints"))
+    parser.add_argument("--record", type=Path, metavar="FOLDER")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all of " + ", ".join(MODELS))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.record:
+        return record(args.record)
+    for name in args.names or MODELS:
+        make(name, args.out)
+
+
+if __name__ == "__main__":
+    main()

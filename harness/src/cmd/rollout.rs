@@ -1,0 +1,157 @@
+use super::forward::check_place;
+use super::{Loading, Machine, counting};
+use anyhow::{Context, Result, ensure};
+use samebits_harness::whole_file;
+use samebits_models::{Model, PageOrder, Precision, Sample, Sampling, Serving, Stop};
+use serde_json::json;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Samples texts with a paged cache and continuous batches, and writes their tokens and log-probabilities
+///
+/// A sample does not depend on the batch it was made in: its random numbers belong to the seed, its number and its position.
+/// `samebits score` computes the log-probabilities again.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Hugging Face folder
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+
+    /// One prompt in each line: a text, or a JSON list of tokens
+    #[arg(long, value_name = "FILE")]
+    prompts: PathBuf,
+
+    /// File to write, one JSON object in each line; it appears whole or not at all [default: stdout]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+
+    /// Texts for each prompt
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    samples: usize,
+
+    /// Most tokens of a text
+    #[arg(long, default_value_t = 64, value_name = "N")]
+    max_tokens: usize,
+
+    /// Logits are divided by it; 0 takes the likeliest token
+    #[arg(long, default_value_t = 1.0, value_name = "T")]
+    temperature: f64,
+
+    /// Seed of the random numbers
+    #[arg(long, default_value_t = 0, value_name = "S")]
+    seed: u64,
+
+    /// Go on behind an eos token
+    #[arg(long)]
+    ignore_eos: bool,
+
+    /// bf16, fp16 or fp32
+    #[arg(long, default_value = "bf16", value_name = "DTYPE")]
+    dtype: Precision,
+
+    /// Most texts in a step
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    batch: usize,
+
+    /// Most tokens of a prompt in a step
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    chunk: usize,
+
+    /// Positions in a page of the cache
+    #[arg(long, default_value_t = samebits_models::PAGE_SIZE, value_name = "N")]
+    page_size: usize,
+
+    /// Which page is taken next
+    #[arg(long, default_value = "ascending", value_name = "ascending|descending|scattered")]
+    page_order: PageOrder,
+
+    /// Compute a prompt again for each of its samples
+    #[arg(long)]
+    no_prefix_cache: bool,
+
+    /// Say on stderr how long prompts and sampled tokens took
+    #[arg(long)]
+    times: bool,
+
+    #[command(flatten)]
+    machine: Machine,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let cpu = args.machine.cpu(None)?;
+    if let Some(out) = &args.out {
+        check_place(out)?;
+    }
+    let loading = Loading::of(&args.model);
+    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
+    let prompts = prompts(&model, &args.prompts)?;
+    let sampling = Sampling {
+        samples: args.samples,
+        max_tokens: args.max_tokens,
+        temperature: args.temperature,
+        seed: args.seed,
+        ignore_eos: args.ignore_eos,
+    };
+    let serving = Serving {
+        batch: args.batch,
+        chunk: args.chunk,
+        page_size: args.page_size,
+        page_order: args.page_order,
+        share_prompts: !args.no_prefix_cache,
+    };
+    let bar = counting(prompts.len() * args.samples);
+    let mut samples: Vec<Sample> = Vec::new();
+    let timing = model.rollout(&cpu, &prompts, &sampling, &serving, |sample| {
+        bar.inc(1);
+        samples.push(sample);
+        Ok(())
+    })?;
+    bar.finish_and_clear();
+    if args.times {
+        let rate =
+            |tokens: usize, seconds: f64| format!("{tokens} in {seconds:.3} s ({:.1}/s)", tokens as f64 / seconds);
+        eprintln!("prompt tokens: {}", rate(timing.prompt_tokens, timing.prompt_seconds));
+        eprintln!("sampled tokens: {}", rate(timing.sampled_tokens, timing.sampled_seconds));
+    }
+    samples.sort_by_key(|sample| sample.sequence);
+
+    let first = json!({
+        "samebits": "rollout", "version": env!("CARGO_PKG_VERSION"), "dtype": args.dtype.name(),
+        "temperature": args.temperature, "seed": args.seed, "samples": args.samples, "sequences": samples.len(),
+    });
+    let mut text = format!("{first}\n");
+    for sample in &samples {
+        let stop = match sample.stop {
+            Stop::Eos => "eos",
+            Stop::MaxTokens => "max_tokens",
+            Stop::MaxPositions => "max_positions",
+        };
+        let line = json!({
+            "sequence": sample.sequence, "prompt": sample.prompt, "limit": sample.limit,
+            "prompt_tokens": prompts[sample.prompt], "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": stop,
+        });
+        text += &format!("{line}\n");
+    }
+    match &args.out {
+        Some(out) => whole_file::write(out, text.as_bytes()).with_context(|| format!("--out {}", out.display()))?,
+        None => std::io::stdout().lock().write_all(text.as_bytes())?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The prompts of a file.
+fn prompts(model: &Model, path: &Path) -> Result<Vec<Vec<i32>>> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("--prompts {}", path.display()))?;
+    let mut prompts = Vec::new();
+    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.is_empty()) {
+        let at = || format!("{}:{}", path.display(), i + 1);
+        prompts.push(match line.starts_with('[') {
+            true => serde_json::from_str(line).with_context(|| format!("{}: not a list of tokens", at()))?,
+            false => model.encode(line).with_context(at)?,
+        });
+    }
+    ensure!(!prompts.is_empty(), "--prompts {}: holds no prompt; write one in each line", path.display());
+    Ok(prompts)
+}

@@ -1,0 +1,146 @@
+use super::forward::Tokens;
+use super::{Loading, Machine};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use samebits_harness::dump::{Comparison, Reader, Writer, compare};
+use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
+use samebits_ops::{Cpu, Isa};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Compares two runs of a model and names the first place where they part
+///
+/// A and B are dumps (of `samebits forward --dump`, or of goldens/generate/dump.py for transformers), or settings of a run
+/// over --model and --tokens: words joined by commas, such as `schedule=chunk:3,isa=scalar`; `default` for none. They are
+/// compared site by site, in the order in which they were computed: the first one that differs is where the difference was
+/// made, because everything it was made from is equal. Ends with 1 where they differ.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype
+    a: String,
+
+    /// The same for the other run
+    b: String,
+
+    /// Hugging Face folder; for settings
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
+
+    /// Safetensors file with `tokens`, i32 [B, T]; for settings
+    #[arg(long, value_name = "FILE")]
+    tokens: Option<PathBuf>,
+
+    /// Values may differ by so much of the largest value at a site; 0: not by a bit
+    #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
+    tolerance: f64,
+
+    /// Most bytes of a dump that is made for the comparison
+    #[arg(long, default_value_t = 8 << 30, value_name = "BYTES")]
+    cap: u64,
+
+    /// Print what was found as JSON
+    #[arg(long)]
+    json: bool,
+
+    #[command(flatten)]
+    machine: Machine,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    ensure!(args.tolerance >= 0.0, "--tolerance {}: give 0 or more", args.tolerance);
+    let dir = tempfile::tempdir().context("a folder for dumps")?;
+    let open = |text: &str, name: &str| -> Result<Reader> {
+        let path = Path::new(text);
+        let made = dir.path().join(name);
+        let path = if path.is_file() {
+            path
+        } else {
+            dump(args, text, &made)?;
+            &made
+        };
+        Reader::open(path).map_err(|e| anyhow!(e))
+    };
+    let (mut a, mut b) = (open(&args.a, "a")?, open(&args.b, "b")?);
+    let found = compare(&mut a, &mut b, args.tolerance).map_err(|e| anyhow!(e))?;
+    let text = if args.json { json(&found).to_string() } else { text(&found) };
+    writeln!(std::io::stdout().lock(), "{text}")?;
+    Ok(ExitCode::from(u8::from(found.divergence.is_some())))
+}
+
+/// Runs the model as `settings` say and dumps it.
+fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
+    let default = args.machine.cpu(None)?;
+    let (mut isa, mut threads, mut dtype) = (default.isa(), default.threads(), Precision::Bf16);
+    let mut run = Run::default();
+    for word in settings.split(',').filter(|word| *word != "default") {
+        let (key, value) = word.split_once('=').with_context(|| {
+            format!("{settings}: `{word}` is neither a dump nor a setting; use schedule=chunk:3, isa=scalar, ..")
+        })?;
+        let count =
+            || value.parse::<usize>().ok().filter(|&n| n > 0).with_context(|| format!("{word}: give 1 or more"));
+        match key {
+            "schedule" => run.schedule = value.parse::<Schedule>()?,
+            "batch" => run.grouping = value.parse::<Grouping>()?,
+            "pages" => run.page_size = count()?,
+            "order" => run.page_order = value.parse::<PageOrder>()?,
+            "isa" => isa = value.parse::<Isa>()?,
+            "threads" => threads = count()?,
+            "dtype" => dtype = value.parse()?,
+            _ => bail!("{word}: no such setting; use schedule, batch, pages, order, isa, threads or dtype"),
+        }
+    }
+    let (Some(model), Some(tokens)) = (&args.model, &args.tokens) else {
+        bail!("{settings}: is not a file; for settings give --model and --tokens");
+    };
+    let cpu = Cpu::new(isa, threads, usize::MAX)?;
+    let loading = Loading::of(model);
+    let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
+    let sequences = Tokens::read(tokens)?.sequences();
+    let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+    let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
+    run.probe = Some(&mut writer);
+    model.forward_run(&cpu, &sequences, run).with_context(|| settings.to_string())?;
+    writer.finish().with_context(|| path.display().to_string())
+}
+
+fn text(found: &Comparison) -> String {
+    let mut text = match &found.divergence {
+        None => format!("the same: {} sites, {} values", found.sites, found.values),
+        Some(d) => {
+            let before = match d.before.last() {
+                None => "nothing was compared before it".to_string(),
+                Some(last) => format!("what it was made from is equal: {} sites, the last {last}", d.before.len()),
+            };
+            [
+                format!("first difference: {}", d.site),
+                format!(
+                    "  sequence {}, position {}, element {}: {:e} and {:e}",
+                    d.token.0, d.token.1, d.element, d.a, d.b
+                ),
+                format!(
+                    "  {} of {} values there differ, by at most {:.3e} of the largest",
+                    d.count.0, d.count.1, d.relative
+                ),
+                format!("  {before}"),
+            ]
+            .join("\n")
+        }
+    };
+    if !found.skipped.is_empty() {
+        text += &format!("\nonly in the first: {}", found.skipped.join(", "));
+    }
+    text
+}
+
+fn json(found: &Comparison) -> serde_json::Value {
+    let divergence = found.divergence.as_ref().map(|d| {
+        serde_json::json!({
+            "site": d.site, "sequence": d.token.0, "position": d.token.1, "element": d.element, "a": d.a, "b": d.b,
+            "differ": d.count.0, "values": d.count.1, "relative": d.relative, "equal_before": d.before,
+        })
+    });
+    serde_json::json!({
+        "sites": found.sites, "values": found.values, "skipped": found.skipped, "divergence": divergence,
+    })
+}

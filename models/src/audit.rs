@@ -1,0 +1,291 @@
+//! What is in a model folder, tensor by tensor, beside what its config asks for.
+
+use crate::config::{Config, Mlp};
+use crate::weights::Weights;
+use crate::{Family, ModelError};
+use sha2::{Digest, Sha256};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What an audit found.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Audit {
+    /// The family.
+    pub family: &'static str,
+    /// Parameters, each counted once.
+    pub parameters: u64,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// How many tensors have each dtype.
+    pub dtypes: BTreeMap<String, usize>,
+    /// Whether the output projection is the embedding table.
+    pub tied: bool,
+    /// What is wrong or odd, the worst first.
+    pub findings: Vec<Finding>,
+    /// Every tensor, by name.
+    pub tensors: Vec<TensorReport>,
+}
+
+/// Something that is wrong or odd about a tensor.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Finding {
+    /// Whether the model cannot be trusted with it; else it is only odd.
+    pub wrong: bool,
+    /// The tensor.
+    pub tensor: String,
+    /// What it is.
+    pub what: String,
+}
+
+/// A tensor as it is stored.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct TensorReport {
+    /// Its name.
+    pub name: String,
+    /// Its dtype.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its smallest and largest finite element, if it has any.
+    pub range: Option<(f32, f32)>,
+    /// Root mean square of its finite elements.
+    pub rms: f64,
+    /// Elements that are NaN or infinite.
+    pub not_finite: usize,
+    /// SHA-256 of its elements as f32, little endian: equal for equal values whatever the dtype.
+    pub sha256: String,
+}
+
+impl Audit {
+    /// Reads the folder `dir`; `progress(read, total)` counts bytes.
+    ///
+    /// # Errors
+    /// A config that is not supported, or weights whose headers are damaged: what no report can be made of.
+    pub fn of(dir: &Path, progress: impl FnMut(u64, u64)) -> Result<Audit, ModelError> {
+        let config = Config::load(dir)?;
+        let mut weights = Weights::open(dir)?.report_to(progress);
+        let stored: Vec<(String, Vec<usize>, String)> =
+            weights.left().map(|(name, s)| (name.clone(), s.shape.clone(), s.dtype.to_string())).collect();
+        let mut wanted = expected(&config);
+        let mut findings = Vec::new();
+        let mut note = |wrong, tensor: &str, what: String| {
+            findings.push(Finding { wrong, tensor: tensor.escape_debug().to_string(), what });
+        };
+        let mut audit = Audit {
+            family: config.family.name(),
+            parameters: 0,
+            bytes: 0,
+            dtypes: BTreeMap::new(),
+            tied: config.tied,
+            findings: Vec::new(),
+            tensors: Vec::new(),
+        };
+        let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
+        for (name, shape, dtype) in stored {
+            let extra =
+                (0..config.extra_layers).any(|i| name.starts_with(&format!("model.layers.{}.", config.layers + i)));
+            match wanted.remove(&name) {
+                None if extra => note(false, &name, "is not used: it predicts further tokens".into()),
+                None if name == "lm_head.weight" && config.tied => {}
+                None => note(true, &name, "is not used: config.json does not ask for it".into()),
+                Some(asked) if asked != shape => {
+                    note(true, &name, format!("has shape {shape:?}; config.json asks for {asked:?}"));
+                }
+                Some(_) => {}
+            }
+            *audit.dtypes.entry(dtype.clone()).or_default() += 1;
+            let values = match weights.peek(&name) {
+                Ok(values) => values,
+                Err(e) => {
+                    note(true, &name, e.to_string());
+                    continue;
+                }
+            };
+            let report = TensorReport::of(name, dtype, shape, &values);
+            audit.parameters += values.len() as u64;
+            audit.bytes += values.len() as u64 * if report.dtype == "F32" { 4 } else { 2 };
+            report.odd(&values, &mut note);
+            if values.len() > 1 && report.range.is_some_and(|(low, high)| low < high) {
+                if let Some(other) = by_digest.insert(report.sha256.clone(), report.name.clone()) {
+                    let tied = config.tied && report.name != other;
+                    let head = [&report.name, &other].iter().any(|name| *name == "lm_head.weight");
+                    if !(tied && head) {
+                        note(false, &report.name, format!("has the same elements as {other}"));
+                    }
+                }
+            }
+            audit.tensors.push(report);
+        }
+        for (name, shape) in wanted {
+            note(true, &name, format!("is missing; config.json asks for it with shape {shape:?}"));
+        }
+        if audit.dtypes.len() > 1 {
+            let mix: Vec<String> = audit.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}")).collect();
+            note(false, "all", format!("dtypes are mixed: {}", mix.join(", ")));
+        }
+        findings.sort_by_key(|finding| !finding.wrong);
+        audit.findings = findings;
+        Ok(audit)
+    }
+
+    /// Whether nothing is wrong.
+    pub fn holds(&self) -> bool {
+        self.findings.iter().all(|finding| !finding.wrong)
+    }
+}
+
+impl TensorReport {
+    fn of(name: String, dtype: String, shape: Vec<usize>, values: &[f32]) -> TensorReport {
+        let mut digest = Sha256::new();
+        let (mut low, mut high, mut squares, mut not_finite) = (f32::INFINITY, f32::NEG_INFINITY, 0.0, 0);
+        for piece in values.chunks(1 << 16) {
+            let bytes: Vec<u8> = piece.iter().flat_map(|v| v.to_le_bytes()).collect();
+            digest.update(&bytes);
+        }
+        for &v in values {
+            if v.is_finite() {
+                (low, high) = (low.min(v), high.max(v));
+                squares += f64::from(v) * f64::from(v);
+            } else {
+                not_finite += 1;
+            }
+        }
+        let finite = values.len() - not_finite;
+        let sha256 = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        let rms = (squares / finite.max(1) as f64).sqrt();
+        TensorReport { name, dtype, shape, range: (finite > 0).then_some((low, high)), rms, not_finite, sha256 }
+    }
+
+    /// Notes what is wrong or odd about the elements.
+    fn odd(&self, values: &[f32], note: &mut impl FnMut(bool, &str, String)) {
+        let name = &self.name;
+        if self.not_finite > 0 {
+            note(true, name, format!("{} of {} elements are not finite", self.not_finite, values.len()));
+        }
+        let Some((low, high)) = self.range else { return };
+        let matrix = self.shape.len() == 2;
+        if low == high && values.len() > 1 {
+            // Norms begin as ones and biases as zeros; a matrix that is constant was never filled.
+            note(matrix, name, format!("is constant: every element is {low}"));
+            return;
+        }
+        let largest = low.abs().max(high.abs());
+        if f64::from(largest) > 1000.0 * self.rms {
+            note(false, name, format!("has an outlier: {largest} where the root mean square is {:.3e}", self.rms));
+        }
+        if largest > 1e4 {
+            note(false, name, format!("reaches {largest}, which fp16 products may not hold"));
+        }
+        if let [rows, columns] = self.shape[..] {
+            let zero = values.chunks(columns.max(1)).filter(|row| row.iter().all(|v| *v == 0.0)).count();
+            if zero > 0 && !name.contains("embed_tokens") {
+                note(false, name, format!("{zero} of {rows} rows are zero"));
+            }
+        }
+    }
+}
+
+/// Every tensor that a config asks for, with its shape.
+fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
+    let all = RefCell::new(BTreeMap::new());
+    let put = |name: String, shape: &[usize]| drop(all.borrow_mut().insert(name, shape.to_vec()));
+    put("model.embed_tokens.weight".into(), &[c.vocab, c.hidden]);
+    put("model.norm.weight".into(), &[c.hidden]);
+    if !c.tied {
+        put("lm_head.weight".into(), &[c.vocab, c.hidden]);
+    }
+    for (i, mlp) in c.mlps.iter().enumerate() {
+        let matrix = |part: &str, n: usize, k: usize, bias: bool| {
+            put(format!("model.layers.{i}.{part}.weight"), &[n, k]);
+            if bias {
+                put(format!("model.layers.{i}.{part}.bias"), &[n]);
+            }
+        };
+        let h = c.hidden;
+        if let Some(l) = c.latent {
+            if let Some(rank) = l.q_rank {
+                matrix("self_attn.q_a_proj", rank, h, l.bias);
+                matrix("self_attn.q_b_proj", c.q_width(), rank, false);
+            } else {
+                matrix("self_attn.q_proj", c.q_width(), h, false);
+            }
+            matrix("self_attn.kv_a_proj_with_mqa", l.kv_rank + l.rotated, h, l.bias);
+            matrix("self_attn.kv_b_proj", c.q_heads * (l.plain + c.value_dim), l.kv_rank, false);
+        } else if c.fused {
+            matrix("self_attn.qkv_proj", c.q_width() + c.k_width() + c.v_width(), h, c.qkv_bias);
+        } else {
+            matrix("self_attn.q_proj", c.q_width(), h, c.qkv_bias);
+            matrix("self_attn.k_proj", c.k_width(), h, c.qkv_bias);
+            matrix("self_attn.v_proj", c.v_width(), h, c.qkv_bias);
+        }
+        matrix("self_attn.o_proj", h, c.q_heads * c.value_dim, c.o_bias || c.latent.is_some_and(|l| l.bias));
+        let gated = |prefix: &str, [gate, up, down]: [&str; 3], width: usize| {
+            if c.fused {
+                matrix(&format!("{prefix}.gate_up_proj"), 2 * width, h, c.mlp_bias);
+            } else {
+                matrix(&format!("{prefix}.{gate}"), width, h, c.mlp_bias);
+                matrix(&format!("{prefix}.{up}"), width, h, c.mlp_bias);
+            }
+            matrix(&format!("{prefix}.{down}"), h, width, c.mlp_bias);
+        };
+        let plain = ["gate_proj", "up_proj", "down_proj"];
+        match (*mlp, c.experts) {
+            (Mlp::Dense(width), _) => gated("mlp", plain, width),
+            (Mlp::Sparse, None) => {}
+            (Mlp::Sparse, Some(e)) => {
+                let mixtral = c.family == Family::Mixtral;
+                let block = if mixtral { "block_sparse_moe" } else { "mlp" };
+                for expert in 0..e.count {
+                    let names = if mixtral { ["w1", "w3", "w2"] } else { plain };
+                    gated(&format!("{block}.experts.{expert}"), names, e.width);
+                }
+                if e.shared_width > 0 {
+                    gated(&format!("{block}.shared_experts"), plain, e.shared_width);
+                }
+                matrix(&format!("{block}.gate"), e.count, h, false);
+                if e.choice_bias {
+                    put(format!("model.layers.{i}.{block}.gate.e_score_correction_bias"), &[e.count]);
+                }
+            }
+        }
+        let norm = |part: &str, n: usize| put(format!("model.layers.{i}.{part}.weight"), &[n]);
+        norm("input_layernorm", h);
+        norm("post_attention_layernorm", h);
+        if c.post_norms {
+            norm("pre_feedforward_layernorm", h);
+            norm("post_feedforward_layernorm", h);
+        }
+        if c.head_norms {
+            norm("self_attn.q_norm", c.key_dim);
+            norm("self_attn.k_norm", c.key_dim);
+        }
+        if let Some(l) = c.latent {
+            norm("self_attn.kv_a_layernorm", l.kv_rank);
+            if let Some(rank) = l.q_rank {
+                norm("self_attn.q_a_layernorm", rank);
+            }
+        }
+    }
+    all.into_inner()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+
+    #[test]
+    fn every_checkpoint_has_what_is_expected_and_nothing_else() {
+        let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints");
+        let mut seen = 0;
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let dir = entry.unwrap().path();
+            let audit = Audit::of(&dir, |_, _| {}).unwrap();
+            assert!(audit.holds(), "{}: {:?}", dir.display(), audit.findings);
+            assert!(audit.parameters > 1000 && audit.tensors.iter().all(|t| t.sha256.len() == 64));
+            seen += 1;
+        }
+        assert!(seen >= 17, "{seen} checkpoints");
+    }
+}

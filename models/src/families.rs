@@ -1,0 +1,405 @@
+//! What each family reads from its config beyond what all share: the same fields as its code in transformers.
+
+use crate::ModelError;
+use crate::config::{Activation, Config, Experts, Latent, Mlp};
+use crate::fields::Fields;
+use crate::rotary::Scaling;
+use samebits_ops::{GroupWorth, Pairing, Scoring};
+use serde_json::{Value, json};
+
+/// Model families, by the `model_type` in `config.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Qwen3: norms of query and key heads.
+    Qwen3,
+    /// Qwen2 and Qwen2.5: biases on query, key and value.
+    Qwen2,
+    /// Llama 2 and 3.
+    Llama,
+    /// Mistral: a sliding window.
+    Mistral,
+    /// Gemma 2: windows in every other layer, soft limits, gelu, norms behind the blocks, 1 added to norm weights.
+    Gemma2,
+    /// Phi-3: fused projections, long rotary positions.
+    Phi3,
+    /// Mixtral: a mixture of experts in every layer.
+    Mixtral,
+    /// Qwen3-MoE: a mixture of experts in most layers.
+    Qwen3Moe,
+    /// DeepSeek V2: latent attention, shared experts, softmax routing.
+    DeepseekV2,
+    /// DeepSeek V3: the same with sigmoid routing and a bias on the choice.
+    DeepseekV3,
+}
+
+use Family::*;
+
+impl Family {
+    /// Every supported family.
+    pub const ALL: [Family; 10] =
+        [Qwen3, Qwen2, Llama, Mistral, Gemma2, Phi3, Mixtral, Qwen3Moe, DeepseekV2, DeepseekV3];
+
+    /// The `model_type` in `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Qwen3 => "qwen3",
+            Qwen2 => "qwen2",
+            Llama => "llama",
+            Mistral => "mistral",
+            Gemma2 => "gemma2",
+            Phi3 => "phi3",
+            Mixtral => "mixtral",
+            Qwen3Moe => "qwen3_moe",
+            DeepseekV2 => "deepseek_v2",
+            DeepseekV3 => "deepseek_v3",
+        }
+    }
+
+    pub(crate) fn read(fields: &Fields) -> Result<Family, ModelError> {
+        let names = Family::ALL.map(Family::name).join(", ");
+        let value = fields
+            .get("model_type")
+            .ok_or_else(|| fields.refuse("model_type", format!("is missing; supported are {names}")))?;
+        Family::ALL
+            .into_iter()
+            .find(|family| value == family.name())
+            .ok_or_else(|| fields.refuse("model_type", format!("is {value}; supported are {names}")))
+    }
+}
+
+impl Config {
+    /// Reads what is the family's own.
+    pub(crate) fn read_family(&mut self, f: &Fields) -> Result<(), ModelError> {
+        let silu = [json!("silu"), json!("swish")];
+        let off = [json!(false)];
+        if self.family != Gemma2 {
+            f.only("hidden_act", &silu)?;
+        }
+        match self.family {
+            Llama => {
+                self.heads(f)?;
+                (self.qkv_bias, self.mlp_bias) = (f.flag("attention_bias", false)?, f.flag("mlp_bias", false)?);
+                self.o_bias = self.qkv_bias;
+            }
+            Qwen2 | Qwen3 => {
+                self.heads(f)?;
+                f.only("use_mrope", &off)?;
+                if self.family == Qwen2 {
+                    // The biases are there whatever the field says: the family's code does not read it.
+                    f.unread(&["attention_bias"]);
+                    self.qkv_bias = true;
+                } else {
+                    self.head_norms = true;
+                    self.qkv_bias = f.flag("attention_bias", false)?;
+                    self.o_bias = self.qkv_bias;
+                }
+                let window = if f.flag("use_sliding_window", false)? { f.size("sliding_window")? } else { None };
+                // Without the switch, the family's code drops the window.
+                f.unread(&["sliding_window"]);
+                let first = f.get("max_window_layers").map_or(Ok(28), |_| f.size_or_zero("max_window_layers"))?;
+                self.windows_by_layer(f, window, |i| i >= first)?;
+            }
+            Mistral | Mixtral => {
+                self.heads(f)?;
+                if self.family == Mistral {
+                    f.present(&["sliding_window"])?;
+                }
+                self.windows = vec![f.size("sliding_window")?.unwrap_or(0); self.layers];
+                if self.family == Mixtral {
+                    self.mlps.fill(Mlp::Sparse);
+                    let width = f.required_size("intermediate_size")?;
+                    self.experts = Some(self.softmax_experts(f, &["num_local_experts"], width, true)?);
+                }
+            }
+            Gemma2 => {
+                self.heads(f)?;
+                f.present(&["sliding_window", "attn_logit_softcapping", "final_logit_softcapping"])?;
+                self.qkv_bias = f.flag("attention_bias", false)?;
+                self.o_bias = self.qkv_bias;
+                // Older folders name both; the first is what counts.
+                f.only("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
+                f.only("hidden_act", &[json!("gelu_pytorch_tanh"), json!("gelu")])?;
+                f.only("use_bidirectional_attention", &off)?;
+                self.activation = Activation::Gelu;
+                (self.weight_offset, self.post_norms) = (true, true);
+                self.embed_scale = Some((self.hidden as f64).sqrt());
+                self.scale = 1.0 / f.positive("query_pre_attn_scalar")?.unwrap_or(256.0).sqrt();
+                self.attention_softcap = f.positive("attn_logit_softcapping")?.unwrap_or(0.0);
+                self.logit_softcap = f.positive("final_logit_softcapping")?.unwrap_or(0.0);
+                let window = f.size("sliding_window")?;
+                f.unread(&["cache_implementation"]);
+                self.windows_by_layer(f, window, |i| i % 2 == 0)?;
+            }
+            Phi3 => {
+                self.heads(f)?;
+                self.fused = true;
+                self.windows = vec![f.size("sliding_window")?.unwrap_or(0); self.layers];
+            }
+            Qwen3Moe => {
+                self.heads(f)?;
+                self.head_norms = true;
+                self.qkv_bias = f.flag("attention_bias", false)?;
+                self.o_bias = self.qkv_bias;
+                let window = if f.flag("use_sliding_window", false)? { f.size("sliding_window")? } else { None };
+                f.unread(&["sliding_window", "max_window_layers"]);
+                self.windows = vec![window.unwrap_or(0); self.layers];
+                self.sparse_by_step(f)?;
+                let width = f.required_size("moe_intermediate_size")?;
+                let normalise = f.flag("norm_topk_prob", false)?;
+                self.experts =
+                    Some(self.softmax_experts(f, &["num_experts", "num_local_experts"], width, normalise)?);
+            }
+            DeepseekV2 | DeepseekV3 => self.latent(f)?,
+        }
+        // Whoever does not read the types of the layers may still name them.
+        let window = self.windows.iter().copied().find(|window| *window > 0);
+        let read = self.windows.clone();
+        self.windows_by_layer(f, window, |_| false)?;
+        if self.windows != read {
+            return Err(f.refuse("layer_types", format!("are not those of {}", self.family.name())));
+        }
+        if self.latent.is_none() {
+            self.rotary(f, self.key_dim, self.family == Phi3)?;
+        }
+        Ok(())
+    }
+
+    /// Heads that all have projections of their own.
+    fn heads(&mut self, f: &Fields) -> Result<(), ModelError> {
+        self.kv_heads = match (f.size("num_key_value_heads")?, self.family) {
+            (Some(heads), _) => heads,
+            (None, Llama | Phi3) => self.q_heads,
+            (None, _) => f.required_size("num_key_value_heads")?,
+        };
+        if !self.q_heads.is_multiple_of(self.kv_heads) {
+            let why = format!("is {}; it must divide num_attention_heads {}", self.kv_heads, self.q_heads);
+            return Err(f.refuse("num_key_value_heads", why));
+        }
+        self.key_dim = match (f.size("head_dim")?, self.family) {
+            (Some(dim), _) => dim,
+            // These families' own default has nothing to do with their sizes: a folder without the field is ambiguous.
+            (None, Qwen3 | Gemma2) => f.required_size("head_dim")?,
+            (None, _) if self.hidden.is_multiple_of(self.q_heads) => self.hidden / self.q_heads,
+            (None, _) => {
+                let why = format!("is {}; without head_dim it must divide hidden_size {}", self.q_heads, self.hidden);
+                return Err(f.refuse("num_attention_heads", why));
+            }
+        };
+        self.value_dim = self.key_dim;
+        self.scale = 1.0 / (self.key_dim as f64).sqrt();
+        Ok(())
+    }
+
+    /// `layer_types` where they are given, else `windowed`.
+    fn windows_by_layer(
+        &mut self,
+        f: &Fields,
+        window: Option<usize>,
+        windowed: impl Fn(usize) -> bool,
+    ) -> Result<(), ModelError> {
+        let Some(value) = f.get("layer_types") else {
+            for (_, layer) in self.windows.iter_mut().enumerate().filter(|(i, _)| windowed(*i)) {
+                *layer = window.unwrap_or(0);
+            }
+            return Ok(());
+        };
+        let types = value.as_array().ok_or_else(|| f.refuse("layer_types", "is not a list of layer types"))?;
+        if types.len() != self.layers {
+            let why = format!("has {} entries; num_hidden_layers is {}", types.len(), self.layers);
+            return Err(f.refuse("layer_types", why));
+        }
+        for (i, (kind, layer)) in types.iter().zip(&mut self.windows).enumerate() {
+            *layer = match (kind.as_str(), window) {
+                (Some("full_attention"), _) => 0,
+                (Some("sliding_attention"), Some(window)) => window,
+                (Some("sliding_attention"), None) => {
+                    let why = "is \"sliding_attention\", but there is no sliding_window in use";
+                    return Err(f.refuse(format!("layer_types[{i}]"), why));
+                }
+                _ => {
+                    let why = format!("is {kind}; supported are \"full_attention\" and \"sliding_attention\"");
+                    return Err(f.refuse(format!("layer_types[{i}]"), why));
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Experts of Mixtral and Qwen3-MoE: softmax scores, no groups.
+    fn softmax_experts(
+        &self,
+        f: &Fields,
+        names: &[&str],
+        width: usize,
+        normalise: bool,
+    ) -> Result<Experts, ModelError> {
+        let mut count = None;
+        for name in names {
+            count = count.or(f.size(name)?);
+        }
+        let count = count.ok_or_else(|| f.refuse(names[0], "is missing; it must be a whole number of at least 1"))?;
+        Ok(Experts {
+            count,
+            chosen: chosen(f, count)?,
+            width,
+            shared_width: 0,
+            scoring: Scoring::Softmax,
+            choice_bias: false,
+            groups: 1,
+            top_groups: 1,
+            group_worth: GroupWorth::Max,
+            normalise,
+            scale: 1.0,
+        })
+    }
+
+    /// Every `decoder_sparse_step`-th layer is sparse, but those in `mlp_only_layers`.
+    fn sparse_by_step(&mut self, f: &Fields) -> Result<(), ModelError> {
+        let step = f.size("decoder_sparse_step")?.unwrap_or(1);
+        let dense: Vec<u64> = match f.get("mlp_only_layers") {
+            None => Vec::new(),
+            Some(value) => {
+                value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect()).ok_or_else(|| {
+                    f.refuse("mlp_only_layers", format!("is {value}; it must be a list of layer numbers"))
+                })?
+            }
+        };
+        for (i, mlp) in self.mlps.iter_mut().enumerate() {
+            if (i + 1).is_multiple_of(step) && !dense.contains(&(i as u64)) {
+                *mlp = Mlp::Sparse;
+            }
+        }
+        Ok(())
+    }
+
+    /// DeepSeek: latent attention and its experts.
+    fn latent(&mut self, f: &Fields) -> Result<(), ModelError> {
+        f.present(&["q_lora_rank"])?;
+        if self.family == DeepseekV3 {
+            f.present(&["n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor"])?;
+        }
+        let latent = Latent {
+            q_rank: f.size("q_lora_rank")?,
+            kv_rank: f.required_size("kv_lora_rank")?,
+            plain: f.required_size("qk_nope_head_dim")?,
+            rotated: f.required_size("qk_rope_head_dim")?,
+            bias: f.flag("attention_bias", false)?,
+        };
+        self.key_dim = latent.plain + latent.rotated;
+        self.value_dim = f.required_size("v_head_dim")?;
+        self.latent = Some(latent);
+        f.only("num_key_value_heads", &[json!(self.q_heads)])?;
+        f.only("head_dim", &[json!(latent.rotated)])?;
+        f.only("qk_head_dim", &[json!(self.key_dim)])?;
+        self.pairing = Pairing::Interleaved;
+        if self.family == DeepseekV3 {
+            if !f.flag("rope_interleave", true)? {
+                self.pairing = Pairing::Half;
+            }
+            self.extra_layers = f.size_or_zero("num_nextn_predict_layers")?;
+        } else {
+            self.mlp_bias = f.flag("mlp_bias", false)?;
+        }
+        self.rotary(f, latent.rotated, false)?;
+        self.scale = 1.0 / (self.key_dim as f64).sqrt();
+        if let Some(mscale) = self.rotary_mscale_all(f)? {
+            self.scale *= mscale * mscale;
+        }
+
+        let count = f.required_size("n_routed_experts")?;
+        f.only("moe_layer_freq", &[json!(1)])?;
+        let dense = f.size_or_zero("first_k_dense_replace")?;
+        for mlp in self.mlps.iter_mut().skip(dense) {
+            *mlp = Mlp::Sparse;
+        }
+        let width = f.required_size("moe_intermediate_size")?;
+        let shared = f.size_or_zero("n_shared_experts")?;
+        let groups = f.size("n_group")?.unwrap_or(1);
+        let top_groups = f.size("topk_group")?.unwrap_or(1);
+        if !count.is_multiple_of(groups) {
+            return Err(f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}")));
+        }
+        let mut experts = Experts {
+            count,
+            chosen: chosen(f, count)?,
+            width,
+            shared_width: shared * width,
+            scoring: Scoring::Softmax,
+            choice_bias: false,
+            groups,
+            top_groups,
+            group_worth: GroupWorth::Max,
+            normalise: false,
+            scale: f.positive("routed_scaling_factor")?.unwrap_or(1.0),
+        };
+        if self.family == DeepseekV2 {
+            f.only("scoring_func", &[json!("softmax")])?;
+            f.only("topk_method", &[json!("greedy"), json!("group_limited_greedy")])?;
+            // Its code in transformers does not read the field.
+            f.only("norm_topk_prob", &[json!(false)])?;
+            if f.get("topk_method").is_none_or(|method| method == "greedy") {
+                (experts.groups, experts.top_groups) = (1, 1);
+            }
+        } else {
+            f.only("scoring_func", &[json!("sigmoid")])?;
+            f.only("topk_method", &[json!("noaux_tc")])?;
+            (experts.scoring, experts.choice_bias) = (Scoring::Sigmoid, true);
+            experts.group_worth = GroupWorth::TopTwo;
+            experts.normalise = f.flag("norm_topk_prob", true)?;
+            if groups > 1 && count / groups < 2 {
+                return Err(f.refuse("n_group", format!("is {groups}; a group needs two of the {count} experts")));
+            }
+        }
+        if experts.top_groups > experts.groups || experts.top_groups * (count / experts.groups) < experts.chosen {
+            let why =
+                format!("is {top_groups}; of {groups} groups it must hold num_experts_per_tok {}", experts.chosen);
+            return Err(f.refuse("topk_group", why));
+        }
+        self.experts = Some(experts);
+        Ok(())
+    }
+
+    /// The scaling of the rotary positions over the first elements of `dim`.
+    fn rotary(&mut self, f: &Fields, dim: usize, partial: bool) -> Result<(), ModelError> {
+        let theta = match self.family {
+            Llama | Gemma2 | Mistral | Phi3 | DeepseekV2 | DeepseekV3 => Some(10_000.0),
+            Mixtral => Some(1_000_000.0),
+            Qwen2 | Qwen3 | Qwen3Moe => None,
+        };
+        self.rotary = crate::rotary::read(f, dim, partial, theta, self.max_positions)?;
+        // The published length is that of the training; these scalings are there to go beyond it.
+        let stretch = match self.rotary.scaling {
+            Scaling::Linear { factor } | Scaling::Dynamic { factor, .. } => self.max_positions as f64 * factor,
+            Scaling::Yarn { factor, original, .. } => original as f64 * factor,
+            _ => 0.0,
+        };
+        self.max_positions = self.max_positions.max(stretch.min(f64::from(i32::MAX)) as usize);
+        Ok(())
+    }
+
+    /// DeepSeek multiplies its scores by the square of this where positions are scaled.
+    fn rotary_mscale_all(&self, f: &Fields) -> Result<Option<f64>, ModelError> {
+        if self.rotary.scaling == Scaling::Default {
+            return Ok(None);
+        }
+        let mut found = None;
+        for object in ["rope_parameters", "rope_scaling"] {
+            if let Some(map) = f.object(object)? {
+                let number = |key: &str| map.get(key).and_then(Value::as_f64).filter(|v| *v != 0.0);
+                if let (Some(all), Some(factor)) = (number("mscale_all_dim"), number("factor")) {
+                    found = Some(crate::rotary::mscale(factor, all));
+                }
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// `num_experts_per_tok`, at most `count`.
+fn chosen(f: &Fields, count: usize) -> Result<usize, ModelError> {
+    let chosen = f.required_size("num_experts_per_tok")?;
+    if chosen > count {
+        return Err(f.refuse("num_experts_per_tok", format!("is {chosen}; there are {count} experts")));
+    }
+    Ok(chosen)
+}

@@ -1,0 +1,344 @@
+//! Sampling many texts at once over one paged cache, and what each token's probability was.
+//!
+//! A sample is a function of the model, its prompt, its number, the temperature and the seed. Who shares its batch, how
+//! its prompt is cut, where its keys stand and whether its prompt came from the cache are not seen: its logits do not see
+//! them, and each random number belongs to one (seed, sequence, position) and to no generator's state.
+
+use crate::decoder::{Decoder, Feed, Rows};
+use crate::generate::Stop;
+use crate::kv_cache::KvCache;
+use crate::model::with_decoder;
+use crate::watch::Watch;
+use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
+use samebits_ops::{Cpu, Element, argmax, logprob, scale, softmax};
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+/// What is sampled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Texts per prompt.
+    pub samples: usize,
+    /// Most tokens of a text.
+    pub max_tokens: usize,
+    /// Logits are divided by it; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Seed of the random numbers.
+    pub seed: u64,
+    /// Whether a text goes on behind an eos token.
+    pub ignore_eos: bool,
+}
+
+/// How texts are run together; nothing here may move a bit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Serving {
+    /// Most texts in a step, at least 1.
+    pub batch: usize,
+    /// Most tokens of a prompt in a step, at least 1.
+    pub chunk: usize,
+    /// Positions in a page of the cache.
+    pub page_size: usize,
+    /// Which page is taken next.
+    pub page_order: PageOrder,
+    /// Whether the samples of a prompt share what was computed of it.
+    pub share_prompts: bool,
+}
+
+impl Default for Serving {
+    fn default() -> Serving {
+        Serving { batch: 16, chunk: 256, page_size: PAGE_SIZE, page_order: PageOrder::Ascending, share_prompts: true }
+    }
+}
+
+/// A sampled text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Its number: prompt times samples plus sample.
+    pub sequence: usize,
+    /// The prompt's number.
+    pub prompt: usize,
+    /// Positions it declared when it began: prompt plus `max_tokens`, at most what the model has.
+    pub limit: usize,
+    /// Its tokens behind the prompt, an eos that ended it included.
+    pub tokens: Vec<i32>,
+    /// Log-probability of each token at the sampling temperature (at 1 where that is 0).
+    pub logprobs: Vec<f32>,
+    /// Why it ended.
+    pub stop: Stop,
+}
+
+/// What a rollout took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// Tokens of prompts that were computed.
+    pub prompt_tokens: usize,
+    /// Seconds of the steps that computed prompts, whoever else took part.
+    pub prompt_seconds: f64,
+    /// Tokens that were sampled in the other steps.
+    pub sampled_tokens: usize,
+    /// Their seconds.
+    pub sampled_seconds: f64,
+}
+
+/// A text on its way.
+struct Active {
+    sample: Sample,
+    number: usize,
+    /// Tokens that have not been fed.
+    pending: Vec<i32>,
+}
+
+impl Model {
+    /// Samples texts behind `prompts`; `done` gets each as it ends.
+    ///
+    /// # Errors
+    /// An empty prompt, a token outside the vocabulary, a prompt that leaves no position to sample at, a temperature that
+    /// is negative or not finite, logits that are NaN, too little memory; what `done` refuses.
+    pub fn rollout(
+        &self,
+        cpu: &Cpu,
+        prompts: &[Vec<i32>],
+        sampling: &Sampling,
+        serving: &Serving,
+        mut done: impl FnMut(Sample) -> Result<(), ModelError>,
+    ) -> Result<Timing, ModelError> {
+        let c = self.config();
+        let t = sampling.temperature;
+        if !(t == 0.0 || t > 0.0 && t.is_finite() && (1.0 / t) as f32 > 0.0 && ((1.0 / t) as f32).is_finite()) {
+            let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
+            return Err(ModelError::input("temperature", why));
+        }
+        if serving.batch == 0 || serving.chunk == 0 || serving.page_size == 0 {
+            return Err(ModelError::input("batch, chunk and page size", "must be at least 1"));
+        }
+        for (i, prompt) in prompts.iter().enumerate() {
+            c.check_tokens("prompt", prompt, prompt.len())?;
+            if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.max_positions {
+                let why =
+                    format!("number {i} has {} tokens; the model takes 1 to {}", prompt.len(), c.max_positions - 1);
+                return Err(ModelError::input("prompt", why));
+            }
+        }
+        with_decoder!(self, decoder => rollout(decoder, cpu, prompts, sampling, serving, &mut done))
+    }
+
+    /// The tokens of a text, behind bos where the model has one.
+    ///
+    /// # Errors
+    /// No usable `tokenizer.json`; a text without tokens or outside the vocabulary.
+    pub fn encode(&self, text: &str) -> Result<Vec<i32>, ModelError> {
+        self.tokenizer()?.encode(self.config(), text)
+    }
+
+    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens, limit)` those of
+    /// `tokens`, as [`Model::rollout`] reports them.
+    ///
+    /// # Errors
+    /// As [`Model::forward_run`].
+    pub fn score(
+        &self,
+        cpu: &Cpu,
+        texts: &[(&[i32], &[i32], usize)],
+        temperature: f64,
+        run: Run,
+    ) -> Result<Vec<Vec<f32>>, ModelError> {
+        let vocab = self.config().vocab;
+        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens, _)| [*prompt, *tokens].concat()).collect();
+        // The last token's own logits are of no use.
+        let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
+        let limits: Vec<usize> = texts.iter().map(|(_, _, limit)| *limit).collect();
+        let Run { schedule, grouping, page_size, page_order, fault, .. } = run;
+        let limits = Some(&limits[..]);
+        let run = Run { schedule, grouping, page_size, page_order, limits, probe: None, fault };
+        let logits = self.forward_run(cpu, &fed, run)?;
+        let mut scores = Vec::new();
+        let mut row = 0;
+        for ((prompt, tokens, _), fed) in texts.iter().zip(&fed) {
+            let rows = &logits[(row + prompt.len() - 1) * vocab..(row + fed.len()) * vocab];
+            scores.push(logprobs(cpu, vocab, temperature, rows, tokens)?);
+            row += fed.len();
+        }
+        Ok(scores)
+    }
+}
+
+fn rollout<A: Element>(
+    decoder: &Decoder<A>,
+    cpu: &Cpu,
+    prompts: &[Vec<i32>],
+    sampling: &Sampling,
+    serving: &Serving,
+    done: &mut dyn FnMut(Sample) -> Result<(), ModelError>,
+) -> Result<Timing, ModelError> {
+    let c = decoder.config();
+    let mut cache = KvCache::new(c.layers, decoder.cache_widths(), serving.page_size, serving.page_order);
+    let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
+    let mut waiting: VecDeque<(usize, usize)> = all.collect();
+    // Sequences that hold a whole prompt, and how many samples will still want it.
+    let mut stems: HashMap<usize, (usize, usize)> = HashMap::new();
+    let mut active: Vec<Active> = Vec::new();
+    let mut timing = Timing::default();
+    loop {
+        while active.len() < serving.batch {
+            let Some((prompt, sample)) = waiting.pop_front() else { break };
+            let tokens = &prompts[prompt];
+            let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.max_positions);
+            let (number, pending) = match stems.get_mut(&prompt) {
+                Some((stem, wanted)) => {
+                    // The last token is fed again: its logits are what the first sampled token comes from.
+                    let number = cache.fork(*stem, tokens.len() - 1, limit);
+                    *wanted -= 1;
+                    if *wanted == 0 {
+                        cache.close(*stem);
+                        stems.remove(&prompt);
+                    }
+                    (number, tokens[tokens.len() - 1..].to_vec())
+                }
+                None => (cache.open(limit), tokens.clone()),
+            };
+            let sequence = prompt * sampling.samples + sample;
+            let sample =
+                Sample { sequence, prompt, limit, tokens: Vec::new(), logprobs: Vec::new(), stop: Stop::MaxTokens };
+            if sampling.max_tokens == 0 {
+                cache.close(number);
+                done(sample)?;
+                continue;
+            }
+            active.push(Active { sample, number, pending });
+        }
+        if active.is_empty() {
+            return Ok(timing);
+        }
+        let started = Instant::now();
+        let feeds: Vec<Feed> = active
+            .iter()
+            .map(|text| {
+                let tokens = &text.pending[..text.pending.len().min(serving.chunk)];
+                Feed { sequence: text.number, label: text.sample.sequence, tokens }
+            })
+            .collect();
+        let logits = decoder.step(cpu, &feeds, &mut cache, Rows::Last, &mut Watch::default())?;
+        let fed: Vec<usize> = feeds.iter().map(|feed| feed.tokens.len()).collect();
+        let texts = fed.len();
+        let of_prompts = active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
+        let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();
+
+        let mut left = Vec::new();
+        for ((mut text, fed), logits) in active.into_iter().zip(fed).zip(logits.chunks_exact(c.vocab)) {
+            text.pending.drain(..fed);
+            if !text.pending.is_empty() {
+                left.push(text);
+                continue;
+            }
+            let prompt = &prompts[text.sample.prompt];
+            let wanted = waiting.iter().filter(|(other, _)| *other == text.sample.prompt).count();
+            if serving.share_prompts
+                && wanted > 0
+                && !stems.contains_key(&text.sample.prompt)
+                && text.sample.tokens.is_empty()
+            {
+                stems.insert(text.sample.prompt, (cache.fork(text.number, prompt.len(), text.sample.limit), wanted));
+            }
+            let position = prompt.len() + text.sample.tokens.len();
+            let token = choose(cpu, sampling, logits, text.sample.sequence, position)?;
+            text.sample.logprobs.extend(logprobs(cpu, c.vocab, sampling.temperature, logits, &[token])?);
+            text.sample.tokens.push(token);
+            text.pending.push(token);
+            let sample = &mut text.sample;
+            let ended = !sampling.ignore_eos && c.eos.contains(&token);
+            sample.stop = match () {
+                () if ended => Stop::Eos,
+                () if sample.tokens.len() == sampling.max_tokens => Stop::MaxTokens,
+                () if position + 1 >= sample.limit => Stop::MaxPositions,
+                () => {
+                    left.push(text);
+                    continue;
+                }
+            };
+            cache.close(text.number);
+            done(text.sample)?;
+        }
+        active = left;
+        let seconds = started.elapsed().as_secs_f64();
+        match fed_prompts {
+            0 => {
+                timing.sampled_tokens += texts;
+                timing.sampled_seconds += seconds;
+            }
+            tokens => {
+                timing.prompt_tokens += tokens;
+                timing.prompt_seconds += seconds;
+            }
+        }
+    }
+}
+
+/// `logits[rows,V]`, one token for each row.
+fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &[i32]) -> Result<Vec<f32>, ModelError> {
+    let temperature = if temperature == 0.0 { 1.0 } else { temperature };
+    let (mut scores, mut lse) = (vec![0f32; tokens.len()], vec![0f32; tokens.len()]);
+    logprob(cpu, tokens.len(), vocab, temperature, logits, tokens, &mut scores, &mut lse)?;
+    Ok(scores)
+}
+
+/// The next token: the first one at which the sum of the weights so far exceeds the random share of their total. Weights
+/// are `softmax` of the scaled logits, sums f64, ascending.
+fn choose(cpu: &Cpu, sampling: &Sampling, logits: &[f32], sequence: usize, position: usize) -> Result<i32, ModelError> {
+    let mut best = [0];
+    argmax(cpu, 1, logits.len(), logits, &mut best)?;
+    // argmax ranks NaN highest, so one look tells.
+    if logits[best[0] as usize].is_nan() {
+        let why =
+            format!("the logits of sequence {sequence} before position {position} are NaN; its weights overflow f32");
+        return Err(ModelError::input("model", why));
+    }
+    if sampling.temperature == 0.0 {
+        return Ok(best[0]);
+    }
+    let (mut scaled, mut weights) = (vec![0f32; logits.len()], vec![0f32; logits.len()]);
+    scale(cpu, 1.0 / sampling.temperature, logits, &mut scaled)?;
+    softmax(cpu, 1, logits.len(), &scaled, &mut weights)?;
+    let total: f64 = weights.iter().map(|&w| f64::from(w)).sum();
+    let bound = random(sampling.seed, sequence as u64, position as u64) * total;
+    let mut sum = 0.0;
+    for (token, &weight) in weights.iter().enumerate() {
+        sum += f64::from(weight);
+        if sum > bound {
+            return Ok(token as i32);
+        }
+    }
+    Ok(best[0])
+}
+
+/// The random number of a position: in [0, 1), of 53 bits, a hash of its three arguments.
+fn random(seed: u64, sequence: u64, position: u64) -> f64 {
+    // SplitMix64's step and finish.
+    let mix = |state: u64| {
+        let mut z = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    let bits = mix(mix(mix(seed).wrapping_add(sequence)).wrapping_add(position));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_numbers_are_even_and_differ_by_every_argument() {
+        let mut buckets = [0; 16];
+        for sequence in 0..40 {
+            for position in 0..400 {
+                buckets[(random(7, sequence, position) * 16.0) as usize] += 1;
+            }
+        }
+        assert!(buckets.iter().all(|&count| (850..1150).contains(&count)), "{buckets:?}");
+        let one = random(1, 2, 3);
+        assert!([random(2, 2, 3), random(1, 3, 3), random(1, 2, 4), random(1, 3, 2)].iter().all(|&other| other != one));
+        // Computed by another program from the page.
+        assert_eq!(random(1, 2, 3), 0.4175580595044027);
+    }
+}

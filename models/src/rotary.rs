@@ -1,0 +1,364 @@
+//! Frequencies of the rotary positions, with the scalings that models are published with.
+//!
+//! Everything here is f64 on the host and rounded to f32 once, per frequency; `docs/NUMERICS.md` has the formulas. Where
+//! a scaling depends on how long the text is (dynamic, longrope), it is the length that the sequence **declared when it
+//! began** that counts, not how much of it has been seen: else a prefill and a decode of the same tokens would rotate
+//! them differently.
+
+use crate::ModelError;
+use crate::fields::Fields;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::f64::consts::TAU;
+
+/// How positions become angles.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotary {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Elements of a head that are rotated, even; the others pass.
+    pub dim: usize,
+    /// How the frequencies are scaled.
+    pub scaling: Scaling,
+    /// Factor of every cosine and sine.
+    pub factor: f32,
+}
+
+/// Scaling of the frequencies `theta^(-2i/dim)`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scaling {
+    /// None.
+    Default,
+    /// All divided by a factor.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Another theta for sequences that declare more than `original` positions.
+    Dynamic {
+        /// How much longer texts may be.
+        factor: f64,
+        /// Positions the model was trained on.
+        original: usize,
+    },
+    /// Low frequencies divided by `factor`, high ones as they are, a ramp between.
+    Yarn {
+        /// The divisor.
+        factor: f64,
+        /// Rotations over the original positions from which on a frequency is high.
+        beta_fast: f64,
+        /// Rotations up to which it is low.
+        beta_slow: f64,
+        /// Positions the model was trained on.
+        original: usize,
+        /// Whether the ends of the ramp are whole numbers.
+        truncate: bool,
+    },
+    /// As Yarn, with a ramp over wavelengths.
+    Llama3 {
+        /// The divisor.
+        factor: f64,
+        /// Wavelengths above `original / low` are divided.
+        low: f64,
+        /// Wavelengths below `original / high` stay.
+        high: f64,
+        /// Positions the model was trained on.
+        original: usize,
+    },
+    /// A divisor for each frequency: `long` where a sequence declares more than `original` positions, else `short`.
+    Long {
+        /// Divisors of short texts.
+        short: Vec<f64>,
+        /// Divisors of long ones.
+        long: Vec<f64>,
+        /// Positions up to which a text is short.
+        original: usize,
+    },
+}
+
+impl Default for Rotary {
+    fn default() -> Rotary {
+        Rotary { theta: 10_000.0, dim: 0, scaling: Scaling::Default, factor: 1.0 }
+    }
+}
+
+/// What YaRN multiplies cosines and sines by for a stretch of `factor`.
+pub(crate) fn mscale(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * libm::log(factor) + 1.0 }
+}
+
+/// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
+/// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
+pub(crate) fn read(
+    f: &Fields,
+    head_dim: usize,
+    partial: bool,
+    default_theta: Option<f64>,
+    max_positions: usize,
+) -> Result<Rotary, ModelError> {
+    // Value and the name to refuse it by, for each key.
+    let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
+    let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
+        Some((_, old)) if old.as_f64().is_none_or(|old| Some(old) != value.as_f64()) && old != value => {
+            Err(f.refuse(name, format!("is {value}, but the folder also says {old}; keep one")))
+        }
+        _ => Ok(()),
+    };
+    for key in ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"] {
+        // Only one family has the last one at the top.
+        if let Some(value) = (partial || !key.starts_with("original")).then(|| f.get(key)).flatten() {
+            note(key, key.into(), value)?;
+        }
+    }
+    for object in ["rope_parameters", "rope_scaling"] {
+        for (key, value) in f.object(object)?.into_iter().flatten().filter(|(_, value)| !value.is_null()) {
+            let name = format!("{object}.{key}");
+            // The kind has two spellings.
+            let key = if key == "type" { "rope_type" } else { key };
+            match KEYS.iter().find(|known| **known == key) {
+                Some(key) => note(key, name, value)?,
+                None => return Err(f.refuse(name, format!("is {value}, which no supported scaling reads"))),
+            }
+        }
+    }
+
+    let number = |key: &str| -> Result<Option<f64>, ModelError> {
+        match found.get(key) {
+            None => Ok(None),
+            Some((name, value)) => match value.as_f64().filter(|v| v.is_finite() && *v > 0.0) {
+                Some(v) => Ok(Some(v)),
+                None => Err(f.refuse(name.clone(), format!("is {value}; it must be a number above 0"))),
+            },
+        }
+    };
+    let required = |key: &str| {
+        number(key)?
+            .ok_or_else(|| f.refuse(format!("rope_parameters.{key}"), "is missing; it must be a number above 0"))
+    };
+    let theta = match number("rope_theta")? {
+        Some(theta) if theta >= 1.0 => theta,
+        Some(theta) => {
+            return Err(
+                f.refuse(found["rope_theta"].0.clone(), format!("is {theta}; it must be a number of at least 1"))
+            );
+        }
+        None => default_theta.ok_or_else(|| {
+            f.refuse("rope_parameters.rope_theta", "is missing; write the base of the rotary positions")
+        })?,
+    };
+    let share = number("partial_rotary_factor")?.unwrap_or(1.0);
+    if share > 1.0 || share != 1.0 && !partial {
+        let supported = if partial { "above 0 and at most 1" } else { "1" };
+        return Err(f.refuse(found["partial_rotary_factor"].0.clone(), format!("is {share}; supported is {supported}")));
+    }
+    let dim = (head_dim as f64 * share) as usize;
+    if dim == 0 || !dim.is_multiple_of(2) {
+        let field = if partial { "partial_rotary_factor" } else { "head_dim" };
+        return Err(f.refuse(field, format!("is {dim} elements of a head; rotary positions need an even number")));
+    }
+    let original = match number("original_max_position_embeddings")? {
+        None => max_positions,
+        Some(v) if v.fract() == 0.0 && v <= f64::from(i32::MAX) => v as usize,
+        Some(v) => {
+            let (name, _) = &found["original_max_position_embeddings"];
+            return Err(f.refuse(name.clone(), format!("is {v}; it must be a whole number of positions")));
+        }
+    };
+    let divisors = |key: &str| -> Result<Vec<f64>, ModelError> {
+        let name = found.get(key).map_or(format!("rope_parameters.{key}"), |(name, _)| name.clone());
+        let list = found.get(key).and_then(|(_, value)| value.as_array());
+        let list: Option<Vec<f64>> = list.and_then(|list| list.iter().map(Value::as_f64).collect());
+        match list.filter(|list| list.len() == dim / 2 && list.iter().all(|v| *v > 0.0 && v.is_finite())) {
+            Some(list) => Ok(list),
+            None => Err(f.refuse(name, format!("must be a list of {} numbers above 0", dim / 2))),
+        }
+    };
+
+    let (kind_name, kind) = match found.get("rope_type") {
+        None => (String::new(), "default"),
+        Some((name, value)) => (name.clone(), value.as_str().unwrap_or("no word")),
+    };
+    // One family wrote its scaling under two older names.
+    let kind = if partial && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
+    let top = ["rope_theta", "rope_type", "partial_rotary_factor"];
+    let (keys, scaling, factor): (&[&str], Scaling, f64) = match kind {
+        "default" => (&["original_max_position_embeddings"][..usize::from(partial)], Scaling::Default, 1.0),
+        "linear" => (&["factor"], Scaling::Linear { factor: required("factor")? }, 1.0),
+        "dynamic" => (&["factor"], Scaling::Dynamic { factor: required("factor")?, original: max_positions }, 1.0),
+        "llama3" => {
+            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
+            let keys = &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+            (keys, Scaling::Llama3 { factor: required("factor")?, low, high, original }, 1.0)
+        }
+        "yarn" => {
+            let factor = number("factor")?.unwrap_or(max_positions as f64 / original as f64);
+            let attention = match (number("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
+                (Some(attention), ..) => attention,
+                (None, Some(one), Some(all)) => mscale(factor, one) / mscale(factor, all),
+                (None, ..) => mscale(factor, 1.0),
+            };
+            let truncate = match found.get("truncate") {
+                None => true,
+                Some((_, Value::Bool(flag))) => *flag,
+                Some((name, value)) => {
+                    return Err(f.refuse(name.clone(), format!("is {value}; it must be true or false")));
+                }
+            };
+            let beta_fast = number("beta_fast")?.unwrap_or(32.0);
+            let beta_slow = number("beta_slow")?.unwrap_or(1.0);
+            let keys = &[
+                "factor",
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            ];
+            (keys, Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate }, attention)
+        }
+        "longrope" => {
+            let factor = number("factor")?.unwrap_or(max_positions as f64 / original as f64);
+            let natural = libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64));
+            let attention = number("attention_factor")?.unwrap_or(if factor <= 1.0 { 1.0 } else { natural });
+            let keys =
+                &["factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"];
+            let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+            (keys, Scaling::Long { short, long, original }, attention)
+        }
+        _ => {
+            let why = format!(
+                "is {}; supported are \"default\", \"linear\", \"dynamic\", \"yarn\", \"llama3\" and \"longrope\"",
+                found["rope_type"].1
+            );
+            return Err(f.refuse(kind_name, why));
+        }
+    };
+    if let Some((key, (name, value))) = found.iter().find(|(key, _)| !top.contains(key) && !keys.contains(key)) {
+        return Err(f.refuse(name.clone(), format!("is {value}, but rope_type \"{kind}\" does not read {key}")));
+    }
+    Ok(Rotary { theta, dim, scaling, factor: factor as f32 })
+}
+
+/// Every key that a scaling may have.
+const KEYS: [&str; 15] = [
+    "rope_type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
+];
+
+impl Rotary {
+    /// A length with the same frequencies as `length`: what need not be told apart.
+    pub(crate) fn class_of(&self, length: usize) -> usize {
+        match &self.scaling {
+            Scaling::Dynamic { original, .. } => length.max(*original),
+            Scaling::Long { original, .. } => *original + usize::from(length > *original),
+            _ => 0,
+        }
+    }
+
+    /// The frequencies of a sequence that declared `length` positions.
+    pub fn inv_freq(&self, length: usize) -> Vec<f32> {
+        let (half, dim) = (self.dim / 2, self.dim as f64);
+        let plain = |theta: f64| (0..half).map(move |i| libm::pow(theta, -2.0 * i as f64 / dim));
+        let round = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v as f32).collect();
+        match &self.scaling {
+            Scaling::Default => round(&mut plain(self.theta)),
+            Scaling::Linear { factor } => round(&mut plain(self.theta).map(|f| f / factor)),
+            Scaling::Dynamic { factor, original } => {
+                if length <= *original {
+                    return round(&mut plain(self.theta));
+                }
+                let stretch = factor * length as f64 / *original as f64 - (factor - 1.0);
+                round(&mut plain(self.theta * libm::pow(stretch, dim / (dim - 2.0))))
+            }
+            Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate } => {
+                // The frequency that makes this many rotations over the original positions.
+                let at = |rotations: f64| {
+                    dim * libm::log(*original as f64 / (rotations * TAU)) / (2.0 * libm::log(self.theta))
+                };
+                let (mut low, mut high) = (at(*beta_fast), at(*beta_slow));
+                if *truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                round(&mut plain(self.theta).enumerate().map(|(i, f)| {
+                    let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    f / factor * ramp + f * (1.0 - ramp)
+                }))
+            }
+            Scaling::Llama3 { factor, low, high, original } => {
+                let original = *original as f64;
+                round(&mut plain(self.theta).map(|f| {
+                    let wavelength = TAU / f;
+                    if wavelength < original / high {
+                        f
+                    } else if wavelength > original / low {
+                        f / factor
+                    } else {
+                        let smooth = (original / wavelength - low) / (high - low);
+                        (1.0 - smooth) * f / factor + smooth * f
+                    }
+                }))
+            }
+            Scaling::Long { short, long, original } => {
+                let divisors = if length > *original { long } else { short };
+                round(&mut plain(self.theta).zip(divisors).map(|(f, divisor)| f / divisor))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn freq(scaling: Scaling, length: usize) -> Vec<f32> {
+        Rotary { theta: 10_000.0, dim: 16, scaling, factor: 1.0 }.inv_freq(length)
+    }
+
+    /// The values are those of transformers 5.23's `ROPE_INIT_FUNCTIONS` for the same parameters, computed in f64.
+    #[test]
+    fn scalings_are_the_published_ones() {
+        let plain = freq(Scaling::Default, 1);
+        assert_eq!(plain[..3], [1.0, 0.31622776, 0.1]);
+        assert_eq!(freq(Scaling::Linear { factor: 4.0 }, 1)[1], 0.07905694);
+        let dynamic = Scaling::Dynamic { factor: 2.0, original: 32 };
+        assert_eq!(freq(dynamic.clone(), 32), plain);
+        // theta' = 10000 * (2 * 48 / 32 - 1)^(16/14)
+        let theta = 10_000.0 * 2f64.powf(16.0 / 14.0);
+        assert_eq!(freq(dynamic, 48)[1], theta.powf(-0.125) as f32);
+        let yarn =
+            freq(Scaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, original: 64, truncate: true }, 1);
+        // low = max(floor(-0.99), 0) = 0, high = ceil(2.02) = 3
+        let third = 1.0 / 3.0;
+        assert_eq!(yarn[0], 1.0);
+        assert_eq!(yarn[1], (10_000f64.powf(-0.125) * (third / 4.0 + (1.0 - third))) as f32);
+        assert_eq!(yarn[4], plain[4] / 4.0);
+        let llama3 = freq(Scaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 64 }, 1);
+        // Wavelengths 6.3, 19.9, 62.8, ..: below 16, between, between, above 64.
+        let smooth = (64.0 / (TAU / 10_000f64.powf(-0.125)) - 1.0) / 3.0;
+        assert_eq!(llama3[0], 1.0);
+        assert_eq!(llama3[1], ((1.0 - smooth) * 10_000f64.powf(-0.125) / 8.0 + smooth * 10_000f64.powf(-0.125)) as f32);
+        assert_eq!(llama3[3], plain[3] / 8.0);
+        let long = Scaling::Long { short: vec![1.0; 8], long: vec![2.0; 8], original: 32 };
+        assert_eq!(freq(long.clone(), 32), plain);
+        assert_eq!(freq(long, 33)[1], plain[1] / 2.0);
+    }
+}

@@ -1,0 +1,37 @@
+//! Soft limit: `x -> y`, any shape.
+//!
+//! Formula: `y = cap * tanh(x / cap)`.
+//! Order: `f32(cap) * tanh(x * f32(1/cap))`, `1/cap` in f64.
+//! Rounding: every step once to f32; last rounding.
+
+use crate::elementwise::{Pointwise, elementwise};
+use crate::lanes::Simd;
+use crate::math::tanh;
+use crate::{Cpu, Element, Error, check_len, value_error};
+
+/// `y[i] = cap * tanh(x[i] / cap)`; both slices have the same length.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; [`Error::Value`] when `cap` or its inverse is not a positive finite f32.
+pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
+    check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
+    let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
+    if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
+        return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));
+    }
+    elementwise(cpu, Softcap { cap, inverse }, x, x, y);
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct Softcap {
+    cap: f32,
+    inverse: f32,
+}
+
+impl Pointwise for Softcap {
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, x: S::F, _: S::F) -> S::F {
+        s.mul(s.splat(self.cap), tanh(s, s.mul(x, s.splat(self.inverse))))
+    }
+}

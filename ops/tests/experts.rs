@@ -1,0 +1,251 @@
+//! The ops of expert models and the small elementwise ones against the plainest loops of `docs/NUMERICS.md`.
+
+use proptest::prelude::*;
+use samebits_ops::{
+    Combine, Cpu, Element, GroupWorth, Isa, PackedWeight, Route, Scoring, bf16, combine, embedding, embedding_packed,
+    f16, gelu_mul, route, scale, silu_mul, softcap, softmax,
+};
+
+fn cpus() -> Vec<Cpu> {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
+}
+
+fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| T::narrow(next() * spread)).collect()
+}
+
+fn bits<T: Element>(values: &[T]) -> Vec<u32> {
+    values.iter().map(|v| v.widen().to_bits()).collect()
+}
+
+/// `1 / (1 + e^-x)` by an op that is held to the page elsewhere: silu_mul of x and 1/x has too many roundings, so the
+/// steps are written out.
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+fn exp(x: f32) -> f32 {
+    let (hi, lo) = (f32::from_bits(0x3FB8_AA3B), f32::from_bits(0x32A5_7060));
+    let t = x * hi;
+    let i = t.round_ties_even();
+    let f = if t.abs() >= 4_194_304.0 { 0.0 } else { x.mul_add(lo, x.mul_add(hi, -i)) };
+    let coefficients = [0x3920_b5b7u32, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+    let m = coefficients.into_iter().map(f32::from_bits).fold(0.0f32, |m, c| m.mul_add(f, c)).mul_add(f, 1.0);
+    let i = i.clamp(-252.0, 252.0);
+    let h = (i / 2.0).floor();
+    (m * h.exp2()) * (i - h).exp2()
+}
+
+fn tanh(x: f32) -> f32 {
+    let e = exp(-2.0 * x.abs());
+    ((1.0 - e) / (1.0 + e)).copysign(x)
+}
+
+fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64) {
+    let (a, b): (Vec<I>, Vec<I>) = (values(seed, len, spread), values(seed ^ 5, len, 2.0));
+    let gelu = |g: f32, u: f32| {
+        let a = f32::from_bits(0x3FCC_422A) * f32::from_bits(0x3D37_2713).mul_add((g * g) * g, g);
+        (g * sigmoid(a)) * u
+    };
+    let expected = |f: &dyn Fn(f32, f32) -> f32| -> Vec<u32> {
+        bits(&a.iter().zip(&b).map(|(a, b)| O::narrow(f(a.widen(), b.widen()))).collect::<Vec<O>>())
+    };
+    let (cap, factor) = (7.3, 11.31);
+    for cpu in cpus() {
+        let mut y = vec![O::default(); len];
+        gelu_mul(&cpu, &a, &b, &mut y).unwrap();
+        assert_eq!(bits(&y), expected(&gelu), "{cpu:?} gelu_mul");
+        silu_mul(&cpu, &a, &b, &mut y).unwrap();
+        assert_eq!(bits(&y), expected(&|g, u| (g * sigmoid(g)) * u), "{cpu:?} silu_mul");
+        softcap(&cpu, cap, &a, &mut y).unwrap();
+        assert_eq!(bits(&y), expected(&|x, _| cap as f32 * tanh(x * (1.0 / cap) as f32)), "{cpu:?} softcap");
+        scale(&cpu, factor, &a, &mut y).unwrap();
+        assert_eq!(bits(&y), expected(&|x, _| x * factor as f32), "{cpu:?} scale");
+    }
+}
+
+/// The place of the largest value among those that are left.
+fn largest(values: &[f32], left: &[bool]) -> usize {
+    let mut best = None;
+    for (i, &v) in values.iter().enumerate().filter(|(i, _)| left[*i]) {
+        if best.is_none_or(|b: usize| v > values[b]) {
+            best = Some(i);
+        }
+    }
+    best.unwrap()
+}
+
+fn check_route(shape: &Route, seed: u64, biased: bool) {
+    let Route { tokens, experts, chosen, .. } = *shape;
+    let mut logits: Vec<f32> = values(seed, tokens * experts, 4.0);
+    // Ties: a few values only.
+    logits.iter_mut().step_by(2).for_each(|v| *v = v.round());
+    let bias: Option<Vec<f32>> = biased.then(|| values(seed ^ 9, experts, 0.5));
+    let mut scores = vec![0f32; logits.len()];
+    match shape.scoring {
+        Scoring::Softmax => softmax(&Cpu::best(), tokens, experts, &logits, &mut scores).unwrap(),
+        Scoring::Sigmoid => scores.iter_mut().zip(&logits).for_each(|(s, v)| *s = sigmoid(*v)),
+    }
+    let (mut index, mut weight) = (Vec::new(), Vec::new());
+    for scores in scores.chunks(experts) {
+        let choice: Vec<f32> = (0..experts).map(|e| bias.as_ref().map_or(scores[e], |b| scores[e] + b[e])).collect();
+        let size = experts / shape.groups;
+        let mut left = vec![shape.groups == shape.top_groups; experts];
+        if shape.top_groups < shape.groups {
+            let worth: Vec<f32> = choice
+                .chunks(size)
+                .map(|group| {
+                    let mut open = vec![true; size];
+                    let first = largest(group, &open);
+                    open[first] = false;
+                    match shape.group_worth {
+                        GroupWorth::Max => group[first],
+                        GroupWorth::TopTwo => group[first] + group[largest(group, &open)],
+                    }
+                })
+                .collect();
+            let mut open = vec![true; shape.groups];
+            for _ in 0..shape.top_groups {
+                let group = largest(&worth, &open);
+                open[group] = false;
+                left[group * size..(group + 1) * size].fill(true);
+            }
+        }
+        let mut row: Vec<usize> = Vec::new();
+        for _ in 0..chosen {
+            let expert = largest(&choice, &left);
+            left[expert] = false;
+            row.push(expert);
+        }
+        let mut sum = 0f32;
+        for &expert in &row {
+            sum += scores[expert];
+        }
+        if shape.scoring == Scoring::Sigmoid {
+            sum += 1e-20;
+        }
+        for &expert in &row {
+            let share = if shape.normalise { scores[expert] / sum } else { scores[expert] };
+            weight.push(share * shape.scale as f32);
+            index.push(expert as i32);
+        }
+    }
+    for cpu in cpus() {
+        let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
+        route(&cpu, shape, &logits, bias.as_deref(), &mut i, &mut w).unwrap();
+        assert_eq!((i, bits(&w)), (index.clone(), bits(&weight)), "{cpu:?} {shape:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn small_ops_are_the_page(len in 0usize..300, spread in prop::sample::select(vec![0.01f32, 2.0, 90.0, 1e30]), seed: u64) {
+        check_elementwise::<f32, f32>(len, spread, seed);
+        check_elementwise::<bf16, bf16>(len, spread, seed);
+        check_elementwise::<f16, f32>(len, spread.min(1000.0), seed);
+    }
+
+    #[test]
+    fn route_is_the_page(
+        tokens in 1usize..6, size in 2usize..7, groups in 1usize..5, top in 1usize..5, chosen in 1usize..5, seed: u64,
+        flags in 0u32..16,
+    ) {
+        let top_groups = top.min(groups);
+        let shape = Route {
+            tokens,
+            experts: size * groups,
+            chosen: chosen.min(top_groups * size),
+            scoring: if flags & 1 == 0 { Scoring::Softmax } else { Scoring::Sigmoid },
+            groups,
+            top_groups,
+            group_worth: if flags & 2 == 0 { GroupWorth::Max } else { GroupWorth::TopTwo },
+            normalise: flags & 4 == 0,
+            scale: 2.5,
+        };
+        check_route(&shape, seed, flags & 8 == 0);
+    }
+
+    #[test]
+    fn combine_is_the_page(tokens in 1usize..5, chosen in 1usize..5, n in 1usize..200, rows in 1usize..9, seed: u64, shared: bool) {
+        let x: Vec<bf16> = values(seed, rows * n, 3.0);
+        let weight: Vec<f32> = values(seed ^ 1, tokens * chosen, 1.0);
+        let row: Vec<i32> = (0..tokens * chosen).map(|i| ((seed as usize).wrapping_add(i * 7) % rows) as i32).collect();
+        let added: Option<Vec<bf16>> = shared.then(|| values(seed ^ 2, tokens * n, 3.0));
+        let element = |t: usize, i: usize| {
+            let mut acc = 0f32;
+            for r in t * chosen..(t + 1) * chosen {
+                acc = weight[r].mul_add(x[row[r] as usize * n + i].widen(), acc);
+            }
+            added.as_ref().map_or(acc, |added| acc + added[t * n + i].widen())
+        };
+        let expected: Vec<f32> = (0..tokens * n).map(|i| element(i / n, i % n)).collect();
+        for cpu in cpus() {
+            let mut y = vec![0f32; tokens * n];
+            combine(&cpu, &Combine { tokens, chosen, rows, n }, &x, &row, &weight, added.as_deref(), &mut y).unwrap();
+            prop_assert_eq!(bits(&y), bits(&expected), "{:?}", cpu);
+        }
+    }
+
+    #[test]
+    fn a_packed_table_is_the_table(vocab in 1usize..80, dim in 1usize..90, seed: u64) {
+        fn check<T: Element>(vocab: usize, dim: usize, seed: u64) {
+            let w: Vec<T> = values(seed, vocab * dim, 3.0);
+            let tokens: Vec<i32> = (0..7).map(|i| ((seed >> 3) as usize).wrapping_add(i * 31) as i32).map(|t| t.rem_euclid(vocab as i32)).collect();
+            let (mut expected, mut y) = (vec![0f32; 7 * dim], vec![0f32; 7 * dim]);
+            embedding(&Cpu::best(), dim, &w, &tokens, &mut expected).unwrap();
+            let packed = PackedWeight::pack(&Cpu::best(), vocab, dim, &w).unwrap();
+            embedding_packed(&Cpu::best(), &packed, &tokens, &mut y).unwrap();
+            assert_eq!(bits(&y), bits(&expected));
+            assert!(embedding_packed(&Cpu::best(), &packed, &[vocab as i32], &mut y[..dim]).is_err());
+        }
+        check::<bf16>(vocab, dim, seed);
+        check::<f16>(vocab, dim, seed);
+        check::<f32>(vocab, dim, seed);
+    }
+}
+
+#[test]
+fn wrong_shapes_and_values_are_refused() {
+    let cpu = Cpu::best();
+    let shape = Route {
+        tokens: 1,
+        experts: 6,
+        chosen: 2,
+        scoring: Scoring::Softmax,
+        groups: 3,
+        top_groups: 1,
+        group_worth: GroupWorth::Max,
+        normalise: true,
+        scale: 1.0,
+    };
+    let run = |shape: Route| {
+        let (mut index, mut weight) = (vec![0; shape.chosen], vec![0.0; shape.chosen]);
+        route(&cpu, &shape, &[0f32; 6], None, &mut index, &mut weight).map(|()| index)
+    };
+    // All equal: the lowest expert of the lowest group first.
+    assert_eq!(run(shape).unwrap(), [0, 1]);
+    for (wrong, expected) in [
+        (Route { chosen: 0, ..shape }, "choose at least 1"),
+        (Route { chosen: 3, ..shape }, "do not hold 3 experts"),
+        (Route { groups: 4, ..shape }, "do not make 4 groups"),
+        (Route { top_groups: 4, ..shape }, "4 of 3 groups"),
+        (Route { scale: f64::NAN, ..shape }, "scale is NaN"),
+    ] {
+        let line = run(wrong).unwrap_err().to_string();
+        assert!(line.contains(expected), "{line}");
+    }
+    let mut y = [0f32; 2];
+    assert!(softcap(&cpu, 0.0, &[1f32; 2], &mut y).unwrap_err().to_string().contains("must be positive"));
+    assert!(scale(&cpu, f64::INFINITY, &[1f32; 2], &mut y).unwrap_err().to_string().contains("must be finite"));
+    let shape = Combine { tokens: 1, chosen: 1, rows: 1, n: 2 };
+    let line = combine(&cpu, &shape, &[1f32; 2], &[1], &[1.0], None, &mut y).unwrap_err().to_string();
+    assert!(line.contains("row element 0 is 1; x has 1 rows"), "{line}");
+}

@@ -1,0 +1,281 @@
+//! Whole models in use: what was sampled is scored again bit for bit, and a defect is traced to where it is.
+
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use samebits_harness::dump::{Divergence, Reader, Writer, compare};
+use samebits_models::{
+    Audit, Fault, Grouping, Model, PageOrder, Precision, Run, Sample, Sampling, Schedule, Serving, Stop,
+};
+use samebits_ops::{Cpu, Isa};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn checkpoint(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
+}
+
+fn names() -> Vec<String> {
+    let entries = std::fs::read_dir(checkpoint("")).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert!(names.len() >= 17, "{names:?}");
+    names
+}
+
+fn load(dir: &Path) -> Model {
+    Model::load(dir, Precision::Bf16, &Cpu::best()).unwrap()
+}
+
+/// Eight prompts of different lengths, two of them alike.
+fn prompts(model: &Model) -> Vec<Vec<i32>> {
+    let vocab = model.config().vocab as i32;
+    let token = |i: i32| 3 + i * 7919 % (vocab - 3);
+    (0..8).map(|p: i32| (0..2 + p * 5 % 9).map(|i| token(i + 20 * (p % 7))).collect()).collect()
+}
+
+fn rollout(model: &Model, cpu: &Cpu, sampling: &Sampling, serving: &Serving) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    let keep = |sample| {
+        samples.push(sample);
+        Ok(())
+    };
+    model.rollout(cpu, &prompts(model), sampling, serving, keep).unwrap();
+    samples.sort_by_key(|sample| sample.sequence);
+    samples
+}
+
+const SERVINGS: [Serving; 4] = [
+    Serving { batch: 1, chunk: 256, page_size: 64, page_order: PageOrder::Ascending, share_prompts: false },
+    Serving { batch: 3, chunk: 2, page_size: 1, page_order: PageOrder::Scattered, share_prompts: true },
+    Serving { batch: 5, chunk: 3, page_size: 7, page_order: PageOrder::Descending, share_prompts: true },
+    Serving { batch: 64, chunk: 1, page_size: 16, page_order: PageOrder::Scattered, share_prompts: false },
+];
+
+#[test]
+fn what_was_sampled_is_scored_the_same_to_the_bit() {
+    for name in names() {
+        let model = load(&checkpoint(&name));
+        let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
+        let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
+        assert_eq!(expected.len(), 16, "{name}");
+        for (i, serving) in SERVINGS[1..].iter().enumerate() {
+            let isas: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.available()).collect();
+            let cpu = Cpu::new(isas[i % isas.len()], 1 + i % 2, usize::MAX).unwrap();
+            assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
+        }
+        let prompts = prompts(&model);
+        let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], s.limit)).collect();
+        let mut scored = 0;
+        for (schedule, page_size, isa) in [
+            (Schedule::Prefill, 64, Isa::best()),
+            (Schedule::Chunk(5), 3, Isa::Scalar),
+            (Schedule::Mixed, 1, Isa::best()),
+            (Schedule::Speculative(3), 4, Isa::best()),
+        ] {
+            let cpu = Cpu::new(isa, 2, 1 << 20).unwrap();
+            let run = Run { schedule, page_size, page_order: PageOrder::Scattered, ..Run::default() };
+            let scores = model.score(&cpu, &texts, sampling.temperature, run).unwrap();
+            for (sample, scores) in expected.iter().zip(&scores) {
+                let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&sample.logprobs), bits(scores), "{name}: {schedule}, sequence {}", sample.sequence);
+                scored += scores.len();
+            }
+        }
+        assert!(scored > 4 * 16 * 30, "{name}: only {scored} were compared");
+    }
+}
+
+#[test]
+fn a_sample_follows_its_seed_and_ends_where_it_is_told() {
+    let model = load(&checkpoint("qwen3-adder"));
+    let sampling = Sampling { samples: 3, max_tokens: 9, temperature: 1.0, seed: 1, ignore_eos: true };
+    let tokens = |sampling: &Sampling| -> Vec<Vec<i32>> {
+        rollout(&model, &Cpu::best(), sampling, &Serving::default()).into_iter().map(|s| s.tokens).collect()
+    };
+    let one = tokens(&sampling);
+    assert_ne!(one, tokens(&Sampling { seed: 2, ..sampling }));
+    assert!(one.chunks(3).any(|three| three[0] != three[1]), "samples of a prompt differ");
+    let greedy = tokens(&Sampling { temperature: 0.0, ..sampling });
+    assert!(greedy.chunks(3).all(|three| three[0] == three[1] && three[1] == three[2]));
+    let ended = rollout(&model, &Cpu::best(), &Sampling { ignore_eos: false, ..sampling }, &Serving::default());
+    let eos = &model.config().eos;
+    assert!(ended.iter().any(|s| s.stop == Stop::Eos), "some text ends");
+    for sample in &ended {
+        assert_eq!(sample.stop == Stop::Eos, sample.tokens.last().is_some_and(|token| eos.contains(token)));
+    }
+    let tiny = load(&checkpoint("llama3"));
+    let long = rollout(&tiny, &Cpu::best(), &Sampling { max_tokens: 1000, ..sampling }, &Serving::default());
+    assert!(long.iter().all(|s| s.stop == Stop::MaxPositions && s.limit == 64));
+}
+
+/// Two sequences of the model's vocabulary.
+fn sequences(model: &Model) -> Vec<Vec<i32>> {
+    let vocab = model.config().vocab as i32;
+    [11, 14].map(|len| (0..len).map(|i| 3 + (i * 31 + len) % (vocab - 3)).collect()).to_vec()
+}
+
+fn divergence(model: &Model, a: (Schedule, Option<Fault>), b: (Schedule, Option<Fault>)) -> Option<Divergence> {
+    let dir = tempfile::tempdir().unwrap();
+    let dump = |name: &str, (schedule, fault)| {
+        let path = dir.path().join(name);
+        let mut writer = Writer::create(&path, 1 << 30).unwrap();
+        let sequences = sequences(model);
+        let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+        let grouping = Grouping::Together;
+        let run = Run { schedule, grouping, page_size: 2, probe: Some(&mut writer), fault, ..Run::default() };
+        model.forward_run(&Cpu::best(), &sequences, run).unwrap();
+        writer.finish().unwrap();
+        Reader::open(&path).unwrap()
+    };
+    compare(&mut dump("a", a), &mut dump("b", b), 0.0).unwrap().divergence
+}
+
+/// A copy of a checkpoint in which two experts of each router always tie.
+fn tied_router() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let from = checkpoint("mixtral");
+    std::fs::copy(from.join("config.json"), dir.path().join("config.json")).unwrap();
+    let file = std::fs::read(from.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let mut changed: BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)> = BTreeMap::new();
+    for (name, tensor) in tensors.iter() {
+        let mut data = tensor.data().to_vec();
+        if name.ends_with("block_sparse_moe.gate.weight") {
+            let row = data.len() / tensor.shape()[0];
+            for expert in 1..tensor.shape()[0] {
+                data.copy_within(0..row, expert * row);
+            }
+        }
+        changed.insert(name.to_string(), (tensor.dtype(), tensor.shape().to_vec(), data));
+    }
+    let views =
+        changed.iter().map(|(n, (dtype, shape, data))| (n, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    dir
+}
+
+#[test]
+fn a_defect_is_traced_to_where_it_is() {
+    let ties = tied_router();
+    let chunks = Schedule::Chunk(4);
+    let cases: [(PathBuf, Fault, Schedule, &str); 5] = [
+        // The first layer's keys are right; the second reads what stood in the page.
+        (checkpoint("llama3"), Fault::StalePage, chunks, "layers.1.attention"),
+        (checkpoint("qwen3"), Fault::PositionAfterChunk, chunks, "layers.0.q"),
+        (ties.path().into(), Fault::RouterTieByBatch, chunks, "layers.0.experts"),
+        // Layer 0 is dense.
+        (checkpoint("qwen3-moe"), Fault::ExpertsByArrival, chunks, "layers.1.mlp"),
+        (checkpoint("gemma2"), Fault::WindowAtChunkBorder, chunks, "layers.0.attention"),
+    ];
+    for (dir, fault, schedule, site) in cases {
+        let model = load(&dir);
+        assert_eq!(divergence(&model, (Schedule::Prefill, None), (schedule, None)), None, "{fault:?} is not planted");
+        let found = divergence(&model, (Schedule::Prefill, None), (schedule, Some(fault)));
+        let found = found.unwrap_or_else(|| panic!("{fault:?} is not seen"));
+        assert_eq!(found.site, site, "{fault:?}: {found:?}");
+        assert!(!found.before.is_empty() && found.count.0 > 0 && found.a.to_bits() != found.b.to_bits(), "{found:?}");
+    }
+}
+
+fn samebits(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_samebits")).args(args).output().unwrap()
+}
+
+#[test]
+fn the_verbs_say_zero_or_where_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
+    let model = checkpoint("qwen3-adder").to_str().unwrap().to_string();
+    std::fs::write(path("prompts"), "12+34=\n[1, 4, 5]\n99+1=\n").unwrap();
+    let (prompts, out) = (path("prompts"), path("rollout"));
+    let made = samebits(&[
+        "rollout",
+        "--model",
+        &model,
+        "--prompts",
+        &prompts,
+        "--samples",
+        "3",
+        "--max-tokens",
+        "20",
+        "--seed",
+        "5",
+        "--ignore-eos",
+        "--out",
+        &out,
+        "--batch",
+        "4",
+        "--page-size",
+        "3",
+    ]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let score = |extra: &[&str]| samebits(&[&["score", "--model", &model, "--rollout", &out][..], extra].concat());
+    for extra in [&[][..], &["--isa", "scalar", "--threads", "1"], &["--schedule", "chunk:3", "--page-size", "2"]] {
+        let found = score(extra);
+        let text = String::from_utf8_lossy(&found.stdout).to_string();
+        assert_eq!(found.status.code(), Some(0), "{text}{}", String::from_utf8_lossy(&found.stderr));
+        assert!(
+            text.contains("0 of 180 log-probabilities of 9 texts differ") && text.contains("exactly zero"),
+            "{text}"
+        );
+    }
+    let found = score(&["--dtype", "fp32"]);
+    let text = String::from_utf8_lossy(&found.stdout).to_string();
+    assert_eq!(found.status.code(), Some(1), "{text}");
+    assert!(text.contains("first: sequence 0, position 7, token") && text.contains("approx KL"), "{text}");
+    // A file that lost its end is no rollout.
+    let whole = std::fs::read_to_string(&out).unwrap();
+    std::fs::write(&out, whole.lines().take(5).collect::<Vec<_>>().join("\n")).unwrap();
+    let cut = score(&[]);
+    assert_eq!(cut.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&cut.stderr).contains("holds 4 of 9 texts; it was cut"));
+
+    let tokens = checkpoint("qwen3-adder").join("reference.safetensors").to_str().unwrap().to_string();
+    let trace = |a: &str, b: &str| samebits(&["trace", a, b, "--model", &model, "--tokens", &tokens]);
+    let same = trace("default", "schedule=mixed,pages=3,order=scattered,isa=scalar,threads=1");
+    assert_eq!(same.status.code(), Some(0), "{}", String::from_utf8_lossy(&same.stdout));
+    let other = trace("default", "dtype=fp32");
+    assert_eq!(other.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&other.stdout).contains("first difference: layers.0.input_norm"));
+    for (a, expected) in [("schedule=never", "is not prefill, decode"), ("nothing", "neither a dump nor a setting")] {
+        let wrong = trace(a, "default");
+        assert_eq!(wrong.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&wrong.stderr).contains(expected));
+    }
+}
+
+#[test]
+fn an_audit_finds_what_is_wrong() {
+    let ok = samebits(&["audit", checkpoint("deepseek-v3").to_str().unwrap()]);
+    assert_eq!(ok.status.code(), Some(0), "{}", String::from_utf8_lossy(&ok.stdout));
+    assert!(String::from_utf8_lossy(&ok.stdout).starts_with("deepseek_v3: "));
+    let dir = tied_router();
+    let path = dir.path().join("model.safetensors");
+    let file = std::fs::read(&path).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let mut changed: BTreeMap<String, (safetensors::Dtype, Vec<usize>, Vec<u8>)> =
+        tensors.iter().map(|(n, t)| (n.into(), (t.dtype(), t.shape().to_vec(), t.data().to_vec()))).collect();
+    changed.remove("model.norm.weight");
+    let spare = changed["lm_head.weight"].clone();
+    changed.insert("model.spare".into(), spare);
+    changed.get_mut("model.layers.0.self_attn.q_proj.weight").unwrap().2[..2].copy_from_slice(&[0xC0, 0x7F]);
+    changed.get_mut("model.layers.1.self_attn.v_proj.weight").unwrap().2.fill(0);
+    let views =
+        changed.iter().map(|(n, (dtype, shape, data))| (n, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+    let audit = Audit::of(dir.path(), |_, _| {}).unwrap();
+    let found = |wrong: bool, tensor: &str, what: &str| {
+        audit.findings.iter().any(|f| f.wrong == wrong && f.tensor == tensor && f.what.contains(what))
+    };
+    assert!(!audit.holds());
+    assert!(found(true, "model.norm.weight", "is missing"), "{:?}", audit.findings);
+    assert!(found(true, "model.spare", "is not used"));
+    assert!(found(true, "model.layers.0.self_attn.q_proj.weight", "1 of 2304 elements are not finite"));
+    assert!(found(true, "model.layers.1.self_attn.v_proj.weight", "is constant: every element is 0"));
+    assert!(found(false, "model.spare", "has the same elements as lm_head.weight"));
+    let json = samebits(&["audit", dir.path().to_str().unwrap(), "--json"]);
+    assert_eq!(json.status.code(), Some(1));
+    let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json["tensors"].as_array().unwrap().len(), changed.len());
+}
