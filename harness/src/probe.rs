@@ -290,8 +290,8 @@ impl Probe<'_> {
     /// When the implementation does not answer, or answers what no tree gives.
     pub fn tree(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
         let (unit, mass) = match self.dtype {
-            // 2^29 apart in the range of fp16.
-            DType::Fp16 => (round::pow2(-14), round::pow2(15)),
+            // As far apart as fp16 goes: a sum of n units must be lost beside the mass, in 24 bits for n up to 2^14.
+            DType::Fp16 => (round::pow2(-24), round::pow2(15)),
             _ => (1.0, round::pow2(60)),
         };
         if op == Op::Attention && !n.is_power_of_two() {
@@ -336,8 +336,12 @@ impl Probe<'_> {
             .ok_or("the answer lacks `y`".into())
     }
 
+    /// The sum of `terms`; those too small for fp16 are products.
     fn sum(&self, terms: &[f64]) -> Result<f64, String> {
-        Ok(self.dot(terms, &vec![1.0; terms.len()], DType::Fp32)?.value(0))
+        let small = |term: f64| term != 0.0 && term.abs() < round::pow2(-13) && self.dtype == DType::Fp16;
+        let factors: Vec<f64> = terms.iter().map(|&term| if small(term) { round::pow2(-12) } else { 1.0 }).collect();
+        let terms: Vec<f64> = terms.iter().zip(&factors).map(|(term, factor)| term / factor).collect();
+        Ok(self.dot(&terms, &factors, DType::Fp32)?.value(0))
     }
 
     /// What the arithmetic of a matrix product is: question, what was found, what the contract declares.
@@ -352,8 +356,9 @@ impl Probe<'_> {
         };
         let pow = round::pow2;
 
-        // The smallest term beside 1 that is there after the 1 has gone again. fp16 has no numbers below 2^-24.
-        let lowest = if self.dtype == DType::Fp16 { 24 } else { 60 };
+        // The smallest term beside 1 that is there after the 1 has gone again. fp16 has no numbers below 2^-24, and a product
+        // of two goes to 2^-36 here.
+        let lowest = if self.dtype == DType::Fp16 { 36 } else { 60 };
         let mut kept = 0;
         for p in 1..=lowest {
             // Whatever is added first, the 1 meets the small term before it goes.

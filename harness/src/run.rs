@@ -77,7 +77,8 @@ impl Journal {
     /// When the folder cannot be written, naming it.
     pub fn start(dir: &Path, run: Run) -> Result<Journal> {
         std::fs::create_dir_all(dir).with_context(|| format!("--out {}", dir.display()))?;
-        for old in ["report.html", "junit.xml", "summary.md", "records.csv"] {
+        // run.json first: killed anywhere below, the folder is no run, and not the old run with other records.
+        for old in ["run.json", "report.html", "junit.xml", "summary.md", "records.csv"] {
             match std::fs::remove_file(dir.join(old)) {
                 Err(e) if e.kind() != ErrorKind::NotFound => {
                     return Err(e).with_context(|| dir.join(old).display().to_string());
@@ -86,7 +87,6 @@ impl Journal {
             }
         }
         let create = |name: &str| File::create(dir.join(name)).with_context(|| dir.join(name).display().to_string());
-        // In this order: whoever finds the new run.json finds no records of the old run.
         let (lines, journal) = (create("records.jsonl")?, create("journal.jsonl")?);
         let journal = Journal { dir: dir.to_path_buf(), run, journal, lines, done: BTreeMap::new(), written: 0 };
         journal.write_run()?;
