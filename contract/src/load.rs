@@ -6,8 +6,8 @@ use crate::fill::Fill;
 use crate::record::Judgment;
 use crate::spec::{self, Class, InputKind, Spec};
 use crate::table::{
-    CaseSpec, Cell, Contract, DTypeRole, Implementation, Policy, Provenance, Role, Row, RowSet, Slice, Threshold,
-    Waiver, fits, narrower,
+    CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
+    Threshold, Waiver, fits, narrower,
 };
 use crate::tensor::DType;
 use serde::Deserialize;
@@ -92,6 +92,68 @@ impl Contract {
             }
             implementation.folder = Some(folder.to_path_buf());
             self.implementations.push(implementation);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawExceptions {
+    #[serde(default)]
+    waiver: Vec<Spanned<Exception>>,
+}
+
+impl Contract {
+    /// The contract that these tables make, by path; for tests and for tables that are no files.
+    ///
+    /// # Errors
+    /// As [`Contract::load`].
+    pub fn of_tables(files: &BTreeMap<String, String>) -> Result<Contract, ContractError> {
+        parse(files, &today())
+    }
+
+    /// The tables that this crate was built with, by path.
+    pub fn tables() -> BTreeMap<String, String> {
+        EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect()
+    }
+
+    /// Adds the waivers of `file`: `[[waiver]]` with `impls`, `cases`, `judgment`, `axis`, `reason`, `owner`, `expires`. One
+    /// whose last day is over stays in the list and covers nothing.
+    ///
+    /// # Errors
+    /// What is wrong with the file, with its line.
+    pub fn add_waivers(&mut self, file: &Path) -> Result<(), ContractError> {
+        let name = file.display().to_string();
+        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
+            file: name.clone(),
+            line: 1,
+            message: format!("cannot read it: {e}"),
+        })?;
+        let source = Source { file: &name, text: &text };
+        let raw: RawExceptions = source.table()?;
+        for entry in raw.waiver {
+            let (at, mut waiver) = (entry.span().start, entry.into_inner());
+            require_text(&source, at, "reason", &waiver.reason)?;
+            require_text(&source, at, "owner", &waiver.owner)?;
+            require_date(&source, at, "expires", &waiver.expires)?;
+            if waiver.impls.is_empty() || waiver.cases.is_empty() {
+                return Err(source.fail(at, "`impls` and `cases` name at least one each".into()));
+            }
+            if let Some(pattern) =
+                waiver.cases.iter().find(|pattern| !self.cases.iter().any(|case| fits(pattern, &case.name)))
+            {
+                return Err(
+                    source.fail(at, format!("no case is called `{pattern}`; `samebits list` shows their names"))
+                );
+            }
+            if waiver.axis.as_ref().is_some_and(|axis| crate::axis::find(axis).is_none()) {
+                let known: Vec<_> = axis::all().iter().map(|axis| axis.name).collect();
+                return Err(source.fail(at, format!("`axis`: use one of {}", known.join(", "))));
+            }
+            waiver.place = format!("{name}:{}", source.line(at));
+            waiver.expired = waiver.expires < today();
+            self.exceptions.push(waiver);
         }
         Ok(())
     }
@@ -322,6 +384,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         policy: raw.policy.into_inner(),
         row_sets,
         implementations,
+        exceptions: Vec::new(),
         thresholds,
         cases: Vec::new(),
         rows: Vec::new(),

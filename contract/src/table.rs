@@ -28,6 +28,8 @@ pub struct Contract {
     pub row_sets: Vec<RowSet>,
     /// The implementations that rows speak of.
     pub implementations: Vec<Implementation>,
+    /// Exceptions from outside of the contract, see [`Contract::add_waivers`].
+    pub exceptions: Vec<Exception>,
     pub(crate) thresholds: BTreeMap<Cell, Threshold>,
     pub(crate) cases: Vec<CaseSpec>,
     pub(crate) rows: Vec<Row>,
@@ -200,6 +202,47 @@ impl Required {
             && (self.dtypes.is_empty() || self.dtypes.contains(&case.dtype))
             && (self.outs.is_empty() || self.outs.contains(&case.out))
             && (self.stems.is_empty() || self.stems.iter().any(|pattern| fits(pattern, &case.stem)))
+    }
+}
+
+/// A waiver of a project that uses the contract: some failures of some implementations, with someone who answers for it.
+#[derive(Clone, Debug, PartialEq, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Exception {
+    /// Implementations, by name or by prefix with a final `*`.
+    pub impls: Vec<String>,
+    /// Cases, by name or by prefix with a final `*`.
+    pub cases: Vec<String>,
+    /// The judgment it covers.
+    pub judgment: Judgment,
+    /// The axis it covers; `None` for all axes of that judgment.
+    pub axis: Option<String>,
+    /// Why.
+    pub reason: String,
+    /// Who answers for it.
+    pub owner: String,
+    /// Its last day, YYYY-MM-DD.
+    pub expires: String,
+    /// File and line, for messages.
+    #[serde(skip)]
+    pub place: String,
+    /// Whether the last day is over: then it covers nothing.
+    #[serde(skip)]
+    pub expired: bool,
+}
+
+impl Exception {
+    /// Whether it speaks of a failure.
+    pub fn covers(&self, implementation: &str, case: &str, judgment: Judgment, axis: Option<&str>) -> bool {
+        self.judgment == judgment
+            && (self.axis.is_none() || self.axis.as_deref() == axis)
+            && self.impls.iter().any(|pattern| fits(pattern, implementation))
+            && self.cases.iter().any(|pattern| fits(pattern, case))
+    }
+
+    /// The reason with its owner and its last day.
+    pub fn text(&self) -> String {
+        format!("{} ({}, until {})", self.reason, self.owner, self.expires)
     }
 }
 

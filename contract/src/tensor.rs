@@ -240,10 +240,10 @@ impl Tensor {
         Tensor::from_bytes(self.dtype(), &shape, &self.to_bytes()).expect("the same number of elements")
     }
 
-    /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN where there is
-    /// no row.
+    /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN (for i32, 0) where
+    /// there is no row.
     pub fn gather(&self, width: usize, rows: &[Option<usize>], shape: &[usize]) -> Tensor {
-        let nan = round::to_bits(f64::NAN, self.dtype());
+        let nan = if self.dtype() == DType::I32 { 0 } else { round::to_bits(f64::NAN, self.dtype()) };
         let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| self.bits(row * width + i));
         let size = self.dtype().size();
         let bits = rows.iter().flat_map(|row| (0..width).map(move |i| element(row, i)));

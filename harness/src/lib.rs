@@ -11,6 +11,7 @@ pub mod machine;
 pub mod measure;
 pub mod measured;
 pub mod pairs;
+pub mod probe;
 pub mod run;
 pub mod side;
 pub mod timing;

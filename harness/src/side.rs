@@ -96,6 +96,13 @@ impl Side {
     }
 }
 
+impl Side {
+    /// Ends the program; the next request starts it anew.
+    pub fn stop(&mut self) {
+        self.running = None;
+    }
+}
+
 impl Running {
     fn start(program: &Program) -> Result<Running, String> {
         let (name, arguments) = program.command.split_first().ok_or("there is no command")?;

@@ -110,6 +110,9 @@ def choice(params, name, default, allowed):
     return value
 
 
+OFFERED = ("add", "silu_mul", "softmax", "rms_norm", "gemm")
+
+
 def run(op, out, inputs, params):
     """(name of the output, its dtype, its shape, its values)"""
     take = lambda name: inputs.pop(name) if name in inputs else fail(f"input `{name}`: missing")
@@ -143,7 +146,7 @@ def run(op, out, inputs, params):
             out, bias = "F32", None
         y = ops.gemm(rows(x), rows(w), bias and rows(bias, 1), k_offset, k_total, *held)
         return out, [m, n], flat(y)
-    raise Unsupported(f"op `{op}` is not offered; use add, silu_mul, softmax, rms_norm or gemm")
+    fail(f"op `{op}`")
 
 
 def fail(reason):
@@ -155,6 +158,8 @@ def answer(data):
         tensors, metadata = read_file(data)
         params = {k: v for k, v in metadata.items() if k not in ("case", "format") and not k.startswith("config.")}
         op = params.pop("op", None) or fail("metadata `op`: missing")
+        if op not in OFFERED:
+            raise Unsupported(f"op `{op}` is not offered; use one of {', '.join(OFFERED)}")
         out = FLOATS.get(params.pop("out", "fp32")) or fail("metadata `out`: use bf16, fp16 or fp32")
         if params.pop("profile", "ieee") != "ieee" or params.pop("tf32", "disabled") != "disabled":
             raise Unsupported("only profile ieee with tf32 disabled is offered")

@@ -277,16 +277,15 @@ def attention(r):
 
 
 def log_softmax_of(logits, target):
-    logp = torch.log_softmax(logits.float(), -1).gather(-1, target[:, None])
-    return logp.squeeze(-1)
+    logp = torch.log_softmax(logits.float(), -1).gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    # A negative target is to be ignored.
+    return logp.masked_fill(target < 0, 0) if bool((target < 0).any()) else logp
 
 
 def targets(r, rows, vocab):
     target = r.whole("target", 1, [rows])
     if rows and not bool((target < vocab).all()):
         fail(f"input `target`: every token must be less than {vocab}")
-    if bool((target < 0).any()):
-        raise Unsupported("input `target`: negative tokens are not offered")
     return target
 
 

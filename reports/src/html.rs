@@ -28,6 +28,8 @@ pub fn document(folder: &RunFolder) -> String {
         ("facts", facts(folder)),
         ("matrix", matrix(&folder.records)),
         ("accuracy", accuracy(&folder.records)),
+        ("errors", crate::errors::section(&folder.records)),
+        ("kernels", crate::errors::kernels(&folder.records)),
         ("unsupported", unsupported(&folder.records)),
         ("data", data(&folder.records)),
     ]);
@@ -82,6 +84,9 @@ fn facts(folder: &RunFolder) -> String {
         ("started", utc(run.started)),
         ("wall time", if run.complete { format!("{:.1} s", run.seconds) } else { "not complete".into() }),
     ];
+    let versions = run.plan.implementations.iter().filter(|(_, version)| !version.is_empty());
+    facts.extend(versions.map(|(name, version)| (name.as_str(), version.clone())));
+    facts.push(("seed", run.plan.seed.to_string()));
     facts.extend(run.machine.iter().map(|(name, value)| (name.as_str(), value.clone())));
     let mut html = String::new();
     for (name, value) in facts {
@@ -294,7 +299,7 @@ fn script_safe(json: &str) -> String {
     json.replace('&', "\\u0026").replace('<', "\\u003c").replace('>', "\\u003e")
 }
 
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;").replace('\'', "&#39;")
 }
 

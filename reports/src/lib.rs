@@ -5,8 +5,11 @@
 //! without building a kernel. [`Summary`] decides whether a run is green; every format prints that one decision.
 #![forbid(unsafe_code)]
 
+mod annotate;
+mod compare;
 mod csv;
 mod describe;
+mod errors;
 mod grid;
 mod html;
 mod junit;
@@ -17,6 +20,8 @@ mod summary;
 mod synthetic;
 mod text;
 
+pub use annotate::annotations;
+pub use compare::{Change, Changes, changes};
 pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
 pub use text::table;

@@ -4,6 +4,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::axis::Machine;
 use samebits_contract::record::{Plan, Record, Run, SCHEMA};
 use samebits_contract::table::Contract;
+use samebits_goldens::Store;
 use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::external::External;
 use samebits_harness::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
@@ -42,6 +43,14 @@ pub struct Args {
     /// Whatever a judged implementation does not offer of the required dtypes is red, also where its entry asks for less
     #[arg(long)]
     require: bool,
+
+    /// Failures that are known and allowed until a day, each with reason, owner and expiry; may be given again
+    #[arg(long, value_name = "FILE")]
+    waivers: Vec<PathBuf>,
+
+    /// Goldens to hold answers to [default: goldens/ of the repository]
+    #[arg(long, value_name = "DIR")]
+    goldens: Option<PathBuf>,
 
     /// Row set that bounds accuracy [default: the contract's first, `tight`]
     #[arg(long, value_name = "NAME")]
@@ -106,12 +115,18 @@ pub fn judge(args: &Args) -> Result<()> {
     if args.require {
         contract.implementations.iter_mut().for_each(|implementation| implementation.required = None);
     }
+    for list in &args.waivers {
+        contract.add_waivers(list)?;
+    }
     let contract = contract;
     let rows = args.rows.as_deref().unwrap_or(contract.default_rows());
     ensure!(contract.row_set(rows).is_some(), "--rows {rows}: the contract has {}", row_sets(&contract));
     let isa = args.isa.unwrap_or(Isa::best());
     let checkpoints = args.place.checkpoints();
-    let store = args.place.goldens()?;
+    let store = match &args.goldens {
+        Some(dir) => Some(Store::open(dir)?),
+        None => args.place.goldens()?,
+    };
     let selection = args.select.selection(&contract)?;
     let room = machine::of_slice(selection.slice).room;
     let names = if args.implementation.is_empty() { vec!["ours/cpu".to_string()] } else { args.implementation.clone() };

@@ -1,4 +1,5 @@
 use anyhow::Result;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -10,8 +11,19 @@ use std::process::ExitCode;
 pub struct Args {
     /// The run folder
     run: PathBuf,
+
+    /// Also prints the first red records as annotations for a GitHub workflow
+    #[arg(long)]
+    annotate: bool,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    super::check::report(&args.run)
+    let code = super::check::report(&args.run)?;
+    if args.annotate {
+        let mut stdout = std::io::stdout().lock();
+        for line in samebits_reports::annotations(&samebits_reports::read(&args.run)?, 10) {
+            writeln!(stdout, "{line}")?;
+        }
+    }
+    Ok(code)
 }

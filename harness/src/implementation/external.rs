@@ -85,12 +85,13 @@ impl External {
             Ok(frame) => decode_answer(&frame).map_err(|e| format!("it does not write answers: {e}")),
             Err(went_wrong) => Err(went_wrong),
         };
-        match answer {
-            Ok(answer) => match fitting(case, &answer) {
-                Ok(()) => answer,
-                Err(reason) => Answer::error(reason),
-            },
-            Err(reason) => Answer::error(reason),
+        match answer.and_then(|answer| fitting(case, &answer).map(|()| answer)) {
+            Ok(answer) => answer,
+            Err(reason) => {
+                // It may be one answer behind, and would stay so.
+                side.stop();
+                Answer::error(reason)
+            }
         }
     }
 }

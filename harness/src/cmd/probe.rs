@@ -1,0 +1,136 @@
+use super::Place;
+use anyhow::{Context, Result, bail, ensure};
+use samebits_contract::case::Config;
+use samebits_contract::tensor::DType;
+use samebits_harness::probe::{Finding, Op, Probe, Tree};
+use samebits_ops::Cpu;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Shows what arithmetic a kernel does: the order of its sums, its accumulator, roundings, operands and special values
+///
+/// Asks questions whose answers give it away, and compares what they say with what the contract declares. The order is asked
+/// for several numbers of rows: a kernel that picks it by the batch shows two trees. Exit code 0: as declared; 1: not.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Whom to ask, by its name in impls.toml
+    #[arg(long = "impl", value_name = "NAME", default_value = "ours/cpu")]
+    implementation: String,
+
+    /// A list of further implementations, written as contract/impls.toml; may be given again
+    #[arg(long, value_name = "FILE")]
+    impls: Vec<PathBuf>,
+
+    /// The op whose sums are looked at: gemm or attention
+    #[arg(long, value_name = "OP", default_value = "gemm")]
+    op: String,
+
+    /// Dtype of the inputs: bf16, fp16 or fp32
+    #[arg(long, value_name = "DTYPE", default_value = "fp32")]
+    dtype: String,
+
+    /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512]
+    #[arg(long, value_name = "N")]
+    terms: Vec<usize>,
+
+    /// Rows computed together; may be given again [default: 1, 2, 3, 7, 8, 9, 10, 16, 33, 64, 129 and 257]
+    #[arg(long, value_name = "M")]
+    rows: Vec<usize>,
+
+    /// Threads, asked for on the wire
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+
+    /// Instruction set, asked for as the list says
+    #[arg(long, value_name = "NAME")]
+    isa: Option<String>,
+
+    /// Folder for drawings of the trees, SVG
+    #[arg(long, value_name = "DIR")]
+    svg: Option<PathBuf>,
+
+    #[command(flatten)]
+    place: Place,
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let mut contract = args.place.contract()?;
+    for list in &args.impls {
+        contract.add_implementations(list)?;
+    }
+    let op = Op::ALL.into_iter().find(|op| op.name() == args.op);
+    let op = op.with_context(|| format!("--op {}: use gemm or attention", args.op))?;
+    let dtype = match DType::parse(&args.dtype) {
+        Ok(DType::I32) => bail!("--dtype i32: use bf16, fp16 or fp32"),
+        Ok(dtype) => dtype,
+        Err(e) => bail!("--dtype: {e}"),
+    };
+    let or = |given: &[usize], default: &[usize]| if given.is_empty() { default.to_vec() } else { given.to_vec() };
+    let default: &[usize] = if op == Op::Gemm { &[33, 128, 300] } else { &[16, 512] };
+    let terms = or(&args.terms, default);
+    let rows = or(&args.rows, &[1, 2, 3, 7, 8, 9, 10, 16, 33, 64, 129, 257]);
+    ensure!(terms.iter().all(|n| (2..=4096).contains(n)), "--terms: use 2 to 4096");
+    ensure!(rows.iter().all(|m| (1..=4096).contains(m)), "--rows: use 1 to 4096");
+    let (implementation, _) =
+        super::check::open(&contract, &args.implementation, &args.place, Cpu::best(), &args.place.checkpoints())?;
+    let config = Config { isa: args.isa.clone(), threads: args.threads, ..Config::default() };
+    let probe = Probe { implementation: implementation.as_ref(), dtype, config };
+
+    let mut stdout = std::io::stdout().lock();
+    let version = Some(implementation.version()).filter(|v| !v.is_empty()).map_or(String::new(), |v| format!(" ({v})"));
+    writeln!(stdout, "{}{version}, {}, {dtype} -> fp32", args.implementation, op.name())?;
+    let mut as_declared = true;
+    for &n in &terms {
+        writeln!(stdout, "\norder of a sum of {n} terms")?;
+        let declared = op.declared(n).context("a sum has a term")?;
+        let mut trees: BTreeMap<Result<Tree, String>, Vec<usize>> = BTreeMap::new();
+        for &m in &rows {
+            trees.entry(probe.tree(op, n, m)).or_default().push(m);
+        }
+        for (number, (tree, rows)) in trees.iter().enumerate() {
+            let list = rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
+            match tree {
+                Err(reason) => writeln!(stdout, "  rows {list}: not revealed: {reason}")?,
+                Ok(tree) => {
+                    let same = if *tree == declared { "as declared" } else { "NOT as declared" };
+                    writeln!(stdout, "  rows {list}: {same}\n    {}", tree.text())?;
+                    if let Some(dir) = &args.svg {
+                        std::fs::create_dir_all(dir).with_context(|| format!("--svg {}", dir.display()))?;
+                        let name = args.implementation.replace('/', "-");
+                        let path = dir.join(format!("{name}-{}-{dtype}-{n}-{}.svg", op.name(), number + 1));
+                        let title = format!("{}, {}, {dtype}, {n} terms, rows {list}", args.implementation, op.name());
+                        std::fs::write(&path, tree.svg(&title)).with_context(|| path.display().to_string())?;
+                    }
+                }
+            }
+            as_declared &= tree.as_ref() == Ok(&declared);
+        }
+        if trees.len() > 1 {
+            writeln!(stdout, "  THE ORDER FOLLOWS THE BATCH: {} orders for one sum", trees.len())?;
+        }
+        if trees.keys().any(|tree| tree.as_ref() != Ok(&declared)) {
+            writeln!(stdout, "  declared\n    {}", declared.text())?;
+        }
+    }
+    if op == Op::Gemm {
+        writeln!(stdout, "\narithmetic")?;
+        match probe.arithmetic() {
+            Err(reason) => {
+                as_declared = false;
+                writeln!(stdout, "  not revealed: {reason}")?;
+            }
+            Ok(findings) => {
+                for Finding { question, found, declared } in findings {
+                    let same =
+                        if found == declared { String::new() } else { format!("   NOT as declared: {declared}") };
+                    as_declared &= found == declared;
+                    writeln!(stdout, "  {question:<24} {found}{same}")?;
+                }
+            }
+        }
+    }
+    writeln!(stdout, "\n{}", if as_declared { "as declared" } else { "NOT as declared" })?;
+    Ok(ExitCode::from(u8::from(!as_declared)))
+}

@@ -1,0 +1,134 @@
+//! Two runs side by side: which judgments changed, and which of the changes are for the worse.
+
+use crate::RunFolder;
+use samebits_contract::record::Record;
+use samebits_contract::verdict::Verdict;
+use std::collections::BTreeMap;
+
+/// What became of one judgment.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Change {
+    /// Case, judgment and axis.
+    pub name: String,
+    /// The record of the first run, where there is one.
+    pub before: Option<Record>,
+    /// That of the second.
+    pub after: Option<Record>,
+    /// Whether it got worse: red where it was not, gone, a larger error, fewer bits that agree.
+    pub worse: bool,
+    /// What changed, in words.
+    pub what: String,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Changes {
+    /// Judgments that both runs have.
+    pub common: usize,
+    /// Those that differ, in the order of the second run, then what is gone.
+    pub changes: Vec<Change>,
+}
+
+impl Changes {
+    /// Whether any got worse.
+    pub fn worse(&self) -> bool {
+        self.changes.iter().any(|change| change.worse)
+    }
+}
+
+fn name(record: &Record, with_implementation: bool) -> String {
+    let axis = record.axis.as_ref().map_or(String::new(), |axis| format!(" {axis}"));
+    let who = if with_implementation { format!(" ({})", record.implementation) } else { String::new() };
+    format!("{} {}{axis}{who}", record.case, record.judgment.name())
+}
+
+/// Compares `before` with `after` judgment by judgment. Runs of one implementation each are compared whoever it is, so that
+/// two implementations can be laid side by side.
+pub fn changes(before: &RunFolder, after: &RunFolder) -> Changes {
+    let several = |folder: &RunFolder| crate::grid::implementations(&folder.records).len() > 1;
+    let named = several(before) || several(after);
+    let mut old: BTreeMap<String, &Record> = before.records.iter().map(|r| (name(r, named), r)).collect();
+    let mut found = Changes::default();
+    for record in &after.records {
+        let name = name(record, named);
+        let Some(was) = old.remove(&name) else {
+            let what = format!("new: {}", record.verdict.name());
+            let worse = record.verdict.is_red();
+            found.changes.push(Change { name, before: None, after: Some(record.clone()), worse, what });
+            continue;
+        };
+        found.common += 1;
+        if let Some((worse, what)) = changed(was, record) {
+            found.changes.push(Change { name, before: Some(was.clone()), after: Some(record.clone()), worse, what });
+        }
+    }
+    for (name, was) in old {
+        let what = format!("gone: it was {}", was.verdict.name());
+        found.changes.push(Change { name, before: Some(was.clone()), after: None, worse: true, what });
+    }
+    found
+}
+
+/// From best to worst.
+fn rank(verdict: &Verdict) -> usize {
+    match verdict {
+        Verdict::Pass => 0,
+        Verdict::Waived { .. } => 1,
+        Verdict::Unsupported { .. } => 2,
+        Verdict::StaleWaiver { .. } => 3,
+        Verdict::Untested { .. } | Verdict::Error { .. } => 4,
+        Verdict::Fail(_) => 5,
+    }
+}
+
+fn changed(was: &Record, is: &Record) -> Option<(bool, String)> {
+    if was.verdict.name() != is.verdict.name() {
+        let worse = rank(&is.verdict) > rank(&was.verdict);
+        return Some((worse, format!("{} -> {}", was.verdict.name(), is.verdict.name())));
+    }
+    if let (Verdict::Fail(a), Verdict::Fail(b)) = (&was.verdict, &is.verdict)
+        && (a.count, &a.found_bits) != (b.count, &b.found_bits)
+    {
+        return Some((b.count > a.count, format!("still fails: {} -> {} elements wrong", a.count, b.count)));
+    }
+    if let (Some(a), Some(b)) = (&was.measure, &is.measure)
+        && (a.max_ulp, a.correctly_rounded, a.max_abs) != (b.max_ulp, b.correctly_rounded, b.max_abs)
+    {
+        let worse = b.max_ulp > a.max_ulp || b.correctly_rounded < a.correctly_rounded;
+        let shares = (100.0 * a.correctly_rounded, 100.0 * b.correctly_rounded);
+        return Some((
+            worse,
+            format!(
+                "max ulp {:.4} -> {:.4}, correctly rounded {:.2}% -> {:.2}%",
+                a.max_ulp, b.max_ulp, shares.0, shares.1
+            ),
+        ));
+    }
+    (was.kernel != is.kernel).then(|| (false, format!("kernel {} -> {}", was.kernel, is.kernel)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic;
+
+    #[test]
+    fn a_run_against_itself_and_against_a_worse_one() {
+        let folder = synthetic::folder();
+        assert!(changes(&folder, &folder).changes.is_empty());
+        let mut other = folder.clone();
+        let passing = other.records.iter().position(|r| r.verdict == Verdict::Pass && r.measure.is_some()).unwrap();
+        other.records[passing].verdict = Verdict::Error { reason: "gone".into() };
+        let found = changes(&folder, &other);
+        assert!(found.worse() && found.changes.len() == 1 && found.changes[0].what == "pass -> error");
+        assert!(!changes(&other, &folder).worse(), "the other way round it got better");
+        let mut other = folder.clone();
+        other.records[passing].measure.as_mut().unwrap().max_ulp += 1.0;
+        assert!(changes(&folder, &other).worse() && !changes(&other, &folder).worse());
+        let mut other = folder.clone();
+        other.records.remove(passing);
+        let found = changes(&folder, &other);
+        assert!(found.worse() && found.changes[0].what.starts_with("gone"));
+        assert_eq!(found.common, folder.records.len() - 1);
+    }
+}

@@ -1,0 +1,152 @@
+//! Programs on the wire as `check` sees them: what breaks is one error each, and the run goes on.
+
+use samebits_contract::record::Record;
+use samebits_contract::verdict::Verdict;
+use samebits_harness::implementation::broken::BREAKAGES;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn samebits(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    command.args(args).current_dir(repository()).stdin(Stdio::null()).output().expect("samebits runs")
+}
+
+fn records(dir: &Path) -> Vec<Record> {
+    let text = std::fs::read_to_string(dir.join("records.jsonl")).expect("records are there");
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+}
+
+/// A list of one implementation, the built-in program with `arguments`.
+fn list(folder: &Path, arguments: &[&str], more: &str) -> PathBuf {
+    let command = [&[env!("CARGO_BIN_EXE_samebits"), "answer"], arguments].concat();
+    let text = format!(
+        "[[implementation]]\nname = \"theirs\"\nabout = \"a program\"\ncommand = {command:?}\nversion = [{:?}, \"--version\"]\n{more}\n",
+        env!("CARGO_BIN_EXE_samebits")
+    );
+    let path = folder.join("impls.toml");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+fn check(list: &Path, out: &Path, more: &[&str]) -> Output {
+    let (list, out) = (list.to_str().unwrap(), out.to_str().unwrap());
+    samebits(&[&["check", "--impls", list, "--impl", "theirs", "--slice", "quick", "--out", out], more].concat())
+}
+
+#[test]
+fn our_own_ops_over_the_wire_are_green() {
+    let folder = tempfile::tempdir().unwrap();
+    let isas = "layouts = [\"offset\"]\n[[implementation.isa]]\nname = \"scalar\"\n";
+    let out = folder.path().join("report");
+    let ops = ["--op", "gemm", "--op", "attention", "--op", "add_rms_norm"];
+    let output = check(&list(folder.path(), &[], isas), &out, &ops);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stdout));
+    let records = records(&out);
+    assert!(records.len() > 300 && records.iter().all(|record| record.implementation == "theirs"));
+    let passed = |axis: &str| records.iter().any(|r| r.axis.as_deref() == Some(axis) && r.verdict == Verdict::Pass);
+    for axis in ["layout", "restart", "order", "ranks", "pages", "prefix", "packing", "schedule", "budget", "threads"] {
+        assert!(passed(axis), "{axis} was not judged");
+    }
+    let run = std::fs::read_to_string(out.join("run.json")).unwrap();
+    assert!(run.contains("\"theirs\": \"samebits "), "the receipt is not kept: {run}");
+}
+
+#[test]
+fn every_breakage_is_one_error_and_the_run_goes_on() {
+    assert!(BREAKAGES.len() >= 12);
+    let work = |breakage: &'static samebits_harness::implementation::broken::Breakage| {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("report");
+        let patience = if breakage.name == "hang" { "timeout = 0.5" } else { "timeout = 20" };
+        let list = list(folder.path(), &["--fault", breakage.name], patience);
+        let selection =
+            ["--op", "add", "--dtype", "bf16", "--judgment", "accuracy", "--judgment", "golden", "--jobs", "1"];
+        let output = check(&list, &out, &selection);
+        let name = breakage.name;
+        assert_eq!(output.status.code(), Some(1), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+        let records = records(&out);
+        let broken: Vec<&Record> = records.iter().filter(|r| matches!(r.verdict, Verdict::Error { .. })).collect();
+        let edges: std::collections::BTreeSet<&str> =
+            records.iter().filter(|r| r.case.contains("-edges-")).map(|r| r.case.as_str()).collect();
+        // A second answer is noticed by the next request; all others break the case they answer.
+        assert!(!edges.is_empty());
+        let expected = if name == "two_answers" { 1..=edges.len() } else { edges.len()..=edges.len() };
+        assert!(expected.contains(&broken.len()), "{name}: {} of {} errors: {broken:?}", broken.len(), edges.len());
+        for record in &broken {
+            let Verdict::Error { reason } = &record.verdict else { unreachable!() };
+            // A second answer that comes late is the wrong answer to the next request.
+            let late = name == "two_answers" && reason.contains("it must be");
+            assert!(late || reason.contains(breakage.says), "{name}: `{}` is not in: {reason}", breakage.says);
+            assert!(!reason.contains('\n') && reason.len() < 1000, "{name}: {reason}");
+        }
+        let passed = records.iter().filter(|record| record.verdict == Verdict::Pass).count();
+        assert!(passed > 0, "{name}: nothing after the failure was judged");
+        let run: samebits_contract::record::Run =
+            serde_json::from_slice(&std::fs::read(out.join("run.json")).unwrap()).unwrap();
+        assert!(run.complete && run.planned == records.len(), "{name}: records were lost");
+    };
+    std::thread::scope(|scope| {
+        let all: Vec<_> = BREAKAGES.iter().map(|breakage| scope.spawn(move || work(breakage))).collect();
+        all.into_iter().for_each(|one| one.join().expect("a breakage is judged as it should be"));
+    });
+}
+
+#[test]
+fn what_is_required_and_not_offered_is_untested() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("nothing.sh");
+    // Says `unsupported` to everything: a frame of one header.
+    let header = br#"{"__metadata__":{"status":"unsupported","reason":"not offered","kernel":""}}    "#;
+    let mut frame = ((8 + header.len()) as u64).to_le_bytes().to_vec();
+    frame.extend((header.len() as u64).to_le_bytes());
+    frame.extend(header);
+    std::fs::write(folder.path().join("frame"), frame).unwrap();
+    // It reads nothing: one answer per process, and the harness starts it again.
+    std::fs::write(&script, "cat frame; head -c 8 > /dev/null\n").unwrap();
+    let run = |required: &str| {
+        let text = format!(
+            "[[implementation]]\nname = \"theirs\"\nabout = \"offers nothing\"\ncommand = [\"sh\", \"nothing.sh\"]\n{required}\n"
+        );
+        let list = folder.path().join("impls.toml");
+        std::fs::write(&list, text).unwrap();
+        let out = folder.path().join("report");
+        let output = check(&list, &out, &["--case", "add/bf16/small-normal-bf16", "--judgment", "accuracy"]);
+        (output.status.code(), records(&out).remove(0).verdict)
+    };
+    let required = "[[implementation.required]]\nops = [\"add\"]";
+    assert!(matches!(run(required), (Some(1), Verdict::Untested { .. })), "{:?}", run(required));
+    assert!(matches!(run(""), (Some(1), Verdict::Untested { .. })), "bf16 is mandatory unless the list says else");
+    // Not required: unsupported, and still red, because nothing was judged.
+    let other = "[[implementation.required]]\nops = [\"gemm\"]";
+    assert!(matches!(run(other), (Some(1), Verdict::Unsupported { .. })), "{:?}", run(other));
+}
+
+#[test]
+fn lists_that_are_wrong() {
+    let folder = tempfile::tempdir().unwrap();
+    for (more, part) in [
+        ("timeout = 0", "timeout"),
+        ("threads = [0]", "threads"),
+        ("layouts = [\"sideways\"]", "layouts"),
+        ("judgments = []", "judgments"),
+        ("[[implementation.required]]\nops = [\"gem\"]", "gem"),
+        ("speed = 1", "speed"),
+    ] {
+        let output = check(&list(folder.path(), &[], more), &folder.path().join("report"), &[]);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{more}: {stderr}");
+        assert!(stderr.lines().count() == 1 && stderr.contains(part) && stderr.contains("impls.toml:"), "{stderr}");
+    }
+    let text = "[[implementation]]\nname = \"theirs\"\nabout = \"gone\"\ncommand = [\"no-such-program\"]\nversion = [\"no-such-program\"]\n";
+    std::fs::write(folder.path().join("impls.toml"), text).unwrap();
+    let output = check(&folder.path().join("impls.toml"), &folder.path().join("report"), &[]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && stderr.contains("no-such-program"), "{stderr}");
+    let output = samebits(&["check", "--impl", "ours/gpu"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("ours/cpu"));
+}

@@ -1,0 +1,122 @@
+//! What the probe says: of our ops exactly what NUMERICS.md declares, of faults what is wrong with them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+fn samebits(args: &[&str]) -> Output {
+    let root: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    command.args(args).current_dir(root).stdin(Stdio::null()).output().expect("samebits runs")
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("output is UTF-8")
+}
+
+/// NUMERICS.md, sections 1 and 2, as the probe finds it in `gemm`.
+const ARITHMETIC: &str = "
+arithmetic
+  accumulator              24 bits, as fp32
+  rounding of a sum        to nearest, ties to even
+  products                 fused into the sum (fma)
+  fp32 operands            whole
+  subnormal operands       read as they are
+  subnormal sums           kept
+  last rounding to bf16    to nearest, ties to even
+  last rounding to fp16    to nearest, ties to even
+  a sum beyond fp16 goes   above 65504
+  163840 times 10          1638400
+  -0 * 1                   +0
+  inf - inf                the canonical NaN
+  inf * 0                  the canonical NaN
+  NaN + 1                  the canonical NaN
+  inf + 1                  inf
+
+as declared
+";
+
+const ORDERS: &str = "
+order of a sum of 33 terms
+  rows 1 2 3 7 8 9 10 16 33 64 129 257: as declared
+    ((0..16 + 16..32) + 32)
+
+order of a sum of 128 terms
+  rows 1 2 3 7 8 9 10 16 33 64 129 257: as declared
+    (((0..16 + 16..32) + (32..48 + 48..64)) + ((64..80 + 80..96) + (96..112 + 112..128)))
+
+order of a sum of 300 terms
+  rows 1 2 3 7 8 9 10 16 33 64 129 257: as declared
+    (((0..48 + 48..96) + (96..144 + 144..192)) + ((192..240 + 240..288) + 288..300))
+";
+
+#[test]
+fn our_ops_do_what_the_page_says() {
+    let isas: Vec<&str> =
+        samebits_ops::Isa::ALL.into_iter().filter(|isa| isa.available()).map(samebits_ops::Isa::name).collect();
+    for isa in isas {
+        for threads in ["1", "3"] {
+            let output = samebits(&["probe", "--isa", isa, "--threads", threads]);
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(0), "{isa}: {said}");
+            assert!(said.ends_with(&format!("{ORDERS}{ARITHMETIC}")), "{isa}: {said}");
+        }
+        for dtype in ["bf16", "fp16"] {
+            let output = samebits(&["probe", "--isa", isa, "--dtype", dtype]);
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
+            assert!(said.contains(ORDERS) && said.contains("products                 exact"), "{isa} {dtype}: {said}");
+        }
+        for dtype in ["bf16", "fp16", "fp32"] {
+            let output = samebits(&["probe", "--op", "attention", "--isa", isa, "--dtype", dtype]);
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
+            assert!(
+                said.contains("    0..16\n") && said.contains("    (0..256 + 256..512)\n"),
+                "{isa} {dtype}: {said}"
+            );
+        }
+    }
+}
+
+#[test]
+fn faults_are_explained() {
+    for (fault, dtype, said) in [
+        ("sequential_sum", "fp32", "    0..33\n"),
+        ("sequential_sum", "fp32", "products                 rounded before they are added   NOT as declared"),
+        ("split_by_batch", "fp32", "THE ORDER FOLLOWS THE BATCH"),
+        ("split_from_256_rows", "fp32", "THE ORDER FOLLOWS THE BATCH: 2 orders for one sum"),
+        ("bf16_accumulation", "bf16", "accumulator              8 bits, as bf16   NOT as declared"),
+        ("fp16_accumulation", "bf16", "accumulator              11 bits, as fp16 or TF32   NOT as declared"),
+        ("fp16_accumulation", "bf16", "to infinity above 65504   NOT as declared"),
+        ("tf32_inputs", "fp32", "fp32 operands            cut to 10 bits of mantissa, as TF32   NOT as declared"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let list = folder.path().join("impls.toml");
+        let program = env!("CARGO_BIN_EXE_samebits");
+        let entry = format!(
+            "[[implementation]]\nname = \"theirs\"\nabout = \"wrong\"\ncommand = [{program:?}, \"answer\", \"--fault\", {fault:?}]\n"
+        );
+        std::fs::write(&list, entry).unwrap();
+        let list = list.to_str().unwrap();
+        let output = samebits(&["probe", "--impls", list, "--impl", "theirs", "--dtype", dtype, "--terms", "33"]);
+        assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output));
+        assert!(text(&output).contains(said), "{fault}: `{said}` is not in: {}", text(&output));
+        assert!(text(&output).ends_with("\nNOT as declared\n"));
+    }
+}
+
+#[test]
+fn drawings_and_wrong_arguments() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = samebits(&["probe", "--svg", folder.path().to_str().unwrap(), "--terms", "40", "--rows", "1"]);
+    assert_eq!(output.status.code(), Some(0));
+    let svg = std::fs::read_to_string(folder.path().join("ours-cpu-gemm-fp32-40-1.svg")).unwrap();
+    assert_eq!(svg.matches("<circle").count(), 39, "a sum of 40 terms has 39 additions");
+    for (option, value, fix) in
+        [("--op", "rope", "gemm"), ("--dtype", "i32", "bf16"), ("--rows", "0", "4096"), ("--impl", "x", "ours/cpu")]
+    {
+        let output = samebits(&["probe", option, value]);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && stderr.lines().count() == 1 && stderr.contains(fix), "{stderr}");
+    }
+}
