@@ -7,7 +7,10 @@
 
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
 use crate::memory::{LINE, Memory};
-use crate::pack::{as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row};
+use crate::pack::{
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, prefetch_second, wide_of_rows,
+    wide_row,
+};
 use crate::plan::{Need, Plan, choose};
 use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
@@ -195,7 +198,7 @@ pub(crate) fn pack_rows<I: Element>(
     let (out, end) = out.split_at_mut(out.len() - LINE);
     match bf16_slice(x).filter(|_| pairs) {
         Some(x) => {
-            pairs_of_rows(cpu, rows, k, |r| &x[r * k..][..k], pad, out, stride);
+            pairs_of_rows(cpu, rows, k, |r| &x[r * k..][..k], pad, out, stride, Ahead::NONE);
             end[0] = least_magnitude(cpu, &x[..rows * k]).to_bits();
         }
         None => {
@@ -230,6 +233,17 @@ impl<'a> Panels<'a> {
         match self.pairs {
             true => (Right::Pairs(words, PANEL), f32::from_bits(end[0])),
             false => (Right::Wide(as_floats(words), PANEL), f32::NAN),
+        }
+    }
+
+    /// Asks memory for one of `parts` parts of a panel, if there is such a panel: each tile on the panel before it asks for
+    /// one, so that the panel is near when its turn comes.
+    pub fn prefetch(&self, panel: usize, part: usize, parts: usize) {
+        let size = panel_words(self.k, self.pairs);
+        let part_size = size.div_ceil(parts).next_multiple_of(LINE);
+        let (from, to) = ((part * part_size).min(size), ((part + 1) * part_size).min(size));
+        if let Some(words) = self.words.get(panel * size..(panel + 1) * size) {
+            prefetch_second(&words[from..to]);
         }
     }
 }
@@ -420,6 +434,7 @@ impl<I: Element> Product<'_, I> {
                 cpu.each(runs * cuts, |task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];
+                    let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
                         let (right, least) = group.panel(panel);
                         let panel = first_panel + panel;
@@ -432,11 +447,12 @@ impl<I: Element> Product<'_, I> {
                             (0..rows).for_each(|r| y.prefetch(at + r * n));
                             let tile = &packed[t * size..][..size];
                             let out = &mut sums[..rows * PANEL];
-                            self.tile(tile, plan.x_pairs, (right, least), panel, first_row(t), rows, &ran, out);
+                            self.tile(tile, plan.x_pairs, (right, least), panel, first_row(t), rows, &mut tally, out);
                             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
                             unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
                         }
                     }
+                    ran.add(tally);
                 });
             }
         }
@@ -453,7 +469,7 @@ impl<I: Element> Product<'_, I> {
         panel: usize,
         first: usize,
         rows: usize,
-        ran: &Ran,
+        tally: &mut Tally,
         out: &mut [f32],
     ) {
         let cpu = self.cpu;
@@ -463,11 +479,11 @@ impl<I: Element> Product<'_, I> {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else if dot_is_exact(f32::from_bits(end[0]), least) {
-            ran.fast.fetch_add(1, Ordering::Relaxed);
+            tally.fast += 1;
             let left = Left { data: tile, row_stride: 1, step: rows };
             dot_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else {
-            ran.slow.fetch_add(1, Ordering::Relaxed);
+            tally.slow += 1;
             let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
             for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
                 let rows = out.len() / PANEL;
@@ -553,14 +569,27 @@ impl<I: Element> Product<'_, I> {
     }
 }
 
-/// Which kernels tiles took.
+/// How many tiles of one task took which path. Tasks count for themselves: a locked instruction in every tile would wait
+/// for the stores of the tile before.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Tally {
+    pub fast: usize,
+    pub slow: usize,
+}
+
+/// The tallies of all tasks.
 #[derive(Default)]
 pub(crate) struct Ran {
-    pub fast: AtomicUsize,
-    pub slow: AtomicUsize,
+    fast: AtomicUsize,
+    slow: AtomicUsize,
 }
 
 impl Ran {
+    pub fn add(&self, tally: Tally) {
+        self.fast.fetch_add(tally.fast, Ordering::Relaxed);
+        self.slow.fetch_add(tally.slow, Ordering::Relaxed);
+    }
+
     /// Records the kernels; returns how many tiles took the slow path.
     pub fn record(self, cpu: &Cpu) -> usize {
         let (fast, slow) = (self.fast.into_inner(), self.slow.into_inner());

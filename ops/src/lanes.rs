@@ -53,8 +53,8 @@ pub trait Simd: Copy + Send + Sync {
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     /// `yes` where `a >= b`, else `no` (so `no` where either is NaN).
     fn select_ge(self, a: Self::F, b: Self::F, yes: Self::F, no: Self::F) -> Self::F;
-    /// Whether `a >= b` in any lane.
-    fn any_ge(self, a: Self::F, b: Self::F) -> bool;
+    /// Whether `low <= x <= high` in every lane; a NaN is not.
+    fn all_within(self, low: Self::F, x: Self::F, high: Self::F) -> bool;
     /// Whether any lane of `a` is NaN or +inf.
     fn any_nan_or_inf(self, a: Self::F) -> bool;
     /// `2^i` for integral `i` in [-126, 127]; any other lane gives an arbitrary value.

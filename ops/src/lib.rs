@@ -11,6 +11,7 @@ mod argmax;
 mod attention;
 mod cpu;
 pub mod device;
+mod dot_rows;
 mod element;
 mod elementwise;
 mod embedding;

@@ -9,7 +9,9 @@
 //! within the row): such rows are summed again with n known, and counted as slow paths.
 
 use crate::gemm::segment_length;
-use crate::gemm::{Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Weight, pack_rows, panel_words, row_words};
+use crate::gemm::{
+    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
+};
 use crate::lane_sum::Lanes;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
@@ -24,8 +26,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Lanes of a sum; belongs to the contract.
 const LANES: usize = 256;
-/// Words of the running sums of a row: its lanes, and a line with n and the least exponent that was added.
+/// Words of the running sums of a row: its lanes and a line of what follows.
 const STATE: usize = LANES + LINE;
+/// The largest exponent met so far.
+const N: usize = LANES;
+/// The least exponent that was added.
+const LEAST: usize = LANES + 1;
+/// 1 when a logit is NaN or +inf.
+const INVALID: usize = LANES + 2;
+/// Exponents below this one may change `LEAST`.
+const WATCH: usize = LANES + 3;
 /// Rows whose sums are in hand at a time, at most.
 const BLOCK_ROWS: usize = 512;
 /// Weights further below the reference point are +0.
@@ -242,26 +252,34 @@ impl<I: Element> Block<'_, I> {
         let logit_out = SharedOut { data: logprob.as_mut_ptr(), len: rows };
         let length = segment_length(vocab);
         let segments = vocab.div_ceil(length.max(1));
-        cpu.each_in(slots.iter_mut(), segments, |slot, segment| {
-            // SAFETY: every segment has its own facts of every row, and a target is in one segment.
-            let facts = unsafe { facts_out.part(segment * rows, rows) };
-            self.segment(segment, 0..rows, None, x, slot, facts, &logit_out);
-        });
-        let mut again = 0;
+        let pass = |slots: &mut [&mut [u32]], again: Option<&Again>| {
+            cpu.each_in(slots.iter_mut(), segments, |slot, segment| {
+                // SAFETY: every segment has its own facts of every row, and a target is in one segment.
+                let facts = unsafe { facts_out.part(segment * rows, rows) };
+                self.segment(segment, again, x, slot, facts, &logit_out);
+            });
+        };
+        pass(slots, None);
+        // SAFETY: the workers are done.
+        let facts = unsafe { facts_out.part(0, segments * rows) };
+        let mut again = Again { n: [0.0; BLOCK_ROWS + MAX_ROWS], lost: [false; BLOCK_ROWS + MAX_ROWS] };
         for r in 0..rows {
             let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
             let n = mine().map(|facts| facts[0]).fold(f32::NEG_INFINITY, f32::max);
-            let invalid = mine().any(|facts| facts[3] > 0.0) || n == f32::INFINITY;
+            again.n[r] = n;
             // A weight that was added and is cut under the final n.
-            let lost = !invalid && mine().any(|facts| facts[0] - n >= -NEGLIGIBLE && facts[2] - n < -NEGLIGIBLE);
-            if lost {
-                again += 1;
-                cpu.each_in(slots.iter_mut(), segments, |slot, segment| {
-                    // SAFETY: as above; these are the facts of one row.
-                    let facts = unsafe { facts_out.part(segment * rows + r, 1) };
-                    self.segment(segment, r..r + 1, Some(n), x, slot, facts, &logit_out);
-                });
-            }
+            again.lost[r] = mine().any(|facts| facts[0] - n >= -NEGLIGIBLE && facts[2] - n < -NEGLIGIBLE);
+        }
+        let lost = again.lost[..rows].iter().filter(|&&lost| lost).count();
+        if lost > 0 {
+            pass(slots, Some(&again));
+        }
+        // SAFETY: as above.
+        let facts = unsafe { facts_out.part(0, segments * rows) };
+        for r in 0..rows {
+            let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
+            let n = again.n[r];
+            let invalid = mine().any(|facts| facts[3] > 0.0) || n == f32::INFINITY;
             let mut part = [0f32; 8];
             for (part, facts) in part.iter_mut().zip((0..segments).map(|segment| facts[segment * rows + r])) {
                 // Exact: what is left is at least 2^-101. A segment that is far below has no weight at all.
@@ -279,22 +297,20 @@ impl<I: Element> Block<'_, I> {
         for ((out, lse), &target) in logprob.iter_mut().zip(lse_out).zip(self.target) {
             *out = if target < 0 { 0.0 } else { f32::narrow(*out - *lse) };
         }
-        again
+        lost
     }
 
-    /// The facts of one segment of the vocabulary for `rows` of the block; with `fixed`, n is that.
-    #[allow(clippy::too_many_arguments)]
+    /// The facts of one segment of the vocabulary for the rows of the block, or for those of the tiles to be summed again.
     fn segment(
         &self,
         segment: usize,
-        rows: std::ops::Range<usize>,
-        fixed: Option<f32>,
+        again: Option<&Again>,
         x: &[u32],
         slot: &mut [u32],
         facts: &mut [[f32; FACTS]],
         logits: &SharedOut<f32>,
     ) {
-        let Block { product, plan, first, scale, .. } = *self;
+        let Block { product, plan, first, rows, scale, .. } = *self;
         let (cpu, vocab) = (product.cpu, product.n);
         let length = segment_length(vocab);
         let (start, end) = (segment * length, ((segment + 1) * length).min(vocab));
@@ -302,10 +318,18 @@ impl<I: Element> Block<'_, I> {
         // A worker lays out a whole panel, or pieces of it.
         let (laid_out, pieces) = operand.split_at_mut(if plan.steps == 0 { operand.len() } else { 0 });
         let states = as_floats_mut(states);
-        for state in states.chunks_exact_mut(STATE).take(rows.len()) {
+        let tiles = || {
+            let all = (0..rows).step_by(plan.height).map(|r| r..rows.min(r + plan.height));
+            all.filter(|tile| again.is_none_or(|again| again.lost[tile.clone()].contains(&true)))
+        };
+        for (r, state) in states.chunks_exact_mut(STATE).enumerate().take(rows) {
             state.fill(0.0);
-            (state[LANES], state[LANES + 1]) = (fixed.unwrap_or(f32::NEG_INFINITY), f32::INFINITY);
+            (state[N], state[LEAST], state[WATCH]) = match again {
+                None => (f32::NEG_INFINITY, f32::INFINITY, f32::INFINITY),
+                Some(again) => (again.n[r], again.n[r], f32::NEG_INFINITY),
+            };
         }
+        let mut tally = Tally::default();
         for panel in start / PANEL..end.div_ceil(PANEL) {
             let held;
             let right = match product.w {
@@ -323,26 +347,22 @@ impl<I: Element> Block<'_, I> {
             let columns = start.max(panel * PANEL) - panel * PANEL..end.min((panel + 1) * PANEL) - panel * PANEL;
             let lane = (panel * PANEL + columns.start - start) % LANES;
             let mut sums = [0f32; MAX_ROWS * PANEL];
-            let mut r = rows.start;
-            while r < rows.end {
-                // With n known, rows go one by one, and their tile of x is made anew.
-                let tile = r / plan.height;
-                let count = if fixed.is_some() { 1 } else { plan.height.min(rows.end - r) };
+            for tile in tiles() {
+                let (r, count) = (tile.start, tile.len());
                 let sums = &mut sums[..count * PANEL];
                 if plan.steps > 0 {
                     let right = right.map(|(right, _)| right);
                     product.pieces(count, first + r, panel, right, plan.steps, pieces, sums);
-                } else if fixed.is_some() {
-                    let right = right.map(|(right, _)| right);
-                    let mut piece = [0u32; 256];
-                    product.pieces(count, first + r, panel, right, 256, &mut piece, sums);
                 } else {
-                    let x = &x[tile * plan.tile_words()..][..plan.tile_words()];
+                    let x = &x[r / plan.height * plan.tile_words()..][..plan.tile_words()];
                     let right = right.expect("a panel");
-                    product.tile(x, plan.x_pairs, right, panel, first + r, count, self.ran, sums);
+                    if let Weight::Packed(group) = product.w {
+                        group.prefetch(panel + 1, r / plan.height, rows.div_ceil(plan.height));
+                    }
+                    product.tile(x, plan.x_pairs, right, panel, first + r, count, &mut tally, sums);
                 }
-                let states = &mut states[(r - rows.start) * STATE..][..count * STATE];
-                absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: fixed.is_none(), states });
+                let states = &mut states[r * STATE..][..count * STATE];
+                absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: again.is_none(), states });
                 for (i, sums) in sums.chunks_exact(PANEL).enumerate() {
                     let column = (self.target[r + i] as i64 - (panel * PANEL) as i64) as usize;
                     if columns.contains(&column) {
@@ -350,15 +370,22 @@ impl<I: Element> Block<'_, I> {
                         unsafe { logits.part(r + i, 1)[0] = sums[column] * scale };
                     }
                 }
-                r += count;
             }
         }
-        for (facts, state) in facts.iter_mut().zip(states.chunks_exact_mut(STATE)) {
-            let (lanes, rest) = state.split_at_mut(LANES);
-            let sum = sum_lanes(cpu, (&*lanes).try_into().expect("256 lanes"));
-            *facts = [rest[0], sum, rest[1], rest[2]];
+        self.ran.add(tally);
+        for r in tiles().flatten() {
+            let (lanes, rest) = states[r * STATE..][..STATE].split_at(LANES);
+            let sum = sum_lanes(cpu, lanes.try_into().expect("256 lanes"));
+            facts[r] = [rest[N - LANES], sum, rest[LEAST - LANES], rest[INVALID - LANES]];
         }
     }
+}
+
+/// What is known of the rows of a block when some of them are summed again.
+struct Again {
+    n: [f32; BLOCK_ROWS + MAX_ROWS],
+    /// Their tiles are summed again.
+    lost: [bool; BLOCK_ROWS + MAX_ROWS],
 }
 
 /// `2^i` for integral i in [-126, 0].
@@ -407,37 +434,22 @@ impl Kernel for Absorb<'_> {
         let Absorb { sums, columns, lane, scale, moving, states } = self;
         // Segments and lanes start at multiples of 16, so whole vectors go to whole vectors but for the end of V.
         assert!(columns.start.is_multiple_of(MAX_LANES) && lane.is_multiple_of(MAX_LANES) && columns.end <= PANEL);
-        let lowest = s.splat(f32::NEG_INFINITY);
         for (sums, state) in sums.chunks_exact(PANEL).zip(states.chunks_exact_mut(STATE)) {
             for column in columns.clone().step_by(S::LANES) {
                 let lane = (lane + column - columns.start) % LANES;
                 let logits = load_at(s, &sums[..columns.end], column, f32::NEG_INFINITY);
                 let x = s.mul(logits, s.splat(scale));
                 let (m, i) = exp_split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
-                if s.any_nan_or_inf(x) {
-                    state[LANES + 2] = 1.0;
-                    continue;
-                }
-                let mut n = s.splat(state[LANES]);
-                if moving && s.any_ge(i, s.add(n, s.splat(1.0))) || state[LANES] == f32::NEG_INFINITY {
-                    move_reference(s, s.max(i, lowest), state);
-                    n = s.splat(state[LANES]);
-                    if state[LANES] == f32::NEG_INFINITY {
+                if !s.all_within(s.splat(state[WATCH]), i, s.splat(state[N])) {
+                    if s.any_nan_or_inf(x) {
+                        state[INVALID] = 1.0;
                         continue;
                     }
-                }
-                let w = weight(s, m, i, n);
-                // The least exponent among those that were added.
-                let least = s.splat(state[LANES + 1]);
-                if !s.any_ge(s.splat(-NEGLIGIBLE), s.sub(least, n)) {
-                    let added = s.select_ge(s.sub(i, n), s.splat(-NEGLIGIBLE), i, s.splat(f32::INFINITY));
-                    if s.any_ge(least, added) {
-                        let mut lanes = [f32::INFINITY; MAX_LANES];
-                        // SAFETY: MAX_LANES >= LANES.
-                        unsafe { s.store(added, lanes.as_mut_ptr()) };
-                        state[LANES + 1] = lanes.into_iter().fold(state[LANES + 1], f32::min);
+                    if moving {
+                        widen_range(s, i, state);
                     }
                 }
+                let w = weight(s, m, i, s.splat(state[N]));
                 // SAFETY: lane + LANES <= 256: both are multiples of LANES.
                 unsafe {
                     let place = state[lane..LANES][..S::LANES].as_mut_ptr();
@@ -448,27 +460,34 @@ impl Kernel for Absorb<'_> {
     }
 }
 
-/// Raises a row's n to the largest of the exponents `i` and rescales its lanes.
+/// Raises a row's n to the largest of the exponents `i`, rescaling its lanes, and notes the least of those that are then
+/// added.
+#[cold]
+#[inline(never)]
+fn move_range(exponents: &[f32], state: &mut [f32]) {
+    let n = exponents.iter().copied().fold(state[N], f32::max);
+    if n > state[N] {
+        let shift = state[N] - n;
+        // Weights that all fall below the cut become +0; else the lanes keep every bit.
+        if shift >= -NEGLIGIBLE {
+            let factor = exp2(shift);
+            state[..LANES].iter_mut().for_each(|sum| *sum *= factor);
+        } else {
+            state[..LANES].fill(0.0);
+            state[LEAST] = f32::INFINITY;
+        }
+        state[N] = n;
+    }
+    let added = exponents.iter().copied().filter(|i| i - n >= -NEGLIGIBLE);
+    state[LEAST] = added.fold(state[LEAST], f32::min);
+    // Under the cut nothing is added, so no later exponent is less.
+    state[WATCH] = if state[LEAST] - n > -NEGLIGIBLE { state[LEAST] } else { f32::NEG_INFINITY };
+}
+
 #[inline(always)]
-fn move_reference<S: Simd>(s: S, i: S::F, state: &mut [f32]) {
+fn widen_range<S: Simd>(s: S, i: S::F, state: &mut [f32]) {
     let mut exponents = [f32::NEG_INFINITY; MAX_LANES];
     // SAFETY: MAX_LANES >= LANES.
     unsafe { s.store(i, exponents.as_mut_ptr()) };
-    let n = exponents.into_iter().fold(state[LANES], f32::max);
-    let shift = state[LANES] - n;
-    // Weights that all fall below the cut become +0; else the lanes keep every bit.
-    if shift >= -NEGLIGIBLE {
-        let factor = s.splat(exp2(shift));
-        for lane in (0..LANES).step_by(S::LANES) {
-            // SAFETY: lane + LANES <= 256.
-            unsafe {
-                let place = state[lane..LANES][..S::LANES].as_mut_ptr();
-                s.store(s.mul(s.load(place), factor), place);
-            }
-        }
-    } else {
-        state[..LANES].fill(0.0);
-        state[LANES + 1] = f32::INFINITY;
-    }
-    state[LANES] = n;
+    move_range(&exponents[..S::LANES], state);
 }

@@ -17,7 +17,8 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
 }
 
 /// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r; an odd end is filled with
-/// `pad`. Other places of `out` keep what they hold.
+/// `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
+#[allow(clippy::too_many_arguments)]
 pub fn pairs_of_rows<'a>(
     cpu: &Cpu,
     rows: usize,
@@ -26,12 +27,13 @@ pub fn pairs_of_rows<'a>(
     pad: bf16,
     out: &mut [u32],
     stride: usize,
+    ahead: Ahead,
 ) {
     if k % 2 == 1 {
         (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
     }
     let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-    cpu.dispatch(Interleave::<_, true> { rows, words: k / 2, row: words, out, stride });
+    cpu.dispatch(Interleave::<_, true> { rows, words: k / 2, row: words, out, stride, ahead });
 }
 
 /// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
@@ -46,7 +48,8 @@ pub fn wide_of_rows<'a, I: Element>(
 ) {
     if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
         let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-        cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out: as_words_mut(out), stride });
+        let (out, ahead) = (as_words_mut(out), Ahead::NONE);
+        cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out, stride, ahead });
     } else {
         (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
     }
@@ -60,18 +63,21 @@ struct Interleave<'a, F, const SWAP: bool> {
     row: F,
     out: &'a mut [u32],
     stride: usize,
+    ahead: Ahead,
 }
 
 impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, SWAP> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Interleave { rows, words, row, out, stride } = self;
+        let Interleave { rows, words, row, out, stride, mut ahead } = self;
         if rows == 0 || words == 0 {
+            ahead.ask(usize::MAX);
             return;
         }
         assert!(rows <= stride && (words - 1) * stride + rows <= out.len(), "output too short");
         let whole = words / S::LANES * S::LANES;
+        let share = ahead.lines().div_ceil((rows.div_ceil(S::LANES) * (whole / S::LANES)).max(1));
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
             // Lanes without a row read the last one; nothing is written for them.
@@ -80,6 +86,7 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
                 *from = row(first + i.min(count - 1));
             }
             for p in (0..whole).step_by(S::LANES) {
+                ahead.ask(share);
                 // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
                 unsafe { s.transpose::<SWAP>(&from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
             }
@@ -193,19 +200,85 @@ impl Kernel for Least<'_> {
             // +-0 becomes the largest of all.
             least = least.min((x.to_bits() & 0x7FFF).wrapping_sub(1));
         }
-        // NaN and what stands for "none" are above infinity.
-        bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
+        from_biased(least)
     }
+}
+
+/// The magnitude that stands one below its bits, so that zero became the largest.
+pub fn from_biased(least: u16) -> f32 {
+    // NaN and what stands for "none" are above infinity.
+    bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
 }
 
 /// Asks for the cache lines of `x`, which stands apart from what was read before it.
 #[inline(always)]
 pub fn prefetch<T>(x: &[T]) {
+    Ahead::of(x).ask(usize::MAX);
+}
+
+/// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
+/// of misses and hold up every load behind them.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    at: *const i8,
+    lines: usize,
+}
+
+impl Default for Ahead {
+    fn default() -> Ahead {
+        Ahead::NONE
+    }
+}
+
+impl Ahead {
+    pub const NONE: Ahead = Ahead { at: std::ptr::null(), lines: 0 };
+
+    /// All of `x`.
+    #[inline(always)]
+    pub fn of<T>(x: &[T]) -> Ahead {
+        Ahead { at: x.as_ptr().cast(), lines: size_of_val(x).div_ceil(64) }
+    }
+
+    pub fn lines(&self) -> usize {
+        self.lines
+    }
+
+    /// The first line and the last, if there are any.
+    pub fn bounds(&self) -> Option<(*const i8, *const i8)> {
+        (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))
+    }
+
+    /// Asks for the next `count` lines.
+    #[inline(always)]
+    pub fn ask(&mut self, count: usize) {
+        for _ in 0..count.min(self.lines) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a prefetch reads nothing and may name any address.
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T0>(self.at);
+            }
+            self.at = self.at.wrapping_add(64);
+        }
+        self.lines -= count.min(self.lines);
+    }
+
+    /// Asks for line `index`, if it is one.
+    #[inline(always)]
+    pub fn ask_at(&self, index: usize) {
+        if index < self.lines {
+            Ahead { at: self.at.wrapping_add(64 * index), lines: 1 }.ask(1);
+        }
+    }
+}
+
+/// [`prefetch`], into the second cache.
+pub fn prefetch_second<T>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for byte in (0..size_of_val(x)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: the address is inside `x`; a prefetch reads nothing anyway.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().cast::<i8>().add(byte)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().cast::<i8>().add(byte)) };
     }
 }
 

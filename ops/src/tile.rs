@@ -8,6 +8,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::lanes::{Kernel, Simd};
+use crate::pack::Ahead;
 use crate::{Cpu, Isa};
 
 /// Columns of a packed panel.
@@ -36,8 +37,8 @@ pub enum Right<'a> {
     /// Pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
     Pairs(&'a [u32], usize),
-    /// bf16.
-    Narrow(&'a [half::bf16], usize),
+    /// bf16, and memory that is asked for on the way, a line at a step.
+    Narrow(&'a [half::bf16], usize, Ahead),
 }
 
 /// How the products are summed.
@@ -88,7 +89,7 @@ impl<T> Tile<'_, T> {
             let (right_len, right_steps, stride) = match self.right {
                 Right::Wide(data, stride) => (data.len(), end, stride),
                 Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
-                Right::Narrow(data, stride) => (data.len(), end, stride),
+                Right::Narrow(data, stride, _) => (data.len(), end, stride),
             };
             assert!((right_steps - 1) * stride + self.columns <= right_len, "right operand too short");
         }
@@ -104,6 +105,13 @@ trait Steps: Copy {
     /// # Safety
     /// The address is inside the operand.
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
+    /// Vectors of columns side by side for so many rows on 32 registers of 16 lanes: enough that no sum waits for itself.
+    fn vectors(_rows: usize) -> usize {
+        2
+    }
+    /// Asks for `lines` of the memory that is read later; `index` counts steps, over all columns.
+    #[inline(always)]
+    fn ask(self, _index: usize, _lines: usize) {}
 }
 
 #[derive(Clone, Copy)]
@@ -111,7 +119,7 @@ struct WideSteps(*const f32, usize);
 #[derive(Clone, Copy)]
 struct PairSteps(*const u32, usize);
 #[derive(Clone, Copy)]
-struct NarrowSteps(*const half::bf16, usize);
+struct NarrowSteps(*const half::bf16, usize, Ahead);
 
 impl Steps for WideSteps {
     const K: usize = 1;
@@ -139,6 +147,18 @@ impl Steps for NarrowSteps {
         // SAFETY: the caller's promise.
         let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
         (v, v)
+    }
+    #[inline(always)]
+    fn vectors(rows: usize) -> usize {
+        match rows {
+            1 => 8,
+            2..=4 => 4,
+            _ => 2,
+        }
+    }
+    #[inline(always)]
+    fn ask(self, index: usize, lines: usize) {
+        (index * lines..(index + 1) * lines).for_each(|line| self.2.ask_at(line));
     }
 }
 
@@ -171,11 +191,11 @@ impl Kernel for FmaTile<'_> {
             (Right::Wide(data, stride), false, false) => {
                 heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Narrow(data, stride), true, false) => {
-                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            (Right::Narrow(data, stride, ahead), true, false) => {
+                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
             }
-            (Right::Narrow(data, stride), false, false) => {
-                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride))
+            (Right::Narrow(data, stride, ahead), false, false) => {
+                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
             }
             (Right::Pairs(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
@@ -234,6 +254,20 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
     out: *mut f32,
 ) -> usize {
     let mut column = 0;
+    if S::LANES == 16 && B::vectors(ROWS) == 8 {
+        while column + 8 * S::LANES <= tile.columns {
+            // SAFETY: the caller's promise; these columns are below `tile.columns`.
+            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 8 * S::LANES;
+        }
+    }
+    if S::LANES == 16 && B::vectors(ROWS) >= 4 {
+        while column + 4 * S::LANES <= tile.columns {
+            // SAFETY: as above.
+            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 4 * S::LANES;
+        }
+    }
     while column + 2 * S::LANES <= tile.columns {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
         unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
@@ -333,6 +367,7 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
             for v in 0..VECTORS {
                 (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
             }
+            b.ask(column / (VECTORS * S::LANES) * to + at, (VECTORS * S::LANES).div_ceil(32));
             let x = a.add(at * B::K * left.step);
             for r in 0..ROWS {
                 let x = s.splat(*x.add(r * row_stride));

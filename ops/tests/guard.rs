@@ -167,7 +167,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         // n is the number of keys, and with it the head dimension changes.
         ("attention", |r, keys| {
             let (batch, queries, q_heads, kv_heads) = (2, keys.min(5), 4, 2);
-            let (head_dim, value_dim) = (1 + keys % 37, 1 + keys % 41);
+            let head_dim = if keys % 2 == 0 { 8 * (1 + keys % 5) } else { 1 + keys % 37 };
+            let value_dim = if keys % 4 == 0 { 16 * (1 + keys % 5) } else { 1 + keys % 41 };
             let (causal, window, softcap) = (keys % 2 == 1, keys % 3, if keys % 5 == 0 { 3.0 } else { 0.0 });
             let shape = Attention {
                 batch,
@@ -189,7 +190,28 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
             let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
             let mut lse = r.room(batch * queries * q_heads);
-            attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+            attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
+            // The same keys in pages, the last of which ends where the slice does.
+            let page_size = 1 + keys % 9;
+            let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
+            let shape = Attention { keys: batch * columns * page_size, ..shape };
+            let rows = shape.keys * kv_heads;
+            let (k, v) = (r.floats::<I>(rows * head_dim), r.floats(rows * value_dim));
+            let table = r.ints((0..(batch * columns) as i32).rev());
+            let sequences = Sequences { q_start: None, keys: Keys::Paged { page_size, table: &table } };
+            attention_over(&r.cpu, &shape, &sequences, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+        }),
+        // n is V.
+        ("linear_logprob", |r, vocab| {
+            for (rows, k) in [(1, 33), (5, 16), (13, 7)] {
+                let (x, w) = (r.floats::<I>(rows * k), r.floats(vocab * k));
+                let target = r.ints((0..rows as i32).map(|row| vocab as i32 - 1 - row.min(vocab as i32)));
+                let (mut logp, mut lse) = (r.room(rows), r.room(rows));
+                linear_logprob(&r.cpu, rows, vocab, k, 0.7, &x, &w, &target, &mut logp, &mut lse)?;
+                let packed = PackedWeight::pack(&r.cpu, vocab, k, &w)?;
+                linear_logprob_packed(&r.cpu, rows, 0.7, &x, &packed, &target, &mut logp, &mut lse)?;
+            }
+            Ok(())
         }),
     ]
 }

@@ -293,8 +293,10 @@ proptest! {
 
     #[test]
     fn attention_is_the_page(
-        batch in 1usize..3, queries in 1usize..40, keys in 1usize..600, kv_heads in 1usize..3, group in 1usize..5,
-        d in 1usize..70, e in 1usize..70, causal: bool, window in prop::sample::select(vec![0usize, 1, 7, 300]),
+        batch in 1usize..3, queries in prop_oneof![Just(1), Just(2), 1usize..40], keys in 1usize..600,
+        kv_heads in 1usize..3, group in prop_oneof![1usize..5, Just(7), Just(8)],
+        d in prop_oneof![1usize..70, (1usize..9).prop_map(|eights| 8 * eights)],
+        e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool, window in prop::sample::select(vec![0usize, 1, 7, 300]),
         spread in prop::sample::select(vec![1u32, 4, 70]), seed: u64,
     ) {
         let seed = seed >> 3;
@@ -552,6 +554,41 @@ fn tiny_operands_are_not_flushed() {
         let mut y = vec![0f32; m * n];
         gemm(&cpu, &Gemm::new(m, n, k), &x, &w, None, &mut y).unwrap();
         assert_eq!(bits(&y), expected, "{cpu:?}");
+    }
+}
+
+/// The same for scores, which a large scale makes visible: a few queries (decode) and many.
+#[test]
+fn tiny_scores_are_not_flushed() {
+    let (keys, q_heads, kv_heads, d) = (70, 4, 2, 32);
+    for queries in [1, 2, 20] {
+        let q: Vec<bf16> = (0..queries * q_heads * d).map(|i| bf16::narrow(1.0 + (i % 5) as f32)).collect();
+        let k: Vec<bf16> = (0..keys * kv_heads * d).map(|i| bf16::from_bits(1 + (i * 37 % 0x7F) as u16)).collect();
+        let v: Vec<bf16> = values(3, keys * kv_heads * d, 4);
+        let (q_pos, kv_len) = (vec![0; queries], [keys as i32]);
+        let shape = Attention {
+            batch: 1,
+            queries,
+            keys,
+            q_heads,
+            kv_heads,
+            head_dim: d,
+            value_dim: d,
+            scale: f64::exp2(120.0),
+            causal: false,
+            window: 0,
+            softcap: 0.0,
+            tf32: Tf32::Disabled,
+        };
+        let run = |cpu: &Cpu| {
+            let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; queries * q_heads]);
+            attention(cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+            (bits(&out), bits(&lse))
+        };
+        let expected = run(&Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap());
+        for cpu in cpus() {
+            assert_eq!(run(&cpu), expected, "{queries} queries, {cpu:?}");
+        }
     }
 }
 

@@ -40,10 +40,6 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
-    /// Whatever a judged implementation does not offer of the required dtypes is red, also where its entry asks for less
-    #[arg(long)]
-    require: bool,
-
     /// Failures that are known and allowed until a day, each with reason, owner and expiry; may be given again
     #[arg(long, value_name = "FILE")]
     waivers: Vec<PathBuf>,
@@ -51,6 +47,10 @@ pub struct Args {
     /// Goldens to hold answers to [default: goldens/ of the repository]
     #[arg(long, value_name = "DIR")]
     goldens: Option<PathBuf>,
+
+    /// Whatever a judged implementation does not offer of the required dtypes is red, also where its entry asks for less
+    #[arg(long)]
+    require: bool,
 
     /// Row set that bounds accuracy [default: the contract's first, `tight`]
     #[arg(long, value_name = "NAME")]
@@ -112,11 +112,11 @@ pub fn judge(args: &Args) -> Result<()> {
     for list in &args.impls {
         contract.add_implementations(list)?;
     }
-    if args.require {
-        contract.implementations.iter_mut().for_each(|implementation| implementation.required = None);
-    }
     for list in &args.waivers {
         contract.add_waivers(list)?;
+    }
+    if args.require {
+        contract.implementations.iter_mut().for_each(|implementation| implementation.required = None);
     }
     let contract = contract;
     let rows = args.rows.as_deref().unwrap_or(contract.default_rows());

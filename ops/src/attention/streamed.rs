@@ -3,14 +3,14 @@
 //! weights and the sums of every block; and the blocks joined, ascending.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
+use crate::dot_rows::{DIMENSIONS, MAX_QUERIES, dot_rows};
 use crate::gemm::SharedOut;
 use crate::lanes::scalar::Scalar;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
 use crate::math::{exp_split, tanh, weight};
 use crate::memory::LINE;
 use crate::pack::{
-    as_floats, as_floats_mut, bf16_slice, least_magnitude, least_of_pairs, pairs_of_rows, prefetch, wide_of_rows,
-    wide_row,
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, least_of_pairs, pairs_of_rows, wide_of_rows, wide_row,
 };
 use crate::plan::{Need, Plan};
 use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
@@ -174,6 +174,15 @@ struct Task {
     keys: Range,
 }
 
+/// What a worker does with its slot, a task, and the task it will have next.
+type Work<'w> = dyn Fn(&mut [u32], &Task, Option<&Task>) + Sync + 'w;
+
+/// The rows of k and v where the keys of a panel stand.
+struct Rows {
+    at: [usize; PANEL],
+    count: usize,
+}
+
 impl<I: Element> Pass<'_, I> {
     fn run<O: Element>(
         &self,
@@ -208,20 +217,24 @@ impl<I: Element> Pass<'_, I> {
             Part::new(unsafe { parts.part((place * kv_heads + head) * plan.block_words(), plan.block_words()) }, plan)
         };
         let slow = AtomicUsize::new(0);
-        job.cpu.each_in(slots.iter_mut(), tasks, |slot, i| {
-            if let Some(task) = task(i) {
-                slow.fetch_add(self.scores(&task, queries, slot, &part), Ordering::Relaxed);
-            }
+        // A worker takes several blocks in a row, so that it can ask for the next one while it is at work on one.
+        let run = (tasks / (4 * plan.workers)).max(1);
+        let each = |slots: &mut [&mut [u32]], work: &Work| {
+            job.cpu.each_in(slots.iter_mut(), tasks.div_ceil(run), |slot, i| {
+                let mut tasks = (i * run..tasks.min((i + 1) * run)).filter_map(task).peekable();
+                while let Some(task) = tasks.next() {
+                    work(slot, &task, tasks.peek());
+                }
+            });
+        };
+        each(slots, &|slot, task, following| {
+            slow.fetch_add(self.scores(task, following, queries, slot, &part), Ordering::Relaxed);
         });
         for (i, states) in states.chunks_exact_mut(plan.state_words()).enumerate().take(count * kv_heads) {
             self.states(first + i / kv_heads, i % kv_heads, states, &part);
         }
         let states = as_floats(states);
-        job.cpu.each_in(slots.iter_mut(), tasks, |slot, i| {
-            if let Some(task) = task(i) {
-                self.sums(&task, states, slot, &part);
-            }
-        });
+        each(slots, &|slot, task, following| self.sums(task, following, states, slot, &part));
         job.cpu.each_in(slots.iter_mut(), count * kv_heads, |_, i| {
             self.join(first + i / kv_heads, i % kv_heads, states, &part, out, lse);
         });
@@ -254,7 +267,7 @@ impl<I: Element> Pass<'_, I> {
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
         if job.dots() {
-            pairs_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows);
+            pairs_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Ahead::NONE);
         }
         let least = |r: usize| least_magnitude(job.cpu, query(r));
         end[0] = (0..rows).map(least).fold(f32::INFINITY, f32::min).to_bits();
@@ -264,6 +277,7 @@ impl<I: Element> Pass<'_, I> {
     fn scores<'p>(
         &self,
         task: &Task,
+        following: Option<&Task>,
         queries: &[u32],
         slot: &mut [u32],
         part: &impl Fn(usize, usize) -> Part<'p>,
@@ -273,15 +287,19 @@ impl<I: Element> Pass<'_, I> {
         let (rows, d, cpu) = (self.rows(b), job.shape.head_dim, job.cpu);
         let mut slow = 0;
         let start = keys.from / PANEL * PANEL;
-        let mut next = self.key_rows(b, start, keys.to);
+        let mut next = self.first_panel(task);
         for from in (start..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
-            let key_rows = next;
-            next = self.key_rows(b, to, keys.to);
+            let key_rows = next.at;
+            next = match following {
+                Some(following) if to == keys.to => self.first_panel(following),
+                _ => self.panel_rows(b, to, keys.to),
+            };
             for head in heads.from..heads.to {
-                let query = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
-                let (query, end) = query.split_at(plan.query_words() - LINE);
-                self.ahead(job.k, d, &next[..PANEL.min(keys.to - to)], heads, head);
+                let all = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
+                let (query, end) = all.split_at(plan.query_words() - LINE);
+                let least_query = f32::from_bits(end[0]);
+                let mut ahead = self.ahead(job.k, d, &next, heads, head, I::IS_BF16);
                 let part = part(place, head);
                 let out = &mut part.scores[from % BLOCK..];
                 let panel = &mut slot[..PANEL * plan.words];
@@ -296,13 +314,21 @@ impl<I: Element> Pass<'_, I> {
                     continue;
                 }
                 let key = |j: usize| bf16_slice(key(j)).expect("bf16");
-                pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL);
+                let as_they_stand = rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
+                if job.dots() && as_they_stand && dot_is_exact(least_query, f32::MAX) {
+                    let keys = std::array::from_fn(|j| key(j.min(count - 1)));
+                    let least = dot_rows(cpu, all, rows, &keys, out, BLOCK, std::mem::take(&mut ahead));
+                    if dot_is_exact(least_query, least) {
+                        continue;
+                    }
+                }
+                pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
                 let right = Right::Pairs(panel, PANEL);
                 let least = || match count {
                     PANEL => least_of_pairs(cpu, panel),
                     _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
                 };
-                if job.dots() && dot_is_exact(f32::from_bits(end[0]), least()) {
+                if job.dots() && dot_is_exact(least_query, least()) {
                     let left = Left { data: query, row_stride: 1, step: rows };
                     dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
                 } else {
@@ -322,19 +348,38 @@ impl<I: Element> Pass<'_, I> {
         slow
     }
 
-    /// The rows of k and v where the keys of a panel from `from` on stand, of those below `end`.
-    fn key_rows(&self, b: usize, from: usize, end: usize) -> [usize; PANEL] {
-        let mut rows = [0; PANEL];
-        rows.iter_mut().zip(from..end).for_each(|(row, j)| *row = self.job.key_row(b, j));
+    /// The keys of the task's first panel.
+    fn first_panel(&self, task: &Task) -> Rows {
+        let from = task.keys.from / PANEL * PANEL;
+        self.panel_rows(task.b, from, task.keys.to)
+    }
+
+    /// The keys of the panel from `from` on, of those below `end`.
+    fn panel_rows(&self, b: usize, from: usize, end: usize) -> Rows {
+        let mut rows = Rows { at: [0; PANEL], count: PANEL.min(end.saturating_sub(from)) };
+        rows.at.iter_mut().zip(from..end).for_each(|(row, j)| *row = self.job.key_row(b, j));
         rows
     }
 
-    /// Asks memory for a share of the next panel, in the order of memory: every head of the task fetches some whole rows.
-    fn ahead(&self, x: &[I], dim: usize, rows: &[usize], heads: Range, head: usize) {
+    /// A share of the next panel, in the order of memory: every head of the task asks for some whole rows, on its way
+    /// where they are adjacent and can be, else at once.
+    fn ahead(&self, x: &[I], dim: usize, next: &Rows, heads: Range, head: usize, on_the_way: bool) -> Ahead {
         let count = heads.to - heads.from;
         let share = PANEL.div_ceil(count);
-        for row in rows.iter().skip((head - heads.from) * share).take(share) {
-            prefetch(&x[(row * self.plan.kv_heads + heads.from) * dim..][..count * dim]);
+        let from = ((head - heads.from) * share).min(next.count);
+        let rows = &next.at[from..next.count.min(from + share)];
+        let part = |row: usize, rows: usize| {
+            let len = if rows == 1 { count } else { rows * self.plan.kv_heads };
+            Ahead::of(&x[(row * self.plan.kv_heads + heads.from) * dim..][..len * dim])
+        };
+        match rows {
+            [first, .., last] if on_the_way && count == self.plan.kv_heads && last - first == rows.len() - 1 => {
+                part(*first, rows.len())
+            }
+            _ => {
+                rows.iter().for_each(|&row| part(row, 1).ask(usize::MAX));
+                Ahead::NONE
+            }
         }
     }
 
@@ -398,7 +443,14 @@ impl<I: Element> Pass<'_, I> {
     }
 
     /// The weights of a task, their sums, and the sums of the values.
-    fn sums<'p>(&self, task: &Task, states: &[f32], slot: &mut [u32], part: &impl Fn(usize, usize) -> Part<'p>) {
+    fn sums<'p>(
+        &self,
+        task: &Task,
+        following: Option<&Task>,
+        states: &[f32],
+        slot: &mut [u32],
+        part: &impl Fn(usize, usize) -> Part<'p>,
+    ) {
         let Pass { job, plan, .. } = *self;
         let &Task { b, block, place, heads, keys } = task;
         let (e, columns, group, cpu) = (job.shape.value_dim, plan.columns, job.group(), job.cpu);
@@ -433,11 +485,14 @@ impl<I: Element> Pass<'_, I> {
             let to = if in_place.is_some() { job.run_end(from) } else { panel_end };
             let to = to.min(panel_end).min(keys.to);
             // At the start of a panel the next one is asked for.
-            let count = PANEL.min(keys.to.saturating_sub(panel_end));
-            let count = if from == keys.from || from % PANEL == 0 { count } else { 0 };
-            let next = self.key_rows(b, panel_end, panel_end + count);
+            let next = match following {
+                _ if from > keys.from && from % PANEL > 0 => Rows { at: [0; PANEL], count: 0 },
+                Some(following) if panel_end >= keys.to => self.first_panel(following),
+                _ => self.panel_rows(b, panel_end, keys.to),
+            };
+            let whole = in_place.is_some() && to - from == PANEL;
             for head in heads.from..heads.to {
-                self.ahead(job.v, e, &next[..count], heads, head);
+                let mut ahead = self.ahead(job.v, e, &next, heads, head, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
                         wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
@@ -452,7 +507,7 @@ impl<I: Element> Pass<'_, I> {
                     let right = match in_place {
                         Some(_) => {
                             let value = bf16_slice(job.value(b, keys.from, head)).expect("bf16");
-                            Right::Narrow(value, plan.kv_heads * e)
+                            Right::Narrow(value, plan.kv_heads * e, std::mem::take(&mut ahead))
                         }
                         None => Right::Wide(&wide[(keys.from - from) * columns..], columns),
                     };

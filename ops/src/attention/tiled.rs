@@ -2,19 +2,18 @@
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
-use crate::gemm::{Ran, SharedOut};
+use crate::gemm::{Ran, SharedOut, Tally};
 use crate::lanes::{Kernel, Simd, load_at};
 use crate::math::{exp_split, tanh, weight};
 use crate::memory::LINE;
 use crate::pack::{
-    as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_row, pairs_of_rows, prefetch, wide_of_rows,
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_row, pairs_of_rows, prefetch, wide_of_rows,
     wide_row,
 };
 use crate::plan::{Need, Plan};
 use crate::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::{Cpu, Element};
 use half::bf16;
-use std::sync::atomic::Ordering;
 
 /// Most query rows of a tile: one row of scores per lane of a panel.
 const ROWS: usize = 32;
@@ -289,7 +288,7 @@ impl<I: Element> RowTile<'_, I> {
             return f32::NAN;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
-        pairs_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width);
+        pairs_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Ahead::NONE);
         let least = |r: usize| least_magnitude(self.job.cpu, query(r));
         (0..self.rows).map(least).fold(f32::INFINITY, f32::min)
     }
@@ -335,10 +334,10 @@ impl<I: Element> RowTile<'_, I> {
                     let rows = TILE_ROWS.min(count - first);
                     dot_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
                 }
-                self.ran.fast.fetch_add(1, Ordering::Relaxed);
+                self.ran.add(Tally { fast: 1, slow: 0 });
             } else {
                 if job.dots() {
-                    self.ran.slow.fetch_add(1, Ordering::Relaxed);
+                    self.ran.add(Tally { fast: 0, slow: 1 });
                 }
                 // Widened part by part, with a zero beside the pad of odd pairs.
                 for first in (0..count).step_by(plan.part()) {
@@ -438,7 +437,7 @@ impl<I: Element> RowTile<'_, I> {
                 let right = match in_place {
                     Some(_) => {
                         let value = &job.value(b, keys_part.from, kv_head)[value_columns.from..];
-                        Right::Narrow(bf16_slice(value).expect("bf16"), job.shape.kv_heads * e)
+                        Right::Narrow(bf16_slice(value).expect("bf16"), job.shape.kv_heads * e, Ahead::NONE)
                     }
                     None => Right::Wide(&wide[(keys_part.from - from) * columns..], columns),
                 };

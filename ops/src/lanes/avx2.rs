@@ -109,9 +109,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn any_ge(self, a: __m256, b: __m256) -> bool {
+    fn all_within(self, low: __m256, x: __m256, high: __m256) -> bool {
         // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
-        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a, b)) != 0 }
+        unsafe {
+            let (above, below) = (_mm256_cmp_ps::<_CMP_LE_OQ>(low, x), _mm256_cmp_ps::<_CMP_LE_OQ>(x, high));
+            _mm256_movemask_ps(_mm256_and_ps(above, below)) == 0xFF
+        }
     }
 
     #[inline(always)]

@@ -109,9 +109,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn any_ge(self, a: __m512, b: __m512) -> bool {
+    fn all_within(self, low: __m512, x: __m512, high: __m512) -> bool {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
-        unsafe { _mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b) != 0 }
+        unsafe {
+            let above = _mm512_cmp_ps_mask::<_CMP_LE_OQ>(low, x);
+            _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(above, x, high) == 0xFFFF
+        }
     }
 
     #[inline(always)]

@@ -69,8 +69,8 @@ impl Simd for Scalar {
         if a >= b { yes } else { no }
     }
     #[inline(always)]
-    fn any_ge(self, a: f32, b: f32) -> bool {
-        a >= b
+    fn all_within(self, low: f32, x: f32, high: f32) -> bool {
+        low <= x && x <= high
     }
 
     #[inline(always)]

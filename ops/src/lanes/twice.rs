@@ -81,8 +81,8 @@ impl<S: Simd> Simd for Twice<S> {
         (self.0.select_ge(a.0, b.0, yes.0, no.0), self.0.select_ge(a.1, b.1, yes.1, no.1))
     }
     #[inline(always)]
-    fn any_ge(self, a: Self::F, b: Self::F) -> bool {
-        self.0.any_ge(a.0, b.0) | self.0.any_ge(a.1, b.1)
+    fn all_within(self, low: Self::F, x: Self::F, high: Self::F) -> bool {
+        self.0.all_within(low.0, x.0, high.0) & self.0.all_within(low.1, x.1, high.1)
     }
     #[inline(always)]
     fn any_nan_or_inf(self, a: Self::F) -> bool {
