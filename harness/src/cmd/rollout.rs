@@ -110,8 +110,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     })?;
     bar.finish_and_clear();
     if args.times {
-        let rate =
-            |tokens: usize, seconds: f64| format!("{tokens} in {seconds:.3} s ({:.1}/s)", tokens as f64 / seconds);
+        let rate = |tokens: usize, seconds: f64| {
+            format!("{tokens} in {seconds:.3} s ({:.1}/s)", tokens as f64 / seconds.max(1e-9))
+        };
         eprintln!("prompt tokens: {}", rate(timing.prompt_tokens, timing.prompt_seconds));
         eprintln!("sampled tokens: {}", rate(timing.sampled_tokens, timing.sampled_seconds));
     }
