@@ -207,7 +207,8 @@ fn devices_say_what_is_there() {
     assert!(driver["version"].is_string() != driver["unusable"].is_string(), "{driver}");
 }
 
-/// Without a GPU everything of ours/cuda is unsupported, which is counted and not red, unless it is required.
+/// Without a GPU everything of ours/cuda is unsupported: counted, not red unless required. A run of nothing else has tested
+/// nothing, which is no success either.
 #[test]
 fn a_machine_without_a_device_says_so() {
     let output = samebits(&["devices", "--json"], b"");
@@ -218,18 +219,22 @@ fn a_machine_without_a_device_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let check = |more: &[&str]| {
-        let mut args = vec!["check", "--impl", "ours/cuda", "--op", "add", "--slice", "quick", "--root", text(&root)];
+        let mut args =
+            vec!["check", "--impl", "ours/cuda", "--op", "add", "--judgment", "golden", "--root", text(&root)];
         args.extend(["--out", text(folder.path())]);
         args.extend(more);
         let output = samebits(&args, b"");
         let records = std::fs::read_to_string(folder.path().join("records.jsonl")).unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), records)
     };
-    let (code, table, records) = check(&[]);
+    let (code, table, _) = check(&["--impl", "ours/cpu"]);
     assert_eq!(code, Some(0), "{table}");
-    assert!(table.contains("unsupported"), "{table}");
+    assert!(table.contains("unsupported") && table.contains("no CUDA device"), "{table}");
+    let (code, table, records) = check(&[]);
+    assert_eq!(code, Some(1), "{table}");
+    assert!(table.contains("nothing was tested; no red verdict"), "{table}");
     assert!(records.lines().count() > 10 && records.lines().all(|line| line.contains("no CUDA device")), "{records}");
-    let (code, table, _) = check(&["--require"]);
+    let (code, table, _) = check(&["--impl", "ours/cpu", "--require"]);
     assert_eq!(code, Some(1), "{table}");
 
     let case = Case {

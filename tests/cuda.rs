@@ -205,6 +205,7 @@ const SHAPES: [(&str, Make); 14] = [
         if dtype == DType::Fp32 {
             cases.extend(ties(out));
         }
+        cases.extend(ramps(dtype, out));
         cases
     }),
     ("linear_logprob", |dtype, out| {
@@ -232,6 +233,19 @@ const SHAPES: [(&str, Make); 14] = [
     }),
     ("attention", attentions),
 ];
+
+/// Logits that climb by 2^80 within every segment, so that a thread's reference point moves while its sums stay within reach
+/// of the last: in whole vectors and, where rows are not aligned, one by one.
+fn ramps(dtype: DType, out: DType) -> Vec<Case> {
+    let of = |n: usize| {
+        let segment = 16 * n.div_ceil(128);
+        let make = Maker::new("logprob", dtype, out).float("logits", &[2, n], 1.0);
+        let ramp = |i: usize| -55.0 + 55.0 * (i % n % segment) as f32 / segment as f32;
+        let make = (0..2 * n).fold(make, |make, i| make.set("logits", i, ramp(i)));
+        make.ints("target", &[2], &[0, n as i32 - 1]).case()
+    };
+    [32768, 24001].map(of).to_vec()
+}
 
 /// Rows of one logit again and again, whose product with log2(e), rounded to f32, lies exactly between two integers: a tie
 /// that goes to the even one. There are as many as bring lse close to 0, where it shows the last bit of a weight.
