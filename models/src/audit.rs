@@ -106,13 +106,14 @@ impl Audit {
             audit.parameters += values.len() as u64;
             audit.bytes += values.len() as u64 * if report.dtype == "F32" { 4 } else { 2 };
             report.odd(&values, &mut note);
-            if values.len() > 1 && report.range.is_some_and(|(low, high)| low < high) {
-                if let Some(other) = by_digest.insert(report.sha256.clone(), report.name.clone()) {
-                    let tied = config.tied && report.name != other;
-                    let head = [&report.name, &other].iter().any(|name| *name == "lm_head.weight");
-                    if !(tied && head) {
-                        note(false, &report.name, format!("has the same elements as {other}"));
-                    }
+            if values.len() > 1
+                && report.range.is_some_and(|(low, high)| low < high)
+                && let Some(other) = by_digest.insert(report.sha256.clone(), report.name.clone())
+            {
+                let tied = config.tied && report.name != other;
+                let head = [&report.name, &other].iter().any(|name| *name == "lm_head.weight");
+                if !(tied && head) {
+                    note(false, &report.name, format!("has the same elements as {other}"));
                 }
             }
             audit.tensors.push(report);

@@ -20,8 +20,15 @@ pub(crate) struct Projected<A> {
 }
 
 pub(crate) enum Projections<A> {
-    Heads { q: Turned<A>, k: Turned<A>, v: Linear<A> },
+    Heads(Box<HeadProjections<A>>),
     Latent(Box<LatentProjections<A>>),
+}
+
+/// Queries, keys and values, each with weights of its own.
+pub(crate) struct HeadProjections<A> {
+    q: Turned<A>,
+    k: Turned<A>,
+    v: Linear<A>,
 }
 
 /// Heads whose first elements are rotated.
@@ -86,7 +93,7 @@ impl<A: Element> Projections<A> {
             q.norm = Some(loader.vector("self_attn.q_norm.weight", d)?);
             k.norm = Some(loader.vector("self_attn.k_norm.weight", d)?);
         }
-        Ok(Projections::Heads { q, k, v })
+        Ok(Projections::Heads(Box::new(HeadProjections { q, k, v })))
     }
 
     /// `a[n,hidden]` to queries, keys and values.
@@ -99,10 +106,10 @@ impl<A: Element> Projections<A> {
         a: &[A],
     ) -> Result<Projected<A>, ModelError> {
         match self {
-            Projections::Heads { q, k, v } => Ok(Projected {
-                q: q.apply(cpu, c, step, c.q_heads, angles, a)?,
-                k: k.apply(cpu, c, step, c.kv_heads, angles, a)?,
-                v: v.apply(cpu, step.rows(), a)?,
+            Projections::Heads(heads) => Ok(Projected {
+                q: heads.q.apply(cpu, c, step, c.q_heads, angles, a)?,
+                k: heads.k.apply(cpu, c, step, c.kv_heads, angles, a)?,
+                v: heads.v.apply(cpu, step.rows(), a)?,
             }),
             Projections::Latent(latent) => latent.apply(cpu, c, step, angles, a),
         }

@@ -22,8 +22,11 @@ pub enum Schedule {
     Prefix(usize),
 }
 
-/// Names and their schedules with a number.
-const COUNTED: [(&str, fn(usize) -> Schedule); 3] =
+/// A name, and the schedule of its number.
+type Counted = (&'static str, fn(usize) -> Schedule);
+
+/// The schedules with a number.
+const COUNTED: [Counted; 3] =
     [("chunk:", Schedule::Chunk), ("speculative:", Schedule::Speculative), ("prefix:", Schedule::Prefix)];
 
 impl FromStr for Schedule {

@@ -55,5 +55,5 @@ fn compute(c: &Checked) -> References {
             elements.push((if size == 0.0 { 0.0 } else { value }, condition));
         }
     }
-    one("y", Reference::new(vec![t, n], elements.into_iter()))
+    one("y", Reference::new(vec![t, n], elements))
 }

@@ -119,8 +119,8 @@ fn compute(c: &Checked) -> References {
     }
     let shape = vec![c.dim("T"), e];
     BTreeMap::from([
-        ("rank".to_string(), Reference::new(shape.clone(), ranks.into_iter())),
-        ("weight".to_string(), Reference::new(shape, weights.into_iter())),
+        ("rank".to_string(), Reference::new(shape.clone(), ranks)),
+        ("weight".to_string(), Reference::new(shape, weights)),
     ])
 }
 
