@@ -2,8 +2,10 @@
 //!
 //! A dump is a sequence of records, one for each site of each step: a line of JSON and then the values.
 //!
-//!     {"site": "layers.0.q", "tokens": [[0, 3], [1, 7]], "width": 64}\n      sequence and position of each row
-//!     rows * width f32, little endian
+//! ```text
+//! {"site": "layers.0.q", "tokens": [[0, 3], [1, 7]], "width": 64}\n      sequence and position of each row
+//! rows * width f32, little endian
+//! ```
 //!
 //! The first line is `{"samebits": "dump"}`. Sites stand in the order in which they were computed.
 //! `goldens/generate/dump.py` writes the same of a model in transformers.

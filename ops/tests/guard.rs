@@ -124,6 +124,24 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
     vec![
         ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("gelu_mul", |r, n| gelu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("softcap", |r, n| softcap(&r.cpu, 2.0, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
+        ("scale", |r, n| scale(&r.cpu, 0.7, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
+        // n is E.
+        ("route", |r, experts| {
+            let (chosen, scoring) = (experts.min(4), Scoring::Softmax);
+            let (groups, top_groups, group_worth) = (1, 1, GroupWorth::Max);
+            let (normalise, scale) = (true, 1.5);
+            let shape =
+                Route { tokens: 3, experts, chosen, scoring, groups, top_groups, group_worth, normalise, scale };
+            let (logits, bias) = (r.floats::<I>(3 * experts), r.floats(experts));
+            route(&r.cpu, &shape, &logits, Some(&bias), &mut r.room(3 * chosen), &mut r.room(3 * chosen))
+        }),
+        ("combine", |r, n| {
+            let shape = Combine { tokens: 3, chosen: 2, rows: 5, n };
+            let (x, row, weight) = (r.floats::<I>(5 * n), r.ints([4, 0, 3, 1, 2, 4].into_iter()), r.floats::<f32>(6));
+            combine(&r.cpu, &shape, &x, &row, &weight, Some(&r.floats(3 * n)), &mut r.room::<O>(3 * n))
+        }),
         ("softmax", |r, n| softmax(&r.cpu, 3, n, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         ("rms_norm", |r, n| {
             rms_norm(&r.cpu, &norm(3, n, r), &r.floats::<I>(3 * n), &r.floats(n), &mut r.room::<O>(3 * n))
