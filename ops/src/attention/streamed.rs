@@ -373,7 +373,7 @@ impl<I: Element> Pass<'_, I> {
             Ahead::of(&x[(row * self.plan.kv_heads + heads.from) * dim..][..len * dim])
         };
         match rows {
-            [first, .., last] if on_the_way && count == self.plan.kv_heads && last - first == rows.len() - 1 => {
+            [first, .., last] if on_the_way && count == self.plan.kv_heads && *last == first + rows.len() - 1 => {
                 part(*first, rows.len())
             }
             _ => {
