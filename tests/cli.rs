@@ -315,7 +315,7 @@ fn forward_refuses_bad_paths_and_options() {
     for schedule in ["chunk", "chunk:", "chunk:0", "chunk:-1", "chunk:x", "Prefill"] {
         run(model, tokens, out, &["--schedule", schedule], &["--schedule", "chunk:N"]);
     }
-    run(model, tokens, out, &["--dtype", "fp16"], &["--dtype", "bf16 or fp32"]);
+    run(model, tokens, out, &["--dtype", "fp8"], &["--dtype", "bf16, fp16 or fp32"]);
     run(model, tokens, out, &["--batch", "2"], &["--batch", "together or alone"]);
     run(model, tokens, out, &["--threads", "0"], &["threads is 0"]);
     assert!(!Path::new(out).exists());

@@ -743,7 +743,7 @@ pub const FAULTS: &[Fault] = &[
         answer: |faulty, case| faulty.chunk_by_chunk(case),
     },
     Fault {
-        name: "stale_page",
+        name: "stale_cache_page",
         about: "A chunk's first key is not written in one layer: what stood in the page before is read.",
         op: "chain",
         caught_by: "invariance:schedule",
