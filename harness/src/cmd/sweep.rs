@@ -6,6 +6,7 @@ use std::process::ExitCode;
 /// As `check`, with `records.csv` beside the other reports. A report folder that holds an interrupted run of the same plan
 /// is resumed; one of another plan is refused.
 #[derive(clap::Args)]
+#[group(id = "sweep")]
 pub struct Args {
     #[command(flatten)]
     check: super::check::Args,
