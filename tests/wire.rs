@@ -208,8 +208,8 @@ fn check_form(case: &Case, answer: &Answer) {
     assert!(answer.reason.is_empty() && answer.kernel.starts_with(&case.op) && !answer.outputs.is_empty());
     for (name, output) in &answer.outputs {
         let dtype = match (case.op.as_str(), name.as_str()) {
-            ("argmax", "index") => DType::I32,
-            (_, "lse" | "logprob") => DType::Fp32,
+            ("argmax", "index") | ("route", "rank") => DType::I32,
+            (_, "lse" | "logprob") | ("route", "weight") => DType::Fp32,
             ("gemm", "y") if output.dtype() == DType::Fp32 => DType::Fp32,
             (_, "y" | "out") => case.out,
             _ => panic!("{} answers with `{name}`", case.op),

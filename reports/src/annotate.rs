@@ -45,7 +45,7 @@ mod tests {
         folder.records[0].verdict = Verdict::Error { reason: "a\nb 100%".into() };
         let lines = annotations(&folder, 100);
         assert!(
-            lines[0].starts_with("::error title=samebits%3A error ") && lines[0].ends_with("a%0Ab 100%25"),
+            lines[0].starts_with("::error title=samebits%3A error ") && lines[0].ends_with("a b 100%25"),
             "{}",
             lines[0]
         );

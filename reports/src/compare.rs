@@ -1,7 +1,7 @@
 //! Two runs side by side: which judgments changed, and which of the changes are for the worse.
 
 use crate::RunFolder;
-use samebits_contract::record::Record;
+use samebits_contract::record::{Measure, Record};
 use samebits_contract::verdict::Verdict;
 use std::collections::BTreeMap;
 
@@ -91,8 +91,10 @@ fn changed(was: &Record, is: &Record) -> Option<(bool, String)> {
     {
         return Some((b.count > a.count, format!("still fails: {} -> {} elements wrong", a.count, b.count)));
     }
+    // By their bits: a measure that is NaN is the same as itself.
+    let bits = |m: &Measure| [m.max_ulp, m.correctly_rounded, m.max_abs].map(f64::to_bits);
     if let (Some(a), Some(b)) = (&was.measure, &is.measure)
-        && (a.max_ulp, a.correctly_rounded, a.max_abs) != (b.max_ulp, b.correctly_rounded, b.max_abs)
+        && bits(a) != bits(b)
     {
         let worse = b.max_ulp > a.max_ulp || b.correctly_rounded < a.correctly_rounded;
         let shares = (100.0 * a.correctly_rounded, 100.0 * b.correctly_rounded);
