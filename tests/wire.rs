@@ -211,7 +211,7 @@ fn check_form(case: &Case, answer: &Answer) {
             ("argmax", "index") | ("route", "rank") => DType::I32,
             (_, "lse" | "logprob") | ("route", "weight") => DType::Fp32,
             ("gemm", "y") if output.dtype() == DType::Fp32 => DType::Fp32,
-            (_, "y" | "out") => case.out,
+            (_, "y" | "out" | "sum") => case.out,
             _ => panic!("{} answers with `{name}`", case.op),
         };
         assert_eq!(output.dtype(), dtype, "{} `{name}`", case.op);
