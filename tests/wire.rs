@@ -113,9 +113,10 @@ fn well_formed() -> impl Strategy<Value = Case> {
                 let (dtype, axes) = axes.strip_prefix("i:").map_or((input, axes), |axes| (DType::I32, axes));
                 let shape: Vec<usize> = axes.bytes().map(|letter| extents[at(letter)]).collect();
                 let mut tensor = tensor(dtype, &shape, &bits);
-                if let ("embedding" | "logprob" | "attention", Tensor::I32(array)) = (op, &mut tensor) {
+                if let ("embedding" | "logprob" | "attention" | "combine", Tensor::I32(array)) = (op, &mut tensor) {
                     let limit = match op {
                         "embedding" | "logprob" => extents[at(b'V')],
+                        "combine" => extents[at(b'R')],
                         _ => extents[at(b'S')],
                     };
                     array.mapv_inplace(|v| v.abs().min(limit.saturating_sub(1) as i32));
@@ -240,6 +241,8 @@ proptest! {
             "embedding" => case.inputs["w"].shape()[0] == 0,
             "logprob" => case.inputs["logits"].shape()[1] == 0,
             "attention" => case.inputs["k"].shape()[2] == 0,
+            "combine" => case.inputs["x"].shape()[0] == 0,
+            "route" => case.inputs["logits"].shape()[1] == 0,
             _ => false,
         };
         prop_assert!(first.status == Status::Ok || refusable, "{}: {}", case.op, first.reason);
