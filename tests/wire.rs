@@ -243,6 +243,7 @@ proptest! {
             "attention" => case.inputs["k"].shape()[2] == 0,
             "combine" => case.inputs["x"].shape()[0] == 0,
             "route" => case.inputs["logits"].shape()[1] == 0,
+            "rope" | "norm_rope" => case.inputs["x"].shape()[2] % 2 == 1,
             _ => false,
         };
         prop_assert!(first.status == Status::Ok || refusable, "{}: {}", case.op, first.reason);
