@@ -5,7 +5,7 @@
 //! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
-use crate::lanes::{Kernel, Simd, load_at, narrow_at};
+use crate::lanes::{self, Kernel, Simd, load_at, narrow_at};
 use crate::memory::{LINE, Memory};
 use crate::pack::{
     Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, prefetch_second, wide_of_rows,
@@ -633,12 +633,7 @@ unsafe impl<O: Send> Sync for SharedOut<O> {}
 impl<O> SharedOut<O> {
     /// Asks for the cache line of element `at`.
     pub(crate) fn prefetch(&self, at: usize) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            // SAFETY: a prefetch reads nothing and may name any address.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.data.wrapping_add(at).cast::<i8>()) };
-        }
+        lanes::prefetch(self.data.wrapping_add(at));
     }
 
     /// The elements `at..at + len`.

@@ -6,7 +6,7 @@
 //!
 //! One pass: a row's reference point n is the largest exponent met so far, and its sums are rescaled by a power of two when
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
-//! within the row): such rows are summed again with n known, and counted as slow paths.
+//! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
 use crate::gemm::segment_length;
 use crate::gemm::{

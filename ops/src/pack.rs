@@ -1,6 +1,6 @@
 //! Operands of a [`Tile`](crate::tile::Tile) as the kernels read them: bf16 in pairs along k, everything else widened.
 
-use crate::lanes::{Kernel, MAX_LANES, Simd};
+use crate::lanes::{self, Kernel, MAX_LANES, Simd};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 
@@ -258,12 +258,7 @@ impl Ahead {
     #[inline(always)]
     pub fn ask(&mut self, count: usize) {
         for _ in 0..count.min(self.lines) {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a prefetch reads nothing and may name any address.
-            unsafe {
-                use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T0>(self.at);
-            }
+            lanes::prefetch(self.at);
             self.at = self.at.wrapping_add(64);
         }
         self.lines -= count.min(self.lines);
@@ -280,11 +275,8 @@ impl Ahead {
 
 /// [`prefetch`], into the second cache.
 pub fn prefetch_second<T>(x: &[T]) {
-    #[cfg(target_arch = "x86_64")]
     for byte in (0..size_of_val(x)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: the address is inside `x`; a prefetch reads nothing anyway.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().cast::<i8>().add(byte)) };
+        lanes::prefetch_second(x.as_ptr().cast::<i8>().wrapping_add(byte));
     }
 }
 

@@ -3,7 +3,6 @@
 //! slice's own pages on the other side holds a pattern that must survive.
 //!
 //! A new op: an entry in [`OPS`].
-#![cfg(unix)]
 
 use samebits_ops::*;
 use std::ops::{Deref, DerefMut};

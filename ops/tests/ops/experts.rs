@@ -1,15 +1,11 @@
 //! The ops of expert models and the small elementwise ones against the plainest loops of `docs/NUMERICS.md`.
 
+use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Combine, Cpu, Element, GroupWorth, Isa, PackedWeight, Route, Scoring, bf16, combine, embedding, embedding_packed,
-    f16, gelu_mul, route, scale, silu_mul, softcap, softmax,
+    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, embedding, embedding_packed, f16,
+    gelu_mul, route, scale, silu_mul, softcap, softmax,
 };
-
-fn cpus() -> Vec<Cpu> {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
-}
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -18,10 +14,6 @@ fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
         (state >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..len).map(|_| T::narrow(next() * spread)).collect()
-}
-
-fn bits<T: Element>(values: &[T]) -> Vec<u32> {
-    values.iter().map(|v| v.widen().to_bits()).collect()
 }
 
 /// `1 / (1 + e^-x)` by an op that is held to the page elsewhere: silu_mul of x and 1/x has too many roundings, so the

@@ -2,14 +2,9 @@
 //! bits on every instruction set, thread count and budget. Nothing of the crate is used to compute what is expected
 //! but the widening and the last rounding of single elements.
 
+use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::*;
-
-/// Every way to run that this machine has.
-fn cpus() -> Vec<Cpu> {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
-    isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
-}
 
 /// `cpu` under the smallest budget that `run` accepts, and some between it and plenty. One byte less is refused, with the
 /// smallest plan named.
@@ -50,10 +45,6 @@ fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
             }
         })
         .collect()
-}
-
-fn bits<T: Element>(values: &[T]) -> Vec<u32> {
-    values.iter().map(|v| v.widen().to_bits()).collect()
 }
 
 fn join(s: [f32; 8]) -> f32 {

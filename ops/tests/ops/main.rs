@@ -1,0 +1,18 @@
+//! The ops from outside the crate, in one program: each kernel is compiled for it once.
+
+mod experts;
+#[cfg(unix)]
+mod guard;
+mod page;
+
+use samebits_ops::{Cpu, Element, Isa};
+
+/// Every way to run that this machine has.
+fn cpus() -> Vec<Cpu> {
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
+}
+
+fn bits<T: Element>(values: &[T]) -> Vec<u32> {
+    values.iter().map(|v| v.widen().to_bits()).collect()
+}
