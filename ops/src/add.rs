@@ -3,6 +3,7 @@
 //! Formula: `y = a + b`.
 //! Rounding: the sum once to f32; last rounding.
 
+use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
 use crate::{Cpu, Element, Error, check_len};
@@ -14,7 +15,7 @@ use crate::{Cpu, Element, Error, check_len};
 pub fn add<I: Element, O: Element>(cpu: &Cpu, a: &[I], b: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("add", "b", "of a", b.len(), &[a.len()])?;
     check_len("add", "y", "of a", y.len(), &[a.len()])?;
-    elementwise(cpu, Add, a, b, y);
+    compile_here!((cpu: &Cpu) I(a, b) O(y) -> () => elementwise(cpu, Add, a, b, y));
     Ok(())
 }
 

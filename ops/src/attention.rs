@@ -16,6 +16,7 @@
 mod streamed;
 mod tiled;
 
+use crate::element::compile_here;
 use crate::gemm::SharedOut;
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
 use crate::math::lse;
@@ -149,6 +150,27 @@ pub fn attention_over<I: Element, O: Element>(
     if out.is_empty() && lse.is_empty() {
         return Ok(());
     }
+    compile_here!(
+        (cpu: &Cpu, shape: &Attention, sequences: &Sequences, q_pos: &[i32], kv_len: &[i32], lse: &mut [f32])
+            I(q, k, v) O(out) -> Result<(), Error> => run(cpu, shape, sequences, q, k, v, q_pos, kv_len, out, lse)
+    )
+}
+
+/// [`attention_over`] once its arguments are checked.
+#[allow(clippy::too_many_arguments)]
+fn run<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Attention,
+    sequences: &Sequences,
+    q: &[I],
+    k: &[I],
+    v: &[I],
+    q_pos: &[i32],
+    kv_len: &[i32],
+    out: &mut [O],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let Attention { scale, softcap, .. } = *shape;
     let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
     let c_hi = c as f32;
     let job = Job {

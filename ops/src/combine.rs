@@ -4,6 +4,7 @@
 //! Order: a chain over the rank r, ascending: `acc = fma(weight, x, acc)` from +0; then `+ shared`.
 //! Rounding: every step once to f32; last rounding.
 
+use crate::element::compile_here;
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, check_len, value_error};
 
@@ -45,10 +46,13 @@ pub fn combine<I: Element, O: Element>(
     if let Some(i) = row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
         return Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i])));
     }
-    cpu.chunks(y, n, |t, y| {
-        let shared = shared.map(|shared| &shared[t * n..][..n]);
-        let (row, weight) = (&row[t * chosen..][..chosen], &weight[t * chosen..][..chosen]);
-        cpu.dispatch(Token { x, n, row, weight, shared, y });
+    compile_here!((cpu: &Cpu, shape: &Combine, row: &[i32], weight: &[f32]) I(x) ?(shared) O(y) -> () => {
+        let Combine { chosen, n, .. } = *shape;
+        cpu.chunks(y, n, |t, y| {
+            let shared = shared.map(|shared| &shared[t * n..][..n]);
+            let (row, weight) = (&row[t * chosen..][..chosen], &weight[t * chosen..][..chosen]);
+            cpu.dispatch(Token { x, n, row, weight, shared, y });
+        })
     });
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! Formula: `y[t] = w[tokens[t]]`.
 //! Rounding: none when the types agree (a NaN becomes the canonical one); else the last rounding.
 
+use crate::element::compile_here;
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, PackedWeight, check_len, value_error};
 
@@ -26,7 +27,9 @@ pub fn embedding<I: Element, O: Element>(
     if let Some(t) = tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= vocab)) {
         return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
     }
-    cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: &w[tokens[t] as usize * dim..][..dim], y }));
+    compile_here!((cpu: &Cpu, dim: usize, tokens: &[i32]) I(w) O(y) -> () => {
+        cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: &w[tokens[t] as usize * dim..][..dim], y }))
+    });
     Ok(())
 }
 

@@ -5,6 +5,7 @@
 //! Order: `a = C * fma(K, (g*g)*g, g)`, `(g * sigmoid(a)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
+use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
 use crate::math::sigmoid;
@@ -22,7 +23,7 @@ const K: f32 = f32::from_bits(0x3D37_2713);
 pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("gelu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("gelu_mul", "y", "of gate", y.len(), &[gate.len()])?;
-    elementwise(cpu, GeluMul, gate, up, y);
+    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, GeluMul, gate, up, y));
     Ok(())
 }
 

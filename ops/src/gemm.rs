@@ -5,6 +5,7 @@
 //! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
+use crate::element::compile_here;
 use crate::lanes::{self, Kernel, Simd, load_at, narrow_at};
 use crate::memory::{LINE, Memory};
 use crate::pack::{
@@ -92,10 +93,12 @@ pub fn gemm<I: Element, O: Element>(
     bias: Option<&[I]>,
     y: &mut [O],
 ) -> Result<(), Error> {
-    let Gemm { m, n, k, tf32, .. } = *shape;
-    check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
+    check_len("gemm", "w", "[N,K]", w.len(), &[shape.n, shape.k])?;
     let bias = bias.filter(|_| !shape.is_partial());
-    Product { cpu, m, n, k, x, w: Weight::Plain(w), bias, bounds: &shape.bounds()?, tf32 }.run(y)
+    compile_here!((cpu: &Cpu, shape: &Gemm) I(x, w) ?(bias) O(y) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        Product { cpu, m, n, k, x, w: Weight::Plain(w), bias, bounds: &shape.bounds()?, tf32 }.run(y)
+    })
 }
 
 /// [`gemm`] with a weight packed beforehand: the same bits. `x[M,K], bias[N]? -> y[M,N]`.
@@ -110,9 +113,11 @@ pub fn gemm_packed<I: Element, O: Element>(
     bias: Option<&[I]>,
     y: &mut [O],
 ) -> Result<(), Error> {
-    let (n, k) = (w.n, w.k);
-    let bounds = Gemm::new(m, n, k).bounds()?;
-    Product { cpu, m, n, k, x, w: Weight::Packed(w.panels()), bias, bounds: &bounds, tf32: Tf32::Disabled }.run(y)
+    compile_here!((cpu: &Cpu, m: usize, w: &PackedWeight) I(x) ?(bias) O(y) -> Result<(), Error> => {
+        let (n, k, tf32) = (w.n, w.k, Tf32::Disabled);
+        let bounds = Gemm::new(m, n, k).bounds()?;
+        Product { cpu, m, n, k, x, w: Weight::Packed(w.panels()), bias, bounds: &bounds, tf32 }.run(y)
+    })
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
@@ -138,7 +143,10 @@ impl PackedWeight {
         let size = panel_words(k, I::IS_BF16);
         let words = size.saturating_mul(n.div_ceil(PANEL));
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
-        pack_panels(cpu, n, k, w, Tf32::Disabled, &mut memory);
+        let out: &mut [u32] = &mut memory;
+        compile_here!((cpu: &Cpu, n: usize, k: usize, out: &mut [u32]) I(w) -> () => {
+            pack_panels(cpu, n, k, w, Tf32::Disabled, out)
+        });
         Ok(PackedWeight { n, k, pairs: I::IS_BF16, memory })
     }
 

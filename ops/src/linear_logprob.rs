@@ -8,6 +8,7 @@
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
 //! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
+use crate::element::compile_here;
 use crate::gemm::segment_length;
 use crate::gemm::{
     Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
@@ -19,7 +20,7 @@ use crate::memory::LINE;
 use crate::pack::as_floats_mut;
 use crate::plan::{Need, Plan, choose};
 use crate::tile::{MAX_ROWS, PANEL, TILE_ROWS};
-use crate::{Counter, Cpu, Element, Error, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, check_len, value_error};
 use half::bf16;
 use std::iter::successors;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -60,10 +61,13 @@ pub fn linear_logprob<I: Element>(
     lse: &mut [f32],
 ) -> Result<(), Error> {
     check_len("linear_logprob", "w", "[V,K]", w.len(), &[vocab, k])?;
-    let bounds = Gemm::new(rows, vocab, k).bounds()?;
-    let w = Weight::Plain(w);
-    let product = Product { cpu, m: rows, n: vocab, k, x, w, bias: None, bounds: &bounds, tf32: Tf32::Disabled };
-    run(&product, temperature, target, logprob, lse)
+    let shape = &Gemm::new(rows, vocab, k);
+    let row = Rows { temperature, target, logprob, lse };
+    compile_here!((cpu: &Cpu, shape: &Gemm, row: Rows) I(x, w) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        let w = Weight::Plain(w);
+        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
+    })
 }
 
 /// [`linear_logprob`] with a weight packed beforehand: the same bits.
@@ -81,11 +85,13 @@ pub fn linear_logprob_packed<I: Element>(
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
-    let (n, k) = (w.n(), w.k());
-    let bounds = Gemm::new(rows, n, k).bounds()?;
-    let w = Weight::Packed(w.panels());
-    let product = Product { cpu, m: rows, n, k, x, w, bias: None, bounds: &bounds, tf32: Tf32::Disabled };
-    run(&product, temperature, target, logprob, lse)
+    let shape = &Gemm::new(rows, w.n(), w.k());
+    let row = Rows { temperature, target, logprob, lse };
+    compile_here!((cpu: &Cpu, shape: &Gemm, w: &PackedWeight, row: Rows) I(x) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        let w = Weight::Packed(w.panels());
+        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
+    })
 }
 
 /// How the rows are cut.
@@ -161,14 +167,17 @@ impl Plan for Blocks {
 /// NaN or +inf.
 const FACTS: usize = 4;
 
-fn run<I: Element>(
-    product: &Product<I>,
+/// What belongs to each row beside x.
+struct Rows<'a> {
     temperature: f64,
-    target: &[i32],
-    logprob: &mut [f32],
-    lse_out: &mut [f32],
-) -> Result<(), Error> {
+    target: &'a [i32],
+    logprob: &'a mut [f32],
+    lse: &'a mut [f32],
+}
+
+fn run<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
     let op = "linear_logprob";
+    let Rows { temperature, target, logprob, lse: lse_out } = rows;
     let Product { cpu, m, n: vocab, k, .. } = *product;
     check_len(op, "x", "[M,K]", product.x.len(), &[m, k])?;
     check_len(op, "target", "[M]", target.len(), &[m])?;

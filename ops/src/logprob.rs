@@ -7,6 +7,7 @@
 //! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
 //! gives logprob 0.
 
+use crate::element::compile_here;
 use crate::gemm::segment_length;
 use crate::lane_sum::Lanes;
 use crate::lanes::twice::Twice;
@@ -41,8 +42,11 @@ pub fn logprob<I: Element>(
     if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
         return Err(value_error("logprob", format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
     }
-    cpu.chunks(lse, 1, |row, lse| {
-        lse[0] = cpu.dispatch(Total { x: &logits[row * vocab..][..vocab], scale }).lse();
+    let sums: &mut [f32] = lse;
+    compile_here!((cpu: &Cpu, vocab: usize, scale: f32, sums: &mut [f32]) I(logits) -> () => {
+        cpu.chunks(sums, 1, |row, lse| {
+            lse[0] = cpu.dispatch(Total { x: &logits[row * vocab..][..vocab], scale }).lse();
+        })
     });
     for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
         *out = match usize::try_from(target) {

@@ -3,6 +3,7 @@
 //! Formula: `y = rope(rms_norm(x, w))`, the norm over each head.
 //! Order and rounding: bit for bit `rms_norm` of `[T*H, D]` with an f32 output, then `rope` of that; one last rounding.
 
+use crate::element::compile_here;
 use crate::lanes::{Kernel, Simd};
 use crate::rms_norm::Scale;
 use crate::rope::rotate_head;
@@ -51,12 +52,8 @@ pub fn norm_rope<I: Element, O: Element>(
     if y.is_empty() {
         return Ok(());
     }
-    let size = heads * dim;
-    let per_chunk = cpu.rows_per_chunk(tokens, size);
-    let large = dim <= BLOCK && is_large(cpu, y);
-    cpu.chunks(y, per_chunk * size, |chunk, y| {
-        let x = &x[chunk * per_chunk * size..][..y.len()];
-        cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, w, y, large });
+    compile_here!((cpu: &Cpu, shape: &NormRope, table: &RopeTable) I(x, w) O(y) -> () => {
+        Tokens::chunks(cpu, shape, table, x, w, y)
     });
     Ok(())
 }
@@ -70,6 +67,18 @@ struct Tokens<'a, I, O> {
     w: &'a [I],
     y: &'a mut [O],
     large: bool,
+}
+
+impl<I: Element, O: Element> Tokens<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &NormRope, table: &RopeTable, x: &[I], w: &[I], y: &mut [O]) {
+        let size = shape.heads * shape.dim;
+        let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
+        let large = shape.dim <= BLOCK && is_large(cpu, y);
+        cpu.chunks(y, per_chunk * size, |chunk, y| {
+            let x = &x[chunk * per_chunk * size..][..y.len()];
+            cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, w, y, large });
+        });
+    }
 }
 
 impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {

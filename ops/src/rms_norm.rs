@@ -5,6 +5,7 @@
 //! Rounding: every step once to f32. `once`: `(x*r)*w`, last rounding. `hf`: `x*r` is rounded to bf16, then `w *` it,
 //! last rounding. `weight_offset` first makes `w + 1` in f32.
 
+use crate::element::compile_here;
 use crate::lane_sum::{Step, lane_sum};
 use crate::lanes::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
 use crate::sink::{Sink, is_large};
@@ -50,12 +51,7 @@ pub fn rms_norm<I: Element, O: Element>(
     check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
-    let rows_per_chunk = cpu.rows_per_chunk(rows, n);
-    let large = is_large(cpu, y);
-    cpu.chunks(y, rows_per_chunk * n, |chunk, y| {
-        let x = &x[chunk * rows_per_chunk * n..][..y.len()];
-        cpu.dispatch(Rows { shape, x, w, y, large });
-    });
+    compile_here!((cpu: &Cpu, shape: &RmsNorm) I(x, w) O(y) -> () => Rows::chunks(cpu, shape, x, w, y));
     Ok(())
 }
 
@@ -90,6 +86,15 @@ impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
 }
 
 impl<I: Element, O: Element> Rows<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: &[I], w: &[I], y: &mut [O]) {
+        let rows_per_chunk = cpu.rows_per_chunk(shape.rows, shape.n);
+        let large = is_large(cpu, y);
+        cpu.chunks(y, rows_per_chunk * shape.n, |chunk, y| {
+            let x = &x[chunk * rows_per_chunk * shape.n..][..y.len()];
+            cpu.dispatch(Rows { shape, x, w, y, large });
+        });
+    }
+
     #[inline(always)]
     fn rows<S: Simd, const HF: bool>(self, s: S) {
         let n = self.shape.n;

@@ -5,6 +5,7 @@
 //! Rounding: `inv_freq = f32(theta^(-2i/D))`; `angle = f32(pos) * inv_freq`, one f32 product; `c` and `s` are cosine and
 //! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
 
+use crate::element::compile_here;
 use crate::lanes::{Kernel, Simd, load_at, narrow_at};
 use crate::sink::{BLOCK, Sink, is_large};
 use crate::{Cpu, Element, Error, check_len, value_error};
@@ -117,12 +118,8 @@ pub fn rope<I: Element, O: Element>(
     if y.is_empty() {
         return Ok(());
     }
-    let size = heads * dim;
-    let per_chunk = cpu.rows_per_chunk(tokens, size);
-    let large = dim <= BLOCK && is_large(cpu, y);
-    cpu.chunks(y, per_chunk * size, |chunk, y| {
-        let x = &x[chunk * per_chunk * size..][..y.len()];
-        cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, y, large });
+    compile_here!((cpu: &Cpu, shape: &Rope, table: &RopeTable) I(x) O(y) -> () => {
+        Tokens::chunks(cpu, shape, table, x, y)
     });
     Ok(())
 }
@@ -135,6 +132,18 @@ struct Tokens<'a, I, O> {
     x: &'a [I],
     y: &'a mut [O],
     large: bool,
+}
+
+impl<I: Element, O: Element> Tokens<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: &[I], y: &mut [O]) {
+        let size = shape.heads * shape.dim;
+        let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
+        let large = shape.dim <= BLOCK && is_large(cpu, y);
+        cpu.chunks(y, per_chunk * size, |chunk, y| {
+            let x = &x[chunk * per_chunk * size..][..y.len()];
+            cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, y, large });
+        });
+    }
 }
 
 impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {

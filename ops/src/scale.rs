@@ -3,6 +3,7 @@
 //! Formula: `y = x * factor`.
 //! Rounding: `f32(factor)`; one f32 product; last rounding.
 
+use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
 use crate::{Cpu, Element, Error, check_len, value_error};
@@ -17,7 +18,7 @@ pub fn scale<I: Element, O: Element>(cpu: &Cpu, factor: f64, x: &[I], y: &mut [O
     if !factor.is_finite() {
         return Err(value_error("scale", format!("the factor is {factor}; it must be finite in f32")));
     }
-    elementwise(cpu, Scale(factor), x, x, y);
+    compile_here!((cpu: &Cpu, factor: f32) I(x) O(y) -> () => elementwise(cpu, Scale(factor), x, x, y));
     Ok(())
 }
 

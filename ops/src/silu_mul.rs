@@ -4,6 +4,7 @@
 //! Order: `(g * sigmoid(g)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
+use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
 use crate::math::sigmoid;
@@ -16,7 +17,7 @@ use crate::{Cpu, Element, Error, check_len};
 pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("silu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("silu_mul", "y", "of gate", y.len(), &[gate.len()])?;
-    elementwise(cpu, SiluMul, gate, up, y);
+    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, SiluMul, gate, up, y));
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 //! Order: `f32(cap) * tanh(x * f32(1/cap))`, `1/cap` in f64.
 //! Rounding: every step once to f32; last rounding.
 
+use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
 use crate::math::tanh;
@@ -19,7 +20,8 @@ pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]
     if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
         return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));
     }
-    elementwise(cpu, Softcap { cap, inverse }, x, x, y);
+    let op = Softcap { cap, inverse };
+    compile_here!((cpu: &Cpu, op: Softcap) I(x) O(y) -> () => elementwise(cpu, op, x, x, y));
     Ok(())
 }
 

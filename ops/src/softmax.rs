@@ -5,6 +5,7 @@
 //! Rounding: every step once to f32; `weight / sum`, last rounding.
 //! Special: a NaN or +inf in the row, or nothing but -inf, gives a row of NaN.
 
+use crate::element::compile_here;
 use crate::lanes::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::logprob::{Denominator, Total, weights};
 use crate::sink::{Sink, is_large};
@@ -20,12 +21,7 @@ const KEPT: usize = 8192;
 pub fn softmax<I: Element, O: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softmax", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("softmax", "y", "[R,N]", y.len(), &[rows, n])?;
-    let rows_per_chunk = cpu.rows_per_chunk(rows, n);
-    let large = is_large(cpu, y);
-    cpu.chunks(y, rows_per_chunk * n, |chunk, y| {
-        let x = &x[chunk * rows_per_chunk * n..][..y.len()];
-        cpu.dispatch(Rows { n, x, y, large });
-    });
+    compile_here!((cpu: &Cpu, rows: usize, n: usize) I(x) O(y) -> () => Rows::chunks(cpu, rows, n, x, y));
     Ok(())
 }
 
@@ -34,6 +30,17 @@ struct Rows<'a, I, O> {
     x: &'a [I],
     y: &'a mut [O],
     large: bool,
+}
+
+impl<I: Element, O: Element> Rows<'_, I, O> {
+    fn chunks(cpu: &Cpu, rows: usize, n: usize, x: &[I], y: &mut [O]) {
+        let rows_per_chunk = cpu.rows_per_chunk(rows, n);
+        let large = is_large(cpu, y);
+        cpu.chunks(y, rows_per_chunk * n, |chunk, y| {
+            let x = &x[chunk * rows_per_chunk * n..][..y.len()];
+            cpu.dispatch(Rows { n, x, y, large });
+        });
+    }
 }
 
 impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
