@@ -3,13 +3,13 @@
 
 use super::Implementation;
 use super::cpu::{
-    OPS, Op, Outputs, Refusal, Request, Stored, attention_shape, error, gemm_shape, norm, room, rotation,
+    AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, gemm_shape, norm, room, rotation,
 };
 use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::device::{self, Buffer, Device, Rotations};
-use samebits_ops::{Attention, Cpu, Error, Keys, NormRope, RmsNorm, Rope, Sequences, bf16, f16};
+use samebits_ops::{Cpu, Error, NormRope, RmsNorm, Rope, bf16, f16};
 use std::collections::BTreeMap;
 
 /// The ops on one device; or, where there is none, the reason for that.
@@ -213,48 +213,14 @@ fn add_rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
 }
 
 fn attention<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
-    let request = on.request;
-    match request.case.op.as_str() {
-        "attention" => {
-            let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
-            let rows = [shape.batch, shape.queries, shape.q_heads];
-            attention_over::<I, O>(on, &shape, &Sequences::default(), &rows, request.integer("kv_len"))
-        }
-        "paged_attention" => {
-            let page_size = request.extent("Z");
-            let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
-            let keys = Keys::Paged { page_size, table: request.integer("page_table") };
-            let rows = [shape.batch, shape.queries, shape.q_heads];
-            let sequences = Sequences { q_start: None, keys };
-            attention_over::<I, O>(on, &shape, &sequences, &rows, request.integer("kv_len"))
-        }
-        _ => {
-            let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
-            if q_start.is_empty() {
-                return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
-            }
-            let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
-            let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
-            let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
-            attention_over::<I, O>(on, &shape, &sequences, &[shape.queries, shape.q_heads], &kv_len)
-        }
-    }
-}
-
-fn attention_over<I: Float, O: Float>(
-    on: &On,
-    shape: &Attention,
-    sequences: &Sequences,
-    rows: &[usize],
-    kv_len: &[i32],
-) -> Result<Outputs, Refusal> {
+    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(on.request)?;
     let (q, k, v) = (on.input::<I>("q")?, on.input::<I>("k")?, on.input::<I>("v")?);
-    let mut out = on.output::<O>("out", &[rows, &[shape.value_dim]].concat())?;
-    let mut lse = on.output::<f32>("lse", rows)?;
+    let mut out = on.output::<O>("out", &[&rows[..], &[shape.value_dim]].concat())?;
+    let mut lse = on.output::<f32>("lse", &rows)?;
     let q_pos = on.request.integer("q_pos");
     on.timed(|| {
         let outputs = (&mut out.there, &mut lse.there);
-        device::attention_over(on.device, shape, sequences, &q, &k, &v, q_pos, kv_len, outputs.0, outputs.1)
+        device::attention_over(on.device, &shape, &sequences, &q, &k, &v, q_pos, &kv_len, outputs.0, outputs.1)
     })?;
     Ok(BTreeMap::from([out.fetch(on.device, O::tensor)?, lse.fetch(on.device, Tensor::fp32)?]))
 }
