@@ -773,9 +773,17 @@ fn gelu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
     one("y", O::tensor(shape, y))
 }
 
+pub(super) fn cap(request: &Request) -> Result<f64, Refusal> {
+    request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")
+}
+
+pub(super) fn factor(request: &Request) -> Result<f64, Refusal> {
+    request.number("factor", 1.0, |_| true, "a finite number")
+}
+
 fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let cap = request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let cap = cap(request)?;
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::softcap(&request.cpu, cap, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
@@ -783,14 +791,14 @@ fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
 
 fn scale<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let factor = request.number("factor", 1.0, |_| true, "a finite number")?;
+    let factor = factor(request)?;
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::scale(&request.cpu, factor, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
 }
 
-/// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
-fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+/// The parameters of `route`, checked.
+pub(super) fn route_shape(request: &Request) -> Result<Route, Refusal> {
     let (tokens, experts) = (request.extent("T"), request.extent("E"));
     let scoring = |text: &str| match text {
         "softmax" => Some(Scoring::Softmax),
@@ -816,29 +824,45 @@ fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     if shape.chosen > experts {
         return error(format!("param `chosen`: {} of {experts} experts; choose at most all", shape.chosen));
     }
-    let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
-    let mut index = room::<i32>("rank", &[tokens, shape.chosen])?;
-    let mut chosen = room::<f32>("weight", &[tokens, shape.chosen])?;
-    let logits = request.float::<I>("logits");
-    request.timed(|| samebits_ops::route(&request.cpu, &shape, logits, bias, &mut index, &mut chosen))?;
+    Ok(shape)
+}
+
+/// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
+pub(super) fn spread_route(shape: &Route, index: &[i32], chosen: &[f32]) -> Outputs {
+    let Route { tokens, experts, .. } = *shape;
     let (mut rank, mut weight) = (vec![-1; tokens * experts], vec![0f32; tokens * experts]);
-    for (i, (&expert, &w)) in index.iter().zip(&chosen).enumerate() {
+    for (i, (&expert, &w)) in index.iter().zip(chosen).enumerate() {
         let place = i / shape.chosen * experts + expert as usize;
         (rank[place], weight[place]) = ((i % shape.chosen) as i32, w);
     }
     let form = [tokens, experts];
-    Ok(BTreeMap::from([("rank".into(), Tensor::i32(&form, rank)), ("weight".into(), Tensor::fp32(&form, weight))]))
+    BTreeMap::from([("rank".into(), Tensor::i32(&form, rank)), ("weight".into(), Tensor::fp32(&form, weight))])
+}
+
+fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = route_shape(request)?;
+    let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
+    let mut index = room::<i32>("rank", &[shape.tokens, shape.chosen])?;
+    let mut chosen = room::<f32>("weight", &[shape.tokens, shape.chosen])?;
+    let logits = request.float::<I>("logits");
+    request.timed(|| samebits_ops::route(&request.cpu, &shape, logits, bias, &mut index, &mut chosen))?;
+    Ok(spread_route(&shape, &index, &chosen))
+}
+
+pub(super) fn combine_shape(request: &Request) -> Combine {
+    let tokens = request.extent("T");
+    Combine { tokens, chosen: request.extent("K"), rows: request.extent("R"), n: request.extent("N") }
 }
 
 fn combine<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let (rows, n) = (request.extent("R"), request.extent("N"));
-    let shape = Combine { tokens: request.extent("T"), chosen: request.extent("K"), rows, n };
+    let shape = combine_shape(request);
+    let form = [shape.tokens, shape.n];
     let weight: Vec<f32> = request.float::<I>("weight").iter().map(|w| w.widen()).collect();
     let shared = request.case.inputs.contains_key("shared").then(|| request.float::<I>("shared"));
-    let mut y = room::<O>("y", &[shape.tokens, n])?;
+    let mut y = room::<O>("y", &form)?;
     let (x, row) = (request.float::<I>("x"), request.integer("row"));
     request.timed(|| samebits_ops::combine(&request.cpu, &shape, x, row, &weight, shared, &mut y))?;
-    one("y", O::tensor(&[shape.tokens, n], y))
+    one("y", O::tensor(&form, y))
 }
 
 /// The parameters of `rope` over an input `x[T,H,D]`, and its table.

@@ -3,7 +3,8 @@
 
 use super::Implementation;
 use super::cpu::{
-    AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, gemm_shape, norm, room, rotation,
+    AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, cap, combine_shape, factor, gemm_shape,
+    norm, room, rotation, route_shape, spread_route,
 };
 use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case};
@@ -130,11 +131,16 @@ fn answer<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
         "linear_logprob" => linear_logprob::<I>(on),
         "softmax" => softmax::<I, O>(on),
         "silu_mul" => elementwise::<I, O>(on, "gate", "up", device::silu_mul),
+        "gelu_mul" => elementwise::<I, O>(on, "gate", "up", device::gelu_mul),
         "add" => elementwise::<I, O>(on, "a", "b", device::add),
+        "softcap" => pointwise::<I, O>(on, cap(on.request)?, device::softcap),
+        "scale" => pointwise::<I, O>(on, factor(on.request)?, device::scale),
         "rope" => rope::<I, O>(on),
         "norm_rope" => norm_rope::<I, O>(on),
         "embedding" => embedding::<I, O>(on),
         "argmax" => argmax::<I>(on),
+        "route" => route::<I>(on),
+        "combine" => combine::<I, O>(on),
         op => Err(Refusal::Unsupported(format!("op `{op}` has no kernel for a device"))),
     }
 }
@@ -279,6 +285,17 @@ fn elementwise<I: Float, O: Float>(
     Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
 }
 
+/// `softcap` or `scale`.
+type Pointwise<I, O> = fn(&Device, f64, &Buffer<I>, &mut Buffer<O>) -> Result<(), Error>;
+
+fn pointwise<I: Float, O: Float>(on: &On, number: f64, op: Pointwise<I, O>) -> Result<Outputs, Refusal> {
+    let shape = on.request.case.inputs["x"].shape();
+    let x = on.input::<I>("x")?;
+    let mut y = on.output::<O>("y", shape)?;
+    on.timed(|| op(on.device, number, &x, &mut y.there))?;
+    Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
+}
+
 fn rope<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let form = [on.request.extent("T"), on.request.extent("H"), on.request.extent("D")];
     let (shape, table) = rotation(on.request)?;
@@ -315,4 +332,28 @@ fn argmax<I: Float>(on: &On) -> Result<Outputs, Refusal> {
     let mut index = on.output::<i32>("index", &[rows])?;
     on.timed(|| device::argmax(on.device, rows, n, &x, &mut index.there))?;
     Ok(BTreeMap::from([index.fetch(on.device, Tensor::i32)?]))
+}
+
+fn route<I: Float>(on: &On) -> Result<Outputs, Refusal> {
+    let shape = route_shape(on.request)?;
+    let logits = on.input::<I>("logits")?;
+    let bias = on.request.case.inputs.contains_key("bias").then(|| on.input::<I>("bias")).transpose()?;
+    let form = [shape.tokens, shape.chosen];
+    let (mut index, mut chosen) = (on.output::<i32>("rank", &form)?, on.output::<f32>("weight", &form)?);
+    on.timed(|| device::route(on.device, &shape, &logits, bias.as_ref(), &mut index.there, &mut chosen.there))?;
+    index.there.download(on.device, &mut index.host)?;
+    chosen.there.download(on.device, &mut chosen.host)?;
+    Ok(spread_route(&shape, &index.host, &chosen.host))
+}
+
+fn combine<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
+    let shape = combine_shape(on.request);
+    let x = on.input::<I>("x")?;
+    let weight: Vec<f32> = on.request.float::<I>("weight").iter().map(|w| w.widen()).collect();
+    let weight = on.device.upload("request", &weight)?;
+    let shared = on.request.case.inputs.contains_key("shared").then(|| on.input::<I>("shared")).transpose()?;
+    let mut y = on.output::<O>("y", &[shape.tokens, shape.n])?;
+    let row = on.request.integer("row");
+    on.timed(|| device::combine(on.device, &shape, &x, row, &weight, shared.as_ref(), &mut y.there))?;
+    Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
 }
