@@ -125,6 +125,48 @@ pub fn attention_over<I: Element, O: Element>(
     out: &mut [O],
     lse: &mut [f32],
 ) -> Result<(), Error> {
+    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: q_pos.len(), out: out.len(), lse: lse.len() };
+    let factors = check(shape, sequences, &lens, kv_len)?;
+    if out.is_empty() && lse.is_empty() {
+        return Ok(());
+    }
+    compile_here!(
+        (cpu: &Cpu, shape: &Attention, sequences: &Sequences, q_pos: &[i32], kv_len: &[i32], factors: Factors, lse: &mut [f32])
+            I(q, k, v) O(out) -> Result<(), Error> => {
+                let Factors { cap, c } = factors;
+                Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c }.run(out, lse)
+            }
+    )
+}
+
+/// Lengths of the slices of a call.
+pub(crate) struct Lens {
+    pub q: usize,
+    pub k: usize,
+    pub v: usize,
+    pub q_pos: usize,
+    pub out: usize,
+    pub lse: usize,
+}
+
+/// What scores are multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct Factors {
+    /// `(cap, f32(scale / cap))`.
+    pub cap: Option<(f32, f32)>,
+    /// `c_hi` and `c_lo`.
+    pub c: (f32, f32),
+}
+
+/// Checks a call, whatever it runs on.
+pub(crate) fn check(shape: &Attention, sequences: &Sequences, lens: &Lens, kv_len: &[i32]) -> Result<Factors, Error> {
+    let factors = check_tensors(shape, sequences.q_start.is_some(), matches!(sequences.keys, Keys::Padded), lens)?;
+    check_places(shape, sequences, lens.q_pos, kv_len)?;
+    Ok(factors)
+}
+
+/// Checks the parameters and the lengths of tensors, and makes the factors. `packed` are the queries, `padded` the keys.
+pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens: &Lens) -> Result<Factors, Error> {
     let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
@@ -136,68 +178,25 @@ pub fn attention_over<I: Element, O: Element>(
     if !(softcap >= 0.0 && softcap.is_finite()) {
         return bad(format!("softcap is {softcap}; it must be finite and not negative"));
     }
-    check_len("attention", "kv_len", "[B]", kv_len.len(), &[batch])?;
-    let rows: &[usize] = if sequences.q_start.is_some() { &[queries] } else { &[batch, queries] };
+    let rows: &[usize] = if packed { &[queries] } else { &[batch, queries] };
     let of = |dims: &[usize]| [rows, dims].concat();
-    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", q.len(), &of(&[q_heads, head_dim]))?;
-    check_len("attention", "q_pos", "[B,T] or [T]", q_pos.len(), rows)?;
-    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", out.len(), &of(&[q_heads, value_dim]))?;
-    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lse.len(), &of(&[q_heads]))?;
-    if let Some(q_start) = sequences.q_start {
-        check_starts("q_start", q_start, batch, queries)?;
-    }
-    check_keys(shape, &sequences.keys, k.len(), v.len(), kv_len)?;
-    if out.is_empty() && lse.is_empty() {
-        return Ok(());
-    }
-    compile_here!(
-        (cpu: &Cpu, shape: &Attention, sequences: &Sequences, q_pos: &[i32], kv_len: &[i32], lse: &mut [f32])
-            I(q, k, v) O(out) -> Result<(), Error> => run(cpu, shape, sequences, q, k, v, q_pos, kv_len, out, lse)
-    )
-}
-
-/// [`attention_over`] once its arguments are checked.
-#[allow(clippy::too_many_arguments)]
-fn run<I: Element, O: Element>(
-    cpu: &Cpu,
-    shape: &Attention,
-    sequences: &Sequences,
-    q: &[I],
-    k: &[I],
-    v: &[I],
-    q_pos: &[i32],
-    kv_len: &[i32],
-    out: &mut [O],
-    lse: &mut [f32],
-) -> Result<(), Error> {
-    let Attention { scale, softcap, .. } = *shape;
+    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", lens.q, &of(&[q_heads, head_dim]))?;
+    check_len("attention", "q_pos", "[B,T] or [T]", lens.q_pos, rows)?;
+    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", lens.out, &of(&[q_heads, value_dim]))?;
+    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lens.lse, &of(&[q_heads]))?;
+    let rows: &[usize] = if padded { &[batch, shape.keys] } else { &[shape.keys] };
+    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
+    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", lens.k, &of(head_dim))?;
+    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", lens.v, &of(value_dim))?;
     let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
     let c_hi = c as f32;
-    let job = Job {
-        cpu,
-        shape,
-        sequences,
-        q,
-        k,
-        v,
-        q_pos,
-        kv_len,
+    Ok(Factors {
         cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
         c: (c_hi, (c - f64::from(c_hi)) as f32),
-    };
-    let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
-    let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
-    let plans = successors(Some(job.preferred()), |plan| plan.smaller(&job));
-    let (plan, mut workspace) = choose(cpu, "attention", plans)?;
-    let (shared, slots) = workspace.split();
-    let slow = match &plan {
-        Way::Streamed(plan) => streamed::run(&job, plan, shared, slots, &out, &lse),
-        Way::Tiled(plan) => tiled::run(&job, plan, shared, slots, &out, &lse),
-    };
-    cpu.ledger().note(Counter::SlowPaths, slow, "attention: operands so small that VDPBF16PS would flush them")
+    })
 }
 
-pub(crate) fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
+fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
     if starts.len() != batch + 1 {
         return bad(format!("`{name}` has {} entries; {batch} sequences need {}", starts.len(), batch + 1));
@@ -211,14 +210,24 @@ pub(crate) fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize)
     }
 }
 
-/// Checks k, v and every key that `kv_len` admits.
-pub(crate) fn check_keys(shape: &Attention, keys: &Keys, k: usize, v: usize, kv_len: &[i32]) -> Result<(), Error> {
+/// Checks where queries and keys stand: every place that `kv_len` admits is within `shape.keys` rows.
+pub(crate) fn check_places(
+    shape: &Attention,
+    sequences: &Sequences,
+    q_pos: usize,
+    kv_len: &[i32],
+) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
-    let Attention { batch, kv_heads, head_dim, value_dim, .. } = *shape;
-    let rows: &[usize] = if matches!(keys, Keys::Padded) { &[batch, shape.keys] } else { &[shape.keys] };
-    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
-    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", k, &of(head_dim))?;
-    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", v, &of(value_dim))?;
+    let Attention { batch, queries, .. } = *shape;
+    check_len("attention", "kv_len", "[B]", kv_len.len(), &[batch])?;
+    match sequences.q_start {
+        Some(q_start) => {
+            check_len("attention", "q_pos", "[T]", q_pos, &[queries])?;
+            check_starts("q_start", q_start, batch, queries)?;
+        }
+        None => check_len("attention", "q_pos", "[B,T]", q_pos, &[batch, queries])?,
+    }
+    let keys = &sequences.keys;
     if let Keys::Packed(k_start) = keys {
         check_starts("k_start", k_start, batch, shape.keys)?;
     }
@@ -289,6 +298,19 @@ struct Job<'a, I> {
 }
 
 impl<I: Element> Job<'_, I> {
+    fn run<O: Element>(&self, out: &mut [O], lse: &mut [f32]) -> Result<(), Error> {
+        let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
+        let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
+        let plans = successors(Some(self.preferred()), |plan| plan.smaller(self));
+        let (plan, mut workspace) = choose(self.cpu, "attention", plans)?;
+        let (shared, slots) = workspace.split();
+        let slow = match &plan {
+            Way::Streamed(plan) => streamed::run(self, plan, shared, slots, &out, &lse),
+            Way::Tiled(plan) => tiled::run(self, plan, shared, slots, &out, &lse),
+        };
+        self.cpu.ledger().note(Counter::SlowPaths, slow, "attention: operands so small that VDPBF16PS would flush them")
+    }
+
     /// Query heads that share a key head.
     fn group(&self) -> usize {
         self.shape.q_heads / self.shape.kv_heads

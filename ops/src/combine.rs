@@ -35,17 +35,7 @@ pub fn combine<I: Element, O: Element>(
     shared: Option<&[I]>,
     y: &mut [O],
 ) -> Result<(), Error> {
-    let Combine { tokens, chosen, rows, n } = *shape;
-    check_len("combine", "x", "[R,N]", x.len(), &[rows, n])?;
-    check_len("combine", "row", "[T,K]", row.len(), &[tokens, chosen])?;
-    check_len("combine", "weight", "[T,K]", weight.len(), &[tokens, chosen])?;
-    if let Some(shared) = shared {
-        check_len("combine", "shared", "[T,N]", shared.len(), &[tokens, n])?;
-    }
-    check_len("combine", "y", "[T,N]", y.len(), &[tokens, n])?;
-    if let Some(i) = row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
-        return Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i])));
-    }
+    check(shape, [x.len(), weight.len(), y.len()], row, shared.map(<[I]>::len))?;
     compile_here!((cpu: &Cpu, shape: &Combine, row: &[i32], weight: &[f32]) I(x) ?(shared) O(y) -> () => {
         let Combine { chosen, n, .. } = *shape;
         cpu.chunks(y, n, |t, y| {
@@ -54,6 +44,27 @@ pub fn combine<I: Element, O: Element>(
             cpu.dispatch(Token { x, n, row, weight, shared, y });
         })
     });
+    Ok(())
+}
+
+/// Checks a call, whatever it runs on, by the lengths of its slices and its rows.
+pub(crate) fn check(
+    shape: &Combine,
+    [x, weight, y]: [usize; 3],
+    row: &[i32],
+    shared: Option<usize>,
+) -> Result<(), Error> {
+    let Combine { tokens, chosen, rows, n } = *shape;
+    check_len("combine", "x", "[R,N]", x, &[rows, n])?;
+    check_len("combine", "row", "[T,K]", row.len(), &[tokens, chosen])?;
+    check_len("combine", "weight", "[T,K]", weight, &[tokens, chosen])?;
+    if let Some(shared) = shared {
+        check_len("combine", "shared", "[T,N]", shared, &[tokens, n])?;
+    }
+    check_len("combine", "y", "[T,N]", y, &[tokens, n])?;
+    if let Some(i) = row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
+        return Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i])));
+    }
     Ok(())
 }
 

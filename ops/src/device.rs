@@ -10,16 +10,21 @@ mod attention;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod driver;
+mod experts;
 mod gemm;
+mod linear_logprob;
 mod rows;
 mod sources;
 mod workspace;
 
 pub use attention::{attention, attention_over};
 pub use driver::{Arguments, Driver, Launch};
-pub use gemm::{gemm, linear_logprob};
+pub use experts::{combine, route};
+pub use gemm::gemm;
+pub use linear_logprob::linear_logprob;
 pub use rows::{
-    Rotations, add, add_rms_norm, argmax, embedding, logprob, norm_rope, rms_norm, rope, silu_mul, softmax,
+    Rotations, add, add_rms_norm, argmax, embedding, gelu_mul, logprob, norm_rope, rms_norm, rope, scale, silu_mul,
+    softcap, softmax,
 };
 pub use sources::{Build, HEADERS, UNITS, Unit};
 

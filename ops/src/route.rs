@@ -68,31 +68,8 @@ pub fn route<I: Element>(
     index: &mut [i32],
     weight: &mut [f32],
 ) -> Result<(), Error> {
-    let Route { tokens, experts, chosen, groups, top_groups, group_worth, .. } = *shape;
-    check_len("route", "logits", "[T,E]", logits.len(), &[tokens, experts])?;
-    check_len("route", "index", "[T,K]", index.len(), &[tokens, chosen])?;
-    check_len("route", "weight", "[T,K]", weight.len(), &[tokens, chosen])?;
-    if let Some(bias) = bias {
-        check_len("route", "bias", "[E]", bias.len(), &[experts])?;
-    }
-    let bad = |what: String| Err(value_error("route", what));
-    if chosen == 0 || chosen > experts || i32::try_from(experts).is_err() {
-        return bad(format!("{chosen} of {experts} experts; choose at least 1 and at most all"));
-    }
-    if groups == 0 || !experts.is_multiple_of(groups) {
-        return bad(format!("{experts} experts do not make {groups} groups of one size"));
-    }
-    let size = experts / groups;
-    if top_groups == 0 || top_groups > groups || top_groups.saturating_mul(size) < chosen {
-        return bad(format!("{top_groups} of {groups} groups of {size} do not hold {chosen} experts"));
-    }
-    if group_worth == GroupWorth::TopTwo && size < 2 && groups > 1 {
-        return bad(format!("a group of {size} has no two experts"));
-    }
-    let scale = shape.scale as f32;
-    if !scale.is_finite() {
-        return bad(format!("scale is {}; it must be finite in f32", shape.scale));
-    }
+    let Route { tokens, experts, chosen, .. } = *shape;
+    let scale = check(shape, [logits.len(), index.len(), weight.len()], bias.map(<[I]>::len))?;
     if tokens == 0 {
         return Ok(());
     }
@@ -114,6 +91,36 @@ pub fn route<I: Element>(
         choose_row(shape, scale, scores, bias, index, weight);
     });
     Ok(())
+}
+
+/// Checks a call, whatever it runs on, by the lengths of its slices: `f32(scale)`.
+pub(crate) fn check(shape: &Route, [logits, index, weight]: [usize; 3], bias: Option<usize>) -> Result<f32, Error> {
+    let Route { tokens, experts, chosen, groups, top_groups, group_worth, .. } = *shape;
+    check_len("route", "logits", "[T,E]", logits, &[tokens, experts])?;
+    check_len("route", "index", "[T,K]", index, &[tokens, chosen])?;
+    check_len("route", "weight", "[T,K]", weight, &[tokens, chosen])?;
+    if let Some(bias) = bias {
+        check_len("route", "bias", "[E]", bias, &[experts])?;
+    }
+    let bad = |what: String| Err(value_error("route", what));
+    if chosen == 0 || chosen > experts || i32::try_from(experts).is_err() {
+        return bad(format!("{chosen} of {experts} experts; choose at least 1 and at most all"));
+    }
+    if groups == 0 || !experts.is_multiple_of(groups) {
+        return bad(format!("{experts} experts do not make {groups} groups of one size"));
+    }
+    let size = experts / groups;
+    if top_groups == 0 || top_groups > groups || top_groups.saturating_mul(size) < chosen {
+        return bad(format!("{top_groups} of {groups} groups of {size} do not hold {chosen} experts"));
+    }
+    if group_worth == GroupWorth::TopTwo && size < 2 && groups > 1 {
+        return bad(format!("a group of {size} has no two experts"));
+    }
+    let scale = shape.scale as f32;
+    if !scale.is_finite() {
+        return bad(format!("scale is {}; it must be finite in f32", shape.scale));
+    }
+    Ok(scale)
 }
 
 /// Chooses for one token.

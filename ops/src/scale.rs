@@ -14,12 +14,18 @@ use crate::{Cpu, Element, Error, check_len, value_error};
 /// [`Error::Length`] when the lengths differ; [`Error::Value`] when `factor` is not finite in f32.
 pub fn scale<I: Element, O: Element>(cpu: &Cpu, factor: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("scale", "y", "of x", y.len(), &[x.len()])?;
+    let factor = narrowed(factor)?;
+    compile_here!((cpu: &Cpu, factor: f32) I(x) O(y) -> () => elementwise(cpu, Scale(factor), x, x, y));
+    Ok(())
+}
+
+/// `f32(factor)`, checked.
+pub(crate) fn narrowed(factor: f64) -> Result<f32, Error> {
     let factor = factor as f32;
     if !factor.is_finite() {
         return Err(value_error("scale", format!("the factor is {factor}; it must be finite in f32")));
     }
-    compile_here!((cpu: &Cpu, factor: f32) I(x) O(y) -> () => elementwise(cpu, Scale(factor), x, x, y));
-    Ok(())
+    Ok(factor)
 }
 
 #[derive(Clone, Copy)]

@@ -16,13 +16,19 @@ use crate::{Cpu, Element, Error, check_len, value_error};
 /// [`Error::Length`] when the lengths differ; [`Error::Value`] when `cap` or its inverse is not a positive finite f32.
 pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
+    let (cap, inverse) = factors(cap)?;
+    let op = Softcap { cap, inverse };
+    compile_here!((cpu: &Cpu, op: Softcap) I(x) O(y) -> () => elementwise(cpu, op, x, x, y));
+    Ok(())
+}
+
+/// `f32(cap)` and `f32(1 / cap)`, checked.
+pub(crate) fn factors(cap: f64) -> Result<(f32, f32), Error> {
     let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
     if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
         return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));
     }
-    let op = Softcap { cap, inverse };
-    compile_here!((cpu: &Cpu, op: Softcap) I(x) O(y) -> () => elementwise(cpu, op, x, x, y));
-    Ok(())
+    Ok((cap, inverse))
 }
 
 #[derive(Clone, Copy)]

@@ -12,6 +12,7 @@ use samebits_ops::{
     RopeTable, Rounding, Route, Scoring, Sequences, Tf32,
 };
 use samebits_ops::{bf16, f16};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -264,7 +265,7 @@ pub(super) const OPS: &[Op] = &[
             integer("kv_len", &["B"]),
         ],
         params: &["scale", "causal", "window", "softcap"],
-        run: |request| typed!(request, paged_attention),
+        run: |request| typed!(request, attention),
     },
     Op {
         name: "packed_attention",
@@ -277,7 +278,7 @@ pub(super) const OPS: &[Op] = &[
             integer("k_start", &["B+1"]),
         ],
         params: &["scale", "causal", "window", "softcap"],
-        run: |request| typed!(request, packed_attention),
+        run: |request| typed!(request, attention),
     },
     Op {
         name: "logprob",
@@ -640,32 +641,46 @@ fn add_rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refu
     Ok(BTreeMap::from([("sum".into(), O::tensor(&[rows, n], sum)), ("y".into(), O::tensor(&[rows, n], y))]))
 }
 
-fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
-    let rows = [shape.batch, shape.queries, shape.q_heads];
-    attention_over::<I, O>(request, &shape, &Sequences::default(), &rows, request.integer("kv_len"))
+/// A request of one of the three forms of attention.
+pub(super) struct AttentionCall<'a> {
+    pub(super) shape: Attention,
+    pub(super) sequences: Sequences<'a>,
+    /// The extents of `lse`; `out` has the width of a value behind them.
+    pub(super) rows: Vec<usize>,
+    pub(super) kv_len: Cow<'a, [i32]>,
 }
 
-fn paged_attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let page_size = request.extent("Z");
-    let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
-    let keys = Keys::Paged { page_size, table: request.integer("page_table") };
-    let rows = [shape.batch, shape.queries, shape.q_heads];
-    attention_over::<I, O>(request, &shape, &Sequences { q_start: None, keys }, &rows, request.integer("kv_len"))
+/// Reads `attention`, `paged_attention` or `packed_attention`.
+pub(super) fn attention_call<'a>(request: &'a Request) -> Result<AttentionCall<'a>, Refusal> {
+    let (shape, sequences, kv_len) = match request.case.op.as_str() {
+        "attention" => {
+            let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
+            (shape, Sequences::default(), request.integer("kv_len").into())
+        }
+        "paged_attention" => {
+            let page_size = request.extent("Z");
+            let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
+            let keys = Keys::Paged { page_size, table: request.integer("page_table") };
+            (shape, Sequences { q_start: None, keys }, request.integer("kv_len").into())
+        }
+        _ => {
+            let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
+            if q_start.is_empty() {
+                return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
+            }
+            let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
+            let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
+            (shape, Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) }, kv_len.into())
+        }
+    };
+    let rows = match sequences.q_start {
+        None => vec![shape.batch, shape.queries, shape.q_heads],
+        Some(_) => vec![shape.queries, shape.q_heads],
+    };
+    Ok(AttentionCall { shape, sequences, rows, kv_len })
 }
 
-fn packed_attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
-    if q_start.is_empty() {
-        return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
-    }
-    let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
-    let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
-    let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
-    attention_over::<I, O>(request, &shape, &sequences, &[shape.queries, shape.q_heads], &kv_len)
-}
-
-pub(super) fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
+fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
     let head_dim = request.extent("D");
     let scale = 1.0 / (head_dim.max(1) as f64).sqrt();
     let shape = Attention {
@@ -688,22 +703,16 @@ pub(super) fn attention_shape(request: &Request, batch: usize, keys: usize) -> R
     Ok(shape)
 }
 
-/// `rows` are the extents of `lse`; `out` has the width of a value behind them.
-fn attention_over<I: Stored, O: Stored>(
-    request: &Request,
-    shape: &Attention,
-    sequences: &Sequences,
-    rows: &[usize],
-    kv_len: &[i32],
-) -> Result<Outputs, Refusal> {
-    let form = [rows, &[shape.value_dim]].concat();
+fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(request)?;
+    let form = [&rows[..], &[shape.value_dim]].concat();
     let mut out = room::<O>("out", &form)?;
-    let mut lse = room::<f32>("lse", rows)?;
+    let mut lse = room::<f32>("lse", &rows)?;
     let (q, k, v) = (request.float::<I>("q"), request.float("k"), request.float("v"));
     let (cpu, q_pos) = (&request.cpu, request.integer("q_pos"));
     request
-        .timed(|| samebits_ops::attention_over(cpu, shape, sequences, q, k, v, q_pos, kv_len, &mut out, &mut lse))?;
-    Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(rows, lse))]))
+        .timed(|| samebits_ops::attention_over(cpu, &shape, &sequences, q, k, v, q_pos, &kv_len, &mut out, &mut lse))?;
+    Ok(BTreeMap::from([("out".into(), O::tensor(&form, out)), ("lse".into(), Tensor::fp32(&rows, lse))]))
 }
 
 /// Both outputs are f32 whatever `out` says.
@@ -764,9 +773,17 @@ fn gelu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
     one("y", O::tensor(shape, y))
 }
 
+pub(super) fn cap(request: &Request) -> Result<f64, Refusal> {
+    request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")
+}
+
+pub(super) fn factor(request: &Request) -> Result<f64, Refusal> {
+    request.number("factor", 1.0, |_| true, "a finite number")
+}
+
 fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let cap = request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let cap = cap(request)?;
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::softcap(&request.cpu, cap, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
@@ -774,14 +791,14 @@ fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
 
 fn scale<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let factor = request.number("factor", 1.0, |_| true, "a finite number")?;
+    let factor = factor(request)?;
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::scale(&request.cpu, factor, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
 }
 
-/// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
-fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+/// The parameters of `route`, checked.
+pub(super) fn route_shape(request: &Request) -> Result<Route, Refusal> {
     let (tokens, experts) = (request.extent("T"), request.extent("E"));
     let scoring = |text: &str| match text {
         "softmax" => Some(Scoring::Softmax),
@@ -807,29 +824,45 @@ fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     if shape.chosen > experts {
         return error(format!("param `chosen`: {} of {experts} experts; choose at most all", shape.chosen));
     }
-    let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
-    let mut index = room::<i32>("rank", &[tokens, shape.chosen])?;
-    let mut chosen = room::<f32>("weight", &[tokens, shape.chosen])?;
-    let logits = request.float::<I>("logits");
-    request.timed(|| samebits_ops::route(&request.cpu, &shape, logits, bias, &mut index, &mut chosen))?;
+    Ok(shape)
+}
+
+/// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
+pub(super) fn spread_route(shape: &Route, index: &[i32], chosen: &[f32]) -> Outputs {
+    let Route { tokens, experts, .. } = *shape;
     let (mut rank, mut weight) = (vec![-1; tokens * experts], vec![0f32; tokens * experts]);
-    for (i, (&expert, &w)) in index.iter().zip(&chosen).enumerate() {
+    for (i, (&expert, &w)) in index.iter().zip(chosen).enumerate() {
         let place = i / shape.chosen * experts + expert as usize;
         (rank[place], weight[place]) = ((i % shape.chosen) as i32, w);
     }
     let form = [tokens, experts];
-    Ok(BTreeMap::from([("rank".into(), Tensor::i32(&form, rank)), ("weight".into(), Tensor::fp32(&form, weight))]))
+    BTreeMap::from([("rank".into(), Tensor::i32(&form, rank)), ("weight".into(), Tensor::fp32(&form, weight))])
+}
+
+fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
+    let shape = route_shape(request)?;
+    let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
+    let mut index = room::<i32>("rank", &[shape.tokens, shape.chosen])?;
+    let mut chosen = room::<f32>("weight", &[shape.tokens, shape.chosen])?;
+    let logits = request.float::<I>("logits");
+    request.timed(|| samebits_ops::route(&request.cpu, &shape, logits, bias, &mut index, &mut chosen))?;
+    Ok(spread_route(&shape, &index, &chosen))
+}
+
+pub(super) fn combine_shape(request: &Request) -> Combine {
+    let tokens = request.extent("T");
+    Combine { tokens, chosen: request.extent("K"), rows: request.extent("R"), n: request.extent("N") }
 }
 
 fn combine<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let (rows, n) = (request.extent("R"), request.extent("N"));
-    let shape = Combine { tokens: request.extent("T"), chosen: request.extent("K"), rows, n };
+    let shape = combine_shape(request);
+    let form = [shape.tokens, shape.n];
     let weight: Vec<f32> = request.float::<I>("weight").iter().map(|w| w.widen()).collect();
     let shared = request.case.inputs.contains_key("shared").then(|| request.float::<I>("shared"));
-    let mut y = room::<O>("y", &[shape.tokens, n])?;
+    let mut y = room::<O>("y", &form)?;
     let (x, row) = (request.float::<I>("x"), request.integer("row"));
     request.timed(|| samebits_ops::combine(&request.cpu, &shape, x, row, &weight, shared, &mut y))?;
-    one("y", O::tensor(&[shape.tokens, n], y))
+    one("y", O::tensor(&form, y))
 }
 
 /// The parameters of `rope` over an input `x[T,H,D]`, and its table.

@@ -3,13 +3,14 @@
 
 use super::Implementation;
 use super::cpu::{
-    OPS, Op, Outputs, Refusal, Request, Stored, attention_shape, error, gemm_shape, norm, room, rotation,
+    AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, cap, combine_shape, factor, gemm_shape,
+    norm, room, rotation, route_shape, spread_route,
 };
 use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::device::{self, Buffer, Device, Rotations};
-use samebits_ops::{Attention, Cpu, Error, Keys, NormRope, RmsNorm, Rope, Sequences, bf16, f16};
+use samebits_ops::{Cpu, Error, NormRope, RmsNorm, Rope, bf16, f16};
 use std::collections::BTreeMap;
 
 /// The ops on one device; or, where there is none, the reason for that.
@@ -130,11 +131,16 @@ fn answer<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
         "linear_logprob" => linear_logprob::<I>(on),
         "softmax" => softmax::<I, O>(on),
         "silu_mul" => elementwise::<I, O>(on, "gate", "up", device::silu_mul),
+        "gelu_mul" => elementwise::<I, O>(on, "gate", "up", device::gelu_mul),
         "add" => elementwise::<I, O>(on, "a", "b", device::add),
+        "softcap" => pointwise::<I, O>(on, cap(on.request)?, device::softcap),
+        "scale" => pointwise::<I, O>(on, factor(on.request)?, device::scale),
         "rope" => rope::<I, O>(on),
         "norm_rope" => norm_rope::<I, O>(on),
         "embedding" => embedding::<I, O>(on),
         "argmax" => argmax::<I>(on),
+        "route" => route::<I>(on),
+        "combine" => combine::<I, O>(on),
         op => Err(Refusal::Unsupported(format!("op `{op}` has no kernel for a device"))),
     }
 }
@@ -213,48 +219,14 @@ fn add_rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
 }
 
 fn attention<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
-    let request = on.request;
-    match request.case.op.as_str() {
-        "attention" => {
-            let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
-            let rows = [shape.batch, shape.queries, shape.q_heads];
-            attention_over::<I, O>(on, &shape, &Sequences::default(), &rows, request.integer("kv_len"))
-        }
-        "paged_attention" => {
-            let page_size = request.extent("Z");
-            let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
-            let keys = Keys::Paged { page_size, table: request.integer("page_table") };
-            let rows = [shape.batch, shape.queries, shape.q_heads];
-            let sequences = Sequences { q_start: None, keys };
-            attention_over::<I, O>(on, &shape, &sequences, &rows, request.integer("kv_len"))
-        }
-        _ => {
-            let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
-            if q_start.is_empty() {
-                return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
-            }
-            let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
-            let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
-            let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
-            attention_over::<I, O>(on, &shape, &sequences, &[shape.queries, shape.q_heads], &kv_len)
-        }
-    }
-}
-
-fn attention_over<I: Float, O: Float>(
-    on: &On,
-    shape: &Attention,
-    sequences: &Sequences,
-    rows: &[usize],
-    kv_len: &[i32],
-) -> Result<Outputs, Refusal> {
+    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(on.request)?;
     let (q, k, v) = (on.input::<I>("q")?, on.input::<I>("k")?, on.input::<I>("v")?);
-    let mut out = on.output::<O>("out", &[rows, &[shape.value_dim]].concat())?;
-    let mut lse = on.output::<f32>("lse", rows)?;
+    let mut out = on.output::<O>("out", &[&rows[..], &[shape.value_dim]].concat())?;
+    let mut lse = on.output::<f32>("lse", &rows)?;
     let q_pos = on.request.integer("q_pos");
     on.timed(|| {
         let outputs = (&mut out.there, &mut lse.there);
-        device::attention_over(on.device, shape, sequences, &q, &k, &v, q_pos, kv_len, outputs.0, outputs.1)
+        device::attention_over(on.device, &shape, &sequences, &q, &k, &v, q_pos, &kv_len, outputs.0, outputs.1)
     })?;
     Ok(BTreeMap::from([out.fetch(on.device, O::tensor)?, lse.fetch(on.device, Tensor::fp32)?]))
 }
@@ -313,6 +285,17 @@ fn elementwise<I: Float, O: Float>(
     Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
 }
 
+/// `softcap` or `scale`.
+type Pointwise<I, O> = fn(&Device, f64, &Buffer<I>, &mut Buffer<O>) -> Result<(), Error>;
+
+fn pointwise<I: Float, O: Float>(on: &On, number: f64, op: Pointwise<I, O>) -> Result<Outputs, Refusal> {
+    let shape = on.request.case.inputs["x"].shape();
+    let x = on.input::<I>("x")?;
+    let mut y = on.output::<O>("y", shape)?;
+    on.timed(|| op(on.device, number, &x, &mut y.there))?;
+    Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
+}
+
 fn rope<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let form = [on.request.extent("T"), on.request.extent("H"), on.request.extent("D")];
     let (shape, table) = rotation(on.request)?;
@@ -349,4 +332,28 @@ fn argmax<I: Float>(on: &On) -> Result<Outputs, Refusal> {
     let mut index = on.output::<i32>("index", &[rows])?;
     on.timed(|| device::argmax(on.device, rows, n, &x, &mut index.there))?;
     Ok(BTreeMap::from([index.fetch(on.device, Tensor::i32)?]))
+}
+
+fn route<I: Float>(on: &On) -> Result<Outputs, Refusal> {
+    let shape = route_shape(on.request)?;
+    let logits = on.input::<I>("logits")?;
+    let bias = on.request.case.inputs.contains_key("bias").then(|| on.input::<I>("bias")).transpose()?;
+    let form = [shape.tokens, shape.chosen];
+    let (mut index, mut chosen) = (on.output::<i32>("rank", &form)?, on.output::<f32>("weight", &form)?);
+    on.timed(|| device::route(on.device, &shape, &logits, bias.as_ref(), &mut index.there, &mut chosen.there))?;
+    index.there.download(on.device, &mut index.host)?;
+    chosen.there.download(on.device, &mut chosen.host)?;
+    Ok(spread_route(&shape, &index.host, &chosen.host))
+}
+
+fn combine<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
+    let shape = combine_shape(on.request);
+    let x = on.input::<I>("x")?;
+    let weight: Vec<f32> = on.request.float::<I>("weight").iter().map(|w| w.widen()).collect();
+    let weight = on.device.upload("request", &weight)?;
+    let shared = on.request.case.inputs.contains_key("shared").then(|| on.input::<I>("shared")).transpose()?;
+    let mut y = on.output::<O>("y", &[shape.tokens, shape.n])?;
+    let row = on.request.integer("row");
+    on.timed(|| device::combine(on.device, &shape, &x, row, &weight, shared.as_ref(), &mut y.there))?;
+    Ok(BTreeMap::from([y.fetch(on.device, O::tensor)?]))
 }

@@ -3,9 +3,9 @@
 use super::rows::{build, int};
 use super::workspace::choose;
 use super::{Arguments, Buffer, Build, Device, Stored};
-use crate::attention::{check_keys, check_starts};
+use crate::attention::{Factors, Lens, check};
 use crate::plan::{Need, Plan};
-use crate::{Attention, Error, Keys, Sequences, Tf32, check_len, value_error};
+use crate::{Attention, Error, Keys, Sequences, Tf32};
 use std::iter::successors;
 
 /// Keys of a block, which belongs to the contract.
@@ -109,28 +109,9 @@ pub fn attention_over<I: Stored, O: Stored>(
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let op = "attention";
-    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = *shape;
-    let bad = |what: String| Err(value_error(op, what));
-    if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
-        return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
-    }
-    if !(scale >= 0.0 && scale.is_finite()) {
-        return bad(format!("scale is {scale}; it must be finite and not negative"));
-    }
-    if !(softcap >= 0.0 && softcap.is_finite()) {
-        return bad(format!("softcap is {softcap}; it must be finite and not negative"));
-    }
-    check_len(op, "kv_len", "[B]", kv_len.len(), &[batch])?;
-    let rows: &[usize] = if sequences.q_start.is_some() { &[queries] } else { &[batch, queries] };
-    let of = |dims: &[usize]| [rows, dims].concat();
-    check_len(op, "q", "[B,T,Hq,D] or [T,Hq,D]", q.len(), &of(&[q_heads, head_dim]))?;
-    check_len(op, "q_pos", "[B,T] or [T]", q_pos.len(), rows)?;
-    check_len(op, "out", "[B,T,Hq,E] or [T,Hq,E]", out.len(), &of(&[q_heads, value_dim]))?;
-    check_len(op, "lse", "[B,T,Hq] or [T,Hq]", lse.len(), &of(&[q_heads]))?;
-    if let Some(q_start) = sequences.q_start {
-        check_starts("q_start", q_start, batch, queries)?;
-    }
-    check_keys(shape, &sequences.keys, k.len(), v.len(), kv_len)?;
+    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: q_pos.len(), out: out.len(), lse: lse.len() };
+    let Factors { cap, c: (c_hi, c_lo) } = check(shape, sequences, &lens, kv_len)?;
     if lse.is_empty() {
         return Ok(());
     }
@@ -165,9 +146,7 @@ pub fn attention_over<I: Stored, O: Stored>(
     let preferred = Slots { slots, split, ..preferred };
     let (plan, room) = choose(device, op, successors(Some(preferred), Slots::smaller))?;
 
-    let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
-    let c_hi = c as f32;
-    let (cap, factor) = if softcap > 0.0 { (softcap as f32, (scale / softcap) as f32) } else { (0.0, 0.0) };
+    let (cap_set, (cap, factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
     let window = i64::try_from(shape.window).unwrap_or(i64::MAX).min(1 << 40);
     let ints = [
         plan.tiles(),
@@ -176,7 +155,7 @@ pub fn attention_over<I: Stored, O: Stored>(
         head_dim,
         value_dim,
         usize::from(shape.causal),
-        usize::from(softcap > 0.0),
+        usize::from(cap_set),
         usize::from(page_size > 0),
         page_size,
         page_columns,
@@ -188,7 +167,7 @@ pub fn attention_over<I: Stored, O: Stored>(
         let mut bytes = Vec::from((first as i64).to_ne_bytes());
         bytes.extend(window.to_ne_bytes());
         bytes.extend(ints.iter().flat_map(|value| value.to_ne_bytes()));
-        bytes.extend([cap, factor, c_hi, (c - f64::from(c_hi)) as f32].iter().flat_map(|value| value.to_ne_bytes()));
+        bytes.extend([cap, factor, c_hi, c_lo].iter().flat_map(|value| value.to_ne_bytes()));
         bytes
     };
 

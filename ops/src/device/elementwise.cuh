@@ -1,4 +1,4 @@
-// The frame of ops that take one element of each of two inputs and make one of the output: elementwise.rs.
+// The frames of ops that take each element by itself: elementwise.rs.
 #pragma once
 #include "math.cuh"
 
@@ -12,4 +12,14 @@ template <class Op> DEVICE void elementwise(Op op, GLOBAL(const In) a, GLOBAL(co
 #pragma unroll
     for (int i = 0; i < 8; i++) left.v[i] = op(left.v[i], right.v[i]);
     store_up_to8<Out>(y + at, n - at, aligned16(y), left);
+}
+
+// The same with one input.
+template <class Op> DEVICE void elementwise(Op op, GLOBAL(const In) x, GLOBAL(Out) y, long long n) {
+    long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= n) return;
+    Eight v = load_up_to8<In>(x + at, n - at, aligned16(x), 0.0f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v.v[i] = op(v.v[i]);
+    store_up_to8<Out>(y + at, n - at, aligned16(y), v);
 }

@@ -1,12 +1,9 @@
 //! Launches of matrix products.
 
-use super::rows::{build, check_logprob, int, launch_logprob};
-use super::workspace::choose;
+use super::rows::{build, int};
 use super::{Arguments, Buffer, Build, Device, Stored};
 use crate::gemm::segment_length;
-use crate::plan::{Need, Plan};
 use crate::{Error, Gemm, Tf32, check_len};
-use std::iter::successors;
 
 /// A kernel for few rows of x: as in gemm.cu.
 struct Skinny {
@@ -53,32 +50,32 @@ pub fn gemm<I: Stored, O: Stored>(
         check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
     }
     // SAFETY: lengths were checked.
-    unsafe { launch_gemm(device, shape, (x, 0), w, bias, y) }
+    unsafe { launch_gemm(device, shape, (x, 0), (w, 0), bias, (y, 0)) }
 }
 
-/// Starts the product of `shape.m` rows of x, from row `first` on.
+/// Starts the product of `shape.m` rows of x with `shape.n` rows of w, each from a row on; y from an element on.
 ///
 /// # Safety
 /// The buffers are at least as long as the shape says.
-unsafe fn launch_gemm<I: Stored, O: Stored>(
+pub(super) unsafe fn launch_gemm<I: Stored, O: Stored>(
     device: &Device,
     shape: &Gemm,
-    (x, first): (&Buffer<I>, usize),
-    w: &Buffer<I>,
+    (x, x_row): (&Buffer<I>, usize),
+    (w, w_row): (&Buffer<I>, usize),
     bias: Option<&Buffer<I>>,
-    y: &Buffer<O>,
+    (y, y_at): (&Buffer<O>, usize),
 ) -> Result<(), Error> {
     let Gemm { m, n, k, k_total, tf32, .. } = *shape;
     let segments = int("gemm", "segments", shape.bounds()?.len() - 1)?;
     if m == 0 || n == 0 {
         return Ok(());
     }
-    let arguments = Arguments::new().buffer_from(x, first * k).buffer(w);
+    let arguments = Arguments::new().buffer_from(x, x_row * k).buffer_from(w, w_row * k);
     let arguments = match bias {
         Some(bias) => arguments.buffer(bias).int(1),
         None => arguments.null().int(0),
     };
-    let arguments = arguments.buffer(y).long(m).long(n).long(k).long(segment_length(k_total)).int(segments);
+    let arguments = arguments.buffer_from(y, y_at).long(m).long(n).long(k).long(segment_length(k_total)).int(segments);
     let build = Build { tf32: tf32 == Tf32::Enabled && I::NAME == "fp32", ..build::<I, O>("gemm") };
     // The copies of the kernels for few rows are 16 bytes each.
     let skinny = SKINNY.iter().find(|skinny| m <= skinny.rows && k > 0 && (k * size_of::<I>()).is_multiple_of(16));
@@ -92,67 +89,4 @@ unsafe fn launch_gemm<I: Stored, O: Stored>(
     let (kernel, side) = if m > 64 && tiles >= 128 { ("gemm_tile128", 128) } else { ("gemm_tile64", 64) };
     // SAFETY: the caller's promise.
     unsafe { device.launch(build, kernel, [n.div_ceil(side), m.div_ceil(side), 1], 256, 0, &arguments) }
-}
-
-/// How many rows have their logits in the workspace at a time.
-#[derive(Clone, Copy)]
-struct Rows {
-    rows: usize,
-    vocab: usize,
-}
-
-impl Plan for Rows {
-    fn need(&self) -> Need {
-        Need { shared: self.rows.saturating_mul(self.vocab), slot: 0, workers: 1, pairs: 0 }
-    }
-
-    fn tiles(&self) -> [(&'static str, usize); 3] {
-        [("rows", self.rows), ("", 0), ("", 0)]
-    }
-}
-
-/// Rows whose logits stand in the workspace, at most: enough for the weight to be worth its way.
-const MOST_ROWS: usize = 512;
-
-/// [`linear_logprob`](crate::linear_logprob()) on a device. The f32 logits of some rows at a time stand in the workspace: the
-/// budget decides how many, down to one.
-///
-/// # Errors
-/// As [`linear_logprob`](crate::linear_logprob()); errors of the device.
-#[allow(clippy::too_many_arguments)]
-pub fn linear_logprob<I: Stored>(
-    device: &Device,
-    rows: usize,
-    vocab: usize,
-    k: usize,
-    temperature: f64,
-    x: &Buffer<I>,
-    w: &Buffer<I>,
-    target: &[i32],
-    logprob: &mut Buffer<f32>,
-    lse: &mut Buffer<f32>,
-) -> Result<(), Error> {
-    let op = "linear_logprob";
-    check_len(op, "x", "[M,K]", x.len(), &[rows, k])?;
-    check_len(op, "w", "[V,K]", w.len(), &[vocab, k])?;
-    check_len(op, "target", "[M]", target.len(), &[rows])?;
-    check_len(op, "logprob", "[M]", logprob.len(), &[rows])?;
-    check_len(op, "lse", "[M]", lse.len(), &[rows])?;
-    let scale = check_logprob(op, vocab, temperature, target)?;
-    if rows == 0 {
-        return Ok(());
-    }
-    let preferred = Rows { rows: rows.min(MOST_ROWS), vocab };
-    let smaller = |plan: &Rows| (plan.rows > 1).then(|| Rows { rows: plan.rows.div_ceil(2), ..*plan });
-    let (plan, logits) = choose(device, op, successors(Some(preferred), smaller))?;
-    let target = device.upload(op, target)?;
-    for first in (0..rows).step_by(plan.rows) {
-        let count = plan.rows.min(rows - first);
-        // SAFETY: the workspace has room for `count` rows of V, the other lengths were checked, and so was every target.
-        unsafe {
-            launch_gemm(device, &Gemm::new(count, vocab, k), (x, first), w, None, &logits)?;
-            launch_logprob(device, count, vocab, scale, &logits, (&target, logprob, lse), first)?;
-        }
-    }
-    Ok(())
 }

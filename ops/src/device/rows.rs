@@ -61,6 +61,57 @@ pub fn silu_mul<I: Stored, O: Stored>(
     elementwise(device, "silu_mul", gate, ("up", up), y)
 }
 
+/// [`gelu_mul`](crate::gelu_mul()) on a device.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; errors of the device.
+pub fn gelu_mul<I: Stored, O: Stored>(
+    device: &Device,
+    gate: &Buffer<I>,
+    up: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    elementwise(device, "gelu_mul", gate, ("up", up), y)
+}
+
+/// An elementwise op of one input and some numbers.
+fn pointwise<I: Stored, O: Stored>(
+    device: &Device,
+    op: &'static str,
+    x: &Buffer<I>,
+    numbers: &[f32],
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check_len(op, "y", "of x", y.len(), &[x.len()])?;
+    let arguments = Arguments::new().buffer(x).buffer(y).long(x.len());
+    let arguments = numbers.iter().fold(arguments, |arguments, &number| arguments.float(number));
+    let grid = [x.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
+    // SAFETY: both have as many elements as the kernel is told.
+    unsafe { device.launch(build::<I, O>(op), op, grid, 256, 0, &arguments) }
+}
+
+/// [`softcap`](crate::softcap()) on a device.
+///
+/// # Errors
+/// As [`softcap`](crate::softcap()); errors of the device.
+pub fn softcap<I: Stored, O: Stored>(device: &Device, cap: f64, x: &Buffer<I>, y: &mut Buffer<O>) -> Result<(), Error> {
+    let (cap, inverse) = crate::softcap::factors(cap)?;
+    pointwise(device, "softcap", x, &[cap, inverse], y)
+}
+
+/// [`scale`](crate::scale()) on a device.
+///
+/// # Errors
+/// As [`scale`](crate::scale()); errors of the device.
+pub fn scale<I: Stored, O: Stored>(
+    device: &Device,
+    factor: f64,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    pointwise(device, "scale", x, &[crate::scale::narrowed(factor)?], y)
+}
+
 /// Rows to a block of 128 threads.
 const ROWS: usize = 4;
 
@@ -102,17 +153,17 @@ pub fn rms_norm<I: Stored, O: Stored>(
     unsafe { device.launch(build::<I, O>("rms_norm"), kernel, [rows.div_ceil(ROWS), 1, 1], 128, 0, &arguments) }
 }
 
-/// [`add_rms_norm`](crate::add_rms_norm()) on a device; sum and y have one type.
+/// [`add_rms_norm`](crate::add_rms_norm()) on a device.
 ///
 /// # Errors
 /// [`Error::Length`] when a buffer does not match; errors of the device.
-pub fn add_rms_norm<I: Stored, O: Stored>(
+pub fn add_rms_norm<I: Stored, M: Stored, O: Stored>(
     device: &Device,
     shape: &RmsNorm,
     x: &Buffer<I>,
     residual: &Buffer<I>,
     w: &Buffer<I>,
-    sum: &mut Buffer<O>,
+    sum: &mut Buffer<M>,
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, .. } = *shape;
@@ -135,9 +186,14 @@ pub fn add_rms_norm<I: Stored, O: Stored>(
         .float(shape.eps)
         .int(rounding(shape.rounding))
         .int(i32::from(shape.weight_offset));
+    let kernel = match M::NAME {
+        "bf16" => "add_rms_norm_bf16",
+        "fp16" => "add_rms_norm_fp16",
+        _ => "add_rms_norm_fp32",
+    };
     let grid = [rows.div_ceil(ROWS), 1, 1];
     // SAFETY: as for rms_norm.
-    unsafe { device.launch(build::<I, O>("add_rms_norm"), "add_rms_norm", grid, 128, 0, &arguments) }
+    unsafe { device.launch(build::<I, O>("add_rms_norm"), kernel, grid, 128, 0, &arguments) }
 }
 
 /// A [`RopeTable`] on a device.
@@ -300,32 +356,10 @@ pub fn logprob<I: Stored>(
     check_len("logprob", "lse", "[R]", lse.len(), &[rows])?;
     let scale = check_logprob("logprob", vocab, temperature, target)?;
     let target = device.upload("logprob", target)?;
-    // SAFETY: lengths were checked, and so was every target.
-    unsafe { launch_logprob(device, rows, vocab, scale, logits, (&target, logprob, lse), 0) }
-}
-
-/// Starts logprob for the first `rows` rows of logits, whose targets and results begin at `first`.
-///
-/// # Safety
-/// The buffers hold as much, and targets are below `vocab`.
-pub(super) unsafe fn launch_logprob<I: Stored>(
-    device: &Device,
-    rows: usize,
-    vocab: usize,
-    scale: f32,
-    logits: &Buffer<I>,
-    (target, logprob, lse): (&Buffer<i32>, &Buffer<f32>, &Buffer<f32>),
-    first: usize,
-) -> Result<(), Error> {
     let kernel = if scale == 1.0 { "logprob_unscaled" } else { "logprob" };
-    let arguments = Arguments::new()
-        .buffer(logits)
-        .buffer_from(target, first)
-        .buffer_from(logprob, first)
-        .buffer_from(lse, first)
-        .long(vocab)
-        .float(scale);
-    // SAFETY: the caller's promise.
+    let arguments =
+        Arguments::new().buffer(logits).buffer(&target).buffer(logprob).buffer(lse).long(vocab).float(scale);
+    // SAFETY: lengths were checked, and so was every target.
     unsafe { device.launch(build::<I, f32>("logprob"), kernel, [rows, 1, 1], 256, 0, &arguments) }
 }
 

@@ -28,9 +28,9 @@ macro_rules! unit {
 }
 
 /// Every unit.
-pub static UNITS: [Unit; 12] = [
+pub static UNITS: [Unit; 18] = [
     unit!("add", true, false, ["add"]),
-    unit!("add_rms_norm", true, false, ["add_rms_norm"]),
+    unit!("add_rms_norm", true, false, ["add_rms_norm_bf16", "add_rms_norm_fp16", "add_rms_norm_fp32"]),
     unit!("argmax", false, false, ["argmax"]),
     unit!(
         "attention",
@@ -48,18 +48,24 @@ pub static UNITS: [Unit; 12] = [
             "attention_join16"
         ]
     ),
+    unit!("combine", true, false, ["combine"]),
     unit!("embedding", true, false, ["embedding"]),
+    unit!("gelu_mul", true, false, ["gelu_mul"]),
     unit!(
         "gemm",
         true,
         true,
         ["gemm_tile128", "gemm_tile64", "gemm_skinny1", "gemm_skinny4", "gemm_skinny8", "gemm_skinny16"]
     ),
+    unit!("linear_logprob", false, false, ["linear_logprob_add", "linear_logprob_end"]),
     unit!("logprob", false, false, ["logprob", "logprob_unscaled"]),
     unit!("norm_rope", true, false, ["norm_rope"]),
     unit!("rms_norm", true, false, ["rms_norm_short", "rms_norm_middle", "rms_norm_wide", "rms_norm_long"]),
     unit!("rope", true, false, ["rope"]),
+    unit!("route", false, false, ["route"]),
+    unit!("scale", true, false, ["scale"]),
     unit!("silu_mul", true, false, ["silu_mul"]),
+    unit!("softcap", true, false, ["softcap"]),
     unit!("softmax", true, false, ["softmax"]),
 ];
 
@@ -70,13 +76,14 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 8] = headers![
+pub static HEADERS: [(&str, &str); 9] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
     "lane_sum.cuh",
     "machine.cuh",
     "math.cuh",
+    "rank.cuh",
     "rotate.cuh",
     "scale.cuh"
 ];

@@ -1,0 +1,96 @@
+// Choice of experts: logits[T,E], bias[E]? -> index[T,K], weight[T,K]: route.rs. A warp takes a token. Scores are the
+// softmax, which another kernel has made, or the sigmoid of the logits. Groups and experts are taken one after the
+// other: the largest that is left, the lowest index among equals.
+#include "math.cuh"
+#include "rank.cuh"
+
+// What the host fills in: device/route.rs.
+struct Choice {
+    int experts, chosen, groups, top_groups;
+    // Whether scores are sigmoids, whether there is a bias, whether a group is worth its two largest choices, and
+    // whether weights are divided by their sum.
+    int sigmoid, has_bias, top_two, normalise;
+    float scale;
+};
+
+DEVICE float score_of(const Choice &choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, long long at) {
+    if (!choice.sigmoid) return softmax[at];
+    float x = widen(static_cast<In>(logits[at]));
+    return x != x ? NOT_A_NUMBER : sigmoid_of_number(x);
+}
+
+// The place of the largest of `count` ranks, which becomes 0: taken. All threads return it.
+DEVICE int take_largest(SHARED_POINTER(unsigned) ranks, int count) {
+    unsigned best = 0, place = 0xFFFFFFFFu;
+    for (int i = threadIdx.x; i < count; i += 32) {
+        unsigned rank = ranks[i];
+        take_better(best, place, rank, static_cast<unsigned>(i));
+    }
+    best_of_warp(best, place);
+    if (threadIdx.x == 0) ranks[place] = 0u;
+    __syncwarp();
+    return static_cast<int>(place);
+}
+
+KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, GLOBAL(const In) bias,
+                     GLOBAL(int) index, GLOBAL(float) weight) {
+    SHARED_REST(unsigned, room);
+    int lane = threadIdx.x, size = choice.experts / choice.groups;
+    long long first = static_cast<long long>(blockIdx.x) * choice.experts;
+    // Ranks of the experts and of the groups, and the weights of the chosen ones; 0 stands for what is out.
+    SHARED_POINTER(unsigned) ranks = room;
+    SHARED_POINTER(unsigned) group_ranks = room + choice.experts;
+    SHARED_POINTER(float) weights = as_elements<float>(group_ranks + choice.groups);
+    auto value_of = [&](int expert) {
+        float value = score_of(choice, logits, softmax, first + expert);
+        if (choice.has_bias) value = __fadd_rn(value, widen(static_cast<In>(bias[expert])));
+        return value;
+    };
+    for (int e = lane; e < choice.experts; e += 32) ranks[e] = rank_of(value_of(e));
+    __syncwarp();
+    if (choice.top_groups < choice.groups) {
+        for (int g = lane; g < choice.groups; g += 32) {
+            unsigned best = 0, place = 0xFFFFFFFFu, next = 0, next_place = 0xFFFFFFFFu;
+            for (int i = 0; i < size; i++) {
+                unsigned rank = ranks[g * size + i];
+                if (rank > best) {
+                    next = best;
+                    next_place = place;
+                    best = rank;
+                    place = g * size + i;
+                } else {
+                    take_better(next, next_place, rank, static_cast<unsigned>(g * size + i));
+                }
+            }
+            float worth = value_of(static_cast<int>(place));
+            if (choice.top_two) worth = __fadd_rn(worth, value_of(static_cast<int>(next_place)));
+            group_ranks[g] = rank_of(worth);
+        }
+        __syncwarp();
+        for (int i = 0; i < choice.top_groups; i++) take_largest(group_ranks, choice.groups);
+        for (int e = lane; e < choice.experts; e += 32) {
+            unsigned left = group_ranks[e / size];
+            if (left != 0u) ranks[e] = 0u;
+        }
+        __syncwarp();
+    }
+    for (int rank = 0; rank < choice.chosen; rank++) {
+        int expert = take_largest(ranks, choice.experts);
+        if (lane == 0) {
+            index[static_cast<long long>(blockIdx.x) * choice.chosen + rank] = expert;
+            weights[rank] = score_of(choice, logits, softmax, first + expert);
+        }
+    }
+    if (lane != 0) return;
+    float sum = 0.0f;
+    if (choice.normalise) {
+        for (int rank = 0; rank < choice.chosen; rank++) sum = __fadd_rn(sum, weights[rank]);
+        // f32(1e-20)
+        if (choice.sigmoid) sum = __fadd_rn(sum, __uint_as_float(0x1E3CE508u));
+    }
+    for (int rank = 0; rank < choice.chosen; rank++) {
+        float w = weights[rank];
+        if (choice.normalise) w = __fdiv_rn(w, sum);
+        weight[static_cast<long long>(blockIdx.x) * choice.chosen + rank] = narrow<fp32>(__fmul_rn(w, choice.scale));
+    }
+}
