@@ -68,9 +68,7 @@ impl Contract {
         };
         parse(&files, &today())
     }
-}
 
-impl Contract {
     /// Adds the implementations of `file`, written as `impls.toml`; their commands run in the folder of `file`.
     ///
     /// # Errors
@@ -78,11 +76,7 @@ impl Contract {
     /// a new implementation.
     pub fn add_implementations(&mut self, file: &Path) -> Result<(), ContractError> {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
-            file: name.clone(),
-            line: 1,
-            message: format!("cannot read it: {e}"),
-        })?;
+        let text = text(file)?;
         let source = Source { file: &name, text: &text };
         let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         for mut implementation in implementations(&source)? {
@@ -100,16 +94,7 @@ impl Contract {
         }
         Ok(())
     }
-}
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawExceptions {
-    #[serde(default)]
-    waiver: Vec<Spanned<Exception>>,
-}
-
-impl Contract {
     /// The contract that these tables make, by path; for tests and for tables that are no files.
     ///
     /// # Errors
@@ -130,11 +115,7 @@ impl Contract {
     /// What is wrong with the file, with its line.
     pub fn add_waivers(&mut self, file: &Path) -> Result<(), ContractError> {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|e| ContractError {
-            file: name.clone(),
-            line: 1,
-            message: format!("cannot read it: {e}"),
-        })?;
+        let text = text(file)?;
         let source = Source { file: &name, text: &text };
         let raw: RawExceptions = source.table()?;
         for entry in raw.waiver {
@@ -164,9 +145,17 @@ impl Contract {
     }
 }
 
+/// The text of a table or list.
+fn text(path: &Path) -> Result<String, ContractError> {
+    std::fs::read_to_string(path).map_err(|e| fail(path, format!("cannot read it: {e}")))
+}
+
+fn fail(path: &Path, message: String) -> ContractError {
+    ContractError { file: path.display().to_string(), line: 1, message }
+}
+
 /// The tables of a folder, by path inside it.
 fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
-    let fail = |path: &Path, message: String| ContractError { file: path.display().to_string(), line: 1, message };
     let rows = dir.join("rows");
     let listing = std::fs::read_dir(&rows)
         .map_err(|e| fail(&rows, format!("cannot list the folder: {e}; a contract folder has rows/<op>.toml")))?;
@@ -185,7 +174,6 @@ fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
     }
     files.insert("impls.toml".into(), dir.join("impls.toml"));
     files.insert("ws1.toml".into(), dir.join("ws1.toml"));
-    let text = |path: &Path| std::fs::read_to_string(path).map_err(|e| fail(path, format!("cannot read it: {e}")));
     files.into_iter().map(|(name, path)| Ok((name, text(&path)?))).collect()
 }
 
@@ -350,6 +338,13 @@ struct RawWaiver {
     axis: Option<String>,
     reason: String,
     expires: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawExceptions {
+    #[serde(default)]
+    waiver: Vec<Spanned<Exception>>,
 }
 
 /// Checks and joins the tables; `today` decides which waivers have expired.
