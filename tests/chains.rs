@@ -279,3 +279,119 @@ fn an_audit_finds_what_is_wrong() {
     let json: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
     assert_eq!(json["tensors"].as_array().unwrap().len(), changed.len());
 }
+
+/// Writes a safetensors file of i32 tensors [B, T].
+fn write_tokens(path: &Path, tensors: &[(&str, &[i32])], shape: [usize; 2]) {
+    let data: Vec<(&str, Vec<u8>)> =
+        tensors.iter().map(|(name, data)| (*name, data.iter().flat_map(|v| v.to_le_bytes()).collect())).collect();
+    let views = data
+        .iter()
+        .map(|(name, data)| (*name, TensorView::new(safetensors::Dtype::I32, shape.to_vec(), data).unwrap()));
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+fn logits(path: &Path) -> Vec<u32> {
+    let file = std::fs::read(path).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let logits = tensors.tensor("logits").unwrap();
+    logits.data().chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
+}
+
+#[test]
+fn padding_on_either_side_moves_no_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let forward = |model: &Path, tokens: &Path, extra: &[&str]| {
+        let out = path("logits");
+        let files = [model, tokens, &out].map(|path| path.to_str().unwrap().to_string());
+        let args = ["forward", "--model", &files[0], "--tokens", &files[1], "--out", &files[2]];
+        let ran = samebits(&[&args[..], extra].concat());
+        (ran.status.code(), String::from_utf8_lossy(&ran.stderr).to_string(), out)
+    };
+    // Three sequences of 5, 2 and 6 tokens in rows of 6: padded behind, padded before, whole.
+    let rows = [[3, 9, 4, 7, 5, 0], [0, 0, 0, 0, 8, 3], [6, 3, 3, 9, 4, 5]];
+    let mask = [[1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1], [1; 6]];
+    for name in ["qwen3-adder", "gemma2", "mixtral", "deepseek-v3", "phi3"] {
+        let model = checkpoint(name);
+        let vocab = load(&model).config().vocab;
+        let alone: Vec<Vec<u32>> = rows
+            .iter()
+            .zip(&mask)
+            .map(|(row, mask)| {
+                let tokens: Vec<i32> = row.iter().zip(mask).filter(|(_, m)| **m == 1).map(|(t, _)| *t).collect();
+                write_tokens(&path("alone"), &[("tokens", &tokens)], [1, tokens.len()]);
+                let (code, stderr, out) = forward(&model, &path("alone"), &[]);
+                assert_eq!(code, Some(0), "{name}: {stderr}");
+                logits(&out)
+            })
+            .collect();
+        // What stands in the padding must not matter.
+        for pad in [0, 11] {
+            let tokens: Vec<i32> = rows
+                .iter()
+                .zip(&mask)
+                .flat_map(|(row, mask)| (0..6).map(move |i| if mask[i] == 1 { row[i] } else { pad }))
+                .collect();
+            write_tokens(&path("padded"), &[("tokens", &tokens), ("attention_mask", mask.as_flattened())], [3, 6]);
+            for extra in [&[][..], &["--schedule", "chunk:2", "--page-size", "3"], &["--schedule", "decode"]] {
+                let (code, stderr, out) = forward(&model, &path("padded"), extra);
+                assert_eq!(code, Some(0), "{name}: {stderr}");
+                let padded = logits(&out);
+                for (b, (alone, mask)) in alone.iter().zip(&mask).enumerate() {
+                    let mut alone = alone.chunks_exact(vocab);
+                    for (t, &counts) in mask.iter().enumerate() {
+                        let found = &padded[(b * 6 + t) * vocab..][..vocab];
+                        match counts {
+                            1 => assert_eq!(found, alone.next().unwrap(), "{name} {extra:?}: row {b}, token {t}"),
+                            _ => assert!(found.iter().all(|&bits| bits == 0), "{name} {extra:?}: row {b}, padding {t}"),
+                        }
+                    }
+                    assert!(alone.next().is_none());
+                }
+            }
+        }
+    }
+    let model = checkpoint("qwen3-adder");
+    for (mask, expected) in [
+        (&[1, 0, 1, 1][..], "row 0 must be one run of ones, padded on either side"),
+        (&[1, 1, 0, 0], "row 1 must be one run of ones"),
+        (&[1, 2, 1, 1], "row 0 holds more than 0 and 1"),
+    ] {
+        // Two tokens a row but for the first case.
+        let shape = if mask == [1, 0, 1, 1] { [1, 4] } else { [2, 2] };
+        write_tokens(&path("wrong"), &[("tokens", &[3, 4, 5, 6]), ("attention_mask", mask)], shape);
+        let (code, stderr, _) = forward(&model, &path("wrong"), &[]);
+        assert_eq!(code, Some(2), "{stderr}");
+        assert!(stderr.contains("attention_mask") && stderr.contains(expected), "{stderr}");
+    }
+}
+
+/// A file size limit stands for a disk that is full: writing fails in the middle of the file.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_nothing_half_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = checkpoint("qwen3-adder");
+    let tokens = model.join("reference.safetensors");
+    let (out, dump) = (dir.path().join("logits"), dir.path().join("dump"));
+    let forward = |blocks: &str| {
+        let limited = "trap '' XFSZ; ulimit -f \"$1\"; shift; exec \"$@\"";
+        let mut command = Command::new("sh");
+        command.args(["-c", limited, "sh", blocks, env!("CARGO_BIN_EXE_samebits"), "forward", "--model"]);
+        command.arg(&model).arg("--tokens").arg(&tokens).arg("--out").arg(&out).arg("--dump").arg(&dump);
+        command.env("TMPDIR", dir.path()).output().unwrap()
+    };
+    let files = || std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>();
+    let full = forward("16");
+    let stderr = String::from_utf8_lossy(&full.stderr);
+    assert_eq!(full.status.code(), Some(2), "{stderr}");
+    assert!(
+        stderr.contains("dump: cannot be written: File too large") && stderr.contains("free some space"),
+        "{stderr}"
+    );
+    assert!(stderr.lines().filter(|line| !line.is_empty()).count() == 1 && !stderr.contains("reference"), "{stderr}");
+    assert!(files().is_empty(), "{:?}", files());
+    let plenty = forward("unlimited");
+    assert_eq!(plenty.status.code(), Some(0), "{}", String::from_utf8_lossy(&plenty.stderr));
+    assert_eq!(files().len(), 2, "{:?}", files());
+}

@@ -71,7 +71,9 @@ impl Probe for Writer {
         bytes.extend_from_slice(line.as_bytes());
         bytes.push(b'\n');
         bytes.extend(seen.values.iter().flat_map(|v| v.to_le_bytes()));
-        self.file.write_all(&bytes).map_err(|e| self.refuse(format!("cannot be written: {e}")))?;
+        self.file.write_all(&bytes).map_err(|e| {
+            self.refuse(format!("cannot be written: {e}; free some space, choose another place or pass fewer tokens"))
+        })?;
         self.written += size;
         Ok(())
     }

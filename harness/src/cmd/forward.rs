@@ -5,7 +5,7 @@ use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
 use samebits_harness::dump::Writer;
 use samebits_harness::whole_file;
-use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
+use samebits_models::{Grouping, Model, ModelError, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -90,7 +90,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         probe: writer.as_mut().map(|writer| writer as _),
         ..Run::default()
     };
-    let found = model.forward_run(&cpu, &sequences, run).with_context(|| args.tokens.display().to_string())?;
+    let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match e {
+        // The dump's, which names itself.
+        ModelError::File { .. } => e.into(),
+        _ => anyhow::Error::new(e).context(args.tokens.display().to_string()),
+    })?;
     if let (Some(writer), Some(path)) = (writer, &args.dump) {
         writer.finish().with_context(|| format!("--dump {}", path.display()))?;
     }
