@@ -134,7 +134,7 @@ impl Measured {
         let fact = |name: &str| self.machine.get(name).map_or("", String::as_str);
         let _ = writeln!(
             text,
-            "{}; {}, {} cores ({}), {}, {}. {} pairs, {} timed runs each. {}",
+            "{}; {}, {} cores ({}), {}, {}. {} pairs, at least {} timed runs each. {}",
             programs.collect::<Vec<_>>().join(" beside "),
             fact("cpu"),
             fact("cores"),

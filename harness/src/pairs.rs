@@ -20,7 +20,7 @@ pub struct Comparison {
     pub peers: Vec<Side>,
     /// How often ours and then every peer is asked for one row.
     pub pairs: usize,
-    /// Timed runs of one answer.
+    /// Timed runs of one answer, at least.
     pub repeat: usize,
     /// How long one answer may take.
     pub patience: Duration,
@@ -93,6 +93,8 @@ pub struct Times {
     pub kernel: String,
     /// What stood ready before the clock started.
     pub prepared: String,
+    /// Per pair, how many runs were timed.
+    pub runs: Vec<usize>,
     /// Per pair, the median of its timed runs.
     pub seconds: Vec<f64>,
     /// Their median.
@@ -141,10 +143,9 @@ impl Comparison {
             inputs: BTreeMap::from([("a".into(), one()), ("b".into(), one())]),
             config: Default::default(),
         };
-        let request = Arc::new(timing::encode_timed(&mut case, 1));
         let sides = [&mut self.ours].into_iter().chain(&mut self.peers);
         let greet = |side: &mut Side| {
-            let version = match ask(side, &request, 1, self.patience)? {
+            let version = match ask(side, &mut case, 1, self.patience)? {
                 Timed::Ok(time) => time.version,
                 Timed::Unsupported(_) => String::new(),
             };
@@ -169,8 +170,8 @@ impl Comparison {
             unsupported: BTreeMap::new(),
             error: None,
         };
-        let request = Arc::new(timing::encode_timed(&mut plan.case(workload, threads), self.repeat));
-        match self.pairs(workload, threads, agree, &request, &mut row.unsupported, &mut tick) {
+        let mut case = plan.case(workload, threads);
+        match self.pairs(workload, threads, agree, &mut case, &mut row.unsupported, &mut tick) {
             Ok(Some(pairs)) => pairs.fill(&mut row),
             Ok(None) => {}
             Err(failure) => row.error = Some(failure),
@@ -186,14 +187,16 @@ impl Comparison {
         workload: &Workload,
         threads: usize,
         agree: f64,
-        request: &Arc<Vec<u8>>,
+        case: &mut Case,
         unsupported: &mut BTreeMap<String, String>,
         tick: &mut impl FnMut(),
     ) -> Result<Option<Pairs>, Failure> {
         let mut pairs = Pairs::default();
+        let least = self.repeat;
         for _ in 0..self.pairs {
             let limit = workload.share_of.and_then(|of| self.limits.sample(of, workload, threads));
-            let ours = match ask(&mut self.ours, request, self.repeat, self.patience)? {
+            let runs = enough(least, pairs.ours.last());
+            let ours = match ask(&mut self.ours, case, runs, self.patience)? {
                 Timed::Ok(time) => time,
                 Timed::Unsupported(reason) => {
                     unsupported.insert(self.ours.name.clone(), reason);
@@ -204,7 +207,9 @@ impl Comparison {
                 if unsupported.contains_key(&peer.name) {
                     continue;
                 }
-                match ask(peer, request, self.repeat, self.patience)? {
+                let before = pairs.peers.get(&peer.name).and_then(|(_, times)| times.last());
+                let runs = enough(least, before);
+                match ask(peer, case, runs, self.patience)? {
                     Timed::Unsupported(reason) => _ = unsupported.insert(peer.name.clone(), reason),
                     Timed::Ok(theirs) => {
                         let failed = |reason| Failure { side: peer.name.clone(), reason };
@@ -271,9 +276,18 @@ impl Times {
             prepared: times[0].prepared.clone(),
             median: spread(&seconds)[0],
             peak_bytes: times.iter().map(|time| time.peak_bytes).max().flatten(),
+            runs: times.iter().map(|time| time.seconds.len()).collect(),
             seconds,
         }
     }
+}
+
+/// How many runs to time where `before` is the pair before this one: as many as fit in a tenth of a second, since the median
+/// of a few short runs moves with every interrupt.
+fn enough(least: usize, before: Option<&Time>) -> usize {
+    let Some(before) = before else { return least };
+    let fit = 0.1 / spread(&before.seconds)[0];
+    (fit as usize).clamp(least, least.max(200))
 }
 
 impl Limits {
@@ -298,9 +312,10 @@ impl Limits {
     }
 }
 
-fn ask(side: &mut Side, request: &Arc<Vec<u8>>, repeat: usize, patience: Duration) -> Result<Timed, Failure> {
+fn ask(side: &mut Side, case: &mut Case, repeat: usize, patience: Duration) -> Result<Timed, Failure> {
+    let request = Arc::new(timing::encode_timed(case, repeat));
     let start = Instant::now();
-    let answer = side.ask(request, patience).and_then(|frame| timing::decode(&frame, repeat));
+    let answer = side.ask(&request, patience).and_then(|frame| timing::decode(&frame, repeat));
     let took = start.elapsed().as_secs_f64();
     let answer = answer.and_then(|answer| match answer {
         Timed::Ok(time) if time.seconds.iter().sum::<f64>() > took => {

@@ -54,7 +54,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_delimiter = ',')]
     threads: Vec<usize>,
 
-    /// Timed runs [default: 11; with --workloads 5 for each answer]
+    /// Timed runs [default: 11; with --workloads at least 5 for each answer, and more where they are short]
     #[arg(long, value_name = "N")]
     repeat: Option<usize>,
 
