@@ -57,6 +57,16 @@ fn attention_op(c: &mut Criterion) {
         let (mut out, mut lse) = (vec![bf16::ZERO; q.len()], vec![0f32; batch * queries * q_heads]);
         let mut group = c.benchmark_group(group);
         group.throughput(Throughput::Bytes(4 * (batch * keys * kv_heads * dim) as u64));
+        // The same keys in pages of 16, the last page first.
+        let table: Vec<i32> = (0..(batch * keys / 16) as i32).rev().collect();
+        let pages = Sequences { keys: Keys::Paged { page_size: 16, table: &table }, ..Sequences::default() };
+        let paged = Attention { keys: batch * keys, ..shape };
+        group.bench_function(format!("{name}-paged"), |b| {
+            b.iter(|| {
+                attention_over(&cpu, &paged, &pages, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+                    .expect("shapes match")
+            });
+        });
         group.bench_function(name, |b| {
             b.iter(|| {
                 attention(&cpu, &shape, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
@@ -122,6 +132,49 @@ fn rows(c: &mut Criterion) {
     group.bench_function("silu_mul-4096x4864", |b| {
         b.iter(|| silu_mul(&cpu, black_box(&gate), &up, &mut y).expect("shapes match"))
     });
+    group.bench_function("gelu_mul-4096x4864", |b| {
+        b.iter(|| gelu_mul(&cpu, black_box(&gate), &up, &mut y).expect("shapes match"))
+    });
+    group.throughput(Throughput::Bytes(4 * (r * n) as u64));
+    group.bench_function("softcap-4096x4864", |b| {
+        b.iter(|| softcap(&cpu, 30.0, black_box(&gate), &mut y).expect("shapes match"))
+    });
+    group.bench_function("scale-4096x4864", |b| {
+        b.iter(|| scale(&cpu, 0.125, black_box(&gate), &mut y).expect("shapes match"))
+    });
+}
+
+/// 512 tokens, 8 of 128 experts each, as in Qwen3-MoE.
+fn experts(c: &mut Criterion) {
+    let cpu = Cpu::best();
+    let (tokens, count, chosen, n) = (512, 128, 8, 2048);
+    let logits = values(tokens * count, 1);
+    let (mut index, mut weight) = (vec![0; tokens * chosen], vec![0f32; tokens * chosen]);
+    let shape = Route {
+        tokens,
+        experts: count,
+        chosen,
+        scoring: Scoring::Softmax,
+        groups: 1,
+        top_groups: 1,
+        group_worth: GroupWorth::Max,
+        normalise: true,
+        scale: 1.0,
+    };
+    let mut group = c.benchmark_group("experts");
+    group.throughput(Throughput::Bytes(2 * logits.len() as u64));
+    group.bench_function("route-512x128", |b| {
+        b.iter(|| route(&cpu, &shape, black_box(&logits), None, &mut index, &mut weight).expect("shapes match"))
+    });
+    let rows = tokens * chosen;
+    let (x, mut y) = (values(rows * n, 2), vec![bf16::ZERO; tokens * n]);
+    // Rows far apart, as they are when every expert has its own.
+    let row: Vec<i32> = (0..rows).map(|i| (i * 1021 % rows) as i32).collect();
+    let shape = Combine { tokens, chosen, rows, n };
+    group.throughput(Throughput::Bytes(2 * (rows + tokens) as u64 * n as u64));
+    group.bench_function("combine-512x8x2048", |b| {
+        b.iter(|| combine(&cpu, &shape, black_box(&x), &row, &weight, None, &mut y).expect("shapes match"))
+    });
 }
 
 fn logprob_op(c: &mut Criterion) {
@@ -137,7 +190,18 @@ fn logprob_op(c: &mut Criterion) {
             logprob(&cpu, r, vocab, 1.0, black_box(&logits), &target, &mut logp, &mut lse).expect("shapes match")
         });
     });
+    let (r, k) = (64, 896);
+    let (x, w) = (values(r * k, 2), values(vocab * k, 3));
+    let w = PackedWeight::pack(&cpu, vocab, k, &w).expect("shapes match");
+    let (logp, lse) = (&mut logp[..r], &mut lse[..r]);
+    group.throughput(Throughput::Elements((r * vocab * k) as u64));
+    group.bench_function(format!("linear-{r}x{k}x{vocab}"), |b| {
+        b.iter(|| {
+            // A row of logits this wide would be summed twice at temperature 1.
+            linear_logprob_packed(&cpu, r, 4.0, black_box(&x), &w, &target[..r], logp, lse).expect("shapes match")
+        });
+    });
 }
 
-criterion_group!(benches, gemm, attention_op, rows, logprob_op);
+criterion_group!(benches, gemm, attention_op, rows, experts, logprob_op);
 criterion_main!(benches);
