@@ -53,6 +53,34 @@ pub fn gemm<I: Stored, O: Stored>(
     unsafe { launch_gemm(device, shape, (x, 0), (w, 0), bias, (y, 0)) }
 }
 
+/// The product of some rows of x, from row `x_row` on, to as many rows of y, from row `y_row` on; the buffers may be longer.
+///
+/// # Errors
+/// [`Error::Value`](crate::Error::Value) when the rows are not there; as [`gemm`].
+pub fn gemm_rows<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Gemm,
+    (x, x_row): (&Buffer<I>, usize),
+    w: &Buffer<I>,
+    bias: Option<&Buffer<I>>,
+    (y, y_row): (&mut Buffer<O>, usize),
+) -> Result<(), Error> {
+    let Gemm { m, n, k, .. } = *shape;
+    let inside = |row: usize, width: usize, len: usize| {
+        row.checked_add(m).and_then(|rows| rows.checked_mul(width)).is_some_and(|end| end <= len)
+    };
+    if !inside(x_row, k, x.len()) || !inside(y_row, n, y.len()) {
+        let why = format!("{m} rows from {x_row} of x or from {y_row} of y are not there");
+        return Err(crate::value_error("gemm", why));
+    }
+    check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
+    if let Some(bias) = bias {
+        check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
+    }
+    // SAFETY: lengths were checked.
+    unsafe { launch_gemm(device, shape, (x, x_row), (w, 0), bias, (y, y_row * n)) }
+}
+
 /// Starts the product of `shape.m` rows of x with `shape.n` rows of w, each from a row on; y from an element on.
 ///
 /// # Safety
