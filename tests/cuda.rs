@@ -19,7 +19,9 @@ use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::judge::{Judge, Selection, plan};
-use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Sample, Sampling, Schedule, Serving};
+use samebits_models::{
+    Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
+};
 use samebits_ops::device::{self, Device, Stored};
 use samebits_ops::{Cpu, Isa, RmsNorm, Rounding, bf16, f16};
 use std::collections::BTreeMap;
@@ -57,6 +59,7 @@ fn main() {
     trials.push(Trial::test("models::other_precisions", other_precisions));
     trials.push(Trial::test("models::rollouts_are_those_of_the_processor", rollouts));
     trials.push(Trial::test("models::chain_cases_are_answered_and_counted", chain_case));
+    trials.push(Trial::test("models::every_site_is_that_of_the_processor", sites));
     trials.push(Trial::test("models::backwards", || same_logits("qwen3", Precision::Bf16, &[], true).map(drop)));
     trials.push(Trial::test("models::a_fault_is_seen", wrong_model));
     trials.push(Trial::test("add_rms_norm::every_type_of_sum", || sums(&[])));
@@ -855,6 +858,43 @@ fn other_precisions() -> Result<(), Failed> {
     same_logits("qwen3", Precision::Fp32, &[], false)?;
     same_logits("llama-linear", Precision::Fp16, &[], false)?;
     same_logits("mixtral", Precision::Fp32, &[], false).map(drop)
+}
+
+/// Keeps what it is shown.
+#[derive(Default, PartialEq)]
+struct Kept(Vec<(String, Vec<(usize, usize)>, Vec<u32>)>);
+
+impl Probe for Kept {
+    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+        let bits = seen.values.iter().map(|value| value.to_bits()).collect();
+        self.0.push((seen.name(), seen.tokens.to_vec(), bits));
+        Ok(())
+    }
+}
+
+/// What `samebits trace` compares: every value on the way.
+fn sites() -> Result<(), Failed> {
+    let device = Device::new(Box::new(Emulator::new(&[], false)?), usize::MAX, usize::MAX);
+    for name in ["deepseek-v3", "gemma2", "mixtral", "phi3-partial", "qwen3"] {
+        let here = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?;
+        let there = Model::load(&checkpoint(name), Precision::Bf16, &cpu())?.to_device(&cpu(), &device)?;
+        let sequences = sequences(&here);
+        let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+        let seen = |model: &Model| -> Result<Kept, Failed> {
+            let mut kept = Kept::default();
+            let run = Run { probe: Some(&mut kept), ..run_of(Schedule::Chunk(3), Grouping::Together, 2) };
+            model.forward_run(&cpu(), &sequences, run)?;
+            Ok(kept)
+        };
+        let (wanted, found) = (seen(&here)?, seen(&there)?);
+        if wanted.0.len() < 30 || wanted.0.len() != found.0.len() {
+            return Err(format!("{name}: {} sites where there are {}", found.0.len(), wanted.0.len()).into());
+        }
+        if let Some((wanted, found)) = wanted.0.iter().zip(&found.0).find(|(wanted, found)| wanted != found) {
+            return Err(format!("{name}: {} where {} is wanted, or other values", found.0, wanted.0).into());
+        }
+    }
+    Ok(())
 }
 
 /// Texts that are sampled and scored with the model on a device.

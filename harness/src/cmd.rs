@@ -70,8 +70,9 @@ pub struct On {
     device: Target,
 }
 
+/// Processor or device.
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum Target {
+pub enum Target {
     Cpu,
     Cuda,
 }
@@ -79,10 +80,15 @@ enum Target {
 impl On {
     /// The device, opened before anything is loaded; `None` for the processor.
     pub fn open(&self) -> Result<Option<Device>> {
-        match self.device {
-            Target::Cpu => Ok(None),
-            Target::Cuda => Ok(Some(open_gpu(usize::MAX).context("--device cuda")?)),
-        }
+        open_target(self.device).context("--device cuda")
+    }
+}
+
+/// The device of a target; `None` for the processor.
+pub fn open_target(target: Target) -> Result<Option<Device>> {
+    match target {
+        Target::Cpu => Ok(None),
+        Target::Cuda => Ok(Some(open_gpu(usize::MAX)?)),
     }
 }
 

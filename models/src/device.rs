@@ -282,6 +282,9 @@ impl<A: Stored> Steps for OnDevice<A> {
         if watch.fault.is_some() {
             return Err(ModelError::input("fault", "is planted on the processor only"));
         }
+        if feeds.is_empty() {
+            return Ok(Vec::new());
+        }
         let (c, d) = (self.config(), &self.device);
         let (step, tokens) = Step::of(feeds, cache)?;
         let (n, page_size) = (step.rows(), cache.page_size());

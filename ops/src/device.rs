@@ -334,6 +334,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
+        let _turn = self.inner.turn();
         self.inner.driver.forget(self.number);
     }
 }
