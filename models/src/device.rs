@@ -1,7 +1,8 @@
 //! The forward of every family on a device: the parts of [`crate::decoder`], in its order, over device memory.
 //!
 //! Weights are copied there once, keys and values never leave it, and of a step only its logits come back; where a layer is
-//! a mixture, the choice of experts as well, because the host cuts the products by it. What a step is told (tokens,
+//! a mixture and the step has several tokens of a sequence, the choice of experts as well, because the host cuts the products
+//! by it. What a step is told (tokens,
 //! positions, pages, angles) is written to buffers of its own before its first kernel, so that nothing but kernels lies
 //! between.
 //!
@@ -81,7 +82,8 @@ enum MlpThere<A> {
         sizes: Experts,
         router: LinearThere<A>,
         choice_bias: Option<Buffer<f32>>,
-        experts: Vec<GatedThere<A>>,
+        /// All of them, their matrices one behind the other.
+        experts: GatedThere<A>,
         shared: Option<GatedThere<A>>,
     },
 }
@@ -94,6 +96,7 @@ struct GatedThere<A> {
     width: usize,
 }
 
+/// One matrix `[n,k]`, or as many as there are experts.
 struct LinearThere<A> {
     n: usize,
     k: usize,
@@ -116,17 +119,22 @@ impl Upload<'_> {
         host.map(|host| self.vector(host)).transpose()
     }
 
-    /// A packed matrix, row-major again: its elements are what they were before they were packed.
-    fn matrix<A: Stored>(&self, weight: &PackedWeight, bias: Option<&[A]>) -> Result<LinearThere<A>, ModelError> {
-        let (n, k) = (weight.n(), weight.k());
-        let mut rows: Vec<A> = buffer(&[n, k])?;
+    /// Packed matrices of one size, row-major again and one behind the other: their elements are what they were before they
+    /// were packed.
+    fn matrices<A: Stored>(&self, parts: &[(&PackedWeight, Option<&[A]>)]) -> Result<LinearThere<A>, ModelError> {
+        let (n, k) = (parts[0].0.n(), parts[0].0.k());
+        let mut rows: Vec<A> = buffer(&[parts.len(), n, k])?;
         let all: Vec<i32> = (0..n as i32).collect();
-        embedding_packed(self.cpu, weight, &all, &mut rows)?;
-        Ok(LinearThere { n, k, weight: self.vector(&rows)?, bias: self.optional(bias)? })
+        for ((weight, _), rows) in parts.iter().zip(rows.chunks_exact_mut(n * k)) {
+            embedding_packed(self.cpu, weight, &all, rows)?;
+        }
+        let biases: Vec<A> = parts.iter().flat_map(|(_, bias)| bias.unwrap_or_default()).copied().collect();
+        let bias = if biases.is_empty() { None } else { Some(self.vector(&biases)?) };
+        Ok(LinearThere { n, k, weight: self.vector(&rows)?, bias })
     }
 
     fn linear<A: Stored>(&self, linear: &Linear<A>) -> Result<LinearThere<A>, ModelError> {
-        self.matrix(&linear.weight, linear.bias.as_deref())
+        self.matrices(&[(&linear.weight, linear.bias.as_deref())])
     }
 
     fn turned<A: Stored>(&self, turned: &Turned<A>) -> Result<TurnedThere<A>, ModelError> {
@@ -162,9 +170,14 @@ impl Upload<'_> {
         })))
     }
 
-    fn gated<A: Stored>(&self, gated: &Gated<A>) -> Result<GatedThere<A>, ModelError> {
-        let (gate, up, down) = (self.linear(&gated.gate)?, self.linear(&gated.up)?, self.linear(&gated.down)?);
-        Ok(GatedThere { gate, up, down, activation: gated.activation, width: gated.width })
+    /// One gated MLP, or all those of a mixture.
+    fn gated<A: Stored>(&self, all: &[&Gated<A>]) -> Result<GatedThere<A>, ModelError> {
+        let part = |part: fn(&Gated<A>) -> &Linear<A>| {
+            let linears = all.iter().map(|gated| part(gated));
+            self.matrices(&linears.map(|linear| (&linear.weight, linear.bias.as_deref())).collect::<Vec<_>>())
+        };
+        let (gate, up, down) = (part(|g| &g.gate)?, part(|g| &g.up)?, part(|g| &g.down)?);
+        Ok(GatedThere { gate, up, down, activation: all[0].activation, width: all[0].width })
     }
 
     fn mixture<A: Stored>(&self, mixture: &Mixture<A>) -> Result<MlpThere<A>, ModelError> {
@@ -172,8 +185,8 @@ impl Upload<'_> {
             sizes: mixture.sizes,
             router: self.linear(&mixture.router)?,
             choice_bias: self.optional(mixture.choice_bias.as_deref())?,
-            experts: mixture.experts.iter().map(|expert| self.gated(expert)).collect::<Result<_, _>>()?,
-            shared: mixture.shared.as_ref().map(|shared| self.gated(shared)).transpose()?,
+            experts: self.gated(&mixture.experts.iter().collect::<Vec<_>>())?,
+            shared: mixture.shared.as_ref().map(|shared| self.gated(&[shared])).transpose()?,
         })
     }
 
@@ -188,7 +201,7 @@ impl Upload<'_> {
             post_attention_norm: self.optional(layer.post_attention_norm.as_deref())?,
             mlp_norm: self.vector(&layer.mlp_norm)?,
             mlp: match &layer.mlp {
-                LayerMlp::Dense(mlp) => MlpThere::Dense(self.gated(mlp)?),
+                LayerMlp::Dense(mlp) => MlpThere::Dense(self.gated(&[mlp])?),
                 LayerMlp::Sparse(mixture) => self.mixture(mixture)?,
             },
             post_mlp_norm: self.optional(layer.post_mlp_norm.as_deref())?,
@@ -241,6 +254,8 @@ struct Told {
     angles: Rotations,
     /// The rows that get logits, where not all do.
     last: Option<Indices>,
+    /// The choices of experts one after the other, where each takes a product of its own.
+    choices: Option<Indices>,
 }
 
 /// A form of steps with one token to each sequence.
@@ -325,6 +340,7 @@ impl<A: Stored> Steps for OnDevice<A> {
                     places: Places::paged(d, &shape, page_size, columns, most)?,
                     angles: Rotations::new(d, &angles)?,
                     last: None,
+                    choices: self.choices(n, single)?,
                 };
                 (told, None, false)
             }
@@ -342,8 +358,8 @@ impl<A: Stored> Steps for OnDevice<A> {
 
         let captured = match captured {
             Some(captured) => Some(captured),
-            // What a probe or the router asks for is copied, which a graph does not do.
-            None if again && watch.probe.is_none() && c.experts.is_none() => {
+            // What a probe asks for is copied, and so is a choice that the host makes products of: a graph does not do that.
+            None if again && watch.probe.is_none() && (c.experts.is_none() || told.choices.is_some()) => {
                 let mut logits = None;
                 let graph = d.capture(&mut || {
                     let run = self.run(&told, cache, &step, &mut Watch::default());
@@ -398,7 +414,7 @@ impl<A: Stored> OnDevice<A> {
             embed: upload.optional(decoder.embed.as_deref())?,
             layers: decoder.layers.iter().map(|layer| upload.layer(layer)).collect::<Result<_, _>>()?,
             final_norm: upload.vector(&decoder.final_norm)?,
-            lm_head: upload.matrix(&decoder.lm_head, None)?,
+            lm_head: upload.matrices(&[(&decoder.lm_head, None)])?,
         };
         Ok(OnDevice { device: device.clone(), weights: Arc::new(weights) })
     }
@@ -406,6 +422,19 @@ impl<A: Stored> OnDevice<A> {
     /// The same weights under the counters and the budget of `device`, a clone of their own.
     pub fn under(&self, device: &Device) -> OnDevice<A> {
         OnDevice { device: device.clone(), weights: self.weights.clone() }
+    }
+
+    /// The choices of experts where every sequence has one token: each is a product of its own. Matrices whose rows are no
+    /// multiples of 16 bytes are left to the products of other steps.
+    fn choices(&self, n: usize, single: bool) -> Result<Option<Indices>, ModelError> {
+        let c = &self.weights.config;
+        let Some(experts) = c.experts.filter(|_| single) else { return Ok(None) };
+        if [c.hidden, experts.width].iter().any(|k| !(k * size_of::<A>()).is_multiple_of(16)) {
+            return Ok(None);
+        }
+        let count = n * experts.chosen;
+        let all: Vec<i32> = (0..count as i32).collect();
+        Ok(Some(Indices::new(&self.device, "experts", &all, count)?))
     }
 
     /// The shape of attention in a layer.
@@ -495,7 +524,7 @@ impl<A: Stored> OnDevice<A> {
             self.see(watch, Some(i), "mlp_norm", step, &a)?;
             y = match &layer.mlp {
                 MlpThere::Dense(mlp) => mlp.apply(d, n, &a)?,
-                MlpThere::Sparse { .. } => self.mixture(&layer.mlp, step, i, &a, watch)?,
+                MlpThere::Sparse { .. } => self.mixture(&layer.mlp, told, step, i, &a, watch)?,
             };
             self.see(watch, Some(i), "mlp", step, &y)?;
             if let Some(w) = &layer.post_mlp_norm {
@@ -594,11 +623,12 @@ impl<A: Stored> OnDevice<A> {
         ])
     }
 
-    /// A mixture of experts, `a[n,hidden] -> y[n,hidden]`. The choice comes to the host, which says which rows of which
-    /// expert's products are whose.
+    /// A mixture of experts, `a[n,hidden] -> y[n,hidden]`. Where there are many tokens, the choice comes to the host, which
+    /// cuts the products by it: an expert's weights are read once for all of its tokens.
     fn mixture(
         &self,
         mlp: &MlpThere<A>,
+        told: &Told,
         step: &Step,
         layer: usize,
         a: &Buffer<A>,
@@ -612,12 +642,22 @@ impl<A: Stored> OnDevice<A> {
         let shape =
             Route { tokens: n, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale };
         let logits: Buffer<f32> = router.apply(d, n, a)?;
-        let (mut there, mut weight) = (d.empty::<i32>("model", n * chosen)?, d.empty::<f32>("model", n * chosen)?);
-        device::route(d, &shape, &logits, choice_bias.as_ref(), &mut there, &mut weight)?;
-        let mut index = vec![0; n * chosen];
-        there.download(d, &mut index)?;
+        let mut weight = d.empty::<f32>("model", n * chosen)?;
+        let choice = device::route_to(d, &shape, &logits, choice_bias.as_ref(), &mut weight)?;
         self.see(watch, Some(layer), "router", step, &logits)?;
-        watch.see(Some(layer), "experts", step, &index.iter().map(|&e| e as f32).collect::<Vec<_>>())?;
+        let mut index = vec![0; n * chosen];
+        if told.choices.is_none() || watch.probe.is_some() {
+            choice.download(d, &mut index)?;
+            watch.see(Some(layer), "experts", step, &index.iter().map(|&e| e as f32).collect::<Vec<_>>())?;
+        }
+        let shared = shared.as_ref().map(|shared| shared.apply(d, n, a)).transpose()?;
+        let mut y = d.empty("model", n * hidden)?;
+        let shape = Combine { tokens: n, chosen, rows: n * chosen, n: hidden };
+        if let Some(choices) = &told.choices {
+            let made = experts.apply_chosen(d, (a, chosen), &choice)?;
+            device::combine_at(d, &shape, &made, choices, &weight, shared.as_ref(), &mut y)?;
+            return Ok(y);
+        }
 
         // Row of the expert's output by token and rank: experts one after the other, tokens ascending.
         let mut order: Vec<usize> = (0..index.len()).collect();
@@ -631,16 +671,13 @@ impl<A: Stored> OnDevice<A> {
         device::copy_rows(d, [order.len(), hidden], (a, from), (&mut gathered, Part::whole(hidden)))?;
         let mut made = d.empty::<f32>("model", order.len() * hidden)?;
         let mut first = 0;
-        for (e, expert) in experts.iter().enumerate() {
-            let count = index.iter().filter(|&&i| i == e as i32).count();
-            if count > 0 {
-                expert.apply_rows(d, count, first, &gathered, &mut made)?;
+        for expert in 0..count {
+            let rows = index.iter().filter(|&&i| i == expert as i32).count();
+            if rows > 0 {
+                experts.apply_rows(d, expert, [rows, first], &gathered, &mut made)?;
             }
-            first += count;
+            first += rows;
         }
-        let shared = shared.as_ref().map(|shared| shared.apply(d, n, a)).transpose()?;
-        let mut y = d.empty("model", n * hidden)?;
-        let shape = Combine { tokens: n, chosen, rows: index.len(), n: hidden };
         device::combine(d, &shape, &made, &rows, &weight, shared.as_ref(), &mut y)?;
         Ok(y)
     }
@@ -658,16 +695,29 @@ impl<A: Stored> LinearThere<A> {
         Ok(device::gemm(d, &Gemm::new(m, self.n, self.k), x, &self.weight, self.bias.as_ref(), y)?)
     }
 
-    /// Rows of a longer x to the same rows of a longer y, from given ones on.
+    /// Some rows of x by one of the matrices, to some rows of y, each from a row on.
     fn apply_rows<O: Stored>(
         &self,
         d: &Device,
+        matrix: usize,
         m: usize,
-        (x, x_row): (&Buffer<A>, usize),
+        x: (&Buffer<A>, usize),
         y: (&mut Buffer<O>, usize),
     ) -> Result<(), ModelError> {
         let shape = Gemm::new(m, self.n, self.k);
-        Ok(device::gemm_rows(d, &shape, (x, x_row), &self.weight, self.bias.as_ref(), y)?)
+        Ok(device::gemm_rows(d, &shape, x, (&self.weight, matrix), self.bias.as_ref(), y)?)
+    }
+
+    /// A row of x for every choice, each `every` times, by the matrix that was chosen.
+    fn apply_chosen<O: Stored>(
+        &self,
+        d: &Device,
+        x: (&Buffer<A>, usize),
+        choice: &Indices,
+    ) -> Result<Buffer<O>, ModelError> {
+        let mut y = d.empty("model", choice.len() * self.n)?;
+        device::gemm_experts(d, [self.n, self.k], x, choice, &self.weight, self.bias.as_ref(), &mut y)?;
+        Ok(y)
     }
 }
 
@@ -675,28 +725,39 @@ impl<A: Stored> GatedThere<A> {
     /// `x[M,hidden] -> y[M,hidden]`
     fn apply(&self, d: &Device, m: usize, x: &Buffer<A>) -> Result<Buffer<f32>, ModelError> {
         let mut y = d.empty("model", m * self.down.n)?;
-        self.apply_rows(d, m, 0, x, &mut y)?;
+        self.apply_rows(d, 0, [m, 0], x, &mut y)?;
         Ok(y)
     }
 
-    /// `m` rows from row `first` on.
+    /// `m` rows from row `first` on, by one of the MLPs.
     fn apply_rows(
         &self,
         d: &Device,
-        m: usize,
-        first: usize,
+        number: usize,
+        [m, first]: [usize; 2],
         x: &Buffer<A>,
         y: &mut Buffer<f32>,
     ) -> Result<(), ModelError> {
         let (mut gate, mut up) = (d.empty::<f32>("model", m * self.width)?, d.empty::<f32>("model", m * self.width)?);
-        self.gate.apply_rows(d, m, (x, first), (&mut gate, 0))?;
-        self.up.apply_rows(d, m, (x, first), (&mut up, 0))?;
-        let mut inner = d.empty::<A>("model", m * self.width)?;
+        self.gate.apply_rows(d, number, m, (x, first), (&mut gate, 0))?;
+        self.up.apply_rows(d, number, m, (x, first), (&mut up, 0))?;
+        let inner = self.activate(d, &gate, &up)?;
+        self.down.apply_rows(d, number, m, (&inner, 0), (y, first))
+    }
+
+    /// A row of x for every choice, each `every` times, by the MLP that was chosen.
+    fn apply_chosen(&self, d: &Device, x: (&Buffer<A>, usize), choice: &Indices) -> Result<Buffer<f32>, ModelError> {
+        let inner = self.activate(d, &self.gate.apply_chosen(d, x, choice)?, &self.up.apply_chosen(d, x, choice)?)?;
+        self.down.apply_chosen(d, (&inner, 1), choice)
+    }
+
+    fn activate(&self, d: &Device, gate: &Buffer<f32>, up: &Buffer<f32>) -> Result<Buffer<A>, ModelError> {
+        let mut inner = d.empty::<A>("model", gate.len())?;
         match self.activation {
-            Activation::Silu => device::silu_mul(d, &gate, &up, &mut inner)?,
-            Activation::Gelu => device::gelu_mul(d, &gate, &up, &mut inner)?,
+            Activation::Silu => device::silu_mul(d, gate, up, &mut inner)?,
+            Activation::Gelu => device::gelu_mul(d, gate, up, &mut inner)?,
         }
-        self.down.apply_rows(d, m, (&inner, 0), (y, first))
+        Ok(inner)
     }
 }
 

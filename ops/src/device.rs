@@ -21,8 +21,8 @@ mod workspace;
 pub use attention::{Places, attention, attention_at, attention_over};
 pub use copy_rows::{Indices, Part, copy_rows};
 pub use driver::{Arguments, Driver, Launch};
-pub use experts::{combine, route};
-pub use gemm::{gemm, gemm_rows};
+pub use experts::{combine, combine_at, route, route_to};
+pub use gemm::{gemm, gemm_experts, gemm_rows};
 pub use linear_logprob::linear_logprob;
 pub use rows::{
     Rotations, add, add_rms_norm, argmax, embedding, embedding_at, gelu_mul, logprob, norm_rope, rms_norm, rope, scale,

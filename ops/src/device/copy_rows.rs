@@ -20,6 +20,19 @@ impl Indices {
         Ok(Indices { limit, buffer: device.upload(op, values)? })
     }
 
+    /// Those that a kernel has made, or will, and that it keeps below `limit`.
+    pub(super) fn made(buffer: Buffer<i32>, limit: usize) -> Indices {
+        Indices { limit, buffer }
+    }
+
+    /// Copies them to the host.
+    ///
+    /// # Errors
+    /// As [`Buffer::download`].
+    pub fn download(&self, device: &Device, host: &mut [i32]) -> Result<(), Error> {
+        self.buffer.download(device, host)
+    }
+
     /// Copies as many other values over them.
     ///
     /// # Errors

@@ -59,7 +59,15 @@ pub static UNITS: [Unit; 19] = [
         "gemm",
         true,
         true,
-        ["gemm_tile128", "gemm_tile64", "gemm_skinny1", "gemm_skinny4", "gemm_skinny8", "gemm_skinny16"]
+        [
+            "gemm_tile128",
+            "gemm_tile64",
+            "gemm_skinny1",
+            "gemm_skinny4",
+            "gemm_skinny8",
+            "gemm_skinny16",
+            "gemm_experts"
+        ]
     ),
     unit!("linear_logprob", false, false, ["linear_logprob_add", "linear_logprob_end"]),
     unit!("logprob", false, false, ["logprob", "logprob_unscaled"]),
