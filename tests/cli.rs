@@ -247,7 +247,7 @@ fn a_machine_without_a_device_says_so() {
     for verb in ["forward", "generate", "rollout", "score"] {
         let files: &[&str] = match verb {
             "forward" => &["--tokens", "none", "--out", "none"],
-            "generate" => &["--prompt", "none"],
+            "generate" => &["--prompt", "none", "--max-tokens", "1"],
             "rollout" => &["--prompts", "none"],
             _ => &["--rollout", "none"],
         };

@@ -860,9 +860,12 @@ fn other_precisions() -> Result<(), Failed> {
     same_logits("mixtral", Precision::Fp32, &[], false).map(drop)
 }
 
+/// A site, the sequence and position of each token, and the bits of its values.
+type Site = (String, Vec<(usize, usize)>, Vec<u32>);
+
 /// Keeps what it is shown.
 #[derive(Default, PartialEq)]
-struct Kept(Vec<(String, Vec<(usize, usize)>, Vec<u32>)>);
+struct Kept(Vec<Site>);
 
 impl Probe for Kept {
     fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {

@@ -32,13 +32,15 @@ impl From<String> for Failure {
     }
 }
 
+/// A model's name, its precision, and whether it lies on a device.
+type Key = (String, &'static str, bool);
+
 /// A folder of checkpoint folders; models are loaded once and kept.
 #[derive(Default)]
 pub struct Checkpoints {
     dir: Option<PathBuf>,
     fault: Option<Fault>,
-    /// By name, precision, and whether it lies on a device.
-    loaded: Mutex<BTreeMap<(String, &'static str, bool), Arc<Model>>>,
+    loaded: Mutex<BTreeMap<Key, Arc<Model>>>,
 }
 
 impl Checkpoints {

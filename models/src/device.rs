@@ -52,8 +52,14 @@ struct LayerThere<A> {
 }
 
 enum ProjectionsThere<A> {
-    Heads { q: TurnedThere<A>, k: TurnedThere<A>, v: LinearThere<A> },
+    Heads(Box<HeadsThere<A>>),
     Latent(Box<LatentThere<A>>),
+}
+
+struct HeadsThere<A> {
+    q: TurnedThere<A>,
+    k: TurnedThere<A>,
+    v: LinearThere<A>,
 }
 
 struct TurnedThere<A> {
@@ -77,15 +83,17 @@ struct LatentThere<A> {
 }
 
 enum MlpThere<A> {
-    Dense(GatedThere<A>),
-    Sparse {
-        sizes: Experts,
-        router: LinearThere<A>,
-        choice_bias: Option<Buffer<f32>>,
-        /// All of them, their matrices one behind the other.
-        experts: GatedThere<A>,
-        shared: Option<GatedThere<A>>,
-    },
+    Dense(Box<GatedThere<A>>),
+    Sparse(Box<MixtureThere<A>>),
+}
+
+struct MixtureThere<A> {
+    sizes: Experts,
+    router: LinearThere<A>,
+    choice_bias: Option<Buffer<f32>>,
+    /// All of them, their matrices one behind the other.
+    experts: GatedThere<A>,
+    shared: Option<GatedThere<A>>,
 }
 
 struct GatedThere<A> {
@@ -148,7 +156,7 @@ impl Upload<'_> {
 
     fn heads<A: Stored>(&self, heads: &HeadProjections<A>) -> Result<ProjectionsThere<A>, ModelError> {
         let (q, k) = (self.turned(&heads.q)?, self.turned(&heads.k)?);
-        Ok(ProjectionsThere::Heads { q, k, v: self.linear(&heads.v)? })
+        Ok(ProjectionsThere::Heads(Box::new(HeadsThere { q, k, v: self.linear(&heads.v)? })))
     }
 
     fn latent<A: Stored>(&self, latent: &LatentProjections<A>) -> Result<ProjectionsThere<A>, ModelError> {
@@ -181,13 +189,13 @@ impl Upload<'_> {
     }
 
     fn mixture<A: Stored>(&self, mixture: &Mixture<A>) -> Result<MlpThere<A>, ModelError> {
-        Ok(MlpThere::Sparse {
+        Ok(MlpThere::Sparse(Box::new(MixtureThere {
             sizes: mixture.sizes,
             router: self.linear(&mixture.router)?,
             choice_bias: self.optional(mixture.choice_bias.as_deref())?,
             experts: self.gated(&mixture.experts.iter().collect::<Vec<_>>())?,
             shared: mixture.shared.as_ref().map(|shared| self.gated(&[shared])).transpose()?,
-        })
+        })))
     }
 
     fn layer<A: Stored>(&self, layer: &Layer<A>) -> Result<LayerThere<A>, ModelError> {
@@ -201,7 +209,7 @@ impl Upload<'_> {
             post_attention_norm: self.optional(layer.post_attention_norm.as_deref())?,
             mlp_norm: self.vector(&layer.mlp_norm)?,
             mlp: match &layer.mlp {
-                LayerMlp::Dense(mlp) => MlpThere::Dense(self.gated(&[mlp])?),
+                LayerMlp::Dense(mlp) => MlpThere::Dense(Box::new(self.gated(&[mlp])?)),
                 LayerMlp::Sparse(mixture) => self.mixture(mixture)?,
             },
             post_mlp_norm: self.optional(layer.post_mlp_norm.as_deref())?,
@@ -524,7 +532,7 @@ impl<A: Stored> OnDevice<A> {
             self.see(watch, Some(i), "mlp_norm", step, &a)?;
             y = match &layer.mlp {
                 MlpThere::Dense(mlp) => mlp.apply(d, n, &a)?,
-                MlpThere::Sparse { .. } => self.mixture(&layer.mlp, told, step, i, &a, watch)?,
+                MlpThere::Sparse(mixture) => self.mixture(mixture, told, step, i, &a, watch)?,
             };
             self.see(watch, Some(i), "mlp", step, &y)?;
             if let Some(w) = &layer.post_mlp_norm {
@@ -583,9 +591,9 @@ impl<A: Stored> OnDevice<A> {
     ) -> Result<[Buffer<A>; 3], ModelError> {
         let (c, d) = (&self.weights.config, &self.device);
         let latent = match projections {
-            ProjectionsThere::Heads { q, k, v } => {
-                let q = q.apply(d, c, n, c.q_heads, angles, a)?;
-                return Ok([q, k.apply(d, c, n, c.kv_heads, angles, a)?, v.apply(d, n, a)?]);
+            ProjectionsThere::Heads(heads) => {
+                let q = heads.q.apply(d, c, n, c.q_heads, angles, a)?;
+                return Ok([q, heads.k.apply(d, c, n, c.kv_heads, angles, a)?, heads.v.apply(d, n, a)?]);
             }
             ProjectionsThere::Latent(latent) => latent,
         };
@@ -627,16 +635,14 @@ impl<A: Stored> OnDevice<A> {
     /// cuts the products by it: an expert's weights are read once for all of its tokens.
     fn mixture(
         &self,
-        mlp: &MlpThere<A>,
+        mixture: &MixtureThere<A>,
         told: &Told,
         step: &Step,
         layer: usize,
         a: &Buffer<A>,
         watch: &mut Watch,
     ) -> Result<Buffer<f32>, ModelError> {
-        let MlpThere::Sparse { sizes, router, choice_bias, experts, shared } = mlp else {
-            unreachable!("the caller has looked")
-        };
+        let MixtureThere { sizes, router, choice_bias, experts, shared } = mixture;
         let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *sizes;
         let (d, n, hidden) = (&self.device, step.rows(), self.weights.config.hidden);
         let shape =
