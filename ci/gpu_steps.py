@@ -9,6 +9,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,7 +197,7 @@ def clock():
 
 def times(program, out):
     """Ours and torch's, one after the other on the same device."""
-    ours = subprocess.run([program, "times", "--seconds", "45"], capture_output=True, text=True)
+    ours = subprocess.run([program, "times", "--seconds", "35"], capture_output=True, text=True)
     print(ours.stderr)
     lines = [json.loads(line) for line in ours.stdout.splitlines()]
     timed = [line for line in lines if "seconds" in line]
@@ -332,7 +333,121 @@ def probes(program, out):
     return 0
 
 
-STEPS = {"vectors": vectors, "times": times, "sanitizer": sanitizer, "probes": probes}
+# The shape of Qwen3-0.6B.
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+PROMPT, SAMPLED = 32, 256
+
+
+def decoder(folder, torch):
+    """A model of that shape with random weights, in Hugging Face layout."""
+    config = json.loads((ROOT / "tests/checkpoints/qwen3/config.json").read_text())
+    config.update({name: value for name, value in SHAPE.items()})
+    config.pop("layer_types", None)
+    hidden, width, dim = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
+    queries, keys = SHAPE["num_attention_heads"] * dim, SHAPE["num_key_value_heads"] * dim
+    shapes = {"model.embed_tokens.weight": [SHAPE["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, shape in {
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "self_attn.q_proj": [queries, hidden],
+            "self_attn.k_proj": [keys, hidden],
+            "self_attn.v_proj": [keys, hidden],
+            "self_attn.o_proj": [hidden, queries],
+            "self_attn.q_norm": [dim],
+            "self_attn.k_norm": [dim],
+            "mlp.gate_proj": [width, hidden],
+            "mlp.up_proj": [width, hidden],
+            "mlp.down_proj": [hidden, width],
+        }.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    torch.manual_seed(0)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for shape in shapes.values():
+            values = torch.randn(*shape) * 0.02 if len(shape) == 2 else torch.ones(*shape)
+            file.write(values.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+
+
+def decode(program, out):
+    """Tokens a second of a model of the shape of Qwen3-0.6B at batch 1, ours beside transformers'."""
+    try:
+        import torch
+    except ImportError:
+        print("NOT TIMED: the model is made with torch, and there is none")
+        return 0
+    folder = Path(out, "decoder")
+    decoder(folder, torch)
+    prompt = [i * 7919 % 150000 for i in range(PROMPT)]
+    prompts = Path(out, "prompts.txt")
+    prompts.write_text(json.dumps(prompt) + "\n")
+
+    def sample(device):
+        command = [program, "rollout", "--model", folder, "--prompts", prompts, "--max-tokens", str(SAMPLED)]
+        command += ["--temperature", "0", "--ignore-eos", "--times", "--device", device]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        print(done.stderr)
+        if done.returncode:
+            raise SystemExit(2)
+        text = json.loads(done.stdout.splitlines()[1])
+        rate = float(done.stderr.split("sampled tokens:")[1].split("(")[1].split("/s")[0])
+        return rate, text["tokens"], text["logprobs"]
+
+    rate, tokens, logprobs = sample("cuda")
+    table = ["| decode, batch 1 | tokens/s |", "| --- | --- |", f"| samebits | {rate:.1f} |"]
+    try:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+        ids = torch.tensor([prompt], device="cuda")
+        options = dict(do_sample=False, min_new_tokens=SAMPLED, max_new_tokens=SAMPLED, pad_token_id=0)
+        with torch.no_grad():
+            model.generate(ids, **{**options, "min_new_tokens": 8, "max_new_tokens": 8})
+            seconds = []
+            for count in (8, SAMPLED):
+                options.update(min_new_tokens=count, max_new_tokens=count)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                model.generate(ids, **options)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+        table.append(f"| transformers | {(SAMPLED - 8) / (seconds[1] - seconds[0]):.1f} |")
+    except Exception as e:  # whatever is missing there says so, and ours stands
+        table.append(f"| transformers | not timed: {type(e).__name__}: {str(e).splitlines()[0][:80]} |")
+    Path(out, "decode.md").write_text("\n".join(table) + "\n")
+    print("\n".join(table))
+    # The same tokens and the same bits by the processor; a few, for it takes longer.
+    few = 8
+    command = [program, "rollout", "--model", folder, "--prompts", prompts, "--max-tokens", str(few)]
+    command += ["--temperature", "0", "--ignore-eos"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    text = json.loads(done.stdout.splitlines()[1])
+    same = (text["tokens"], text["logprobs"]) == (tokens[:few], logprobs[:few])
+    print(f"the processor's first {few} tokens and log-probabilities are {'the same' if same else 'OTHERS'}")
+    (folder / "model.safetensors").unlink()
+    return 0 if same else 1
+
+
+STEPS = {"vectors": vectors, "times": times, "decode": decode, "sanitizer": sanitizer, "probes": probes}
 
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] not in STEPS:

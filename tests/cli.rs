@@ -207,8 +207,8 @@ fn devices_say_what_is_there() {
     assert!(driver["version"].is_string() != driver["unusable"].is_string(), "{driver}");
 }
 
-/// Without a GPU everything of ours/cuda is unsupported: counted, not red unless required. A run of nothing else has tested
-/// nothing, which is no success either.
+/// Without a GPU everything of ours/cuda is unsupported: counted, not red unless required. A run of nothing else says that
+/// it has tested nothing.
 #[test]
 fn a_machine_without_a_device_says_so() {
     let output = samebits(&["devices", "--json"], b"");
@@ -231,9 +231,29 @@ fn a_machine_without_a_device_says_so() {
     assert_eq!(code, Some(0), "{table}");
     assert!(table.contains("unsupported") && table.contains("no CUDA device"), "{table}");
     let (code, table, records) = check(&[]);
-    assert_eq!(code, Some(1), "{table}");
-    assert!(table.contains("nothing was tested; no red verdict"), "{table}");
+    assert_eq!(code, Some(0), "{table}");
+    assert!(table.contains("NOT TESTED: no CUDA device") && table.contains("unsupported"), "{table}");
+    assert!(!table.contains("GREEN"), "{table}");
     assert!(records.lines().count() > 10 && records.lines().all(|line| line.contains("no CUDA device")), "{records}");
+    for require in [&["--require", "ours/cuda"][..], &["--require"]] {
+        let (code, table, records) = check(require);
+        assert_eq!(code, Some(1), "{table}");
+        assert!(table.contains("RED: ") && records.contains("untested"), "{table}");
+    }
+    // Whoever else is required, nothing of the device is.
+    let (code, table, _) = check(&["--impl", "ours/cpu", "--require", "ours/cpu"]);
+    assert_eq!(code, Some(0), "{table}");
+    broken(&["check", "--require", "ours/cuda", "--op", "add"], &["--require ours/cuda: it is not judged"]);
+    for verb in ["forward", "generate", "rollout", "score"] {
+        let files: &[&str] = match verb {
+            "forward" => &["--tokens", "none", "--out", "none"],
+            "generate" => &["--prompt", "none", "--max-tokens", "1"],
+            "rollout" => &["--prompts", "none"],
+            _ => &["--rollout", "none"],
+        };
+        let args = [&[verb, "--model", "none", "--device", "cuda"], files].concat();
+        broken(&args, &["--device cuda: no CUDA device"]);
+    }
     let (code, table, _) = check(&["--impl", "ours/cpu", "--require"]);
     assert_eq!(code, Some(1), "{table}");
 

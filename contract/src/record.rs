@@ -146,6 +146,9 @@ pub struct Plan {
     pub shard: String,
     /// The implementations with what their version commands said.
     pub implementations: BTreeMap<String, String>,
+    /// Those of them that this machine cannot run at all, nobody requires, and why: for want of a device.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub absent: BTreeMap<String, String>,
     /// Attempts that were interrupted, in order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub attempts: Vec<Attempt>,

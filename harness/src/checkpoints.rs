@@ -9,6 +9,7 @@ use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
 use samebits_models::{Fault, Grouping, Model, ModelError, Precision, Run, Schedule, Tripwire};
 use samebits_ops::Cpu;
+use samebits_ops::device::Device;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -31,12 +32,15 @@ impl From<String> for Failure {
     }
 }
 
+/// A model's name, its precision, and whether it lies on a device.
+type Key = (String, &'static str, bool);
+
 /// A folder of checkpoint folders; models are loaded once and kept.
 #[derive(Default)]
 pub struct Checkpoints {
     dir: Option<PathBuf>,
     fault: Option<Fault>,
-    loaded: Mutex<BTreeMap<(String, &'static str), Arc<Model>>>,
+    loaded: Mutex<BTreeMap<Key, Arc<Model>>>,
 }
 
 impl Checkpoints {
@@ -97,14 +101,25 @@ impl Checkpoints {
 
     /// Answers a chain case: `tokens[B,T] -> logits[B,T,V]`.
     pub fn answer(&self, cpu: &Cpu, case: &Case) -> Answer {
+        self.answer_on(cpu, None, case)
+    }
+
+    /// The same on a device where there is one. Models are copied to the first device that asks.
+    pub fn answer_on(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Answer {
         let spec = find("chain").expect("the contract knows chains");
         match spec.validate(case) {
             Err(Refusal::Unsupported(reason)) => return Answer::unsupported(reason),
             Err(Refusal::Invalid(reason)) => return Answer::error(reason),
             Ok(_) => {}
         }
-        match self.logits(cpu, case) {
-            Ok(logits) => Answer::ok(format!("chain/{}", cpu.isa()), BTreeMap::from([("logits".to_string(), logits)])),
+        match self.logits(cpu, device, case) {
+            Ok(logits) => {
+                let kernel = match device {
+                    None => format!("chain/{}", cpu.isa()),
+                    Some(device) => format!("chain/cuda:{}", device.ledger().kernels().join("+")),
+                };
+                Answer::ok(kernel, BTreeMap::from([("logits".to_string(), logits)]))
+            }
             Err(Failure::Text(reason)) => Answer::error(reason),
             Err(Failure::Model(e)) => {
                 let smallest_budget = match e {
@@ -116,13 +131,13 @@ impl Checkpoints {
         }
     }
 
-    fn logits(&self, cpu: &Cpu, case: &Case) -> Result<Tensor, Failure> {
+    fn logits(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Result<Tensor, Failure> {
         let param = |name: &str, default: &str| case.params.get(name).map_or(default.to_string(), String::clone);
         let text = |e: ModelError| format!("chain: {e}");
         let precision: Precision = param("dtype", "bf16").parse().map_err(text)?;
         let schedule: Schedule = param("schedule", "prefill").parse().map_err(text)?;
         let grouping: Grouping = param("batch", "together").parse().map_err(text)?;
-        let model = self.model(&case.params["model"], precision, cpu)?;
+        let model = self.model(&case.params["model"], precision, cpu, device)?;
         let tokens = &case.inputs["tokens"];
         let &[batch, len] = tokens.shape() else { return Err(Failure::Text("chain: `tokens` must be [B,T]".into())) };
         let ids = tokens.as_i32().ok_or(Failure::Text("chain: `tokens` must be i32".into()))?;
@@ -132,23 +147,39 @@ impl Checkpoints {
             grouping,
             page_size: param("page_size", "64").parse().map_err(|_| "chain: `page_size` is no number".to_string())?,
             page_order: param("page_order", "ascending").parse().map_err(text)?,
-            // A value that is not finite would only be seen in the logits, if at all.
-            probe: Some(&mut tripwire),
+            // A value that is not finite would only be seen in the logits, if at all. A device would copy every value to
+            // show it.
+            probe: if device.is_none() { Some(&mut tripwire) } else { None },
             fault: self.fault,
             ..Run::default()
         };
         let sequences: Vec<&[i32]> = ids.chunks_exact(len).collect();
-        let logits = model.forward_run(cpu, &sequences, run)?;
+        let logits = match device.and_then(|device| model.under(device)) {
+            Some(counted) => counted.forward_run(cpu, &sequences, run)?,
+            None => model.forward_run(cpu, &sequences, run)?,
+        };
+        if let Some(i) = logits.iter().position(|logit| !logit.is_finite()) {
+            return Err(Failure::Text(format!("chain: logit {i} is {}; the weights overflow", logits[i])));
+        }
         Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
     }
 
-    fn model(&self, name: &str, precision: Precision, cpu: &Cpu) -> Result<Arc<Model>, Failure> {
-        let key = (name.to_string(), precision.name());
+    fn model(
+        &self,
+        name: &str,
+        precision: Precision,
+        cpu: &Cpu,
+        device: Option<&Device>,
+    ) -> Result<Arc<Model>, Failure> {
+        let key = (name.to_string(), precision.name(), device.is_some());
         let mut loaded = self.loaded.lock().expect("loading does not panic");
         if let Some(model) = loaded.get(&key) {
             return Ok(model.clone());
         }
-        let model = Arc::new(Model::load(&self.folder(name)?, precision, cpu)?);
-        Ok(loaded.entry(key).or_insert(model).clone())
+        let mut model = Model::load(&self.folder(name)?, precision, cpu)?;
+        if let Some(device) = device {
+            model = model.to_device(cpu, &device.recording())?;
+        }
+        Ok(loaded.entry(key).or_insert(Arc::new(model)).clone())
     }
 }

@@ -30,7 +30,10 @@ use samebits_contract::tensor::DType;
 use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
 use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::cuda::open_gpu;
 use samebits_harness::judge::Selection;
+use samebits_models::Model;
+use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -56,6 +59,44 @@ impl Machine {
         let isa = self.isa.unwrap_or(best.isa());
         let threads = self.threads.unwrap_or(best.threads());
         Ok(Cpu::new(isa, threads, budget.unwrap_or(usize::MAX))?)
+    }
+}
+
+/// Where a model runs; it moves no bit.
+#[derive(clap::Args)]
+pub struct On {
+    /// Where the model runs: on the processor, or on the first CUDA device, which is an error where there is none
+    #[arg(long, default_value = "cpu", value_name = "cpu|cuda")]
+    device: Target,
+}
+
+/// Processor or device.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub enum Target {
+    Cpu,
+    Cuda,
+}
+
+impl On {
+    /// The device, opened before anything is loaded; `None` for the processor.
+    pub fn open(&self) -> Result<Option<Device>> {
+        open_target(self.device).context("--device cuda")
+    }
+}
+
+/// The device of a target; `None` for the processor.
+pub fn open_target(target: Target) -> Result<Option<Device>> {
+    match target {
+        Target::Cpu => Ok(None),
+        Target::Cuda => Ok(Some(open_gpu(usize::MAX)?)),
+    }
+}
+
+/// `model` on `device`, where there is one.
+pub fn place(model: Model, cpu: &Cpu, device: Option<&Device>) -> Result<Model> {
+    match device {
+        None => Ok(model),
+        Some(device) => model.to_device(cpu, device).context("--device cuda"),
     }
 }
 

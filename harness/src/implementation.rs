@@ -20,6 +20,11 @@ pub trait Implementation: Send + Sync {
     /// What was tested: a version that changes when the code does.
     fn version(&self) -> &str;
 
+    /// Why this machine cannot run it at all, where that is so: every answer is then `unsupported` for that reason.
+    fn absent(&self) -> Option<&str> {
+        None
+    }
+
     /// Answers `case`. Never panics: what cannot be answered comes back as `unsupported` or `error` with a reason.
     fn run(&self, case: &Case) -> Answer;
 

@@ -31,7 +31,7 @@ Examples:
       greedy decoding; the completion alone on stdout
   samebits rollout --model DIR --prompts prompts.txt --samples 4 --out rollout.jsonl
   samebits score --model DIR --rollout rollout.jsonl --schedule prefill --isa scalar
-      samples texts, and computes their log-probabilities again on another schedule: 0 differ
+      samples texts, and computes their log-probabilities again on another schedule: 0 differ; with --device cuda on a GPU
   samebits trace default schedule=decode,isa=avx2 --model DIR --tokens tokens.safetensors
       the first place where two runs of a model part, if they do
 

@@ -26,14 +26,15 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations between
 //! ops: little beside the weights that every step reads.
 
-use crate::ModelError;
 use crate::config::{Config, Mlp};
 use crate::experts::{Mixture, PROJECTIONS};
 use crate::heads::{Projected, Projections};
-use crate::kv_cache::{KvCache, buffer};
+use crate::kv_cache::{Host, KvCache, Store, buffer};
 use crate::linear::{Gated, Linear, Loader};
+use crate::rotary::Rotary;
 use crate::watch::Watch;
 use crate::weights::Weights;
+use crate::{ModelError, PageOrder};
 use samebits_ops::{
     Attention, Cpu, Element, Keys, PackedWeight, RmsNorm, RopeTable, Rounding, Sequences, Tf32, add, add_rms_norm,
     attention_over, embedding, embedding_packed, gemm_packed, rms_norm, scale, softcap,
@@ -43,27 +44,27 @@ use std::ops::Range;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder<A> {
-    config: Config,
+    pub config: Config,
     /// `[V, hidden]`; `None` where it is the output projection.
-    embed: Option<Vec<A>>,
-    layers: Vec<Layer<A>>,
-    final_norm: Vec<f32>,
-    lm_head: PackedWeight,
+    pub embed: Option<Vec<A>>,
+    pub layers: Vec<Layer<A>>,
+    pub final_norm: Vec<f32>,
+    pub lm_head: PackedWeight,
 }
 
-struct Layer<A> {
-    input_norm: Vec<f32>,
-    projections: Projections<A>,
-    o: Linear<A>,
+pub(crate) struct Layer<A> {
+    pub input_norm: Vec<f32>,
+    pub projections: Projections<A>,
+    pub o: Linear<A>,
     /// Behind the attention.
-    post_attention_norm: Option<Vec<f32>>,
-    mlp_norm: Vec<f32>,
-    mlp: LayerMlp<A>,
+    pub post_attention_norm: Option<Vec<f32>>,
+    pub mlp_norm: Vec<f32>,
+    pub mlp: LayerMlp<A>,
     /// Behind the MLP.
-    post_mlp_norm: Option<Vec<f32>>,
+    pub post_mlp_norm: Option<Vec<f32>>,
 }
 
-enum LayerMlp<A> {
+pub(crate) enum LayerMlp<A> {
     Dense(Gated<A>),
     Sparse(Mixture<A>),
 }
@@ -86,6 +87,36 @@ pub(crate) struct Feed<'a> {
     pub label: usize,
     /// At least one token.
     pub tokens: &'a [i32],
+}
+
+/// Whatever carries out steps: the decoder on the processor, or on a device.
+pub(crate) trait Steps {
+    /// Where it keeps keys and values.
+    type Store: Store;
+
+    /// Sizes and parameters.
+    fn config(&self) -> &Config;
+
+    /// An empty cache.
+    ///
+    /// # Errors
+    /// Those of a device.
+    fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache<Self::Store>, ModelError>;
+
+    /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the feeds.
+    ///
+    /// The caller has checked that every token is below V, that a sequence is fed once and that every feed has a token.
+    ///
+    /// # Errors
+    /// More positions than a sequence declared; too little memory; what an op or the probe refuses.
+    fn step(
+        &self,
+        cpu: &Cpu,
+        feeds: &[Feed],
+        cache: &mut KvCache<Self::Store>,
+        rows: Rows,
+        watch: &mut Watch,
+    ) -> Result<Vec<f32>, ModelError>;
 }
 
 /// A defect that is planted on purpose, so that a test can see it found.
@@ -113,12 +144,48 @@ pub(crate) struct Step {
 }
 
 impl Step {
+    /// The step of some feeds and its tokens; every position gets a place in the cache.
+    pub fn of<S: Store>(feeds: &[Feed], cache: &mut KvCache<S>) -> Result<(Step, Vec<i32>), ModelError> {
+        let (mut step, mut tokens) = (Step { starts: vec![0], places: Vec::new() }, Vec::new());
+        for feed in feeds {
+            cache.reserve(feed.sequence, feed.tokens.len())?;
+            let start = cache.len(feed.sequence);
+            step.places.extend((start..start + feed.tokens.len()).map(|pos| (feed.label, pos)));
+            step.starts.push(step.places.len());
+            tokens.extend_from_slice(feed.tokens);
+        }
+        Ok((step, tokens))
+    }
+
+    /// The positions of its tokens.
+    pub fn positions(&self) -> Vec<i32> {
+        self.places.iter().map(|&(_, pos)| pos as i32).collect()
+    }
+
+    /// Where the rows of each feed start, and where the last ends.
+    pub fn q_start(&self) -> Vec<i32> {
+        self.starts.iter().map(|&start| start as i32).collect()
+    }
+
+    /// The last row of each feed, and the step that is left of them.
+    pub fn last(&self) -> (Vec<usize>, Step) {
+        let last: Vec<usize> = self.starts[1..].iter().map(|end| end - 1).collect();
+        let places = last.iter().map(|&row| self.places[row]).collect();
+        let starts = (0..=last.len()).collect();
+        (last, Step { starts, places })
+    }
+
+    /// Sequences that are fed.
+    pub fn feeds(&self) -> usize {
+        self.starts.len() - 1
+    }
+
     /// Tokens in the step.
     pub fn rows(&self) -> usize {
         self.places.len()
     }
 
-    fn feed_rows(&self, feed: usize) -> Range<usize> {
+    pub fn feed_rows(&self, feed: usize) -> Range<usize> {
         self.starts[feed]..self.starts[feed + 1]
     }
 
@@ -169,64 +236,60 @@ impl<A: Element> Decoder<A> {
         weights.finish()?;
         Ok(Decoder { config: c.clone(), embed, layers, final_norm, lm_head })
     }
+}
 
-    /// Sizes and parameters.
-    pub fn config(&self) -> &Config {
+/// Cosines and sines of a step, by the length that each sequence has declared.
+pub(crate) fn angles<S: Store>(
+    rotary: &Rotary,
+    cpu: &Cpu,
+    step: &Step,
+    feeds: &[Feed],
+    cache: &KvCache<S>,
+    pos: &[i32],
+) -> RopeTable {
+    let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+    let mut limits = Vec::with_capacity(pos.len());
+    for (i, feed) in feeds.iter().enumerate() {
+        let limit = rotary.class_of(cache.limit(feed.sequence));
+        by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
+        limits.extend(step.feed_rows(i).map(|_| limit));
+    }
+    RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
+}
+
+impl<A: Element> Steps for Decoder<A> {
+    type Store = Host<A>;
+
+    fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Elements of one position in a cache: of its keys and of its values.
-    pub fn cache_widths(&self) -> [usize; 2] {
-        [self.config.k_width(), self.config.v_width()]
+    fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache<Host<A>>, ModelError> {
+        let c = &self.config;
+        Ok(KvCache::new(Host::new(c.layers, [c.k_width(), c.v_width()]), page_size, order))
     }
 
-    /// Cosines and sines of a step, by the length that each sequence has declared.
-    fn angles(&self, cpu: &Cpu, step: &Step, feeds: &[Feed], cache: &KvCache<A>, pos: &[i32]) -> RopeTable {
-        let rotary = &self.config.rotary;
-        let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
-        let mut limits = Vec::with_capacity(pos.len());
-        for (i, feed) in feeds.iter().enumerate() {
-            let limit = rotary.class_of(cache.limit(feed.sequence));
-            by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
-            limits.extend(step.feed_rows(i).map(|_| limit));
-        }
-        RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
-    }
-
-    /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the feeds.
-    ///
-    /// The caller has checked that every token is below V, that a sequence is fed once and that every feed has a token.
-    ///
-    /// # Errors
-    /// More positions than a sequence declared; too little memory; what an op or the probe refuses.
-    pub fn step(
+    fn step(
         &self,
         cpu: &Cpu,
         feeds: &[Feed],
-        cache: &mut KvCache<A>,
+        cache: &mut KvCache<Host<A>>,
         rows: Rows,
         watch: &mut Watch,
     ) -> Result<Vec<f32>, ModelError> {
         let c = &self.config;
-        let (mut step, mut tokens) = (Step { starts: vec![0], places: Vec::new() }, Vec::new());
-        for feed in feeds {
-            cache.reserve(feed.sequence, feed.tokens.len())?;
-            let start = cache.len(feed.sequence);
-            step.places.extend((start..start + feed.tokens.len()).map(|pos| (feed.label, pos)));
-            step.starts.push(step.places.len());
-            tokens.extend_from_slice(feed.tokens);
-        }
+        let (step, tokens) = Step::of(feeds, cache)?;
         let n = step.rows();
-        let pos: Vec<i32> = step.places.iter().map(|&(_, pos)| pos as i32).collect();
+        let pos = step.positions();
         let later = |i: usize| cache.len(feeds[i].sequence) > 0;
         let angles = if watch.fault == Some(Fault::PositionAfterChunk) {
             let mut wrong = pos.clone();
             for i in (0..feeds.len()).filter(|&i| later(i)) {
                 wrong[step.feed_rows(i)].iter_mut().for_each(|p| *p += 1);
             }
-            self.angles(cpu, &step, feeds, cache, &wrong)
+            angles(&c.rotary, cpu, &step, feeds, cache, &wrong)
         } else {
-            self.angles(cpu, &step, feeds, cache, &pos)
+            angles(&c.rotary, cpu, &step, feeds, cache, &pos)
         };
         let mut windowed_pos = pos.clone();
         if watch.fault == Some(Fault::WindowAtChunkBorder) {
@@ -236,7 +299,7 @@ impl<A: Element> Decoder<A> {
         }
         let kv_len: Vec<i32> = feeds.iter().map(|feed| (cache.len(feed.sequence) + feed.tokens.len()) as i32).collect();
         let table = cache.table(feeds.iter().map(|feed| feed.sequence));
-        let q_start: Vec<i32> = step.starts.iter().map(|&start| start as i32).collect();
+        let q_start = step.q_start();
         let norm = |rows: usize| RmsNorm {
             rows,
             n: c.hidden,
@@ -339,10 +402,8 @@ impl<A: Element> Decoder<A> {
         let (x, step) = match rows {
             Rows::All => (sum, step),
             Rows::Last => {
-                let last: Vec<usize> = step.starts[1..].iter().map(|end| end - 1).collect();
-                let x = last.iter().flat_map(|&row| &sum[row * c.hidden..][..c.hidden]).copied().collect();
-                let places = last.iter().map(|&row| step.places[row]).collect();
-                (x, Step { starts: (0..=last.len()).collect(), places })
+                let (last, step) = step.last();
+                (last.iter().flat_map(|&row| &sum[row * c.hidden..][..c.hidden]).copied().collect(), step)
             }
         };
         let n = step.rows();

@@ -57,6 +57,14 @@ impl ModelError {
         ModelError::Tensor { path: path.into(), tensor: tensor.escape_debug().to_string(), why: why.into() }
     }
 
+    /// The same as an op's error.
+    pub(crate) fn into_op(self) -> samebits_ops::Error {
+        match self {
+            ModelError::Op(e) => e,
+            other => samebits_ops::Error::Device(other.to_string()),
+        }
+    }
+
     pub(crate) fn input(what: &'static str, why: impl Into<String>) -> ModelError {
         ModelError::Input { what, why: why.into() }
     }

@@ -13,12 +13,12 @@ use crate::{Family, ModelError};
 use samebits_ops::{Combine, Cpu, Element, Route, combine, route};
 
 pub(crate) struct Mixture<A> {
-    sizes: Experts,
-    router: Linear<A>,
+    pub sizes: Experts,
+    pub router: Linear<A>,
     /// Added to the scores for the choice alone.
-    choice_bias: Option<Vec<f32>>,
-    experts: Vec<Gated<A>>,
-    shared: Option<Gated<A>>,
+    pub choice_bias: Option<Vec<f32>>,
+    pub experts: Vec<Gated<A>>,
+    pub shared: Option<Gated<A>>,
 }
 
 impl<A: Element> Mixture<A> {

@@ -1,11 +1,10 @@
 //! Greedy continuation of a text.
 
-use crate::decoder::{Decoder, Feed, Rows};
+use crate::decoder::{Feed, Rows, Steps};
 use crate::fields::read_object;
-use crate::kv_cache::KvCache;
 use crate::watch::Watch;
 use crate::{Config, ModelError, PAGE_SIZE, PageOrder};
-use samebits_ops::{Cpu, Element, argmax};
+use samebits_ops::{Cpu, argmax};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -86,8 +85,8 @@ impl Tokenizer {
 }
 
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.
-pub(crate) fn greedy<A: Element>(
-    decoder: &Decoder<A>,
+pub(crate) fn greedy<D: Steps>(
+    decoder: &D,
     tokenizer: &Tokenizer,
     cpu: &Cpu,
     prompt: &str,
@@ -100,7 +99,7 @@ pub(crate) fn greedy<A: Element>(
     }
     config.check_tokens("prompt", &prompt, prompt.len())?;
 
-    let mut cache = KvCache::new(config.layers, decoder.cache_widths(), PAGE_SIZE, PageOrder::Ascending);
+    let mut cache = decoder.cache(PAGE_SIZE, PageOrder::Ascending)?;
     let sequence = cache.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
     let mut fed = prompt.clone();
     let mut tokens = Vec::new();

@@ -26,36 +26,36 @@ pub(crate) enum Projections<A> {
 
 /// Queries, keys and values, each with weights of its own.
 pub(crate) struct HeadProjections<A> {
-    q: Turned<A>,
-    k: Turned<A>,
-    v: Linear<A>,
+    pub q: Turned<A>,
+    pub k: Turned<A>,
+    pub v: Linear<A>,
 }
 
 /// Heads whose first elements are rotated.
 pub(crate) struct Turned<A> {
-    rotated: Linear<A>,
+    pub rotated: Linear<A>,
     /// Norm of each head, before the rotation.
-    norm: Option<Vec<f32>>,
+    pub norm: Option<Vec<f32>>,
     /// The elements behind the rotated ones, and how many each head has.
-    passed: Option<(Linear<A>, usize)>,
+    pub passed: Option<(Linear<A>, usize)>,
 }
 
 pub(crate) struct LatentProjections<A> {
-    sizes: Latent,
+    pub sizes: Latent,
     /// Down to the short vector of the queries, and its norm.
-    q_down: Option<(Linear<A>, Vec<f32>)>,
-    q_plain: Linear<A>,
-    q_rotated: Linear<A>,
-    kv_down: Linear<A>,
-    kv_norm: Vec<f32>,
+    pub q_down: Option<(Linear<A>, Vec<f32>)>,
+    pub q_plain: Linear<A>,
+    pub q_rotated: Linear<A>,
+    pub kv_down: Linear<A>,
+    pub kv_norm: Vec<f32>,
     /// One for all heads.
-    k_rotated: Linear<A>,
-    k_plain: Linear<A>,
-    v: Linear<A>,
+    pub k_rotated: Linear<A>,
+    pub k_plain: Linear<A>,
+    pub v: Linear<A>,
 }
 
 /// The norms of the short vectors have an epsilon of their own.
-const LATENT_EPS: f32 = 1e-6;
+pub(crate) const LATENT_EPS: f32 = 1e-6;
 
 impl<A: Element> Projections<A> {
     pub fn load(loader: &mut Loader) -> Result<Projections<A>, ModelError> {

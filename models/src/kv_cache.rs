@@ -7,12 +7,53 @@ use crate::ModelError;
 use samebits_ops::Element;
 use std::str::FromStr;
 
-/// Keys and values of every layer, each `[P, page_size, heads * dim]`.
-pub(crate) struct KvCache<A> {
+/// Where keys and values of every layer stand, each `[rows, heads * dim]`; a row is a position of some page.
+pub(crate) trait Store {
+    /// Makes room for `rows` rows in all and keeps those that are there.
+    fn grow(&mut self, rows: usize) -> Result<(), ModelError>;
+
+    /// Copies `count` rows from row `from` on to those from `to` on, in every layer.
+    fn copy(&mut self, from: usize, to: usize, count: usize) -> Result<(), ModelError>;
+}
+
+/// A store in the memory of the processor.
+pub(crate) struct Host<A> {
     /// Keys and values by layer.
     layers: Vec<[Vec<A>; 2]>,
     /// Elements of one position: of its keys and of its values.
     widths: [usize; 2],
+}
+
+impl<A: Element> Host<A> {
+    /// An empty one.
+    pub fn new(layers: usize, widths: [usize; 2]) -> Host<A> {
+        Host { layers: (0..layers).map(|_| [Vec::new(), Vec::new()]).collect(), widths }
+    }
+}
+
+impl<A: Element> Store for Host<A> {
+    fn grow(&mut self, rows: usize) -> Result<(), ModelError> {
+        for side in self.layers.iter_mut() {
+            for (side, width) in side.iter_mut().zip(self.widths) {
+                grow(side, &[rows, width])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, from: usize, to: usize, count: usize) -> Result<(), ModelError> {
+        for layer in &mut self.layers {
+            for (side, width) in layer.iter_mut().zip(self.widths) {
+                side.copy_within(from * width..(from + count) * width, to * width);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The pages of all sequences over a store.
+pub(crate) struct KvCache<S> {
+    store: S,
     page_size: usize,
     order: PageOrder,
     /// Pages that nobody uses; the last one is taken next.
@@ -56,12 +97,11 @@ struct Sequence {
     limit: usize,
 }
 
-impl<A: Element> KvCache<A> {
-    /// An empty cache; it grows with what it is given.
-    pub fn new(layers: usize, widths: [usize; 2], page_size: usize, order: PageOrder) -> KvCache<A> {
-        let layers = (0..layers).map(|_| [Vec::new(), Vec::new()]).collect();
+impl<S: Store> KvCache<S> {
+    /// An empty cache over an empty store; it grows with what it is given.
+    pub fn new(store: S, page_size: usize, order: PageOrder) -> KvCache<S> {
         let page_size = page_size.max(1);
-        KvCache { layers, widths, page_size, order, free: Vec::new(), users: Vec::new(), sequences: Vec::new() }
+        KvCache { store, page_size, order, free: Vec::new(), users: Vec::new(), sequences: Vec::new() }
     }
 
     /// Begins a sequence of at most `limit` positions and returns its number.
@@ -148,12 +188,7 @@ impl<A: Element> KvCache<A> {
             let old = pages[len / self.page_size];
             let new = self.take_page()?;
             let held = len % self.page_size;
-            for layer in &mut self.layers {
-                for (side, width) in layer.iter_mut().zip(self.widths) {
-                    let from = old as usize * self.page_size * width;
-                    side.copy_within(from..from + held * width, new as usize * self.page_size * width);
-                }
-            }
+            self.store.copy(old as usize * self.page_size, new as usize * self.page_size, held)?;
             let place = len / self.page_size;
             self.sequence_mut(number).pages[place] = new;
             self.release(&[old]);
@@ -171,11 +206,7 @@ impl<A: Element> KvCache<A> {
             let (old, page_size) = (self.users.len(), self.page_size);
             // By half, so that growing costs little beside what is written.
             let new = (old + (old / 2).max(4)).min(i32::MAX as usize);
-            for side in self.layers.iter_mut() {
-                for (side, width) in side.iter_mut().zip(self.widths) {
-                    grow(side, &[new, page_size, width])?;
-                }
-            }
+            self.store.grow(new.saturating_mul(page_size))?;
             self.users.resize(new, 0);
             self.free.extend((old as i32..new as i32).rev());
         }
@@ -189,13 +220,9 @@ impl<A: Element> KvCache<A> {
         Ok(page)
     }
 
-    /// Writes position `at` of a sequence, which has been reserved, in one layer.
-    pub fn write(&mut self, layer: usize, number: usize, at: usize, key: &[A], value: &[A]) {
-        let sequence = self.sequences[number].as_ref().expect("the sequence is open");
-        let row = sequence.pages[at / self.page_size] as usize * self.page_size + at % self.page_size;
-        for ((side, width), new) in self.layers[layer].iter_mut().zip(self.widths).zip([key, value]) {
-            side[row * width..][..width].copy_from_slice(new);
-        }
+    /// The row of the store where position `at` of a sequence stands, which has been reserved.
+    pub fn row(&self, number: usize, at: usize) -> usize {
+        self.sequence(number).pages[at / self.page_size] as usize * self.page_size + at % self.page_size
     }
 
     /// Counts `count` written positions as held.
@@ -203,9 +230,9 @@ impl<A: Element> KvCache<A> {
         self.sequence_mut(number).len += count;
     }
 
-    /// Keys and values of a layer, each `[P, page_size, ..]`.
-    pub fn layer(&self, layer: usize) -> (&[A], &[A]) {
-        (&self.layers[layer][0], &self.layers[layer][1])
+    /// Where keys and values stand.
+    pub fn store(&mut self) -> &mut S {
+        &mut self.store
     }
 
     /// Positions in all pages.
@@ -228,6 +255,21 @@ impl<A: Element> KvCache<A> {
             table.extend(std::iter::repeat_n(-1, columns - pages.len()));
         }
         table
+    }
+}
+
+impl<A: Element> KvCache<Host<A>> {
+    /// Writes position `at` of a sequence, which has been reserved, in one layer.
+    pub fn write(&mut self, layer: usize, number: usize, at: usize, key: &[A], value: &[A]) {
+        let (row, Host { layers, widths }) = (self.row(number, at), &mut self.store);
+        for ((side, width), new) in layers[layer].iter_mut().zip(*widths).zip([key, value]) {
+            side[row * width..][..width].copy_from_slice(new);
+        }
+    }
+
+    /// Keys and values of a layer, each `[P, page_size, ..]`.
+    pub fn layer(&self, layer: usize) -> (&[A], &[A]) {
+        (&self.store.layers[layer][0], &self.store.layers[layer][1])
     }
 }
 
@@ -258,7 +300,7 @@ mod tests {
     use super::*;
 
     /// The key at every position of a sequence, read as attention does; values are the negatives.
-    fn keys(cache: &KvCache<f32>, layer: usize, number: usize) -> Vec<f32> {
+    fn keys(cache: &KvCache<Host<f32>>, layer: usize, number: usize) -> Vec<f32> {
         let table = cache.table([number].into_iter());
         let (k, v) = cache.layer(layer);
         (0..cache.len(number))
@@ -269,7 +311,7 @@ mod tests {
     }
 
     /// Position p of layer l gets the key `tag + 100 l + p`.
-    fn feed(cache: &mut KvCache<f32>, number: usize, count: usize, tag: f32) {
+    fn feed(cache: &mut KvCache<Host<f32>>, number: usize, count: usize, tag: f32) {
         cache.reserve(number, count).unwrap();
         for layer in 0..2 {
             for at in cache.len(number)..cache.len(number) + count {
@@ -286,7 +328,7 @@ mod tests {
     fn sequences_keep_what_they_were_given_whatever_the_pages() {
         for order in ORDERS {
             for page_size in 1..6 {
-                let mut cache = KvCache::new(2, [1, 2], page_size, order);
+                let mut cache = KvCache::new(Host::new(2, [1, 2]), page_size, order);
                 let (a, b) = (cache.open(20), cache.open(20));
                 for step in [3, 1, 5] {
                     feed(&mut cache, a, step, 0.0);
@@ -303,7 +345,7 @@ mod tests {
     fn a_shared_beginning_is_copied_before_it_is_written() {
         for order in ORDERS {
             for page_size in 1..6 {
-                let mut cache = KvCache::new(2, [1, 2], page_size, order);
+                let mut cache = KvCache::new(Host::new(2, [1, 2]), page_size, order);
                 let a = cache.open(20);
                 feed(&mut cache, a, 7, 0.0);
                 let b = cache.fork(a, 5, 20);
@@ -323,7 +365,7 @@ mod tests {
 
     #[test]
     fn more_than_was_declared_is_an_error_and_changes_nothing() {
-        let mut cache = KvCache::<f32>::new(1, [1, 2], 2, PageOrder::Ascending);
+        let mut cache = KvCache::new(Host::<f32>::new(1, [1, 2]), 2, PageOrder::Ascending);
         let a = cache.open(3);
         cache.reserve(a, 2).unwrap();
         cache.advance(a, 2);

@@ -11,6 +11,7 @@
 mod audit;
 mod config;
 mod decoder;
+mod device;
 mod error;
 mod experts;
 mod families;

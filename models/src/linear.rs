@@ -8,8 +8,8 @@ use samebits_ops::{Cpu, Element, PackedWeight, gelu_mul, gemm_packed, silu_mul};
 
 /// `x W^T + b`, the weight packed.
 pub(crate) struct Linear<A> {
-    weight: PackedWeight,
-    bias: Option<Vec<A>>,
+    pub weight: PackedWeight,
+    pub bias: Option<Vec<A>>,
 }
 
 /// Loads the tensors of one layer.
@@ -131,11 +131,11 @@ impl<A: Element> Linear<A> {
 
 /// `down(activation(gate(x)) * up(x))`; only what a product reads is rounded.
 pub(crate) struct Gated<A> {
-    gate: Linear<A>,
-    up: Linear<A>,
-    down: Linear<A>,
-    activation: Activation,
-    width: usize,
+    pub gate: Linear<A>,
+    pub up: Linear<A>,
+    pub down: Linear<A>,
+    pub activation: Activation,
+    pub width: usize,
 }
 
 impl<A: Element> Gated<A> {

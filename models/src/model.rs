@@ -1,10 +1,12 @@
-use crate::decoder::{Decoder, Feed, Rows};
+use crate::decoder::{Decoder, Feed, Rows, Steps};
+use crate::device::OnDevice;
 use crate::generate::{self, Generation, Tokenizer};
 use crate::kv_cache::{KvCache, buffer};
 use crate::watch::Watch;
 use crate::weights::Weights;
 use crate::{Config, Grouping, ModelError, Run, Schedule};
-use samebits_ops::{Cpu, Element, bf16, f16};
+use samebits_ops::device::Device;
+use samebits_ops::{Cpu, bf16, f16};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
@@ -57,6 +59,9 @@ pub(crate) enum Packed {
     Bf16(Decoder<bf16>),
     Fp16(Decoder<f16>),
     Fp32(Decoder<f32>),
+    DeviceBf16(OnDevice<bf16>),
+    DeviceFp16(OnDevice<f16>),
+    DeviceFp32(OnDevice<f32>),
 }
 
 /// Calls a function that is generic over the precision with the model's decoder.
@@ -66,6 +71,9 @@ macro_rules! with_decoder {
             $crate::model::Packed::Bf16($decoder) => $call,
             $crate::model::Packed::Fp16($decoder) => $call,
             $crate::model::Packed::Fp32($decoder) => $call,
+            $crate::model::Packed::DeviceBf16($decoder) => $call,
+            $crate::model::Packed::DeviceFp16($decoder) => $call,
+            $crate::model::Packed::DeviceFp32($decoder) => $call,
         }
     };
 }
@@ -99,6 +107,33 @@ impl Model {
             Precision::Fp32 => Packed::Fp32(Decoder::load(&config, files, cpu)?),
         };
         Ok(Model { dir: dir.into(), weights, tokenizer: OnceLock::new() })
+    }
+
+    /// The same model with its weights in the memory of `device`, where all of it then runs but for tables of angles,
+    /// which experts take which tokens, and what is done with logits. Every schedule gives the same bits.
+    ///
+    /// # Errors
+    /// [`ModelError::Op`] when the device has no room, or the model is on a device already.
+    pub fn to_device(self, cpu: &Cpu, device: &Device) -> Result<Model, ModelError> {
+        let weights = match &self.weights {
+            Packed::Bf16(decoder) => Packed::DeviceBf16(OnDevice::of(decoder, cpu, device)?),
+            Packed::Fp16(decoder) => Packed::DeviceFp16(OnDevice::of(decoder, cpu, device)?),
+            Packed::Fp32(decoder) => Packed::DeviceFp32(OnDevice::of(decoder, cpu, device)?),
+            _ => return Err(ModelError::input("device", "the model is on one already; load it anew")),
+        };
+        Ok(Model { weights, ..self })
+    }
+
+    /// The same weights on the same device, run under the counters and the budget of `device`; `None` where the model is on
+    /// the processor.
+    pub fn under(&self, device: &Device) -> Option<Model> {
+        let weights = match &self.weights {
+            Packed::DeviceBf16(decoder) => Packed::DeviceBf16(decoder.under(device)),
+            Packed::DeviceFp16(decoder) => Packed::DeviceFp16(decoder.under(device)),
+            Packed::DeviceFp32(decoder) => Packed::DeviceFp32(decoder.under(device)),
+            _ => return None,
+        };
+        Some(Model { dir: self.dir.clone(), weights, tokenizer: OnceLock::new() })
     }
 
     /// Sizes and parameters.
@@ -208,12 +243,7 @@ struct Fed<'a> {
 }
 
 /// Feeds sequences through the KV cache as scheduled: logits `[tokens of all, V]`.
-fn forward<A: Element>(
-    decoder: &Decoder<A>,
-    cpu: &Cpu,
-    sequences: &[&[i32]],
-    run: &mut Run,
-) -> Result<Vec<f32>, ModelError> {
+fn forward<D: Steps>(decoder: &D, cpu: &Cpu, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>, ModelError> {
     let c = decoder.config();
     let vocab = c.vocab;
     let total: usize = sequences.iter().map(|tokens| tokens.len()).sum();
@@ -229,7 +259,7 @@ fn forward<A: Element>(
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
-    let mut cache = KvCache::new(c.layers, decoder.cache_widths(), run.page_size, run.page_order);
+    let mut cache = decoder.cache(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
         while fed.iter().any(|fed| fed.done < fed.tokens.len()) {
@@ -241,12 +271,12 @@ fn forward<A: Element>(
 }
 
 /// One step of a schedule for the sequences that take part in it.
-fn forward_round<A: Element>(
-    decoder: &Decoder<A>,
+fn forward_round<D: Steps>(
+    decoder: &D,
     cpu: &Cpu,
     fed: &mut [Fed],
     round: usize,
-    cache: &mut KvCache<A>,
+    cache: &mut KvCache<D::Store>,
     run: &mut Run,
     logits: &mut [f32],
 ) -> Result<(), ModelError> {

@@ -4,13 +4,12 @@
 //! its prompt is cut, where its keys stand and whether its prompt came from the cache are not seen: its logits do not see
 //! them, and each random number belongs to one (seed, sequence, position) and to no generator's state.
 
-use crate::decoder::{Decoder, Feed, Rows};
+use crate::decoder::{Feed, Rows, Steps};
 use crate::generate::Stop;
-use crate::kv_cache::KvCache;
 use crate::model::with_decoder;
 use crate::watch::Watch;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
-use samebits_ops::{Cpu, Element, argmax, logprob, scale, softmax};
+use samebits_ops::{Cpu, argmax, logprob, scale, softmax};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -162,8 +161,8 @@ impl Model {
     }
 }
 
-fn rollout<A: Element>(
-    decoder: &Decoder<A>,
+fn rollout<D: Steps>(
+    decoder: &D,
     cpu: &Cpu,
     prompts: &[Vec<i32>],
     sampling: &Sampling,
@@ -171,7 +170,7 @@ fn rollout<A: Element>(
     done: &mut dyn FnMut(Sample) -> Result<(), ModelError>,
 ) -> Result<Timing, ModelError> {
     let c = decoder.config();
-    let mut cache = KvCache::new(c.layers, decoder.cache_widths(), serving.page_size, serving.page_order);
+    let mut cache = decoder.cache(serving.page_size, serving.page_order)?;
     let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
     let mut waiting: VecDeque<(usize, usize)> = all.collect();
     // Sequences that hold a whole prompt, and how many samples will still want it.

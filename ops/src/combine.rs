@@ -48,24 +48,25 @@ pub fn combine<I: Element, O: Element>(
 }
 
 /// Checks a call, whatever it runs on, by the lengths of its slices and its rows.
-pub(crate) fn check(
-    shape: &Combine,
-    [x, weight, y]: [usize; 3],
-    row: &[i32],
-    shared: Option<usize>,
-) -> Result<(), Error> {
-    let Combine { tokens, chosen, rows, n } = *shape;
-    check_len("combine", "x", "[R,N]", x, &[rows, n])?;
+pub(crate) fn check(shape: &Combine, lens: [usize; 3], row: &[i32], shared: Option<usize>) -> Result<(), Error> {
+    let Combine { tokens, chosen, rows, .. } = *shape;
     check_len("combine", "row", "[T,K]", row.len(), &[tokens, chosen])?;
-    check_len("combine", "weight", "[T,K]", weight, &[tokens, chosen])?;
-    if let Some(shared) = shared {
-        check_len("combine", "shared", "[T,N]", shared, &[tokens, n])?;
-    }
-    check_len("combine", "y", "[T,N]", y, &[tokens, n])?;
+    check_lens(shape, lens, shared)?;
     if let Some(i) = row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
         return Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i])));
     }
     Ok(())
+}
+
+/// Checks the lengths of x, weight, y and shared.
+pub(crate) fn check_lens(shape: &Combine, [x, weight, y]: [usize; 3], shared: Option<usize>) -> Result<(), Error> {
+    let Combine { tokens, chosen, rows, n } = *shape;
+    check_len("combine", "x", "[R,N]", x, &[rows, n])?;
+    check_len("combine", "weight", "[T,K]", weight, &[tokens, chosen])?;
+    if let Some(shared) = shared {
+        check_len("combine", "shared", "[T,N]", shared, &[tokens, n])?;
+    }
+    check_len("combine", "y", "[T,N]", y, &[tokens, n])
 }
 
 struct Token<'a, I, O> {

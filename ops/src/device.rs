@@ -7,6 +7,7 @@
 
 mod arena;
 mod attention;
+mod copy_rows;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod driver;
@@ -17,14 +18,15 @@ mod rows;
 mod sources;
 mod workspace;
 
-pub use attention::{attention, attention_over};
+pub use attention::{Places, attention, attention_at, attention_over};
+pub use copy_rows::{Indices, Part, copy_rows};
 pub use driver::{Arguments, Driver, Launch};
-pub use experts::{combine, route};
-pub use gemm::gemm;
+pub use experts::{combine, combine_at, route, route_to};
+pub use gemm::{gemm, gemm_experts, gemm_rows};
 pub use linear_logprob::linear_logprob;
 pub use rows::{
-    Rotations, add, add_rms_norm, argmax, embedding, gelu_mul, logprob, norm_rope, rms_norm, rope, scale, silu_mul,
-    softcap, softmax,
+    Rotations, add, add_rms_norm, argmax, embedding, embedding_at, gelu_mul, logprob, norm_rope, rms_norm, rope, scale,
+    silu_mul, softcap, softmax,
 };
 pub use sources::{Build, HEADERS, UNITS, Unit};
 
@@ -32,7 +34,8 @@ use crate::{Counter, Element, Error, Ledger};
 use arena::Arena;
 use std::collections::HashMap;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::ThreadId;
 
 /// A device, its compiled kernels and its memory. Clones share all of it and the [`Ledger`].
 #[derive(Clone)]
@@ -46,13 +49,55 @@ struct Inner {
     driver: Box<dyn Driver>,
     modules: Mutex<HashMap<Build, Arc<Mutex<Option<usize>>>>>,
     arena: Mutex<Arena>,
+    /// What is being captured. Who holds the lock is the only one to ask the device for something.
+    capture: Mutex<Option<Capture>>,
+    captured: Condvar,
+}
+
+/// Work that a thread has recorded and not run; the others wait until it is a [`Graph`].
+struct Capture {
+    thread: ThreadId,
+    /// What its kernels use.
+    holds: Vec<Arc<Memory>>,
+    launches: usize,
+}
+
+impl Inner {
+    fn arena(&self) -> MutexGuard<'_, Arena> {
+        self.arena.lock().expect("no panic while holding the lock")
+    }
+
+    /// This thread's turn to use the device.
+    fn turn(&self) -> MutexGuard<'_, Option<Capture>> {
+        let mut capture = self.capture.lock().expect("no panic while holding the lock");
+        let me = std::thread::current().id();
+        while capture.as_ref().is_some_and(|capture| capture.thread != me) {
+            capture = self.captured.wait(capture).expect("no panic while holding the lock");
+        }
+        capture
+    }
+
+    /// The same where nothing may be captured: copies, which a graph would not make again, and waiting.
+    fn turn_to_copy(&self) -> Result<MutexGuard<'_, Option<Capture>>, Error> {
+        let turn = self.turn();
+        match *turn {
+            None => Ok(turn),
+            Some(_) => Err(Error::Device("a copy or a wait in work that is being captured".into())),
+        }
+    }
 }
 
 impl Device {
     /// A device that takes at most `cap` bytes of memory for tensors and workspace, and at most `budget` bytes of
     /// workspace per op.
     pub fn new(driver: Box<dyn Driver>, cap: usize, budget: usize) -> Device {
-        let inner = Inner { driver, modules: Mutex::default(), arena: Mutex::new(Arena::new(cap)) };
+        let inner = Inner {
+            driver,
+            modules: Mutex::default(),
+            arena: Mutex::new(Arena::new(cap)),
+            capture: Mutex::default(),
+            captured: Condvar::new(),
+        };
         Device { inner: Arc::new(inner), budget, ledger: Arc::default() }
     }
 
@@ -88,7 +133,7 @@ impl Device {
 
     /// Bytes of device memory that tensors and workspace hold, what is kept for the next ones included.
     pub fn held(&self) -> usize {
-        self.arena().held()
+        self.inner.arena().held()
     }
 
     /// Waits until everything that was started has ended.
@@ -96,6 +141,7 @@ impl Device {
     /// # Errors
     /// [`Error::Device`] when something that was started has failed.
     pub fn finish(&self) -> Result<(), Error> {
+        let _turn = self.inner.turn_to_copy()?;
         self.inner.driver.finish()
     }
 
@@ -120,12 +166,45 @@ impl Device {
     /// # Errors
     /// As [`Device::empty`]; [`Error::Device`].
     pub fn upload<T: Plain>(&self, op: &'static str, host: &[T]) -> Result<Buffer<T>, Error> {
-        let buffer = self.empty(op, host.len())?;
-        self.ledger.note(Counter::Staged, size_of_val(host), "Device::upload")?;
-        if !host.is_empty() {
-            self.inner.driver.write(buffer.address, bytes_of(host))?;
-        }
+        let mut buffer = self.empty(op, host.len())?;
+        buffer.fill(self, host)?;
         Ok(buffer)
+    }
+
+    /// Records what `work` starts instead of running it. The kernels read what stands in their buffers when the graph is
+    /// replayed; what the buffers of `work` hold, the graph keeps.
+    ///
+    /// # Errors
+    /// Those of `work`, which copies nothing between host and device; those of the device.
+    pub fn capture(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Graph, Error> {
+        {
+            let mut turn = self.inner.turn_to_copy()?;
+            self.inner.driver.begin_capture()?;
+            *turn = Some(Capture { thread: std::thread::current().id(), holds: Vec::new(), launches: 0 });
+        }
+        let done = work();
+        let mut turn = self.inner.turn();
+        let ended = self.inner.driver.end_capture();
+        let Capture { holds, launches, .. } = turn.take().expect("it was begun");
+        drop(turn);
+        self.inner.captured.notify_all();
+        let graph = Graph { inner: self.inner.clone(), number: ended?, launches, _holds: holds };
+        done?;
+        Ok(graph)
+    }
+
+    /// Starts the kernels of `graph` anew.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; a graph of another device.
+    pub fn replay(&self, graph: &Graph) -> Result<(), Error> {
+        if !Arc::ptr_eq(&self.inner, &graph.inner) {
+            return Err(Error::Device("a graph of another device".into()));
+        }
+        let _turn = self.inner.turn_to_copy()?;
+        self.ledger.note(Counter::Launches, graph.launches, "a captured kernel was started")?;
+        self.ledger.note(Counter::Replays, 1, "a captured graph was started")?;
+        self.inner.driver.replay(graph.number)
     }
 
     /// Room for `len` elements; workspace is counted by its plan, tensors by their dtype.
@@ -134,12 +213,24 @@ impl Device {
         if !workspace {
             self.ledger.note(T::COUNTER, bytes, "a tensor on the device")?;
         }
-        let (address, room) = self.arena().take(&*self.inner.driver, bytes).ok_or(Error::Memory { op, bytes })?;
-        Ok(Buffer { inner: self.inner.clone(), address, room, len, of: PhantomData })
-    }
-
-    fn arena(&self) -> std::sync::MutexGuard<'_, Arena> {
-        self.inner.arena.lock().expect("no panic while holding the lock")
+        let mut turn = self.inner.turn();
+        // What captured work has dropped serves the work behind it.
+        let kept = turn.as_mut().and_then(|capture| {
+            let fits = |memory: &&Arc<Memory>| Arc::strong_count(memory) == 1 && memory.serves(bytes);
+            capture.holds.iter().find(fits).cloned()
+        });
+        let memory = match kept {
+            Some(memory) => {
+                self.inner.driver.lend(memory.address, bytes);
+                memory
+            }
+            None => {
+                let taken = self.inner.arena().take(&*self.inner.driver, bytes, turn.is_none());
+                let (address, room) = taken.ok_or(Error::Memory { op, bytes })?;
+                Arc::new(Memory { inner: self.inner.clone(), address, room })
+            }
+        };
+        Ok(Buffer { memory, len, of: PhantomData })
     }
 
     /// The module of a build, compiled when it is first asked for.
@@ -180,7 +271,18 @@ impl Device {
             return Err(Error::Device(format!("{kernel}: {grid:?} blocks are more than a device takes")));
         }
         let module = self.module(build)?;
-        self.ledger.note(Counter::Launches, 1, "a kernel was started")?;
+        let mut turn = self.inner.turn();
+        match &mut *turn {
+            None => self.ledger.note(Counter::Launches, 1, "a kernel was started")?,
+            Some(capture) => {
+                capture.launches += 1;
+                for memory in arguments.holds() {
+                    if capture.holds.iter().all(|held| !Arc::ptr_eq(held, memory)) {
+                        capture.holds.push(memory.clone());
+                    }
+                }
+            }
+        }
         self.ledger.ran(kernel);
         let launch = Launch { module, kernel, grid: grid.map(|g| g as u32), threads, shared: shared as u32, arguments };
         // SAFETY: the caller's promise.
@@ -194,11 +296,52 @@ impl std::fmt::Debug for Device {
     }
 }
 
-/// A tensor's elements in the device's memory, row-major; given back when dropped.
-pub struct Buffer<T> {
+/// A part of the device's memory; given back when dropped.
+struct Memory {
     inner: Arc<Inner>,
     address: u64,
     room: usize,
+}
+
+impl Memory {
+    /// Whether it has room for `bytes`, and not many times as much.
+    fn serves(&self, bytes: usize) -> bool {
+        arena::serves(self.room, arena::room_of(bytes).unwrap_or(usize::MAX))
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.inner.arena().give_back(self.address, self.room);
+    }
+}
+
+/// Work that was captured: kernels with their arguments, to be started in one go and again and again.
+pub struct Graph {
+    inner: Arc<Inner>,
+    number: usize,
+    launches: usize,
+    /// Every buffer that the kernels use.
+    _holds: Vec<Arc<Memory>>,
+}
+
+impl Graph {
+    /// Kernels it starts.
+    pub fn launches(&self) -> usize {
+        self.launches
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let _turn = self.inner.turn();
+        self.inner.driver.forget(self.number);
+    }
+}
+
+/// A tensor's elements in the device's memory, row-major; given back when dropped.
+pub struct Buffer<T> {
+    memory: Arc<Memory>,
     len: usize,
     of: PhantomData<T>,
 }
@@ -214,6 +357,20 @@ impl<T: Plain> Buffer<T> {
         self.len == 0
     }
 
+    /// Copies `host` over all elements.
+    ///
+    /// # Errors
+    /// [`Error::Device`]; [`Error::Length`] when `host` is not as long.
+    pub fn fill(&mut self, device: &Device, host: &[T]) -> Result<(), Error> {
+        crate::check_len("upload", "host", "of the buffer", host.len(), &[self.len])?;
+        device.ledger.note(Counter::Staged, size_of_val(host), "Buffer::fill")?;
+        let _turn = self.memory.inner.turn_to_copy()?;
+        if self.len > 0 {
+            self.memory.inner.driver.write(self.address(), bytes_of(host))?;
+        }
+        Ok(())
+    }
+
     /// Copies all elements to `host`, once what was started before has ended.
     ///
     /// # Errors
@@ -221,21 +378,45 @@ impl<T: Plain> Buffer<T> {
     pub fn download(&self, device: &Device, host: &mut [T]) -> Result<(), Error> {
         crate::check_len("download", "host", "of the buffer", host.len(), &[self.len])?;
         device.ledger.note(Counter::Staged, size_of_val(host), "Buffer::download")?;
+        let _turn = self.memory.inner.turn_to_copy()?;
         if self.len > 0 {
-            self.inner.driver.read(self.address, bytes_of_mut(host))?;
+            self.memory.inner.driver.read(self.address(), bytes_of_mut(host))?;
         }
         Ok(())
     }
 
-    fn address(&self) -> u64 {
-        self.address
+    /// Copies `len` elements of another buffer of the same device, from `from` on, to the elements from `at` on.
+    ///
+    /// # Errors
+    /// [`Error::Device`], also where the elements are not there.
+    pub fn copy_from(&mut self, at: usize, other: &Buffer<T>, from: usize, len: usize) -> Result<(), Error> {
+        let inside = |start: usize, all: usize| start.checked_add(len).is_some_and(|end| end <= all);
+        let same = Arc::ptr_eq(&self.memory.inner, &other.memory.inner);
+        if !same || !inside(at, self.len) || !inside(from, other.len) {
+            return Err(Error::Device(format!("{len} elements from {from} do not go to {at}")));
+        }
+        let _turn = self.memory.inner.turn_to_copy()?;
+        let place = |buffer: &Buffer<T>, start: usize| buffer.address() + (start * size_of::<T>()) as u64;
+        if len > 0 {
+            self.memory.inner.driver.copy(place(other, from), place(self, at), len * size_of::<T>())?;
+        }
+        Ok(())
     }
-}
 
-impl<T> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        let mut arena = self.inner.arena.lock().expect("no panic while holding the lock");
-        arena.give_back(self.address, self.room);
+    /// The same within the buffer; the two parts do not overlap.
+    ///
+    /// # Errors
+    /// As [`Buffer::copy_from`].
+    pub fn copy_within(&mut self, from: usize, at: usize, len: usize) -> Result<(), Error> {
+        let own = Buffer { memory: self.memory.clone(), len: self.len, of: PhantomData };
+        if from.abs_diff(at) < len {
+            return Err(Error::Device(format!("{len} elements from {from} overlap those from {at}")));
+        }
+        self.copy_from(at, &own, from, len)
+    }
+
+    fn address(&self) -> u64 {
+        self.memory.address
     }
 }
 

@@ -301,3 +301,16 @@ SKINNY(gemm_skinny1, 1, 1, 128, 4)
 SKINNY(gemm_skinny4, 4, 1, 128, 3)
 SKINNY(gemm_skinny8, 8, 1, 128, 3)
 SKINNY(gemm_skinny16, 16, 2, 64, 3)
+
+// One row of x for each of some choices of experts, whose weights stand one behind the other: y[P,N] = x[P / every,K] *
+// w[expert[P],N,K]. A block row is a choice.
+KERNEL(256, 1)
+gemm_experts(GLOBAL(const In) x, GLOBAL(const int) expert, long long every, GLOBAL(const In) w, GLOBAL(const In) bias,
+             int has_bias, GLOBAL(Out) y, long long n, long long k, long long length, int segments) {
+    SHARED(float, wide, 8 * 128 / sizeof(In));
+    SHARED_REST(uint4, room);
+    long long choice = blockIdx.y, number = expert[choice];
+    if (has_bias) bias = bias + number * n;
+    gemm_skinny<1, 1, 128, 4>(room, wide, x + choice / every * k, w + number * n * k, bias, has_bias, y + choice * n, 1, n, k,
+                              length, segments);
+}

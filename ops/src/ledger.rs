@@ -38,11 +38,13 @@ pub enum Counter {
     Staged,
     /// Kernels started on a device.
     Launches,
+    /// Captured graphs started on a device; their kernels count as launches.
+    Replays,
 }
 
 impl Counter {
     /// Every counter.
-    pub const ALL: [Counter; 14] = [
+    pub const ALL: [Counter; 15] = [
         Counter::WorkspaceBf16,
         Counter::WorkspaceF32,
         Counter::Allocated,
@@ -57,6 +59,7 @@ impl Counter {
         Counter::DeviceI32,
         Counter::Staged,
         Counter::Launches,
+        Counter::Replays,
     ];
 
     /// The counter called `name`.
@@ -81,6 +84,7 @@ impl Counter {
             Counter::DeviceI32 => "device_i32_bytes",
             Counter::Staged => "staged_bytes",
             Counter::Launches => "launches",
+            Counter::Replays => "replays",
         }
     }
 }

@@ -18,10 +18,7 @@ pub fn document(folder: &RunFolder) -> String {
     let parts = BTreeMap::from([
         ("css", include_str!("page/page.css").to_string()),
         ("js", include_str!("page/page.js").to_string()),
-        (
-            "title",
-            escaped(&format!("{} {}", if summary.is_green() { "Green" } else { "Red" }, folder.run.contract_name)),
-        ),
+        ("title", escaped(&format!("{} {}", word(&summary).1, folder.run.contract_name))),
         ("name", escaped(&folder.run.contract_name)),
         ("subtitle", escaped(&subtitle(folder))),
         ("banner", banner(&summary)),
@@ -49,13 +46,21 @@ fn filled(template: &str, parts: &BTreeMap<&str, String>) -> String {
     page + rest
 }
 
+/// A sign, the verdict and its colour.
+fn word(summary: &Summary) -> (&'static str, &'static str, &'static str) {
+    match (summary.is_green(), &summary.absent) {
+        (false, _) => ("✗", "Red", "red"),
+        (true, None) => ("✓", "Green", "green"),
+        (true, Some(_)) => ("–", "Not tested", "grey"),
+    }
+}
+
 fn banner(summary: &Summary) -> String {
-    let Summary { counts, problems } = summary;
-    let colour = if summary.is_green() { "green" } else { "red" };
-    let mut html =
-        format!("<section class=\"banner {colour}\"><h2>{}</h2>", if summary.is_green() { "✓ Green" } else { "✗ Red" });
+    let Summary { counts, problems, absent } = summary;
+    let (sign, word, colour) = word(summary);
+    let mut html = format!("<section class=\"banner {colour}\"><h2>{sign} {word}</h2>");
     let _ = write!(html, "<p>{}</p>", summary.red_line());
-    for problem in problems {
+    for problem in problems.iter().chain(absent) {
         let _ = write!(html, "<p><strong>{}</strong></p>", escaped(problem));
     }
     html.push_str("<ul class=\"counts\">");

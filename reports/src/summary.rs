@@ -105,6 +105,9 @@ pub struct Summary {
     /// Why the run as a whole cannot count as done, whatever its records say: cut off, short of what it planned, or
     /// nothing tested. Empty for a complete run.
     pub problems: Vec<String>,
+    /// Why nothing was tested, where that is nobody's fault: every implementation that was asked for wants a device that
+    /// this machine does not have, and nobody requires one.
+    pub absent: Option<String>,
 }
 
 impl Summary {
@@ -121,13 +124,18 @@ impl Summary {
         if folder.torn > 0 {
             problems.push("the last line of records.jsonl is cut off and was dropped".into());
         }
-        if counts.judged() == 0 {
+        let wants = |record: &Record| folder.run.plan.absent.get(&record.implementation);
+        let all_absent = counts.total() > 0 && folder.records.iter().all(|record| {
+            matches!((&record.verdict, wants(record)), (Verdict::Unsupported { reason }, Some(why)) if reason == why)
+        });
+        let absent = folder.records.first().filter(|_| all_absent).and_then(wants).cloned();
+        if counts.judged() == 0 && absent.is_none() {
             problems.push("nothing was tested".into());
         }
-        Summary { counts, problems }
+        Summary { counts, problems, absent }
     }
 
-    /// Whether nothing is red: no red verdict, a complete run, and at least one answer compared.
+    /// Whether nothing is red: no red verdict, a complete run, and at least one answer compared, or no device to ask.
     pub fn is_green(&self) -> bool {
         self.counts.red() == 0 && self.problems.is_empty()
     }
@@ -148,15 +156,25 @@ impl Summary {
         }
     }
 
+    /// `GREEN`, `RED`, or `NOT TESTED` where there was no device to ask.
+    pub fn word(&self) -> &'static str {
+        match (self.is_green(), &self.absent) {
+            (false, _) => "RED",
+            (true, None) => "GREEN",
+            (true, Some(_)) => "NOT TESTED",
+        }
+    }
+
     /// The verdict in one line, for example `RED: 3 of 512 records are red; 509 pass, 3 fail`.
     pub fn headline(&self) -> String {
         let total = self.counts.total();
         let mut parts = self.problems.clone();
+        parts.extend(self.absent.clone());
         parts.push(self.red_line());
         if total > 0 {
             parts.push(self.counts.to_string());
         }
-        format!("{}: {}", if self.is_green() { "GREEN" } else { "RED" }, parts.join("; "))
+        format!("{}: {}", self.word(), parts.join("; "))
     }
 }
 
@@ -205,6 +223,30 @@ mod tests {
             assert_eq!(summary.exit_code(), 1, "{words}");
             assert!(summary.headline().starts_with("RED: "), "{words}");
             assert!(summary.headline().contains(words), "{words}: {}", summary.headline());
+        }
+    }
+
+    /// A machine without a device is no fault of the run; anything else that tests nothing stays red.
+    #[test]
+    fn only_a_missing_device_excuses_a_run_that_tests_nothing() {
+        let why = "no CUDA device: the driver lists none";
+        let mut folder = synthetic::green();
+        let name = folder.records[0].implementation.clone();
+        folder.run.plan.absent.insert(name, why.into());
+        assert_eq!(Summary::of(&folder).word(), "GREEN", "what was tested counts");
+        for record in &mut folder.records {
+            record.verdict = Verdict::Unsupported { reason: why.into() };
+        }
+        let summary = Summary::of(&folder);
+        assert_eq!((summary.exit_code(), summary.word()), (0, "NOT TESTED"));
+        assert_eq!(summary.headline(), format!("NOT TESTED: {why}; no red verdict in 12 records; 12 unsupported"));
+        let mut faults = [folder.clone(), folder.clone(), folder.clone(), folder.clone()];
+        faults[0].records[3].verdict = Verdict::Unsupported { reason: "no kernel".into() };
+        faults[1].records[3].implementation = "other".into();
+        faults[2].run.complete = false;
+        faults[3].run.plan.absent.clear();
+        for folder in faults {
+            assert_eq!(Summary::of(&folder).exit_code(), 1, "{}", Summary::of(&folder).headline());
         }
     }
 

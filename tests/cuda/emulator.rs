@@ -1,7 +1,7 @@
 //! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file.
 
 use samebits_ops::Error;
-use samebits_ops::device::{Build, Driver, HEADERS, Launch, UNITS};
+use samebits_ops::device::{Arguments, Build, Driver, HEADERS, Launch, UNITS};
 use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -37,10 +37,51 @@ struct State {
     memory: Library,
     modules: Vec<(Library, HashMap<&'static str, usize>)>,
     held: HashMap<u64, usize>,
+    /// What is being captured, and what was.
+    capture: Option<Vec<Recorded>>,
+    graphs: HashMap<usize, Vec<Recorded>>,
+}
+
+/// A step of captured work.
+enum Recorded {
+    Lend(u64, usize),
+    Launch { module: usize, kernel: &'static str, grid: [u32; 3], threads: u32, shared: u32, arguments: Arguments },
 }
 
 // SAFETY: the world is used by one thread at a time, behind the lock.
 unsafe impl Send for State {}
+
+impl State {
+    fn lend(&self, address: u64, bytes: usize) {
+        // SAFETY: the type is that of machine.cuh.
+        let lend: extern "C" fn(*mut c_void, u64, u64) =
+            unsafe { std::mem::transmute(self.memory.find("emulator_lend")) };
+        lend(self.world, address, bytes as u64);
+    }
+
+    fn launch(&self, launch: &Launch, backwards: bool) -> Result<(), Error> {
+        let function = self.modules[launch.module].1[launch.kernel] as *const c_void;
+        type Start =
+            extern "C" fn(*mut c_void, *const u32, u32, u32, *const *const c_void, c_int, c_int) -> *const c_char;
+        // SAFETY: the type is that of EXPORT in machine.cuh.
+        let start: Start = unsafe { std::mem::transmute(function) };
+        let pointers = launch.arguments.pointers();
+        let error = start(
+            self.world,
+            launch.grid.as_ptr(),
+            launch.threads,
+            launch.shared,
+            pointers.as_ptr(),
+            pointers.len() as c_int,
+            c_int::from(backwards),
+        );
+        if error.is_null() {
+            return Ok(());
+        }
+        // SAFETY: a string that lives until the next launch.
+        Err(Error::Device(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()))
+    }
+}
 
 impl Emulator {
     /// # Errors
@@ -64,7 +105,14 @@ impl Emulator {
         let memory = Library::build(&[], "memory", "#define EMULATOR_MEMORY\n#include \"machine.cuh\"\n", &[])?;
         // SAFETY: the type is that of machine.cuh.
         let new: extern "C" fn() -> *mut c_void = unsafe { std::mem::transmute(memory.find("emulator_new")) };
-        let state = State { world: new(), memory, modules: Vec::new(), held: HashMap::new() };
+        let state = State {
+            world: new(),
+            memory,
+            modules: Vec::new(),
+            held: HashMap::new(),
+            capture: None,
+            graphs: HashMap::new(),
+        };
         Ok(Emulator { changes: changes.to_vec(), backwards, room, state: Mutex::new(state) })
     }
 
@@ -128,11 +176,52 @@ impl Driver for Emulator {
     }
 
     fn lend(&self, address: u64, bytes: usize) {
+        let mut state = self.state();
+        match &mut state.capture {
+            Some(recorded) => recorded.push(Recorded::Lend(address, bytes)),
+            None => state.lend(address, bytes),
+        }
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
         let state = self.state();
+        type Copy = extern "C" fn(*mut c_void, u64, u64, u64) -> c_int;
         // SAFETY: the type is that of machine.cuh.
-        let lend: extern "C" fn(*mut c_void, u64, u64) =
-            unsafe { std::mem::transmute(state.memory.find("emulator_lend")) };
-        lend(state.world, address, bytes as u64);
+        let copy: Copy = unsafe { std::mem::transmute(state.memory.find("emulator_copy")) };
+        match copy(state.world, from, to, bytes as u64) {
+            0 => Ok(()),
+            _ => Err(Error::Device(format!("{bytes} bytes do not stand where they are copied"))),
+        }
+    }
+
+    fn begin_capture(&self) -> Result<(), Error> {
+        self.state().capture = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<usize, Error> {
+        let mut state = self.state();
+        let recorded = state.capture.take().expect("a capture was begun");
+        let number = state.graphs.keys().max().map_or(0, |last| last + 1);
+        state.graphs.insert(number, recorded);
+        Ok(number)
+    }
+
+    fn replay(&self, graph: usize) -> Result<(), Error> {
+        let state = self.state();
+        state.graphs[&graph].iter().try_for_each(|step| match step {
+            Recorded::Lend(address, bytes) => {
+                state.lend(*address, *bytes);
+                Ok(())
+            }
+            &Recorded::Launch { module, kernel, grid, threads, shared, ref arguments } => {
+                state.launch(&Launch { module, kernel, grid, threads, shared, arguments }, self.backwards)
+            }
+        })
+    }
+
+    fn forget(&self, graph: usize) {
+        self.state().graphs.remove(&graph);
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
@@ -159,27 +248,14 @@ impl Driver for Emulator {
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {
-        let state = self.state();
-        let function = state.modules[launch.module].1[launch.kernel] as *const c_void;
-        type Start =
-            extern "C" fn(*mut c_void, *const u32, u32, u32, *const *const c_void, c_int, c_int) -> *const c_char;
-        // SAFETY: the type is that of EXPORT in machine.cuh.
-        let start: Start = unsafe { std::mem::transmute(function) };
-        let pointers = launch.arguments.pointers();
-        let error = start(
-            state.world,
-            launch.grid.as_ptr(),
-            launch.threads,
-            launch.shared,
-            pointers.as_ptr(),
-            pointers.len() as c_int,
-            c_int::from(self.backwards),
-        );
-        if error.is_null() {
+        let mut state = self.state();
+        let &Launch { module, kernel, grid, threads, shared, arguments } = launch;
+        if let Some(recorded) = &mut state.capture {
+            let arguments = arguments.unheld();
+            recorded.push(Recorded::Launch { module, kernel, grid, threads, shared, arguments });
             return Ok(());
         }
-        // SAFETY: a string that lives until the next launch.
-        Err(Error::Device(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned()))
+        state.launch(launch, self.backwards)
     }
 
     fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {

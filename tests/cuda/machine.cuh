@@ -531,6 +531,20 @@ VISIBLE int emulator_read(emulator::World *here, uint64_t address, void *bytes, 
     memcpy(bytes, region->data + at, count);
     return 0;
 }
+// As it stands, whether or not somebody has written it. 0: done; 1: no such places.
+VISIBLE int emulator_copy(emulator::World *here, uint64_t from, uint64_t to, uint64_t count) {
+    uint64_t from_at, to_at;
+    emulator::Region *source = emulator::find(here, from, count, from_at), *target = emulator::find(here, to, count, to_at);
+    if (!source || !target) return 1;
+    memmove(target->data + to_at, source->data + from_at, count);
+    for (uint64_t g = 0; g < (count + 1) / emulator::GRAIN; g++) {
+        bool written = source->shadow[from_at / emulator::GRAIN + g].written;
+        emulator::Shadow &shadow = target->shadow[to_at / emulator::GRAIN + g];
+        shadow = emulator::Shadow();
+        shadow.written = written;
+    }
+    return 0;
+}
 #endif
 
 #define EXPORT(name)                                                                                                   \

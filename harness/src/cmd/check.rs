@@ -48,9 +48,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     goldens: Option<PathBuf>,
 
-    /// Whatever a judged implementation does not offer of the required dtypes is red, also where its entry asks for less
-    #[arg(long)]
-    require: bool,
+    /// Whatever this judged implementation does not offer of the required dtypes is red, also where its entry asks for
+    /// less, and also for want of a device; without a name, all that are judged; may be given again
+    #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", action = clap::ArgAction::Append)]
+    require: Vec<String>,
 
     /// Row set that bounds accuracy [default: the contract's first, `tight`]
     #[arg(long, value_name = "NAME")]
@@ -91,7 +92,8 @@ pub fn open(
         return Ok((Box::new(external), machine::axes_of(entry)));
     }
     if name == "ours/cuda" {
-        return Ok((Box::new(CudaImplementation::first_gpu(cpu, usize::MAX)), machine::axes_of(entry)));
+        let ours = CudaImplementation::first_gpu(cpu, usize::MAX).with_checkpoints(checkpoints.clone());
+        return Ok((Box::new(ours), machine::axes_of(entry)));
     }
     ensure!(name == "ours/cpu", "--impl {name}: it has no `command` and is not built into this program");
     let axes = machine::axes(cpu.isa());
@@ -115,8 +117,12 @@ pub fn judge(args: &Args) -> Result<()> {
     for list in &args.waivers {
         contract.add_waivers(list)?;
     }
-    if args.require {
-        contract.implementations.iter_mut().for_each(|implementation| implementation.required = None);
+    let names = if args.implementation.is_empty() { vec!["ours/cpu".to_string()] } else { args.implementation.clone() };
+    for required in &args.require {
+        let known = required.is_empty() || names.contains(required);
+        ensure!(known, "--require {required}: it is not judged; name it with --impl, or one of {}", names.join(", "));
+        let named = contract.implementations.iter_mut().filter(|entry| required.is_empty() || entry.name == *required);
+        named.for_each(|entry| entry.required = None);
     }
     let contract = contract;
     let rows = args.rows.as_deref().unwrap_or(contract.default_rows());
@@ -129,7 +135,6 @@ pub fn judge(args: &Args) -> Result<()> {
     };
     let selection = args.select.selection(&contract)?;
     let room = machine::of_slice(selection.slice).room;
-    let names = if args.implementation.is_empty() { vec!["ours/cpu".to_string()] } else { args.implementation.clone() };
     let mut judged: Vec<(Box<dyn Implementation>, Machine)> = Vec::new();
     for (place, name) in names.iter().enumerate() {
         ensure!(!names[..place].contains(name), "--impl {name}: given twice");
@@ -181,6 +186,15 @@ pub fn judge(args: &Args) -> Result<()> {
     }
     let planned: usize = groups.iter().map(|(_, group)| group.len()).sum();
     let versions = judges.iter().map(|j| (j.implementation.name().to_string(), j.implementation.version().to_string()));
+    let nobody_requires = |name: &str| {
+        let empty =
+            |entry: &samebits_contract::table::Implementation| entry.required.as_ref().is_some_and(Vec::is_empty);
+        contract.implementation(name).is_some_and(empty)
+    };
+    let absent = judges.iter().filter_map(|j| {
+        let name = j.implementation.name();
+        j.implementation.absent().filter(|_| nobody_requires(name)).map(|why| (name.to_string(), why.to_string()))
+    });
     let shard =
         if selection.shard == (1, 1) { String::new() } else { format!("{}/{}", selection.shard.0, selection.shard.1) };
     let run = Run {
@@ -200,6 +214,7 @@ pub fn judge(args: &Args) -> Result<()> {
             seed: selection.seed,
             shard: shard.clone(),
             implementations: versions.collect(),
+            absent: absent.collect(),
             attempts: Vec::new(),
         },
         sealed: None,

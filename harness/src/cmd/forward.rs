@@ -1,4 +1,4 @@
-use super::{Loading, Machine, Working};
+use super::{Loading, Machine, On, Working, place};
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use samebits_contract::tensor::Tensor;
@@ -60,11 +60,15 @@ pub struct Args {
     cap: u64,
 
     #[command(flatten)]
+    on: On,
+
+    #[command(flatten)]
     machine: Machine,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
+    let device = args.on.open()?;
     check_place(&args.out)?;
     if let Some(dump) = &args.dump {
         check_place(dump)?;
@@ -75,6 +79,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    let model = place(model, &cpu, device.as_ref())?;
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
     let sequences = tokens.sequences();
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();

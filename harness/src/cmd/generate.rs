@@ -1,4 +1,4 @@
-use super::{Loading, Machine, Working};
+use super::{Loading, Machine, On, Working, place};
 use anyhow::Result;
 use samebits_models::{Model, Precision};
 use std::io::Write;
@@ -24,14 +24,19 @@ pub struct Args {
     max_tokens: usize,
 
     #[command(flatten)]
+    on: On,
+
+    #[command(flatten)]
     machine: Machine,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
+    let device = args.on.open()?;
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, Precision::Bf16, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    let model = place(model, &cpu, device.as_ref())?;
     let working = Working::on(format!("at most {} tokens", args.max_tokens));
     let generation = model.generate(&cpu, &args.prompt, args.max_tokens)?;
     drop(working);

@@ -1,5 +1,5 @@
 use super::forward::check_place;
-use super::{Loading, Machine, counting};
+use super::{Loading, Machine, On, counting, place};
 use anyhow::{Context, Result, ensure};
 use samebits_harness::whole_file;
 use samebits_models::{Model, PageOrder, Precision, Sample, Sampling, Serving, Stop};
@@ -75,17 +75,22 @@ pub struct Args {
     times: bool,
 
     #[command(flatten)]
+    on: On,
+
+    #[command(flatten)]
     machine: Machine,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
+    let device = args.on.open()?;
     if let Some(out) = &args.out {
         check_place(out)?;
     }
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    let model = place(model, &cpu, device.as_ref())?;
     let prompts = prompts(&model, &args.prompts)?;
     let sampling = Sampling {
         samples: args.samples,

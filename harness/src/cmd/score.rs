@@ -1,4 +1,4 @@
-use super::{Loading, Machine, counting};
+use super::{Loading, Machine, On, counting, place};
 use anyhow::{Context, Result, ensure};
 use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
 use serde::Deserialize;
@@ -45,6 +45,9 @@ pub struct Args {
     json: bool,
 
     #[command(flatten)]
+    on: On,
+
+    #[command(flatten)]
     machine: Machine,
 }
 
@@ -69,6 +72,7 @@ struct Text {
 
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
+    let device = args.on.open()?;
     ensure!(args.batch > 0 && args.page_size > 0, "--batch and --page-size: give at least 1");
     let (first, texts) = read(args)?;
     let dtype = match args.dtype {
@@ -78,6 +82,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let mut found = Found::default();
     for group in texts.chunks(args.batch) {

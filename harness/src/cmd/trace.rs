@@ -1,6 +1,7 @@
 use super::forward::Tokens;
-use super::{Loading, Machine};
+use super::{Loading, Machine, Target, open_target, place};
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use clap::ValueEnum;
 use samebits_harness::dump::{Comparison, Reader, Writer, compare};
 use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
 use samebits_ops::{Cpu, Isa};
@@ -16,7 +17,7 @@ use std::process::ExitCode;
 /// made, because everything it was made from is equal. Ends with 1 where they differ.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype
+    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype, device
     a: String,
 
     /// The same for the other run
@@ -71,7 +72,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let default = args.machine.cpu(None)?;
     let (mut isa, mut threads, mut dtype) = (default.isa(), default.threads(), Precision::Bf16);
-    let mut run = Run::default();
+    let (mut run, mut target) = (Run::default(), Target::Cpu);
     for word in settings.split(',').filter(|word| *word != "default") {
         let (key, value) = word.split_once('=').with_context(|| {
             format!("{settings}: `{word}` is neither a dump nor a setting; use schedule=chunk:3, isa=scalar, ..")
@@ -86,16 +87,19 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
             "isa" => isa = value.parse::<Isa>()?,
             "threads" => threads = count()?,
             "dtype" => dtype = value.parse()?,
-            _ => bail!("{word}: no such setting; use schedule, batch, pages, order, isa, threads or dtype"),
+            "device" => target = Target::from_str(value, false).map_err(|_| anyhow!("{word}: use cpu or cuda"))?,
+            _ => bail!("{word}: no such setting; use schedule, batch, pages, order, isa, threads, dtype or device"),
         }
     }
     let (Some(model), Some(tokens)) = (&args.model, &args.tokens) else {
         bail!("{settings}: is not a file; for settings give --model and --tokens");
     };
     let cpu = Cpu::new(isa, threads, usize::MAX)?;
+    let device = open_target(target).with_context(|| settings.to_string())?;
     let loading = Loading::of(model);
     let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    let model = place(model, &cpu, device.as_ref())?;
     let sequences = Tokens::read(tokens)?.sequences();
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;

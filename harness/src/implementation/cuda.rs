@@ -6,19 +6,38 @@ use super::cpu::{
     AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, cap, combine_shape, factor, gemm_shape,
     norm, room, rotation, route_shape, spread_route,
 };
+use crate::checkpoints::Checkpoints;
 use crate::clock::Clock;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::device::{self, Buffer, Device, Rotations};
 use samebits_ops::{Cpu, Error, NormRope, RmsNorm, Rope, bf16, f16};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// The ops on one device; or, where there is none, the reason for that.
 pub struct CudaImplementation {
     device: Result<Device, String>,
     /// Makes the tables of rope.
     cpu: Cpu,
+    /// The models that `chain` may name; none for a program that only offers ops.
+    checkpoints: Option<Arc<Checkpoints>>,
     version: String,
+}
+
+/// The first GPU, with `budget` bytes of workspace per op; compiled kernels are kept in the folder that `SAMEBITS_KERNELS`
+/// names, and units are taken from the folder that `SAMEBITS_SOURCES` names, if these are set.
+///
+/// # Errors
+/// [`Error::Unavailable`] where there is none; [`Error::Device`].
+pub fn open_gpu(budget: usize) -> Result<Device, Error> {
+    let cache = std::env::var_os("SAMEBITS_KERNELS").map(std::path::PathBuf::from);
+    let cuda = device::cuda::Cuda::open(0, cache.as_deref())?;
+    let cuda = match std::env::var_os("SAMEBITS_SOURCES") {
+        Some(folder) => cuda.with_sources(folder.into()),
+        None => cuda,
+    };
+    Ok(Device::new(Box::new(cuda), usize::MAX, budget))
 }
 
 impl CudaImplementation {
@@ -26,21 +45,18 @@ impl CudaImplementation {
     pub fn new(device: Result<Device, Error>, cpu: Cpu) -> CudaImplementation {
         let device = device.map_err(|e| e.to_string());
         let on = device.as_ref().map_or_else(Clone::clone, |device| device.name().to_string());
-        CudaImplementation { device, cpu, version: format!("{}, {on}", env!("CARGO_PKG_VERSION")) }
+        CudaImplementation { device, cpu, checkpoints: None, version: format!("{}, {on}", env!("CARGO_PKG_VERSION")) }
     }
 
-    /// The first GPU, with `budget` bytes of workspace per op; compiled kernels are kept in the folder that
-    /// `SAMEBITS_KERNELS` names, and units are taken from the folder that `SAMEBITS_SOURCES` names, if these are set.
-    /// What is forbidden on `cpu` is forbidden on the device.
+    /// Answers on the first GPU: [`open_gpu`]. What is forbidden on `cpu` is forbidden on the device.
     pub fn first_gpu(cpu: Cpu, budget: usize) -> CudaImplementation {
-        let cache = std::env::var_os("SAMEBITS_KERNELS").map(std::path::PathBuf::from);
-        let driver =
-            device::cuda::Cuda::open(0, cache.as_deref()).map(|cuda| match std::env::var_os("SAMEBITS_SOURCES") {
-                Some(folder) => cuda.with_sources(folder.into()),
-                None => cuda,
-            });
-        let device = |driver| Device::new(Box::new(driver), usize::MAX, budget).strict_as(cpu.ledger());
-        CudaImplementation::new(driver.map(device), cpu)
+        let device = open_gpu(budget).map(|device| device.strict_as(cpu.ledger()));
+        CudaImplementation::new(device, cpu)
+    }
+
+    /// Also answers op `chain`, for the models of `checkpoints`.
+    pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CudaImplementation {
+        CudaImplementation { checkpoints: Some(checkpoints), ..self }
     }
 
     /// What the device is, or why there is none.
@@ -57,7 +73,11 @@ impl CudaImplementation {
         };
         // Instruction sets and threads are the processor's.
         let device = device.with_budget(case.config.budget.unwrap_or(device.budget()));
-        let answer = self.op_answer(&device, case, clock).unwrap_or_else(Refusal::answer);
+        let answer = if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+            checkpoints.answer_on(&self.cpu, Some(&device), case)
+        } else {
+            self.op_answer(&device, case, clock).unwrap_or_else(Refusal::answer)
+        };
         let plans = device.ledger().plans();
         let counts = device.ledger().counts();
         Answer {
@@ -88,6 +108,10 @@ impl Implementation for CudaImplementation {
 
     fn version(&self) -> &str {
         &self.version
+    }
+
+    fn absent(&self) -> Option<&str> {
+        self.device().err()
     }
 
     fn run(&self, case: &Case) -> Answer {

@@ -5,6 +5,16 @@ use super::Driver;
 /// Sizes are multiples of this.
 const LINE: usize = 256;
 
+/// The room that `bytes` take.
+pub fn room_of(bytes: usize) -> Option<usize> {
+    bytes.max(1).checked_next_multiple_of(LINE)
+}
+
+/// Whether a place of `kept` bytes serves a tensor of `room`: it does not get one many times its size.
+pub fn serves(kept: usize, room: usize) -> bool {
+    kept >= room && kept / 2 <= room
+}
+
 /// All memory a device has been asked for.
 pub struct Arena {
     cap: usize,
@@ -24,17 +34,17 @@ impl Arena {
 
     /// At least `bytes`: the address and the room there. What is kept goes back to the device before more is asked for
     /// than the cap allows or the device has.
-    pub fn take(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
-        let (address, room) = self.find(driver, bytes)?;
+    /// Only where it `may_free`, which waits for the device.
+    pub fn take(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
+        let (address, room) = self.find(driver, bytes, may_free)?;
         driver.lend(address, bytes);
         Some((address, room))
     }
 
-    fn find(&mut self, driver: &dyn Driver, bytes: usize) -> Option<(u64, usize)> {
-        let room = bytes.max(1).checked_next_multiple_of(LINE)?;
+    fn find(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
+        let room = room_of(bytes)?;
         let at = self.kept.partition_point(|&(kept, _)| kept < room);
-        // A tensor does not get a place many times its size.
-        if self.kept.get(at).is_some_and(|&(kept, _)| kept / 2 <= room) {
+        if self.kept.get(at).is_some_and(|&(kept, _)| serves(kept, room)) {
             let (room, address) = self.kept.remove(at);
             return Some((address, room));
         }
@@ -43,7 +53,7 @@ impl Arena {
             Some(address) => address,
             None => {
                 let kept: usize = self.kept.iter().map(|&(room, _)| room).sum();
-                if kept == 0 {
+                if kept == 0 || !may_free {
                     return None;
                 }
                 for (_, address) in self.kept.drain(..) {

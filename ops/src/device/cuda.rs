@@ -2,7 +2,9 @@
 
 use super::{Build, Driver, HEADERS, Launch};
 use crate::Error;
-use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute, CUfunction, CUmodule, CUstream};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice_attribute as Attribute, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
+};
 use cudarc::driver::{DriverError, result as cuda, sys as cuda_sys};
 use cudarc::nvrtc::sys as nvrtc;
 use std::collections::HashMap;
@@ -156,6 +158,8 @@ pub struct Cuda {
     /// Folder of units that are taken in the place of the program's own, for those who work on kernels.
     sources: Option<PathBuf>,
     modules: Mutex<Vec<Module>>,
+    /// Captured graphs by number.
+    graphs: Mutex<HashMap<usize, (CUgraph, CUgraphExec)>>,
 }
 
 struct Module {
@@ -165,7 +169,7 @@ struct Module {
 
 // SAFETY: handles of the driver may be used from any thread that has made the context current, which every method does.
 unsafe impl Send for Cuda {}
-// SAFETY: as above; the list of modules is behind a lock, and the driver locks its own.
+// SAFETY: as above; the lists of modules and graphs are behind locks, and the driver locks its own.
 unsafe impl Sync for Cuda {}
 
 impl Cuda {
@@ -205,6 +209,7 @@ impl Cuda {
             cache: cache.map(Path::to_path_buf),
             sources: None,
             modules: Mutex::default(),
+            graphs: Mutex::default(),
         })
     }
 
@@ -317,6 +322,49 @@ impl Driver for Cuda {
         // SAFETY: the caller holds a buffer of as many bytes; the stream is waited for before `bytes` is given back.
         unsafe { cuda::memcpy_dtoh_async(bytes, address, self.stream) }.map_err(failed("cuMemcpyDtoH"))?;
         self.finish()
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+        self.current()?;
+        // SAFETY: the caller holds buffers of as many bytes.
+        unsafe { cuda::memcpy_dtod_async(to, from, bytes, self.stream) }.map_err(failed("cuMemcpyDtoD"))
+    }
+
+    fn begin_capture(&self) -> Result<(), Error> {
+        self.current()?;
+        // Relaxed: memory may be taken and modules loaded meanwhile.
+        let mode = cuda_sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream was made by this context.
+        unsafe { cuda::stream::begin_capture(self.stream, mode) }.map_err(failed("cuStreamBeginCapture"))
+    }
+
+    fn end_capture(&self) -> Result<usize, Error> {
+        self.current()?;
+        // SAFETY: a capture of this stream was begun.
+        let graph = unsafe { cuda::stream::end_capture(self.stream) }.map_err(failed("cuStreamEndCapture"))?;
+        // SAFETY: the graph was just made; it lives until it is forgotten.
+        let exec = unsafe { cuda::graph::instantiate(graph, cuda_sys::CUgraphInstantiate_flags(0)) }
+            .map_err(failed("cuGraphInstantiate"))?;
+        let mut graphs = self.graphs.lock().expect("no panic while holding the lock");
+        let number = graphs.keys().max().map_or(0, |last| last + 1);
+        graphs.insert(number, (graph, exec));
+        Ok(number)
+    }
+
+    fn replay(&self, graph: usize) -> Result<(), Error> {
+        self.current()?;
+        let (_, exec) = self.graphs.lock().expect("no panic while holding the lock")[&graph];
+        // SAFETY: the graph has not been forgotten, and what it uses is live.
+        unsafe { cuda::graph::launch(exec, self.stream) }.map_err(failed("cuGraphLaunch"))
+    }
+
+    fn forget(&self, graph: usize) {
+        let known = self.graphs.lock().expect("no panic while holding the lock").remove(&graph);
+        // It may be under way; errors have nowhere to go.
+        if let (Some((graph, exec)), Ok(())) = (known, self.current().and_then(|()| self.finish())) {
+            // SAFETY: made by end_capture and destroyed once.
+            let _ = unsafe { (cuda::graph::exec_destroy(exec), cuda::graph::destroy(graph)) };
+        }
     }
 
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {

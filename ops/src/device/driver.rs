@@ -1,7 +1,8 @@
 //! What runs kernels: a GPU through its driver, or an emulator.
 
-use super::Build;
+use super::{Build, Memory};
 use crate::Error;
+use std::sync::Arc;
 
 /// A kernel to start.
 pub struct Launch<'a> {
@@ -25,6 +26,8 @@ pub struct Arguments {
     /// Words of eight bytes, so that each argument starts at a multiple of eight.
     words: Vec<u64>,
     starts: Vec<usize>,
+    /// What they point to.
+    holds: Vec<Arc<Memory>>,
 }
 
 impl Arguments {
@@ -45,11 +48,22 @@ impl Arguments {
 
     /// A pointer to the elements of a buffer.
     pub fn buffer<T: super::Plain>(self, buffer: &super::Buffer<T>) -> Arguments {
-        self.address(buffer.address())
+        self.buffer_from(buffer, 0)
     }
 
-    pub(super) fn address(self, address: u64) -> Arguments {
-        self.push(&address.to_ne_bytes())
+    /// A pointer to the elements of a buffer from `first` on.
+    pub(super) fn buffer_from<T: super::Plain>(mut self, buffer: &super::Buffer<T>, first: usize) -> Arguments {
+        self.holds.push(buffer.memory.clone());
+        self.push(&(buffer.address() + (first * size_of::<T>()) as u64).to_ne_bytes())
+    }
+
+    pub(super) fn holds(&self) -> &[Arc<Memory>] {
+        &self.holds
+    }
+
+    /// The same arguments without a hold on the buffers: whoever keeps them sees to it that those live.
+    pub fn unheld(&self) -> Arguments {
+        Arguments { words: self.words.clone(), starts: self.starts.clone(), holds: Vec::new() }
     }
 
     /// A pointer to nothing, for an input that is not there.
@@ -116,6 +130,33 @@ pub trait Driver: Send + Sync {
     /// # Errors
     /// [`Error::Device`], also for what was started before.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error>;
+
+    /// Copies within the device, after everything before.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error>;
+
+    /// From now on launches are recorded and not run; nothing else is asked but memory and compilation.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn begin_capture(&self) -> Result<(), Error>;
+
+    /// Ends that and names what was recorded.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn end_capture(&self) -> Result<usize, Error>;
+
+    /// Starts what was recorded, in its order, after everything before. What it uses is live.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn replay(&self, graph: usize) -> Result<(), Error>;
+
+    /// Forgets what was recorded.
+    fn forget(&self, graph: usize);
 
     /// Starts a kernel.
     ///

@@ -1,8 +1,8 @@
 //! Launches of the ops of a mixture of experts.
 
 use super::rows::{build, int};
-use super::{Arguments, Buffer, Device, Stored};
-use crate::{Combine, Counter, Error, Route, Scoring, value_error};
+use super::{Arguments, Buffer, Device, Indices, Stored};
+use crate::{Combine, Counter, Error, Route, Scoring, check_len, value_error};
 
 /// Bytes of shared memory that every device has without being asked.
 const SHARED: usize = 48 << 10;
@@ -66,6 +66,23 @@ pub fn route<I: Stored>(
     unsafe { device.launch(build::<I, f32>(op), op, [tokens, 1, 1], 32, shared, &arguments) }
 }
 
+/// [`route`] whose choice stays on the device, for [`gemm_experts`](super::gemm_experts).
+///
+/// # Errors
+/// As [`route`].
+pub fn route_to<I: Stored>(
+    device: &Device,
+    shape: &Route,
+    logits: &Buffer<I>,
+    bias: Option<&Buffer<I>>,
+    weight: &mut Buffer<f32>,
+) -> Result<Indices, Error> {
+    let mut index = device.empty("route", shape.tokens.saturating_mul(shape.chosen))?;
+    route(device, shape, logits, bias, &mut index, weight)?;
+    // The kernel takes places of experts that are left, and there are as many as are chosen.
+    Ok(Indices::made(index, shape.experts))
+}
+
 /// [`combine`](crate::combine()) on a device; rows come from the host, which checks them.
 ///
 /// # Errors
@@ -79,20 +96,40 @@ pub fn combine<I: Stored, O: Stored>(
     shared: Option<&Buffer<I>>,
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
-    let Combine { tokens, chosen, n, .. } = *shape;
-    let op = "combine";
     crate::combine::check(shape, [x.len(), weight.len(), y.len()], row, shared.map(Buffer::len))?;
     if y.is_empty() {
         return Ok(());
     }
-    let row = device.upload(op, row)?;
-    let arguments = Arguments::new().buffer(x).buffer(&row).buffer(weight);
+    combine_at(device, shape, x, &Indices::new(device, "combine", row, shape.rows)?, weight, shared, y)
+}
+
+/// [`combine`] of rows that stand on the device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; [`Error::Value`] when rows may be outside x; errors of the device.
+pub fn combine_at<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Combine,
+    x: &Buffer<I>,
+    row: &Indices,
+    weight: &Buffer<f32>,
+    shared: Option<&Buffer<I>>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let Combine { tokens, chosen, rows, n } = *shape;
+    let op = "combine";
+    check_len(op, "row", "[T,K]", row.len(), &[tokens, chosen])?;
+    crate::combine::check_lens(shape, [x.len(), weight.len(), y.len()], shared.map(Buffer::len))?;
+    if row.limit() > rows {
+        return Err(value_error(op, format!("rows up to {} of {rows}", row.limit())));
+    }
+    let arguments = Arguments::new().buffer(x).buffer(row.buffer()).buffer(weight);
     let arguments = match shared {
         Some(shared) => arguments.buffer(shared).int(1),
         None => arguments.null().int(0),
     };
     let arguments = arguments.buffer(y).int(int(op, "K", chosen)?).long(n);
     let grid = [tokens, n.div_ceil(128 * 8), 1];
-    // SAFETY: lengths were checked, and so was every row.
+    // SAFETY: lengths were checked, and every row is below the limit.
     unsafe { device.launch(build::<I, O>(op), op, grid, 128, 0, &arguments) }
 }

@@ -1,9 +1,9 @@
 //! Launches of matrix products.
 
 use super::rows::{build, int};
-use super::{Arguments, Buffer, Build, Device, Stored};
+use super::{Arguments, Buffer, Build, Device, Indices, Stored};
 use crate::gemm::segment_length;
-use crate::{Error, Gemm, Tf32, check_len};
+use crate::{Error, Gemm, Tf32, check_len, value_error};
 
 /// A kernel for few rows of x: as in gemm.cu.
 struct Skinny {
@@ -50,7 +50,72 @@ pub fn gemm<I: Stored, O: Stored>(
         check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
     }
     // SAFETY: lengths were checked.
-    unsafe { launch_gemm(device, shape, (x, 0), (w, 0), bias, (y, 0)) }
+    unsafe { launch_gemm(device, shape, (x, 0), (w, 0), bias.map(|bias| (bias, 0)), (y, 0)) }
+}
+
+/// The product of some rows of x, from row `x_row` on, with matrix `matrix` of those that stand in `w` one behind the other,
+/// to as many rows of y, from row `y_row` on. Each matrix has a bias of its own.
+///
+/// # Errors
+/// [`Error::Value`] when the rows are not there; as [`gemm`].
+pub fn gemm_rows<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Gemm,
+    (x, x_row): (&Buffer<I>, usize),
+    (w, matrix): (&Buffer<I>, usize),
+    bias: Option<&Buffer<I>>,
+    (y, y_row): (&mut Buffer<O>, usize),
+) -> Result<(), Error> {
+    let Gemm { m, n, k, .. } = *shape;
+    let inside = |row: usize, rows: usize, width: usize, len: usize| {
+        row.checked_add(rows).and_then(|rows| rows.checked_mul(width)).is_some_and(|end| end <= len)
+    };
+    let matrices = inside(matrix, 1, n * k, w.len()) && bias.is_none_or(|bias| inside(matrix, 1, n, bias.len()));
+    if !inside(x_row, m, k, x.len()) || !inside(y_row, m, n, y.len()) || !matrices {
+        let why = format!("{m} rows from {x_row} of x, matrix {matrix} of w or rows from {y_row} of y are not there");
+        return Err(value_error("gemm", why));
+    }
+    let bias = bias.map(|bias| (bias, matrix * n));
+    // SAFETY: lengths were checked.
+    unsafe { launch_gemm(device, shape, (x, x_row), (w, matrix * n), bias, (y, y_row * n)) }
+}
+
+/// The product of a row of x with the matrix that `expert` says, for each of its entries: `y[P,N] = x[P / every,K]
+/// w[expert[P],N,K]^T`, the bits of [`gemm`]. For few rows: every entry reads its matrix.
+///
+/// # Errors
+/// [`Error::Value`] when rows of x and w are no multiples of 16 bytes; [`Error::Length`]; errors of the device.
+pub fn gemm_experts<I: Stored, O: Stored>(
+    device: &Device,
+    [n, k]: [usize; 2],
+    (x, every): (&Buffer<I>, usize),
+    expert: &Indices,
+    w: &Buffer<I>,
+    bias: Option<&Buffer<I>>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let choices = expert.len();
+    if every == 0 || k == 0 || !(k * size_of::<I>()).is_multiple_of(16) {
+        return Err(value_error("gemm", format!("rows of {k} elements are no multiples of 16 bytes")));
+    }
+    check_len("gemm", "x", "[P / every,K]", x.len(), &[choices.div_ceil(every), k])?;
+    check_len("gemm", "w", "[E,N,K]", w.len(), &[expert.limit(), n, k])?;
+    check_len("gemm", "y", "[P,N]", y.len(), &[choices, n])?;
+    if let Some(bias) = bias {
+        check_len("gemm", "bias", "[E,N]", bias.len(), &[expert.limit(), n])?;
+    }
+    if y.is_empty() {
+        return Ok(());
+    }
+    let arguments = Arguments::new().buffer(x).buffer(expert.buffer()).long(every).buffer(w);
+    let arguments = match bias {
+        Some(bias) => arguments.buffer(bias).int(1),
+        None => arguments.null().int(0),
+    };
+    let arguments = arguments.buffer(y).long(n).long(k).long(segment_length(k)).int(8);
+    let grid = [n.div_ceil(32), choices, 1];
+    // SAFETY: lengths were checked, and every expert is below the limit.
+    unsafe { device.launch(build::<I, O>("gemm"), "gemm_experts", grid, 256, SKINNY[0].shared(), &arguments) }
 }
 
 /// Starts the product of `shape.m` rows of x with `shape.n` rows of w, each from a row on; y from an element on.
@@ -62,7 +127,7 @@ pub(super) unsafe fn launch_gemm<I: Stored, O: Stored>(
     shape: &Gemm,
     (x, x_row): (&Buffer<I>, usize),
     (w, w_row): (&Buffer<I>, usize),
-    bias: Option<&Buffer<I>>,
+    bias: Option<(&Buffer<I>, usize)>,
     (y, y_at): (&Buffer<O>, usize),
 ) -> Result<(), Error> {
     let Gemm { m, n, k, k_total, tf32, .. } = *shape;
@@ -72,7 +137,7 @@ pub(super) unsafe fn launch_gemm<I: Stored, O: Stored>(
     }
     let arguments = Arguments::new().buffer_from(x, x_row * k).buffer_from(w, w_row * k);
     let arguments = match bias {
-        Some(bias) => arguments.buffer(bias).int(1),
+        Some((bias, at)) => arguments.buffer_from(bias, at).int(1),
         None => arguments.null().int(0),
     };
     let arguments = arguments.buffer_from(y, y_at).long(m).long(n).long(k).long(segment_length(k_total)).int(segments);

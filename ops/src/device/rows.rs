@@ -1,6 +1,6 @@
 //! Launches of the ops that go row by row or element by element.
 
-use super::{Arguments, Buffer, Build, Device, Plain, Stored};
+use super::{Arguments, Buffer, Build, Device, Indices, Stored};
 use crate::{Error, NormRope, Pairing, RmsNorm, Rope, RopeTable, Rounding, check_len, value_error};
 
 /// A build of a unit for inputs I and outputs O.
@@ -219,6 +219,17 @@ impl Rotations {
         })
     }
 
+    /// Copies another table of the same size over it.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the sizes differ; those of the device.
+    pub fn fill(&mut self, device: &Device, table: &RopeTable) -> Result<(), Error> {
+        let (half, cos, sin) = table.parts();
+        check_len("rope", "table row", "[D/2]", half, &[self.half])?;
+        self.cos.fill(device, cos)?;
+        self.sin.fill(device, sin)
+    }
+
     fn check(&self, op: &'static str, tokens: usize, dim: usize) -> Result<(), Error> {
         if !dim.is_multiple_of(2) {
             return Err(value_error(op, format!("the head dimension is {dim}; it must be even")));
@@ -380,13 +391,26 @@ pub fn embedding<I: Stored, O: Stored>(
     if dim == 0 {
         return Ok(());
     }
-    if let Some(t) = tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= vocab)) {
-        return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
-    }
+    embedding_at(device, dim, w, &Indices::new(device, "embedding", tokens, vocab)?, y)
+}
+
+/// [`embedding`] of tokens that stand on the device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; [`Error::Value`] when tokens may be outside the table; errors of the
+/// device.
+pub fn embedding_at<I: Stored, O: Stored>(
+    device: &Device,
+    dim: usize,
+    w: &Buffer<I>,
+    tokens: &Indices,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
+    check_len("embedding", "w", "[V,D]", w.len(), &[tokens.limit(), dim])?;
     let grid = [tokens.len(), dim.div_ceil(128 * 8), 1];
-    let tokens = device.upload("embedding", tokens)?;
-    let arguments = Arguments::new().buffer(w).buffer(&tokens).buffer(y).long(dim);
-    // SAFETY: lengths were checked, and so was every token.
+    let arguments = Arguments::new().buffer(w).buffer(tokens.buffer()).buffer(y).long(dim);
+    // SAFETY: lengths were checked, and every token is below the limit.
     unsafe { device.launch(build::<I, O>("embedding"), "embedding", grid, 128, 0, &arguments) }
 }
 
@@ -409,11 +433,4 @@ pub fn argmax<I: Stored>(
     let arguments = Arguments::new().buffer(x).buffer(index).long(n);
     // SAFETY: lengths were checked; a block takes a row.
     unsafe { device.launch(build::<I, f32>("argmax"), "argmax", [rows, 1, 1], 256, 0, &arguments) }
-}
-
-impl Arguments {
-    /// A pointer to the elements of a buffer from `first` on.
-    pub(super) fn buffer_from<T: Plain>(self, buffer: &Buffer<T>, first: usize) -> Arguments {
-        self.address(buffer.address() + (first * size_of::<T>()) as u64)
-    }
 }

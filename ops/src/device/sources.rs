@@ -17,9 +17,12 @@ pub struct Unit {
 
 macro_rules! unit {
     ($name:literal, $has_out:literal, $has_product:literal, $kernels:expr) => {
+        unit!($name, "../", $has_out, $has_product, $kernels)
+    };
+    ($name:literal, $folder:literal, $has_out:literal, $has_product:literal, $kernels:expr) => {
         Unit {
             name: $name,
-            source: include_str!(concat!("../", $name, ".cu")),
+            source: include_str!(concat!($folder, $name, ".cu")),
             kernels: &$kernels,
             has_out: $has_out,
             has_product: $has_product,
@@ -28,7 +31,7 @@ macro_rules! unit {
 }
 
 /// Every unit.
-pub static UNITS: [Unit; 18] = [
+pub static UNITS: [Unit; 19] = [
     unit!("add", true, false, ["add"]),
     unit!("add_rms_norm", true, false, ["add_rms_norm_bf16", "add_rms_norm_fp16", "add_rms_norm_fp32"]),
     unit!("argmax", false, false, ["argmax"]),
@@ -49,13 +52,22 @@ pub static UNITS: [Unit; 18] = [
         ]
     ),
     unit!("combine", true, false, ["combine"]),
+    unit!("copy_rows", "", false, false, ["copy_rows"]),
     unit!("embedding", true, false, ["embedding"]),
     unit!("gelu_mul", true, false, ["gelu_mul"]),
     unit!(
         "gemm",
         true,
         true,
-        ["gemm_tile128", "gemm_tile64", "gemm_skinny1", "gemm_skinny4", "gemm_skinny8", "gemm_skinny16"]
+        [
+            "gemm_tile128",
+            "gemm_tile64",
+            "gemm_skinny1",
+            "gemm_skinny4",
+            "gemm_skinny8",
+            "gemm_skinny16",
+            "gemm_experts"
+        ]
     ),
     unit!("linear_logprob", false, false, ["linear_logprob_add", "linear_logprob_end"]),
     unit!("logprob", false, false, ["logprob", "logprob_unscaled"]),
