@@ -4,6 +4,7 @@ use crate::axis;
 use crate::compare::{Bound, ChainBound};
 use crate::fill::Fill;
 use crate::record::Judgment;
+use crate::soak::Soak;
 use crate::spec::{self, Class, InputKind, Spec};
 use crate::table::{
     CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
@@ -221,9 +222,23 @@ struct RawContract {
     version: String,
     profile: Spanned<String>,
     policy: Spanned<Policy>,
+    soak: Spanned<RawSoak>,
     dtype: Vec<Spanned<RawDType>>,
     row_set: Vec<Spanned<RawRowSet>>,
     threshold: Vec<Spanned<RawThreshold>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawSoak {
+    requests: usize,
+    warm_up: usize,
+    windows: usize,
+    growth: f64,
+    patience: f64,
+    source: String,
+    samples: u64,
+    date: String,
 }
 
 #[derive(Deserialize)]
@@ -373,6 +388,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
             return Err(main.fail(raw.policy.span().start, message));
         }
     }
+    let soak = soak(&main, &raw.soak)?;
     let dtypes = dtype_roles(&main, &raw.dtype)?;
     let row_sets = row_sets(&main, &raw.row_set)?;
     let thresholds = thresholds(&main, &raw, &row_sets)?;
@@ -383,6 +399,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         profile: raw.profile.into_inner(),
         dtypes,
         policy: raw.policy.into_inner(),
+        soak,
         row_sets,
         implementations,
         exceptions: Vec::new(),
@@ -404,6 +421,20 @@ fn digest(files: &BTreeMap<String, String>) -> String {
         hash.update(text);
     }
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn soak(main: &Source, raw: &Spanned<RawSoak>) -> Result<Soak, ContractError> {
+    let (at, raw) = (raw.span().start, raw.get_ref());
+    let RawSoak { requests, warm_up, windows, growth, patience, .. } = *raw;
+    let fail = |message: &str| Err(main.fail(at, message.into()));
+    if windows < 3 || warm_up == 0 || requests <= warm_up || !(requests - warm_up).is_multiple_of(windows) {
+        return fail("soak: use 3 windows or more, and requests that are warm_up and a whole number for each window");
+    }
+    if !(growth > 0.0 && growth.is_finite() && patience > 0.0 && patience.is_finite()) {
+        return fail("soak: growth (bytes) and patience (seconds) are finite numbers above 0");
+    }
+    let provenance = provenance(main, at, &raw.source, raw.samples, &raw.date)?;
+    Ok(Soak { requests, warm_up, windows, growth, patience, provenance })
 }
 
 fn dtype_roles(main: &Source, raw: &[Spanned<RawDType>]) -> Result<Vec<DTypeRole>, ContractError> {

@@ -80,8 +80,10 @@ impl Store {
                 case: case.clone(),
                 file: file.clone(),
                 sha256,
+                rows: None,
                 contract: contract.clone(),
                 toolchain: toolchain.clone(),
+                command: None,
                 reason: reason.clone(),
                 date: date.clone(),
                 outputs: outputs.iter().map(|(name, tensor)| (name.clone(), manifest::output(tensor))).collect(),
@@ -99,10 +101,15 @@ impl Store {
         }
 
         let written = self.write_data(&files)?;
+        let removed = self.replace(next)?;
+        Ok(Writes { blessed, dropped: dropped.iter().cloned().collect(), written, removed })
+    }
+
+    /// Makes `next` the entries, whose data files are there, and removes files that none of them names.
+    pub(crate) fn replace(&mut self, next: BTreeMap<String, Entry>) -> Result<Vec<String>, GoldenError> {
         write(&self.dir, MANIFEST, manifest::encode(&next).as_bytes())?;
         self.entries = next;
-        let removed = self.remove_unnamed()?;
-        Ok(Writes { blessed, dropped: dropped.iter().cloned().collect(), written, removed })
+        self.remove_unnamed()
     }
 
     /// Writes those of `files` that are not there yet as they should be.

@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
-    /// The op whose sums are looked at: gemm or attention
+    /// The op whose sums are looked at: gemm, attention, rms_norm, softmax or logprob
     #[arg(long, value_name = "OP", default_value = "gemm")]
     op: String,
 
@@ -31,7 +31,8 @@ pub struct Args {
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     dtype: String,
 
-    /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512]
+    /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512; for rms_norm, softmax and logprob
+    /// 33 and 300]
     #[arg(long, value_name = "N")]
     terms: Vec<usize>,
 
@@ -61,14 +62,21 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         contract.add_implementations(list)?;
     }
     let op = Op::ALL.into_iter().find(|op| op.name() == args.op);
-    let op = op.with_context(|| format!("--op {}: use gemm or attention", args.op))?;
+    let op = op.with_context(|| {
+        let known = Op::ALL.map(Op::name).join(", ");
+        format!("--op {}: use one of {known}; other ops sum nothing, or as one of these does", args.op)
+    })?;
     let dtype = match DType::parse(&args.dtype) {
         Ok(DType::I32) => bail!("--dtype i32: use bf16, fp16 or fp32"),
         Ok(dtype) => dtype,
         Err(e) => bail!("--dtype: {e}"),
     };
     let or = |given: &[usize], default: &[usize]| if given.is_empty() { default.to_vec() } else { given.to_vec() };
-    let default: &[usize] = if op == Op::Gemm { &[33, 128, 300] } else { &[16, 512] };
+    let default: &[usize] = match op {
+        Op::Gemm => &[33, 128, 300],
+        Op::Attention => &[16, 512],
+        Op::RmsNorm | Op::Softmax | Op::Logprob => &[33, 300],
+    };
     let terms = or(&args.terms, default);
     let rows = or(&args.rows, &[1, 2, 3, 7, 8, 9, 10, 16, 33, 64, 129, 257]);
     ensure!(terms.iter().all(|n| (2..=4096).contains(n)), "--terms: use 2 to 4096");
