@@ -127,6 +127,12 @@ impl Contract {
             if waiver.impls.is_empty() || waiver.cases.is_empty() {
                 return Err(source.fail(at, "`impls` and `cases` name at least one each".into()));
             }
+            let named = |pattern: &String| self.implementations.iter().any(|entry| fits(pattern, &entry.name));
+            if let Some(pattern) = waiver.impls.iter().find(|pattern| !named(pattern)) {
+                let known: Vec<_> = self.implementations.iter().map(|entry| entry.name.as_str()).collect();
+                let message = format!("no implementation is called `{pattern}`; there are {}", known.join(", "));
+                return Err(source.fail(at, message));
+            }
             if let Some(pattern) =
                 waiver.cases.iter().find(|pattern| !self.cases.iter().any(|case| fits(pattern, &case.name)))
             {
@@ -630,6 +636,12 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
         if implementation.threads.iter().flatten().any(|&n| n == 0 || n > 1024) {
             return fail("`threads` holds a count that is not 1 to 1024");
         }
+        let environments = implementation.isa.iter().map(|isa| &isa.env).chain([&implementation.env]);
+        if let Some(name) =
+            environments.flat_map(BTreeMap::keys).find(|name| name.is_empty() || name.contains(['=', '\0']))
+        {
+            return fail(&format!("`env`: `{name}` is no name of a variable"));
+        }
         let names: BTreeSet<&String> = implementation.isa.iter().map(|isa| &isa.name).collect();
         if names.len() != implementation.isa.len() || names.iter().any(|name| name.trim().is_empty()) {
             return fail("two entries of `isa` have one name, or one has none");
@@ -992,11 +1004,17 @@ fn require_date(source: &Source, at: usize, field: &str, date: &str) -> Result<(
     let digits = |range: std::ops::Range<usize>| date.get(range).and_then(|part| part.parse::<u32>().ok());
     let shape = date.len() == 10 && date.get(4..5) == Some("-") && date.get(7..8) == Some("-");
     let month = digits(5..7).is_some_and(|m| (1..=12).contains(&m));
-    let day = digits(8..10).is_some_and(|d| (1..=31).contains(&d));
+    let leap = digits(0..4).is_some_and(|y| y % 4 == 0 && (y % 100 != 0 || y % 400 == 0));
+    let last = match digits(5..7) {
+        Some(2) => 28 + u32::from(leap),
+        Some(4 | 6 | 9 | 11) => 30,
+        _ => 31,
+    };
+    let day = digits(8..10).is_some_and(|d| (1..=last).contains(&d));
     if shape && digits(0..4).is_some() && month && day {
         return Ok(());
     }
-    Err(source.fail(at, format!("`{field}` is \"{date}\"; write YYYY-MM-DD")))
+    Err(source.fail(at, format!("`{field}` is \"{date}\", which is no day; write YYYY-MM-DD")))
 }
 
 fn fill(source: &Source, at: usize, name: &str) -> Result<Fill, ContractError> {

@@ -118,24 +118,38 @@ pub struct Stored {
 
 /// Reads the header of a file: the eight bytes of its length and the header itself, without the tensors' bytes.
 pub fn read_header(bytes: &[u8]) -> Result<Header, WireError> {
-    let format = |e: safetensors::SafeTensorError| WireError::Format(e.to_string());
-    let (_, header) = SafeTensors::read_metadata(bytes).map_err(format)?;
+    let format = |why: String| WireError::Format(why);
+    let text = bytes.get(8..).ok_or_else(|| format("its header ends too early".into()))?;
+    let mut entries: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(text).map_err(|e| format(format!("its header: {e}")))?;
+    let metadata = entries.remove("__metadata__").unwrap_or(serde_json::json!({}));
+    let metadata = serde_json::from_value(metadata).map_err(|e| format(format!("`__metadata__`: {e}")))?;
     let mut tensors: Vec<(usize, Stored)> = Vec::new();
-    for (name, info) in header.tensors() {
+    for (name, entry) in entries {
+        let info: safetensors::tensor::TensorInfo =
+            serde_json::from_value(entry).map_err(|e| format(format!("tensor `{name}`: {e}")))?;
         let dtype = contract_dtype(info.dtype).map_err(|why| WireError::DType {
             name: name.clone(),
             dtype: format!("{:?}", info.dtype),
             why,
         })?;
         let (begin, end) = info.data_offsets;
-        tensors.push((begin, Stored { name, dtype, shape: info.shape.clone(), bytes: end - begin }));
+        let bytes = info.shape.iter().try_fold(dtype.size(), |bytes, &extent| bytes.checked_mul(extent));
+        if bytes.is_none() || bytes != end.checked_sub(begin) {
+            return Err(format(format!("tensor `{name}`: size does not match its shape")));
+        }
+        tensors.push((begin, Stored { name, dtype, shape: info.shape, bytes: end - begin }));
     }
     // An empty tensor begins where the next one does.
     tensors.sort_by_key(|(begin, stored)| (*begin, stored.bytes));
-    Ok(Header {
-        metadata: header.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect(),
-        tensors: tensors.into_iter().map(|(_, stored)| stored).collect(),
-    })
+    let mut at = 0;
+    for (begin, stored) in &tensors {
+        if *begin != at {
+            return Err(format(format!("tensor `{}`: its bytes do not follow those before it", stored.name)));
+        }
+        at += stored.bytes;
+    }
+    Ok(Header { metadata, tensors: tensors.into_iter().map(|(_, stored)| stored).collect() })
 }
 
 /// Rewrites the header of `bytes` with `metadata` in sorted order (the writer's own map has no fixed order).

@@ -115,7 +115,7 @@ impl Store {
     /// Writes those of `files` that are not there yet as they should be.
     pub(crate) fn write_data(&self, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, GoldenError> {
         let data = self.dir.join("data");
-        fs::create_dir_all(&data).map_err(|source| GoldenError::Io { path: data, source })?;
+        fs::create_dir_all(&data).map_err(|cause| GoldenError::Io { path: data, cause })?;
         let mut written = Vec::new();
         for (file, bytes) in files {
             if fs::read(self.dir.join(file)).is_ok_and(|there| there == *bytes) {
@@ -131,7 +131,7 @@ impl Store {
         let data = self.dir.join("data");
         let failed = |path: &Path| {
             let path = path.to_path_buf();
-            move |source: io::Error| GoldenError::Io { path, source }
+            move |cause: io::Error| GoldenError::Io { path, cause }
         };
         let named: BTreeSet<&String> = self.entries.values().filter_map(|entry| entry.file.as_ref()).collect();
         let mut removed = Vec::new();
@@ -175,5 +175,5 @@ fn write(dir: &Path, file: &str, bytes: &[u8]) -> Result<(), GoldenError> {
         fs::File::open(parent)?.sync_all()?;
         Ok(())
     };
-    written().map_err(|source| GoldenError::Io { path: path.clone(), source })
+    written().map_err(|cause| GoldenError::Io { path: path.clone(), cause })
 }

@@ -199,7 +199,7 @@ pub fn sources(folder: &Path) -> Result<Vec<Source>, GoldenError> {
     let list = folder.join("SHA256SUMS");
     let io = |path: &Path| {
         let path = path.to_path_buf();
-        move |source: std::io::Error| GoldenError::Io { path, source }
+        move |cause: std::io::Error| GoldenError::Io { path, cause }
     };
     let text = std::fs::read_to_string(&list).map_err(io(&list))?;
     let mut sources = Vec::new();

@@ -34,12 +34,12 @@ const MANIFEST: &str = "MANIFEST.toml";
 #[derive(Debug, thiserror::Error)]
 pub enum GoldenError {
     /// A file cannot be opened, read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {cause}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The manifest does not hold what it should.
     #[error("{}:{line}: {why}", path.display())]
@@ -99,7 +99,7 @@ impl Store {
     /// into by [`verify`](Store::verify) and [`verify_files`](Store::verify_files).
     pub fn open(dir: &Path) -> Result<Store, GoldenError> {
         let path = dir.join(MANIFEST);
-        let bytes = fs::read(&path).map_err(|source| GoldenError::Io { path: path.clone(), source })?;
+        let bytes = fs::read(&path).map_err(|cause| GoldenError::Io { path: path.clone(), cause })?;
         let entries = manifest::parse(&bytes, dir).map_err(|(line, why)| GoldenError::Manifest { path, line, why })?;
         Ok(Store { dir: dir.into(), entries })
     }
@@ -110,7 +110,7 @@ impl Store {
         let path = dir.join(MANIFEST);
         match path.symlink_metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Store { dir: dir.into(), entries: BTreeMap::new() }),
-            Err(source) => Err(GoldenError::Io { path, source }),
+            Err(cause) => Err(GoldenError::Io { path, cause }),
             Ok(_) => Err(GoldenError::Refused(format!("{} is there already; open it instead", path.display()))),
         }
     }

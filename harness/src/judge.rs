@@ -326,9 +326,14 @@ impl Judge<'_> {
         };
         let variants = (axis.variants)(&base.case, machine);
         if variants.is_empty() {
-            return Outcome::of(Verdict::Unsupported {
-                reason: format!("axis {} has nothing to vary here", axis.name),
-            });
+            let why = match axis.name {
+                "threads" if machine.threads.is_empty() => "its list names no thread counts that it can be asked for",
+                "isa" if machine.isas.len() < 2 => "it has one instruction set here",
+                "layout" if machine.layouts.is_empty() => "its list names no layouts that it can be asked for",
+                "budget" if machine.smallest_budget.is_none() => "it does not offer this with a budget",
+                _ => "this case has nothing to vary",
+            };
+            return Outcome::of(Verdict::Unsupported { reason: format!("axis {}: {why}", axis.name) });
         }
         let settings = variants.len();
         let mut failed: Vec<(String, Box<Evidence>)> = Vec::new();

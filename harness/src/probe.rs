@@ -84,51 +84,66 @@ impl Tree {
         blocks.reduce(|sum, block| Tree::Node(vec![sum, block]))
     }
 
-    /// In one line: `a..b` is a chain over the terms a to b-1, `(x + y)` a sum, `{x, y, z}` a sum of several at once.
+    /// In one line: `a..b` is a chain over the terms a to b-1, `a..b by s` one over every s-th of them, `(x + y)` a sum,
+    /// `{x, y, z}` a sum of several at once.
     pub fn text(&self) -> String {
-        if let Some((from, to)) = self.as_chain() {
-            return if to == from + 1 { from.to_string() } else { format!("{from}..{to}") };
-        }
-        match self {
-            Tree::Leaf(i) => i.to_string(),
+        let range = |first: usize, last: usize, step: usize| match step {
+            1 => format!("{first}..{}", last + 1),
+            _ => format!("{first}..{} by {step}", last + 1),
+        };
+        match (self, self.as_chain()) {
+            (Tree::Leaf(i), _) => i.to_string(),
+            (_, Some((first, last, step))) if step == 1 || last - first > step => range(first, last, step),
             // A chain that begins with something else than a term is written from there.
-            Tree::Node(children) if children.len() == 2 => {
+            (Tree::Node(children), _) if children.len() == 2 => {
                 let (mut head, mut tail) = (self, Vec::new());
                 while let Tree::Node(pair) = head
                     && let [sum, Tree::Leaf(i)] = pair.as_slice()
-                    && tail.last().is_none_or(|last: &usize| *last == i + 1)
+                    && match tail.as_slice() {
+                        [] => true,
+                        [last] => last > i,
+                        [.., before, last] => last + last == before + i,
+                    }
                 {
                     tail.push(*i);
                     head = sum;
                 }
-                match tail.len() {
-                    0 => format!("({} + {})", children[0].text(), children[1].text()),
-                    1 => format!("({} + {})", head.text(), tail[0]),
-                    n => format!("({} then {}..{})", head.text(), tail[n - 1], tail[0] + 1),
+                match tail.as_slice() {
+                    [last, before, .., first] => {
+                        format!("({} then {})", head.text(), range(*first, *last, last - before))
+                    }
+                    [last, before] if last - before == 1 => format!("({} then {before}..{})", head.text(), last + 1),
+                    _ => format!("({} + {})", children[0].text(), children[1].text()),
                 }
             }
-            Tree::Node(children) => {
+            (Tree::Node(children), _) => {
                 format!("{{{}}}", children.iter().map(Tree::text).collect::<Vec<_>>().join(", "))
             }
         }
     }
 
-    fn as_chain(&self) -> Option<(usize, usize)> {
-        let (mut at, mut low, mut high) = (self, None, None);
+    /// The first term, the last and the step, if it is a chain over such terms.
+    fn as_chain(&self) -> Option<(usize, usize, usize)> {
+        let (mut at, mut last, mut before, mut step) = (self, None, None, None);
         loop {
-            match at {
-                Tree::Leaf(i) => {
-                    let fits = low.is_none_or(|low| low == i + 1);
-                    return fits.then_some((*i, high.unwrap_or(i + 1)));
-                }
+            let (term, rest) = match at {
+                Tree::Leaf(i) => (*i, None),
                 Tree::Node(children) => match children.as_slice() {
-                    [sum, Tree::Leaf(i)] if low.is_none_or(|low| low == i + 1) => {
-                        high.get_or_insert(i + 1);
-                        low = Some(*i);
-                        at = sum;
-                    }
+                    [sum, Tree::Leaf(i)] => (*i, Some(sum)),
                     _ => return None,
                 },
+            };
+            if let Some(before) = before {
+                let by = usize::checked_sub(before, term).filter(|by| *by > 0)?;
+                if *step.get_or_insert(by) != by {
+                    return None;
+                }
+            }
+            before = Some(term);
+            let last = *last.get_or_insert(term);
+            match rest {
+                None => return Some((term, last, step.unwrap_or(1))),
+                Some(sum) => at = sum,
             }
         }
     }
@@ -265,6 +280,10 @@ pub struct Probe<'a> {
     pub implementation: &'a dyn Implementation,
     /// Dtype of the inputs.
     pub dtype: DType,
+    /// Dtype of the outputs that show the order of a sum.
+    pub out: DType,
+    /// Columns of a matrix product.
+    pub columns: usize,
     /// How it is asked to run.
     pub config: Config,
 }
@@ -299,11 +318,11 @@ impl Probe<'_> {
         let make = |shape: &[usize], values: &[f64]| round::tensor(self.dtype, shape, values);
         match op {
             Op::Gemm => {
-                let columns = 3;
+                let columns = self.columns;
                 let x = make(&[m, n], &flat);
                 let answer = self.ask(
                     "gemm",
-                    DType::Fp32,
+                    self.out,
                     &[],
                     vec![("x", x), ("w", make(&[columns, n], &vec![1.0; columns * n]))],
                 )?;
@@ -322,7 +341,7 @@ impl Probe<'_> {
                     ("q_pos", int(&[m, 1], n - 1)),
                     ("kv_len", int(&[m], n)),
                 ];
-                let answer = self.ask("attention", DType::Fp32, &[], inputs)?;
+                let answer = self.ask("attention", self.out, &[], inputs)?;
                 let out = answer.outputs.get("out").filter(|out| out.len() == m).ok_or("the answer lacks `out`")?;
                 // Divided by the number of keys, a power of two.
                 Ok((0..m).map(|row| out.value(row) * n as f64).collect())
@@ -356,7 +375,8 @@ impl Probe<'_> {
         }
         let plain = self.sums(op, &vec![vec![unit; n]; batch])?;
         if let Some(sum) = plain.iter().find(|sum| **sum != unit * n as f64) {
-            return Err(format!("a sum of {n} units is {} units: the accumulator does not hold it", sum / unit));
+            let holder = if self.out == DType::Fp32 { "the accumulator does" } else { "accumulator or output do" };
+            return Err(format!("a sum of {n} units is {} units: {holder} not hold it", sum / unit));
         }
         let mut under = |pairs: &[(usize, usize)]| -> Result<Vec<usize>, String> {
             let mut found = Vec::new();
@@ -385,6 +405,9 @@ impl Probe<'_> {
     /// being less than half of its last bit, while both together are more than half. The last bit changes when the two meet
     /// before either meets the large one. So every three terms tell which two are added first, and that is the tree.
     fn tree_of_positive(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
+        if self.out != DType::Fp32 {
+            return Err("the last bit of such a sum is seen in fp32 outputs alone".into());
+        }
         let terms = self.terms(op, n, batch)?;
         let mut ask = |triples: &[[usize; 3]]| -> Result<Vec<bool>, String> {
             let mut met = Vec::with_capacity(triples.len());
@@ -841,6 +864,12 @@ mod tests {
         let text = "(((0..16 + 16..32) + (32..48 + 48..64)) + ((64..80 + 80..96) + (96..112 + 112..128)))";
         assert_eq!(Tree::segments(128, Tree::chain).unwrap().text(), text);
         assert_eq!(node((0..3).map(Tree::Leaf).collect()).text(), "{0, 1, 2}");
+        let every = |step: usize, from: usize| (from..48).step_by(step).map(Tree::Leaf);
+        let chain = |terms: &mut dyn Iterator<Item = Tree>| terms.reduce(|sum, term| node(vec![sum, term])).unwrap();
+        assert_eq!(chain(&mut every(16, 0)).text(), "0..33 by 16");
+        assert_eq!(chain(&mut every(32, 1)).text(), "(1 + 33)");
+        let head = node(vec![Tree::Leaf(0), node(vec![Tree::Leaf(1), Tree::Leaf(2)])]);
+        assert_eq!(chain(&mut [head].into_iter().chain(every(8, 12))).text(), "((0 + 1..3) then 12..45 by 8)");
         let svg = Tree::segments(128, Tree::chain).unwrap().svg("a < b");
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains("a &lt; b"));
         assert_eq!(svg.matches("<circle").count(), 127);

@@ -120,7 +120,7 @@ impl Side {
                     Err(format!("it answers request {other} instead of {id}: {MORE_THAN_ONE}"))
                 }
                 // A request that could not be read has no number that could be repeated.
-                None if answer.status == Status::Error => Ok(answer),
+                None if answer.status != Status::Ok => Ok(answer),
                 has if has.is_some() != *numbers.get_or_insert(has.is_some()) => Err(format!(
                     "some of its answers repeat the request's number (`id`) and some do not: {MORE_THAN_ONE}"
                 )),

@@ -203,6 +203,38 @@ pub const FAULTS: &[Fault] = &[
         answer: |faulty, case| faulty.spoilt(case, |_, _| 0),
     },
     Fault {
+        name: "columns_beyond_the_grid",
+        about: "A grid of blocks ends at 4096 columns; those behind stay 0.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            let mut answer = faulty.honest.run(case);
+            if let Some(y) = answer.outputs.get_mut("y") {
+                let columns = y.shape()[1];
+                let values: Vec<f64> =
+                    y.to_f64().iter().enumerate().map(|(i, &v)| if i % columns < 4096 { v } else { 0.0 }).collect();
+                *y = round::tensor(y.dtype(), y.shape(), &values);
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "keys_beyond_2048",
+        about: "Keys behind the 2048th, which is what the table of a kernel holds, are not seen.",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(kv_len) = case.inputs.get_mut("kv_len") {
+                    let cut = kv_len.as_i32().expect("lengths are i32").iter().map(|&len| len.min(2048)).collect();
+                    *kv_len = Tensor::i32(kv_len.shape(), cut);
+                }
+            })
+        },
+    },
+    Fault {
         name: "transposed",
         about: "The elements stand column by column in a tensor of the right shape.",
         op: "gemm",
