@@ -31,7 +31,7 @@ fn main() {
         rows: contract.default_rows(),
         implementation: Box::leak(Box::new(implementation)),
         goldens: Some(Box::leak(Box::new(Store::open(&root.join("goldens")).expect("the goldens open")))),
-        reference: None,
+        references: Vec::new(),
         checkpoints: Box::leak(Box::new(checkpoints)),
         machine: Box::leak(Box::new(machine::axes(isa))),
     }));

@@ -1139,7 +1139,7 @@ fn judged() -> Result<(), Failed> {
             rows: contract.default_rows(),
             implementation: device,
             goldens: None,
-            reference: Some(&reference),
+            references: vec![&reference],
             checkpoints: &checkpoints,
             machine: &Machine::default(),
         };

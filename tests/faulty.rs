@@ -12,19 +12,24 @@ use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::external::External;
 use samebits_harness::implementation::faulty::{FAULTS, Fault, Faulty};
+use samebits_harness::implementation::hoarding::{HOARDS, Hoarding};
 use samebits_harness::implementation::rearranged::{REARRANGEMENTS, Rearranged};
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_harness::machine;
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
+use tempfile::TempDir;
 
 /// A list that lost some must not pass.
-const LEAST: usize = 50;
+const LEAST: usize = 60;
 
 /// So many ways to be right must raise no alarm.
 const LEAST_RIGHT: usize = 20;
+
+/// Held while a trial runs; alone where one watches the memory of this very process.
+static MEMORY: RwLock<()> = RwLock::new(());
 
 /// What all trials share.
 struct Bench {
@@ -47,24 +52,50 @@ fn main() {
     let mut trials = vec![Trial::test("list", list)];
     for fault in FAULTS {
         let bench = bench.clone();
-        trials.push(Trial::ignorable_test(format!("{}::{}", fault.op, fault.name), move || bench.catches(fault)));
+        trials.push(Trial::ignorable_test(format!("{}::{}", fault.op, fault.name), move || match fault.caught_by {
+            "invariance:soak" => alone(|| bench.catches(fault)),
+            _ => beside_others(|| bench.catches(fault)),
+        }));
     }
     for fault in FAULTS.iter().filter(|fault| fault.op != "chain") {
         let bench = bench.clone();
         trials.push(Trial::ignorable_test(format!("wire::{}::{}", fault.op, fault.name), move || {
-            bench.over_the_wire(fault)
+            beside_others(|| bench.over_the_wire(fault))
+        }));
+    }
+    for hoard in HOARDS {
+        let (here, wire) = (bench.clone(), bench.clone());
+        let name = format!("right::{}", hoard.name);
+        trials.push(Trial::test(name.clone(), move || alone(|| here.keeps_within_bounds(&Hoarding::new(hoard)))));
+        trials.push(Trial::test(format!("wire::{name}"), move || {
+            let (program, _folder) = wire.program(hoard.name, hoard.about)?;
+            beside_others(|| wire.keeps_within_bounds(&program))
         }));
     }
     for (axis, setting) in REARRANGEMENTS {
         let bench = bench.clone();
-        trials.push(Trial::test(format!("right::{axis}={setting}"), move || bench.no_false_alarm(axis, setting)));
+        trials.push(Trial::test(format!("right::{axis}={setting}"), move || {
+            beside_others(|| bench.no_false_alarm(axis, setting))
+        }));
     }
     let ops: BTreeSet<&str> = FAULTS.iter().map(|fault| fault.op).collect();
     for op in ops {
         let bench = bench.clone();
-        trials.push(Trial::test(format!("{op}::no_fault"), move || bench.honest_is_green(op)));
+        trials.push(Trial::test(format!("{op}::no_fault"), move || beside_others(|| bench.honest_is_green(op))));
     }
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// Runs `trial` while other trials may run too.
+fn beside_others<T>(trial: impl FnOnce() -> T) -> T {
+    let _held = MEMORY.read().unwrap_or_else(PoisonError::into_inner);
+    trial()
+}
+
+/// Runs `trial` while no other trial does.
+fn alone<T>(trial: impl FnOnce() -> T) -> T {
+    let _held = MEMORY.write().unwrap_or_else(PoisonError::into_inner);
+    trial()
 }
 
 /// Enough faults, each named once, and every check there is catches at least one of them.
@@ -73,8 +104,9 @@ fn list() -> Result<(), Failed> {
     if names.len() != FAULTS.len() || FAULTS.len() < LEAST {
         return Err(format!("{} faults with {} names; {LEAST} are expected", FAULTS.len(), names.len()).into());
     }
-    if REARRANGEMENTS.len() < LEAST_RIGHT {
-        return Err(format!("{} correct variants; {LEAST_RIGHT} are expected", REARRANGEMENTS.len()).into());
+    let right = REARRANGEMENTS.len() + HOARDS.len();
+    if right < LEAST_RIGHT {
+        return Err(format!("{right} correct variants; {LEAST_RIGHT} are expected").into());
     }
     let axes = axis::all().iter().map(|axis| format!("invariance:{}", axis.name));
     for check in ["accuracy".to_string(), "golden".to_string()].into_iter().chain(axes) {
@@ -143,22 +175,7 @@ impl Bench {
         if fault.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
             return Ok(Completion::ignored_with("this machine has one instruction set"));
         }
-        let isa = self.machine.isas.iter().map(|name| format!("[[implementation.isa]]\nname = \"{name}\"\n"));
-        let list = format!(
-            "[[implementation]]\nname = \"faulty/{}\"\nabout = \"{}\"\ncommand = [{:?}, \"answer\", \"--fault\", {:?}]\n{}",
-            fault.name,
-            fault.about,
-            env!("CARGO_BIN_EXE_samebits"),
-            fault.name,
-            isa.collect::<String>()
-        );
-        let folder = tempfile::tempdir()?;
-        let file = folder.path().join("impls.toml");
-        std::fs::write(&file, list)?;
-        let mut contract = Contract::load(None)?;
-        contract.add_implementations(&file)?;
-        let entry = contract.implementations.last().expect("just added").clone();
-        let external = External::new(&entry, None)?;
+        let (external, _folder) = self.program(fault.name, fault.about)?;
         let records = self.judge(&external, fault.op, &[fault.caught_by]);
         // On the wire, an output of the wrong form is no answer.
         let form =
@@ -170,6 +187,34 @@ impl Bench {
             _ if !caught => Err(format!("{}: {} lets it pass over the wire", fault.about, fault.caught_by).into()),
             Some(broken) => Err(format!("{}: {}: {:?}", broken.case, name(broken), broken.verdict).into()),
             None => Ok(Completion::Completed),
+        }
+    }
+
+    /// This program as `samebits answer --fault name`, and the folder it runs in.
+    fn program(&self, name: &str, about: &str) -> Result<(External, TempDir), Failed> {
+        let isa = self.machine.isas.iter().map(|name| format!("[[implementation.isa]]\nname = \"{name}\"\n"));
+        let list = format!(
+            "[[implementation]]\nname = \"zoo/{name}\"\nabout = \"{about}\"\ncommand = [{:?}, \"answer\", \"--fault\", {name:?}]\n{}",
+            env!("CARGO_BIN_EXE_samebits"),
+            isa.collect::<String>()
+        );
+        let folder = tempfile::tempdir()?;
+        let file = folder.path().join("impls.toml");
+        std::fs::write(&file, list)?;
+        let mut contract = Contract::load(None)?;
+        contract.add_implementations(&file)?;
+        let entry = contract.implementations.last().expect("just added").clone();
+        Ok((External::new(&entry, None)?, folder))
+    }
+
+    /// Memory that is held and does not grow is no leak.
+    fn keeps_within_bounds(&self, implementation: &dyn Implementation) -> Result<(), Failed> {
+        let records = self.judge(implementation, "gemm", &["invariance:soak", "invariance:repeat"]);
+        let soaks = records.iter().filter(|record| name(record) == "invariance:soak").count();
+        match records.iter().find(|record| record.verdict != Verdict::Pass) {
+            Some(other) => Err(format!("{}: {}: {:?}", other.case, name(other), other.verdict).into()),
+            None if soaks != 2 => Err(format!("{soaks} cases were asked over and over, not one of each dtype").into()),
+            None => Ok(()),
         }
     }
 
@@ -204,7 +249,7 @@ impl Bench {
             rows: self.contract.default_rows(),
             implementation,
             goldens: Some(&self.goldens),
-            reference: None,
+            references: Vec::new(),
             checkpoints: &self.checkpoints,
             machine: &self.machine,
         }

@@ -89,6 +89,7 @@ fn waivers_cover_expire_and_go_stale() {
         ("gem/*", "batch", "2999-12-31", "gem/*"),
         ("gemm/*", "batches", "2999-12-31", "axis"),
         ("gemm/*", "batch", "soon", "expires"),
+        ("gemm/*", "batch", "2027-02-29", "expires"),
     ] {
         let path = waiver(cases, axis, expires);
         let output = check(folder.path(), "wrong", "run", &["--waivers", text(&path)]);

@@ -78,6 +78,28 @@ fn our_ops_do_what_the_page_says() {
     }
 }
 
+/// Sums of terms that are never negative, and so cannot cancel.
+#[test]
+fn sums_without_signs_are_as_the_page_says() {
+    for (op, dtype, part) in [
+        ("rms_norm", "fp32", "((((((0 + 32) + 16) + (8 + 24)) + "),
+        ("rms_norm", "bf16", "(((((((((0 + 256) + 128) + (64 + 192)) + "),
+        ("rms_norm", "fp16", "as declared"),
+        ("softmax", "fp32", "((((((0 + 8) + (4 + 12)) + ((2 + 10) + (6 + 14))) + "),
+        ("softmax", "bf16", "(((((((((0 + 32) + 16) + ((8 + 40) + 24)) + "),
+        ("logprob", "fp16", "as declared"),
+        ("logprob", "fp32", "as declared"),
+    ] {
+        for isa in ["scalar", samebits_ops::Isa::best().name()] {
+            let output = samebits(&["probe", "--op", op, "--dtype", dtype, "--isa", isa]);
+            let said = text(&output);
+            assert_eq!(output.status.code(), Some(0), "{op} {dtype}: {said}");
+            assert_eq!(said.matches("rows 1 2 3 7 8 9 10 16 33 64 129 257: as declared").count(), 2, "{op}: {said}");
+            assert!(said.contains(part) && said.ends_with("\nas declared\n"), "{op} {dtype}: {said}");
+        }
+    }
+}
+
 #[test]
 fn faults_are_explained() {
     for (fault, dtype, said) in [

@@ -151,7 +151,7 @@ fn change() -> impl Strategy<Value = Change> {
     let isa = prop::option::of(prop::sample::select(vec!["scalar", "avx2", "avx512", "avx512bf16", "neon", ""]));
     let budget = prop::option::of(prop_oneof![Just(0usize), Just(1 << 12), any::<usize>()]);
     let config = (isa, prop::option::of(0usize..4), budget).prop_map(|(isa, threads, budget)| {
-        Change::Config(Config { isa: isa.map(String::from), threads, budget, layout: None })
+        Change::Config(Config { isa: isa.map(String::from), threads, budget, ..Config::default() })
     });
     let dtypes = prop::sample::select(vec![DType::Bf16, DType::Fp16, DType::Fp32, DType::I32]);
     prop_oneof![

@@ -53,6 +53,8 @@ pub enum Way {
     After(Vec<Case>),
     /// By a process that was started for it.
     Fresh,
+    /// Over and over, by a process that was started for it and whose memory is watched.
+    Soak,
     /// As the first of several parts, whose answers are joined.
     Parts(Vec<Case>, Join),
 }
@@ -75,7 +77,7 @@ impl Way {
     /// The cases that are asked beside the variant's own.
     pub fn others(&self) -> &[Case] {
         match self {
-            Way::Plain | Way::Fresh => &[],
+            Way::Plain | Way::Fresh | Way::Soak => &[],
             Way::After(cases) | Way::Parts(cases, _) => cases,
         }
     }
@@ -264,6 +266,12 @@ pub fn all() -> &'static [Axis] {
             name: "restart",
             why: "An answer does not depend on which process gives it.",
             variants: restart,
+            applies: Applies::Ops,
+        },
+        Axis {
+            name: "soak",
+            why: "Asked a thousand times, a program answers the same and holds no more memory.",
+            variants: soak,
             applies: Applies::Ops,
         },
         Axis {
@@ -743,6 +751,10 @@ fn restart(case: &Case, _: &Machine) -> Vec<Variant> {
     vec![Variant { way: Way::Fresh, ..again(case, "new-process".into(), |_| {}) }]
 }
 
+fn soak(case: &Case, _: &Machine) -> Vec<Variant> {
+    vec![Variant { way: Way::Soak, ..again(case, "over-and-over".into(), |_| {}) }]
+}
+
 fn layout(case: &Case, machine: &Machine) -> Vec<Variant> {
     let layouts = machine.layouts.iter();
     layouts.map(|layout| again(case, layout.clone(), |case| case.config.layout = Some(layout.clone()))).collect()
@@ -969,7 +981,7 @@ mod tests {
                     let rows = (spec.rows(&case), held);
                     assert!(variant.rows.iter().all(|(b, v)| *b < rows.0 && *v < rows.1), "{name}: rows {rows:?}");
                     let same = same_question(&case, &variant.case);
-                    let asked_alike = ["repeat", "order", "restart"].contains(&axis.name);
+                    let asked_alike = ["repeat", "order", "restart", "soak"].contains(&axis.name);
                     assert_eq!(same, asked_alike, "{name}: identical to its base");
                     *count.entry((spec.name, axis.name)).or_insert(0) += 1;
                 }

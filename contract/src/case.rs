@@ -15,6 +15,8 @@ pub struct Config {
     pub budget: Option<usize>,
     /// How the inputs lie in memory, one of [`LAYOUTS`](crate::axis::LAYOUTS); `None`: each by itself, in row-major order.
     pub layout: Option<String>,
+    /// The number of the request, which the answer repeats; `None`: it has none.
+    pub id: Option<u64>,
 }
 
 /// An op, its parameters and its inputs: everything that decides the answer's bits, plus a [`Config`] that must not.
@@ -65,6 +67,8 @@ pub struct Answer {
     pub smallest_budget: Option<usize>,
     /// The layout its inputs were brought into, where one was asked for; empty when it was not.
     pub layout: String,
+    /// The number of the request it answers, where it says so.
+    pub id: Option<u64>,
 }
 
 impl Answer {
@@ -86,6 +90,6 @@ impl Answer {
     fn empty(status: Status, reason: String) -> Answer {
         let (kernel, plan, layout) = (String::new(), String::new(), String::new());
         let (outputs, ledger) = (BTreeMap::new(), BTreeMap::new());
-        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None, layout }
+        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None, layout, id: None }
     }
 }

@@ -12,6 +12,7 @@ mod load;
 mod print;
 pub mod record;
 pub mod round;
+pub mod soak;
 pub mod spec;
 pub mod table;
 pub mod tensor;

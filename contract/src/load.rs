@@ -4,6 +4,7 @@ use crate::axis;
 use crate::compare::{Bound, ChainBound};
 use crate::fill::Fill;
 use crate::record::Judgment;
+use crate::soak::Soak;
 use crate::spec::{self, Class, InputKind, Spec};
 use crate::table::{
     CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
@@ -126,6 +127,12 @@ impl Contract {
             if waiver.impls.is_empty() || waiver.cases.is_empty() {
                 return Err(source.fail(at, "`impls` and `cases` name at least one each".into()));
             }
+            let named = |pattern: &String| self.implementations.iter().any(|entry| fits(pattern, &entry.name));
+            if let Some(pattern) = waiver.impls.iter().find(|pattern| !named(pattern)) {
+                let known: Vec<_> = self.implementations.iter().map(|entry| entry.name.as_str()).collect();
+                let message = format!("no implementation is called `{pattern}`; there are {}", known.join(", "));
+                return Err(source.fail(at, message));
+            }
             if let Some(pattern) =
                 waiver.cases.iter().find(|pattern| !self.cases.iter().any(|case| fits(pattern, &case.name)))
             {
@@ -221,9 +228,23 @@ struct RawContract {
     version: String,
     profile: Spanned<String>,
     policy: Spanned<Policy>,
+    soak: Spanned<RawSoak>,
     dtype: Vec<Spanned<RawDType>>,
     row_set: Vec<Spanned<RawRowSet>>,
     threshold: Vec<Spanned<RawThreshold>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawSoak {
+    requests: usize,
+    warm_up: usize,
+    windows: usize,
+    growth: f64,
+    patience: f64,
+    source: String,
+    samples: u64,
+    date: String,
 }
 
 #[derive(Deserialize)]
@@ -373,6 +394,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
             return Err(main.fail(raw.policy.span().start, message));
         }
     }
+    let soak = soak(&main, &raw.soak)?;
     let dtypes = dtype_roles(&main, &raw.dtype)?;
     let row_sets = row_sets(&main, &raw.row_set)?;
     let thresholds = thresholds(&main, &raw, &row_sets)?;
@@ -383,6 +405,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         profile: raw.profile.into_inner(),
         dtypes,
         policy: raw.policy.into_inner(),
+        soak,
         row_sets,
         implementations,
         exceptions: Vec::new(),
@@ -404,6 +427,20 @@ fn digest(files: &BTreeMap<String, String>) -> String {
         hash.update(text);
     }
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn soak(main: &Source, raw: &Spanned<RawSoak>) -> Result<Soak, ContractError> {
+    let (at, raw) = (raw.span().start, raw.get_ref());
+    let RawSoak { requests, warm_up, windows, growth, patience, .. } = *raw;
+    let fail = |message: &str| Err(main.fail(at, message.into()));
+    if windows < 3 || warm_up == 0 || requests <= warm_up || !(requests - warm_up).is_multiple_of(windows) {
+        return fail("soak: use 3 windows or more, and requests that are warm_up and a whole number for each window");
+    }
+    if !(growth > 0.0 && growth.is_finite() && patience > 0.0 && patience.is_finite()) {
+        return fail("soak: growth (bytes) and patience (seconds) are finite numbers above 0");
+    }
+    let provenance = provenance(main, at, &raw.source, raw.samples, &raw.date)?;
+    Ok(Soak { requests, warm_up, windows, growth, patience, provenance })
 }
 
 fn dtype_roles(main: &Source, raw: &[Spanned<RawDType>]) -> Result<Vec<DTypeRole>, ContractError> {
@@ -598,6 +635,12 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
         }
         if implementation.threads.iter().flatten().any(|&n| n == 0 || n > 1024) {
             return fail("`threads` holds a count that is not 1 to 1024");
+        }
+        let environments = implementation.isa.iter().map(|isa| &isa.env).chain([&implementation.env]);
+        if let Some(name) =
+            environments.flat_map(BTreeMap::keys).find(|name| name.is_empty() || name.contains(['=', '\0']))
+        {
+            return fail(&format!("`env`: `{name}` is no name of a variable"));
         }
         let names: BTreeSet<&String> = implementation.isa.iter().map(|isa| &isa.name).collect();
         if names.len() != implementation.isa.len() || names.iter().any(|name| name.trim().is_empty()) {
@@ -961,11 +1004,17 @@ fn require_date(source: &Source, at: usize, field: &str, date: &str) -> Result<(
     let digits = |range: std::ops::Range<usize>| date.get(range).and_then(|part| part.parse::<u32>().ok());
     let shape = date.len() == 10 && date.get(4..5) == Some("-") && date.get(7..8) == Some("-");
     let month = digits(5..7).is_some_and(|m| (1..=12).contains(&m));
-    let day = digits(8..10).is_some_and(|d| (1..=31).contains(&d));
+    let leap = digits(0..4).is_some_and(|y| y % 4 == 0 && (y % 100 != 0 || y % 400 == 0));
+    let last = match digits(5..7) {
+        Some(2) => 28 + u32::from(leap),
+        Some(4 | 6 | 9 | 11) => 30,
+        _ => 31,
+    };
+    let day = digits(8..10).is_some_and(|d| (1..=last).contains(&d));
     if shape && digits(0..4).is_some() && month && day {
         return Ok(());
     }
-    Err(source.fail(at, format!("`{field}` is \"{date}\"; write YYYY-MM-DD")))
+    Err(source.fail(at, format!("`{field}` is \"{date}\", which is no day; write YYYY-MM-DD")))
 }
 
 fn fill(source: &Source, at: usize, name: &str) -> Result<Fill, ContractError> {

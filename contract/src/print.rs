@@ -68,6 +68,12 @@ impl fmt::Display for Contract {
             "\naccumulation {}; tf32 {} (alternative: {})",
             self.policy.accumulation, self.policy.tf32, self.policy.tf32_alternative
         )?;
+        let soak = &self.soak;
+        writeln!(
+            f,
+            "soak {} requests, after {} of them at most {} bytes each, median of {} windows, within {} s  [{}]",
+            soak.requests, soak.warm_up, soak.growth, soak.windows, soak.patience, soak.provenance
+        )?;
         writeln!(f, "\nrow sets")?;
         for (place, set) in self.row_sets.iter().enumerate() {
             writeln!(f, "  {:<10} {}{}", set.name, set.about, if place == 0 { " (default)" } else { "" })?;

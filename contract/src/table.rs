@@ -4,6 +4,7 @@ use crate::case::{Case, Config};
 use crate::compare::Bound;
 use crate::fill::{Fill, Maker};
 use crate::record::Judgment;
+use crate::soak::Soak;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::DType;
 use std::collections::BTreeMap;
@@ -24,6 +25,8 @@ pub struct Contract {
     pub dtypes: Vec<DTypeRole>,
     /// Accumulation and TF32.
     pub policy: Policy,
+    /// What the axis `soak` asks.
+    pub soak: Soak,
     /// The row sets, the default one first.
     pub row_sets: Vec<RowSet>,
     /// The implementations that rows speak of.
@@ -349,7 +352,7 @@ pub struct Row {
     pub accuracy: Option<(Bound, Provenance)>,
     /// Axes along which the answer must keep its bits.
     pub invariant: Vec<&'static str>,
-    /// The implementation whose bits it must have.
+    /// The implementation whose bits the matching ones must have; the golden judgment holds them to its answer.
     pub same_as: Option<String>,
     /// A written exception.
     pub waive: Option<Waiver>,
@@ -454,6 +457,22 @@ impl Contract {
     /// implementation of the table has one for every case.
     pub fn row(&self, implementation: &str, case: &CaseSpec) -> Option<&Row> {
         self.rows.iter().find(|row| row.matches(implementation, case))
+    }
+
+    /// The implementation whose bits `implementation` must have on `case`: what the row says, else its entry. Nobody is held to
+    /// itself.
+    pub fn same_as(&self, implementation: &str, case: &CaseSpec) -> Option<&str> {
+        let by_row = self.row(implementation, case).and_then(|row| row.same_as.as_deref());
+        let by_entry = || self.implementation(implementation).and_then(|entry| entry.same_as.as_deref());
+        by_row.filter(|other| *other != implementation).or_else(by_entry)
+    }
+
+    /// Whether the axis `soak` is asked on `case`: one quick case of every op and dtype, whose `out` is its dtype if there is
+    /// one. It takes a thousand requests, and another shape would show the same.
+    pub fn soaks(&self, case: &CaseSpec) -> bool {
+        let alike = |other: &&CaseSpec| other.op == case.op && other.dtype == case.dtype;
+        let chosen = self.cases(Slice::Quick).filter(alike).min_by_key(|other| other.out != other.dtype);
+        chosen.is_some_and(|chosen| chosen.name == case.name)
     }
 
     /// The threshold of a class, with its provenance. `None` for an unknown row set or for i32.

@@ -12,12 +12,12 @@ use std::io::{self, Read, Write};
 /// Largest frame accepted from a pipe: 8 GiB.
 pub const MAX_FRAME: u64 = 8 << 30;
 
-/// Metadata keys that are not parameters of an op; `format` is what other writers of safetensors files add.
 /// Metadata of an answer that starts so holds what was counted.
 const LEDGER: &str = "ledger.";
 
-const ENVELOPE: [&str; 8] =
-    ["op", "out", "case", "format", "config.isa", "config.threads", "config.budget", "config.layout"];
+/// Metadata keys that are not parameters of an op; `format` is what other writers of safetensors files add.
+const ENVELOPE: [&str; 9] =
+    ["op", "out", "case", "format", "config.isa", "config.threads", "config.budget", "config.layout", "config.id"];
 
 /// Why bytes could not be read or written as a message.
 #[derive(Debug, thiserror::Error)]
@@ -96,6 +96,62 @@ impl File {
     }
 }
 
+/// What the header of a file says.
+pub struct Header {
+    /// `__metadata__`.
+    pub metadata: BTreeMap<String, String>,
+    /// The tensors in the order of their bytes, which follow the header without gaps.
+    pub tensors: Vec<Stored>,
+}
+
+/// A tensor in a file.
+pub struct Stored {
+    /// Its name.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Extent of every axis.
+    pub shape: Vec<usize>,
+    /// Bytes of its elements.
+    pub bytes: usize,
+}
+
+/// Reads the header of a file: the eight bytes of its length and the header itself, without the tensors' bytes.
+pub fn read_header(bytes: &[u8]) -> Result<Header, WireError> {
+    let format = |why: String| WireError::Format(why);
+    let text = bytes.get(8..).ok_or_else(|| format("its header ends too early".into()))?;
+    let mut entries: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(text).map_err(|e| format(format!("its header: {e}")))?;
+    let metadata = entries.remove("__metadata__").unwrap_or(serde_json::json!({}));
+    let metadata = serde_json::from_value(metadata).map_err(|e| format(format!("`__metadata__`: {e}")))?;
+    let mut tensors: Vec<(usize, Stored)> = Vec::new();
+    for (name, entry) in entries {
+        let info: safetensors::tensor::TensorInfo =
+            serde_json::from_value(entry).map_err(|e| format(format!("tensor `{name}`: {e}")))?;
+        let dtype = contract_dtype(info.dtype).map_err(|why| WireError::DType {
+            name: name.clone(),
+            dtype: format!("{:?}", info.dtype),
+            why,
+        })?;
+        let (begin, end) = info.data_offsets;
+        let bytes = info.shape.iter().try_fold(dtype.size(), |bytes, &extent| bytes.checked_mul(extent));
+        if bytes.is_none() || bytes != end.checked_sub(begin) {
+            return Err(format(format!("tensor `{name}`: size does not match its shape")));
+        }
+        tensors.push((begin, Stored { name, dtype, shape: info.shape, bytes: end - begin }));
+    }
+    // An empty tensor begins where the next one does.
+    tensors.sort_by_key(|(begin, stored)| (*begin, stored.bytes));
+    let mut at = 0;
+    for (begin, stored) in &tensors {
+        if *begin != at {
+            return Err(format(format!("tensor `{}`: its bytes do not follow those before it", stored.name)));
+        }
+        at += stored.bytes;
+    }
+    Ok(Header { metadata, tensors: tensors.into_iter().map(|(_, stored)| stored).collect() })
+}
+
 /// Rewrites the header of `bytes` with `metadata` in sorted order (the writer's own map has no fixed order).
 fn with_metadata(bytes: &[u8], metadata: &BTreeMap<String, String>) -> Vec<u8> {
     let length = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
@@ -146,11 +202,12 @@ pub fn encode_request(case: &Case) -> Vec<u8> {
     if !case.name.is_empty() {
         metadata.insert("case".into(), case.name.clone());
     }
-    let Config { isa, threads, budget, layout } = &case.config;
+    let Config { isa, threads, budget, layout, id } = &case.config;
     metadata.extend(isa.iter().map(|v| ("config.isa".into(), v.clone())));
     metadata.extend(threads.iter().map(|v| ("config.threads".into(), v.to_string())));
     metadata.extend(budget.iter().map(|v| ("config.budget".into(), v.to_string())));
     metadata.extend(layout.iter().map(|v| ("config.layout".into(), v.clone())));
+    metadata.extend(id.iter().map(|v| ("config.id".into(), v.to_string())));
     File { tensors: case.inputs.clone(), metadata }.encode()
 }
 
@@ -177,6 +234,7 @@ pub fn decode_request(bytes: &[u8]) -> Result<Case, WireError> {
         threads: count("config.threads")?,
         budget: count("config.budget")?,
         layout: metadata.get("config.layout").cloned(),
+        id: count("config.id")?.map(|id| id as u64),
     };
     let name = metadata.get("case").cloned().unwrap_or_default();
     let params = metadata.into_iter().filter(|(key, _)| !ENVELOPE.contains(&key.as_str())).collect();
@@ -200,6 +258,7 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
             metadata.insert(key.into(), text.clone());
         }
     }
+    metadata.extend(answer.id.map(|id| ("id".into(), id.to_string())));
     metadata.extend(answer.smallest_budget.map(|bytes| ("smallest_budget".into(), bytes.to_string())));
     metadata.extend(answer.ledger.iter().map(|(name, count)| (format!("{LEDGER}{name}"), count.to_string())));
     File { tensors: answer.outputs.clone(), metadata }.encode()
@@ -226,6 +285,7 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
     };
     let counted = metadata.iter().filter_map(|(key, value)| Some((key, key.strip_prefix(LEDGER)?, value)));
     let ledger = counted.map(|(key, name, value)| Ok((name.to_string(), number(key, value)?)));
+    let id = metadata.get("id").map(|value| number("id", value)).transpose()?;
     let smallest = metadata.get("smallest_budget").map(|value| number("smallest_budget", value)).transpose()?;
     Ok(Answer {
         status,
@@ -234,6 +294,7 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
         outputs: tensors,
         plan: text("plan"),
         layout: text("layout"),
+        id,
         ledger: ledger.collect::<Result<_, WireError>>()?,
         smallest_budget: smallest.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
     })

@@ -80,8 +80,10 @@ impl Store {
                 case: case.clone(),
                 file: file.clone(),
                 sha256,
+                rows: None,
                 contract: contract.clone(),
                 toolchain: toolchain.clone(),
+                command: None,
                 reason: reason.clone(),
                 date: date.clone(),
                 outputs: outputs.iter().map(|(name, tensor)| (name.clone(), manifest::output(tensor))).collect(),
@@ -99,16 +101,21 @@ impl Store {
         }
 
         let written = self.write_data(&files)?;
+        let removed = self.replace(next)?;
+        Ok(Writes { blessed, dropped: dropped.iter().cloned().collect(), written, removed })
+    }
+
+    /// Makes `next` the entries, whose data files are there, and removes files that none of them names.
+    pub(crate) fn replace(&mut self, next: BTreeMap<String, Entry>) -> Result<Vec<String>, GoldenError> {
         write(&self.dir, MANIFEST, manifest::encode(&next).as_bytes())?;
         self.entries = next;
-        let removed = self.remove_unnamed()?;
-        Ok(Writes { blessed, dropped: dropped.iter().cloned().collect(), written, removed })
+        self.remove_unnamed()
     }
 
     /// Writes those of `files` that are not there yet as they should be.
     pub(crate) fn write_data(&self, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, GoldenError> {
         let data = self.dir.join("data");
-        fs::create_dir_all(&data).map_err(|source| GoldenError::Io { path: data, source })?;
+        fs::create_dir_all(&data).map_err(|cause| GoldenError::Io { path: data, cause })?;
         let mut written = Vec::new();
         for (file, bytes) in files {
             if fs::read(self.dir.join(file)).is_ok_and(|there| there == *bytes) {
@@ -124,7 +131,7 @@ impl Store {
         let data = self.dir.join("data");
         let failed = |path: &Path| {
             let path = path.to_path_buf();
-            move |source: io::Error| GoldenError::Io { path, source }
+            move |cause: io::Error| GoldenError::Io { path, cause }
         };
         let named: BTreeSet<&String> = self.entries.values().filter_map(|entry| entry.file.as_ref()).collect();
         let mut removed = Vec::new();
@@ -168,5 +175,5 @@ fn write(dir: &Path, file: &str, bytes: &[u8]) -> Result<(), GoldenError> {
         fs::File::open(parent)?.sync_all()?;
         Ok(())
     };
-    written().map_err(|source| GoldenError::Io { path: path.clone(), source })
+    written().map_err(|cause| GoldenError::Io { path: path.clone(), cause })
 }

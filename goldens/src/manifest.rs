@@ -22,10 +22,14 @@ pub struct Entry {
     pub file: Option<String>,
     /// SHA-256 of that file, whether it is kept or not, in hex.
     pub sha256: String,
+    /// How many entries of the outputs' first axis the file has; `None`: all.
+    pub rows: Option<usize>,
     /// SHA-256 of the contract's files when it was blessed, in hex.
     pub contract: String,
-    /// The toolchain that built what was blessed.
+    /// The toolchain that built what was blessed, or the program that made it elsewhere, with its version.
     pub toolchain: String,
+    /// The command that made it, where it was made elsewhere.
+    pub command: Option<String>,
     /// Why it was blessed.
     pub reason: String,
     /// The day it was blessed, `YYYY-MM-DD`.
@@ -49,9 +53,14 @@ pub struct Output {
 /// The manifest's line on a tensor.
 pub fn output(tensor: &Tensor) -> Output {
     let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
-    let mut bytes = format!("{dtype} {shape:?}\n").into_bytes();
+    let mut bytes = preamble(dtype, &shape);
     bytes.extend(tensor.to_bytes());
     Output { dtype, shape, sha256: sha256(&bytes) }
+}
+
+/// What is hashed before the elements.
+pub fn preamble(dtype: DType, shape: &[usize]) -> Vec<u8> {
+    format!("{dtype} {shape:?}\n").into_bytes()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -69,8 +78,12 @@ struct WrittenEntry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<Spanned<String>>,
     sha256: Spanned<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    rows: Option<usize>,
     contract: Spanned<String>,
     toolchain: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    command: Option<String>,
     reason: Spanned<String>,
     date: Spanned<String>,
     outputs: Spanned<BTreeMap<String, Output>>,
@@ -85,8 +98,10 @@ pub fn encode(entries: &BTreeMap<String, Entry>) -> String {
             case: spanned(&e.case),
             file: e.file.as_ref().map(spanned),
             sha256: spanned(&e.sha256),
+            rows: e.rows,
             contract: spanned(&e.contract),
             toolchain: e.toolchain.clone(),
+            command: e.command.clone(),
             reason: spanned(&e.reason),
             date: spanned(&e.date),
             outputs: Spanned::new(0..0, e.outputs.clone()),
@@ -112,7 +127,7 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
 
     let mut entries: BTreeMap<String, Entry> = BTreeMap::new();
     for written in written.goldens {
-        let WrittenEntry { case, file, sha256, contract, toolchain, reason, date, outputs } = written;
+        let WrittenEntry { case, file, sha256, rows, contract, toolchain, command, reason, date, outputs } = written;
         for (field, text) in [("case", &case), ("reason", &reason), ("date", &date)] {
             if text.as_ref().trim().is_empty() {
                 return Err((line(text.span().start), format!("`{field}` is empty; {RESTORE}")));
@@ -138,8 +153,10 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
             case: case.clone(),
             file: file.map(Spanned::into_inner),
             sha256: sha256.into_inner(),
+            rows,
             contract: contract.into_inner(),
             toolchain,
+            command,
             reason: reason.into_inner(),
             date: date.into_inner(),
             outputs,

@@ -292,3 +292,90 @@ fn a_blessing_without_reason_or_content_writes_nothing() {
     assert!(matches!(Store::create(dir.path()), Err(GoldenError::Refused(_))));
     assert!(Store::open(&dir.path().join("elsewhere")).unwrap_err().to_string().contains(MANIFEST));
 }
+
+/// A folder of goldens made elsewhere: a small case and a large one of 1000 rows.
+fn made_elsewhere() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let told = [("maker", "torch 2.15.0"), ("command", "ops.py out"), ("date", "2026-11-21")];
+    let large = Tensor::fp32(&[1000, 40], (0..40_000).map(|i| i as f32).collect());
+    let index = Tensor::i32(&[1000], (0..1000).collect());
+    let cases = [
+        ("small", outputs(&[0x3f80, 0x8000])),
+        ("large", BTreeMap::from([("y".to_string(), large), ("index".to_string(), index)])),
+    ];
+    let mut list = String::new();
+    for (case, tensors) in cases {
+        let mut metadata: BTreeMap<String, String> = told.map(|(k, v)| (k.into(), v.into())).into();
+        metadata.insert("case".into(), case.into());
+        let bytes = wire::File { tensors, metadata }.encode();
+        fs::write(folder.path().join(format!("{case}.safetensors")), &bytes).unwrap();
+        list += &format!("{}  {case}.safetensors\n", sha256(&bytes));
+    }
+    fs::write(folder.path().join("SHA256SUMS"), list).unwrap();
+    folder
+}
+
+fn import(from: &Path, keep: usize) -> Result<(tempfile::TempDir, Store), String> {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = sources(from).map_err(|e| e.to_string())?;
+    let mut store = Store::create(dir.path()).unwrap();
+    store.import(&sources, keep, CONTRACT, "kept", &|_, _| Ok(())).map_err(|e| e.to_string())?;
+    assert_eq!(store.entries, Store::open(dir.path()).unwrap().entries);
+    Ok((dir, store))
+}
+
+#[test]
+fn goldens_made_elsewhere_are_taken_over() {
+    let folder = made_elsewhere();
+    let large = |change: Option<usize>| {
+        let mut values: Vec<f32> = (0..40_000).map(|i| i as f32).collect();
+        change.into_iter().for_each(|at| values[at] = -1.0);
+        let index = Tensor::i32(&[1000], (0..1000).collect());
+        BTreeMap::from([("y".to_string(), Tensor::fp32(&[1000, 40], values)), ("index".to_string(), index)])
+    };
+    for (keep, rows) in [(KEPT, Some(374)), (1 << 20, None), (0, None), (5000, Some(5))] {
+        let (dir, store) = import(folder.path(), keep).unwrap();
+        let entry = store.find("large").unwrap();
+        assert_eq!((entry.rows, entry.file.is_some()), (rows, keep > 0), "{keep}");
+        assert_eq!((entry.toolchain.as_str(), entry.command.as_deref()), ("torch 2.15.0", Some("ops.py out")));
+        if let Some(file) = &entry.file {
+            assert!(fs::metadata(dir.path().join(file)).unwrap().len() <= keep as u64, "{keep}");
+        }
+        assert_eq!(store.verify_files(), []);
+        assert_eq!(store.verify("large", &large(None)), Verified::Match);
+        // Inside of what is kept the element is named, behind it the hash.
+        for at in [0, 199, 39_999] {
+            let Verified::Mismatch(evidence) = store.verify("large", &large(Some(at))) else { panic!("{keep}: {at}") };
+            let held = keep >= 1 << 20 || at < rows.unwrap_or(0) * 40;
+            assert_eq!(evidence.message.contains("SHA-256"), !held, "{keep} {at}: {}", evidence.message);
+            assert!(!held || evidence.index == at, "{keep} {at}: {}", evidence.message);
+        }
+    }
+}
+
+#[test]
+fn goldens_made_elsewhere_are_whole_or_refused() {
+    let folder = made_elsewhere();
+    for name in ["small.safetensors", "large.safetensors", "SHA256SUMS"] {
+        let path = folder.path().join(name);
+        let good = fs::read(&path).unwrap();
+        let step = good.len() / 40 + 1;
+        for byte in (0..good.len()).step_by(step) {
+            let mut bad = good.clone();
+            bad[byte] ^= 1 << (byte % 8);
+            fs::write(&path, bad).unwrap();
+            let message = import(folder.path(), KEPT).unwrap_err();
+            assert!(message.contains(name) || name == "SHA256SUMS", "byte {byte} of {name}: {message}");
+            assert!(!message.contains('\n'), "{message}");
+        }
+        fs::write(&path, good).unwrap();
+    }
+    fs::copy(folder.path().join("small.safetensors"), folder.path().join("more.safetensors")).unwrap();
+    assert!(import(folder.path(), KEPT).unwrap_err().contains("more.safetensors"));
+    // Without a word of where it comes from.
+    let bare = tempfile::tempdir().unwrap();
+    let bytes = wire::File { tensors: outputs(&[1, 2]), metadata: BTreeMap::new() }.encode();
+    fs::write(bare.path().join("x.safetensors"), &bytes).unwrap();
+    fs::write(bare.path().join("SHA256SUMS"), format!("{}  x.safetensors\n", sha256(&bytes))).unwrap();
+    assert!(import(bare.path(), KEPT).unwrap_err().contains("metadata `case` is missing"));
+}

@@ -65,7 +65,7 @@ pub fn spread(values: &[f64]) -> [f64; 3] {
 }
 
 #[cfg(target_os = "linux")]
-mod memory {
+pub(crate) mod memory {
     /// Bytes resident now, from which [`largest`] counts on.
     pub fn at_rest() -> Option<u64> {
         give_back();
@@ -86,7 +86,7 @@ mod memory {
     }
 
     /// Returns freed memory to the system: a run that took it up again would not be seen to grow.
-    fn give_back() {
+    pub fn give_back() {
         #[cfg(target_env = "gnu")]
         {
             unsafe extern "C" {
@@ -99,10 +99,12 @@ mod memory {
 }
 
 #[cfg(not(target_os = "linux"))]
-mod memory {
+pub(crate) mod memory {
     pub fn at_rest() -> Option<u64> {
         None
     }
+
+    pub fn give_back() {}
 
     pub fn largest() -> Option<u64> {
         None

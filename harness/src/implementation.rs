@@ -7,6 +7,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod external;
 pub mod faulty;
+pub mod hoarding;
 pub mod rearranged;
 
 /// An implementation under test.
@@ -37,4 +38,13 @@ pub trait Implementation: Send + Sync {
     fn fresh(&self, _case: &Case) -> Option<Answer> {
         None
     }
+
+    /// Answers `case` over and over, in a process that does nothing else, until `each` has enough; `false` where that cannot
+    /// be done.
+    fn soak(&self, _case: &Case, _each: &mut Soaked) -> bool {
+        false
+    }
 }
+
+/// Takes an answer, and something that tells the resident bytes of the process that gave it; says whether to go on.
+pub type Soaked<'a> = dyn FnMut(Answer, &dyn Fn() -> Option<u64>) -> bool + 'a;

@@ -90,22 +90,32 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
         let entry = contract.implementation(implementation);
         // To start a program may take seconds: one of the small cases shows as much as a large one.
         let restarts = entry.is_none_or(|entry| entry.command.is_none()) || case.slice == Slice::Quick;
-        let asked = entry.and_then(|entry| entry.judgments.as_ref());
-        let asked = |judgment: &Judgment| asked.is_none_or(|asked| asked.contains(judgment));
+        let listed = entry.and_then(|entry| entry.judgments.as_ref());
+        // What the row says holds, whatever the entry claims of itself.
+        let same_as = contract.same_as(implementation, case).is_some();
+        let by_row = row.same_as.is_some() && same_as;
+        let asked = |judgment: &Judgment| {
+            listed.is_none_or(|listed| listed.contains(judgment)) || (by_row && *judgment == Judgment::Golden)
+        };
         for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)).filter(asked) {
             let trial = |axis| Trial { case, row, judgment, axis };
             match judgment {
                 Judgment::Invariance => trials.extend(
                     axis::all()
                         .iter()
-                        .filter(|axis| row.invariant.contains(&axis.name) && (restarts || axis.name != "restart"))
+                        .filter(|axis| row.invariant.contains(&axis.name))
+                        .filter(|axis| match axis.name {
+                            "restart" => restarts,
+                            "soak" => contract.soaks(case),
+                            _ => true,
+                        })
                         .filter(|axis| selection.axes.is_empty() || selection.axes.iter().any(|name| name == axis.name))
                         .map(|axis| trial(Some(axis))),
                 ),
                 // A chain's reference is recorded, not computed.
                 Judgment::Accuracy if case.spec().class == Class::Chain && case.fill != Fill::Recorded => {}
                 // The answers of another implementation are golden for every case.
-                Judgment::Golden if entry.is_some_and(|entry| entry.same_as.is_some()) => trials.push(trial(None)),
+                Judgment::Golden if same_as => trials.push(trial(None)),
                 // What is blessed is small: the cases of every test run.
                 Judgment::Golden if case.slice != Slice::Quick => {}
                 // Other inputs than those that were blessed; recorded ones are drawn by nobody.
@@ -133,8 +143,8 @@ pub struct Judge<'a> {
     pub implementation: &'a dyn Implementation,
     /// Blessed outputs; `None` when there is no store at hand.
     pub goldens: Option<&'a Store>,
-    /// The implementation whose bits it must have, if its entry names one.
-    pub reference: Option<&'a dyn Implementation>,
+    /// The implementations whose bits it must have, where its entry or a row names one.
+    pub references: Vec<&'a dyn Implementation>,
     /// Recorded tokens and logits of the models.
     pub checkpoints: &'a Checkpoints,
     /// What the axes can vary on this machine.
@@ -316,15 +326,23 @@ impl Judge<'_> {
         };
         let variants = (axis.variants)(&base.case, machine);
         if variants.is_empty() {
-            return Outcome::of(Verdict::Unsupported {
-                reason: format!("axis {} has nothing to vary here", axis.name),
-            });
+            let why = match axis.name {
+                "threads" if machine.threads.is_empty() => "its list names no thread counts that it can be asked for",
+                "isa" if machine.isas.len() < 2 => "it has one instruction set here",
+                "layout" if machine.layouts.is_empty() => "its list names no layouts that it can be asked for",
+                "budget" if machine.smallest_budget.is_none() => "it does not offer this with a budget",
+                _ => "this case has nothing to vary",
+            };
+            return Outcome::of(Verdict::Unsupported { reason: format!("axis {}: {why}", axis.name) });
         }
         let settings = variants.len();
         let mut failed: Vec<(String, Box<Evidence>)> = Vec::new();
         for variant in variants {
             if let Err(reason) = another_question(axis, &base.case, &variant) {
                 return Outcome { setting: Some(variant.setting), ..Outcome::error(reason) };
+            }
+            if let Way::Soak = variant.way {
+                return self.soak(trial, base);
             }
             let mut answer = match self.ask(&variant) {
                 Ok(answer) => answer,
@@ -382,7 +400,7 @@ impl Judge<'_> {
     /// Why the implementation cannot be asked so.
     fn ask(&self, variant: &Variant) -> Result<Answer, String> {
         match &variant.way {
-            Way::Plain => Ok(self.implementation.run(&variant.case)),
+            Way::Plain | Way::Soak => Ok(self.implementation.run(&variant.case)),
             Way::Fresh => self.implementation.fresh(&variant.case).ok_or("it cannot be started anew here".to_string()),
             Way::After(before) => {
                 let cases: Vec<&Case> = before.iter().chain([&variant.case]).collect();
@@ -408,6 +426,65 @@ impl Judge<'_> {
         }
     }
 
+    /// The case over and over: every answer against the base's, and the memory of the process that gives them.
+    fn soak(&self, trial: &Trial, base: &Base) -> Outcome {
+        let soak = &self.contract.soak;
+        let (start, mut asked, mut resident, mut wrong) = (Instant::now(), 0, Vec::new(), None);
+        let done = self.implementation.soak(&base.case, &mut |answer, memory| {
+            asked += 1;
+            let outputs = &base.answer.outputs;
+            let same = outputs.iter().all(|(name, a)| answer.outputs.get(name).is_some_and(|b| a.same_bits(b)));
+            if !same || outputs.len() != answer.outputs.len() {
+                wrong = Some(answer);
+            } else if soak.looks_after(asked) {
+                resident.push(memory());
+            }
+            wrong.is_none() && asked < soak.requests && start.elapsed().as_secs_f64() < soak.patience
+        });
+        let unsupported = |reason: String| Outcome::of(Verdict::Unsupported { reason });
+        if !done {
+            return unsupported("it has no process of its own here that could be watched".into());
+        }
+        if let Some(answer) = wrong {
+            let at = format!("request {asked}");
+            if answer.status != Status::Ok {
+                return Outcome { setting: Some(at.clone()), ..Outcome::error(format!("{at}: {}", answer.reason)) };
+            }
+            if let Err(reason) = complete(trial.case, &answer) {
+                return Outcome { setting: Some(at.clone()), ..Outcome::error(format!("{at}: {reason}")) };
+            }
+            let mut evidence = differs(trial, &base.answer, &answer).expect("some bits are others");
+            evidence.message = format!("soak: the answer to {at} of one process: {}", evidence.message);
+            return Outcome { setting: Some(at), ..Outcome::of(Verdict::Fail(evidence)) };
+        }
+        if asked < soak.requests {
+            return unsupported(format!("it does not answer {} requests within {} s", soak.requests, soak.patience));
+        }
+        let Some(resident) = resident.into_iter().collect::<Option<Vec<u64>>>() else {
+            return unsupported("memory was not checked: this system does not tell what a process holds".into());
+        };
+        let growth = soak.growth_of(&resident);
+        let setting = Some(format!("{} requests", soak.requests));
+        if growth <= soak.growth {
+            return Outcome { setting, ..Outcome::of(Verdict::Pass) };
+        }
+        let kib = |bytes: u64| bytes >> 10;
+        let (first, last) = (resident[0], resident[resident.len() - 1]);
+        let message = format!(
+            "soak: every request adds {growth:.0} bytes of memory, {} are allowed: {} KiB after {} requests, {} KiB after {}",
+            soak.growth,
+            kib(first),
+            soak.warm_up,
+            kib(last),
+            soak.requests
+        );
+        let (expected, found) = (format!("at most {} bytes a request", soak.growth), format!("{growth:.0} bytes"));
+        let total = soak.requests - soak.warm_up;
+        let evidence =
+            Evidence { message, output: "memory".into(), expected, found, count: total, total, ..Evidence::default() };
+        Outcome { setting, ..Outcome::of(Verdict::Fail(Box::new(evidence))) }
+    }
+
     /// The least budget under which `case` is answered, as the implementation tells when it refuses a smaller one; `None`
     /// where the case is not offered.
     fn smallest_budget(&self, case: &Case) -> Result<Option<usize>, String> {
@@ -428,8 +505,11 @@ impl Judge<'_> {
 
     /// The blessed outputs of the case, bit for bit.
     fn golden(&self, trial: &Trial, base: &Base) -> Outcome {
-        if let Some(reference) = self.reference {
-            return self.same_as(trial, base, reference);
+        if let Some(name) = self.contract.same_as(self.implementation.name(), trial.case) {
+            return match self.references.iter().find(|reference| reference.name() == name) {
+                Some(reference) => self.same_as(trial, base, *reference),
+                None => Outcome::untested(format!("{name}, whose bits it must have, is not at hand")),
+            };
         }
         let Some(store) = self.goldens else {
             return Outcome::untested("no goldens at hand; run inside the repository or give --root");
@@ -453,14 +533,7 @@ impl Judge<'_> {
         if let Err(reason) = complete(trial.case, &answer) {
             return Outcome::error(format!("{}: {reason}", reference.name()));
         }
-        let spec = trial.case.spec();
-        let differs = spec.outputs.iter().find_map(|output| {
-            let (expected, found) = (&answer.outputs[output.name], &base.answer.outputs[output.name]);
-            let rows = found.shape()[..spec.row_axes.min(found.shape().len())].iter().product();
-            let all: Vec<(usize, usize)> = (0..rows).map(|row| (row, row)).collect();
-            compare::bits(output.name, spec.row_axes, expected, found, &all).err()
-        });
-        let verdict = differs.map_or(Verdict::Pass, |mut evidence| {
+        let verdict = differs(trial, &answer, &base.answer).map_or(Verdict::Pass, |mut evidence| {
             evidence.message = format!("same_as {}: {}", reference.name(), evidence.message);
             Verdict::Fail(evidence)
         });
@@ -593,6 +666,17 @@ fn constant(trial: &Trial, base: &Base, oracle: &mut Option<Result<References, S
         }
     }
     None
+}
+
+/// The first difference between the outputs of two answers to one case, row by row.
+fn differs(trial: &Trial, expected: &Answer, found: &Answer) -> Option<Box<Evidence>> {
+    let spec = trial.case.spec();
+    spec.outputs.iter().find_map(|output| {
+        let (expected, found) = (&expected.outputs[output.name], &found.outputs[output.name]);
+        let rows = found.shape()[..spec.row_axes.min(found.shape().len())].iter().product();
+        let all: Vec<(usize, usize)> = (0..rows).map(|row| (row, row)).collect();
+        compare::bits(output.name, spec.row_axes, expected, found, &all).err()
+    })
 }
 
 /// Every output the specification names is there, and nothing else.

@@ -46,21 +46,35 @@ impl Tree {
         (from..to).map(Tree::Leaf).reduce(|sum, term| Tree::Node(vec![sum, term]))
     }
 
-    /// What the contract declares for a sum of `n` products: eight segments of chains, joined as a tree.
-    pub fn segments(n: usize) -> Option<Tree> {
+    /// The sum `lanes` over `from..to`: 256 lanes of chains, folded by halves.
+    pub fn lanes(from: usize, to: usize) -> Option<Tree> {
+        let lane =
+            |l: usize| (from + l..to).step_by(256).map(Tree::Leaf).reduce(|sum, term| Tree::Node(vec![sum, term]));
+        let mut lanes: Vec<Option<Tree>> = (0..256).map(lane).collect();
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes = lanes.into_iter().zip(upper).map(|(a, b)| Tree::sum(a, b)).collect();
+        }
+        lanes.pop().flatten()
+    }
+
+    /// Eight segments of `n` terms, each summed as `part` says, joined as a tree.
+    pub fn segments(n: usize, part: fn(usize, usize) -> Option<Tree>) -> Option<Tree> {
         let length = 16 * n.div_ceil(128);
         let mut parts: Vec<Option<Tree>> =
-            (0..8).map(|s| Tree::chain((s * length).min(n), ((s + 1) * length).min(n))).collect();
+            (0..8).map(|s| part((s * length).min(n), ((s + 1) * length).min(n))).collect();
         while parts.len() > 1 {
-            let two = |two: &[Option<Tree>]| match two {
-                // A sum of nothing is +0, and adding it is not seen.
-                [Some(a), Some(b)] => Some(Tree::Node(vec![a.clone(), b.clone()])),
-                [a, b] => a.clone().or(b.clone()),
-                _ => two[0].clone(),
-            };
-            parts = parts.chunks(2).map(two).collect();
+            parts = parts.chunks(2).map(|two| Tree::sum(two[0].clone(), two[1].clone())).collect();
         }
         parts.pop().flatten()
+    }
+
+    /// A sum of nothing is +0, and adding it is not seen.
+    fn sum(a: Option<Tree>, b: Option<Tree>) -> Option<Tree> {
+        match (a, b) {
+            (Some(a), Some(b)) => Some(Tree::join(vec![a, b])),
+            (a, b) => a.or(b),
+        }
     }
 
     /// What the contract declares for the weighted sum of `n` values in attention: chains over blocks of 256 keys, added in
@@ -70,53 +84,91 @@ impl Tree {
         blocks.reduce(|sum, block| Tree::Node(vec![sum, block]))
     }
 
-    /// In one line: `a..b` is a chain over the terms a to b-1, `(x + y)` a sum, `{x, y, z}` a sum of several at once.
+    /// In one line: `a..b` is a chain over the terms a to b-1, `a..b by s` one over every s-th of them, `(x + y)` a sum,
+    /// `{x, y, z}` a sum of several at once.
     pub fn text(&self) -> String {
-        if let Some((from, to)) = self.as_chain() {
-            return if to == from + 1 { from.to_string() } else { format!("{from}..{to}") };
-        }
-        match self {
-            Tree::Leaf(i) => i.to_string(),
+        let range = |first: usize, last: usize, step: usize| match step {
+            1 => format!("{first}..{}", last + 1),
+            _ => format!("{first}..{} by {step}", last + 1),
+        };
+        match (self, self.as_chain()) {
+            (Tree::Leaf(i), _) => i.to_string(),
+            (_, Some((first, last, step))) if step == 1 || last - first > step => range(first, last, step),
             // A chain that begins with something else than a term is written from there.
-            Tree::Node(children) if children.len() == 2 => {
+            (Tree::Node(children), _) if children.len() == 2 => {
                 let (mut head, mut tail) = (self, Vec::new());
                 while let Tree::Node(pair) = head
                     && let [sum, Tree::Leaf(i)] = pair.as_slice()
-                    && tail.last().is_none_or(|last: &usize| *last == i + 1)
+                    && match tail.as_slice() {
+                        [] => true,
+                        [last] => last > i,
+                        [.., before, last] => last + last == before + i,
+                    }
                 {
                     tail.push(*i);
                     head = sum;
                 }
-                match tail.len() {
-                    0 => format!("({} + {})", children[0].text(), children[1].text()),
-                    1 => format!("({} + {})", head.text(), tail[0]),
-                    n => format!("({} then {}..{})", head.text(), tail[n - 1], tail[0] + 1),
+                match tail.as_slice() {
+                    [last, before, .., first] => {
+                        format!("({} then {})", head.text(), range(*first, *last, last - before))
+                    }
+                    [last, before] if last - before == 1 => format!("({} then {before}..{})", head.text(), last + 1),
+                    _ => format!("({} + {})", children[0].text(), children[1].text()),
                 }
             }
-            Tree::Node(children) => {
+            (Tree::Node(children), _) => {
                 format!("{{{}}}", children.iter().map(Tree::text).collect::<Vec<_>>().join(", "))
             }
         }
     }
 
-    fn as_chain(&self) -> Option<(usize, usize)> {
-        let (mut at, mut low, mut high) = (self, None, None);
+    /// The first term, the last and the step, if it is a chain over such terms.
+    fn as_chain(&self) -> Option<(usize, usize, usize)> {
+        let (mut at, mut last, mut before, mut step) = (self, None, None, None);
         loop {
-            match at {
-                Tree::Leaf(i) => {
-                    let fits = low.is_none_or(|low| low == i + 1);
-                    return fits.then_some((*i, high.unwrap_or(i + 1)));
-                }
+            let (term, rest) = match at {
+                Tree::Leaf(i) => (*i, None),
                 Tree::Node(children) => match children.as_slice() {
-                    [sum, Tree::Leaf(i)] if low.is_none_or(|low| low == i + 1) => {
-                        high.get_or_insert(i + 1);
-                        low = Some(*i);
-                        at = sum;
-                    }
+                    [sum, Tree::Leaf(i)] => (*i, Some(sum)),
                     _ => return None,
                 },
+            };
+            if let Some(before) = before {
+                let by = usize::checked_sub(before, term).filter(|by| *by > 0)?;
+                if *step.get_or_insert(by) != by {
+                    return None;
+                }
+            }
+            before = Some(term);
+            let last = *last.get_or_insert(term);
+            match rest {
+                None => return Some((term, last, step.unwrap_or(1))),
+                Some(sum) => at = sum,
             }
         }
+    }
+
+    /// Of every [a, b, c] whether terms b and c meet before either meets a.
+    fn met(&self, triples: &[[usize; 3]]) -> Vec<bool> {
+        // Every node's parent and depth; the leaves' numbers among the nodes.
+        let (mut parents, mut leaves, mut todo) = (Vec::new(), BTreeMap::new(), vec![(self, None, 0)]);
+        while let Some((tree, parent, depth)) = todo.pop() {
+            let this = parents.len();
+            parents.push((parent, depth));
+            match tree {
+                Tree::Leaf(i) => drop(leaves.insert(*i, this)),
+                Tree::Node(children) => todo.extend(children.iter().map(|child| (child, Some(this), depth + 1))),
+            }
+        }
+        let meet = |a: usize, b: usize| {
+            let (mut a, mut b) = (leaves[&a], leaves[&b]);
+            while a != b {
+                let up = if parents[a].1 >= parents[b].1 { &mut a } else { &mut b };
+                *up = parents[*up].0.expect("all meet at the root");
+            }
+            parents[a].1
+        };
+        triples.iter().map(|&[a, b, c]| meet(b, c) > meet(a, b)).collect()
     }
 
     fn depth(&self) -> usize {
@@ -188,25 +240,36 @@ pub enum Op {
     Gemm,
     /// The sum over keys of the values, whose weights are all equal.
     Attention,
+    /// The sum of the squares.
+    RmsNorm,
+    /// The sum of the weights.
+    Softmax,
+    /// The sum of the weights.
+    Logprob,
 }
 
 impl Op {
-    /// Both.
-    pub const ALL: [Op; 2] = [Op::Gemm, Op::Attention];
+    /// All of them.
+    pub const ALL: [Op; 5] = [Op::Gemm, Op::Attention, Op::RmsNorm, Op::Softmax, Op::Logprob];
 
     /// The op's stem.
     pub fn name(self) -> &'static str {
         match self {
             Op::Gemm => "gemm",
             Op::Attention => "attention",
+            Op::RmsNorm => "rms_norm",
+            Op::Softmax => "softmax",
+            Op::Logprob => "logprob",
         }
     }
 
     /// The tree that the contract declares for `n` terms.
     pub fn declared(self, n: usize) -> Option<Tree> {
         match self {
-            Op::Gemm => Tree::segments(n),
+            Op::Gemm => Tree::segments(n, Tree::chain),
             Op::Attention => Tree::blocks(n),
+            Op::RmsNorm => Tree::lanes(0, n),
+            Op::Softmax | Op::Logprob => Tree::segments(n, Tree::lanes),
         }
     }
 }
@@ -217,6 +280,10 @@ pub struct Probe<'a> {
     pub implementation: &'a dyn Implementation,
     /// Dtype of the inputs.
     pub dtype: DType,
+    /// Dtype of the outputs that show the order of a sum.
+    pub out: DType,
+    /// Columns of a matrix product.
+    pub columns: usize,
     /// How it is asked to run.
     pub config: Config,
 }
@@ -251,11 +318,11 @@ impl Probe<'_> {
         let make = |shape: &[usize], values: &[f64]| round::tensor(self.dtype, shape, values);
         match op {
             Op::Gemm => {
-                let columns = 3;
+                let columns = self.columns;
                 let x = make(&[m, n], &flat);
                 let answer = self.ask(
                     "gemm",
-                    DType::Fp32,
+                    self.out,
                     &[],
                     vec![("x", x), ("w", make(&[columns, n], &vec![1.0; columns * n]))],
                 )?;
@@ -274,21 +341,30 @@ impl Probe<'_> {
                     ("q_pos", int(&[m, 1], n - 1)),
                     ("kv_len", int(&[m], n)),
                 ];
-                let answer = self.ask("attention", DType::Fp32, &[], inputs)?;
+                let answer = self.ask("attention", self.out, &[], inputs)?;
                 let out = answer.outputs.get("out").filter(|out| out.len() == m).ok_or("the answer lacks `out`")?;
                 // Divided by the number of keys, a power of two.
                 Ok((0..m).map(|row| out.value(row) * n as f64).collect())
             }
+            Op::RmsNorm | Op::Softmax | Op::Logprob => Err("its terms are never negative".into()),
         }
     }
 
-    /// The order of a sum of `n` terms, when `batch` rows are computed together (FPRev): all terms are a unit but two, +M and
-    /// -M, so large that units added before these two meet are lost. What is left counts the units that were added later, that is
-    /// the leaves outside of the smallest subtree that holds both.
+    /// The order of a sum of `n` terms, when `batch` rows are computed together.
     ///
     /// # Errors
     /// When the implementation does not answer, or answers what no tree gives.
     pub fn tree(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
+        match op {
+            Op::Gemm | Op::Attention => self.tree_of_signed(op, n, batch),
+            Op::RmsNorm | Op::Softmax | Op::Logprob => self.tree_of_positive(op, n, batch),
+        }
+    }
+
+    /// Of terms that may cancel (FPRev): all terms are a unit but two, +M and
+    /// -M, so large that units added before these two meet are lost. What is left counts the units that were added later, that is
+    /// the leaves outside of the smallest subtree that holds both.
+    fn tree_of_signed(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
         let (unit, mass) = match self.dtype {
             // As far apart as fp16 goes: a sum of n units must be lost beside the mass, in 24 bits for n up to 2^14.
             DType::Fp16 => (round::pow2(-24), round::pow2(15)),
@@ -299,7 +375,8 @@ impl Probe<'_> {
         }
         let plain = self.sums(op, &vec![vec![unit; n]; batch])?;
         if let Some(sum) = plain.iter().find(|sum| **sum != unit * n as f64) {
-            return Err(format!("a sum of {n} units is {} units: the accumulator does not hold it", sum / unit));
+            let holder = if self.out == DType::Fp32 { "the accumulator does" } else { "accumulator or output do" };
+            return Err(format!("a sum of {n} units is {} units: {holder} not hold it", sum / unit));
         }
         let mut under = |pairs: &[(usize, usize)]| -> Result<Vec<usize>, String> {
             let mut found = Vec::new();
@@ -322,6 +399,104 @@ impl Probe<'_> {
             Ok(found)
         };
         Ok(build(&(0..n).collect::<Vec<_>>(), &mut under)?.0)
+    }
+
+    /// Of terms that are never negative. All are 0 but three: one so large that each of the other two is lost beside it,
+    /// being less than half of its last bit, while both together are more than half. The last bit changes when the two meet
+    /// before either meets the large one. So every three terms tell which two are added first, and that is the tree.
+    fn tree_of_positive(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
+        if self.out != DType::Fp32 {
+            return Err("the last bit of such a sum is seen in fp32 outputs alone".into());
+        }
+        let terms = self.terms(op, n, batch)?;
+        let mut ask = |triples: &[[usize; 3]]| -> Result<Vec<bool>, String> {
+            let mut met = Vec::with_capacity(triples.len());
+            for part in triples.chunks(batch) {
+                let rows = part.iter().map(|&[large, a, b]| (large, vec![(a, terms.small[0]), (b, terms.small[1])]));
+                for value in self.seen(op, n, batch, &terms, rows.collect())? {
+                    match value {
+                        _ if value == terms.lost => met.push(false),
+                        _ if value == terms.kept => met.push(true),
+                        _ => {
+                            return Err(format!(
+                                "{value:e}, where a last bit makes {:e} or {:e}",
+                                terms.lost, terms.kept
+                            ));
+                        }
+                    }
+                }
+            }
+            Ok(met)
+        };
+        let tree = grow((0..n).collect(), &mut ask)?;
+        // What was not asked for must fit as well: three terms of each of n draws.
+        let draw = |i: usize, k: usize| (i * (7919 + 104_729 * k) + k) % n;
+        let others: Vec<[usize; 3]> = (0..n).map(|i| [draw(i, 0), draw(i, 1), draw(i, 2)]).collect();
+        let others: Vec<[usize; 3]> = others.into_iter().filter(|[a, b, c]| a != b && b != c && a != c).collect();
+        if tree.met(&others) == ask(&others)? { Ok(tree) } else { Err("no order of a sum explains all answers".into()) }
+    }
+
+    /// Inputs for [`Probe::tree_of_positive`] whose last bit is seen in the output.
+    fn terms(&self, op: Op, n: usize, batch: usize) -> Result<Terms, String> {
+        // In units of half of the last bit of the large term: 0.71 and 0.52, and 1.23 for what is kept by itself; of a softmax
+        // 0.79, 0.54 and 1.30.
+        let candidates: Vec<(f64, [f64; 2], f64)> = match op {
+            Op::RmsNorm => {
+                (0..53).map(|q| (256.0 + 2.0 * f64::from(q), [27.0 / 512.0, 23.0 / 512.0], 71.0 / 1024.0)).collect()
+            }
+            _ => vec![(0.0, [-16.875, -17.25], -16.375)],
+        };
+        for (large, small, alone) in candidates {
+            let none = if op == Op::RmsNorm { 0.0 } else { -9984.0 };
+            let mut terms = Terms { large, small, none, lost: f64::NAN, kept: f64::NAN };
+            let rows = vec![(0, vec![(1, small[0])]), (0, vec![(1, alone)]), (0, vec![(1, small[1])])];
+            let mut values = Vec::new();
+            for row in rows {
+                values.extend(self.seen(op, n, batch, &terms, vec![row])?);
+            }
+            if values[0] != values[1] && values[0] == values[2] {
+                (terms.lost, terms.kept) = (values[0], values[1]);
+                return Ok(terms);
+            }
+        }
+        Err("the last bit of the sum is not seen in the output: it is kept in another width than fp32".into())
+    }
+
+    /// For each of `rows`, (the large term, the others that are not 0), the output that shows its sum.
+    fn seen(
+        &self,
+        op: Op,
+        n: usize,
+        batch: usize,
+        terms: &Terms,
+        rows: Vec<(usize, Vec<(usize, f64)>)>,
+    ) -> Result<Vec<f64>, String> {
+        let mut values = vec![terms.none; batch * n];
+        let mut shown: Vec<usize> = rows.iter().map(|(large, _)| *large).collect();
+        shown.resize(batch, 0);
+        for row in 0..batch {
+            values[row * n + shown[row]] = terms.large;
+        }
+        for (row, (_, others)) in rows.iter().enumerate() {
+            others.iter().for_each(|&(term, value)| values[row * n + term] = value);
+        }
+        let x = round::tensor(self.dtype, &[batch, n], &values);
+        let ones = || round::tensor(self.dtype, &[n], &vec![1.0; n]);
+        let (inputs, output) = match op {
+            Op::RmsNorm => (vec![("x", x), ("w", ones())], "y"),
+            Op::Softmax => (vec![("x", x)], "y"),
+            _ => {
+                let target = shown.iter().map(|&large| large as i32).collect();
+                (vec![("logits", x), ("target", Tensor::i32(&[batch], target))], "logprob")
+            }
+        };
+        let params = if op == Op::RmsNorm { vec![("eps", "0".to_string())] } else { Vec::new() };
+        let answer = self.ask(op.name(), DType::Fp32, &params, inputs)?;
+        let width = if op == Op::Logprob { 1 } else { n };
+        let found = answer.outputs.get(output).filter(|y| y.len() == batch * width);
+        let found = found.ok_or_else(|| format!("the answer lacks `{output}`"))?;
+        let place = |row: usize| row * width + if width == n { shown[row] } else { 0 };
+        Ok((0..rows.len()).map(|row| found.value(place(row))).collect())
     }
 
     /// The sum of the products of two rows, in `out`.
@@ -520,6 +695,56 @@ fn direction([tie, above, below, odd]: [f64; 4], ulp: f64) -> String {
     .into()
 }
 
+/// Inputs of a sum of terms that are never negative, and the outputs that tell whether its last bit changed.
+struct Terms {
+    large: f64,
+    small: [f64; 2],
+    /// What makes a term of 0.
+    none: f64,
+    lost: f64,
+    kept: f64,
+}
+
+/// Of each [a, b, c] whether b and c meet before either meets a.
+type Met<'a> = dyn FnMut(&[[usize; 3]]) -> Result<Vec<bool>, String> + 'a;
+
+/// The tree over `leaves`.
+fn grow(leaves: Vec<usize>, met: &mut Met) -> Result<Tree, String> {
+    let first = leaves[0];
+    let mut root = Tree::Leaf(first);
+    for group in by_distance(first, leaves[1..].to_vec(), met)? {
+        root = Tree::join(vec![root, grow(group, met)?]);
+    }
+    Ok(root)
+}
+
+/// `others` by where they meet `first`, those that meet it first in front; those of one group meet each other before.
+fn by_distance(first: usize, mut others: Vec<usize>, met: &mut Met) -> Result<Vec<Vec<usize>>, String> {
+    if others.len() < 2 {
+        return Ok(if others.is_empty() { Vec::new() } else { vec![others] });
+    }
+    let pivot = others.swap_remove(others.len() / 2);
+    let questions: Vec<[usize; 3]> = others
+        .iter()
+        .flat_map(|&other| [[pivot, first, other], [other, first, pivot], [first, other, pivot]])
+        .collect();
+    let answers = met(&questions)?;
+    let (mut nearer, mut beside, mut further) = (Vec::new(), vec![pivot], Vec::new());
+    for (&other, said) in others.iter().zip(answers.chunks(3)) {
+        match said {
+            [true, false, false] => nearer.push(other),
+            [false, true, false] => further.push(other),
+            [false, false, true] => beside.push(other),
+            _ => return Err("several terms are added at once, or in more bits than fp32 has".into()),
+        }
+    }
+    beside.sort_unstable();
+    let mut groups = by_distance(first, nearer, met)?;
+    groups.push(beside);
+    groups.extend(by_distance(first, further, met)?);
+    Ok(groups)
+}
+
 /// Leaves under the smallest subtree that holds both of each pair.
 type Under<'a> = dyn FnMut(&[(usize, usize)]) -> Result<Vec<usize>, String> + 'a;
 
@@ -583,14 +808,38 @@ mod tests {
     }
 
     #[test]
+    fn three_terms_at_a_time_reveal_a_tree() {
+        let trees = [
+            Tree::chain(0, 9),
+            Tree::lanes(0, 2),
+            Tree::lanes(0, 300),
+            Tree::lanes(0, 700),
+            Tree::segments(300, Tree::chain),
+            Tree::segments(2304, Tree::lanes),
+        ];
+        for tree in trees.map(Option::unwrap) {
+            let n = tree.leaves();
+            let mut asked = 0;
+            let mut met = |triples: &[[usize; 3]]| {
+                asked += triples.len();
+                Ok(tree.met(triples))
+            };
+            assert!(grow((0..n).collect(), &mut met).unwrap() == tree, "{}", tree.text());
+            assert!(asked < 60 * n, "{asked} questions for {n} terms");
+        }
+        // Added at once, or in more bits: all pairs are kept.
+        assert!(grow(vec![0, 1, 2], &mut |triples| Ok(vec![true; triples.len()])).is_err());
+    }
+
+    #[test]
     fn every_kind_of_tree_is_revealed() {
         let leaf = Tree::Leaf;
         let trees = [
             Tree::chain(0, 9).unwrap(),
             (0..9).rev().map(leaf).reduce(|sum, term| node(vec![sum, term])).unwrap(),
-            Tree::segments(5).unwrap(),
-            Tree::segments(128).unwrap(),
-            Tree::segments(300).unwrap(),
+            Tree::segments(5, Tree::chain).unwrap(),
+            Tree::segments(128, Tree::chain).unwrap(),
+            Tree::segments(300, Tree::chain).unwrap(),
             Tree::blocks(600).unwrap(),
             node((0..7).map(leaf).collect()),
             // Sixteen at once, then the next sixteen with the sum so far: a tensor core.
@@ -613,9 +862,15 @@ mod tests {
     fn trees_are_written_and_drawn() {
         assert_eq!(Tree::chain(0, 16).unwrap().text(), "0..16");
         let text = "(((0..16 + 16..32) + (32..48 + 48..64)) + ((64..80 + 80..96) + (96..112 + 112..128)))";
-        assert_eq!(Tree::segments(128).unwrap().text(), text);
+        assert_eq!(Tree::segments(128, Tree::chain).unwrap().text(), text);
         assert_eq!(node((0..3).map(Tree::Leaf).collect()).text(), "{0, 1, 2}");
-        let svg = Tree::segments(128).unwrap().svg("a < b");
+        let every = |step: usize, from: usize| (from..48).step_by(step).map(Tree::Leaf);
+        let chain = |terms: &mut dyn Iterator<Item = Tree>| terms.reduce(|sum, term| node(vec![sum, term])).unwrap();
+        assert_eq!(chain(&mut every(16, 0)).text(), "0..33 by 16");
+        assert_eq!(chain(&mut every(32, 1)).text(), "(1 + 33)");
+        let head = node(vec![Tree::Leaf(0), node(vec![Tree::Leaf(1), Tree::Leaf(2)])]);
+        assert_eq!(chain(&mut [head].into_iter().chain(every(8, 12))).text(), "((0 + 1..3) then 12..45 by 8)");
+        let svg = Tree::segments(128, Tree::chain).unwrap().svg("a < b");
         assert!(svg.starts_with("<svg ") && svg.ends_with("</svg>\n") && svg.contains("a &lt; b"));
         assert_eq!(svg.matches("<circle").count(), 127);
         assert_eq!(svg.matches("<text").count(), 129);

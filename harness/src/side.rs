@@ -1,6 +1,7 @@
 //! A program that answers requests over the wire, started once and kept warm.
 
-use samebits_contract::wire::{WireError, read_frame_up_to, write_frame};
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_contract::wire::{WireError, decode_answer, encode_request, read_frame_up_to, write_frame};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ pub struct Side {
     pub command: String,
     program: Program,
     running: Option<Running>,
+    /// Requests so far that were given a number.
+    numbered: u64,
 }
 
 struct Running {
@@ -43,6 +46,8 @@ struct Running {
     /// The last lines on its stderr, and who reads them.
     said: Arc<Mutex<VecDeque<String>>>,
     listener: JoinHandle<()>,
+    /// Whether its answers repeat the number of the request; `None` before the first.
+    numbers: Option<bool>,
 }
 
 impl Side {
@@ -56,12 +61,12 @@ impl Side {
             folder: folder.map(Into::into),
             limit: "--timeout",
         };
-        Side { name: name.into(), command: command.into(), program, running: None }
+        Side { name: name.into(), command: command.into(), program, running: None, numbered: 0 }
     }
 
     /// A program, not started yet.
     pub fn of(name: &str, program: Program) -> Side {
-        Side { name: name.into(), command: program.command.join(" "), program, running: None }
+        Side { name: name.into(), command: program.command.join(" "), program, running: None, numbered: 0 }
     }
 
     /// The answer to `request`, within `patience`. A program that fails is ended; the next request starts it anew.
@@ -76,8 +81,8 @@ impl Side {
         // An answer that is there before it was asked for would be taken for the answer to this request.
         match running.answers.try_recv() {
             Err(TryRecvError::Empty | TryRecvError::Disconnected) | Ok(Ok(None)) => {}
-            Ok(Ok(Some(_))) => return Err(running.end("it wrote more than one answer to the request before".into())),
-            Ok(Err(e)) => return Err(running.end(format!("it writes something else than answers: {e}"))),
+            Ok(Ok(Some(_))) => return Err(running.end(format!("it wrote before it was asked: {MORE_THAN_ONE}"))),
+            Ok(Err(e)) => return Err(running.end(format!("it does not write answers: {e}"))),
         }
         // A program that has gone away is seen by its answer, which does not come.
         let _ = running.requests.send(request.clone());
@@ -97,10 +102,62 @@ impl Side {
 }
 
 impl Side {
+    /// Answers `case` within `patience`; the request has a number, which the answer repeats or leaves out. What is no answer
+    /// to it ends the program.
+    ///
+    /// # Errors
+    /// What the program did instead of answering.
+    pub fn answer(&mut self, case: &Case, patience: Duration) -> Result<Answer, String> {
+        self.numbered += 1;
+        let id = self.numbered;
+        let mut asked = case.clone();
+        asked.config.id = Some(id);
+        let frame = self.ask(&Arc::new(encode_request(&asked)), patience)?;
+        let answer = decode_answer(&frame).map_err(|e| format!("it does not write answers: {e}")).and_then(|answer| {
+            let numbers = &mut self.running.as_mut().expect("it has just answered").numbers;
+            match answer.id {
+                Some(other) if other != id => {
+                    Err(format!("it answers request {other} instead of {id}: {MORE_THAN_ONE}"))
+                }
+                // A request that could not be read has no number that could be repeated.
+                None if answer.status != Status::Ok => Ok(answer),
+                has if has.is_some() != *numbers.get_or_insert(has.is_some()) => Err(format!(
+                    "some of its answers repeat the request's number (`id`) and some do not: {MORE_THAN_ONE}"
+                )),
+                _ => Ok(answer),
+            }
+        });
+        // It may be one answer behind, and would stay so.
+        answer.inspect_err(|_| self.stop())
+    }
+
+    /// Bytes of memory that the program and those it started hold; `None` where the system does not tell or it does not run.
+    pub fn resident(&self) -> Option<u64> {
+        resident(self.running.as_ref()?.child.id())
+    }
+
     /// Ends the program; the next request starts it anew.
     pub fn stop(&mut self) {
         self.running = None;
     }
+}
+
+/// What it means when answers and requests do not pair.
+const MORE_THAN_ONE: &str = "more than one answer to a request, or one too late";
+
+/// Resident bytes of process `id` and its children. The sum over its mappings is exact; what `statm` says lags behind.
+pub fn resident(id: u32) -> Option<u64> {
+    let folder = PathBuf::from(format!("/proc/{id}"));
+    let text = |file: &str| std::fs::read_to_string(folder.join(file));
+    let mappings = text("smaps_rollup").unwrap_or_default();
+    let exact: Option<u64> =
+        mappings.lines().find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB")?.parse().ok());
+    let own = match exact {
+        Some(kilobytes) => 1024 * kilobytes,
+        None => 4096 * text("statm").ok()?.split(' ').nth(1)?.parse::<u64>().ok()?,
+    };
+    let children = text(&format!("task/{id}/children")).unwrap_or_default();
+    Some(own + children.split_whitespace().filter_map(|child| resident(child.parse().ok()?)).sum::<u64>())
 }
 
 impl Running {
@@ -161,7 +218,7 @@ impl Running {
                 }
             }
         });
-        Ok(Running { child, requests, answers, said, listener })
+        Ok(Running { child, requests, answers, said, listener, numbers: None })
     }
 
     /// Ends the program and adds its exit code and last words to `went_wrong`.

@@ -102,8 +102,7 @@ def logprob(inputs, params):
 OPS = {f.__name__: f for f in (gemm, rms_norm, softmax, logprob)}
 
 
-def run(data):
-    inputs, metadata = read_file(data)
+def run(inputs, metadata):
     op = metadata.pop("op", None) or fail("metadata `op`: missing")
     if op not in OPS:
         raise Unsupported(f"op `{op}` is not offered; use one of {', '.join(OPS)}")
@@ -123,16 +122,21 @@ def run(data):
     if inputs or params:
         fail(f"{op} takes no {', '.join([*inputs, *params])}")
     said = {"layout": layout} if layout else {}
-    return write_file(outputs, {"status": "ok", "reason": "", "kernel": f"{op}/numpy", **said})
+    return outputs, {"status": "ok", "reason": "", "kernel": f"{op}/numpy", **said}
 
 
 def answer(data):
+    number = {}
     try:
-        return run(data)
+        inputs, metadata = read_file(data)
+        if "config.id" in metadata:
+            number = {"id": metadata["config.id"]}
+        outputs, said = run(inputs, metadata)
+        return write_file(outputs, {**said, **number})
     except Unsupported as e:
-        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": ""})
+        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": "", **number})
     except (ValueError, IndexError, KeyError) as e:
-        return write_file({}, {"status": "error", "reason": " ".join(str(e).split()), "kernel": ""})
+        return write_file({}, {"status": "error", "reason": " ".join(str(e).split()), "kernel": "", **number})
 
 
 def main():

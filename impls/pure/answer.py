@@ -154,8 +154,11 @@ def fail(reason):
 
 
 def answer(data):
+    number = {}
     try:
         tensors, metadata = read_file(data)
+        if "config.id" in metadata:
+            number = {"id": metadata["config.id"]}
         params = {k: v for k, v in metadata.items() if k not in ("case", "format") and not k.startswith("config.")}
         op = params.pop("op", None) or fail("metadata `op`: missing")
         if op not in OFFERED:
@@ -173,11 +176,12 @@ def answer(data):
         dtype, shape, values = run(op, out, inputs, params)
         if inputs or params:
             fail(f"{op} takes no {', '.join([*inputs, *params])}")
-        return write_file({name: (dtype, shape, values)}, {"status": "ok", "reason": "", "kernel": f"{op}/python"})
+        said = {"status": "ok", "reason": "", "kernel": f"{op}/python", **number}
+        return write_file({name: (dtype, shape, values)}, said)
     except Unsupported as e:
-        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": ""})
+        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": "", **number})
     except ValueError as e:
-        return write_file({}, {"status": "error", "reason": str(e), "kernel": ""})
+        return write_file({}, {"status": "error", "reason": str(e), "kernel": "", **number})
 
 
 def main():

@@ -390,8 +390,7 @@ def count(metadata, key, most):
 ALL_CORES = torch.get_num_threads()
 
 
-def run(data):
-    tensors, metadata = read_file(data)
+def run(tensors, metadata):
     if not all(isinstance(value, str) for value in metadata.values()):
         fail("metadata: every value must be a string")
     op = metadata.pop("op", None) or fail("metadata `op`: missing; name the op, for example gemm")
@@ -431,18 +430,23 @@ def run(data):
     metadata = {"status": "ok", "reason": "", "kernel": f"{op}/torch-{DEVICE}", **reading}
     if layout:
         metadata["layout"] = layout
-    return write_file(dict(zip(names, outputs)), metadata)
+    return dict(zip(names, outputs)), metadata
 
 
 def answer(data):
+    number = {}
     try:
+        tensors, metadata = read_file(data)
+        if "config.id" in metadata:
+            number = {"id": metadata["config.id"]}
         with torch.inference_mode():
-            return run(data)
+            outputs, said = run(tensors, metadata)
+            return write_file(outputs, {**said, **number})
     except Unsupported as e:
-        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": ""})
+        return write_file({}, {"status": "unsupported", "reason": str(e), "kernel": "", **number})
     except (ValueError, RuntimeError, MemoryError) as e:
         reason = " ".join(str(e).split()) or type(e).__name__
-        return write_file({}, {"status": "error", "reason": reason, "kernel": ""})
+        return write_file({}, {"status": "error", "reason": reason, "kernel": "", **number})
 
 
 def read_exactly(pipe, size):

@@ -8,6 +8,7 @@ use samebits_harness::implementation::broken::{BREAKAGES, misbehave};
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::implementation::faulty::{FAULTS, Faulty};
+use samebits_harness::implementation::hoarding::{HOARDS, Hoarding};
 use samebits_harness::timing::{self, REPEATS, repeats};
 use samebits_ops::Cpu;
 use std::io::{BufReader, BufWriter, stdin, stdout};
@@ -75,41 +76,53 @@ fn serve(answers: impl Fn(&Case, Option<&Clock>) -> Answer) -> Result<ExitCode> 
 
 /// The message that answers `case`; with a reading of the clock where the request has `repeat`.
 fn answer(answers: Answers, mut case: Case) -> Vec<u8> {
+    // How the op runs does not depend on the number of the request.
+    let id = case.config.id.take();
+    let answers = |case: &Case, clock: Option<&Clock>| Answer { id, ..answers(case, clock) };
     let Some(repeat) = case.params.remove("repeat") else {
         return encode_answer(&answers(&case, None));
     };
     let Some(repeat) = repeat.parse().ok().filter(|repeat| REPEATS.contains(repeat)) else {
-        return encode_answer(&Answer::error(format!("metadata `repeat`: `{repeat}` is not {}", repeats())));
+        return encode_answer(&Answer {
+            id,
+            ..Answer::error(format!("metadata `repeat`: `{repeat}` is not {}", repeats()))
+        });
     };
     let clock = Clock::new(repeat);
     let answer = answers(&case, Some(&clock));
     match (answer.status, clock.reading()) {
         (Status::Ok, Some(reading)) => timing::encode(&answer, &reading),
         (Status::Ok, None) => {
-            encode_answer(&Answer::unsupported(format!("metadata `repeat`: {} is not timed", case.op)))
+            encode_answer(&Answer { id, ..Answer::unsupported(format!("metadata `repeat`: {} is not timed", case.op)) })
         }
         _ => encode_answer(&answer),
     }
 }
 
-/// Answers with a fault of the zoo, or breaks the wire at cases called `*-edges-*`.
+/// Answers with a fault of the zoo or beside a hoard, or breaks the wire at cases called `*-edges-*`.
 fn wrongly(fault: &str) -> Result<ExitCode> {
     let honest = CpuImplementation::new(Cpu::best());
-    let faulty = FAULTS.iter().find(|known| known.name == fault);
     // What differs between processes, in place of an address or a clock.
     let process = std::process::id() as usize;
-    let faulty = faulty.map(|fault| Faulty::new(fault, Arc::default()).in_process(process));
+    let wrong = FAULTS.iter().find(|known| known.name == fault);
+    let wrong =
+        wrong.map(|fault| Box::new(Faulty::new(fault, Arc::default()).in_process(process)) as Box<dyn Implementation>);
+    let hoarding = HOARDS.iter().find(|known| known.name == fault);
+    let faulty = wrong.or(hoarding.map(|hoard| Box::new(Hoarding::new(hoard)) as Box<dyn Implementation>));
     ensure!(
         faulty.is_some() || BREAKAGES.iter().any(|known| known.name == fault),
         "--fault {fault}: no fault is called so"
     );
     let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
     while let Some(frame) = read_frame(&mut input).context("stdin")? {
-        let case = decode_request(&frame)?;
+        let mut case = decode_request(&frame)?;
+        let id = case.config.id.take();
         match &faulty {
-            Some(faulty) => write_frame(&mut output, &encode_answer(&faulty.run(&case)))?,
-            None if case.name.contains("-edges-") => misbehave(fault, &case, honest.run(&case), &mut output)?,
-            None => write_frame(&mut output, &encode_answer(&honest.run(&case)))?,
+            Some(faulty) => write_frame(&mut output, &encode_answer(&Answer { id, ..faulty.run(&case) }))?,
+            None if case.name.contains("-edges-") => {
+                misbehave(fault, &case, Answer { id, ..honest.run(&case) }, &mut output)?;
+            }
+            None => write_frame(&mut output, &encode_answer(&Answer { id, ..honest.run(&case) }))?,
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -12,6 +12,7 @@ use samebits_harness::judge::{Judge, Trial, plan, stale_waivers};
 use samebits_harness::machine;
 use samebits_harness::run::{Journal, carry_out, sha256};
 use samebits_ops::{Cpu, Isa};
+use std::collections::BTreeSet;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -147,15 +148,18 @@ pub fn judge(args: &Args) -> Result<()> {
     // Whom others must equal; on one thread each, as its own base answers.
     let mut references: Vec<Box<dyn Implementation>> = Vec::new();
     for (implementation, _) in &judged {
-        let other = contract.implementation(implementation.name()).and_then(|entry| entry.same_as.as_ref());
-        if let Some(other) = other.filter(|name| references.iter().all(|known| known.name() != **name)) {
-            references.push(open(&contract, other, &args.place, Cpu::new(isa, 1, usize::MAX)?, &checkpoints)?.0);
+        let name = implementation.name();
+        let others: BTreeSet<&str> = contract
+            .cases(selection.slice)
+            .filter(|case| selection.takes(case))
+            .filter_map(|case| contract.same_as(name, case))
+            .collect();
+        for other in others {
+            if references.iter().all(|known| known.name() != other) {
+                references.push(open(&contract, other, &args.place, Cpu::new(isa, 1, usize::MAX)?, &checkpoints)?.0);
+            }
         }
     }
-    let reference = |name: &str| {
-        let other = contract.implementation(name)?.same_as.as_ref()?;
-        references.iter().find(|known| known.name() == other).map(Box::as_ref)
-    };
     let judges: Vec<Judge> = judged
         .iter()
         .map(|(implementation, machine)| Judge {
@@ -163,7 +167,7 @@ pub fn judge(args: &Args) -> Result<()> {
             rows,
             implementation: implementation.as_ref(),
             goldens: store.as_ref(),
-            reference: reference(implementation.name()),
+            references: references.iter().map(Box::as_ref).collect(),
             checkpoints: &checkpoints,
             machine,
         })

@@ -2,14 +2,15 @@ use super::{Place, Select};
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::case::Status;
 use samebits_contract::table::{Slice, today};
-use samebits_goldens::{Provenance, Store};
+use samebits_contract::tensor::DType;
+use samebits_goldens::{KEPT, Provenance, Store};
 use samebits_ops::{Cpu, Isa};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Lists goldens, reads all of them, or records those of another implementation
+/// Lists goldens, reads all of them, or takes in those of another implementation
 #[derive(clap::Args)]
 pub struct Args {
     #[command(subcommand)]
@@ -24,6 +25,33 @@ enum What {
     Verify(Of),
     /// Puts the outputs of an implementation into a store of its own, for `check --goldens`
     Record(Box<Record>),
+    /// Puts outputs that were made elsewhere into a store of its own, for `check --goldens`
+    ///
+    /// FOLDER has one safetensors file a case and `SHA256SUMS`, as `sha256sum` writes it. A file has the outputs by name, and
+    /// metadata `case`, `maker` (with its version), `command` and `date`. goldens/generate/ops.py makes such a folder with
+    /// torch. Files are read piece by piece; what is too large to be kept is known by its hashes.
+    Import(Import),
+}
+
+#[derive(clap::Args)]
+struct Import {
+    /// The folder with the files
+    folder: PathBuf,
+
+    /// The store: a new folder, or one that has goldens already; never that of the repository
+    #[arg(long, value_name = "DIR")]
+    store: PathBuf,
+
+    /// Why these outputs are kept
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
+
+    /// Of each file so many bytes are kept at most: a smaller one whole, of a larger one its first rows; 0: hashes alone
+    #[arg(long, value_name = "BYTES", default_value_t = KEPT)]
+    keep: usize,
+
+    #[command(flatten)]
+    place: Place,
 }
 
 #[derive(clap::Args)]
@@ -80,8 +108,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 let outputs =
                     entry.outputs.iter().map(|(name, output)| format!("{name} {}{:?}", output.dtype, output.shape));
                 let outputs = outputs.collect::<Vec<_>>().join(", ");
-                let kept = if entry.file.is_some() { "kept" } else { "hash" };
-                writeln!(stdout, "{}  {outputs}  {kept}  {}  {}", entry.case, entry.date, entry.reason)?;
+                let kept = match (&entry.file, entry.rows) {
+                    (None, _) => "hash".to_string(),
+                    (Some(_), None) => "kept".into(),
+                    (Some(_), Some(rows)) => format!("first {rows} rows kept"),
+                };
+                let made =
+                    entry.command.as_ref().map_or(String::new(), |by| format!("  {} by `{by}`", entry.toolchain));
+                writeln!(stdout, "{}  {outputs}  {kept}  {}  {}{made}", entry.case, entry.date, entry.reason)?;
             }
             Ok(ExitCode::SUCCESS)
         }
@@ -97,12 +131,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             Ok(ExitCode::from(u8::from(!damage.is_empty())))
         }
         What::Record(args) => {
-            if args.place.root().is_some_and(|root| same(&root.join("goldens"), &args.store)) {
-                bail!(
-                    "--store {}: goldens of the repository are written by `samebits bless` alone",
-                    args.store.display()
-                );
-            }
+            foreign(&args.store, &args.place)?;
             let mut contract = args.place.contract()?;
             for list in &args.impls {
                 contract.add_implementations(list)?;
@@ -124,11 +153,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 }
             }
             ensure!(!answers.is_empty(), "{} answers no case of slice quick in the selection", args.implementation);
-            std::fs::create_dir_all(&args.store).with_context(|| format!("--store {}", args.store.display()))?;
-            let mut store = match args.store.join("MANIFEST.toml").exists() {
-                true => Store::open(&args.store)?,
-                false => Store::create(&args.store)?,
-            };
+            let mut store = open_or_create(&args.store)?;
             let provenance = Provenance {
                 contract: contract.digest().to_string(),
                 toolchain: format!("{} {}", args.implementation, implementation.version()),
@@ -139,9 +164,57 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             writeln!(stdout, "{} recorded, {left_out} not offered", writes.blessed.len())?;
             Ok(ExitCode::SUCCESS)
         }
+        What::Import(args) => {
+            foreign(&args.store, &args.place)?;
+            let contract = args.place.contract()?;
+            let holds = |case: &str, outputs: &BTreeMap<String, samebits_goldens::Output>| {
+                let case = contract.case(case).ok_or_else(|| format!("no case is called `{case}`"))?;
+                let wanted = case.spec().outputs.iter().map(|output| (output.name, output.dtype(case.out)));
+                let wanted: BTreeMap<&str, DType> = wanted.collect();
+                let found: BTreeMap<&str, DType> =
+                    outputs.iter().map(|(n, output)| (n.as_str(), output.dtype)).collect();
+                if wanted == found {
+                    return Ok(());
+                }
+                let words = |all: &BTreeMap<&str, DType>| {
+                    all.iter().map(|(name, dtype)| format!("{name} {dtype}")).collect::<Vec<_>>().join(", ")
+                };
+                Err(format!("`{}` has the outputs {}; the file has {}", case.name, words(&wanted), words(&found)))
+            };
+            let sources = samebits_goldens::sources(&args.folder)?;
+            let mut store = open_or_create(&args.store)?;
+            let writes = store.import(&sources, args.keep, contract.digest(), &args.reason, &holds)?;
+            let of = |kept: fn(&samebits_goldens::Entry) -> bool| {
+                writes.blessed.iter().filter_map(|case| store.find(case)).filter(|entry| kept(entry)).count()
+            };
+            let (whole, part) = (of(|e| e.file.is_some() && e.rows.is_none()), of(|e| e.rows.is_some()));
+            let hashes = of(|e| e.file.is_none());
+            writeln!(
+                stdout,
+                "{} imported: {whole} whole, {part} as their first rows, {hashes} as hashes",
+                writes.blessed.len()
+            )?;
+            Ok(ExitCode::SUCCESS)
+        }
     }
 }
 
-fn same(a: &std::path::Path, b: &std::path::Path) -> bool {
+/// Refuses the store of the repository.
+fn foreign(store: &Path, place: &Place) -> Result<()> {
+    if place.root().is_some_and(|root| same(&root.join("goldens"), store)) {
+        bail!("--store {}: goldens of the repository are written by `samebits bless` alone", store.display());
+    }
+    Ok(())
+}
+
+fn open_or_create(store: &Path) -> Result<Store> {
+    std::fs::create_dir_all(store).with_context(|| format!("--store {}", store.display()))?;
+    Ok(match store.join("MANIFEST.toml").exists() {
+        true => Store::open(store)?,
+        false => Store::create(store)?,
+    })
+}
+
+fn same(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }

@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
-    /// The op whose sums are looked at: gemm or attention
+    /// The op whose sums are looked at: gemm, attention, rms_norm, softmax or logprob
     #[arg(long, value_name = "OP", default_value = "gemm")]
     op: String,
 
@@ -31,7 +31,16 @@ pub struct Args {
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     dtype: String,
 
-    /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512]
+    /// Dtype of the outputs: a kernel may sum otherwise where it rounds at once. bf16 holds sums of up to 256 terms
+    #[arg(long, value_name = "DTYPE", default_value = "fp32")]
+    out: String,
+
+    /// Columns of the other operand, for gemm
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    columns: usize,
+
+    /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512; for rms_norm, softmax and logprob
+    /// 33 and 300]
     #[arg(long, value_name = "N")]
     terms: Vec<usize>,
 
@@ -61,14 +70,24 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         contract.add_implementations(list)?;
     }
     let op = Op::ALL.into_iter().find(|op| op.name() == args.op);
-    let op = op.with_context(|| format!("--op {}: use gemm or attention", args.op))?;
-    let dtype = match DType::parse(&args.dtype) {
-        Ok(DType::I32) => bail!("--dtype i32: use bf16, fp16 or fp32"),
-        Ok(dtype) => dtype,
-        Err(e) => bail!("--dtype: {e}"),
+    let op = op.with_context(|| {
+        let known = Op::ALL.map(Op::name).join(", ");
+        format!("--op {}: use one of {known}; other ops sum nothing, or as one of these does", args.op)
+    })?;
+    let float = |option: &str, name: &str| match DType::parse(name) {
+        Ok(DType::I32) => bail!("{option} i32: use bf16, fp16 or fp32"),
+        Ok(dtype) => Ok(dtype),
+        Err(e) => bail!("{option}: {e}"),
     };
+    let (dtype, out) = (float("--dtype", &args.dtype)?, float("--out", &args.out)?);
+    ensure!((1..=4096).contains(&args.columns), "--columns: use 1 to 4096");
     let or = |given: &[usize], default: &[usize]| if given.is_empty() { default.to_vec() } else { given.to_vec() };
-    let default: &[usize] = if op == Op::Gemm { &[33, 128, 300] } else { &[16, 512] };
+    let default: &[usize] = match op {
+        Op::Gemm if out == DType::Fp32 => &[33, 128, 300],
+        Op::Gemm => &[33, 128, 256],
+        Op::Attention => &[16, 512],
+        Op::RmsNorm | Op::Softmax | Op::Logprob => &[33, 300],
+    };
     let terms = or(&args.terms, default);
     let rows = or(&args.rows, &[1, 2, 3, 7, 8, 9, 10, 16, 33, 64, 129, 257]);
     ensure!(terms.iter().all(|n| (2..=4096).contains(n)), "--terms: use 2 to 4096");
@@ -76,11 +95,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (implementation, _) =
         super::check::open(&contract, &args.implementation, &args.place, Cpu::best(), &args.place.checkpoints())?;
     let config = Config { isa: args.isa.clone(), threads: args.threads, ..Config::default() };
-    let probe = Probe { implementation: implementation.as_ref(), dtype, config };
+    let probe = Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, config };
 
     let mut stdout = std::io::stdout().lock();
     let version = Some(implementation.version()).filter(|v| !v.is_empty()).map_or(String::new(), |v| format!(" ({v})"));
-    writeln!(stdout, "{}{version}, {}, {dtype} -> fp32", args.implementation, op.name())?;
+    writeln!(stdout, "{}{version}, {}, {dtype} -> {out}", args.implementation, op.name())?;
     let mut as_declared = true;
     for &n in &terms {
         writeln!(stdout, "\norder of a sum of {n} terms")?;
@@ -114,7 +133,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             writeln!(stdout, "  declared\n    {}", declared.text())?;
         }
     }
-    if op == Op::Gemm {
+    if op == Op::Gemm && out == DType::Fp32 {
         writeln!(stdout, "\narithmetic")?;
         match probe.arithmetic() {
             Err(reason) => {

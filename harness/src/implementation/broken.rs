@@ -32,6 +32,8 @@ pub const BREAKAGES: &[Breakage] = &[
     Breakage { name: "unknown_status", about: "Its status is none.", says: "is not ok, unsupported or error" },
     Breakage { name: "stderr_flood", about: "It floods stderr and then aborts.", says: "the last line" },
     Breakage { name: "two_answers", about: "It answers one request twice.", says: "more than one answer" },
+    Breakage { name: "one_behind", about: "It gives the number of the request before.", says: "more than one answer" },
+    Breakage { name: "no_number", about: "It leaves out the number that it gave before.", says: "some do not" },
 ];
 
 /// Writes what the breakage `name` makes of the honest `answer` to `case`.
@@ -86,6 +88,8 @@ pub fn misbehave(name: &str, case: &Case, mut answer: Answer, out: &mut impl Wri
             }
             return write_frame(out, &frame);
         }
+        "one_behind" => answer.id = answer.id.map(|id| id - 1),
+        "no_number" => answer.id = None,
         "two_answers" => write_frame(out, &encode_answer(&answer))?,
         _ => {}
     }

@@ -1,12 +1,11 @@
 //! `ours/cpu`: the ops of `samebits-ops`, asked by name.
 
-use super::Implementation;
+use super::{Implementation, Soaked};
 use crate::checkpoints::Checkpoints;
 use crate::clock::Clock;
 use crate::side::{Program, Side};
 use samebits_contract::case::{Answer, Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_contract::wire::{decode_answer, encode_request};
 use samebits_ops::{
     Attention, Combine, Cpu, Element, Gemm, GroupWorth, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope,
     RopeTable, Rounding, Route, Scoring, Sequences, Tf32,
@@ -18,6 +17,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// How long a process of its own may take for an answer.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// The built-in CPU ops under a default [`Cpu`]; a case's own [`Config`] overrides it.
 pub struct CpuImplementation {
@@ -42,6 +44,15 @@ impl CpuImplementation {
     /// Also answers in a new process, of the `samebits` program at `program`.
     pub fn with_program(self, program: PathBuf) -> CpuImplementation {
         CpuImplementation { program: Some(program), ..self }
+    }
+
+    /// A process of its own, where a program was named.
+    fn anew(&self) -> Option<Side> {
+        let program = self.program.as_ref()?;
+        let (isa, threads) = (self.cpu.isa().to_string(), self.cpu.threads().to_string());
+        let command = [program.to_str()?, "answer", "--isa", &isa, "--threads", &threads].map(String::from).to_vec();
+        let program = Program { command, env: BTreeMap::new(), folder: None, limit: "10 minutes" };
+        Some(Side::of(self.name(), program))
     }
 
     /// Answers `case`, its op timed by `clock` where there is one.
@@ -106,16 +117,13 @@ impl Implementation for CpuImplementation {
     }
 
     fn fresh(&self, case: &Case) -> Option<Answer> {
-        let program = self.program.as_ref()?;
-        let (isa, threads) = (self.cpu.isa().to_string(), self.cpu.threads().to_string());
-        let command = [program.to_str()?, "answer", "--isa", &isa, "--threads", &threads].map(String::from).to_vec();
-        let program = Program { command, env: BTreeMap::new(), folder: None, limit: "10 minutes" };
-        let asked = Side::of(self.name(), program).ask(&Arc::new(encode_request(case)), Duration::from_secs(600));
-        Some(match asked.map(|frame| decode_answer(&frame)) {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(e)) => Answer::error(e.to_string()),
-            Err(went_wrong) => Answer::error(went_wrong),
-        })
+        Some(self.anew()?.answer(case, PATIENCE).unwrap_or_else(Answer::error))
+    }
+
+    fn soak(&self, case: &Case, each: &mut Soaked) -> bool {
+        let Some(mut side) = self.anew() else { return false };
+        while each(side.answer(case, PATIENCE).unwrap_or_else(Answer::error), &|| side.resident()) {}
+        true
     }
 }
 

@@ -1,17 +1,16 @@
 //! Programs that speak the wire, by their entries of `impls.toml`: started when they are needed, kept warm, and started
 //! anew after they failed.
 
-use super::Implementation;
+use super::{Implementation, Soaked};
 use crate::side::{Program, Side};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::spec::{self, REST};
 use samebits_contract::table;
-use samebits_contract::wire::{decode_answer, encode_request};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// A program under test.
@@ -57,10 +56,15 @@ impl External {
 
     /// A process for `case`, and the name of what it is held to.
     fn start(&self, case: &Case) -> (String, Side) {
-        let isa = case.config.isa.clone().or(self.entry.isa.first().map(|isa| isa.name.clone())).unwrap_or_default();
+        let isa = self.isa_of(case);
         let waiting = self.idle.lock().expect("no thread panics with it").get_mut(&isa).and_then(Vec::pop);
         let side = waiting.unwrap_or_else(|| self.anew(&isa));
         (isa, side)
+    }
+
+    /// The instruction set that `case` is asked of.
+    fn isa_of(&self, case: &Case) -> String {
+        case.config.isa.clone().or(self.entry.isa.first().map(|isa| isa.name.clone())).unwrap_or_default()
     }
 
     fn anew(&self, isa: &str) -> Side {
@@ -80,15 +84,10 @@ impl External {
         if by_environment || self.entry.isa.is_empty() {
             asked.config.isa = None;
         }
-        let request = Arc::new(encode_request(&asked));
-        let answer = match side.ask(&request, Duration::from_secs_f64(self.entry.timeout)) {
-            Ok(frame) => decode_answer(&frame).map_err(|e| format!("it does not write answers: {e}")),
-            Err(went_wrong) => Err(went_wrong),
-        };
+        let answer = side.answer(&asked, Duration::from_secs_f64(self.entry.timeout));
         match answer.and_then(|answer| fitting(case, &answer).map(|()| answer)) {
             Ok(answer) => answer,
             Err(reason) => {
-                // It may be one answer behind, and would stay so.
                 side.stop();
                 Answer::error(reason)
             }
@@ -118,8 +117,15 @@ impl Implementation for External {
     }
 
     fn fresh(&self, case: &Case) -> Option<Answer> {
-        let isa = case.config.isa.clone().or(self.entry.isa.first().map(|isa| isa.name.clone())).unwrap_or_default();
+        let isa = self.isa_of(case);
         Some(self.ask(&mut self.anew(&isa), case))
+    }
+
+    fn soak(&self, case: &Case, each: &mut Soaked) -> bool {
+        let isa = self.isa_of(case);
+        let mut side = self.anew(&isa);
+        while each(self.ask(&mut side, case), &|| side.resident()) {}
+        true
     }
 }
 

@@ -4,7 +4,7 @@
 //! question that is slightly off, or spoil its answer; the others compute the op on their own, in a wrong order or from
 //! a wrong formula.
 
-use super::{Implementation, cpu::CpuImplementation};
+use super::{Implementation, Soaked, cpu::CpuImplementation, hoarding::held_here};
 use crate::checkpoints::Checkpoints;
 use samebits_contract::axis;
 use samebits_contract::case::{Answer, Case, Status};
@@ -203,6 +203,38 @@ pub const FAULTS: &[Fault] = &[
         answer: |faulty, case| faulty.spoilt(case, |_, _| 0),
     },
     Fault {
+        name: "columns_beyond_the_grid",
+        about: "A grid of blocks ends at 4096 columns; those behind stay 0.",
+        op: "gemm",
+        caught_by: "accuracy",
+        unnoticed_by: AXES,
+        answer: |faulty, case| {
+            let mut answer = faulty.honest.run(case);
+            if let Some(y) = answer.outputs.get_mut("y") {
+                let columns = y.shape()[1];
+                let values: Vec<f64> =
+                    y.to_f64().iter().enumerate().map(|(i, &v)| if i % columns < 4096 { v } else { 0.0 }).collect();
+                *y = round::tensor(y.dtype(), y.shape(), &values);
+            }
+            answer
+        },
+    },
+    Fault {
+        name: "keys_beyond_2048",
+        about: "Keys behind the 2048th, which is what the table of a kernel holds, are not seen.",
+        op: "attention",
+        caught_by: "accuracy",
+        unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
+        answer: |faulty, case| {
+            faulty.asked(case, |case| {
+                if let Some(kv_len) = case.inputs.get_mut("kv_len") {
+                    let cut = kv_len.as_i32().expect("lengths are i32").iter().map(|&len| len.min(2048)).collect();
+                    *kv_len = Tensor::i32(kv_len.shape(), cut);
+                }
+            })
+        },
+    },
+    Fault {
         name: "transposed",
         about: "The elements stand column by column in a tensor of the right shape.",
         op: "gemm",
@@ -241,6 +273,41 @@ pub const FAULTS: &[Fault] = &[
         answer: |_, case| {
             let fp16 = |sum: f32| round::round(f64::from(sum), DType::Fp16) as f32;
             gemm(case, |_, terms| terms.iter().fold(0.0, |sum, term| fp16(sum + term)))
+        },
+    },
+    Fault {
+        name: "keeps_a_little",
+        about: "Every call leaves 200 bytes behind that nobody frees.",
+        op: "gemm",
+        caught_by: "invariance:soak",
+        unnoticed_by: &[
+            "accuracy",
+            "golden",
+            "invariance:batch",
+            "invariance:position",
+            "invariance:neighbours",
+            "invariance:padding",
+            "invariance:layout",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:repeat",
+            "invariance:order",
+            "invariance:restart",
+        ],
+        answer: |faulty, case| {
+            faulty.memory.lock().expect("nothing panics under this lock").kept.push(vec![1; 200]);
+            faulty.honest.run(case)
+        },
+    },
+    Fault {
+        name: "worn_out",
+        about: "From the 500th call on a table has wrapped round, and sums start at another place.",
+        op: "gemm",
+        caught_by: "invariance:soak",
+        unnoticed_by: &["accuracy"],
+        answer: |faulty, case| {
+            let worn = faulty.count() >= 499;
+            gemm(case, |_, terms| in_parts(terms, if worn { 3 } else { 1 }))
         },
     },
     Fault {
@@ -816,6 +883,7 @@ pub struct Faulty {
 struct Memory {
     calls: usize,
     answer: Option<Answer>,
+    kept: Vec<Vec<u8>>,
 }
 
 impl Faulty {
@@ -1001,6 +1069,12 @@ impl Implementation for Faulty {
 
     fn fresh(&self, case: &Case) -> Option<Answer> {
         Some(Faulty::new(self.fault, self.checkpoints.clone()).in_process(self.process + 1).run(case))
+    }
+
+    fn soak(&self, case: &Case, each: &mut Soaked) -> bool {
+        let anew = Faulty::new(self.fault, self.checkpoints.clone());
+        while each(anew.run(case), &held_here) {}
+        true
     }
 }
 
