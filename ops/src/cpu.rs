@@ -218,6 +218,36 @@ impl Cpu {
         self.each_in(std::iter::repeat_n((), self.threads), count, |(), index| work(index));
     }
 
+    /// Runs `first(index)` for every index below `counts[0]` and then `then(index)` for every one below `counts[1]`, each
+    /// once, on any thread. No `then` begins before the last `first` has ended, and each sees what they wrote. A thread
+    /// that comes late finds the others at work already, where two calls of [`Cpu::each`] would wait for it twice.
+    pub(crate) fn each_after(&self, counts: [usize; 2], first: impl Fn(usize) + Sync, then: impl Fn(usize) + Sync) {
+        let [begun, ended, next] = [(); 3].map(|()| AtomicUsize::new(0));
+        self.workers(std::iter::repeat_n((), counts[0].max(counts[1])), |()| {
+            loop {
+                let index = begun.fetch_add(1, Ordering::Relaxed);
+                if index >= counts[0] {
+                    break;
+                }
+                let _end = Ended(&ended);
+                first(index);
+            }
+            // What is not ended is in the hands of a thread that runs; more threads than cores take turns.
+            let mut turns = 0;
+            while ended.load(Ordering::Acquire) < counts[0] {
+                turns += 1;
+                if turns < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+            }
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                if index >= counts[1] {
+                    break;
+                }
+                then(index);
+            }
+        });
+    }
+
     /// Runs `work(index, chunk)` for every `size`-element chunk of `out`. Chunks are whole outputs, so which thread
     /// takes which cannot be seen in the result.
     pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync) {
@@ -241,6 +271,15 @@ impl Cpu {
     /// How many rows of `n` elements one task takes.
     pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
         (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
+    }
+}
+
+/// Counts one more when it goes, also where its work panicked: nobody waits for ever.
+struct Ended<'a>(&'a AtomicUsize);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Release);
     }
 }
 

@@ -442,19 +442,23 @@ impl<I: Element> Product<'_, I> {
                 let first_row = |t: usize| (first_tile + t) * height;
                 let rows_of = |t: usize| height.min(m - first_row(t));
                 let size = plan.tile_words();
-                cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
+                let packed = SharedOut { data: x_area.as_mut_ptr(), len: x_area.len() };
+                let pack = |t: usize| {
                     let rows = rows_of(t);
+                    // SAFETY: each tile is packed once, into its own part, before any is read.
+                    let out = unsafe { packed.part(t * size, size) };
                     pack_rows(cpu, rows, k, &self.x[first_row(t) * k..], tf32, bf16::ZERO, plan.x_pairs, out, rows);
-                });
-                let packed = &x_area[..tiles * size];
+                };
                 // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
                 // threads have work. One tile alone is read once, by runs of panels that memory streams.
                 let run = if tiles == 1 { (panels / (8 * cpu.threads())).max(1) } else { 1 };
                 let runs = panels.div_ceil(run);
-                let cuts = (4 * cpu.threads()).div_ceil(runs).clamp(1, tiles);
+                // So many tasks that the one which ends last is a small part of all, where there are several threads.
+                let enough = if cpu.threads() > 1 { 32 * cpu.threads() } else { 1 };
+                let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
                 let per_task = tiles.div_ceil(cuts);
                 let cuts = tiles.div_ceil(per_task);
-                cpu.each(runs * cuts, |task| {
+                cpu.each_after([tiles, runs * cuts], pack, |task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
@@ -468,7 +472,8 @@ impl<I: Element> Product<'_, I> {
                             let at = first_row(t) * n + panel * PANEL;
                             // The lines of y arrive while the tile is summed.
                             (0..rows).for_each(|r| y.prefetch(at + r * n));
-                            let tile = &packed[t * size..][..size];
+                            // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
+                            let tile = unsafe { packed.read(t * size, size) };
                             let out = &mut sums[..rows * PANEL];
                             self.tile(tile, plan.x_pairs, (right, least), panel, first_row(t), rows, &mut tally, out);
                             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
@@ -642,6 +647,16 @@ impl<O> SharedOut<O> {
     /// Asks for the cache line of element `at`.
     pub(crate) fn prefetch(&self, at: usize) {
         lanes::prefetch(self.data.wrapping_add(at));
+    }
+
+    /// The elements `at..at + len`, to be read.
+    ///
+    /// # Safety
+    /// The slice outlives the result, and no live part overlaps it.
+    pub(crate) unsafe fn read(&self, at: usize, len: usize) -> &[O] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the slice");
+        // SAFETY: inside the slice; the rest is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.data.add(at), len) }
     }
 
     /// The elements `at..at + len`.
