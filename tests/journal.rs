@@ -94,6 +94,32 @@ fn killed_at_random_moments() {
     }
 }
 
+/// A disk that is full ends the run with one line; with room again it is resumed to the same records.
+#[test]
+#[cfg(unix)]
+fn a_full_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let (whole, out) = (folder.path().join("whole"), folder.path().join("full"));
+    green(&samebits(&[&["check", "--out", text(&whole)], &SELECTION[..]].concat()));
+    for room in ["40", "250", "400"] {
+        // No file may grow beyond so many blocks: as on a full disk, a part of a write goes through and the next one fails.
+        let limited = format!("trap '' XFSZ; ulimit -f {room}; exec \"$0\" \"$@\"");
+        let mut full = Command::new("sh");
+        full.args(["-c", &limited, env!("CARGO_BIN_EXE_samebits"), "check", "--out", text(&out)]).args(SELECTION);
+        let output =
+            full.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).stdin(Stdio::null()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let last = stderr.lines().last().unwrap_or_default();
+        assert!(output.status.code() == Some(2) && last.starts_with("samebits: "), "{room}: {stderr}");
+        assert!(last.contains("journal.jsonl") || last.contains("records.jsonl"), "{room}: {stderr}");
+        green(&samebits(&[&["check", "--resume", "--out", text(&out)], &SELECTION[..]].concat()));
+        assert_eq!(timeless(&out), timeless(&whole), "{room}");
+        let run: Run = serde_json::from_slice(&std::fs::read(out.join("run.json")).unwrap()).unwrap();
+        let kept = run.plan.attempts[0].bytes;
+        assert!(room == "40" || kept > 50_000, "{room}: only {kept} bytes were kept");
+    }
+}
+
 /// A run killed once some groups are done. On a busy machine a run may end before the blow falls: then another one.
 fn interrupted(out: &Path) {
     let args = [&["check", "--jobs", "1", "--out", text(out)], &SELECTION[..]].concat();

@@ -46,7 +46,8 @@ impl Store {
             return Err(GoldenError::Refused("the reason is empty; say why these outputs are kept".into()));
         }
         let mut next = self.entries.clone();
-        let (mut blessed, mut written) = (Vec::new(), Vec::new());
+        let mut blessed = Vec::new();
+        let mut written = self.write_data(&BTreeMap::new())?;
         for source in sources {
             let failed = |why: String| GoldenError::Refused(format!("{}: {why}", source.path.display()));
             let read = read(source, keep).map_err(failed)?;
