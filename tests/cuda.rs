@@ -22,8 +22,8 @@ use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
-use samebits_ops::device::{self, Device, Stored};
-use samebits_ops::{Cpu, Isa, RmsNorm, Rounding, bf16, f16};
+use samebits_ops::device::{self, Buffer, Device, Indices, Part, Places, Stored};
+use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, RmsNorm, Rounding, Tf32, bf16, f16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -62,6 +62,11 @@ fn main() {
     trials.push(Trial::test("models::every_site_is_that_of_the_processor", sites));
     trials.push(Trial::test("models::backwards", || same_logits("qwen3", Precision::Bf16, &[], true).map(drop)));
     trials.push(Trial::test("models::a_fault_is_seen", wrong_model));
+    trials.push(Trial::test("device::products_of_chosen_matrices", || chosen_products(&[])));
+    trials.push(Trial::test("device::rows_are_copied_as_they_are", copied_rows));
+    trials.push(Trial::test("device::what_is_captured_reads_what_stands_there", captured));
+    trials.push(Trial::test("device::indices_and_places_are_checked", checked_places));
+    trials.push(Trial::test("faults::another_expert", other_expert));
     trials.push(Trial::test("add_rms_norm::every_type_of_sum", || sums(&[])));
     trials.push(Trial::test("faults::norm_of_the_unrounded_sum", unrounded_sum));
     trials.push(Trial::test("memory::the_logits_of_linear_logprob_do_not_grow", bounded_logits));
@@ -741,8 +746,12 @@ const FAULTS: [Fault; 26] = [
         says: "elements differ",
     },
     Fault {
-        name: "lost_weights_kept",
-        change: Change { file: "linear_logprob.cu", from: "lost[row] = again && !bad;", to: "lost[row] = 0;" },
+        name: "tile_left_at_its_own_reference_point",
+        change: Change {
+            file: "linear_logprob.cu",
+            from: "sums.v[j] = kept ? __fmul_rn(sums.v[j], factor) : 0.0f;",
+            to: "sums.v[j] = kept ? sums.v[j] : 0.0f;",
+        },
         shapes: "linear_logprob",
         says: "elements differ",
     },
@@ -804,7 +813,11 @@ fn same_logits(
     changes: &[Change],
     backwards: bool,
 ) -> Result<BTreeMap<&'static str, u64>, Failed> {
-    let device = Device::new(Box::new(Emulator::new(changes, backwards)?), usize::MAX, usize::MAX);
+    same_logits_on(Emulator::new(changes, backwards)?, name, precision)
+}
+
+fn same_logits_on(emulator: Emulator, name: &str, precision: Precision) -> Result<BTreeMap<&'static str, u64>, Failed> {
+    let device = Device::new(Box::new(emulator), usize::MAX, usize::MAX);
     let here = Model::load(&checkpoint(name), precision, &cpu())?;
     let sequences = sequences(&here);
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
@@ -821,7 +834,8 @@ fn same_logits(
     ] {
         let counted = device.recording();
         let model = there.under(&counted).expect("it is on a device");
-        let found = model.forward_run(&cpu(), &sequences, run_of(schedule, grouping, page_size))?;
+        let found = model.forward_run(&cpu(), &sequences, run_of(schedule, grouping, page_size));
+        let found = found.map_err(|e| format!("{name} {schedule}: {e}"))?;
         if found.len() != wanted.len() || wanted.is_empty() {
             return Err(format!("{schedule}: {} logits where {} are wanted", found.len(), wanted.len()).into());
         }
@@ -962,16 +976,270 @@ fn chain_case() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Faults that only a model shows: rows of the cache that go to another place, heads joined wrongly.
+/// Faults that only a model shows: rows of the cache that go to another place, heads joined wrongly, the experts of another
+/// token, and a step that is replayed with what an earlier one was told.
 fn wrong_model() -> Result<(), Failed> {
-    for (name, from, to) in [
-        ("qwen3", "return row * stride + offset;", "return (row ^ 1) * stride + offset;"),
-        ("deepseek-v2", "else row = row / every;", "else row = row / every * every;"),
-        ("phi3-partial", "return row * stride + offset;", "return row * stride;"),
+    for (name, file, from, to) in [
+        ("qwen3", "copy_rows.cu", "return row * stride + offset;", "return (row ^ 1) * stride + offset;"),
+        ("deepseek-v2", "copy_rows.cu", "row = row / every;", "row = row / every * every;"),
+        ("phi3-partial", "copy_rows.cu", "return row * stride + offset;", "return row * stride;"),
+        ("mixtral", "gemm.cu", "number = expert[choice];", "number = expert[0];"),
     ] {
-        let change = Change { file: "copy_rows.cu", from, to };
-        if same_logits(name, Precision::Bf16, &[change], false).is_ok() {
+        if same_logits(name, Precision::Bf16, &[Change { file, from, to }], false).is_ok() {
             return Err(format!("{name}: `{to}` is not seen").into());
+        }
+    }
+    let stale = Emulator::new(&[], false)?.with_stale_graphs();
+    match same_logits_on(stale, "qwen3", Precision::Bf16) {
+        Ok(_) => Err("a graph that does not see new tokens is not seen".into()),
+        Err(e) if e.message().is_some_and(|message| message.contains("decode")) => Ok(()),
+        Err(e) => Err(format!("caught, but not in decode: {}", e.message().unwrap_or_default()).into()),
+    }
+}
+
+fn plain_device(changes: &[Change]) -> Result<Device, Failed> {
+    Ok(Device::new(Box::new(Emulator::new(changes, false)?), usize::MAX, usize::MAX))
+}
+
+/// Numbers that follow from their places.
+fn numbers<T: Stored>(from: usize, len: usize) -> Vec<T> {
+    (from..from + len).map(|i| T::narrow(((i * 2654435761 % 1000) as f32 - 500.0) / 300.0)).collect()
+}
+
+fn bits<T: Stored>(values: &[T]) -> Vec<u32> {
+    values.iter().map(|value| value.widen().to_bits()).collect()
+}
+
+fn fetched<T: Stored>(device: &Device, there: &Buffer<T>) -> Result<Vec<T>, Failed> {
+    let mut host = vec![T::default(); there.len()];
+    there.download(device, &mut host)?;
+    Ok(host)
+}
+
+/// One matrix of several, for some rows or for a row of each choice: the bits of a product by itself.
+fn chosen_products(changes: &[Change]) -> Result<(), Failed> {
+    fn of<I: Stored, O: Stored>(device: &Device) -> Result<(), Failed> {
+        let (experts, rows) = (5, 3);
+        for (n, k) in [(1, 8), (33, 24), (70, 256), (40, 2048)] {
+            let (x, w, b) =
+                (numbers::<I>(7, rows * k), numbers::<I>(90, experts * n * k), numbers::<I>(5, experts * n));
+            let up = |host: &[I]| device.upload("test", host);
+            let (x_there, w_there, b_there) = (up(&x)?, up(&w)?, up(&b)?);
+            for bias in [false, true] {
+                let product = |row: usize, expert: usize| -> Result<Vec<O>, Failed> {
+                    let (x, w, b) = (&x[row * k..][..k], &w[expert * n * k..][..n * k], &b[expert * n..][..n]);
+                    let mut y = vec![O::default(); n];
+                    samebits_ops::gemm(&cpu(), &Gemm::new(1, n, k), x, w, bias.then_some(b), &mut y)?;
+                    Ok(y)
+                };
+                let b_there = bias.then_some(&b_there);
+                let choice = [4, 0, 3, 3, 1, 2];
+                let expert = Indices::new(device, "test", &choice, experts)?;
+                let mut y = device.empty::<O>("test", choice.len() * n)?;
+                device::gemm_experts(device, [n, k], (&x_there, 2), &expert, &w_there, b_there, &mut y)?;
+                let found = fetched(device, &y)?;
+                for (i, &expert) in choice.iter().enumerate() {
+                    if bits(&found[i * n..][..n]) != bits(&product(i / 2, expert as usize)?) {
+                        return Err(format!("{} {} {n}x{k}: choice {i}", I::NAME, O::NAME).into());
+                    }
+                }
+                let mut y = device.upload("test", &numbers::<O>(1, 4 * n))?;
+                let shape = Gemm::new(2, n, k);
+                device::gemm_rows(device, &shape, (&x_there, 1), (&w_there, 3), b_there, (&mut y, 2))?;
+                let found = fetched(device, &y)?;
+                let wanted = [numbers::<O>(1, 2 * n), product(1, 3)?, product(2, 3)?].concat();
+                if bits(&found) != bits(&wanted) {
+                    return Err(format!("{} {} {n}x{k}: rows", I::NAME, O::NAME).into());
+                }
+                for (x_row, matrix, y_row) in [(2, 0, 0), (0, 5, 0), (0, 0, 3), (usize::MAX, 0, 0)] {
+                    let x = (&x_there, x_row);
+                    if device::gemm_rows(device, &shape, x, (&w_there, matrix), b_there, (&mut y, y_row)).is_ok() {
+                        return Err("rows that are not there are multiplied".into());
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+    let device = plain_device(changes)?;
+    of::<bf16, bf16>(&device)?;
+    of::<bf16, f32>(&device)?;
+    of::<f16, f32>(&device)?;
+    of::<f32, f32>(&device)
+}
+
+fn other_expert() -> Result<(), Failed> {
+    let change = Change { file: "gemm.cu", from: "bias = bias + number * n;", to: "bias = bias + choice * n;" };
+    match chosen_products(&[change]) {
+        Ok(()) => Err("the fault was not caught".into()),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Rows of any width from any place to any other, NaN payloads and all; what is outside is refused.
+fn copied_rows() -> Result<(), Failed> {
+    fn of<T: Stored>(device: &Device, strange: T) -> Result<(), Failed> {
+        for width in [1, 7, 8, 64, 2051] {
+            let (stride, rows) = (width + 5, 6);
+            let mut host = numbers::<T>(3, rows * stride);
+            host[2 * stride + 1] = strange;
+            let from = device.upload("test", &host)?;
+            let mut to = device.upload("test", &vec![T::default(); 9 * stride])?;
+            let (take, put) = ([2, 0, 5, 2], [8, 1, 0, 4]);
+            let (take_there, put_there) =
+                (Indices::new(device, "test", &take, rows)?, Indices::new(device, "test", &put, 9)?);
+            let part = |indices| Part { rows: Some(indices), every: 1, stride, offset: 1 };
+            device::copy_rows(device, [4, width], (&from, part(&take_there)), (&mut to, part(&put_there)))?;
+            let mut wanted = vec![T::default(); 9 * stride];
+            for (&take, &put) in take.iter().zip(&put) {
+                let row = host[take as usize * stride + 1..][..width].to_vec();
+                wanted[put as usize * stride + 1..][..width].copy_from_slice(&row);
+            }
+            // As bits: widening would make another NaN of a NaN.
+            if raw(&fetched(device, &to)?) != raw(&wanted) {
+                return Err(format!("{} {width}", T::NAME).into());
+            }
+            let outside = [
+                Part { offset: 6, ..part(&take_there) },
+                Part { stride: stride + 1, ..part(&take_there) },
+                Part { every: 0, rows: None, ..part(&take_there) },
+                Part { rows: None, stride: 3 * stride, ..part(&take_there) },
+            ];
+            for part in outside {
+                let whole = Part::whole(width);
+                if device::copy_rows(device, [4, width], (&from, part), (&mut to, whole)).is_ok() {
+                    return Err(format!("{} {width}: rows outside are copied", T::NAME).into());
+                }
+            }
+            to.copy_from(0, &from, stride, stride)?;
+            to.copy_within(0, stride, stride)?;
+            let found = fetched(device, &to)?;
+            if raw(&found[..stride]) != raw(&host[stride..2 * stride])
+                || raw(&found[stride..2 * stride]) != raw(&found[..stride])
+            {
+                return Err(format!("{} {width}: a part", T::NAME).into());
+            }
+            if to.copy_within(0, 1, stride).is_ok() || to.copy_from(0, &from, 1, rows * stride).is_ok() {
+                return Err("parts that overlap or are outside are copied".into());
+            }
+        }
+        Ok(())
+    }
+    fn raw<T: Stored>(values: &[T]) -> Vec<u8> {
+        // SAFETY: plain numbers without padding.
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }.to_vec()
+    }
+    let device = plain_device(&[])?;
+    of::<bf16>(&device, bf16::from_bits(0xFFA1))?;
+    of::<f16>(&device, f16::from_bits(0xFE01))?;
+    of::<f32>(&device, f32::from_bits(0xFFAA_0001))
+}
+
+/// A graph reads its buffers when it is replayed, keeps what its work has dropped, and holds no copies.
+fn captured() -> Result<(), Failed> {
+    let (device, other) = (plain_device(&[])?, plain_device(&[])?);
+    let n = 300;
+    let (a, c) = (numbers::<f32>(1, n), numbers::<f32>(2, n));
+    let mut a_there = device.upload("test", &a)?;
+    let c_there = device.upload("test", &c)?;
+    let mut sum = device.empty::<f32>("test", n)?;
+    let held = device.held();
+    let counted = device.recording();
+    let graph = counted.capture(&mut || {
+        // Two temporaries: the second gets the place of the first, which is done with.
+        for _ in 0..2 {
+            let mut inner = counted.empty::<f32>("test", n)?;
+            device::add(&counted, &a_there, &c_there, &mut inner)?;
+            device::add(&counted, &inner, &c_there, &mut sum)?;
+        }
+        Ok(())
+    })?;
+    let one = device.held() - held;
+    if counted.ledger().count(Counter::Launches) != 0 || graph.launches() != 4 || one != 4 * n.next_multiple_of(64) {
+        return Err(format!("{:?}, {one} bytes", counted.ledger().counts()).into());
+    }
+    for from in [1, 50, 77] {
+        let a = numbers::<f32>(from, n);
+        a_there.fill(&device, &a)?;
+        // Whoever takes memory meanwhile gets none of the graph's.
+        let noise = device.upload("test", &numbers::<f32>(9, n))?;
+        counted.replay(&graph)?;
+        let wanted: Vec<f32> = a.iter().zip(&c).map(|(a, c)| (a + c) + c).collect();
+        if bits(&fetched(&device, &sum)?) != bits(&wanted)
+            || bits(&fetched(&device, &noise)?) != bits(&numbers::<f32>(9, n))
+        {
+            return Err(format!("from {from}").into());
+        }
+    }
+    if counted.ledger().count(Counter::Launches) != 12 || counted.ledger().count(Counter::Replays) != 3 {
+        return Err(format!("{:?}", counted.ledger().counts()).into());
+    }
+    let copies = device.capture(&mut || device.upload("test", &[1f32]).map(drop));
+    let waits = device.capture(&mut || device.finish());
+    let strange = other.replay(&graph);
+    if copies.is_ok() || waits.is_ok() || strange.is_ok() {
+        return Err("a copy or a wait is captured, or a graph of another device started".into());
+    }
+    // After an error the device goes on, and what a graph held serves others.
+    drop(graph);
+    let again = device.held();
+    let _two = (device.empty::<f32>("test", n)?, device.upload("test", &a)?);
+    if device.held() != again { Err("the graph's memory is lost".into()) } else { Ok(()) }
+}
+
+/// What stands on the device is checked before it goes there.
+fn checked_places() -> Result<(), Failed> {
+    let device = plain_device(&[])?;
+    let mut indices = Indices::new(&device, "test", &[0, 4], 5)?;
+    for wrong in [&[0, 5][..], &[-1, 0], &[0], &[0, 1, 2]] {
+        if indices.set(&device, "test", wrong).is_ok() {
+            return Err(format!("{wrong:?} are taken").into());
+        }
+    }
+    let table = device.upload("test", &numbers::<bf16>(0, 4 * 3))?;
+    if device::embedding_at(&device, 3, &table, &indices, &mut device.empty::<bf16>("test", 6)?).is_ok() {
+        return Err("five tokens fit a table of four".into());
+    }
+    let shape = Attention {
+        batch: 2,
+        queries: 3,
+        keys: 8,
+        q_heads: 1,
+        kv_heads: 1,
+        head_dim: 4,
+        value_dim: 4,
+        scale: 1.0,
+        causal: true,
+        window: 0,
+        softcap: 0.0,
+        tf32: Tf32::Disabled,
+    };
+    // Pages of two keys; at most two queries of a sequence.
+    let mut places = Places::paged(&device, &shape, 2, 2, 2)?;
+    let set = |places: &mut Places, starts: &[i32], lens: &[i32], pages: &[i32]| {
+        places.set(&device, &shape, starts, &[0, 1, 0], lens, pages)
+    };
+    set(&mut places, &[0, 2, 3], &[4, 1], &[3, 0, 1, -1])?;
+    for (starts, lens, pages) in [
+        ([0, 0, 3], [4, 1], [3, 0, 1, -1]),
+        ([0, 2, 2], [4, 1], [3, 0, 1, -1]),
+        ([0, 2, 3], [5, 1], [3, 0, 1, -1]),
+        ([0, 2, 3], [4, 3], [3, 0, 1, -1]),
+        ([0, 2, 3], [4, 1], [3, 4, 1, -1]),
+    ] {
+        if set(&mut places, &starts, &lens, &pages).is_ok() {
+            return Err(format!("{starts:?} {lens:?} {pages:?} are taken").into());
+        }
+    }
+    let (q, k) = (device.upload("test", &numbers::<bf16>(0, 12))?, device.upload("test", &numbers::<bf16>(0, 32))?);
+    let at = |shape: &Attention| -> Result<(), Failed> {
+        let (mut out, mut lse) = (device.empty::<f32>("test", 12)?, device.empty::<f32>("test", 3)?);
+        Ok(device::attention_at(&device, shape, &places, &q, &k, &k, &mut out, &mut lse)?)
+    };
+    at(&shape)?;
+    for wrong in [Attention { keys: 6, ..shape }, Attention { batch: 1, ..shape }, Attention { head_dim: 8, ..shape }] {
+        if at(&wrong).is_ok() {
+            return Err(format!("{wrong:?} is taken").into());
         }
     }
     Ok(())
