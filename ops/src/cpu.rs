@@ -95,7 +95,7 @@ pub struct Cpu {
     budget: usize,
     threads: usize,
     /// The workers beside the calling thread; `None` when there are none.
-    pool: Option<Arc<rayon::ThreadPool>>,
+    pool: Option<Arc<Pool>>,
     /// Workspace of the last call, for the next.
     kept: Arc<Mutex<Option<Memory>>>,
     ledger: Arc<Ledger>,
@@ -185,11 +185,7 @@ impl Cpu {
         let Some(first) = slots.next() else { return };
         match &self.pool {
             None => work(first),
-            Some(pool) => pool.in_place_scope(|scope| {
-                let work = &work;
-                slots.for_each(|slot| scope.spawn(move |_| work(slot)));
-                work(first);
-            }),
+            Some(pool) => pool.run(first, slots, work),
         }
     }
 
@@ -289,18 +285,69 @@ impl fmt::Debug for Cpu {
     }
 }
 
-/// The workers beside the calling thread, one pool per thread count for the whole process: an axis over threads reuses
-/// them.
-fn pool(threads: usize) -> Result<Arc<rayon::ThreadPool>, Error> {
-    static POOLS: OnceLock<Mutex<HashMap<usize, Arc<rayon::ThreadPool>>>> = OnceLock::new();
+/// The workers beside the calling thread.
+///
+/// A thread that sleeps takes tens of microseconds to wake, as long as many an op. So whoever has nothing left to do stays
+/// awake for a moment: a worker for the next op, the caller for the workers. Only where each thread has a core.
+struct Pool {
+    workers: rayon::ThreadPool,
+    /// How many ops there were: who waits for the next one sees it move.
+    ops: AtomicUsize,
+    awake: bool,
+}
+
+/// How often a waiting thread looks: some 100 microseconds in all.
+const LOOKS: usize = 4000;
+
+impl Pool {
+    /// Runs `work` once for each slot, the first on the calling thread.
+    fn run<S: Send>(self: &Arc<Pool>, first: S, others: impl Iterator<Item = S>, work: impl Fn(S) + Sync) {
+        let op = self.ops.fetch_add(1, Ordering::Release) + 1;
+        let (work, working) = (&work, &AtomicUsize::new(0));
+        self.workers.in_place_scope(|scope| {
+            for slot in others {
+                working.fetch_add(1, Ordering::Relaxed);
+                scope.spawn(move |_| {
+                    work(slot);
+                    working.fetch_sub(1, Ordering::Release);
+                    if self.awake {
+                        let pool = self.clone();
+                        rayon::spawn(move || pool.look(|| pool.ops.load(Ordering::Acquire) != op));
+                    }
+                });
+            }
+            work(first);
+            // The end of the scope would put the caller to sleep.
+            if self.awake {
+                self.look(|| working.load(Ordering::Acquire) == 0);
+            }
+        });
+    }
+
+    /// Waits for `over`, not for long.
+    fn look(&self, over: impl Fn() -> bool) {
+        for _ in 0..LOOKS {
+            if over() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// The pool for so many threads, one for the whole process: an axis over threads uses it again.
+fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
+    static POOLS: OnceLock<Mutex<HashMap<usize, Arc<Pool>>>> = OnceLock::new();
     let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
     if let Some(pool) = pools.get(&threads) {
         return Ok(pool.clone());
     }
-    let pool = rayon::ThreadPoolBuilder::new()
+    let workers = rayon::ThreadPoolBuilder::new()
         .num_threads(threads - 1)
         .thread_name(|i| format!("samebits-{}", i + 1))
         .build()
         .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
+    let awake = std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get());
+    let pool = Pool { workers, ops: AtomicUsize::new(0), awake };
     Ok(pools.entry(threads).or_insert(Arc::new(pool)).clone())
 }
