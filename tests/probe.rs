@@ -106,11 +106,6 @@ fn faults_are_explained() {
         ("sequential_sum", "fp32", "    0..33\n"),
         ("sequential_sum", "fp32", "products                 rounded before they are added   NOT as declared"),
         ("split_by_batch", "fp32", "THE ORDER FOLLOWS THE BATCH"),
-        (
-            "other_order_in_last_tile",
-            "fp32",
-            "THE ORDER FOLLOWS THE ROW: of 7 rows the first\n    0..33\n    and the last\n",
-        ),
         ("split_from_256_rows", "fp32", "THE ORDER FOLLOWS THE BATCH: 2 orders for one sum"),
         ("bf16_accumulation", "bf16", "accumulator              8 bits, as bf16   NOT as declared"),
         ("fp16_accumulation", "bf16", "accumulator              11 bits, as fp16 or TF32   NOT as declared"),
