@@ -26,6 +26,9 @@ pub struct Source {
     pub sha256: String,
 }
 
+/// What is wrong with a case and its outputs, if anything is.
+pub type Holds<'a> = dyn Fn(&str, &BTreeMap<String, Output>) -> Result<(), String> + 'a;
+
 impl Store {
     /// Takes over the outputs in `sources`. Of each file at most `keep` bytes stand in memory and are kept: a smaller one
     /// whole, of a larger one the first entries of the first axis of every output that fit, as many of each. All other
@@ -40,7 +43,7 @@ impl Store {
         keep: usize,
         contract: &str,
         reason: &str,
-        holds: &dyn Fn(&str, &BTreeMap<String, Output>) -> Result<(), String>,
+        holds: &Holds,
     ) -> Result<Writes, GoldenError> {
         if reason.trim().is_empty() {
             return Err(GoldenError::Refused("the reason is empty; say why these outputs are kept".into()));

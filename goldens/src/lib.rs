@@ -9,7 +9,7 @@ mod import;
 mod manifest;
 
 pub use bless::{Provenance, Writes};
-pub use import::{Source, sources};
+pub use import::{Holds, Source, sources};
 pub use manifest::{Entry, Output};
 
 use samebits_contract::compare;

@@ -9,6 +9,7 @@ use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::ops::Range;
 
 /// A summation tree over leaves 0..n; a node of more than two children adds them at once.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -356,15 +357,28 @@ impl Probe<'_> {
     /// When the implementation does not answer, or answers what no tree gives.
     pub fn tree(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
         match op {
-            Op::Gemm | Op::Attention => self.tree_of_signed(op, n, batch),
+            Op::Gemm | Op::Attention => self.tree_of_signed(op, n, batch, 0..batch),
             Op::RmsNorm | Op::Softmax | Op::Logprob => self.tree_of_positive(op, n, batch),
         }
+    }
+
+    /// The orders in row 0 and in the last row of `batch` rows, for a kernel whose rows have no order in common; `None` for
+    /// sums of terms that are never negative.
+    ///
+    /// # Errors
+    /// As [`Probe::tree`].
+    pub fn first_and_last(&self, op: Op, n: usize, batch: usize) -> Option<Result<[Tree; 2], String>> {
+        let at = |row: usize| self.tree_of_signed(op, n, batch, row..row + 1);
+        let both = || Ok([at(0)?, at(batch - 1)?]);
+        matches!(op, Op::Gemm | Op::Attention).then(both)
     }
 
     /// Of terms that may cancel (FPRev): all terms are a unit but two, +M and
     /// -M, so large that units added before these two meet are lost. What is left counts the units that were added later, that is
     /// the leaves outside of the smallest subtree that holds both.
-    fn tree_of_signed(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
+    ///
+    /// Each of the rows `asked` holds a question of its own.
+    fn tree_of_signed(&self, op: Op, n: usize, batch: usize, asked: Range<usize>) -> Result<Tree, String> {
         let (unit, mass) = match self.dtype {
             // As far apart as fp16 goes: a sum of n units must be lost beside the mass, in 24 bits for n up to 2^14.
             DType::Fp16 => (round::pow2(-24), round::pow2(15)),
@@ -380,15 +394,12 @@ impl Probe<'_> {
         }
         let mut under = |pairs: &[(usize, usize)]| -> Result<Vec<usize>, String> {
             let mut found = Vec::new();
-            for part in pairs.chunks(batch) {
-                let row = |&(i, j): &(usize, usize)| {
-                    let mut row = vec![unit; n];
+            for part in pairs.chunks(asked.len()) {
+                let mut rows = vec![vec![unit; n]; batch];
+                for (row, &(i, j)) in rows[asked.clone()].iter_mut().zip(part) {
                     (row[i], row[j]) = (mass, -mass);
-                    row
-                };
-                let mut rows: Vec<Vec<f64>> = part.iter().map(row).collect();
-                rows.resize(batch, vec![unit; n]);
-                for left in self.sums(op, &rows)?.into_iter().take(part.len()) {
+                }
+                for left in self.sums(op, &rows)?.into_iter().skip(asked.start).take(part.len()) {
                     let left = left / unit;
                     if left.fract() != 0.0 || !(0.0..=n as f64 - 2.0).contains(&left) {
                         return Err(format!("{left} of {n} units are left over, which no order of a sum explains"));

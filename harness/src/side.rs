@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -48,6 +49,22 @@ struct Running {
     listener: JoinHandle<()>,
     /// Whether its answers repeat the number of the request; `None` before the first.
     numbers: Option<bool>,
+    /// Bytes that came after the last whole answer.
+    stray: Arc<AtomicU64>,
+}
+
+/// Counts what is read.
+struct Counted<R> {
+    pipe: R,
+    count: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for Counted<R> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let bytes = self.pipe.read(into)?;
+        self.count.fetch_add(bytes as u64, Ordering::AcqRel);
+        Ok(bytes)
+    }
 }
 
 impl Side {
@@ -84,17 +101,31 @@ impl Side {
             Ok(Ok(Some(_))) => return Err(running.end(format!("it wrote before it was asked: {MORE_THAN_ONE}"))),
             Ok(Err(e)) => return Err(running.end(format!("it does not write answers: {e}"))),
         }
+        let stray = |running: &Running| match running.stray.load(Ordering::Acquire) {
+            0 => None,
+            bytes => Some(format!("{bytes} bytes on its stdout belong to no answer: {MORE_THAN_ONE}")),
+        };
+        if let Some(why) = stray(&running) {
+            return Err(running.end(why));
+        }
         // A program that has gone away is seen by its answer, which does not come.
         let _ = running.requests.send(request.clone());
         let went_wrong = match running.answers.recv_timeout(patience) {
-            Ok(Ok(Some(frame))) => {
-                self.running = Some(running);
-                return Ok(frame);
-            }
+            Ok(Ok(Some(frame))) => match stray(&running) {
+                None => {
+                    self.running = Some(running);
+                    return Ok(frame);
+                }
+                Some(why) => why,
+            },
             Ok(Ok(None)) | Err(RecvTimeoutError::Disconnected) => "it ended without an answer".to_string(),
             Ok(Err(e)) => format!("it does not write answers: {e}"),
             Err(RecvTimeoutError::Timeout) => {
-                format!("no answer within {} s; it was ended ({})", patience.as_secs_f64(), self.program.limit)
+                let came = match running.stray.load(Ordering::Acquire) {
+                    0 => String::new(),
+                    bytes => format!("; {bytes} bytes came that are no whole answer"),
+                };
+                format!("no answer within {} s; it was ended ({}){came}", patience.as_secs_f64(), self.program.limit)
             }
         };
         Err(running.end(went_wrong))
@@ -190,10 +221,15 @@ impl Running {
         });
         // Bounded: answers that nobody asked for wait in the pipe, not in memory.
         let (came, answers) = sync_channel(1);
+        let stray = Arc::new(AtomicU64::new(0));
+        let count = stray.clone();
         std::thread::spawn(move || {
-            let mut stdout = BufReader::with_capacity(1 << 20, stdout);
+            let mut stdout = BufReader::with_capacity(1 << 20, Counted { pipe: stdout, count: count.clone() });
             loop {
                 let frame = read_frame_up_to(&mut stdout, LARGEST_ANSWER);
+                if let Ok(Some(frame)) = &frame {
+                    count.fetch_sub(8 + frame.len() as u64, Ordering::AcqRel);
+                }
                 let last = !matches!(frame, Ok(Some(_)));
                 if came.send(frame).is_err() || last {
                     break;
@@ -218,7 +254,7 @@ impl Running {
                 }
             }
         });
-        Ok(Running { child, requests, answers, said, listener, numbers: None })
+        Ok(Running { child, requests, answers, said, listener, numbers: None, stray })
     }
 
     /// Ends the program and adds its exit code and last words to `went_wrong`.

@@ -111,7 +111,20 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         for (number, (tree, rows)) in trees.iter().enumerate() {
             let list = rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
             match tree {
-                Err(reason) => writeln!(stdout, "  rows {list}: not revealed: {reason}")?,
+                Err(reason) => {
+                    writeln!(stdout, "  rows {list}: not revealed: {reason}")?;
+                    if let Some(Ok([first, last])) = probe.first_and_last(op, n, rows[0])
+                        && first != last
+                    {
+                        writeln!(
+                            stdout,
+                            "    THE ORDER FOLLOWS THE ROW: of {} rows the first\n    {}",
+                            rows[0],
+                            first.text()
+                        )?;
+                        writeln!(stdout, "    and the last\n    {}", last.text())?;
+                    }
+                }
                 Ok(tree) => {
                     let same = if *tree == declared { "as declared" } else { "NOT as declared" };
                     writeln!(stdout, "  rows {list}: {same}\n    {}", tree.text())?;

@@ -32,6 +32,7 @@ pub const BREAKAGES: &[Breakage] = &[
     Breakage { name: "unknown_status", about: "Its status is none.", says: "is not ok, unsupported or error" },
     Breakage { name: "stderr_flood", about: "It floods stderr and then aborts.", says: "the last line" },
     Breakage { name: "two_answers", about: "It answers one request twice.", says: "more than one answer" },
+    Breakage { name: "newline", about: "It ends its answer with a newline.", says: "belong to no answer" },
     Breakage { name: "one_behind", about: "It gives the number of the request before.", says: "more than one answer" },
     Breakage { name: "no_number", about: "It leaves out the number that it gave before.", says: "some do not" },
 ];
@@ -87,6 +88,12 @@ pub fn misbehave(name: &str, case: &Case, mut answer: Answer, out: &mut impl Wri
                 frame[at + 1..at + 3].copy_from_slice(b"hm");
             }
             return write_frame(out, &frame);
+        }
+        "newline" => {
+            let frame = encode_answer(&answer);
+            let bytes = [&(frame.len() as u64).to_le_bytes()[..], &frame, b"\n"].concat();
+            out.write_all(&bytes)?;
+            return out.flush();
         }
         "one_behind" => answer.id = answer.id.map(|id| id - 1),
         "no_number" => answer.id = None,
