@@ -30,7 +30,7 @@ use crate::config::{Config, Mlp};
 use crate::experts::{Mixture, PROJECTIONS};
 use crate::heads::{Projected, Projections};
 use crate::kv_cache::{Host, KvCache, Store, buffer};
-use crate::linear::{Gated, Linear, Loader};
+use crate::linear::{Gated, Inner, Linear, Loader};
 use crate::rotary::Rotary;
 use crate::watch::Watch;
 use crate::weights::Weights;
@@ -315,6 +315,7 @@ impl<A: Element> Steps for Decoder<A> {
         // Attention output [n, Hq, E].
         let mut heads: Vec<A> = buffer(&[n, c.q_heads, c.value_dim])?;
         let mut lse = buffer(&[n, c.q_heads])?;
+        let mut inner = Inner::default();
 
         match &self.embed {
             Some(embed) => embedding(cpu, c.hidden, embed, &tokens, &mut x)?,
@@ -383,8 +384,8 @@ impl<A: Element> Steps for Decoder<A> {
             watch.see(Some(i), "attention_sum", &step, &x)?;
             watch.see(Some(i), "mlp_norm", &step, &a)?;
             match &layer.mlp {
-                LayerMlp::Dense(mlp) => mlp.apply_to(cpu, n, &a, &mut y)?,
-                LayerMlp::Sparse(mixture) => mixture.apply(cpu, &step, i, &a, &mut y, watch)?,
+                LayerMlp::Dense(mlp) => mlp.apply_to(cpu, n, &a, &mut y, &mut inner)?,
+                LayerMlp::Sparse(mixture) => mixture.apply(cpu, &step, i, &a, &mut y, &mut inner, watch)?,
             }
             watch.see(Some(i), "mlp", &step, &y)?;
             if let Some(w) = &layer.post_mlp_norm {

@@ -7,7 +7,7 @@
 use crate::config::{Config, Experts};
 use crate::decoder::{Fault, Step};
 use crate::kv_cache::buffer;
-use crate::linear::{Gated, Linear, Loader};
+use crate::linear::{Gated, Inner, Linear, Loader};
 use crate::watch::Watch;
 use crate::{Family, ModelError};
 use samebits_ops::{Combine, Cpu, Element, Route, combine, route};
@@ -48,6 +48,7 @@ impl<A: Element> Mixture<A> {
         layer: usize,
         a: &[A],
         y: &mut [f32],
+        inner: &mut Inner<A>,
         watch: &mut Watch,
     ) -> Result<(), ModelError> {
         let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = self.sizes;
@@ -75,14 +76,14 @@ impl<A: Element> Mixture<A> {
                 next += 1;
             }
             if next > first {
-                expert.apply_to(cpu, next - first, &gathered, &mut made[first * hidden..next * hidden])?;
+                expert.apply_to(cpu, next - first, &gathered, &mut made[first * hidden..next * hidden], inner)?;
             }
         }
         let shared = match &self.shared {
             None => None,
             Some(shared) => {
                 let mut added: Vec<f32> = buffer(&[n, hidden])?;
-                shared.apply_to(cpu, n, a, &mut added)?;
+                shared.apply_to(cpu, n, a, &mut added, inner)?;
                 Some(added)
             }
         };

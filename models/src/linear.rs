@@ -129,6 +129,23 @@ impl<A: Element> Linear<A> {
     }
 }
 
+/// What a gated MLP computes on the way, kept for the next one: the system takes longer to hand out fresh pages than an op
+/// takes to fill them.
+#[derive(Default)]
+pub(crate) struct Inner<A> {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    product: Vec<A>,
+}
+
+/// The first `len` elements of a buffer that grows when it must. What it holds is to be written over.
+fn room<T: Element>(kept: &mut Vec<T>, len: usize) -> Result<&mut [T], ModelError> {
+    if kept.len() < len {
+        *kept = buffer(&[len])?;
+    }
+    Ok(&mut kept[..len])
+}
+
 /// `down(activation(gate(x)) * up(x))`; only what a product reads is rounded.
 pub(crate) struct Gated<A> {
     pub gate: Linear<A>,
@@ -140,14 +157,23 @@ pub(crate) struct Gated<A> {
 
 impl<A: Element> Gated<A> {
     /// `x[M,hidden] -> y[M,hidden]`
-    pub fn apply_to(&self, cpu: &Cpu, m: usize, x: &[A], y: &mut [f32]) -> Result<(), ModelError> {
-        let gate: Vec<f32> = self.gate.apply(cpu, m, x)?;
-        let up: Vec<f32> = self.up.apply(cpu, m, x)?;
-        let mut inner: Vec<A> = buffer(&[m, self.width])?;
+    pub fn apply_to(
+        &self,
+        cpu: &Cpu,
+        m: usize,
+        x: &[A],
+        y: &mut [f32],
+        inner: &mut Inner<A>,
+    ) -> Result<(), ModelError> {
+        let size = m * self.width;
+        let (gate, up) = (room(&mut inner.gate, size)?, room(&mut inner.up, size)?);
+        self.gate.apply_to(cpu, m, x, gate)?;
+        self.up.apply_to(cpu, m, x, up)?;
+        let product = room(&mut inner.product, size)?;
         match self.activation {
-            Activation::Silu => silu_mul(cpu, &gate, &up, &mut inner)?,
-            Activation::Gelu => gelu_mul(cpu, &gate, &up, &mut inner)?,
+            Activation::Silu => silu_mul(cpu, gate, up, product)?,
+            Activation::Gelu => gelu_mul(cpu, gate, up, product)?,
         }
-        self.down.apply_to(cpu, m, &inner, y)
+        self.down.apply_to(cpu, m, product, y)
     }
 }
