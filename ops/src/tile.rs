@@ -513,6 +513,9 @@ unsafe fn dot_row(
     }
 }
 
+/// So many bytes ahead the weights of few rows are asked for.
+const STREAMED: usize = 16384;
+
 /// The innermost loops of [`dot_tile`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
@@ -552,6 +555,12 @@ unsafe fn dot_chains<const ROWS: usize, const VECTORS: usize, const ADJACENT: bo
                 if ADJACENT && ROWS >= 12 {
                     // The rows of the next tile stand behind these.
                     _mm_prefetch::<_MM_HINT_T1>(left.wrapping_add(next).cast());
+                }
+                if ROWS <= 8 {
+                    // Few rows are done with a weight sooner than the next one comes by itself.
+                    for v in 0..VECTORS {
+                        _mm_prefetch::<_MM_HINT_T0>(right.wrapping_add(STREAMED / 4 + 16 * v).cast());
+                    }
                 }
                 for r in 0..ROWS {
                     let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(r * row_stride) as i32));
