@@ -41,6 +41,7 @@ impl<A: Element> Mixture<A> {
     }
 
     /// `a[n,hidden] -> y[n,hidden]`
+    #[allow(clippy::too_many_arguments)]
     pub fn apply(
         &self,
         cpu: &Cpu,
