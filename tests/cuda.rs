@@ -3,7 +3,7 @@
 
 #[path = "cuda/emulator.rs"]
 mod emulator;
-#[path = "vectors/files.rs"]
+#[path = "vector_files.rs"]
 mod files;
 
 use emulator::{Change, Emulator};

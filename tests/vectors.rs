@@ -1,7 +1,7 @@
 //! Every file of `tests/vectors` through `samebits answer`: the raw bits it expects, for every instruction set of this
 //! machine, with 1 and 2 threads, with fp32 and bf16 outputs.
 
-#[path = "vectors/files.rs"]
+#[path = "vector_files.rs"]
 mod files;
 
 use libtest_mimic::{Arguments, Failed, Trial};
