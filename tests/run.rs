@@ -239,7 +239,7 @@ fn a_killed_run_leaves_readable_records() {
 fn a_contract_with_a_typo() {
     for (file, old, new, line, part) in [
         ("ws1.toml", "accumulation = ", "acumulation = ", "ws1.toml:7", "acumulation"),
-        ("ws1.toml", "role = \"mandatory\"", "role = \"mandatry\"", "ws1.toml:13", "mandatry"),
+        ("ws1.toml", "role = \"mandatory\"", "role = \"mandatry\"", "ws1.toml:24", "mandatry"),
         ("rows/add.toml", "\"threads\"", "\"thread\"", "add.toml:", "thread"),
         ("rows/add.toml", "stem = \"small\"", "steam = \"small\"", "add.toml:", "steam"),
         ("rows/add.toml", "op = \"add\"", "op = \"add", "add.toml:2", ""),
