@@ -83,11 +83,7 @@ impl File {
             tensors: BTreeMap::new(),
         };
         for (name, view) in SafeTensors::deserialize(bytes).map_err(format)?.tensors() {
-            let dtype = contract_dtype(view.dtype()).map_err(|why| WireError::DType {
-                name: name.clone(),
-                dtype: format!("{:?}", view.dtype()),
-                why,
-            })?;
+            let dtype = contract_dtype(&name, view.dtype())?;
             let tensor = Tensor::from_bytes(dtype, view.shape(), view.data())
                 .ok_or_else(|| WireError::Format(format!("tensor `{name}`: size does not match its shape")))?;
             file.tensors.insert(name, tensor);
@@ -128,11 +124,7 @@ pub fn read_header(bytes: &[u8]) -> Result<Header, WireError> {
     for (name, entry) in entries {
         let info: safetensors::tensor::TensorInfo =
             serde_json::from_value(entry).map_err(|e| format(format!("tensor `{name}`: {e}")))?;
-        let dtype = contract_dtype(info.dtype).map_err(|why| WireError::DType {
-            name: name.clone(),
-            dtype: format!("{:?}", info.dtype),
-            why,
-        })?;
+        let dtype = contract_dtype(&name, info.dtype)?;
         let (begin, end) = info.data_offsets;
         let bytes = info.shape.iter().try_fold(dtype.size(), |bytes, &extent| bytes.checked_mul(extent));
         if bytes.is_none() || bytes != end.checked_sub(begin) {
@@ -181,17 +173,18 @@ fn stored_dtype(dtype: DType) -> Dtype {
     }
 }
 
-fn contract_dtype(dtype: Dtype) -> Result<DType, &'static str> {
-    match dtype {
-        Dtype::BF16 => Ok(DType::Bf16),
-        Dtype::F16 => Ok(DType::Fp16),
-        Dtype::F32 => Ok(DType::Fp32),
-        Dtype::I32 => Ok(DType::I32),
+fn contract_dtype(name: &str, dtype: Dtype) -> Result<DType, WireError> {
+    let why = match dtype {
+        Dtype::BF16 => return Ok(DType::Bf16),
+        Dtype::F16 => return Ok(DType::Fp16),
+        Dtype::F32 => return Ok(DType::Fp32),
+        Dtype::I32 => return Ok(DType::I32),
         Dtype::F8_E5M2 | Dtype::F8_E4M3 | Dtype::F8_E8M0 | Dtype::F8_E4M3FNUZ => {
-            Err("out of scope: fp8 is refused by this contract; use BF16, F16 or F32")
+            "out of scope: fp8 is refused by this contract; use BF16, F16 or F32"
         }
-        _ => Err("not in the contract; use BF16, F16, F32 or I32"),
-    }
+        _ => "not in the contract; use BF16, F16, F32 or I32",
+    };
+    Err(WireError::DType { name: name.into(), dtype: format!("{dtype:?}"), why })
 }
 
 /// The request that asks for `case`.
