@@ -7,7 +7,7 @@
 use crate::fields::Fields;
 use crate::rotary::Rotary;
 use crate::{Family, ModelError};
-use samebits_ops::{GroupWorth, Pairing, Scoring};
+use samebits_ops::{Attention, GroupWorth, NormRope, Pairing, RmsNorm, Rounding, Route, Scoring, Tf32};
 use std::path::Path;
 
 /// What a model computes: sizes, parameters and the parts that families differ in. Every size is at most `i32::MAX`.
@@ -141,6 +141,14 @@ pub struct Experts {
     pub scale: f64,
 }
 
+impl Experts {
+    /// The choice of experts for `tokens` tokens.
+    pub(crate) fn route(&self, tokens: usize) -> Route {
+        let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *self;
+        Route { tokens, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale }
+    }
+}
+
 impl Config {
     /// Reads `config.json` and, where there is one, `generation_config.json` of the folder `dir`.
     ///
@@ -225,6 +233,37 @@ impl Config {
     /// Elements of a token's queries.
     pub fn q_width(&self) -> usize {
         self.q_heads * self.key_dim
+    }
+
+    /// The norm of `rows` rows of the residual stream.
+    pub(crate) fn norm(&self, rows: usize) -> RmsNorm {
+        let &Config { hidden, rms_eps, weight_offset, .. } = self;
+        RmsNorm { rows, n: hidden, eps: rms_eps, rounding: Rounding::Once, weight_offset }
+    }
+
+    /// Norm and rotation of the heads of `tokens` tokens.
+    pub(crate) fn norm_rope(&self, tokens: usize, heads: usize) -> NormRope {
+        let &Config { rms_eps, weight_offset, pairing, .. } = self;
+        let dim = self.rotary.dim;
+        NormRope { tokens, heads, dim, eps: rms_eps, rounding: Rounding::Once, weight_offset, pairing }
+    }
+
+    /// Attention of a layer: `batch` sequences, `queries` and `keys` rows in all.
+    pub(crate) fn attention(&self, batch: usize, queries: usize, keys: usize, layer: usize) -> Attention {
+        Attention {
+            batch,
+            queries,
+            keys,
+            q_heads: self.q_heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.key_dim,
+            value_dim: self.value_dim,
+            scale: self.scale,
+            causal: true,
+            window: self.windows[layer],
+            softcap: self.attention_softcap,
+            tf32: Tf32::Disabled,
+        }
     }
 
     /// Elements of a token's keys.

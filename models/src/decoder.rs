@@ -36,8 +36,8 @@ use crate::watch::Watch;
 use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
 use samebits_ops::{
-    Attention, Cpu, Element, Keys, PackedWeight, RmsNorm, RopeTable, Rounding, Sequences, Tf32, add, add_rms_norm,
-    attention_over, embedding, embedding_packed, gemm_packed, rms_norm, scale, softcap,
+    Cpu, Element, Keys, PackedWeight, RopeTable, Sequences, add, add_rms_norm, attention_over, embedding,
+    embedding_packed, gemm_packed, rms_norm, scale, softcap,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -300,13 +300,6 @@ impl<A: Element> Steps for Decoder<A> {
         let kv_len: Vec<i32> = feeds.iter().map(|feed| (cache.len(feed.sequence) + feed.tokens.len()) as i32).collect();
         let table = cache.table(feeds.iter().map(|feed| feed.sequence));
         let q_start = step.q_start();
-        let norm = |rows: usize| RmsNorm {
-            rows,
-            n: c.hidden,
-            eps: c.rms_eps,
-            rounding: Rounding::Once,
-            weight_offset: c.weight_offset,
-        };
 
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
         let (mut x, mut y, mut sum) =
@@ -329,9 +322,9 @@ impl<A: Element> Steps for Decoder<A> {
         for (i, layer) in self.layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
-                rms_norm(cpu, &norm(n), &x, &layer.input_norm, &mut a)?;
+                rms_norm(cpu, &c.norm(n), &x, &layer.input_norm, &mut a)?;
             } else {
-                add_rms_norm(cpu, &norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
+                add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
                 std::mem::swap(&mut x, &mut sum);
                 watch.see(Some(i - 1), "sum", &step, &x)?;
             }
@@ -350,20 +343,7 @@ impl<A: Element> Steps for Decoder<A> {
                     cache.write(i, feed.sequence, at, k, v);
                 }
             }
-            let shape = Attention {
-                batch: feeds.len(),
-                queries: n,
-                keys: cache.rows(),
-                q_heads: c.q_heads,
-                kv_heads: c.kv_heads,
-                head_dim: c.key_dim,
-                value_dim: c.value_dim,
-                scale: c.scale,
-                causal: true,
-                window: c.windows[i],
-                softcap: c.attention_softcap,
-                tf32: Tf32::Disabled,
-            };
+            let shape = c.attention(feeds.len(), n, cache.rows(), i);
             let keys = Keys::Paged { page_size: cache.page_size(), table: &table };
             let sequences = Sequences { q_start: Some(&q_start), keys };
             let (k, v) = cache.layer(i);
@@ -373,13 +353,13 @@ impl<A: Element> Steps for Decoder<A> {
             layer.o.apply_to(cpu, n, &heads, &mut y)?;
             watch.see(Some(i), "o", &step, &y)?;
             if let Some(w) = &layer.post_attention_norm {
-                rms_norm(cpu, &norm(n), &y, w, &mut sum)?;
+                rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
                 watch.see(Some(i), "post_attention_norm", &step, &y)?;
             }
 
             // MLP block.
-            add_rms_norm(cpu, &norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
+            add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
             std::mem::swap(&mut x, &mut sum);
             watch.see(Some(i), "attention_sum", &step, &x)?;
             watch.see(Some(i), "mlp_norm", &step, &a)?;
@@ -389,7 +369,7 @@ impl<A: Element> Steps for Decoder<A> {
             }
             watch.see(Some(i), "mlp", &step, &y)?;
             if let Some(w) = &layer.post_mlp_norm {
-                rms_norm(cpu, &norm(n), &y, w, &mut sum)?;
+                rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
                 watch.see(Some(i), "post_mlp_norm", &step, &y)?;
             }
@@ -409,7 +389,7 @@ impl<A: Element> Steps for Decoder<A> {
         };
         let n = step.rows();
         let a = &mut a[..n * c.hidden];
-        rms_norm(cpu, &norm(n), &x, &self.final_norm, a)?;
+        rms_norm(cpu, &c.norm(n), &x, &self.final_norm, a)?;
         watch.see(None, "final_norm", &step, a)?;
         let mut logits: Vec<f32> = buffer(&[n, c.vocab])?;
         gemm_packed(cpu, n, a, &self.lm_head, None, &mut logits)?;

@@ -13,16 +13,14 @@
 
 use crate::config::{Activation, Config, Experts};
 use crate::decoder::{Decoder, Feed, Layer, LayerMlp, Rows, Step, Steps, angles};
-use crate::experts::Mixture;
-use crate::heads::{HeadProjections, LATENT_EPS, LatentProjections, Projections, Turned};
+use crate::experts::{Mixture, Placed};
+use crate::heads::{HeadProjections, LatentProjections, Projections, Turned, latent_norm};
 use crate::kv_cache::{KvCache, Store, buffer};
 use crate::linear::{Gated, Linear};
 use crate::watch::Watch;
 use crate::{ModelError, PageOrder};
 use samebits_ops::device::{self, Buffer, Device, Graph, Indices, Part, Places, Rotations, Stored};
-use samebits_ops::{
-    Attention, Combine, Cpu, Gemm, NormRope, PackedWeight, RmsNorm, Rope, Rounding, Route, Tf32, embedding_packed,
-};
+use samebits_ops::{Combine, Cpu, Gemm, PackedWeight, Rope, embedding_packed};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -329,7 +327,7 @@ impl<A: Stored> Steps for OnDevice<A> {
             .chunks_exact(exact)
             .flat_map(|pages| pages.iter().copied().chain(std::iter::repeat_n(-1, columns - exact)))
             .collect();
-        let shape = self.attention(feeds.len(), n, cache.rows(), 0);
+        let shape = c.attention(feeds.len(), n, cache.rows(), 0);
         let q_start = step.q_start();
         let form = [n, columns];
         let known = if single { cache.store().forms.remove(&form) } else { None };
@@ -445,25 +443,6 @@ impl<A: Stored> OnDevice<A> {
         Ok(Some(Indices::new(&self.device, "experts", &all, count)?))
     }
 
-    /// The shape of attention in a layer.
-    fn attention(&self, batch: usize, queries: usize, keys: usize, layer: usize) -> Attention {
-        let c = &self.weights.config;
-        Attention {
-            batch,
-            queries,
-            keys,
-            q_heads: c.q_heads,
-            kv_heads: c.kv_heads,
-            head_dim: c.key_dim,
-            value_dim: c.value_dim,
-            scale: c.scale,
-            causal: true,
-            window: c.windows[layer],
-            softcap: c.attention_softcap,
-            tf32: Tf32::Disabled,
-        }
-    }
-
     /// The kernels of a step: logits `[rows, V]`.
     fn run(
         &self,
@@ -475,13 +454,6 @@ impl<A: Stored> OnDevice<A> {
         let Weights { config: c, embed, layers, final_norm, lm_head } = &*self.weights;
         let (d, step) = (&self.device, &sites.all);
         let n = step.rows();
-        let norm = |rows: usize| RmsNorm {
-            rows,
-            n: c.hidden,
-            eps: c.rms_eps,
-            rounding: Rounding::Once,
-            weight_offset: c.weight_offset,
-        };
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
         let (mut x, mut y) = (d.empty::<f32>("model", n * c.hidden)?, d.empty::<f32>("model", n * c.hidden)?);
         let mut sum = d.empty::<f32>("model", n * c.hidden)?;
@@ -498,9 +470,9 @@ impl<A: Stored> OnDevice<A> {
         for (i, layer) in layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
-                device::rms_norm(d, &norm(n), &x, &layer.input_norm, &mut a)?;
+                device::rms_norm(d, &c.norm(n), &x, &layer.input_norm, &mut a)?;
             } else {
-                device::add_rms_norm(d, &norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
+                device::add_rms_norm(d, &c.norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
                 std::mem::swap(&mut x, &mut sum);
                 self.see(watch, Some(i - 1), "sum", step, &x)?;
             }
@@ -509,8 +481,7 @@ impl<A: Stored> OnDevice<A> {
             self.see(watch, Some(i), "q", step, &q)?;
             self.see(watch, Some(i), "k", step, &k)?;
             self.see(watch, Some(i), "v", step, &v)?;
-            let (shape, [keys, values]) =
-                (self.attention(step.feeds(), n, cache.rows(), i), &mut cache.store().layers[i]);
+            let (shape, [keys, values]) = (c.attention(step.feeds(), n, cache.rows(), i), &mut cache.store().layers[i]);
             let to = |width: usize| Part { rows: Some(&told.rows), ..Part::whole(width) };
             let [k_width, v_width] = [c.k_width(), c.v_width()];
             device::copy_rows(d, [n, k_width], (&k, Part::whole(k_width)), (keys, to(k_width)))?;
@@ -520,13 +491,13 @@ impl<A: Stored> OnDevice<A> {
             layer.o.apply_to(d, n, &heads, &mut y)?;
             self.see(watch, Some(i), "o", step, &y)?;
             if let Some(w) = &layer.post_attention_norm {
-                device::rms_norm(d, &norm(n), &y, w, &mut sum)?;
+                device::rms_norm(d, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
                 self.see(watch, Some(i), "post_attention_norm", step, &y)?;
             }
 
             // MLP block.
-            device::add_rms_norm(d, &norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
+            device::add_rms_norm(d, &c.norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
             std::mem::swap(&mut x, &mut sum);
             self.see(watch, Some(i), "attention_sum", step, &x)?;
             self.see(watch, Some(i), "mlp_norm", step, &a)?;
@@ -536,7 +507,7 @@ impl<A: Stored> OnDevice<A> {
             };
             self.see(watch, Some(i), "mlp", step, &y)?;
             if let Some(w) = &layer.post_mlp_norm {
-                device::rms_norm(d, &norm(n), &y, w, &mut sum)?;
+                device::rms_norm(d, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
                 self.see(watch, Some(i), "post_mlp_norm", step, &y)?;
             }
@@ -553,7 +524,7 @@ impl<A: Stored> OnDevice<A> {
             sum = x;
         }
         let mut a = d.empty::<A>("model", n * c.hidden)?;
-        device::rms_norm(d, &norm(n), &sum, final_norm, &mut a)?;
+        device::rms_norm(d, &c.norm(n), &sum, final_norm, &mut a)?;
         self.see(watch, None, "final_norm", step, &a)?;
         let logits: Buffer<f32> = lm_head.apply(d, n, &a)?;
         if c.logit_softcap > 0.0 {
@@ -599,8 +570,7 @@ impl<A: Stored> OnDevice<A> {
         };
         let norm = |x: &Buffer<f32>, w: &Buffer<f32>| -> Result<Buffer<A>, ModelError> {
             let mut y = d.empty("model", x.len())?;
-            let shape =
-                RmsNorm { rows: n, n: w.len(), eps: LATENT_EPS, rounding: Rounding::Once, weight_offset: false };
+            let shape = latent_norm(n, w.len());
             device::rms_norm(d, &shape, x, w, &mut y)?;
             Ok(y)
         };
@@ -643,13 +613,11 @@ impl<A: Stored> OnDevice<A> {
         watch: &mut Watch,
     ) -> Result<Buffer<f32>, ModelError> {
         let MixtureThere { sizes, router, choice_bias, experts, shared } = mixture;
-        let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *sizes;
+        let chosen = sizes.chosen;
         let (d, n, hidden) = (&self.device, step.rows(), self.weights.config.hidden);
-        let shape =
-            Route { tokens: n, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale };
         let logits: Buffer<f32> = router.apply(d, n, a)?;
         let mut weight = d.empty::<f32>("model", n * chosen)?;
-        let choice = device::route_to(d, &shape, &logits, choice_bias.as_ref(), &mut weight)?;
+        let choice = device::route_to(d, &sizes.route(n), &logits, choice_bias.as_ref(), &mut weight)?;
         self.see(watch, Some(layer), "router", step, &logits)?;
         let mut index = vec![0; n * chosen];
         if told.choices.is_none() || watch.probe.is_some() {
@@ -665,11 +633,7 @@ impl<A: Stored> OnDevice<A> {
             return Ok(y);
         }
 
-        // Row of the expert's output by token and rank: experts one after the other, tokens ascending.
-        let mut order: Vec<usize> = (0..index.len()).collect();
-        order.sort_by_key(|&place| (index[place], place));
-        let mut rows = vec![0; index.len()];
-        order.iter().enumerate().for_each(|(row, &place)| rows[place] = row as i32);
+        let Placed { order, rows } = Placed::of(&index);
         let tokens: Vec<i32> = order.iter().map(|&place| (place / chosen) as i32).collect();
         let tokens = Indices::new(d, "experts", &tokens, n)?;
         let mut gathered = d.empty::<A>("model", order.len() * hidden)?;
@@ -677,12 +641,10 @@ impl<A: Stored> OnDevice<A> {
         device::copy_rows(d, [order.len(), hidden], (a, from), (&mut gathered, Part::whole(hidden)))?;
         let mut made = d.empty::<f32>("model", order.len() * hidden)?;
         let mut first = 0;
-        for expert in 0..count {
-            let rows = index.iter().filter(|&&i| i == expert as i32).count();
-            if rows > 0 {
-                experts.apply_rows(d, expert, [rows, first], &gathered, &mut made)?;
-            }
-            first += rows;
+        for places in order.chunk_by(|&a, &b| index[a] == index[b]) {
+            let expert = index[places[0]] as usize;
+            experts.apply_rows(d, expert, [places.len(), first], &gathered, &mut made)?;
+            first += places.len();
         }
         device::combine(d, &shape, &made, &rows, &weight, shared.as_ref(), &mut y)?;
         Ok(y)
@@ -783,15 +745,7 @@ impl<A: Stored> TurnedThere<A> {
         match &self.norm {
             None => device::rope(d, &Rope { tokens: n, heads, dim, pairing: c.pairing }, angles, &raw, &mut turned)?,
             Some(norm) => {
-                let shape = NormRope {
-                    tokens: n,
-                    heads,
-                    dim,
-                    eps: c.rms_eps,
-                    rounding: Rounding::Once,
-                    weight_offset: c.weight_offset,
-                    pairing: c.pairing,
-                };
+                let shape = c.norm_rope(n, heads);
                 device::norm_rope(d, &shape, angles, &raw, norm, &mut turned)?;
             }
         }

@@ -10,7 +10,7 @@ use crate::kv_cache::buffer;
 use crate::linear::{Gated, Inner, Linear, Loader};
 use crate::watch::Watch;
 use crate::{Family, ModelError};
-use samebits_ops::{Combine, Cpu, Element, Route, combine, route};
+use samebits_ops::{Combine, Cpu, Element, combine, route};
 
 pub(crate) struct Mixture<A> {
     pub sizes: Experts,
@@ -52,33 +52,25 @@ impl<A: Element> Mixture<A> {
         inner: &mut Inner<A>,
         watch: &mut Watch,
     ) -> Result<(), ModelError> {
-        let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = self.sizes;
+        let chosen = self.sizes.chosen;
         let n = step.rows();
         let hidden = y.len() / n;
-        let shape =
-            Route { tokens: n, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale };
         let logits: Vec<f32> = self.router.apply(cpu, n, a)?;
         let (mut index, mut weight) = (vec![0i32; n * chosen], vec![0f32; n * chosen]);
-        route(cpu, &shape, &logits, self.choice_bias.as_deref(), &mut index, &mut weight)?;
+        route(cpu, &self.sizes.route(n), &logits, self.choice_bias.as_deref(), &mut index, &mut weight)?;
         step.plant_in_routing(watch.fault, &logits, &mut index);
         watch.see(Some(layer), "router", step, &logits)?;
         watch.see(Some(layer), "experts", step, &index.iter().map(|&e| e as f32).collect::<Vec<_>>())?;
 
-        // Row of the expert's output by token and rank: experts one after the other, tokens ascending.
-        let mut rows = vec![0i32; index.len()];
+        let Placed { order, mut rows } = Placed::of(&index);
         let mut made: Vec<f32> = buffer(&[index.len(), hidden])?;
-        let mut next = 0;
-        for (e, expert) in self.experts.iter().enumerate() {
-            let mut gathered: Vec<A> = Vec::new();
-            let first = next;
-            for (place, _) in index.iter().enumerate().filter(|(_, i)| **i == e as i32) {
-                rows[place] = next as i32;
-                gathered.extend_from_slice(&a[place / chosen * hidden..][..hidden]);
-                next += 1;
-            }
-            if next > first {
-                expert.apply_to(cpu, next - first, &gathered, &mut made[first * hidden..next * hidden], inner)?;
-            }
+        let mut left = &mut made[..];
+        for places in order.chunk_by(|&a, &b| index[a] == index[b]) {
+            let gathered: Vec<A> =
+                places.iter().flat_map(|&place| &a[place / chosen * hidden..][..hidden]).copied().collect();
+            let (part, rest) = left.split_at_mut(places.len() * hidden);
+            self.experts[index[places[0]] as usize].apply_to(cpu, places.len(), &gathered, part, inner)?;
+            left = rest;
         }
         let shared = match &self.shared {
             None => None,
@@ -99,6 +91,25 @@ impl<A: Element> Mixture<A> {
         }
         let shape = Combine { tokens: n, chosen, rows: index.len(), n: hidden };
         Ok(combine(cpu, &shape, &made, &rows, &weight, shared.as_deref(), y)?)
+    }
+}
+
+/// The rows of what the experts make: one expert's after the other's, each in the order of tokens.
+pub(crate) struct Placed {
+    /// By row: its place, which is a token and a rank.
+    pub order: Vec<usize>,
+    /// By place: its row.
+    pub rows: Vec<i32>,
+}
+
+impl Placed {
+    /// Those of `index[T,K]`, the expert that each place chose.
+    pub fn of(index: &[i32]) -> Placed {
+        let mut order: Vec<usize> = (0..index.len()).collect();
+        order.sort_by_key(|&place| index[place]);
+        let mut rows = vec![0; index.len()];
+        order.iter().enumerate().for_each(|(row, &place)| rows[place] = row as i32);
+        Placed { order, rows }
     }
 }
 

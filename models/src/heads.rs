@@ -10,7 +10,7 @@ use crate::config::{Config, Latent};
 use crate::decoder::Step;
 use crate::kv_cache::buffer;
 use crate::linear::{Linear, Loader};
-use samebits_ops::{Cpu, Element, NormRope, RmsNorm, Rope, RopeTable, Rounding, norm_rope, rms_norm, rope};
+use samebits_ops::{Cpu, Element, RmsNorm, Rope, RopeTable, Rounding, norm_rope, rms_norm, rope};
 
 /// What attention reads of a step's tokens: `q[n,Hq,D]`, `k[n,Hkv,D]`, `v[n,Hkv,E]`.
 pub(crate) struct Projected<A> {
@@ -55,7 +55,12 @@ pub(crate) struct LatentProjections<A> {
 }
 
 /// The norms of the short vectors have an epsilon of their own.
-pub(crate) const LATENT_EPS: f32 = 1e-6;
+const LATENT_EPS: f32 = 1e-6;
+
+/// The norm of `rows` latent vectors of `n`.
+pub(crate) fn latent_norm(rows: usize, n: usize) -> RmsNorm {
+    RmsNorm { rows, n, eps: LATENT_EPS, rounding: Rounding::Once, weight_offset: false }
+}
 
 impl<A: Element> Projections<A> {
     pub fn load(loader: &mut Loader) -> Result<Projections<A>, ModelError> {
@@ -137,15 +142,7 @@ impl<A: Element> Turned<A> {
         match &self.norm {
             None => rope(cpu, &Rope { tokens: n, heads, dim, pairing: c.pairing }, angles, &raw, &mut turned)?,
             Some(norm) => {
-                let shape = NormRope {
-                    tokens: n,
-                    heads,
-                    dim,
-                    eps: c.rms_eps,
-                    rounding: Rounding::Once,
-                    weight_offset: c.weight_offset,
-                    pairing: c.pairing,
-                };
+                let shape = c.norm_rope(n, heads);
                 norm_rope(cpu, &shape, angles, &raw, norm, &mut turned)?;
             }
         }
@@ -190,8 +187,7 @@ impl<A: Element> LatentProjections<A> {
         let Latent { plain, rotated, .. } = self.sizes;
         let norm = |x: &[f32], w: &[f32]| -> Result<Vec<A>, ModelError> {
             let mut y = buffer(&[x.len()])?;
-            let shape =
-                RmsNorm { rows: n, n: w.len(), eps: LATENT_EPS, rounding: Rounding::Once, weight_offset: false };
+            let shape = latent_norm(n, w.len());
             rms_norm(cpu, &shape, x, w, &mut y)?;
             Ok(y)
         };
