@@ -198,15 +198,7 @@ impl Cpu {
         work: impl Fn(&mut S, usize) + Sync,
     ) {
         let next = AtomicUsize::new(0);
-        self.workers(slots.into_iter().take(count), |mut slot| {
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                if index >= count {
-                    break;
-                }
-                work(&mut slot, index);
-            }
-        });
+        self.workers(slots.into_iter().take(count), |mut slot| each_left(&next, count, |index| work(&mut slot, index)));
     }
 
     /// Runs `work(index)` for every index below `count`, each once, on any thread.
@@ -220,27 +212,17 @@ impl Cpu {
     pub(crate) fn each_after(&self, counts: [usize; 2], first: impl Fn(usize) + Sync, then: impl Fn(usize) + Sync) {
         let [begun, ended, next] = [(); 3].map(|()| AtomicUsize::new(0));
         self.workers(std::iter::repeat_n((), counts[0].max(counts[1])), |()| {
-            loop {
-                let index = begun.fetch_add(1, Ordering::Relaxed);
-                if index >= counts[0] {
-                    break;
-                }
+            each_left(&begun, counts[0], |index| {
                 let _end = Ended(&ended);
                 first(index);
-            }
+            });
             // What is not ended is in the hands of a thread that runs; more threads than cores take turns.
             let mut turns = 0;
             while ended.load(Ordering::Acquire) < counts[0] {
                 turns += 1;
                 if turns < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
             }
-            loop {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                if index >= counts[1] {
-                    break;
-                }
-                then(index);
-            }
+            each_left(&next, counts[1], &then);
         });
     }
 
@@ -267,6 +249,17 @@ impl Cpu {
     /// How many rows of `n` elements one task takes.
     pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
         (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
+    }
+}
+
+/// Runs `work(index)` for the indices below `count` that no other thread has taken from `next`, in order.
+fn each_left(next: &AtomicUsize, count: usize, mut work: impl FnMut(usize)) {
+    loop {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        if index >= count {
+            break;
+        }
+        work(index);
     }
 }
 

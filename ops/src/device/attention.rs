@@ -297,7 +297,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
         most_rows,
         entries: batch * kv_heads,
     };
-    let one: usize = preferred.words().into_iter().fold(0usize, usize::saturating_add).max(1);
+    let one = preferred.need().shared.max(1);
     let split = preferred.all() < MANY && preferred.blocks > 1;
     let slots = preferred.all().min((ENOUGH / one).max(1)).min(0xFFFF);
     let preferred = Slots { slots, split, ..preferred };
