@@ -23,7 +23,7 @@ use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
 use samebits_ops::device::{self, Buffer, Device, Indices, Part, Places, Stored};
-use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, RmsNorm, Rounding, Tf32, bf16, f16};
+use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, RmsNorm, Rounding, bf16, f16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -1200,20 +1200,7 @@ fn checked_places() -> Result<(), Failed> {
     if device::embedding_at(&device, 3, &table, &indices, &mut device.empty::<bf16>("test", 6)?).is_ok() {
         return Err("five tokens fit a table of four".into());
     }
-    let shape = Attention {
-        batch: 2,
-        queries: 3,
-        keys: 8,
-        q_heads: 1,
-        kv_heads: 1,
-        head_dim: 4,
-        value_dim: 4,
-        scale: 1.0,
-        causal: true,
-        window: 0,
-        softcap: 0.0,
-        tf32: Tf32::Disabled,
-    };
+    let shape = Attention::causal([2, 3, 8], [1, 1], 4);
     // Pages of two keys; at most two queries of a sequence.
     let mut places = Places::paged(&device, &shape, 2, 2, 2)?;
     let set = |places: &mut Places, starts: &[i32], lens: &[i32], pages: &[i32]| {

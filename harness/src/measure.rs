@@ -2,7 +2,7 @@
 
 use samebits_contract::tensor::DType;
 use samebits_ops::{
-    Attention, Cpu, Element, Error, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, Tf32, add,
+    Attention, Cpu, Element, Error, NormRope, PackedWeight, Pairing, RmsNorm, Rope, RopeTable, Rounding, add,
     add_rms_norm, argmax, attention, bf16, embedding, f16, gemm_packed, inv_freq, linear_logprob_packed, logprob,
     norm_rope, rms_norm, rope, silu_mul, softmax,
 };
@@ -132,21 +132,12 @@ fn typed<I: Element, O: Element>(cpu: &Cpu, p: &mut Params) -> Result<Work, Stri
             let value_dim = p.take("E", Some(head_dim))?;
             let causal = p.take("causal", Some(1u8))? == 1;
             let (window, softcap) = (p.take("window", Some(0))?, p.take("softcap", Some(0.0))?);
-            let scale = 1.0 / (head_dim as f64).sqrt();
-            let tf32 = Tf32::Disabled;
             let shape = Attention {
-                batch,
-                queries,
-                keys,
-                q_heads,
-                kv_heads,
-                head_dim,
                 value_dim,
-                scale,
                 causal,
                 window,
                 softcap,
-                tf32,
+                ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
             };
             // The queries are the last ones of the sequence.
             let first = keys.checked_sub(queries).ok_or("attention: T is larger than S")?;

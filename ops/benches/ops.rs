@@ -36,20 +36,7 @@ fn attention_op(c: &mut Criterion) {
         ("prefill", "b4h8s1024d64", [4, 1024, 1024, 8, 8, 64]),
         ("decode", "b1h32g8s4096d128", [1, 1, 4096, 32, 8, 128]),
     ] {
-        let shape = Attention {
-            batch,
-            queries,
-            keys,
-            q_heads,
-            kv_heads,
-            head_dim: dim,
-            value_dim: dim,
-            scale: 1.0 / (dim as f64).sqrt(),
-            causal: true,
-            window: 0,
-            softcap: 0.0,
-            tf32: Tf32::Disabled,
-        };
+        let shape = Attention::causal([batch, queries, keys], [q_heads, kv_heads], dim);
         let q = values(batch * queries * q_heads * dim, 1);
         let (k, v) = (values(batch * keys * kv_heads * dim, 2), values(batch * keys * kv_heads * dim, 3));
         let q_pos: Vec<i32> = (0..batch).flat_map(|_| (keys - queries) as i32..keys as i32).collect();

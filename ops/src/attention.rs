@@ -54,6 +54,26 @@ pub struct Attention {
     pub tf32: Tf32,
 }
 
+impl Attention {
+    /// Causal attention without window or softcap, values as wide as keys, scores times `1 / sqrt(head_dim)`.
+    pub fn causal([batch, queries, keys]: [usize; 3], [q_heads, kv_heads]: [usize; 2], head_dim: usize) -> Attention {
+        Attention {
+            batch,
+            queries,
+            keys,
+            q_heads,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            causal: true,
+            window: 0,
+            softcap: 0.0,
+            tf32: Tf32::Disabled,
+        }
+    }
+}
+
 /// Where the queries and keys of each sequence stand.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sequences<'a> {

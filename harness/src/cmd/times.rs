@@ -1,7 +1,7 @@
 use anyhow::{Context, Result, bail};
 use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_ops::device::{self, Device};
-use samebits_ops::{Attention, Cpu, Gemm, RmsNorm, Rounding, Tf32, bf16};
+use samebits_ops::{Attention, Cpu, Gemm, RmsNorm, Rounding, bf16};
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -176,20 +176,7 @@ impl Workload {
             }
             Kind::Attention { batch, queries, keys } => {
                 let (q_heads, kv_heads, dim) = HEADS;
-                let shape = Attention {
-                    batch,
-                    queries,
-                    keys,
-                    q_heads,
-                    kv_heads,
-                    head_dim: dim,
-                    value_dim: dim,
-                    scale: 1.0 / (dim as f64).sqrt(),
-                    causal: true,
-                    window: 0,
-                    softcap: 0.0,
-                    tf32: Tf32::Disabled,
-                };
+                let shape = Attention::causal([batch, queries, keys], [q_heads, kv_heads], dim);
                 let q = upload(batch * queries * q_heads * dim, 1.0)?;
                 let (k, v) = (upload(batch * keys * kv_heads * dim, 1.0)?, upload(batch * keys * kv_heads * dim, 1.0)?);
                 let q_pos: Vec<i32> = (0..batch * queries).map(|i| (keys - queries + i % queries) as i32).collect();

@@ -188,18 +188,11 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let value_dim = if keys % 4 == 0 { 16 * (1 + keys % 5) } else { 1 + keys % 41 };
             let (causal, window, softcap) = (keys % 2 == 1, keys % 3, if keys % 5 == 0 { 3.0 } else { 0.0 });
             let shape = Attention {
-                batch,
-                queries,
-                keys,
-                q_heads,
-                kv_heads,
-                head_dim,
                 value_dim,
-                scale: 0.25,
                 causal,
                 window,
                 softcap,
-                tf32: Tf32::Disabled,
+                ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
             };
             let q = r.floats::<I>(batch * queries * q_heads * head_dim);
             let (k, v) = (r.floats(batch * keys * kv_heads * head_dim), r.floats(batch * keys * kv_heads * value_dim));
