@@ -209,9 +209,14 @@ impl Cpu {
     /// Runs `first(index)` for every index below `counts[0]` and then `then(index)` for every one below `counts[1]`, each
     /// once, on any thread. No `then` begins before the last `first` has ended, and each sees what they wrote. A thread
     /// that comes late finds the others at work already, where two calls of [`Cpu::each`] would wait for it twice.
+    ///
+    /// A thread takes the indices of `then` in runs as long as can be, so that what it reads for them comes as one stream.
     pub(crate) fn each_after(&self, counts: [usize; 2], first: impl Fn(usize) + Sync, then: impl Fn(usize) + Sync) {
-        let [begun, ended, next] = [(); 3].map(|()| AtomicUsize::new(0));
-        self.workers(std::iter::repeat_n((), counts[0].max(counts[1])), |()| {
+        let [begun, ended] = [(); 2].map(|()| AtomicUsize::new(0));
+        let threads = self.threads.min(counts[0].max(counts[1]));
+        let run = |thread: usize| thread * counts[1] / threads..(thread + 1) * counts[1] / threads;
+        let next: Vec<_> = (0..threads).map(|thread| AtomicUsize::new(run(thread).start)).collect();
+        self.workers(0..threads, |own| {
             each_left(&begun, counts[0], |index| {
                 let _end = Ended(&ended);
                 first(index);
@@ -222,7 +227,8 @@ impl Cpu {
                 turns += 1;
                 if turns < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
             }
-            each_left(&next, counts[1], &then);
+            // Its own run, then what is left of the others'.
+            (own..threads).chain(0..own).for_each(|thread| each_left(&next[thread], run(thread).end, &then));
         });
     }
 
