@@ -5,6 +5,7 @@
 //! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
+use crate::coded::{self, Coded};
 use crate::element::compile_here;
 use crate::lanes::{self, Kernel, Simd, load_at, narrow_at};
 use crate::memory::{LINE, Memory};
@@ -125,8 +126,25 @@ pub fn gemm_packed<I: Element, O: Element>(
 pub struct PackedWeight {
     n: usize,
     k: usize,
-    pairs: bool,
+    form: Form,
     memory: Memory,
+}
+
+/// What packed panels hold.
+#[derive(Clone, Copy)]
+enum Form {
+    /// f32.
+    Wide,
+    /// Pairs of bf16.
+    Pairs,
+    /// Pairs of bf16 in fewer bits.
+    Coded(coded::Form),
+}
+
+impl Form {
+    fn of(pairs: bool) -> Form {
+        if pairs { Form::Pairs } else { Form::Wide }
+    }
 }
 
 impl PackedWeight {
@@ -140,6 +158,12 @@ impl PackedWeight {
         if !I::IS_BF16 && size_of::<I>() < 4 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
+        if cpu.isa() == Isa::Avx512Bf16
+            && let Some(w) = bf16_slice(w)
+            && let Some((form, memory)) = coded::pack(cpu, n, k, w)?
+        {
+            return Ok(PackedWeight { n, k, form: Form::Coded(form), memory });
+        }
         let size = panel_words(k, I::IS_BF16);
         let words = size.saturating_mul(n.div_ceil(PANEL));
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
@@ -147,7 +171,7 @@ impl PackedWeight {
         compile_here!((cpu: &Cpu, n: usize, k: usize, out: &mut [u32]) I(w) -> () => {
             pack_panels(cpu, n, k, w, Tf32::Disabled, out)
         });
-        Ok(PackedWeight { n, k, pairs: I::IS_BF16, memory })
+        Ok(PackedWeight { n, k, form: Form::of(I::IS_BF16), memory })
     }
 
     /// Rows N.
@@ -167,21 +191,21 @@ impl PackedWeight {
 
     /// Calls `put(k, w[row][k])` for every k.
     pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
-        let words = &self.memory[row / PANEL * panel_words(self.k, self.pairs)..];
+        let (panel, column) = (self.panels().panel(row / PANEL).0, row % PANEL);
+        let of_pair = |k: usize, pair: u32| if k.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
         for k in 0..self.k {
-            let bits = match self.pairs {
-                true => {
-                    let pair = words[k / 2 * PANEL + row % PANEL];
-                    if k % 2 == 0 { pair & 0xFFFF_0000 } else { pair << 16 }
-                }
-                false => words[k * PANEL + row % PANEL],
+            let value = match panel {
+                Right::Wide(floats, _) => floats[k * PANEL + column],
+                Right::Pairs(words, _) => f32::from_bits(of_pair(k, words[k / 2 * PANEL + column])),
+                Right::Coded(coded) => f32::from_bits(of_pair(k, coded.pair(k / 2, column))),
+                Right::Narrow(..) => unreachable!("packed weights are not narrow"),
             };
-            put(k, f32::from_bits(bits));
+            put(k, value);
         }
     }
 
     pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.memory, k: self.k, pairs: self.pairs }
+        Panels { words: &self.memory, k: self.k, form: self.form }
     }
 }
 
@@ -240,32 +264,49 @@ pub(crate) fn pack_rows<I: Element>(
 pub(crate) struct Panels<'a> {
     words: &'a [u32],
     k: usize,
-    pairs: bool,
+    form: Form,
 }
 
 impl<'a> Panels<'a> {
     /// One panel.
     pub fn one(words: &'a [u32], k: usize, pairs: bool) -> Panels<'a> {
-        Panels { words, k, pairs }
+        Panels { words, k, form: Form::of(pairs) }
     }
 
     /// A panel's operand and its smallest nonzero magnitude.
     pub fn panel(&self, panel: usize) -> (Right<'a>, f32) {
-        let size = panel_words(self.k, self.pairs);
-        let (words, end) = self.words[panel * size..][..size].split_at(size - LINE);
-        match self.pairs {
-            true => (Right::Pairs(words, PANEL), f32::from_bits(end[0])),
-            false => (Right::Wide(as_floats(words), PANEL), f32::NAN),
+        let plain = |pairs: bool| {
+            let size = panel_words(self.k, pairs);
+            self.words[panel * size..][..size].split_at(size - LINE)
+        };
+        match self.form {
+            Form::Wide => (Right::Wide(as_floats(plain(false).0), PANEL), f32::NAN),
+            Form::Pairs => {
+                let (words, end) = plain(true);
+                (Right::Pairs(words, PANEL), f32::from_bits(end[0]))
+            }
+            Form::Coded(form) => {
+                let (panel, least) = Coded::panel(form, self.words, panel);
+                (Right::Coded(panel), least)
+            }
         }
     }
 
     /// Asks memory for one of `parts` parts of a panel, if there is such a panel: each tile on the panel before it asks for
     /// one, so that the panel is near when its turn comes.
     pub fn prefetch(&self, panel: usize, part: usize, parts: usize) {
-        let size = panel_words(self.k, self.pairs);
-        let part_size = size.div_ceil(parts).next_multiple_of(LINE);
-        let (from, to) = ((part * part_size).min(size), ((part + 1) * part_size).min(size));
-        if let Some(words) = self.words.get(panel * size..(panel + 1) * size) {
+        let plain = |pairs: bool| {
+            let size = panel_words(self.k, pairs);
+            self.words.get(panel * size..(panel + 1) * size)
+        };
+        let words = match self.form {
+            Form::Wide => plain(false),
+            Form::Pairs => plain(true),
+            Form::Coded(form) => Coded::words(form, self.words, panel),
+        };
+        if let Some(words) = words {
+            let part_size = words.len().div_ceil(parts).next_multiple_of(LINE);
+            let (from, to) = ((part * part_size).min(words.len()), ((part + 1) * part_size).min(words.len()));
             prefetch_second(&words[from..to]);
         }
     }
@@ -434,7 +475,7 @@ impl<I: Element> Product<'_, I> {
                     let rows = (panels * PANEL).min(n - first_panel * PANEL);
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
                     pack_panels(cpu, rows, k, &w[first_panel * PANEL * k..][..rows * k], tf32, words);
-                    Panels { words, k, pairs: I::IS_BF16 }
+                    Panels { words, k, form: Form::of(I::IS_BF16) }
                 }
             };
             for first_tile in (0..m.div_ceil(height)).step_by(plan.tiles) {
@@ -503,15 +544,17 @@ impl<I: Element> Product<'_, I> {
         let cpu = self.cpu;
         let (tile, end) = tile.split_at(tile.len() - LINE);
         let order = Order::Tree(self.bounds);
-        if !pairs {
+        let dot = pairs && dot_is_exact(f32::from_bits(end[0]), least);
+        if !pairs && !matches!(right, Right::Coded(_)) {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
-        } else if dot_is_exact(f32::from_bits(end[0]), least) {
+        } else if dot {
             tally.fast += 1;
             let left = Left { data: tile, row_stride: 1, step: rows };
             dot_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else {
-            tally.slow += 1;
+            // Other instruction sets widen coded panels as they go.
+            tally.slow += usize::from(pairs);
             let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
             for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
                 let rows = out.len() / PANEL;
@@ -558,6 +601,14 @@ impl<I: Element> Product<'_, I> {
     ) {
         let Product { cpu, n, k, bounds, tf32, .. } = *self;
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
+        let mut room;
+        let (steps, decoded): (usize, &mut [f32]) = match right {
+            Some(Right::Coded(_)) => {
+                room = [0f32; SLOW_STEPS * PANEL];
+                (steps.min(SLOW_STEPS), &mut room)
+            }
+            _ => (steps, &mut []),
+        };
         // Finished subtrees: a binary counter, one place per level of the tree.
         let mut stack = [[0f32; TILE_ROWS * PANEL]; 3];
         let segments = bounds.len() - 1;
@@ -572,6 +623,10 @@ impl<I: Element> Product<'_, I> {
                 }
                 let right = match (right, self.w) {
                     (Some(Right::Pairs(words, _)), _) => Right::Pairs(&words[from / 2 * PANEL..], PANEL),
+                    (Some(Right::Coded(coded)), _) => {
+                        coded.widen(from, len, decoded);
+                        Right::Wide(decoded, PANEL)
+                    }
                     (Some(Right::Wide(floats, _)), _) => Right::Wide(&floats[from * PANEL..], PANEL),
                     (None, Weight::Plain(w)) => {
                         let columns = PANEL.min(n - panel * PANEL);

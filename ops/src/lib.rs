@@ -9,6 +9,7 @@ mod add;
 mod add_rms_norm;
 mod argmax;
 mod attention;
+mod coded;
 mod combine;
 mod cpu;
 pub mod device;

@@ -7,6 +7,9 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
+use crate::coded::Coded;
+#[cfg(target_arch = "x86_64")]
+use crate::coded::dot_coded;
 use crate::lanes::{Kernel, Simd};
 use crate::pack::Ahead;
 use crate::{Cpu, Isa};
@@ -37,6 +40,8 @@ pub enum Right<'a> {
     /// Pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
     Pairs(&'a [u32], usize),
+    /// Pairs of bf16 in fewer bits, for [`dot_tile`] alone.
+    Coded(Coded<'a>),
     /// bf16, and memory that is asked for on the way, a line at a step.
     Narrow(&'a [half::bf16], usize, Ahead),
 }
@@ -87,6 +92,7 @@ impl<T> Tile<'_, T> {
             let left_last = (self.rows - 1) * self.left.row_stride + (left_steps - 1) * self.left.step;
             assert!(left_last < self.left.data.len(), "left operand too short");
             let (right_len, right_steps, stride) = match self.right {
+                Right::Coded(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
                 Right::Wide(data, stride) => (data.len(), end, stride),
                 Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
                 Right::Narrow(data, stride, _) => (data.len(), end, stride),
@@ -210,7 +216,7 @@ impl Kernel for FmaTile<'_> {
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
-            (Right::Narrow(..), _, true) => panic!("no op sums such a tile"),
+            (Right::Narrow(..), _, true) | (Right::Coded(_), ..) => panic!("no op sums such a tile"),
         }
     }
 }
@@ -416,7 +422,12 @@ pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn dot_heights(tile: Tile<'_, u32>) {
     tile.check(true);
-    let Right::Pairs(data, stride) = tile.right else { panic!("dot_tile takes pairs") };
+    let (data, stride) = match tile.right {
+        Right::Pairs(data, stride) => (data, stride),
+        // SAFETY: the caller's promise.
+        Right::Coded(coded) => return unsafe { coded_heights(tile, coded) },
+        _ => panic!("dot_tile takes pairs"),
+    };
     let b = (data.as_ptr(), stride);
     let mut row = 0;
     while row < tile.rows {
@@ -461,6 +472,42 @@ unsafe fn dot_heights(tile: Tile<'_, u32>) {
                 }
                 _ => rows!(1),
             },
+        };
+    }
+}
+
+/// [`dot_heights`] of a coded panel.
+///
+/// # Safety
+/// The machine has the instructions of [`Isa::Avx512Bf16`]; the tile is checked.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
+    let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
+    let inner = &bounds[..bounds.len() - 1];
+    assert!(
+        tile.left.row_stride == 1
+            && tile.columns == PANEL
+            && inner.iter().all(|bound| bound % 4 == 0 || *bound == tile.order.end())
+    );
+    let mut row = 0;
+    while row < tile.rows {
+        let left = tile.left.data.as_ptr().wrapping_add(row);
+        let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+        macro_rules! rows {
+            ($rows:literal) => {{
+                // SAFETY: `Tile::check` bounded every (row, step) of the whole tile, and the panel's k.
+                unsafe { dot_coded::<$rows>(&coded, left, tile.left.step, bounds, out, tile.out_stride) };
+                $rows
+            }};
+        }
+        row += match tile.rows - row {
+            16 => rows!(8),
+            12.. => rows!(12),
+            8.. => rows!(8),
+            4.. => rows!(4),
+            2.. => rows!(2),
+            _ => rows!(1),
         };
     }
 }
