@@ -16,7 +16,7 @@ use crate::gemm::{SharedOut, pack_rows, panel_words};
 use crate::memory::{LINE, Memory};
 use crate::pack::prefetch;
 use crate::tile::PANEL;
-use crate::{Cpu, Error, Tf32};
+use crate::{Cpu, Error, Isa, Tf32};
 use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -216,6 +216,68 @@ impl<'a> Coded<'a> {
     }
 }
 
+/// Writes the pairs of a panel, as they stand where it is not coded: k by k, 32 columns side by side.
+///
+/// # Panics
+/// When `out` is too short, or the machine is not one that panels are coded for.
+pub fn unpack(cpu: &Cpu, coded: &Coded, out: &mut [u32]) {
+    assert!(out.len() >= coded.pairs * PANEL && cpu.isa() == Isa::Avx512Bf16, "no room or no kernel for a coded panel");
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `Cpu::new` refuses an isa that the machine lacks; `out` holds the panel.
+    unsafe {
+        unpack_blocks(coded, out.as_mut_ptr());
+    }
+}
+
+/// [`unpack`].
+///
+/// # Safety
+/// The machine has AVX-512 BW, and `out` has room for all pairs.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn unpack_blocks(coded: &Coded, out: *mut u32) {
+    use std::arch::x86_64::*;
+    for (number, block) in coded.blocks.chunks_exact(BLOCK).enumerate() {
+        // SAFETY: a block has three lines, and its pairs are below the panel's.
+        unsafe {
+            let codes = _mm512_loadu_si512(block.as_ptr().add(2 * LINE).cast());
+            for step in 0..(coded.pairs - 2 * number).min(2) {
+                let codes = if step == 0 { codes } else { _mm512_srli_epi16::<4>(codes) };
+                let [first, last] = weights(coded, block.as_ptr().add(step * LINE), codes);
+                let to = out.add((2 * number + step) * PANEL);
+                _mm512_storeu_si512(to.cast(), first);
+                _mm512_storeu_si512(to.add(16).cast(), last);
+            }
+        }
+    }
+    for (&number, whole) in coded.exceptions().iter().zip(coded.wholes.chunks_exact(WHOLE)) {
+        let pair = 2 * number as usize;
+        let words = (coded.pairs - pair).min(2) * PANEL;
+        // SAFETY: as above.
+        unsafe { out.add(pair * PANEL).copy_from_nonoverlapping(whole.as_ptr(), words) };
+    }
+}
+
+/// The 32 pairs whose low bytes stand at `low` and whose codes are the low halves of the bytes of `codes`.
+///
+/// # Safety
+/// The machine has AVX-512 BW, and `low` has a line.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn weights(
+    coded: &Coded,
+    low: *const u32,
+    codes: std::arch::x86_64::__m512i,
+) -> [std::arch::x86_64::__m512i; 2] {
+    use std::arch::x86_64::*;
+    // SAFETY: a head has at least FACTS words; the rest is the caller's promise.
+    let (table, low) = unsafe { (_mm_loadu_si128(coded.head.as_ptr().cast()), _mm512_loadu_si512(low.cast())) };
+    let codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+    let high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+    [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
+}
+
 /// So many bytes ahead the blocks of few rows are asked for.
 #[cfg(target_arch = "x86_64")]
 const STREAMED: usize = 4096;
@@ -243,9 +305,6 @@ pub unsafe fn dot_coded<const ROWS: usize>(
         prefetch(coded.wholes);
     }
     let zero = _mm512_setzero_ps();
-    // SAFETY: a head has at least FACTS words.
-    let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(coded.head.as_ptr().cast()) });
-    let low_half = _mm512_set1_epi8(15);
     let mut exceptions = coded.exceptions().iter().copied().zip(coded.wholes.chunks_exact(WHOLE)).peekable();
     // As in `dot_chains`.
     let mut stack = [[[MaybeUninit::<__m512>::uninit(); 2]; ROWS]; 3];
@@ -275,14 +334,9 @@ pub unsafe fn dot_coded<const ROWS: usize>(
                         }
                     }
                     let codes = _mm512_loadu_si512(block.add(2 * LINE).cast());
-                    let weights = |step: usize, codes: __m512i| {
-                        let low = _mm512_loadu_si512(block.add(step * LINE).cast());
-                        let high = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, low_half));
-                        [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
-                    };
-                    sum(&mut live, pair, weights(0, codes));
+                    sum(&mut live, pair, weights(coded, block, codes));
                     if pair + 1 < to {
-                        sum(&mut live, pair + 1, weights(1, _mm512_srli_epi16::<4>(codes)));
+                        sum(&mut live, pair + 1, weights(coded, block.add(LINE), _mm512_srli_epi16::<4>(codes)));
                     }
                     pair += 2;
                 }
@@ -326,7 +380,7 @@ pub unsafe fn dot_coded<const ROWS: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Element, Isa};
+    use crate::Element;
 
     /// Weights of like size; `small` of them are far smaller.
     fn weights(n: usize, k: usize, small: usize) -> Vec<bf16> {
@@ -343,9 +397,11 @@ mod tests {
     #[test]
     fn a_coded_matrix_holds_every_bit() {
         let cpu = Cpu::new(Isa::Scalar, 2, usize::MAX).unwrap();
-        for (n, k, small) in [(32, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (5, 6, 1), (64, 512, 30), (40, 0, 0)] {
+        for (n, k, small) in [(32, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (5, 6, 1), (64, 512, 30), (40, 0, 0)]
+        {
             let w = weights(n, k, small);
-            let (form, memory) = pack(&cpu, n, k, &w).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
+            let (form, memory) =
+                pack(&cpu, n, k, &w).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
             for row in 0..n {
                 let (panel, _) = Coded::panel(form, &memory, row / PANEL);
                 for k_at in 0..k {

@@ -206,17 +206,23 @@ impl Cpu {
         self.each_in(std::iter::repeat_n((), self.threads), count, |(), index| work(index));
     }
 
-    /// Runs `first(index)` for every index below `counts[0]` and then `then(index)` for every one below `counts[1]`, each
-    /// once, on any thread. No `then` begins before the last `first` has ended, and each sees what they wrote. A thread
+    /// Runs `first(index)` for every index below `counts[0]` and then `then(slot, index)` for every one below `counts[1]`,
+    /// each once, with as many threads as there are slots. No `then` begins before the last `first` has ended, and each sees what they wrote. A thread
     /// that comes late finds the others at work already, where two calls of [`Cpu::each`] would wait for it twice.
     ///
     /// A thread takes the indices of `then` in runs as long as can be, so that what it reads for them comes as one stream.
-    pub(crate) fn each_after(&self, counts: [usize; 2], first: impl Fn(usize) + Sync, then: impl Fn(usize) + Sync) {
+    pub(crate) fn each_after<S: Send>(
+        &self,
+        slots: Vec<S>,
+        counts: [usize; 2],
+        first: impl Fn(usize) + Sync,
+        then: impl Fn(&mut S, usize) + Sync,
+    ) {
         let [begun, ended] = [(); 2].map(|()| AtomicUsize::new(0));
-        let threads = self.threads.min(counts[0].max(counts[1]));
+        let threads = self.threads.min(slots.len()).min(counts[0].max(counts[1]));
         let run = |thread: usize| thread * counts[1] / threads..(thread + 1) * counts[1] / threads;
         let next: Vec<_> = (0..threads).map(|thread| AtomicUsize::new(run(thread).start)).collect();
-        self.workers(0..threads, |own| {
+        self.workers((0..threads).zip(slots), |(own, mut slot)| {
             each_left(&begun, counts[0], |index| {
                 let _end = Ended(&ended);
                 first(index);
@@ -228,7 +234,9 @@ impl Cpu {
                 if turns < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
             }
             // Its own run, then what is left of the others'.
-            (own..threads).chain(0..own).for_each(|thread| each_left(&next[thread], run(thread).end, &then));
+            for thread in (own..threads).chain(0..own) {
+                each_left(&next[thread], run(thread).end, |index| then(&mut slot, index));
+            }
         });
     }
 

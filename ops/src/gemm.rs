@@ -337,6 +337,8 @@ struct Tiling {
     /// Whether x and w are packed as pairs.
     x_pairs: bool,
     w_pairs: bool,
+    /// Whether a worker unpacks coded panels.
+    unpack: bool,
 }
 
 impl Tiling {
@@ -358,7 +360,13 @@ impl Tiling {
         let plan = *self;
         if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
             let halve = |count: usize| count.div_ceil(2);
-            return Some(Tiling { tiles: halve(plan.tiles), panels: halve(plan.panels), ..plan });
+            let tiles = halve(plan.tiles);
+            return Some(Tiling {
+                tiles,
+                panels: halve(plan.panels),
+                unpack: plan.unpack && tiles >= UNPACKED,
+                ..plan
+            });
         }
         match plan {
             Tiling { steps: 0, .. } => {
@@ -381,7 +389,9 @@ impl Plan for Tiling {
         }
         let (x, w) = (self.x_words(), self.w_words());
         let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
-        Need { shared: x.saturating_add(w), slot: 0, workers: self.workers, pairs }
+        let slot = if self.unpack { panel_words(self.k, true) } else { 0 };
+        let pairs = pairs + slot * self.workers;
+        Need { shared: x.saturating_add(w), slot, workers: self.workers, pairs }
     }
 
     fn tiles(&self) -> [(&'static str, usize); 3] {
@@ -412,13 +422,20 @@ impl<I: Element> Product<'_, I> {
         self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
     }
 
+    /// Whether the weight is packed in fewer bits.
+    pub(crate) fn is_coded(&self) -> bool {
+        matches!(self.w, Weight::Packed(Panels { form: Form::Coded(_), .. }))
+    }
+
     fn preferred(&self) -> Tiling {
         // Few rows are one tall tile, so that each weight is read once.
         let height = if self.m <= MAX_ROWS { self.m } else { TILE_ROWS };
         let panels = if matches!(self.w, Weight::Plain(_)) { self.n.div_ceil(PANEL) } else { 0 };
         let tiles = self.m.div_ceil(height);
         let (workers, k) = (self.cpu.threads(), self.k);
-        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs: self.dots(), w_pairs: I::IS_BF16 }
+        let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
+        let unpack = x_pairs && tiles >= UNPACKED && self.is_coded();
+        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack }
     }
 
     /// Writes the product to `y[M,N]`.
@@ -439,7 +456,7 @@ impl<I: Element> Product<'_, I> {
         let (plan, mut workspace) = choose(cpu, "gemm", plans)?;
         let (shared, slots) = workspace.split();
         let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
-        let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, &y) };
+        let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, slots, &y) };
         cpu.ledger().note(Counter::SlowPaths, slow, "gemm: operands so small that VDPBF16PS would flush them")
     }
 
@@ -457,7 +474,13 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
-    fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], y: &SharedOut<O>) -> usize {
+    fn packed<O: Element>(
+        &self,
+        plan: &Tiling,
+        shared: &mut [u32],
+        mut slots: Vec<&mut [u32]>,
+        y: &SharedOut<O>,
+    ) -> usize {
         let Product { cpu, m, n, k, tf32, .. } = *self;
         let height = plan.height;
         let all = n.div_ceil(PANEL);
@@ -499,12 +522,16 @@ impl<I: Element> Product<'_, I> {
                 let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
                 let per_task = tiles.div_ceil(cuts);
                 let cuts = tiles.div_ceil(per_task);
-                cpu.each_after([tiles, runs * cuts], pack, |task| {
+                cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |slot, task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
-                        let (right, least) = group.panel(panel);
+                        let (mut right, least) = group.panel(panel);
+                        if let (true, Right::Coded(coded)) = (plan.unpack, right) {
+                            coded::unpack(cpu, &coded, slot);
+                            right = Right::Pairs(slot, PANEL);
+                        }
                         let panel = first_panel + panel;
                         let columns = PANEL.min(n - panel * PANEL);
                         let bias = self.bias_of(panel);
@@ -685,6 +712,9 @@ impl Ran {
         slow
     }
 }
+
+/// From so many tiles on, a coded panel is unpacked for them all. Fewer read it as it stands, each for itself.
+pub(crate) const UNPACKED: usize = 16;
 
 /// Steps of k at a time where a tile leaves `VDPBF16PS`.
 const SLOW_STEPS: usize = 128;

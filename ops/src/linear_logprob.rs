@@ -8,10 +8,11 @@
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
 //! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
+use crate::coded;
 use crate::element::compile_here;
 use crate::gemm::segment_length;
 use crate::gemm::{
-    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
+    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, UNPACKED, Weight, pack_rows, panel_words, row_words,
 };
 use crate::lane_sum::Lanes;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
@@ -19,7 +20,7 @@ use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::memory::LINE;
 use crate::pack::as_floats_mut;
 use crate::plan::{Need, Plan, choose};
-use crate::tile::{MAX_ROWS, PANEL, TILE_ROWS};
+use crate::tile::{MAX_ROWS, PANEL, Right, TILE_ROWS};
 use crate::{Counter, Cpu, Element, Error, check_len, value_error};
 use half::bf16;
 use std::iter::successors;
@@ -107,6 +108,8 @@ struct Blocks {
     x_pairs: bool,
     w_pairs: bool,
     w_packed: bool,
+    /// Whether a worker unpacks coded panels.
+    unpack: bool,
     /// All rows.
     rows: usize,
 }
@@ -123,8 +126,8 @@ impl Blocks {
     /// Words in which a worker lays operands out: a panel of w, or pieces.
     fn operand_words(&self) -> usize {
         match (self.steps, self.w_packed) {
-            (0, true) => 0,
-            (0, false) => panel_words(self.k, self.w_pairs),
+            (0, true) if !self.unpack => 0,
+            (0, _) => panel_words(self.k, self.w_pairs),
             (steps, packed) => steps * (self.height + if packed { 0 } else { PANEL }),
         }
     }
@@ -137,7 +140,10 @@ impl Blocks {
     fn smaller(&self) -> Option<Blocks> {
         let plan = *self;
         Some(match plan {
-            Blocks { tiles: 2.., .. } => Blocks { tiles: plan.tiles.div_ceil(2), ..plan },
+            Blocks { tiles: 2.., .. } => {
+                let tiles = plan.tiles.div_ceil(2);
+                Blocks { tiles, unpack: plan.unpack && tiles >= UNPACKED, ..plan }
+            }
             Blocks { steps: 0, .. } => {
                 let (steps, height) = (plan.k.clamp(16, 1024).next_multiple_of(16), plan.height.min(TILE_ROWS));
                 Blocks { steps, height, ..plan }
@@ -153,7 +159,8 @@ impl Blocks {
 impl Plan for Blocks {
     fn need(&self) -> Need {
         let x = self.x_words();
-        let pairs = if self.x_pairs { x } else { 0 };
+        let unpacked = if self.unpack { self.operand_words() * self.workers } else { 0 };
+        let pairs = if self.x_pairs { x } else { 0 } + unpacked;
         let shared = x + self.tiles * self.height * 8 * FACTS;
         Need { shared, slot: self.states() + self.operand_words(), workers: self.workers, pairs }
     }
@@ -199,15 +206,17 @@ fn run<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         cpu.ledger().note(Counter::Layouts, 1, place)?;
     }
     let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
+    let tiles = m.min(BLOCK_ROWS).div_ceil(height);
     let preferred = Blocks {
         k,
         height,
-        tiles: m.min(BLOCK_ROWS).div_ceil(height),
+        tiles,
         steps: 0,
         workers: cpu.threads().min(8),
         x_pairs: product.dots(),
         w_pairs: I::IS_BF16,
         w_packed,
+        unpack: product.dots() && tiles >= UNPACKED && product.is_coded(),
         rows: m,
     };
     let (plan, mut workspace) = choose(cpu, op, successors(Some(preferred), Blocks::smaller))?;
@@ -342,7 +351,13 @@ impl<I: Element> Block<'_, I> {
         for panel in start / PANEL..end.div_ceil(PANEL) {
             let held;
             let right = match product.w {
-                Weight::Packed(group) => Some(group.panel(panel)),
+                Weight::Packed(group) => match group.panel(panel) {
+                    (Right::Coded(coded), least) if plan.unpack => {
+                        coded::unpack(cpu, &coded, laid_out);
+                        Some((Right::Pairs(laid_out, PANEL), least))
+                    }
+                    packed => Some(packed),
+                },
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);

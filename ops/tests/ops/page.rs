@@ -363,6 +363,54 @@ proptest! {
         }
     }
 
+    /// Weights of like size take fewer bits where the machine has a kernel for it; some far smaller and far larger ones are
+    /// among them. Packed by one `Cpu`, used by all.
+    #[test]
+    fn weights_in_fewer_bits_are_the_same_weights(
+        m in prop::sample::select(vec![1usize, 2, 3, 5, 8, 12, 13, 16, 24, 25, 40, 191, 260]), n in 1usize..100,
+        k in prop::sample::select(vec![1usize, 2, 3, 64, 65, 66, 67, 130, 256, 515, 900]), odd in 0usize..6, seed: u64,
+    ) {
+        let seed = seed >> 2;
+        let (x, mut w): (Vec<bf16>, Vec<bf16>) = (values(seed, m * k, 3), values(seed + 1, n * k, 3));
+        w.iter_mut().filter(|w| w.widen() == 0.0).for_each(|w| *w = bf16::ONE);
+        for i in 0..odd {
+            let (at, power) = (seed.rotate_left(11 * i as u32) as usize % w.len(), [-126, -133, -30, 40, 9, 0][i]);
+            w[at] = bf16::narrow(w[at].widen() * f32::exp2(power as f32));
+        }
+        let packed = PackedWeight::pack(&Cpu::best(), n, k, &w).unwrap();
+        if Isa::best() == Isa::Avx512Bf16 && n.is_multiple_of(32) && k >= 256 {
+            prop_assert!(packed.bytes() < n * k * 15 / 8, "{} bytes for {n} x {k}", packed.bytes());
+        }
+        let scalar = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
+        let (mut expected, mut y) = (vec![0f32; m * n], vec![0f32; m * n]);
+        gemm(&scalar, &Gemm::new(m, n, k), &x, &w, None, &mut expected).unwrap();
+        let target: Vec<i32> = (0..m as i32).map(|r| r % n as i32).collect();
+        let (mut logp, mut lse, mut logp_plain, mut lse_plain) = (vec![0f32; m], vec![0f32; m], vec![0f32; m], vec![0f32; m]);
+        linear_logprob(&scalar, m, n, k, 0.7, &x, &w, &target, &mut logp_plain, &mut lse_plain).unwrap();
+        let tokens: Vec<i32> = (0..n as i32).rev().collect();
+        let (mut table, mut rows) = (vec![bf16::ZERO; n * k], vec![bf16::ZERO; n * k]);
+        embedding(&scalar, k, &w, &tokens, &mut table).unwrap();
+        embedding_packed(&scalar, &packed, &tokens, &mut rows).unwrap();
+        prop_assert_eq!(bits(&rows), bits(&table));
+        for cpu in cpus() {
+            let mut all = budgets(&cpu, seed, |cpu| gemm_packed(cpu, m, &x, &packed, None, &mut y));
+            all.push(cpu.clone());
+            for cpu in all {
+                y.fill(0.0);
+                gemm_packed(&cpu, m, &x, &packed, None, &mut y).unwrap();
+                prop_assert_eq!(bits(&y), bits(&expected), "{:?} {:?}", cpu, cpu.ledger().plans());
+            }
+            let mut all =
+                budgets(&cpu, seed, |cpu| linear_logprob_packed(cpu, m, 0.7, &x, &packed, &target, &mut logp, &mut lse));
+            all.push(cpu);
+            for cpu in all {
+                linear_logprob_packed(&cpu, m, 0.7, &x, &packed, &target, &mut logp, &mut lse).unwrap();
+                prop_assert_eq!(bits(&logp), bits(&logp_plain), "{:?} {:?}", cpu, cpu.ledger().plans());
+                prop_assert_eq!(bits(&lse), bits(&lse_plain), "{:?}", cpu);
+            }
+        }
+    }
+
     /// The two ops in a row are the definition. `jump` puts logits far apart, so that n moves and weights are lost.
     #[test]
     fn linear_logprob_is_gemm_and_logprob(
