@@ -107,16 +107,18 @@ fn place(column: usize, half: usize) -> usize {
 /// Writes the panel that `pairs` hold; `None` when it has more exceptions than there is room for.
 fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], wholes: &mut [u32]) -> Option<()> {
     let exponent = |half: u32| (half >> 8 & 0x7F) as usize;
-    // The eight that are met most often among some of the weights; of those that are not met, the next below the most
-    // frequent: there are more small weights than large ones.
-    let mut count = [0u32; 128];
+    // The eight that are most frequent, by some of the weights. Near zero weights are spread evenly, so each value stands
+    // for a quarter as many as the next above it; that tells the rare ones apart.
+    let mut count = [0f32; 128];
     for pair in pairs.chunks_exact(PANEL).step_by(7).flatten() {
-        count[exponent(*pair)] += 1;
-        count[exponent(pair >> 16)] += 1;
+        count[exponent(*pair)] += 1.0;
+        count[exponent(pair >> 16)] += 1.0;
+    }
+    for i in (0..127).rev() {
+        count[i] = count[i].max(count[i + 1] / 4.0);
     }
     let mut often: [u8; 128] = std::array::from_fn(|i| i as u8);
-    let most = often.into_iter().max_by_key(|&i| count[usize::from(i)]).expect("128 numbers");
-    often.sort_by_key(|&i| (std::cmp::Reverse(count[usize::from(i)]), most.wrapping_sub(i)));
+    often.sort_by(|&i, &j| count[usize::from(j)].total_cmp(&count[usize::from(i)]));
     let mut code = [u8::MAX; 128];
     let mut table = [0u8; 16];
     for (number, &exponent) in often[..8].iter().enumerate() {
