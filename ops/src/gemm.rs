@@ -122,7 +122,8 @@ pub fn gemm_packed<I: Element, O: Element>(
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
-/// earlier k in the high half.
+/// earlier k in the high half. A `Cpu` with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see
+/// `coded.rs`), from which every one comes back as it was.
 pub struct PackedWeight {
     n: usize,
     k: usize,
@@ -148,7 +149,7 @@ impl Form {
 }
 
 impl PackedWeight {
-    /// Packs `w[N,K]`, in parallel. bf16 keeps its size; fp16 is widened to f32. `w` may lie in a mapped file: every
+    /// Packs `w[N,K]`, in parallel. bf16 takes its size or less, fp16 is widened to f32. `w` may lie in a mapped file: every
     /// page is read once.
     ///
     /// # Errors
