@@ -172,6 +172,23 @@ impl Tree {
         triples.iter().map(|&[a, b, c]| meet(b, c) > meet(a, b)).collect()
     }
 
+    /// For every leaf how many leaves stand under the sum in which it meets leaf 0.
+    fn under_first(&self) -> Vec<usize> {
+        let mut sizes = vec![1; self.leaves()];
+        let mut at = self;
+        while let Tree::Node(children) = at {
+            let (size, mut todo) = (at.leaves(), children[1..].iter().collect::<Vec<_>>());
+            while let Some(tree) = todo.pop() {
+                match tree {
+                    Tree::Leaf(i) => sizes[*i] = size,
+                    Tree::Node(children) => todo.extend(children),
+                }
+            }
+            at = &children[0];
+        }
+        sizes
+    }
+
     fn depth(&self) -> usize {
         // Without recursion along a chain, which may be long.
         let (mut at, mut depth, mut most) = (self, 0, 0);
@@ -275,6 +292,16 @@ impl Op {
     }
 }
 
+/// Rows of one call whose sums have different orders.
+pub struct RowsApart {
+    /// The order in row 0.
+    pub first: Tree,
+    /// Another row.
+    pub row: usize,
+    /// The order there.
+    pub other: Tree,
+}
+
 /// An implementation that is asked.
 pub struct Probe<'a> {
     /// Who.
@@ -362,31 +389,75 @@ impl Probe<'_> {
         }
     }
 
-    /// The orders in row 0 and in the last row of `batch` rows, for a kernel whose rows have no order in common; `None` for
-    /// sums of terms that are never negative.
+    /// The order in row 0 of `batch` rows and that of the first row that has another one, if there is one. Sums of terms that
+    /// are never negative are not looked at.
     ///
     /// # Errors
     /// As [`Probe::tree`].
-    pub fn first_and_last(&self, op: Op, n: usize, batch: usize) -> Option<Result<[Tree; 2], String>> {
+    pub fn rows_apart(&self, op: Op, n: usize, batch: usize) -> Result<Option<RowsApart>, String> {
+        if !matches!(op, Op::Gemm | Op::Attention) {
+            return Ok(None);
+        }
         let at = |row: usize| self.tree_of_signed(op, n, batch, row..row + 1);
-        let both = || Ok([at(0)?, at(batch - 1)?]);
-        matches!(op, Op::Gemm | Op::Attention).then(both)
+        let first = at(0)?;
+        match self.row_of_another_order(op, &first, batch)? {
+            None => Ok(None),
+            Some(row) => Ok(Some(RowsApart { first, row, other: at(row)? })),
+        }
+    }
+
+    /// The first of `batch` rows that does not add its terms as `tree` does, by where some of them meet term 0.
+    fn row_of_another_order(&self, op: Op, tree: &Tree, batch: usize) -> Result<Option<usize>, String> {
+        let sizes = tree.under_first();
+        for draw in 0..sizes.len().min(24) {
+            let j = 1 + 7919 * draw % (sizes.len() - 1).max(1);
+            let found = self.sizes_under(op, sizes.len(), &vec![Some((0, j)); batch])?;
+            if let Some(row) = found.iter().position(|found| *found != sizes[j]) {
+                return Ok(Some(row));
+            }
+        }
+        Ok(None)
+    }
+
+    /// A term that is counted and one beside which all of them together are lost.
+    fn unit_and_mass(&self) -> (f64, f64) {
+        match self.dtype {
+            // As far apart as fp16 goes: a sum of n units must be lost beside the mass, in 24 bits for n up to 2^14.
+            DType::Fp16 => (round::pow2(-24), round::pow2(15)),
+            _ => (1.0, round::pow2(60)),
+        }
+    }
+
+    /// For each row the leaves under the smallest subtree that holds its pair of terms; of a row without a pair, all.
+    fn sizes_under(&self, op: Op, n: usize, pairs: &[Option<(usize, usize)>]) -> Result<Vec<usize>, String> {
+        let (unit, mass) = self.unit_and_mass();
+        let mut rows = vec![vec![unit; n]; pairs.len()];
+        for (row, pair) in rows.iter_mut().zip(pairs) {
+            if let Some((i, j)) = *pair {
+                (row[i], row[j]) = (mass, -mass);
+            }
+        }
+        let left = self.sums(op, &rows)?.into_iter().zip(pairs).map(|(left, pair)| {
+            let left = left / unit;
+            match pair {
+                None => Ok(n),
+                Some(_) if left.fract() == 0.0 && (0.0..=n as f64 - 2.0).contains(&left) => Ok(n - left as usize),
+                Some(_) => Err(format!("{left} of {n} units are left over, which no order of a sum explains")),
+            }
+        });
+        left.collect()
     }
 
     /// Of terms that may cancel (FPRev): all terms are a unit but two, +M and
     /// -M, so large that units added before these two meet are lost. What is left counts the units that were added later, that is
     /// the leaves outside of the smallest subtree that holds both.
     ///
-    /// Each of the rows `asked` holds a question of its own.
+    /// Each of the rows `asked` holds a question of its own; where these are several, every row is then held to the answer.
     fn tree_of_signed(&self, op: Op, n: usize, batch: usize, asked: Range<usize>) -> Result<Tree, String> {
-        let (unit, mass) = match self.dtype {
-            // As far apart as fp16 goes: a sum of n units must be lost beside the mass, in 24 bits for n up to 2^14.
-            DType::Fp16 => (round::pow2(-24), round::pow2(15)),
-            _ => (1.0, round::pow2(60)),
-        };
         if op == Op::Attention && !n.is_power_of_two() {
             return Err(format!("{n} keys: use a power of two, by which a division is exact"));
         }
+        let (unit, _) = self.unit_and_mass();
         let plain = self.sums(op, &vec![vec![unit; n]; batch])?;
         if let Some(sum) = plain.iter().find(|sum| **sum != unit * n as f64) {
             let holder = if self.out == DType::Fp32 { "the accumulator does" } else { "accumulator or output do" };
@@ -395,21 +466,19 @@ impl Probe<'_> {
         let mut under = |pairs: &[(usize, usize)]| -> Result<Vec<usize>, String> {
             let mut found = Vec::new();
             for part in pairs.chunks(asked.len()) {
-                let mut rows = vec![vec![unit; n]; batch];
-                for (row, &(i, j)) in rows[asked.clone()].iter_mut().zip(part) {
-                    (row[i], row[j]) = (mass, -mass);
-                }
-                for left in self.sums(op, &rows)?.into_iter().skip(asked.start).take(part.len()) {
-                    let left = left / unit;
-                    if left.fract() != 0.0 || !(0.0..=n as f64 - 2.0).contains(&left) {
-                        return Err(format!("{left} of {n} units are left over, which no order of a sum explains"));
-                    }
-                    found.push(n - left as usize);
-                }
+                let mut rows = vec![None; batch];
+                rows[asked.clone()].iter_mut().zip(part).for_each(|(row, pair)| *row = Some(*pair));
+                found.extend(self.sizes_under(op, n, &rows)?.into_iter().skip(asked.start).take(part.len()));
             }
             Ok(found)
         };
-        Ok(build(&(0..n).collect::<Vec<_>>(), &mut under)?.0)
+        let tree = build(&(0..n).collect::<Vec<_>>(), &mut under)?.0;
+        if asked.len() > 1
+            && let Some(row) = self.row_of_another_order(op, &tree, batch)?
+        {
+            return Err(format!("row {row} adds its terms in another order than the rows before it"));
+        }
+        Ok(tree)
     }
 
     /// Of terms that are never negative. All are 0 but three: one so large that each of the other two is lost beside it,
@@ -866,6 +935,8 @@ mod tests {
         ];
         for tree in trees {
             assert_eq!(revealed(&tree), tree, "{}", tree.text());
+            let sizes: Vec<usize> = (0..tree.leaves()).map(|j| lca(&tree, 0, j)).collect();
+            assert_eq!(tree.under_first(), sizes, "{}", tree.text());
         }
     }
 

@@ -36,6 +36,11 @@ pub struct Form {
 }
 
 impl Form {
+    /// Of `w[N,K]`.
+    pub fn of(n: usize, k: usize) -> Form {
+        Form { pairs: k.div_ceil(2), panels: n.div_ceil(PANEL) }
+    }
+
     fn blocks(self) -> usize {
         self.pairs.div_ceil(2)
     }
@@ -63,8 +68,8 @@ impl Form {
 ///
 /// # Errors
 /// [`Error::Memory`] when the system has no room for it.
-pub fn pack(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<Option<(Form, Memory)>, Error> {
-    let form = Form { pairs: k.div_ceil(2), panels: n.div_ceil(PANEL) };
+pub fn pack(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<Option<Memory>, Error> {
+    let form = Form::of(n, k);
     let bytes = form.words().saturating_mul(4);
     let mut memory = Memory::new(form.words()).ok_or(Error::Memory { op: "gemm", bytes })?;
     let (panels, wholes) = memory.split_at_mut(form.panels * form.panel());
@@ -94,7 +99,7 @@ pub fn pack(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<Option<(Form, M
             too_many.store(true, Ordering::Relaxed);
         }
     });
-    Ok((!too_many.into_inner()).then_some((form, memory)))
+    Ok((!too_many.into_inner()).then_some(memory))
 }
 
 /// Where the high byte of a word of pairs stands in a block: column c, the later k (0) or the earlier (1).
@@ -402,10 +407,9 @@ mod tests {
         for (n, k, small) in [(32, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (5, 6, 1), (64, 512, 30), (40, 0, 0)]
         {
             let w = weights(n, k, small);
-            let (form, memory) =
-                pack(&cpu, n, k, &w).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
+            let memory = pack(&cpu, n, k, &w).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
             for row in 0..n {
-                let (panel, _) = Coded::panel(form, &memory, row / PANEL);
+                let (panel, _) = Coded::panel(Form::of(n, k), &memory, row / PANEL);
                 for k_at in 0..k {
                     let pair = panel.pair(k_at / 2, row % PANEL);
                     let bits = if k_at % 2 == 0 { pair >> 16 } else { pair & 0xFFFF };

@@ -139,7 +139,7 @@ enum Form {
     /// Pairs of bf16.
     Pairs,
     /// Pairs of bf16 in fewer bits.
-    Coded(coded::Form),
+    Coded,
 }
 
 impl Form {
@@ -161,9 +161,9 @@ impl PackedWeight {
         }
         if cpu.isa() == Isa::Avx512Bf16
             && let Some(w) = bf16_slice(w)
-            && let Some((form, memory)) = coded::pack(cpu, n, k, w)?
+            && let Some(memory) = coded::pack(cpu, n, k, w)?
         {
-            return Ok(PackedWeight { n, k, form: Form::Coded(form), memory });
+            return Ok(PackedWeight { n, k, form: Form::Coded, memory });
         }
         let size = panel_words(k, I::IS_BF16);
         let words = size.saturating_mul(n.div_ceil(PANEL));
@@ -206,7 +206,7 @@ impl PackedWeight {
     }
 
     pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.memory, k: self.k, form: self.form }
+        Panels { words: &self.memory, n: self.n, k: self.k, form: self.form }
     }
 }
 
@@ -264,6 +264,7 @@ pub(crate) fn pack_rows<I: Element>(
 #[derive(Clone, Copy)]
 pub(crate) struct Panels<'a> {
     words: &'a [u32],
+    n: usize,
     k: usize,
     form: Form,
 }
@@ -271,7 +272,7 @@ pub(crate) struct Panels<'a> {
 impl<'a> Panels<'a> {
     /// One panel.
     pub fn one(words: &'a [u32], k: usize, pairs: bool) -> Panels<'a> {
-        Panels { words, k, form: Form::of(pairs) }
+        Panels { words, n: PANEL, k, form: Form::of(pairs) }
     }
 
     /// A panel's operand and its smallest nonzero magnitude.
@@ -286,8 +287,8 @@ impl<'a> Panels<'a> {
                 let (words, end) = plain(true);
                 (Right::Pairs(words, PANEL), f32::from_bits(end[0]))
             }
-            Form::Coded(form) => {
-                let (panel, least) = Coded::panel(form, self.words, panel);
+            Form::Coded => {
+                let (panel, least) = Coded::panel(coded::Form::of(self.n, self.k), self.words, panel);
                 (Right::Coded(panel), least)
             }
         }
@@ -303,7 +304,7 @@ impl<'a> Panels<'a> {
         let words = match self.form {
             Form::Wide => plain(false),
             Form::Pairs => plain(true),
-            Form::Coded(form) => Coded::words(form, self.words, panel),
+            Form::Coded => Coded::words(coded::Form::of(self.n, self.k), self.words, panel),
         };
         if let Some(words) = words {
             let part_size = words.len().div_ceil(parts).next_multiple_of(LINE);
@@ -425,7 +426,7 @@ impl<I: Element> Product<'_, I> {
 
     /// Whether the weight is packed in fewer bits.
     pub(crate) fn is_coded(&self) -> bool {
-        matches!(self.w, Weight::Packed(Panels { form: Form::Coded(_), .. }))
+        matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
     }
 
     fn preferred(&self) -> Tiling {
@@ -499,7 +500,7 @@ impl<I: Element> Product<'_, I> {
                     let rows = (panels * PANEL).min(n - first_panel * PANEL);
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
                     pack_panels(cpu, rows, k, &w[first_panel * PANEL * k..][..rows * k], tf32, words);
-                    Panels { words, k, form: Form::of(I::IS_BF16) }
+                    Panels { words, n: rows, k, form: Form::of(I::IS_BF16) }
                 }
             };
             for first_tile in (0..m.div_ceil(height)).step_by(plan.tiles) {

@@ -2,7 +2,7 @@ use super::Place;
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::case::Config;
 use samebits_contract::tensor::DType;
-use samebits_harness::probe::{Finding, Op, Probe, Tree};
+use samebits_harness::probe::{Finding, Op, Probe, RowsApart, Tree};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -113,16 +113,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             match tree {
                 Err(reason) => {
                     writeln!(stdout, "  rows {list}: not revealed: {reason}")?;
-                    if let Some(Ok([first, last])) = probe.first_and_last(op, n, rows[0])
-                        && first != last
-                    {
+                    if let Ok(Some(RowsApart { first, row, other })) = probe.rows_apart(op, n, rows[0]) {
                         writeln!(
                             stdout,
-                            "    THE ORDER FOLLOWS THE ROW: of {} rows the first\n    {}",
+                            "    THE ORDER FOLLOWS THE ROW: of {} rows row 0\n    {}",
                             rows[0],
                             first.text()
                         )?;
-                        writeln!(stdout, "    and the last\n    {}", last.text())?;
+                        writeln!(stdout, "    and row {row}\n    {}", other.text())?;
                     }
                 }
                 Ok(tree) => {
