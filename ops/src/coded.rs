@@ -50,9 +50,9 @@ impl Form {
         self.blocks() / 16 + 2
     }
 
-    /// Words before the blocks of a panel; after the last exception comes a number that no block has.
+    /// Words before the blocks of a panel.
     fn head(self) -> usize {
-        (FACTS + self.room() + 1).next_multiple_of(LINE)
+        (FACTS + self.room()).next_multiple_of(LINE)
     }
 
     fn panel(self) -> usize {
@@ -150,12 +150,11 @@ fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], wholes: &mut [
             *word = u32::from_le_bytes(*bytes);
         }
         if !known {
-            wholes.get_mut(exceptions * WHOLE..)?.get_mut(..WHOLE)?.copy_from_slice(pairs);
+            wholes.chunks_exact_mut(WHOLE).nth(exceptions)?.copy_from_slice(pairs);
             head[FACTS + exceptions] = number as u32;
             exceptions += 1;
         }
     }
-    head[FACTS + exceptions] = u32::MAX;
     for (word, bytes) in head.iter_mut().zip(table.as_chunks().0) {
         *word = u32::from_le_bytes(*bytes);
     }

@@ -112,7 +112,7 @@ impl Cpu {
     }
 
     /// A `Cpu` with `threads` (at least 1) threads, the calling one among them, and at most `budget` bytes of workspace
-    /// per op. Workspace is what an op needs beside its inputs and outputs, a few KiB of stack per thread aside; it is
+    /// per op. Workspace is what an op needs beside its inputs and outputs, some KiB of stack per thread aside; it is
     /// kept for the next call.
     ///
     /// # Errors

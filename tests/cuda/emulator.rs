@@ -305,7 +305,7 @@ impl Library {
         }
         files.push(("unit.cpp".into(), text.into()));
         let mut options: Vec<String> =
-            ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC", "-shared"]
+            ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC", "-shared"]
                 .map(String::from)
                 .to_vec();
         options.push("-ftls-model=initial-exec".into());
