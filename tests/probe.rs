@@ -106,7 +106,7 @@ fn faults_are_explained() {
         ("sequential_sum", "fp32", "    0..33\n"),
         ("sequential_sum", "fp32", "products                 rounded before they are added   NOT as declared"),
         ("split_by_batch", "fp32", "THE ORDER FOLLOWS THE BATCH"),
-        // Row 256 of 257 is behind the last whole tile.
+        // Of 7 rows those from row 4 on are behind the last whole tile.
         ("other_order_in_last_tile", "fp32", "    THE ORDER FOLLOWS THE ROW: of 7 rows row 0\n"),
         ("other_order_in_last_tile", "fp32", "    and row 4\n"),
         ("split_from_256_rows", "fp32", "THE ORDER FOLLOWS THE BATCH: 2 orders for one sum"),

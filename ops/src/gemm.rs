@@ -294,6 +294,20 @@ impl<'a> Panels<'a> {
         }
     }
 
+    /// [`Panels::panel`], unpacked into `slot` if it is coded.
+    pub fn unpacked<'s>(&self, cpu: &Cpu, panel: usize, slot: &'s mut [u32]) -> (Right<'s>, f32)
+    where
+        'a: 's,
+    {
+        match self.panel(panel) {
+            (Right::Coded(coded), least) => {
+                coded::unpack(cpu, &coded, slot);
+                (Right::Pairs(slot, PANEL), least)
+            }
+            plain => plain,
+        }
+    }
+
     /// Asks memory for one of `parts` parts of a panel, if there is such a panel: each tile on the panel before it asks for
     /// one, so that the panel is near when its turn comes.
     pub fn prefetch(&self, panel: usize, part: usize, parts: usize) {
@@ -424,9 +438,9 @@ impl<I: Element> Product<'_, I> {
         self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
     }
 
-    /// Whether the weight is packed in fewer bits.
-    pub(crate) fn is_coded(&self) -> bool {
-        matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
+    /// Whether workers unpack the panels of the weight for so many tiles.
+    pub(crate) fn unpacks(&self, tiles: usize) -> bool {
+        self.dots() && tiles >= UNPACKED && matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
     }
 
     fn preferred(&self) -> Tiling {
@@ -436,7 +450,7 @@ impl<I: Element> Product<'_, I> {
         let tiles = self.m.div_ceil(height);
         let (workers, k) = (self.cpu.threads(), self.k);
         let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
-        let unpack = x_pairs && tiles >= UNPACKED && self.is_coded();
+        let unpack = self.unpacks(tiles);
         Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack }
     }
 
@@ -529,11 +543,8 @@ impl<I: Element> Product<'_, I> {
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
-                        let (mut right, least) = group.panel(panel);
-                        if let (true, Right::Coded(coded)) = (plan.unpack, right) {
-                            coded::unpack(cpu, &coded, slot);
-                            right = Right::Pairs(slot, PANEL);
-                        }
+                        let (right, least) =
+                            if plan.unpack { group.unpacked(cpu, panel, slot) } else { group.panel(panel) };
                         let panel = first_panel + panel;
                         let columns = PANEL.min(n - panel * PANEL);
                         let bias = self.bias_of(panel);

@@ -8,7 +8,6 @@
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
 //! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
-use crate::coded;
 use crate::element::compile_here;
 use crate::gemm::segment_length;
 use crate::gemm::{
@@ -20,7 +19,7 @@ use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::memory::LINE;
 use crate::pack::as_floats_mut;
 use crate::plan::{Need, Plan, choose};
-use crate::tile::{MAX_ROWS, PANEL, Right, TILE_ROWS};
+use crate::tile::{MAX_ROWS, PANEL, TILE_ROWS};
 use crate::{Counter, Cpu, Element, Error, check_len, value_error};
 use half::bf16;
 use std::iter::successors;
@@ -216,7 +215,7 @@ fn run<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         x_pairs: product.dots(),
         w_pairs: I::IS_BF16,
         w_packed,
-        unpack: product.dots() && tiles >= UNPACKED && product.is_coded(),
+        unpack: product.unpacks(tiles),
         rows: m,
     };
     let (plan, mut workspace) = choose(cpu, op, successors(Some(preferred), Blocks::smaller))?;
@@ -351,13 +350,8 @@ impl<I: Element> Block<'_, I> {
         for panel in start / PANEL..end.div_ceil(PANEL) {
             let held;
             let right = match product.w {
-                Weight::Packed(group) => match group.panel(panel) {
-                    (Right::Coded(coded), least) if plan.unpack => {
-                        coded::unpack(cpu, &coded, laid_out);
-                        Some((Right::Pairs(laid_out, PANEL), least))
-                    }
-                    packed => Some(packed),
-                },
+                Weight::Packed(group) if plan.unpack => Some(group.unpacked(cpu, panel, laid_out)),
+                Weight::Packed(group) => Some(group.panel(panel)),
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
