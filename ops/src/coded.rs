@@ -16,7 +16,7 @@ use crate::gemm::{SharedOut, pack_rows, panel_words};
 use crate::memory::{LINE, Memory};
 use crate::pack::prefetch;
 use crate::tile::PANEL;
-use crate::{Cpu, Error, Isa, Tf32};
+use crate::{Cpu, Error, Tf32};
 use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -185,11 +185,6 @@ impl<'a> Coded<'a> {
         self.pairs
     }
 
-    /// The panel's words, to be asked for.
-    pub fn words(form: Form, words: &'a [u32], panel: usize) -> Option<&'a [u32]> {
-        (panel < form.panels).then(|| &words[panel * form.panel()..][..form.panel()])
-    }
-
     /// The numbers of the blocks that stand whole, ascending.
     fn exceptions(&self) -> &'a [u32] {
         &self.head[FACTS..][..self.head[5] as usize]
@@ -222,48 +217,6 @@ impl<'a> Coded<'a> {
     }
 }
 
-/// Writes the pairs of a panel, as they stand where it is not coded: k by k, 32 columns side by side.
-///
-/// # Panics
-/// When `out` is too short, or the machine is not one that panels are coded for.
-pub fn unpack(cpu: &Cpu, coded: &Coded, out: &mut [u32]) {
-    assert!(out.len() >= coded.pairs * PANEL && cpu.isa() == Isa::Avx512Bf16, "no room or no kernel for a coded panel");
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: `Cpu::new` refuses an isa that the machine lacks; `out` holds the panel.
-    unsafe {
-        unpack_blocks(coded, out.as_mut_ptr());
-    }
-}
-
-/// [`unpack`].
-///
-/// # Safety
-/// The machine has AVX-512 BW, and `out` has room for all pairs.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn unpack_blocks(coded: &Coded, out: *mut u32) {
-    use std::arch::x86_64::*;
-    for (number, block) in coded.blocks.chunks_exact(BLOCK).enumerate() {
-        // SAFETY: a block has three lines, and its pairs are below the panel's.
-        unsafe {
-            let codes = _mm512_loadu_si512(block.as_ptr().add(2 * LINE).cast());
-            for step in 0..(coded.pairs - 2 * number).min(2) {
-                let codes = if step == 0 { codes } else { _mm512_srli_epi16::<4>(codes) };
-                let [first, last] = weights(coded, block.as_ptr().add(step * LINE), codes);
-                let to = out.add((2 * number + step) * PANEL);
-                _mm512_storeu_si512(to.cast(), first);
-                _mm512_storeu_si512(to.add(16).cast(), last);
-            }
-        }
-    }
-    for (&number, whole) in coded.exceptions().iter().zip(coded.wholes.chunks_exact(WHOLE)) {
-        let pair = 2 * number as usize;
-        let words = (coded.pairs - pair).min(2) * PANEL;
-        // SAFETY: as above.
-        unsafe { out.add(pair * PANEL).copy_from_nonoverlapping(whole.as_ptr(), words) };
-    }
-}
-
 /// The 32 pairs whose low bytes stand at `low` and whose codes are the low halves of the bytes of `codes`.
 ///
 /// # Safety
@@ -284,32 +237,34 @@ unsafe fn weights(
     [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
 }
 
-/// So many bytes ahead the blocks of few rows are asked for.
+/// So many bytes ahead blocks are asked for.
 #[cfg(target_arch = "x86_64")]
 const STREAMED: usize = 4096;
 
 /// The sums of `ROWS` rows and a whole panel: `left` holds a word for each row and pair of k, `step` apart from one pair to
-/// the next; `out` has rows of 32.
+/// the next; `out` has rows of 32. With `KEEP` the pairs are written to `kept` as well, as they stand where a panel is not
+/// coded: k by k, 32 columns side by side.
 ///
 /// # Safety
 /// The machine has AVX-512 BW and BF16. `left` holds `ROWS` words at every pair below the end of `bounds`, `out` `ROWS`
-/// rows `out_stride` apart; the bounds end within the panel's k and, but for the end, are multiples of 4.
+/// rows `out_stride` apart, and `kept` with `KEEP` 32 words for each pair; the bounds end within the panel's k and, but for
+/// the end, are multiples of 4.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-pub unsafe fn dot_coded<const ROWS: usize>(
+#[allow(clippy::too_many_arguments)]
+pub unsafe fn dot_coded<const ROWS: usize, const KEEP: bool>(
     coded: &Coded,
     left: *const u32,
     step: usize,
     bounds: &[usize],
     out: *mut f32,
     out_stride: usize,
+    kept: *mut u32,
 ) {
     use std::arch::x86_64::*;
     use std::mem::{MaybeUninit, transmute};
-    if ROWS <= 8 {
-        // They stand apart from the blocks.
-        prefetch(coded.wholes);
-    }
+    // They stand apart from the blocks.
+    prefetch(coded.wholes);
     let zero = _mm512_setzero_ps();
     let mut exceptions = coded.exceptions().iter().copied().zip(coded.wholes.chunks_exact(WHOLE)).peekable();
     // As in `dot_chains`.
@@ -319,6 +274,12 @@ pub unsafe fn dot_coded<const ROWS: usize>(
         let mut live = [[zero; 2]; ROWS];
         let (mut pair, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
         let sum = |live: &mut [[__m512; 2]; ROWS], pair: usize, weights: [__m512i; 2]| {
+            if KEEP {
+                for (v, &weights) in weights.iter().enumerate() {
+                    // SAFETY: `pair` is below the end of the bounds.
+                    unsafe { _mm512_storeu_si512(kept.add(pair * PANEL + v * 16).cast(), weights) };
+                }
+            }
             // SAFETY: a vector of i32 and one of pairs of bf16 have the same 512 bits.
             let [first, last] = weights.map(|weights| unsafe { transmute::<__m512i, __m512bh>(weights) });
             for (r, live) in live.iter_mut().enumerate() {
@@ -334,10 +295,8 @@ pub unsafe fn dot_coded<const ROWS: usize>(
                 let stop = exceptions.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
                 while pair < stop {
                     let block = coded.blocks.as_ptr().add(pair / 2 * BLOCK);
-                    if ROWS <= 8 {
-                        for line in 0..3 {
-                            _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(STREAMED / 4 + line * LINE).cast());
-                        }
+                    for line in 0..3 {
+                        _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(STREAMED / 4 + line * LINE).cast());
                     }
                     let codes = _mm512_loadu_si512(block.add(2 * LINE).cast());
                     sum(&mut live, pair, weights(coded, block, codes));
@@ -386,7 +345,7 @@ pub unsafe fn dot_coded<const ROWS: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Element;
+    use crate::{Element, Isa};
 
     /// Weights of like size; `small` of them are far smaller.
     fn weights(n: usize, k: usize, small: usize) -> Vec<bf16> {

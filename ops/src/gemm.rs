@@ -10,11 +10,12 @@ use crate::element::compile_here;
 use crate::lanes::{self, Kernel, Simd, load_at, narrow_at};
 use crate::memory::{LINE, Memory};
 use crate::pack::{
-    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, prefetch_second, wide_of_rows,
-    wide_row,
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row,
 };
 use crate::plan::{Need, Plan, choose};
-use crate::tile::{Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
+use crate::tile::{
+    Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, dot_unpacking, fma_tile,
+};
 use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
 use half::bf16;
 use std::iter::successors;
@@ -192,7 +193,7 @@ impl PackedWeight {
 
     /// Calls `put(k, w[row][k])` for every k.
     pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
-        let (panel, column) = (self.panels().panel(row / PANEL).0, row % PANEL);
+        let (panel, column) = (self.panels().panel(row / PANEL, &mut []).right, row % PANEL);
         let of_pair = |k: usize, pair: u32| if k.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
         for k in 0..self.k {
             let value = match panel {
@@ -275,13 +276,16 @@ impl<'a> Panels<'a> {
         Panels { words, n: PANEL, k, form: Form::of(pairs) }
     }
 
-    /// A panel's operand and its smallest nonzero magnitude.
-    pub fn panel(&self, panel: usize) -> (Right<'a>, f32) {
+    /// A panel. A `slot` that is not empty has room for its pairs.
+    pub fn panel<'s>(&self, panel: usize, slot: &'s mut [u32]) -> Panel<'s>
+    where
+        'a: 's,
+    {
         let plain = |pairs: bool| {
             let size = panel_words(self.k, pairs);
             self.words[panel * size..][..size].split_at(size - LINE)
         };
-        match self.form {
+        let (right, least) = match self.form {
             Form::Wide => (Right::Wide(as_floats(plain(false).0), PANEL), f32::NAN),
             Form::Pairs => {
                 let (words, end) = plain(true);
@@ -291,41 +295,18 @@ impl<'a> Panels<'a> {
                 let (panel, least) = Coded::panel(coded::Form::of(self.n, self.k), self.words, panel);
                 (Right::Coded(panel), least)
             }
-        }
-    }
-
-    /// [`Panels::panel`], unpacked into `slot` if it is coded.
-    pub fn unpacked<'s>(&self, cpu: &Cpu, panel: usize, slot: &'s mut [u32]) -> (Right<'s>, f32)
-    where
-        'a: 's,
-    {
-        match self.panel(panel) {
-            (Right::Coded(coded), least) => {
-                coded::unpack(cpu, &coded, slot);
-                (Right::Pairs(slot, PANEL), least)
-            }
-            plain => plain,
-        }
-    }
-
-    /// Asks memory for one of `parts` parts of a panel, if there is such a panel: each tile on the panel before it asks for
-    /// one, so that the panel is near when its turn comes.
-    pub fn prefetch(&self, panel: usize, part: usize, parts: usize) {
-        let plain = |pairs: bool| {
-            let size = panel_words(self.k, pairs);
-            self.words.get(panel * size..(panel + 1) * size)
         };
-        let words = match self.form {
-            Form::Wide => plain(false),
-            Form::Pairs => plain(true),
-            Form::Coded => Coded::words(coded::Form::of(self.n, self.k), self.words, panel),
-        };
-        if let Some(words) = words {
-            let part_size = words.len().div_ceil(parts).next_multiple_of(LINE);
-            let (from, to) = ((part * part_size).min(words.len()), ((part + 1) * part_size).min(words.len()));
-            prefetch_second(&words[from..to]);
-        }
+        Panel { right, least, slot }
     }
+}
+
+/// A panel as tiles read it.
+pub(crate) struct Panel<'a> {
+    pub right: Right<'a>,
+    /// Its smallest nonzero magnitude; NaN unless it holds pairs.
+    least: f32,
+    /// Where a tile unpacks a coded panel for the tiles after it; empty where each reads it as it stands.
+    slot: &'a mut [u32],
 }
 
 /// The weight of a product.
@@ -377,12 +358,7 @@ impl Tiling {
         if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
             let halve = |count: usize| count.div_ceil(2);
             let tiles = halve(plan.tiles);
-            return Some(Tiling {
-                tiles,
-                panels: halve(plan.panels),
-                unpack: plan.unpack && tiles >= UNPACKED,
-                ..plan
-            });
+            return Some(Tiling { tiles, panels: halve(plan.panels), unpack: plan.unpack && tiles > 1, ..plan });
         }
         match plan {
             Tiling { steps: 0, .. } => {
@@ -438,9 +414,10 @@ impl<I: Element> Product<'_, I> {
         self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
     }
 
-    /// Whether workers unpack the panels of the weight for so many tiles.
+    /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
+    /// they stand.
     pub(crate) fn unpacks(&self, tiles: usize) -> bool {
-        self.dots() && tiles >= UNPACKED && matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
+        self.dots() && tiles > 1 && matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
     }
 
     fn preferred(&self) -> Tiling {
@@ -543,8 +520,8 @@ impl<I: Element> Product<'_, I> {
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
-                        let (right, least) =
-                            if plan.unpack { group.unpacked(cpu, panel, slot) } else { group.panel(panel) };
+                        let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
+                        let mut operand = group.panel(panel, slot);
                         let panel = first_panel + panel;
                         let columns = PANEL.min(n - panel * PANEL);
                         let bias = self.bias_of(panel);
@@ -552,11 +529,11 @@ impl<I: Element> Product<'_, I> {
                             let rows = rows_of(t);
                             let at = first_row(t) * n + panel * PANEL;
                             // The lines of y arrive while the tile is summed.
-                            (0..rows).for_each(|r| y.prefetch(at + r * n));
+                            y.prefetch_rows(at, rows, n);
                             // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                             let tile = unsafe { packed.read(t * size, size) };
                             let out = &mut sums[..rows * PANEL];
-                            self.tile(tile, plan.x_pairs, (right, least), panel, first_row(t), rows, &mut tally, out);
+                            self.tile(tile, plan.x_pairs, &mut operand, panel, first_row(t), rows, &mut tally, out);
                             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
                             unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
                         }
@@ -568,14 +545,15 @@ impl<I: Element> Product<'_, I> {
         ran.record(cpu)
     }
 
-    /// The sums of one packed tile of x, `rows` rows from `first`, and one panel.
+    /// The sums of one packed tile of x, `rows` rows from `first`, and panel `number`. The panel stays where it is: what
+    /// was written just before would have to leave the store buffer, behind the lines of y, before it can be read.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn tile(
         &self,
         tile: &[u32],
         pairs: bool,
-        (right, least): (Right, f32),
-        panel: usize,
+        panel: &mut Panel,
+        number: usize,
         first: usize,
         rows: usize,
         tally: &mut Tally,
@@ -583,23 +561,36 @@ impl<I: Element> Product<'_, I> {
     ) {
         let cpu = self.cpu;
         let (tile, end) = tile.split_at(tile.len() - LINE);
-        let order = Order::Tree(self.bounds);
-        let dot = pairs && dot_is_exact(f32::from_bits(end[0]), least);
+        let (right, order) = (panel.right, Order::Tree(self.bounds));
+        let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
         if !pairs && !matches!(right, Right::Coded(_)) {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else if dot {
             tally.fast += 1;
             let left = Left { data: tile, row_stride: 1, step: rows };
-            dot_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+            let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL };
+            if rows == TILE_ROWS && !panel.slot.is_empty() {
+                let slot = std::mem::take(&mut panel.slot);
+                dot_unpacking(cpu, tile, slot);
+                panel.right = Right::Pairs(slot, PANEL);
+            } else {
+                dot_tile(cpu, tile);
+            }
         } else {
             // Other instruction sets widen coded panels as they go.
             tally.slow += usize::from(pairs);
-            let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
-            for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
-                let rows = out.len() / PANEL;
-                self.pieces(rows, first + part * TILE_ROWS, panel, Some(right), SLOW_STEPS, &mut piece, out);
-            }
+            self.slow_tile(right, number, first, out);
+        }
+    }
+
+    /// [`Product::tile`] without `VDPBF16PS`. It stands apart for its room on the stack, which every tile would touch.
+    #[inline(never)]
+    fn slow_tile(&self, right: Right, panel: usize, first: usize, out: &mut [f32]) {
+        let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
+        for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
+            let rows = out.len() / PANEL;
+            self.pieces(rows, first + part * TILE_ROWS, panel, Some(right), SLOW_STEPS, &mut piece, out);
         }
     }
 
@@ -611,7 +602,7 @@ impl<I: Element> Product<'_, I> {
             let (panel, first) = (task % panels, task / panels * plan.height);
             let rows = plan.height.min(m - first);
             let right = match self.w {
-                Weight::Packed(group) => Some(group.panel(panel).0),
+                Weight::Packed(group) => Some(group.panel(panel, &mut []).right),
                 Weight::Plain(_) => None,
             };
             let mut sums = [0f32; TILE_ROWS * PANEL];
@@ -726,9 +717,6 @@ impl Ran {
     }
 }
 
-/// From so many tiles on, a coded panel is unpacked for them all. Fewer read it as it stands, each for itself.
-pub(crate) const UNPACKED: usize = 16;
-
 /// Steps of k at a time where a tile leaves `VDPBF16PS`.
 const SLOW_STEPS: usize = 128;
 
@@ -742,9 +730,13 @@ pub(crate) struct SharedOut<O> {
 unsafe impl<O: Send> Sync for SharedOut<O> {}
 
 impl<O> SharedOut<O> {
-    /// Asks for the cache line of element `at`.
-    pub(crate) fn prefetch(&self, at: usize) {
-        lanes::prefetch(self.data.wrapping_add(at));
+    /// Asks for the cache lines of `rows` elements, `stride` apart from `at`.
+    pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
+        let mut line = self.data.wrapping_add(at);
+        for _ in 0..rows {
+            lanes::prefetch(line);
+            line = line.wrapping_add(stride);
+        }
     }
 
     /// The elements `at..at + len`, to be read.
@@ -798,15 +790,31 @@ impl<O: Element> Kernel for Finish<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for (r, sums) in self.sums.chunks_exact(PANEL).enumerate() {
-            // SAFETY: `finish`'s caller has these places to itself.
-            let row = unsafe { self.y.part(self.at + r * self.stride, self.columns) };
-            for column in (0..row.len()).step_by(S::LANES) {
+        let rows = self.sums.len() / PANEL;
+        // SAFETY: `finish`'s caller has these places to itself.
+        let row = |r: usize| unsafe { self.y.part(self.at + r * self.stride, self.columns) };
+        if self.columns < PANEL {
+            for r in 0..rows {
+                let (sums, row) = (&self.sums[r * PANEL..][..PANEL], row(r));
+                for column in (0..row.len()).step_by(S::LANES) {
+                    let mut sum = load_at(s, sums, column, 0.0);
+                    if let Some(bias) = self.bias {
+                        sum = s.add(sum, load_at(s, bias, column, 0.0));
+                    }
+                    narrow_at(s, sum, row, column);
+                }
+            }
+            return;
+        }
+        for (r, sums) in self.sums.as_chunks::<PANEL>().0.iter().enumerate() {
+            let row = row(r);
+            for column in (0..PANEL).step_by(S::LANES) {
                 let mut sum = load_at(s, sums, column, 0.0);
                 if let Some(bias) = self.bias {
                     sum = s.add(sum, load_at(s, bias, column, 0.0));
                 }
-                narrow_at(s, sum, row, column);
+                // SAFETY: a row has PANEL places, a multiple of LANES.
+                unsafe { O::narrow_lanes(s, sum, row.as_mut_ptr().add(column)) };
             }
         }
     }

@@ -11,7 +11,7 @@
 use crate::element::compile_here;
 use crate::gemm::segment_length;
 use crate::gemm::{
-    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, UNPACKED, Weight, pack_rows, panel_words, row_words,
+    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
 };
 use crate::lane_sum::Lanes;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
@@ -141,7 +141,7 @@ impl Blocks {
         Some(match plan {
             Blocks { tiles: 2.., .. } => {
                 let tiles = plan.tiles.div_ceil(2);
-                Blocks { tiles, unpack: plan.unpack && tiles >= UNPACKED, ..plan }
+                Blocks { tiles, unpack: plan.unpack && tiles > 1, ..plan }
             }
             Blocks { steps: 0, .. } => {
                 let (steps, height) = (plan.k.clamp(16, 1024).next_multiple_of(16), plan.height.min(TILE_ROWS));
@@ -349,16 +349,16 @@ impl<I: Element> Block<'_, I> {
         let mut tally = Tally::default();
         for panel in start / PANEL..end.div_ceil(PANEL) {
             let held;
-            let right = match product.w {
-                Weight::Packed(group) if plan.unpack => Some(group.unpacked(cpu, panel, laid_out)),
-                Weight::Packed(group) => Some(group.panel(panel)),
+            let mut operand = match product.w {
+                Weight::Packed(group) if plan.unpack => Some(group.panel(panel, laid_out)),
+                Weight::Packed(group) => Some(group.panel(panel, &mut [])),
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
                     let rows = &w[panel * PANEL * product.k..];
                     pack_rows(cpu, columns, product.k, rows, product.tf32, bf16::NEG_ZERO, I::IS_BF16, laid_out, PANEL);
                     held = Panels::one(laid_out, product.k, I::IS_BF16);
-                    Some(held.panel(0))
+                    Some(held.panel(0, &mut []))
                 }
             };
             // Columns of this panel that belong to the segment.
@@ -369,15 +369,12 @@ impl<I: Element> Block<'_, I> {
                 let (r, count) = (tile.start, tile.len());
                 let sums = &mut sums[..count * PANEL];
                 if plan.steps > 0 {
-                    let right = right.map(|(right, _)| right);
+                    let right = operand.as_ref().map(|operand| operand.right);
                     product.pieces(count, first + r, panel, right, plan.steps, pieces, sums);
                 } else {
                     let x = &x[r / plan.height * plan.tile_words()..][..plan.tile_words()];
-                    let right = right.expect("a panel");
-                    if let Weight::Packed(group) = product.w {
-                        group.prefetch(panel + 1, r / plan.height, rows.div_ceil(plan.height));
-                    }
-                    product.tile(x, plan.x_pairs, right, panel, first + r, count, &mut tally, sums);
+                    let operand = operand.as_mut().expect("a panel");
+                    product.tile(x, plan.x_pairs, operand, panel, first + r, count, &mut tally, sums);
                 }
                 let states = &mut states[r * STATE..][..count * STATE];
                 absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: again.is_none(), states });

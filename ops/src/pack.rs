@@ -273,13 +273,6 @@ impl Ahead {
     }
 }
 
-/// [`prefetch`], into the second cache.
-pub fn prefetch_second<T>(x: &[T]) {
-    for byte in (0..size_of_val(x)).step_by(64) {
-        lanes::prefetch_second(x.as_ptr().cast::<i8>().wrapping_add(byte));
-    }
-}
-
 /// The same words as f32.
 pub fn as_floats(words: &[u32]) -> &[f32] {
     // SAFETY: u32 and f32 have the same size and alignment, and every bit pattern is a value of both.

@@ -414,6 +414,23 @@ pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
     drop(tile);
 }
 
+/// [`dot_tile`] of [`TILE_ROWS`] rows and a coded panel, whose pairs are left in `slot` as [`Right::Pairs`] has them.
+pub fn dot_unpacking(cpu: &Cpu, tile: Tile<'_, u32>, slot: &mut [u32]) {
+    let Right::Coded(coded) = tile.right else { panic!("only coded panels are unpacked") };
+    let end = tile.order.end().div_ceil(2);
+    assert!(
+        cpu.isa() == Isa::Avx512Bf16 && tile.rows == TILE_ROWS && end == coded.pairs() && slot.len() >= end * PANEL
+    );
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `Cpu::new` refuses an isa that the machine lacks; `slot` has room for all pairs.
+    unsafe {
+        tile.check(true);
+        let bounds = coded_bounds(&tile);
+        let (left, step, stride) = (tile.left.data.as_ptr(), tile.left.step, tile.out_stride);
+        dot_coded::<TILE_ROWS, true>(&coded, left, step, bounds, tile.out.as_mut_ptr(), stride, slot.as_mut_ptr());
+    }
+}
+
 /// Cuts the rows of a tile into heights the registers hold.
 ///
 /// # Safety
@@ -476,13 +493,9 @@ unsafe fn dot_heights(tile: Tile<'_, u32>) {
     }
 }
 
-/// [`dot_heights`] of a coded panel.
-///
-/// # Safety
-/// The machine has the instructions of [`Isa::Avx512Bf16`]; the tile is checked.
+/// The segments of a tile whose right operand is coded, as `dot_coded` takes them.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
+fn coded_bounds<'a>(tile: &Tile<'a, u32>) -> &'a [usize] {
     let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
     let inner = &bounds[..bounds.len() - 1];
     assert!(
@@ -490,6 +503,17 @@ unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
             && tile.columns == PANEL
             && inner.iter().all(|bound| bound % 4 == 0 || *bound == tile.order.end())
     );
+    bounds
+}
+
+/// [`dot_heights`] of a coded panel.
+///
+/// # Safety
+/// The machine has the instructions of [`Isa::Avx512Bf16`]; the tile is checked.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
+    let bounds = coded_bounds(&tile);
     let mut row = 0;
     while row < tile.rows {
         let left = tile.left.data.as_ptr().wrapping_add(row);
@@ -497,7 +521,10 @@ unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
         macro_rules! rows {
             ($rows:literal) => {{
                 // SAFETY: `Tile::check` bounded every (row, step) of the whole tile, and the panel's k.
-                unsafe { dot_coded::<$rows>(&coded, left, tile.left.step, bounds, out, tile.out_stride) };
+                unsafe {
+                    let (step, stride) = (tile.left.step, tile.out_stride);
+                    dot_coded::<$rows, false>(&coded, left, step, bounds, out, stride, std::ptr::null_mut());
+                }
                 $rows
             }};
         }
