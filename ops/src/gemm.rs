@@ -309,6 +309,14 @@ pub(crate) struct Panel<'a> {
     slot: &'a mut [u32],
 }
 
+impl Panel<'_> {
+    /// From now on tiles read the slot, which holds the pairs.
+    fn unpacked(&mut self) {
+        let words = std::mem::take(&mut self.slot);
+        self.right = Right::Pairs(words, PANEL);
+    }
+}
+
 /// The weight of a product.
 #[derive(Clone, Copy)]
 pub(crate) enum Weight<'a, I> {
@@ -467,15 +475,11 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
-    fn packed<O: Element>(
-        &self,
-        plan: &Tiling,
-        shared: &mut [u32],
-        mut slots: Vec<&mut [u32]>,
-        y: &SharedOut<O>,
-    ) -> usize {
+    fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
         let Product { cpu, m, n, k, tf32, .. } = *self;
         let height = plan.height;
+        // Each with the panel that it holds unpacked.
+        let mut slots: Vec<_> = slots.into_iter().map(|slot| (slot, None)).collect();
         let all = n.div_ceil(PANEL);
         let (x_area, w_area) = shared.split_at_mut(plan.x_words());
         let ran = Ran::default();
@@ -511,31 +515,37 @@ impl<I: Element> Product<'_, I> {
                 let run = if tiles == 1 { (panels / (8 * cpu.threads())).max(1) } else { 1 };
                 let runs = panels.div_ceil(run);
                 // So many tasks that the one which ends last is a small part of all, where there are several threads.
-                let enough = if cpu.threads() > 1 { 32 * cpu.threads() } else { 1 };
+                let enough = if cpu.threads() > 1 { 64 * cpu.threads() } else { 1 };
                 let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
                 let per_task = tiles.div_ceil(cuts);
                 let cuts = tiles.div_ceil(per_task);
-                cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |slot, task| {
+                cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |(slot, held), task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
                         let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
                         let mut operand = group.panel(panel, slot);
-                        let panel = first_panel + panel;
-                        let columns = PANEL.min(n - panel * PANEL);
-                        let bias = self.bias_of(panel);
+                        if *held == Some(panel) {
+                            operand.unpacked();
+                        }
+                        let number = first_panel + panel;
+                        let columns = PANEL.min(n - number * PANEL);
+                        let bias = self.bias_of(number);
                         for t in cut * per_task..((cut + 1) * per_task).min(tiles) {
                             let rows = rows_of(t);
-                            let at = first_row(t) * n + panel * PANEL;
+                            let at = first_row(t) * n + number * PANEL;
                             // The lines of y arrive while the tile is summed.
                             y.prefetch_rows(at, rows, n);
                             // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                             let tile = unsafe { packed.read(t * size, size) };
                             let out = &mut sums[..rows * PANEL];
-                            self.tile(tile, plan.x_pairs, &mut operand, panel, first_row(t), rows, &mut tally, out);
+                            self.tile(tile, plan.x_pairs, &mut operand, number, first_row(t), rows, &mut tally, out);
                             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
                             unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
+                        }
+                        if plan.unpack && operand.slot.is_empty() {
+                            *held = Some(panel);
                         }
                     }
                     ran.add(tally);
@@ -571,9 +581,8 @@ impl<I: Element> Product<'_, I> {
             let left = Left { data: tile, row_stride: 1, step: rows };
             let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL };
             if rows == TILE_ROWS && !panel.slot.is_empty() {
-                let slot = std::mem::take(&mut panel.slot);
-                dot_unpacking(cpu, tile, slot);
-                panel.right = Right::Pairs(slot, PANEL);
+                dot_unpacking(cpu, tile, panel.slot);
+                panel.unpacked();
             } else {
                 dot_tile(cpu, tile);
             }
