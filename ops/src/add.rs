@@ -25,7 +25,7 @@ pub(crate) struct Add;
 
 impl Pointwise for Add {
     #[inline(always)]
-    fn apply<S: Simd>(self, s: S, a: S::F, b: S::F) -> S::F {
+    fn apply<S: Simd>(self, s: S, a: S::F, _: S::F, b: S::F) -> S::F {
         s.add(a, b)
     }
 }

@@ -75,7 +75,7 @@ impl<I: Element, M: Element, O: Element> Rows<'_, I, M, O> {
         let mut sink = Sink::<O>::new(self.y, self.large.1);
         for (row, (x, residual)) in self.x.chunks_exact(n).zip(self.residual.chunks_exact(n)).enumerate() {
             let sum = sums.room(n);
-            pointwise(s, Add, x, residual, sum);
+            pointwise(s, Add, x, residual, sum, &mut []);
             let scale = Scale::<S, HF>::of_row(s, self.shape, sum);
             let next = [self.x, self.residual].map(|x| x.as_ptr().wrapping_add((row + 1) * n));
             scale.row(s, sum, self.w, &mut sink, next);

@@ -8,7 +8,7 @@
 use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
-use crate::math::sigmoid;
+use crate::math::one_plus_exp_neg;
 use crate::{Cpu, Element, Error, check_len};
 
 /// `f32(2 * sqrt(2 / pi))`.
@@ -31,11 +31,15 @@ pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut
 struct GeluMul;
 
 impl Pointwise for GeluMul {
+    const FIRST: bool = true;
     #[inline(always)]
-    fn apply<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+    fn first<S: Simd>(self, s: S, gate: S::F) -> S::F {
         let cube = s.mul(s.mul(gate, gate), gate);
-        let a = s.mul(s.splat(C), s.fma(s.splat(K), cube, gate));
-        s.mul(s.mul(gate, sigmoid(s, a)), up)
+        one_plus_exp_neg(s, s.mul(s.splat(C), s.fma(s.splat(K), cube, gate)))
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, gate: S::F, first: S::F, up: S::F) -> S::F {
+        s.mul(s.mul(gate, s.div(s.splat(1.0), first)), up)
     }
 }
 

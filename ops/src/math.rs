@@ -43,12 +43,18 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     s.scale(m, i)
 }
 
+/// `1 + e^-x`, whose reciprocal is the sigmoid of x.
+#[inline(always)]
+pub fn one_plus_exp_neg<S: Simd>(s: S, x: S::F) -> S::F {
+    // The sign of x may as well stand before the constants.
+    let (m, i) = exp_split(s, x, s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
+    s.add(s.splat(1.0), s.scale(m, i))
+}
+
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub fn sigmoid<S: Simd>(s: S, x: S::F) -> S::F {
-    // The sign of x may as well stand before the constants.
-    let (m, i) = exp_split(s, x, s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
-    s.div(s.splat(1.0), s.add(s.splat(1.0), s.scale(m, i)))
+    s.div(s.splat(1.0), one_plus_exp_neg(s, x))
 }
 
 /// The hyperbolic tangent.

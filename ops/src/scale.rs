@@ -33,7 +33,7 @@ struct Scale(f32);
 
 impl Pointwise for Scale {
     #[inline(always)]
-    fn apply<S: Simd>(self, s: S, x: S::F, _: S::F) -> S::F {
+    fn apply<S: Simd>(self, s: S, x: S::F, _: S::F, _: S::F) -> S::F {
         s.mul(x, s.splat(self.0))
     }
 }

@@ -7,7 +7,7 @@
 use crate::element::compile_here;
 use crate::elementwise::{Pointwise, elementwise};
 use crate::lanes::Simd;
-use crate::math::sigmoid;
+use crate::math::one_plus_exp_neg;
 use crate::{Cpu, Element, Error, check_len};
 
 /// `y[i] = (gate[i] * sigmoid(gate[i])) * up[i]`; all slices have the same length.
@@ -25,8 +25,13 @@ pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut
 struct SiluMul;
 
 impl Pointwise for SiluMul {
+    const FIRST: bool = true;
     #[inline(always)]
-    fn apply<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
-        s.mul(s.mul(gate, sigmoid(s, gate)), up)
+    fn first<S: Simd>(self, s: S, gate: S::F) -> S::F {
+        one_plus_exp_neg(s, gate)
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, gate: S::F, first: S::F, up: S::F) -> S::F {
+        s.mul(s.mul(gate, s.div(s.splat(1.0), first)), up)
     }
 }

@@ -38,8 +38,13 @@ struct Softcap {
 }
 
 impl Pointwise for Softcap {
+    const FIRST: bool = true;
     #[inline(always)]
-    fn apply<S: Simd>(self, s: S, x: S::F, _: S::F) -> S::F {
-        s.mul(s.splat(self.cap), tanh(s, s.mul(x, s.splat(self.inverse))))
+    fn first<S: Simd>(self, s: S, x: S::F) -> S::F {
+        tanh(s, s.mul(x, s.splat(self.inverse)))
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, _: S::F, tanh: S::F, _: S::F) -> S::F {
+        s.mul(s.splat(self.cap), tanh)
     }
 }

@@ -281,6 +281,11 @@ impl Simd for Avx512 {
     unsafe fn narrow_pairs(self, high: __m512, low: __m512, p: *mut u32) {
         // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
+            let (mut high, mut low) = (high, low);
+            // One look at both for what is rare.
+            if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(high, low) != 0 {
+                (high, low) = (canonical(high), canonical(low));
+            }
             let low = _mm512_srli_epi32::<16>(rounded(low));
             _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xAAAA_AAAA, low, rounded(high)));
         }
@@ -317,12 +322,13 @@ fn canonical(v: __m512) -> __m512 {
     _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), v, nan)
 }
 
-/// To bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half is left.
+/// What is no NaN to bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half
+/// is left.
 /// (`VCVTNEPS2BF16` flushes subnormals.)
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn rounded(v: __m512) -> __m512i {
-    let bits = _mm512_castps_si512(canonical(v));
+    let bits = _mm512_castps_si512(v);
     let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7FFF)))
 }
@@ -331,5 +337,5 @@ fn rounded(v: __m512) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn to_bf16(v: __m512) -> __m256i {
-    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(v)))
+    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(canonical(v))))
 }
