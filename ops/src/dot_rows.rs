@@ -15,57 +15,63 @@ pub const MAX_QUERIES: usize = 8;
 /// Dimensions come in multiples of this many elements.
 pub const DIMENSIONS: usize = 8;
 
+/// Keys of `len` elements each, those at `starts` of `k`.
+pub struct Keys<'a> {
+    pub k: &'a [bf16],
+    pub starts: &'a [usize; KEYS],
+    pub len: usize,
+}
+
 /// Writes the sums of `rows` queries and all keys to `out[r * stride + j]`, asks for `ahead` on the way, and returns the
 /// keys' smallest nonzero magnitude. `query[p * rows + r]` is pair p of query r, the earlier element in the high half, with
-/// at least 4 words behind the last; keys are rows of the same even length.
+/// at least 4 words behind the last.
 pub fn dot_rows(
     cpu: &Cpu,
     query: &[u32],
     rows: usize,
-    keys: &[&[bf16]; KEYS],
+    keys: &Keys,
     out: &mut [f32],
     stride: usize,
     ahead: Ahead,
 ) -> f32 {
-    let d = keys[0].len();
+    let d = keys.len;
     assert!(cpu.isa() == Isa::Avx512Bf16, "{} has no dot product of pairs", cpu.isa());
-    assert!(rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS) && keys.iter().all(|key| key.len() == d));
+    assert!(rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS));
     assert!(rows * (d / 2) + 4 <= query.len() && rows.saturating_sub(1) * stride + KEYS <= out.len());
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine; the assertions bound every
-    // address below.
+    // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine; the assertions bound queries
+    // and output.
     return unsafe { quarters(query, rows, keys, out, stride, ahead) };
     #[cfg(not(target_arch = "x86_64"))]
     unreachable!("no machine but x86-64 has {}, {ahead:?}", cpu.isa())
 }
 
 /// # Safety
-/// The machine has the instructions of [`Isa::Avx512Bf16`], and the slices are as long as [`dot_rows`] asserts.
+/// The machine has the instructions of [`Isa::Avx512Bf16`], and the queries and the output are as long as [`dot_rows`]
+/// asserts.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-unsafe fn quarters(
-    query: &[u32],
-    rows: usize,
-    keys: &[&[bf16]; KEYS],
-    out: &mut [f32],
-    stride: usize,
-    ahead: Ahead,
-) -> f32 {
+unsafe fn quarters(query: &[u32], rows: usize, keys: &Keys, out: &mut [f32], stride: usize, ahead: Ahead) -> f32 {
     use std::arch::x86_64::*;
     use std::mem::transmute;
-    let words = keys[0].len() / 2;
-    let at: [*const u32; KEYS] = std::array::from_fn(|j| keys[j].as_ptr().cast());
+    let words = keys.len / 2;
+    let last = keys.starts.iter().fold(0, |last: usize, &start| last.max(start));
+    assert!(keys.len <= keys.k.len() && last <= keys.k.len() - keys.len, "a key outside the keys");
     // One line for every four words of four keys; with nothing ahead, a line that is near.
-    let (mut next, last) = ahead.bounds().unwrap_or((at[0].cast(), at[0].cast()));
+    let near: *const i8 = keys.k.as_ptr().cast();
+    let (mut next, last) = ahead.bounds().unwrap_or((near, near));
     // SAFETY: a vector of words and one of pairs of bf16 have the same 512 bits.
     let pairs = |words: __m512i| unsafe { transmute::<__m512i, __m512bh>(words) };
     let (magnitude, one) = (_mm512_set1_epi16(0x7FFF), _mm512_set1_epi16(1));
     let every_fourth = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0);
     let mut least = _mm512_set1_epi16(-1);
     // Sixteen keys at a time: as many lines as stay in the nearest cache when keys are a power of two apart.
-    let groups = (0..KEYS).step_by(16).flat_map(|column| (0..rows).step_by(4).map(move |first| (column, first)));
-    for (column, first) in groups {
-        let at = &at[column..][..16];
+    let groups = rows.div_ceil(4);
+    for group in 0..KEYS / 16 * groups {
+        let (column, first) = (group / groups * 16, group % groups * 4);
+        // SAFETY: every start is inside k, by the assertion.
+        let at: [*const u32; 16] =
+            std::array::from_fn(|j| unsafe { keys.k.as_ptr().add(keys.starts[column + j]).cast() });
         let mut sums = [_mm512_setzero_ps(); 4];
         for p in (0..words).step_by(4) {
             // SAFETY: words p..p + 4 of each key, and of the queries `first..first + 4`: where there are fewer, the lanes

@@ -3,7 +3,7 @@
 //! weights and the sums of every block; and the blocks joined, ascending.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
-use crate::dot_rows::{DIMENSIONS, MAX_QUERIES, dot_rows};
+use crate::dot_rows::{DIMENSIONS, Keys, MAX_QUERIES, dot_rows};
 use crate::gemm::SharedOut;
 use crate::lanes::scalar::Scalar;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
@@ -316,7 +316,11 @@ impl<I: Element> Pass<'_, I> {
                 let key = |j: usize| bf16_slice(key(j)).expect("bf16");
                 let as_they_stand = rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
                 if job.dots() && as_they_stand && dot_is_exact(least_query, f32::MAX) {
-                    let keys = std::array::from_fn(|j| key(j.min(count - 1)));
+                    let mut starts = [(key_rows[count - 1] * plan.kv_heads + head) * d; PANEL];
+                    for (start, row) in starts.iter_mut().zip(&key_rows[..count]) {
+                        *start = (row * plan.kv_heads + head) * d;
+                    }
+                    let keys = Keys { k: bf16_slice(job.k).expect("bf16"), starts: &starts, len: d };
                     let least = dot_rows(cpu, all, rows, &keys, out, BLOCK, std::mem::take(&mut ahead));
                     if dot_is_exact(least_query, least) {
                         continue;
