@@ -342,6 +342,121 @@ pub unsafe fn dot_coded<const ROWS: usize, const KEEP: bool>(
     }
 }
 
+/// [`dot_coded`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
+/// chain alone waits for its own sums.
+///
+/// # Safety
+/// As there.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub unsafe fn dot_coded_row(coded: &Coded, left: *const u32, bounds: &[usize], out: *mut f32) {
+    use std::arch::x86_64::*;
+    use std::mem::transmute;
+    // They stand apart from the blocks.
+    prefetch(coded.wholes);
+    let exceptions = coded.exceptions();
+    // The pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
+    let add = |live: &mut [__m512; 2], exception: &mut usize, pair: usize, to: usize| {
+        let whole = exceptions.get(*exception) == Some(&((pair / 2) as u32));
+        // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
+        // `left` a word; a vector of i32 and one of pairs of bf16 have the same 512 bits.
+        unsafe {
+            let mut sum = |pair: usize, weights: [__m512i; 2]| {
+                let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(pair) as i32));
+                let [first, last] = weights.map(|weights| transmute::<__m512i, __m512bh>(weights));
+                *live = [_mm512_dpbf16_ps(live[0], x, first), _mm512_dpbf16_ps(live[1], x, last)];
+            };
+            if whole {
+                let at = coded.wholes.as_ptr().add(*exception * WHOLE);
+                for step in 0..(to - pair).min(2) {
+                    let at = at.add(step * PANEL);
+                    sum(pair + step, [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LINE).cast())]);
+                }
+                *exception += 1;
+            } else {
+                let block = coded.blocks.as_ptr().add(pair / 2 * BLOCK);
+                let codes = _mm512_loadu_si512(block.add(2 * LINE).cast());
+                sum(pair, weights(coded, block, codes));
+                if pair + 1 < to {
+                    sum(pair + 1, weights(coded, block.add(LINE), _mm512_srli_epi16::<4>(codes)));
+                }
+            }
+        }
+    };
+    let mut joined = [[_mm512_setzero_ps(); 2]; 4];
+    let halves = bounds.len() / 2;
+    for (two, joined) in joined.iter_mut().enumerate().take(halves) {
+        let bound: [usize; 3] = std::array::from_fn(|i| bounds[2 * two + i].div_ceil(2));
+        let shared = (bound[1] - bound[0]).min(bound[2] - bound[1]) / 2;
+        let (mut even, mut odd) = ([_mm512_setzero_ps(); 2], [_mm512_setzero_ps(); 2]);
+        let [mut of_even, mut of_odd] =
+            [0, 1].map(|i| exceptions.partition_point(|&block| (block as usize) < bound[i] / 2));
+        let until = |exception: usize, first: usize| {
+            exceptions.get(exception).map_or(shared, |&block| (block as usize - first / 2).min(shared))
+        };
+        let mut block = 0;
+        while block < shared {
+            let stop = until(of_even, bound[0]).min(until(of_odd, bound[1]));
+            // SAFETY: as above; blocks before `stop` are coded and have both pairs.
+            unsafe {
+                let mut at = [0, 1].map(|i| coded.blocks.as_ptr().add((bound[i] / 2 + block) * BLOCK));
+                let mut x = [0, 1].map(|i| left.add(bound[i] + 2 * block));
+                // The next two segments are asked for in the order of memory.
+                let mut ahead = coded.blocks.as_ptr().wrapping_add((bound[0] / 2 + 2 * (shared + block)) * BLOCK);
+                while block < stop {
+                    macro_rules! one {
+                        ($i:literal, $live:ident) => {{
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LINE).cast());
+                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(2 * LINE).cast());
+                            ahead = ahead.wrapping_add(BLOCK);
+                            let codes = _mm512_loadu_si512(at[$i].add(2 * LINE).cast());
+                            let [first, last] = weights(coded, at[$i], codes);
+                            let q = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*x[$i] as i32));
+                            $live[0] = _mm512_dpbf16_ps($live[0], q, transmute::<__m512i, __m512bh>(first));
+                            $live[1] = _mm512_dpbf16_ps($live[1], q, transmute::<__m512i, __m512bh>(last));
+                            let [first, last] = weights(coded, at[$i].add(LINE), _mm512_srli_epi16::<4>(codes));
+                            let q = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*x[$i].add(1) as i32));
+                            $live[0] = _mm512_dpbf16_ps($live[0], q, transmute::<__m512i, __m512bh>(first));
+                            $live[1] = _mm512_dpbf16_ps($live[1], q, transmute::<__m512i, __m512bh>(last));
+                            at[$i] = at[$i].add(BLOCK);
+                            x[$i] = x[$i].add(2);
+                        }};
+                    }
+                    one!(0, even);
+                    one!(1, odd);
+                    block += 1;
+                }
+            }
+            if block < shared {
+                add(&mut even, &mut of_even, bound[0] + 2 * block, bound[1]);
+                add(&mut odd, &mut of_odd, bound[1] + 2 * block, bound[2]);
+                block += 1;
+            }
+        }
+        for pair in (bound[0] + 2 * shared..bound[1]).step_by(2) {
+            add(&mut even, &mut of_even, pair, bound[1]);
+        }
+        for pair in (bound[1] + 2 * shared..bound[2]).step_by(2) {
+            add(&mut odd, &mut of_odd, pair, bound[2]);
+        }
+        let live = [even, odd];
+        *joined = [0, 1].map(|v| _mm512_add_ps(live[0][v], live[1][v]));
+    }
+    for v in 0..2 {
+        let mut sums = joined.map(|joined| joined[v]);
+        let mut count = halves;
+        while count > 1 {
+            count /= 2;
+            for i in 0..count {
+                sums[i] = _mm512_add_ps(sums[2 * i], sums[2 * i + 1]);
+            }
+        }
+        // SAFETY: `out` has 32 places.
+        unsafe { _mm512_storeu_ps(out.add(v * 16), sums[0]) };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

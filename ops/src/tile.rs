@@ -9,7 +9,7 @@
 
 use crate::coded::Coded;
 #[cfg(target_arch = "x86_64")]
-use crate::coded::dot_coded;
+use crate::coded::{dot_coded, dot_coded_row};
 use crate::lanes::{Kernel, Simd};
 use crate::pack::Ahead;
 use crate::{Cpu, Isa};
@@ -534,6 +534,11 @@ unsafe fn coded_heights(tile: Tile<'_, u32>, coded: Coded<'_>) {
             8.. => rows!(8),
             4.. => rows!(4),
             2.. => rows!(2),
+            _ if bounds.len() % 2 == 1 && tile.left.step == 1 => {
+                // SAFETY: as above.
+                unsafe { dot_coded_row(&coded, left, bounds, out) };
+                1
+            }
             _ => rows!(1),
         };
     }
