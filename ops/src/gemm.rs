@@ -799,31 +799,15 @@ impl<O: Element> Kernel for Finish<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let rows = self.sums.len() / PANEL;
-        // SAFETY: `finish`'s caller has these places to itself.
-        let row = |r: usize| unsafe { self.y.part(self.at + r * self.stride, self.columns) };
-        if self.columns < PANEL {
-            for r in 0..rows {
-                let (sums, row) = (&self.sums[r * PANEL..][..PANEL], row(r));
-                for column in (0..row.len()).step_by(S::LANES) {
-                    let mut sum = load_at(s, sums, column, 0.0);
-                    if let Some(bias) = self.bias {
-                        sum = s.add(sum, load_at(s, bias, column, 0.0));
-                    }
-                    narrow_at(s, sum, row, column);
-                }
-            }
-            return;
-        }
-        for (r, sums) in self.sums.as_chunks::<PANEL>().0.iter().enumerate() {
-            let row = row(r);
-            for column in (0..PANEL).step_by(S::LANES) {
+        for (r, sums) in self.sums.chunks_exact(PANEL).enumerate() {
+            // SAFETY: `finish`'s caller has these places to itself.
+            let row = unsafe { self.y.part(self.at + r * self.stride, self.columns) };
+            for column in (0..row.len()).step_by(S::LANES) {
                 let mut sum = load_at(s, sums, column, 0.0);
                 if let Some(bias) = self.bias {
                     sum = s.add(sum, load_at(s, bias, column, 0.0));
                 }
-                // SAFETY: a row has PANEL places, a multiple of LANES.
-                unsafe { O::narrow_lanes(s, sum, row.as_mut_ptr().add(column)) };
+                narrow_at(s, sum, row, column);
             }
         }
     }
