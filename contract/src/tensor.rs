@@ -223,10 +223,13 @@ impl Tensor {
             let mut room = Vec::with_capacity(a.len() + 1);
             room.extend(a.iter().next().copied());
             room.extend_from_slice(flat(a));
-            let mut wide = ndarray::Array1::from_vec(room);
-            wide.slice_axis_inplace(Axis(0), ndarray::Slice::from(wide.len() - a.len()..));
-            wide.into_shape_with_order(IxDyn(a.shape())).expect("the same elements in one row")
+            last_of(room, a.shape())
         })
+    }
+
+    /// The same elements, the first on the border of a cache line.
+    pub fn aligned(&self) -> Tensor {
+        map!(self, a => on_a_line(a.shape(), flat(a).iter().copied()))
     }
 
     /// The entries `from..to` of axis `axis`.
@@ -261,8 +264,8 @@ impl Tensor {
         }
     }
 
-    /// A tensor from little-endian bytes; `None` when the length does not match `shape`, or the extents of `shape`
-    /// overflow, be it beside a 0.
+    /// A tensor from little-endian bytes, its first element on the border of a cache line; `None` when the length does not
+    /// match `shape`, or the extents of `shape` overflow, be it beside a 0.
     pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Option<Tensor> {
         let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1usize, |n, &d| n.checked_mul(d))?;
         isize::try_from(nonzero.checked_mul(dtype.size())?).ok()?;
@@ -273,15 +276,58 @@ impl Tensor {
         let two = |c: &[u8]| u16::from_le_bytes([c[0], c[1]]);
         let four = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]);
         Some(match dtype {
-            DType::Bf16 => Tensor::bf16(shape, bytes.chunks_exact(2).map(|c| bf16::from_bits(two(c))).collect()),
-            DType::Fp16 => Tensor::fp16(shape, bytes.chunks_exact(2).map(|c| f16::from_bits(two(c))).collect()),
-            DType::Fp32 => Tensor::fp32(shape, bytes.chunks_exact(4).map(|c| f32::from_bits(four(c))).collect()),
-            DType::I32 => Tensor::i32(shape, bytes.chunks_exact(4).map(|c| four(c) as i32).collect()),
+            DType::Bf16 => Tensor::Bf16(on_a_line(shape, bytes.chunks_exact(2).map(|c| bf16::from_bits(two(c))))),
+            DType::Fp16 => Tensor::Fp16(on_a_line(shape, bytes.chunks_exact(2).map(|c| f16::from_bits(two(c))))),
+            DType::Fp32 => Tensor::Fp32(on_a_line(shape, bytes.chunks_exact(4).map(|c| f32::from_bits(four(c))))),
+            DType::I32 => Tensor::I32(on_a_line(shape, bytes.chunks_exact(4).map(|c| four(c) as i32))),
         })
     }
 }
 
+/// The last elements of `room` as an array of `shape`.
+fn last_of<T>(room: Vec<T>, shape: &[usize]) -> ArrayD<T> {
+    let count = shape.iter().product::<usize>();
+    let mut wide = ndarray::Array1::from_vec(room);
+    wide.slice_axis_inplace(Axis(0), ndarray::Slice::from(wide.len() - count..));
+    wide.into_shape_with_order(IxDyn(shape)).expect("the same elements in one row")
+}
+
+/// An array whose first element stands on the border of a cache line, as libraries for tensors place theirs: times of
+/// kernels would hang on where an allocator happens to put things.
+fn on_a_line<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIterator<Item = T>) -> ArrayD<T> {
+    let line = LINE / size_of::<T>();
+    let mut room = Vec::<T>::with_capacity(elements.len() + line);
+    let before = room.as_ptr().align_offset(LINE).min(line);
+    room.resize(before, T::default());
+    room.extend(elements);
+    last_of(room, shape)
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// The elements of a standard-layout array. Every array in a [`Tensor`] is made in that layout.
 fn flat<T>(array: &ArrayD<T>) -> &[T] {
     array.as_slice().expect("tensors are kept in row-major order")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_bytes_bring_starts_on_a_line_and_keeps_its_bits() {
+        for dtype in [DType::Bf16, DType::Fp16, DType::Fp32, DType::I32] {
+            for count in [0, 1, 33, 5000, 100_000] {
+                let bytes: Vec<u8> = (0..count * dtype.size()).map(|i| (i * 7 % 251) as u8).collect();
+                let tensor = Tensor::from_bytes(dtype, &[count, 1], &bytes).unwrap();
+                assert_eq!(tensor.to_bytes(), bytes, "{dtype} x {count}");
+                let first = each!(&tensor, a => flat(a).as_ptr().addr());
+                assert!(count == 0 || first.is_multiple_of(LINE), "{dtype} x {count} at {first:#x}");
+                let first = each!(&tensor.shifted(), a => flat(a).as_ptr().addr());
+                assert!(count == 0 || !first.is_multiple_of(LINE), "{dtype} x {count} shifted to {first:#x}");
+                assert!(tensor.same_bits(&tensor.shifted()));
+            }
+        }
+    }
 }

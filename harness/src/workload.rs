@@ -335,7 +335,7 @@ impl Plan {
                 Input::Narrow(shape, limit) => draw(index as u64, &shape, limit),
                 Input::Whole(shape, values) => Tensor::i32(&shape, values),
             };
-            (name.to_string(), tensor)
+            (name.to_string(), tensor.aligned())
         });
         Case {
             name: workload.name.clone(),

@@ -5,15 +5,34 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use samebits_ops::*;
 use std::hint::black_box;
+use std::ops::Deref;
+
+/// Values that begin on the border of a cache line, as the inputs of `measure` do.
+struct Values {
+    room: Vec<bf16>,
+    from: usize,
+}
+
+impl Deref for Values {
+    type Target = [bf16];
+
+    fn deref(&self) -> &[bf16] {
+        &self.room[self.from..]
+    }
+}
 
 /// Values in [-1, 1) that never repeat soon.
-fn values(len: usize, seed: u64) -> Vec<bf16> {
+fn values(len: usize, seed: u64) -> Values {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         bf16::from_f32((state >> 40) as f32 / 8_388_608.0 - 1.0)
     };
-    (0..len).map(|_| next()).collect()
+    let mut room = Vec::<bf16>::with_capacity(len + 32);
+    let from = room.as_ptr().align_offset(64).min(32);
+    room.resize(from, bf16::ZERO);
+    room.extend((0..len).map(|_| next()));
+    Values { room, from }
 }
 
 fn gemm(c: &mut Criterion) {
