@@ -231,21 +231,14 @@ impl Bench {
         let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
         // The small cases, or those by default where the small ones have nothing to rearrange.
-        let mut groups = Vec::new();
-        for slice in [Slice::Quick, Slice::Default] {
-            let selection = Selection { ops: ops.clone(), ..Selection::all(slice) };
-            groups = plan(&self.contract, right.name(), &selection);
-            let trials = groups.iter().flatten().filter(|trial| right.rearranged(&trial.case.build()).is_some());
-            let others: BTreeSet<&str> = trials.map(|trial| trial.case.op.as_str()).collect();
-            // Of an op with nothing to rearrange these would be our own answers.
-            groups.retain(|group| group.iter().any(|trial| others.contains(trial.case.op.as_str())));
-            if !groups.is_empty() {
-                break;
-            }
-        }
-        if groups.is_empty() {
-            return Err("it rearranges nothing, so it is no other implementation".into());
-        }
+        let selections =
+            [Slice::Quick, Slice::Default].map(|slice| Selection { ops: ops.clone(), ..Selection::all(slice) });
+        let plans = selections.iter().map(|selection| plan(&self.contract, right.name(), selection));
+        let rearranges = |groups: &Vec<Vec<samebits_harness::judge::Trial>>| {
+            groups.iter().flatten().any(|trial| right.rearranged(&trial.case.build()).is_some())
+        };
+        let groups =
+            plans.into_iter().find(rearranges).ok_or("it rearranges nothing, so it is no other implementation")?;
         let records: Vec<Record> = groups.iter().flat_map(|group| judge.group(group)).collect();
         match records.iter().find(|record| record.verdict.is_red()) {
             Some(red) => Err(format!("{}: {}: {:?}", red.case, name(red), red.verdict).into()),

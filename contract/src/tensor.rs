@@ -227,11 +227,6 @@ impl Tensor {
         })
     }
 
-    /// The same elements, the first on the border of a cache line.
-    pub fn aligned(&self) -> Tensor {
-        map!(self, a => on_a_line(a.shape(), flat(a).iter().copied()))
-    }
-
     /// The entries `from..to` of axis `axis`.
     pub fn range(&self, axis: usize, from: usize, to: usize) -> Tensor {
         map!(self, a => a.slice_axis(Axis(axis), ndarray::Slice::from(from..to)).as_standard_layout().into_owned())

@@ -335,7 +335,7 @@ impl Plan {
                 Input::Narrow(shape, limit) => draw(index as u64, &shape, limit),
                 Input::Whole(shape, values) => Tensor::i32(&shape, values),
             };
-            (name.to_string(), tensor.aligned())
+            (name.to_string(), tensor)
         });
         Case {
             name: workload.name.clone(),

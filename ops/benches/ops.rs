@@ -7,7 +7,7 @@ use samebits_ops::*;
 use std::hint::black_box;
 use std::ops::Deref;
 
-/// Values that begin on the border of a cache line, as the inputs of `measure` do.
+/// Values that begin on the border of a cache line, as the inputs of `measure --workloads` do.
 struct Values {
     room: Vec<bf16>,
     from: usize,
