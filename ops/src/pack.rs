@@ -264,11 +264,11 @@ impl Ahead {
         self.lines -= count.min(self.lines);
     }
 
-    /// Asks for line `index`, if it is one.
+    /// Asks for `count` lines from line `index` on, if that is one.
     #[inline(always)]
-    pub fn ask_at(&self, index: usize) {
+    pub fn ask_at(&self, index: usize, count: usize) {
         if index < self.lines {
-            Ahead { at: self.at.wrapping_add(64 * index), lines: 1 }.ask(1);
+            (0..count).for_each(|line| lanes::prefetch(self.at.wrapping_add(64 * (index.wrapping_add(line)))));
         }
     }
 }

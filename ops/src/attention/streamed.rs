@@ -3,7 +3,7 @@
 //! weights and the sums of every block; and the blocks joined, ascending.
 
 use super::{BLOCK, Job, Range, Row, add_to, reference};
-use crate::dot_rows::{DIMENSIONS, Keys, MAX_QUERIES, dot_rows};
+use crate::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
 use crate::gemm::SharedOut;
 use crate::lanes::scalar::Scalar;
 use crate::lanes::{Kernel, MAX_LANES, Simd, load_at};
@@ -20,6 +20,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Work for one worker is at least this many bytes of keys and values: less does not pay for waking it.
 const WORTHWHILE: usize = 128 << 10;
+
+/// Words of workspace that stay in the second cache of a worker: sequences wait for their turn rather than push out the
+/// scores of others.
+const KEPT: usize = 256 << 10;
 
 /// How a call is cut: so many sequences at a time.
 #[derive(Clone, Copy)]
@@ -56,7 +60,7 @@ impl Streams {
         };
         let blocks = (0..shape.batch).map(seen).max().unwrap_or(0);
         let bytes = shape.batch * blocks * BLOCK * shape.kv_heads * (shape.head_dim + shape.value_dim) * size_of::<I>();
-        Some(Streams {
+        let all = Streams {
             sequences: shape.batch,
             workers: job.cpu.threads().min(bytes / WORTHWHILE + 1),
             rows,
@@ -66,7 +70,11 @@ impl Streams {
             columns: shape.value_dim.next_multiple_of(16),
             in_place: job.values_in_place(),
             bf16: I::IS_BF16,
-        })
+        };
+        // As many at a time as the caches keep what stands between the passes of, evenly.
+        let kept = KEPT * all.workers / all.sequence_words().max(1);
+        let turns = shape.batch.div_ceil(kept.max(1)).max(1);
+        Some(Streams { sequences: shape.batch.div_ceil(turns), ..all })
     }
 
     /// Fewer sequences at a time.
@@ -89,6 +97,12 @@ impl Streams {
         (self.rows * (BLOCK + self.columns + FACTS)).next_multiple_of(LINE)
     }
 
+    /// Words of a sequence.
+    fn sequence_words(&self) -> usize {
+        let parts = self.blocks.saturating_mul(self.block_words());
+        (self.query_words() + self.state_words()).saturating_add(parts).saturating_mul(self.kv_heads)
+    }
+
     /// Words that a worker lays keys or values out in: a panel of keys, or as many values.
     fn panel_words(&self) -> usize {
         PANEL * self.words.max(if self.in_place { 0 } else { self.columns })
@@ -97,10 +111,8 @@ impl Streams {
 
 impl Plan for Streams {
     fn need(&self) -> Need {
-        let heads = self.sequences * self.kv_heads;
-        let queries = heads * self.query_words();
-        let parts = (heads * self.blocks).saturating_mul(self.block_words());
-        let shared = queries.saturating_add(heads * self.state_words()).saturating_add(parts);
+        let queries = self.sequences * self.kv_heads * self.query_words();
+        let shared = self.sequences.saturating_mul(self.sequence_words());
         let pairs = if self.bf16 { queries + self.panel_words() * self.workers } else { 0 };
         Need { shared, slot: self.panel_words(), workers: self.workers, pairs }
     }
@@ -282,62 +294,32 @@ impl<I: Element> Pass<'_, I> {
         slot: &mut [u32],
         part: &impl Fn(usize, usize) -> Part<'p>,
     ) -> usize {
-        let Pass { job, plan, first, .. } = *self;
+        let job = self.job;
         let &Task { b, block, place, heads, keys } = task;
-        let (rows, d, cpu) = (self.rows(b), job.shape.head_dim, job.cpu);
+        let (rows, d) = (self.rows(b), job.shape.head_dim);
         let mut slow = 0;
+        let as_they_stand = job.dots() && rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
+        let at_once = if as_they_stand { heads_at_once(rows) } else { 1 };
         let start = keys.from / PANEL * PANEL;
         let mut next = self.first_panel(task);
         for from in (start..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
-            let key_rows = next.at;
+            let key_rows = next;
             next = match following {
                 Some(following) if to == keys.to => self.first_panel(following),
                 _ => self.panel_rows(b, to, keys.to),
             };
-            for head in heads.from..heads.to {
-                let all = &queries[((b - first) * plan.kv_heads + head) * plan.query_words()..][..plan.query_words()];
-                let (query, end) = all.split_at(plan.query_words() - LINE);
-                let least_query = f32::from_bits(end[0]);
-                let mut ahead = self.ahead(job.k, d, &next, heads, head, I::IS_BF16);
-                let part = part(place, head);
-                let out = &mut part.scores[from % BLOCK..];
-                let panel = &mut slot[..PANEL * plan.words];
-                let (count, chain) = (to - from, [0, d]);
-                let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
-                let key = |j: usize| &job.k[(key_rows[j] * plan.kv_heads + head) * d..][..d];
-                if !I::IS_BF16 {
-                    wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
-                    let left = Left { data: as_floats(query), row_stride: 1, step: rows };
-                    let right = Right::Wide(as_floats(panel), PANEL);
-                    fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+            let mut head = heads.from;
+            while head < heads.to {
+                let some = Range { from: head, to: heads.to.min(head + at_once) };
+                head = some.to;
+                let mut ahead = self.ahead(job.k, d, &next, heads, some, I::IS_BF16);
+                if as_they_stand && self.scores_as_they_stand(task, from, &key_rows, some, queries, &mut ahead, part) {
                     continue;
                 }
-                let key = |j: usize| bf16_slice(key(j)).expect("bf16");
-                let as_they_stand = rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
-                if job.dots() && as_they_stand && dot_is_exact(least_query, f32::MAX) {
-                    let mut starts = [(key_rows[count - 1] * plan.kv_heads + head) * d; PANEL];
-                    for (start, row) in starts.iter_mut().zip(&key_rows[..count]) {
-                        *start = (row * plan.kv_heads + head) * d;
-                    }
-                    let keys = Keys { k: bf16_slice(job.k).expect("bf16"), starts: &starts, len: d };
-                    let least = dot_rows(cpu, all, rows, &keys, out, BLOCK, std::mem::take(&mut ahead));
-                    if dot_is_exact(least_query, least) {
-                        continue;
-                    }
-                }
-                pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
-                let right = Right::Pairs(panel, PANEL);
-                let least = || match count {
-                    PANEL => least_of_pairs(cpu, panel),
-                    _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
-                };
-                if job.dots() && dot_is_exact(least_query, least()) {
-                    let left = Left { data: query, row_stride: 1, step: rows };
-                    dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
-                } else {
-                    slow += usize::from(job.dots());
-                    self.fma_tile(b, head, panel, out);
+                for head in some.from..some.to {
+                    let ahead = std::mem::take(&mut ahead);
+                    slow += self.scores_laid_out(task, from, &key_rows, head, queries, slot, ahead, part);
                 }
             }
         }
@@ -346,10 +328,95 @@ impl<I: Element> Pass<'_, I> {
             for r in 0..rows {
                 let seen = job.range(b, self.query_and_head(b, head, r).0).within(block * BLOCK, (block + 1) * BLOCK);
                 let scores = &mut part.scores[r * BLOCK..][seen.from - block * BLOCK..seen.to - block * BLOCK];
-                part.facts[r] = survey(cpu, Survey { scores, cap: job.cap });
+                part.facts[r] = survey(job.cpu, Survey { scores, cap: job.cap });
             }
         }
         slow
+    }
+
+    /// The queries of a head of a task, and their smallest nonzero magnitude.
+    fn laid_out<'q>(&self, b: usize, head: usize, queries: &'q [u32]) -> (&'q [u32], f32) {
+        let len = self.plan.query_words();
+        let all = &queries[((b - self.first) * self.plan.kv_heads + head) * len..][..len];
+        (all, f32::from_bits(all[len - LINE]))
+    }
+
+    /// Scores of the panel from `from` on where its keys stand, for one head or two; `false` where that is not exact.
+    #[allow(clippy::too_many_arguments)]
+    fn scores_as_they_stand<'p>(
+        &self,
+        task: &Task,
+        from: usize,
+        key_rows: &Rows,
+        some: Range,
+        queries: &[u32],
+        ahead: &mut Ahead,
+        part: &impl Fn(usize, usize) -> Part<'p>,
+    ) -> bool {
+        let (job, kv_heads, d) = (self.job, self.plan.kv_heads, self.job.shape.head_dim);
+        let queries = |head: usize| self.laid_out(task.b, head, queries);
+        let least_query = (some.from..some.to).fold(f32::INFINITY, |least, head| least.min(queries(head).1));
+        if !dot_is_exact(least_query, f32::MAX) {
+            return false;
+        }
+        let mut starts = [(key_rows.at[key_rows.count - 1] * kv_heads + some.from) * d; PANEL];
+        for (start, row) in starts.iter_mut().zip(&key_rows.at[..key_rows.count]) {
+            *start = (row * kv_heads + some.from) * d;
+        }
+        let keys = Keys { k: bf16_slice(job.k).expect("bf16"), starts: &starts, len: d };
+        let (rows, ahead) = (self.rows(task.b), std::mem::take(ahead));
+        let head =
+            |head: usize| Head { query: queries(head).0, out: &mut part(task.place, head).scores[from % BLOCK..] };
+        let least = match some.to - some.from {
+            1 => dot_rows(job.cpu, &mut [head(some.from)], rows, &keys, BLOCK, ahead),
+            _ => dot_rows(job.cpu, &mut [head(some.from), head(some.from + 1)], rows, &keys, BLOCK, ahead),
+        };
+        dot_is_exact(least_query, least)
+    }
+
+    /// Scores of the panel from `from` on, its keys laid out in `slot` first. Returns how many tiles took the slow path.
+    #[allow(clippy::too_many_arguments)]
+    fn scores_laid_out<'p>(
+        &self,
+        task: &Task,
+        from: usize,
+        key_rows: &Rows,
+        head: usize,
+        queries: &[u32],
+        slot: &mut [u32],
+        ahead: Ahead,
+        part: &impl Fn(usize, usize) -> Part<'p>,
+    ) -> usize {
+        let Pass { job, plan, .. } = *self;
+        let (rows, d, cpu) = (self.rows(task.b), job.shape.head_dim, job.cpu);
+        let (query, least_query) = self.laid_out(task.b, head, queries);
+        let part = part(task.place, head);
+        let out = &mut part.scores[from % BLOCK..];
+        let panel = &mut slot[..PANEL * plan.words];
+        let (count, chain) = (key_rows.count, [0, d]);
+        let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
+        let key = |j: usize| &job.k[(key_rows.at[j] * plan.kv_heads + head) * d..][..d];
+        if !I::IS_BF16 {
+            wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
+            let left = Left { data: as_floats(query), row_stride: 1, step: rows };
+            let right = Right::Wide(as_floats(panel), PANEL);
+            fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+            return 0;
+        }
+        let key = |j: usize| bf16_slice(key(j)).expect("bf16");
+        pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
+        let right = Right::Pairs(panel, PANEL);
+        let least = || match count {
+            PANEL => least_of_pairs(cpu, panel),
+            _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
+        };
+        if job.dots() && dot_is_exact(least_query, least()) {
+            let left = Left { data: query, row_stride: 1, step: rows };
+            dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+            return 0;
+        }
+        self.fma_tile(task.b, head, panel, out);
+        usize::from(job.dots())
     }
 
     /// The keys of the task's first panel.
@@ -365,13 +432,13 @@ impl<I: Element> Pass<'_, I> {
         rows
     }
 
-    /// A share of the next panel, in the order of memory: every head of the task asks for some whole rows, on its way
-    /// where they are adjacent and can be, else at once.
-    fn ahead(&self, x: &[I], dim: usize, next: &Rows, heads: Range, head: usize, on_the_way: bool) -> Ahead {
+    /// The share of some heads of a task in the next panel, in the order of memory: every head asks for some whole rows, on
+    /// its way where they are adjacent and can be, else at once.
+    fn ahead(&self, x: &[I], dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Ahead {
         let count = heads.to - heads.from;
         let share = PANEL.div_ceil(count);
-        let from = ((head - heads.from) * share).min(next.count);
-        let rows = &next.at[from..next.count.min(from + share)];
+        let [from, to] = [some.from, some.to].map(|head| ((head - heads.from) * share).min(next.count));
+        let rows = &next.at[from..to];
         let part = |row: usize, rows: usize| {
             let len = if rows == 1 { count } else { rows * self.plan.kv_heads };
             Ahead::of(&x[(row * self.plan.kv_heads + heads.from) * dim..][..len * dim])
@@ -496,7 +563,8 @@ impl<I: Element> Pass<'_, I> {
             };
             let whole = in_place.is_some() && to - from == PANEL;
             for head in heads.from..heads.to {
-                let mut ahead = self.ahead(job.v, e, &next, heads, head, whole);
+                let some = Range { from: head, to: head + 1 };
+                let mut ahead = self.ahead(job.v, e, &next, heads, some, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
                         wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
