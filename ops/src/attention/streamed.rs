@@ -309,12 +309,16 @@ impl<I: Element> Pass<'_, I> {
                 Some(following) if to == keys.to => self.first_panel(following),
                 _ => self.panel_rows(b, to, keys.to),
             };
+            // Where the keys of the first head stand; past the last one it stands again.
+            let mut starts = key_rows.at;
+            starts[key_rows.count..].fill(key_rows.at[key_rows.count - 1]);
+            starts.iter_mut().for_each(|start| *start *= self.plan.kv_heads * d);
             let mut head = heads.from;
             while head < heads.to {
                 let some = Range { from: head, to: heads.to.min(head + at_once) };
                 head = some.to;
                 let mut ahead = self.ahead(job.k, d, &next, heads, some, I::IS_BF16);
-                if as_they_stand && self.scores_as_they_stand(task, from, &key_rows, some, queries, &mut ahead, part) {
+                if as_they_stand && self.scores_as_they_stand(task, from, &starts, some, queries, &mut ahead, part) {
                     continue;
                 }
                 for head in some.from..some.to {
@@ -347,23 +351,19 @@ impl<I: Element> Pass<'_, I> {
         &self,
         task: &Task,
         from: usize,
-        key_rows: &Rows,
+        starts: &[usize; PANEL],
         some: Range,
         queries: &[u32],
         ahead: &mut Ahead,
         part: &impl Fn(usize, usize) -> Part<'p>,
     ) -> bool {
-        let (job, kv_heads, d) = (self.job, self.plan.kv_heads, self.job.shape.head_dim);
+        let (job, d) = (self.job, self.job.shape.head_dim);
         let queries = |head: usize| self.laid_out(task.b, head, queries);
         let least_query = (some.from..some.to).fold(f32::INFINITY, |least, head| least.min(queries(head).1));
         if !dot_is_exact(least_query, f32::MAX) {
             return false;
         }
-        let mut starts = [(key_rows.at[key_rows.count - 1] * kv_heads + some.from) * d; PANEL];
-        for (start, row) in starts.iter_mut().zip(&key_rows.at[..key_rows.count]) {
-            *start = (row * kv_heads + some.from) * d;
-        }
-        let keys = Keys { k: bf16_slice(job.k).expect("bf16"), starts: &starts, len: d };
+        let keys = Keys { k: &bf16_slice(job.k).expect("bf16")[some.from * d..], starts, len: d };
         let (rows, ahead) = (self.rows(task.b), std::mem::take(ahead));
         let head =
             |head: usize| Head { query: queries(head).0, out: &mut part(task.place, head).scores[from % BLOCK..] };
@@ -527,6 +527,7 @@ impl<I: Element> Pass<'_, I> {
         let (e, columns, group, cpu) = (job.shape.value_dim, plan.columns, job.group(), job.cpu);
         let (first, end) = (block * BLOCK, (block + 1) * BLOCK);
         let rows = self.rows(b);
+        let (mut waiting, mut count) = ([const { None }; MAX_LANES], 0);
         for head in heads.from..heads.to {
             let mine = part(place, head);
             for r in 0..rows {
@@ -543,9 +544,18 @@ impl<I: Element> Pass<'_, I> {
                     _ => scores.fill(0.0),
                 }
             }
-            sum_weights(&mine.scores[..rows * BLOCK], mine.facts);
             mine.sums[..rows * columns].fill(0.0);
+            for row in mine.scores.as_chunks().0.iter().zip(mine.facts.iter_mut().map(|facts| &mut facts[3])).take(rows)
+            {
+                waiting[count] = Some(row);
+                count += 1;
+                if count == MAX_LANES {
+                    sum_rows(cpu, &mut waiting);
+                    count = 0;
+                }
+            }
         }
+        sum_rows(cpu, &mut waiting[..count]);
         if e == 0 {
             return;
         }
@@ -645,29 +655,41 @@ impl<I: Element> Pass<'_, I> {
     }
 }
 
-/// `facts[r][3]`: the weights of row r, summed as a chain; eight rows at a time, because one waits for its own sum.
-fn sum_weights(weights: &[f32], facts: &mut [[f32; FACTS]]) {
-    for (weights, facts) in weights.chunks(8 * BLOCK).zip(facts.chunks_mut(8)) {
-        let mut sums = [0f32; 8];
-        match weights.as_chunks::<BLOCK>().0 {
-            [a, b, c, d, e, f, g, h] => {
-                for j in 0..BLOCK {
-                    for (sum, row) in sums.iter_mut().zip([a, b, c, d, e, f, g, h]) {
-                        *sum += row[j];
-                    }
+static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
+
+/// A row of weights in one block, and its sum.
+type WeightsOfRow<'a> = Option<(&'a [f32; BLOCK], &'a mut f32)>;
+
+/// Runs [`SumRows`]. Not generic, so that it is compiled once.
+fn sum_rows(cpu: &Cpu, rows: &mut [WeightsOfRow]) {
+    cpu.dispatch(SumRows(rows));
+}
+
+/// Sums at most [`MAX_LANES`] rows, each as a chain. A chain waits for its own sum, so every row is a lane.
+struct SumRows<'a, 'b>(&'a mut [WeightsOfRow<'b>]);
+
+impl Kernel for SumRows<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for rows in self.0.chunks_mut(S::LANES) {
+            // Lanes without a row sum zeros.
+            let mut from = [ZEROS.as_ptr().cast::<u32>(); MAX_LANES];
+            from.iter_mut().zip(rows.iter().flatten()).for_each(|(from, row)| *from = row.0.as_ptr().cast());
+            let mut columns = [0f32; MAX_LANES * MAX_LANES];
+            let mut sum = s.splat(0.0);
+            for at in (0..BLOCK).step_by(S::LANES) {
+                // SAFETY: rows hold BLOCK words, a multiple of LANES, and `columns` as many as LANES times LANES.
+                unsafe { s.transpose::<false>(&from, at, S::LANES, columns.as_mut_ptr().cast(), S::LANES) };
+                for column in columns.chunks_exact(S::LANES).take(S::LANES) {
+                    sum = s.add(sum, load_at(s, column, 0, 0.0));
                 }
             }
-            [a, b, c, d, rest @ ..] => {
-                for j in 0..BLOCK {
-                    for (sum, row) in sums.iter_mut().zip([a, b, c, d]) {
-                        *sum += row[j];
-                    }
-                }
-                sums[4..].iter_mut().zip(rest).for_each(|(sum, row)| row.iter().for_each(|w| *sum += w));
-            }
-            rows => sums.iter_mut().zip(rows).for_each(|(sum, row)| row.iter().for_each(|w| *sum += w)),
+            let mut sums = [0.0; MAX_LANES];
+            // SAFETY: MAX_LANES >= LANES.
+            unsafe { s.store(sum, sums.as_mut_ptr()) };
+            rows.iter_mut().flatten().zip(sums).for_each(|((_, to), sum)| **to = sum);
         }
-        facts.iter_mut().zip(sums).for_each(|(facts, sum)| facts[3] = sum);
     }
 }
 
