@@ -10,7 +10,6 @@ use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::Mutex;
 
 fn checkpoint(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
@@ -53,20 +52,9 @@ const SERVINGS: [Serving; 4] = [
     Serving { batch: 64, chunk: 1, page_size: 16, page_order: PageOrder::Scattered, share_prompts: false },
 ];
 
-/// Does `work` for every name, as many at a time as there are cores.
-fn for_each(names: Vec<String>, work: impl Fn(String) + Sync) {
-    let names = Mutex::new(names.into_iter());
-    let next = || names.lock().expect("no panic while holding the lock").next();
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| std::iter::from_fn(next).for_each(&work));
-        }
-    });
-}
-
 #[test]
 fn what_was_sampled_is_scored_the_same_to_the_bit() {
-    for_each(names(), |name| {
+    for name in names() {
         let model = load(&checkpoint(&name));
         let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
         let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
@@ -95,7 +83,7 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
             }
         }
         assert!(scored > 4 * 16 * 30, "{name}: only {scored} were compared");
-    });
+    }
 }
 
 #[test]

@@ -5,7 +5,6 @@ use samebits_models::{Family, Generation, Grouping, Model, PageOrder, Precision,
 use samebits_ops::{Cpu, Isa};
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Mutex;
 
 fn checkpoint(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
@@ -104,20 +103,9 @@ fn every_schedule_and_page_gives_the_same_bits() {
     }
 }
 
-/// Does `work` for every name, as many at a time as there are cores.
-fn for_each(names: Vec<String>, work: impl Fn(String) + Sync) {
-    let names = Mutex::new(names.into_iter());
-    let next = || names.lock().expect("no panic while holding the lock").next();
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| std::iter::from_fn(next).for_each(&work));
-        }
-    });
-}
-
 #[test]
 fn every_thread_count_budget_and_isa_gives_the_same_bits() {
-    for_each(checkpoints(), |name| {
+    for name in checkpoints() {
         let tokens = tokens(&name);
         let sequences = ragged(&tokens);
         for precision in Precision::ALL {
@@ -135,7 +123,7 @@ fn every_thread_count_budget_and_isa_gives_the_same_bits() {
                 }
             }
         }
-    });
+    }
 }
 
 #[test]
