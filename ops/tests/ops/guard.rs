@@ -183,33 +183,38 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         }),
         // n is the number of keys, and with it the head dimension changes.
         ("attention", |r, keys| {
-            let (batch, queries, q_heads, kv_heads) = (2, keys.min(5), 4, 2);
-            let head_dim = if keys % 2 == 0 { 8 * (1 + keys % 5) } else { 1 + keys % 37 };
+            let (batch, q_heads, kv_heads) = (2, 4, 2);
+            let head_dim = if keys % 2 == 0 { 16 * (1 + keys % 3) } else { 1 + keys % 37 };
             let value_dim = if keys % 4 == 0 { 16 * (1 + keys % 5) } else { 1 + keys % 41 };
             let (causal, window, softcap) = (keys % 2 == 1, keys % 3, if keys % 5 == 0 { 3.0 } else { 0.0 });
-            let shape = Attention {
-                value_dim,
-                causal,
-                window,
-                softcap,
-                ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
-            };
-            let q = r.floats::<I>(batch * queries * q_heads * head_dim);
-            let (k, v) = (r.floats(batch * keys * kv_heads * head_dim), r.floats(batch * keys * kv_heads * value_dim));
-            let q_pos = r.ints((0..batch * queries).map(|i| (keys - queries + i % queries) as i32));
-            let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
-            let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
-            let mut lse = r.room(batch * queries * q_heads);
-            attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
-            // The same keys in pages, the last of which ends where the slice does.
-            let page_size = 1 + keys % 9;
-            let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
-            let shape = Attention { keys: batch * columns * page_size, ..shape };
-            let rows = shape.keys * kv_heads;
-            let (k, v) = (r.floats::<I>(rows * head_dim), r.floats(rows * value_dim));
-            let table = r.ints((0..(batch * columns) as i32).rev());
-            let sequences = Sequences { q_start: None, keys: Keys::Paged { page_size, table: &table } };
-            attention_over(&r.cpu, &shape, &sequences, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
+            // Two, eight and ten query rows to a key head: each is read in a way of its own.
+            for queries in [1, keys.min(4), keys.min(5)] {
+                let shape = Attention {
+                    value_dim,
+                    causal,
+                    window,
+                    softcap,
+                    ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
+                };
+                let q = r.floats::<I>(batch * queries * q_heads * head_dim);
+                let (k, v) =
+                    (r.floats(batch * keys * kv_heads * head_dim), r.floats(batch * keys * kv_heads * value_dim));
+                let q_pos = r.ints((0..batch * queries).map(|i| (keys - queries + i % queries) as i32));
+                let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
+                let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
+                let mut lse = r.room(batch * queries * q_heads);
+                attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
+                // The same keys in pages, the last of which ends where the slice does.
+                let page_size = 1 + keys % 9;
+                let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
+                let shape = Attention { keys: batch * columns * page_size, ..shape };
+                let rows = shape.keys * kv_heads;
+                let (k, v) = (r.floats::<I>(rows * head_dim), r.floats(rows * value_dim));
+                let table = r.ints((0..(batch * columns) as i32).rev());
+                let sequences = Sequences { q_start: None, keys: Keys::Paged { page_size, table: &table } };
+                attention_over(&r.cpu, &shape, &sequences, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
+            }
+            Ok(())
         }),
         // n is V.
         ("linear_logprob", |r, vocab| {
