@@ -232,14 +232,9 @@ impl Bench {
         // One op of every class; the others would say the same again.
         let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
-        // A narrow dtype and a wide one, as in `judge`.
-        let dtypes = vec![DType::Bf16, DType::Fp32];
         // The small cases, or those by default where the small ones have nothing to rearrange.
-        let selections = [Slice::Quick, Slice::Default].map(|slice| Selection {
-            ops: ops.clone(),
-            dtypes: dtypes.clone(),
-            ..Selection::all(slice)
-        });
+        let selections =
+            [Slice::Quick, Slice::Default].map(|slice| Selection { ops: ops.clone(), ..Selection::all(slice) });
         let plans = selections.iter().map(|selection| plan(&self.contract, right.name(), selection));
         let rearranges = |groups: &Vec<Vec<samebits_harness::judge::Trial>>| {
             groups.iter().flatten().any(|trial| right.rearranged(&trial.case.build()).is_some())

@@ -137,7 +137,6 @@ unsafe fn quarters<const HEADS: usize, const GROUPS: usize>(
                     let (mut low, mut high) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xDD>(a, b));
                     here!("/* {0} */" least, "/* {1} */" low, "/* {2} */" high);
                     head!($h $i $q low 0 0x00 1 0x55 2 0xAA 3 0xFF);
-
                     head!($h $i $q high 4 0x00 5 0x55 6 0xAA 7 0xFF);
                     sums[$h].iter_mut().for_each(|sums| here!("/* {0} */" sums[$i]));
                 )*};

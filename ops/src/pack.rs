@@ -268,7 +268,7 @@ impl Ahead {
     #[inline(always)]
     pub fn ask_at(&self, index: usize, count: usize) {
         if index < self.lines {
-            (0..count).for_each(|line| lanes::prefetch(self.at.wrapping_add(64 * (index.wrapping_add(line)))));
+            (0..count).for_each(|line| lanes::prefetch(self.at.wrapping_add(64 * index.wrapping_add(line))));
         }
     }
 }
