@@ -574,7 +574,7 @@ const FAULTS: [Fault; 26] = [
     Fault {
         name: "lanes_fold_the_other_way",
         change: Change {
-            file: "lane_sum.cuh",
+            file: "reduce.cuh",
             from: "for (int h = 16; h >= 1; h /= 2) {",
             to: "for (int h = 1; h <= 16; h *= 2) {",
         },
@@ -594,7 +594,7 @@ const FAULTS: [Fault; 26] = [
     Fault {
         name: "segments_joined_left_to_right",
         change: Change {
-            file: "lane_sum.cuh",
+            file: "reduce.cuh",
             from: "__fadd_rn(__fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3])),",
             to: "__fadd_rn(__fadd_rn(__fadd_rn(__fadd_rn(s[0], s[1]), s[2]), s[3]),",
         },

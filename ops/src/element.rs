@@ -1,6 +1,6 @@
 //! Storage types, exact widening, and the last rounding.
 
-use crate::lanes::Storage;
+use crate::simd::Storage;
 use half::{bf16, f16};
 
 /// TF32 policy for f32 operands of matrix products.

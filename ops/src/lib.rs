@@ -5,62 +5,49 @@
 //! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. A length that does not match its dimensions is
 //! an [`Error`], before anything is written.
 
-mod add;
-mod add_rms_norm;
-mod argmax;
+// The file of an op bears its name, also where its folder does.
+#![allow(clippy::module_inception)]
+
 mod attention;
-mod coded;
-mod combine;
-mod cpu;
-pub mod device;
-mod dot_rows;
+mod backend;
 mod element;
 mod elementwise;
-mod embedding;
-mod gelu_mul;
 mod gemm;
-mod lane_sum;
-mod lanes;
+mod index;
 mod ledger;
-mod linear_logprob;
 mod logprob;
 mod math;
-mod memory;
-mod norm_rope;
+mod moe;
+mod norm;
 mod pack;
-mod plan;
-mod rms_norm;
+mod reduce;
 mod rope;
-mod route;
-mod scale;
-mod silu_mul;
-mod sink;
-mod softcap;
-mod softmax;
-mod tile;
+mod simd;
+mod workspace;
 
-pub use add::add;
-pub use add_rms_norm::add_rms_norm;
-pub use argmax::argmax;
-pub use attention::{Attention, Keys, Sequences, attention, attention_over};
-pub use combine::{Combine, combine};
-pub use cpu::{Cpu, Isa};
+pub use attention::attention::{Attention, Keys, Sequences, attention, attention_over};
+pub use backend::cpu::{Cpu, Isa};
+pub use backend::device;
 pub use element::{Element, Tf32};
-pub use embedding::{embedding, embedding_packed};
-pub use gelu_mul::gelu_mul;
-pub use gemm::{Gemm, PackedWeight, gemm, gemm_packed};
+pub use elementwise::add::add;
+pub use elementwise::gelu_mul::gelu_mul;
+pub use elementwise::scale::scale;
+pub use elementwise::silu_mul::silu_mul;
+pub use elementwise::softcap::softcap;
+pub use gemm::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
 pub use half::{bf16, f16};
+pub use index::argmax::argmax;
+pub use index::embedding::{embedding, embedding_packed};
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
-pub use linear_logprob::{linear_logprob, linear_logprob_packed};
-pub use logprob::logprob;
-pub use norm_rope::{NormRope, norm_rope};
-pub use rms_norm::{RmsNorm, Rounding, rms_norm};
-pub use rope::{Pairing, Rope, RopeTable, inv_freq, rope};
-pub use route::{GroupWorth, Route, Scoring, route};
-pub use scale::scale;
-pub use silu_mul::silu_mul;
-pub use softcap::softcap;
-pub use softmax::softmax;
+pub use logprob::linear_logprob::{linear_logprob, linear_logprob_packed};
+pub use logprob::logprob::logprob;
+pub use logprob::softmax::softmax;
+pub use moe::combine::{Combine, combine};
+pub use moe::route::{GroupWorth, Route, Scoring, route};
+pub use norm::add_rms_norm::add_rms_norm;
+pub use norm::norm_rope::{NormRope, norm_rope};
+pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
+pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 
 /// Why an op did not run. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

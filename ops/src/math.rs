@@ -1,6 +1,6 @@
 //! Elementary functions: `docs/NUMERICS.md`, section 2. Vector forms are the same steps in every lane.
 
-use crate::lanes::Simd;
+use crate::simd::Simd;
 
 /// High part of log2(e).
 pub const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
@@ -91,7 +91,7 @@ pub fn lse(n: f32, l: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lanes::scalar::Scalar;
+    use crate::simd::scalar::Scalar;
 
     #[test]
     fn constants_are_those_of_the_page() {

@@ -1,0 +1,556 @@
+//! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
+//!
+//! Formula: `out = softmax(scale * q k^T over the visible keys) v`; query head h reads key head `h / (Hq/Hkv)`. Key j is
+//! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if window > 0.
+//! Order: a score is a chain over d. Scores become `m * 2^i` through `exp_split(s; c_hi, c_lo)` with
+//! `c = scale * log2(e)`, `n = max i`. Keys are cut at absolute multiples of 256; inside a block `l += weight` and
+//! `acc[e] = fma(weight, v[e], acc[e])`, keys ascending, invisible keys skipped; blocks are added ascending, from +0.
+//! Rounding: every step once to f32; `out = acc / l`, last rounding; `lse(n, l)` in f64, rounded once.
+//! Softcap: `s = cap * tanh(s * f32(scale/cap))`, then `c = log2(e)`.
+//! Special: no visible key gives out +0 and lse -inf; a visible score of NaN or +inf gives NaN; -inf counts as invisible.
+//!
+//! Two passes over the scores: the first finds `n`, the second makes the weights. Because `n` is an integer exponent,
+//! nothing is rescaled and no tile border can be seen. Many query rows to a key head go in tiles of rows ([`prefill`]); few
+//! are a matter of reading keys and values once, at the speed of memory ([`decode`]).
+
+use super::{decode, prefill};
+use crate::element::compile_here;
+use crate::gemm::gemm::SharedOut;
+use crate::math::lse;
+use crate::pack::bf16_slice;
+use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::workspace::{Plan, choose};
+use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use std::iter::successors;
+
+/// Dimensions and parameters of attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attention {
+    /// Batch B.
+    pub batch: usize,
+    /// Queries per batch entry, T; where queries are packed, all of them.
+    pub queries: usize,
+    /// Keys per batch entry, S, of which `kv_len` say how many hold data; where keys are packed or paged, all rows of k.
+    pub keys: usize,
+    /// Query heads Hq, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key and value heads Hkv.
+    pub kv_heads: usize,
+    /// Dimension of queries and keys, D.
+    pub head_dim: usize,
+    /// Dimension of values, E.
+    pub value_dim: usize,
+    /// Factor of the scores; finite and not negative.
+    pub scale: f64,
+    /// Whether key j is visible to position p only when `j <= p`.
+    pub causal: bool,
+    /// Key j is visible to position p only when `j > p - window`; 0 means no window.
+    pub window: usize,
+    /// Scores become `softcap * tanh(score / softcap)`; 0 means none.
+    pub softcap: f64,
+    /// How f32 operands of q, k and v are read.
+    pub tf32: Tf32,
+}
+
+impl Attention {
+    /// Causal attention without window or softcap, values as wide as keys, scores times `1 / sqrt(head_dim)`.
+    pub fn causal([batch, queries, keys]: [usize; 3], [q_heads, kv_heads]: [usize; 2], head_dim: usize) -> Attention {
+        Attention {
+            batch,
+            queries,
+            keys,
+            q_heads,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            causal: true,
+            window: 0,
+            softcap: 0.0,
+            tf32: Tf32::Disabled,
+        }
+    }
+}
+
+/// Where the queries and keys of each sequence stand.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sequences<'a> {
+    /// Rows `q_start[b]..q_start[b + 1]` of `q[T,Hq,D]` are the queries of sequence b (B + 1 entries, ascending from 0 to
+    /// T). `None`: `q[B,T,Hq,D]`, T for each.
+    pub q_start: Option<&'a [i32]>,
+    /// The keys and values.
+    pub keys: Keys<'a>,
+}
+
+/// Where the keys and values of each sequence stand.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Keys<'a> {
+    /// `k[B,S,Hkv,D]`: S rows for each sequence, the first `kv_len[b]` of them in use.
+    #[default]
+    Padded,
+    /// `k[S,Hkv,D]`: sequence b has the rows from `k_start[b]` to `k_start[b + 1]` (B + 1 entries, ascending from 0 to S).
+    Packed(&'a [i32]),
+    /// `k[P,page_size,Hkv,D]`: key j of sequence b stands in page `table[b][j / page_size]`, row `j % page_size`. Pages may
+    /// be shared and stand in any order; entries behind the last key in use are not read.
+    Paged {
+        /// Keys per page, at least 1.
+        page_size: usize,
+        /// `[B, pages per sequence]`.
+        table: &'a [i32],
+    },
+}
+
+/// Keys per block: belongs to the contract, not to the machine.
+pub(super) const BLOCK: usize = 256;
+
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
+/// `kv_len` is outside `0..=S`, `scale` or `softcap` is negative or not finite, or S exceeds 2^24; [`Error::Budget`] below
+/// the smallest plan (the operands of 16 keys and one query).
+#[allow(clippy::too_many_arguments)]
+pub fn attention<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Attention,
+    q: &[I],
+    k: &[I],
+    v: &[I],
+    q_pos: &[i32],
+    kv_len: &[i32],
+    out: &mut [O],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    attention_over(cpu, shape, &Sequences::default(), q, k, v, q_pos, kv_len, out, lse)
+}
+
+/// [`attention`] over packed queries, and keys that are packed or paged: the same bits for the same sequence.
+/// `q_pos` and the outputs follow q: `q_pos[T]`, `out[T,Hq,E]`, `lse[T,Hq]` where queries are packed.
+///
+/// # Errors
+/// As [`attention`]; [`Error::Value`] when starts do not ascend to the end, a page is outside `0..P`, or a sequence's
+/// `kv_len` exceeds its rows or pages.
+#[allow(clippy::too_many_arguments)]
+pub fn attention_over<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Attention,
+    sequences: &Sequences,
+    q: &[I],
+    k: &[I],
+    v: &[I],
+    q_pos: &[i32],
+    kv_len: &[i32],
+    out: &mut [O],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: q_pos.len(), out: out.len(), lse: lse.len() };
+    let factors = check(shape, sequences, &lens, kv_len)?;
+    if out.is_empty() && lse.is_empty() {
+        return Ok(());
+    }
+    compile_here!(
+        (cpu: &Cpu, shape: &Attention, sequences: &Sequences, q_pos: &[i32], kv_len: &[i32], factors: Factors, lse: &mut [f32])
+            I(q, k, v) O(out) -> Result<(), Error> => {
+                let Factors { cap, c } = factors;
+                Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c }.run(out, lse)
+            }
+    )
+}
+
+/// Lengths of the slices of a call.
+pub(crate) struct Lens {
+    pub q: usize,
+    pub k: usize,
+    pub v: usize,
+    pub q_pos: usize,
+    pub out: usize,
+    pub lse: usize,
+}
+
+/// What scores are multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct Factors {
+    /// `(cap, f32(scale / cap))`.
+    pub cap: Option<(f32, f32)>,
+    /// `c_hi` and `c_lo`.
+    pub c: (f32, f32),
+}
+
+/// Checks a call, whatever it runs on.
+pub(crate) fn check(shape: &Attention, sequences: &Sequences, lens: &Lens, kv_len: &[i32]) -> Result<Factors, Error> {
+    let factors = check_tensors(shape, sequences.q_start.is_some(), matches!(sequences.keys, Keys::Padded), lens)?;
+    check_places(shape, sequences, lens.q_pos, kv_len)?;
+    Ok(factors)
+}
+
+/// Checks the parameters and the lengths of tensors, and makes the factors. `packed` are the queries, `padded` the keys.
+pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens: &Lens) -> Result<Factors, Error> {
+    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = *shape;
+    let bad = |what: String| Err(value_error("attention", what));
+    if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
+        return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
+    }
+    if !(scale >= 0.0 && scale.is_finite()) {
+        return bad(format!("scale is {scale}; it must be finite and not negative"));
+    }
+    if !(softcap >= 0.0 && softcap.is_finite()) {
+        return bad(format!("softcap is {softcap}; it must be finite and not negative"));
+    }
+    let rows: &[usize] = if packed { &[queries] } else { &[batch, queries] };
+    let of = |dims: &[usize]| [rows, dims].concat();
+    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", lens.q, &of(&[q_heads, head_dim]))?;
+    check_len("attention", "q_pos", "[B,T] or [T]", lens.q_pos, rows)?;
+    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", lens.out, &of(&[q_heads, value_dim]))?;
+    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lens.lse, &of(&[q_heads]))?;
+    let rows: &[usize] = if padded { &[batch, shape.keys] } else { &[shape.keys] };
+    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
+    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", lens.k, &of(head_dim))?;
+    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", lens.v, &of(value_dim))?;
+    let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
+    let c_hi = c as f32;
+    Ok(Factors {
+        cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
+        c: (c_hi, (c - f64::from(c_hi)) as f32),
+    })
+}
+
+fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<(), Error> {
+    let bad = |what: String| Err(value_error("attention", what));
+    if starts.len() != batch + 1 {
+        return bad(format!("`{name}` has {} entries; {batch} sequences need {}", starts.len(), batch + 1));
+    }
+    if starts[0] != 0 || i64::from(starts[batch]) != end as i64 {
+        return bad(format!("`{name}` goes from {} to {}; it must go from 0 to {end}", starts[0], starts[batch]));
+    }
+    match starts.windows(2).position(|two| two[0] > two[1]) {
+        Some(b) => bad(format!("`{name}[{}]` is {} after {}; starts ascend", b + 1, starts[b + 1], starts[b])),
+        None => Ok(()),
+    }
+}
+
+/// Checks where queries and keys stand: every place that `kv_len` admits is within `shape.keys` rows.
+pub(crate) fn check_places(
+    shape: &Attention,
+    sequences: &Sequences,
+    q_pos: usize,
+    kv_len: &[i32],
+) -> Result<(), Error> {
+    let bad = |what: String| Err(value_error("attention", what));
+    let Attention { batch, queries, .. } = *shape;
+    check_len("attention", "kv_len", "[B]", kv_len.len(), &[batch])?;
+    match sequences.q_start {
+        Some(q_start) => {
+            check_len("attention", "q_pos", "[T]", q_pos, &[queries])?;
+            check_starts("q_start", q_start, batch, queries)?;
+        }
+        None => check_len("attention", "q_pos", "[B,T]", q_pos, &[batch, queries])?,
+    }
+    let keys = &sequences.keys;
+    if let Keys::Packed(k_start) = keys {
+        check_starts("k_start", k_start, batch, shape.keys)?;
+    }
+    if let Keys::Paged { page_size, table } = *keys {
+        if page_size == 0 || !shape.keys.is_multiple_of(page_size) {
+            return bad(format!("{} rows of k are no whole number of pages of {page_size}", shape.keys));
+        }
+        if batch == 0 && !table.is_empty() || batch > 0 && !table.len().is_multiple_of(batch) {
+            return bad(format!("a page table of {} entries is no whole number for {batch} sequences", table.len()));
+        }
+    }
+    for (b, &len) in kv_len.iter().enumerate() {
+        let room = match *keys {
+            Keys::Padded => shape.keys,
+            Keys::Packed(k_start) => (k_start[b + 1] - k_start[b]) as usize,
+            Keys::Paged { page_size, table } => (table.len() / batch).saturating_mul(page_size),
+        };
+        let len = match usize::try_from(len) {
+            Ok(len) if len <= room => len,
+            _ => return bad(format!("kv_len[{b}] is {len}; it must be in 0..={room}")),
+        };
+        if len > 1 << 24 {
+            return bad(format!("kv_len[{b}] is {len}; at most {} keys", 1 << 24));
+        }
+        if let Keys::Paged { page_size, table } = *keys {
+            let (columns, pages) = (table.len() / batch, shape.keys / page_size);
+            let used = &table[b * columns..][..len.div_ceil(page_size)];
+            if let Some(i) = used.iter().position(|&page| usize::try_from(page).map_or(true, |page| page >= pages)) {
+                return bad(format!("page table [{b}][{i}] is {}; there are pages 0 to {}", used[i], pages as i64 - 1));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The keys a row sees: `from..to`.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Range {
+    pub(super) from: usize,
+    pub(super) to: usize,
+}
+
+impl Range {
+    pub(super) fn is_empty(&self) -> bool {
+        self.from >= self.to
+    }
+
+    /// The part inside `from..to`.
+    pub(super) fn within(&self, from: usize, to: usize) -> Range {
+        Range { from: self.from.clamp(from, to), to: self.to.clamp(from, to) }
+    }
+}
+
+/// One call: what every task reads.
+pub(super) struct Job<'a, I> {
+    pub(super) cpu: &'a Cpu,
+    pub(super) shape: &'a Attention,
+    pub(super) sequences: &'a Sequences<'a>,
+    pub(super) q: &'a [I],
+    pub(super) k: &'a [I],
+    pub(super) v: &'a [I],
+    pub(super) q_pos: &'a [i32],
+    pub(super) kv_len: &'a [i32],
+    /// `(cap, f32(scale / cap))`.
+    pub(super) cap: Option<(f32, f32)>,
+    /// `c_hi` and `c_lo`.
+    pub(super) c: (f32, f32),
+}
+
+impl<I: Element> Job<'_, I> {
+    pub(super) fn run<O: Element>(&self, out: &mut [O], lse: &mut [f32]) -> Result<(), Error> {
+        let out = SharedOut { data: out.as_mut_ptr(), len: out.len() };
+        let lse = SharedOut { data: lse.as_mut_ptr(), len: lse.len() };
+        let plans = successors(Some(self.preferred()), |plan| plan.smaller(self));
+        let (plan, mut workspace) = choose(self.cpu, "attention", plans)?;
+        let (shared, slots) = workspace.split();
+        let slow = match &plan {
+            Strategy::Decode(plan) => decode::run(self, plan, shared, slots, &out, &lse),
+            Strategy::Prefill(plan) => prefill::run(self, plan, shared, slots, &out, &lse),
+        };
+        self.cpu.ledger().note(Counter::SlowPaths, slow, "attention: operands so small that VDPBF16PS would flush them")
+    }
+
+    /// Query heads that share a key head.
+    pub(super) fn group(&self) -> usize {
+        self.shape.q_heads / self.shape.kv_heads
+    }
+
+    /// The rows of q that belong to sequence b.
+    pub(super) fn queries(&self, b: usize) -> std::ops::Range<usize> {
+        match self.sequences.q_start {
+            Some(starts) => starts[b] as usize..starts[b + 1] as usize,
+            None => b * self.shape.queries..(b + 1) * self.shape.queries,
+        }
+    }
+
+    /// The most queries a sequence has.
+    pub(super) fn most_queries(&self) -> usize {
+        (0..self.shape.batch).map(|b| self.queries(b).len()).max().unwrap_or(0)
+    }
+
+    /// The row of k and v where key j of sequence b stands.
+    pub(super) fn key_row(&self, b: usize, j: usize) -> usize {
+        match self.sequences.keys {
+            Keys::Padded => b * self.shape.keys + j,
+            Keys::Packed(starts) => starts[b] as usize + j,
+            Keys::Paged { page_size, table } => {
+                let columns = table.len() / self.shape.batch;
+                table[b * columns + j / page_size] as usize * page_size + j % page_size
+            }
+        }
+    }
+
+    /// The first key after j that need not stand behind the one before it.
+    pub(super) fn run_end(&self, j: usize) -> usize {
+        match self.sequences.keys {
+            Keys::Paged { page_size, .. } => (j / page_size + 1) * page_size,
+            _ => usize::MAX,
+        }
+    }
+
+    /// Key j of sequence b for a key head.
+    pub(super) fn key(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
+        let d = self.shape.head_dim;
+        &self.k[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * d..][..d]
+    }
+
+    /// Values from key j of sequence b on, for a key head.
+    pub(super) fn value(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
+        let e = self.shape.value_dim;
+        &self.v[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * e..]
+    }
+
+    /// Row t of q for a query head.
+    pub(super) fn query(&self, t: usize, head: usize) -> &[I] {
+        let d = self.shape.head_dim;
+        &self.q[(t * self.shape.q_heads + head) * d..][..d]
+    }
+
+    /// The keys that row t of q sees, of sequence b.
+    pub(super) fn range(&self, b: usize, t: usize) -> Range {
+        let (p, len) = (i64::from(self.q_pos[t]), self.kv_len[b] as usize);
+        let to = if self.shape.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
+        let window = i64::try_from(self.shape.window).unwrap_or(i64::MAX);
+        let from = if window > 0 { p.saturating_sub(window).saturating_add(1).max(0) as usize } else { 0 };
+        Range { from: from.min(to), to }
+    }
+
+    /// From the first to the last key that some query of sequence b sees.
+    pub(super) fn seen(&self, b: usize) -> Range {
+        let seen = || self.queries(b).map(|t| self.range(b, t)).filter(|range| !range.is_empty());
+        Range {
+            from: seen().map(|range| range.from).min().unwrap_or(0),
+            to: seen().map(|range| range.to).max().unwrap_or(0),
+        }
+    }
+
+    /// Whether scores may go through `VDPBF16PS`.
+    pub(super) fn dots(&self) -> bool {
+        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+    }
+
+    /// Whether values are read where they stand: whole vectors of bf16, in runs worth a tile.
+    pub(super) fn values_in_place(&self) -> bool {
+        let runs = !matches!(self.sequences.keys, Keys::Paged { page_size, .. } if page_size < 8);
+        runs && bf16_slice(self.v).is_some() && self.shape.value_dim.is_multiple_of(16)
+    }
+
+    pub(super) fn preferred(&self) -> Strategy {
+        match decode::Streams::preferred(self) {
+            Some(plan) => Strategy::Decode(plan),
+            None => Strategy::Prefill(prefill::Tiles::preferred(self)),
+        }
+    }
+
+    /// `total / l`, the last rounding and the `lse` of one row, at its index in `[B,T,Hq]`.
+    ///
+    /// # Safety
+    /// No other thread touches this row of the outputs.
+    pub(super) unsafe fn finish<O: Element>(
+        &self,
+        at: usize,
+        row: Row,
+        total: &[f32],
+        out: &SharedOut<O>,
+        lse_out: &SharedOut<f32>,
+        columns: Columns,
+    ) {
+        // SAFETY: the caller's promise.
+        let (out, lse_out) = unsafe {
+            (out.part(at * self.shape.value_dim + columns.from, columns.to - columns.from), lse_out.part(at, 1))
+        };
+        match row {
+            Row::Empty => {
+                out.fill(O::narrow(0.0));
+                lse_out[0] = f32::NEG_INFINITY;
+            }
+            Row::Invalid => {
+                out.fill(O::narrow(f32::NAN));
+                lse_out[0] = f32::narrow(f32::NAN);
+            }
+            Row::Valid { n, l } => {
+                self.cpu.dispatch(Divide { total: &total[..out.len()], l, out });
+                lse_out[0] = lse(n, l);
+            }
+        }
+    }
+}
+
+/// Columns `from..to` of the values.
+pub(super) type Columns = Range;
+
+/// What the softmax found for one row.
+#[derive(Clone, Copy)]
+pub(super) enum Row {
+    /// No key counts.
+    Empty,
+    /// A visible score is NaN or +inf.
+    Invalid,
+    /// Weights are relative to `2^n` and sum to `l`.
+    Valid { n: f32, l: f32 },
+}
+
+/// The reference point of a row from its largest score; `invalid` when a score is NaN or +inf.
+pub(super) fn reference(largest: f32, invalid: bool, c_hi: f32) -> Row {
+    let n = (largest * c_hi).round_ties_even();
+    if invalid {
+        Row::Invalid
+    } else if largest == f32::NEG_INFINITY {
+        Row::Empty
+    } else if n.is_finite() {
+        Row::Valid { n, l: 0.0 }
+    } else {
+        // A finite score whose product with c overflows: inf - inf.
+        Row::Invalid
+    }
+}
+
+/// How a call is carried out.
+pub(super) enum Strategy {
+    Decode(decode::Streams),
+    Prefill(prefill::Tiles),
+}
+
+impl Strategy {
+    fn smaller<I: Element>(&self, job: &Job<I>) -> Option<Strategy> {
+        match self {
+            Strategy::Decode(plan) => {
+                Some(plan.smaller().map_or_else(|| Strategy::Prefill(prefill::Tiles::preferred(job)), Strategy::Decode))
+            }
+            Strategy::Prefill(plan) => plan.smaller().map(Strategy::Prefill),
+        }
+    }
+}
+
+impl Plan for Strategy {
+    fn need(&self) -> crate::workspace::Need {
+        match self {
+            Strategy::Decode(plan) => plan.need(),
+            Strategy::Prefill(plan) => plan.need(),
+        }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        match self {
+            Strategy::Decode(plan) => plan.tiles(),
+            Strategy::Prefill(plan) => plan.tiles(),
+        }
+    }
+}
+
+/// `total += block`, element by element. Not generic, so that it is compiled once.
+pub(super) fn add_to(cpu: &Cpu, total: &mut [f32], block: &[f32]) {
+    cpu.dispatch(AddTo { total, block });
+}
+
+struct AddTo<'a> {
+    total: &'a mut [f32],
+    block: &'a [f32],
+}
+
+impl Kernel for AddTo<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for at in (0..self.total.len()).step_by(S::LANES) {
+            let sum = s.add(load_at(s, self.total, at, 0.0), load_at(s, self.block, at, 0.0));
+            narrow_at(s, sum, self.total, at);
+        }
+    }
+}
+
+/// `total / l` and the last rounding of one row.
+struct Divide<'a, O> {
+    total: &'a [f32],
+    l: f32,
+    out: &'a mut [O],
+}
+
+impl<O: Element> Kernel for Divide<'_, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for at in (0..self.out.len()).step_by(S::LANES) {
+            narrow_at(s, s.div(load_at(s, self.total, at, 0.0), s.splat(self.l)), self.out, at);
+        }
+    }
+}

@@ -1,0 +1,651 @@
+//! Many query rows to a key head: tiles of 16 or 32 rows, one row per lane. A tile keeps the scores of all its keys, or,
+//! where the budget has no room for them, makes them twice, some keys at a time.
+
+use super::attention::{BLOCK, Job, Range, Row, add_to, reference};
+use crate::gemm::gemm::{Ran, SharedOut, Tally};
+use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
+use crate::math::{exp_split, tanh, weight};
+use crate::pack::{
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_row, pairs_of_rows, prefetch, wide_of_rows,
+    wide_row,
+};
+use crate::simd::{Kernel, Simd, load_at};
+use crate::workspace::memory::LINE;
+use crate::workspace::{Need, Plan};
+use crate::{Cpu, Element};
+use half::bf16;
+
+/// Most query rows of a tile: one row of scores per lane of a panel.
+const ROWS: usize = 32;
+/// Keys or values laid out at a time.
+const PART: usize = 48;
+/// Keys between a value and the one asked of memory beside it.
+const AHEAD: usize = 32;
+
+/// How a call is cut into tiles.
+#[derive(Clone, Copy)]
+pub struct Tiles {
+    /// Lanes of a row of scores: 16 or 32.
+    width: usize,
+    /// Query rows of a tile, at most `width`.
+    rows: usize,
+    /// Keys whose scores are held at a time; 0 for all.
+    span: usize,
+    /// Columns of the values at a time, a multiple of 16.
+    columns: usize,
+    workers: usize,
+    /// Whether all keys are turned into pairs once, for the tiles to share.
+    paired: bool,
+    /// Facts of the call: the most keys a sequence has, (sequence, key head) entries, words of a query or key row as the
+    /// kernels read it and widened, and whether values are read in place.
+    keys: usize,
+    entries: usize,
+    query_words: usize,
+    wide_words: usize,
+    in_place: bool,
+    bf16: bool,
+}
+
+impl Tiles {
+    pub fn preferred<I: Element>(job: &Job<I>) -> Tiles {
+        let shape = job.shape;
+        let most = job.most_queries() * job.group();
+        let width = if most <= 16 { 16 } else { ROWS };
+        Tiles {
+            width,
+            rows: width,
+            span: 0,
+            columns: shape.value_dim.next_multiple_of(16),
+            workers: job.cpu.threads(),
+            paired: job.dots() && most > width,
+            keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
+            entries: shape.batch * shape.kv_heads,
+            query_words: if I::IS_BF16 { shape.head_dim.div_ceil(2) } else { shape.head_dim },
+            wide_words: shape.head_dim.next_multiple_of(2),
+            in_place: job.values_in_place(),
+            bf16: I::IS_BF16,
+        }
+    }
+
+    /// The next smaller plan: no shared keys, fewer queries, scores of fewer keys, fewer rows (queries, then heads), fewer
+    /// columns of the values, fewer workers.
+    pub fn smaller(&self) -> Option<Tiles> {
+        let plan = *self;
+        Some(match plan {
+            Tiles { paired: true, .. } => Tiles { paired: false, ..plan },
+            Tiles { width: ROWS, .. } => Tiles { width: 16, rows: 16, ..plan },
+            Tiles { span: 0, .. } => Tiles { span: plan.keys.clamp(16, BLOCK).next_power_of_two(), ..plan },
+            Tiles { span: 17.., .. } => Tiles { span: plan.span / 2, ..plan },
+            Tiles { rows: 2.., .. } => Tiles { rows: plan.rows / 2, ..plan },
+            Tiles { columns: 17.., .. } => Tiles { columns: (plan.columns / 2).next_multiple_of(16), ..plan },
+            Tiles { workers: 2.., .. } => Tiles { workers: plan.workers / 2, ..plan },
+            _ => return None,
+        })
+    }
+
+    /// Keys or values laid out at a time.
+    fn part(&self) -> usize {
+        if self.span == 0 { PART } else { PART.min(self.span) }
+    }
+
+    fn score_words(&self) -> usize {
+        self.width * if self.span == 0 { self.keys } else { self.span }
+    }
+
+    fn part_words(&self) -> usize {
+        self.part() * self.wide_words.max(if self.in_place { 0 } else { self.columns })
+    }
+
+    /// Words of the shared keys of one entry, and of one block of them: the pairs, then a line with the smallest nonzero
+    /// magnitude.
+    fn block_words(&self) -> usize {
+        BLOCK * self.query_words + LINE
+    }
+
+    fn entry_words(&self) -> usize {
+        self.keys.div_ceil(BLOCK) * self.block_words()
+    }
+}
+
+impl Plan for Tiles {
+    fn need(&self) -> Need {
+        let shared = if self.paired { self.entries.saturating_mul(self.entry_words()) } else { 0 };
+        let query = self.width * self.query_words;
+        let slot = self.score_words() + query + self.part_words() + 2 * self.rows * self.columns;
+        let pairs = if self.bf16 { shared + query * self.workers } else { 0 };
+        Need { shared, slot, workers: self.workers, pairs }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        let keys = if self.span == 0 { self.keys } else { self.span };
+        [("rows", self.rows), ("keys", keys), ("columns", self.columns)]
+    }
+}
+
+/// Runs all tiles. Returns how many tiles of scores took the slow path.
+pub fn run<I: Element, O: Element>(
+    job: &Job<I>,
+    plan: &Tiles,
+    shared: &mut [u32],
+    slots: Vec<&mut [u32]>,
+    out: &SharedOut<O>,
+    lse: &SharedOut<f32>,
+) -> usize {
+    let (batch, kv_heads) = (job.shape.batch, job.shape.kv_heads);
+    let paired = bf16_slice(job.k).filter(|_| plan.paired && plan.block_words() > LINE).map(|k| {
+        pair_keys(job, k, plan, shared);
+        &*shared
+    });
+    let tiles = (job.most_queries() * job.group()).div_ceil(plan.rows);
+    let ran = Ran::default();
+    job.cpu.each_in(slots, batch * kv_heads * tiles, |slot, task| {
+        // The last queries see the most keys: they go first.
+        let (entry, tile) = (task % (batch * kv_heads), tiles - 1 - task / (batch * kv_heads));
+        let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
+        let first = tile * plan.rows;
+        let all = job.queries(b).len() * job.group();
+        if first < all {
+            let rows = plan.rows.min(all - first);
+            let paired = paired.map(|paired| &paired[entry * plan.entry_words()..][..plan.entry_words()]);
+            RowTile { job, plan, b, kv_head, first, rows, paired, ran: &ran }.run(slot, out, lse);
+        }
+    });
+    ran.record(job.cpu)
+}
+
+/// Turns the keys of every (sequence, key head) into pairs, key by key.
+fn pair_keys<I: Element>(job: &Job<I>, k: &[bf16], plan: &Tiles, out: &mut [u32]) {
+    let (kv_heads, d) = (job.shape.kv_heads, job.shape.head_dim);
+    let blocks = plan.keys.div_ceil(BLOCK);
+    job.cpu.chunks(out, plan.block_words(), |i, out| {
+        let (entry, block) = (i / blocks, i % blocks);
+        let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
+        let (out, end) = out.split_at_mut(BLOCK * plan.query_words);
+        let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
+        let mut least = f32::INFINITY;
+        for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
+            let at = (job.key_row(b, block * BLOCK + j) * kv_heads + kv_head) * d;
+            least = least.min(pairs_of_row(job.cpu, &k[at..][..d], bf16::ZERO, out));
+        }
+        end[0] = least.to_bits();
+    });
+}
+
+/// Up to `plan.rows` query rows that share one key head: row r is query `(first + r) / group` of the sequence, head
+/// `(first + r) % group` of the group.
+struct RowTile<'a, I> {
+    job: &'a Job<'a, I>,
+    plan: &'a Tiles,
+    b: usize,
+    kv_head: usize,
+    first: usize,
+    rows: usize,
+    /// The keys as pairs, when other tiles read them too.
+    paired: Option<&'a [u32]>,
+    ran: &'a Ran,
+}
+
+impl<I: Element> RowTile<'_, I> {
+    /// Row r's row of q and its query head.
+    fn query_and_head(&self, r: usize) -> (usize, usize) {
+        let group = self.job.group();
+        (self.job.queries(self.b).start + (self.first + r) / group, self.kv_head * group + (self.first + r) % group)
+    }
+
+    fn run<O: Element>(&self, slot: &mut [u32], out: &SharedOut<O>, lse: &SharedOut<f32>) {
+        let RowTile { job, plan, rows, .. } = *self;
+        let (scores, rest) = slot.split_at_mut(plan.score_words());
+        let (query, rest) = rest.split_at_mut(plan.width * plan.query_words);
+        let (part, rest) = rest.split_at_mut(plan.part_words());
+        let (total, acc) = as_floats_mut(rest).split_at_mut(plan.rows * plan.columns);
+        let scores = as_floats_mut(scores);
+
+        let mut ranges = [Range::default(); ROWS];
+        (0..rows).for_each(|r| ranges[r] = job.range(self.b, self.query_and_head(r).0));
+        let seen = || ranges[..rows].iter().filter(|range| !range.is_empty());
+        let keys = Range {
+            from: seen().map(|range| range.from).min().unwrap_or(0),
+            to: seen().map(|range| range.to).max().unwrap_or(0),
+        };
+        let least_query = self.lay_queries_out(query);
+        let pieces = || {
+            let span = if plan.span == 0 { usize::MAX } else { plan.span };
+            let start = if plan.span == 0 { keys.from } else { keys.from / span * span };
+            let cut =
+                move |from: usize| Range { from: from.max(keys.from), to: from.saturating_add(span).min(keys.to) };
+            (start..keys.to).step_by(span).map(cut)
+        };
+        let mut seen_scores = Seen { largest: [f32::NEG_INFINITY; ROWS], sum: [0.0; ROWS] };
+        for piece in pieces() {
+            let scores = &mut scores[..(piece.to - piece.from) * plan.width];
+            self.score(piece, least_query, query, part, scores);
+            survey(
+                job.cpu,
+                Survey { scores, plan, rows, keys: piece, ranges: &ranges, cap: job.cap, seen: &mut seen_scores },
+            );
+        }
+        let mut softmax = Softmax { rows: [Row::Empty; ROWS], n: [0.0; ROWS], skips: false };
+        for r in 0..rows {
+            // A sum of zeros that is NaN has met NaN, +inf or -inf; the last alone does no harm.
+            let strange = seen_scores.sum[r].is_nan();
+            let invalid = strange && self.invalid(r, &ranges[r], pieces(), &ranges, least_query, query, part, scores);
+            softmax.skips |= strange;
+            softmax.rows[r] = reference(seen_scores.largest[r], invalid, job.c.0);
+            if let Row::Valid { n, .. } = softmax.rows[r] {
+                softmax.n[r] = n;
+            }
+        }
+        for from in (0..job.shape.value_dim.max(1)).step_by(plan.columns.max(1)) {
+            let columns = Range { from, to: (from + plan.columns).min(job.shape.value_dim) };
+            let mut sums = Sums { block: [0.0; ROWS], total: [0.0; ROWS] };
+            total.fill(0.0);
+            acc.fill(0.0);
+            for piece in pieces() {
+                let scores = &mut scores[..(piece.to - piece.from) * plan.width];
+                if plan.span > 0 {
+                    self.score(piece, least_query, query, part, scores);
+                    let mut again = Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
+                    survey(
+                        job.cpu,
+                        Survey { scores, plan, rows, keys: piece, ranges: &ranges, cap: job.cap, seen: &mut again },
+                    );
+                }
+                if plan.span > 0 || from == 0 {
+                    let end = keys.to;
+                    weigh(
+                        job.cpu,
+                        Weigh { scores, plan, keys: piece, end, c: job.c, softmax: &softmax, sums: &mut sums },
+                    );
+                }
+                self.values(piece, keys.to, columns, &ranges, scores, softmax.skips, part, total, acc);
+            }
+            if plan.span > 0 || from == 0 {
+                for (row, sum) in softmax.rows.iter_mut().zip(sums.total) {
+                    if let Row::Valid { l, .. } = row {
+                        *l = sum;
+                    }
+                }
+            }
+            for r in 0..rows {
+                let (t, head) = self.query_and_head(r);
+                let at = t * job.shape.q_heads + head;
+                // SAFETY: each (tile, row) has its own index in [B,T,Hq].
+                unsafe { job.finish(at, softmax.rows[r], &total[r * plan.columns..], out, lse, columns) };
+            }
+        }
+    }
+
+    /// Lays the queries side by side as the kernels read them; returns their smallest nonzero magnitude.
+    fn lay_queries_out(&self, out: &mut [u32]) -> f32 {
+        let (width, d) = (self.plan.width, self.job.shape.head_dim);
+        let query = |r: usize| {
+            let (t, head) = self.query_and_head(r);
+            self.job.query(t, head)
+        };
+        out.fill(0);
+        if !I::IS_BF16 {
+            wide_of_rows(self.job.cpu, self.rows, d, query, self.job.shape.tf32, as_floats_mut(out), width);
+            return f32::NAN;
+        }
+        let query = |r: usize| bf16_slice(query(r)).expect("bf16");
+        pairs_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Ahead::NONE);
+        let least = |r: usize| least_magnitude(self.job.cpu, query(r));
+        (0..self.rows).map(least).fold(f32::INFINITY, f32::min)
+    }
+
+    /// `scores[j - keys.from][r]`: a chain over d for every key, visible or not.
+    fn score(&self, keys: Range, least_query: f32, query: &[u32], part: &mut [u32], scores: &mut [f32]) {
+        let RowTile { job, plan, b, kv_head, .. } = *self;
+        let (width, cpu) = (plan.width, job.cpu);
+        // One chain is a tree of one segment.
+        let chain = [0, job.shape.head_dim];
+        let step = plan.query_words;
+        let dots = job.dots() && dot_is_exact(least_query, f32::MAX);
+        let mut from = keys.from;
+        while from < keys.to {
+            // Shared pairs come block by block, others part by part.
+            let to = match self.paired {
+                Some(_) => (from / BLOCK + 1) * BLOCK,
+                None => from + plan.part(),
+            };
+            let to = to.min(keys.to);
+            let count = to - from;
+            let out = &mut scores[(from - keys.from) * width..][..count * width];
+            let outs = || (0..count).step_by(TILE_ROWS);
+            let mut least_key = f32::NAN;
+            if let Some(paired) = self.paired {
+                least_key = f32::from_bits(paired[(from / BLOCK + 1) * plan.block_words() - LINE]);
+            } else if dots {
+                least_key = f32::INFINITY;
+                for (j, pairs) in (from..to).zip(part.chunks_exact_mut(step.max(1))) {
+                    let key = |j: usize| bf16_slice(job.key(b, j, kv_head)).expect("bf16");
+                    prefetch(key((j + AHEAD).min(keys.to - 1)));
+                    least_key = least_key.min(pairs_of_row(cpu, key(j), bf16::ZERO, pairs));
+                }
+            }
+            if dots && dot_is_exact(least_query, least_key) {
+                let pairs = match self.paired {
+                    Some(paired) => &paired[from / BLOCK * plan.block_words() + from % BLOCK * step..],
+                    None => &*part,
+                };
+                for (first, out) in outs().zip(out.chunks_mut(TILE_ROWS * width)) {
+                    let left = Left { data: &pairs[first * step..], row_stride: step, step: 1 };
+                    let (right, order) = (Right::Pairs(query, width), Order::Tree(&chain));
+                    let rows = TILE_ROWS.min(count - first);
+                    dot_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
+                }
+                self.ran.add(Tally { fast: 1, slow: 0 });
+            } else {
+                if job.dots() {
+                    self.ran.add(Tally { fast: 0, slow: 1 });
+                }
+                // Widened part by part, with a zero beside the pad of odd pairs.
+                for first in (0..count).step_by(plan.part()) {
+                    let rows = plan.part().min(count - first);
+                    let wide = as_floats_mut(part);
+                    for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.wide_words.max(1))) {
+                        wide_row(job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
+                        wide[job.shape.head_dim..].fill(0.0);
+                    }
+                    let out = &mut out[first * width..][..rows * width];
+                    for (i, out) in (0..rows).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
+                        let left = Left { data: &wide[i * plan.wide_words..], row_stride: plan.wide_words, step: 1 };
+                        let right = match I::IS_BF16 {
+                            true => Right::Pairs(query, width),
+                            false => Right::Wide(as_floats(query), width),
+                        };
+                        let (order, rows) = (Order::Tree(&chain), TILE_ROWS.min(rows - i));
+                        fma_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
+                    }
+                }
+            }
+            from = to;
+        }
+    }
+
+    /// Whether a visible score of row r is NaN or +inf. With scores made piece by piece they are made once more.
+    #[allow(clippy::too_many_arguments)]
+    fn invalid(
+        &self,
+        r: usize,
+        range: &Range,
+        pieces: impl Iterator<Item = Range>,
+        ranges: &[Range; ROWS],
+        least_query: f32,
+        query: &[u32],
+        part: &mut [u32],
+        scores: &mut [f32],
+    ) -> bool {
+        let plan = self.plan;
+        for piece in pieces {
+            let scores = &mut scores[..(piece.to - piece.from) * plan.width];
+            if plan.span > 0 {
+                self.score(piece, least_query, query, part, scores);
+                let seen = &mut Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
+                let (rows, cap) = (self.rows, self.job.cap);
+                survey(self.job.cpu, Survey { scores, plan, rows, keys: piece, ranges, cap, seen });
+            }
+            let Range { from, to } = range.within(piece.from, piece.to);
+            let score = |j: usize| scores[(j - piece.from) * plan.width + r];
+            if (from..to).any(|j| score(j).is_nan() || score(j) == f32::INFINITY) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Adds the values that each row sees among `keys` to `acc`, and `acc` to `total` at the end of a block or of all keys
+    /// (`end`). With `skips`, weights of visible keys whose score is -inf are marked NaN and those keys are skipped.
+    #[allow(clippy::too_many_arguments)]
+    fn values(
+        &self,
+        keys: Range,
+        end: usize,
+        value_columns: Range,
+        ranges: &[Range; ROWS],
+        weights: &[f32],
+        skips: bool,
+        part: &mut [u32],
+        total: &mut [f32],
+        acc: &mut [f32],
+    ) {
+        let RowTile { job, plan, b, kv_head, .. } = *self;
+        let (e, width, stride) = (job.shape.value_dim, plan.width, plan.columns);
+        let count = value_columns.to - value_columns.from;
+        let columns = count.next_multiple_of(16);
+        if count == 0 {
+            return;
+        }
+        let in_place = bf16_slice(job.v).filter(|_| plan.in_place);
+        let mut from = keys.from;
+        while from < keys.to {
+            let block_end = (from / BLOCK + 1) * BLOCK;
+            // What lies in one piece of memory, and, where values are widened, in one part.
+            let to = if in_place.is_some() { job.run_end(from) } else { from + plan.part() };
+            let to = to.min(block_end).min(keys.to);
+            if in_place.is_none() {
+                for (j, wide) in (from..to).zip(as_floats_mut(part).chunks_exact_mut(columns)) {
+                    let value = &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
+                    wide_row(value, job.shape.tf32, wide);
+                }
+            }
+            let wide: &[f32] = as_floats(part);
+            let mut accumulate = |first: usize, rows: usize, keys_part: Range| {
+                if keys_part.is_empty() {
+                    return;
+                }
+                let right = match in_place {
+                    Some(_) => {
+                        let value = &job.value(b, keys_part.from, kv_head)[value_columns.from..];
+                        Right::Narrow(bf16_slice(value).expect("bf16"), job.shape.kv_heads * e, Ahead::NONE)
+                    }
+                    None => Right::Wide(&wide[(keys_part.from - from) * columns..], columns),
+                };
+                let left =
+                    Left { data: &weights[(keys_part.from - keys.from) * width + first..], row_stride: 1, step: width };
+                let (order, out) = (Order::Chain(keys_part.to - keys_part.from), &mut acc[first * stride..]);
+                fma_tile(job.cpu, Tile { left, right, order, rows, columns, out, out_stride: stride });
+            };
+            for first in (0..self.rows).step_by(TILE_ROWS) {
+                let rows = TILE_ROWS.min(self.rows - first);
+                let mine = &ranges[first..first + rows];
+                // Keys that all rows see go through one tile; what a row sees before and after them, row by row.
+                let shared = Range {
+                    from: mine.iter().map(|range| range.within(from, to).from).max().unwrap_or(to),
+                    to: mine.iter().map(|range| range.within(from, to).to).min().unwrap_or(from),
+                };
+                if skips || shared.is_empty() {
+                    for (r, range) in mine.iter().enumerate() {
+                        let seen = range.within(from, to);
+                        if !skips {
+                            accumulate(first + r, 1, seen);
+                            continue;
+                        }
+                        let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
+                        (seen.from..seen.to)
+                            .filter(|j| !skipped(j))
+                            .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
+                    }
+                } else {
+                    for (r, range) in mine.iter().enumerate() {
+                        accumulate(first + r, 1, Range { from: range.within(from, to).from, to: shared.from });
+                    }
+                    accumulate(first, rows, shared);
+                    for (r, range) in mine.iter().enumerate() {
+                        accumulate(first + r, 1, Range { from: shared.to, to: range.within(from, to).to });
+                    }
+                }
+            }
+            from = to;
+            if from == block_end || from == end {
+                add_to(job.cpu, total, acc);
+                acc.fill(0.0);
+            }
+        }
+    }
+}
+
+/// What is known of the scores of each row.
+struct Seen {
+    /// The largest visible score.
+    largest: [f32; ROWS],
+    /// 0 while every visible score is finite, NaN from the first that is not.
+    sum: [f32; ROWS],
+}
+
+struct Softmax {
+    rows: [Row; ROWS],
+    /// The reference point of each valid row.
+    n: [f32; ROWS],
+    /// Some visible score is -inf; its weight is marked NaN.
+    skips: bool,
+}
+
+/// Sums of weights: of the block in hand, and of the blocks before it.
+struct Sums {
+    block: [f32; ROWS],
+    total: [f32; ROWS],
+}
+
+/// Runs [`Survey`]. Not generic, so that it is compiled once.
+fn survey(cpu: &Cpu, survey: Survey) {
+    cpu.dispatch(survey);
+}
+
+/// Caps scores, makes invisible ones -inf, and finds what the softmax must know of the rest.
+struct Survey<'a> {
+    scores: &'a mut [f32],
+    plan: &'a Tiles,
+    rows: usize,
+    keys: Range,
+    ranges: &'a [Range; ROWS],
+    cap: Option<(f32, f32)>,
+    seen: &'a mut Seen,
+}
+
+impl Kernel for Survey<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Survey { scores, plan, rows, keys, ranges, cap, seen } = self;
+        let width = plan.width;
+        let (mut from, mut to) = ([0f32; ROWS], [0f32; ROWS]);
+        for r in 0..rows {
+            // Positions are below 2^24, so f32 holds them; `to` is the last visible key.
+            (from[r], to[r]) = (ranges[r].from as f32, ranges[r].to as f32 - 1.0);
+        }
+        for r in rows..ROWS {
+            (from[r], to[r]) = (1.0, -1.0);
+        }
+        // Keys that every row sees need no mask.
+        let mine = &ranges[..rows];
+        let start = mine.iter().map(|range| range.from).max().unwrap_or(0).clamp(keys.from, keys.to);
+        let end = mine.iter().map(|range| range.to).min().unwrap_or(0).clamp(start, keys.to);
+        let count = keys.to - keys.from;
+        assert!(scores.len() >= count * width && width <= ROWS && width.is_multiple_of(S::LANES));
+        let lowest = s.splat(f32::NEG_INFINITY);
+        for lane in (0..width).step_by(S::LANES) {
+            let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
+            let (mut max, mut sum) = (load_at(s, &seen.largest, lane, 0.0), load_at(s, &seen.sum, lane, 0.0));
+            // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
+            for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
+                if !masked && cap.is_none() {
+                    for j in part {
+                        // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
+                        let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
+                        sum = s.fma(score, s.splat(0.0), sum);
+                        max = s.max(score, max);
+                    }
+                    continue;
+                }
+                for j in part {
+                    // SAFETY: as above.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let mut score = unsafe { s.load(place) };
+                    if let Some((cap, factor)) = cap {
+                        score = s.mul(s.splat(cap), tanh(s, s.mul(score, s.splat(factor))));
+                    }
+                    let mut visible = score;
+                    if masked {
+                        let position = s.splat(j as f32);
+                        let inside = |yes, no| s.select_ge(position, first, s.select_ge(last, position, yes, no), no);
+                        visible = inside(score, s.splat(0.0));
+                        score = inside(score, lowest);
+                    }
+                    // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
+                    sum = s.fma(visible, s.splat(0.0), sum);
+                    max = s.max(score, max);
+                    // SAFETY: as above.
+                    unsafe { s.store(score, place) };
+                }
+            }
+            // SAFETY: lane + LANES <= width <= ROWS.
+            unsafe {
+                s.store(max, seen.largest[lane..][..S::LANES].as_mut_ptr());
+                s.store(sum, seen.sum[lane..][..S::LANES].as_mut_ptr());
+            }
+        }
+    }
+}
+
+/// Runs [`Weigh`]. Not generic, so that it is compiled once.
+fn weigh(cpu: &Cpu, weigh: Weigh) {
+    cpu.dispatch(weigh);
+}
+
+/// Turns scores into weights, in place, and sums them block by block; `end` is the last key of all.
+struct Weigh<'a> {
+    scores: &'a mut [f32],
+    plan: &'a Tiles,
+    keys: Range,
+    end: usize,
+    c: (f32, f32),
+    softmax: &'a Softmax,
+    sums: &'a mut Sums,
+}
+
+impl Kernel for Weigh<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Weigh { scores, plan, keys, end, c, softmax, sums } = self;
+        let width = plan.width;
+        assert!(scores.len() >= (keys.to - keys.from) * width && width <= ROWS && width.is_multiple_of(S::LANES));
+        let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
+        for lane in (0..width).step_by(S::LANES) {
+            let n = load_at(s, &softmax.n, lane, 0.0);
+            let (mut block, mut total) = (load_at(s, &sums.block, lane, 0.0), load_at(s, &sums.total, lane, 0.0));
+            let mut from = keys.from;
+            while from < keys.to {
+                let block_end = (from / BLOCK + 1) * BLOCK;
+                let to = block_end.min(keys.to);
+                for j in from..to {
+                    // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
+                    let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
+                    // SAFETY: as above.
+                    let score = unsafe { s.load(place) };
+                    let (m, i) = exp_split(s, score, c_hi, c_lo);
+                    // An invisible key has score -inf here and so weight +0, which changes no l.
+                    let mut w = weight(s, m, i, n);
+                    block = s.add(block, w);
+                    if softmax.skips {
+                        w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
+                    }
+                    // SAFETY: as above.
+                    unsafe { s.store(w, place) };
+                }
+                if to == block_end || to == end {
+                    total = s.add(total, block);
+                    block = s.splat(0.0);
+                }
+                from = to;
+            }
+            // SAFETY: lane + LANES <= width <= ROWS.
+            unsafe {
+                s.store(block, sums.block[lane..][..S::LANES].as_mut_ptr());
+                s.store(total, sums.total[lane..][..S::LANES].as_mut_ptr());
+            }
+        }
+    }
+}

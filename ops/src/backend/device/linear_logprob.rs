@@ -1,0 +1,141 @@
+//! Launches of linear_logprob: tiles of logits in the workspace, and what their weights come to.
+
+use super::gemm::launch_gemm;
+use super::rows::{build, check_logprob};
+use super::workspace::choose;
+use super::{Arguments, Buffer, Device, Stored};
+use crate::workspace::{Need, Plan};
+use crate::{Counter, Error, Gemm, check_len};
+use std::iter::successors;
+
+/// Segments of a row and lanes of a segment; both belong to the contract.
+const LANES: usize = 8 * 256;
+/// Words of a row's segments beside their lanes: as in linear_logprob.cu.
+const FACTS: usize = 8 * 3;
+/// Rows whose sums are in hand at a time, at most: enough for the weight to be worth its way.
+const MOST_ROWS: usize = 512;
+/// Columns of a tile of logits, at most; a multiple of 16, as every tile.
+const MOST_WIDTH: usize = 16384;
+/// Tiles are not made narrower than this as long as there are rows to give up.
+const NARROW: usize = 1024;
+
+/// How much is in hand at a time.
+#[derive(Clone, Copy)]
+struct Tile {
+    rows: usize,
+    width: usize,
+}
+
+impl Tile {
+    /// Words of the lanes, the logits, the facts, the targets' logits and the reference points.
+    fn words(&self) -> [usize; 5] {
+        [self.rows * LANES, self.rows * self.width, self.rows * FACTS, self.rows, self.rows]
+    }
+
+    fn smaller(&self) -> Option<Tile> {
+        let width = self.width.div_ceil(32) * 16;
+        Some(match *self {
+            Tile { width: old, .. } if old > NARROW => Tile { width, ..*self },
+            Tile { rows: 2.., .. } => Tile { rows: self.rows.div_ceil(2), ..*self },
+            Tile { width: 17.., .. } => Tile { width, ..*self },
+            _ => return None,
+        })
+    }
+}
+
+impl Plan for Tile {
+    fn need(&self) -> Need {
+        Need { shared: self.words().into_iter().sum(), slot: 0, workers: 1, pairs: 0 }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        [("rows", self.rows), ("width", self.width), ("", 0)]
+    }
+}
+
+/// [`linear_logprob`](crate::linear_logprob()) on a device. Tiles of f32 logits stand in the workspace, which grows neither
+/// with the vocabulary nor with the rows; the budget decides how large they are.
+///
+/// # Errors
+/// As [`linear_logprob`](crate::linear_logprob()); errors of the device.
+#[allow(clippy::too_many_arguments)]
+pub fn linear_logprob<I: Stored>(
+    device: &Device,
+    rows: usize,
+    vocab: usize,
+    k: usize,
+    temperature: f64,
+    x: &Buffer<I>,
+    w: &Buffer<I>,
+    target: &[i32],
+    logprob: &mut Buffer<f32>,
+    lse: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let op = "linear_logprob";
+    check_len(op, "x", "[M,K]", x.len(), &[rows, k])?;
+    check_len(op, "w", "[V,K]", w.len(), &[vocab, k])?;
+    check_len(op, "target", "[M]", target.len(), &[rows])?;
+    check_len(op, "logprob", "[M]", logprob.len(), &[rows])?;
+    check_len(op, "lse", "[M]", lse.len(), &[rows])?;
+    let scale = check_logprob(op, vocab, temperature, target)?;
+    if rows == 0 {
+        return Ok(());
+    }
+    let width = vocab.clamp(1, MOST_WIDTH).next_multiple_of(16);
+    let preferred = Tile { rows: rows.min(MOST_ROWS), width };
+    let (plan, room) = choose(device, op, successors(Some(preferred), Tile::smaller))?;
+    let mut at = plan.words();
+    let mut end = 0;
+    at.iter_mut().for_each(|words| (*words, end) = (end, end + *words));
+    let [lanes, logits, facts, picked, known] = at;
+    let target = device.upload(op, target)?;
+    for first in (0..rows).step_by(plan.rows) {
+        let count = plan.rows.min(rows - first);
+        let lost = device.empty::<i32>(op, count)?;
+        let pass = |again: bool| -> Result<usize, Error> {
+            // A vocabulary of none has one tile of none.
+            for from in (0..vocab.max(1)).step_by(plan.width) {
+                let width = plan.width.min(vocab - from);
+                let arguments = Arguments::new()
+                    .buffer_from(&room, logits)
+                    .buffer_from(&target, first)
+                    .buffer_from(&room, lanes)
+                    .buffer_from(&room, facts)
+                    .buffer_from(&room, picked)
+                    .buffer_from(&room, known)
+                    .long(vocab)
+                    .long(from)
+                    .long(width)
+                    .float(scale)
+                    .int(i32::from(from == 0))
+                    .int(i32::from(again));
+                // SAFETY: the workspace has room for `count` rows of a tile and of sums, the other lengths were checked.
+                unsafe {
+                    launch_gemm(device, &Gemm::new(count, width, k), (x, first), (w, from), None, (&room, logits))?;
+                    device.launch(build::<f32, f32>(op), "linear_logprob_add", [count, 1, 1], 256, 0, &arguments)?;
+                }
+            }
+            let arguments = Arguments::new()
+                .buffer_from(&room, lanes)
+                .buffer_from(&room, facts)
+                .buffer_from(&room, picked)
+                .buffer_from(&target, first)
+                .buffer_from(&room, known)
+                .buffer(&lost)
+                .buffer_from(logprob, first)
+                .buffer_from(lse, first);
+            // SAFETY: as above.
+            unsafe { device.launch(build::<f32, f32>(op), "linear_logprob_end", [count, 1, 1], 256, 0, &arguments)? };
+            let mut found = vec![0; count];
+            lost.download(device, &mut found)?;
+            Ok(found.into_iter().filter(|&lost| lost != 0).count())
+        };
+        let again = pass(false)?;
+        if again > 0 {
+            pass(true)?;
+            let place = "linear_logprob: rows whose logits span more than 2^100, summed twice";
+            device.ledger().note(Counter::SlowPaths, again, place)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,4 @@
+//! Where ops run.
+
+pub(crate) mod cpu;
+pub mod device;

@@ -1,0 +1,99 @@
+//! The frame of ops that take one element of each of two inputs and make one of the output.
+
+use crate::pack::prefetch_at;
+use crate::simd::stream::{BLOCK, Sink, is_large};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
+use crate::{Cpu, Element};
+
+/// What is done to each pair of elements, before the last rounding.
+pub trait Pointwise: Copy + Sync + Send {
+    /// Whether there is a [`Pointwise::first`].
+    const FIRST: bool = false;
+    /// A long chain of steps that only `a` takes part in. They run in a loop of their own: a machine looks some hundred
+    /// instructions ahead, and with both loops in one that is few elements.
+    #[inline(always)]
+    fn first<S: Simd>(self, _: S, a: S::F) -> S::F {
+        a
+    }
+    /// The value made of `a`, what [`Pointwise::first`] made of it, and `b`.
+    fn apply<S: Simd>(self, s: S, a: S::F, first: S::F, b: S::F) -> S::F;
+}
+
+/// `y[i] = op(a[i], b[i])`, last rounding; the caller has checked that the lengths are equal.
+pub fn elementwise<I: Element, O: Element>(cpu: &Cpu, op: impl Pointwise, a: &[I], b: &[I], y: &mut [O]) {
+    let size = cpu.elements_per_chunk(y.len());
+    let large = is_large(cpu, y);
+    cpu.chunks(y, size, |chunk, y| {
+        let range = chunk * size..chunk * size + y.len();
+        cpu.dispatch(Part { op, a: &a[range.clone()], b: &b[range], y, large });
+    });
+}
+
+struct Part<'a, P, I, O> {
+    op: P,
+    a: &'a [I],
+    b: &'a [I],
+    y: &'a mut [O],
+    large: bool,
+}
+
+impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut firsts = [0f32; BLOCK];
+        let mut at = 0;
+        while at < self.a.len() {
+            let y = sink.room(self.a.len() - at);
+            let len = y.len();
+            pointwise(s, self.op, &self.a[at..][..len], &self.b[at..][..len], y, &mut firsts);
+            sink.put(s, len);
+            at += len;
+        }
+        sink.end(s);
+    }
+}
+
+/// So many bytes ahead of the work memory is asked for: what one element costs leaves the processor's own look-ahead behind.
+const AHEAD: usize = 6 << 10;
+
+/// `y[i] = op(a[i], b[i])`, last rounding; the lengths are equal. `firsts` has room for a block if the op has a
+/// [`Pointwise::first`].
+#[inline(always)]
+pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
+    s: S,
+    op: P,
+    a: &[I],
+    b: &[I],
+    y: &mut [O],
+    firsts: &mut [f32],
+) {
+    let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
+    let whole = y.len() - y.len() % two;
+    for from in (0..whole).step_by(BLOCK) {
+        let block = from..whole.min(from + BLOCK);
+        let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
+        if P::FIRST {
+            for (a, first) in a.chunks_exact(two).zip(firsts.chunks_exact_mut(two)) {
+                let (a0, a1) = load_two(s, a, pairs);
+                store_two(s, (op.first(s, a0), op.first(s, a1)), first);
+            }
+        }
+        let vectors = a.chunks_exact(two).zip(b.chunks_exact(two)).zip(y.chunks_exact_mut(two));
+        for (v, ((a, b), y)) in vectors.enumerate() {
+            prefetch_at(a, AHEAD);
+            prefetch_at(b, AHEAD);
+            let ((a0, a1), (b0, b1)) = (load_two(s, a, pairs), load_two(s, b, pairs));
+            let (f0, f1) = match P::FIRST {
+                true => load_two(s, &firsts[v * two..][..two], false),
+                false => (a0, a1),
+            };
+            narrow_two(s, (op.apply(s, a0, f0, b0), op.apply(s, a1, f1, b1)), y, pairs);
+        }
+    }
+    for at in (whole..y.len()).step_by(S::LANES) {
+        let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
+        narrow_at(s, op.apply(s, a, op.first(s, a), b), y, at);
+    }
+}

@@ -1,0 +1,55 @@
+//! Gated activation: `gate, up -> y`, any shape.
+//!
+//! Formula: `y = gelu(gate) * up` with the gelu of the hyperbolic tangent,
+//! `0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3)))`, which is `g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3))`.
+//! Order: `a = C * fma(K, (g*g)*g, g)`, `(g * sigmoid(a)) * u`.
+//! Rounding: every step once to f32; last rounding.
+
+use crate::element::compile_here;
+use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::math::one_plus_exp_neg;
+use crate::simd::Simd;
+use crate::{Cpu, Element, Error, check_len};
+
+/// `f32(2 * sqrt(2 / pi))`.
+const C: f32 = f32::from_bits(0x3FCC_422A);
+/// `f32(0.044715)`.
+const K: f32 = f32::from_bits(0x3D37_2713);
+
+/// `y[i] = gelu(gate[i]) * up[i]`, the gelu of the hyperbolic tangent; all slices have the same length.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ.
+pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
+    check_len("gelu_mul", "up", "of gate", up.len(), &[gate.len()])?;
+    check_len("gelu_mul", "y", "of gate", y.len(), &[gate.len()])?;
+    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, GeluMul, gate, up, y));
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct GeluMul;
+
+impl Pointwise for GeluMul {
+    const FIRST: bool = true;
+    #[inline(always)]
+    fn first<S: Simd>(self, s: S, gate: S::F) -> S::F {
+        let cube = s.mul(s.mul(gate, gate), gate);
+        one_plus_exp_neg(s, s.mul(s.splat(C), s.fma(s.splat(K), cube, gate)))
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, gate: S::F, first: S::F, up: S::F) -> S::F {
+        s.mul(s.mul(gate, s.div(s.splat(1.0), first)), up)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_are_rounded_once() {
+        assert_eq!(C, (2.0 * (2.0 / std::f64::consts::PI).sqrt()) as f32);
+        assert_eq!(K, 0.044715f64 as f32);
+    }
+}

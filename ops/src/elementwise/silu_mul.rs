@@ -1,0 +1,37 @@
+//! Gated activation: `gate, up -> y`, any shape.
+//!
+//! Formula: `y = gate * sigmoid(gate) * up`, `sigmoid(x) = 1 / (1 + e^-x)`.
+//! Order: `(g * sigmoid(g)) * u`.
+//! Rounding: every step once to f32; last rounding.
+
+use crate::element::compile_here;
+use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::math::one_plus_exp_neg;
+use crate::simd::Simd;
+use crate::{Cpu, Element, Error, check_len};
+
+/// `y[i] = (gate[i] * sigmoid(gate[i])) * up[i]`; all slices have the same length.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ.
+pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
+    check_len("silu_mul", "up", "of gate", up.len(), &[gate.len()])?;
+    check_len("silu_mul", "y", "of gate", y.len(), &[gate.len()])?;
+    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, SiluMul, gate, up, y));
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct SiluMul;
+
+impl Pointwise for SiluMul {
+    const FIRST: bool = true;
+    #[inline(always)]
+    fn first<S: Simd>(self, s: S, gate: S::F) -> S::F {
+        one_plus_exp_neg(s, gate)
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, gate: S::F, first: S::F, up: S::F) -> S::F {
+        s.mul(s.mul(gate, s.div(s.splat(1.0), first)), up)
+    }
+}

@@ -1,0 +1,50 @@
+//! Soft limit: `x -> y`, any shape.
+//!
+//! Formula: `y = cap * tanh(x / cap)`.
+//! Order: `f32(cap) * tanh(x * f32(1/cap))`, `1/cap` in f64.
+//! Rounding: every step once to f32; last rounding.
+
+use crate::element::compile_here;
+use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::math::tanh;
+use crate::simd::Simd;
+use crate::{Cpu, Element, Error, check_len, value_error};
+
+/// `y[i] = cap * tanh(x[i] / cap)`; both slices have the same length.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; [`Error::Value`] when `cap` or its inverse is not a positive finite f32.
+pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
+    check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
+    let (cap, inverse) = factors(cap)?;
+    let op = Softcap { cap, inverse };
+    compile_here!((cpu: &Cpu, op: Softcap) I(x) O(y) -> () => elementwise(cpu, op, x, x, y));
+    Ok(())
+}
+
+/// `f32(cap)` and `f32(1 / cap)`, checked.
+pub(crate) fn factors(cap: f64) -> Result<(f32, f32), Error> {
+    let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
+    if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
+        return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));
+    }
+    Ok((cap, inverse))
+}
+
+#[derive(Clone, Copy)]
+struct Softcap {
+    cap: f32,
+    inverse: f32,
+}
+
+impl Pointwise for Softcap {
+    const FIRST: bool = true;
+    #[inline(always)]
+    fn first<S: Simd>(self, s: S, x: S::F) -> S::F {
+        tanh(s, s.mul(x, s.splat(self.inverse)))
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, _: S::F, tanh: S::F, _: S::F) -> S::F {
+        s.mul(s.splat(self.cap), tanh)
+    }
+}

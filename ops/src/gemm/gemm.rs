@@ -1,0 +1,814 @@
+//! Matrix product with a transposed weight: `x[M,K], w[N,K], bias[N]? -> y[M,N]`.
+//!
+//! Formula: `y[m][n] = sum over k of x[m][k] * w[n][k] + bias[n]`.
+//! Order: k is cut in 8 segments of `16 * ceil(k_total / 128)`; a segment is a chain of fma from +0, k ascending; the
+//! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
+//! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
+
+use crate::element::compile_here;
+use crate::gemm::tile::{
+    Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, dot_unpacking, fma_tile,
+};
+use crate::pack::dictionary::{self, Coded};
+use crate::pack::{
+    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row,
+};
+use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
+use crate::workspace::memory::{LINE, Memory};
+use crate::workspace::{Need, Plan, choose};
+use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use half::bf16;
+use std::iter::successors;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gemm {
+    /// Rows of x.
+    pub m: usize,
+    /// Rows of w.
+    pub n: usize,
+    /// Columns of both that are here.
+    pub k: usize,
+    /// First column that is here.
+    pub k_offset: usize,
+    /// Columns of the whole product; segments are cut by it.
+    pub k_total: usize,
+    /// How f32 operands are read.
+    pub tf32: Tf32,
+}
+
+impl Gemm {
+    /// The whole product: no tensor parallelism, TF32 off.
+    pub fn new(m: usize, n: usize, k: usize) -> Gemm {
+        Gemm { m, n, k, k_offset: 0, k_total: k, tf32: Tf32::Disabled }
+    }
+
+    /// Whether this is one rank's part of a longer sum: no bias is added, and the output should be f32.
+    pub fn is_partial(&self) -> bool {
+        self.k != self.k_total
+    }
+
+    /// The bounds of the segments here, relative to `k_offset`: 9 for the whole, 5, 3 or 2 for a subtree.
+    pub(crate) fn bounds(&self) -> Result<Vec<usize>, Error> {
+        let length = segment_length(self.k_total);
+        let end = self.k_offset.checked_add(self.k).filter(|&end| end <= self.k_total).ok_or_else(|| {
+            value_error("gemm", format!("columns {}+{} exceed k_total {}", self.k_offset, self.k, self.k_total))
+        })?;
+        let bound = |segment: usize| segment.saturating_mul(length).min(self.k_total);
+        for count in [8, 4, 2, 1] {
+            for first in (0..8usize).step_by(count) {
+                if (first.saturating_mul(length), bound(first + count)) == (self.k_offset, end) {
+                    return Ok((first..=first + count)
+                        .map(|segment| bound(segment).max(self.k_offset) - self.k_offset)
+                        .collect());
+                }
+            }
+        }
+        Err(value_error(
+            "gemm",
+            format!(
+                "columns {}..{end} of {} are not a subtree of the eight segments of {length}; \
+                 use 1, 2, 4 or 8 equal ranks with k_total a multiple of 128",
+                self.k_offset, self.k_total
+            ),
+        ))
+    }
+}
+
+/// Elements per segment of a sum of `n`: `16 * ceil(n / 128)`.
+pub(crate) fn segment_length(n: usize) -> usize {
+    16 * n.div_ceil(128)
+}
+
+/// `x[M,K], w[N,K], bias[N]? -> y[M,N]`, all row-major. The weight is laid out anew in every call: pack it once and call
+/// [`gemm_packed`] where it is used again.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] when `k_offset`, `k` and `k_total` do not name a
+/// subtree of the segments; [`Error::Budget`] below the smallest plan (2 KiB).
+pub fn gemm<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Gemm,
+    x: &[I],
+    w: &[I],
+    bias: Option<&[I]>,
+    y: &mut [O],
+) -> Result<(), Error> {
+    check_len("gemm", "w", "[N,K]", w.len(), &[shape.n, shape.k])?;
+    let bias = bias.filter(|_| !shape.is_partial());
+    compile_here!((cpu: &Cpu, shape: &Gemm) I(x, w) ?(bias) O(y) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        Product { cpu, m, n, k, x, w: Weight::Plain(w), bias, bounds: &shape.bounds()?, tf32 }.run(y)
+    })
+}
+
+/// [`gemm`] with a weight packed beforehand: the same bits. `x[M,K], bias[N]? -> y[M,N]`.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Budget`] below the smallest plan (64 bytes).
+pub fn gemm_packed<I: Element, O: Element>(
+    cpu: &Cpu,
+    m: usize,
+    x: &[I],
+    w: &PackedWeight,
+    bias: Option<&[I]>,
+    y: &mut [O],
+) -> Result<(), Error> {
+    compile_here!((cpu: &Cpu, m: usize, w: &PackedWeight) I(x) ?(bias) O(y) -> Result<(), Error> => {
+        let (n, k, tf32) = (w.n, w.k, Tf32::Disabled);
+        let bounds = Gemm::new(m, n, k).bounds()?;
+        Product { cpu, m, n, k, x, w: Weight::Packed(w.panels()), bias, bounds: &bounds, tf32 }.run(y)
+    })
+}
+
+/// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
+/// earlier k in the high half. A `Cpu` with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see
+/// `coded.rs`), from which every one comes back as it was.
+pub struct PackedWeight {
+    n: usize,
+    k: usize,
+    form: Form,
+    memory: Memory,
+}
+
+/// What packed panels hold.
+#[derive(Clone, Copy)]
+enum Form {
+    /// f32.
+    Wide,
+    /// Pairs of bf16.
+    Pairs,
+    /// Pairs of bf16 in fewer bits.
+    Coded,
+}
+
+impl Form {
+    fn of(pairs: bool) -> Form {
+        if pairs { Form::Pairs } else { Form::Wide }
+    }
+}
+
+impl PackedWeight {
+    /// Packs `w[N,K]`, in parallel. bf16 takes its size or less, fp16 is widened to f32. `w` may lie in a mapped file: every
+    /// page is read once.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `w` is not N * K long; [`Error::Memory`] when the system has no room for it.
+    pub fn pack<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
+        check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
+        if !I::IS_BF16 && size_of::<I>() < 4 {
+            cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
+        }
+        if cpu.isa() == Isa::Avx512Bf16
+            && let Some(w) = bf16_slice(w)
+            && let Some(memory) = dictionary::pack(cpu, n, k, w)?
+        {
+            return Ok(PackedWeight { n, k, form: Form::Coded, memory });
+        }
+        let size = panel_words(k, I::IS_BF16);
+        let words = size.saturating_mul(n.div_ceil(PANEL));
+        let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
+        let out: &mut [u32] = &mut memory;
+        compile_here!((cpu: &Cpu, n: usize, k: usize, out: &mut [u32]) I(w) -> () => {
+            pack_panels(cpu, n, k, w, Tf32::Disabled, out)
+        });
+        Ok(PackedWeight { n, k, form: Form::of(I::IS_BF16), memory })
+    }
+
+    /// Rows N.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Columns K.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Memory it holds, in bytes.
+    pub fn bytes(&self) -> usize {
+        4 * self.memory.len()
+    }
+
+    /// Calls `put(k, w[row][k])` for every k.
+    pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
+        let (panel, column) = (self.panels().panel(row / PANEL, &mut []).right, row % PANEL);
+        let of_pair = |k: usize, pair: u32| if k.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
+        for k in 0..self.k {
+            let value = match panel {
+                Right::Wide(floats, _) => floats[k * PANEL + column],
+                Right::Pairs(words, _) => f32::from_bits(of_pair(k, words[k / 2 * PANEL + column])),
+                Right::Coded(coded) => f32::from_bits(of_pair(k, coded.pair(k / 2, column))),
+                Right::Narrow(..) => unreachable!("packed weights are not narrow"),
+            };
+            put(k, value);
+        }
+    }
+
+    pub(crate) fn panels(&self) -> Panels<'_> {
+        Panels { words: &self.memory, n: self.n, k: self.k, form: self.form }
+    }
+}
+
+/// Words of one packed panel: 32 columns of k elements, then a line that starts with the smallest nonzero magnitude of
+/// pairs (infinity when there is none).
+pub(crate) fn panel_words(k: usize, pairs: bool) -> usize {
+    PANEL * row_words(k, pairs) + LINE
+}
+
+/// Words of one packed row, whole pairs of k.
+pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
+    if pairs { k.div_ceil(2) } else { k.next_multiple_of(2) }
+}
+
+/// Packs all panels of `w[N,K]` into `out`, in parallel.
+fn pack_panels<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I], tf32: Tf32, out: &mut [u32]) {
+    cpu.chunks(out, panel_words(k, I::IS_BF16), |panel, out| {
+        let rows = PANEL.min(n - panel * PANEL);
+        pack_rows(cpu, rows, k, &w[panel * PANEL * k..], tf32, bf16::NEG_ZERO, I::IS_BF16, out, PANEL);
+    });
+}
+
+/// Packs `rows` rows of `k` side by side, `stride` apart, and writes their smallest nonzero magnitude behind, at the
+/// start of the last line of `out`.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn pack_rows<I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    x: &[I],
+    tf32: Tf32,
+    pad: bf16,
+    pairs: bool,
+    out: &mut [u32],
+    stride: usize,
+) {
+    let (out, end) = out.split_at_mut(out.len() - LINE);
+    match bf16_slice(x).filter(|_| pairs) {
+        Some(x) => {
+            pairs_of_rows(cpu, rows, k, |r| &x[r * k..][..k], pad, out, stride, Ahead::NONE);
+            end[0] = least_magnitude(cpu, &x[..rows * k]).to_bits();
+        }
+        None => {
+            let out = as_floats_mut(out);
+            if k % 2 == 1 {
+                out[k * stride..][..rows].fill(0.0);
+            }
+            wide_of_rows(cpu, rows, k, |r| &x[r * k..][..k], tf32, out, stride);
+            end[0] = f32::NAN.to_bits();
+        }
+    }
+}
+
+/// Packed panels, wherever they stand.
+#[derive(Clone, Copy)]
+pub(crate) struct Panels<'a> {
+    words: &'a [u32],
+    n: usize,
+    k: usize,
+    form: Form,
+}
+
+impl<'a> Panels<'a> {
+    /// One panel.
+    pub fn one(words: &'a [u32], k: usize, pairs: bool) -> Panels<'a> {
+        Panels { words, n: PANEL, k, form: Form::of(pairs) }
+    }
+
+    /// A panel. A `slot` that is not empty has room for its pairs.
+    pub fn panel<'s>(&self, panel: usize, slot: &'s mut [u32]) -> Panel<'s>
+    where
+        'a: 's,
+    {
+        let plain = |pairs: bool| {
+            let size = panel_words(self.k, pairs);
+            self.words[panel * size..][..size].split_at(size - LINE)
+        };
+        let (right, least) = match self.form {
+            Form::Wide => (Right::Wide(as_floats(plain(false).0), PANEL), f32::NAN),
+            Form::Pairs => {
+                let (words, end) = plain(true);
+                (Right::Pairs(words, PANEL), f32::from_bits(end[0]))
+            }
+            Form::Coded => {
+                let (panel, least) = Coded::panel(dictionary::Form::of(self.n, self.k), self.words, panel);
+                (Right::Coded(panel), least)
+            }
+        };
+        Panel { right, least, slot }
+    }
+}
+
+/// A panel as tiles read it.
+pub(crate) struct Panel<'a> {
+    pub right: Right<'a>,
+    /// Its smallest nonzero magnitude; NaN unless it holds pairs.
+    least: f32,
+    /// Where a tile unpacks a coded panel for the tiles after it; empty where each reads it as it stands.
+    slot: &'a mut [u32],
+}
+
+impl Panel<'_> {
+    /// From now on tiles read the slot, which holds the pairs.
+    fn unpacked(&mut self) {
+        let words = std::mem::take(&mut self.slot);
+        self.right = Right::Pairs(words, PANEL);
+    }
+}
+
+/// The weight of a product.
+#[derive(Clone, Copy)]
+pub(crate) enum Weight<'a, I> {
+    /// Packed beforehand.
+    Packed(Panels<'a>),
+    /// Row-major, packed on the way.
+    Plain(&'a [I]),
+}
+
+/// How a product is cut into tiles.
+#[derive(Clone, Copy)]
+struct Tiling {
+    k: usize,
+    /// Rows of a tile.
+    height: usize,
+    /// Tiles of x packed at a time.
+    tiles: usize,
+    /// Panels of w packed at a time; 0 when w is packed beforehand.
+    panels: usize,
+    /// 0 when whole rows are packed; else each worker packs this many steps of k at a time, again for every tile.
+    steps: usize,
+    workers: usize,
+    /// Whether x and w are packed as pairs.
+    x_pairs: bool,
+    w_pairs: bool,
+    /// Whether a worker unpacks coded panels.
+    unpack: bool,
+}
+
+impl Tiling {
+    /// Words of one packed tile of x.
+    fn tile_words(&self) -> usize {
+        (self.height * row_words(self.k, self.x_pairs)).next_multiple_of(LINE) + LINE
+    }
+
+    fn x_words(&self) -> usize {
+        self.tiles * self.tile_words()
+    }
+
+    fn w_words(&self) -> usize {
+        self.panels * panel_words(self.k, self.w_pairs)
+    }
+
+    /// The next smaller plan: fewer operands at a time, then pieces of k, then fewer workers, then one row.
+    fn smaller(&self) -> Option<Tiling> {
+        let plan = *self;
+        if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
+            let halve = |count: usize| count.div_ceil(2);
+            let tiles = halve(plan.tiles);
+            return Some(Tiling { tiles, panels: halve(plan.panels), unpack: plan.unpack && tiles > 1, ..plan });
+        }
+        match plan {
+            Tiling { steps: 0, .. } => {
+                let height = plan.height.min(TILE_ROWS);
+                Some(Tiling { steps: plan.k.clamp(16, 1024).next_multiple_of(16), height, ..plan })
+            }
+            Tiling { steps: 17.., .. } => Some(Tiling { steps: plan.steps.div_ceil(32) * 16, ..plan }),
+            Tiling { workers: 2.., .. } => Some(Tiling { workers: plan.workers / 2, ..plan }),
+            Tiling { height: 2.., .. } => Some(Tiling { height: plan.height / 2, ..plan }),
+            _ => None,
+        }
+    }
+}
+
+impl Plan for Tiling {
+    fn need(&self) -> Need {
+        if self.steps > 0 {
+            let columns = if self.panels > 0 { PANEL } else { 0 };
+            return Need { shared: 0, slot: self.steps * (self.height + columns), workers: self.workers, pairs: 0 };
+        }
+        let (x, w) = (self.x_words(), self.w_words());
+        let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
+        let slot = if self.unpack { panel_words(self.k, true) } else { 0 };
+        let pairs = pairs + slot * self.workers;
+        Need { shared: x.saturating_add(w), slot, workers: self.workers, pairs }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        match self.steps {
+            0 => [("rows", self.tiles * self.height), ("panels", self.panels), ("", 0)],
+            steps => [("rows", self.height), ("steps", steps), ("", 0)],
+        }
+    }
+}
+
+/// One matrix product, ready to run.
+pub(crate) struct Product<'a, I> {
+    pub cpu: &'a Cpu,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub x: &'a [I],
+    pub w: Weight<'a, I>,
+    pub bias: Option<&'a [I]>,
+    /// Bounds of the segments.
+    pub bounds: &'a [usize],
+    pub tf32: Tf32,
+}
+
+impl<I: Element> Product<'_, I> {
+    /// Whether bf16 pairs meet in `VDPBF16PS`.
+    pub(crate) fn dots(&self) -> bool {
+        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+    }
+
+    /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
+    /// they stand.
+    pub(crate) fn unpacks(&self, tiles: usize) -> bool {
+        self.dots() && tiles > 1 && matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
+    }
+
+    fn preferred(&self) -> Tiling {
+        // Few rows are one tall tile, so that each weight is read once.
+        let height = if self.m <= MAX_ROWS { self.m } else { TILE_ROWS };
+        let panels = if matches!(self.w, Weight::Plain(_)) { self.n.div_ceil(PANEL) } else { 0 };
+        let tiles = self.m.div_ceil(height);
+        let (workers, k) = (self.cpu.threads(), self.k);
+        let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
+        let unpack = self.unpacks(tiles);
+        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack }
+    }
+
+    /// Writes the product to `y[M,N]`.
+    fn run<O: Element>(&self, y: &mut [O]) -> Result<(), Error> {
+        let Product { cpu, m, n, k, .. } = *self;
+        check_len("gemm", "x", "[M,K]", self.x.len(), &[m, k])?;
+        check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
+        if let Some(bias) = self.bias {
+            check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
+        }
+        if m == 0 || n == 0 {
+            return Ok(());
+        }
+        if matches!(self.w, Weight::Plain(_)) {
+            cpu.ledger().note(Counter::Layouts, 1, "gemm lays its weight out; pack it once and call gemm_packed")?;
+        }
+        let plans = successors(Some(self.preferred()), Tiling::smaller);
+        let (plan, mut workspace) = choose(cpu, "gemm", plans)?;
+        let (shared, slots) = workspace.split();
+        let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
+        let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, slots, &y) };
+        cpu.ledger().note(Counter::SlowPaths, slow, "gemm: operands so small that VDPBF16PS would flush them")
+    }
+
+    /// Row r of x.
+    fn x_row(&self, r: usize) -> &[I] {
+        &self.x[r * self.k..][..self.k]
+    }
+
+    fn bias_of(&self, panel: usize) -> Option<[f32; PANEL]> {
+        let bias = self.bias?;
+        let mut wide = [0f32; PANEL];
+        let columns = PANEL.min(self.n - panel * PANEL);
+        wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
+        Some(wide)
+    }
+
+    /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
+    fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
+        let Product { cpu, m, n, k, tf32, .. } = *self;
+        let height = plan.height;
+        // Each with the panel that it holds unpacked.
+        let mut slots: Vec<_> = slots.into_iter().map(|slot| (slot, None)).collect();
+        let all = n.div_ceil(PANEL);
+        let (x_area, w_area) = shared.split_at_mut(plan.x_words());
+        let ran = Ran::default();
+        for first_panel in (0..all).step_by(if plan.panels > 0 { plan.panels } else { all }) {
+            let panels;
+            let group = match self.w {
+                Weight::Packed(group) => {
+                    panels = all;
+                    group
+                }
+                Weight::Plain(w) => {
+                    panels = plan.panels.min(all - first_panel);
+                    let rows = (panels * PANEL).min(n - first_panel * PANEL);
+                    let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
+                    pack_panels(cpu, rows, k, &w[first_panel * PANEL * k..][..rows * k], tf32, words);
+                    Panels { words, n: rows, k, form: Form::of(I::IS_BF16) }
+                }
+            };
+            for first_tile in (0..m.div_ceil(height)).step_by(plan.tiles) {
+                let tiles = plan.tiles.min(m.div_ceil(height) - first_tile);
+                let first_row = |t: usize| (first_tile + t) * height;
+                let rows_of = |t: usize| height.min(m - first_row(t));
+                let size = plan.tile_words();
+                let packed = SharedOut { data: x_area.as_mut_ptr(), len: x_area.len() };
+                let pack = |t: usize| {
+                    let rows = rows_of(t);
+                    // SAFETY: each tile is packed once, into its own part, before any is read.
+                    let out = unsafe { packed.part(t * size, size) };
+                    pack_rows(cpu, rows, k, &self.x[first_row(t) * k..], tf32, bf16::ZERO, plan.x_pairs, out, rows);
+                };
+                // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
+                // threads have work. One tile alone is read once, by runs of panels that memory streams.
+                let run = if tiles == 1 { (panels / (8 * cpu.threads())).max(1) } else { 1 };
+                let runs = panels.div_ceil(run);
+                // So many tasks that the one which ends last is a small part of all, where there are several threads.
+                let enough = if cpu.threads() > 1 { 64 * cpu.threads() } else { 1 };
+                let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
+                let per_task = tiles.div_ceil(cuts);
+                let cuts = tiles.div_ceil(per_task);
+                cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |(slot, held), task| {
+                    let (first, cut) = (task / cuts * run, task % cuts);
+                    let mut sums = [0f32; MAX_ROWS * PANEL];
+                    let mut tally = Tally::default();
+                    for panel in first..(first + run).min(panels) {
+                        let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
+                        let mut operand = group.panel(panel, slot);
+                        if *held == Some(panel) {
+                            operand.unpacked();
+                        }
+                        let number = first_panel + panel;
+                        let columns = PANEL.min(n - number * PANEL);
+                        let bias = self.bias_of(number);
+                        for t in cut * per_task..((cut + 1) * per_task).min(tiles) {
+                            let rows = rows_of(t);
+                            let at = first_row(t) * n + number * PANEL;
+                            // The lines of y arrive while the tile is summed.
+                            y.prefetch_rows(at, rows, n);
+                            // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
+                            let tile = unsafe { packed.read(t * size, size) };
+                            let out = &mut sums[..rows * PANEL];
+                            self.tile(tile, plan.x_pairs, &mut operand, number, first_row(t), rows, &mut tally, out);
+                            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+                            unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
+                        }
+                        if plan.unpack && operand.slot.is_empty() {
+                            *held = Some(panel);
+                        }
+                    }
+                    ran.add(tally);
+                });
+            }
+        }
+        ran.record(cpu)
+    }
+
+    /// The sums of one packed tile of x, `rows` rows from `first`, and panel `number`. The panel stays where it is: what
+    /// was written just before would have to leave the store buffer, behind the lines of y, before it can be read.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn tile(
+        &self,
+        tile: &[u32],
+        pairs: bool,
+        panel: &mut Panel,
+        number: usize,
+        first: usize,
+        rows: usize,
+        tally: &mut Tally,
+        out: &mut [f32],
+    ) {
+        let cpu = self.cpu;
+        let (tile, end) = tile.split_at(tile.len() - LINE);
+        let (right, order) = (panel.right, Order::Tree(self.bounds));
+        let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
+        if !pairs && !matches!(right, Right::Coded(_)) {
+            let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
+            fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+        } else if dot {
+            tally.fast += 1;
+            let left = Left { data: tile, row_stride: 1, step: rows };
+            let tile = Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL };
+            if rows == TILE_ROWS && !panel.slot.is_empty() {
+                dot_unpacking(cpu, tile, panel.slot);
+                panel.unpacked();
+            } else {
+                dot_tile(cpu, tile);
+            }
+        } else {
+            // Other instruction sets widen coded panels as they go.
+            tally.slow += usize::from(pairs);
+            self.slow_tile(right, number, first, out);
+        }
+    }
+
+    /// [`Product::tile`] without `VDPBF16PS`. It stands apart for its room on the stack, which every tile would touch.
+    #[inline(never)]
+    fn slow_tile(&self, right: Right, panel: usize, first: usize, out: &mut [f32]) {
+        let mut piece = [0u32; SLOW_STEPS * TILE_ROWS];
+        for (part, out) in out.chunks_mut(TILE_ROWS * PANEL).enumerate() {
+            let rows = out.len() / PANEL;
+            self.pieces(rows, first + part * TILE_ROWS, panel, Some(right), SLOW_STEPS, &mut piece, out);
+        }
+    }
+
+    /// Tiles whose operands are packed piece by piece, by every worker for itself.
+    fn streamed<O: Element>(&self, plan: &Tiling, slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
+        let Product { cpu, m, n, .. } = *self;
+        let panels = n.div_ceil(PANEL);
+        cpu.each_in(slots, panels * m.div_ceil(plan.height), |slot, task| {
+            let (panel, first) = (task % panels, task / panels * plan.height);
+            let rows = plan.height.min(m - first);
+            let right = match self.w {
+                Weight::Packed(group) => Some(group.panel(panel, &mut []).right),
+                Weight::Plain(_) => None,
+            };
+            let mut sums = [0f32; TILE_ROWS * PANEL];
+            let sums = &mut sums[..rows * PANEL];
+            self.pieces(rows, first, panel, right, plan.steps, slot, sums);
+            let columns = PANEL.min(n - panel * PANEL);
+            let at = first * n + panel * PANEL;
+            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+            unsafe { finish(cpu, sums, self.bias_of(panel).as_ref(), y, at, n, columns) };
+        });
+        cpu.ledger().ran(cpu.fma_isa().name());
+        0
+    }
+
+    /// The sums of at most 12 rows from `first` and one panel, `steps` of k at a time: x, and w where `right` does not
+    /// hold it packed, are packed into `piece`.
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn pieces(
+        &self,
+        rows: usize,
+        first: usize,
+        panel: usize,
+        right: Option<Right<'_>>,
+        steps: usize,
+        piece: &mut [u32],
+        out: &mut [f32],
+    ) {
+        let Product { cpu, n, k, bounds, tf32, .. } = *self;
+        let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
+        let mut room;
+        let (steps, decoded): (usize, &mut [f32]) = match right {
+            Some(Right::Coded(_)) => {
+                room = [0f32; SLOW_STEPS * PANEL];
+                (steps.min(SLOW_STEPS), &mut room)
+            }
+            _ => (steps, &mut []),
+        };
+        // Finished subtrees: a binary counter, one place per level of the tree.
+        let mut stack = [[0f32; TILE_ROWS * PANEL]; 3];
+        let segments = bounds.len() - 1;
+        for i in 0..segments {
+            out.fill(0.0);
+            for from in (bounds[i]..bounds[i + 1]).step_by(steps) {
+                let len = steps.min(bounds[i + 1] - from);
+                wide_of_rows(cpu, rows, len, |r| &self.x_row(first + r)[from..], tf32, left, rows);
+                if len % 2 == 1 {
+                    // Beside the -0 that ends a row of pairs.
+                    left[len * rows..][..rows].fill(0.0);
+                }
+                let right = match (right, self.w) {
+                    (Some(Right::Pairs(words, _)), _) => Right::Pairs(&words[from / 2 * PANEL..], PANEL),
+                    (Some(Right::Coded(coded)), _) => {
+                        coded.widen(from, len, decoded);
+                        Right::Wide(decoded, PANEL)
+                    }
+                    (Some(Right::Wide(floats, _)), _) => Right::Wide(&floats[from * PANEL..], PANEL),
+                    (None, Weight::Plain(w)) => {
+                        let columns = PANEL.min(n - panel * PANEL);
+                        let row = |c: usize| &w[(panel * PANEL + c) * k..][from..k];
+                        wide_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
+                        Right::Wide(wide, PANEL)
+                    }
+                    _ => unreachable!("a packed weight has panels of pairs or f32"),
+                };
+                let left = Left { data: &*left, row_stride: 1, step: rows };
+                let order = Order::Chain(len);
+                fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
+            }
+            let mut level = 0;
+            while i >> level & 1 == 1 {
+                out.iter_mut().zip(&stack[level]).for_each(|(sum, earlier)| *sum += *earlier);
+                level += 1;
+            }
+            if i + 1 < segments {
+                stack[level][..out.len()].copy_from_slice(out);
+            }
+        }
+    }
+}
+
+/// How many tiles of one task took which path. Tasks count for themselves: a locked instruction in every tile would wait
+/// for the stores of the tile before.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Tally {
+    pub fast: usize,
+    pub slow: usize,
+}
+
+/// The tallies of all tasks.
+#[derive(Default)]
+pub(crate) struct Ran {
+    fast: AtomicUsize,
+    slow: AtomicUsize,
+}
+
+impl Ran {
+    pub fn add(&self, tally: Tally) {
+        self.fast.fetch_add(tally.fast, Ordering::Relaxed);
+        self.slow.fetch_add(tally.slow, Ordering::Relaxed);
+    }
+
+    /// Records the kernels; returns how many tiles took the slow path.
+    pub fn record(self, cpu: &Cpu) -> usize {
+        let (fast, slow) = (self.fast.into_inner(), self.slow.into_inner());
+        if fast > 0 {
+            cpu.ledger().ran(Isa::Avx512Bf16.name());
+        }
+        if slow > 0 || fast == 0 {
+            cpu.ledger().ran(cpu.fma_isa().name());
+        }
+        slow
+    }
+}
+
+/// Steps of k at a time where a tile leaves `VDPBF16PS`.
+const SLOW_STEPS: usize = 128;
+
+/// A slice that tasks write to in disjoint parts.
+pub(crate) struct SharedOut<O> {
+    pub(crate) data: *mut O,
+    pub(crate) len: usize,
+}
+
+// SAFETY: the only access is `part`, whose callers promise disjoint ranges.
+unsafe impl<O: Send> Sync for SharedOut<O> {}
+
+impl<O> SharedOut<O> {
+    /// Asks for the cache lines of `rows` elements, `stride` apart from `at`.
+    pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
+        let mut line = self.data.wrapping_add(at);
+        for _ in 0..rows {
+            simd::prefetch(line);
+            line = line.wrapping_add(stride);
+        }
+    }
+
+    /// The elements `at..at + len`, to be read.
+    ///
+    /// # Safety
+    /// The slice outlives the result, and no live part overlaps it.
+    pub(crate) unsafe fn read(&self, at: usize, len: usize) -> &[O] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the slice");
+        // SAFETY: inside the slice; the rest is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.data.add(at), len) }
+    }
+
+    /// The elements `at..at + len`.
+    ///
+    /// # Safety
+    /// The slice outlives the result, and no two live parts overlap.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn part(&self, at: usize, len: usize) -> &mut [O] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the output");
+        // SAFETY: in bounds by the assertion, exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
+    }
+}
+
+/// `+ bias` and the last rounding of the rows of a tile, `stride` apart from `at` in y.
+///
+/// # Safety
+/// No other thread touches these places of y.
+unsafe fn finish<O: Element>(
+    cpu: &Cpu,
+    sums: &[f32],
+    bias: Option<&[f32; PANEL]>,
+    y: &SharedOut<O>,
+    at: usize,
+    stride: usize,
+    columns: usize,
+) {
+    cpu.dispatch(Finish { sums, bias, y, at, stride, columns });
+}
+
+struct Finish<'a, O> {
+    sums: &'a [f32],
+    bias: Option<&'a [f32; PANEL]>,
+    y: &'a SharedOut<O>,
+    at: usize,
+    stride: usize,
+    columns: usize,
+}
+
+impl<O: Element> Kernel for Finish<'_, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for (r, sums) in self.sums.chunks_exact(PANEL).enumerate() {
+            // SAFETY: `finish`'s caller has these places to itself.
+            let row = unsafe { self.y.part(self.at + r * self.stride, self.columns) };
+            for column in (0..row.len()).step_by(S::LANES) {
+                let mut sum = load_at(s, sums, column, 0.0);
+                if let Some(bias) = self.bias {
+                    sum = s.add(sum, load_at(s, bias, column, 0.0));
+                }
+                narrow_at(s, sum, row, column);
+            }
+        }
+    }
+}

@@ -1,0 +1,508 @@
+//! Log-probability of one token per row straight from hidden states: `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`
+//! (f32). The logits are never stored: the workspace does not grow with V.
+//!
+//! Formula: `logits = x w^T`, `logprob = log_softmax(logits / temperature)[target]`.
+//! Order and rounding: those of `gemm` with an f32 output, then those of `logprob`; the bits are those of the two in a row.
+//!
+//! One pass: a row's reference point n is the largest exponent met so far, and its sums are rescaled by a power of two when
+//! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
+//! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
+
+use crate::element::compile_here;
+use crate::gemm::gemm::segment_length;
+use crate::gemm::gemm::{
+    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
+};
+use crate::gemm::tile::{MAX_ROWS, PANEL, TILE_ROWS};
+use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
+use crate::pack::as_floats_mut;
+use crate::reduce::Lanes;
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
+use crate::workspace::memory::LINE;
+use crate::workspace::{Need, Plan, choose};
+use crate::{Counter, Cpu, Element, Error, check_len, value_error};
+use half::bf16;
+use std::iter::successors;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Lanes of a sum; belongs to the contract.
+const LANES: usize = 256;
+/// Words of the running sums of a row: its lanes and a line of what follows.
+const STATE: usize = LANES + LINE;
+/// The largest exponent met so far.
+const N: usize = LANES;
+/// The least exponent that was added.
+const LEAST: usize = LANES + 1;
+/// 1 when a logit is NaN or +inf.
+const INVALID: usize = LANES + 2;
+/// Exponents below this one may change `LEAST`.
+const WATCH: usize = LANES + 3;
+/// Rows whose sums are in hand at a time, at most.
+const BLOCK_ROWS: usize = 512;
+/// Weights further below the reference point are +0.
+const NEGLIGIBLE: f32 = 100.0;
+
+/// `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`; `rows` is M, `vocab` is V, `k` is K. The weight is laid out anew in
+/// every call: pack it once and call [`linear_logprob_packed`] where it is used again.
+///
+/// # Errors
+/// As [`logprob`](crate::logprob()); [`Error::Budget`] below the smallest plan (about 4 KiB).
+#[allow(clippy::too_many_arguments)]
+pub fn linear_logprob<I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    vocab: usize,
+    k: usize,
+    temperature: f64,
+    x: &[I],
+    w: &[I],
+    target: &[i32],
+    logprob: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    check_len("linear_logprob", "w", "[V,K]", w.len(), &[vocab, k])?;
+    let shape = &Gemm::new(rows, vocab, k);
+    let row = Rows { temperature, target, logprob, lse };
+    compile_here!((cpu: &Cpu, shape: &Gemm, row: Rows) I(x, w) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        let w = Weight::Plain(w);
+        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
+    })
+}
+
+/// [`linear_logprob`] with a weight packed beforehand: the same bits.
+///
+/// # Errors
+/// As [`linear_logprob`].
+#[allow(clippy::too_many_arguments)]
+pub fn linear_logprob_packed<I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    temperature: f64,
+    x: &[I],
+    w: &PackedWeight,
+    target: &[i32],
+    logprob: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let shape = &Gemm::new(rows, w.n(), w.k());
+    let row = Rows { temperature, target, logprob, lse };
+    compile_here!((cpu: &Cpu, shape: &Gemm, w: &PackedWeight, row: Rows) I(x) -> Result<(), Error> => {
+        let Gemm { m, n, k, tf32, .. } = *shape;
+        let w = Weight::Packed(w.panels());
+        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
+    })
+}
+
+/// How the rows are cut.
+#[derive(Clone, Copy)]
+struct Blocks {
+    k: usize,
+    /// Rows of a tile, and tiles whose sums are in hand at a time.
+    height: usize,
+    tiles: usize,
+    /// 0 when whole rows of x are packed; else steps of k packed at a time, again for every tile.
+    steps: usize,
+    workers: usize,
+    x_pairs: bool,
+    w_pairs: bool,
+    w_packed: bool,
+    /// Whether a worker unpacks coded panels.
+    unpack: bool,
+    /// All rows.
+    rows: usize,
+}
+
+impl Blocks {
+    fn tile_words(&self) -> usize {
+        (self.height * row_words(self.k, self.x_pairs)).next_multiple_of(LINE) + LINE
+    }
+
+    fn x_words(&self) -> usize {
+        if self.steps == 0 { self.tiles * self.tile_words() } else { 0 }
+    }
+
+    /// Words in which a worker lays operands out: a panel of w, or pieces.
+    fn operand_words(&self) -> usize {
+        match (self.steps, self.w_packed) {
+            (0, true) if !self.unpack => 0,
+            (0, _) => panel_words(self.k, self.w_pairs),
+            (steps, packed) => steps * (self.height + if packed { 0 } else { PANEL }),
+        }
+    }
+
+    fn states(&self) -> usize {
+        self.tiles * self.height * STATE
+    }
+
+    /// Fewer tiles, then pieces of k, then fewer workers, then one row.
+    fn smaller(&self) -> Option<Blocks> {
+        let plan = *self;
+        Some(match plan {
+            Blocks { tiles: 2.., .. } => {
+                let tiles = plan.tiles.div_ceil(2);
+                Blocks { tiles, unpack: plan.unpack && tiles > 1, ..plan }
+            }
+            Blocks { steps: 0, .. } => {
+                let (steps, height) = (plan.k.clamp(16, 1024).next_multiple_of(16), plan.height.min(TILE_ROWS));
+                Blocks { steps, height, ..plan }
+            }
+            Blocks { steps: 17.., .. } => Blocks { steps: plan.steps.div_ceil(32) * 16, ..plan },
+            Blocks { workers: 2.., .. } => Blocks { workers: plan.workers / 2, ..plan },
+            Blocks { height: 2.., .. } => Blocks { height: plan.height / 2, ..plan },
+            _ => return None,
+        })
+    }
+}
+
+impl Plan for Blocks {
+    fn need(&self) -> Need {
+        let x = self.x_words();
+        let unpacked = if self.unpack { self.operand_words() * self.workers } else { 0 };
+        let pairs = if self.x_pairs { x } else { 0 } + unpacked;
+        let shared = x + self.tiles * self.height * 8 * FACTS;
+        Need { shared, slot: self.states() + self.operand_words(), workers: self.workers, pairs }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        [("rows", (self.tiles * self.height).min(self.rows)), ("steps", self.steps), ("", 0)]
+    }
+}
+
+/// What a segment of a row comes to: n, the sum of its weights, the least exponent that was added, and 1 when a logit is
+/// NaN or +inf.
+const FACTS: usize = 4;
+
+/// What belongs to each row beside x.
+struct Rows<'a> {
+    temperature: f64,
+    target: &'a [i32],
+    logprob: &'a mut [f32],
+    lse: &'a mut [f32],
+}
+
+fn run<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
+    let op = "linear_logprob";
+    let Rows { temperature, target, logprob, lse: lse_out } = rows;
+    let Product { cpu, m, n: vocab, k, .. } = *product;
+    check_len(op, "x", "[M,K]", product.x.len(), &[m, k])?;
+    check_len(op, "target", "[M]", target.len(), &[m])?;
+    check_len(op, "logprob", "[M]", logprob.len(), &[m])?;
+    check_len(op, "lse", "[M]", lse_out.len(), &[m])?;
+    let scale = (1.0 / temperature) as f32;
+    if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
+        return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
+    }
+    if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
+        return Err(value_error(op, format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
+    }
+    if m == 0 {
+        return Ok(());
+    }
+    let w_packed = matches!(product.w, Weight::Packed(_));
+    if !w_packed {
+        let place = "linear_logprob lays its weight out; pack it once and call linear_logprob_packed";
+        cpu.ledger().note(Counter::Layouts, 1, place)?;
+    }
+    let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
+    let tiles = m.min(BLOCK_ROWS).div_ceil(height);
+    let preferred = Blocks {
+        k,
+        height,
+        tiles,
+        steps: 0,
+        workers: cpu.threads().min(8),
+        x_pairs: product.dots(),
+        w_pairs: I::IS_BF16,
+        w_packed,
+        unpack: product.unpacks(tiles),
+        rows: m,
+    };
+    let (plan, mut workspace) = choose(cpu, op, successors(Some(preferred), Blocks::smaller))?;
+    let (shared, mut slots) = workspace.split();
+    let (ran, again) = (Ran::default(), AtomicUsize::new(0));
+    let block_rows = plan.tiles * plan.height;
+    for first in (0..m).step_by(block_rows) {
+        let rows = block_rows.min(m - first);
+        let range = first..first + rows;
+        let block = Block { product, plan: &plan, first, rows, scale, target: &target[range.clone()], ran: &ran };
+        let (logprob, lse_out) = (&mut logprob[range.clone()], &mut lse_out[range]);
+        again.fetch_add(block.run(shared, &mut slots, logprob, lse_out), Ordering::Relaxed);
+    }
+    let slow = ran.record(cpu);
+    cpu.ledger().note(Counter::SlowPaths, slow, "linear_logprob: operands so small that VDPBF16PS would flush them")?;
+    let place = "linear_logprob: rows whose logits span more than 2^100, summed twice";
+    cpu.ledger().note(Counter::SlowPaths, again.into_inner(), place)
+}
+
+/// Rows `first..first + rows`.
+struct Block<'a, I> {
+    product: &'a Product<'a, I>,
+    plan: &'a Blocks,
+    first: usize,
+    rows: usize,
+    scale: f32,
+    target: &'a [i32],
+    ran: &'a Ran,
+}
+
+impl<I: Element> Block<'_, I> {
+    /// Returns how many rows were summed again.
+    fn run(&self, shared: &mut [u32], slots: &mut [&mut [u32]], logprob: &mut [f32], lse_out: &mut [f32]) -> usize {
+        let Block { product, plan, first, rows, .. } = *self;
+        let (cpu, vocab) = (product.cpu, product.n);
+        let (x_area, facts) = shared.split_at_mut(plan.x_words());
+        if plan.steps == 0 {
+            let size = plan.tile_words();
+            let tiles = rows.div_ceil(plan.height);
+            cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
+                let height = plan.height.min(rows - t * plan.height);
+                let x = &product.x[(first + t * plan.height) * product.k..];
+                pack_rows(cpu, height, product.k, x, product.tf32, bf16::ZERO, plan.x_pairs, out, height);
+            });
+        }
+        let x = &*x_area;
+        // The logit of each row's target stands in `logprob` until the end.
+        logprob.fill(f32::NAN);
+        let facts = as_floats_mut(facts).as_chunks_mut::<FACTS>().0;
+        let facts_out = SharedOut { data: facts.as_mut_ptr(), len: facts.len() };
+        let logit_out = SharedOut { data: logprob.as_mut_ptr(), len: rows };
+        let length = segment_length(vocab);
+        let segments = vocab.div_ceil(length.max(1));
+        let pass = |slots: &mut [&mut [u32]], again: Option<&Again>| {
+            cpu.each_in(slots.iter_mut(), segments, |slot, segment| {
+                // SAFETY: every segment has its own facts of every row, and a target is in one segment.
+                let facts = unsafe { facts_out.part(segment * rows, rows) };
+                self.segment(segment, again, x, slot, facts, &logit_out);
+            });
+        };
+        pass(slots, None);
+        // SAFETY: the workers are done.
+        let facts = unsafe { facts_out.part(0, segments * rows) };
+        let mut again = Again { n: [0.0; BLOCK_ROWS + MAX_ROWS], lost: [false; BLOCK_ROWS + MAX_ROWS] };
+        for r in 0..rows {
+            let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
+            let n = mine().map(|facts| facts[0]).fold(f32::NEG_INFINITY, f32::max);
+            again.n[r] = n;
+            // A weight that was added and is cut under the final n.
+            again.lost[r] = mine().any(|facts| facts[0] - n >= -NEGLIGIBLE && facts[2] - n < -NEGLIGIBLE);
+        }
+        let lost = again.lost[..rows].iter().filter(|&&lost| lost).count();
+        if lost > 0 {
+            pass(slots, Some(&again));
+        }
+        // SAFETY: as above.
+        let facts = unsafe { facts_out.part(0, segments * rows) };
+        for r in 0..rows {
+            let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
+            let n = again.n[r];
+            let invalid = mine().any(|facts| facts[3] > 0.0) || n == f32::INFINITY;
+            let mut part = [0f32; 8];
+            for (part, facts) in part.iter_mut().zip((0..segments).map(|segment| facts[segment * rows + r])) {
+                // Exact: what is left is at least 2^-101. A segment that is far below has no weight at all.
+                let shift = facts[0] - n;
+                *part = if shift >= -NEGLIGIBLE { facts[1] * exp2(shift) } else { 0.0 };
+            }
+            let [s0, s1, s2, s3, s4, s5, s6, s7] = part;
+            let sum = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7));
+            lse_out[r] = match (invalid, n == f32::NEG_INFINITY) {
+                (true, _) => f32::narrow(f32::NAN),
+                (_, true) => f32::NEG_INFINITY,
+                _ => lse(n, sum),
+            };
+        }
+        for ((out, lse), &target) in logprob.iter_mut().zip(lse_out).zip(self.target) {
+            *out = if target < 0 { 0.0 } else { f32::narrow(*out - *lse) };
+        }
+        lost
+    }
+
+    /// The facts of one segment of the vocabulary for the rows of the block, or for those of the tiles to be summed again.
+    fn segment(
+        &self,
+        segment: usize,
+        again: Option<&Again>,
+        x: &[u32],
+        slot: &mut [u32],
+        facts: &mut [[f32; FACTS]],
+        logits: &SharedOut<f32>,
+    ) {
+        let Block { product, plan, first, rows, scale, .. } = *self;
+        let (cpu, vocab) = (product.cpu, product.n);
+        let length = segment_length(vocab);
+        let (start, end) = (segment * length, ((segment + 1) * length).min(vocab));
+        let (states, operand) = slot.split_at_mut(plan.states());
+        // A worker lays out a whole panel, or pieces of it.
+        let (laid_out, pieces) = operand.split_at_mut(if plan.steps == 0 { operand.len() } else { 0 });
+        let states = as_floats_mut(states);
+        let tiles = || {
+            let all = (0..rows).step_by(plan.height).map(|r| r..rows.min(r + plan.height));
+            all.filter(|tile| again.is_none_or(|again| again.lost[tile.clone()].contains(&true)))
+        };
+        for (r, state) in states.chunks_exact_mut(STATE).enumerate().take(rows) {
+            state.fill(0.0);
+            (state[N], state[LEAST], state[WATCH]) = match again {
+                None => (f32::NEG_INFINITY, f32::INFINITY, f32::INFINITY),
+                Some(again) => (again.n[r], again.n[r], f32::NEG_INFINITY),
+            };
+        }
+        let mut tally = Tally::default();
+        for panel in start / PANEL..end.div_ceil(PANEL) {
+            let held;
+            let mut operand = match product.w {
+                Weight::Packed(group) if plan.unpack => Some(group.panel(panel, laid_out)),
+                Weight::Packed(group) => Some(group.panel(panel, &mut [])),
+                Weight::Plain(_) if plan.steps > 0 => None,
+                Weight::Plain(w) => {
+                    let columns = PANEL.min(vocab - panel * PANEL);
+                    let rows = &w[panel * PANEL * product.k..];
+                    pack_rows(cpu, columns, product.k, rows, product.tf32, bf16::NEG_ZERO, I::IS_BF16, laid_out, PANEL);
+                    held = Panels::one(laid_out, product.k, I::IS_BF16);
+                    Some(held.panel(0, &mut []))
+                }
+            };
+            // Columns of this panel that belong to the segment.
+            let columns = start.max(panel * PANEL) - panel * PANEL..end.min((panel + 1) * PANEL) - panel * PANEL;
+            let lane = (panel * PANEL + columns.start - start) % LANES;
+            let mut sums = [0f32; MAX_ROWS * PANEL];
+            for tile in tiles() {
+                let (r, count) = (tile.start, tile.len());
+                let sums = &mut sums[..count * PANEL];
+                if plan.steps > 0 {
+                    let right = operand.as_ref().map(|operand| operand.right);
+                    product.pieces(count, first + r, panel, right, plan.steps, pieces, sums);
+                } else {
+                    let x = &x[r / plan.height * plan.tile_words()..][..plan.tile_words()];
+                    let operand = operand.as_mut().expect("a panel");
+                    product.tile(x, plan.x_pairs, operand, panel, first + r, count, &mut tally, sums);
+                }
+                let states = &mut states[r * STATE..][..count * STATE];
+                absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: again.is_none(), states });
+                for (i, sums) in sums.chunks_exact(PANEL).enumerate() {
+                    let column = (self.target[r + i] as i64 - (panel * PANEL) as i64) as usize;
+                    if columns.contains(&column) {
+                        // SAFETY: a target is in one segment, and a segment has one worker.
+                        unsafe { logits.part(r + i, 1)[0] = sums[column] * scale };
+                    }
+                }
+            }
+        }
+        self.ran.add(tally);
+        for r in tiles().flatten() {
+            let (lanes, rest) = states[r * STATE..][..STATE].split_at(LANES);
+            let sum = sum_lanes(cpu, lanes.try_into().expect("256 lanes"));
+            facts[r] = [rest[N - LANES], sum, rest[LEAST - LANES], rest[INVALID - LANES]];
+        }
+    }
+}
+
+/// What is known of the rows of a block when some of them are summed again.
+struct Again {
+    n: [f32; BLOCK_ROWS + MAX_ROWS],
+    /// Their tiles are summed again.
+    lost: [bool; BLOCK_ROWS + MAX_ROWS],
+}
+
+/// `2^i` for integral i in [-126, 0].
+fn exp2(i: f32) -> f32 {
+    f32::from_bits(((i as i32 + 127) as u32) << 23)
+}
+
+fn sum_lanes(cpu: &Cpu, lanes: &[f32; LANES]) -> f32 {
+    cpu.dispatch(Fold(lanes))
+}
+
+struct Fold<'a>(&'a [f32; LANES]);
+
+impl Kernel for Fold<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        Lanes::of(*self.0).fold(s, LANES)
+    }
+}
+
+/// Runs [`Absorb`]. Not generic, so that it is compiled once.
+fn absorb(cpu: &Cpu, absorb: Absorb) {
+    cpu.dispatch(absorb);
+}
+
+/// Adds the weights of some logits of each row to the row's lanes.
+struct Absorb<'a> {
+    /// `[rows][32]` logits before the temperature.
+    sums: &'a [f32],
+    /// Which of the 32 count.
+    columns: std::ops::Range<usize>,
+    /// The lane of the first of them.
+    lane: usize,
+    scale: f32,
+    /// Whether n follows the largest exponent.
+    moving: bool,
+    /// One state per row.
+    states: &'a mut [f32],
+}
+
+impl Kernel for Absorb<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Absorb { sums, columns, lane, scale, moving, states } = self;
+        // Segments and lanes start at multiples of 16, so whole vectors go to whole vectors but for the end of V.
+        assert!(columns.start.is_multiple_of(MAX_LANES) && lane.is_multiple_of(MAX_LANES) && columns.end <= PANEL);
+        for (sums, state) in sums.chunks_exact(PANEL).zip(states.chunks_exact_mut(STATE)) {
+            for column in columns.clone().step_by(S::LANES) {
+                let lane = (lane + column - columns.start) % LANES;
+                let logits = load_at(s, &sums[..columns.end], column, f32::NEG_INFINITY);
+                let x = s.mul(logits, s.splat(scale));
+                let (m, i) = exp_split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+                if !s.all_within(s.splat(state[WATCH]), i, s.splat(state[N])) {
+                    if s.any_nan_or_inf(x) {
+                        state[INVALID] = 1.0;
+                        continue;
+                    }
+                    if moving {
+                        widen_range(s, i, state);
+                    }
+                }
+                let w = weight(s, m, i, s.splat(state[N]));
+                // SAFETY: lane + LANES <= 256: both are multiples of LANES.
+                unsafe {
+                    let place = state[lane..LANES][..S::LANES].as_mut_ptr();
+                    s.store(s.add(s.load(place), w), place);
+                }
+            }
+        }
+    }
+}
+
+/// Raises a row's n to the largest of the exponents `i`, rescaling its lanes, and notes the least of those that are then
+/// added.
+#[cold]
+#[inline(never)]
+fn move_range(exponents: &[f32], state: &mut [f32]) {
+    let n = exponents.iter().copied().fold(state[N], f32::max);
+    if n > state[N] {
+        let shift = state[N] - n;
+        // Weights that all fall below the cut become +0; else the lanes keep every bit.
+        if shift >= -NEGLIGIBLE {
+            let factor = exp2(shift);
+            state[..LANES].iter_mut().for_each(|sum| *sum *= factor);
+        } else {
+            state[..LANES].fill(0.0);
+            state[LEAST] = f32::INFINITY;
+        }
+        state[N] = n;
+    }
+    let added = exponents.iter().copied().filter(|i| i - n >= -NEGLIGIBLE);
+    state[LEAST] = added.fold(state[LEAST], f32::min);
+    // Under the cut nothing is added, so no later exponent is less.
+    state[WATCH] = if state[LEAST] - n > -NEGLIGIBLE { state[LEAST] } else { f32::NEG_INFINITY };
+}
+
+#[inline(always)]
+fn widen_range<S: Simd>(s: S, i: S::F, state: &mut [f32]) {
+    let mut exponents = [f32::NEG_INFINITY; MAX_LANES];
+    // SAFETY: MAX_LANES >= LANES.
+    unsafe { s.store(i, exponents.as_mut_ptr()) };
+    move_range(&exponents[..S::LANES], state);
+}

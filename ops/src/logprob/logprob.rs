@@ -1,0 +1,186 @@
+//! Log-probability of one token per row: `logits[R,V], target[R] -> logprob[R], lse[R]` (f32).
+//!
+//! Formula: `x = logits / temperature`, `lse = ln(sum of e^x)`, `logprob = x[target] - lse`.
+//! Order: `x = z * f32(1/temperature)`; every exponential is `m * 2^i` with `n = max i` as the reference point; the
+//! weights `m * 2^(i-n)` are summed as 8 segments of `16 * ceil(V / 128)` elements, each by the `lanes` sum.
+//! Rounding: every step once to f32; `lse` in f64, rounded once.
+//! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
+//! gives logprob 0.
+
+use crate::element::compile_here;
+use crate::gemm::gemm::segment_length;
+use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
+use crate::reduce::Lanes;
+use crate::simd::unroll::Twice;
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
+use crate::{Cpu, Element, Error, check_len, value_error};
+
+/// `logits[R,V], target[R] -> logprob[R], lse[R]`; `rows` is R, `vocab` is V.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] when `temperature` is not positive and finite or a
+/// target is V or more.
+#[allow(clippy::too_many_arguments)]
+pub fn logprob<I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    vocab: usize,
+    temperature: f64,
+    logits: &[I],
+    target: &[i32],
+    logprob: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    check_len("logprob", "logits", "[R,V]", logits.len(), &[rows, vocab])?;
+    check_len("logprob", "target", "[R]", target.len(), &[rows])?;
+    check_len("logprob", "logprob", "[R]", logprob.len(), &[rows])?;
+    check_len("logprob", "lse", "[R]", lse.len(), &[rows])?;
+    let scale = (1.0 / temperature) as f32;
+    if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
+        return Err(value_error("logprob", format!("temperature is {temperature}; it must be positive and finite")));
+    }
+    if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
+        return Err(value_error("logprob", format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
+    }
+    let sums: &mut [f32] = lse;
+    compile_here!((cpu: &Cpu, vocab: usize, scale: f32, sums: &mut [f32]) I(logits) -> () => {
+        cpu.chunks(sums, 1, |row, lse| {
+            lse[0] = cpu.dispatch(Total { x: &logits[row * vocab..][..vocab], scale }).lse();
+        })
+    });
+    for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
+        *out = match usize::try_from(target) {
+            Ok(target) => f32::narrow(logits[row * vocab + target].widen() * scale - lse[row]),
+            Err(_) => 0.0,
+        };
+    }
+    Ok(())
+}
+
+/// The softmax denominator of one row as `sum * 2^n`.
+pub(crate) struct Denominator {
+    /// The reference point: the largest exponent of the row.
+    pub n: f32,
+    /// Sum of the weights; +0 for a row without a finite element, NaN for a row with a NaN or +inf.
+    pub sum: f32,
+}
+
+impl Denominator {
+    /// That of `x * scale`, whose weights are left in the first elements of `kept`. A row without one leaves nothing.
+    #[inline(always)]
+    pub fn of_row<S: Simd, I: Element>(s: S, x: &[I], scale: f32, kept: &mut [f32]) -> Denominator {
+        let (n, special) = reference(s, x, scale);
+        if let Some(sum) = special {
+            return Denominator { n, sum };
+        }
+        let kept = &mut kept[..x.len()];
+        weights(s, x, scale, n, kept);
+        let mut part = [0f32; 8];
+        for (part, segment) in part.iter_mut().zip(kept.chunks(segment_length(x.len()))) {
+            let mut lanes = Lanes::new();
+            lanes.add(s, segment);
+            *part = lanes.fold(s, segment.len());
+        }
+        Denominator { n, sum: join(part) }
+    }
+
+    fn lse(&self) -> f32 {
+        match self.sum {
+            0.0 => f32::NEG_INFINITY,
+            sum if sum.is_nan() => f32::narrow(sum),
+            sum => lse(self.n, sum),
+        }
+    }
+}
+
+/// Computes the [`Denominator`] of one row of `x * scale`.
+pub(crate) struct Total<'a, I> {
+    pub x: &'a [I],
+    pub scale: f32,
+}
+
+impl<I: Element> Kernel for Total<'_, I> {
+    type Output = Denominator;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Denominator {
+        let (n, special) = reference(s, self.x, self.scale);
+        if let Some(sum) = special {
+            return Denominator { n, sum };
+        }
+        let mut tile = [0f32; TILE];
+        let mut part = [0f32; 8];
+        for (part, segment) in part.iter_mut().zip(self.x.chunks(segment_length(self.x.len()))) {
+            let mut lanes = Lanes::new();
+            for x in segment.chunks(TILE) {
+                let tile = &mut tile[..x.len()];
+                weights(s, x, self.scale, n, tile);
+                lanes.add(s, tile);
+            }
+            *part = lanes.fold(s, segment.len());
+        }
+        Denominator { n, sum: join(part) }
+    }
+}
+
+/// Weights that stay in the first cache until they are added; a multiple of 256.
+const TILE: usize = 1024;
+
+/// The reference point of the row `x * scale`, and the sum that a row without weights has: NaN or +0.
+#[inline(always)]
+pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32, Option<f32>) {
+    let four = 4 * S::LANES;
+    let s4 = Twice(Twice(s));
+    let mut largest = s4.splat(f32::NEG_INFINITY);
+    let mut invalid = false;
+    let vectors = x.chunks_exact(four);
+    let rest = vectors.remainder();
+    for x in vectors {
+        let x = load_two(Twice(s), x, I::IS_BF16);
+        invalid |= s4.any_nan_or_inf(x);
+        largest = s4.max(x, largest);
+    }
+    let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
+    store_two(Twice(s), largest, &mut lanes[..four]);
+    let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
+    invalid |= rest.iter().any(|x| x.widen().is_nan());
+    // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
+    // exponent.
+    let largest = largest * scale;
+    let n = (largest * LOG2E_HI).round_ties_even();
+    if invalid || largest == f32::INFINITY {
+        (n, Some(f32::NAN))
+    } else if largest == f32::NEG_INFINITY {
+        (n, Some(0.0))
+    } else if n.is_infinite() {
+        // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
+        (n, Some(f32::NAN))
+    } else {
+        (n, None)
+    }
+}
+
+/// The weights `w` of `x * scale` under the reference point n; -inf has weight +0.
+#[inline(always)]
+pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
+    let four = 4 * S::LANES;
+    let (s2, s4) = (Twice(s), Twice(Twice(s)));
+    let whole = x.len() - x.len() % four;
+    for (x, w) in x.chunks_exact(four).zip(w.chunks_exact_mut(four)) {
+        store_two(s2, weigh(s4, load_two(s2, x, false), scale, n), w);
+    }
+    for at in (whole..x.len()).step_by(S::LANES) {
+        narrow_at(s, weigh(s, load_at(s, x, at, I::default()), scale, n), w, at);
+    }
+}
+
+#[inline(always)]
+fn weigh<S: Simd>(s: S, x: S::F, scale: f32, n: f32) -> S::F {
+    let (m, i) = exp_split(s, s.mul(x, s.splat(scale)), s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    weight(s, m, i, s.splat(n))
+}
+
+/// The sum of the 8 segments of a row.
+#[inline(always)]
+fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
+    ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
+}

@@ -1,0 +1,192 @@
+//! Choice of experts: `logits[T,E], bias[E]? -> index[T,K], weight[T,K]` (f32).
+//!
+//! Formula: scores are the softmax or the sigmoid of the logits. The K experts of the largest `score + bias` are chosen,
+//! where experts stand in groups only from the best groups; rank 0 is the largest. A weight is a chosen expert's score
+//! (without bias), divided by the sum of the chosen ones if `normalise`, times `scale`.
+//! Order: softmax as the op; `score + bias` one addition; a group's worth is its largest choice, or the sum of its two
+//! largest, larger first. Groups and experts are taken one after the other, each time the largest that is left, the
+//! lowest index among equals (-0 equals +0, a NaN is larger than every number). The sum of the chosen scores adds them
+//! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
+//! Rounding: every step once to f32.
+
+use crate::math::sigmoid;
+use crate::simd::scalar::Scalar;
+use crate::{Cpu, Element, Error, check_len, softmax, value_error};
+use std::sync::Mutex;
+
+/// Dimensions and parameters of the choice.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Route {
+    /// Tokens T.
+    pub tokens: usize,
+    /// Experts E.
+    pub experts: usize,
+    /// Experts chosen for each token, K.
+    pub chosen: usize,
+    /// How logits become scores.
+    pub scoring: Scoring,
+    /// Groups of equal size, at least 1.
+    pub groups: usize,
+    /// Groups that are left, at least 1; together they hold K experts or more.
+    pub top_groups: usize,
+    /// What a group is worth.
+    pub group_worth: GroupWorth,
+    /// Whether the weights of a token are divided by their sum.
+    pub normalise: bool,
+    /// Factor of every weight, in the end.
+    pub scale: f64,
+}
+
+/// How logits become scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The softmax over all experts.
+    Softmax,
+    /// Each by itself.
+    Sigmoid,
+}
+
+/// What a group of experts is worth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GroupWorth {
+    /// Its largest choice.
+    Max,
+    /// The sum of its two largest choices.
+    TopTwo,
+}
+
+/// `logits[T,E], bias[E]? -> index[T,K], weight[T,K]`, experts of a token in the order of rank.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] when groups do not divide the experts or are too few
+/// for K, or `scale` is not finite in f32.
+pub fn route<I: Element>(
+    cpu: &Cpu,
+    shape: &Route,
+    logits: &[I],
+    bias: Option<&[I]>,
+    index: &mut [i32],
+    weight: &mut [f32],
+) -> Result<(), Error> {
+    let Route { tokens, experts, chosen, .. } = *shape;
+    let scale = check(shape, [logits.len(), index.len(), weight.len()], bias.map(<[I]>::len))?;
+    if tokens == 0 {
+        return Ok(());
+    }
+    let mut scores = vec![0f32; logits.len()];
+    match shape.scoring {
+        Scoring::Softmax => softmax(cpu, tokens, experts, logits, &mut scores)?,
+        Scoring::Sigmoid => {
+            for (score, logit) in scores.iter_mut().zip(logits) {
+                *score = f32::narrow(sigmoid(Scalar, logit.widen()));
+            }
+        }
+    }
+    let rows = Mutex::new(
+        scores.chunks_exact(experts).zip(index.chunks_exact_mut(chosen)).zip(weight.chunks_exact_mut(chosen)),
+    );
+    cpu.each(tokens, |_| {
+        let next = rows.lock().expect("no panic while holding the lock").next();
+        let ((scores, index), weight) = next.expect("one for each token");
+        choose_row(shape, scale, scores, bias, index, weight);
+    });
+    Ok(())
+}
+
+/// Checks a call, whatever it runs on, by the lengths of its slices: `f32(scale)`.
+pub(crate) fn check(shape: &Route, [logits, index, weight]: [usize; 3], bias: Option<usize>) -> Result<f32, Error> {
+    let Route { tokens, experts, chosen, groups, top_groups, group_worth, .. } = *shape;
+    check_len("route", "logits", "[T,E]", logits, &[tokens, experts])?;
+    check_len("route", "index", "[T,K]", index, &[tokens, chosen])?;
+    check_len("route", "weight", "[T,K]", weight, &[tokens, chosen])?;
+    if let Some(bias) = bias {
+        check_len("route", "bias", "[E]", bias, &[experts])?;
+    }
+    let bad = |what: String| Err(value_error("route", what));
+    if chosen == 0 || chosen > experts || i32::try_from(experts).is_err() {
+        return bad(format!("{chosen} of {experts} experts; choose at least 1 and at most all"));
+    }
+    if groups == 0 || !experts.is_multiple_of(groups) {
+        return bad(format!("{experts} experts do not make {groups} groups of one size"));
+    }
+    let size = experts / groups;
+    if top_groups == 0 || top_groups > groups || top_groups.saturating_mul(size) < chosen {
+        return bad(format!("{top_groups} of {groups} groups of {size} do not hold {chosen} experts"));
+    }
+    if group_worth == GroupWorth::TopTwo && size < 2 && groups > 1 {
+        return bad(format!("a group of {size} has no two experts"));
+    }
+    let scale = shape.scale as f32;
+    if !scale.is_finite() {
+        return bad(format!("scale is {}; it must be finite in f32", shape.scale));
+    }
+    Ok(scale)
+}
+
+/// Chooses for one token.
+fn choose_row<I: Element>(
+    shape: &Route,
+    scale: f32,
+    scores: &[f32],
+    bias: Option<&[I]>,
+    index: &mut [i32],
+    weight: &mut [f32],
+) {
+    let size = shape.experts / shape.groups;
+    let mut choice: Vec<Option<f32>> = match bias {
+        None => scores.iter().copied().map(Some).collect(),
+        Some(bias) => scores.iter().zip(bias).map(|(score, bias)| Some(score + bias.widen())).collect(),
+    };
+    if shape.top_groups < shape.groups {
+        let mut worth: Vec<Option<f32>> =
+            choice.chunks_exact(size).map(|group| Some(worth(shape.group_worth, group.to_vec()))).collect();
+        let mut kept = vec![false; shape.groups];
+        for _ in 0..shape.top_groups {
+            kept[take_largest(&mut worth)] = true;
+        }
+        for (group, _) in choice.chunks_exact_mut(size).zip(kept).filter(|(_, kept)| !kept) {
+            group.fill(None);
+        }
+    }
+    for (index, weight) in index.iter_mut().zip(weight.iter_mut()) {
+        let expert = take_largest(&mut choice);
+        (*index, *weight) = (expert as i32, scores[expert]);
+    }
+    if shape.normalise {
+        let mut sum = weight.iter().fold(0f32, |sum, weight| sum + weight);
+        if shape.scoring == Scoring::Sigmoid {
+            sum += 1e-20;
+        }
+        weight.iter_mut().for_each(|weight| *weight /= sum);
+    }
+    weight.iter_mut().for_each(|weight| *weight = f32::narrow(*weight * scale));
+}
+
+/// What a group is worth.
+fn worth(kind: GroupWorth, mut group: Vec<Option<f32>>) -> f32 {
+    let mut next = || {
+        let values = group.clone();
+        values[take_largest(&mut group)].expect("the largest is there")
+    };
+    match kind {
+        GroupWorth::Max => next(),
+        GroupWorth::TopTwo => {
+            let first = next();
+            first + next()
+        }
+    }
+}
+
+/// Takes the largest value out and returns where it stood: the lowest place among equals, a NaN before every number.
+fn take_largest(values: &mut [Option<f32>]) -> usize {
+    let mut best: Option<(usize, f32)> = None;
+    for (i, value) in values.iter().enumerate() {
+        let Some(value) = *value else { continue };
+        if best.is_none_or(|(_, largest)| value > largest || (value.is_nan() && !largest.is_nan())) {
+            best = Some((i, value));
+        }
+    }
+    let (i, _) = best.expect("as many are taken as there are");
+    values[i] = None;
+    i
+}

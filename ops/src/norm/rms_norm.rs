@@ -1,0 +1,176 @@
+//! Root mean square normalisation: `x[R,N], w[N] -> y[R,N]`.
+//!
+//! Formula: `r = 1 / sqrt(mean(x^2) + eps)`, `y = x * r * w`.
+//! Order: `lanes(x*x)`, each lane a chain of fma; divided by `f32(N)`.
+//! Rounding: every step once to f32. `once`: `(x*r)*w`, last rounding. `hf`: `x*r` is rounded to bf16, then `w *` it,
+//! last rounding. `weight_offset` first makes `w + 1` in f32.
+
+use crate::element::compile_here;
+use crate::reduce::{Step, lane_sum};
+use crate::simd::stream::{Sink, is_large};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
+use crate::{Cpu, Element, Error, check_len};
+use half::bf16;
+
+/// Where `rms_norm` rounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// `(x*r)*w`, one rounding at the end.
+    Once,
+    /// `w * bf16(x*r)`, as Hugging Face models do in bf16.
+    Hf,
+}
+
+/// Dimensions and parameters of `rms_norm`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RmsNorm {
+    /// Rows R.
+    pub rows: usize,
+    /// Features N.
+    pub n: usize,
+    /// Added to the mean square, under the root.
+    pub eps: f32,
+    /// Where to round.
+    pub rounding: Rounding,
+    /// Use `w + 1` for `w`.
+    pub weight_offset: bool,
+}
+
+/// `x[R,N], w[N] -> y[R,N]`, all row-major.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match.
+pub fn rms_norm<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &RmsNorm,
+    x: &[I],
+    w: &[I],
+    y: &mut [O],
+) -> Result<(), Error> {
+    let RmsNorm { rows, n, .. } = *shape;
+    check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
+    check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
+    compile_here!((cpu: &Cpu, shape: &RmsNorm) I(x, w) O(y) -> () => Rows::chunks(cpu, shape, x, w, y));
+    Ok(())
+}
+
+/// `acc + x*x`, fused.
+#[derive(Clone, Copy)]
+struct Square;
+
+impl Step for Square {
+    #[inline(always)]
+    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.fma(x, x, acc)
+    }
+}
+
+struct Rows<'a, I, O> {
+    shape: &'a RmsNorm,
+    x: &'a [I],
+    w: &'a [I],
+    y: &'a mut [O],
+    large: bool,
+}
+
+impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        match self.shape.rounding {
+            Rounding::Once => self.rows::<S, false>(s),
+            Rounding::Hf => self.rows::<S, true>(s),
+        }
+    }
+}
+
+impl<I: Element, O: Element> Rows<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: &[I], w: &[I], y: &mut [O]) {
+        let rows_per_chunk = cpu.rows_per_chunk(shape.rows, shape.n);
+        let large = is_large(cpu, y);
+        cpu.chunks(y, rows_per_chunk * shape.n, |chunk, y| {
+            let x = &x[chunk * rows_per_chunk * shape.n..][..y.len()];
+            cpu.dispatch(Rows { shape, x, w, y, large });
+        });
+    }
+
+    #[inline(always)]
+    fn rows<S: Simd, const HF: bool>(self, s: S) {
+        let n = self.shape.n;
+        let mut sink = Sink::<O>::new(self.y, self.large);
+        for (row, x) in self.x.chunks_exact(n.max(1)).enumerate() {
+            let scale = Scale::<S, HF>::of_row(s, self.shape, x);
+            // While this row comes from the cache, the next one comes from memory.
+            let next = self.x.as_ptr().wrapping_add((row + 1) * n);
+            scale.row(s, x, self.w, &mut sink, [next]);
+        }
+        sink.end(s);
+    }
+}
+
+/// What the elements of one row are multiplied with; `HF` says which [`Rounding`].
+#[derive(Clone, Copy)]
+pub(crate) struct Scale<S: Simd, const HF: bool> {
+    r: S::F,
+    /// 1 or -0, which changes no weight.
+    offset: S::F,
+}
+
+impl<S: Simd, const HF: bool> Scale<S, HF> {
+    /// That of the row `x`.
+    #[inline(always)]
+    pub fn of_row<I: Element>(s: S, shape: &RmsNorm, x: &[I]) -> Self {
+        // The pad +0 adds +0 to a lane that is never -0.
+        let mean_square = lane_sum(s, x, I::default(), Square) / shape.n as f32;
+        let r = s.splat(1.0 / (mean_square + shape.eps).sqrt());
+        Scale { r, offset: s.splat(if shape.weight_offset { 1.0 } else { -0.0 }) }
+    }
+
+    /// The elements `x` of the row with their weights, before the last rounding.
+    #[inline(always)]
+    pub fn apply(self, s: S, x: S::F, w: S::F) -> S::F {
+        let (scaled, w) = (s.mul(x, self.r), s.add(w, self.offset));
+        if !HF {
+            return s.mul(scaled, w);
+        }
+        let mut rounded = [bf16::ZERO; crate::simd::MAX_LANES];
+        narrow_at(s, scaled, &mut rounded, 0);
+        s.mul(w, load_at(s, &rounded, 0, bf16::ZERO))
+    }
+
+    /// The row `x` with the weights `w`, last rounding, as the next elements of `sink`. What lies at `next` is asked for
+    /// meanwhile, as far as this row is long.
+    #[inline(always)]
+    pub fn row<I: Element, W: Element, O: Element, N: Element, const NEXT: usize>(
+        self,
+        s: S,
+        x: &[I],
+        w: &[W],
+        sink: &mut Sink<O>,
+        next: [*const N; NEXT],
+    ) {
+        let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
+        let mut at = 0;
+        while at < x.len() {
+            let y = sink.room(x.len() - at);
+            let len = y.len();
+            let (x, w) = (&x[at..][..len], &w[at..][..len]);
+            let whole = len - len % two;
+            let vectors = x.chunks_exact(two).zip(w.chunks_exact(two)).zip(y.chunks_exact_mut(two));
+            for (v, ((x, w), y)) in vectors.enumerate() {
+                for next in next {
+                    prefetch(next.wrapping_add(at + v * two));
+                }
+                let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
+                narrow_two(s, (self.apply(s, x0, w0), self.apply(s, x1, w1)), y, pairs);
+            }
+            for at in (whole..len).step_by(S::LANES) {
+                let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
+                narrow_at(s, self.apply(s, x, w), y, at);
+            }
+            sink.put(s, len);
+            at += len;
+        }
+    }
+}

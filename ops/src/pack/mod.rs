@@ -1,0 +1,294 @@
+//! Operands of a [`Tile`](crate::gemm::tile::Tile) as the kernels read them: bf16 in pairs along k, everything else widened.
+
+pub mod dictionary;
+
+use crate::simd::{self, Kernel, MAX_LANES, Simd};
+use crate::{Cpu, Element, Tf32};
+use half::bf16;
+
+/// `x` as bf16 when that is what it is.
+pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
+    // SAFETY: `Element` is sealed and IS_BF16 is true for bf16 alone, so the types are the same.
+    I::IS_BF16.then(|| unsafe { std::slice::from_raw_parts(x.as_ptr().cast::<bf16>(), x.len()) })
+}
+
+/// Two elements as one pair: the earlier in the high half, where `VDPBF16PS` takes it first.
+#[inline(always)]
+fn pair(earlier: bf16, later: bf16) -> u32 {
+    u32::from(earlier.to_bits()) << 16 | u32::from(later.to_bits())
+}
+
+/// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r; an odd end is filled with
+/// `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
+#[allow(clippy::too_many_arguments)]
+pub fn pairs_of_rows<'a>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    row: impl Fn(usize) -> &'a [bf16],
+    pad: bf16,
+    out: &mut [u32],
+    stride: usize,
+    ahead: Ahead,
+) {
+    if k % 2 == 1 {
+        (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
+    }
+    let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+    cpu.dispatch(Interleave::<_, true> { rows, words: k / 2, row: words, out, stride, ahead });
+}
+
+/// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
+pub fn wide_of_rows<'a, I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    stride: usize,
+) {
+    if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
+        let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+        let (out, ahead) = (as_words_mut(out), Ahead::NONE);
+        cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out, stride, ahead });
+    } else {
+        (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
+    }
+}
+
+/// `out[p * stride + r] = row(r)[p]` for words p, their halves exchanged with `SWAP`; `row` points to `words` words,
+/// aligned or not.
+struct Interleave<'a, F, const SWAP: bool> {
+    rows: usize,
+    words: usize,
+    row: F,
+    out: &'a mut [u32],
+    stride: usize,
+    ahead: Ahead,
+}
+
+impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, SWAP> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Interleave { rows, words, row, out, stride, mut ahead } = self;
+        if rows == 0 || words == 0 {
+            ahead.ask(usize::MAX);
+            return;
+        }
+        assert!(rows <= stride && (words - 1) * stride + rows <= out.len(), "output too short");
+        let whole = words / S::LANES * S::LANES;
+        let share = ahead.lines().div_ceil((rows.div_ceil(S::LANES) * (whole / S::LANES)).max(1));
+        for first in (0..rows).step_by(S::LANES) {
+            let count = S::LANES.min(rows - first);
+            // Lanes without a row read the last one; nothing is written for them.
+            let mut from = [row(first); MAX_LANES];
+            for (i, from) in from.iter_mut().enumerate().take(S::LANES).skip(1) {
+                *from = row(first + i.min(count - 1));
+            }
+            for p in (0..whole).step_by(S::LANES) {
+                ahead.ask(share);
+                // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
+                unsafe { s.transpose::<SWAP>(&from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
+            }
+            for p in whole..words {
+                for i in 0..count {
+                    // SAFETY: as above.
+                    let word = unsafe { from[i].add(p).read_unaligned() };
+                    out[p * stride + first + i] = if SWAP { word.rotate_left(16) } else { word };
+                }
+            }
+        }
+    }
+}
+
+/// Writes one row as adjacent pairs, an odd end filled with `pad`, and returns its [`least_magnitude`].
+pub fn pairs_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
+    let whole = row.len() / 2;
+    let least = cpu.dispatch(PairsOfRow { row: &row[..2 * whole], out: &mut out[..whole] });
+    match row.get(2 * whole) {
+        None => least,
+        Some(&last) => {
+            out[whole] = pair(last, pad);
+            least.min(if last.widen().abs() > 0.0 { last.widen().abs() } else { f32::INFINITY })
+        }
+    }
+}
+
+struct PairsOfRow<'a> {
+    row: &'a [bf16],
+    out: &'a mut [u32],
+}
+
+impl Kernel for PairsOfRow<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let mut least = s.splat(f32::INFINITY);
+        let vectors = self.out.len() / S::LANES;
+        for at in (0..vectors * S::LANES).step_by(S::LANES) {
+            // SAFETY: 2 * LANES bf16 of the row and LANES words of the output start here; pairs are read unaligned.
+            unsafe {
+                let from = self.row.as_ptr().add(2 * at).cast::<u32>();
+                s.swap_pairs(from, self.out.as_mut_ptr().add(at));
+                let (a, b) = s.load_pairs(from);
+                least = s.min(nonzero(s, a), s.min(nonzero(s, b), least));
+            }
+        }
+        let mut smallest = reduce_min(s, least);
+        for at in vectors * S::LANES..self.out.len() {
+            self.out[at] = pair(self.row[2 * at], self.row[2 * at + 1]);
+            smallest = smallest.min(reduce_min(s, nonzero(s, s.splat(self.row[2 * at].widen()))));
+            smallest = smallest.min(reduce_min(s, nonzero(s, s.splat(self.row[2 * at + 1].widen()))));
+        }
+        smallest
+    }
+}
+
+/// |v| where it is not zero or NaN, else infinity.
+#[inline(always)]
+fn nonzero<S: Simd>(s: S, v: S::F) -> S::F {
+    let v = s.abs(v);
+    s.select_ge(v, s.splat(f32::from_bits(1)), v, s.splat(f32::INFINITY))
+}
+
+/// The smallest lane.
+#[inline(always)]
+fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
+    let mut lanes = [f32::INFINITY; MAX_LANES];
+    // SAFETY: MAX_LANES >= LANES.
+    unsafe { s.store(v, lanes.as_mut_ptr()) };
+    lanes.into_iter().fold(f32::INFINITY, f32::min)
+}
+
+/// Writes one row as f32, `stride` apart from `offset`.
+pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
+    for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
+        *slot = tf32.operand(v.widen());
+    }
+}
+
+/// Writes one row as adjacent f32.
+pub fn wide_row<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32]) {
+    for (v, slot) in row.iter().zip(out) {
+        *slot = tf32.operand(v.widen());
+    }
+}
+
+/// Smallest nonzero |x|, or infinity; NaN is ignored.
+pub fn least_magnitude(cpu: &Cpu, x: &[bf16]) -> f32 {
+    cpu.dispatch(Least { x })
+}
+
+/// [`least_magnitude`] of all elements of pairs.
+pub fn least_of_pairs(cpu: &Cpu, pairs: &[u32]) -> f32 {
+    // SAFETY: a word is two bf16 in some order, and every bit pattern is a bf16.
+    cpu.dispatch(Least { x: unsafe { std::slice::from_raw_parts(pairs.as_ptr().cast::<bf16>(), 2 * pairs.len()) } })
+}
+
+struct Least<'a> {
+    x: &'a [bf16],
+}
+
+impl Kernel for Least<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let (vectors, tail) = self.x.split_at(self.x.len() / (2 * S::LANES) * (2 * S::LANES));
+        // SAFETY: the length is a multiple of 2 * LANES.
+        let mut least = unsafe { s.least_bf16(vectors.as_ptr(), vectors.len()) };
+        for x in tail {
+            // +-0 becomes the largest of all.
+            least = least.min((x.to_bits() & 0x7FFF).wrapping_sub(1));
+        }
+        from_biased(least)
+    }
+}
+
+/// The magnitude that stands one below its bits, so that zero became the largest.
+pub fn from_biased(least: u16) -> f32 {
+    // NaN and what stands for "none" are above infinity.
+    bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
+}
+
+/// Asks for the cache lines of `x`, which stands apart from what was read before it.
+#[inline(always)]
+pub fn prefetch<T>(x: &[T]) {
+    Ahead::of(x).ask(usize::MAX);
+}
+
+/// Asks for as much memory as `x` takes, `bytes` behind its start.
+#[inline(always)]
+pub fn prefetch_at<T>(x: &[T], bytes: usize) {
+    Ahead { at: x.as_ptr().cast::<i8>().wrapping_add(bytes), lines: size_of_val(x).div_ceil(64) }.ask(usize::MAX);
+}
+
+/// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
+/// of misses and hold up every load behind them.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    at: *const i8,
+    lines: usize,
+}
+
+impl Default for Ahead {
+    fn default() -> Ahead {
+        Ahead::NONE
+    }
+}
+
+impl Ahead {
+    pub const NONE: Ahead = Ahead { at: std::ptr::null(), lines: 0 };
+
+    /// All of `x`.
+    #[inline(always)]
+    pub fn of<T>(x: &[T]) -> Ahead {
+        Ahead { at: x.as_ptr().cast(), lines: size_of_val(x).div_ceil(64) }
+    }
+
+    pub fn lines(&self) -> usize {
+        self.lines
+    }
+
+    /// The first line and the last, if there are any.
+    pub fn bounds(&self) -> Option<(*const i8, *const i8)> {
+        (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))
+    }
+
+    /// Asks for the next `count` lines.
+    #[inline(always)]
+    pub fn ask(&mut self, count: usize) {
+        for _ in 0..count.min(self.lines) {
+            simd::prefetch(self.at);
+            self.at = self.at.wrapping_add(64);
+        }
+        self.lines -= count.min(self.lines);
+    }
+
+    /// Asks for `count` lines from line `index` on, if that is one.
+    #[inline(always)]
+    pub fn ask_at(&self, index: usize, count: usize) {
+        if index < self.lines {
+            (0..count).for_each(|line| simd::prefetch(self.at.wrapping_add(64 * index.wrapping_add(line))));
+        }
+    }
+}
+
+/// The same words as f32.
+pub fn as_floats(words: &[u32]) -> &[f32] {
+    // SAFETY: u32 and f32 have the same size and alignment, and every bit pattern is a value of both.
+    unsafe { std::slice::from_raw_parts(words.as_ptr().cast::<f32>(), words.len()) }
+}
+
+/// The same f32 as words.
+pub fn as_words_mut(floats: &mut [f32]) -> &mut [u32] {
+    // SAFETY: u32 and f32 have the same size and alignment, and every bit pattern is a value of both.
+    unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast::<u32>(), floats.len()) }
+}
+
+/// The same words as f32.
+pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
+}

@@ -1,0 +1,136 @@
+//! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
+
+use crate::simd::{MAX_LANES, Simd, Storage, load_at, load_two, store_two};
+
+/// Lanes of the sum; belongs to the contract, not to the machine.
+const LANES: usize = 256;
+/// Elements that are read from memory once and then, where not all lanes fit the registers, again from the first cache.
+const TILE: usize = 16 * LANES;
+
+/// How one element enters its lane.
+pub trait Step: Copy {
+    /// `acc` after the element(s) `x`.
+    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F;
+}
+
+/// The `lanes` sum over `x`. `pad` stands for elements past the end and must leave a lane as it is.
+#[inline(always)]
+pub fn lane_sum<S: Simd, T: Storage, P: Step>(s: S, x: &[T], pad: T, step: P) -> f32 {
+    let mut lanes = Lanes([0.0; LANES]);
+    let blocks = &x[..x.len() - x.len() % LANES];
+    lanes.add_blocks(s, blocks, step);
+    if T::IS_BF16 && !blocks.is_empty() {
+        for two in lanes.0.chunks_exact_mut(2 * S::LANES) {
+            let (odd, even) = load_two(s, two, false);
+            store_two(s, s.interleave(odd, even), two);
+        }
+    }
+    lanes.add_rest(s, &x[blocks.len()..], pad, step);
+    lanes.fold(s, x.len())
+}
+
+/// A `lanes` sum of f32 that are made part by part.
+pub struct Lanes([f32; LANES]);
+
+impl Lanes {
+    /// The sum of nothing.
+    #[inline(always)]
+    pub fn new() -> Lanes {
+        Lanes([0.0; LANES])
+    }
+
+    /// The sum whose lanes are these.
+    #[inline(always)]
+    pub fn of(lanes: [f32; LANES]) -> Lanes {
+        Lanes(lanes)
+    }
+
+    /// Adds `x`, whose length is a multiple of 256 unless it is the last part.
+    #[inline(always)]
+    pub fn add<S: Simd>(&mut self, s: S, x: &[f32]) {
+        let (blocks, rest) = x.split_at(x.len() - x.len() % LANES);
+        self.add_blocks(s, blocks, Add);
+        self.add_rest(s, rest, 0.0, Add);
+    }
+
+    #[inline(always)]
+    fn add_blocks<S: Simd, T: Storage, P: Step>(&mut self, s: S, blocks: &[T], step: P) {
+        // AVX-512 holds all lanes in half its registers; AVX2 holds a quarter of them.
+        for tile in blocks.chunks(TILE) {
+            if S::LANES == 16 {
+                sweep::<S, T, P, 8>(s, tile, step, &mut self.0);
+            } else {
+                sweep::<S, T, P, 4>(s, tile, step, &mut self.0);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn add_rest<S: Simd, T: Storage, P: Step>(&mut self, s: S, rest: &[T], pad: T, step: P) {
+        for (part, lanes) in rest.chunks(S::LANES).zip(self.0.chunks_exact_mut(S::LANES)) {
+            let acc = step.step(s, load_at(s, lanes, 0, 0.0), load_at(s, part, 0, pad));
+            // SAFETY: `lanes` holds LANES elements.
+            unsafe { s.store(acc, lanes.as_mut_ptr()) };
+        }
+    }
+
+    /// The sum of the `len` elements: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
+    #[inline(always)]
+    pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
+        let lanes = &mut self.0;
+        let mut h = LANES / 2;
+        // Lanes without elements are +0, and no lane is -0: adding them changes nothing.
+        while h >= len && h > 0 {
+            h /= 2;
+        }
+        while h >= MAX_LANES {
+            for l in (0..h).step_by(S::LANES) {
+                let sum = s.add(load_at(s, &lanes[..], l, 0.0), load_at(s, &lanes[..], l + h, 0.0));
+                // SAFETY: h is a multiple of LANES here, so `l + LANES <= h`.
+                unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
+            }
+            h /= 2;
+        }
+        while h > 0 {
+            for l in 0..h {
+                lanes[l] += lanes[l + h];
+            }
+            h /= 2;
+        }
+        lanes[0]
+    }
+}
+
+/// `acc + x`.
+#[derive(Clone, Copy)]
+struct Add;
+
+impl Step for Add {
+    #[inline(always)]
+    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.add(acc, x)
+    }
+}
+
+/// Adds whole blocks to the lanes, `GROUP` times two vectors of them at a time. Bf16 is taken by pairs: of every two
+/// vectors of lanes, the first then holds the odd ones and the second the even ones.
+#[inline(always)]
+fn sweep<S: Simd, T: Storage, P: Step, const GROUP: usize>(s: S, blocks: &[T], step: P, lanes: &mut [f32; LANES]) {
+    let two = 2 * S::LANES;
+    for (group, lanes) in lanes.chunks_exact_mut(GROUP * two).enumerate() {
+        let mut acc = [(s.splat(0.0), s.splat(0.0)); GROUP];
+        for (acc, lanes) in acc.iter_mut().zip(lanes.chunks_exact(two)) {
+            *acc = load_two(s, lanes, false);
+        }
+        for block in blocks.chunks_exact(LANES) {
+            let part = &block[group * GROUP * two..][..GROUP * two];
+            for (acc, x) in acc.iter_mut().zip(part.chunks_exact(two)) {
+                let (x0, x1) = load_two(s, x, T::IS_BF16);
+                *acc = (step.step(s, acc.0, x0), step.step(s, acc.1, x1));
+            }
+        }
+        for (acc, lanes) in acc.iter().zip(lanes.chunks_exact_mut(two)) {
+            store_two(s, *acc, lanes);
+        }
+    }
+}

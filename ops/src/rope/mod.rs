@@ -1,0 +1,3 @@
+//! Rotary position embedding.
+
+pub(crate) mod rope;

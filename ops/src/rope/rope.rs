@@ -1,0 +1,362 @@
+//! Rotary position embedding: `x[T,H,D], pos[T] -> y[T,H,D]`.
+//!
+//! Formula: each pair (x1, x2) is rotated by `angle = pos * theta^(-2i/D)`.
+//! Order: `y1 = fma(x1, c, -(x2*s))`, `y2 = fma(x2, c, x1*s)`.
+//! Rounding: `inv_freq = f32(theta^(-2i/D))`; `angle = f32(pos) * inv_freq`, one f32 product; `c` and `s` are cosine and
+//! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
+
+use crate::element::compile_here;
+use crate::simd::stream::{BLOCK, Sink, is_large};
+use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::{Cpu, Element, Error, check_len, value_error};
+
+/// Which elements of a head rotate together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pairing {
+    /// `(i, i + D/2)`.
+    Half,
+    /// `(2i, 2i + 1)`.
+    Interleaved,
+}
+
+/// Dimensions of `x[T,H,D]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rope {
+    /// Tokens T.
+    pub tokens: usize,
+    /// Heads H.
+    pub heads: usize,
+    /// Head dimension D, even.
+    pub dim: usize,
+    /// Which elements rotate together.
+    pub pairing: Pairing,
+}
+
+/// `inv_freq[i] = f32(theta^(-2i/D))` for `i < D/2`.
+pub fn inv_freq(theta: f64, dim: usize) -> Vec<f32> {
+    (0..dim / 2).map(|i| libm::pow(theta, -2.0 * i as f64 / dim as f64) as f32).collect()
+}
+
+/// Cosines and sines, one row of D/2 each per token; made once, used by every layer.
+pub struct RopeTable {
+    half: usize,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl RopeTable {
+    /// Row t holds cosine and sine of the angles `f32(pos[t]) * inv_freq[i]`.
+    pub fn new(cpu: &Cpu, inv_freq: &[f32], pos: &[i32]) -> RopeTable {
+        RopeTable::each(cpu, inv_freq.len(), |_| inv_freq, pos, 1.0)
+    }
+
+    /// As [`RopeTable::new`], with frequencies for each token: `inv_freq(t)` has `half` of them. Every cosine and sine is
+    /// multiplied by `factor`, one f32 product each.
+    pub fn each<'a>(
+        cpu: &Cpu,
+        half: usize,
+        inv_freq: impl Fn(usize) -> &'a [f32] + Sync,
+        pos: &[i32],
+        factor: f32,
+    ) -> RopeTable {
+        let table = |f: fn(f32) -> f32| {
+            let mut values = vec![0f32; half * pos.len()];
+            cpu.chunks(&mut values, half, |t, row| {
+                for (value, freq) in row.iter_mut().zip(inv_freq(t)) {
+                    *value = f(pos[t] as f32 * freq) * factor;
+                }
+            });
+            values
+        };
+        RopeTable { half, cos: table(cos), sin: table(sin) }
+    }
+
+    /// D/2, the cosines and the sines.
+    pub(crate) fn parts(&self) -> (usize, &[f32], &[f32]) {
+        (self.half, &self.cos, &self.sin)
+    }
+
+    /// What token t is rotated by.
+    #[inline(always)]
+    pub(crate) fn row(&self, t: usize) -> Angles<'_> {
+        let row = t * self.half..(t + 1) * self.half;
+        Angles { cos: &self.cos[row.clone()], sin: &self.sin[row] }
+    }
+
+    /// Checks that there is a row for every token of `shape`, wide enough for its heads.
+    pub(crate) fn check(&self, op: &'static str, shape: &Rope) -> Result<(), Error> {
+        check_len(op, "table", "[T,D/2]", self.cos.len(), &[shape.tokens, shape.dim / 2])?;
+        check_len(op, "table row", "[D/2]", self.half, &[shape.dim / 2])
+    }
+}
+
+/// One token's cosines and sines, D/2 of each.
+#[derive(Clone, Copy)]
+pub(crate) struct Angles<'a> {
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+/// `x[T,H,D] -> y[T,H,D]`; row t of the table belongs to token t.
+///
+/// # Errors
+/// [`Error::Length`] when a slice or the table does not match; [`Error::Value`] when D is odd.
+pub fn rope<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Rope,
+    table: &RopeTable,
+    x: &[I],
+    y: &mut [O],
+) -> Result<(), Error> {
+    let Rope { tokens, heads, dim, .. } = *shape;
+    if dim % 2 != 0 {
+        return Err(value_error("rope", format!("the head dimension is {dim}; it must be even")));
+    }
+    check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
+    check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
+    table.check("rope", shape)?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    compile_here!((cpu: &Cpu, shape: &Rope, table: &RopeTable) I(x) O(y) -> () => {
+        Tokens::chunks(cpu, shape, table, x, y)
+    });
+    Ok(())
+}
+
+struct Tokens<'a, I, O> {
+    shape: &'a Rope,
+    table: &'a RopeTable,
+    /// The token that x and y begin with.
+    first: usize,
+    x: &'a [I],
+    y: &'a mut [O],
+    large: bool,
+}
+
+impl<I: Element, O: Element> Tokens<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: &[I], y: &mut [O]) {
+        let size = shape.heads * shape.dim;
+        let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
+        let large = shape.dim <= BLOCK && is_large(cpu, y);
+        cpu.chunks(y, per_chunk * size, |chunk, y| {
+            let x = &x[chunk * per_chunk * size..][..y.len()];
+            cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, y, large });
+        });
+    }
+}
+
+impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Rope { heads, dim, pairing, .. } = *self.shape;
+        let mut sink = Sink::<O>::new(self.y, self.large);
+        for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
+            let angles = self.table.row(self.first + t);
+            // A large output is made of whole heads at a time.
+            for x in x.chunks(dim * (BLOCK / dim).max(1)) {
+                let y = sink.room(x.len());
+                for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
+                    rotate_head(s, pairing, angles, x, y);
+                }
+                sink.put(s, x.len());
+            }
+        }
+        sink.end(s);
+    }
+}
+
+/// `x[D] -> y[D]`
+#[inline(always)]
+pub(crate) fn rotate_head<S: Simd, I: Element, O: Element>(
+    s: S,
+    pairing: Pairing,
+    angles: Angles,
+    x: &[I],
+    y: &mut [O],
+) {
+    match pairing {
+        Pairing::Half => rotate_halves(s, angles, x, y),
+        Pairing::Interleaved => rotate_neighbours(angles, x, y),
+    }
+}
+
+/// Element i goes with element i + D/2.
+#[inline(always)]
+fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
+    let half = x.len() / 2;
+    let ((x1, x2), (y1, y2)) = (x.split_at(half), y.split_at_mut(half));
+    let (whole, lanes) = (half - half % S::LANES, S::LANES);
+    let (x1_tail, x2_tail) = (&x1[whole..], &x2[whole..]);
+    let ((y1, y1_tail), (y2, y2_tail)) = (y1.split_at_mut(whole), y2.split_at_mut(whole));
+    let angles_tail = Angles { cos: &angles.cos[whole..half], sin: &angles.sin[whole..half] };
+    let x = x1.chunks_exact(lanes).zip(x2.chunks_exact(lanes));
+    let y = y1.chunks_exact_mut(lanes).zip(y2.chunks_exact_mut(lanes));
+    let angles = angles.cos.chunks_exact(lanes).zip(angles.sin.chunks_exact(lanes));
+    for (((x1, x2), (y1, y2)), (cos, sin)) in x.zip(y).zip(angles) {
+        rotate(s, Angles { cos, sin }, (x1, x2), (y1, y2));
+    }
+    if whole < half {
+        rotate(s, angles_tail, (x1_tail, x2_tail), (y1_tail, y2_tail));
+    }
+}
+
+/// Rotates at most one vector of pairs.
+#[inline(always)]
+fn rotate<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: (&[I], &[I]), y: (&mut [O], &mut [O])) {
+    let (x1, x2) = (load_at(s, x.0, 0, I::default()), load_at(s, x.1, 0, I::default()));
+    let (cos, sin) = (load_at(s, angles.cos, 0, 0.0), load_at(s, angles.sin, 0, 0.0));
+    narrow_at(s, s.fma(x1, cos, s.neg(s.mul(x2, sin))), y.0, 0);
+    narrow_at(s, s.fma(x2, cos, s.mul(x1, sin)), y.1, 0);
+}
+
+/// Element 2i goes with element 2i + 1.
+#[inline(always)]
+fn rotate_neighbours<I: Element, O: Element>(angles: Angles, x: &[I], y: &mut [O]) {
+    for (((x, y), &cos), &sin) in x.chunks_exact(2).zip(y.chunks_exact_mut(2)).zip(angles.cos).zip(angles.sin) {
+        let (x1, x2) = (x[0].widen(), x[1].widen());
+        y[0] = O::narrow(x1.mul_add(cos, -(x2 * sin)));
+        y[1] = O::narrow(x2.mul_add(cos, x1 * sin));
+    }
+}
+
+/// The cosine of `x`, correctly rounded.
+fn cos(x: f32) -> f32 {
+    correctly_rounded(libm::cos(f64::from(x)), || precise_sin_cos(f64::from(x)).1)
+}
+
+/// The sine of `x`, correctly rounded.
+fn sin(x: f32) -> f32 {
+    correctly_rounded(libm::sin(f64::from(x)), || precise_sin_cos(f64::from(x)).0)
+}
+
+/// Rounds `value`, which is within two units in its last place, to f32; `precise` decides when it lies that close to the
+/// middle between two f32.
+fn correctly_rounded(value: f64, precise: impl Fn() -> f64) -> f32 {
+    let bits = value.to_bits();
+    let near = |units: i64| f64::from_bits(bits.wrapping_add_signed(units)) as f32;
+    if value == 0.0 || near(-2) == near(2) { value as f32 } else { precise() as f32 }
+}
+
+/// Sine and cosine of `x` (|x| < 2^31) to about 2^-95, rounded to odd in f64, so that rounding to f32 is correct.
+fn precise_sin_cos(x: f64) -> (f64, f64) {
+    // pi/2 in three parts of f64; the products below are kept whole by pairs of f64.
+    const PI_2: [f64; 3] = [
+        f64::from_bits(0x3FF9_21FB_5444_2D18),
+        f64::from_bits(0x3C91_A626_3314_5C07),
+        f64::from_bits(0xB91F_1976_B7ED_8FBC),
+    ];
+    let k = (x / PI_2[0]).round_ties_even();
+    let minus_product = |c: f64| (-k * c, f64::mul_add(-k, c, k * c));
+    let (p0, e0) = minus_product(PI_2[0]);
+    let mut r = Double::sum(x, p0).plus(Double::sum(e0, 0.0));
+    let (p1, e1) = minus_product(PI_2[1]);
+    r = r.plus(Double { hi: p1, lo: e1 }).plus(Double { hi: -k * PI_2[2], lo: 0.0 });
+    // Taylor series: |r| <= pi/4, so 27 terms leave less than 2^-100.
+    let series = |first: Double, from: u32| {
+        let minus_square = Double { hi: -1.0, lo: 0.0 }.times(r.times(r));
+        let (mut sum, mut term) = (first, first);
+        for n in (from..from + 54).step_by(2) {
+            term = term.times(minus_square).over(f64::from(n * (n + 1)));
+            sum = sum.plus(term);
+        }
+        sum
+    };
+    let sine = series(r, 2);
+    let cosine = series(Double { hi: 1.0, lo: 0.0 }, 1);
+    match (k as i64).rem_euclid(4) {
+        0 => (sine.to_odd(), cosine.to_odd()),
+        1 => (cosine.to_odd(), sine.negated().to_odd()),
+        2 => (sine.negated().to_odd(), cosine.negated().to_odd()),
+        _ => (cosine.negated().to_odd(), sine.to_odd()),
+    }
+}
+
+/// An unevaluated sum of two f64 with `|lo| <= ulp(hi) / 2`.
+#[derive(Clone, Copy)]
+struct Double {
+    hi: f64,
+    lo: f64,
+}
+
+impl Double {
+    /// `a + b`, exactly.
+    fn sum(a: f64, b: f64) -> Double {
+        let hi = a + b;
+        let v = hi - a;
+        Double { hi, lo: (a - (hi - v)) + (b - v) }
+    }
+
+    fn plus(self, other: Double) -> Double {
+        let s = Double::sum(self.hi, other.hi);
+        let t = Double::sum(self.lo, other.lo);
+        let s = Double::sum(s.hi, s.lo + t.hi);
+        Double::sum(s.hi, s.lo + t.lo)
+    }
+
+    fn times(self, other: Double) -> Double {
+        let hi = self.hi * other.hi;
+        let lo = f64::mul_add(self.hi, other.hi, -hi) + (self.hi * other.lo + self.lo * other.hi);
+        Double::sum(hi, lo)
+    }
+
+    fn over(self, divisor: f64) -> Double {
+        let hi = self.hi / divisor;
+        let rest = f64::mul_add(-hi, divisor, self.hi) + self.lo;
+        Double::sum(hi, rest / divisor)
+    }
+
+    fn negated(self) -> Double {
+        Double { hi: -self.hi, lo: -self.lo }
+    }
+
+    /// One f64 with a set last bit when the sum is not exact, so that a second rounding cannot land on a false tie.
+    fn to_odd(self) -> f64 {
+        if self.lo == 0.0 || self.hi.to_bits() & 1 == 1 {
+            return self.hi;
+        }
+        // An even hi with a rest: the odd neighbour on the side of the rest.
+        let up = (self.lo > 0.0) == (self.hi > 0.0);
+        f64::from_bits(self.hi.to_bits().wrapping_add_signed(if up { 1 } else { -1 }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_precise_path_agrees_with_f64_far_from_ties_and_decides_near_them() {
+        let mut seen = 0;
+        for step in 0..200_000u32 {
+            let x = f32::from_bits(0x3000_0000 + step * 4_999) * if step % 2 == 0 { 1.0 } else { -1.0 };
+            if x.abs() > 1e9 {
+                continue;
+            }
+            let (s, c) = precise_sin_cos(f64::from(x));
+            for (fast, precise) in [(libm::sin(f64::from(x)), s), (libm::cos(f64::from(x)), c)] {
+                assert!((fast - precise).abs() <= 3e-16 * fast.abs().max(1e-300) + 1e-32, "{x}: {fast} {precise}");
+                seen += 1;
+            }
+        }
+        assert!(seen > 100_000);
+    }
+
+    #[test]
+    fn a_value_beside_a_tie_is_decided_by_the_precise_one() {
+        // The middle between 1 and the next f32, and its neighbours in f64.
+        let tie = 1.0 + f64::from(f32::EPSILON) / 2.0;
+        let above = f64::from_bits(tie.to_bits() + 1);
+        assert_eq!(correctly_rounded(tie, || above), 1.0 + f32::EPSILON);
+        assert_eq!(correctly_rounded(above, || f64::from_bits(tie.to_bits() - 1)), 1.0);
+        assert_eq!(correctly_rounded(0.1, || panic!("0.1 is far from a tie")), 0.1);
+    }
+
+    #[test]
+    fn inv_freq_is_the_power() {
+        let freq = inv_freq(10_000.0, 64);
+        assert_eq!((freq.len(), freq[0]), (32, 1.0));
+        assert_eq!(freq[16], 0.01);
+    }
+}

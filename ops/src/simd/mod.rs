@@ -1,0 +1,335 @@
+//! A vector of f32 lanes as a token: a value of a type that implements [`Simd`] exists only where the machine has the
+//! instructions, so every method is safe but for those that take a pointer.
+//!
+//! Algorithms are written once over [`Simd`] as a [`Kernel`]; `Cpu::dispatch` runs them inside a function compiled for
+//! the chosen instruction set. Everything a kernel calls must be `#[inline(always)]`, or it is compiled for the
+//! baseline and called through memory. Lanes never meet: the order of every sum is in the kernel, not here.
+
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
+pub mod scalar;
+pub mod stream;
+pub mod unroll;
+
+use crate::backend::cpu::{Cpu, Isa};
+use half::{bf16, f16};
+
+/// Most lanes any instruction set has; sizes stack buffers.
+pub const MAX_LANES: usize = 16;
+
+/// `LANES` f32 values and the IEEE operations on them. Every operation rounds once, to nearest even, unless it is exact.
+pub trait Simd: Copy + Send + Sync {
+    /// The vector.
+    type F: Copy;
+    /// How many f32 it holds.
+    const LANES: usize;
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::F;
+    /// `a + b`.
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`.
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`.
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`.
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `|a|`.
+    fn abs(self, a: Self::F) -> Self::F;
+    /// `-a`.
+    fn neg(self, a: Self::F) -> Self::F;
+    /// The sign of `sign` on the magnitude of `a`.
+    fn copysign(self, a: Self::F, sign: Self::F) -> Self::F;
+    /// To an integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// To an integer, down.
+    fn floor(self, a: Self::F) -> Self::F;
+    /// `a` where `a > b`, else `b`. A NaN in `a` gives `b`; a NaN in `b` stays.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a` where `a < b`, else `b`. A NaN in `a` gives `b`; a NaN in `b` stays.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `yes` where `a >= b`, else `no` (so `no` where either is NaN).
+    fn select_ge(self, a: Self::F, b: Self::F, yes: Self::F, no: Self::F) -> Self::F;
+    /// Whether `low <= x <= high` in every lane; a NaN is not.
+    fn all_within(self, low: Self::F, x: Self::F, high: Self::F) -> bool;
+    /// Whether any lane of `a` is NaN or +inf.
+    fn any_nan_or_inf(self, a: Self::F) -> bool;
+    /// `2^i` for integral `i` in [-126, 127]; any other lane gives an arbitrary value.
+    fn pow2(self, i: Self::F) -> Self::F;
+    /// `m * 2^i` for `m` in [0.5, 2) and integral `i` in [-125, 126]; any other lane gives an arbitrary value.
+    #[inline(always)]
+    fn mul_pow2(self, m: Self::F, i: Self::F) -> Self::F {
+        self.mul(m, self.pow2(i))
+    }
+    /// `m * 2^i`, rounded once, for `m` in [0.5, 2) and `i` integral or infinite; a NaN in either gives a NaN.
+    #[inline(always)]
+    fn scale(self, m: Self::F, i: Self::F) -> Self::F {
+        // From 2^252 on either way the result is infinite or +0; the first of the two products is exact.
+        let i = self.min(self.splat(252.0), self.max(self.splat(-252.0), i));
+        let h = self.floor(self.mul(i, self.splat(0.5)));
+        self.mul(self.mul(m, self.pow2(h)), self.pow2(self.sub(i, h)))
+    }
+
+    /// Loads `LANES` f32.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    unsafe fn load(self, p: *const f32) -> Self::F;
+    /// Stores `LANES` f32 as they are.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements.
+    unsafe fn store(self, v: Self::F, p: *mut f32);
+    /// Loads and widens `LANES` bf16.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    unsafe fn load_bf16(self, p: *const bf16) -> Self::F;
+    /// Loads and widens `LANES` f16.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    unsafe fn load_f16(self, p: *const f16) -> Self::F;
+    /// The last rounding to f32: only NaN changes, to the canonical one.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements.
+    unsafe fn narrow_f32(self, v: Self::F, p: *mut f32);
+    /// The last rounding to bf16.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements.
+    unsafe fn narrow_bf16(self, v: Self::F, p: *mut bf16);
+    /// The last rounding to f16.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements.
+    unsafe fn narrow_f16(self, v: Self::F, p: *mut f16);
+    /// Loads `LANES` pairs of bf16 and widens them: the high halves (the earlier elements), then the low halves.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    unsafe fn load_pairs(self, p: *const u32) -> (Self::F, Self::F);
+    /// Copies 64 bytes past the caches; [`Simd::fence`] must follow before another thread may look.
+    /// # Safety
+    /// `from` is valid for reading and `to` for writing 64 bytes; `to` is a multiple of 64.
+    #[inline(always)]
+    unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, 64) }
+    }
+    /// Orders the lines of [`Simd::stream_line`] before all later stores.
+    #[inline(always)]
+    fn fence(self) {}
+    /// The last rounding of `LANES` pairs to bf16, `high` to the high halves and `low` to the low ones.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements; it need not be aligned.
+    unsafe fn narrow_pairs(self, high: Self::F, low: Self::F, p: *mut u32);
+    /// `low[0], high[0], low[1], high[1], ..`, in two vectors.
+    fn interleave(self, high: Self::F, low: Self::F) -> (Self::F, Self::F);
+    /// Copies `LANES` pairs with their halves exchanged: from memory order to the earlier element in the high half.
+    /// # Safety
+    /// `from` is valid for reading and `to` for writing `LANES` elements; neither need be aligned.
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32);
+    /// Transposes a block: word `at + j` of row i goes to `to[j * stride + i]`, for j below `LANES` and i below `count` (at
+    /// most `LANES`). With `SWAP`, the halves of every word are exchanged on the way.
+    /// # Safety
+    /// The first `LANES` pointers are valid for reading `at + LANES` words, aligned or not; `to` is valid for writing
+    /// `(LANES - 1) * stride + count` words.
+    #[inline(always)]
+    unsafe fn transpose<const SWAP: bool>(
+        self,
+        rows: &[*const u32; MAX_LANES],
+        at: usize,
+        count: usize,
+        to: *mut u32,
+        stride: usize,
+    ) {
+        for j in 0..Self::LANES {
+            for (i, row) in rows.iter().enumerate().take(count) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let word = row.add(at + j).read_unaligned();
+                    to.add(j * stride + i).write(if SWAP { word.rotate_left(16) } else { word });
+                }
+            }
+        }
+    }
+    /// The least `(bits & 0x7FFF) - 1`, wrapping, of `count` bf16: one less than the bits of the smallest magnitude that
+    /// is not zero; `0xFFFF` when all are zero or there are none.
+    /// # Safety
+    /// `p` is valid for reading `count` elements, a multiple of `2 * LANES`.
+    #[inline(always)]
+    unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
+        // SAFETY: the caller's promise.
+        let one = |i: usize| unsafe { (p.add(i).read().to_bits() & 0x7FFF).wrapping_sub(1) };
+        (0..count).map(one).fold(u16::MAX, u16::min)
+    }
+}
+
+/// An algorithm over [`Simd`]. Implementations of `run` are `#[inline(always)]`.
+pub trait Kernel {
+    /// What it returns.
+    type Output;
+    /// Runs it with the instructions of `s`.
+    fn run<S: Simd>(self, s: S) -> Self::Output;
+}
+
+impl Cpu {
+    /// Runs `kernel` with this `Cpu`'s instruction set, on the calling thread.
+    #[inline]
+    pub(crate) fn dispatch<K: Kernel>(&self, kernel: K) -> K::Output {
+        match self.isa() {
+            Isa::Scalar => kernel.run(scalar::Scalar),
+            // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { avx2::enter(kernel) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::enter(kernel) },
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => unreachable!("Cpu::new refuses an isa this machine lacks"),
+        }
+    }
+}
+
+/// Storage types as vectors; the sealed half of `Element`.
+pub trait Storage: Copy + Default {
+    /// Whether this is bf16, whose products are exact in f32.
+    const IS_BF16: bool = false;
+    /// Loads and widens `LANES` elements.
+    /// # Safety
+    /// `p` is valid for reading `LANES` elements.
+    unsafe fn load_lanes<S: Simd>(s: S, p: *const Self) -> S::F;
+    /// The last rounding of `LANES` elements.
+    /// # Safety
+    /// `p` is valid for writing `LANES` elements.
+    unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut Self);
+}
+
+impl Storage for f32 {
+    #[inline(always)]
+    unsafe fn load_lanes<S: Simd>(s: S, p: *const f32) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { s.load(p) }
+    }
+    #[inline(always)]
+    unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { s.narrow_f32(v, p) }
+    }
+}
+
+impl Storage for bf16 {
+    const IS_BF16: bool = true;
+    #[inline(always)]
+    unsafe fn load_lanes<S: Simd>(s: S, p: *const bf16) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_bf16(p) }
+    }
+    #[inline(always)]
+    unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { s.narrow_bf16(v, p) }
+    }
+}
+
+impl Storage for f16 {
+    #[inline(always)]
+    unsafe fn load_lanes<S: Simd>(s: S, p: *const f16) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_f16(p) }
+    }
+    #[inline(always)]
+    unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut f16) {
+        // SAFETY: the caller's promise.
+        unsafe { s.narrow_f16(v, p) }
+    }
+}
+
+/// The `LANES` elements of `x` from `start`, widened; lanes past the end of `x` are `pad`.
+#[inline(always)]
+pub fn load_at<S: Simd, T: Storage>(s: S, x: &[T], start: usize, pad: T) -> S::F {
+    let rest = &x[start..];
+    if rest.len() >= S::LANES {
+        // SAFETY: `rest` holds at least LANES elements.
+        unsafe { T::load_lanes(s, rest.as_ptr()) }
+    } else {
+        let mut padded = [pad; MAX_LANES];
+        padded[..rest.len()].copy_from_slice(rest);
+        // SAFETY: MAX_LANES >= LANES.
+        unsafe { T::load_lanes(s, padded.as_ptr()) }
+    }
+}
+
+/// The last rounding of `v` into the `LANES` elements of `y` from `start`; lanes past the end of `y` are dropped.
+#[inline(always)]
+pub fn narrow_at<S: Simd, T: Storage>(s: S, v: S::F, y: &mut [T], start: usize) {
+    let rest = &mut y[start..];
+    if rest.len() >= S::LANES {
+        // SAFETY: `rest` holds at least LANES elements.
+        unsafe { T::narrow_lanes(s, v, rest.as_mut_ptr()) }
+    } else {
+        let mut padded = [T::default(); MAX_LANES];
+        // SAFETY: MAX_LANES >= LANES.
+        unsafe { T::narrow_lanes(s, v, padded.as_mut_ptr()) };
+        let count = rest.len();
+        rest.copy_from_slice(&padded[..count]);
+    }
+}
+
+/// Whether [`load_two`] and [`narrow_two`] take bf16 from `I` to `O` by pairs: cheaper, because no element changes its
+/// place in a register.
+#[inline(always)]
+pub fn paired<I: Storage, O: Storage>() -> bool {
+    I::IS_BF16 && O::IS_BF16
+}
+
+/// `2 * LANES` elements in two vectors. With `pairs` (of bf16 only) these are the elements of odd and of even index, else
+/// the first and the second half; `narrow_two` puts them back.
+#[inline(always)]
+pub fn load_two<S: Simd, T: Storage>(s: S, x: &[T], pairs: bool) -> (S::F, S::F) {
+    assert!(x.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    // SAFETY: `x` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+    unsafe {
+        if pairs {
+            s.load_pairs(x.as_ptr().cast())
+        } else {
+            (T::load_lanes(s, x.as_ptr()), T::load_lanes(s, x.as_ptr().add(S::LANES)))
+        }
+    }
+}
+
+/// The last rounding of two vectors in the order of [`load_two`] into the `2 * LANES` elements of `y`.
+#[inline(always)]
+pub fn narrow_two<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs: bool) {
+    assert!(y.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    // SAFETY: `y` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+    unsafe {
+        if pairs {
+            s.narrow_pairs(v.0, v.1, y.as_mut_ptr().cast());
+        } else {
+            T::narrow_lanes(s, v.0, y.as_mut_ptr());
+            T::narrow_lanes(s, v.1, y.as_mut_ptr().add(S::LANES));
+        }
+    }
+}
+
+/// Stores two vectors as they are, one after the other.
+#[inline(always)]
+pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
+    assert!(y.len() == 2 * S::LANES);
+    // SAFETY: `y` holds 2 * LANES elements.
+    unsafe {
+        s.store(v.0, y.as_mut_ptr());
+        s.store(v.1, y.as_mut_ptr().add(S::LANES));
+    }
+}
+
+/// Asks for the line that holds `p`. It reads nothing, so `p` may be any address.
+#[inline(always)]
+pub fn prefetch<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing and may name any address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
