@@ -28,23 +28,39 @@ fn every_file_is_whole() {
     }
 }
 
+/// Of quick cases with their outputs or the hash of these, of the other cases of slice default as hashes alone.
 #[test]
-fn the_quick_cases_are_blessed_and_no_others() {
+fn the_cases_of_slice_default_are_blessed_and_no_others() {
     let contract = Contract::load(None).unwrap();
-    let wanted: BTreeSet<String> = contract.cases(Slice::Quick).map(|case| case.name.clone()).collect();
-    let found: BTreeSet<String> = store().entries().map(|entry| entry.case.clone()).collect();
+    let wanted = contract.cases(Slice::Exhaustive).filter(|case| case.blessed());
+    let wanted: BTreeSet<(String, bool)> = wanted.map(|c| (c.name.clone(), c.slice == Slice::Quick)).collect();
+    let store = store();
+    let found: BTreeSet<(String, bool)> = store.entries().map(|e| (e.case.clone(), e.sha256.is_some())).collect();
     let missing: Vec<_> = wanted.difference(&found).collect();
     let extra: Vec<_> = found.difference(&wanted).collect();
-    assert!(missing.is_empty() && extra.is_empty(), "not blessed: {missing:?}; blessed, and not quick: {extra:?}");
+    let fix = "bless with `samebits bless --new`";
+    assert!(missing.is_empty() && extra.is_empty(), "not blessed so: {missing:?}; blessed: {extra:?}; {fix}");
+}
+
+#[test]
+fn the_store_stays_small() {
+    fn bytes(folder: &Path) -> u64 {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+        entries
+            .map(|entry| if entry.path().is_dir() { bytes(&entry.path()) } else { entry.metadata().unwrap().len() })
+            .sum()
+    }
+    let hashes = bytes(&repository().join("goldens/hashes"));
+    assert!(hashes < 600 << 10, "goldens/hashes has {hashes} bytes");
 }
 
 /// What `check --root` looks at, without the checkpoints: the marker and the goldens.
 fn copy() -> TempDir {
     let copy = tempfile::tempdir().unwrap();
-    for folder in ["contract", "goldens/data", "tests"] {
+    for folder in ["contract", "goldens/data", "goldens/hashes", "tests"] {
         std::fs::create_dir_all(copy.path().join(folder)).unwrap();
     }
-    for file in ["contract/ws1.toml", "goldens/MANIFEST.toml"] {
+    for file in ["contract/ws1.toml", "goldens/MANIFEST.toml", "goldens/hashes/add.toml"] {
         std::fs::copy(repository().join(file), copy.path().join(file)).unwrap();
     }
     for found in std::fs::read_dir(repository().join("goldens/data")).unwrap() {
@@ -56,7 +72,7 @@ fn copy() -> TempDir {
 
 fn check(root: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_samebits"))
-        .args(["check", "--slice", "quick", "--op", "add", "--judgment", "golden"])
+        .args(["check", "--op", "add", "--judgment", "golden"])
         .arg("--root")
         .arg(root)
         .arg("--out")
@@ -108,6 +124,18 @@ fn a_flipped_bit_of_the_manifest_ends_the_run() {
         flip(&manifest, byte, 1);
         assert_broken(&check(root.path()), "goldens/MANIFEST.toml:");
         std::fs::write(&manifest, &whole).unwrap();
+    }
+}
+
+#[test]
+fn a_flipped_bit_of_a_file_of_hashes_ends_the_run() {
+    let root = copy();
+    let file = root.path().join("goldens/hashes/add.toml");
+    let whole = std::fs::read(&file).unwrap();
+    for byte in [0, 70, 200, whole.len() / 2, whole.len() - 3] {
+        flip(&file, byte, 1);
+        assert_broken(&check(root.path()), "goldens/hashes/add.toml:");
+        std::fs::write(&file, &whole).unwrap();
     }
 }
 

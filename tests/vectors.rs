@@ -6,8 +6,10 @@ mod files;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use samebits_contract::case::Answer;
+use samebits_contract::table::{Contract, Slice};
 use samebits_contract::wire::{decode_answer, read_frame, write_frame};
 use samebits_ops::Isa;
+use std::collections::BTreeSet;
 use std::io::{BufReader, BufWriter};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -16,8 +18,11 @@ fn main() {
     let arguments = Arguments::from_args();
     let files = files::files();
     let found = files.len();
+    let names: BTreeSet<String> =
+        files.iter().map(|file| file.file_stem().expect("found by extension").to_string_lossy().into_owned()).collect();
     let mut trials = vec![
         Trial::test("all_files_are_there", move || Ok(files::all_there(found)?)),
+        Trial::test("check_holds_all_files", move || check_holds(&names)),
         Trial::test("loose_answers_are_refused", || Ok(files::loose_answers_are_refused()?)),
     ];
     for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
@@ -35,6 +40,16 @@ fn main() {
         }
     }
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// Every file is a case of slice default, and every such case has its file.
+fn check_holds(files: &BTreeSet<String>) -> Result<(), Failed> {
+    let contract = Contract::load(None)?;
+    let cases: BTreeSet<String> = contract.cases(Slice::Default).filter_map(|case| case.vector.clone()).collect();
+    match cases.symmetric_difference(files).next() {
+        None => Ok(()),
+        Some(name) => Err(format!("{name}: in tests/vectors or in the contract's `vectors`, and not in both").into()),
+    }
 }
 
 /// `samebits answer` under one setting, started by the first trial that asks and kept until this process ends.

@@ -318,6 +318,8 @@ struct RawCase {
     params: BTreeMap<String, String>,
     #[serde(default)]
     ints: BTreeMap<String, Vec<i32>>,
+    #[serde(default)]
+    vectors: Vec<String>,
     dtypes: Vec<String>,
     outs: Vec<String>,
 }
@@ -748,6 +750,9 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
             return fail(format!("`{list}` is empty; name at least one"));
         }
     }
+    if !raw.vectors.is_empty() {
+        return vectors(spec, source, entry);
+    }
     if raw.sweep.len() > 1 {
         return fail("`sweep` runs over one axis; write another [[case]] for the other".into());
     }
@@ -801,6 +806,7 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                         shape: shape.clone(),
                         params: params.clone(),
                         ints: raw.ints.clone(),
+                        vector: None,
                         slice: raw.slice,
                     };
                     let bare = crate::case::Case {
@@ -814,6 +820,51 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                     spec.check_params(&bare).map_err(|why| source.fail(at, why.to_string()))?;
                     all.push(case);
                 }
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The cases of one `[[case]]` with `vectors`: every vector x dtype x out. All else stands in the vectors' files.
+fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<CaseSpec>, ContractError> {
+    let (at, raw) = (entry.span().start, entry.get_ref());
+    let fail = |message: String| Err(source.fail(at, message));
+    let given = [raw.shape.is_empty(), raw.sweep.is_empty(), raw.params.is_empty(), raw.ints.is_empty()];
+    if raw.fills != ["recorded"] || given.contains(&false) || spec.class == Class::Chain {
+        return fail(
+            "`vectors` goes with fills = [\"recorded\"], of an op; shape, params and ints stand in their files".into(),
+        );
+    }
+    let mut all = Vec::new();
+    for name in &raw.vectors {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if name.is_empty() || !name.chars().all(plain) {
+            return fail(format!("vector `{name}`: use letters, digits, `-`, `_` and `.`"));
+        }
+        let stem = format!("{}_{}", raw.stem, name.replace(['-', '.'], "_"));
+        for dtype in &raw.dtypes {
+            let dtype = float(source, at, dtype)?;
+            let group = format!("{}/{dtype}/{stem}-{}", spec.name, Fill::Recorded.name());
+            for out in &raw.outs {
+                let out = float(source, at, out)?;
+                if !spec.outs.contains(&out) {
+                    return fail(format!("{} does not return {out}", spec.name));
+                }
+                all.push(CaseSpec {
+                    name: format!("{group}-{out}"),
+                    group: group.clone(),
+                    op: spec.name.into(),
+                    stem: stem.clone(),
+                    fill: Fill::Recorded,
+                    dtype,
+                    out,
+                    shape: BTreeMap::new(),
+                    params: BTreeMap::new(),
+                    ints: BTreeMap::new(),
+                    vector: Some(format!("{}-{name}", spec.name)),
+                    slice: raw.slice,
+                });
             }
         }
     }

@@ -301,17 +301,26 @@ pub struct CaseSpec {
     pub params: BTreeMap<String, String>,
     /// Integer inputs given in full.
     pub ints: BTreeMap<String, Vec<i32>>,
+    /// The vector that it is, by the name of its file without the ending: inputs, parameters and expected outputs stand
+    /// there.
+    pub vector: Option<String>,
     /// How often it runs.
     pub slice: Slice,
 }
 
 impl CaseSpec {
+    /// Whether a golden is blessed for it: for all that runs by default, but for vectors, which bring their outputs along.
+    pub fn blessed(&self) -> bool {
+        self.slice <= Slice::Default && self.vector.is_none()
+    }
+
     /// The op's specification.
     pub fn spec(&self) -> &'static Spec {
         spec::find(&self.op).expect("the loader knows the op")
     }
 
-    /// The case with its inputs. For fill `recorded` the inputs are empty: the holder of the checkpoint puts them in.
+    /// The case with its inputs. For fill `recorded` the inputs are empty (and the parameters of a vector too): the holder of
+    /// the checkpoint or vector puts them in.
     pub fn build(&self) -> Case {
         self.build_seeded(0)
     }
@@ -320,12 +329,13 @@ impl CaseSpec {
     pub fn build_seeded(&self, seed: u64) -> Case {
         let key = if seed == 0 { self.group.clone() } else { format!("{}#{seed}", self.group) };
         let maker = Maker { key: &key, dtype: self.dtype, fill: self.fill, shape: &self.shape, ints: &self.ints };
+        let inputs = if self.vector.is_some() { BTreeMap::new() } else { (self.spec().make)(&maker) };
         Case {
             name: self.name.clone(),
             op: self.op.clone(),
             out: self.out,
             params: self.params.clone(),
-            inputs: (self.spec().make)(&maker),
+            inputs,
             config: Config::default(),
         }
     }

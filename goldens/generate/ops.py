@@ -3,7 +3,7 @@
 
     python goldens/generate/ops.py OUT [--op gemm ..] [--case 'gemm/fp32/*' ..] [--samebits PROGRAM]
     samebits goldens import OUT --store goldens-of-torch --reason WHY
-    samebits check --impl torch/cpu --judgment golden --goldens goldens-of-torch
+    samebits check --slice quick --impl torch/cpu --judgment golden --goldens goldens-of-torch
 
 The cases are the quick ones, asked of `samebits list` and `samebits case`; torch's ops are those of impls/torch. A case that
 torch does not offer is left out. OUT gets a safetensors file a case, with its maker, command and date, and SHA256SUMS.

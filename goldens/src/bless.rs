@@ -1,7 +1,7 @@
 //! The only writer of a store.
 
-use crate::manifest::{self, Entry};
-use crate::{GoldenError, KEPT, MANIFEST, Outputs, Store, sha256};
+use crate::manifest::{self, Entry, Output};
+use crate::{GoldenError, HASHES, KEPT, MANIFEST, Outputs, Store, hashes, sha256};
 use samebits_contract::wire;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -48,6 +48,27 @@ impl Store {
         dropped: &BTreeSet<String>,
         provenance: &Provenance,
     ) -> Result<Writes, GoldenError> {
+        self.bless_as(answers, dropped, provenance, false)
+    }
+
+    /// The same for cases of which hashes are enough: a line in `hashes/<op>.toml` each, and no data. The name of such a
+    /// case begins with its op, `<op>/..`.
+    pub fn bless_hashes(
+        &mut self,
+        answers: &BTreeMap<String, Outputs>,
+        dropped: &BTreeSet<String>,
+        provenance: &Provenance,
+    ) -> Result<Writes, GoldenError> {
+        self.bless_as(answers, dropped, provenance, true)
+    }
+
+    fn bless_as(
+        &mut self,
+        answers: &BTreeMap<String, Outputs>,
+        dropped: &BTreeSet<String>,
+        provenance: &Provenance,
+        hashes_alone: bool,
+    ) -> Result<Writes, GoldenError> {
         let refused = |why: String| Err(GoldenError::Refused(why));
         let Provenance { contract, toolchain, date, reason } = provenance;
         if reason.trim().is_empty() {
@@ -72,13 +93,28 @@ impl Store {
             if case.trim().is_empty() || outputs.is_empty() {
                 return refused(format!("case `{case}` has no name or no outputs"));
             }
-            let metadata = BTreeMap::from([("case".to_string(), case.clone())]);
-            let bytes = wire::File { tensors: outputs.clone(), metadata }.encode();
-            let sha256 = sha256(&bytes);
-            let file = (bytes.len() <= KEPT).then(|| file_name(case, &sha256));
+            let word = |name: &String| !name.is_empty() && !name.contains([' ', ';']);
+            if hashes_alone && (hashes::op_of(case).is_none() || !outputs.keys().all(word)) {
+                return refused(format!("case `{case}` is not called `<op>/..`, or an output's name is not a word"));
+            }
+            let (file, sha256) = if hashes_alone {
+                (None, None)
+            } else {
+                let metadata = BTreeMap::from([("case".to_string(), case.clone())]);
+                let bytes = wire::File { tensors: outputs.clone(), metadata }.encode();
+                let sha256 = sha256(&bytes);
+                let file = (bytes.len() <= KEPT).then(|| file_name(case, &sha256));
+                // Also for an entry that stays: blessing again repairs a damaged file.
+                files.extend(file.clone().map(|file| (file, bytes)));
+                (file, Some(sha256))
+            };
+            let of = |tensor| match hashes_alone {
+                true => Output { rows: hashes::rows(tensor), ..manifest::output(tensor) },
+                false => manifest::output(tensor),
+            };
             let entry = Entry {
                 case: case.clone(),
-                file: file.clone(),
+                file,
                 sha256,
                 rows: None,
                 contract: contract.clone(),
@@ -86,13 +122,11 @@ impl Store {
                 command: None,
                 reason: reason.clone(),
                 date: date.clone(),
-                outputs: outputs.iter().map(|(name, tensor)| (name.clone(), manifest::output(tensor))).collect(),
+                outputs: outputs.iter().map(|(name, tensor)| (name.clone(), of(tensor))).collect(),
             };
-            // Also for an entry that stays: blessing again repairs a damaged file.
-            files.extend(file.map(|file| (file, bytes)));
             let same = |old: &Entry| {
-                (&old.file, &old.sha256, &old.contract, &old.toolchain)
-                    == (&entry.file, &entry.sha256, &entry.contract, &entry.toolchain)
+                (&old.file, &old.sha256, &old.contract, &old.toolchain, &old.outputs)
+                    == (&entry.file, &entry.sha256, &entry.contract, &entry.toolchain, &entry.outputs)
             };
             if !next.get(case).is_some_and(same) {
                 blessed.push(case.clone());
@@ -107,9 +141,40 @@ impl Store {
 
     /// Makes `next` the entries, whose data files are there, and removes files that none of them names.
     pub(crate) fn replace(&mut self, next: BTreeMap<String, Entry>) -> Result<Vec<String>, GoldenError> {
+        // No case may stand in the manifest and among the hashes: one that moves there leaves the manifest first.
+        let in_manifest = |case: &String| self.entries.get(case).is_some_and(|entry| entry.sha256.is_some());
+        self.write_hashes(next.values().filter(|entry| !in_manifest(&entry.case)))?;
         write(&self.dir, MANIFEST, manifest::encode(&next).as_bytes())?;
+        self.write_hashes(next.values())?;
         self.entries = next;
         self.remove_unnamed()
+    }
+
+    /// Makes the files of `hashes/` those of `entries`.
+    fn write_hashes<'a>(&self, entries: impl Iterator<Item = &'a Entry>) -> Result<(), GoldenError> {
+        let mut ops: BTreeMap<&str, Vec<&Entry>> = BTreeMap::new();
+        for entry in entries.filter(|entry| entry.sha256.is_none()) {
+            ops.entry(hashes::op_of(&entry.case).expect("checked when it was blessed")).or_default().push(entry);
+        }
+        let folder = self.dir.join(HASHES);
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            move |cause: io::Error| GoldenError::Io { path, cause }
+        };
+        if !ops.is_empty() {
+            fs::create_dir_all(&folder).map_err(failed(&folder))?;
+        }
+        for (op, entries) in &ops {
+            let (file, bytes) = (format!("{HASHES}/{op}.toml"), hashes::encode(entries.iter().copied()));
+            if fs::read(self.dir.join(&file)).ok().as_deref() != Some(bytes.as_bytes()) {
+                write(&self.dir, &file, bytes.as_bytes())?;
+            }
+        }
+        for op in self.ops_of_hashes()?.iter().filter(|op| !ops.contains_key(op.as_str())) {
+            let path = folder.join(format!("{op}.toml"));
+            fs::remove_file(&path).map_err(failed(&path))?;
+        }
+        Ok(())
     }
 
     /// Writes those of `files` that are not there yet as they should be.
@@ -142,6 +207,14 @@ impl Store {
             if !named.contains(&file) && (name.ends_with(".safetensors") || name.ends_with(".tmp")) {
                 fs::remove_file(data.join(&name)).map_err(failed(&data.join(&name)))?;
                 removed.push(file);
+            }
+        }
+        let hashes = self.dir.join(HASHES);
+        for found in fs::read_dir(&hashes).into_iter().flatten() {
+            let name = found.map_err(failed(&hashes))?.file_name().to_string_lossy().into_owned();
+            if name.ends_with(".tmp") {
+                fs::remove_file(hashes.join(&name)).map_err(failed(&hashes.join(&name)))?;
+                removed.push(format!("{HASHES}/{name}"));
             }
         }
         removed.sort();

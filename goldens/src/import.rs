@@ -66,7 +66,7 @@ impl Store {
             let entry = Entry {
                 case: read.case.clone(),
                 file,
-                sha256: kept_sha256,
+                sha256: Some(kept_sha256),
                 rows: read.rows,
                 contract: contract.into(),
                 toolchain: read.maker,
@@ -186,7 +186,7 @@ fn read(source: &Source, keep: usize) -> Result<Imported, String> {
         let tensor =
             Tensor::from_bytes(dtype, &part, &kept).ok_or_else(|| format!("`{name}` does not fit its shape"))?;
         tensors.insert(name.clone(), tensor);
-        listed.insert(name, Output { dtype, shape, sha256: crate::hex(&hash.finalize()) });
+        listed.insert(name, Output { dtype, shape, sha256: crate::hex(&hash.finalize()), rows: String::new() });
     }
     let rows = rows.filter(|&rows| rows > 0);
     let kept = (size <= keep as u64 || rows.is_some()).then(|| {

@@ -1,10 +1,12 @@
 //! Blessed outputs: find, verify, bless.
 //!
-//! A store is a folder with `MANIFEST.toml`, which names every blessed case with the SHA-256 of its outputs, and
-//! `data/`, which holds small outputs whole. Reading never writes; only [`Store::bless`] and [`Store::import`] do.
+//! A store is a folder with `MANIFEST.toml`, which names blessed cases with the SHA-256 of their outputs, `data/`, which
+//! holds small ones of these outputs whole, and `hashes/`, a file for every op with one line for every case of which
+//! hashes are enough. Reading never writes; only [`Store::bless`], [`Store::bless_hashes`] and [`Store::import`] do.
 #![forbid(unsafe_code)]
 
 mod bless;
+mod hashes;
 mod import;
 mod manifest;
 
@@ -29,6 +31,9 @@ pub const KEPT: usize = 64 << 10;
 
 /// The manifest's file name.
 const MANIFEST: &str = "MANIFEST.toml";
+
+/// The folder of the files of hashes.
+const HASHES: &str = "hashes";
 
 /// Why a store cannot be opened or written. Each is one line that names the file.
 #[derive(Debug, thiserror::Error)]
@@ -95,13 +100,49 @@ impl Store {
     /// Opens the store in `dir`, which must have a manifest.
     ///
     /// The manifest is refused, with its line, when it has an unknown field, a case twice, a malformed hash, a path
-    /// that leaves `data/`, a file that is not there, or bytes that do not match its own digest. Data files are looked
-    /// into by [`verify`](Store::verify) and [`verify_files`](Store::verify_files).
+    /// that leaves `data/`, a file that is not there, or bytes that do not match its own digest; so is a file of hashes.
+    /// Data files are looked into by [`verify`](Store::verify) and [`verify_files`](Store::verify_files).
     pub fn open(dir: &Path) -> Result<Store, GoldenError> {
         let path = dir.join(MANIFEST);
         let bytes = fs::read(&path).map_err(|cause| GoldenError::Io { path: path.clone(), cause })?;
         let entries = manifest::parse(&bytes, dir).map_err(|(line, why)| GoldenError::Manifest { path, line, why })?;
-        Ok(Store { dir: dir.into(), entries })
+        let mut store = Store { dir: dir.into(), entries };
+        for op in store.ops_of_hashes()? {
+            let path = dir.join(HASHES).join(format!("{op}.toml"));
+            let bytes = fs::read(&path).map_err(|cause| GoldenError::Io { path: path.clone(), cause })?;
+            let wrong = |(line, why)| GoldenError::Manifest { path: path.clone(), line, why };
+            for entry in hashes::parse(&bytes, &op).map_err(wrong)? {
+                let case = entry.case.clone();
+                if store.entries.insert(case.clone(), entry).is_some() {
+                    let why = format!("`{case}` stands twice, here and in {MANIFEST} or above; {}", manifest::RESTORE);
+                    return Err(wrong((1, why)));
+                }
+            }
+        }
+        Ok(store)
+    }
+
+    /// The ops that have a file of hashes, in order.
+    fn ops_of_hashes(&self) -> Result<Vec<String>, GoldenError> {
+        let folder = self.dir.join(HASHES);
+        let failed = |cause| GoldenError::Io { path: folder.clone(), cause };
+        let listing = match fs::read_dir(&folder) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            listing => listing.map_err(failed)?,
+        };
+        let mut ops = Vec::new();
+        for found in listing {
+            let name = found.map_err(failed)?.file_name().to_string_lossy().into_owned();
+            // What an interrupted blessing left is cleared by the next one.
+            if let Some(op) = name.strip_suffix(".toml") {
+                ops.push(op.to_string());
+            } else if !name.ends_with(".tmp") {
+                let why = format!("`{name}` is no file of hashes, `<op>.toml`; remove it");
+                return Err(GoldenError::Manifest { path: folder, line: 1, why });
+            }
+        }
+        ops.sort();
+        Ok(ops)
     }
 
     /// A store without entries in the folder `dir`, for the first blessing. Writes nothing; refuses a folder that has a
@@ -157,11 +198,15 @@ impl Store {
                     Ok(_) => mismatch(name, format!("{name}: the hash differs, and the elements do not")),
                 };
             }
-            let Output { dtype, shape, sha256 } = blessed;
-            let found = manifest::output(found);
+            let Output { dtype, shape, sha256, rows } = blessed;
+            let (short, found) = (hashes::rows(found), manifest::output(found));
             return if (*dtype, shape) == (found.dtype, &found.shape) {
-                let mut evidence =
-                    mismatch(name, format!("{name}: SHA-256 {} where {sha256} was blessed", found.sha256));
+                let rows = match rows.is_empty() {
+                    true => String::new(),
+                    false => format!("{}; ", where_rows_differ(shape, rows, &short)),
+                };
+                let message = format!("{name}: {rows}SHA-256 {} where {sha256} was blessed", found.sha256);
+                let mut evidence = mismatch(name, message);
                 if let Verified::Mismatch(evidence) = &mut evidence {
                     (evidence.expected, evidence.found) = (sha256.clone(), found.sha256);
                 }
@@ -192,8 +237,9 @@ impl Store {
         };
         let bytes = fs::read(&path).map_err(|e| damaged(e.to_string()))?;
         let sha256 = sha256(&bytes);
-        if sha256 != entry.sha256 {
-            return Err(damaged(format!("SHA-256 is {sha256}, and {MANIFEST} says {}", entry.sha256)));
+        if Some(&sha256) != entry.sha256.as_ref() {
+            let says = entry.sha256.as_deref().unwrap_or("none");
+            return Err(damaged(format!("SHA-256 is {sha256}, and {MANIFEST} says {says}")));
         }
         let tensors = wire::File::decode(&bytes).map_err(|e| damaged(e.to_string()))?.tensors;
         let found: BTreeMap<String, Output> = tensors.iter().map(|(n, t)| (n.clone(), manifest::output(t))).collect();
@@ -214,6 +260,26 @@ impl Store {
         }
         Ok(Some(tensors))
     }
+}
+
+/// Which rows of an output have other short hashes, in words.
+fn where_rows_differ(shape: &[usize], blessed: &str, found: &str) -> String {
+    let differing = hashes::differing(shape, blessed, found);
+    let rows = hashes::Rows::of(shape);
+    let Some(first) = differing.first() else {
+        return "no row is told apart by its short hash".into();
+    };
+    let place = |row: usize| {
+        let leading = &shape[..shape.len().saturating_sub(1).max(1)];
+        let mut rest = row;
+        let mut at: Vec<usize> = leading.iter().rev().map(|extent| (rest % extent, rest /= extent).0).collect();
+        at.reverse();
+        format!("{at:?}")
+    };
+    let of =
+        |n: usize| if rows.together > 1 { format!("{n} runs of {} rows", rows.together) } else { format!("{n} rows") };
+    let last = if first.len() > 1 { format!(" to {}", place(first.end - 1)) } else { String::new() };
+    format!("{} of {} differ, first {}{last}", differing.len(), of(rows.hashes()), place(first.start))
 }
 
 /// SHA-256 in lower-case hex.

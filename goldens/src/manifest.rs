@@ -11,7 +11,7 @@ use std::path::Path;
 use toml::Spanned;
 
 const FIRST_LINE: &str = "# Written by `samebits bless`; any other change is refused.\n";
-const RESTORE: &str = "restore it from version control and use `samebits bless`";
+pub const RESTORE: &str = "restore it from version control and use `samebits bless`";
 
 /// One blessed case.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,8 +20,8 @@ pub struct Entry {
     pub case: String,
     /// The data file relative to the store, `data/<name>.safetensors`; `None` where only hashes are kept.
     pub file: Option<String>,
-    /// SHA-256 of that file, whether it is kept or not, in hex.
-    pub sha256: String,
+    /// SHA-256 of that file, whether it is kept or not, in hex; `None` for an entry of hashes alone.
+    pub sha256: Option<String>,
     /// How many entries of the outputs' first axis the file has; `None`: all.
     pub rows: Option<usize>,
     /// SHA-256 of the contract's files when it was blessed, in hex.
@@ -48,6 +48,9 @@ pub struct Output {
     pub shape: Vec<usize>,
     /// SHA-256 of `<dtype> <shape>\n`, for example `bf16 [3, 40]\n`, followed by the little-endian elements; in hex.
     pub sha256: String,
+    /// In an entry of hashes alone, the short hashes of the rows; elsewhere empty.
+    #[serde(skip)]
+    pub rows: String,
 }
 
 /// The manifest's line on a tensor.
@@ -55,7 +58,7 @@ pub fn output(tensor: &Tensor) -> Output {
     let (dtype, shape) = (tensor.dtype(), tensor.shape().to_vec());
     let mut bytes = preamble(dtype, &shape);
     bytes.extend(tensor.to_bytes());
-    Output { dtype, shape, sha256: sha256(&bytes) }
+    Output { dtype, shape, sha256: sha256(&bytes), rows: String::new() }
 }
 
 /// What is hashed before the elements.
@@ -89,15 +92,16 @@ struct WrittenEntry {
     outputs: Spanned<BTreeMap<String, Output>>,
 }
 
-/// The manifest's bytes.
+/// The manifest's bytes: of the entries that have more than hashes.
 pub fn encode(entries: &BTreeMap<String, Entry>) -> String {
     let spanned = |text: &String| Spanned::new(0..0, text.clone());
     let goldens = entries
         .values()
-        .map(|e| WrittenEntry {
+        .filter_map(|e| e.sha256.as_ref().map(|sha256| (e, sha256)))
+        .map(|(e, sha256)| WrittenEntry {
             case: spanned(&e.case),
             file: e.file.as_ref().map(spanned),
-            sha256: spanned(&e.sha256),
+            sha256: spanned(sha256),
             rows: e.rows,
             contract: spanned(&e.contract),
             toolchain: e.toolchain.clone(),
@@ -107,8 +111,31 @@ pub fn encode(entries: &BTreeMap<String, Entry>) -> String {
             outputs: Spanned::new(0..0, e.outputs.clone()),
         })
         .collect();
-    let body = toml::to_string(&Written { goldens }).expect("strings and lists are TOML");
-    format!("{FIRST_LINE}{}{body}", digest_line(&body))
+    seal(&toml::to_string(&Written { goldens }).expect("strings and lists are TOML"))
+}
+
+/// `body` under the two lines that a blessing writes.
+pub fn seal(body: &str) -> String {
+    format!("{FIRST_LINE}{}{body}", digest_line(body))
+}
+
+/// The text of a sealed file, whole, its lines as in the file; an error comes with its line.
+pub fn unseal(bytes: &[u8]) -> Result<&str, (usize, String)> {
+    let text = std::str::from_utf8(bytes)
+        .map_err(|e| (line_of(bytes, e.valid_up_to()), format!("a byte that is not UTF-8; {RESTORE}")))?;
+    let Some(rest) = text.strip_prefix(FIRST_LINE) else {
+        return Err((1, format!("the first line is not the one that `samebits bless` writes; {RESTORE}")));
+    };
+    let (digest, body) = rest.split_at(rest.find('\n').map_or(rest.len(), |end| end + 1));
+    if digest != digest_line(body) {
+        return Err((2, format!("the digest does not match the lines below it; {RESTORE}")));
+    }
+    Ok(text)
+}
+
+/// The line of byte `at`, from 1 on.
+pub fn line_of(bytes: &[u8], at: usize) -> usize {
+    bytes[..at.min(bytes.len())].iter().filter(|&&byte| byte == b'\n').count() + 1
 }
 
 fn digest_line(body: &str) -> String {
@@ -117,7 +144,7 @@ fn digest_line(body: &str) -> String {
 
 /// Reads the manifest of the store in `dir`; an error comes with its line.
 pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize, String)> {
-    let line = |at: usize| bytes[..at.min(bytes.len())].iter().filter(|&&byte| byte == b'\n').count() + 1;
+    let line = |at: usize| line_of(bytes, at);
     let text = std::str::from_utf8(bytes)
         .map_err(|e| (line(e.valid_up_to()), format!("a byte that is not UTF-8; {RESTORE}")))?;
     let written: Written = toml::from_str(text).map_err(|e| {
@@ -152,7 +179,7 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
         let entry = Entry {
             case: case.clone(),
             file: file.map(Spanned::into_inner),
-            sha256: sha256.into_inner(),
+            sha256: Some(sha256.into_inner()),
             rows,
             contract: contract.into_inner(),
             toolchain,
@@ -166,13 +193,7 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
         }
     }
 
-    let Some(rest) = text.strip_prefix(FIRST_LINE) else {
-        return Err((1, format!("the first line is not the one that `samebits bless` writes; {RESTORE}")));
-    };
-    let (digest, body) = rest.split_at(rest.find('\n').map_or(rest.len(), |end| end + 1));
-    if digest != digest_line(body) {
-        return Err((2, format!("the digest does not match the lines below it; {RESTORE}")));
-    }
+    unseal(bytes)?;
     Ok(entries)
 }
 

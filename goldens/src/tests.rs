@@ -60,7 +60,7 @@ fn state(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
         let entries = fs::read_dir(dir).into_iter().flatten().map(|f| f.unwrap().path());
         entries.filter(|p| p.is_file()).map(|p| (p.clone(), fs::read(p).unwrap())).collect::<Vec<_>>()
     };
-    files(dir).into_iter().chain(files(&dir.join("data"))).collect()
+    files(dir).into_iter().chain(files(&dir.join("data"))).chain(files(&dir.join(HASHES))).collect()
 }
 
 #[test]
@@ -378,4 +378,158 @@ fn goldens_made_elsewhere_are_whole_or_refused() {
     fs::write(bare.path().join("x.safetensors"), &bytes).unwrap();
     fs::write(bare.path().join("SHA256SUMS"), format!("{}  x.safetensors\n", sha256(&bytes))).unwrap();
     assert!(import(bare.path(), KEPT).unwrap_err().contains("metadata `case` is missing"));
+}
+
+/// A norm with 5 rows, one with 200, a vector of 3 and a single row.
+fn hashed() -> BTreeMap<String, Outputs> {
+    let rows = |rows: usize, n: usize| Tensor::fp32(&[rows, n], (0..rows * n).map(|i| i as f32 / 8.0).collect());
+    let y = |tensor: Tensor| BTreeMap::from([("y".to_string(), tensor)]);
+    BTreeMap::from([
+        ("norm/bf16/five".into(), y(rows(5, 7))),
+        ("norm/bf16/many".into(), y(rows(200, 3))),
+        (
+            "route/bf16/two".into(),
+            BTreeMap::from([
+                ("lse".to_string(), Tensor::fp32(&[3], vec![1.0, 2.0, 3.0])),
+                ("rank".to_string(), Tensor::i32(&[1, 4], vec![0, -1, 1, 2])),
+            ]),
+        ),
+    ])
+}
+
+fn blessed_hashes() -> (tempfile::TempDir, Store) {
+    let (dir, mut store) = blessed();
+    let writes = store.bless_hashes(&hashed(), &BTreeSet::new(), &provenance("second run")).unwrap();
+    assert_eq!((writes.blessed.len(), writes.written.len()), (3, 0));
+    assert_eq!(store.entries, Store::open(dir.path()).unwrap().entries);
+    (dir, store)
+}
+
+#[test]
+fn hashes_alone_take_a_line_a_case() {
+    let (dir, store) = blessed_hashes();
+    let manifest = fs::read_to_string(dir.path().join(MANIFEST)).unwrap();
+    assert!(!manifest.contains("norm/bf16"), "the manifest has the others");
+    let text = fs::read_to_string(dir.path().join("hashes/norm.toml")).unwrap();
+    assert_eq!(text.lines().filter(|line| line.contains("norm/bf16")).count(), 2, "{text}");
+    for (case, outputs) in hashed().into_iter().chain(answers()) {
+        assert_eq!(store.verify(&case, &outputs), Verified::Match, "{case}");
+    }
+    assert_eq!(store.verify_files(), []);
+    // Again: nothing is written.
+    let before = state(dir.path());
+    let mut store = Store::open(dir.path()).unwrap();
+    let writes = store.bless_hashes(&hashed(), &BTreeSet::new(), &provenance("again")).unwrap();
+    assert_eq!((writes, state(dir.path())), (Writes::default(), before));
+}
+
+#[test]
+fn a_hash_names_the_first_row_that_differs() {
+    let (_dir, store) = blessed_hashes();
+    let message = |case: &str, change: &dyn Fn(&mut Outputs)| {
+        let mut outputs = hashed().remove(case).unwrap();
+        change(&mut outputs);
+        match store.verify(case, &outputs) {
+            Verified::Mismatch(evidence) => evidence.message,
+            other => panic!("{other:?}"),
+        }
+    };
+    let plus = |at: &[usize]| {
+        let at = at.to_vec();
+        move |outputs: &mut Outputs| {
+            let y = &outputs["y"];
+            let mut values: Vec<f32> = (0..y.len()).map(|i| y.value(i) as f32).collect();
+            at.iter().for_each(|&i| values[i] = values[i].next_up());
+            outputs.insert("y".into(), Tensor::fp32(&y.shape().to_vec(), values));
+        }
+    };
+    let found = message("norm/bf16/five", &plus(&[20, 34]));
+    assert!(found.starts_with("y: 2 of 5 rows differ, first [2]; SHA-256 "), "{found}");
+    let found = message("norm/bf16/many", &plus(&[3 * 42]));
+    assert!(found.starts_with("y: 1 of 50 runs of 4 rows differ, first [40] to [43]; "), "{found}");
+    let found = message("route/bf16/two", &|outputs| {
+        outputs.insert("lse".into(), Tensor::fp32(&[3], vec![1.0, -2.0, 3.0]));
+    });
+    assert!(found.starts_with("lse: 1 of 3 rows differ, first [1]; "), "{found}");
+    // One row: its hash is that of all.
+    let found = message("route/bf16/two", &|outputs| {
+        outputs.insert("rank".into(), Tensor::i32(&[1, 4], vec![0, 1, -1, 2]));
+    });
+    assert!(found.starts_with("rank: SHA-256 "), "{found}");
+    let found = message("route/bf16/two", &|outputs| {
+        outputs.insert("lse".into(), Tensor::fp32(&[3, 1], vec![1.0, 2.0, 3.0]));
+    });
+    assert!(found.contains("fp32 [3, 1] where fp32 [3] was blessed"), "{found}");
+    let found = message("route/bf16/two", &|outputs| drop(outputs.remove("lse")));
+    assert!(found.contains("does not have it"), "{found}");
+}
+
+#[test]
+fn every_flipped_bit_of_a_file_of_hashes_is_refused() {
+    let (dir, _) = blessed_hashes();
+    let path = dir.path().join("hashes/norm.toml");
+    let good = fs::read(&path).unwrap();
+    for bit in 0..good.len() * 8 {
+        let mut bad = good.clone();
+        bad[bit / 8] ^= 1 << (bit % 8);
+        let (_, why) = hashes::parse(&bad, "norm").expect_err("a flipped bit was not noticed");
+        assert!(!why.contains('\n'), "bit {bit}: {why}");
+    }
+    fs::write(&path, &good[..good.len() - 1]).unwrap();
+    assert!(refused(dir.path()).contains("hashes/norm.toml:2: the digest does not match"));
+    // With a digest that matches, what it says is still looked at.
+    let text = String::from_utf8(good.clone()).unwrap();
+    let body = text.splitn(3, '\n').nth(2).unwrap();
+    let plants = [
+        (body.replacen("bf16/five", "bf16/many", 1), "duplicate key"),
+        (body.replacen("\"norm/bf16/five", "\"gemm/bf16/one", 1), "is no case of norm"),
+        (body.replacen(" 5x7 ", " 6x7 ", 1), "not `<output> <dtype> <shape>"),
+        (body.replacen(" 5x7 ", " five ", 1), "not `<output> <dtype> <shape>"),
+        (body.replacen("reason = \"second run\"", "reason = \"\"", 1), "`reason` is empty"),
+        (body.replacen("contract = \"5f2b", "contract = \"XXXX", 1), "`contract` is not a SHA-256"),
+    ];
+    for (changed, words) in plants {
+        assert_ne!(changed, body, "{words}");
+        fs::write(&path, manifest::seal(&changed)).unwrap();
+        let message = refused(dir.path());
+        assert!(message.contains("hashes/norm.toml:") && message.contains(words), "{words}: {message}");
+    }
+    fs::write(&path, good).unwrap();
+    fs::write(dir.path().join("hashes/notes.txt"), "").unwrap();
+    assert!(refused(dir.path()).contains("`notes.txt` is no file of hashes"));
+}
+
+/// From the manifest to the hashes and back, with every state in between readable.
+#[test]
+fn a_case_can_change_how_it_is_kept() {
+    let (dir, mut store) = blessed_hashes();
+    let one = |case: &str, from: &BTreeMap<String, Outputs>| BTreeMap::from([(case.to_string(), from[case].clone())]);
+    let (moved, back) = (one("gemm/bf16/one", &answers()), one("norm/bf16/five", &hashed()));
+    store.bless_hashes(&moved, &BTreeSet::new(), &provenance("smaller")).unwrap();
+    store.bless(&back, &BTreeSet::new(), &provenance("whole")).unwrap();
+    let mut store = Store::open(dir.path()).unwrap();
+    let kept = |store: &Store, case: &str| store.find(case).unwrap().file.is_some();
+    assert!(!kept(&store, "gemm/bf16/one") && kept(&store, "norm/bf16/five"));
+    for (case, outputs) in hashed().into_iter().chain(answers()) {
+        assert_eq!(store.verify(&case, &outputs), Verified::Match, "{case}");
+    }
+    // The last case of an op takes its file along.
+    let dropped = BTreeSet::from(["route/bf16/two".to_string()]);
+    fs::write(dir.path().join("hashes/.half.tmp"), "ha").unwrap();
+    let writes = store.bless(&BTreeMap::new(), &dropped, &provenance("gone")).unwrap();
+    assert_eq!(writes.removed, ["hashes/.half.tmp"]);
+    assert!(!dir.path().join("hashes/route.toml").exists());
+    Store::open(dir.path()).unwrap();
+}
+
+#[test]
+fn hashes_of_a_case_without_an_op_are_refused() {
+    let (dir, mut store) = blessed_hashes();
+    let before = state(dir.path());
+    for case in ["../etc/passwd", "big", "/x", "A/x"] {
+        let answers = BTreeMap::from([(case.to_string(), outputs(&[1, 2]))]);
+        let error = store.bless_hashes(&answers, &BTreeSet::new(), &provenance("r")).unwrap_err();
+        assert!(matches!(error, GoldenError::Refused(_)), "{case}: {error}");
+    }
+    assert_eq!(state(dir.path()), before);
 }

@@ -1,4 +1,5 @@
-//! The models that chain cases name: folders in Hugging Face layout with a `reference.safetensors` beside the weights.
+//! What was recorded: the models that chain cases name, folders in Hugging Face layout with a `reference.safetensors`
+//! beside the weights; and the vectors, inputs of an op with the outputs that an independent program computed.
 
 use crate::judge::Recorded;
 use samebits_contract::case::{Answer, Case};
@@ -44,7 +45,8 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// The checkpoints in `dir`; with `None`, every chain case says what is missing.
+    /// The checkpoints in `dir`, and the vectors in the folder `vectors` beside it; with `None`, every case that needs one
+    /// says what is missing.
     pub fn new(dir: Option<PathBuf>) -> Checkpoints {
         Checkpoints { dir, ..Checkpoints::default() }
     }
@@ -70,13 +72,56 @@ impl Checkpoints {
         File::decode(&bytes).map_err(|e| format!("{}: {e}", path.display()))
     }
 
-    /// The case with its inputs, of draw `seed`; recorded ones come from the checkpoint.
+    /// The file of a vector, which must be one of the op and dtype of `spec`.
+    fn vector(&self, spec: &CaseSpec, name: &str) -> Result<File, String> {
+        let dir = self.dir.as_ref().ok_or("no vectors at hand; run inside the repository or give --root")?;
+        let path = dir.with_file_name("vectors").join(format!("{name}.safetensors"));
+        let wrong = |why: String| format!("{}: {why}", path.display());
+        let bytes = std::fs::read(&path).map_err(|e| wrong(e.to_string()))?;
+        let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
+        match file.metadata.get("op") {
+            Some(op) if *op == spec.op => Ok(file),
+            other => Err(wrong(format!("its op is {other:?}; the case `{}` is one of {}", spec.name, spec.op))),
+        }
+    }
+
+    /// The outputs that an independent program computed for the vector `name`, by the names and in the dtypes of the case;
+    /// those that have one dtype always stand there once.
+    ///
+    /// # Errors
+    /// What is missing, in one line.
+    pub fn expected(&self, spec: &CaseSpec, name: &str) -> Result<BTreeMap<String, Tensor>, String> {
+        let mut file = self.vector(spec, name)?;
+        let mut outputs = BTreeMap::new();
+        for output in spec.spec().outputs {
+            let dtype = output.dtype(spec.out);
+            let stored = match dtype {
+                DType::Fp32 | DType::I32 => format!("expect.{}", output.name),
+                narrow => format!("expect.{}_{narrow}", output.name),
+            };
+            let tensor = file.tensors.remove(&stored).filter(|tensor| tensor.dtype() == dtype);
+            let tensor = tensor.ok_or_else(|| format!("vectors/{name}.safetensors: no {dtype} tensor `{stored}`"))?;
+            outputs.insert(output.name.to_string(), tensor);
+        }
+        Ok(outputs)
+    }
+
+    /// The case with its inputs, of draw `seed`; recorded ones come from the checkpoint or the vector.
     ///
     /// # Errors
     /// What is missing, in one line.
     pub fn fill(&self, spec: &CaseSpec, seed: u64) -> Result<Case, String> {
         let mut case = spec.build_seeded(seed);
-        if spec.fill == Fill::Recorded {
+        if let Some(name) = &spec.vector {
+            let mut file = self.vector(spec, name)?;
+            file.tensors.retain(|name, _| !name.starts_with("expect."));
+            file.metadata.retain(|name, _| name != "op");
+            (case.inputs, case.params) = (file.tensors, file.metadata);
+            let dtype = spec.spec().dtype(&case);
+            if dtype != Some(spec.dtype) {
+                return Err(format!("vectors/{name}.safetensors: not of {}, as the case says", spec.dtype));
+            }
+        } else if spec.fill == Fill::Recorded {
             let mut reference = self.reference(&spec.params["model"])?;
             let tokens =
                 reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;

@@ -1,7 +1,7 @@
 use super::{Place, Select};
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::case::Status;
-use samebits_contract::table::{Slice, today};
+use samebits_contract::table::{CaseSpec, Slice, today};
 use samebits_contract::tensor::DType;
 use samebits_goldens::{KEPT, Provenance, Store};
 use samebits_ops::{Cpu, Isa};
@@ -23,7 +23,7 @@ enum What {
     Ls(Of),
     /// Reads every file of the store; exit code 1 names those that were changed
     Verify(Of),
-    /// Puts the outputs of an implementation into a store of its own, for `check --goldens`
+    /// Puts the outputs of an implementation into a store of its own, for `check --goldens`: whole where they are small
     Record(Box<Record>),
     /// Puts outputs that were made elsewhere into a store of its own, for `check --goldens`
     ///
@@ -143,7 +143,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 super::check::open(&contract, &args.implementation, &args.place, cpu, &checkpoints)?;
             let mut answers = BTreeMap::new();
             let mut left_out = 0;
-            for spec in contract.cases(Slice::Quick).filter(|case| selection.takes(case)) {
+            let recorded = |case: &CaseSpec| case.slice <= Slice::Default && selection.takes(case);
+            for spec in contract.cases(selection.slice).filter(|case| recorded(case)) {
                 let case = checkpoints.fill(spec, 0).map_err(anyhow::Error::msg)?;
                 let answer = implementation.run(&case);
                 match answer.status {
@@ -152,7 +153,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                     Status::Error => bail!("{}: {}", spec.name, answer.reason),
                 }
             }
-            ensure!(!answers.is_empty(), "{} answers no case of slice quick in the selection", args.implementation);
+            ensure!(!answers.is_empty(), "{} answers no case of the selection", args.implementation);
             let mut store = open_or_create(&args.store)?;
             let provenance = Provenance {
                 contract: contract.digest().to_string(),
