@@ -2,9 +2,20 @@
 
 use samebits_contract::record::Record;
 use samebits_contract::verdict::Verdict;
-use samebits_harness::implementation::broken::BREAKAGES;
+use samebits_mutants::{VIOLATIONS, Violation};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+
+fn main() {
+    samebits_mutants::run_tests(&[
+        ("our_own_ops_over_the_wire_are_green", our_own_ops_over_the_wire_are_green),
+        ("every_violation_is_one_error_and_the_run_goes_on", every_violation_is_one_error_and_the_run_goes_on),
+        ("rows_that_say_same_as_are_judged", rows_that_say_same_as_are_judged),
+        ("answers_before_the_request", answers_before_the_request),
+        ("what_is_required_and_not_offered_is_untested", what_is_required_and_not_offered_is_untested),
+        ("lists_that_are_wrong", lists_that_are_wrong),
+    ]);
+}
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -20,9 +31,13 @@ fn records(dir: &Path) -> Vec<Record> {
     text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
 }
 
-/// A list of one implementation, the built-in program with `arguments`.
-fn list(folder: &Path, arguments: &[&str], more: &str) -> PathBuf {
-    let command = [&[env!("CARGO_BIN_EXE_samebits"), "answer"], arguments].concat();
+/// The built-in program.
+fn ours() -> Vec<String> {
+    [env!("CARGO_BIN_EXE_samebits"), "answer"].map(String::from).into()
+}
+
+/// A list of one implementation, started by `command`.
+fn list(folder: &Path, command: &[String], more: &str) -> PathBuf {
     let text = format!(
         "[[implementation]]\nname = \"theirs\"\nabout = \"a program\"\ncommand = {command:?}\nversion = [{:?}, \"--version\"]\n{more}\n",
         env!("CARGO_BIN_EXE_samebits")
@@ -37,13 +52,12 @@ fn check(list: &Path, out: &Path, more: &[&str]) -> Output {
     samebits(&[&["check", "--impls", list, "--impl", "theirs", "--slice", "quick", "--out", out], more].concat())
 }
 
-#[test]
 fn our_own_ops_over_the_wire_are_green() {
     let folder = tempfile::tempdir().unwrap();
     let isas = "layouts = [\"offset\"]\n[[implementation.isa]]\nname = \"scalar\"\n";
     let out = folder.path().join("report");
     let ops = ["--op", "gemm", "--op", "attention", "--op", "add_rms_norm"];
-    let output = check(&list(folder.path(), &[], isas), &out, &ops);
+    let output = check(&list(folder.path(), &ours(), isas), &out, &ops);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stdout));
     let records = records(&out);
     assert!(records.len() > 300 && records.iter().all(|record| record.implementation == "theirs"));
@@ -55,18 +69,17 @@ fn our_own_ops_over_the_wire_are_green() {
     assert!(run.contains("\"theirs\": \"samebits "), "the receipt is not kept: {run}");
 }
 
-#[test]
-fn every_breakage_is_one_error_and_the_run_goes_on() {
-    assert!(BREAKAGES.len() >= 12);
-    let work = |breakage: &'static samebits_harness::implementation::broken::Breakage| {
+fn every_violation_is_one_error_and_the_run_goes_on() {
+    assert_eq!(VIOLATIONS.len(), 17);
+    let work = |violation: &'static Violation| {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("report");
-        let patience = if breakage.name == "hang" { "timeout = 0.5" } else { "timeout = 20" };
-        let list = list(folder.path(), &["--fault", breakage.name], patience);
+        let patience = if violation.name == "hang" { "timeout = 0.5" } else { "timeout = 20" };
+        let list = list(folder.path(), &samebits_mutants::command(violation.name), patience);
         let selection =
             ["--op", "add", "--dtype", "bf16", "--judgment", "accuracy", "--judgment", "golden", "--jobs", "1"];
         let output = check(&list, &out, &selection);
-        let name = breakage.name;
+        let name = violation.name;
         assert_eq!(output.status.code(), Some(1), "{name}: {}", String::from_utf8_lossy(&output.stderr));
         let records = records(&out);
         let broken: Vec<&Record> = records.iter().filter(|r| matches!(r.verdict, Verdict::Error { .. })).collect();
@@ -79,7 +92,7 @@ fn every_breakage_is_one_error_and_the_run_goes_on() {
         assert!(expected.contains(&broken.len()), "{name}: {} of {} errors: {broken:?}", broken.len(), edges.len());
         for record in &broken {
             let Verdict::Error { reason } = &record.verdict else { unreachable!() };
-            assert!(reason.contains(breakage.says), "{name}: `{}` is not in: {reason}", breakage.says);
+            assert!(reason.contains(violation.says), "{name}: `{}` is not in: {reason}", violation.says);
             assert!(!reason.contains('\n') && reason.len() < 1000, "{name}: {reason}");
         }
         let passed = records.iter().filter(|record| record.verdict == Verdict::Pass).count();
@@ -89,13 +102,12 @@ fn every_breakage_is_one_error_and_the_run_goes_on() {
         assert!(run.complete && run.planned == records.len(), "{name}: records were lost");
     };
     std::thread::scope(|scope| {
-        let all: Vec<_> = BREAKAGES.iter().map(|breakage| scope.spawn(move || work(breakage))).collect();
-        all.into_iter().for_each(|one| one.join().expect("a breakage is judged as it should be"));
+        let all: Vec<_> = VIOLATIONS.iter().map(|violation| scope.spawn(move || work(violation))).collect();
+        all.into_iter().for_each(|one| one.join().expect("a violation is judged as it should be"));
     });
 }
 
 /// A row that says `same_as` is judged on every case, whatever the entry asks to be judged by.
-#[test]
 fn rows_that_say_same_as_are_judged() {
     let folder = tempfile::tempdir().unwrap();
     let tables = folder.path().join("contract");
@@ -103,14 +115,13 @@ fn rows_that_say_same_as_are_judged() {
     for (path, text) in samebits_contract::table::Contract::tables() {
         let text = match path.as_str() {
             "impls.toml" => {
-                let program = env!("CARGO_BIN_EXE_samebits");
-                let entry = |name: &str, more: &str| {
+                let entry = |name: &str, command: &[String]| {
                     format!(
                         "\n[[implementation]]\nname = \"{name}\"\nabout = \"a program\"\n\
-                         command = [{program:?}, \"answer\"{more}]\njudgments = [\"accuracy\"]\n"
+                         command = {command:?}\njudgments = [\"accuracy\"]\n"
                     )
                 };
-                text + &entry("same", "") + &entry("other", ", \"--fault\", \"sequential_sum\"")
+                text + &entry("same", &ours()) + &entry("other", &samebits_mutants::command("sequential_sum"))
             }
             "rows/gemm.toml" => {
                 let row = "[[row]]\nimpls = [\"same\", \"other\"]\ninvariant = []\nsame_as = \"ours/cpu\"\n\n[[row]]\n";
@@ -151,7 +162,6 @@ fn rows_that_say_same_as_are_judged() {
 }
 
 /// A program that speaks before it is asked is noticed, whether its answers have numbers or not.
-#[test]
 fn answers_before_the_request() {
     let folder = tempfile::tempdir().unwrap();
     let answer = samebits_contract::case::Answer::unsupported("not asked yet");
@@ -173,7 +183,6 @@ fn answers_before_the_request() {
     assert!(records(&out).iter().any(noticed), "{:?}", records(&out));
 }
 
-#[test]
 fn what_is_required_and_not_offered_is_untested() {
     let folder = tempfile::tempdir().unwrap();
     let script = folder.path().join("nothing.sh");
@@ -203,7 +212,6 @@ fn what_is_required_and_not_offered_is_untested() {
     assert!(matches!(run(other), (Some(1), Verdict::Unsupported { .. })), "{:?}", run(other));
 }
 
-#[test]
 fn lists_that_are_wrong() {
     let folder = tempfile::tempdir().unwrap();
     for (more, part) in [
@@ -214,7 +222,7 @@ fn lists_that_are_wrong() {
         ("[[implementation.required]]\nops = [\"gem\"]", "gem"),
         ("speed = 1", "speed"),
     ] {
-        let output = check(&list(folder.path(), &[], more), &folder.path().join("report"), &[]);
+        let output = check(&list(folder.path(), &ours(), more), &folder.path().join("report"), &[]);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{more}: {stderr}");
         assert!(stderr.lines().count() == 1 && stderr.contains(part) && stderr.contains("impls.toml:"), "{stderr}");

@@ -5,6 +5,15 @@ use samebits_contract::verdict::Verdict;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+fn main() {
+    samebits_mutants::run_tests(&[
+        ("waivers_cover_expire_and_go_stale", waivers_cover_expire_and_go_stale),
+        ("two_runs_are_compared", two_runs_are_compared),
+        ("goldens_of_others", goldens_of_others),
+        ("the_script_of_the_action", the_script_of_the_action),
+    ]);
+}
+
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -27,14 +36,12 @@ fn records(dir: &Path) -> Vec<Record> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// A list with our own program, right and with a fault.
+/// A list with our own program and with a mutant.
 fn list(folder: &Path) -> PathBuf {
-    let program = env!("CARGO_BIN_EXE_samebits");
+    let ours = [env!("CARGO_BIN_EXE_samebits"), "answer"].map(String::from);
     let mut list = String::new();
-    for (name, fault) in [("right", ""), ("wrong", ", \"--fault\", \"split_by_batch\"")] {
-        list += &format!(
-            "[[implementation]]\nname = \"{name}\"\nabout = \"ours\"\ncommand = [{program:?}, \"answer\"{fault}]\n"
-        );
+    for (name, command) in [("right", &ours[..]), ("wrong", &samebits_mutants::command("split_by_batch"))] {
+        list += &format!("[[implementation]]\nname = \"{name}\"\nabout = \"ours\"\ncommand = {command:?}\n");
     }
     let path = folder.join("impls.toml");
     std::fs::write(&path, list).unwrap();
@@ -49,7 +56,6 @@ fn check(folder: &Path, name: &str, out: &str, more: &[&str]) -> Output {
     samebits(&[&["check", "--impls", text(&list), "--impl", name, "--out", text(&out)], &SELECTION[..], more].concat())
 }
 
-#[test]
 fn waivers_cover_expire_and_go_stale() {
     let folder = tempfile::tempdir().unwrap();
     let waiver = |cases: &str, axis: &str, expires: &str| {
@@ -101,7 +107,6 @@ fn waivers_cover_expire_and_go_stale() {
     }
 }
 
-#[test]
 fn two_runs_are_compared() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(check(folder.path(), "right", "right", &[]).status.code(), Some(0));
@@ -120,7 +125,6 @@ fn two_runs_are_compared() {
     }
 }
 
-#[test]
 fn goldens_of_others() {
     let folder = tempfile::tempdir().unwrap();
     let (list, store) = (list(folder.path()), folder.path().join("store"));
@@ -167,7 +171,6 @@ fn goldens_of_others() {
     assert_eq!(samebits(&["goldens", "verify"]).status.code(), Some(0));
 }
 
-#[test]
 fn the_script_of_the_action() {
     let folder = tempfile::tempdir().unwrap();
     let list = list(folder.path());

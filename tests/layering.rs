@@ -16,6 +16,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "samebits-harness",
         &["samebits-contract", "samebits-goldens", "samebits-models", "samebits-ops", "samebits-reports"],
     ),
+    // Nobody may import it: what is wrong on purpose is for tests alone.
+    ("samebits-mutants", &["samebits-contract", "samebits-harness", "samebits-models", "samebits-ops"]),
 ];
 
 /// Where a crate may not be used. Whoever says what is right computes on one thread and on no accelerator.

@@ -1,7 +1,16 @@
-//! What the probe says: of our ops exactly what NUMERICS.md declares, of faults what is wrong with them.
+//! What the probe says: of our ops exactly what NUMERICS.md declares, of mutants what is wrong with them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+
+fn main() {
+    samebits_mutants::run_tests(&[
+        ("our_ops_do_what_the_page_says", our_ops_do_what_the_page_says),
+        ("sums_without_signs_are_as_the_page_says", sums_without_signs_are_as_the_page_says),
+        ("mutants_are_explained", mutants_are_explained),
+        ("drawings_and_wrong_arguments", drawings_and_wrong_arguments),
+    ]);
+}
 
 fn samebits(args: &[&str]) -> Output {
     let root: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -49,7 +58,6 @@ order of a sum of 300 terms
     (((0..48 + 48..96) + (96..144 + 144..192)) + ((192..240 + 240..288) + 288..300))
 ";
 
-#[test]
 fn our_ops_do_what_the_page_says() {
     let isas: Vec<&str> =
         samebits_ops::Isa::ALL.into_iter().filter(|isa| isa.available()).map(samebits_ops::Isa::name).collect();
@@ -79,7 +87,6 @@ fn our_ops_do_what_the_page_says() {
 }
 
 /// Sums of terms that are never negative, and so cannot cancel.
-#[test]
 fn sums_without_signs_are_as_the_page_says() {
     for (op, dtype, part) in [
         ("rms_norm", "fp32", "((((((0 + 32) + 16) + (8 + 24)) + "),
@@ -100,9 +107,8 @@ fn sums_without_signs_are_as_the_page_says() {
     }
 }
 
-#[test]
-fn faults_are_explained() {
-    for (fault, dtype, said) in [
+fn mutants_are_explained() {
+    for (name, dtype, said) in [
         ("sequential_sum", "fp32", "    0..33\n"),
         ("sequential_sum", "fp32", "products                 rounded before they are added   NOT as declared"),
         ("split_by_batch", "fp32", "THE ORDER FOLLOWS THE BATCH"),
@@ -117,20 +123,17 @@ fn faults_are_explained() {
     ] {
         let folder = tempfile::tempdir().unwrap();
         let list = folder.path().join("impls.toml");
-        let program = env!("CARGO_BIN_EXE_samebits");
-        let entry = format!(
-            "[[implementation]]\nname = \"theirs\"\nabout = \"wrong\"\ncommand = [{program:?}, \"answer\", \"--fault\", {fault:?}]\n"
-        );
+        let command = samebits_mutants::command(name);
+        let entry = format!("[[implementation]]\nname = \"theirs\"\nabout = \"wrong\"\ncommand = {command:?}\n");
         std::fs::write(&list, entry).unwrap();
         let list = list.to_str().unwrap();
         let output = samebits(&["probe", "--impls", list, "--impl", "theirs", "--dtype", dtype, "--terms", "33"]);
-        assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output));
-        assert!(text(&output).contains(said), "{fault}: `{said}` is not in: {}", text(&output));
+        assert_eq!(output.status.code(), Some(1), "{name}: {}", text(&output));
+        assert!(text(&output).contains(said), "{name}: `{said}` is not in: {}", text(&output));
         assert!(text(&output).ends_with("\nNOT as declared\n"));
     }
 }
 
-#[test]
 fn drawings_and_wrong_arguments() {
     let folder = tempfile::tempdir().unwrap();
     let output = samebits(&["probe", "--svg", folder.path().to_str().unwrap(), "--terms", "40", "--rows", "1"]);

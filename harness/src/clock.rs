@@ -64,8 +64,9 @@ pub fn spread(values: &[f64]) -> [f64; 3] {
     [sorted[sorted.len() / 2], sorted[0], sorted[sorted.len() - 1]]
 }
 
+/// Resident bytes of this process; nothing where the system does not tell.
 #[cfg(target_os = "linux")]
-pub(crate) mod memory {
+pub mod memory {
     /// Bytes resident now, from which [`largest`] counts on.
     pub fn at_rest() -> Option<u64> {
         give_back();
@@ -98,8 +99,10 @@ pub(crate) mod memory {
     }
 }
 
+/// Resident bytes of this process; nothing where the system does not tell.
 #[cfg(not(target_os = "linux"))]
-pub(crate) mod memory {
+#[allow(missing_docs)]
+pub mod memory {
     pub fn at_rest() -> Option<u64> {
         None
     }

@@ -2,13 +2,9 @@
 
 use samebits_contract::case::{Answer, Case};
 
-pub mod broken;
 pub mod cpu;
 pub mod cuda;
 pub mod external;
-pub mod faulty;
-pub mod hoarding;
-pub mod rearranged;
 
 /// An implementation under test.
 ///

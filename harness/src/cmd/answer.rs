@@ -1,19 +1,13 @@
 use super::{Machine, Strict};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
 use samebits_harness::clock::Clock;
-use samebits_harness::implementation::Implementation;
-use samebits_harness::implementation::broken::{BREAKAGES, misbehave};
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::cuda::CudaImplementation;
-use samebits_harness::implementation::faulty::{FAULTS, Faulty};
-use samebits_harness::implementation::hoarding::{HOARDS, Hoarding};
 use samebits_harness::timing::{self, REPEATS, repeats};
-use samebits_ops::Cpu;
 use std::io::{BufReader, BufWriter, stdin, stdout};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 /// Answers requests on stdin with the built-in CPU ops until the end of input
 ///
@@ -36,16 +30,9 @@ pub struct Args {
     /// Answer on the first CUDA device; where there is none, every answer is `unsupported` and says so
     #[arg(long)]
     cuda: bool,
-
-    /// Answers wrongly on purpose, for tests of the harness
-    #[arg(long, hide = true)]
-    fault: Option<String>,
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    if let Some(fault) = &args.fault {
-        return wrongly(fault);
-    }
     let cpu = args.strict.apply(args.machine.cpu(args.budget)?)?;
     if args.cuda {
         let device = CudaImplementation::first_gpu(cpu, args.budget.unwrap_or(usize::MAX));
@@ -97,33 +84,4 @@ fn answer(answers: Answers, mut case: Case) -> Vec<u8> {
         }
         _ => encode_answer(&answer),
     }
-}
-
-/// Answers with a fault of the zoo or beside a hoard, or breaks the wire at cases called `*-edges-*`.
-fn wrongly(fault: &str) -> Result<ExitCode> {
-    let honest = CpuImplementation::new(Cpu::best());
-    // What differs between processes, in place of an address or a clock.
-    let process = std::process::id() as usize;
-    let wrong = FAULTS.iter().find(|known| known.name == fault);
-    let wrong =
-        wrong.map(|fault| Box::new(Faulty::new(fault, Arc::default()).in_process(process)) as Box<dyn Implementation>);
-    let hoarding = HOARDS.iter().find(|known| known.name == fault);
-    let faulty = wrong.or(hoarding.map(|hoard| Box::new(Hoarding::new(hoard)) as Box<dyn Implementation>));
-    ensure!(
-        faulty.is_some() || BREAKAGES.iter().any(|known| known.name == fault),
-        "--fault {fault}: no fault is called so"
-    );
-    let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
-    while let Some(frame) = read_frame(&mut input).context("stdin")? {
-        let mut case = decode_request(&frame)?;
-        let id = case.config.id.take();
-        match &faulty {
-            Some(faulty) => write_frame(&mut output, &encode_answer(&Answer { id, ..faulty.run(&case) }))?,
-            None if case.name.contains("-edges-") => {
-                misbehave(fault, &case, Answer { id, ..honest.run(&case) }, &mut output)?;
-            }
-            None => write_frame(&mut output, &encode_answer(&Answer { id, ..honest.run(&case) }))?,
-        }
-    }
-    Ok(ExitCode::SUCCESS)
 }

@@ -7,7 +7,7 @@ use std::io::Write;
 use std::time::Duration;
 
 /// A way to break the wire, and what the error that it causes must say.
-pub struct Breakage {
+pub struct Violation {
     /// Its name.
     pub name: &'static str,
     /// What happens.
@@ -17,31 +17,31 @@ pub struct Breakage {
 }
 
 /// All of them. Where the program says anything, the last line on stderr is `the last line`.
-pub const BREAKAGES: &[Breakage] = &[
-    Breakage { name: "crash", about: "It aborts.", says: "the last line" },
-    Breakage { name: "early_exit", about: "It ends as if the input had.", says: "ended without an answer" },
-    Breakage { name: "hang", about: "It never answers.", says: "no answer within" },
-    Breakage { name: "garbage", about: "It prints text on stdout.", says: "does not write answers" },
-    Breakage { name: "torn_frame", about: "It ends inside a frame.", says: "of the 1000 bytes" },
-    Breakage { name: "empty_frame", about: "It answers with a frame of no bytes.", says: "safetensors" },
-    Breakage { name: "huge_frame", about: "It claims an answer of 5 GiB.", says: "the limit is" },
-    Breakage { name: "wrong_shape", about: "The output has one row less.", says: "has shape" },
-    Breakage { name: "wrong_dtype", about: "The output has another dtype than asked for.", says: "it must be" },
-    Breakage { name: "no_output", about: "It says ok and returns nothing.", says: "lacks" },
-    Breakage { name: "extra_output", about: "It returns a tensor that nobody asked for.", says: "does not return" },
-    Breakage { name: "unknown_status", about: "Its status is none.", says: "is not ok, unsupported or error" },
-    Breakage { name: "stderr_flood", about: "It floods stderr and then aborts.", says: "the last line" },
-    Breakage { name: "two_answers", about: "It answers one request twice.", says: "more than one answer" },
-    Breakage { name: "newline", about: "It ends its answer with a newline.", says: "belong to no answer" },
-    Breakage { name: "one_behind", about: "It gives the number of the request before.", says: "more than one answer" },
-    Breakage { name: "no_number", about: "It leaves out the number that it gave before.", says: "some do not" },
+pub const VIOLATIONS: &[Violation] = &[
+    Violation { name: "crash", about: "It aborts.", says: "the last line" },
+    Violation { name: "early_exit", about: "It ends as if the input had.", says: "ended without an answer" },
+    Violation { name: "hang", about: "It never answers.", says: "no answer within" },
+    Violation { name: "garbage", about: "It prints text on stdout.", says: "does not write answers" },
+    Violation { name: "torn_frame", about: "It ends inside a frame.", says: "of the 1000 bytes" },
+    Violation { name: "empty_frame", about: "It answers with a frame of no bytes.", says: "safetensors" },
+    Violation { name: "huge_frame", about: "It claims an answer of 5 GiB.", says: "the limit is" },
+    Violation { name: "wrong_shape", about: "The output has one row less.", says: "has shape" },
+    Violation { name: "wrong_dtype", about: "The output has another dtype than asked for.", says: "it must be" },
+    Violation { name: "no_output", about: "It says ok and returns nothing.", says: "lacks" },
+    Violation { name: "extra_output", about: "It returns a tensor that nobody asked for.", says: "does not return" },
+    Violation { name: "unknown_status", about: "Its status is none.", says: "is not ok, unsupported or error" },
+    Violation { name: "stderr_flood", about: "It floods stderr and then aborts.", says: "the last line" },
+    Violation { name: "two_answers", about: "It answers one request twice.", says: "more than one answer" },
+    Violation { name: "newline", about: "It ends its answer with a newline.", says: "belong to no answer" },
+    Violation { name: "one_behind", about: "It gives the number of the request before.", says: "more than one answer" },
+    Violation { name: "no_number", about: "It leaves out the number that it gave before.", says: "some do not" },
 ];
 
 /// Writes what the breakage `name` makes of the honest `answer` to `case`.
 ///
 /// # Errors
 /// When stdout is gone.
-pub fn misbehave(name: &str, case: &Case, mut answer: Answer, out: &mut impl Write) -> std::io::Result<()> {
+pub fn violate(name: &str, case: &Case, mut answer: Answer, out: &mut impl Write) -> std::io::Result<()> {
     let last_line = || eprintln!("the first line\nthe last line");
     match name {
         "crash" => {

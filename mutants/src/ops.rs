@@ -1,22 +1,24 @@
 //! Implementations that are wrong on purpose, each with the check that must catch it.
 //!
-//! They keep the harness honest: one that misses a fault of [`FAULTS`] fails its own tests. Most ask `ours/cpu` a
+//! They keep the harness honest: one that misses a mutant of [`MUTATIONS`] fails its own tests. Most ask `ours/cpu` a
 //! question that is slightly off, or spoil its answer; the others compute the op on their own, in a wrong order or from
 //! a wrong formula.
 
-use super::{Implementation, Soaked, cpu::CpuImplementation, hoarding::held_here};
-use crate::checkpoints::Checkpoints;
+use crate::memory::held_here;
 use samebits_contract::axis;
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
+use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_harness::implementation::{Implementation, Soaked};
 use samebits_ops::{Cpu, Isa, bf16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// A way to be wrong.
-pub struct Fault {
-    /// Its name, unique in [`FAULTS`].
+pub struct Mutation {
+    /// Its name, unique in [`MUTATIONS`].
     pub name: &'static str,
     /// What is wrong, in one sentence.
     pub about: &'static str,
@@ -26,10 +28,10 @@ pub struct Fault {
     pub caught_by: &'static str,
     /// Checks that must stay green, because what they look at is right.
     pub unnoticed_by: &'static [&'static str],
-    answer: fn(&Faulty, &Case) -> Answer,
+    answer: fn(&Mutant, &Case) -> Answer,
 }
 
-/// Axes of ops other than `chain`, for faults that are the same whatever is around a row. `padding` is left out: it has
+/// Axes of ops other than `chain`, for mutants that are the same whatever is around a row. `padding` is left out: it has
 /// the most settings, and what it varies besides keys the others vary too.
 const AXES: &[&str] = &[
     "invariance:batch",
@@ -40,9 +42,9 @@ const AXES: &[&str] = &[
     "invariance:repeat",
 ];
 
-/// All faults.
-pub const FAULTS: &[Fault] = &[
-    Fault {
+/// All mutations.
+pub const MUTATIONS: &[Mutation] = &[
+    Mutation {
         name: "split_by_budget",
         about: "A matrix product is cut into as many parts as a small workspace needs, and the parts are added up.",
         op: "gemm",
@@ -53,7 +55,7 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| in_parts(terms, parts))
         },
     },
-    Fault {
+    Mutation {
         name: "split_from_256_rows",
         about: "From 256 rows on, a kernel with other blocks takes over.",
         op: "gemm",
@@ -64,30 +66,30 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| in_parts(terms, parts))
         },
     },
-    Fault {
+    Mutation {
         name: "tile_from_10_queries",
         about: "From ten queries on, keys are cut in two and the halves are merged by their log-sum-exp.",
         op: "attention",
         caught_by: "invariance:batch",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.merged(case, |queries| queries >= 10),
+        answer: |mutant, case| mutant.merged(case, |queries| queries >= 10),
     },
-    Fault {
+    Mutation {
         name: "decode_splits_keys",
         about: "A single query is answered by a kernel that cuts the keys in two and merges the halves.",
         op: "attention",
         caught_by: "invariance:schedule",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.merged(case, |queries| queries == 1),
+        answer: |mutant, case| mutant.merged(case, |queries| queries == 1),
     },
-    Fault {
+    Mutation {
         name: "stale_page",
         about: "The last page of every sequence is the one that stood there before: the one in front of it.",
         op: "attention",
         caught_by: "invariance:pages",
         unnoticed_by: &["invariance:packing", "invariance:batch", "invariance:threads"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(table) = case.inputs.get_mut("page_table") {
                     let columns = table.shape()[1];
                     let mut pages = table.as_i32().expect("pages are i32").to_vec();
@@ -99,14 +101,14 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "shared_page_taken",
         about: "A page that a second sequence shares was given away: the second one reads page 0.",
         op: "attention",
         caught_by: "invariance:prefix",
         unnoticed_by: &["invariance:pages", "invariance:packing", "invariance:batch", "invariance:threads"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(table) = case.inputs.get_mut("page_table") {
                     let mut seen = Vec::new();
                     let mut pages = table.as_i32().expect("pages are i32").to_vec();
@@ -122,19 +124,19 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "heads_interleaved",
         about: "Query head h reads key head h mod Hkv instead of h / (Hq / Hkv).",
         op: "attention",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
+        answer: |mutant, case| {
             if case.op != "attention" {
-                return faulty.honest.run(case);
+                return mutant.honest.run(case);
             }
             let (heads, kv_heads) = (case.inputs["q"].shape()[2], case.inputs["k"].shape()[2]);
             let group = heads / kv_heads;
-            let mut answer = faulty.asked(case, |case| {
+            let mut answer = mutant.asked(case, |case| {
                 // Heads that are to share keys are put side by side, and back afterwards.
                 let order: Vec<usize> = (0..heads).map(|g| g / group + g % group * kv_heads).collect();
                 let q = case.inputs["q"].select(2, &order);
@@ -145,7 +147,7 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "no_running_max",
         about: "Exponentials are taken as they are, without the largest element as their reference.",
         op: "softmax",
@@ -163,14 +165,14 @@ pub const FAULTS: &[Fault] = &[
             answer("y", round::tensor(case.out, x.shape(), &y))
         },
     },
-    Fault {
+    Mutation {
         name: "partial_sums_in_bf16",
         about: "What a rank sends to the others is rounded to bf16 first.",
         op: "gemm",
         caught_by: "invariance:ranks",
         unnoticed_by: &["invariance:batch", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
-            let mut answer = faulty.honest.run(case);
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
             if let (true, Some(y)) = (case.params.contains_key("k_total"), answer.outputs.get_mut("y")) {
                 let rounded: Vec<f64> = y.to_f64().iter().map(|&v| round::round(v, DType::Bf16)).collect();
                 *y = round::tensor(y.dtype(), y.shape(), &rounded);
@@ -178,15 +180,15 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "inner_rounding_fused_away",
         about: "The rounding before the weight, which `hf` asks for, is left out because the kernel is fused.",
         op: "rms_norm",
         caught_by: "golden",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.remove("rounding"))),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.params.remove("rounding"))),
     },
-    Fault {
+    Mutation {
         name: "divided_by_one_less",
         about: "The mean of the squares divides by N - 1.",
         op: "rms_norm",
@@ -194,22 +196,22 @@ pub const FAULTS: &[Fault] = &[
         unnoticed_by: AXES,
         answer: |_, case| rms_norm_in_f64(case, |sum, n, eps| (sum / (n - 1.0).max(1.0) + eps).sqrt()),
     },
-    Fault {
+    Mutation {
         name: "all_zeros",
         about: "The output buffer is returned as it was allocated.",
         op: "rope",
         caught_by: "accuracy",
         unnoticed_by: &[],
-        answer: |faulty, case| faulty.spoilt(case, |_, _| 0),
+        answer: |mutant, case| mutant.spoilt(case, |_, _| 0),
     },
-    Fault {
+    Mutation {
         name: "columns_beyond_the_grid",
         about: "A grid of blocks ends at 4096 columns; those behind stay 0.",
         op: "gemm",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            let mut answer = faulty.honest.run(case);
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
             if let Some(y) = answer.outputs.get_mut("y") {
                 let columns = y.shape()[1];
                 let values: Vec<f64> =
@@ -219,14 +221,14 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "keys_beyond_2048",
         about: "Keys behind the 2048th, which is what the table of a kernel holds, are not seen.",
         op: "attention",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(kv_len) = case.inputs.get_mut("kv_len") {
                     let cut = kv_len.as_i32().expect("lengths are i32").iter().map(|&len| len.min(2048)).collect();
                     *kv_len = Tensor::i32(kv_len.shape(), cut);
@@ -234,14 +236,14 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "transposed",
         about: "The elements stand column by column in a tensor of the right shape.",
         op: "gemm",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
-            let mut answer = faulty.honest.run(case);
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
             if let Some(y) = answer.outputs.get_mut("y") {
                 let (m, n) = (y.shape()[0], y.shape()[1]);
                 let order: Vec<Option<usize>> = (0..m * n).map(|i| Some(i % m * n + i / m)).collect();
@@ -250,21 +252,21 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "infinity_clamped",
         about: "Results beyond 65504 become 65504.",
         op: "add",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            faulty.spoilt(case, |bits, dtype| match round::from_bits(bits, dtype) {
+        answer: |mutant, case| {
+            mutant.spoilt(case, |bits, dtype| match round::from_bits(bits, dtype) {
                 v if v > 65504.0 => round::to_bits(65504.0, dtype),
                 v if v < -65504.0 => round::to_bits(-65504.0, dtype),
                 _ => bits,
             })
         },
     },
-    Fault {
+    Mutation {
         name: "fp16_accumulation",
         about: "The sum of a matrix product is kept in fp16 and overflows beyond 65504.",
         op: "gemm",
@@ -275,7 +277,7 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| terms.iter().fold(0.0, |sum, term| fp16(sum + term)))
         },
     },
-    Fault {
+    Mutation {
         name: "keeps_a_little",
         about: "Every call leaves 200 bytes behind that nobody frees.",
         op: "gemm",
@@ -294,36 +296,36 @@ pub const FAULTS: &[Fault] = &[
             "invariance:order",
             "invariance:restart",
         ],
-        answer: |faulty, case| {
-            let kept = &mut faulty.memory.lock().expect("nothing panics under this lock").kept;
+        answer: |mutant, case| {
+            let kept = &mut mutant.memory.lock().expect("nothing panics under this lock").kept;
             // Address space of its own: in a process that has run for long, a heap has holes that would take the first of it.
             if kept.is_empty() {
                 kept.reserve(64 << 20);
             }
             kept.extend_from_slice(&[1; 200]);
-            faulty.honest.run(case)
+            mutant.honest.run(case)
         },
     },
-    Fault {
+    Mutation {
         name: "worn_out",
         about: "From the 500th call on a table has wrapped round, and sums start at another place.",
         op: "gemm",
         caught_by: "invariance:soak",
         unnoticed_by: &["accuracy"],
-        answer: |faulty, case| {
-            let worn = faulty.count() >= 499;
+        answer: |mutant, case| {
+            let worn = mutant.count() >= 499;
             gemm(case, |_, terms| in_parts(terms, if worn { 3 } else { 1 }))
         },
     },
-    Fault {
+    Mutation {
         name: "input_changed",
         about: "A call leaves its input scaled where the next one finds it.",
         op: "silu_mul",
         caught_by: "invariance:repeat",
         unnoticed_by: &[],
-        answer: |faulty, case| {
-            let answer = faulty.honest.run(case);
-            if faulty.count() % 2 == 0 {
+        answer: |mutant, case| {
+            let answer = mutant.honest.run(case);
+            if mutant.count() % 2 == 0 {
                 return answer;
             }
             let twice = |tensor: &Tensor| {
@@ -334,19 +336,19 @@ pub const FAULTS: &[Fault] = &[
             Answer { outputs, ..answer }
         },
     },
-    Fault {
+    Mutation {
         name: "vocabulary_tail_dropped",
         about: "Logits behind the last whole vector of 16 do not enter the sum.",
         op: "logprob",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
+        answer: |mutant, case| {
             let width = case.inputs["logits"].shape()[1];
             let kept = width / 16 * 16;
             if kept == 0 {
-                return faulty.honest.run(case);
+                return mutant.honest.run(case);
             }
-            faulty.asked(case, |case| {
+            mutant.asked(case, |case| {
                 let cut = case.inputs["logits"].range(1, 0, kept);
                 case.inputs.insert("logits".into(), cut);
                 let target = case.inputs["target"].as_i32().expect("the contract has checked it");
@@ -355,34 +357,34 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "plan_of_the_call_before",
         about: "The plan that was made for the batch of the call before serves this one.",
         op: "gemm",
         caught_by: "invariance:order",
         unnoticed_by: &["accuracy"],
-        answer: |faulty, case| {
+        answer: |mutant, case| {
             let before = {
-                let mut memory = faulty.memory.lock().expect("nothing panics under this lock");
+                let mut memory = mutant.memory.lock().expect("nothing panics under this lock");
                 std::mem::replace(&mut memory.calls, case.inputs["x"].shape()[0])
             };
             gemm(case, |_, terms| in_parts(terms, 1 + before % 5))
         },
     },
-    Fault {
+    Mutation {
         name: "seeded_by_the_process",
         about: "Terms are added in the order of a hash table that every process seeds anew.",
         op: "gemm",
         caught_by: "invariance:restart",
         unnoticed_by: &["accuracy", "invariance:batch", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
+        answer: |mutant, case| {
             gemm(case, |_, terms| {
-                let first = faulty.process * 5 % terms.len();
+                let first = mutant.process * 5 % terms.len();
                 in_parts(&[&terms[first..], &terms[..first]].concat(), 1)
             })
         },
     },
-    Fault {
+    Mutation {
         name: "scalar_head_when_unaligned",
         about: "An operand that starts beside a vector's border has its first elements added apart.",
         op: "gemm",
@@ -396,14 +398,14 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "page_order_ignored",
         about: "Keys and values are read from pages in ascending order, whatever the table says.",
         op: "attention",
         caught_by: "invariance:pages",
         unnoticed_by: &["invariance:packing", "invariance:batch", "invariance:threads"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(table) = case.inputs.get_mut("page_table") {
                     let mut pages = table.as_i32().expect("pages are i32").to_vec();
                     pages.sort_unstable();
@@ -412,14 +414,14 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "packed_border",
         about: "In a packed batch the keys of every sequence but the first begin one key too early.",
         op: "attention",
         caught_by: "invariance:packing",
         unnoticed_by: &["invariance:pages", "invariance:batch", "invariance:threads"],
-        answer: |faulty, case| match case.op.as_str() {
-            axis::PACKED => faulty.asked(case, |case| {
+        answer: |mutant, case| match case.op.as_str() {
+            axis::PACKED => mutant.asked(case, |case| {
                 let starts = &case.inputs["k_start"];
                 let mut starts_of = starts.as_i32().expect("starts are i32").to_vec();
                 let last = starts_of.len() - 1;
@@ -428,10 +430,10 @@ pub const FAULTS: &[Fault] = &[
                 let shape = starts.shape().to_vec();
                 case.inputs.insert("k_start".into(), Tensor::i32(&shape, starts_of));
             }),
-            _ => faulty.honest.run(case),
+            _ => mutant.honest.run(case),
         },
     },
-    Fault {
+    Mutation {
         name: "bf16_accumulation",
         about: "The sum of a matrix product is kept in bf16.",
         op: "gemm",
@@ -442,15 +444,15 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| terms.iter().fold(0.0, |sum, term| bf16(sum + term)))
         },
     },
-    Fault {
+    Mutation {
         name: "tf32_inputs",
         about: "f32 operands of a matrix product are rounded to TF32 although the policy says not to.",
         op: "gemm",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.insert("tf32".into(), "enabled".into()))),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.params.insert("tf32".into(), "enabled".into()))),
     },
-    Fault {
+    Mutation {
         name: "sequential_sum",
         about: "Every sum runs from left to right: good enough and steady, but not the canonical order.",
         op: "gemm",
@@ -466,7 +468,7 @@ pub const FAULTS: &[Fault] = &[
         ],
         answer: |_, case| gemm(case, |_, terms| in_parts(terms, 1)),
     },
-    Fault {
+    Mutation {
         name: "split_by_batch",
         about: "A small batch splits its sums over more workers than a large one.",
         op: "gemm",
@@ -483,7 +485,7 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| in_parts(terms, (16 / rows).max(1)))
         },
     },
-    Fault {
+    Mutation {
         name: "other_order_in_last_tile",
         about: "Rows behind the last whole tile of four are summed in an order of their own.",
         op: "gemm",
@@ -500,7 +502,7 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |row, terms| in_parts(terms, if row < tiled { 1 } else { 3 }))
         },
     },
-    Fault {
+    Mutation {
         name: "order_by_threads",
         about: "Every thread sums a piece of its own.",
         op: "gemm",
@@ -511,7 +513,7 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| in_parts(terms, threads))
         },
     },
-    Fault {
+    Mutation {
         name: "order_by_isa",
         about: "A sum has as many lanes as the vectors of the instruction set.",
         op: "gemm",
@@ -532,21 +534,21 @@ pub const FAULTS: &[Fault] = &[
             gemm(case, |_, terms| in_lanes(terms, lanes))
         },
     },
-    Fault {
+    Mutation {
         name: "order_by_arrival",
         about: "Partial sums are added in the order in which they happen to arrive.",
         op: "gemm",
         caught_by: "invariance:repeat",
         unnoticed_by: &["accuracy"],
-        answer: |faulty, case| {
-            let call = faulty.count();
+        answer: |mutant, case| {
+            let call = mutant.count();
             gemm(case, |_, terms| {
                 let first = call * 5 % terms.len();
                 in_parts(&[&terms[first..], &terms[..first]].concat(), 1)
             })
         },
     },
-    Fault {
+    Mutation {
         name: "tail_dropped",
         about: "The columns behind the last whole vector of 16 are left out of the sum.",
         op: "gemm",
@@ -554,61 +556,61 @@ pub const FAULTS: &[Fault] = &[
         unnoticed_by: AXES,
         answer: |_, case| gemm(case, |_, terms| in_parts(&terms[..terms.len() / 16 * 16], 1)),
     },
-    Fault {
+    Mutation {
         name: "causal_mask_dropped",
         about: "Queries see the keys that come after them.",
         op: "attention",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.asked(case, |case| drop(case.params.insert("causal".into(), "0".into()))),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.params.insert("causal".into(), "0".into()))),
     },
-    Fault {
+    Mutation {
         name: "causal_mask_flipped",
         about: "Queries see themselves and the keys that come after them, and no key before.",
         op: "attention",
         caught_by: "accuracy",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| match case.params.get("causal").map(String::as_str) {
-            Some("1") => faulty.asked(case, turn_keys_round),
-            _ => faulty.honest.run(case),
+        answer: |mutant, case| match case.params.get("causal").map(String::as_str) {
+            Some("1") => mutant.asked(case, turn_keys_round),
+            _ => mutant.honest.run(case),
         },
     },
-    Fault {
+    Mutation {
         name: "window_off_by_one",
         about: "A sliding window holds one key more than it should.",
         op: "attention",
         caught_by: "accuracy",
         unnoticed_by: &["golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(window) = case.params.get_mut("window") {
                     *window = (window.parse::<usize>().expect("the contract has checked it") + 1).to_string();
                 }
             })
         },
     },
-    Fault {
+    Mutation {
         name: "kv_len_ignored",
         about: "Keys that only fill up the cache count like any other.",
         op: "attention",
         caught_by: "invariance:padding",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 let (entries, keys) = (case.inputs["k"].shape()[0], case.inputs["k"].shape()[1]);
                 case.inputs.insert("kv_len".into(), Tensor::i32(&[entries], vec![keys as i32; entries]));
             })
         },
     },
-    Fault {
+    Mutation {
         name: "mean_over_padded_width",
         about: "The mean of the squares divides by the width rounded up to whole vectors of 16.",
         op: "rms_norm",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.widened(case, &["x", "w"]),
+        answer: |mutant, case| mutant.widened(case, &["x", "w"]),
     },
-    Fault {
+    Mutation {
         name: "eps_outside_root",
         about: "eps is added to the root instead of under it.",
         op: "rms_norm",
@@ -616,15 +618,15 @@ pub const FAULTS: &[Fault] = &[
         unnoticed_by: AXES,
         answer: |_, case| rms_norm_with_eps_outside(case),
     },
-    Fault {
+    Mutation {
         name: "stale_last_row",
         about: "The last row is never written and shows what the call before left there.",
         op: "rms_norm",
         caught_by: "invariance:batch",
         unnoticed_by: &[],
-        answer: |faulty, case| {
-            let mut answer = faulty.honest.run(case);
-            let before = faulty.remember(&answer);
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            let before = mutant.remember(&answer);
             if let (Some(y), Some(old)) =
                 (answer.outputs.get_mut("y"), before.as_ref().and_then(|a| a.outputs.get("y")))
                 && (old.dtype(), &old.shape()[1..]) == (y.dtype(), &y.shape()[1..])
@@ -635,15 +637,15 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "padded_tail_counted",
         about: "The zeros that fill a row up to whole vectors of 16 count as elements.",
         op: "softmax",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.widened(case, &["x"]),
+        answer: |mutant, case| mutant.widened(case, &["x"]),
     },
-    Fault {
+    Mutation {
         name: "neighbour_leak",
         about: "Weights are taken relative to the largest element of the whole batch.",
         op: "softmax",
@@ -651,7 +653,7 @@ pub const FAULTS: &[Fault] = &[
         unnoticed_by: &["invariance:position", "invariance:threads", "invariance:isa", "invariance:repeat"],
         answer: |_, case| softmax_relative_to_batch(case),
     },
-    Fault {
+    Mutation {
         name: "temperature_twice",
         about: "Logits are divided by the temperature twice.",
         op: "logprob",
@@ -665,8 +667,8 @@ pub const FAULTS: &[Fault] = &[
             "invariance:isa",
             "invariance:repeat",
         ],
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 if let Some(temperature) = case.params.get_mut("temperature") {
                     let once: f64 = temperature.parse().expect("the contract has checked it");
                     *temperature = (once * once).to_string();
@@ -674,120 +676,120 @@ pub const FAULTS: &[Fault] = &[
             })
         },
     },
-    Fault {
+    Mutation {
         name: "ignored_target_counted",
         about: "A negative target, which is to be ignored, counts as token 0.",
         op: "logprob",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 let target = case.inputs["target"].as_i32().expect("the contract has checked it");
                 let counted = target.iter().map(|&target| target.max(0)).collect();
                 case.inputs.insert("target".into(), Tensor::i32(&[target.len()], counted));
             })
         },
     },
-    Fault {
+    Mutation {
         name: "nan_swallowed",
         about: "NaN becomes 0.",
         op: "silu_mul",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| if round::is_nan(bits, dtype) { 0 } else { bits }),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if round::is_nan(bits, dtype) { 0 } else { bits }),
     },
-    Fault {
+    Mutation {
         name: "last_rounding_truncates",
         about: "Results are cut off instead of rounded to nearest even.",
         op: "silu_mul",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            let mut answer = faulty.asked(case, |case| case.out = DType::Fp32);
+        answer: |mutant, case| {
+            let mut answer = mutant.asked(case, |case| case.out = DType::Fp32);
             if let (Some(y), DType::Bf16) = (answer.outputs.get_mut("y"), case.out) {
                 let cut = (0..y.len()).map(|i| bf16::from_bits((y.bits(i) >> 16) as u16)).collect();
                 *y = Tensor::bf16(y.shape(), cut);
             } else {
-                return faulty.honest.run(case);
+                return mutant.honest.run(case);
             }
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "positions_in_bf16",
         about: "Positions are kept in bf16, which has no whole numbers between 256 and 258.",
         op: "rope",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            faulty.asked(case, |case| {
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
                 let pos = case.inputs["pos"].as_i32().expect("the contract has checked it");
                 let kept = pos.iter().map(|&pos| bf16::from_f32(pos as f32).to_f32() as i32).collect();
                 case.inputs.insert("pos".into(), Tensor::i32(&[pos.len()], kept));
             })
         },
     },
-    Fault {
+    Mutation {
         name: "minus_zero_lost",
         about: "-0 becomes +0.",
         op: "add",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| if bits == sign(dtype) { 0 } else { bits }),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if bits == sign(dtype) { 0 } else { bits }),
     },
-    Fault {
+    Mutation {
         name: "nan_payload_kept",
         about: "A NaN keeps a payload instead of becoming the canonical one.",
         op: "add",
         caught_by: "accuracy",
         unnoticed_by: &[],
-        answer: |faulty, case| faulty.spoilt(case, |bits, dtype| bits | u32::from(round::is_nan(bits, dtype))),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| bits | u32::from(round::is_nan(bits, dtype))),
     },
-    Fault {
+    Mutation {
         name: "subnormals_flushed",
         about: "Results below the smallest normal number become 0 of the same sign.",
         op: "add",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
-            faulty.spoilt(case, |bits, dtype| {
+        answer: |mutant, case| {
+            mutant.spoilt(case, |bits, dtype| {
                 let normal = round::to_bits(1.0, dtype) - round::to_bits(0.5, dtype);
                 if bits & !sign(dtype) < normal { bits & sign(dtype) } else { bits }
             })
         },
     },
-    Fault {
+    Mutation {
         name: "out_ignored",
         about: "The output is f32 whatever the request says.",
         op: "embedding",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| faulty.asked(case, |case| case.out = DType::Fp32),
+        answer: |mutant, case| mutant.asked(case, |case| case.out = DType::Fp32),
     },
-    Fault {
+    Mutation {
         name: "previous_answer",
         about: "The output buffer of the call before is returned where its shape fits.",
         op: "embedding",
         caught_by: "invariance:position",
         unnoticed_by: &[],
-        answer: |faulty, case| {
-            let answer = faulty.honest.run(case);
+        answer: |mutant, case| {
+            let answer = mutant.honest.run(case);
             let form = |answer: &Answer| answer.outputs.get("y").map(|y| (y.dtype(), y.shape().to_vec()));
-            match faulty.remember(&answer) {
+            match mutant.remember(&answer) {
                 Some(before) if form(&before) == form(&answer) => before,
                 _ => answer,
             }
         },
     },
-    Fault {
+    Mutation {
         name: "last_of_equals",
         about: "Of equal largest elements the last one wins.",
         op: "argmax",
         caught_by: "accuracy",
         unnoticed_by: AXES,
-        answer: |faulty, case| {
+        answer: |mutant, case| {
             let n = case.inputs["x"].shape()[1];
-            let mut answer = faulty.asked(case, |case| {
+            let mut answer = mutant.asked(case, |case| {
                 let backwards: Vec<usize> = (0..n).rev().collect();
                 let x = case.inputs["x"].select(1, &backwards);
                 case.inputs.insert("x".into(), x);
@@ -799,7 +801,7 @@ pub const FAULTS: &[Fault] = &[
             answer
         },
     },
-    Fault {
+    Mutation {
         name: "chunk_forgets",
         about: "A chunk starts with an empty cache at position 0.",
         op: "chain",
@@ -812,49 +814,49 @@ pub const FAULTS: &[Fault] = &[
             "invariance:isa",
             "invariance:repeat",
         ],
-        answer: |faulty, case| faulty.chunk_by_chunk(case),
+        answer: |mutant, case| mutant.chunk_by_chunk(case),
     },
-    Fault {
+    Mutation {
         name: "stale_cache_page",
         about: "A chunk's first key is not written in one layer: what stood in the page before is read.",
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::StalePage),
+        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::StalePage),
     },
-    Fault {
+    Mutation {
         name: "position_after_chunk",
         about: "After a chunk, positions are one too high.",
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::PositionAfterChunk),
+        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::PositionAfterChunk),
     },
-    Fault {
+    Mutation {
         name: "window_at_chunk_border",
         about: "At a chunk's border the window stands one position too early.",
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::WindowAtChunkBorder),
+        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::WindowAtChunkBorder),
     },
-    Fault {
+    Mutation {
         name: "experts_by_arrival",
         about: "Experts are summed in the order of their numbers where several tokens run together.",
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| faulty.defective(case, samebits_models::Fault::ExpertsByArrival),
+        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::ExpertsByArrival),
     },
-    Fault {
+    Mutation {
         name: "shared_cache_entry",
         about: "Sequences that run together share the first entry of the cache, which the first one fills.",
         op: "chain",
         caught_by: "invariance:grouping",
         unnoticed_by: &["invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |faulty, case| match case.params.get("batch").map(String::as_str) {
-            Some("alone") => faulty.honest.run(case),
-            _ => faulty.asked(case, |case| {
+        answer: |mutant, case| match case.params.get("batch").map(String::as_str) {
+            Some("alone") => mutant.honest.run(case),
+            _ => mutant.asked(case, |case| {
                 let tokens = &case.inputs["tokens"];
                 let (first, length) = (tokens.select(1, &[0]), tokens.shape()[1]);
                 let rest: Vec<usize> = (1..length).collect();
@@ -870,10 +872,10 @@ fn sign(dtype: DType) -> u32 {
     1 << (8 * dtype.size() - 1)
 }
 
-/// `ours/cpu` with one [`Fault`].
-pub struct Faulty {
+/// `ours/cpu` with one [`Mutation`].
+pub struct Mutant {
     name: String,
-    fault: &'static Fault,
+    mutation: &'static Mutation,
     honest: CpuImplementation,
     memory: Mutex<Memory>,
     /// Stands for what differs between two processes.
@@ -891,19 +893,19 @@ struct Memory {
     kept: Vec<u8>,
 }
 
-impl Faulty {
+impl Mutant {
     /// The implementation that has `fault`, on the best instruction set and one thread.
-    pub fn new(fault: &'static Fault, checkpoints: Arc<Checkpoints>) -> Faulty {
+    pub fn new(mutation: &'static Mutation, checkpoints: Arc<Checkpoints>) -> Mutant {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
         let honest = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
-        let name = format!("faulty/{}", fault.name);
+        let name = format!("mutant/{}", mutation.name);
         let (memory, defective) = (Mutex::default(), OnceLock::new());
-        Faulty { name, fault, honest, memory, process: 0, checkpoints, defective }
+        Mutant { name, mutation, honest, memory, process: 0, checkpoints, defective }
     }
 
     /// The same as another process would be: number `process`.
-    pub fn in_process(self, process: usize) -> Faulty {
-        Faulty { process, ..self }
+    pub fn in_process(self, process: usize) -> Mutant {
+        Mutant { process, ..self }
     }
 
     /// With `when` of the number of queries: two answers over half of the keys each, merged by their log-sum-exp in f32.
@@ -956,7 +958,7 @@ impl Faulty {
             ("out".to_string(), round::tensor(case.out, a.outputs["out"].shape(), &out)),
             ("lse".to_string(), round::tensor(DType::Fp32, a.outputs["lse"].shape(), &lse)),
         ]);
-        Answer::ok("faulty", outputs)
+        Answer::ok("mutant", outputs)
     }
 
     /// The answer of a model with a defect in its decoder.
@@ -1054,7 +1056,7 @@ impl Faulty {
     }
 }
 
-impl Implementation for Faulty {
+impl Implementation for Mutant {
     fn name(&self) -> &str {
         &self.name
     }
@@ -1064,20 +1066,20 @@ impl Implementation for Faulty {
     }
 
     fn run(&self, case: &Case) -> Answer {
-        // Forms of an op that only an axis asks for belong to the faults that this axis catches.
+        // Forms of an op that only an axis asks for belong to the mutants that this axis catches.
         let asked_by_axis = [axis::PAGED, axis::PACKED].contains(&case.op.as_str())
-            && ["invariance:pages", "invariance:packing", "invariance:prefix"].contains(&self.fault.caught_by);
-        let faulty = case.op == self.fault.op || asked_by_axis;
-        let answer = if faulty { (self.fault.answer)(self, case) } else { self.honest.run(case) };
+            && ["invariance:pages", "invariance:packing", "invariance:prefix"].contains(&self.mutation.caught_by);
+        let mutated = case.op == self.mutation.op || asked_by_axis;
+        let answer = if mutated { (self.mutation.answer)(self, case) } else { self.honest.run(case) };
         Answer { layout: case.config.layout.clone().unwrap_or_default(), ..answer }
     }
 
     fn fresh(&self, case: &Case) -> Option<Answer> {
-        Some(Faulty::new(self.fault, self.checkpoints.clone()).in_process(self.process + 1).run(case))
+        Some(Mutant::new(self.mutation, self.checkpoints.clone()).in_process(self.process + 1).run(case))
     }
 
     fn soak(&self, case: &Case, each: &mut Soaked) -> bool {
-        let anew = Faulty::new(self.fault, self.checkpoints.clone());
+        let anew = Mutant::new(self.mutation, self.checkpoints.clone());
         while each(anew.run(case), &held_here) {}
         true
     }
@@ -1180,5 +1182,5 @@ fn turn_keys_round(case: &mut Case) {
 }
 
 fn answer(name: &str, tensor: Tensor) -> Answer {
-    Answer::ok("faulty", BTreeMap::from([(name.to_string(), tensor)]))
+    Answer::ok("mutant", BTreeMap::from([(name.to_string(), tensor)]))
 }

@@ -3,13 +3,13 @@
 //! They differ from it as other correct implementations would, in their tiles, batches, pages, ranks or instruction sets. A
 //! check that turns one of them red is a false alarm.
 
-use super::{Implementation, cpu::CpuImplementation};
 use samebits_contract::axis::{self, Machine, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::spec;
+use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
 
 /// `ours/cpu` along one setting of an axis.
-pub struct Rearranged {
+pub struct Equivalent {
     name: String,
     ours: CpuImplementation,
     axis: &'static str,
@@ -18,7 +18,7 @@ pub struct Rearranged {
 }
 
 /// Settings of axes, each of which makes a correct implementation: axis, beginning of the setting.
-pub const REARRANGEMENTS: &[(&str, &str)] = &[
+pub const EQUIVALENTS: &[(&str, &str)] = &[
     ("batch", "again:9"),
     ("batch", "again:33"),
     ("batch", "more:"),
@@ -47,10 +47,10 @@ pub const REARRANGEMENTS: &[(&str, &str)] = &[
     ("order", "after:other"),
 ];
 
-impl Rearranged {
+impl Equivalent {
     /// Along the first setting of `axis` that begins with `setting`, where a case has it; as it is elsewhere.
-    pub fn new(ours: CpuImplementation, axis: &'static str, setting: &str, machine: Machine) -> Rearranged {
-        Rearranged { name: format!("right/{axis}-{setting}"), ours, axis, setting: setting.into(), machine }
+    pub fn new(ours: CpuImplementation, axis: &'static str, setting: &str, machine: Machine) -> Equivalent {
+        Equivalent { name: format!("right/{axis}-{setting}"), ours, axis, setting: setting.into(), machine }
     }
 
     /// The outputs of the variant with the rows of the base, where the variant answers for all of them.
@@ -99,7 +99,7 @@ impl Rearranged {
     }
 }
 
-impl Implementation for Rearranged {
+impl Implementation for Equivalent {
     fn name(&self) -> &str {
         &self.name
     }

@@ -2,15 +2,15 @@
 //!
 //! None of them leaks. The axis `soak` must leave them alone.
 
-use super::{Implementation, Soaked, cpu::CpuImplementation};
-use crate::{clock, side};
 use samebits_contract::case::{Answer, Case};
+use samebits_harness::implementation::{Implementation, Soaked, cpu::CpuImplementation};
+use samebits_harness::{clock, side};
 use samebits_ops::{Cpu, Isa};
 use std::sync::Mutex;
 
 /// A way to hold memory.
-pub struct Hoard {
-    /// Its name, unique in [`HOARDS`].
+pub struct MemoryPattern {
+    /// Its name, unique in [`MEMORY_PATTERNS`].
     pub name: &'static str,
     /// What is held, in one sentence.
     pub about: &'static str,
@@ -19,8 +19,8 @@ pub struct Hoard {
 }
 
 /// All of them.
-pub const HOARDS: &[Hoard] = &[
-    Hoard {
+pub const MEMORY_PATTERNS: &[MemoryPattern] = &[
+    MemoryPattern {
         name: "cache_filled_first",
         about: "The first 200 calls fill a cache of 4 MiB.",
         hold: |call, held| {
@@ -29,7 +29,7 @@ pub const HOARDS: &[Hoard] = &[
             }
         },
     },
-    Hoard {
+    MemoryPattern {
         name: "cache_filled_late",
         about: "The 600th call takes a table of 8 MiB, once.",
         hold: |call, held| {
@@ -38,7 +38,7 @@ pub const HOARDS: &[Hoard] = &[
             }
         },
     },
-    Hoard {
+    MemoryPattern {
         name: "cache_that_turns_over",
         about: "What the last 100 calls made is kept, 10 KiB each.",
         hold: |call, held| {
@@ -48,12 +48,12 @@ pub const HOARDS: &[Hoard] = &[
             held.push(vec![1; 10 << 10]);
         },
     },
-    Hoard {
+    MemoryPattern {
         name: "scratch",
         about: "Every call takes 4 MiB and gives it back.",
         hold: |_, _| drop(std::hint::black_box(vec![1u8; 4 << 20])),
     },
-    Hoard {
+    MemoryPattern {
         name: "collector",
         about: "What calls leave behind, 4 KiB each, is collected every 150 calls.",
         hold: |call, held| {
@@ -65,25 +65,25 @@ pub const HOARDS: &[Hoard] = &[
     },
 ];
 
-/// `ours/cpu` with one [`Hoard`].
-pub struct Hoarding {
+/// `ours/cpu` with one [`MemoryPattern`].
+pub struct Holder {
     name: String,
-    hoard: &'static Hoard,
+    pattern: &'static MemoryPattern,
     ours: CpuImplementation,
     /// The calls so far, and what is held.
     held: Mutex<(usize, Vec<Vec<u8>>)>,
 }
 
-impl Hoarding {
+impl Holder {
     /// On the best instruction set and one thread.
-    pub fn new(hoard: &'static Hoard) -> Hoarding {
+    pub fn new(pattern: &'static MemoryPattern) -> Holder {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
-        let name = format!("right/{}", hoard.name);
-        Hoarding { name, hoard, ours: CpuImplementation::new(cpu), held: Mutex::default() }
+        let name = format!("right/{}", pattern.name);
+        Holder { name, pattern, ours: CpuImplementation::new(cpu), held: Mutex::default() }
     }
 }
 
-impl Implementation for Hoarding {
+impl Implementation for Holder {
     fn name(&self) -> &str {
         &self.name
     }
@@ -95,7 +95,7 @@ impl Implementation for Hoarding {
     fn run(&self, case: &Case) -> Answer {
         let mut held = self.held.lock().expect("nothing panics under this lock");
         let (calls, kept) = &mut *held;
-        (self.hoard.hold)(*calls, kept);
+        (self.pattern.hold)(*calls, kept);
         *calls += 1;
         self.ours.run(case)
     }

@@ -1,4 +1,4 @@
-//! Every implementation of `FAULTS` is caught by the check that its fault names, and by none that look elsewhere.
+//! Every implementation of `MUTATIONS` is caught by the check that its mutation names, and by none that look elsewhere.
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use samebits_contract::record::{Judgment, Record};
@@ -11,11 +11,9 @@ use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::external::External;
-use samebits_harness::implementation::faulty::{FAULTS, Fault, Faulty};
-use samebits_harness::implementation::hoarding::{HOARDS, Hoarding};
-use samebits_harness::implementation::rearranged::{REARRANGEMENTS, Rearranged};
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_harness::machine;
+use samebits_mutants::{EQUIVALENTS, Equivalent, Holder, MEMORY_PATTERNS, MUTATIONS, Mutant, Mutation};
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -40,6 +38,7 @@ struct Bench {
 }
 
 fn main() {
+    samebits_mutants::serve_if_asked();
     let arguments = Arguments::from_args();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let bench = Arc::new(Bench {
@@ -50,38 +49,40 @@ fn main() {
         machine: Machine { threads: vec![2, 3], ..machine::axes(Isa::best()) },
     });
     let mut trials = vec![Trial::test("list", list)];
-    for fault in FAULTS {
+    for mutation in MUTATIONS {
         let bench = bench.clone();
-        trials.push(Trial::ignorable_test(format!("{}::{}", fault.op, fault.name), move || match fault.caught_by {
-            "invariance:soak" => alone(|| bench.catches(fault)),
-            _ => beside_others(|| bench.catches(fault)),
+        trials.push(Trial::ignorable_test(format!("{}::{}", mutation.op, mutation.name), move || {
+            match mutation.caught_by {
+                "invariance:soak" => alone(|| bench.catches(mutation)),
+                _ => beside_others(|| bench.catches(mutation)),
+            }
         }));
     }
-    for fault in FAULTS.iter().filter(|fault| fault.op != "chain") {
+    for mutation in MUTATIONS.iter().filter(|mutation| mutation.op != "chain") {
         let bench = bench.clone();
-        trials.push(Trial::ignorable_test(format!("wire::{}::{}", fault.op, fault.name), move || {
-            beside_others(|| bench.over_the_wire(fault))
+        trials.push(Trial::ignorable_test(format!("wire::{}::{}", mutation.op, mutation.name), move || {
+            beside_others(|| bench.over_the_wire(mutation))
         }));
     }
-    for hoard in HOARDS {
+    for pattern in MEMORY_PATTERNS {
         let (here, wire) = (bench.clone(), bench.clone());
-        let name = format!("right::{}", hoard.name);
-        trials.push(Trial::test(name.clone(), move || alone(|| here.keeps_within_bounds(&Hoarding::new(hoard)))));
+        let name = format!("right::{}", pattern.name);
+        trials.push(Trial::test(name.clone(), move || alone(|| here.keeps_within_bounds(&Holder::new(pattern)))));
         trials.push(Trial::test(format!("wire::{name}"), move || {
             // Nothing is made before it may run: another trial may be watching the memory of this process.
             beside_others(|| {
-                let (program, _folder) = wire.program(hoard.name, hoard.about)?;
+                let (program, _folder) = wire.program(pattern.name, pattern.about)?;
                 wire.keeps_within_bounds(&program)
             })
         }));
     }
-    for (axis, setting) in REARRANGEMENTS {
+    for (axis, setting) in EQUIVALENTS {
         let bench = bench.clone();
         trials.push(Trial::test(format!("right::{axis}={setting}"), move || {
             beside_others(|| bench.no_false_alarm(axis, setting))
         }));
     }
-    let ops: BTreeSet<&str> = FAULTS.iter().map(|fault| fault.op).collect();
+    let ops: BTreeSet<&str> = MUTATIONS.iter().map(|mutation| mutation.op).collect();
     for op in ops {
         let bench = bench.clone();
         trials.push(Trial::test(format!("{op}::no_fault"), move || beside_others(|| bench.honest_is_green(op))));
@@ -103,20 +104,20 @@ fn alone<T>(trial: impl FnOnce() -> T) -> T {
     trial()
 }
 
-/// Enough faults, each named once, and every check there is catches at least one of them.
+/// Enough mutations, each named once, and every check there is catches at least one of them.
 fn list() -> Result<(), Failed> {
-    let names: BTreeSet<&str> = FAULTS.iter().map(|fault| fault.name).collect();
-    if names.len() != FAULTS.len() || FAULTS.len() < LEAST {
-        return Err(format!("{} faults with {} names; {LEAST} are expected", FAULTS.len(), names.len()).into());
+    let names: BTreeSet<&str> = MUTATIONS.iter().map(|mutation| mutation.name).collect();
+    if names.len() != MUTATIONS.len() || MUTATIONS.len() < LEAST {
+        return Err(format!("{} mutations with {} names; {LEAST} are expected", MUTATIONS.len(), names.len()).into());
     }
-    let right = REARRANGEMENTS.len() + HOARDS.len();
+    let right = EQUIVALENTS.len() + MEMORY_PATTERNS.len();
     if right < LEAST_RIGHT {
         return Err(format!("{right} correct variants; {LEAST_RIGHT} are expected").into());
     }
     let axes = axis::all().iter().map(|axis| format!("invariance:{}", axis.name));
     for check in ["accuracy".to_string(), "golden".to_string()].into_iter().chain(axes) {
-        if !FAULTS.iter().any(|fault| fault.caught_by == check) {
-            return Err(format!("no fault shows that `{check}` catches anything").into());
+        if !MUTATIONS.iter().any(|mutation| mutation.caught_by == check) {
+            return Err(format!("no mutation shows that `{check}` catches anything").into());
         }
     }
     Ok(())
@@ -140,25 +141,25 @@ impl Bench {
         plan(&self.contract, implementation.name(), &selection).iter().flat_map(|group| judge.group(group)).collect()
     }
 
-    fn catches(&self, fault: &'static Fault) -> Result<Completion, Failed> {
-        if fault.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
+    fn catches(&self, mutation: &'static Mutation) -> Result<Completion, Failed> {
+        if mutation.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
             return Ok(Completion::ignored_with("this machine has one instruction set"));
         }
-        let checks = [&[fault.caught_by], fault.unnoticed_by].concat();
-        let records = self.judge(&Faulty::new(fault, self.checkpoints.clone()), fault.op, &checks);
+        let checks = [&[mutation.caught_by], mutation.unnoticed_by].concat();
+        let records = self.judge(&Mutant::new(mutation, self.checkpoints.clone()), mutation.op, &checks);
         let of = |check: &str| -> Vec<&Record> { records.iter().filter(|record| name(record) == check).collect() };
-        let evidence = of(fault.caught_by).into_iter().find_map(|record| match &record.verdict {
+        let evidence = of(mutation.caught_by).into_iter().find_map(|record| match &record.verdict {
             Verdict::Fail(evidence) => Some(evidence),
             _ => None,
         });
         match evidence {
-            None => return Err(format!("{}: {} lets it pass", fault.about, fault.caught_by).into()),
+            None => return Err(format!("{}: {} lets it pass", mutation.about, mutation.caught_by).into()),
             Some(evidence) if evidence.message.is_empty() || evidence.count == 0 => {
-                return Err(format!("{}: the evidence says nothing: {evidence:?}", fault.caught_by).into());
+                return Err(format!("{}: the evidence says nothing: {evidence:?}", mutation.caught_by).into());
             }
             Some(_) => {}
         }
-        for check in fault.unnoticed_by {
+        for check in mutation.unnoticed_by {
             let judged = of(check);
             if judged.is_empty() {
                 return Err(format!("{check} was not judged; `unnoticed_by` claims that it stays green").into());
@@ -167,7 +168,7 @@ impl Bench {
                 return Err(format!("{check} should stay green: {}: {:?}", red.case, red.verdict).into());
             }
         }
-        // An answer that breaks the judging is not a fault that was found.
+        // An answer that breaks the judging is not a mutation that was found.
         let breaks = |record: &&Record| matches!(record.verdict, Verdict::Error { .. } | Verdict::Untested { .. });
         match records.iter().filter(|record| !constant(record)).find(breaks) {
             Some(broken) => Err(format!("{}: {}: {:?}", broken.case, name(broken), broken.verdict).into()),
@@ -175,13 +176,13 @@ impl Bench {
         }
     }
 
-    /// The same fault in a program on the wire is caught by the same check.
-    fn over_the_wire(&self, fault: &'static Fault) -> Result<Completion, Failed> {
-        if fault.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
+    /// The same mutation in a program on the wire is caught by the same check.
+    fn over_the_wire(&self, mutation: &'static Mutation) -> Result<Completion, Failed> {
+        if mutation.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
             return Ok(Completion::ignored_with("this machine has one instruction set"));
         }
-        let (external, _folder) = self.program(fault.name, fault.about)?;
-        let records = self.judge(&external, fault.op, &[fault.caught_by]);
+        let (external, _folder) = self.program(mutation.name, mutation.about)?;
+        let records = self.judge(&external, mutation.op, &[mutation.caught_by]);
         // On the wire, an output of the wrong form is no answer.
         let form =
             |record: &&Record| matches!(&record.verdict, Verdict::Error { reason } if reason.contains("it must be"));
@@ -189,18 +190,20 @@ impl Bench {
         let caught = of_form || records.iter().any(|record| matches!(record.verdict, Verdict::Fail(_)));
         let breaks = |record: &&Record| matches!(record.verdict, Verdict::Error { .. } | Verdict::Untested { .. });
         match records.iter().filter(|record| !constant(record) && !of_form).find(breaks) {
-            _ if !caught => Err(format!("{}: {} lets it pass over the wire", fault.about, fault.caught_by).into()),
+            _ if !caught => {
+                Err(format!("{}: {} lets it pass over the wire", mutation.about, mutation.caught_by).into())
+            }
             Some(broken) => Err(format!("{}: {}: {:?}", broken.case, name(broken), broken.verdict).into()),
             None => Ok(Completion::Completed),
         }
     }
 
-    /// This program as `samebits answer --fault name`, and the folder it runs in.
+    /// This program as the implementation called `name` on the wire, and the folder it runs in.
     fn program(&self, name: &str, about: &str) -> Result<(External, TempDir), Failed> {
         let isa = self.machine.isas.iter().map(|name| format!("[[implementation.isa]]\nname = \"{name}\"\n"));
         let list = format!(
-            "[[implementation]]\nname = \"zoo/{name}\"\nabout = \"{about}\"\ncommand = [{:?}, \"answer\", \"--fault\", {name:?}]\n{}",
-            env!("CARGO_BIN_EXE_samebits"),
+            "[[implementation]]\nname = \"zoo/{name}\"\nabout = \"{about}\"\ncommand = {:?}\n{}",
+            samebits_mutants::command(name),
             isa.collect::<String>()
         );
         let folder = tempfile::tempdir()?;
@@ -228,7 +231,7 @@ impl Bench {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX)?;
         let ours = CpuImplementation::new(cpu);
         let machine = Machine { threads: vec![2, 5], ..self.machine.clone() };
-        let right = Rearranged::new(ours, axis, setting, machine);
+        let right = Equivalent::new(ours, axis, setting, machine);
         // One op of every class; the others would say the same again.
         let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
@@ -260,7 +263,7 @@ impl Bench {
         }
     }
 
-    /// Without a fault the same records are green, so what a trial sees is its fault.
+    /// Without a mutation the same records are green, so what a trial sees is its mutation.
     fn honest_is_green(&self, op: &str) -> Result<(), Failed> {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX)?;
         let ours = CpuImplementation::new(cpu).with_checkpoints(self.checkpoints.clone());
@@ -275,12 +278,12 @@ impl Bench {
     }
 }
 
-/// Not judged for sameness, because a fault made the answer one value over and over: the fault was seen.
+/// Not judged for sameness, because a mutation made the answer one value over and over: the mutation was seen.
 fn constant(record: &Record) -> bool {
     matches!(&record.verdict, Verdict::Untested { reason } if reason.contains("is constant over"))
 }
 
-/// The check of a record, as [`Fault::caught_by`] names it.
+/// The check of a record, as [`Mutation::caught_by`] names it.
 fn name(record: &Record) -> String {
     match (&record.axis, record.judgment) {
         (Some(axis), Judgment::Invariance) => format!("invariance:{axis}"),
