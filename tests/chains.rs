@@ -1,11 +1,10 @@
-//! Whole models in use: what was sampled is scored again bit for bit, and a defect is traced to where it is.
+//! Whole models in use: what was sampled is scored again bit for bit, and a mutant is traced to its layer.
 
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use samebits_harness::dump::{Divergence, Reader, Writer, compare};
-use samebits_models::{
-    Audit, Fault, Grouping, Model, PageOrder, Precision, Run, Sample, Sampling, Schedule, Serving, Stop,
-};
+use samebits_models::{Audit, Model, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Serving, Stop};
+use samebits_mutants::{ModelMutant, ModelMutation};
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -115,20 +114,29 @@ fn sequences(model: &Model) -> Vec<Vec<i32>> {
     [11, 14].map(|len| (0..len).map(|i| 3 + (i * 31 + len) % (vocab - 3)).collect()).to_vec()
 }
 
-fn divergence(model: &Model, a: (Schedule, Option<Fault>), b: (Schedule, Option<Fault>)) -> Option<Divergence> {
+/// Where a prefill and a run by `schedule` part, the second with a mutation where one is given.
+fn divergence(model: &Model, schedule: Schedule, mutation: Option<ModelMutation>) -> Option<Divergence> {
     let dir = tempfile::tempdir().unwrap();
-    let dump = |name: &str, (schedule, fault)| {
+    let sequences = sequences(model);
+    let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+    let run = |schedule, probe: &mut dyn Probe| {
+        let run = Run { schedule, page_size: 2, probe: Some(probe), ..Run::default() };
+        model.forward_run(&Cpu::best(), &sequences, run).unwrap();
+    };
+    let dump = |name: &str, schedule, mutation: Option<ModelMutation>| {
         let path = dir.path().join(name);
         let mut writer = Writer::create(&path, 1 << 30).unwrap();
-        let sequences = sequences(model);
-        let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
-        let grouping = Grouping::Together;
-        let run = Run { schedule, grouping, page_size: 2, probe: Some(&mut writer), fault, ..Run::default() };
-        model.forward_run(&Cpu::best(), &sequences, run).unwrap();
+        if let Some(mutation) = mutation {
+            let mut mutant = ModelMutant::new(mutation, model.config(), writer);
+            run(schedule, &mut mutant);
+            writer = mutant.beside;
+        } else {
+            run(schedule, &mut writer);
+        }
         writer.finish().unwrap();
         Reader::open(&path).unwrap()
     };
-    compare(&mut dump("a", a), &mut dump("b", b), 0.0).unwrap().divergence
+    compare(&mut dump("a", Schedule::Prefill, None), &mut dump("b", schedule, mutation), 0.0).unwrap().divergence
 }
 
 /// A copy of a checkpoint in which two experts of each router always tie.
@@ -156,24 +164,24 @@ fn tied_router() -> tempfile::TempDir {
 }
 
 #[test]
-fn a_defect_is_traced_to_where_it_is() {
+fn a_mutant_is_traced_to_its_layer() {
     let ties = tied_router();
-    let chunks = Schedule::Chunk(4);
-    let cases: [(PathBuf, Fault, Schedule, &str); 5] = [
-        // The first layer's keys are right; the second reads what stood in the page.
-        (checkpoint("llama3"), Fault::StalePage, chunks, "layers.1.attention"),
-        (checkpoint("qwen3"), Fault::PositionAfterChunk, chunks, "layers.0.q"),
-        (ties.path().into(), Fault::RouterTieByBatch, chunks, "layers.0.experts"),
+    let cases: [(PathBuf, ModelMutation, &str); 5] = [
+        // The first layer's keys are right; the second reads what nobody wrote.
+        (checkpoint("llama3"), ModelMutation::UnwrittenKey, "layers.1.attention"),
+        (checkpoint("qwen3"), ModelMutation::PositionAfterChunk, "layers.0.q"),
+        (ties.path().into(), ModelMutation::RouterTieByBatch, "layers.0.experts"),
         // Layer 0 is dense.
-        (checkpoint("qwen3-moe"), Fault::ExpertsByArrival, chunks, "layers.1.mlp"),
-        (checkpoint("gemma2"), Fault::WindowAtChunkBorder, chunks, "layers.0.attention"),
+        (checkpoint("qwen3-moe"), ModelMutation::ExpertsByArrival, "layers.1.mlp"),
+        (checkpoint("gemma2"), ModelMutation::WindowAtChunkBorder, "layers.0.attention"),
     ];
-    for (dir, fault, schedule, site) in cases {
+    for (dir, mutation, site) in cases {
         let model = load(&dir);
-        assert_eq!(divergence(&model, (Schedule::Prefill, None), (schedule, None)), None, "{fault:?} is not planted");
-        let found = divergence(&model, (Schedule::Prefill, None), (schedule, Some(fault)));
-        let found = found.unwrap_or_else(|| panic!("{fault:?} is not seen"));
-        assert_eq!(found.site, site, "{fault:?}: {found:?}");
+        let schedule = Schedule::Chunk(4);
+        assert_eq!(divergence(&model, schedule, None), None, "{mutation:?} is not made");
+        let found = divergence(&model, schedule, Some(mutation));
+        let found = found.unwrap_or_else(|| panic!("{mutation:?} is not seen"));
+        assert_eq!(found.site, site, "{mutation:?}: {found:?}");
         assert!(!found.before.is_empty() && found.count.0 > 0 && found.a.to_bits() != found.b.to_bits(), "{found:?}");
     }
 }

@@ -884,7 +884,7 @@ type Site = (String, Vec<(usize, usize)>, Vec<u32>);
 struct Kept(Vec<Site>);
 
 impl Probe for Kept {
-    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
         let bits = seen.values.iter().map(|value| value.to_bits()).collect();
         self.0.push((seen.name(), seen.tokens.to_vec(), bits));
         Ok(())

@@ -8,7 +8,7 @@ use samebits_contract::spec::{Refusal, find};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
-use samebits_models::{Fault, Grouping, Model, ModelError, Precision, Run, Schedule, Tripwire};
+use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, Run, Schedule, Tripwire};
 use samebits_ops::Cpu;
 use samebits_ops::device::Device;
 use std::collections::BTreeMap;
@@ -36,24 +36,34 @@ impl From<String> for Failure {
 /// A model's name, its precision, and whether it lies on a device.
 type Key = (String, &'static str, bool);
 
+/// Makes what a forward of a model is shown to.
+pub type MakeProbe = dyn Fn(&Config) -> Box<dyn Probe> + Send + Sync;
+
 /// A folder of checkpoint folders; models are loaded once and kept.
-#[derive(Default)]
 pub struct Checkpoints {
     dir: Option<PathBuf>,
-    fault: Option<Fault>,
-    loaded: Mutex<BTreeMap<Key, Arc<Model>>>,
+    probe: Box<MakeProbe>,
+    loaded: Arc<Mutex<BTreeMap<Key, Arc<Model>>>>,
+}
+
+/// None at all.
+impl Default for Checkpoints {
+    fn default() -> Checkpoints {
+        Checkpoints::new(None)
+    }
 }
 
 impl Checkpoints {
     /// The checkpoints in `dir`, and the vectors in the folder `vectors` beside it; with `None`, every case that needs one
     /// says what is missing.
     pub fn new(dir: Option<PathBuf>) -> Checkpoints {
-        Checkpoints { dir, ..Checkpoints::default() }
+        // A value that is not finite would only be seen in the logits, if at all.
+        Checkpoints { dir, probe: Box::new(|_| Box::new(Tripwire)), loaded: Arc::default() }
     }
 
-    /// The same models, run with a defect.
-    pub fn with_fault(&self, fault: Fault) -> Checkpoints {
-        Checkpoints { dir: self.dir.clone(), fault: Some(fault), ..Checkpoints::default() }
+    /// The same models, whose forwards on the processor are shown to what `probe` makes.
+    pub fn with_probe(&self, probe: Box<MakeProbe>) -> Checkpoints {
+        Checkpoints { dir: self.dir.clone(), probe, loaded: self.loaded.clone() }
     }
 
     /// The folder of the model called `name`.
@@ -186,16 +196,14 @@ impl Checkpoints {
         let tokens = &case.inputs["tokens"];
         let &[batch, len] = tokens.shape() else { return Err(Failure::Text("chain: `tokens` must be [B,T]".into())) };
         let ids = tokens.as_i32().ok_or(Failure::Text("chain: `tokens` must be i32".into()))?;
-        let mut tripwire = Tripwire;
+        let mut probe = (self.probe)(model.config());
         let run = Run {
             schedule,
             grouping,
             page_size: param("page_size", "64").parse().map_err(|_| "chain: `page_size` is no number".to_string())?,
             page_order: param("page_order", "ascending").parse().map_err(text)?,
-            // A value that is not finite would only be seen in the logits, if at all. A device would copy every value to
-            // show it.
-            probe: if device.is_none() { Some(&mut tripwire) } else { None },
-            fault: self.fault,
+            // A device would copy every value to show it.
+            probe: if device.is_none() { Some(&mut *probe) } else { None },
             ..Run::default()
         };
         let sequences: Vec<&[i32]> = ids.chunks_exact(len).collect();

@@ -58,7 +58,7 @@ impl Writer {
 }
 
 impl Probe for Writer {
-    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
         let width = seen.values.len() / seen.tokens.len().max(1);
         let tokens: Vec<[usize; 2]> = seen.tokens.iter().map(|&(sequence, position)| [sequence, position]).collect();
         let line = json!({"site": seen.name(), "tokens": tokens, "width": width}).to_string();
@@ -273,7 +273,7 @@ mod tests {
     fn write(path: &Path, records: &[Record]) {
         let mut writer = Writer::create(path, 1 << 20).unwrap();
         for &(site, layer, tokens, values) in records {
-            writer.see(&Seen { layer, site, tokens, values }).unwrap();
+            writer.see(&mut Seen { layer, site, tokens, values: &mut values.to_vec() }).unwrap();
         }
         writer.finish().unwrap();
     }
@@ -326,8 +326,8 @@ mod tests {
         }
         std::fs::remove_file(&path).unwrap();
         let mut writer = Writer::create(&path, 100).unwrap();
-        let seen = Seen { layer: Some(2), site: "mlp", tokens: &[(0, 0)], values: &[0.0; 40] };
-        let line = writer.see(&seen).unwrap_err().to_string();
+        let mut seen = Seen { layer: Some(2), site: "mlp", tokens: &[(0, 0)], values: &mut [0.0; 40] };
+        let line = writer.see(&mut seen).unwrap_err().to_string();
         assert!(line.contains("would exceed 100 bytes at layers.2.mlp"), "{line}");
         drop(writer);
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");

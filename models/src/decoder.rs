@@ -119,22 +119,6 @@ pub(crate) trait Steps {
     ) -> Result<Vec<f32>, ModelError>;
 }
 
-/// A defect that is planted on purpose, so that a test can see it found.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// In layer 1, the first key of every step but the first is not written: attention reads what stood in the page.
-    StalePage,
-    /// After the first step, positions are one too high.
-    PositionAfterChunk,
-    /// Equal router scores go to the highest expert where a step has several tokens.
-    RouterTieByBatch,
-    /// Experts are summed in the order of their numbers where a step has several tokens.
-    ExpertsByArrival,
-    /// The window of the first token of every step but the first stands one position too early.
-    WindowAtChunkBorder,
-}
-
 /// The tokens of one step.
 pub(crate) struct Step {
     /// Rows of each feed.
@@ -187,23 +171,6 @@ impl Step {
 
     pub fn feed_rows(&self, feed: usize) -> Range<usize> {
         self.starts[feed]..self.starts[feed + 1]
-    }
-
-    /// The faults of routing.
-    pub fn plant_in_routing(&self, fault: Option<Fault>, logits: &[f32], index: &mut [i32]) {
-        if fault != Some(Fault::RouterTieByBatch) || self.rows() == 1 {
-            return;
-        }
-        let (experts, chosen) = (logits.len() / self.rows(), index.len() / self.rows());
-        for (t, logits) in logits.chunks_exact(experts).enumerate() {
-            let index = &mut index[t * chosen..][..chosen];
-            for r in 0..chosen {
-                let tied = |e: &usize| logits[*e] == logits[index[r] as usize] && !index.contains(&(*e as i32));
-                if let Some(other) = (0..experts).rev().find(tied) {
-                    index[r] = other as i32;
-                }
-            }
-        }
     }
 }
 
@@ -281,22 +248,7 @@ impl<A: Element> Steps for Decoder<A> {
         let (step, tokens) = Step::of(feeds, cache)?;
         let n = step.rows();
         let pos = step.positions();
-        let later = |i: usize| cache.len(feeds[i].sequence) > 0;
-        let angles = if watch.fault == Some(Fault::PositionAfterChunk) {
-            let mut wrong = pos.clone();
-            for i in (0..feeds.len()).filter(|&i| later(i)) {
-                wrong[step.feed_rows(i)].iter_mut().for_each(|p| *p += 1);
-            }
-            angles(&c.rotary, cpu, &step, feeds, cache, &wrong)
-        } else {
-            angles(&c.rotary, cpu, &step, feeds, cache, &pos)
-        };
-        let mut windowed_pos = pos.clone();
-        if watch.fault == Some(Fault::WindowAtChunkBorder) {
-            for i in (0..feeds.len()).filter(|&i| later(i)) {
-                windowed_pos[step.starts[i]] -= 1;
-            }
-        }
+        let angles = angles(&c.rotary, cpu, &step, feeds, cache, &watch.positions(None, &step, &pos)?);
         let kv_len: Vec<i32> = feeds.iter().map(|feed| (cache.len(feed.sequence) + feed.tokens.len()) as i32).collect();
         let table = cache.table(feeds.iter().map(|feed| feed.sequence));
         let q_start = step.q_start();
@@ -318,7 +270,7 @@ impl<A: Element> Steps for Decoder<A> {
             scale(cpu, factor, &x, &mut sum)?;
             std::mem::swap(&mut x, &mut sum);
         }
-        watch.see(None, "embed", &step, &x)?;
+        watch.see(None, "embed", &step, &mut x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
@@ -326,19 +278,16 @@ impl<A: Element> Steps for Decoder<A> {
             } else {
                 add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
                 std::mem::swap(&mut x, &mut sum);
-                watch.see(Some(i - 1), "sum", &step, &x)?;
+                watch.see(Some(i - 1), "sum", &step, &mut x)?;
             }
-            watch.see(Some(i), "input_norm", &step, &a)?;
-            let Projected { q, k, v } = layer.projections.apply(cpu, c, &step, &angles, &a)?;
-            watch.see(Some(i), "q", &step, &q)?;
-            watch.see(Some(i), "k", &step, &k)?;
-            watch.see(Some(i), "v", &step, &v)?;
+            watch.see(Some(i), "input_norm", &step, &mut a)?;
+            let Projected { mut q, mut k, mut v } = layer.projections.apply(cpu, c, &step, &angles, &a)?;
+            watch.see(Some(i), "q", &step, &mut q)?;
+            watch.see(Some(i), "k", &step, &mut k)?;
+            watch.see(Some(i), "v", &step, &mut v)?;
             for (f, feed) in feeds.iter().enumerate() {
                 let start = cache.len(feed.sequence);
                 for (row, at) in step.feed_rows(f).zip(start..) {
-                    if watch.fault == Some(Fault::StalePage) && i == 1 && at == start && start > 0 {
-                        continue;
-                    }
                     let (k, v) = (&k[row * c.k_width()..][..c.k_width()], &v[row * c.v_width()..][..c.v_width()]);
                     cache.write(i, feed.sequence, at, k, v);
                 }
@@ -347,38 +296,38 @@ impl<A: Element> Steps for Decoder<A> {
             let keys = Keys::Paged { page_size: cache.page_size(), table: &table };
             let sequences = Sequences { q_start: Some(&q_start), keys };
             let (k, v) = cache.layer(i);
-            let pos = if c.windows[i] > 0 { &windowed_pos } else { &pos };
-            attention_over(cpu, &shape, &sequences, &q, k, v, pos, &kv_len, &mut heads, &mut lse)?;
-            watch.see(Some(i), "attention", &step, &heads)?;
+            let q_pos = watch.positions(Some(i), &step, &pos)?;
+            attention_over(cpu, &shape, &sequences, &q, k, v, &q_pos, &kv_len, &mut heads, &mut lse)?;
+            watch.see(Some(i), "attention", &step, &mut heads)?;
             layer.o.apply_to(cpu, n, &heads, &mut y)?;
-            watch.see(Some(i), "o", &step, &y)?;
+            watch.see(Some(i), "o", &step, &mut y)?;
             if let Some(w) = &layer.post_attention_norm {
                 rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
-                watch.see(Some(i), "post_attention_norm", &step, &y)?;
+                watch.see(Some(i), "post_attention_norm", &step, &mut y)?;
             }
 
             // MLP block.
             add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
             std::mem::swap(&mut x, &mut sum);
-            watch.see(Some(i), "attention_sum", &step, &x)?;
-            watch.see(Some(i), "mlp_norm", &step, &a)?;
+            watch.see(Some(i), "attention_sum", &step, &mut x)?;
+            watch.see(Some(i), "mlp_norm", &step, &mut a)?;
             match &layer.mlp {
                 LayerMlp::Dense(mlp) => mlp.apply_to(cpu, n, &a, &mut y, &mut inner)?,
                 LayerMlp::Sparse(mixture) => mixture.apply(cpu, &step, i, &a, &mut y, &mut inner, watch)?,
             }
-            watch.see(Some(i), "mlp", &step, &y)?;
+            watch.see(Some(i), "mlp", &step, &mut y)?;
             if let Some(w) = &layer.post_mlp_norm {
                 rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
-                watch.see(Some(i), "post_mlp_norm", &step, &y)?;
+                watch.see(Some(i), "post_mlp_norm", &step, &mut y)?;
             }
         }
         for feed in feeds {
             cache.advance(feed.sequence, feed.tokens.len());
         }
         add(cpu, &x, &y, &mut sum)?;
-        watch.see(Some(c.layers - 1), "sum", &step, &sum)?;
+        watch.see(Some(c.layers - 1), "sum", &step, &mut sum)?;
 
         let (x, step) = match rows {
             Rows::All => (sum, step),
@@ -398,7 +347,7 @@ impl<A: Element> Steps for Decoder<A> {
             softcap(cpu, c.logit_softcap, &logits, &mut capped)?;
             logits = capped;
         }
-        watch.see(None, "logits", &step, &logits)?;
+        watch.see(None, "logits", &step, &mut logits)?;
         Ok(logits)
     }
 }

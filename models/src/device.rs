@@ -300,9 +300,6 @@ impl<A: Stored> Steps for OnDevice<A> {
         rows: Rows,
         watch: &mut Watch,
     ) -> Result<Vec<f32>, ModelError> {
-        if watch.fault.is_some() {
-            return Err(ModelError::input("fault", "is planted on the processor only"));
-        }
         if feeds.is_empty() {
             return Ok(Vec::new());
         }
@@ -317,7 +314,7 @@ impl<A: Stored> Steps for OnDevice<A> {
             at.extend((start..).take(step.feed_rows(f).len()).map(|pos| cache.row(feed.sequence, pos) as i32));
         }
         let table = cache.table(feeds.iter().map(|feed| feed.sequence));
-        let angles = angles(&c.rotary, cpu, &step, feeds, cache, &pos);
+        let angles = angles(&c.rotary, cpu, &step, feeds, cache, &watch.positions(None, &step, &pos)?);
 
         // The same form for a while where every sequence gets one token.
         let single = n == feeds.len();
@@ -384,7 +381,7 @@ impl<A: Stored> Steps for OnDevice<A> {
             }
             None => self.run(&told, cache, &step, watch)?.download(d, &mut found)?,
         }
-        watch.see(None, "logits", step.with_logits(), &found)?;
+        watch.see(None, "logits", step.with_logits(), &mut found)?;
         for feed in feeds {
             cache.advance(feed.sequence, feed.tokens.len());
         }
@@ -466,7 +463,7 @@ impl<A: Stored> OnDevice<A> {
             device::scale(d, factor, &x, &mut sum)?;
             std::mem::swap(&mut x, &mut sum);
         }
-        self.see(watch, None, "embed", step, &x)?;
+        self.see(watch, None, "embed", step, &mut x)?;
         for (i, layer) in layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
@@ -474,46 +471,54 @@ impl<A: Stored> OnDevice<A> {
             } else {
                 device::add_rms_norm(d, &c.norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
                 std::mem::swap(&mut x, &mut sum);
-                self.see(watch, Some(i - 1), "sum", step, &x)?;
+                self.see(watch, Some(i - 1), "sum", step, &mut x)?;
             }
-            self.see(watch, Some(i), "input_norm", step, &a)?;
-            let [q, k, v] = self.project(&layer.projections, n, &told.angles, &a)?;
-            self.see(watch, Some(i), "q", step, &q)?;
-            self.see(watch, Some(i), "k", step, &k)?;
-            self.see(watch, Some(i), "v", step, &v)?;
+            self.see(watch, Some(i), "input_norm", step, &mut a)?;
+            let [mut q, mut k, mut v] = self.project(&layer.projections, n, &told.angles, &a)?;
+            self.see(watch, Some(i), "q", step, &mut q)?;
+            self.see(watch, Some(i), "k", step, &mut k)?;
+            self.see(watch, Some(i), "v", step, &mut v)?;
             let (shape, [keys, values]) = (c.attention(step.feeds(), n, cache.rows(), i), &mut cache.store().layers[i]);
             let to = |width: usize| Part { rows: Some(&told.rows), ..Part::whole(width) };
             let [k_width, v_width] = [c.k_width(), c.v_width()];
             device::copy_rows(d, [n, k_width], (&k, Part::whole(k_width)), (keys, to(k_width)))?;
             device::copy_rows(d, [n, v_width], (&v, Part::whole(v_width)), (values, to(v_width)))?;
+            if watch.probe.is_some() {
+                let positions = step.positions();
+                if *watch.positions(Some(i), step, &positions)? != positions {
+                    let why =
+                        "a probe changed those of a layer, which a device holds for all layers; use the processor";
+                    return Err(ModelError::input("positions", why));
+                }
+            }
             device::attention_at(d, &shape, &told.places, &q, keys, values, &mut heads, &mut lse)?;
-            self.see(watch, Some(i), "attention", step, &heads)?;
+            self.see(watch, Some(i), "attention", step, &mut heads)?;
             layer.o.apply_to(d, n, &heads, &mut y)?;
-            self.see(watch, Some(i), "o", step, &y)?;
+            self.see(watch, Some(i), "o", step, &mut y)?;
             if let Some(w) = &layer.post_attention_norm {
                 device::rms_norm(d, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
-                self.see(watch, Some(i), "post_attention_norm", step, &y)?;
+                self.see(watch, Some(i), "post_attention_norm", step, &mut y)?;
             }
 
             // MLP block.
             device::add_rms_norm(d, &c.norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
             std::mem::swap(&mut x, &mut sum);
-            self.see(watch, Some(i), "attention_sum", step, &x)?;
-            self.see(watch, Some(i), "mlp_norm", step, &a)?;
+            self.see(watch, Some(i), "attention_sum", step, &mut x)?;
+            self.see(watch, Some(i), "mlp_norm", step, &mut a)?;
             y = match &layer.mlp {
                 MlpThere::Dense(mlp) => mlp.apply(d, n, &a)?,
                 MlpThere::Sparse(mixture) => self.mixture(mixture, told, step, i, &a, watch)?,
             };
-            self.see(watch, Some(i), "mlp", step, &y)?;
+            self.see(watch, Some(i), "mlp", step, &mut y)?;
             if let Some(w) = &layer.post_mlp_norm {
                 device::rms_norm(d, &c.norm(n), &y, w, &mut sum)?;
                 std::mem::swap(&mut y, &mut sum);
-                self.see(watch, Some(i), "post_mlp_norm", step, &y)?;
+                self.see(watch, Some(i), "post_mlp_norm", step, &mut y)?;
             }
         }
         device::add(d, &x, &y, &mut sum)?;
-        self.see(watch, Some(c.layers - 1), "sum", step, &sum)?;
+        self.see(watch, Some(c.layers - 1), "sum", step, &mut sum)?;
 
         let step = sites.with_logits();
         let n = step.rows();
@@ -525,7 +530,7 @@ impl<A: Stored> OnDevice<A> {
         }
         let mut a = d.empty::<A>("model", n * c.hidden)?;
         device::rms_norm(d, &c.norm(n), &sum, final_norm, &mut a)?;
-        self.see(watch, None, "final_norm", step, &a)?;
+        self.see(watch, None, "final_norm", step, &mut a)?;
         let logits: Buffer<f32> = lm_head.apply(d, n, &a)?;
         if c.logit_softcap > 0.0 {
             let mut capped = d.empty("model", n * c.vocab)?;
@@ -535,21 +540,24 @@ impl<A: Stored> OnDevice<A> {
         Ok(logits)
     }
 
-    /// Shows a site where somebody looks; else nothing is copied.
+    /// Shows a site where somebody looks, and copies it back where that changed it; else nothing is copied.
     fn see<T: Stored>(
         &self,
         watch: &mut Watch,
         layer: Option<usize>,
         site: &'static str,
         step: &Step,
-        values: &Buffer<T>,
+        values: &mut Buffer<T>,
     ) -> Result<(), ModelError> {
         if watch.probe.is_none() {
             return Ok(());
         }
         let mut host: Vec<T> = buffer(&[values.len()])?;
         values.download(&self.device, &mut host)?;
-        watch.see(layer, site, step, &host)
+        if watch.see(layer, site, step, &mut host)? {
+            values.fill(&self.device, &host)?;
+        }
+        Ok(())
     }
 
     /// `a[n,hidden]` to queries, keys and values.
@@ -615,15 +623,18 @@ impl<A: Stored> OnDevice<A> {
         let MixtureThere { sizes, router, choice_bias, experts, shared } = mixture;
         let chosen = sizes.chosen;
         let (d, n, hidden) = (&self.device, step.rows(), self.weights.config.hidden);
-        let logits: Buffer<f32> = router.apply(d, n, a)?;
+        let mut logits: Buffer<f32> = router.apply(d, n, a)?;
+        self.see(watch, Some(layer), "router", step, &mut logits)?;
         let mut weight = d.empty::<f32>("model", n * chosen)?;
-        let choice = device::route_to(d, &sizes.route(n), &logits, choice_bias.as_ref(), &mut weight)?;
-        self.see(watch, Some(layer), "router", step, &logits)?;
+        let mut choice = device::route_to(d, &sizes.route(n), &logits, choice_bias.as_ref(), &mut weight)?;
         let mut index = vec![0; n * chosen];
         if told.choices.is_none() || watch.probe.is_some() {
             choice.download(d, &mut index)?;
-            watch.see(Some(layer), "experts", step, &index.iter().map(|&e| e as f32).collect::<Vec<_>>())?;
+            if watch.see_indices(Some(layer), "experts", step, &mut index)? {
+                choice.set(d, "experts", &index)?;
+            }
         }
+        self.see(watch, Some(layer), "expert_weights", step, &mut weight)?;
         let shared = shared.as_ref().map(|shared| shared.apply(d, n, a)).transpose()?;
         let mut y = d.empty("model", n * hidden)?;
         let shape = Combine { tokens: n, chosen, rows: n * chosen, n: hidden };

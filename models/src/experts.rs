@@ -5,7 +5,7 @@
 //! knows who else is in the step.
 
 use crate::config::{Config, Experts};
-use crate::decoder::{Fault, Step};
+use crate::decoder::Step;
 use crate::kv_cache::buffer;
 use crate::linear::{Gated, Inner, Linear, Loader};
 use crate::watch::Watch;
@@ -55,14 +55,14 @@ impl<A: Element> Mixture<A> {
         let chosen = self.sizes.chosen;
         let n = step.rows();
         let hidden = y.len() / n;
-        let logits: Vec<f32> = self.router.apply(cpu, n, a)?;
+        let mut logits: Vec<f32> = self.router.apply(cpu, n, a)?;
+        watch.see(Some(layer), "router", step, &mut logits)?;
         let (mut index, mut weight) = (vec![0i32; n * chosen], vec![0f32; n * chosen]);
         route(cpu, &self.sizes.route(n), &logits, self.choice_bias.as_deref(), &mut index, &mut weight)?;
-        step.plant_in_routing(watch.fault, &logits, &mut index);
-        watch.see(Some(layer), "router", step, &logits)?;
-        watch.see(Some(layer), "experts", step, &index.iter().map(|&e| e as f32).collect::<Vec<_>>())?;
+        watch.see_indices(Some(layer), "experts", step, &mut index)?;
+        watch.see(Some(layer), "expert_weights", step, &mut weight)?;
 
-        let Placed { order, mut rows } = Placed::of(&index);
+        let Placed { order, rows } = Placed::of(&index);
         let mut made: Vec<f32> = buffer(&[index.len(), hidden])?;
         let mut left = &mut made[..];
         for places in order.chunk_by(|&a, &b| index[a] == index[b]) {
@@ -80,15 +80,6 @@ impl<A: Element> Mixture<A> {
                 Some(added)
             }
         };
-        if watch.fault == Some(Fault::ExpertsByArrival) && step.rows() > 1 {
-            for (rows, weight) in rows.chunks_exact_mut(chosen).zip(weight.chunks_exact_mut(chosen)) {
-                let mut pairs: Vec<(i32, f32)> = rows.iter().copied().zip(weight.iter().copied()).collect();
-                pairs.sort_by_key(|(row, _)| *row);
-                for (i, (row, w)) in pairs.into_iter().enumerate() {
-                    (rows[i], weight[i]) = (row, w);
-                }
-            }
-        }
         let shape = Combine { tokens: n, chosen, rows: index.len(), n: hidden };
         Ok(combine(cpu, &shape, &made, &rows, &weight, shared.as_deref(), y)?)
     }

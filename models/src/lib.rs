@@ -31,8 +31,6 @@ mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
 pub use config::{Activation, Config, Experts, Latent, Mlp};
-#[doc(hidden)]
-pub use decoder::Fault;
 pub use error::ModelError;
 pub use families::Family;
 pub use generate::{Generation, Stop};

@@ -312,7 +312,7 @@ fn forward_round<D: Steps>(
     let feeds: Vec<Feed> =
         pieces.iter().map(|(i, tokens, _)| Feed { sequence: number(*i), label: fed[*i].label, tokens }).collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let mut watch = Watch { probe, fault: run.fault };
+    let mut watch = Watch { probe };
     let found = decoder.step(cpu, &feeds, cache, Rows::All, &mut watch)?;
 
     let mut from = 0;

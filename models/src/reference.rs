@@ -76,7 +76,7 @@ fn reference(name: &str, precision: Precision) -> Reference {
 struct Routing(BTreeMap<usize, Vec<i32>>);
 
 impl Probe for Routing {
-    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
         if let ("experts", Some(layer)) = (seen.site, seen.layer) {
             for experts in seen.values.chunks(seen.values.len() / seen.tokens.len()) {
                 let mut experts: Vec<i32> = experts.iter().map(|&e| e as i32).collect();

@@ -146,9 +146,9 @@ impl Model {
         // The last token's own logits are of no use.
         let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
         let limits: Vec<usize> = texts.iter().map(|(_, _, limit)| *limit).collect();
-        let Run { schedule, grouping, page_size, page_order, fault, .. } = run;
+        let Run { schedule, grouping, page_size, page_order, .. } = run;
         let limits = Some(&limits[..]);
-        let run = Run { schedule, grouping, page_size, page_order, limits, probe: None, fault };
+        let run = Run { schedule, grouping, page_size, page_order, limits, probe: None };
         let logits = self.forward_run(cpu, &fed, run)?;
         let mut scores = Vec::new();
         let mut row = 0;

@@ -1,4 +1,4 @@
-use crate::{Fault, ModelError, PageOrder, Probe};
+use crate::{ModelError, PageOrder, Probe};
 use std::fmt;
 use std::str::FromStr;
 
@@ -93,7 +93,7 @@ impl fmt::Display for Grouping {
     }
 }
 
-/// How sequences are run; but for limits, probe and fault, nothing here may move a bit.
+/// How sequences are run; but for limits and what a probe changes, nothing here may move a bit.
 pub struct Run<'a> {
     /// How tokens are fed.
     pub schedule: Schedule,
@@ -106,11 +106,8 @@ pub struct Run<'a> {
     /// How many positions each sequence declares when it begins; `None`: as many as it has tokens. Only scalings of the
     /// rotary positions that depend on the length look at it.
     pub limits: Option<&'a [usize]>,
-    /// Who is shown what is computed on the way.
+    /// Who is shown what is computed on the way, and may change it.
     pub probe: Option<&'a mut dyn Probe>,
-    /// A defect planted on purpose.
-    #[doc(hidden)]
-    pub fault: Option<Fault>,
 }
 
 /// Positions in a page where nothing else is asked for.
@@ -125,7 +122,6 @@ impl Default for Run<'_> {
             page_order: PageOrder::Ascending,
             limits: None,
             probe: None,
-            fault: None,
         }
     }
 }

@@ -1,28 +1,34 @@
-//! Looking at what a forward computes on the way.
+//! Looking at what a forward computes on the way, and changing it.
 
 use crate::ModelError;
-use crate::decoder::{Fault, Step};
+use crate::decoder::Step;
 use samebits_ops::Element;
+use std::borrow::Cow;
 
 /// Something that is shown the values of every site as they are made.
 pub trait Probe {
     /// Shows what step computed at a site: one row of values (widened) for each token.
     ///
+    /// Whatever reads the site afterwards takes what the probe leaves there, rounded to the type of the site. What was made in
+    /// one op with the site is made already: a norm does not see a change of the sum that it was fused with.
+    ///
     /// # Errors
     /// Whatever ends the run, for instance a full disk.
-    fn see(&mut self, seen: &Seen) -> Result<(), ModelError>;
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError>;
 }
 
 /// The values of one site in one step.
 pub struct Seen<'a> {
     /// The layer; `None` before the first and behind the last.
     pub layer: Option<usize>,
-    /// The site: `embed`, `input_norm`, `q`, `k`, `v`, `attention`, `o`, `mlp_norm`, `router`, `mlp`, `sum`, .., `logits`.
+    /// The site: `positions`, `embed`, `input_norm`, `q`, `k`, `v`, `attention`, `o`, `mlp_norm`, `router`, `mlp`, `sum`, ..,
+    /// `logits`. The `positions` of no layer rotate queries and keys, those of a layer are where its attention takes its
+    /// queries to stand.
     pub site: &'static str,
     /// Sequence and position of each token, as the caller numbers its sequences.
     pub tokens: &'a [(usize, usize)],
-    /// Values, a row for each token.
-    pub values: &'a [f32],
+    /// Values, a row for each token. Positions and experts are whole numbers.
+    pub values: &'a mut [f32],
 }
 
 impl Seen<'_> {
@@ -35,25 +41,69 @@ impl Seen<'_> {
     }
 }
 
-/// Whom a forward is shown to, and what is wrong with it on purpose.
+/// Whom a forward is shown to.
 #[derive(Default)]
 pub(crate) struct Watch<'a> {
     pub probe: Option<&'a mut dyn Probe>,
-    pub fault: Option<Fault>,
 }
 
 impl Watch<'_> {
-    /// Shows a site where somebody looks; else nothing is spent.
+    /// Shows a site where somebody looks, and says whether that changed it; else nothing is spent.
     pub fn see<T: Element>(
         &mut self,
         layer: Option<usize>,
         site: &'static str,
         step: &Step,
-        values: &[T],
-    ) -> Result<(), ModelError> {
-        let Some(probe) = &mut self.probe else { return Ok(()) };
-        let values: Vec<f32> = values.iter().map(|v| v.widen()).collect();
-        probe.see(&Seen { layer, site, tokens: &step.places, values: &values })
+        values: &mut [T],
+    ) -> Result<bool, ModelError> {
+        self.show(layer, site, step, values, T::widen, T::narrow)
+    }
+
+    /// [`Watch::see`] for whole numbers.
+    pub fn see_indices(
+        &mut self,
+        layer: Option<usize>,
+        site: &'static str,
+        step: &Step,
+        values: &mut [i32],
+    ) -> Result<bool, ModelError> {
+        self.show(layer, site, step, values, |v| v as f32, |v| v as i32)
+    }
+
+    /// The positions of a step's tokens that a site goes on with.
+    pub fn positions<'p>(
+        &mut self,
+        layer: Option<usize>,
+        step: &Step,
+        positions: &'p [i32],
+    ) -> Result<Cow<'p, [i32]>, ModelError> {
+        let mut positions = Cow::Borrowed(positions);
+        if self.probe.is_some() {
+            self.see_indices(layer, "positions", step, positions.to_mut())?;
+        }
+        Ok(positions)
+    }
+
+    fn show<T: Copy>(
+        &mut self,
+        layer: Option<usize>,
+        site: &'static str,
+        step: &Step,
+        values: &mut [T],
+        widen: fn(T) -> f32,
+        narrow: fn(f32) -> T,
+    ) -> Result<bool, ModelError> {
+        let Some(probe) = &mut self.probe else { return Ok(false) };
+        let mut seen: Vec<f32> = values.iter().map(|&v| widen(v)).collect();
+        probe.see(&mut Seen { layer, site, tokens: &step.places, values: &mut seen })?;
+        // What was not changed keeps its bits, those of a NaN too.
+        let changed = |(value, seen): &(&mut T, f32)| widen(**value).to_bits() != seen.to_bits();
+        let mut any = false;
+        for (value, seen) in values.iter_mut().zip(seen).filter(changed) {
+            *value = narrow(seen);
+            any = true;
+        }
+        Ok(any)
     }
 }
 
@@ -62,7 +112,7 @@ impl Watch<'_> {
 pub struct Tripwire;
 
 impl Probe for Tripwire {
-    fn see(&mut self, seen: &Seen) -> Result<(), ModelError> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
         let Some(first) = seen.values.iter().position(|v| !v.is_finite()) else { return Ok(()) };
         let width = seen.values.len() / seen.tokens.len().max(1);
         let (sequence, position) = seen.tokens[first / width];

@@ -8,11 +8,13 @@
 
 mod equivalents;
 mod memory;
+mod models;
 mod ops;
 mod violations;
 
 pub use equivalents::{EQUIVALENTS, Equivalent};
 pub use memory::{Holder, MEMORY_PATTERNS, MemoryPattern};
+pub use models::{ModelMutant, ModelMutation};
 pub use ops::{MUTATIONS, Mutant, Mutation};
 pub use violations::{VIOLATIONS, Violation};
 

@@ -5,6 +5,7 @@
 //! a wrong formula.
 
 use crate::memory::held_here;
+use crate::models::{ModelMutant, ModelMutation};
 use samebits_contract::axis;
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::round;
@@ -12,6 +13,7 @@ use samebits_contract::tensor::{DType, Tensor};
 use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::{Implementation, Soaked};
+use samebits_models::{Config, Probe, Tripwire};
 use samebits_ops::{Cpu, Isa, bf16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -817,12 +819,12 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.chunk_by_chunk(case),
     },
     Mutation {
-        name: "stale_cache_page",
-        about: "A chunk's first key is not written in one layer: what stood in the page before is read.",
+        name: "unwritten_key",
+        about: "In one layer, a chunk's first key and value are not written: zeros of the page are read.",
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::StalePage),
+        answer: |mutant, case| mutant.defective(case, ModelMutation::UnwrittenKey),
     },
     Mutation {
         name: "position_after_chunk",
@@ -830,7 +832,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::PositionAfterChunk),
+        answer: |mutant, case| mutant.defective(case, ModelMutation::PositionAfterChunk),
     },
     Mutation {
         name: "window_at_chunk_border",
@@ -838,7 +840,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "golden", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::WindowAtChunkBorder),
+        answer: |mutant, case| mutant.defective(case, ModelMutation::WindowAtChunkBorder),
     },
     Mutation {
         name: "experts_by_arrival",
@@ -846,7 +848,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "chain",
         caught_by: "invariance:schedule",
         unnoticed_by: &["accuracy", "invariance:threads", "invariance:isa", "invariance:repeat"],
-        answer: |mutant, case| mutant.defective(case, samebits_models::Fault::ExpertsByArrival),
+        answer: |mutant, case| mutant.defective(case, ModelMutation::ExpertsByArrival),
     },
     Mutation {
         name: "shared_cache_entry",
@@ -881,7 +883,7 @@ pub struct Mutant {
     /// Stands for what differs between two processes.
     process: usize,
     checkpoints: Arc<Checkpoints>,
-    /// The models with a defect of their own, once one was asked.
+    /// The models with a mutation of their own, once one was asked.
     defective: OnceLock<CpuImplementation>,
 }
 
@@ -961,11 +963,13 @@ impl Mutant {
         Answer::ok("mutant", outputs)
     }
 
-    /// The answer of a model with a defect in its decoder.
-    fn defective(&self, case: &Case, fault: samebits_models::Fault) -> Answer {
+    /// The answer of a model whose forward is wrong.
+    fn defective(&self, case: &Case, mutation: ModelMutation) -> Answer {
         let made = self.defective.get_or_init(|| {
             let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best instruction set is there");
-            CpuImplementation::new(cpu).with_checkpoints(Arc::new(self.checkpoints.with_fault(fault)))
+            let make =
+                move |config: &Config| -> Box<dyn Probe> { Box::new(ModelMutant::new(mutation, config, Tripwire)) };
+            CpuImplementation::new(cpu).with_checkpoints(Arc::new(self.checkpoints.with_probe(Box::new(make))))
         });
         made.run(case)
     }

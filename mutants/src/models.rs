@@ -1,0 +1,121 @@
+//! Mutants of whole models: a probe that changes what the forward goes on with.
+
+use samebits_models::{Config, ModelError, Probe, Seen};
+use std::ops::Range;
+
+/// What is wrong with a forward. A chunk is what one step takes of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelMutation {
+    /// In layer 1, key and value of the first token of every chunk but the first are zeros: what a page holds that nobody
+    /// wrote.
+    UnwrittenKey,
+    /// Behind the first chunk, the positions that rotate queries and keys are one too high.
+    PositionAfterChunk,
+    /// Equal router scores go to the highest expert where a step has several tokens.
+    RouterTieByBatch,
+    /// Experts are summed in the order of their numbers where a step has several tokens.
+    ExpertsByArrival,
+    /// In layers with a window, that of the first token of every chunk but the first stands one position too early.
+    WindowAtChunkBorder,
+}
+
+/// A probe that shows every site to another one, and makes it wrong for what the forward goes on with.
+pub struct ModelMutant<P> {
+    mutation: ModelMutation,
+    /// Which layers have a window.
+    windowed: Vec<bool>,
+    /// The router's scores, or by token the order of the ranks: what a site leaves for the next.
+    scores: Vec<f32>,
+    order: Vec<Vec<usize>>,
+    /// The other one. It sees what was made right although it will be read wrong; a wrong choice of experts, which is made
+    /// wrong, it sees as it is.
+    pub beside: P,
+}
+
+impl<P: Probe> ModelMutant<P> {
+    /// For models of `config`.
+    pub fn new(mutation: ModelMutation, config: &Config, beside: P) -> ModelMutant<P> {
+        let windowed = config.windows.iter().map(|&window| window > 0).collect();
+        ModelMutant { mutation, windowed, scores: Vec::new(), order: Vec::new(), beside }
+    }
+}
+
+/// The rows of the chunks that are not the first of their sequence.
+fn later_chunks(tokens: &[(usize, usize)]) -> Vec<Range<usize>> {
+    let mut chunks = Vec::new();
+    let mut start = 0;
+    for chunk in tokens.chunk_by(|a, b| a.0 == b.0) {
+        if chunk[0].1 > 0 {
+            chunks.push(start..start + chunk.len());
+        }
+        start += chunk.len();
+    }
+    chunks
+}
+
+impl<P: Probe> Probe for ModelMutant<P> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        if self.mutation == ModelMutation::RouterTieByBatch {
+            self.change(seen);
+            return self.beside.see(seen);
+        }
+        self.beside.see(seen)?;
+        self.change(seen);
+        Ok(())
+    }
+}
+
+impl<P> ModelMutant<P> {
+    fn change(&mut self, seen: &mut Seen) {
+        let rows = seen.tokens.len();
+        let width = seen.values.len() / rows;
+        let later = later_chunks(seen.tokens);
+        match (self.mutation, seen.site, seen.layer) {
+            (ModelMutation::UnwrittenKey, "k" | "v", Some(1)) => {
+                later.iter().for_each(|chunk| seen.values[chunk.start * width..][..width].fill(0.0));
+            }
+            (ModelMutation::PositionAfterChunk, "positions", None) => {
+                later.into_iter().flatten().for_each(|row| seen.values[row] += 1.0);
+            }
+            (ModelMutation::WindowAtChunkBorder, "positions", Some(layer)) if self.windowed[layer] => {
+                later.iter().for_each(|chunk| seen.values[chunk.start] -= 1.0);
+            }
+            (ModelMutation::RouterTieByBatch, "router", _) if rows > 1 => self.scores = seen.values.to_vec(),
+            (ModelMutation::RouterTieByBatch, "experts", _) if rows > 1 => {
+                for (chosen, scores) in
+                    seen.values.chunks_exact_mut(width).zip(self.scores.chunks_exact(self.scores.len() / rows))
+                {
+                    for rank in 0..width {
+                        let tied =
+                            |&e: &usize| scores[e] == scores[chosen[rank] as usize] && !chosen.contains(&(e as f32));
+                        if let Some(last) = (0..scores.len()).rev().find(tied) {
+                            chosen[rank] = last as f32;
+                        }
+                    }
+                }
+            }
+            (ModelMutation::ExpertsByArrival, "experts", _) if rows > 1 => {
+                self.order = seen
+                    .values
+                    .chunks_exact(width)
+                    .map(|chosen| {
+                        let mut order: Vec<usize> = (0..width).collect();
+                        order.sort_by_key(|&rank| chosen[rank] as usize);
+                        order
+                    })
+                    .collect();
+                reorder(seen.values, &self.order);
+            }
+            (ModelMutation::ExpertsByArrival, "expert_weights", _) if rows > 1 => reorder(seen.values, &self.order),
+            _ => {}
+        }
+    }
+}
+
+/// Brings the values of each row into its order.
+fn reorder(values: &mut [f32], orders: &[Vec<usize>]) {
+    for (row, order) in values.chunks_exact_mut(values.len() / orders.len()).zip(orders) {
+        let before = row.to_vec();
+        row.iter_mut().zip(order).for_each(|(value, &from)| *value = before[from]);
+    }
+}
