@@ -1,5 +1,9 @@
 //! The command line: bad input of every kind gives one line on stderr and exit code 2, never a panic, never half a file.
 
+#[cfg(unix)]
+#[path = "cli/outputs.rs"]
+mod outputs;
+
 use samebits_contract::case::{Case, Config, Status};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::{File, decode_answer, encode_request, read_frame, write_frame};
@@ -413,6 +417,61 @@ fn generate_prints_what_transformers_printed() {
         let completion = format!("{}\n", sample["completion"].as_str().unwrap());
         assert_eq!(String::from_utf8_lossy(&output.stdout), completion, "{prompt} with {isa}");
     }
+}
+
+/// Characters that a tokenizer has no token for are an error, or a warning where it has an unknown token for them.
+#[test]
+fn characters_without_a_token_are_named() {
+    let adder = checkpoint("qwen3-adder");
+    let generate = |model: &Path, prompt: &str| {
+        samebits(&["generate", "--model", text(model), "--prompt", prompt, "--max-tokens", "4"], b"")
+    };
+    let named = ["'h' (U+0068)", "'é' (U+00E9)", "tokenizer.json", "leave them out"];
+    // The adder's unknown token is its padding.
+    assert_broken(
+        &generate(&adder, "héé"),
+        &[&named[..], &["prompt: ", "`<pad>`, the model's padding token"]].concat(),
+    );
+    assert_broken(&generate(&adder, "1+\u{202e}1="), &["'\\u{202e}' (U+202E)"]);
+
+    let folder = copied();
+    let file = folder.path().join("tokenizer.json");
+    let good: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let prompts = folder.path().join("prompts.txt");
+    std::fs::write(&prompts, "12+34=\n\n12+34=\nhéé\n").unwrap();
+    let rollout = || {
+        let args = ["rollout", "--model", text(folder.path()), "--prompts", text(&prompts), "--max-tokens", "1"];
+        samebits(&args, b"")
+    };
+
+    // Without any, they would be dropped.
+    let mut bare = good.clone();
+    bare["pre_tokenizer"] = serde_json::Value::Null;
+    bare["model"] = serde_json::json!({"type": "BPE", "vocab": good["model"]["vocab"], "merges": []});
+    std::fs::write(&file, bare.to_string()).unwrap();
+    assert_eq!(generate(folder.path(), "12+34=").stdout, b"46\n");
+    assert_broken(&generate(folder.path(), "héé12+34="), &[&named[..], &["no unknown token"]].concat());
+    assert_broken(&rollout(), &[&named[..], &["prompts.txt:4: prompt: "]].concat());
+
+    let mut own = good.clone();
+    own["model"]["vocab"]["<unk>"] = 19.into();
+    own["model"]["unk_token"] = "<unk>".into();
+    std::fs::write(&file, own.to_string()).unwrap();
+    for (prompt, warns) in [("12+34=", false), ("héé", true)] {
+        let output = generate(folder.path(), prompt);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && output.stdout.ends_with(b"\n"), "{stderr}");
+        assert_eq!(stderr.lines().count(), usize::from(warns), "{stderr}");
+        let start = "samebits: warning: prompt: 'h' (U+0068), 'é' (U+00E9) have no token in ";
+        let end = "tokenizer.json; the model reads its unknown token `<unk>` in their place\n";
+        assert!(!warns || stderr.starts_with(start) && stderr.ends_with(end), "{stderr}");
+    }
+    let output = rollout();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success() && stderr.lines().count() == 1 && stderr.contains("prompts.txt:4: prompt: 'h'"),
+        "{stderr}"
+    );
 }
 
 /// The whole file, not only the logits: nothing in it may say how it was made.

@@ -4,6 +4,7 @@
 //! TOML -> [`case::Case`] -> [`case::Answer`] -> [`verdict::Verdict`] -> [`record::Record`].
 #![forbid(unsafe_code)]
 
+pub mod atomic_write;
 pub mod axis;
 pub mod case;
 pub mod compare;

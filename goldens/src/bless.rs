@@ -2,10 +2,11 @@
 
 use crate::manifest::{self, Entry, Output};
 use crate::{GoldenError, HASHES, KEPT, MANIFEST, Outputs, Store, hashes, sha256};
+use samebits_contract::atomic_write;
 use samebits_contract::wire;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
 /// What is written beside blessed outputs.
@@ -162,7 +163,7 @@ impl Store {
             move |cause: io::Error| GoldenError::Io { path, cause }
         };
         if !ops.is_empty() {
-            fs::create_dir_all(&folder).map_err(failed(&folder))?;
+            atomic_write::create_folder(&folder).map_err(failed(&folder))?;
         }
         for (op, entries) in &ops {
             let (file, bytes) = (format!("{HASHES}/{op}.toml"), hashes::encode(entries.iter().copied()));
@@ -172,7 +173,7 @@ impl Store {
         }
         for op in self.ops_of_hashes()?.iter().filter(|op| !ops.contains_key(op.as_str())) {
             let path = folder.join(format!("{op}.toml"));
-            fs::remove_file(&path).map_err(failed(&path))?;
+            atomic_write::remove(&path).map_err(failed(&path))?;
         }
         Ok(())
     }
@@ -180,7 +181,10 @@ impl Store {
     /// Writes those of `files` that are not there yet as they should be.
     pub(crate) fn write_data(&self, files: &BTreeMap<String, Vec<u8>>) -> Result<Vec<String>, GoldenError> {
         let data = self.dir.join("data");
-        fs::create_dir_all(&data).map_err(|cause| GoldenError::Io { path: data, cause })?;
+        let folders = [&self.dir, &data];
+        folders.into_iter().try_for_each(|folder| {
+            atomic_write::create_folder(folder).map_err(|cause| GoldenError::Io { path: folder.clone(), cause })
+        })?;
         let mut written = Vec::new();
         for (file, bytes) in files {
             if fs::read(self.dir.join(file)).is_ok_and(|there| there == *bytes) {
@@ -201,10 +205,12 @@ impl Store {
         let named: BTreeSet<&String> = self.entries.values().filter_map(|entry| entry.file.as_ref()).collect();
         let mut removed = Vec::new();
         for found in fs::read_dir(&data).map_err(failed(&data))? {
-            let name = found.map_err(failed(&data))?.file_name().to_string_lossy().into_owned();
+            let found = found.map_err(failed(&data))?;
+            let name = found.file_name().to_string_lossy().into_owned();
             let file = format!("data/{name}");
             // Nothing but what a blessing wrote is touched.
-            if !named.contains(&file) && (name.ends_with(".safetensors") || name.ends_with(".tmp")) {
+            let ours = found.file_type().is_ok_and(|kind| kind.is_file());
+            if ours && !named.contains(&file) && (name.ends_with(".safetensors") || name.ends_with(".tmp")) {
                 fs::remove_file(data.join(&name)).map_err(failed(&data.join(&name)))?;
                 removed.push(file);
             }
@@ -233,20 +239,8 @@ pub(crate) fn file_name(case: &str, sha256: &str) -> String {
 /// Writes `dir/file` so that it is there whole or not at all, also after a power cut.
 fn write(dir: &Path, file: &str, bytes: &[u8]) -> Result<(), GoldenError> {
     let path = dir.join(file);
-    let parent = path.parent().expect("a file in a store has a parent");
-    let mut builder = tempfile::Builder::new();
-    builder.suffix(".tmp");
-    // Temporary files are private by default; goldens are for everyone who may read the repository.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let written = || -> io::Result<()> {
-        let mut temporary = builder.tempfile_in(parent)?;
-        temporary.write_all(bytes)?;
-        temporary.as_file().sync_all()?;
-        temporary.persist(&path)?;
-        #[cfg(unix)]
-        fs::File::open(parent)?.sync_all()?;
-        Ok(())
-    };
-    written().map_err(|cause| GoldenError::Io { path: path.clone(), cause })
+    // Data and manifest are read again.
+    atomic_write::regular(&path)
+        .and_then(|_| atomic_write::write(&path, bytes))
+        .map_err(|cause| GoldenError::Io { path, cause })
 }

@@ -104,12 +104,12 @@ impl Store {
     /// Data files are looked into by [`verify`](Store::verify) and [`verify_files`](Store::verify_files).
     pub fn open(dir: &Path) -> Result<Store, GoldenError> {
         let path = dir.join(MANIFEST);
-        let bytes = fs::read(&path).map_err(|cause| GoldenError::Io { path: path.clone(), cause })?;
+        let bytes = read(&path)?;
         let entries = manifest::parse(&bytes, dir).map_err(|(line, why)| GoldenError::Manifest { path, line, why })?;
         let mut store = Store { dir: dir.into(), entries };
         for op in store.ops_of_hashes()? {
             let path = dir.join(HASHES).join(format!("{op}.toml"));
-            let bytes = fs::read(&path).map_err(|cause| GoldenError::Io { path: path.clone(), cause })?;
+            let bytes = read(&path)?;
             let wrong = |(line, why)| GoldenError::Manifest { path: path.clone(), line, why };
             for entry in hashes::parse(&bytes, &op).map_err(wrong)? {
                 let case = entry.case.clone();
@@ -149,7 +149,7 @@ impl Store {
     /// manifest already.
     pub fn create(dir: &Path) -> Result<Store, GoldenError> {
         let path = dir.join(MANIFEST);
-        match path.symlink_metadata() {
+        match path.metadata() {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Store { dir: dir.into(), entries: BTreeMap::new() }),
             Err(cause) => Err(GoldenError::Io { path, cause }),
             Ok(_) => Err(GoldenError::Refused(format!("{} is there already; open it instead", path.display()))),
@@ -280,6 +280,15 @@ fn where_rows_differ(shape: &[usize], blessed: &str, found: &str) -> String {
         |n: usize| if rows.together > 1 { format!("{n} runs of {} rows", rows.together) } else { format!("{n} rows") };
     let last = if first.len() > 1 { format!(" to {}", place(first.end - 1)) } else { String::new() };
     format!("{} of {} differ, first {}{last}", differing.len(), of(rows.hashes()), place(first.start))
+}
+
+/// The bytes of a regular file: a device may never come to its end.
+fn read(path: &Path) -> Result<Vec<u8>, GoldenError> {
+    let bytes = match path.metadata() {
+        Ok(found) if !found.is_file() => Err(io::Error::other("is no file; it must be a regular file")),
+        _ => fs::read(path),
+    };
+    bytes.map_err(|cause| GoldenError::Io { path: path.into(), cause })
 }
 
 /// SHA-256 in lower-case hex.

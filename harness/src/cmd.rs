@@ -35,7 +35,7 @@ use samebits_harness::judge::Selection;
 use samebits_models::Model;
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -121,6 +121,12 @@ impl Strict {
         }
         Ok(cpu)
     }
+}
+
+/// A line on stderr about something that is no error and that the user should know.
+pub fn warn(message: &str) {
+    // Nothing is left to do when stderr is gone.
+    let _ = writeln!(std::io::stderr(), "samebits: warning: {message}");
 }
 
 /// A line on stderr that shows work is going on, on a terminal only; it clears itself when dropped.

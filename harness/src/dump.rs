@@ -10,20 +10,20 @@
 //! The first line is `{"samebits": "dump"}`. Sites stand in the order in which they were computed.
 //! `goldens/generate/dump.py` writes the same of a model in transformers.
 
+use samebits_contract::atomic_write::AtomicFile;
 use samebits_models::{ModelError, Probe, Seen};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use tempfile::NamedTempFile;
 
 const FIRST: &str = r#"{"samebits": "dump"}"#;
 
 /// Writes a dump. The file appears when it is whole.
 pub struct Writer {
     path: PathBuf,
-    file: BufWriter<NamedTempFile>,
+    file: BufWriter<AtomicFile>,
     written: u64,
     /// Most bytes.
     cap: u64,
@@ -33,11 +33,9 @@ impl Writer {
     /// A dump at `path` of at most `cap` bytes.
     ///
     /// # Errors
-    /// When the folder of `path` cannot be written.
+    /// When `path` cannot be written.
     pub fn create(path: &Path, cap: u64) -> std::io::Result<Writer> {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let file = tempfile::Builder::new().prefix(".samebits-").suffix(".tmp").tempfile_in(folder)?;
-        let mut file = BufWriter::new(file);
+        let mut file = BufWriter::new(AtomicFile::create(path)?);
         writeln!(file, "{FIRST}")?;
         Ok(Writer { path: path.into(), file, written: FIRST.len() as u64 + 1, cap })
     }
@@ -47,9 +45,7 @@ impl Writer {
     /// # Errors
     /// When the disk is full or the place cannot be written; nothing is left behind.
     pub fn finish(self) -> std::io::Result<()> {
-        let file = self.file.into_inner().map_err(|e| e.into_error())?;
-        file.persist(&self.path)?;
-        Ok(())
+        self.file.into_inner().map_err(|e| e.into_error())?.commit()
     }
 
     fn refuse(&self, why: String) -> ModelError {

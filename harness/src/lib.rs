@@ -16,5 +16,4 @@ pub mod probe;
 pub mod run;
 pub mod side;
 pub mod timing;
-pub mod whole_file;
 pub mod workload;

@@ -35,6 +35,8 @@ Examples:
   samebits trace default schedule=decode,isa=avx2 --model DIR --tokens tokens.safetensors
       the first place where two runs of a model part, if they do
 
+Files are written whole or not at all; links are followed, devices and pipes (/dev/stdout) written straight.
+
 Exit codes:
   0  it worked; for a verb that judges: the contract holds
   1  a judgment went against the contract
@@ -69,14 +71,11 @@ enum Verb {
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(e) if !e.use_stderr() => {
-            // --help and --version; a reader that went away wants no more of it.
-            let _ = e.print();
-            return ExitCode::SUCCESS;
-        }
+        // --help and --version.
+        Err(e) if !e.use_stderr() => return end(e.print().map(|()| ExitCode::SUCCESS).map_err(Into::into)),
         Err(e) => return broken(&usage(&e)),
     };
-    let done = match cli.verb {
+    end(match cli.verb {
         Verb::Check(args) => cmd::check::run(&args),
         Verb::Sweep(args) => cmd::sweep::run(&args),
         Verb::Merge(args) => cmd::merge::run(&args),
@@ -98,12 +97,25 @@ fn main() -> ExitCode {
         Verb::Score(args) => cmd::score::run(&args),
         Verb::Trace(args) => cmd::trace::run(&args),
         Verb::Audit(args) => cmd::audit::run(&args),
-    };
+    })
+}
+
+/// Turns what a verb came to into an exit code.
+fn end(done: anyhow::Result<ExitCode>) -> ExitCode {
+    // What stands in the buffer of stdout goes out now, while an error can still be told.
+    let done = done.and_then(|code| std::io::stdout().flush().map(|()| code).map_err(Into::into));
     match done {
         Ok(code) => code,
-        Err(e) if reader_left(&e) => ExitCode::SUCCESS,
+        // Whoever reads our output has stopped reading.
+        Err(e) if of_stdout(&e).is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe) => ExitCode::SUCCESS,
+        Err(e) if of_stdout(&e).is_some() => broken(&format!("stdout: {e:#}")),
         Err(e) => broken(&format!("{e:#}")),
     }
+}
+
+/// The error of writing to stdout: alone of all errors of the system it has no file as its context.
+fn of_stdout(e: &anyhow::Error) -> Option<&std::io::Error> {
+    e.chain().next().and_then(|first| first.downcast_ref())
 }
 
 /// Reports that the run is broken: exactly one line, whatever characters the message holds.
@@ -124,11 +136,4 @@ fn usage(e: &clap::Error) -> String {
     let lines: Vec<&str> = lines.filter(|line| !line.starts_with("For more information")).collect();
     let what = lines.join("; ");
     format!("{}; try `--help`", what.strip_prefix("error: ").unwrap_or(&what).replace(":; ", ": "))
-}
-
-/// Whether the error is only that whoever reads our output has stopped reading.
-fn reader_left(e: &anyhow::Error) -> bool {
-    e.chain().any(|cause| {
-        cause.downcast_ref::<std::io::Error>().is_some_and(|io| io.kind() == std::io::ErrorKind::BrokenPipe)
-    })
 }

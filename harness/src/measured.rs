@@ -2,8 +2,8 @@
 
 use crate::ceilings::Ceiling;
 use crate::pairs::{Limit, Row};
-use crate::whole_file;
 use anyhow::{Context, Result};
+use samebits_contract::atomic_write;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -63,7 +63,7 @@ impl Measured {
         let json = serde_json::to_string_pretty(self)? + "\n";
         for (name, text) in [("measure.json", json), ("measure.md", self.markdown())] {
             let path = dir.join(name);
-            whole_file::write(&path, text.as_bytes()).with_context(|| path.display().to_string())?;
+            atomic_write::write(&path, text.as_bytes()).with_context(|| path.display().to_string())?;
         }
         Ok(())
     }

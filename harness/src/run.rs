@@ -4,13 +4,13 @@
 //! there, whatever its place in the plan, so that a run that is killed loses at most the groups in flight; `records.jsonl`
 //! grows in the plan's order. A run that came to its end is sealed: `run.json` has the digest of its records.
 
-use crate::whole_file;
 use anyhow::{Context, Result, bail, ensure};
+use samebits_contract::atomic_write;
 use samebits_contract::record::{Attempt, Record, Run};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{ErrorKind, Seek, Write};
+use std::io::{Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -76,18 +76,15 @@ impl Journal {
     /// # Errors
     /// When the folder cannot be written, naming it.
     pub fn start(dir: &Path, run: Run) -> Result<Journal> {
-        std::fs::create_dir_all(dir).with_context(|| format!("--out {}", dir.display()))?;
+        atomic_write::create_folder(dir).with_context(|| format!("--out {}", dir.display()))?;
+        let [_, lines, journal] = kept(dir)?;
         // run.json first: killed anywhere below, the folder is no run, and not the old run with other records.
         for old in ["run.json", "report.html", "junit.xml", "summary.md", "records.csv"] {
-            match std::fs::remove_file(dir.join(old)) {
-                Err(e) if e.kind() != ErrorKind::NotFound => {
-                    return Err(e).with_context(|| dir.join(old).display().to_string());
-                }
-                _ => {}
-            }
+            let old = dir.join(old);
+            atomic_write::remove(&old).with_context(|| old.display().to_string())?;
         }
-        let create = |name: &str| File::create(dir.join(name)).with_context(|| dir.join(name).display().to_string());
-        let (lines, journal) = (create("records.jsonl")?, create("journal.jsonl")?);
+        let create = |path: &Path| File::create(path).with_context(|| path.display().to_string());
+        let (lines, journal) = (create(&lines)?, create(&journal)?);
         let journal = Journal { dir: dir.to_path_buf(), run, journal, lines, done: BTreeMap::new(), written: 0 };
         journal.write_run()?;
         Ok(journal)
@@ -99,6 +96,7 @@ impl Journal {
     /// # Errors
     /// When there is no run, when it is complete, when it is another one, and when its journal was changed.
     pub fn resume(dir: &Path, run: Run, names: &[Vec<String>]) -> Result<Journal> {
+        kept(dir)?;
         let place = |file: &str| dir.join(file).display().to_string();
         let read = |file: &str| std::fs::read(dir.join(file)).with_context(|| place(file));
         let old: Run = serde_json::from_slice(&read("run.json")?).with_context(|| place("run.json"))?;
@@ -164,7 +162,7 @@ impl Journal {
         let path = self.dir.join("run.json");
         let mut text = serde_json::to_vec_pretty(&self.run)?;
         text.push(b'\n');
-        whole_file::write(&path, &text).with_context(|| path.display().to_string())
+        atomic_write::write(&path, &text).with_context(|| path.display().to_string())
     }
 
     /// Keeps what group number `group` gave; it is on its way to the disk when this returns.
@@ -207,8 +205,17 @@ impl Journal {
         self.run.sealed = Some(sha256(&all));
         self.write_run()?;
         let journal = self.dir.join("journal.jsonl");
-        std::fs::remove_file(&journal).with_context(|| journal.display().to_string())
+        atomic_write::remove(&journal).with_context(|| journal.display().to_string())
     }
+}
+
+/// The files of a run folder that are read again: `run.json`, `records.jsonl`, `journal.jsonl`.
+fn kept(dir: &Path) -> Result<[PathBuf; 3]> {
+    let regular = |name: &str| {
+        let path = dir.join(name);
+        atomic_write::regular(&path).with_context(|| path.display().to_string())
+    };
+    Ok([regular("run.json")?, regular("records.jsonl")?, regular("journal.jsonl")?])
 }
 
 fn lines(records: &[Record]) -> Result<Vec<u8>> {

@@ -1,12 +1,10 @@
 //! Greedy continuation of a text.
 
 use crate::decoder::{Feed, Rows, Steps};
-use crate::fields::read_object;
+use crate::tokenizer::{Encoded, Tokenizer};
 use crate::watch::Watch;
-use crate::{Config, ModelError, PAGE_SIZE, PageOrder};
+use crate::{ModelError, PAGE_SIZE, PageOrder};
 use samebits_ops::{Cpu, argmax};
-use std::fs;
-use std::path::{Path, PathBuf};
 
 /// A continued prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +17,8 @@ pub struct Generation {
     pub text: String,
     /// Why it ended.
     pub stop: Stop,
+    /// One line that names the characters of the prompt in whose place the unknown token stands.
+    pub warning: Option<String>,
 }
 
 /// Why a generation ended.
@@ -32,58 +32,6 @@ pub enum Stop {
     MaxPositions,
 }
 
-/// `tokenizer.json`, and whether bos is left to the model.
-pub(crate) struct Tokenizer {
-    path: PathBuf,
-    inner: tokenizers::Tokenizer,
-    add_bos: bool,
-}
-
-impl Tokenizer {
-    pub fn load(dir: &Path) -> Result<Tokenizer, ModelError> {
-        let path = dir.join("tokenizer.json");
-        let bytes = fs::read(&path).map_err(|e| ModelError::file(&path, format!("cannot be read: {e}")))?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| ModelError::file(&path, format!("is not a tokenizer: {}", one_line(&e))))?;
-        // Whatever the folder was prepared for, a prompt is neither cut nor filled up.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| ModelError::file(&path, one_line(&e)))?;
-        let settings = dir.join("tokenizer_config.json");
-        let add_bos = !settings.exists() || read_object(&settings)?.get("add_bos_token") != Some(&false.into());
-        Ok(Tokenizer { path, inner, add_bos })
-    }
-
-    /// The tokens of `prompt` behind bos.
-    pub fn encode(&self, config: &Config, prompt: &str) -> Result<Vec<i32>, ModelError> {
-        let encoding = self
-            .inner
-            .encode(prompt, true)
-            .map_err(|e| ModelError::input("prompt", format!("cannot be encoded: {}", one_line(&e))))?;
-        let mut tokens = Vec::with_capacity(encoding.len() + 1);
-        // The mask tells a bos that the tokenizer added from one that the prompt spells out.
-        let added = |bos: i32| {
-            encoding.get_ids().first() == Some(&(bos as u32)) && encoding.get_special_tokens_mask().first() == Some(&1)
-        };
-        tokens.extend(config.bos.filter(|&bos| self.add_bos && !added(bos)));
-        for &id in encoding.get_ids() {
-            let token = i32::try_from(id).ok().filter(|&token| (token as usize) < config.vocab).ok_or_else(|| {
-                let why = format!("gives token {id}, but vocab_size in config.json is {}", config.vocab);
-                ModelError::file(&self.path, why)
-            })?;
-            tokens.push(token);
-        }
-        Ok(tokens)
-    }
-
-    /// The text of `tokens` without special ones: those the tokenizer marks and those the config names.
-    fn decode(&self, config: &Config, tokens: &[i32]) -> Result<String, ModelError> {
-        let special = |token: &i32| config.eos.contains(token) || [config.bos, config.pad].contains(&Some(*token));
-        let ids: Vec<u32> = tokens.iter().filter(|token| !special(token)).map(|&token| token as u32).collect();
-        let text = self.inner.decode(&ids, true);
-        text.map_err(|e| ModelError::file(&self.path, format!("cannot decode {ids:?}: {}", one_line(&e))))
-    }
-}
-
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.
 pub(crate) fn greedy<D: Steps>(
     decoder: &D,
@@ -93,7 +41,7 @@ pub(crate) fn greedy<D: Steps>(
     max_tokens: usize,
 ) -> Result<Generation, ModelError> {
     let config = decoder.config();
-    let prompt = tokenizer.encode(config, prompt)?;
+    let Encoded { tokens: prompt, warning } = tokenizer.encode(config, prompt)?;
     if prompt.is_empty() {
         return Err(ModelError::input("prompt", "has no tokens and the model has no bos; pass some text"));
     }
@@ -127,9 +75,5 @@ pub(crate) fn greedy<D: Steps>(
         fed = next.to_vec();
     };
     let text = tokenizer.decode(config, &tokens)?;
-    Ok(Generation { prompt, tokens, text, stop })
-}
-
-fn one_line(error: &tokenizers::Error) -> String {
-    error.to_string().lines().collect::<Vec<_>>().join(" ")
+    Ok(Generation { prompt, tokens, text, stop, warning })
 }

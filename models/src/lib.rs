@@ -26,6 +26,7 @@ mod reference;
 mod rollout;
 mod rotary;
 mod schedule;
+mod tokenizer;
 mod watch;
 mod weights;
 
@@ -39,4 +40,5 @@ pub use model::{Model, Precision};
 pub use rollout::{Sample, Sampling, Serving, Timing};
 pub use rotary::{Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
+pub use tokenizer::Encoded;
 pub use watch::{Probe, Seen, Tripwire};

@@ -1,7 +1,8 @@
 use crate::decoder::{Decoder, Feed, Rows, Steps};
 use crate::device::OnDevice;
-use crate::generate::{self, Generation, Tokenizer};
+use crate::generate::{self, Generation};
 use crate::kv_cache::{KvCache, buffer};
+use crate::tokenizer::Tokenizer;
 use crate::watch::Watch;
 use crate::weights::Weights;
 use crate::{Config, Grouping, ModelError, Run, Schedule};
@@ -202,7 +203,8 @@ impl Model {
     /// `max_tokens`, or at the model's last position.
     ///
     /// # Errors
-    /// No usable `tokenizer.json`; a prompt without tokens, outside the vocabulary or longer than the model's positions;
+    /// No usable `tokenizer.json`; characters that it has no token for, unless it has an unknown token of its own; a prompt
+    /// without tokens, outside the vocabulary or longer than the model's positions;
     /// logits that are NaN.
     pub fn generate(&self, cpu: &Cpu, prompt: &str, max_tokens: usize) -> Result<Generation, ModelError> {
         let tokenizer = self.tokenizer()?;

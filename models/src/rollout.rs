@@ -7,6 +7,7 @@
 use crate::decoder::{Feed, Rows, Steps};
 use crate::generate::Stop;
 use crate::model::with_decoder;
+use crate::tokenizer::Encoded;
 use crate::watch::Watch;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, argmax, logprob, scale, softmax};
@@ -124,8 +125,9 @@ impl Model {
     /// The tokens of a text, behind bos where the model has one.
     ///
     /// # Errors
-    /// No usable `tokenizer.json`; a text without tokens or outside the vocabulary.
-    pub fn encode(&self, text: &str) -> Result<Vec<i32>, ModelError> {
+    /// No usable `tokenizer.json`; characters that it has no token for, unless it has an unknown token of its own; tokens
+    /// outside the vocabulary.
+    pub fn encode(&self, text: &str) -> Result<Encoded, ModelError> {
         self.tokenizer()?.encode(self.config(), text)
     }
 

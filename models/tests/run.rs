@@ -192,6 +192,7 @@ fn completions_are_those_of_transformers() {
         for sample in samples {
             let found = model.generate(&Cpu::best(), sample["prompt"].as_str().unwrap(), 8).unwrap();
             let expected = Generation {
+                warning: None,
                 prompt: ids(&sample["prompt_ids"]),
                 tokens: ids(&sample["completion_ids"]),
                 text: sample["completion"].as_str().unwrap().into(),

@@ -26,12 +26,12 @@ pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
 pub use text::table;
 
-use std::io::Write;
+use samebits_contract::atomic_write;
 use std::path::Path;
 
 /// Reads the run folder `dir` and writes `report.html`, `junit.xml` and `summary.md` into it.
 ///
-/// Each file is written beside its place and renamed, so a reader never sees half of one. Fails where [`read`] fails,
+/// Each file appears whole or not at all. Fails where [`read`] fails,
 /// and when a file cannot be written.
 pub fn render(dir: &Path) -> Result<Summary, ReportError> {
     let folder = read(dir)?;
@@ -48,26 +48,14 @@ pub fn csv(dir: &Path) -> Result<(), ReportError> {
 
 /// Whether `dir` holds a run that did not come to its end.
 pub fn interrupted(dir: &Path) -> bool {
-    std::fs::read(dir.join("run.json"))
+    read::load(&dir.join("run.json"))
         .ok()
         .and_then(|bytes| serde_json::from_slice::<samebits_contract::record::Run>(&bytes).ok())
         .is_some_and(|run| !run.complete)
 }
 
 fn write(path: &Path, text: &str) -> Result<(), ReportError> {
-    let dir = path.parent().expect("a file in a run folder has a parent");
-    let mut builder = tempfile::Builder::new();
-    builder.suffix(".tmp");
-    // Temporary files are private by default; a report is as public as the user's umask lets it be.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let written = || -> std::io::Result<()> {
-        let mut file = builder.tempfile_in(dir)?;
-        file.write_all(text.as_bytes())?;
-        file.persist(path)?;
-        Ok(())
-    };
-    written().map_err(|source| ReportError::Io { path: path.into(), source })
+    atomic_write::write(path, text.as_bytes()).map_err(|cause| ReportError::Io { path: path.into(), cause })
 }
 
 #[cfg(test)]

@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// A file cannot be opened, read or written.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {cause}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        cause: io::Error,
     },
     /// `run.json` or `records.jsonl` is not there.
     #[error("{}: missing; name a run folder, which holds run.json and records.jsonl", path.display())]
@@ -88,11 +88,14 @@ pub fn read(dir: &Path) -> Result<RunFolder, ReportError> {
     Ok(RunFolder { run, records, torn })
 }
 
-fn load(path: &Path) -> Result<Vec<u8>, ReportError> {
-    std::fs::read(path).map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound => ReportError::Missing { path: path.into() },
-        _ => ReportError::Io { path: path.into(), source },
-    })
+pub(crate) fn load(path: &Path) -> Result<Vec<u8>, ReportError> {
+    let failed = |cause| ReportError::Io { path: path.into(), cause };
+    match std::fs::metadata(path) {
+        // A device may never come to its end.
+        Ok(found) if !found.is_file() => Err(failed(io::Error::other("is no file; it must be a regular file"))),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Err(ReportError::Missing { path: path.into() }),
+        _ => std::fs::read(path).map_err(failed),
+    }
 }
 
 /// Reads JSON of schema [`SCHEMA`]. The schema is looked at first: a newer file may lack or add any field.

@@ -56,7 +56,7 @@ fn serve(answers: impl Fn(&Case, Option<&Clock>) -> Answer) -> Result<ExitCode> 
             Ok(case) => answer(&answers, case),
             Err(e) => encode_answer(&Answer::error(e.to_string())),
         };
-        write_frame(&mut output, &answer).context("stdout")?;
+        write_frame(&mut output, &answer)?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,10 +1,10 @@
 use super::{Loading, Machine, On, Working, place};
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
+use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
 use samebits_harness::dump::Writer;
-use samebits_harness::whole_file;
 use samebits_models::{Grouping, Model, ModelError, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -69,9 +69,11 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
     let device = args.on.open()?;
-    check_place(&args.out)?;
+    let out = || format!("--out {}", args.out.display());
+    // Before the work, so that a wrong path costs nothing.
+    atomic_write::check(&args.out).with_context(out)?;
     if let Some(dump) = &args.dump {
-        check_place(dump)?;
+        atomic_write::check(dump).with_context(|| format!("--dump {}", dump.display()))?;
     }
     ensure!(args.page_size > 0, "--page-size 0: give at least 1");
     let tokens = Tokens::read(&args.tokens)?;
@@ -108,20 +110,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let logits = tokens.spread(&found, vocab);
     let logits = Tensor::fp32(&[batch, len, vocab], logits);
     let file = File { tensors: BTreeMap::from([("logits".into(), logits)]), metadata: BTreeMap::new() };
-    whole_file::write(&args.out, &file.encode()).with_context(|| format!("--out {}", args.out.display()))?;
+    atomic_write::write(&args.out, &file.encode()).with_context(out)?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Whether `out` can be written; asked before the work, so that a wrong path costs nothing.
-pub fn check_place(out: &Path) -> Result<()> {
-    let folder = match out.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
-    ensure!(folder.is_dir(), "--out {}: {} is not a folder; create it first", out.display(), folder.display());
-    ensure!(!out.is_dir(), "--out {}: is a folder; name a file", out.display());
-    ensure!(out.file_name().is_some(), "--out {}: name a file", out.display());
-    Ok(())
 }
 
 /// `tokens` [B, T], row-major, and which of them count.

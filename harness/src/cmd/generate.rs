@@ -1,4 +1,4 @@
-use super::{Loading, Machine, On, Working, place};
+use super::{Loading, Machine, On, Working, place, warn};
 use anyhow::Result;
 use samebits_models::{Model, Precision};
 use std::io::Write;
@@ -40,6 +40,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let working = Working::on(format!("at most {} tokens", args.max_tokens));
     let generation = model.generate(&cpu, &args.prompt, args.max_tokens)?;
     drop(working);
+    if let Some(warning) = &generation.warning {
+        warn(warning);
+    }
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{}", generation.text)?;
     stdout.flush()?;

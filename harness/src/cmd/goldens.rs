@@ -1,5 +1,6 @@
 use super::{Place, Select};
 use anyhow::{Context, Result, bail, ensure};
+use samebits_contract::atomic_write;
 use samebits_contract::case::Status;
 use samebits_contract::table::{CaseSpec, Slice, today};
 use samebits_contract::tensor::DType;
@@ -209,7 +210,7 @@ fn foreign(store: &Path, place: &Place) -> Result<()> {
 }
 
 fn open_or_create(store: &Path) -> Result<Store> {
-    std::fs::create_dir_all(store).with_context(|| format!("--store {}", store.display()))?;
+    atomic_write::create_folder(store).with_context(|| format!("--store {}", store.display()))?;
     Ok(match store.join("MANIFEST.toml").exists() {
         true => Store::open(store)?,
         false => Store::create(store)?,

@@ -1,6 +1,7 @@
 use super::Place;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
+use samebits_contract::atomic_write;
 use samebits_contract::tensor::DType;
 use samebits_harness::clock::spread;
 use samebits_harness::machine;
@@ -187,7 +188,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
     let chosen = |workload: &&Workload| args.filter.is_empty() || args.filter.iter().any(|t| workload.name.contains(t));
     let workloads: Vec<&Workload> = table.workload.iter().filter(chosen).collect();
     let dir = PathBuf::from(args.out.as_deref().unwrap_or("samebits-measure"));
-    std::fs::create_dir_all(&dir).with_context(|| format!("--out {}", dir.display()))?;
+    atomic_write::create_folder(&dir).with_context(|| format!("--out {}", dir.display()))?;
 
     let mut comparison = Comparison {
         ours: ours(args.isa)?,

@@ -1,5 +1,6 @@
 use super::Place;
 use anyhow::{Context, Result, bail, ensure};
+use samebits_contract::atomic_write;
 use samebits_contract::case::Config;
 use samebits_contract::tensor::DType;
 use samebits_harness::probe::{Finding, Op, Probe, RowsApart, Tree};
@@ -127,11 +128,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                     let same = if *tree == declared { "as declared" } else { "NOT as declared" };
                     writeln!(stdout, "  rows {list}: {same}\n    {}", tree.text())?;
                     if let Some(dir) = &args.svg {
-                        std::fs::create_dir_all(dir).with_context(|| format!("--svg {}", dir.display()))?;
+                        atomic_write::create_folder(dir).with_context(|| format!("--svg {}", dir.display()))?;
                         let name = args.implementation.replace('/', "-");
                         let path = dir.join(format!("{name}-{}-{dtype}-{n}-{}.svg", op.name(), number + 1));
                         let title = format!("{}, {}, {dtype}, {n} terms, rows {list}", args.implementation, op.name());
-                        std::fs::write(&path, tree.svg(&title)).with_context(|| path.display().to_string())?;
+                        atomic_write::write(&path, tree.svg(&title).as_bytes())
+                            .with_context(|| path.display().to_string())?;
                     }
                 }
             }

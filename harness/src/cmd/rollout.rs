@@ -1,8 +1,7 @@
-use super::forward::check_place;
-use super::{Loading, Machine, On, counting, place};
+use super::{Loading, Machine, On, counting, place, warn};
 use anyhow::{Context, Result, ensure};
-use samebits_harness::whole_file;
-use samebits_models::{Model, PageOrder, Precision, Sample, Sampling, Serving, Stop};
+use samebits_contract::atomic_write;
+use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving, Stop};
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -85,7 +84,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(None)?;
     let device = args.on.open()?;
     if let Some(out) = &args.out {
-        check_place(out)?;
+        atomic_write::check(out).with_context(|| format!("--out {}", out.display()))?;
     }
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
@@ -141,7 +140,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         text += &format!("{line}\n");
     }
     match &args.out {
-        Some(out) => whole_file::write(out, text.as_bytes()).with_context(|| format!("--out {}", out.display()))?,
+        Some(out) => atomic_write::write(out, text.as_bytes()).with_context(|| format!("--out {}", out.display()))?,
         None => std::io::stdout().lock().write_all(text.as_bytes())?,
     }
     Ok(ExitCode::SUCCESS)
@@ -155,7 +154,13 @@ fn prompts(model: &Model, path: &Path) -> Result<Vec<Vec<i32>>> {
         let at = || format!("{}:{}", path.display(), i + 1);
         prompts.push(match line.starts_with('[') {
             true => serde_json::from_str(line).with_context(|| format!("{}: not a list of tokens", at()))?,
-            false => model.encode(line).with_context(at)?,
+            false => {
+                let Encoded { tokens, warning } = model.encode(line).with_context(at)?;
+                if let Some(warning) = warning {
+                    warn(&format!("{}: {warning}", at()));
+                }
+                tokens
+            }
         });
     }
     ensure!(!prompts.is_empty(), "--prompts {}: holds no prompt; write one in each line", path.display());

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// How many GPUs the driver lists.
 ///
@@ -248,9 +249,7 @@ impl Cuda {
         let code = compile(build, &source, &self.arch, &[])?.cubin;
         if let Some(path) = path {
             let file = [key.as_bytes(), &code].concat();
-            let written = std::fs::create_dir_all(path.parent().expect("a file has a folder"))
-                .and_then(|()| std::fs::write(&path, file));
-            written.map_err(|e| Error::Device(format!("cannot keep {}: {e}", path.display())))?;
+            keep(&path, &file).map_err(|e| Error::Device(format!("cannot keep {}: {e}", path.display())))?;
         }
         Ok(code)
     }
@@ -268,6 +267,23 @@ impl Drop for Cuda {
             let _ = unsafe { cuda::stream::destroy(self.stream) };
         }
     }
+}
+
+/// Writes a file of the cache beside its place and renames it, so that nobody reads half of one.
+fn keep(path: &Path, file: &[u8]) -> std::io::Result<()> {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    if std::fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
+        return Err(std::io::Error::other("it is there and is no regular file"));
+    }
+    std::fs::create_dir_all(path.parent().expect("a file has a folder"))?;
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let part = path.with_extension(format!("{}-{number}.tmp", std::process::id()));
+    let kept = std::fs::write(&part, file).and_then(|()| std::fs::rename(&part, path));
+    if kept.is_err() {
+        // The error that counts is the first.
+        let _ = std::fs::remove_file(&part);
+    }
+    kept
 }
 
 /// Names the call that failed.
@@ -410,5 +426,32 @@ impl Driver for Cuda {
         self.current()?;
         // SAFETY: the stream was made by this context.
         unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_of_the_cache_is_whole_and_nothing_else_is_replaced() {
+        let folder = std::env::temp_dir().join(format!("samebits-kernels-{}", std::process::id()));
+        let path = folder.join("new/unit.cubin");
+        keep(&path, b"first").unwrap();
+        keep(&path, b"second").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"second");
+        let odd = folder.join("new/folder.cubin");
+        std::fs::create_dir(&odd).unwrap();
+        assert!(keep(&odd, b"third").is_err());
+        #[cfg(unix)]
+        {
+            let link = folder.join("new/link.cubin");
+            std::os::unix::fs::symlink("unit.cubin", &link).unwrap();
+            assert!(keep(&link, b"fourth").is_err());
+            assert!(link.is_symlink() && std::fs::read(&path).unwrap() == b"second");
+            std::fs::remove_file(link).unwrap();
+        }
+        assert_eq!(std::fs::read_dir(folder.join("new")).unwrap().count(), 2, "nothing is left behind");
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }
