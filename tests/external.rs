@@ -111,7 +111,7 @@ fn every_violation_is_one_error_and_the_run_goes_on() {
 fn rows_that_say_same_as_are_judged() {
     let folder = tempfile::tempdir().unwrap();
     let tables = folder.path().join("contract");
-    std::fs::create_dir_all(tables.join("rows")).unwrap();
+    std::fs::create_dir_all(tables.join("ops")).unwrap();
     for (path, text) in samebits_contract::table::Contract::tables() {
         let text = match path.as_str() {
             "impls.toml" => {
@@ -123,7 +123,7 @@ fn rows_that_say_same_as_are_judged() {
                 };
                 text + &entry("same", &ours()) + &entry("other", &samebits_mutants::command("sequential_sum"))
             }
-            "rows/gemm.toml" => {
+            "ops/gemm.toml" => {
                 let row = "[[row]]\nimpls = [\"same\", \"other\"]\ninvariant = []\nsame_as = \"ours/cpu\"\n\n[[row]]\n";
                 text.replacen("[[row]]\n", row, 1)
             }

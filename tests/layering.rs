@@ -7,14 +7,22 @@ use std::process::Command;
 
 /// The members of the workspace that each member may depend on.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
-    ("samebits-ops", &[]),
-    ("samebits-contract", &[]),
+    ("samebits-schema", &[]),
+    ("samebits-ops", &["samebits-schema"]),
+    ("samebits-contract", &["samebits-schema"]),
     ("samebits-models", &["samebits-ops"]),
     ("samebits-goldens", &["samebits-contract"]),
     ("samebits-reports", &["samebits-contract"]),
     (
         "samebits-harness",
-        &["samebits-contract", "samebits-goldens", "samebits-models", "samebits-ops", "samebits-reports"],
+        &[
+            "samebits-contract",
+            "samebits-goldens",
+            "samebits-models",
+            "samebits-ops",
+            "samebits-reports",
+            "samebits-schema",
+        ],
     ),
     // Nobody may import it: what is wrong on purpose is for tests alone.
     ("samebits-mutants", &["samebits-contract", "samebits-harness", "samebits-models", "samebits-ops"]),
@@ -22,6 +30,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 
 /// Where a crate may not be used. Whoever says what is right computes on one thread and on no accelerator.
 const NEVER: &[(&str, &[&str])] = &[
+    ("samebits-schema", &["half", "rayon", "cudarc", "ndarray", "toml", "safetensors"]),
     ("samebits-contract", &["rayon", "cudarc"]),
     ("samebits-goldens", &["rayon", "cudarc"]),
     ("samebits-reports", &["rayon", "cudarc", "half", "ndarray"]),
@@ -84,7 +93,7 @@ fn who_may_import_whom() {
 
 #[test]
 fn crates_without_unsafe_code_say_so() {
-    for member in ["contract", "goldens", "reports"] {
+    for member in ["schema", "contract", "goldens", "reports"] {
         let lib = std::fs::read_to_string(root().join(member).join("src/lib.rs")).unwrap();
         assert!(
             lib.lines().any(|line| line == "#![forbid(unsafe_code)]"),

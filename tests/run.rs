@@ -153,7 +153,7 @@ fn copy(from: &Path, to: &Path) {
 /// The contract's tables in a folder of their own, with `old` in `file` replaced once.
 fn contract(folder: &Path, file: &str, old: &str, new: &str) -> PathBuf {
     let tables = folder.join("tables");
-    copy(&repository().join("contract/rows"), &tables.join("rows"));
+    copy(&repository().join("contract/ops"), &tables.join("ops"));
     for table in ["ws1.toml", "impls.toml"] {
         std::fs::copy(repository().join("contract").join(table), tables.join(table)).unwrap();
     }
@@ -169,7 +169,7 @@ fn a_tighter_bound_is_red() {
     let folder = tempfile::tempdir().unwrap();
     let old = "outs = [\"fp32\"]\nfills = [\"normal\"]\naccuracy.ulp = 0.5\naccuracy.condition_factor = 4";
     let new = old.replace("condition_factor = 4", "condition_factor = 0.25");
-    let tables = contract(folder.path(), "rows/rms_norm.toml", old, &new);
+    let tables = contract(folder.path(), "ops/rms_norm.toml", old, &new);
     let out = folder.path().join("report");
     let output = check(&out, &["--contract", text(&tables)]);
     red(&out, &output, Judgment::Accuracy, "-normal-fp32");
@@ -181,7 +181,7 @@ fn a_tighter_bound_is_red() {
 fn another_golden_is_red() {
     let folder = tempfile::tempdir().unwrap();
     copy(&repository().join("goldens"), &folder.path().join("goldens"));
-    copy(&repository().join("contract/rows"), &folder.path().join("contract/rows"));
+    copy(&repository().join("contract/ops"), &folder.path().join("contract/ops"));
     std::fs::copy(repository().join("contract/ws1.toml"), folder.path().join("contract/ws1.toml")).unwrap();
     let contract = Contract::load(None).unwrap();
     let (case, other) = ("add/bf16/small-normal-bf16", "add/bf16/small-cancel-bf16");
@@ -240,9 +240,9 @@ fn a_contract_with_a_typo() {
     for (file, old, new, line, part) in [
         ("ws1.toml", "accumulation = ", "acumulation = ", "ws1.toml:7", "acumulation"),
         ("ws1.toml", "role = \"mandatory\"", "role = \"mandatry\"", "ws1.toml:24", "mandatry"),
-        ("rows/add.toml", "\"threads\"", "\"thread\"", "add.toml:", "thread"),
-        ("rows/add.toml", "stem = \"small\"", "steam = \"small\"", "add.toml:", "steam"),
-        ("rows/add.toml", "op = \"add\"", "op = \"add", "add.toml:2", ""),
+        ("ops/add.toml", "\"threads\"", "\"thread\"", "add.toml:", "thread"),
+        ("ops/add.toml", "stem = \"small\"", "steam = \"small\"", "add.toml:", "steam"),
+        ("ops/add.toml", "op = \"add\"", "op = \"add", "add.toml:2", ""),
         ("impls.toml", "name = ", "nam = ", "impls.toml:", "nam"),
     ] {
         let folder = tempfile::tempdir().unwrap();

@@ -6,7 +6,7 @@
 use crate::case::Case;
 use crate::fill::{Fill, Maker};
 use crate::round;
-use crate::spec::{self, Class, InputKind, Spec};
+use crate::spec::{self, Class, Spec};
 use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
@@ -546,7 +546,7 @@ fn neighbours(case: &Case, _: &Machine) -> Vec<Variant> {
 
 /// Garbage of every kind where rows hold floats, other integers where they hold none.
 fn kinds(base: &Base) -> Vec<(Garbage, &'static str)> {
-    let floats = base.spec.inputs.iter().any(|input| input.rows > 0 && input.kind == InputKind::Float);
+    let floats = base.spec.inputs.iter().any(|input| input.rows > 0 && input.is_float());
     if floats { GARBAGE.to_vec() } else { GARBAGE[..1].to_vec() }
 }
 
@@ -1038,7 +1038,10 @@ mod tests {
                         let parts = std::iter::once(&variant.case).chain(others).map(|part| {
                             let references = spec.oracle(part).unwrap();
                             let rounded = spec.outputs.iter().map(|output| {
-                                (output.name.to_string(), references[output.name].rounded(output.dtype(case.out)))
+                                (
+                                    output.name.to_string(),
+                                    references[output.name].rounded(spec.output_dtype(output, case.out)),
+                                )
                             });
                             rounded.collect::<BTreeMap<String, Tensor>>()
                         });
@@ -1050,7 +1053,7 @@ mod tests {
                     }
                     let axis = axis.name;
                     for output in spec.outputs {
-                        let dtype = output.dtype(case.out);
+                        let dtype = spec.output_dtype(output, case.out);
                         let (want, have) = (base[output.name].rounded(dtype), found[output.name].rounded(dtype));
                         crate::compare::bits(output.name, spec.row_axes, &want, &have, &variant.rows)
                             .unwrap_or_else(|e| panic!("{} {axis} {}: {}", case.name, variant.setting, e.message));

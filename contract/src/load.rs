@@ -5,12 +5,13 @@ use crate::compare::{Bound, ChainBound};
 use crate::fill::Fill;
 use crate::record::Judgment;
 use crate::soak::Soak;
-use crate::spec::{self, Class, InputKind, Spec};
+use crate::spec::{self, Class, Spec};
 use crate::table::{
     CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
     Threshold, Waiver, fits, narrower,
 };
 use crate::tensor::DType;
+use samebits_schema::Attributes;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
@@ -31,40 +32,28 @@ pub struct ContractError {
     pub message: String,
 }
 
-/// The tables this crate was built with.
-const EMBEDDED: [(&str, &str); 21] = [
-    ("impls.toml", include_str!("../impls.toml")),
-    ("rows/add.toml", include_str!("../rows/add.toml")),
-    ("rows/add_rms_norm.toml", include_str!("../rows/add_rms_norm.toml")),
-    ("rows/argmax.toml", include_str!("../rows/argmax.toml")),
-    ("rows/attention.toml", include_str!("../rows/attention.toml")),
-    ("rows/chain.toml", include_str!("../rows/chain.toml")),
-    ("rows/combine.toml", include_str!("../rows/combine.toml")),
-    ("rows/embedding.toml", include_str!("../rows/embedding.toml")),
-    ("rows/gelu_mul.toml", include_str!("../rows/gelu_mul.toml")),
-    ("rows/gemm.toml", include_str!("../rows/gemm.toml")),
-    ("rows/linear_logprob.toml", include_str!("../rows/linear_logprob.toml")),
-    ("rows/logprob.toml", include_str!("../rows/logprob.toml")),
-    ("rows/norm_rope.toml", include_str!("../rows/norm_rope.toml")),
-    ("rows/rms_norm.toml", include_str!("../rows/rms_norm.toml")),
-    ("rows/rope.toml", include_str!("../rows/rope.toml")),
-    ("rows/route.toml", include_str!("../rows/route.toml")),
-    ("rows/scale.toml", include_str!("../rows/scale.toml")),
-    ("rows/silu_mul.toml", include_str!("../rows/silu_mul.toml")),
-    ("rows/softcap.toml", include_str!("../rows/softcap.toml")),
-    ("rows/softmax.toml", include_str!("../rows/softmax.toml")),
-    ("ws1.toml", include_str!("../ws1.toml")),
-];
+/// The tables this crate was built with, by path.
+fn embedded() -> BTreeMap<String, String> {
+    let main = [("impls.toml", include_str!("../impls.toml")), ("ws1.toml", include_str!("../ws1.toml"))];
+    let main = main.map(|(path, text)| (path.to_string(), text.to_string()));
+    let ops = spec::all().iter().map(|spec| (table_of(spec.name), spec.table.to_string()));
+    main.into_iter().chain(ops).collect()
+}
+
+/// The path of an op's table.
+fn table_of(op: &str) -> String {
+    format!("ops/{op}.toml")
+}
 
 impl Contract {
     /// The contract in folder `dir`, or the one this crate was built with. The tables are `ws1.toml`, `impls.toml`
-    /// and `rows/<op>.toml` for every op; other files beside them are not read.
+    /// and `ops/<op>.toml` for every op; other files beside them are not read.
     ///
     /// # Errors
     /// The first thing that is wrong, with file, line and fix.
     pub fn load(dir: Option<&Path>) -> Result<Contract, ContractError> {
         let files = match dir {
-            None => EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect(),
+            None => embedded(),
             Some(dir) => read(dir)?,
         };
         parse(&files, &today())
@@ -106,7 +95,7 @@ impl Contract {
 
     /// The tables that this crate was built with, by path.
     pub fn tables() -> BTreeMap<String, String> {
-        EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect()
+        embedded()
     }
 
     /// Adds the waivers of `file`: `[[waiver]]` with `impls`, `cases`, `judgment`, `axis`, `reason`, `owner`, `expires`. One
@@ -163,21 +152,21 @@ fn fail(path: &Path, message: String) -> ContractError {
 
 /// The tables of a folder, by path inside it.
 fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
-    let rows = dir.join("rows");
-    let listing = std::fs::read_dir(&rows)
-        .map_err(|e| fail(&rows, format!("cannot list the folder: {e}; a contract folder has rows/<op>.toml")))?;
+    let ops = dir.join("ops");
+    let listing = std::fs::read_dir(&ops)
+        .map_err(|e| fail(&ops, format!("cannot list the folder: {e}; a contract folder has ops/<op>.toml")))?;
     let mut files = BTreeMap::new();
     for entry in listing {
-        let path = entry.map_err(|e| fail(&rows, format!("cannot list the folder: {e}")))?.path();
+        let path = entry.map_err(|e| fail(&ops, format!("cannot list the folder: {e}")))?.path();
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or_default().to_string();
         if path.extension().is_none_or(|e| e != "toml") || spec::find(&stem).is_none() {
             let known: Vec<_> = spec::all().iter().map(|spec| spec.name).collect();
             return Err(fail(
                 &path,
-                format!("no table of an op; name it rows/<op>.toml, op one of {}", known.join(", ")),
+                format!("no table of an op; name it ops/<op>.toml, op one of {}", known.join(", ")),
             ));
         }
-        files.insert(format!("rows/{stem}.toml"), path);
+        files.insert(table_of(&stem), path);
     }
     files.insert("impls.toml".into(), dir.join("impls.toml"));
     files.insert("ws1.toml".into(), dir.join("ws1.toml"));
@@ -376,7 +365,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         files.get_key_value(file).map(|(file, text)| Source { file, text }).ok_or_else(|| ContractError {
             file: file.to_string(),
             line: 1,
-            message: "the table is missing; a contract has ws1.toml, impls.toml and rows/<op>.toml for every op".into(),
+            message: "the table is missing; a contract has ws1.toml, impls.toml and ops/<op>.toml for every op".into(),
         })
     };
     let main = source("ws1.toml")?;
@@ -417,7 +406,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         digest: digest(files),
     };
     for spec in spec::all() {
-        op_table(&mut contract, spec, &source(&format!("rows/{}.toml", spec.name))?, today)?;
+        op_table(&mut contract, spec, &source(&table_of(spec.name))?, today)?;
     }
     Ok(contract)
 }
@@ -674,7 +663,7 @@ fn implementations(source: &Source) -> Result<Vec<Implementation>, ContractError
     Ok(all)
 }
 
-/// Reads `rows/<op>.toml` into the contract.
+/// Reads `ops/<op>.toml` into the contract.
 fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) -> Result<(), ContractError> {
     let raw: RawOp = source.table()?;
     if raw.op.get_ref() != spec.name {
@@ -693,7 +682,7 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
         }
     }
     for &dtype in spec.dtypes() {
-        for &out in spec.outs {
+        for &out in spec.outs() {
             let covered = |case: &CaseSpec| case.dtype == dtype && case.out == out && case.slice <= Slice::Default;
             if !contract.cases[first_case..].iter().any(covered) {
                 let message = format!("no case with {dtype} input and {out} output runs by default; add one");
@@ -791,8 +780,8 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                 let group = format!("{}/{dtype}/{stem}-{}", spec.name, fill.name());
                 for out_name in &raw.outs {
                     let out = float(source, at, out_name)?;
-                    if !spec.outs.contains(&out) {
-                        let known: Vec<_> = spec.outs.iter().map(|out| out.name()).collect();
+                    if !spec.outs().contains(&out) {
+                        let known: Vec<_> = spec.outs().iter().map(|out| out.name()).collect();
                         return fail(format!("{} does not return {out}; use {}", spec.name, known.join(", ")));
                     }
                     let case = CaseSpec {
@@ -809,15 +798,7 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                         vector: None,
                         slice: raw.slice,
                     };
-                    let bare = crate::case::Case {
-                        name: case.name.clone(),
-                        op: case.op.clone(),
-                        out,
-                        params: params.clone(),
-                        inputs: BTreeMap::new(),
-                        config: Default::default(),
-                    };
-                    spec.check_params(&bare).map_err(|why| source.fail(at, why.to_string()))?;
+                    Attributes::parse(spec.op, &params).map_err(|why| source.fail(at, why.to_string()))?;
                     all.push(case);
                 }
             }
@@ -878,10 +859,14 @@ fn case_shape(
     shape: &BTreeMap<String, usize>,
     fill: Fill,
 ) -> Result<(), ContractError> {
-    let chain: &[&str] = if fill == Fill::Recorded { &[] } else { &["B", "T", "V"] };
-    let needed = if spec.class == Class::Chain { chain } else { spec.shape };
+    // The tokens of a chain are recorded beside its checkpoint, or drawn below V.
+    let needed = match (spec.class, fill) {
+        (Class::Chain, Fill::Recorded) => vec![],
+        (Class::Chain, _) => vec!["B", "T", "V"],
+        _ => spec.shape(),
+    };
     let optional: Vec<_> = spec.inputs.iter().filter(|input| input.optional).map(|input| input.name).collect();
-    for axis in needed {
+    for axis in &needed {
         if !shape.contains_key(*axis) {
             let message = format!("the shape lacks {axis}; {} needs {}", spec.name, needed.join(", "));
             return Err(source.fail(at, message));
@@ -908,7 +893,7 @@ fn case_ints(
     ints: &BTreeMap<String, Vec<i32>>,
 ) -> Result<(), ContractError> {
     for (name, values) in ints {
-        let Some(input) = spec.inputs.iter().find(|input| input.name == name && input.kind == InputKind::I32) else {
+        let Some(input) = spec.inputs.iter().find(|input| input.name == name && !input.is_float()) else {
             return Err(source.fail(at, format!("`ints`: `{name}` is no i32 input of {}", spec.name)));
         };
         let want: usize = input.axes.iter().map(|axis| shape.get(*axis).copied().unwrap_or(1)).product();

@@ -1,4 +1,5 @@
-//! What each op is: names and shapes of its tensors, its parameters, and the f64 oracle. One file per op.
+//! What the contract adds to the form of each op: threshold class, inputs of its cases, and the f64 oracle. One file per
+//! op.
 //!
 //! The oracle computes from the definition in f64, never in the canonical order, and shares no code with any
 //! implementation. Beside each value stands the size of what f32 rounding errors are proportional to, so that a bound
@@ -8,8 +9,11 @@ use crate::case::Case;
 use crate::fill::{Fill, Maker};
 use crate::round;
 use crate::tensor::{DType, Tensor};
+use samebits_schema::{Attributes, Call, Given, Op, Output, REST};
 use std::collections::BTreeMap;
-use std::fmt;
+use std::ops::Deref;
+
+pub use samebits_schema::Error;
 
 mod add;
 mod add_rms_norm;
@@ -31,97 +35,11 @@ mod silu_mul;
 mod softcap;
 mod softmax;
 
-/// Stands for any number of further axes, the same in every tensor of a case that has it.
-pub const REST: &str = "..";
-
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
 const FLOOR: f64 = f32::MIN_POSITIVE as f64;
 
 /// A sum of magnitudes from here on may overflow an f32 accumulator in some order.
 const HUGE: f64 = 3.4e38;
-
-/// What an input holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InputKind {
-    /// bf16, fp16 or fp32; all float inputs of a case share one dtype.
-    Float,
-    /// 32-bit integers.
-    I32,
-}
-
-/// An input tensor.
-#[derive(Clone, Copy, Debug)]
-pub struct InputSpec {
-    /// Its name on the wire.
-    pub name: &'static str,
-    /// Names of its axes; equal names have equal extents, [`REST`] stands for any number of axes.
-    pub axes: &'static [&'static str],
-    /// What it holds.
-    pub kind: InputKind,
-    /// Whether a case may leave it out.
-    pub optional: bool,
-    /// How many of its leading axes are logical rows; 0 for an input shared by all rows.
-    pub rows: usize,
-}
-
-/// What a parameter may be.
-#[derive(Clone, Copy, Debug)]
-pub enum ParamKind {
-    /// A whole number, 0 or more.
-    Count,
-    /// A finite number.
-    Float,
-    /// `0` or `1`.
-    Flag,
-    /// One of these words.
-    Choice(&'static [&'static str]),
-    /// Any word.
-    Text,
-}
-
-/// A parameter.
-#[derive(Clone, Copy, Debug)]
-pub struct ParamSpec {
-    /// Its name on the wire.
-    pub name: &'static str,
-    /// What it may be.
-    pub kind: ParamKind,
-    /// What holds when it is absent, in words; empty when it is required.
-    pub default: &'static str,
-}
-
-/// The dtype of an output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OutputKind {
-    /// The case's `out`.
-    Out,
-    /// Always f32.
-    Fp32,
-    /// Always i32.
-    I32,
-}
-
-/// An output tensor.
-#[derive(Clone, Copy, Debug)]
-pub struct OutputSpec {
-    /// Its name on the wire.
-    pub name: &'static str,
-    /// Names of its axes, all bound by inputs.
-    pub axes: &'static [&'static str],
-    /// Its dtype.
-    pub kind: OutputKind,
-}
-
-impl OutputSpec {
-    /// The dtype when a case asks for `out`.
-    pub fn dtype(&self, out: DType) -> DType {
-        match self.kind {
-            OutputKind::Out => out,
-            OutputKind::Fp32 => DType::Fp32,
-            OutputKind::I32 => DType::I32,
-        }
-    }
-}
 
 /// The threshold class of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -153,26 +71,6 @@ impl Class {
         }
     }
 }
-
-/// Why a case is not one.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
-    /// Well formed, and outside what the contract offers.
-    Unsupported(String),
-    /// Malformed.
-    Invalid(String),
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Refusal::Unsupported(why) => write!(f, "unsupported: {why}"),
-            Refusal::Invalid(why) => f.write_str(why),
-        }
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 /// The oracle's answer for one output.
 ///
@@ -211,20 +109,18 @@ impl Reference {
 /// Outputs by name.
 pub type References = BTreeMap<String, Reference>;
 
-/// A case whose tensors and parameters have been checked, with the extents of its axes.
+/// A case that has been checked, with the extents of its axes and its parameters.
 pub struct Checked<'a> {
     /// The case.
     pub case: &'a Case,
-    /// Extents by axis name.
-    pub dims: BTreeMap<&'static str, usize>,
-    /// Extents that [`REST`] stands for.
-    pub rest: Vec<usize>,
+    /// Its form.
+    pub call: Call,
 }
 
 impl Checked<'_> {
     /// Extent of a bound axis.
     fn dim(&self, axis: &str) -> usize {
-        self.dims[axis]
+        self.call.dim(axis)
     }
 
     /// A present input's values.
@@ -236,7 +132,7 @@ impl Checked<'_> {
     fn operands(&self, name: &str) -> Vec<f64> {
         let tensor = &self.case.inputs[name];
         let values = tensor.to_f64();
-        if tensor.dtype() == DType::Fp32 && self.text("tf32") == Some("enabled") {
+        if tensor.dtype() == DType::Fp32 && self.call.tf32() {
             return values.into_iter().map(|v| f64::from(round::tf32(v as f32))).collect();
         }
         values
@@ -247,83 +143,50 @@ impl Checked<'_> {
         self.case.inputs[name].as_i32().expect("checked")
     }
 
-    fn text(&self, param: &str) -> Option<&str> {
-        self.case.params.get(param).map(String::as_str)
+    fn word(&self, param: &str) -> &str {
+        self.call.word(param)
     }
 
-    fn float(&self, param: &str, default: f64) -> f64 {
-        self.text(param).map_or(default, |v| v.parse().expect("checked"))
+    fn float(&self, param: &str) -> f64 {
+        self.call.float(param)
     }
 
-    fn count(&self, param: &str, default: usize) -> usize {
-        self.text(param).map_or(default, |v| v.parse().expect("checked"))
+    fn count(&self, param: &str) -> usize {
+        self.call.count(param)
     }
 
     fn flag(&self, param: &str) -> bool {
-        self.text(param) == Some("1")
-    }
-
-    /// Every element of an i32 input lies in `range`.
-    fn indexes(&self, name: &str, range: std::ops::Range<i64>) -> Result<(), Refusal> {
-        for (i, &v) in self.ints(name).iter().enumerate() {
-            if !range.contains(&i64::from(v)) {
-                return Err(Refusal::Invalid(format!(
-                    "{}: `{name}`[{i}] is {v}; use {} to {}",
-                    self.case.op,
-                    range.start,
-                    range.end - 1
-                )));
-            }
-        }
-        Ok(())
-    }
-
-    /// A float parameter satisfies `holds`.
-    fn require(&self, param: &str, default: f64, holds: fn(f64) -> bool, rule: &str) -> Result<(), Refusal> {
-        let value = self.float(param, default);
-        if holds(value) {
-            return Ok(());
-        }
-        Err(Refusal::Invalid(format!("{}: parameter `{param}` is {value}; it must be {rule}", self.case.op)))
+        self.call.flag(param)
     }
 }
 
-/// Everything the contract knows about an op.
+/// What the contract adds to the form of an op, which it derefs to.
 pub struct Spec {
-    /// The op's stem.
-    pub name: &'static str,
+    /// The form.
+    pub op: &'static Op,
     /// Its threshold class.
     pub class: Class,
-    /// Input tensors.
-    pub inputs: &'static [InputSpec],
-    /// Parameters.
-    pub params: &'static [ParamSpec],
-    /// Output tensors.
-    pub outputs: &'static [OutputSpec],
-    /// How many leading axes of every output are logical rows: 1, or 2 where a row is (batch, position).
-    pub row_axes: usize,
     /// The fills a case may ask for.
     pub fills: &'static [Fill],
-    /// Values of `out` that a case may ask for.
-    pub outs: &'static [DType],
-    /// The extents that a case's row gives; the name of an optional input, with extent 1, asks for that input.
-    pub shape: &'static [&'static str],
+    /// The text of its table, `ops/<op>.toml`.
+    pub(crate) table: &'static str,
     /// Fills the inputs of a case.
     pub make: fn(&Maker) -> BTreeMap<String, Tensor>,
-    /// What shapes and dtypes alone do not say.
-    check: fn(&Checked) -> Result<(), Refusal>,
     /// The op in f64; called on checked cases only.
     compute: fn(&Checked) -> References,
 }
 
-const FLOAT: InputSpec = InputSpec { name: "", axes: &[], kind: InputKind::Float, optional: false, rows: 0 };
-const INT: InputSpec = InputSpec { name: "", axes: &[], kind: InputKind::I32, optional: false, rows: 0 };
-const TF32: ParamSpec =
-    ParamSpec { name: "tf32", kind: ParamKind::Choice(&["disabled", "enabled"]), default: "disabled" };
+impl Deref for Spec {
+    type Target = Op;
 
-/// All ops, in the order tables print them.
+    fn deref(&self) -> &Op {
+        self.op
+    }
+}
+
+/// All ops that the contract judges, in the order tables print them.
 pub fn all() -> &'static [Spec] {
-    static ALL: [Spec; 19] = [
+    static ALL: &[Spec] = &[
         gemm::SPEC,
         rms_norm::SPEC,
         add_rms_norm::SPEC,
@@ -344,12 +207,25 @@ pub fn all() -> &'static [Spec] {
         combine::SPEC,
         chain::SPEC,
     ];
-    &ALL
+    ALL
 }
 
 /// The op called `op`.
 pub fn find(op: &str) -> Option<&'static Spec> {
     all().iter().find(|spec| spec.name == op)
+}
+
+/// Checks the form of a case of any op of the wire.
+///
+/// # Errors
+/// An op that is not known; those of [`samebits_schema::validate`].
+pub fn check_form(case: &Case) -> Result<Call, Error> {
+    let op = samebits_schema::find(&case.op).ok_or_else(|| {
+        let known: Vec<_> = samebits_schema::OPS.iter().map(|op| op.name).collect();
+        Error::Unsupported(format!("op `{}` is not known; use one of {}", case.op, known.join(", ")))
+    })?;
+    let given = case.inputs.iter().map(|(name, tensor)| Given { name, dtype: tensor.dtype(), shape: tensor.shape() });
+    samebits_schema::validate(op, &given.collect::<Vec<_>>(), Attributes::parse(op, &case.params)?, case.out)
 }
 
 impl Spec {
@@ -360,7 +236,7 @@ impl Spec {
         }
         self.inputs
             .iter()
-            .filter(|input| input.kind == InputKind::Float)
+            .filter(|input| input.is_float())
             .find_map(|input| case.inputs.get(input.name))
             .map(Tensor::dtype)
     }
@@ -370,9 +246,15 @@ impl Spec {
         &DType::FLOATS
     }
 
+    /// The extents that a case of a table gives: the axes of the inputs, R and N where these may have any shape.
+    pub fn shape(&self) -> Vec<&'static str> {
+        let named = |axis| if axis == REST { vec!["R", "N"] } else { vec![axis] };
+        self.axes().into_iter().flat_map(named).collect()
+    }
+
     /// Whether an output is read again as it is stored, so that the oracle's answer depends on the case's `out`.
     pub fn reads_stored(&self) -> bool {
-        self.name == add_rms_norm::SPEC.name
+        self.name == add_rms_norm::SPEC.op.name
     }
 
     /// Number of logical rows of a case that has passed [`Spec::validate`].
@@ -381,138 +263,48 @@ impl Spec {
         case.inputs.get(input.name).map_or(0, |t| t.shape().iter().take(self.row_axes).product())
     }
 
-    /// Checks names, shapes, dtypes and parameters, and binds the axes.
-    pub fn validate<'a>(&self, case: &'a Case) -> Result<Checked<'a>, Refusal> {
-        let invalid = |why: String| Err(Refusal::Invalid(format!("{}: {why}", self.name)));
-        for name in case.inputs.keys() {
-            if !self.inputs.iter().any(|input| input.name == name) {
-                return invalid(format!(
-                    "unknown tensor `{name}`; it takes {}",
-                    names(self.inputs.iter().map(|i| i.name))
-                ));
-            }
-        }
-        let mut checked = Checked { case, dims: BTreeMap::new(), rest: Vec::new() };
-        let mut rest: Option<&[usize]> = None;
-        let mut first: Option<(&str, DType)> = None;
-        for input in self.inputs {
-            let Some(tensor) = case.inputs.get(input.name) else {
-                if input.optional {
-                    continue;
-                }
-                return invalid(format!("tensor `{}`{} is missing", input.name, axes(input.axes)));
-            };
-            match (input.kind, tensor.dtype()) {
-                (InputKind::I32, DType::I32) => {}
-                (InputKind::I32, found) => {
-                    return invalid(format!("tensor `{}` is {found}; it must be i32", input.name));
-                }
-                (InputKind::Float, DType::I32) => {
-                    return invalid(format!("tensor `{}` is i32; it must be bf16, fp16 or fp32", input.name));
-                }
-                (InputKind::Float, found) => match first {
-                    None => first = Some((input.name, found)),
-                    Some((_, dtype)) if dtype == found => {}
-                    Some((other, dtype)) => {
-                        return Err(Refusal::Unsupported(format!(
-                            "{}: mixed dtypes: `{other}` is {dtype} and `{}` is {found}; all float inputs share one",
-                            self.name, input.name
-                        )));
-                    }
-                },
-            }
-            let open = input.axes.last() == Some(&REST);
-            let named = input.axes.len() - usize::from(open);
-            let shape = tensor.shape();
-            if shape.len() < named || (!open && shape.len() > named) {
-                return invalid(format!(
-                    "tensor `{}` has shape {shape:?}; it must be {}",
-                    input.name,
-                    axes(input.axes)
-                ));
-            }
-            for (&axis, &extent) in input.axes.iter().zip(&shape[..named]) {
-                let bound = *checked.dims.entry(axis).or_insert(extent);
-                if extent == 0 {
-                    return invalid(format!("tensor `{}` has shape {shape:?}; axis {axis} is empty", input.name));
-                }
-                if bound != extent {
-                    return invalid(format!(
-                        "tensor `{}` has shape {shape:?}, that is {axis}={extent}; another tensor says {axis}={bound}",
-                        input.name
-                    ));
-                }
-            }
-            if open {
-                let tail = &shape[named..];
-                if tail.contains(&0) {
-                    return invalid(format!("tensor `{}` has shape {shape:?}; an axis is empty", input.name));
-                }
-                if rest.is_some_and(|rest| rest != tail) {
-                    return invalid(format!("tensor `{}` has shape {shape:?}; all shapes must be equal", input.name));
-                }
-                rest = Some(tail);
-            }
-        }
-        checked.rest = rest.unwrap_or_default().to_vec();
-        self.check_params(case)?;
-        if !self.outs.contains(&case.out) {
-            return Err(Refusal::Unsupported(format!(
-                "{}: out is {}; it returns {}",
-                self.name,
-                case.out,
-                names(self.outs.iter().map(|d| d.name()))
-            )));
-        }
-        (self.check)(&checked)?;
-        Ok(checked)
+    /// The dtype of an output of a case that asks for `out` and has passed [`Spec::validate`].
+    pub fn output_dtype(&self, output: &Output, out: DType) -> DType {
+        output.fixed_dtype().unwrap_or(out)
     }
 
-    /// Checks the names and values of the parameters alone.
-    pub fn check_params(&self, case: &Case) -> Result<(), Refusal> {
-        for (name, value) in &case.params {
-            let invalid = |why: String| Err(Refusal::Invalid(format!("{}: {why}", self.name)));
-            let Some(param) = self.params.iter().find(|p| p.name == name) else {
-                let known = names(self.params.iter().map(|p| p.name));
-                return invalid(format!("unknown parameter `{name}`; it takes {known}"));
-            };
-            let rule = match param.kind {
-                ParamKind::Count if value.parse::<u32>().is_err() => "a whole number from 0 on".to_string(),
-                ParamKind::Float if !value.parse::<f64>().is_ok_and(f64::is_finite) => "a finite number".to_string(),
-                ParamKind::Flag if value != "0" && value != "1" => "0 or 1".to_string(),
-                ParamKind::Choice(words) if !words.contains(&value.as_str()) => words.join(" or "),
-                ParamKind::Text if value.is_empty() => "a word".to_string(),
-                _ => continue,
-            };
-            return invalid(format!("parameter `{name}` is `{value}`; it must be {rule}"));
-        }
-        for param in self.params.iter().filter(|p| p.default.is_empty()) {
-            if !case.params.contains_key(param.name) {
-                return Err(Refusal::Invalid(format!("{}: parameter `{}` is missing", self.name, param.name)));
+    /// Checks a case: its form, and what the contract asks besides. It judges no tensor without rows or elements, and no
+    /// `out` that its outputs do not have.
+    ///
+    /// # Errors
+    /// Those of [`check_form`] and [`samebits_schema::check_indexes`]; [`Error::Unsupported`] for what is not judged.
+    pub fn validate<'a>(&self, case: &'a Case) -> Result<Checked<'a>, Error> {
+        let call = check_form(case)?;
+        let unsupported = |why: String| Err(Error::Unsupported(format!("{}: {why}", self.name)));
+        for input in self.inputs {
+            let Some(tensor) = case.inputs.get(input.name) else { continue };
+            if tensor.is_empty() || tensor.shape().len() < input.rows {
+                return unsupported(format!("input `{}` of shape {:?} has no rows", input.name, tensor.shape()));
             }
         }
-        Ok(())
+        let fixed = |output: &Output| output.fixed_dtype().is_some();
+        if !self.outs().contains(&case.out) {
+            let known: Vec<_> = self.outs().iter().map(|out| out.name()).collect();
+            return unsupported(format!("out is {}; it returns {}", case.out, known.join(", ")));
+        }
+        if let Some(output) = self.outputs.iter().find(|o| !fixed(o) && call.output_dtype(o) != case.out) {
+            let dtype = call.output_dtype(output);
+            return unsupported(format!("out is {}; `{}` of this call is {dtype}", case.out, output.name));
+        }
+        samebits_schema::check_indexes(&call, |name| case.inputs.get(name).and_then(Tensor::as_i32))?;
+        Ok(Checked { case, call })
     }
 
     /// The op in f64.
     ///
     /// # Errors
     /// Those of [`Spec::validate`]; for a chain always, because its reference is recorded, not computed.
-    pub fn oracle(&self, case: &Case) -> Result<References, Refusal> {
+    pub fn oracle(&self, case: &Case) -> Result<References, Error> {
         if self.class == Class::Chain {
-            return Err(Refusal::Unsupported("chain: the reference is recorded beside the checkpoint".into()));
+            return Err(Error::Unsupported("chain: the reference is recorded beside the checkpoint".into()));
         }
         Ok((self.compute)(&self.validate(case)?))
     }
-}
-
-fn names<'a>(all: impl Iterator<Item = &'a str>) -> String {
-    let all: Vec<_> = all.map(|name| format!("`{name}`")).collect();
-    if all.is_empty() { "none".into() } else { all.join(", ") }
-}
-
-fn axes(axes: &[&str]) -> String {
-    format!("[{}]", axes.join(","))
 }
 
 /// `value` as f32 keeps it.

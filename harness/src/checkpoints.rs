@@ -4,7 +4,7 @@
 use crate::judge::Recorded;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::fill::Fill;
-use samebits_contract::spec::{Refusal, find};
+use samebits_contract::spec::{Error, find};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
@@ -163,8 +163,8 @@ impl Checkpoints {
     pub fn answer_on(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Answer {
         let spec = find("chain").expect("the contract knows chains");
         match spec.validate(case) {
-            Err(Refusal::Unsupported(reason)) => return Answer::unsupported(reason),
-            Err(Refusal::Invalid(reason)) => return Answer::error(reason),
+            Err(Error::Unsupported(reason)) => return Answer::unsupported(reason),
+            Err(e) => return Answer::error(e.reason()),
             Ok(_) => {}
         }
         match self.logits(cpu, device, case) {

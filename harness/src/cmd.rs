@@ -190,7 +190,7 @@ pub struct Place {
     #[arg(long, value_name = "DIR")]
     root: Option<PathBuf>,
 
-    /// Folder with the contract's tables (ws1.toml, rows/, impls.toml) [default: the tables built into the program]
+    /// Folder with the contract's tables (ws1.toml, ops/, impls.toml) [default: the tables built into the program]
     #[arg(long, value_name = "DIR")]
     contract: Option<PathBuf>,
 }

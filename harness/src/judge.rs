@@ -269,7 +269,7 @@ impl Judge<'_> {
     fn accuracy(&self, trial: &Trial, base: &Base, references: &References) -> Outcome {
         let mut outcome = Outcome::of(Verdict::Pass);
         for output in trial.case.spec().outputs {
-            let dtype = output.dtype(trial.case.out);
+            let dtype = trial.case.spec().output_dtype(output, trial.case.out);
             // Integers have no error to bound: they are right or wrong.
             let bound = match dtype {
                 DType::I32 => Bound::Bits,
@@ -666,7 +666,7 @@ fn constant(trial: &Trial, base: &Base, oracle: &mut Option<Result<References, S
             _ => {
                 let oracle =
                     oracle.get_or_insert_with(|| trial.case.spec().oracle(&base.case).map_err(|e| e.to_string()));
-                let dtype = output.dtype(trial.case.out);
+                let dtype = trial.case.spec().output_dtype(output, trial.case.out);
                 oracle.as_ref().map_or(true, |references| one_value(&references[output.name].rounded(dtype)))
             }
         };

@@ -3,8 +3,7 @@ use crate::table::narrower;
 
 /// The embedded tables with one table edited.
 fn edited(file: &str, from: &str, to: &str) -> Result<Contract, ContractError> {
-    let mut files: BTreeMap<String, String> =
-        EMBEDDED.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect();
+    let mut files = embedded();
     let text = files.get_mut(file).unwrap();
     assert!(text.contains(from), "{file} lacks {from}");
     *text = text.replacen(from, to, 1);
@@ -15,7 +14,7 @@ fn edited(file: &str, from: &str, to: &str) -> Result<Contract, ContractError> {
 #[track_caller]
 fn refused(file: &str, from: &str, to: &str, near: &str, words: &str) {
     let error = edited(file, from, to).expect_err("accepted");
-    let text = EMBEDDED.iter().find(|(path, _)| *path == file).unwrap().1.replacen(from, to, 1);
+    let text = embedded()[file].replacen(from, to, 1);
     let line = 1 + text.lines().position(|line| line.contains(near)).unwrap_or_else(|| panic!("no line has {near}"));
     assert_eq!(error.file, file);
     assert!(error.message.contains(words), "{error}");
@@ -33,23 +32,23 @@ fn a_folder_gives_the_embedded_contract() {
     let changed = edited("ws1.toml", "version = \"1.0.0\"", "version = \"1.0.1\"").unwrap();
     assert_ne!(embedded.digest(), changed.digest());
     let missing = tempfile::tempdir().unwrap();
-    assert!(Contract::load(Some(missing.path())).unwrap_err().message.contains("rows/<op>.toml"));
+    assert!(Contract::load(Some(missing.path())).unwrap_err().message.contains("ops/<op>.toml"));
 }
 
 #[test]
 fn a_folder_with_a_stray_or_missing_table_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::create_dir(folder.path().join("rows")).unwrap();
-    for (path, text) in EMBEDDED {
+    std::fs::create_dir(folder.path().join("ops")).unwrap();
+    for (path, text) in embedded() {
         std::fs::write(folder.path().join(path), text).unwrap();
     }
     Contract::load(Some(folder.path())).unwrap();
-    std::fs::write(folder.path().join("rows/gem.toml"), "").unwrap();
+    std::fs::write(folder.path().join("ops/gem.toml"), "").unwrap();
     assert!(Contract::load(Some(folder.path())).unwrap_err().message.contains("no table of an op"));
-    std::fs::rename(folder.path().join("rows/gem.toml"), folder.path().join("gem.toml")).unwrap();
-    std::fs::remove_file(folder.path().join("rows/gemm.toml")).unwrap();
+    std::fs::rename(folder.path().join("ops/gem.toml"), folder.path().join("gem.toml")).unwrap();
+    std::fs::remove_file(folder.path().join("ops/gemm.toml")).unwrap();
     let error = Contract::load(Some(folder.path())).unwrap_err();
-    assert_eq!((error.file.as_str(), error.line), ("rows/gemm.toml", 1));
+    assert_eq!((error.file.as_str(), error.line), ("ops/gemm.toml", 1));
 }
 
 #[test]
@@ -59,23 +58,23 @@ fn unknown_words_are_refused() {
     refused("ws1.toml", "profile = \"ieee\"", "profile = \"sm90\"", "profile", "ieee");
     refused("ws1.toml", "name = \"fp16\"", "name = \"fp17\"", "\"fp17\"", "fp17");
     refused("ws1.toml", "\"elementwise\", ", "\"elementary\", ", "\"elementary\"", "elementary");
-    refused("rows/gemm.toml", "\"cancel\", ", "\"chancel\", ", "\"small\"", "chancel");
+    refused("ops/gemm.toml", "\"cancel\", ", "\"chancel\", ", "\"small\"", "chancel");
     let row = "outs = [\"bf16\", \"fp16\"]";
-    refused("rows/gemm.toml", "\"position\"", "\"positron\"", row, "positron");
-    refused("rows/gemm.toml", "\"position\"", "\"schedule\"", row, "schedule");
-    refused("rows/gemm.toml", "impls = [\"*\"]", "impls = [\"ours/gpu\"]", "ours/gpu", "impls.toml");
-    refused("rows/gemm.toml", "\"bf16\", \"fp16\"", "\"bf16\", \"fp8\"", "stem = \"small\"", "fp8 is out of scope");
-    refused("rows/gemm.toml", "M = 5, ", "M = 5, Q = 2, ", "stem = \"small\"", "axis `Q`");
-    refused("rows/gemm.toml", "M = 5, ", "", "stem = \"small\"", "lacks M");
-    refused("rows/gemm.toml", "k_total = \"1024\"", "k_totl = \"1024\"", "stem = \"eighth\"", "unknown parameter");
-    refused("rows/gemm.toml", "tf32 = \"enabled\"", "tf32 = \"on\"", "stem = \"tf32\"", "disabled or enabled");
-    refused("rows/gemm.toml", "op = \"gemm\"", "op = \"gem\"", "op = ", "must be \"gemm\"");
-    refused("rows/attention.toml", "[0, 1, 4]", "[0, 1]", "stem = \"hidden\"", "needs 3");
+    refused("ops/gemm.toml", "\"position\"", "\"positron\"", row, "positron");
+    refused("ops/gemm.toml", "\"position\"", "\"schedule\"", row, "schedule");
+    refused("ops/gemm.toml", "impls = [\"*\"]", "impls = [\"ours/gpu\"]", "ours/gpu", "impls.toml");
+    refused("ops/gemm.toml", "\"bf16\", \"fp16\"", "\"bf16\", \"fp8\"", "stem = \"small\"", "fp8 is out of scope");
+    refused("ops/gemm.toml", "M = 5, ", "M = 5, Q = 2, ", "stem = \"small\"", "axis `Q`");
+    refused("ops/gemm.toml", "M = 5, ", "", "stem = \"small\"", "lacks M");
+    refused("ops/gemm.toml", "k_total = \"1024\"", "k_totl = \"1024\"", "stem = \"eighth\"", "no such parameter");
+    refused("ops/gemm.toml", "tf32 = \"enabled\"", "tf32 = \"on\"", "stem = \"tf32\"", "disabled or enabled");
+    refused("ops/gemm.toml", "op = \"gemm\"", "op = \"gem\"", "op = ", "must be \"gemm\"");
+    refused("ops/attention.toml", "[0, 1, 4]", "[0, 1]", "stem = \"hidden\"", "needs 3");
     let vectors = "stem = \"vector\"";
-    refused("rows/rope.toml", "\"3x2x32-1\"", "\"../3x2x32-1\"", vectors, "use letters, digits");
-    refused("rows/rope.toml", "\"recorded\"", "\"normal\"", vectors, "`vectors` goes with fills");
-    refused("rows/rope.toml", "vectors = [", "shape = { T = 1 }\nvectors = [", vectors, "`vectors` goes with fills");
-    refused("rows/rope.toml", "vectors = [", "outs = [", vectors, "duplicate key");
+    refused("ops/rope.toml", "\"3x2x32-1\"", "\"../3x2x32-1\"", vectors, "use letters, digits");
+    refused("ops/rope.toml", "\"recorded\"", "\"normal\"", vectors, "`vectors` goes with fills");
+    refused("ops/rope.toml", "vectors = [", "shape = { T = 1 }\nvectors = [", vectors, "`vectors` goes with fills");
+    refused("ops/rope.toml", "vectors = [", "outs = [", vectors, "duplicate key");
     refused("impls.toml", "about", "abuot", "abuot", "unknown field");
 }
 
@@ -102,25 +101,25 @@ fn gaps_and_duplicates_are_refused() {
     )
     .unwrap_err();
     assert!(error.message.contains("tight` lacks the cell attention x fp16 x accuracy"), "{error}");
-    let error = edited("rows/add.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
+    let error = edited("ops/add.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
     assert!(error.message.contains("no [[row]] for `ours/cpu` on `add/bf16/small-normal-fp16`"), "{error}");
     let row = "impls = [\"*\"]\n";
     let twice = format!("{row}invariant = []\n\n[[row]]\n{row}");
-    let error = edited("rows/add.toml", row, &twice).unwrap_err();
+    let error = edited("ops/add.toml", row, &twice).unwrap_err();
     assert!(error.message.contains("duplicate row"), "{error}");
     let shadowed = format!("{row}invariant = []\n\n[[row]]\nouts = [\"bf16\"]\n{row}");
-    let error = edited("rows/add.toml", row, &shadowed).unwrap_err();
+    let error = edited("ops/add.toml", row, &shadowed).unwrap_err();
     assert!(error.message.contains("never the first"), "{error}");
-    refused("rows/softmax.toml", "stem = \"mid\"", "stem = \"small\"", "\"near_overflow\", \"peaky\"", "already made");
+    refused("ops/softmax.toml", "stem = \"mid\"", "stem = \"small\"", "\"near_overflow\", \"peaky\"", "already made");
     let error = edited(
-        "rows/argmax.toml",
+        "ops/argmax.toml",
         "slice = \"quick\"\nfills = [\"normal\", \"edges\"]\nshape = { R = 12, N = 33 }\ndtypes = [\"bf16\", \"fp16\", \"fp32\"]",
         "slice = \"exhaustive\"\nfills = [\"normal\"]\nshape = { R = 12, N = 33 }\ndtypes = [\"bf16\"]",
     );
     assert!(error.is_ok(), "other cases cover argmax");
-    let all = EMBEDDED.iter().find(|(path, _)| *path == "rows/argmax.toml").unwrap().1;
+    let all = &embedded()["ops/argmax.toml"];
     let bare = all.replace("\"fp16\", ", "");
-    let error = edited("rows/argmax.toml", all, &bare).unwrap_err();
+    let error = edited("ops/argmax.toml", all, &bare).unwrap_err();
     assert!(error.message.contains("no case with fp16 input and fp32 output"), "{error}");
 }
 
@@ -128,7 +127,7 @@ fn gaps_and_duplicates_are_refused() {
 fn an_op_may_promise_more_than_its_class_and_never_less() {
     let own = |text: &str| {
         let provenance = "source = \"a test\", samples = 0, date = \"2026-11-21\"";
-        edited("rows/add.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
+        edited("ops/add.toml", "invariant =", &format!("accuracy = {{ {text}, {provenance} }}\ninvariant ="))
     };
     own("ulp = 0.5, condition_factor = 3.5, p99_ulp = 0.5").unwrap();
     let error = own("ulp = 0.6, condition_factor = 4").unwrap_err();
@@ -141,7 +140,7 @@ fn an_op_may_promise_more_than_its_class_and_never_less() {
 #[test]
 fn a_waiver_has_a_reason_and_an_end() {
     let waive = |text: &str| {
-        edited("rows/add.toml", "invariant =", &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="))
+        edited("ops/add.toml", "invariant =", &format!("waive = {{ judgment = \"invariance\", {text} }}\ninvariant ="))
     };
     let contract = waive("axis = \"isa\", reason = \"known\", expires = \"2026-11-21\"").unwrap();
     let case = contract.case("add/bf16/small-normal-fp32").unwrap();
@@ -161,7 +160,7 @@ fn a_waiver_has_a_reason_and_an_end() {
 #[test]
 fn the_first_row_that_matches_holds() {
     let special = "impls = [\"ours/*\"]\nfills = [\"edges\"]\nstems = [\"sm*\"]\ninvariant = [\"repeat\"]\n\n[[row]]\nimpls = [\"*\"]";
-    let contract = edited("rows/softmax.toml", "impls = [\"*\"]", special).unwrap();
+    let contract = edited("ops/softmax.toml", "impls = [\"*\"]", special).unwrap();
     let axes = |name: &str| contract.row("ours/cpu", contract.case(name).unwrap()).unwrap().invariant.len();
     assert_eq!(axes("softmax/bf16/small-edges-bf16"), 1);
     assert_eq!((axes("softmax/bf16/small-normal-bf16"), axes("softmax/bf16/mid-edges-bf16")), (12, 12));
@@ -244,7 +243,7 @@ fn the_oracle_passes_its_own_bounds() {
             group = case_spec.group.clone();
         }
         for output in spec.outputs {
-            let dtype = output.dtype(case.out);
+            let dtype = spec.output_dtype(output, case.out);
             let reference = &references[output.name];
             let row = contract.row("ours/cpu", case_spec).unwrap();
             let bound = contract.bound("tight", row, case_spec, dtype, Judgment::Accuracy).unwrap();

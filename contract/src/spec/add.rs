@@ -1,21 +1,12 @@
-//! `a, b -> y`, all of one shape
+//! `add`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "add",
+    op: &samebits_schema::add::OP,
     class: Class::Elementwise,
-    inputs: &[
-        InputSpec { name: "a", axes: &["R", REST], rows: 1, ..FLOAT },
-        InputSpec { name: "b", axes: &["R", REST], rows: 1, ..FLOAT },
-    ],
-    params: &[],
-    outputs: &[OutputSpec { name: "y", axes: &["R", REST], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/add.toml"),
     make,
-    check: |_| Ok(()),
     compute,
 };
 

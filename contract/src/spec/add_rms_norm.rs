@@ -1,25 +1,12 @@
-//! `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`
+//! `add_rms_norm`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "add_rms_norm",
+    op: &samebits_schema::add_rms_norm::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT },
-        InputSpec { name: "residual", axes: &["R", "N"], rows: 1, ..FLOAT },
-        InputSpec { name: "w", axes: &["N"], ..FLOAT },
-    ],
-    params: &rms_norm::PARAMS,
-    outputs: &[
-        OutputSpec { name: "sum", axes: &["R", "N"], kind: OutputKind::Out },
-        OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out },
-    ],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/add_rms_norm.toml"),
     make,
-    check: |c| c.require("eps", 1e-6, |v| v >= 0.0, "0 or more"),
     compute,
 };
 

@@ -1,18 +1,12 @@
-//! `x[R,N] -> index[R]`
+//! `argmax`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "argmax",
+    op: &samebits_schema::argmax::OP,
     class: Class::Elementwise,
-    inputs: &[InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT }],
-    params: &[],
-    outputs: &[OutputSpec { name: "index", axes: &["R"], kind: OutputKind::I32 }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &[DType::Fp32],
-    shape: &["R", "N"],
+    table: include_str!("../../ops/argmax.toml"),
     make,
-    check: |_| Ok(()),
     compute,
 };
 

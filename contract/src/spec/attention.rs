@@ -1,33 +1,12 @@
-//! `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+//! `attention`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "attention",
+    op: &samebits_schema::attention::OP,
     class: Class::Attention,
-    inputs: &[
-        InputSpec { name: "q", axes: &["B", "T", "Hq", "D"], rows: 2, ..FLOAT },
-        InputSpec { name: "k", axes: &["B", "S", "Hkv", "D"], rows: 1, ..FLOAT },
-        InputSpec { name: "v", axes: &["B", "S", "Hkv", "E"], rows: 1, ..FLOAT },
-        InputSpec { name: "q_pos", axes: &["B", "T"], rows: 2, ..INT },
-        InputSpec { name: "kv_len", axes: &["B"], rows: 1, ..INT },
-    ],
-    params: &[
-        ParamSpec { name: "scale", kind: ParamKind::Float, default: "1/sqrt(D)" },
-        ParamSpec { name: "causal", kind: ParamKind::Flag, default: "0" },
-        ParamSpec { name: "window", kind: ParamKind::Count, default: "0" },
-        ParamSpec { name: "softcap", kind: ParamKind::Float, default: "0" },
-        TF32,
-    ],
-    outputs: &[
-        OutputSpec { name: "out", axes: &["B", "T", "Hq", "E"], kind: OutputKind::Out },
-        OutputSpec { name: "lse", axes: &["B", "T", "Hq"], kind: OutputKind::Fp32 },
-    ],
-    row_axes: 2,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["B", "T", "S", "Hq", "Hkv", "D", "E"],
+    table: include_str!("../../ops/attention.toml"),
     make,
-    check,
     compute,
 };
 
@@ -67,16 +46,6 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-fn check(c: &Checked) -> Result<(), Refusal> {
-    let (hq, hkv) = (c.dim("Hq"), c.dim("Hkv"));
-    if hq % hkv != 0 {
-        return Err(Refusal::Invalid(format!("attention: Hq is {hq}; it must be a multiple of Hkv, which is {hkv}")));
-    }
-    c.require("softcap", 0.0, |v| v >= 0.0, "0 or more")?;
-    c.indexes("q_pos", 0..1 << 31)?;
-    c.indexes("kv_len", 0..c.dim("S") as i64 + 1)
-}
-
 /// One key as a query sees it.
 struct Seen<'a> {
     score: f64,
@@ -90,9 +59,9 @@ fn compute(c: &Checked) -> References {
     let (hq, hkv, d, e) = (c.dim("Hq"), c.dim("Hkv"), c.dim("D"), c.dim("E"));
     let (q, k, v) = (c.operands("q"), c.operands("k"), c.operands("v"));
     let (q_pos, kv_len) = (c.ints("q_pos"), c.ints("kv_len"));
-    let scale = c.float("scale", 1.0 / (d as f64).sqrt());
-    let cap = c.float("softcap", 0.0);
-    let (causal, window) = (c.flag("causal"), c.count("window", 0) as i64);
+    let scale = c.float("scale");
+    let cap = c.float("softcap");
+    let (causal, window) = (c.flag("causal"), i64::try_from(c.count("window")).unwrap_or(i64::MAX));
     let mut out = Vec::with_capacity(b * t * hq * e);
     let mut lse = Vec::with_capacity(b * t * hq);
     for row in 0..b * t * hq {
@@ -101,7 +70,7 @@ fn compute(c: &Checked) -> References {
         let query = &q[row * d..][..d];
         let mut seen = Vec::new();
         for j in 0..kv_len[batch] as usize {
-            if (causal && j as i64 > position) || (window > 0 && j as i64 <= position - window) {
+            if (causal && j as i64 > position) || (window > 0 && j as i64 <= position.saturating_sub(window)) {
                 continue;
             }
             let at = (batch * s + j) * hkv + head / (hq / hkv);

@@ -1,23 +1,12 @@
-//! `x[R,N], row[T,K], weight[T,K], shared[T,N]? -> y[T,N]`
+//! `combine`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "combine",
+    op: &samebits_schema::combine::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "x", axes: &["R", "N"], ..FLOAT },
-        InputSpec { name: "row", axes: &["T", "K"], rows: 1, ..INT },
-        InputSpec { name: "weight", axes: &["T", "K"], rows: 1, ..FLOAT },
-        InputSpec { name: "shared", axes: &["T", "N"], rows: 1, optional: true, ..FLOAT },
-    ],
-    params: &[],
-    outputs: &[OutputSpec { name: "y", axes: &["T", "N"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["R", "N", "T", "K"],
+    table: include_str!("../../ops/combine.toml"),
     make,
-    check: |c| c.indexes("row", 0..c.dim("R") as i64),
     compute,
 };
 

@@ -1,21 +1,12 @@
-//! `w[V,D], tokens[T] -> y[T,D]`
+//! `embedding`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "embedding",
+    op: &samebits_schema::embedding::OP,
     class: Class::Elementwise,
-    inputs: &[
-        InputSpec { name: "w", axes: &["V", "D"], ..FLOAT },
-        InputSpec { name: "tokens", axes: &["T"], rows: 1, ..INT },
-    ],
-    params: &[],
-    outputs: &[OutputSpec { name: "y", axes: &["T", "D"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
-    outs: &DType::FLOATS,
-    shape: &["V", "D", "T"],
+    table: include_str!("../../ops/embedding.toml"),
     make,
-    check: |c| c.indexes("tokens", 0..c.dim("V") as i64),
     compute,
 };
 

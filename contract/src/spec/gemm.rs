@@ -1,26 +1,12 @@
-//! `x[M,K], w[N,K], bias[N]? -> y[M,N]`
+//! `gemm`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "gemm",
+    op: &samebits_schema::gemm::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "x", axes: &["M", "K"], rows: 1, ..FLOAT },
-        InputSpec { name: "w", axes: &["N", "K"], ..FLOAT },
-        InputSpec { name: "bias", axes: &["N"], optional: true, ..FLOAT },
-    ],
-    params: &[
-        ParamSpec { name: "k_offset", kind: ParamKind::Count, default: "0" },
-        ParamSpec { name: "k_total", kind: ParamKind::Count, default: "K" },
-        TF32,
-    ],
-    outputs: &[OutputSpec { name: "y", axes: &["M", "N"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["M", "N", "K"],
+    table: include_str!("../../ops/gemm.toml"),
     make,
-    check,
     compute,
 };
 
@@ -53,32 +39,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// A tensor-parallel rank owns one whole subtree: half, a quarter or an eighth of `k_total`, and returns it in f32.
-fn check(c: &Checked) -> Result<(), Refusal> {
-    let k = c.dim("K");
-    let (offset, total) = (c.count("k_offset", 0), c.count("k_total", k));
-    let partial = k != total;
-    if offset.checked_add(k).is_none_or(|end| end > total) {
-        return Err(Refusal::Invalid(format!("gemm: k_offset {offset} + K {k} is beyond k_total {total}")));
-    }
-    let ranks = total / k;
-    if partial && (total % k != 0 || ![2, 4, 8].contains(&ranks) || total % 128 != 0 || offset % k != 0) {
-        return Err(Refusal::Unsupported(format!(
-            "gemm: columns {offset}..{} of {total} are no subtree; k_total must be a multiple of 128, K a half, a \
-             quarter or an eighth of it, and k_offset a multiple of K",
-            offset + k
-        )));
-    }
-    if partial && c.case.out != DType::Fp32 {
-        return Err(Refusal::Unsupported(format!("gemm: a partial sum is returned in fp32, not {}", c.case.out)));
-    }
-    Ok(())
-}
-
 fn compute(c: &Checked) -> References {
     let (m, n, k) = (c.dim("M"), c.dim("N"), c.dim("K"));
     let (x, w) = (c.operands("x"), c.operands("w"));
-    let partial = c.count("k_total", k) != k;
+    let partial = c.count("k_total") != k;
     let bias = c.case.inputs.get("bias").filter(|_| !partial).map(Tensor::to_f64);
     let element = |i: usize, j: usize| {
         let terms = x[i * k..][..k].iter().zip(&w[j * k..][..k]).map(|(a, b)| a * b);

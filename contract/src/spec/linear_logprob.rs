@@ -1,27 +1,14 @@
-//! `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`
+//! `linear_logprob`: the inputs of its cases and its oracle.
 use super::gemm::sum_of;
 use super::logprob::log_sum;
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "linear_logprob",
+    op: &samebits_schema::linear_logprob::OP,
     class: Class::Logprob,
-    inputs: &[
-        InputSpec { name: "x", axes: &["M", "K"], rows: 1, ..FLOAT },
-        InputSpec { name: "w", axes: &["V", "K"], ..FLOAT },
-        InputSpec { name: "target", axes: &["M"], rows: 1, ..INT },
-    ],
-    params: &[ParamSpec { name: "temperature", kind: ParamKind::Float, default: "1" }],
-    outputs: &[
-        OutputSpec { name: "logprob", axes: &["M"], kind: OutputKind::Fp32 },
-        OutputSpec { name: "lse", axes: &["M"], kind: OutputKind::Fp32 },
-    ],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges],
-    outs: &[DType::Fp32],
-    shape: &["M", "V", "K"],
+    table: include_str!("../../ops/linear_logprob.toml"),
     make,
-    check,
     compute,
 };
 
@@ -44,19 +31,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-fn check(c: &Checked) -> Result<(), Refusal> {
-    c.require(
-        "temperature",
-        1.0,
-        |v| v > 0.0 && f32_of(1.0 / v).is_finite() && f32_of(1.0 / v) > 0.0,
-        "positive, and 1/temperature an f32",
-    )?;
-    c.indexes("target", i64::from(i32::MIN)..c.dim("V") as i64)
-}
-
 fn compute(c: &Checked) -> References {
     let (m, v, k) = (c.dim("M"), c.dim("V"), c.dim("K"));
-    let inverse = f32_of(1.0 / c.float("temperature", 1.0));
+    let inverse = f32_of(1.0 / c.float("temperature"));
     let (x, w) = (c.floats("x"), c.floats("w"));
     let (mut logprob, mut lse) = (Vec::with_capacity(m), Vec::with_capacity(m));
     for (row, &target) in x.chunks(k).zip(c.ints("target")) {

@@ -1,24 +1,12 @@
-//! `logits[R,V], target[R] -> logprob[R], lse[R]`
+//! `logprob`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "logprob",
+    op: &samebits_schema::logprob::OP,
     class: Class::Logprob,
-    inputs: &[
-        InputSpec { name: "logits", axes: &["R", "V"], rows: 1, ..FLOAT },
-        InputSpec { name: "target", axes: &["R"], rows: 1, ..INT },
-    ],
-    params: &[ParamSpec { name: "temperature", kind: ParamKind::Float, default: "1" }],
-    outputs: &[
-        OutputSpec { name: "logprob", axes: &["R"], kind: OutputKind::Fp32 },
-        OutputSpec { name: "lse", axes: &["R"], kind: OutputKind::Fp32 },
-    ],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
-    outs: &[DType::Fp32],
-    shape: &["R", "V"],
+    table: include_str!("../../ops/logprob.toml"),
     make,
-    check,
     compute,
 };
 
@@ -41,19 +29,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-fn check(c: &Checked) -> Result<(), Refusal> {
-    c.require(
-        "temperature",
-        1.0,
-        |v| v > 0.0 && f32_of(1.0 / v).is_finite() && f32_of(1.0 / v) > 0.0,
-        "positive, and 1/temperature an f32",
-    )?;
-    c.indexes("target", i64::from(i32::MIN)..c.dim("V") as i64)
-}
-
 fn compute(c: &Checked) -> References {
     let (r, v) = (c.dim("R"), c.dim("V"));
-    let inverse = f32_of(1.0 / c.float("temperature", 1.0));
+    let inverse = f32_of(1.0 / c.float("temperature"));
     let logits = c.floats("logits");
     let (mut logprob, mut lse) = (Vec::with_capacity(r), Vec::with_capacity(r));
     for (row, &target) in logits.chunks(v).zip(c.ints("target")) {

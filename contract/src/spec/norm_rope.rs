@@ -1,22 +1,12 @@
-//! `x[T,H,D], w[D], pos[T] -> y[T,H,D]`
+//! `norm_rope`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "norm_rope",
+    op: &samebits_schema::norm_rope::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "x", axes: &["T", "H", "D"], rows: 1, ..FLOAT },
-        InputSpec { name: "w", axes: &["D"], ..FLOAT },
-        InputSpec { name: "pos", axes: &["T"], rows: 1, ..INT },
-    ],
-    params: &[rms_norm::PARAMS[0], rms_norm::PARAMS[1], rms_norm::PARAMS[2], rope::PARAMS[0], rope::PARAMS[1]],
-    outputs: &[OutputSpec { name: "y", axes: &["T", "H", "D"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["T", "H", "D"],
+    table: include_str!("../../ops/norm_rope.toml"),
     make,
-    check,
     compute,
 };
 
@@ -28,11 +18,6 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let mut inputs = maker.floats([("x", vec![t, h, d], x), ("w", vec![d], w)]);
     inputs.insert("pos".into(), rope::positions(maker));
     inputs
-}
-
-fn check(c: &Checked) -> Result<(), Refusal> {
-    c.require("eps", 1e-6, |v| v >= 0.0, "0 or more")?;
-    rope::check(c)
 }
 
 /// The norm of each head in f64, then its rotation: what rounding does to the norm is turned with it.

@@ -1,29 +1,14 @@
-//! `x[R,N], w[N] -> y[R,N]`
+//! `rms_norm`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "rms_norm",
+    op: &samebits_schema::rms_norm::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT },
-        InputSpec { name: "w", axes: &["N"], ..FLOAT },
-    ],
-    params: &PARAMS,
-    outputs: &[OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/rms_norm.toml"),
     make,
-    check: |c| c.require("eps", 1e-6, |v| v >= 0.0, "0 or more"),
     compute,
 };
-
-pub(super) const PARAMS: [ParamSpec; 3] = [
-    ParamSpec { name: "eps", kind: ParamKind::Float, default: "1e-6" },
-    ParamSpec { name: "rounding", kind: ParamKind::Choice(&["once", "hf"]), default: "once" },
-    ParamSpec { name: "weight_offset", kind: ParamKind::Flag, default: "0" },
-];
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
@@ -48,8 +33,8 @@ fn compute(c: &Checked) -> References {
 /// Value and condition of every element of the rows `x`, as long as `w`, under the parameters of `c`.
 pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
     let n = w.len();
-    let eps = f32_of(c.float("eps", 1e-6));
-    let hf = c.text("rounding") == Some("hf");
+    let eps = f32_of(c.float("eps"));
+    let hf = c.word("rounding") == "hf";
     let offset = if c.flag("weight_offset") { 1.0 } else { 0.0 };
     let mut elements = Vec::with_capacity(x.len());
     for row in x.chunks(n) {

@@ -1,28 +1,14 @@
-//! `x[T,H,D], pos[T] -> y[T,H,D]`
+//! `rope`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "rope",
+    op: &samebits_schema::rope::OP,
     class: Class::Elementwise,
-    inputs: &[
-        InputSpec { name: "x", axes: &["T", "H", "D"], rows: 1, ..FLOAT },
-        InputSpec { name: "pos", axes: &["T"], rows: 1, ..INT },
-    ],
-    params: &PARAMS,
-    outputs: &[OutputSpec { name: "y", axes: &["T", "H", "D"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["T", "H", "D"],
+    table: include_str!("../../ops/rope.toml"),
     make,
-    check,
     compute,
 };
-
-pub(super) const PARAMS: [ParamSpec; 2] = [
-    ParamSpec { name: "theta", kind: ParamKind::Float, default: "10000" },
-    ParamSpec { name: "pairing", kind: ParamKind::Choice(&["half", "interleaved"]), default: "half" },
-];
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (t, h, d) = (maker.dim("T"), maker.dim("H"), maker.dim("D"));
@@ -39,14 +25,6 @@ pub(super) fn positions(maker: &Maker) -> Tensor {
     Tensor::i32(&[t], maker.ints("pos", pos))
 }
 
-pub(super) fn check(c: &Checked) -> Result<(), Refusal> {
-    if !c.dim("D").is_multiple_of(2) {
-        return Err(Refusal::Invalid(format!("{}: D is {}; it must be even", c.case.op, c.dim("D"))));
-    }
-    c.require("theta", 10000.0, |v| v > 0.0, "positive")?;
-    c.indexes("pos", 0..1 << 31)
-}
-
 fn compute(c: &Checked) -> References {
     let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
     let exact: Vec<_> = c.floats("x").into_iter().map(|v| (v, v.abs())).collect();
@@ -57,8 +35,8 @@ fn compute(c: &Checked) -> References {
 /// `c` and its `pos` say.
 pub(super) fn elements(c: &Checked, x: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let (h, d, pos) = (c.dim("H"), c.dim("D"), c.ints("pos"));
-    let theta = c.float("theta", 10000.0);
-    let interleaved = c.text("pairing") == Some("interleaved");
+    let theta = c.float("theta");
+    let interleaved = c.word("pairing") == "interleaved";
     let inverse: Vec<f64> = (0..d / 2).map(|i| f32_of(theta.powf(-2.0 * i as f64 / d as f64))).collect();
     let mut elements = vec![(0.0, 0.0); x.len()];
     for (head, values) in x.chunks(d).enumerate() {

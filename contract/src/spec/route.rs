@@ -1,32 +1,12 @@
-//! `logits[T,E], bias[E]? -> rank[T,E], weight[T,E]`
+//! `route`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "route",
+    op: &samebits_schema::route::OP,
     class: Class::Reduction,
-    inputs: &[
-        InputSpec { name: "logits", axes: &["T", "E"], rows: 1, ..FLOAT },
-        InputSpec { name: "bias", axes: &["E"], optional: true, ..FLOAT },
-    ],
-    params: &[
-        ParamSpec { name: "chosen", kind: ParamKind::Count, default: "1" },
-        ParamSpec { name: "scoring", kind: ParamKind::Choice(&["softmax", "sigmoid"]), default: "softmax" },
-        ParamSpec { name: "groups", kind: ParamKind::Count, default: "1" },
-        ParamSpec { name: "top_groups", kind: ParamKind::Count, default: "1" },
-        ParamSpec { name: "group_worth", kind: ParamKind::Choice(&["max", "top_two"]), default: "max" },
-        ParamSpec { name: "normalise", kind: ParamKind::Flag, default: "0" },
-        ParamSpec { name: "scale", kind: ParamKind::Float, default: "1" },
-    ],
-    outputs: &[
-        OutputSpec { name: "rank", axes: &["T", "E"], kind: OutputKind::I32 },
-        OutputSpec { name: "weight", axes: &["T", "E"], kind: OutputKind::Fp32 },
-    ],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Edges],
-    outs: &[DType::Fp32],
-    shape: &["T", "E"],
+    table: include_str!("../../ops/route.toml"),
     make,
-    check,
     compute,
 };
 
@@ -45,31 +25,15 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-fn check(c: &Checked) -> Result<(), Refusal> {
-    let (e, chosen) = (c.dim("E"), c.count("chosen", 1));
-    let (groups, top) = (c.count("groups", 1), c.count("top_groups", 1));
-    let invalid = |why: String| Err(Refusal::Invalid(format!("route: {why}")));
-    if groups == 0 || !e.is_multiple_of(groups) {
-        return invalid(format!("{e} experts do not make {groups} groups of one size"));
-    }
-    if chosen == 0 || top == 0 || top > groups || top * (e / groups) < chosen {
-        return invalid(format!("{top} of {groups} groups of {} do not hold {chosen} experts", e / groups));
-    }
-    if c.text("group_worth") == Some("top_two") && groups > 1 && e / groups < 2 {
-        return invalid(format!("a group of {} has no two experts", e / groups));
-    }
-    c.require("scale", 1.0, |v| v.abs() < 1e30, "within f32")
-}
-
 /// Choices closer than this may change places by rounding.
 const CLOSE: f64 = 1e-5;
 
 fn compute(c: &Checked) -> References {
-    let (e, chosen) = (c.dim("E"), c.count("chosen", 1));
-    let (groups, top) = (c.count("groups", 1), c.count("top_groups", 1));
+    let (e, chosen) = (c.dim("E"), c.count("chosen"));
+    let (groups, top) = (c.count("groups"), c.count("top_groups"));
     let bias = c.case.inputs.get("bias").map(Tensor::to_f64);
-    let scale = f32_of(c.float("scale", 1.0));
-    let sigmoid = c.text("scoring") == Some("sigmoid");
+    let scale = f32_of(c.float("scale"));
+    let sigmoid = c.word("scoring") == "sigmoid";
     let (mut ranks, mut weights) = (Vec::new(), Vec::new());
     for row in c.floats("logits").chunks(e) {
         let scores = scores(row, sigmoid);
@@ -84,7 +48,7 @@ fn compute(c: &Checked) -> References {
                 .chunks(e / groups)
                 .map(|group| {
                     let order = order(group, &mut false, group.len());
-                    let second = if c.text("group_worth") == Some("top_two") { group[order[1]] } else { 0.0 };
+                    let second = if c.word("group_worth") == "top_two" { group[order[1]] } else { 0.0 };
                     group[order[0]] + second
                 })
                 .collect();

@@ -1,18 +1,12 @@
-//! `x -> y`, any shape
+//! `scale`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "scale",
+    op: &samebits_schema::scale::OP,
     class: Class::Elementwise,
-    inputs: &[InputSpec { name: "x", axes: &["R", REST], rows: 1, ..FLOAT }],
-    params: &[ParamSpec { name: "factor", kind: ParamKind::Float, default: "1" }],
-    outputs: &[OutputSpec { name: "y", axes: &["R", REST], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/scale.toml"),
     make,
-    check: |c| c.require("factor", 1.0, |v| v.abs() < 3e38, "within f32"),
     compute,
 };
 
@@ -22,7 +16,7 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 }
 
 fn compute(c: &Checked) -> References {
-    let factor = f32_of(c.float("factor", 1.0));
+    let factor = f32_of(c.float("factor"));
     let elements = c.floats("x").into_iter().map(|x| {
         let value = x * factor;
         if value == 0.0 && (x == 0.0 || factor == 0.0) || !x.is_finite() {

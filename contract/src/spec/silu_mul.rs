@@ -1,21 +1,12 @@
-//! `gate, up -> y`, all of one shape
+//! `silu_mul`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "silu_mul",
+    op: &samebits_schema::silu_mul::OP,
     class: Class::Elementwise,
-    inputs: &[
-        InputSpec { name: "gate", axes: &["R", REST], rows: 1, ..FLOAT },
-        InputSpec { name: "up", axes: &["R", REST], rows: 1, ..FLOAT },
-    ],
-    params: &[],
-    outputs: &[OutputSpec { name: "y", axes: &["R", REST], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/silu_mul.toml"),
     make,
-    check: |_| Ok(()),
     compute,
 };
 

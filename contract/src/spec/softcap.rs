@@ -1,25 +1,19 @@
-//! `x -> y`, any shape
+//! `softcap`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "softcap",
+    op: &samebits_schema::softcap::OP,
     class: Class::Elementwise,
-    inputs: &[InputSpec { name: "x", axes: &["R", REST], rows: 1, ..FLOAT }],
-    params: &[ParamSpec { name: "cap", kind: ParamKind::Float, default: "30" }],
-    outputs: &[OutputSpec { name: "y", axes: &["R", REST], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/softcap.toml"),
     make: scale::make,
-    check: |c| c.require("cap", 30.0, |v| v > 1e-30 && v < 1e30, "positive, and within f32 with its inverse"),
     compute,
 };
 
 /// The tangent of a small argument is `(1 - e) / (1 + e)`, whose error is that of 1.
 fn compute(c: &Checked) -> References {
-    let cap = f32_of(c.float("cap", 30.0));
-    let inverse = f32_of(1.0 / c.float("cap", 30.0));
+    let cap = f32_of(c.float("cap"));
+    let inverse = f32_of(1.0 / c.float("cap"));
     let elements = c.floats("x").into_iter().map(|x| {
         let value = cap * (x * inverse).tanh();
         if x == 0.0 || !x.is_finite() { (value, 0.0) } else { (value, value.abs() + cap + FLOOR) }

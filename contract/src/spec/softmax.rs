@@ -1,18 +1,12 @@
-//! `x[R,N] -> y[R,N]`
+//! `softmax`: the inputs of its cases and its oracle.
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
-    name: "softmax",
+    op: &samebits_schema::softmax::OP,
     class: Class::Reduction,
-    inputs: &[InputSpec { name: "x", axes: &["R", "N"], rows: 1, ..FLOAT }],
-    params: &[],
-    outputs: &[OutputSpec { name: "y", axes: &["R", "N"], kind: OutputKind::Out }],
-    row_axes: 1,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
-    outs: &DType::FLOATS,
-    shape: &["R", "N"],
+    table: include_str!("../../ops/softmax.toml"),
     make,
-    check: |_| Ok(()),
     compute,
 };
 

@@ -64,34 +64,40 @@ fn refusals_name_the_tensor_and_the_fix() {
     let x = f32s(&[2, 3], &[0.0; 6]);
     let w = f32s(&[4, 3], &[0.0; 12]);
     let gemm = |params: &[(&str, &str)], inputs: &[(&str, Tensor)]| refusal(&case("gemm", params, inputs));
-    assert_eq!(gemm(&[], &[("x", x.clone())]), "gemm: tensor `w`[N,K] is missing");
+    assert_eq!(gemm(&[], &[("x", x.clone())]), "input `w`: missing; gemm needs it as w[N,K] of bf16, fp16 or fp32");
     let short = f32s(&[4, 2], &[0.0; 8]);
-    assert!(gemm(&[], &[("x", x.clone()), ("w", short)]).contains("K=2; another tensor says K=3"));
+    assert!(gemm(&[], &[("x", x.clone()), ("w", short)]).contains("has K = 2, but K is 3"));
     let half = round::tensor(DType::Bf16, &[4, 3], &[0.0; 12]);
-    assert!(gemm(&[], &[("x", x.clone()), ("w", half)]).starts_with("unsupported: gemm: mixed dtypes: `x` is fp32"));
+    assert!(
+        gemm(&[], &[("x", x.clone()), ("w", half)])
+            .starts_with("unsupported: input `w` is bf16 and `x` is fp32; mixed dtypes")
+    );
     let good = [("x", x.clone()), ("w", w.clone())];
-    assert!(gemm(&[("alpha", "1")], &good).contains("unknown parameter `alpha`"));
-    assert!(gemm(&[("tf32", "maybe")], &good).contains("`maybe`; it must be disabled or enabled"));
+    assert!(gemm(&[("alpha", "1")], &good).contains("param `alpha`: gemm has no such parameter"));
+    assert!(gemm(&[("tf32", "maybe")], &good).contains("`maybe` is not disabled or enabled"));
     assert!(gemm(&[("k_total", "2")], &good).contains("beyond k_total 2"));
     assert!(gemm(&[("k_total", "6")], &good).contains("no subtree"));
-    assert!(gemm(&[], &[("x", x.clone()), ("w", w.clone()), ("z", x.clone())]).contains("unknown tensor `z`"));
-    assert!(gemm(&[], &[("x", f32s(&[6], &[0.0; 6])), ("w", w)]).contains("it must be [M,K]"));
-    assert!(gemm(&[], &[("x", Tensor::i32(&[2, 3], vec![0; 6]))]).contains("must be bf16, fp16 or fp32"));
+    assert!(
+        gemm(&[], &[("x", x.clone()), ("w", w.clone()), ("z", x.clone())])
+            .contains("input `z`: gemm has no such input")
+    );
+    assert!(gemm(&[], &[("x", f32s(&[6], &[0.0; 6])), ("w", w)]).contains("must have the form [M,K]"));
+    assert!(gemm(&[], &[("x", Tensor::i32(&[2, 3], vec![0; 6]))]).contains("it must be bf16, fp16 or fp32"));
     assert!(
         refusal(&case("add", &[], &[("a", x.clone()), ("b", f32s(&[2, 2], &[0.0; 4]))]))
-            .contains("all shapes must be equal")
+            .contains("must equal that of `a`")
     );
     assert!(
         refusal(&case("rms_norm", &[("eps", "-1")], &[("x", x.clone()), ("w", f32s(&[3], &[0.0; 3]))]))
-            .contains("0 or more")
+            .contains("at least 0")
     );
     let tokens = |v: i32| case("embedding", &[], &[("w", x.clone()), ("tokens", Tensor::i32(&[1], vec![v]))]);
-    assert!(refusal(&tokens(2)).contains("`tokens`[0] is 2; use 0 to 1"));
+    assert!(refusal(&tokens(2)).contains("input `tokens`: element 0 is 2; use 0 to 1"));
     assert!(find("embedding").unwrap().validate(&tokens(1)).is_ok());
     let mut logprob = case("logprob", &[], &[("logits", x), ("target", Tensor::i32(&[2], vec![0, -7]))]);
     assert!(find("logprob").unwrap().validate(&logprob).is_ok());
     logprob.out = DType::Bf16;
-    assert!(refusal(&logprob).contains("out is bf16; it returns `fp32`"));
+    assert!(refusal(&logprob).contains("out is bf16; it returns fp32"));
     assert!(
         refusal(&case(
             "chain",

@@ -171,7 +171,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             let contract = args.place.contract()?;
             let holds = |case: &str, outputs: &BTreeMap<String, samebits_goldens::Output>| {
                 let case = contract.case(case).ok_or_else(|| format!("no case is called `{case}`"))?;
-                let wanted = case.spec().outputs.iter().map(|output| (output.name, output.dtype(case.out)));
+                let spec = case.spec();
+                let wanted = spec.outputs.iter().map(|output| (output.name, spec.output_dtype(output, case.out)));
                 let wanted: BTreeMap<&str, DType> = wanted.collect();
                 let found: BTreeMap<&str, DType> =
                     outputs.iter().map(|(n, output)| (n.as_str(), output.dtype)).collect();

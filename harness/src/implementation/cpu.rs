@@ -5,12 +5,14 @@ use crate::checkpoints::Checkpoints;
 use crate::clock::Clock;
 use crate::side::{Program, Side};
 use samebits_contract::case::{Answer, Case, Config};
+use samebits_contract::spec::check_form;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{
     Attention, Combine, Cpu, Element, Gemm, GroupWorth, Isa, Keys, NormRope, PackedWeight, Pairing, RmsNorm, Rope,
     RopeTable, Rounding, Route, Scoring, Sequences, Tf32,
 };
 use samebits_ops::{bf16, f16};
+use samebits_schema::Call;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -98,7 +100,7 @@ fn op_answer(cpu: &Cpu, case: &Case, clock: Option<&Clock>) -> Result<Answer, Re
         let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
         Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
     })?;
-    let request = Request::checked(op, case, cpu.clone(), clock)?;
+    let request = Request::checked(case, cpu.clone(), clock)?;
     let outputs = (op.run)(&request)?;
     Ok(Answer::ok(request.kernel(), outputs))
 }
@@ -176,41 +178,12 @@ impl From<samebits_ops::Error> for Refusal {
     }
 }
 
-pub(super) fn error<T>(reason: String) -> Result<T, Refusal> {
-    Err(Refusal::Error(reason))
-}
-
 pub(super) type Outputs = BTreeMap<String, Tensor>;
 
-/// An op as requests see it.
+/// How an op answers a request.
 pub(super) struct Op {
     pub(super) name: &'static str,
-    inputs: &'static [Input],
-    params: &'static [&'static str],
     run: fn(&Request) -> Result<Outputs, Refusal>,
-}
-
-/// An input by name. Axes with the same letter have the same extent; the float inputs of one op share one dtype.
-struct Input {
-    name: &'static str,
-    axes: &'static [&'static str],
-    integer: bool,
-    optional: bool,
-}
-
-/// In place of axes: any shape, the same for every input that says so.
-const ANY: &[&str] = &["any"];
-
-const fn float(name: &'static str, axes: &'static [&'static str]) -> Input {
-    Input { name, axes, integer: false, optional: false }
-}
-
-const fn integer(name: &'static str, axes: &'static [&'static str]) -> Input {
-    Input { name, axes, integer: true, optional: false }
-}
-
-const fn optional(name: &'static str, axes: &'static [&'static str]) -> Input {
-    Input { name, axes, integer: false, optional: true }
 }
 
 /// Calls `$op::<I, O>($request)` for the request's input dtype I and output dtype O.
@@ -232,201 +205,50 @@ macro_rules! typed {
 }
 
 pub(super) const OPS: &[Op] = &[
-    Op {
-        name: "gemm",
-        inputs: &[float("x", &["M", "K"]), float("w", &["N", "K"]), optional("bias", &["N"])],
-        params: &["k_offset", "k_total"],
-        run: |request| typed!(request, gemm),
-    },
-    Op {
-        name: "rms_norm",
-        inputs: &[float("x", &["R", "N"]), float("w", &["N"])],
-        params: &["eps", "rounding", "weight_offset"],
-        run: |request| typed!(request, rms_norm),
-    },
-    Op {
-        name: "add_rms_norm",
-        inputs: &[float("x", &["R", "N"]), float("residual", &["R", "N"]), float("w", &["N"])],
-        params: &["eps", "rounding", "weight_offset"],
-        run: |request| typed!(request, add_rms_norm),
-    },
-    Op {
-        name: "attention",
-        inputs: &[
-            float("q", &["B", "T", "Hq", "D"]),
-            float("k", &["B", "S", "Hkv", "D"]),
-            float("v", &["B", "S", "Hkv", "E"]),
-            integer("q_pos", &["B", "T"]),
-            integer("kv_len", &["B"]),
-        ],
-        params: &["scale", "causal", "window", "softcap"],
-        run: |request| typed!(request, attention),
-    },
-    Op {
-        name: "paged_attention",
-        inputs: &[
-            float("q", &["B", "T", "Hq", "D"]),
-            float("k", &["P", "Z", "Hkv", "D"]),
-            float("v", &["P", "Z", "Hkv", "E"]),
-            integer("page_table", &["B", "C"]),
-            integer("q_pos", &["B", "T"]),
-            integer("kv_len", &["B"]),
-        ],
-        params: &["scale", "causal", "window", "softcap"],
-        run: |request| typed!(request, attention),
-    },
-    Op {
-        name: "packed_attention",
-        inputs: &[
-            float("q", &["T", "Hq", "D"]),
-            float("k", &["S", "Hkv", "D"]),
-            float("v", &["S", "Hkv", "E"]),
-            integer("q_pos", &["T"]),
-            integer("q_start", &["B+1"]),
-            integer("k_start", &["B+1"]),
-        ],
-        params: &["scale", "causal", "window", "softcap"],
-        run: |request| typed!(request, attention),
-    },
-    Op {
-        name: "logprob",
-        inputs: &[float("logits", &["R", "V"]), integer("target", &["R"])],
-        params: &["temperature"],
-        run: |request| typed!(request, logprob),
-    },
-    Op {
-        name: "linear_logprob",
-        inputs: &[float("x", &["M", "K"]), float("w", &["V", "K"]), integer("target", &["M"])],
-        params: &["temperature"],
-        run: |request| typed!(request, linear_logprob),
-    },
-    Op { name: "softmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, softmax) },
-    Op {
-        name: "silu_mul",
-        inputs: &[float("gate", ANY), float("up", ANY)],
-        params: &[],
-        run: |request| typed!(request, silu_mul),
-    },
-    Op {
-        name: "gelu_mul",
-        inputs: &[float("gate", ANY), float("up", ANY)],
-        params: &[],
-        run: |request| typed!(request, gelu_mul),
-    },
-    Op { name: "softcap", inputs: &[float("x", ANY)], params: &["cap"], run: |request| typed!(request, softcap) },
-    Op { name: "scale", inputs: &[float("x", ANY)], params: &["factor"], run: |request| typed!(request, scale) },
-    Op {
-        name: "rope",
-        inputs: &[float("x", &["T", "H", "D"]), integer("pos", &["T"])],
-        params: &["theta", "pairing"],
-        run: |request| typed!(request, rope),
-    },
-    Op {
-        name: "norm_rope",
-        inputs: &[float("x", &["T", "H", "D"]), float("w", &["D"]), integer("pos", &["T"])],
-        params: &["eps", "rounding", "weight_offset", "theta", "pairing"],
-        run: |request| typed!(request, norm_rope),
-    },
-    Op { name: "add", inputs: &[float("a", ANY), float("b", ANY)], params: &[], run: |request| typed!(request, add) },
-    Op {
-        name: "embedding",
-        inputs: &[float("w", &["V", "D"]), integer("tokens", &["T"])],
-        params: &[],
-        run: |request| typed!(request, embedding),
-    },
-    Op { name: "argmax", inputs: &[float("x", &["R", "N"])], params: &[], run: |request| typed!(request, argmax) },
-    Op {
-        name: "route",
-        inputs: &[float("logits", &["T", "E"]), optional("bias", &["E"])],
-        params: &["chosen", "scoring", "groups", "top_groups", "group_worth", "normalise", "scale"],
-        run: |request| typed!(request, route),
-    },
-    Op {
-        name: "combine",
-        inputs: &[
-            float("x", &["R", "N"]),
-            integer("row", &["T", "K"]),
-            float("weight", &["T", "K"]),
-            optional("shared", &["T", "N"]),
-        ],
-        params: &[],
-        run: |request| typed!(request, combine),
-    },
+    Op { name: "gemm", run: |request| typed!(request, gemm) },
+    Op { name: "rms_norm", run: |request| typed!(request, rms_norm) },
+    Op { name: "add_rms_norm", run: |request| typed!(request, add_rms_norm) },
+    Op { name: "attention", run: |request| typed!(request, attention) },
+    Op { name: "paged_attention", run: |request| typed!(request, attention) },
+    Op { name: "packed_attention", run: |request| typed!(request, attention) },
+    Op { name: "logprob", run: |request| typed!(request, logprob) },
+    Op { name: "linear_logprob", run: |request| typed!(request, linear_logprob) },
+    Op { name: "softmax", run: |request| typed!(request, softmax) },
+    Op { name: "silu_mul", run: |request| typed!(request, silu_mul) },
+    Op { name: "gelu_mul", run: |request| typed!(request, gelu_mul) },
+    Op { name: "softcap", run: |request| typed!(request, softcap) },
+    Op { name: "scale", run: |request| typed!(request, scale) },
+    Op { name: "rope", run: |request| typed!(request, rope) },
+    Op { name: "norm_rope", run: |request| typed!(request, norm_rope) },
+    Op { name: "add", run: |request| typed!(request, add) },
+    Op { name: "embedding", run: |request| typed!(request, embedding) },
+    Op { name: "argmax", run: |request| typed!(request, argmax) },
+    Op { name: "route", run: |request| typed!(request, route) },
+    Op { name: "combine", run: |request| typed!(request, combine) },
 ];
 
-/// A case whose inputs are known to be there with the right ranks, dtypes and matching extents.
+/// A case whose form has been checked.
 pub(super) struct Request<'a> {
     pub(super) case: &'a Case,
     pub(super) cpu: Cpu,
     /// The dtype of every float input.
     pub(super) dtype: DType,
-    /// Extents by axis letter.
-    extents: BTreeMap<&'static str, usize>,
+    /// Extents and parameters.
+    pub(super) call: Call,
     pub(super) tf32: Tf32,
     /// Times the op where it is there.
     pub(super) clock: Option<&'a Clock>,
 }
 
 impl<'a> Request<'a> {
-    pub(super) fn checked(op: &Op, case: &'a Case, cpu: Cpu, clock: Option<&'a Clock>) -> Result<Request<'a>, Refusal> {
-        if case.out == DType::I32 {
-            return error("`out`: i32 is not an output dtype; use bf16, fp16 or fp32".into());
-        }
-        let tf32 = check_params(op, case)?;
-        let mut floats: Option<(&str, DType)> = None;
-        let mut shapes: BTreeMap<&str, (&str, &[usize])> = BTreeMap::new();
-        let mut extents: BTreeMap<&str, usize> = BTreeMap::new();
-        if let Some(name) = case.inputs.keys().find(|name| op.inputs.iter().all(|i| i.name != name.as_str())) {
-            let known: Vec<_> = op.inputs.iter().map(|i| i.name).collect();
-            return error(format!("input `{name}`: {} has no such input; it takes {}", op.name, known.join(", ")));
-        }
-        for input in op.inputs {
-            let name = input.name;
-            let Some(tensor) = case.inputs.get(name) else {
-                if input.optional {
-                    continue;
-                }
-                return error(format!("input `{name}`: missing; {} needs it as {}", op.name, input.form()));
-            };
-            if (tensor.dtype() == DType::I32) != input.integer {
-                return error(format!("input `{name}`: dtype is {}; it must be {}", tensor.dtype(), input.dtypes()));
-            }
-            if !input.integer {
-                let (first, dtype) = *floats.get_or_insert((name, tensor.dtype()));
-                if dtype != tensor.dtype() {
-                    return Err(Refusal::Unsupported(format!(
-                        "input `{name}` is {} and `{first}` is {dtype}; mixed dtypes are not offered, give both the same",
-                        tensor.dtype()
-                    )));
-                }
-            }
-            let shape = tensor.shape();
-            if elements(shape).is_none() {
-                return error(format!("input `{name}`: the extents of shape {shape:?} overflow"));
-            }
-            if input.axes == ANY {
-                let (first, expected) = *shapes.entry("any").or_insert((name, shape));
-                if expected != shape {
-                    return error(format!(
-                        "input `{name}`: shape {shape:?} must equal that of `{first}`, {expected:?}"
-                    ));
-                }
-                continue;
-            }
-            if shape.len() != input.axes.len() {
-                return error(format!("input `{name}`: shape {shape:?} must have the form {}", input.form()));
-            }
-            for (&axis, &extent) in input.axes.iter().zip(shape) {
-                let expected = *extents.entry(axis).or_insert(extent);
-                if expected != extent {
-                    return error(format!(
-                        "input `{name}`: shape {shape:?} has {axis} = {extent}, but {axis} is {expected} in the inputs before it"
-                    ));
-                }
-            }
-        }
-        let dtype = floats.map_or(DType::Fp32, |(_, dtype)| dtype);
-        Ok(Request { case, cpu, dtype, extents, tf32, clock })
+    pub(super) fn checked(case: &'a Case, cpu: Cpu, clock: Option<&'a Clock>) -> Result<Request<'a>, Refusal> {
+        let call = check_form(case).map_err(|e| match e {
+            samebits_schema::Error::Unsupported(reason) => Refusal::Unsupported(reason),
+            e => Refusal::Error(e.reason().to_string()),
+        })?;
+        let dtype = call.group("T").unwrap_or(DType::Fp32);
+        let tf32 = if call.tf32() { Tf32::Enabled } else { Tf32::Disabled };
+        Ok(Request { case, cpu, dtype, call, tf32, clock })
     }
 
     /// `<op>/<isa>` of the kernels that ran, as the ledger has them: matrix products of bf16 may have used two. The other
@@ -449,7 +271,7 @@ impl<'a> Request<'a> {
 
     /// The extent of an axis of the op's inputs.
     pub(super) fn extent(&self, axis: &str) -> usize {
-        self.extents[axis]
+        self.call.dim(axis)
     }
 
     /// A float input that [`Request::checked`] found.
@@ -460,70 +282,6 @@ impl<'a> Request<'a> {
     /// An i32 input that [`Request::checked`] found.
     pub(super) fn integer(&self, name: &str) -> &[i32] {
         self.case.inputs[name].as_i32().expect("dtype was checked")
-    }
-
-    /// The parameter `name`, or `default` where the request does not have it.
-    fn param<T>(&self, name: &str, default: T, parse: impl Fn(&str) -> Option<T>, fix: &str) -> Result<T, Refusal> {
-        match self.case.params.get(name) {
-            None => Ok(default),
-            Some(text) => parse(text).ok_or_else(|| Refusal::Error(format!("param `{name}`: `{text}` is not {fix}"))),
-        }
-    }
-
-    pub(super) fn count(&self, name: &str, default: usize) -> Result<usize, Refusal> {
-        self.param(name, default, |text| text.parse().ok(), "a whole number of at least 0")
-    }
-
-    fn flag(&self, name: &str) -> Result<bool, Refusal> {
-        let parse = |text: &str| match text {
-            "0" | "false" => Some(false),
-            "1" | "true" => Some(true),
-            _ => None,
-        };
-        self.param(name, false, parse, "0, 1, true or false")
-    }
-
-    pub(super) fn number(&self, name: &str, default: f64, fits: fn(f64) -> bool, fix: &str) -> Result<f64, Refusal> {
-        self.param(name, default, |text| text.parse().ok().filter(|&v: &f64| v.is_finite() && fits(v)), fix)
-    }
-}
-
-/// Refuses parameters that the op does not have and reads the two that every op accepts.
-fn check_params(op: &Op, case: &Case) -> Result<Tf32, Refusal> {
-    let mut tf32 = Tf32::Disabled;
-    for (name, value) in &case.params {
-        match (name.as_str(), value.as_str()) {
-            ("profile", "ieee") | ("tf32", "disabled") => {}
-            ("profile", _) => {
-                return Err(Refusal::Unsupported(format!("param `profile`: `{value}` is not offered; use ieee")));
-            }
-            ("tf32", "enabled") if op.name == "gemm" || op.name.ends_with("attention") => tf32 = Tf32::Enabled,
-            ("tf32", "enabled") => {
-                return Err(Refusal::Unsupported(format!(
-                    "param `tf32`: {} has no matrix product; use disabled or leave it out",
-                    op.name
-                )));
-            }
-            ("tf32", _) => return error(format!("param `tf32`: `{value}` is not disabled or enabled")),
-            (name, _) if op.params.contains(&name) => {}
-            _ => {
-                let known = [op.params, &["tf32", "profile"]].concat().join(", ");
-                return error(format!("param `{name}`: {} has no such parameter; it takes {known}", op.name));
-            }
-        }
-    }
-    Ok(tf32)
-}
-
-impl Input {
-    /// For example `[M, K] of bf16, fp16 or fp32`.
-    fn form(&self) -> String {
-        let axes = if self.axes == ANY { "any shape".into() } else { format!("[{}]", self.axes.join(", ")) };
-        format!("{axes} of {}", self.dtypes())
-    }
-
-    fn dtypes(&self) -> &'static str {
-        if self.integer { "i32" } else { "bf16, fp16 or fp32" }
     }
 }
 
@@ -579,20 +337,14 @@ fn one(name: &str, tensor: Tensor) -> Result<Outputs, Refusal> {
 }
 
 /// The dimensions of a product, checked.
-pub(super) fn gemm_shape(request: &Request) -> Result<Gemm, Refusal> {
+pub(super) fn gemm_shape(request: &Request) -> Gemm {
     let (m, n, k) = (request.extent("M"), request.extent("N"), request.extent("K"));
-    let k_offset = request.count("k_offset", 0)?;
-    let k_total = request.count("k_total", k)?;
-    if k_offset.checked_add(k).is_none_or(|end| end > k_total) {
-        return error(format!(
-            "param `k_total`: columns {k_offset}.. of K = {k} end after {k_total}; `k_offset` + K must not exceed it"
-        ));
-    }
-    Ok(Gemm { m, n, k, k_offset, k_total, tf32: request.tf32 })
+    let (k_offset, k_total) = (request.call.count("k_offset"), request.call.count("k_total"));
+    Gemm { m, n, k, k_offset, k_total, tf32: request.tf32 }
 }
 
 fn gemm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let shape = gemm_shape(request)?;
+    let shape = gemm_shape(request);
     // A rank's partial sum is added to others in f32, so it is never rounded and its bias belongs to the whole.
     if shape.is_partial() { gemm_as::<I, f32>(request, &shape) } else { gemm_as::<I, O>(request, &shape) }
 }
@@ -615,25 +367,20 @@ fn gemm_as<I: Stored, O: Stored>(request: &Request, shape: &Gemm) -> Result<Outp
 }
 
 /// The parameters of `rms_norm` over rows of `n`.
-pub(super) fn norm(request: &Request, rows: usize, n: usize) -> Result<RmsNorm, Refusal> {
-    let rounding = |text: &str| match text {
-        "once" => Some(Rounding::Once),
-        "hf" => Some(Rounding::Hf),
-        _ => None,
-    };
-    let fits = |eps: f64| eps >= 0.0 && (eps as f32).is_finite();
-    Ok(RmsNorm {
+pub(super) fn norm(request: &Request, rows: usize, n: usize) -> RmsNorm {
+    let rounding = if request.call.word("rounding") == "hf" { Rounding::Hf } else { Rounding::Once };
+    RmsNorm {
         rows,
         n,
-        eps: request.number("eps", 1e-6, fits, "a finite number of at least 0")? as f32,
-        rounding: request.param("rounding", Rounding::Once, rounding, "once or hf")?,
-        weight_offset: request.flag("weight_offset")?,
-    })
+        eps: request.call.float("eps") as f32,
+        rounding,
+        weight_offset: request.call.flag("weight_offset"),
+    }
 }
 
 fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, n) = (request.extent("R"), request.extent("N"));
-    let shape = norm(request, rows, n)?;
+    let shape = norm(request, rows, n);
     let mut y = room::<O>("y", &[rows, n])?;
     request
         .timed(|| samebits_ops::rms_norm(&request.cpu, &shape, request.float::<I>("x"), request.float("w"), &mut y))?;
@@ -642,7 +389,7 @@ fn rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
 
 fn add_rms_norm<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, n) = (request.extent("R"), request.extent("N"));
-    let shape = norm(request, rows, n)?;
+    let shape = norm(request, rows, n);
     let (mut sum, mut y) = (room::<O>("sum", &[rows, n])?, room::<O>("y", &[rows, n])?);
     let (x, residual, w) = (request.float::<I>("x"), request.float("residual"), request.float("w"));
     request.timed(|| samebits_ops::add_rms_norm(&request.cpu, &shape, x, residual, w, &mut sum, &mut y))?;
@@ -659,24 +406,21 @@ pub(super) struct AttentionCall<'a> {
 }
 
 /// Reads `attention`, `paged_attention` or `packed_attention`.
-pub(super) fn attention_call<'a>(request: &'a Request) -> Result<AttentionCall<'a>, Refusal> {
+pub(super) fn attention_call<'a>(request: &'a Request) -> AttentionCall<'a> {
     let (shape, sequences, kv_len) = match request.case.op.as_str() {
         "attention" => {
-            let shape = attention_shape(request, request.extent("B"), request.extent("S"))?;
+            let shape = attention_shape(request, request.extent("B"), request.extent("S"));
             (shape, Sequences::default(), request.integer("kv_len").into())
         }
         "paged_attention" => {
             let page_size = request.extent("Z");
-            let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size)?;
+            let shape = attention_shape(request, request.extent("B"), request.extent("P") * page_size);
             let keys = Keys::Paged { page_size, table: request.integer("page_table") };
             (shape, Sequences { q_start: None, keys }, request.integer("kv_len").into())
         }
         _ => {
             let (q_start, k_start) = (request.integer("q_start"), request.integer("k_start"));
-            if q_start.is_empty() {
-                return error("input `q_start`: it is empty; it holds one entry more than there are sequences".into());
-            }
-            let shape = attention_shape(request, q_start.len() - 1, request.extent("S"))?;
+            let shape = attention_shape(request, request.extent("B"), request.extent("S"));
             let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
             (shape, Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) }, kv_len.into())
         }
@@ -685,34 +429,28 @@ pub(super) fn attention_call<'a>(request: &'a Request) -> Result<AttentionCall<'
         None => vec![shape.batch, shape.queries, shape.q_heads],
         Some(_) => vec![shape.queries, shape.q_heads],
     };
-    Ok(AttentionCall { shape, sequences, rows, kv_len })
+    AttentionCall { shape, sequences, rows, kv_len }
 }
 
-fn attention_shape(request: &Request, batch: usize, keys: usize) -> Result<Attention, Refusal> {
-    let head_dim = request.extent("D");
-    let scale = 1.0 / (head_dim.max(1) as f64).sqrt();
-    let shape = Attention {
+fn attention_shape(request: &Request, batch: usize, keys: usize) -> Attention {
+    Attention {
         batch,
         queries: request.extent("T"),
         keys,
         q_heads: request.extent("Hq"),
         kv_heads: request.extent("Hkv"),
-        head_dim,
+        head_dim: request.extent("D"),
         value_dim: request.extent("E"),
-        scale: request.number("scale", scale, |_| true, "a finite number")?,
-        causal: request.flag("causal")?,
-        window: request.count("window", 0)?,
-        softcap: request.number("softcap", 0.0, |v| v >= 0.0, "a finite number of at least 0")?,
+        scale: request.call.float("scale"),
+        causal: request.call.flag("causal"),
+        window: request.call.count("window"),
+        softcap: request.call.float("softcap"),
         tf32: request.tf32,
-    };
-    if shape.kv_heads == 0 || !shape.q_heads.is_multiple_of(shape.kv_heads) {
-        return error(format!("input `q`: Hq = {} must be a multiple of Hkv = {}", shape.q_heads, shape.kv_heads));
     }
-    Ok(shape)
 }
 
 fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(request)?;
+    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(request);
     let form = [&rows[..], &[shape.value_dim]].concat();
     let mut out = room::<O>("out", &form)?;
     let mut lse = room::<f32>("lse", &rows)?;
@@ -726,7 +464,7 @@ fn attention<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal
 /// Both outputs are f32 whatever `out` says.
 fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, vocab) = (request.extent("R"), request.extent("V"));
-    let temperature = request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let temperature = request.call.float("temperature");
     let mut logprob = room::<f32>("logprob", &[rows])?;
     let mut lse = room::<f32>("lse", &[rows])?;
     let (logits, target) = (request.float::<I>("logits"), request.integer("target"));
@@ -739,7 +477,7 @@ fn logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
 /// Both outputs are f32 whatever `out` says.
 fn linear_logprob<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let (rows, vocab, k) = (request.extent("M"), request.extent("V"), request.extent("K"));
-    let temperature = request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")?;
+    let temperature = request.call.float("temperature");
     let mut logprob = room::<f32>("logprob", &[rows])?;
     let mut lse = room::<f32>("lse", &[rows])?;
     let (x, w, target) = (request.float::<I>("x"), request.float("w"), request.integer("target"));
@@ -781,17 +519,9 @@ fn gelu_mul<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal>
     one("y", O::tensor(shape, y))
 }
 
-pub(super) fn cap(request: &Request) -> Result<f64, Refusal> {
-    request.number("cap", 30.0, |v| v > 0.0, "a finite number greater than 0")
-}
-
-pub(super) fn factor(request: &Request) -> Result<f64, Refusal> {
-    request.number("factor", 1.0, |_| true, "a finite number")
-}
-
 fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let cap = cap(request)?;
+    let cap = request.call.float("cap");
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::softcap(&request.cpu, cap, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
@@ -799,40 +529,26 @@ fn softcap<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
 
 fn scale<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let shape = request.case.inputs["x"].shape();
-    let factor = factor(request)?;
+    let factor = request.call.float("factor");
     let mut y = room::<O>("y", shape)?;
     request.timed(|| samebits_ops::scale(&request.cpu, factor, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(shape, y))
 }
 
-/// The parameters of `route`, checked.
-pub(super) fn route_shape(request: &Request) -> Result<Route, Refusal> {
-    let (tokens, experts) = (request.extent("T"), request.extent("E"));
-    let scoring = |text: &str| match text {
-        "softmax" => Some(Scoring::Softmax),
-        "sigmoid" => Some(Scoring::Sigmoid),
-        _ => None,
-    };
-    let worth = |text: &str| match text {
-        "max" => Some(GroupWorth::Max),
-        "top_two" => Some(GroupWorth::TopTwo),
-        _ => None,
-    };
-    let shape = Route {
-        tokens,
-        experts,
-        chosen: request.count("chosen", 1)?,
-        scoring: request.param("scoring", Scoring::Softmax, scoring, "softmax or sigmoid")?,
-        groups: request.count("groups", 1)?,
-        top_groups: request.count("top_groups", 1)?,
-        group_worth: request.param("group_worth", GroupWorth::Max, worth, "max or top_two")?,
-        normalise: request.flag("normalise")?,
-        scale: request.number("scale", 1.0, |_| true, "a finite number")?,
-    };
-    if shape.chosen > experts {
-        return error(format!("param `chosen`: {} of {experts} experts; choose at most all", shape.chosen));
+/// The parameters of `route`.
+pub(super) fn route_shape(request: &Request) -> Route {
+    let call = &request.call;
+    Route {
+        tokens: call.dim("T"),
+        experts: call.dim("E"),
+        chosen: call.count("chosen"),
+        scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+        groups: call.count("groups"),
+        top_groups: call.count("top_groups"),
+        group_worth: if call.word("group_worth") == "top_two" { GroupWorth::TopTwo } else { GroupWorth::Max },
+        normalise: call.flag("normalise"),
+        scale: call.float("scale"),
     }
-    Ok(shape)
 }
 
 /// Rank and weight of every expert; -1 and +0 where it is not chosen. Both have their dtypes whatever `out` says.
@@ -848,7 +564,7 @@ pub(super) fn spread_route(shape: &Route, index: &[i32], chosen: &[f32]) -> Outp
 }
 
 fn route<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
-    let shape = route_shape(request)?;
+    let shape = route_shape(request);
     let bias = request.case.inputs.contains_key("bias").then(|| request.float::<I>("bias"));
     let mut index = room::<i32>("rank", &[shape.tokens, shape.chosen])?;
     let mut chosen = room::<f32>("weight", &[shape.tokens, shape.chosen])?;
@@ -874,29 +590,21 @@ fn combine<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> 
 }
 
 /// The parameters of `rope` over an input `x[T,H,D]`, and its table.
-pub(super) fn rotation(request: &Request) -> Result<(Rope, RopeTable), Refusal> {
+pub(super) fn rotation(request: &Request) -> (Rope, RopeTable) {
     let (tokens, heads, dim) = (request.extent("T"), request.extent("H"), request.extent("D"));
-    if !dim.is_multiple_of(2) {
-        return error(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements"));
-    }
-    let theta = request.number("theta", 10000.0, |v| v > 0.0, "a finite number greater than 0")?;
-    let pairing = |text: &str| match text {
-        "half" => Some(Pairing::Half),
-        "interleaved" => Some(Pairing::Interleaved),
-        _ => None,
-    };
-    let pairing = request.param("pairing", Pairing::Half, pairing, "half or interleaved")?;
+    let theta = request.call.float("theta");
+    let pairing = if request.call.word("pairing") == "interleaved" { Pairing::Interleaved } else { Pairing::Half };
     let table = RopeTable::new(&request.cpu, &samebits_ops::inv_freq(theta, dim), request.integer("pos"));
     if let Some(clock) = request.clock {
         clock.prepared("sines and cosines tabled");
     }
-    Ok((Rope { tokens, heads, dim, pairing }, table))
+    (Rope { tokens, heads, dim, pairing }, table)
 }
 
 fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let form = [request.extent("T"), request.extent("H"), request.extent("D")];
     let mut y = room::<O>("y", &form)?;
-    let (shape, table) = rotation(request)?;
+    let (shape, table) = rotation(request);
     request.timed(|| samebits_ops::rope(&request.cpu, &shape, &table, request.float::<I>("x"), &mut y))?;
     one("y", O::tensor(&form, y))
 }
@@ -904,8 +612,8 @@ fn rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
 fn norm_rope<I: Stored, O: Stored>(request: &Request) -> Result<Outputs, Refusal> {
     let form = [request.extent("T"), request.extent("H"), request.extent("D")];
     let mut y = room::<O>("y", &form)?;
-    let RmsNorm { eps, rounding, weight_offset, .. } = norm(request, form[0] * form[1], form[2])?;
-    let (Rope { tokens, heads, dim, pairing }, table) = rotation(request)?;
+    let RmsNorm { eps, rounding, weight_offset, .. } = norm(request, form[0] * form[1], form[2]);
+    let (Rope { tokens, heads, dim, pairing }, table) = rotation(request);
     let shape = NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing };
     let (x, w) = (request.float::<I>("x"), request.float("w"));
     request.timed(|| samebits_ops::norm_rope(&request.cpu, &shape, &table, x, w, &mut y))?;

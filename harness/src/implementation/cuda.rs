@@ -3,8 +3,8 @@
 
 use super::Implementation;
 use super::cpu::{
-    AttentionCall, OPS, Op, Outputs, Refusal, Request, Stored, attention_call, cap, combine_shape, factor, gemm_shape,
-    norm, room, rotation, route_shape, spread_route,
+    AttentionCall, OPS, Outputs, Refusal, Request, Stored, attention_call, combine_shape, gemm_shape, norm, room,
+    rotation, route_shape, spread_route,
 };
 use crate::checkpoints::Checkpoints;
 use crate::clock::Clock;
@@ -91,11 +91,11 @@ impl CudaImplementation {
 
     fn op_answer(&self, device: &Device, case: &Case, clock: Option<&Clock>) -> Result<Answer, Refusal> {
         let find = |name: &str| OPS.iter().find(|op| op.name == name);
-        let op: &Op = find(&case.op).ok_or_else(|| {
+        find(&case.op).ok_or_else(|| {
             let known: Vec<_> = OPS.iter().map(|op| op.name).collect();
             Refusal::Unsupported(format!("op `{}` is not offered; use one of {}", case.op, known.join(", ")))
         })?;
-        let request = Request::checked(op, case, self.cpu.clone(), clock)?;
+        let request = Request::checked(case, self.cpu.clone(), clock)?;
         let outputs = typed(&On { device, request: &request })?;
         Ok(Answer::ok(format!("{}/cuda:{}", case.op, device.ledger().kernels().join("+")), outputs))
     }
@@ -157,8 +157,8 @@ fn answer<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
         "silu_mul" => elementwise::<I, O>(on, "gate", "up", device::silu_mul),
         "gelu_mul" => elementwise::<I, O>(on, "gate", "up", device::gelu_mul),
         "add" => elementwise::<I, O>(on, "a", "b", device::add),
-        "softcap" => pointwise::<I, O>(on, cap(on.request)?, device::softcap),
-        "scale" => pointwise::<I, O>(on, factor(on.request)?, device::scale),
+        "softcap" => pointwise::<I, O>(on, on.request.call.float("cap"), device::softcap),
+        "scale" => pointwise::<I, O>(on, on.request.call.float("factor"), device::scale),
         "rope" => rope::<I, O>(on),
         "norm_rope" => norm_rope::<I, O>(on),
         "embedding" => embedding::<I, O>(on),
@@ -211,7 +211,7 @@ impl On<'_> {
 }
 
 fn gemm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
-    let shape = gemm_shape(on.request)?;
+    let shape = gemm_shape(on.request);
     if shape.is_partial() { gemm_as::<I, f32>(on, &shape) } else { gemm_as::<I, O>(on, &shape) }
 }
 
@@ -226,7 +226,7 @@ fn gemm_as<I: Float, O: Float>(on: &On, shape: &samebits_ops::Gemm) -> Result<Ou
 
 fn rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let (rows, n) = (on.request.extent("R"), on.request.extent("N"));
-    let shape = norm(on.request, rows, n)?;
+    let shape = norm(on.request, rows, n);
     let (x, w) = (on.input::<I>("x")?, on.input::<I>("w")?);
     let mut y = on.output::<O>("y", &[rows, n])?;
     on.timed(|| device::rms_norm(on.device, &shape, &x, &w, &mut y.there))?;
@@ -235,7 +235,7 @@ fn rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
 
 fn add_rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let (rows, n) = (on.request.extent("R"), on.request.extent("N"));
-    let shape = norm(on.request, rows, n)?;
+    let shape = norm(on.request, rows, n);
     let (x, residual, w) = (on.input::<I>("x")?, on.input::<I>("residual")?, on.input::<I>("w")?);
     let (mut sum, mut y) = (on.output::<O>("sum", &[rows, n])?, on.output::<O>("y", &[rows, n])?);
     on.timed(|| device::add_rms_norm(on.device, &shape, &x, &residual, &w, &mut sum.there, &mut y.there))?;
@@ -243,7 +243,7 @@ fn add_rms_norm<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
 }
 
 fn attention<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
-    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(on.request)?;
+    let AttentionCall { shape, sequences, rows, kv_len } = attention_call(on.request);
     let (q, k, v) = (on.input::<I>("q")?, on.input::<I>("k")?, on.input::<I>("v")?);
     let mut out = on.output::<O>("out", &[&rows[..], &[shape.value_dim]].concat())?;
     let mut lse = on.output::<f32>("lse", &rows)?;
@@ -255,13 +255,9 @@ fn attention<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     Ok(BTreeMap::from([out.fetch(on.device, O::tensor)?, lse.fetch(on.device, Tensor::fp32)?]))
 }
 
-fn temperature(on: &On) -> Result<f64, Refusal> {
-    on.request.number("temperature", 1.0, |v| v > 0.0, "a finite number greater than 0")
-}
-
 fn logprob<I: Float>(on: &On) -> Result<Outputs, Refusal> {
     let (rows, vocab) = (on.request.extent("R"), on.request.extent("V"));
-    let temperature = temperature(on)?;
+    let temperature = on.request.call.float("temperature");
     let logits = on.input::<I>("logits")?;
     let (mut logprob, mut lse) = (on.output::<f32>("logprob", &[rows])?, on.output::<f32>("lse", &[rows])?);
     let target = on.request.integer("target");
@@ -274,7 +270,7 @@ fn logprob<I: Float>(on: &On) -> Result<Outputs, Refusal> {
 
 fn linear_logprob<I: Float>(on: &On) -> Result<Outputs, Refusal> {
     let (rows, vocab, k) = (on.request.extent("M"), on.request.extent("V"), on.request.extent("K"));
-    let temperature = temperature(on)?;
+    let temperature = on.request.call.float("temperature");
     let (x, w) = (on.input::<I>("x")?, on.input::<I>("w")?);
     let (mut logprob, mut lse) = (on.output::<f32>("logprob", &[rows])?, on.output::<f32>("lse", &[rows])?);
     let target = on.request.integer("target");
@@ -322,7 +318,7 @@ fn pointwise<I: Float, O: Float>(on: &On, number: f64, op: Pointwise<I, O>) -> R
 
 fn rope<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let form = [on.request.extent("T"), on.request.extent("H"), on.request.extent("D")];
-    let (shape, table) = rotation(on.request)?;
+    let (shape, table) = rotation(on.request);
     let table = Rotations::new(on.device, &table)?;
     let x = on.input::<I>("x")?;
     let mut y = on.output::<O>("y", &form)?;
@@ -332,8 +328,8 @@ fn rope<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
 
 fn norm_rope<I: Float, O: Float>(on: &On) -> Result<Outputs, Refusal> {
     let form = [on.request.extent("T"), on.request.extent("H"), on.request.extent("D")];
-    let RmsNorm { eps, rounding, weight_offset, .. } = norm(on.request, form[0] * form[1], form[2])?;
-    let (Rope { tokens, heads, dim, pairing }, table) = rotation(on.request)?;
+    let RmsNorm { eps, rounding, weight_offset, .. } = norm(on.request, form[0] * form[1], form[2]);
+    let (Rope { tokens, heads, dim, pairing }, table) = rotation(on.request);
     let shape = NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing };
     let table = Rotations::new(on.device, &table)?;
     let (x, w) = (on.input::<I>("x")?, on.input::<I>("w")?);
@@ -359,7 +355,7 @@ fn argmax<I: Float>(on: &On) -> Result<Outputs, Refusal> {
 }
 
 fn route<I: Float>(on: &On) -> Result<Outputs, Refusal> {
-    let shape = route_shape(on.request)?;
+    let shape = route_shape(on.request);
     let logits = on.input::<I>("logits")?;
     let bias = on.request.case.inputs.contains_key("bias").then(|| on.input::<I>("bias")).transpose()?;
     let form = [shape.tokens, shape.chosen];

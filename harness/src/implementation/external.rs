@@ -3,9 +3,8 @@
 
 use super::{Implementation, Soaked};
 use crate::side::{Program, Side};
-use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case, Status};
-use samebits_contract::spec::{self, REST};
+use samebits_contract::spec;
 use samebits_contract::table;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -131,40 +130,23 @@ impl Implementation for External {
 
 /// The outputs have the shapes and dtypes that the request decides.
 fn fitting(case: &Case, answer: &Answer) -> Result<(), String> {
-    let form = match case.op.as_str() {
-        PAGED | PACKED => "attention",
-        op => op,
-    };
-    let Some(spec) = spec::find(form).filter(|_| answer.status == Status::Ok) else { return Ok(()) };
-    let mut extents: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut rest: &[usize] = &[];
-    for input in spec.inputs {
-        let Some(tensor) = case.inputs.get(input.name) else { continue };
-        // Packed sequences have no axis of sequences.
-        let skipped = input.axes.len().saturating_sub(tensor.shape().len()).min(usize::from(case.op == PACKED));
-        let named = input.axes[skipped..].iter().take_while(|axis| **axis != REST);
-        extents.extend(named.clone().copied().zip(tensor.shape().iter().copied()));
-        if input.axes.last() == Some(&REST) {
-            rest = &tensor.shape()[named.count()..];
-        }
+    let Ok(call) = spec::check_form(case) else { return Ok(()) };
+    if answer.status != Status::Ok {
+        return Ok(());
     }
-    for output in spec.outputs {
+    for output in call.op.outputs {
         let Some(tensor) = answer.outputs.get(output.name) else { continue };
-        let dtype = output.dtype(case.out);
+        let (dtype, found) = (call.output_dtype(output), tensor.shape());
         if tensor.dtype() != dtype {
             return Err(format!("output `{}` is {}; it must be {dtype}", output.name, tensor.dtype()));
         }
-        let mut shape = Vec::new();
-        for axis in output.axes.iter().skip(usize::from(case.op == PACKED)) {
-            match extents.get(axis) {
-                Some(extent) => shape.push(*extent),
-                None if *axis == REST => shape.extend(rest),
-                // What no input binds, the answer may choose.
-                None => shape.push(tensor.shape().get(shape.len()).copied().unwrap_or(0)),
-            }
-        }
-        if tensor.shape() != shape {
-            return Err(format!("output `{}` has shape {:?}; it must be {shape:?}", output.name, tensor.shape()));
+        // An axis that no input binds, the vocabulary of a model, is for the answer to choose.
+        let shape = call.output_shape(output).unwrap_or_else(|| {
+            let extent = |(i, axis): (usize, &&str)| call.dims.get(axis).or(found.get(i).copied()).unwrap_or(0);
+            output.axes.iter().enumerate().map(extent).collect()
+        });
+        if found != shape {
+            return Err(format!("output `{}` has shape {found:?}; it must be {shape:?}", output.name));
         }
     }
     Ok(())

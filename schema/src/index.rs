@@ -1,0 +1,80 @@
+use crate::Error;
+use crate::call::Call;
+
+/// What the elements of an input may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Holds {
+    /// Any floats.
+    Floats,
+    /// A position: 0 or more.
+    Position,
+    /// An entry of this axis.
+    Below(&'static str),
+    /// An entry of this axis, or a negative number, which is ignored.
+    BelowOrIgnored(&'static str),
+    /// A number of entries: 0 to the product of these axes.
+    Length(&'static [&'static str]),
+    /// Where each sequence starts on this axis, and its end: ascending from 0 to the extent.
+    Starts(&'static str),
+    /// Entries of axis `pages`, where the lengths in input `lengths` reach them; elsewhere anything. Each stands for `size`
+    /// rows.
+    Pages {
+        /// The axis of pages.
+        pages: &'static str,
+        /// The axis of rows in a page.
+        size: &'static str,
+        /// The input that has the rows in use, one number for each row of the table.
+        lengths: &'static str,
+    },
+}
+
+impl Holds {
+    /// The least and the largest integer that `call` admits, where each element is judged alone. Nothing fits when the
+    /// least is above the largest.
+    pub fn range(self, call: &Call) -> (i64, i64) {
+        let extent = |axis: &str| i64::try_from(call.dim(axis)).unwrap_or(i64::MAX);
+        match self {
+            Holds::Floats => (i64::from(i32::MIN), i64::from(i32::MAX)),
+            Holds::Position => (0, i64::from(i32::MAX)),
+            Holds::Below(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
+            Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),
+            Holds::Length(axes) => (0, axes.iter().fold(1, |product, axis| extent(axis).saturating_mul(product))),
+            Holds::Starts(axis) => (0, extent(axis)),
+        }
+    }
+}
+
+/// Checks the integers of a call whose form [`validate`](crate::validate) has accepted; `integers` gives those of an
+/// input by its name, and `None` where the call leaves it out.
+///
+/// # Errors
+/// [`Error::Invalid`]: the first element that is out of its range, and the range.
+pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32]>) -> Result<(), Error> {
+    for input in call.op.inputs.iter().filter(|input| !input.is_float()) {
+        let Some(values) = integers(input.name) else { continue };
+        let (least, largest) = input.holds.range(call);
+        let in_use = |i: usize| match input.holds {
+            Holds::Pages { size, lengths, .. } => {
+                let columns = values.len() / call.dim(input.axes[0]).max(1);
+                let length = integers(lengths).map_or(0, |lengths| lengths[i / columns]);
+                i % columns * call.dim(size) < usize::try_from(length).unwrap_or(0)
+            }
+            _ => true,
+        };
+        let out = |&(i, &value): &(usize, &i32)| !(least..=largest).contains(&i64::from(value)) && in_use(i);
+        if let Some((i, value)) = values.iter().enumerate().find(out) {
+            let use_ = if least > largest { "nothing fits".into() } else { format!("use {least} to {largest}") };
+            return Err(Error::Invalid(format!("input `{}`: element {i} is {value}; {use_}", input.name)));
+        }
+        if let Holds::Starts(axis) = input.holds {
+            let end = largest;
+            let ends = [values.first(), values.last()].map(|value| value.copied().map(i64::from));
+            if ends != [Some(0), Some(end)] || values.windows(2).any(|two| two[0] > two[1]) {
+                let rule = format!("it must ascend from 0 to {axis}, which is {end}");
+                return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,254 @@
+use crate::attribute::{Attribute, DefaultValue, PROFILE};
+use crate::call::Call;
+use crate::dtype::DType;
+use crate::index::Holds;
+use crate::{Error, list};
+
+/// Stands last among axes for any number of further axes, the same in every tensor of a call that has it.
+pub const REST: &str = "..";
+
+/// What an input is to its op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Role {
+    /// Made by another op of the forward.
+    Activation,
+    /// A parameter of the model.
+    Weight,
+    /// What quantised weights are multiplied with.
+    Scale,
+    /// Integers that say where: tokens, positions, lengths, targets, tables.
+    Index,
+    /// Kept from step to step, as a KV cache.
+    State,
+    /// The gradient of an output.
+    Gradient,
+}
+
+impl Role {
+    /// The name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Activation => "activation",
+            Role::Weight => "weight",
+            Role::Scale => "scale",
+            Role::Index => "index",
+            Role::State => "state",
+            Role::Gradient => "gradient",
+        }
+    }
+}
+
+/// An input tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct Input {
+    /// Its name on the wire.
+    pub name: &'static str,
+    /// Names of its axes. Equal names have equal extents; `B+1` is one more than B; [`REST`] may stand last.
+    pub axes: &'static [&'static str],
+    /// What it is to the op.
+    pub role: Role,
+    /// The dtypes it may have.
+    pub dtypes: &'static [DType],
+    /// Inputs that name the same group have the same dtype.
+    pub group: Option<&'static str>,
+    /// Whether a call may leave it out.
+    pub optional: bool,
+    /// How many of its leading axes are logical rows; 0 for an input that all rows share.
+    pub rows: usize,
+    /// What its integers may be.
+    pub holds: Holds,
+}
+
+impl Input {
+    /// A float input of group `T`: bf16, fp16 or fp32.
+    pub(crate) const fn float(name: &'static str, axes: &'static [&'static str], role: Role) -> Input {
+        let dtypes = &DType::FLOATS;
+        Input { name, axes, role, dtypes, group: Some("T"), optional: false, rows: 0, holds: Holds::Floats }
+    }
+
+    /// An activation whose first axis is the logical rows.
+    pub(crate) const fn activation(name: &'static str, axes: &'static [&'static str]) -> Input {
+        Input::float(name, axes, Role::Activation).rows(1)
+    }
+
+    /// A weight, shared by all rows.
+    pub(crate) const fn weight(name: &'static str, axes: &'static [&'static str]) -> Input {
+        Input::float(name, axes, Role::Weight)
+    }
+
+    /// An i32 input whose first axis is the logical rows.
+    pub(crate) const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
+        Input { dtypes: &[DType::I32], group: None, holds, ..Input::float(name, axes, Role::Index) }.rows(1)
+    }
+
+    /// The same with `rows` leading axes of logical rows.
+    pub(crate) const fn rows(self, rows: usize) -> Input {
+        Input { rows, ..self }
+    }
+
+    /// The same, and a call may leave it out.
+    pub(crate) const fn optional(self) -> Input {
+        Input { optional: true, ..self }
+    }
+
+    /// Whether it holds floats.
+    pub fn is_float(&self) -> bool {
+        self.dtypes.iter().all(|dtype| dtype.is_float())
+    }
+
+    /// For example `w[N,K] of bf16, fp16 or fp32`.
+    pub fn form(&self) -> String {
+        format!("{}{} of {}", self.name, axes(self.axes), self.dtype_names())
+    }
+
+    /// For example `bf16, fp16 or fp32`.
+    pub fn dtype_names(&self) -> String {
+        list(&self.dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>(), "or")
+    }
+}
+
+/// The dtype of an output.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub enum OutputDType {
+    /// The `out` of the call.
+    Out,
+    /// This one, whatever `out` says.
+    Fixed(DType),
+    /// The `out` of the call, but f32 for calls of which this is true.
+    OutOrFp32(fn(&Call) -> bool),
+}
+
+/// An output tensor.
+#[derive(Clone, Copy)]
+pub struct Output {
+    /// Its name on the wire.
+    pub name: &'static str,
+    /// Names of its axes.
+    pub axes: &'static [&'static str],
+    /// Its dtype.
+    pub dtype: OutputDType,
+}
+
+impl Output {
+    /// An output of dtype `out`.
+    pub(crate) const fn out(name: &'static str, axes: &'static [&'static str]) -> Output {
+        Output { name, axes, dtype: OutputDType::Out }
+    }
+
+    /// An output of a dtype of its own.
+    pub(crate) const fn fixed(name: &'static str, axes: &'static [&'static str], dtype: DType) -> Output {
+        Output { name, axes, dtype: OutputDType::Fixed(dtype) }
+    }
+
+    /// The dtype it always has, if it does not follow `out`.
+    pub fn fixed_dtype(&self) -> Option<DType> {
+        match self.dtype {
+            OutputDType::Fixed(dtype) => Some(dtype),
+            _ => None,
+        }
+    }
+}
+
+/// The form of an op.
+#[derive(Clone, Copy)]
+pub struct Op {
+    /// Its stem, which names everything about it.
+    pub name: &'static str,
+    /// What it computes, in one line.
+    pub about: &'static str,
+    /// Input tensors.
+    pub inputs: &'static [Input],
+    /// Attributes of its own; [`Op::attributes`] has those of every op as well.
+    pub attributes: &'static [Attribute],
+    /// Output tensors.
+    pub outputs: &'static [Output],
+    /// How many leading axes of every output are logical rows: 1, or 2 where a row is (sequence, position).
+    pub row_axes: usize,
+    /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
+    pub refused: &'static str,
+    /// What shapes and attributes alone do not say.
+    pub check: fn(&Call) -> Result<(), Error>,
+    /// The op whose gradient this is.
+    pub gradient_of: Option<&'static str>,
+}
+
+impl Op {
+    /// What most ops have.
+    pub(crate) const PLAIN: Op = Op {
+        name: "",
+        about: "",
+        inputs: &[],
+        attributes: &[],
+        outputs: &[],
+        row_axes: 1,
+        refused: "",
+        check: |_| Ok(()),
+        gradient_of: None,
+    };
+
+    /// Its attributes: its own, and those of every call.
+    pub fn attributes(&self) -> impl Iterator<Item = &'static Attribute> {
+        self.attributes.iter().chain([&PROFILE])
+    }
+
+    /// The attribute called `name`.
+    pub fn attribute(&self, name: &str) -> Option<&'static Attribute> {
+        self.attributes().find(|attribute| attribute.name == name)
+    }
+
+    /// The input called `name`.
+    pub fn input(&self, name: &str) -> Option<&'static Input> {
+        self.inputs.iter().find(|input| input.name == name)
+    }
+
+    /// The output called `name`.
+    pub fn output(&self, name: &str) -> Option<&'static Output> {
+        self.outputs.iter().find(|output| output.name == name)
+    }
+
+    /// The names of its axes as inputs bind them, each once, in order; [`REST`] where a tensor has it.
+    pub fn axes(&self) -> Vec<&'static str> {
+        let mut axes = Vec::new();
+        for axis in self.inputs.iter().flat_map(|input| input.axes) {
+            let axis = axis.strip_suffix("+1").unwrap_or(axis);
+            if !axes.contains(&axis) {
+                axes.push(axis);
+            }
+        }
+        axes
+    }
+
+    /// The values of `out` that make a difference: all floats, or fp32 alone where every output has a dtype of its own.
+    pub fn outs(&self) -> &'static [DType] {
+        let fixed = self.outputs.iter().all(|output| output.fixed_dtype().is_some());
+        if fixed { &[DType::Fp32] } else { &DType::FLOATS }
+    }
+
+    /// Whether a call needs something that only its caller knows, as the name of a model.
+    pub fn needs_more(&self) -> bool {
+        self.attributes.iter().any(|attribute| matches!(attribute.default, DefaultValue::Required))
+    }
+
+    /// For example `x[M,K], w[N,K], bias[N]? -> y[M,N]`.
+    pub fn form(&self) -> String {
+        let inputs = self.inputs.iter().map(|input| {
+            let mark = if input.optional { "?" } else { "" };
+            format!("{}{}{mark}", input.name, axes(input.axes))
+        });
+        let outputs = self.outputs.iter().map(|output| format!("{}{}", output.name, axes(output.axes)));
+        format!("{} -> {}", inputs.collect::<Vec<_>>().join(", "), outputs.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// For example `[M,K]`.
+pub(crate) fn axes(axes: &[&str]) -> String {
+    format!("[{}]", axes.join(","))
+}
+
+impl std::fmt::Debug for Op {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.name, self.form())
+    }
+}

@@ -1,0 +1,65 @@
+//! One file per op, and the registry.
+
+use crate::attribute::{Attribute, DefaultValue, TF32, Value};
+use crate::call::Call;
+use crate::dtype::DType;
+use crate::index::Holds;
+use crate::op::{Input, Op, Output, OutputDType, REST, Role};
+use crate::{Error, Kind};
+use std::ops::Bound::{Excluded, Included, Unbounded};
+
+pub mod add;
+pub mod add_rms_norm;
+pub mod argmax;
+pub mod attention;
+pub mod chain;
+pub mod combine;
+pub mod embedding;
+pub mod gelu_mul;
+pub mod gemm;
+pub mod linear_logprob;
+pub mod logprob;
+pub mod norm_rope;
+pub mod packed_attention;
+pub mod paged_attention;
+pub mod rms_norm;
+pub mod rope;
+pub mod route;
+pub mod scale;
+pub mod silu_mul;
+pub mod softcap;
+pub mod softmax;
+
+/// All ops, in the order tables print them.
+pub static OPS: &[&Op] = &[
+    &gemm::OP,
+    &rms_norm::OP,
+    &add_rms_norm::OP,
+    &attention::OP,
+    &paged_attention::OP,
+    &packed_attention::OP,
+    &logprob::OP,
+    &linear_logprob::OP,
+    &softmax::OP,
+    &silu_mul::OP,
+    &gelu_mul::OP,
+    &softcap::OP,
+    &scale::OP,
+    &rope::OP,
+    &norm_rope::OP,
+    &add::OP,
+    &embedding::OP,
+    &argmax::OP,
+    &route::OP,
+    &combine::OP,
+    &chain::OP,
+];
+
+/// The op called `name`.
+pub fn find(name: &str) -> Option<&'static Op> {
+    OPS.iter().copied().find(|op| op.name == name)
+}
+
+fn invalid<T>(why: String) -> Result<T, Error> {
+    Err(Error::Invalid(why))
+}

@@ -1,0 +1,11 @@
+//! Sums of two tensors.
+use super::*;
+
+/// `a[..], b[..] -> y[..]`
+pub static OP: Op = Op {
+    name: "add",
+    about: "a + b",
+    inputs: &[Input::activation("a", &[REST]), Input::activation("b", &[REST])],
+    outputs: &[Output::out("y", &[REST])],
+    ..Op::PLAIN
+};

@@ -1,0 +1,44 @@
+//! Scaled dot-product attention with grouped heads.
+use super::*;
+
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+pub static OP: Op = Op {
+    name: "attention",
+    about: "attention over padded keys: sequence b has the first `kv_len[b]` of S",
+    inputs: &[
+        Input::activation("q", &["B", "T", "Hq", "D"]).rows(2),
+        Input::activation("k", &["B", "S", "Hkv", "D"]),
+        Input::activation("v", &["B", "S", "Hkv", "E"]),
+        Input::index("q_pos", &["B", "T"], Holds::Position).rows(2),
+        Input::index("kv_len", &["B"], Holds::Length(&["S"])),
+    ],
+    attributes: ATTRIBUTES,
+    outputs: &[Output::out("out", &["B", "T", "Hq", "E"]), Output::fixed("lse", &["B", "T", "Hq"], DType::Fp32)],
+    row_axes: 2,
+    refused: "Hkv = 0; Hq not a multiple of Hkv",
+    check,
+    ..Op::PLAIN
+};
+
+pub(super) const ATTRIBUTES: &[Attribute] = &[
+    Attribute::float("scale", Included(0.0), Unbounded, "", "scores are multiplied with it; read as f64")
+        .default(DefaultValue::Of("1/sqrt(D)", |dims| Value::Float(1.0 / (dims["D"].max(1) as f64).sqrt()))),
+    Attribute::flag("causal", "`1`: key j is visible to position p only when j <= p"),
+    Attribute::count("window", 0, "0", "key j is visible only when j > p - window; `0` means no window"),
+    Attribute::float(
+        "softcap",
+        Included(0.0),
+        Unbounded,
+        "0",
+        "scores are bent below it by a hyperbolic tangent; read as f64; `0` means none",
+    ),
+    TF32,
+];
+
+pub(super) fn check(call: &Call) -> Result<(), Error> {
+    let (hq, hkv) = (call.dim("Hq"), call.dim("Hkv"));
+    if hkv == 0 || hq % hkv != 0 {
+        return invalid(format!("input `q`: Hq = {hq} must be a multiple of Hkv = {hkv}"));
+    }
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! GeGLU's product.
+use super::*;
+
+/// `gate[..], up[..] -> y[..]`
+pub static OP: Op = Op {
+    name: "gelu_mul",
+    about: "gelu(gate), by the hyperbolic tangent, times up",
+    inputs: &[Input::activation("gate", &[REST]), Input::activation("up", &[REST])],
+    outputs: &[Output::out("y", &[REST])],
+    ..Op::PLAIN
+};

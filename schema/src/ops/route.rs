@@ -1,0 +1,60 @@
+//! Choice of experts.
+use super::*;
+
+/// `logits[T,E], bias[E]? -> rank[T,E], weight[T,E]`
+pub static OP: Op = Op {
+    name: "route",
+    about: "each token's experts: their rank, -1 where not chosen, and their weight, +0 where not chosen",
+    inputs: &[Input::activation("logits", &["T", "E"]), Input::weight("bias", &["E"]).optional()],
+    attributes: &[CHOSEN, SCORING, GROUPS, TOP_GROUPS, GROUP_WORTH, NORMALISE, SCALE],
+    outputs: &[Output::fixed("rank", &["T", "E"], DType::I32), Output::fixed("weight", &["T", "E"], DType::Fp32)],
+    refused: "`groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32",
+    check,
+    ..Op::PLAIN
+};
+
+const CHOSEN: Attribute = Attribute::count("chosen", 1, "1", "how many experts a token has");
+
+const SCORING: Attribute = Attribute::choice("scoring", &["softmax", "sigmoid"], "how logits become scores");
+
+const GROUPS: Attribute = Attribute::count("groups", 1, "1", "groups of experts of one size");
+
+const TOP_GROUPS: Attribute = Attribute::count("top_groups", 1, "1", "groups that experts are chosen from");
+
+const GROUP_WORTH: Attribute = Attribute::choice(
+    "group_worth",
+    &["max", "top_two"],
+    "what a group is worth: its best score, or the sum of its best two",
+);
+
+const NORMALISE: Attribute = Attribute::flag("normalise", "`1`: weights are divided by their sum");
+
+const SCALE: Attribute = Attribute::float(
+    "scale",
+    Included(-(f32::MAX as f64)),
+    Included(f32::MAX as f64),
+    "1",
+    "weights are multiplied with it; read as f64, rounded to f32",
+);
+
+fn check(call: &Call) -> Result<(), Error> {
+    let (experts, chosen) = (call.dim("E"), call.count("chosen"));
+    let (groups, top) = (call.count("groups"), call.count("top_groups"));
+    if i32::try_from(experts).is_err() {
+        return invalid(format!("input `logits`: E = {experts}; a rank is an i32, use at most 2^31 - 1"));
+    }
+    if chosen > experts {
+        return invalid(format!("param `chosen`: {chosen} of {experts} experts; choose at most all"));
+    }
+    if !experts.is_multiple_of(groups) {
+        return invalid(format!("param `groups`: {experts} experts do not make {groups} groups of one size"));
+    }
+    let size = experts / groups;
+    if top > groups || top.saturating_mul(size) < chosen {
+        return invalid(format!("param `top_groups`: {top} of {groups} groups of {size} do not hold {chosen} experts"));
+    }
+    if call.word("group_worth") == "top_two" && groups > 1 && size < 2 {
+        return invalid(format!("param `group_worth`: a group of {size} has no two experts; use max"));
+    }
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! Softmax of rows.
+use super::*;
+
+/// `x[R,N] -> y[R,N]`
+pub static OP: Op = Op {
+    name: "softmax",
+    about: "the softmax of each row",
+    inputs: &[Input::activation("x", &["R", "N"])],
+    outputs: &[Output::out("y", &["R", "N"])],
+    ..Op::PLAIN
+};

@@ -1,0 +1,315 @@
+use super::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What the registry promises to its readers.
+#[test]
+fn forms_are_whole() {
+    let names: BTreeSet<_> = OPS.iter().map(|op| op.name).collect();
+    assert_eq!(names.len(), OPS.len(), "a name stands twice");
+    assert!(OPS.len() >= 21);
+    for op in OPS {
+        let name = op.name;
+        let distinct = |all: Vec<&str>| all.iter().collect::<BTreeSet<_>>().len() == all.len();
+        assert!(distinct(op.inputs.iter().map(|input| input.name).collect()), "{name}: an input stands twice");
+        assert!(
+            distinct(op.attributes().map(|attribute| attribute.name).collect()),
+            "{name}: an attribute stands twice"
+        );
+        assert!(distinct(op.outputs.iter().map(|output| output.name).collect()), "{name}: an output stands twice");
+        assert!(!op.about.is_empty() && !op.outputs.is_empty(), "{name}");
+        assert!(op.gradient_of.is_none_or(|of| names.contains(of)), "{name}");
+        assert!(op.inputs.iter().any(|input| input.rows == op.row_axes), "{name}: no input has all row axes");
+        let axes = op.axes();
+        for input in op.inputs {
+            let what = format!("{name} `{}`", input.name);
+            assert!(!input.dtypes.is_empty() && input.rows <= op.row_axes, "{what}");
+            assert_eq!(input.is_float(), input.holds == Holds::Floats, "{what}");
+            assert_eq!(input.role == Role::Index, !input.is_float(), "{what}");
+            let open = input.axes.iter().position(|axis| *axis == REST);
+            assert!(open.is_none_or(|at| at + 1 == input.axes.len()), "{what}: {REST} stands last");
+            let named: Vec<&str> = match input.holds {
+                Holds::Below(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => vec![axis],
+                Holds::Length(axes) => axes.to_vec(),
+                Holds::Pages { pages, size, lengths } => {
+                    assert!(op.input(lengths).is_some_and(|input| !input.is_float()), "{what}");
+                    vec![pages, size]
+                }
+                _ => vec![],
+            };
+            assert!(named.iter().all(|axis| axes.contains(axis)), "{what} holds entries of an axis that there is not");
+        }
+        for output in op.outputs {
+            let bound = output.axes.iter().filter(|axis| axes.contains(axis)).count();
+            assert!(bound == output.axes.len() || op.needs_more(), "{name} `{}`: an axis is not bound", output.name);
+        }
+        for attribute in op.attributes() {
+            let DefaultValue::Is(text) = attribute.default else { continue };
+            assert!(attribute.parse(text).is_ok(), "{name} `{}`: the default {text} is refused", attribute.name);
+        }
+        // The first lines of its file say its form.
+        let file = format!("{}/src/ops/{name}.rs", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(file).unwrap();
+        assert!(text.contains(&format!("/// `{}`\npub static OP", op.form())), "{name}: write {}", op.form());
+    }
+}
+
+/// An input's name, dtype and shape.
+type Tensor = (&'static str, DType, &'static [usize]);
+
+fn call(op: &str, attributes: &[(&str, &str)], inputs: &[Tensor], out: DType) -> Result<Call, Error> {
+    let op = find(op).unwrap();
+    let text: BTreeMap<String, String> = attributes.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+    let given: Vec<Given> = inputs.iter().map(|&(name, dtype, shape)| Given { name, dtype, shape }).collect();
+    validate(op, &given, Attributes::parse(op, &text)?, out)
+}
+
+fn fp32(op: &str, attributes: &[(&str, &str)], inputs: &[(&'static str, &'static [usize])]) -> Result<Call, Error> {
+    let index = |name: &str| {
+        if find(op).unwrap().input(name).is_some_and(|i| !i.is_float()) { DType::I32 } else { DType::Fp32 }
+    };
+    let inputs: Vec<Tensor> = inputs.iter().map(|&(name, shape)| (name, index(name), shape)).collect();
+    call(op, attributes, &inputs, DType::Fp32)
+}
+
+#[test]
+fn refusals_name_the_field_and_the_fix() {
+    const X: (&str, &[usize]) = ("x", &[2, 3]);
+    const W: (&str, &[usize]) = ("w", &[4, 3]);
+    let bf16 = |name: &'static str, shape: &'static [usize]| (name, DType::Bf16, shape);
+    let refused = |result: Result<Call, Error>| result.err().unwrap_or_else(|| panic!("accepted")).to_string();
+    let gemm = |attributes: &[(&str, &str)], inputs: &[(&'static str, &'static [usize])]| {
+        refused(fp32("gemm", attributes, inputs))
+    };
+    for (found, part) in [
+        (gemm(&[], &[X]), "input `w`: missing; gemm needs it as w[N,K] of bf16, fp16 or fp32"),
+        (gemm(&[], &[X, ("w", &[4, 2])]), "input `w`: shape [4, 2] has K = 2, but K is 3 in the inputs before it"),
+        (gemm(&[], &[X, W, ("z", &[1])]), "input `z`: gemm has no such input; it takes x, w, bias"),
+        (gemm(&[], &[("x", &[6]), W]), "input `x`: shape [6] must have the form [M,K]"),
+        (
+            gemm(&[("alpha", "1")], &[X, W]),
+            "param `alpha`: gemm has no such parameter; it takes k_offset, k_total, tf32, profile",
+        ),
+        (gemm(&[("tf32", "maybe")], &[X, W]), "param `tf32`: `maybe` is not disabled or enabled"),
+        (gemm(&[("profile", "sm90")], &[X, W]), "unsupported: param `profile`: `sm90` is not offered; use ieee"),
+        (gemm(&[("k_total", "2")], &[X, W]), "beyond k_total 2"),
+        (gemm(&[("k_total", "6")], &[X, W]), "no subtree"),
+        (gemm(&[("k_total", "-6")], &[X, W]), "param `k_total`: `-6` is not a whole number of at least 0"),
+        (gemm(&[("k_offset", "18446744073709551615")], &[X, W]), "beyond k_total 3"),
+        (
+            refused(call("gemm", &[], &[("x", DType::I32, &[2, 3]), bf16("w", &[4, 3])], DType::Fp32)),
+            "input `x`: dtype is i32; it must be bf16, fp16 or fp32",
+        ),
+        (
+            refused(call("gemm", &[], &[("x", DType::Fp32, &[2, 3]), bf16("w", &[4, 3])], DType::Fp32)),
+            "unsupported: input `w` is bf16 and `x` is fp32; mixed dtypes are not offered",
+        ),
+        (
+            refused(call("gemm", &[], &[bf16("x", &[2, 3]), bf16("w", &[4, 3])], DType::I32)),
+            "`out`: i32 is not an output dtype; use bf16, fp16 or fp32",
+        ),
+        (
+            refused(call("embedding", &[], &[bf16("w", &[2, 3]), bf16("tokens", &[4])], DType::Fp32)),
+            "input `tokens`: dtype is bf16; it must be i32",
+        ),
+        (
+            refused(fp32("add", &[], &[("a", &[2, 3]), ("b", &[2, 2])])),
+            "input `b`: shape [2, 2] must equal that of `a`, [2, 3]",
+        ),
+        (
+            refused(fp32("rms_norm", &[("eps", "-1")], &[X, ("w", &[3])])),
+            "param `eps`: `-1` is not a finite number of at least 0",
+        ),
+        (refused(fp32("rms_norm", &[("eps", "1e39")], &[X, ("w", &[3])])), "param `eps`: `1e39`"),
+        (refused(fp32("rms_norm", &[("eps", "inf")], &[X, ("w", &[3])])), "param `eps`: `inf`"),
+        (refused(fp32("rms_norm", &[("weight_offset", "2")], &[X, ("w", &[3])])), "`2` is not 0, 1, true or false"),
+        (
+            refused(fp32("softmax", &[("tf32", "enabled")], &[X])),
+            "unsupported: param `tf32`: softmax has no matrix product",
+        ),
+        (refused(fp32("softmax", &[("tf32", "on")], &[X])), "param `tf32`: `on` is not disabled or enabled"),
+        (refused(fp32("rope", &[], &[("x", &[2, 1, 3]), ("pos", &[2])])), "D = 3 must be even"),
+        (refused(fp32("argmax", &[], &[("x", &[2, 0])])), "axis N is empty"),
+        (refused(fp32("route", &[("chosen", "3")], &[("logits", &[1, 2])])), "3 of 2 experts; choose at most all"),
+        (refused(fp32("route", &[("chosen", "0")], &[("logits", &[1, 2])])), "`0` is not a whole number of at least 1"),
+        (refused(fp32("route", &[("groups", "3")], &[("logits", &[1, 4])])), "do not make 3 groups"),
+        (
+            refused(fp32("route", &[("groups", "4"), ("top_groups", "2"), ("chosen", "3")], &[("logits", &[1, 4])])),
+            "do not hold 3 experts",
+        ),
+        (
+            refused(fp32("route", &[("groups", "4"), ("group_worth", "top_two")], &[("logits", &[1, 4])])),
+            "has no two experts",
+        ),
+        (refused(fp32("gemm", &[], &[("x", &[1 << 40, 0]), ("w", &[1 << 40, 0])])), "output `y`: shape"),
+        (refused(fp32("add", &[], &[("a", &[0, 1 << 40, 1 << 40]), ("b", &[0])])), "input `a`: the extents of shape"),
+        (refused(fp32("chain", &[("dtype", "bf16")], &[("tokens", &[1, 1])])), "param `model`: missing"),
+        (
+            refused(fp32(
+                "chain",
+                &[("model", "m"), ("dtype", "bf16"), ("schedule", "chunk:0")],
+                &[("tokens", &[1, 1])],
+            )),
+            "chunk:N",
+        ),
+        (
+            refused(fp32(
+                "packed_attention",
+                &[],
+                &[
+                    ("q", &[3, 2, 4]),
+                    ("k", &[5, 1, 4]),
+                    ("v", &[5, 1, 4]),
+                    ("q_pos", &[3]),
+                    ("q_start", &[3]),
+                    ("k_start", &[2]),
+                ],
+            )),
+            "input `k_start`: shape [2] has B = 1, but B is 2",
+        ),
+    ] {
+        assert!(found.contains(part), "`{part}` is not in: {found}");
+        assert!(!found.contains('\n'), "{found}");
+    }
+}
+
+#[test]
+fn a_call_knows_extents_attributes_and_outputs() {
+    let wide: &[(&str, &[usize])] = &[("x", &[2, 32]), ("w", &[4, 32]), ("bias", &[4])];
+    let call = fp32("gemm", &[("k_total", "128"), ("k_offset", "96")], wide).unwrap();
+    assert_eq!((call.dim("K"), call.count("k_total"), call.count("k_offset")), (32, 128, 96));
+    assert!(call.has("bias") && gemm::is_partial(&call) && !call.tf32());
+    let whole = call_of_gemm(DType::Bf16, "32");
+    assert_eq!(whole.outputs(), [Form { name: "y", dtype: DType::Bf16, shape: vec![2, 4] }]);
+    let part = call_of_gemm(DType::Bf16, "64");
+    assert_eq!(part.outputs()[0].dtype, DType::Fp32, "a partial sum is f32 whatever `out` says");
+
+    let packed: &[(&str, &[usize])] = &[
+        ("q", &[3, 2, 4]),
+        ("k", &[5, 1, 4]),
+        ("v", &[5, 1, 6]),
+        ("q_pos", &[3]),
+        ("q_start", &[3]),
+        ("k_start", &[3]),
+    ];
+    let call = fp32("packed_attention", &[("causal", "true")], packed).unwrap();
+    assert_eq!((call.dim("B"), call.dims.get("B+1"), call.dim("E")), (2, Some(3), 6));
+    assert_eq!((call.float("scale"), call.flag("causal"), call.count("window")), (0.5, true, 0));
+    assert_eq!(call.outputs()[0].shape, [3, 2, 6]);
+
+    // Any rank, empty extents, and a scalar.
+    for shape in [&[][..], &[0], &[2, 0, 3]] {
+        let call = fp32("add", &[], &[("a", shape), ("b", shape)]).unwrap();
+        assert_eq!(call.outputs()[0].shape, shape);
+    }
+}
+
+fn call_of_gemm(out: DType, k_total: &str) -> Call {
+    let inputs: [Tensor; 2] = [("x", DType::Bf16, &[2, 32]), ("w", DType::Bf16, &[4, 32])];
+    call("gemm", &[("k_total", k_total)], &inputs, out).unwrap()
+}
+
+/// Ranks that a product of 100 columns, in segments of 16, can be dealt to.
+#[test]
+fn parts_of_a_product_are_subtrees() {
+    let ranks = |total: usize| -> Vec<(usize, usize)> {
+        let total_text = total.to_string();
+        let all = (0..=total).flat_map(|from| (from + 1..=total).map(move |to| (from, to)));
+        let accepted = |&(from, to): &(usize, usize)| {
+            let (x, w) = ([1, to - from], [1, to - from]);
+            let given = [("x", &x), ("w", &w)].map(|(name, shape)| Given { name, dtype: DType::Fp32, shape });
+            let text = [("k_offset", from.to_string()), ("k_total", total_text.clone())];
+            let text = text.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
+            let attributes = Attributes::parse(&gemm::OP, &text).unwrap();
+            validate(&gemm::OP, &given, attributes, DType::Fp32).is_ok()
+        };
+        all.filter(accepted).collect()
+    };
+    let hundred = [
+        (0, 16),
+        (0, 32),
+        (0, 64),
+        (0, 100),
+        (16, 32),
+        (32, 48),
+        (32, 64),
+        (48, 64),
+        (64, 80),
+        (64, 96),
+        (64, 100),
+        (80, 96),
+        (96, 100),
+    ];
+    assert_eq!(ranks(100), hundred);
+    assert_eq!(ranks(128).len(), 15);
+}
+
+#[test]
+fn typed_attributes_are_checked_as_text_is() {
+    let given = [("x", &[2, 3]), ("w", &[4, 3])].map(|(name, shape)| Given { name, dtype: DType::Fp32, shape });
+    let gemm = |attributes: Attributes| validate(&gemm::OP, &given, attributes, DType::Fp32).map(|call| call.tf32());
+    assert_eq!(gemm(Attributes::new().with("tf32", "enabled").with("k_total", 3usize)), Ok(true));
+    assert!(
+        gemm(Attributes::new().with("tf32", true)).unwrap_err().reason().contains("`1` is not disabled or enabled")
+    );
+    assert!(gemm(Attributes::new().with("k_total", 3.0)).is_err());
+    assert!(gemm(Attributes::new().with("eps", 3.0)).unwrap_err().reason().contains("no such parameter"));
+    let softmax = |word: &str| {
+        let x = [Given { name: "x", dtype: DType::Fp32, shape: &[1, 2] }];
+        validate(&softmax::OP, &x, Attributes::new().with("tf32", word), DType::Fp32)
+    };
+    assert!(softmax("disabled").is_ok());
+    assert!(matches!(softmax("enabled"), Err(Error::Unsupported(_))));
+    assert!(softmax("on").is_err());
+}
+
+#[test]
+fn integers_are_held_to_their_axes() {
+    let check = |op: &str,
+                 inputs: &[(&'static str, &'static [usize], &[i32])],
+                 floats: &[(&'static str, &'static [usize])]| {
+        let all: Vec<_> = inputs.iter().map(|&(name, shape, _)| (name, shape)).chain(floats.iter().copied()).collect();
+        let call = fp32(op, &[], &all).unwrap();
+        let values = |name: &str| inputs.iter().find(|input| input.0 == name).map(|input| input.2);
+        check_indexes(&call, values).map_err(|e| e.to_string())
+    };
+    let table: (&str, &[usize]) = ("w", &[2, 3]);
+    assert_eq!(check("embedding", &[("tokens", &[2], &[0, 1])], &[table]), Ok(()));
+    let error = check("embedding", &[("tokens", &[2], &[0, 2])], &[table]).unwrap_err();
+    assert_eq!(error, "input `tokens`: element 1 is 2; use 0 to 1");
+    assert!(check("embedding", &[("tokens", &[2], &[0, -1])], &[table]).is_err());
+    let error = check("embedding", &[("tokens", &[1], &[0])], &[("w", &[0, 3])]).unwrap_err();
+    assert!(error.contains("nothing fits"), "{error}");
+    assert_eq!(check("logprob", &[("target", &[2], &[-7, 2])], &[("logits", &[2, 3])]), Ok(()));
+    assert!(check("logprob", &[("target", &[2], &[-7, 3])], &[("logits", &[2, 3])]).is_err());
+
+    // Two sequences on three pages of two rows; the second table entry of the second one is not reached.
+    let pages: &[(&str, &[usize])] = &[("q", &[2, 1, 1, 4]), ("k", &[3, 2, 1, 4]), ("v", &[3, 2, 1, 4])];
+    let paged = |table: &[i32], lengths: &[i32]| {
+        check(
+            "paged_attention",
+            &[("page_table", &[2, 2], table), ("q_pos", &[2, 1], &[0, 0]), ("kv_len", &[2], lengths)],
+            pages,
+        )
+    };
+    assert_eq!(paged(&[2, 0, 1, 99], &[3, 2]), Ok(()));
+    assert!(paged(&[2, 0, 1, 99], &[3, 3]).unwrap_err().contains("`page_table`: element 3 is 99; use 0 to 2"));
+    assert!(paged(&[2, 0, 1, -1], &[3, 4]).is_err());
+    assert!(paged(&[2, 0, 1, 1], &[3, 5]).unwrap_err().contains("`kv_len`: element 1 is 5; use 0 to 4"));
+
+    let flat: &[(&str, &[usize])] = &[("q", &[3, 1, 4]), ("k", &[5, 1, 4]), ("v", &[5, 1, 4])];
+    let packed = |q: &[i32], k: &[i32]| {
+        check("packed_attention", &[("q_pos", &[3], &[0, 0, 0]), ("q_start", &[3], q), ("k_start", &[3], k)], flat)
+    };
+    assert_eq!(packed(&[0, 0, 3], &[0, 5, 5]), Ok(()));
+    for (q, k) in
+        [(&[0, 2, 2], &[0, 5, 5]), (&[1, 2, 3], &[0, 5, 5]), (&[0, 1, 3], &[0, 6, 5]), (&[0, 1, 3], &[0, 5, 4])]
+    {
+        assert!(packed(q, k).is_err(), "{q:?} {k:?}");
+    }
+    let unsorted: &[(&str, &[usize])] = &[("q", &[3, 1, 4]), ("k", &[5, 1, 4]), ("v", &[5, 1, 4])];
+    let inputs: &[(&str, &[usize], &[i32])] =
+        &[("q_pos", &[3], &[0, 0, 0]), ("q_start", &[4], &[0, 2, 1, 3]), ("k_start", &[4], &[0, 1, 2, 5])];
+    assert!(
+        check("packed_attention", inputs, unsorted).unwrap_err().contains("it must ascend from 0 to T, which is 3")
+    );
+}
