@@ -2,48 +2,17 @@
 
 use proptest::prelude::*;
 use samebits_contract::case::{Answer, Case, Config, Status};
+use samebits_contract::spec::check_form as check_case;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::{decode_answer, decode_request, encode_answer, encode_request, read_frame, write_frame};
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_ops::{Cpu, Isa, bf16, f16};
+use samebits_schema::sample::{Random, integers, sample};
+use samebits_schema::{Call, Holds, OPS, Op, check_indexes};
 use std::collections::BTreeMap;
 
-/// Op, inputs by axes (`i:` marks I32), parameters with values of which some are wrong.
-type Form = (&'static str, &'static [(&'static str, &'static str)], &'static [&'static str]);
-
-const FORMS: [Form; 17] = [
-    ("gemm", &[("x", "MK"), ("w", "NK"), ("bias", "N")], &["k_offset", "k_total", "tf32"]),
-    ("rms_norm", &[("x", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
-    ("add_rms_norm", &[("x", "RN"), ("residual", "RN"), ("w", "N")], &["eps", "rounding", "weight_offset"]),
-    (
-        "attention",
-        &[("q", "BTHD"), ("k", "BSGD"), ("v", "BSGE"), ("q_pos", "i:BT"), ("kv_len", "i:B")],
-        &["scale", "causal", "window", "softcap", "tf32"],
-    ),
-    ("logprob", &[("logits", "RV"), ("target", "i:R")], &["temperature"]),
-    ("softmax", &[("x", "RN")], &["tf32"]),
-    ("silu_mul", &[("gate", "RN"), ("up", "RN")], &["profile"]),
-    ("gelu_mul", &[("gate", "RN"), ("up", "RN")], &["profile"]),
-    ("softcap", &[("x", "RN")], &["cap"]),
-    ("scale", &[("x", "RN")], &["factor"]),
-    (
-        "route",
-        &[("logits", "TE"), ("bias", "E")],
-        &["chosen", "scoring", "groups", "top_groups", "group_worth", "normalise", "scale"],
-    ),
-    ("combine", &[("x", "RN"), ("row", "i:TK"), ("weight", "TK"), ("shared", "TN")], &[]),
-    ("rope", &[("x", "THD"), ("pos", "i:T")], &["theta", "pairing"]),
-    (
-        "norm_rope",
-        &[("x", "THD"), ("w", "D"), ("pos", "i:T")],
-        &["eps", "rounding", "weight_offset", "theta", "pairing"],
-    ),
-    ("add", &[("a", "RST"), ("b", "RST")], &[]),
-    ("embedding", &[("w", "VD"), ("tokens", "i:T")], &[]),
-    ("argmax", &[("x", "RN")], &["profile", "tf32"]),
-];
-
+/// Values of parameters, of which most are wrong for most.
 const VALUES: [&str; 24] = [
     "0",
     "1",
@@ -72,67 +41,57 @@ const VALUES: [&str; 24] = [
 ];
 
 /// Bits that are every kind of number: random ones are mostly ordinary, a few are special.
-fn bits() -> impl Strategy<Value = u32> {
-    prop_oneof![
-        6 => any::<u32>(),
-        1 => prop::sample::select(vec![
-            0u32, 0x8000_0000, 0x7f80_0000, 0xff80_0000, 0x7fc0_0000, 0xffff_ffff, 1, 0x3f80_0000, 0x7f7f_ffff,
-        ]),
-    ]
+fn bits(random: &mut Random) -> u32 {
+    const SPECIAL: [u32; 9] =
+        [0, 0x8000_0000, 0x7f80_0000, 0xff80_0000, 0x7fc0_0000, 0xffff_ffff, 1, 0x3f80_0000, 0x7f7f_ffff];
+    if random.below(7) == 0 { random.pick(&SPECIAL) } else { random.bits() as u32 }
 }
 
-fn tensor(dtype: DType, shape: &[usize], bits: &[u32]) -> Tensor {
-    let count = shape.iter().product();
-    let mut bits = bits.iter().copied().cycle();
-    let mut next = || bits.next().expect("the strategy makes at least one");
+fn floats(dtype: DType, shape: &[usize], mut bits: impl FnMut() -> u32) -> Tensor {
+    let count = 0..shape.iter().product();
     match dtype {
-        DType::Bf16 => Tensor::bf16(shape, (0..count).map(|_| bf16::from_bits((next() >> 16) as u16)).collect()),
-        DType::Fp16 => Tensor::fp16(shape, (0..count).map(|_| f16::from_bits((next() >> 16) as u16)).collect()),
-        DType::Fp32 => Tensor::fp32(shape, (0..count).map(|_| f32::from_bits(next())).collect()),
-        DType::I32 => Tensor::i32(shape, (0..count).map(|_| next() as i32 % 8).collect()),
+        DType::Bf16 => Tensor::bf16(shape, count.map(|_| bf16::from_bits((bits() >> 16) as u16)).collect()),
+        DType::Fp16 => Tensor::fp16(shape, count.map(|_| f16::from_bits((bits() >> 16) as u16)).collect()),
+        DType::Fp32 => Tensor::fp32(shape, count.map(|_| f32::from_bits(bits())).collect()),
+        DType::I32 => Tensor::i32(shape, count.map(|_| bits() as i32 % 8).collect()),
     }
 }
 
-fn dtype() -> impl Strategy<Value = DType> {
-    prop::sample::select(DType::FLOATS.to_vec())
+/// The ops that the built-in program answers without a checkpoint.
+fn ops() -> Vec<&'static Op> {
+    OPS.iter().copied().filter(|op| !op.needs_more()).collect()
 }
 
-/// A case whose tensors have the right ranks and matching extents, 0 among them.
-fn well_formed() -> impl Strategy<Value = Case> {
-    let extents = prop::collection::vec(prop_oneof![1 => Just(0usize), 9 => 1usize..6], 26);
-    (0..FORMS.len(), dtype(), dtype(), extents, prop::collection::vec(bits(), 1..64)).prop_map(
-        |(form, input, out, mut extents, bits)| {
-            let (op, inputs, _) = FORMS[form];
-            let at = |letter: u8| usize::from(letter - b'A');
-            if op == "rope" {
-                extents[at(b'D')] *= 2;
-            }
-            // Query heads are a multiple of key heads.
-            extents[at(b'H')] *= extents[at(b'G')].max(1);
-            let inputs = inputs.iter().map(|&(name, axes)| {
-                let (dtype, axes) = axes.strip_prefix("i:").map_or((input, axes), |axes| (DType::I32, axes));
-                let shape: Vec<usize> = axes.bytes().map(|letter| extents[at(letter)]).collect();
-                let mut tensor = tensor(dtype, &shape, &bits);
-                if let ("embedding" | "logprob" | "attention" | "combine", Tensor::I32(array)) = (op, &mut tensor) {
-                    let limit = match op {
-                        "embedding" | "logprob" => extents[at(b'V')],
-                        "combine" => extents[at(b'R')],
-                        _ => extents[at(b'S')],
-                    };
-                    array.mapv_inplace(|v| v.abs().min(limit.saturating_sub(1) as i32));
-                }
-                (name.to_string(), tensor)
-            });
-            Case {
-                name: format!("{op}/fuzz"),
-                op: op.into(),
-                out,
-                params: BTreeMap::new(),
-                inputs: inputs.collect(),
-                config: Config::default(),
-            }
-        },
-    )
+/// A case that the schema accepts, made from `seed` alone; the ops take turns.
+fn well_formed(seed: u64) -> Case {
+    let ops = ops();
+    let op = ops[(seed % ops.len() as u64) as usize];
+    let mut random = Random::new(seed);
+    let drawn = sample(op, &mut random);
+    let mut inputs = BTreeMap::new();
+    for (name, dtype, shape) in &drawn.inputs {
+        let tensor = if dtype.is_float() {
+            floats(*dtype, shape, || bits(&mut random))
+        } else {
+            let holds = op.input(name).expect("it was drawn from the op").holds;
+            Tensor::i32(shape, integers(&drawn.call, holds, shape.iter().product(), &mut random))
+        };
+        inputs.insert(name.to_string(), tensor);
+    }
+    Case {
+        name: format!("{}/{seed}", op.name),
+        op: op.name.into(),
+        out: drawn.call.out,
+        params: drawn.attributes,
+        inputs,
+        config: Config::default(),
+    }
+}
+
+/// Whether the integers of a case whose form is accepted fit their axes. Any position may be asked for.
+fn integers_fit(case: &Case, call: &Call) -> bool {
+    let position = |name: &str| call.op.input(name).is_some_and(|input| input.holds == Holds::Position);
+    check_indexes(call, |name| case.inputs.get(name).filter(|_| !position(name)).and_then(Tensor::as_i32)).is_ok()
 }
 
 /// One thing done wrong, or differently, to a case.
@@ -144,6 +103,7 @@ enum Change {
     Drop(usize),
     Rename(usize, String),
     Reshape(usize, Vec<usize>, DType),
+    Integer(usize, usize, i32),
     Config(Config),
 }
 
@@ -153,6 +113,7 @@ fn change() -> impl Strategy<Value = Change> {
     let config = (isa, prop::option::of(0usize..4), budget).prop_map(|(isa, threads, budget)| {
         Change::Config(Config { isa: isa.map(String::from), threads, budget, ..Config::default() })
     });
+    let integer = prop::sample::select(vec![i32::MIN, -1, 0, 1, 2, 3, 7, 1 << 24, i32::MAX]);
     let dtypes = prop::sample::select(vec![DType::Bf16, DType::Fp16, DType::Fp32, DType::I32]);
     prop_oneof![
         1 => "[a-z_]{0,9}".prop_map(Change::Op),
@@ -162,6 +123,7 @@ fn change() -> impl Strategy<Value = Change> {
         1 => (any::<usize>(), "[a-z_]{0,5}").prop_map(|(input, name)| Change::Rename(input, name)),
         3 => (any::<usize>(), prop::collection::vec(0usize..6, 0..5), dtypes)
             .prop_map(|(input, shape, dtype)| Change::Reshape(input, shape, dtype)),
+        4 => (any::<usize>(), any::<usize>(), integer).prop_map(|(input, at, to)| Change::Integer(input, at, to)),
         2 => config,
     ]
 }
@@ -171,9 +133,10 @@ fn changed(mut case: Case, change: Change) -> Case {
     match change {
         Change::Op(op) => case.op = op,
         Change::Param(param, value) => {
-            let params = FORMS.iter().find(|form| form.0 == case.op).map_or(&[][..], |form| form.2);
-            if !params.is_empty() {
-                case.params.insert(params[param % params.len()].into(), VALUES[value].into());
+            let op = samebits_schema::find(&case.op);
+            let names: Vec<_> = op.iter().flat_map(|op| op.attributes()).map(|attribute| attribute.name).collect();
+            if !names.is_empty() {
+                case.params.insert(names[param % names.len()].into(), VALUES[value].into());
             }
         }
         Change::UnknownParam(name, value) => drop(case.params.insert(name, value)),
@@ -185,7 +148,17 @@ fn changed(mut case: Case, change: Change) -> Case {
         }
         Change::Reshape(i, shape, dtype) => {
             if let Some(name) = nth(&case, i) {
-                case.inputs.insert(name, tensor(dtype, &shape, &[0x3f80_0000, 0x4000_0000, 2]));
+                let mut bits = [0x3f80_0000, 0x4000_0000, 2].into_iter().cycle();
+                case.inputs.insert(name, floats(dtype, &shape, || bits.next().expect("it goes on for ever")));
+            }
+        }
+        Change::Integer(i, at, to) => {
+            let mut indexes: Vec<_> = case.inputs.values_mut().filter(|tensor| tensor.as_i32().is_some()).collect();
+            if let Some(count) = indexes.len().checked_sub(1)
+                && let Tensor::I32(array) = &mut *indexes[i % (count + 1)]
+                && let Some(at) = at.checked_rem(array.len())
+            {
+                *array.iter_mut().nth(at).expect("it is within the array") = to;
             }
         }
         Change::Config(config) => case.config = config,
@@ -198,7 +171,7 @@ fn implementation(isa: Isa, threads: usize) -> CpuImplementation {
 }
 
 /// What must hold for every answer, good or bad.
-fn check_form(case: &Case, answer: &Answer) {
+fn well_formed_answer(case: &Case, answer: &Answer) {
     let read = decode_answer(&encode_answer(answer)).expect("an answer can be read back");
     assert_eq!((read.status, &read.reason, &read.kernel), (answer.status, &answer.reason, &answer.kernel));
     if answer.status != Status::Ok {
@@ -206,16 +179,15 @@ fn check_form(case: &Case, answer: &Answer) {
         assert!(!answer.reason.is_empty() && !answer.reason.contains('\n'), "{:?}", answer.reason);
         return;
     }
-    assert!(answer.reason.is_empty() && answer.kernel.starts_with(&case.op) && !answer.outputs.is_empty());
-    for (name, output) in &answer.outputs {
-        let dtype = match (case.op.as_str(), name.as_str()) {
-            ("argmax", "index") | ("route", "rank") => DType::I32,
-            (_, "lse" | "logprob") | ("route", "weight") => DType::Fp32,
-            ("gemm", "y") if output.dtype() == DType::Fp32 => DType::Fp32,
-            (_, "y" | "out" | "sum") => case.out,
-            _ => panic!("{} answers with `{name}`", case.op),
-        };
-        assert_eq!(output.dtype(), dtype, "{} `{name}`", case.op);
+    assert!(answer.reason.is_empty() && answer.kernel.starts_with(&case.op));
+    let call = check_case(case).unwrap_or_else(|e| panic!("{} is answered and refused by the schema: {e}", case.op));
+    let nothing = answer.outputs.values().all(Tensor::is_empty);
+    assert!(nothing || integers_fit(case, &call), "{} answers to integers out of range", case.op);
+    let forms = call.outputs();
+    assert_eq!(answer.outputs.len(), forms.len(), "{}", case.op);
+    for form in forms {
+        let output = &answer.outputs[form.name];
+        assert_eq!((output.dtype(), output.shape()), (form.dtype, &form.shape[..]), "{} `{}`", case.op, form.name);
     }
 }
 
@@ -231,22 +203,15 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every op, dtype and extent, zero among them, is answered, with the same bits however it runs.
+    /// Every op, dtype, parameter and extent, zero among them, is answered, with the same bits however it runs. What fails
+    /// is repeated by its seed.
     #[test]
-    fn well_formed_requests_are_answered(case in well_formed()) {
+    fn well_formed_requests_are_answered(seed in any::<u64>().no_shrink()) {
+        let case = well_formed(seed);
         let first = implementation(Isa::Scalar, 1).run(&case);
-        check_form(&case, &first);
-        let refusable = match case.op.as_str() {
-            "argmax" => case.inputs["x"].shape()[1] == 0,
-            "embedding" => case.inputs["w"].shape()[0] == 0,
-            "logprob" => case.inputs["logits"].shape()[1] == 0,
-            "attention" => case.inputs["k"].shape()[2] == 0,
-            "combine" => case.inputs["x"].shape()[0] == 0,
-            "route" => case.inputs["logits"].shape()[1] == 0,
-            "rope" | "norm_rope" => case.inputs["x"].shape()[2] % 2 == 1,
-            _ => false,
-        };
-        prop_assert!(first.status == Status::Ok || refusable, "{}: {}", case.op, first.reason);
+        well_formed_answer(&case, &first);
+        let fit = integers_fit(&case, &check_case(&case).expect("the schema made it"));
+        prop_assert!(first.status == Status::Ok || !fit, "{}: {}", case.op, first.reason);
         for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
             let again = implementation(isa, 2).run(&case);
             prop_assert_eq!(first.status, again.status);
@@ -256,23 +221,26 @@ proptest! {
 
     /// Requests that are wrong in up to three ways, through the bytes of the wire.
     #[test]
-    fn changed_requests_never_panic(case in well_formed(), changes in prop::collection::vec(change(), 1..4)) {
-        let case = changes.into_iter().fold(case, changed);
+    fn changed_requests_never_panic(
+        seed in any::<u64>().no_shrink(),
+        changes in prop::collection::vec(change(), 1..4),
+    ) {
+        let case = changes.into_iter().fold(well_formed(seed), changed);
         if let Ok(read) = decode_request(&encode_request(&case)) {
-            check_form(&read, &implementation(Isa::best(), 1).run(&read));
+            well_formed_answer(&read, &implementation(Isa::best(), 1).run(&read));
         }
-        check_form(&case, &implementation(Isa::best(), 1).run(&case));
+        well_formed_answer(&case, &implementation(Isa::best(), 1).run(&case));
     }
 
     /// Damaged bytes: overwritten, cut, or with some more in the middle.
     #[test]
     fn damaged_frames_never_panic(
-        case in well_formed(),
+        seed in any::<u64>().no_shrink(),
         damage in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(b"0123456789[]{},:\"-eIFB\x00\xff".to_vec())), 1..6),
         cut in prop::option::of(any::<prop::sample::Index>()),
         more in prop::option::of((any::<prop::sample::Index>(), prop::collection::vec(any::<u8>(), 1..9))),
     ) {
-        let mut bytes = encode_request(&case);
+        let mut bytes = encode_request(&well_formed(seed));
         for (index, byte) in damage {
             let i = index.index(bytes.len());
             bytes[i] = byte;
@@ -285,7 +253,7 @@ proptest! {
             bytes.splice(i..i, more);
         }
         if let Ok(read) = decode_request(&bytes) {
-            check_form(&read, &implementation(Isa::best(), 1).run(&read));
+            well_formed_answer(&read, &implementation(Isa::best(), 1).run(&read));
         }
     }
 
@@ -330,6 +298,54 @@ fn overflowing_shapes_are_errors() {
     let header = format!(r#"{{"__metadata__":{{"op":"gemm"}},"x":{entry},"w":{entry}}}"#);
     let (status, reason) = reason(&header, b"");
     assert!(status == Status::Error && reason.contains("output `y`"), "{reason}");
+}
+
+/// The tables of docs/WIRE.md are those of the schema.
+#[test]
+fn the_documented_forms_are_true() {
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/WIRE.md")).unwrap();
+    let (_, rest) = page.split_once("<!-- samebits schema --markdown -->\n").expect("the block begins");
+    let (block, _) = rest.split_once("<!-- end -->").expect("the block ends");
+    let printed = std::process::Command::new(env!("CARGO_BIN_EXE_samebits")).args(["schema", "--markdown"]).output();
+    let printed = String::from_utf8(printed.expect("samebits runs").stdout).unwrap();
+    assert!(printed.lines().count() > 40, "{printed}");
+    assert!(block == printed, "put this between the marks of docs/WIRE.md:\n{printed}");
+}
+
+/// A program reads as much from `samebits schema --json` as it needs for a request of every op.
+#[test]
+fn the_printed_schema_is_whole() {
+    let schema = |args: &[&str]| {
+        std::process::Command::new(env!("CARGO_BIN_EXE_samebits"))
+            .arg("schema")
+            .args(args)
+            .output()
+            .expect("samebits runs")
+    };
+    let printed: serde_json::Value = serde_json::from_slice(&schema(&["--json"]).stdout).unwrap();
+    let ops = printed["ops"].as_array().unwrap();
+    let names = |list: &serde_json::Value| -> Vec<String> {
+        list.as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap().to_string()).collect()
+    };
+    assert_eq!(names(&printed["ops"]), OPS.iter().map(|op| op.name).collect::<Vec<_>>());
+    for (op, printed) in OPS.iter().zip(ops) {
+        assert_eq!(names(&printed["inputs"]), op.inputs.iter().map(|input| input.name).collect::<Vec<_>>());
+        assert_eq!(names(&printed["attributes"]), op.attributes().map(|a| a.name).collect::<Vec<_>>());
+        assert_eq!(names(&printed["outputs"]), op.outputs.iter().map(|output| output.name).collect::<Vec<_>>());
+        let first = &printed["inputs"][0];
+        let keys: Vec<_> = first.as_object().unwrap().keys().take(6).collect();
+        assert_eq!(keys, ["name", "axes", "role", "dtypes", "dtype_group", "optional"]);
+        assert!(printed.get("gradient_of").is_some() && first["axes"].is_array(), "{printed}");
+    }
+    let one: serde_json::Value = serde_json::from_slice(&schema(&["rms_norm", "--json"]).stdout).unwrap();
+    let eps = &one["ops"][0]["attributes"][0];
+    assert_eq!(eps["name"], "eps");
+    assert_eq!((&eps["kind"], &eps["default"], &eps["at_least"]), (&"float".into(), &"1e-6".into(), &0.0.into()));
+    let text = String::from_utf8(schema(&["attention"]).stdout).unwrap();
+    assert!(text.contains("  parameter  scale [1/sqrt(D)]: a finite number of at least 0"), "{text}");
+    let unknown = schema(&["conv"]);
+    let reason = String::from_utf8(unknown.stderr).unwrap();
+    assert!(unknown.status.code() == Some(2) && reason.contains("`conv` is not an op; there are gemm"), "{reason}");
 }
 
 #[test]

@@ -829,7 +829,7 @@ fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec
             let group = format!("{}/{dtype}/{stem}-{}", spec.name, Fill::Recorded.name());
             for out in &raw.outs {
                 let out = float(source, at, out)?;
-                if !spec.outs.contains(&out) {
+                if !spec.outs().contains(&out) {
                     return fail(format!("{} does not return {out}", spec.name));
                 }
                 all.push(CaseSpec {

@@ -104,7 +104,7 @@ impl Checkpoints {
         let mut file = self.vector(spec, name)?;
         let mut outputs = BTreeMap::new();
         for output in spec.spec().outputs {
-            let dtype = output.dtype(spec.out);
+            let dtype = spec.spec().output_dtype(output, spec.out);
             let stored = match dtype {
                 DType::Fp32 | DType::I32 => format!("expect.{}", output.name),
                 narrow => format!("expect.{}_{narrow}", output.name),

@@ -17,6 +17,7 @@ pub mod merge;
 pub mod probe;
 pub mod report;
 pub mod rollout;
+pub mod schema;
 pub mod score;
 pub mod sweep;
 pub mod times;

@@ -9,7 +9,6 @@ pub mod dump;
 pub mod implementation;
 pub mod judge;
 pub mod machine;
-pub mod measure;
 pub mod measured;
 pub mod pairs;
 pub mod probe;

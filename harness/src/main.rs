@@ -51,6 +51,7 @@ enum Verb {
     List(cmd::list::Args),
     Case(cmd::case::Args),
     Contract(cmd::contract::Args),
+    Schema(cmd::schema::Args),
     Report(cmd::report::Args),
     #[command(visible_alias = "cmp")]
     Diff(cmd::diff::Args),
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         Verb::List(args) => cmd::list::run(&args),
         Verb::Case(args) => cmd::case::run(&args),
         Verb::Contract(args) => cmd::contract::run(&args),
+        Verb::Schema(args) => cmd::schema::run(&args),
         Verb::Diff(args) => cmd::diff::run(&args),
         Verb::Report(args) => cmd::report::run(&args),
         Verb::Goldens(args) => cmd::goldens::run(&args),

@@ -5,7 +5,7 @@ use crate::clock::spread;
 use crate::side::Side;
 use crate::timing::{self, Time, Timed};
 use crate::workload::Workload;
-use samebits_contract::case::Case;
+use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::Tensor;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -170,7 +170,8 @@ impl Comparison {
             unsupported: BTreeMap::new(),
             error: None,
         };
-        let mut case = plan.case(workload, threads);
+        let config = Config { threads: Some(threads), ..Config::default() };
+        let mut case = plan.case(&workload.name, config);
         match self.pairs(workload, threads, agree, &mut case, &mut row.unsupported, &mut tick) {
             Ok(Some(pairs)) => pairs.fill(&mut row),
             Ok(None) => {}

@@ -1,10 +1,10 @@
 //! The table of workloads: what is timed beside whom, and what is asked of the times.
 
 use crate::ceilings::Ceiling;
-use crate::measure::{Params, drawn};
 use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_ops::Element;
+use samebits_ops::{Element, bf16, f16};
+use samebits_schema::{Attributes, Call, Given, Holds, Input, OPS, REST, Role, find, validate};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -168,36 +168,18 @@ impl Workload {
             Number::Decimal(n) => n.to_string(),
         };
         let given = self.params.iter().map(|(name, value)| (name.clone(), text(value))).collect();
-        let mut params = Params::of_workload(&self.op, given);
-        let plan = Plan::new(&self.op, self.dtype().size() as f64, &mut params)?;
-        params.finish()?;
-        let elements = |shape: &[usize]| shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-        let total = plan.inputs.iter().try_fold(0usize, |sum, (_, input)| match input {
-            Input::Float(shape) | Input::Narrow(shape, _) => {
-                sum.checked_add(elements(shape)?.checked_mul(self.dtype().size())?)
-            }
-            Input::Whole(_, values) => sum.checked_add(4 * values.len()),
-        });
-        match total {
-            Some(total) if total <= 4 << 30 => Ok(plan),
+        let plan = Plan::new(&self.op, self.dtype(), self.dtype(), &given, "params.")?;
+        match plan.size() {
+            Some(size) if size <= 4 << 30 => Ok(plan),
             _ => Err("params: the inputs take more than 4 GiB".into()),
         }
     }
 }
 
-/// What an op is given.
-enum Input {
-    /// Floats of this shape, drawn from [-1, 1).
-    Float(Vec<usize>),
-    /// The same, from [-limit, limit).
-    Narrow(Vec<usize>, f32),
-    /// These values in this shape.
-    Whole(Vec<usize>, Vec<i32>),
-}
-
-/// The inputs of a workload, not drawn yet, and how much it has to do.
+/// What an op is asked and how much it has to do; its inputs are not drawn yet.
 pub struct Plan {
-    inputs: Vec<(&'static str, Input)>,
+    call: Call,
+    inputs: Vec<(&'static Input, DType, Vec<usize>)>,
     /// Parameters on the wire.
     params: BTreeMap<String, String>,
     /// Bytes that must be read and written at least once.
@@ -206,155 +188,192 @@ pub struct Plan {
     pub operations: f64,
 }
 
-impl Plan {
-    /// `size` is that of an element in bytes. Bytes and operations are those of `measure::work`.
-    fn new(op: &str, size: f64, p: &mut Params) -> Result<Plan, String> {
-        use Input::{Float, Narrow, Whole};
-        let mut extent = |name: &str| match p.extent(name)? {
-            extent if extent <= 1 << 24 => Ok(extent),
-            extent => Err(format!("params.{name}={extent}: use at most {}", 1 << 24)),
-        };
-        let mut wire = BTreeMap::new();
-        let count = |shape: &[usize]| shape.iter().map(|&d| d as f64).product::<f64>();
-        let (inputs, bytes, operations) = match op {
-            "gemm" => {
-                let (m, n, k) = (extent("M")?, extent("N")?, extent("K")?);
-                let bytes = size * (count(&[m, k]) + count(&[n, k]) + count(&[m, n]));
-                (vec![("x", Float(vec![m, k])), ("w", Float(vec![n, k]))], bytes, 2.0 * count(&[m, n, k]))
-            }
-            "linear_logprob" => {
-                let (m, k, v) = (extent("M")?, extent("K")?, extent("V")?);
-                let target = Whole(vec![m], (0..m).map(|row| (row % v) as i32).collect());
-                // Logits that spread as a model's do, by 8/3. Those of [-1, 1) spread by 10 for K = 896, and a row's
-                // range is then beyond what one pass sums.
-                let w = Narrow(vec![v, k], 8.0 / (k as f32).sqrt());
-                let inputs = vec![("x", Float(vec![m, k])), ("w", w), ("target", target)];
-                (inputs, size * (count(&[m, k]) + count(&[v, k])), 2.0 * count(&[m, v, k]))
-            }
-            "attention" => {
-                let (batch, queries, keys) = (extent("B")?, extent("T")?, extent("S")?);
-                let (q_heads, kv_heads, dim) = (extent("Hq")?, extent("Hkv")?, extent("D")?);
-                if !q_heads.is_multiple_of(kv_heads) {
-                    return Err(format!("params.Hq={q_heads}: use a multiple of Hkv={kv_heads}"));
-                }
-                // The queries are the last ones of the sequence.
-                let first = keys.checked_sub(queries).ok_or(format!("params.T={queries}: use at most S={keys}"))?;
-                let causal = match p.take("causal", Some(1u8))? {
-                    causal @ (0 | 1) => causal == 1,
-                    causal => return Err(format!("params.causal={causal}: use 0 or 1")),
-                };
-                wire.insert("causal".to_string(), u8::from(causal).to_string());
-                let seen = |t: usize| if causal { first + t + 1 } else { keys };
-                let pairs = count(&[batch, q_heads]) * (0..queries).map(|t| seen(t) as f64).sum::<f64>();
-                let q_pos = (0..batch).flat_map(|_| first as i32..keys as i32).collect();
-                let (q, k) = (vec![batch, queries, q_heads, dim], vec![batch, keys, kv_heads, dim]);
-                let bytes = size * 2.0 * (count(&q) + count(&k));
-                let inputs = vec![
-                    ("q", Float(q)),
-                    ("k", Float(k.clone())),
-                    ("v", Float(k)),
-                    ("q_pos", Whole(vec![batch, queries], q_pos)),
-                    ("kv_len", Whole(vec![batch], vec![keys as i32; batch])),
-                ];
-                (inputs, bytes, 4.0 * pairs * dim as f64)
-            }
-            "logprob" => {
-                let (rows, vocab) = (extent("R")?, extent("V")?);
-                let target = Whole(vec![rows], (0..rows).map(|row| (row % vocab) as i32).collect());
-                let n = count(&[rows, vocab]);
-                (vec![("logits", Float(vec![rows, vocab])), ("target", target)], size * n, 2.0 * n)
-            }
-            "rope" => {
-                let (tokens, heads, dim) = (extent("T")?, extent("H")?, extent("D")?);
-                if !dim.is_multiple_of(2) {
-                    return Err(format!("params.D={dim}: use an even number, RoPE turns pairs"));
-                }
-                let pos = Whole(vec![tokens], (0..tokens as i32).collect());
-                let n = count(&[tokens, heads, dim]);
-                (vec![("x", Float(vec![tokens, heads, dim])), ("pos", pos)], 2.0 * size * n, 3.0 * n)
-            }
-            "embedding" => {
-                let (vocab, dim, tokens) = (extent("V")?, extent("D")?, extent("T")?);
-                let ids = Whole(vec![tokens], (0..tokens).map(|t| (t * 7919 % vocab) as i32).collect());
-                let n = count(&[tokens, dim]);
-                (vec![("w", Float(vec![vocab, dim])), ("tokens", ids)], 2.0 * size * n, n)
-            }
-            "rms_norm" | "add_rms_norm" | "softmax" | "silu_mul" | "add" | "argmax" => {
-                let (rows, n) = (extent("R")?, extent("N")?);
-                let table = || Float(vec![rows, n]);
-                let w = Float(vec![n]);
-                // Tables read and written, and operations per element.
-                let (inputs, moved, each) = match op {
-                    "rms_norm" => (vec![("x", table()), ("w", w)], 2.0, 4.0),
-                    "add_rms_norm" => (vec![("x", table()), ("residual", table()), ("w", w)], 4.0, 5.0),
-                    "softmax" => (vec![("x", table())], 2.0, 2.0),
-                    "silu_mul" => (vec![("gate", table()), ("up", table())], 3.0, 2.0),
-                    "add" => (vec![("a", table()), ("b", table())], 3.0, 1.0),
-                    _ => (vec![("x", table())], 1.0, 1.0),
-                };
-                (inputs, moved * size * count(&[rows, n]), each * count(&[rows, n]))
-            }
-            _ => return Err(format!("op: no inputs are known for `{op}`; use one of {}", OPS.join(", "))),
-        };
-        Ok(Plan { inputs, params: wire, bytes, operations })
-    }
-}
-
-/// The ops whose inputs [`Plan`] knows.
-const OPS: [&str; 12] = [
-    "gemm",
-    "linear_logprob",
-    "attention",
-    "logprob",
-    "rope",
-    "embedding",
-    "rms_norm",
-    "add_rms_norm",
-    "softmax",
-    "silu_mul",
-    "add",
-    "argmax",
-];
+/// Largest extent of an axis.
+const LARGEST: usize = 1 << 24;
 
 impl Plan {
-    /// The question for an implementation. Inputs are drawn uniformly, the same on every machine.
-    pub fn case(self, workload: &Workload, threads: usize) -> Case {
-        let dtype = workload.dtype();
-        let draw = |seed: u64, shape: &[usize], limit: f32| {
-            // Far apart, so that two inputs do not begin alike.
-            let (seed, len) = ((seed + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15), shape.iter().product());
-            match dtype {
-                DType::Bf16 => Tensor::bf16(shape, scaled(seed, len, limit)),
-                DType::Fp16 => Tensor::fp16(shape, scaled(seed, len, limit)),
-                _ => Tensor::fp32(shape, scaled(seed, len, limit)),
-            }
-        };
-        let inputs = self.inputs.into_iter().enumerate().map(|(index, (name, input))| {
-            let tensor = match input {
-                Input::Float(shape) => draw(index as u64, &shape, 1.0),
-                Input::Narrow(shape, limit) => draw(index as u64, &shape, limit),
-                Input::Whole(shape, values) => Tensor::i32(&shape, values),
+    /// A call of `op` with the extents, the optional inputs (by 1) and the parameters of `given`. Axes are those of
+    /// `samebits schema`; R and N stand for any shape, and E is D where a call does not give it. `field` stands before a
+    /// name in messages.
+    ///
+    /// # Errors
+    /// An op that is not known or needs a checkpoint; something missing, unknown or out of range.
+    pub fn new(
+        op: &str,
+        dtype: DType,
+        out: DType,
+        given: &BTreeMap<String, String>,
+        field: &str,
+    ) -> Result<Plan, String> {
+        let known = || OPS.iter().filter(|op| !op.needs_more()).map(|op| op.name).collect::<Vec<_>>().join(", ");
+        let op = find(op)
+            .filter(|op| !op.needs_more())
+            .ok_or_else(|| format!("op: no inputs are made for `{op}`; use one of {}", known()))?;
+        let axes: Vec<&str> =
+            op.axes().into_iter().flat_map(|axis| if axis == REST { vec!["R", "N"] } else { vec![axis] }).collect();
+        let optional = |name: &str| op.input(name).is_some_and(|input| input.optional);
+        if let Some(name) =
+            given.keys().find(|name| !axes.contains(&name.as_str()) && !optional(name) && op.attribute(name).is_none())
+        {
+            return Err(format!("{field}{name}: {} has no such parameter; it has {}", op.name, axes.join(", ")));
+        }
+        let mut extents: BTreeMap<&str, usize> = BTreeMap::new();
+        for &axis in &axes {
+            let text = given.get(axis).or_else(|| given.get("D").filter(|_| axis == "E" && axes.contains(&"D")));
+            let text = text.ok_or_else(|| format!("{} needs {field}{axis}=N", op.name))?;
+            let extent = text.parse().map_err(|_| format!("{field}{axis}={text}: not a number"))?;
+            match extent {
+                0 => return Err(format!("{field}{axis}=0: an extent is at least 1")),
+                extent if extent > LARGEST => return Err(format!("{field}{axis}={extent}: use at most {LARGEST}")),
+                extent => extents.insert(axis, extent),
             };
-            (name.to_string(), tensor)
-        });
-        Case {
-            name: workload.name.clone(),
-            op: workload.op.clone(),
-            out: dtype,
-            params: self.params,
-            inputs: inputs.collect(),
-            config: Config { threads: Some(threads), ..Config::default() },
+        }
+        let mut inputs = Vec::new();
+        for input in op.inputs {
+            match given.get(input.name).map_or(if input.optional { "0" } else { "1" }, String::as_str) {
+                "0" if input.optional => continue,
+                "1" => {}
+                other => return Err(format!("{field}{}={other}: use 0 or 1", input.name)),
+            }
+            let mut shape = Vec::new();
+            for &axis in input.axes {
+                match (axis, axis.strip_suffix("+1")) {
+                    (REST, _) => shape.extend([extents["R"], extents["N"]]),
+                    (_, Some(axis)) => shape.push(extents[axis] + 1),
+                    _ => shape.push(extents[axis]),
+                }
+            }
+            inputs.push((input, if input.is_float() { dtype } else { DType::I32 }, shape));
+        }
+        let params: BTreeMap<String, String> = given
+            .iter()
+            .filter(|(name, _)| op.attribute(name).is_some())
+            .map(|(k, v)| (k.clone(), v.clone()))
+            .collect();
+        let attributes = Attributes::parse(op, &params).map_err(|e| e.to_string())?;
+        let forms: Vec<Given> =
+            inputs.iter().map(|(input, dtype, shape)| Given { name: input.name, dtype: *dtype, shape }).collect();
+        let call = validate(op, &forms, attributes, out).map_err(|e| e.to_string())?;
+        if let (Some(tokens), Some(keys)) = (call.dims.get("T"), keys(&call).filter(|&keys| keys < call.dim("T"))) {
+            return Err(format!("{field}T={tokens}: use at most the number of keys, {keys}"));
+        }
+        let (bytes, operations) = (moved(&call, &inputs), (op.operations)(&call));
+        Ok(Plan { call, inputs, params, bytes, operations })
+    }
+
+    /// Bytes of all inputs; `None` where that is no number.
+    fn size(&self) -> Option<usize> {
+        self.inputs.iter().try_fold(0usize, |sum, (_, dtype, shape)| {
+            let elements = shape.iter().try_fold(dtype.size(), |n, &extent| n.checked_mul(extent))?;
+            sum.checked_add(elements)
+        })
+    }
+
+    /// The question for an implementation. Floats are drawn uniformly from [-1, 1), the same on every machine; indexes are
+    /// every 7919th entry of a table, positions are the last ones of the keys, and lengths are whole.
+    pub fn case(&self, name: &str, config: Config) -> Case {
+        let mut inputs = BTreeMap::new();
+        for (index, (input, dtype, shape)) in self.inputs.iter().enumerate() {
+            let count = shape.iter().product();
+            let tensor = if dtype.is_float() {
+                // Far apart, so that two inputs do not begin alike.
+                let seed = (index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+                drawn(*dtype, shape, seed, self.limit(input))
+            } else {
+                Tensor::i32(shape, self.integers(input, count))
+            };
+            inputs.insert(input.name.to_string(), tensor);
+        }
+        let (op, params) = (self.call.op.name.to_string(), self.params.clone());
+        Case { name: name.to_string(), op, out: self.call.out, params, inputs, config }
+    }
+
+    /// The largest magnitude of an input. Where a product is followed by log-probabilities its weights are such that logits
+    /// spread as a model's do, by 8/3. Those of [-1, 1) spread by 10 for K = 896, and a row's range is then beyond what
+    /// one pass sums.
+    fn limit(&self, input: &Input) -> f32 {
+        let targets = self.call.op.inputs.iter().any(|input| matches!(input.holds, Holds::BelowOrIgnored(_)));
+        match input.role {
+            Role::Weight if targets => 8.0 / (self.call.dim("K") as f32).sqrt(),
+            _ => 1.0,
+        }
+    }
+
+    /// The integers of an index input.
+    fn integers(&self, input: &Input, count: usize) -> Vec<i32> {
+        let call = &self.call;
+        match input.holds {
+            Holds::Below(axis) => (0..count).map(|i| (i * 7919 % call.dim(axis)) as i32).collect(),
+            Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
+            Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),
+            Holds::Length(_) => vec![input.holds.range(call).1 as i32; count],
+            Holds::Starts(axis) => borders(call.dim(axis), count - 1).into_iter().map(|at| at as i32).collect(),
+            _ => {
+                let tokens = call.dim(input.axes[input.axes.len() - 1]);
+                let packed = call.op.inputs.iter().any(|input| matches!(input.holds, Holds::Starts(_)));
+                let sequences = if packed { call.dim("B") } else { 1 };
+                let (queries, keys) = (borders(tokens, sequences), borders(keys(call).unwrap_or(tokens), sequences));
+                let row: Vec<i32> = (0..sequences)
+                    .flat_map(|b| {
+                        let first = (keys[b + 1] - keys[b]).saturating_sub(queries[b + 1] - queries[b]);
+                        (first..).take(queries[b + 1] - queries[b])
+                    })
+                    .map(|position| position as i32)
+                    .collect();
+                row.into_iter().cycle().take(count).collect()
+            }
         }
     }
 }
 
-/// The values of [`drawn`], each times `limit`.
-fn scaled<T: Element>(seed: u64, len: usize, limit: f32) -> Vec<T> {
-    let mut values = drawn::<T>(seed, len);
-    if limit != 1.0 {
-        values.iter_mut().for_each(|value| *value = T::narrow(value.widen() * limit));
+/// Where each of `parts` nearly equal parts of `extent` starts, and the end.
+fn borders(extent: usize, parts: usize) -> Vec<usize> {
+    (0..=parts).map(|part| extent * part / parts.max(1)).collect()
+}
+
+/// How many keys the queries of an attention have, all sequences of a row together; `None` for other ops.
+fn keys(call: &Call) -> Option<usize> {
+    call.op.inputs.iter().rev().find_map(|input| match input.holds {
+        Holds::Length(_) => usize::try_from(input.holds.range(call).1).ok(),
+        Holds::Starts(axis) => Some(call.dim(axis)),
+        _ => None,
+    })
+}
+
+/// Bytes of all inputs and outputs; of a table whose rows are picked, those of the rows that are.
+fn moved(call: &Call, inputs: &[(&'static Input, DType, Vec<usize>)]) -> f64 {
+    let bytes = |dtype: DType, shape: &[usize]| {
+        shape.iter().map(|&extent| extent as f64).product::<f64>() * dtype.size() as f64
+    };
+    let read = inputs.iter().map(|(input, dtype, shape)| {
+        let picks =
+            inputs.iter().find(|(other, _, _)| matches!(other.holds, Holds::Below(axis) if axis == input.axes[0]));
+        let share = match picks {
+            Some((_, _, picks)) => picks.iter().product::<usize>().min(shape[0]) as f64 / shape[0] as f64,
+            None => 1.0,
+        };
+        share * bytes(*dtype, shape)
+    });
+    read.sum::<f64>() + call.outputs().iter().map(|form| bytes(form.dtype, &form.shape)).sum::<f64>()
+}
+
+/// Numbers from [-limit, limit) that do not repeat soon.
+fn drawn(dtype: DType, shape: &[usize], seed: u64, limit: f32) -> Tensor {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 40) as f32 / 8_388_608.0 - 1.0) * limit
+    };
+    let count = shape.iter().product::<usize>();
+    let mut bytes = Vec::with_capacity(count * dtype.size());
+    for _ in 0..count {
+        match dtype {
+            DType::Bf16 => bytes.extend(bf16::narrow(next()).to_le_bytes()),
+            DType::Fp16 => bytes.extend(f16::narrow(next()).to_le_bytes()),
+            _ => bytes.extend(next().to_le_bytes()),
+        }
     }
-    values
+    Tensor::from_bytes(dtype, shape, &bytes).expect("as many bytes as elements")
 }
 
 #[cfg(test)]
@@ -362,7 +381,6 @@ mod tests {
     use super::*;
     use crate::clock::Clock;
     use crate::implementation::cpu::CpuImplementation;
-    use crate::measure::work;
     use samebits_contract::case::Status;
     use samebits_ops::Cpu;
 
@@ -393,7 +411,7 @@ mod tests {
             ("op = \"softmax\"\nparams = { R = 1, N = 1, K = 1 }".into(), "params.K: softmax has no such"),
             ("op = \"softmax\"\nparams = { R = 16777216, N = 16777216 }".into(), "more than 4 GiB"),
             ("op = \"softmax\"\nparams = { R = 16777217, N = 1 }".into(), "params.R=16777217: use at most"),
-            ("op = \"sofmax\"\nparams = {}".into(), "op: no inputs are known for `sofmax`; use one of gemm"),
+            ("op = \"sofmax\"\nparams = {}".into(), "op: no inputs are made for `sofmax`; use one of gemm"),
             (format!("{softmax}dtype = \"fp8\""), "dtype: "),
             (format!("{softmax}dtype = \"fp32\""), "dtype: fp32 has no line in [agree]"),
             (format!("{softmax}at_least = {{ torch = 0 }}"), "at_least.torch: 0 is not greater than 0"),
@@ -401,14 +419,14 @@ mod tests {
             (format!("{softmax}share = 0.5"), "share_of"),
             (format!("{softmax}share_of = \"write\""), "unknown variant `write`"),
             (format!("{softmax}[[workload]]\nname = \"a/b\"\n{softmax}"), "the name stands twice"),
-            ("op = \"rope\"\nparams = { T = 1, H = 1, D = 3 }".into(), "params.D=3: use an even number"),
+            ("op = \"rope\"\nparams = { T = 1, H = 1, D = 3 }".into(), "D = 3 must be even"),
             (
                 "op = \"attention\"\nparams = { B = 1, T = 2, S = 1, Hq = 1, Hkv = 1, D = 1 }".into(),
-                "params.T=2: use at most S=1",
+                "params.T=2: use at most the number of keys, 1",
             ),
             (
                 "op = \"attention\"\nparams = { B = 1, T = 1, S = 1, Hq = 3, Hkv = 2, D = 1 }".into(),
-                "params.Hq=3: use a multiple of Hkv=2",
+                "Hq = 3 must be a multiple of Hkv = 2",
             ),
         ] {
             let said = error(&one(&more));
@@ -419,36 +437,68 @@ mod tests {
         assert!(error(&one(softmax).replace("a/b", "a")).contains("<group>/<what>"));
     }
 
-    /// Every op that there are inputs for is answered and does as much as `samebits measure --op` says.
+    /// Every op of the schema is asked as a workload would ask it, and answered under the clock.
     #[test]
-    fn plans_fit_the_ops() {
-        let cpu = Cpu::best();
-        let implementation = CpuImplementation::new(cpu.clone());
+    fn every_op_has_inputs() {
+        let implementation = CpuImplementation::new(Cpu::best());
         let mut answered = 0;
-        for op in OPS {
-            let params = match op {
-                "gemm" => "M = 2, N = 3, K = 4",
-                "linear_logprob" => "M = 2, K = 3, V = 4",
-                "attention" => "B = 2, T = 3, S = 5, Hq = 4, Hkv = 2, D = 8",
-                "logprob" => "R = 3, V = 2",
-                "rope" => "T = 3, H = 2, D = 4",
-                "embedding" => "V = 5, D = 3, T = 7",
-                _ => "R = 3, N = 5",
+        for op in OPS.iter().filter(|op| !op.needs_more()) {
+            let extent = |axis: &str| match axis {
+                "B" | "Hkv" | "Z" => 2,
+                "P" => 6,
+                "S" => 9,
+                "T" => 3,
+                _ => 4,
             };
-            let text = format!("agree.bf16 = 1\n[[workload]]\nname = \"a/b\"\nop = \"{op}\"\nparams = {{ {params} }}");
+            let axes = op.axes().into_iter().flat_map(|axis| if axis == REST { vec!["R", "N"] } else { vec![axis] });
+            let optional = op.inputs.iter().filter(|input| input.optional).map(|input| (input.name, 1));
+            let params = axes.map(|axis| (axis, extent(axis))).chain(optional);
+            let params: Vec<String> = params.map(|(name, value)| format!("{name} = {value}")).collect();
+            let text = format!(
+                "agree.bf16 = 1\n[[workload]]\nname = \"a/b\"\nop = \"{}\"\nparams = {{ {} }}",
+                op.name,
+                params.join(", ")
+            );
             let workload = Table::parse(&text).unwrap().workload.remove(0);
             let plan = workload.plan().unwrap();
-            let given = params.split(", ").map(|p| p.split_once(" = ").unwrap());
-            let given = given.map(|(name, value)| (name.into(), value.into())).collect();
-            let known = work(&cpu, DType::Bf16, DType::Bf16, Params::new(op, given));
-            let Ok(known) = known else { continue };
-            assert_eq!((plan.bytes, plan.operations), (known.bytes as f64, known.operations as f64), "{op}");
+            assert!(plan.bytes > 0.0 && plan.operations > 0.0, "{}", op.name);
+            let case = plan.case(&workload.name, Config::default());
+            assert_eq!(case.inputs.len(), op.inputs.len());
+            let integers = |name: &str| case.inputs.get(name).and_then(Tensor::as_i32);
+            assert_eq!(samebits_schema::check_indexes(&plan.call, integers), Ok(()), "{}", op.name);
             let clock = Clock::new(1);
-            let answer = implementation.answer(&plan.case(&workload, 1), Some(&clock));
-            assert_eq!(answer.status, Status::Ok, "{op}: {}", answer.reason);
-            assert!(clock.reading().is_some(), "{op} is answered without `request.timed`");
+            let answer = implementation.answer(&case, Some(&clock));
+            assert_eq!(answer.status, Status::Ok, "{}: {}", op.name, answer.reason);
+            assert!(clock.reading().is_some(), "{} is answered without `request.timed`", op.name);
             answered += 1;
         }
-        assert!(answered >= 10, "only {answered} ops");
+        assert!(answered >= 20, "only {answered} ops");
+    }
+
+    #[test]
+    fn inputs_are_those_of_a_step() {
+        let plan = |op: &str, given: &[(&str, &str)]| {
+            let given = given.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+            Plan::new(op, DType::Bf16, DType::Fp32, &given, "--param ").unwrap()
+        };
+        let gemm = plan("gemm", &[("M", "2"), ("N", "3"), ("K", "4")]);
+        assert_eq!((gemm.bytes, gemm.operations), (2.0 * 20.0 + 4.0 * 6.0, 48.0));
+        // Of a table of 50 rows, seven are read.
+        let table = plan("embedding", &[("V", "50"), ("D", "8"), ("T", "7")]);
+        assert_eq!((table.bytes, table.operations), (2.0 * 56.0 + 4.0 * 7.0 + 4.0 * 56.0, 56.0));
+        // Two queries behind three keys each, causal: 4 + 5 pairs a head.
+        let heads = [("Hq", "4"), ("Hkv", "2"), ("D", "8"), ("causal", "1")];
+        let attention = plan("attention", &[&[("B", "2"), ("T", "2"), ("S", "5")], &heads[..]].concat());
+        assert_eq!(attention.operations, 2.0 * f64::from(2 * 4 * 9) * 16.0);
+        let integers =
+            |plan: &Plan, name: &str| plan.case("", Config::default()).inputs[name].as_i32().unwrap().to_vec();
+        assert_eq!(integers(&attention, "q_pos"), [3, 4, 3, 4]);
+        assert_eq!(integers(&attention, "kv_len"), [5, 5]);
+        let packed = plan("packed_attention", &[&[("B", "2"), ("T", "5"), ("S", "9")], &heads[..]].concat());
+        assert_eq!((integers(&packed, "q_start"), integers(&packed, "k_start")), (vec![0, 2, 5], vec![0, 4, 9]));
+        assert_eq!(integers(&packed, "q_pos"), [2, 3, 2, 3, 4]);
+        let paged = [("B", "2"), ("T", "1"), ("P", "4"), ("Z", "2"), ("C", "2")];
+        let paged = plan("paged_attention", &[&paged, &heads[..]].concat());
+        assert_eq!((integers(&paged, "page_table"), integers(&paged, "q_pos")), (vec![0, 1, 2, 3], vec![3, 3]));
     }
 }

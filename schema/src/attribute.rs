@@ -20,6 +20,19 @@ pub enum Kind {
     Text,
 }
 
+impl Kind {
+    /// The name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Count(_) => "count",
+            Kind::Float(..) => "float",
+            Kind::Flag => "flag",
+            Kind::Choice(_) => "choice",
+            Kind::Text => "text",
+        }
+    }
+}
+
 /// What holds when a call does not give an attribute.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -158,6 +171,9 @@ impl Attribute {
     pub fn range(&self) -> String {
         match self.kind {
             Kind::Count(least) => format!("a whole number of at least {least}"),
+            Kind::Float(Bound::Included(lower), Bound::Included(upper)) => {
+                format!("a finite number from {} to {}", number(lower), number(upper))
+            }
             Kind::Float(lower, upper) => {
                 let lower = match lower {
                     Bound::Included(lower) => Some(format!("of at least {}", number(lower))),
@@ -198,7 +214,11 @@ impl Attribute {
 
 /// A limit, short: `0`, `0.5`, `1e-30`.
 fn number(limit: f64) -> String {
-    if limit == 0.0 || (1e-3..1e6).contains(&limit.abs()) { limit.to_string() } else { format!("{limit:e}") }
+    match limit {
+        _ if limit == 0.0 || (1e-3..1e6).contains(&limit.abs()) => limit.to_string(),
+        _ if f64::from(limit as f32) == limit => format!("{:e}", limit as f32),
+        _ => format!("{limit:e}"),
+    }
 }
 
 impl std::fmt::Display for Value {

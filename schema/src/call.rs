@@ -135,6 +135,15 @@ impl Call {
         panic!("{} has no attribute `{attribute}` of this kind", self.op.name)
     }
 
+    /// The number of elements of a tensor with these axes. Panics where no input of the call has one of them.
+    pub fn elements(&self, axes: &[&str]) -> f64 {
+        let extents = axes.iter().map(|&axis| match axis {
+            REST => self.dims.rest.iter().map(|&extent| extent as f64).product(),
+            axis => self.dims.get(axis).unwrap_or_else(|| panic!("no input has an axis {axis}")) as f64,
+        });
+        extents.product()
+    }
+
     /// Whether f32 operands are to be read as TF32; false for ops without a matrix product.
     pub fn tf32(&self) -> bool {
         self.attributes.get("tf32") == Some(&Value::Word("enabled".into()))

@@ -26,6 +26,7 @@ mod dtype;
 mod index;
 mod op;
 mod ops;
+pub mod sample;
 
 pub use attribute::{Attribute, Attributes, DefaultValue, Kind, PROFILE, TF32, Value};
 pub use call::{Call, Dims, Form, Given, validate};

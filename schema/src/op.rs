@@ -170,6 +170,9 @@ pub struct Op {
     pub refused: &'static str,
     /// What shapes and attributes alone do not say.
     pub check: fn(&Call) -> Result<(), Error>,
+    /// Multiplications and additions of a call, a fused pair counted as two; for ops that only move data, elements.
+    /// Attention counts as if its queries were the last positions of the keys.
+    pub operations: fn(&Call) -> f64,
     /// The op whose gradient this is.
     pub gradient_of: Option<&'static str>,
 }
@@ -185,6 +188,7 @@ impl Op {
         row_axes: 1,
         refused: "",
         check: |_| Ok(()),
+        operations: |call| call.elements(call.op.inputs[0].axes),
         gradient_of: None,
     };
 

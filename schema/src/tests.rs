@@ -117,7 +117,7 @@ fn refusals_name_the_field_and_the_fix() {
         ),
         (
             refused(fp32("rms_norm", &[("eps", "-1")], &[X, ("w", &[3])])),
-            "param `eps`: `-1` is not a finite number of at least 0",
+            "param `eps`: `-1` is not a finite number from 0 to 3.4028235e38",
         ),
         (refused(fp32("rms_norm", &[("eps", "1e39")], &[X, ("w", &[3])])), "param `eps`: `1e39`"),
         (refused(fp32("rms_norm", &[("eps", "inf")], &[X, ("w", &[3])])), "param `eps`: `inf`"),
@@ -312,4 +312,36 @@ fn integers_are_held_to_their_axes() {
     assert!(
         check("packed_attention", inputs, unsorted).unwrap_err().contains("it must ascend from 0 to T, which is 3")
     );
+}
+
+/// Every op gives calls, and most of them have integers that fit.
+#[test]
+fn samples_are_accepted() {
+    for op in OPS.iter().filter(|op| !op.needs_more()) {
+        let mut random = sample::Random::new(1);
+        let (mut fit, mut empty, mut given, mut partial) = (0, 0, 0, 0);
+        for _ in 0..400 {
+            let drawn = sample::sample(op, &mut random);
+            let integers: BTreeMap<&str, Vec<i32>> = drawn
+                .inputs
+                .iter()
+                .filter(|(_, dtype, _)| !dtype.is_float())
+                .map(|(name, _, shape)| {
+                    let holds = op.input(name).unwrap().holds;
+                    (*name, sample::integers(&drawn.call, holds, shape.iter().product(), &mut random))
+                })
+                .collect();
+            let accepted = check_indexes(&drawn.call, |name| integers.get(name).map(Vec::as_slice)).is_ok();
+            fit += usize::from(accepted);
+            empty += usize::from(drawn.inputs.iter().any(|(_, _, shape)| shape.contains(&0)));
+            given += usize::from(!drawn.attributes.is_empty());
+            partial += usize::from(op.name == "gemm" && gemm::is_partial(&drawn.call));
+        }
+        assert!(
+            fit > 250 && empty > 10 && given > 50,
+            "{}: {fit} fit, {empty} empty, {given} with attributes",
+            op.name
+        );
+        assert!(partial > 3 || op.name != "gemm", "{partial} partial sums");
+    }
 }

@@ -2,15 +2,16 @@ use super::Place;
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::atomic_write;
+use samebits_contract::case::{Config, Status};
 use samebits_contract::tensor::DType;
-use samebits_harness::clock::spread;
+use samebits_harness::clock::{Clock, spread};
+use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::machine;
-use samebits_harness::measure::{Params, work};
 use samebits_harness::measured::{Measured, Program, SCHEMA};
 use samebits_harness::pairs::{Comparison, Limits};
 use samebits_harness::side::Side;
 use samebits_harness::timing::{REPEATS, repeats};
-use samebits_harness::workload::{Table, Workload};
+use samebits_harness::workload::{Plan, Table, Workload};
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -20,8 +21,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Times one of the built-in ops, or a table of them beside other programs
 ///
-/// With --op: draws inputs, packs weights and allocates outputs before the clock starts, warms up once, then runs the
-/// op again and again and prints the median, least and most seconds, the bytes that must move and the operations.
+/// With --op, any of `samebits schema`: draws inputs, packs weights and allocates outputs before the clock starts, warms up
+/// once, then runs the op again and again and prints the median, least and most seconds, the bytes that must move and the operations.
 ///
 /// With --workloads: times every workload of a table on the built-in ops and, right after each, on the programs named
 /// with --against, several times over. All of them get the same inputs over the wire, time themselves, and must come
@@ -91,7 +92,8 @@ pub struct Args {
 const EXAMPLES: &str = "\
 Examples:
   samebits measure --op gemm --param M=16 --param N=4096 --param K=4096
-  samebits measure --op attention --param B=1 --param T=1 --param S=4096 --param Hq=32 --param Hkv=8 --param D=128
+  samebits measure --op attention --param B=1 --param T=1 --param S=4096 --param Hq=32 --param Hkv=8 --param D=128 \
+      --param causal=1
   samebits measure --op rms_norm --param R=4096 --param N=4096 --dtype bf16 --threads 2 --json
   samebits measure --workloads --filter decode/
       the built-in table's decoding, without peers
@@ -102,9 +104,8 @@ Examples:
   samebits measure --workloads my.toml --against old --impl old='./samebits-0.1 answer'
       a table of your own beside an older build
 
-Extents by op: gemm M N K; rms_norm, add_rms_norm, softmax, silu_mul, add, argmax R N; attention B T S Hq Hkv D (E,
-causal, window, softcap); logprob R V (temperature); linear_logprob M K V; rope, norm_rope T H D (theta);
-embedding V D T.
+`samebits schema OP` shows the axes and parameters of an op; R and N stand for any shape, E is D where it is not given, and
+the name of an optional input with 1 asks for it.
 
 With --workloads, exit code 0: every target was met; 1: one was not; 2: the run is broken, a program failed.
 docs/METHOD.md says what the table's fields and those of measure.json mean.";
@@ -129,6 +130,7 @@ fn one(args: &Args, op: &str) -> Result<ExitCode> {
     let dtype = |name: &str, option: &str| DType::parse(name).map_err(|e| anyhow::anyhow!("{option}: {e}"));
     let input = dtype(args.dtype.as_deref().unwrap_or("bf16"), "--dtype")?;
     let out = args.out.as_deref().map_or(Ok(input), |name| dtype(name, "--out"))?;
+    ensure!(samebits_schema::find(op).is_some(), "--op {op}: not an op; `samebits schema` shows them");
     let mut given = BTreeMap::new();
     for param in &args.param {
         let (name, value) = param.split_once('=').with_context(|| format!("--param {param}: write NAME=VALUE"))?;
@@ -138,23 +140,21 @@ fn one(args: &Args, op: &str) -> Result<ExitCode> {
     let best = Cpu::best();
     let threads = args.threads.first().copied().unwrap_or(best.threads());
     let cpu = Cpu::new(args.isa.unwrap_or(best.isa()), threads, usize::MAX)?;
-    let mut work = work(&cpu, input, out, Params::new(op, given.clone())).map_err(anyhow::Error::msg)?;
-    (work.run)()?;
-    let mut seconds = Vec::with_capacity(repeat);
-    for _ in 0..repeat {
-        let start = Instant::now();
-        (work.run)()?;
-        seconds.push(start.elapsed().as_secs_f64());
-    }
+    let plan = Plan::new(op, input, out, &given, "--param ").map_err(anyhow::Error::msg)?;
+    let clock = Clock::new(repeat);
+    let answer = CpuImplementation::new(cpu.clone()).answer(&plan.case(op, Config::default()), Some(&clock));
+    ensure!(answer.status == Status::Ok, "{}", answer.reason);
+    let seconds =
+        clock.reading().map(|reading| reading.seconds).with_context(|| format!("--op {op}: it is not timed"))?;
     let [median, least, most] = spread(&seconds);
-    let (bytes, operations) = (work.bytes as f64 / median / 1e9, work.operations as f64 / median / 1e9);
+    let (bytes, operations) = (plan.bytes / median / 1e9, plan.operations / median / 1e9);
     let mut stdout = std::io::stdout().lock();
     if args.json {
         let line = serde_json::json!({
             "op": op, "params": given, "dtype": input, "out": out, "isa": cpu.isa().name(),
             "threads": cpu.threads(), "repeat": repeat,
             "seconds": { "median": median, "min": least, "max": most },
-            "bytes": work.bytes, "operations": work.operations,
+            "bytes": plan.bytes, "operations": plan.operations,
             "gigabytes_per_second": bytes, "gigaoperations_per_second": operations,
         });
         writeln!(stdout, "{line}")?;

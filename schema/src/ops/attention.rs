@@ -17,6 +17,7 @@ pub static OP: Op = Op {
     row_axes: 2,
     refused: "Hkv = 0; Hq not a multiple of Hkv",
     check,
+    operations: |call| operations(call, call.dim("B"), call.dim("T"), call.dim("S")),
     ..Op::PLAIN
 };
 
@@ -34,6 +35,16 @@ pub(super) const ATTRIBUTES: &[Attribute] = &[
     ),
     TF32,
 ];
+
+/// Of the pairs of a query and a key that it sees, two of each element of k and of v.
+pub(super) fn operations(call: &Call, batch: usize, queries: usize, keys: usize) -> f64 {
+    let seen = |t: usize| {
+        let last = if call.flag("causal") { (keys + t + 1).saturating_sub(queries) } else { keys };
+        if call.count("window") > 0 { last.min(call.count("window")) } else { last }
+    };
+    let pairs = (batch * call.dim("Hq")) as f64 * (0..queries).map(|t| seen(t) as f64).sum::<f64>();
+    2.0 * pairs * (call.dim("D") + call.dim("E")) as f64
+}
 
 pub(super) fn check(call: &Call) -> Result<(), Error> {
     let (hq, hkv) = (call.dim("Hq"), call.dim("Hkv"));

@@ -12,5 +12,6 @@ pub static OP: Op = Op {
         Input::activation("shared", &["T", "N"]).optional(),
     ],
     outputs: &[Output::out("y", &["T", "N"])],
+    operations: |call| 2.0 * call.elements(&["T", "K", "N"]),
     ..Op::PLAIN
 };

@@ -7,5 +7,6 @@ pub static OP: Op = Op {
     about: "the rows of w that the tokens name",
     inputs: &[Input::weight("w", &["V", "D"]), Input::index("tokens", &["T"], Holds::Below("V"))],
     outputs: &[Output::out("y", &["T", "D"])],
+    operations: |call| call.elements(&["T", "D"]),
     ..Op::PLAIN
 };

@@ -14,6 +14,7 @@ pub static OP: Op = Op {
     outputs: &[Output { name: "y", axes: &["M", "N"], dtype: OutputDType::OutOrFp32(is_partial) }],
     refused: "columns that are not whole segments forming a subtree of the eight of `k_total`",
     check,
+    operations: |call| 2.0 * call.elements(&["M", "N", "K"]),
     ..Op::PLAIN
 };
 

@@ -13,5 +13,6 @@ pub static OP: Op = Op {
     ],
     attributes: &[TEMPERATURE],
     outputs: &[Output::fixed("logprob", &["M"], DType::Fp32), Output::fixed("lse", &["M"], DType::Fp32)],
+    operations: |call| 2.0 * call.elements(&["M", "V", "K"]),
     ..Op::PLAIN
 };

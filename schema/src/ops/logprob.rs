@@ -8,6 +8,7 @@ pub static OP: Op = Op {
     inputs: &[Input::activation("logits", &["R", "V"]), Input::index("target", &["R"], Holds::BelowOrIgnored("V"))],
     attributes: &[TEMPERATURE],
     outputs: &[Output::fixed("logprob", &["R"], DType::Fp32), Output::fixed("lse", &["R"], DType::Fp32)],
+    operations: |call| 2.0 * call.elements(&["R", "V"]),
     ..Op::PLAIN
 };
 

@@ -16,5 +16,6 @@ pub static OP: Op = Op {
     outputs: &[Output::out("y", &["T", "H", "D"])],
     refused: "odd D",
     check,
+    operations: |call| 7.0 * call.elements(&["T", "H", "D"]),
     ..Op::PLAIN
 };

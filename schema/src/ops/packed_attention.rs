@@ -1,5 +1,5 @@
 //! Attention over sequences that stand one behind the other.
-use super::attention::{ATTRIBUTES, check};
+use super::attention::{self, ATTRIBUTES, check};
 use super::*;
 
 /// `q[T,Hq,D], k[S,Hkv,D], v[S,Hkv,E], q_pos[T], q_start[B+1], k_start[B+1] -> out[T,Hq,E], lse[T,Hq]`
@@ -18,5 +18,10 @@ pub static OP: Op = Op {
     outputs: &[Output::out("out", &["T", "Hq", "E"]), Output::fixed("lse", &["T", "Hq"], DType::Fp32)],
     refused: "Hkv = 0; Hq not a multiple of Hkv",
     check,
+    // Sequences of one length.
+    operations: |call| {
+        let sequences = call.dim("B").max(1);
+        attention::operations(call, sequences, call.dim("T") / sequences, call.dim("S") / sequences)
+    },
     ..Op::PLAIN
 };

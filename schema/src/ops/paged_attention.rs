@@ -19,6 +19,7 @@ pub static OP: Op = Op {
     row_axes: 2,
     refused: "Hkv = 0; Hq not a multiple of Hkv; Z = 0",
     check,
+    operations: |call| super::attention::operations(call, call.dim("B"), call.dim("T"), call.dim("C") * call.dim("Z")),
     ..Op::PLAIN
 };
 

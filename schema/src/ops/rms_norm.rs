@@ -8,6 +8,7 @@ pub static OP: Op = Op {
     inputs: &[Input::activation("x", &["R", "N"]), Input::weight("w", &["N"])],
     attributes: &[EPS, ROUNDING, WEIGHT_OFFSET],
     outputs: &[Output::out("y", &["R", "N"])],
+    operations: |call| 4.0 * call.elements(&["R", "N"]),
     ..Op::PLAIN
 };
 

@@ -10,6 +10,7 @@ pub static OP: Op = Op {
     outputs: &[Output::out("y", &["T", "H", "D"])],
     refused: "odd D",
     check,
+    operations: |call| 3.0 * call.elements(&["T", "H", "D"]),
     ..Op::PLAIN
 };
 

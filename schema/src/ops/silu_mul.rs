@@ -7,5 +7,6 @@ pub static OP: Op = Op {
     about: "silu(gate) times up",
     inputs: &[Input::activation("gate", &[REST]), Input::activation("up", &[REST])],
     outputs: &[Output::out("y", &[REST])],
+    operations: |call| 2.0 * call.elements(&[REST]),
     ..Op::PLAIN
 };
