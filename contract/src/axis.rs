@@ -27,9 +27,10 @@ pub struct Machine {
     pub seed: u64,
 }
 
-/// Ways an input may lie in memory, beside each by itself in row-major order: one element into a larger allocation; every
-/// second element of a row that is twice as wide; last axis first.
-pub const LAYOUTS: [&str; 3] = ["offset", "strided", "transposed"];
+/// Ways an input may lie in memory, beside each by itself in row-major order: one element into a larger allocation; rows with
+/// as much of something else behind each, as in fused projections; heads before tokens (the two axes before the last one
+/// exchanged); every second element of a row that is twice as wide; last axis first.
+pub const LAYOUTS: [&str; 5] = ["offset", "fused", "heads_first", "strided", "transposed"];
 
 /// One setting on an axis.
 #[derive(Clone, Debug)]

@@ -2,6 +2,7 @@
 
 use samebits_contract::case::{Answer, Case};
 
+mod builtin;
 pub mod cpu;
 pub mod cuda;
 pub mod external;

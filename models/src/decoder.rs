@@ -36,7 +36,7 @@ use crate::watch::Watch;
 use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
 use samebits_ops::{
-    Cpu, Element, Keys, PackedWeight, RopeTable, Sequences, add, add_rms_norm, attention_over, embedding,
+    Cpu, Element, Gemm, Keys, PackedWeight, RopeTable, Sequences, add, add_rms_norm, attention_over, embedding,
     embedding_packed, gemm_packed, rms_norm, scale, softcap,
 };
 use std::collections::BTreeMap;
@@ -341,7 +341,7 @@ impl<A: Element> Steps for Decoder<A> {
         rms_norm(cpu, &c.norm(n), &x, &self.final_norm, a)?;
         watch.see(None, "final_norm", &step, a)?;
         let mut logits: Vec<f32> = buffer(&[n, c.vocab])?;
-        gemm_packed(cpu, n, a, &self.lm_head, None, &mut logits)?;
+        gemm_packed(cpu, &Gemm::new(n, c.vocab, c.hidden), a, &self.lm_head, None, &mut logits)?;
         if c.logit_softcap > 0.0 {
             let mut capped = buffer(&[n, c.vocab])?;
             softcap(cpu, c.logit_softcap, &logits, &mut capped)?;

@@ -4,7 +4,7 @@ use crate::ModelError;
 use crate::config::{Activation, Config};
 use crate::kv_cache::buffer;
 use crate::weights::Weights;
-use samebits_ops::{Cpu, Element, PackedWeight, gelu_mul, gemm_packed, silu_mul};
+use samebits_ops::{Cpu, Element, Gemm, PackedWeight, gelu_mul, gemm_packed, silu_mul};
 
 /// `x W^T + b`, the weight packed.
 pub(crate) struct Linear<A> {
@@ -125,7 +125,7 @@ impl<A: Element> Linear<A> {
 
     /// [`Linear::apply`] into what is there.
     pub fn apply_to<O: Element>(&self, cpu: &Cpu, m: usize, x: &[A], y: &mut [O]) -> Result<(), ModelError> {
-        Ok(gemm_packed(cpu, m, x, &self.weight, self.bias.as_deref(), y)?)
+        Ok(gemm_packed(cpu, &Gemm::new(m, self.weight.n(), self.weight.k()), x, &self.weight, self.bias.as_deref(), y)?)
     }
 }
 

@@ -44,7 +44,9 @@ fn gemm(c: &mut Criterion) {
         let mut y = vec![bf16::ZERO; m * n];
         group.throughput(Throughput::Elements((m * n * k) as u64));
         group.bench_function(format!("{m}x{n}x{k}"), |b| {
-            b.iter(|| gemm_packed(&cpu, m, black_box(&x), &packed, None, &mut y).expect("shapes match"));
+            b.iter(|| {
+                gemm_packed(&cpu, &Gemm::new(m, n, k), black_box(&x), &packed, None, &mut y).expect("shapes match")
+            });
         });
     }
 }

@@ -10,6 +10,7 @@
 
 mod attention;
 mod backend;
+mod call;
 mod element;
 mod elementwise;
 mod gemm;
@@ -20,14 +21,17 @@ mod math;
 mod moe;
 mod norm;
 mod pack;
+mod parallel;
 mod reduce;
 mod rope;
 mod simd;
+mod tensor;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Sequences, attention, attention_over};
 pub use backend::cpu::{Cpu, Isa};
 pub use backend::device;
+pub use call::{Backend, Prepared};
 pub use element::{Element, Tf32};
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;
@@ -48,6 +52,8 @@ pub use norm::add_rms_norm::add_rms_norm;
 pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
+pub use samebits_schema::{Attributes, DType};
+pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
 
 /// Why an op did not run. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -74,6 +80,9 @@ pub enum Error {
         /// Which value, and what would be right.
         what: String,
     },
+    /// The form of a call is wrong; the line names the field and the fix.
+    #[error("{0}")]
+    Request(String),
     /// The smallest plan does not fit the budget.
     #[error("{op}: a budget of {budget} bytes is below the smallest plan, {smallest} bytes; raise it to that")]
     Budget {
@@ -130,6 +139,15 @@ pub(crate) fn check_len(
 ) -> Result<(), Error> {
     let expected = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).unwrap_or(usize::MAX);
     if found == expected { Ok(()) } else { Err(Error::Length { op, tensor, shape, found, expected }) }
+}
+
+impl From<samebits_schema::Error> for Error {
+    fn from(error: samebits_schema::Error) -> Error {
+        match error {
+            samebits_schema::Error::Unsupported(reason) => Error::Unavailable(reason),
+            other => Error::Request(other.to_string()),
+        }
+    }
 }
 
 /// An [`Error::Value`].

@@ -14,13 +14,16 @@
 //! are a matter of reading keys and values once, at the speed of memory ([`decode`]).
 
 use super::{decode, prefill};
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::{Arguments, Entry};
+use crate::element::typed;
 use crate::gemm::gemm::SharedOut;
 use crate::math::lse;
-use crate::pack::bf16_slice;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::tensor::Heads;
 use crate::workspace::{Plan, choose};
-use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, Isa, TensorMut, TensorRef, Tf32, check_len, value_error};
+use samebits_schema::Call;
 use std::iter::successors;
 
 /// Dimensions and parameters of attention.
@@ -148,13 +151,123 @@ pub fn attention_over<I: Element, O: Element>(
     if out.is_empty() && lse.is_empty() {
         return Ok(());
     }
-    compile_here!(
-        (cpu: &Cpu, shape: &Attention, sequences: &Sequences, q_pos: &[i32], kv_len: &[i32], factors: Factors, lse: &mut [f32])
-            I(q, k, v) O(out) -> Result<(), Error> => {
-                let Factors { cap, c } = factors;
-                Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c }.run(out, lse)
-            }
-    )
+    let Attention { batch, queries, keys, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    let rows: &[usize] = if sequences.q_start.is_some() { &[queries] } else { &[batch, queries] };
+    let key_rows: &[usize] = match sequences.keys {
+        Keys::Padded => &[batch, keys],
+        Keys::Packed(_) | Keys::Paged { .. } => &[keys],
+    };
+    let of = |rows: &[usize], last: [usize; 2]| [rows, &last].concat();
+    let q = TensorRef::of(q, &of(rows, [q_heads, head_dim]));
+    let k = TensorRef::of(k, &of(key_rows, [kv_heads, head_dim]));
+    let v = TensorRef::of(v, &of(key_rows, [kv_heads, value_dim]));
+    let out = TensorMut::of(out, &of(rows, [q_heads, value_dim]));
+    run(cpu, &Request { shape, sequences, q_pos, kv_len, factors }, [q, k, v], out, lse)
+}
+
+/// What a call says beside its tensors, checked.
+struct Request<'a> {
+    shape: &'a Attention,
+    sequences: &'a Sequences<'a>,
+    q_pos: &'a [i32],
+    kv_len: &'a [i32],
+    factors: Factors,
+}
+
+fn run(cpu: &Cpu, request: &Request, [q, k, v]: [TensorRef; 3], out: TensorMut, lse: &mut [f32]) -> Result<(), Error> {
+    let Request { shape, sequences, q_pos, kv_len, factors: Factors { cap, c } } = *request;
+    typed!(q.dtype() => I, {
+        q.on_host("attention", "q")?;
+        k.on_host("attention", "k")?;
+        v.on_host("attention", "v")?;
+        let (q, k, v) = (q.heads::<I>(), k.heads::<I>(), v.heads::<I>());
+        let job = Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c };
+        typed!(out.dtype() => O, job.run(out.host::<O>("attention", "out")?, lse))
+    })
+}
+
+/// attention, by name.
+pub(crate) const OP: Entry = entry("attention");
+
+/// paged_attention, by name.
+pub(crate) const PAGED: Entry = entry("paged_attention");
+
+/// packed_attention, by name.
+pub(crate) const PACKED: Entry = entry("packed_attention");
+
+const fn entry(name: &'static str) -> Entry {
+    Entry {
+        name,
+        cpu: |cpu, args| {
+            let (out, lse) = (args.output("out"), args.output("lse").host("attention", "lse")?);
+            let tensors = ["q", "k", "v"].map(|name| args.input(name));
+            with_places(args, |shape, sequences, q_pos, kv_len| {
+                let factors = factors(shape)?;
+                check_places(shape, sequences, q_pos.len(), kv_len)?;
+                if out.shape().contains(&0) && lse.is_empty() {
+                    return Ok(());
+                }
+                run(cpu, &Request { shape, sequences, q_pos, kv_len, factors }, tensors, out, lse)
+            })
+        },
+        device: Some(|on, args| {
+            const NAME: &str = "attention";
+            let (out, lse) = (args.output("out"), args.output("lse").device(NAME, "lse")?);
+            let [q, k, v] = ["q", "k", "v"].map(|name| args.input(name));
+            with_places(args, |shape, sequences, q_pos, kv_len| {
+                typed!(q.dtype() => I, typed!(out.dtype() => O, {
+                    let (q, k, v) = (q.device::<I>(NAME, "q")?, k.device(NAME, "k")?, v.device(NAME, "v")?);
+                    let out = out.device::<O>(NAME, "out")?;
+                    device::attention_over(on, shape, sequences, q, k, v, q_pos, kv_len, out, lse)
+                }))
+            })
+        }),
+        prepare: None,
+    }
+}
+
+/// Runs `work` with what a call of one of the three forms says beside its tensors: shape, sequences, positions, lengths.
+fn with_places<T>(
+    args: &Arguments,
+    work: impl FnOnce(&Attention, &Sequences, &[i32], &[i32]) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let (call, q_pos) = (args.call, args.integers("q_pos")?);
+    let shape = |keys: usize| Attention::of(call, call.dim("B"), keys);
+    match args.op() {
+        "attention" => work(&shape(call.dim("S")), &Sequences::default(), q_pos, args.integers("kv_len")?),
+        "paged_attention" => {
+            let page_size = call.dim("Z");
+            let sequences =
+                Sequences { q_start: None, keys: Keys::Paged { page_size, table: args.integers("page_table")? } };
+            work(&shape(call.dim("P") * page_size), &sequences, q_pos, args.integers("kv_len")?)
+        }
+        _ => {
+            let (q_start, k_start) = (args.integers("q_start")?, args.integers("k_start")?);
+            let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
+            let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
+            work(&shape(call.dim("S")), &sequences, q_pos, &kv_len)
+        }
+    }
+}
+
+impl Attention {
+    /// The parameters of a call.
+    pub(crate) fn of(call: &Call, batch: usize, keys: usize) -> Attention {
+        Attention {
+            batch,
+            queries: call.dim("T"),
+            keys,
+            q_heads: call.dim("Hq"),
+            kv_heads: call.dim("Hkv"),
+            head_dim: call.dim("D"),
+            value_dim: call.dim("E"),
+            scale: call.float("scale"),
+            causal: call.flag("causal"),
+            window: call.count("window"),
+            softcap: call.float("softcap"),
+            tf32: if call.tf32() { Tf32::Enabled } else { Tf32::Disabled },
+        }
+    }
 }
 
 /// Lengths of the slices of a call.
@@ -185,7 +298,24 @@ pub(crate) fn check(shape: &Attention, sequences: &Sequences, lens: &Lens, kv_le
 
 /// Checks the parameters and the lengths of tensors, and makes the factors. `packed` are the queries, `padded` the keys.
 pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens: &Lens) -> Result<Factors, Error> {
-    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = *shape;
+    let Attention { batch, queries, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    let rows: &[usize] = if packed { &[queries] } else { &[batch, queries] };
+    let of = |dims: &[usize]| [rows, dims].concat();
+    let factors = factors(shape)?;
+    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", lens.q, &of(&[q_heads, head_dim]))?;
+    check_len("attention", "q_pos", "[B,T] or [T]", lens.q_pos, rows)?;
+    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", lens.out, &of(&[q_heads, value_dim]))?;
+    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lens.lse, &of(&[q_heads]))?;
+    let rows: &[usize] = if padded { &[batch, shape.keys] } else { &[shape.keys] };
+    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
+    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", lens.k, &of(head_dim))?;
+    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", lens.v, &of(value_dim))?;
+    Ok(factors)
+}
+
+/// Checks the parameters and makes the factors.
+fn factors(shape: &Attention) -> Result<Factors, Error> {
+    let Attention { q_heads, kv_heads, scale, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
@@ -196,16 +326,6 @@ pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens:
     if !(softcap >= 0.0 && softcap.is_finite()) {
         return bad(format!("softcap is {softcap}; it must be finite and not negative"));
     }
-    let rows: &[usize] = if packed { &[queries] } else { &[batch, queries] };
-    let of = |dims: &[usize]| [rows, dims].concat();
-    check_len("attention", "q", "[B,T,Hq,D] or [T,Hq,D]", lens.q, &of(&[q_heads, head_dim]))?;
-    check_len("attention", "q_pos", "[B,T] or [T]", lens.q_pos, rows)?;
-    check_len("attention", "out", "[B,T,Hq,E] or [T,Hq,E]", lens.out, &of(&[q_heads, value_dim]))?;
-    check_len("attention", "lse", "[B,T,Hq] or [T,Hq]", lens.lse, &of(&[q_heads]))?;
-    let rows: &[usize] = if padded { &[batch, shape.keys] } else { &[shape.keys] };
-    let of = |dim: usize| [rows, &[kv_heads, dim]].concat();
-    check_len("attention", "k", "[B,S,Hkv,D] or [S,Hkv,D]", lens.k, &of(head_dim))?;
-    check_len("attention", "v", "[B,S,Hkv,E] or [S,Hkv,E]", lens.v, &of(value_dim))?;
     let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
     let c_hi = c as f32;
     Ok(Factors {
@@ -304,9 +424,9 @@ pub(super) struct Job<'a, I> {
     pub(super) cpu: &'a Cpu,
     pub(super) shape: &'a Attention,
     pub(super) sequences: &'a Sequences<'a>,
-    pub(super) q: &'a [I],
-    pub(super) k: &'a [I],
-    pub(super) v: &'a [I],
+    pub(super) q: Heads<'a, I>,
+    pub(super) k: Heads<'a, I>,
+    pub(super) v: Heads<'a, I>,
     pub(super) q_pos: &'a [i32],
     pub(super) kv_len: &'a [i32],
     /// `(cap, f32(scale / cap))`.
@@ -369,20 +489,17 @@ impl<I: Element> Job<'_, I> {
 
     /// Key j of sequence b for a key head.
     pub(super) fn key(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
-        let d = self.shape.head_dim;
-        &self.k[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * d..][..d]
+        self.k.get(self.key_row(b, j), kv_head)
     }
 
     /// Values from key j of sequence b on, for a key head.
     pub(super) fn value(&self, b: usize, j: usize, kv_head: usize) -> &[I] {
-        let e = self.shape.value_dim;
-        &self.v[(self.key_row(b, j) * self.shape.kv_heads + kv_head) * e..]
+        &self.v.data()[self.v.at(self.key_row(b, j), kv_head)..]
     }
 
     /// Row t of q for a query head.
     pub(super) fn query(&self, t: usize, head: usize) -> &[I] {
-        let d = self.shape.head_dim;
-        &self.q[(t * self.shape.q_heads + head) * d..][..d]
+        self.q.get(t, head)
     }
 
     /// The keys that row t of q sees, of sequence b.
@@ -411,7 +528,7 @@ impl<I: Element> Job<'_, I> {
     /// Whether values are read where they stand: whole vectors of bf16, in runs worth a tile.
     pub(super) fn values_in_place(&self) -> bool {
         let runs = !matches!(self.sequences.keys, Keys::Paged { page_size, .. } if page_size < 8);
-        runs && bf16_slice(self.v).is_some() && self.shape.value_dim.is_multiple_of(16)
+        runs && I::IS_BF16 && self.shape.value_dim.is_multiple_of(16)
     }
 
     pub(super) fn preferred(&self) -> Strategy {

@@ -12,6 +12,7 @@ use crate::pack::{
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
+use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element, Isa};
@@ -299,7 +300,7 @@ impl<I: Element> Pass<'_, I> {
         let (rows, d) = (self.rows(b), job.shape.head_dim);
         let mut slow = 0;
         let as_they_stand = job.dots() && rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
-        let at_once = if as_they_stand { heads_at_once(rows) } else { 1 };
+        let at_once = if as_they_stand && job.k.heads_adjacent() { heads_at_once(rows) } else { 1 };
         let start = keys.from / PANEL * PANEL;
         let mut next = self.first_panel(task);
         for from in (start..keys.to).step_by(PANEL) {
@@ -312,12 +313,12 @@ impl<I: Element> Pass<'_, I> {
             // Where the keys of the first head stand; past the last one it stands again.
             let mut starts = key_rows.at;
             starts[key_rows.count..].fill(key_rows.at[key_rows.count - 1]);
-            starts.iter_mut().for_each(|start| *start *= self.plan.kv_heads * d);
+            starts.iter_mut().for_each(|start| *start = job.k.at(*start, 0));
             let mut head = heads.from;
             while head < heads.to {
                 let some = Range { from: head, to: heads.to.min(head + at_once) };
                 head = some.to;
-                let mut ahead = self.ahead(job.k, d, &next, heads, some, I::IS_BF16);
+                let mut ahead = self.ahead(&job.k, d, &next, heads, some, I::IS_BF16);
                 if as_they_stand && self.scores_as_they_stand(task, from, &starts, some, queries, &mut ahead, part) {
                     continue;
                 }
@@ -363,7 +364,11 @@ impl<I: Element> Pass<'_, I> {
         if !dot_is_exact(least_query, f32::MAX) {
             return false;
         }
-        let keys = Keys { k: &bf16_slice(job.k).expect("bf16")[some.from * d..], starts, len: d };
+        let keys = Keys {
+            k: &bf16_slice(job.k.data()).expect("bf16")[job.k.at(0, some.from) - job.k.at(0, 0)..],
+            starts,
+            len: d,
+        };
         let (rows, ahead) = (self.rows(task.b), std::mem::take(ahead));
         let head =
             |head: usize| Head { query: queries(head).0, out: &mut part(task.place, head).scores[from % BLOCK..] };
@@ -395,7 +400,7 @@ impl<I: Element> Pass<'_, I> {
         let panel = &mut slot[..PANEL * plan.words];
         let (count, chain) = (key_rows.count, [0, d]);
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
-        let key = |j: usize| &job.k[(key_rows.at[j] * plan.kv_heads + head) * d..][..d];
+        let key = |j: usize| job.k.get(key_rows.at[j], head);
         if !I::IS_BF16 {
             wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
             let left = Left { data: as_floats(query), row_stride: 1, step: rows };
@@ -434,14 +439,17 @@ impl<I: Element> Pass<'_, I> {
 
     /// The share of some heads of a task in the next panel, in the order of memory: every head asks for some whole rows, on
     /// its way where they are adjacent and can be, else at once.
-    fn ahead(&self, x: &[I], dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Ahead {
+    fn ahead(&self, x: &Heads<I>, dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Ahead {
+        if !x.is_dense(self.plan.kv_heads) {
+            return Ahead::NONE;
+        }
         let count = heads.to - heads.from;
         let share = PANEL.div_ceil(count);
         let [from, to] = [some.from, some.to].map(|head| ((head - heads.from) * share).min(next.count));
         let rows = &next.at[from..to];
         let part = |row: usize, rows: usize| {
             let len = if rows == 1 { count } else { rows * self.plan.kv_heads };
-            Ahead::of(&x[(row * self.plan.kv_heads + heads.from) * dim..][..len * dim])
+            Ahead::of(&x.data()[x.at(row, heads.from)..][..len * dim])
         };
         match rows {
             [first, .., last] if on_the_way && count == self.plan.kv_heads && *last == first + rows.len() - 1 => {
@@ -559,7 +567,7 @@ impl<I: Element> Pass<'_, I> {
         if e == 0 {
             return;
         }
-        let in_place = bf16_slice(job.v).filter(|_| plan.in_place);
+        let in_place = bf16_slice(job.v.data()).filter(|_| plan.in_place);
         let mut from = keys.from;
         while from < keys.to {
             let panel_end = (from / PANEL + 1) * PANEL;
@@ -574,7 +582,7 @@ impl<I: Element> Pass<'_, I> {
             let whole = in_place.is_some() && to - from == PANEL;
             for head in heads.from..heads.to {
                 let some = Range { from: head, to: head + 1 };
-                let mut ahead = self.ahead(job.v, e, &next, heads, some, whole);
+                let mut ahead = self.ahead(&job.v, e, &next, heads, some, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
                         wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
@@ -589,7 +597,7 @@ impl<I: Element> Pass<'_, I> {
                     let right = match in_place {
                         Some(_) => {
                             let value = bf16_slice(job.value(b, keys.from, head)).expect("bf16");
-                            Right::Narrow(value, plan.kv_heads * e, std::mem::take(&mut ahead))
+                            Right::Narrow(value, job.v.row_stride(), std::mem::take(&mut ahead))
                         }
                         None => Right::Wide(&wide[(keys.from - from) * columns..], columns),
                     };

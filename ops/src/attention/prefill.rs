@@ -132,7 +132,7 @@ pub fn run<I: Element, O: Element>(
     lse: &SharedOut<f32>,
 ) -> usize {
     let (batch, kv_heads) = (job.shape.batch, job.shape.kv_heads);
-    let paired = bf16_slice(job.k).filter(|_| plan.paired && plan.block_words() > LINE).map(|k| {
+    let paired = bf16_slice(job.k.data()).filter(|_| plan.paired && plan.block_words() > LINE).map(|k| {
         pair_keys(job, k, plan, shared);
         &*shared
     });
@@ -164,7 +164,7 @@ fn pair_keys<I: Element>(job: &Job<I>, k: &[bf16], plan: &Tiles, out: &mut [u32]
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
         let mut least = f32::INFINITY;
         for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
-            let at = (job.key_row(b, block * BLOCK + j) * kv_heads + kv_head) * d;
+            let at = job.k.at(job.key_row(b, block * BLOCK + j), kv_head);
             least = least.min(pairs_of_row(job.cpu, &k[at..][..d], bf16::ZERO, out));
         }
         end[0] = least.to_bits();
@@ -416,7 +416,7 @@ impl<I: Element> RowTile<'_, I> {
         if count == 0 {
             return;
         }
-        let in_place = bf16_slice(job.v).filter(|_| plan.in_place);
+        let in_place = bf16_slice(job.v.data()).filter(|_| plan.in_place);
         let mut from = keys.from;
         while from < keys.to {
             let block_end = (from / BLOCK + 1) * BLOCK;
@@ -437,7 +437,7 @@ impl<I: Element> RowTile<'_, I> {
                 let right = match in_place {
                     Some(_) => {
                         let value = &job.value(b, keys_part.from, kv_head)[value_columns.from..];
-                        Right::Narrow(bf16_slice(value).expect("bf16"), job.shape.kv_heads * e, Ahead::NONE)
+                        Right::Narrow(bf16_slice(value).expect("bf16"), job.v.row_stride(), Ahead::NONE)
                     }
                     None => Right::Wide(&wide[(keys_part.from - from) * columns..], columns),
                 };

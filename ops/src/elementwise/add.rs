@@ -3,10 +3,25 @@
 //! Formula: `y = a + b`.
 //! Rounding: the sum once to f32; last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::elementwise::frame::{Pointwise, elementwise};
 use crate::simd::Simd;
-use crate::{Cpu, Element, Error, check_len};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+
+/// add, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "add",
+    cpu: |cpu, args| elementwise(cpu, "add", Add, [args.input("a"), args.input("b")], args.output("y")),
+    device: Some(|on, args| {
+        let ([a, b], y) = ([args.input("a"), args.input("b")], args.output("y"));
+        typed!(a.dtype() => I, typed!(y.dtype() => O, {
+            device::add::<I, O>(on, a.device("add", "a")?, b.device("add", "b")?, y.device("add", "y")?)
+        }))
+    }),
+    prepare: None,
+};
 
 /// `y[i] = a[i] + b[i]`; all slices have the same length.
 ///
@@ -15,8 +30,8 @@ use crate::{Cpu, Element, Error, check_len};
 pub fn add<I: Element, O: Element>(cpu: &Cpu, a: &[I], b: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("add", "b", "of a", b.len(), &[a.len()])?;
     check_len("add", "y", "of a", y.len(), &[a.len()])?;
-    compile_here!((cpu: &Cpu) I(a, b) O(y) -> () => elementwise(cpu, Add, a, b, y));
-    Ok(())
+    let n = [a.len()];
+    elementwise(cpu, "add", Add, [TensorRef::of(a, &n), TensorRef::of(b, &n)], TensorMut::of(y, &n))
 }
 
 /// `a + b`.

@@ -1,9 +1,11 @@
 //! The frame of ops that take one element of each of two inputs and make one of the output.
 
+use crate::element::typed;
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
-use crate::{Cpu, Element};
+use crate::tensor::Rows;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef};
 
 /// What is done to each pair of elements, before the last rounding.
 pub trait Pointwise: Copy + Sync + Send {
@@ -19,13 +21,47 @@ pub trait Pointwise: Copy + Sync + Send {
     fn apply<S: Simd>(self, s: S, a: S::F, first: S::F, b: S::F) -> S::F;
 }
 
-/// `y[i] = op(a[i], b[i])`, last rounding; the caller has checked that the lengths are equal.
-pub fn elementwise<I: Element, O: Element>(cpu: &Cpu, op: impl Pointwise, a: &[I], b: &[I], y: &mut [O]) {
+/// `y[i] = op(a[i], b[i])`, last rounding; the caller has checked that the shapes are equal.
+///
+/// # Errors
+/// [`Error::Value`] when a tensor is not on the host.
+pub fn elementwise(
+    cpu: &Cpu,
+    name: &'static str,
+    op: impl Pointwise,
+    [a, b]: [TensorRef; 2],
+    y: TensorMut,
+) -> Result<(), Error> {
+    a.on_host(name, "the first input")?;
+    b.on_host(name, "the second input")?;
+    typed!(a.dtype() => I, typed!(y.dtype() => O, {
+        let y = y.host::<O>(name, "y")?;
+        match (a.contiguous::<I>(), b.contiguous::<I>()) {
+            (Some(a), Some(b)) => flat(cpu, op, a, b, y),
+            _ => rows(cpu, op, a.rows::<I>(), b.rows::<I>(), y),
+        }
+    }));
+    Ok(())
+}
+
+/// Elements that lie one behind the other.
+fn flat<I: Element, O: Element>(cpu: &Cpu, op: impl Pointwise, a: &[I], b: &[I], y: &mut [O]) {
     let size = cpu.elements_per_chunk(y.len());
     let large = is_large(cpu, y);
     cpu.chunks(y, size, |chunk, y| {
         let range = chunk * size..chunk * size + y.len();
         cpu.dispatch(Part { op, a: &a[range.clone()], b: &b[range], y, large });
+    });
+}
+
+/// Rows that lie where their strides say.
+fn rows<I: Element, O: Element>(cpu: &Cpu, op: impl Pointwise, a: Rows<I>, b: Rows<I>, y: &mut [O]) {
+    let n = a.n();
+    let per_chunk = cpu.rows_per_chunk(a.count(), n);
+    cpu.chunks(y, per_chunk * n, |chunk, y| {
+        for (row, y) in (chunk * per_chunk..).zip(y.chunks_mut(n)) {
+            cpu.dispatch(Part { op, a: a.row(row), b: b.row(row), y, large: false });
+        }
     });
 }
 

@@ -5,16 +5,31 @@
 //! Order: `a = C * fma(K, (g*g)*g, g)`, `(g * sigmoid(a)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::elementwise::frame::{Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
 use crate::simd::Simd;
-use crate::{Cpu, Element, Error, check_len};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// `f32(2 * sqrt(2 / pi))`.
 const C: f32 = f32::from_bits(0x3FCC_422A);
 /// `f32(0.044715)`.
 const K: f32 = f32::from_bits(0x3D37_2713);
+
+/// gelu_mul, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "gelu_mul",
+    cpu: |cpu, args| elementwise(cpu, "gelu_mul", GeluMul, [args.input("gate"), args.input("up")], args.output("y")),
+    device: Some(|on, args| {
+        let ([a, b], y) = ([args.input("gate"), args.input("up")], args.output("y"));
+        typed!(a.dtype() => I, typed!(y.dtype() => O, {
+            device::gelu_mul::<I, O>(on, a.device("gelu_mul", "gate")?, b.device("gelu_mul", "up")?, y.device("gelu_mul", "y")?)
+        }))
+    }),
+    prepare: None,
+};
 
 /// `y[i] = gelu(gate[i]) * up[i]`, the gelu of the hyperbolic tangent; all slices have the same length.
 ///
@@ -23,8 +38,8 @@ const K: f32 = f32::from_bits(0x3D37_2713);
 pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("gelu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("gelu_mul", "y", "of gate", y.len(), &[gate.len()])?;
-    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, GeluMul, gate, up, y));
-    Ok(())
+    let n = [gate.len()];
+    elementwise(cpu, "gelu_mul", GeluMul, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
 }
 
 #[derive(Clone, Copy)]

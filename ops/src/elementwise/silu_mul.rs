@@ -4,11 +4,26 @@
 //! Order: `(g * sigmoid(g)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::elementwise::frame::{Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
 use crate::simd::Simd;
-use crate::{Cpu, Element, Error, check_len};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+
+/// silu_mul, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "silu_mul",
+    cpu: |cpu, args| elementwise(cpu, "silu_mul", SiluMul, [args.input("gate"), args.input("up")], args.output("y")),
+    device: Some(|on, args| {
+        let ([a, b], y) = ([args.input("gate"), args.input("up")], args.output("y"));
+        typed!(a.dtype() => I, typed!(y.dtype() => O, {
+            device::silu_mul::<I, O>(on, a.device("silu_mul", "gate")?, b.device("silu_mul", "up")?, y.device("silu_mul", "y")?)
+        }))
+    }),
+    prepare: None,
+};
 
 /// `y[i] = (gate[i] * sigmoid(gate[i])) * up[i]`; all slices have the same length.
 ///
@@ -17,8 +32,8 @@ use crate::{Cpu, Element, Error, check_len};
 pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("silu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("silu_mul", "y", "of gate", y.len(), &[gate.len()])?;
-    compile_here!((cpu: &Cpu) I(gate, up) O(y) -> () => elementwise(cpu, SiluMul, gate, up, y));
-    Ok(())
+    let n = [gate.len()];
+    elementwise(cpu, "silu_mul", SiluMul, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
 }
 
 #[derive(Clone, Copy)]

@@ -4,11 +4,30 @@
 //! Order: `f32(cap) * tanh(x * f32(1/cap))`, `1/cap` in f64.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::elementwise::frame::{Pointwise, elementwise};
 use crate::math::tanh;
 use crate::simd::Simd;
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+
+/// softcap, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "softcap",
+    cpu: |cpu, args| {
+        let (cap, inverse) = factors(args.call.float("cap"))?;
+        let op = Softcap { cap, inverse };
+        elementwise(cpu, "softcap", op, [args.input("x"); 2], args.output("y"))
+    },
+    device: Some(|on, args| {
+        let (x, y, cap) = (args.input("x"), args.output("y"), args.call.float("cap"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            device::softcap::<I, O>(on, cap, x.device("softcap", "x")?, y.device("softcap", "y")?)
+        }))
+    }),
+    prepare: None,
+};
 
 /// `y[i] = cap * tanh(x[i] / cap)`; both slices have the same length.
 ///
@@ -18,8 +37,8 @@ pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]
     check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
     let (cap, inverse) = factors(cap)?;
     let op = Softcap { cap, inverse };
-    compile_here!((cpu: &Cpu, op: Softcap) I(x) O(y) -> () => elementwise(cpu, op, x, x, y));
-    Ok(())
+    let n = [x.len()];
+    elementwise(cpu, "softcap", op, [TensorRef::of(x, &n); 2], TensorMut::of(y, &n))
 }
 
 /// `f32(cap)` and `f32(1 / cap)`, checked.

@@ -5,7 +5,9 @@
 //! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::{Arguments, Entry, Prepared};
+use crate::element::typed;
 use crate::gemm::tile::{
     Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, dot_unpacking, fma_tile,
 };
@@ -14,10 +16,12 @@ use crate::pack::{
     Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row,
 };
 use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
+use crate::tensor::Rows;
 use crate::workspace::memory::{LINE, Memory};
 use crate::workspace::{Need, Plan, choose};
-use crate::{Counter, Cpu, Element, Error, Isa, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, Tf32, check_len, value_error};
 use half::bf16;
+use samebits_schema::Call;
 use std::iter::successors;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -86,7 +90,8 @@ pub(crate) fn segment_length(n: usize) -> usize {
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `k_offset`, `k` and `k_total` do not name a
-/// subtree of the segments; [`Error::Budget`] below the smallest plan (2 KiB).
+/// subtree of the segments, and for a bias of a part, which belongs to the whole; [`Error::Budget`] below the smallest plan
+/// (2 KiB).
 pub fn gemm<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Gemm,
@@ -96,30 +101,104 @@ pub fn gemm<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     check_len("gemm", "w", "[N,K]", w.len(), &[shape.n, shape.k])?;
-    let bias = bias.filter(|_| !shape.is_partial());
-    compile_here!((cpu: &Cpu, shape: &Gemm) I(x, w) ?(bias) O(y) -> Result<(), Error> => {
-        let Gemm { m, n, k, tf32, .. } = *shape;
-        Product { cpu, m, n, k, x, w: Weight::Plain(w), bias, bounds: &shape.bounds()?, tf32 }.run(y)
-    })
+    let w = TensorRef::of(w, &[shape.n, shape.k]);
+    sliced(cpu, shape, x, w, bias, y)
 }
 
-/// [`gemm`] with a weight packed beforehand: the same bits. `x[M,K], bias[N]? -> y[M,N]`.
+/// [`gemm`] with a weight packed beforehand: the same bits, of a part of a longer sum too. `x[M,K], bias[N]? -> y[M,N]`.
 ///
 /// # Errors
-/// [`Error::Length`] when a slice does not match; [`Error::Budget`] below the smallest plan (64 bytes).
+/// As [`gemm`]; [`Error::Value`] when the weight is not `[N,K]`, and for TF32, for which no weight is packed;
+/// [`Error::Budget`] below the smallest plan (64 bytes).
 pub fn gemm_packed<I: Element, O: Element>(
     cpu: &Cpu,
-    m: usize,
+    shape: &Gemm,
     x: &[I],
     w: &PackedWeight,
     bias: Option<&[I]>,
     y: &mut [O],
 ) -> Result<(), Error> {
-    compile_here!((cpu: &Cpu, m: usize, w: &PackedWeight) I(x) ?(bias) O(y) -> Result<(), Error> => {
-        let (n, k, tf32) = (w.n, w.k, Tf32::Disabled);
-        let bounds = Gemm::new(m, n, k).bounds()?;
-        Product { cpu, m, n, k, x, w: Weight::Packed(w.panels()), bias, bounds: &bounds, tf32 }.run(y)
+    sliced(cpu, shape, x, TensorRef::packed(w), bias, y)
+}
+
+fn sliced<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Gemm,
+    x: &[I],
+    w: TensorRef,
+    bias: Option<&[I]>,
+    y: &mut [O],
+) -> Result<(), Error> {
+    let Gemm { m, n, k, .. } = *shape;
+    check_len("gemm", "x", "[M,K]", x.len(), &[m, k])?;
+    check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
+    if let Some(bias) = bias {
+        check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
+        if shape.is_partial() {
+            return Err(value_error("gemm", "a bias of a part of a sum; add it to the whole"));
+        }
+    }
+    let bias = bias.map(|bias| TensorRef::of(bias, &[n]));
+    run(cpu, shape, [TensorRef::of(x, &[m, k]), w], bias, TensorMut::of(y, &[m, n]))
+}
+
+/// Rows of x and w of any layout.
+fn run(cpu: &Cpu, shape: &Gemm, [x, w]: [TensorRef; 2], bias: Option<TensorRef>, y: TensorMut) -> Result<(), Error> {
+    x.on_host("gemm", "x")?;
+    if w.shape() != [shape.n, shape.k] {
+        return Err(value_error("gemm", format!("w is {:?}; it must be [{}, {}]", w.shape(), shape.n, shape.k)));
+    }
+    if w.as_packed().is_some() && shape.tf32 == Tf32::Enabled {
+        return Err(value_error("gemm", "a packed weight is whole; TF32 reads the matrix"));
+    }
+    typed!(x.dtype() => I, {
+        let bias = bias.map(|bias| bias.dense::<I>("gemm", "bias")).transpose()?;
+        let (bounds, w) = (&shape.bounds()?, Weight::of("gemm", w)?);
+        let product = Product { cpu, shape: *shape, x: x.rows::<I>(), w, bias, bounds };
+        typed!(y.dtype() => O, product.run(y.host::<O>("gemm", "y")?))
     })
+}
+
+/// gemm, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "gemm",
+    cpu: |cpu, args| {
+        let shape = Gemm::of(args.call);
+        // A rank's part is added to others before the bias is.
+        let bias = args.optional("bias").filter(|_| !shape.is_partial());
+        run(cpu, &shape, [args.input("x"), args.input("w")], bias, args.output("y"))
+    },
+    device: Some(|on, args| {
+        let shape = Gemm::of(args.call);
+        let bias = args.optional("bias").filter(|_| !shape.is_partial());
+        let (x, w, y) = (args.input("x"), args.input("w"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            let bias = bias.map(|bias| bias.device::<I>("gemm", "bias")).transpose()?;
+            let (x, w) = (x.device("gemm", "x")?, w.device("gemm", "w")?);
+            device::gemm::<I, O>(on, &shape, x, w, bias, y.device("gemm", "y")?)
+        }))
+    }),
+    prepare: Some(prepare),
+};
+
+impl Gemm {
+    /// The dimensions of a call.
+    pub(crate) fn of(call: &Call) -> Gemm {
+        let tf32 = if call.tf32() { Tf32::Enabled } else { Tf32::Disabled };
+        let (k_offset, k_total) = (call.count("k_offset"), call.count("k_total"));
+        Gemm { m: call.dim("M"), n: call.dim("N"), k: call.dim("K"), k_offset, k_total, tf32 }
+    }
+}
+
+/// The weight `w` of a product, packed; none under TF32.
+pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, Error> {
+    let w = args.input("w");
+    if args.call.tf32() || w.as_packed().is_some() {
+        return Ok(None);
+    }
+    let [n, k] = *w.shape() else { return Ok(None) };
+    let packed = typed!(w.dtype() => I, PackedWeight::pack(cpu, n, k, w.dense::<I>(args.op(), "w")?)?);
+    Ok(Some(Prepared::Weight("w", packed)))
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
@@ -128,6 +207,8 @@ pub fn gemm_packed<I: Element, O: Element>(
 pub struct PackedWeight {
     n: usize,
     k: usize,
+    /// Of the matrix.
+    dtype: DType,
     form: Form,
     memory: Memory,
 }
@@ -162,18 +243,16 @@ impl PackedWeight {
         }
         if cpu.isa() == Isa::Avx512Bf16
             && let Some(w) = bf16_slice(w)
-            && let Some(memory) = dictionary::pack(cpu, n, k, w)?
+            && let Some(memory) = dictionary::pack(cpu, n, TensorRef::of(w, &[n, k]).rows())?
         {
-            return Ok(PackedWeight { n, k, form: Form::Coded, memory });
+            return Ok(PackedWeight { n, k, dtype: I::DTYPE, form: Form::Coded, memory });
         }
         let size = panel_words(k, I::IS_BF16);
         let words = size.saturating_mul(n.div_ceil(PANEL));
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
         let out: &mut [u32] = &mut memory;
-        compile_here!((cpu: &Cpu, n: usize, k: usize, out: &mut [u32]) I(w) -> () => {
-            pack_panels(cpu, n, k, w, Tf32::Disabled, out)
-        });
-        Ok(PackedWeight { n, k, form: Form::of(I::IS_BF16), memory })
+        pack(cpu, TensorRef::of(w, &[n, k]), out);
+        Ok(PackedWeight { n, k, dtype: I::DTYPE, form: Form::of(I::IS_BF16), memory })
     }
 
     /// Rows N.
@@ -184,6 +263,11 @@ impl PackedWeight {
     /// Columns K.
     pub fn k(&self) -> usize {
         self.k
+    }
+
+    /// Dtype of the matrix that was packed.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Memory it holds, in bytes.
@@ -222,42 +306,57 @@ pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
     if pairs { k.div_ceil(2) } else { k.next_multiple_of(2) }
 }
 
-/// Packs all panels of `w[N,K]` into `out`, in parallel.
-fn pack_panels<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I], tf32: Tf32, out: &mut [u32]) {
-    cpu.chunks(out, panel_words(k, I::IS_BF16), |panel, out| {
-        let rows = PANEL.min(n - panel * PANEL);
-        pack_rows(cpu, rows, k, &w[panel * PANEL * k..], tf32, bf16::NEG_ZERO, I::IS_BF16, out, PANEL);
+/// Packs the panels of a whole matrix. Not generic, so that it is compiled once.
+fn pack(cpu: &Cpu, w: TensorRef, out: &mut [u32]) {
+    let n = w.shape()[0];
+    typed!(w.dtype() => I, pack_panels(cpu, w.rows::<I>(), 0, n, Tf32::Disabled, out))
+}
+
+/// Packs the panels of `count` rows of w from `first` on into `out`, in parallel.
+fn pack_panels<I: Element>(cpu: &Cpu, w: Rows<I>, first: usize, count: usize, tf32: Tf32, out: &mut [u32]) {
+    cpu.chunks(out, panel_words(w.n(), I::IS_BF16), |panel, out| {
+        pack_w(cpu, w, first + panel * PANEL, PANEL.min(count - panel * PANEL), tf32, out);
     });
 }
 
-/// Packs `rows` rows of `k` side by side, `stride` apart, and writes their smallest nonzero magnitude behind, at the
-/// start of the last line of `out`.
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn pack_rows<I: Element>(
-    cpu: &Cpu,
-    rows: usize,
-    k: usize,
-    x: &[I],
+/// Packs one panel: `columns` rows of w from `first` on.
+pub(crate) fn pack_w<I: Element>(cpu: &Cpu, w: Rows<I>, first: usize, columns: usize, tf32: Tf32, out: &mut [u32]) {
+    let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
+    pack_rows(cpu, w, first, columns, operand, out);
+}
+
+/// How rows are packed.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand {
     tf32: Tf32,
+    /// What ends pairs of an odd k.
     pad: bf16,
     pairs: bool,
-    out: &mut [u32],
+    /// From one k to the next.
     stride: usize,
-) {
+}
+
+/// Packs `rows` rows of x from `first` on side by side, and writes their smallest nonzero magnitude behind, at the start
+/// of the last line of `out`.
+fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, operand: Operand, out: &mut [u32]) {
+    let Operand { tf32, pad, pairs, stride } = operand;
+    let k = x.n();
     let (out, end) = out.split_at_mut(out.len() - LINE);
-    match bf16_slice(x).filter(|_| pairs) {
-        Some(x) => {
-            pairs_of_rows(cpu, rows, k, |r| &x[r * k..][..k], pad, out, stride, Ahead::NONE);
-            end[0] = least_magnitude(cpu, &x[..rows * k]).to_bits();
+    if I::IS_BF16 && pairs {
+        let row = |r: usize| bf16_slice(x.row(first + r)).expect("bf16");
+        pairs_of_rows(cpu, rows, k, row, pad, out, stride, Ahead::NONE);
+        end[0] = match x.together(first, rows).and_then(bf16_slice) {
+            Some(all) => least_magnitude(cpu, all),
+            None => (0..rows).map(|r| least_magnitude(cpu, row(r))).fold(f32::INFINITY, f32::min),
         }
-        None => {
-            let out = as_floats_mut(out);
-            if k % 2 == 1 {
-                out[k * stride..][..rows].fill(0.0);
-            }
-            wide_of_rows(cpu, rows, k, |r| &x[r * k..][..k], tf32, out, stride);
-            end[0] = f32::NAN.to_bits();
+        .to_bits();
+    } else {
+        let out = as_floats_mut(out);
+        if k % 2 == 1 {
+            out[k * stride..][..rows].fill(0.0);
         }
+        wide_of_rows(cpu, rows, k, |r| x.row(first + r), tf32, out, stride);
+        end[0] = f32::NAN.to_bits();
     }
 }
 
@@ -322,8 +421,18 @@ impl Panel<'_> {
 pub(crate) enum Weight<'a, I> {
     /// Packed beforehand.
     Packed(Panels<'a>),
-    /// Row-major, packed on the way.
-    Plain(&'a [I]),
+    /// Rows, packed on the way.
+    Plain(Rows<'a, I>),
+}
+
+impl<'a, I: Element> Weight<'a, I> {
+    /// The weight `w` of `op`, whose matrix has elements I.
+    pub(crate) fn of(op: &'static str, w: TensorRef<'a>) -> Result<Weight<'a, I>, Error> {
+        match w.as_packed() {
+            Some(packed) => Ok(Weight::Packed(packed.panels())),
+            None => w.on_host(op, "w").map(|()| Weight::Plain(w.rows())),
+        }
+    }
 }
 
 /// How a product is cut into tiles.
@@ -405,15 +514,12 @@ impl Plan for Tiling {
 /// One matrix product, ready to run.
 pub(crate) struct Product<'a, I> {
     pub cpu: &'a Cpu,
-    pub m: usize,
-    pub n: usize,
-    pub k: usize,
-    pub x: &'a [I],
+    pub shape: Gemm,
+    pub x: Rows<'a, I>,
     pub w: Weight<'a, I>,
     pub bias: Option<&'a [I]>,
     /// Bounds of the segments.
     pub bounds: &'a [usize],
-    pub tf32: Tf32,
 }
 
 impl<I: Element> Product<'_, I> {
@@ -430,10 +536,11 @@ impl<I: Element> Product<'_, I> {
 
     fn preferred(&self) -> Tiling {
         // Few rows are one tall tile, so that each weight is read once.
-        let height = if self.m <= MAX_ROWS { self.m } else { TILE_ROWS };
-        let panels = if matches!(self.w, Weight::Plain(_)) { self.n.div_ceil(PANEL) } else { 0 };
-        let tiles = self.m.div_ceil(height);
-        let (workers, k) = (self.cpu.threads(), self.k);
+        let Gemm { m, n, k, .. } = self.shape;
+        let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
+        let panels = if matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
+        let tiles = m.div_ceil(height);
+        let workers = self.cpu.threads();
         let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
         let unpack = self.unpacks(tiles);
         Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack }
@@ -441,12 +548,7 @@ impl<I: Element> Product<'_, I> {
 
     /// Writes the product to `y[M,N]`.
     fn run<O: Element>(&self, y: &mut [O]) -> Result<(), Error> {
-        let Product { cpu, m, n, k, .. } = *self;
-        check_len("gemm", "x", "[M,K]", self.x.len(), &[m, k])?;
-        check_len("gemm", "y", "[M,N]", y.len(), &[m, n])?;
-        if let Some(bias) = self.bias {
-            check_len("gemm", "bias", "[N]", bias.len(), &[n])?;
-        }
+        let Product { cpu, shape: Gemm { m, n, .. }, .. } = *self;
         if m == 0 || n == 0 {
             return Ok(());
         }
@@ -461,22 +563,23 @@ impl<I: Element> Product<'_, I> {
         cpu.ledger().note(Counter::SlowPaths, slow, "gemm: operands so small that VDPBF16PS would flush them")
     }
 
-    /// Row r of x.
-    fn x_row(&self, r: usize) -> &[I] {
-        &self.x[r * self.k..][..self.k]
+    /// Packs `rows` rows of x from `first` on.
+    pub(crate) fn pack_x(&self, first: usize, rows: usize, pairs: bool, out: &mut [u32]) {
+        let operand = Operand { tf32: self.shape.tf32, pad: bf16::ZERO, pairs, stride: rows };
+        pack_rows(self.cpu, self.x, first, rows, operand, out);
     }
 
     fn bias_of(&self, panel: usize) -> Option<[f32; PANEL]> {
         let bias = self.bias?;
         let mut wide = [0f32; PANEL];
-        let columns = PANEL.min(self.n - panel * PANEL);
+        let columns = PANEL.min(self.shape.n - panel * PANEL);
         wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
         Some(wide)
     }
 
     /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
     fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
-        let Product { cpu, m, n, k, tf32, .. } = *self;
+        let Product { cpu, shape: Gemm { m, n, k, tf32, .. }, .. } = *self;
         let height = plan.height;
         // Each with the panel that it holds unpacked.
         let mut slots: Vec<_> = slots.into_iter().map(|slot| (slot, None)).collect();
@@ -494,7 +597,7 @@ impl<I: Element> Product<'_, I> {
                     panels = plan.panels.min(all - first_panel);
                     let rows = (panels * PANEL).min(n - first_panel * PANEL);
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
-                    pack_panels(cpu, rows, k, &w[first_panel * PANEL * k..][..rows * k], tf32, words);
+                    pack_panels(cpu, w, first_panel * PANEL, rows, tf32, words);
                     Panels { words, n: rows, k, form: Form::of(I::IS_BF16) }
                 }
             };
@@ -508,7 +611,7 @@ impl<I: Element> Product<'_, I> {
                     let rows = rows_of(t);
                     // SAFETY: each tile is packed once, into its own part, before any is read.
                     let out = unsafe { packed.part(t * size, size) };
-                    pack_rows(cpu, rows, k, &self.x[first_row(t) * k..], tf32, bf16::ZERO, plan.x_pairs, out, rows);
+                    self.pack_x(first_row(t), rows, plan.x_pairs, out);
                 };
                 // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
                 // threads have work. One tile alone is read once, by runs of panels that memory streams.
@@ -605,7 +708,7 @@ impl<I: Element> Product<'_, I> {
 
     /// Tiles whose operands are packed piece by piece, by every worker for itself.
     fn streamed<O: Element>(&self, plan: &Tiling, slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
-        let Product { cpu, m, n, .. } = *self;
+        let Product { cpu, shape: Gemm { m, n, .. }, .. } = *self;
         let panels = n.div_ceil(PANEL);
         cpu.each_in(slots, panels * m.div_ceil(plan.height), |slot, task| {
             let (panel, first) = (task % panels, task / panels * plan.height);
@@ -639,7 +742,7 @@ impl<I: Element> Product<'_, I> {
         piece: &mut [u32],
         out: &mut [f32],
     ) {
-        let Product { cpu, n, k, bounds, tf32, .. } = *self;
+        let Product { cpu, shape: Gemm { n, k, tf32, .. }, bounds, .. } = *self;
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
         let mut room;
         let (steps, decoded): (usize, &mut [f32]) = match right {
@@ -656,7 +759,7 @@ impl<I: Element> Product<'_, I> {
             out.fill(0.0);
             for from in (bounds[i]..bounds[i + 1]).step_by(steps) {
                 let len = steps.min(bounds[i + 1] - from);
-                wide_of_rows(cpu, rows, len, |r| &self.x_row(first + r)[from..], tf32, left, rows);
+                wide_of_rows(cpu, rows, len, |r| &self.x.row(first + r)[from..], tf32, left, rows);
                 if len % 2 == 1 {
                     // Beside the -0 that ends a row of pairs.
                     left[len * rows..][..rows].fill(0.0);
@@ -670,7 +773,7 @@ impl<I: Element> Product<'_, I> {
                     (Some(Right::Wide(floats, _)), _) => Right::Wide(&floats[from * PANEL..], PANEL),
                     (None, Weight::Plain(w)) => {
                         let columns = PANEL.min(n - panel * PANEL);
-                        let row = |c: usize| &w[(panel * PANEL + c) * k..][from..k];
+                        let row = |c: usize| &w.row(panel * PANEL + c)[from..k];
                         wide_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
                         Right::Wide(wide, PANEL)
                     }

@@ -2,7 +2,10 @@
 //!
 //! Order: the lowest index among equals; -0 equals +0. A NaN counts as larger than every number, so the first NaN wins.
 
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
+use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// `x[R,N] -> index[R]`; `rows` is R, N is at least 1.
 ///
@@ -11,23 +14,54 @@ use crate::{Cpu, Element, Error, check_len, value_error};
 pub fn argmax<I: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I], index: &mut [i32]) -> Result<(), Error> {
     check_len("argmax", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("argmax", "index", "[R]", index.len(), &[rows])?;
+    check(rows, n)?;
+    run(cpu, TensorRef::of(x, &[rows, n]), index)
+}
+
+/// Rows of x of any layout; they are not empty.
+fn run(cpu: &Cpu, x: TensorRef, index: &mut [i32]) -> Result<(), Error> {
+    x.on_host("argmax", "x")?;
+    typed!(x.dtype() => I, {
+        let x = x.rows::<I>();
+        cpu.chunks(index, 1, |row, index| index[0] = largest(x.row(row)) as i32);
+    });
+    Ok(())
+}
+
+/// argmax, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "argmax",
+    cpu: |cpu, args| {
+        check(args.call.dim("R"), args.call.dim("N"))?;
+        run(cpu, args.input("x"), args.output("index").host("argmax", "index")?)
+    },
+    device: Some(|on, args| {
+        let ([r, n], x) = (["R", "N"].map(|axis| args.call.dim(axis)), args.input("x"));
+        let index = args.output("index").device("argmax", "index")?;
+        typed!(x.dtype() => I, device::argmax::<I>(on, r, n, x.device("argmax", "x")?, index))
+    }),
+    prepare: None,
+};
+
+/// Checks that `rows` rows of `n` have a largest element.
+fn check(rows: usize, n: usize) -> Result<(), Error> {
     if rows > 0 && (n == 0 || i32::try_from(n).is_err()) {
         return Err(value_error("argmax", format!("rows have {n} elements; 1 to {} have a largest one", i32::MAX)));
     }
-    cpu.chunks(index, 1, |row, index| {
-        let mut best = 0;
-        let mut largest = f32::NEG_INFINITY;
-        for (i, v) in x[row * n..][..n].iter().enumerate() {
-            let v = v.widen();
-            if v.is_nan() {
-                best = i;
-                break;
-            }
-            if v > largest {
-                (best, largest) = (i, v);
-            }
-        }
-        index[0] = best as i32;
-    });
     Ok(())
+}
+
+fn largest<I: Element>(x: &[I]) -> usize {
+    let mut best = 0;
+    let mut largest = f32::NEG_INFINITY;
+    for (i, v) in x.iter().enumerate() {
+        let v = v.widen();
+        if v.is_nan() {
+            return i;
+        }
+        if v > largest {
+            (best, largest) = (i, v);
+        }
+    }
+    best
 }

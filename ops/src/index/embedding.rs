@@ -3,9 +3,11 @@
 //! Formula: `y[t] = w[tokens[t]]`.
 //! Rounding: none when the types agree (a NaN becomes the canonical one); else the last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
-use crate::{Cpu, Element, Error, PackedWeight, check_len, value_error};
+use crate::{Cpu, Element, Error, PackedWeight, TensorMut, TensorRef, check_len, value_error};
 
 /// `w[V,D], tokens[T] -> y[T,D]`; `dim` is D, V and T follow from the lengths.
 ///
@@ -21,32 +23,54 @@ pub fn embedding<I: Element, O: Element>(
     let vocab = w.len().checked_div(dim).unwrap_or(0);
     check_len("embedding", "w", "[V,D]", w.len(), &[vocab, dim])?;
     check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
+    run(cpu, TensorRef::of(w, &[vocab, dim]), tokens, TensorMut::of(y, &[tokens.len(), dim]))
+}
+
+/// A table of any layout, or packed.
+fn run(cpu: &Cpu, w: TensorRef, tokens: &[i32], y: TensorMut) -> Result<(), Error> {
+    let [vocab, dim] = *w.shape() else { unreachable!("[V,D]") };
     if dim == 0 {
         return Ok(());
     }
     if let Some(t) = tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= vocab)) {
         return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
     }
-    compile_here!((cpu: &Cpu, dim: usize, tokens: &[i32]) I(w) O(y) -> () => {
-        cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: &w[tokens[t] as usize * dim..][..dim], y }))
+    typed!(y.dtype() => O, {
+        let y = y.host::<O>("embedding", "y")?;
+        if let Some(w) = w.as_packed() {
+            cpu.chunks(y, dim, |t, y| w.unpack_row(tokens[t] as usize, |k, value| y[k] = O::narrow(value)));
+            return Ok(());
+        }
+        w.on_host("embedding", "w")?;
+        typed!(w.dtype() => I, {
+            let w = w.rows::<I>();
+            cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: w.row(tokens[t] as usize), y }));
+        });
     });
     Ok(())
 }
+
+/// embedding, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "embedding",
+    cpu: |cpu, args| run(cpu, args.input("w"), args.integers("tokens")?, args.output("y")),
+    device: Some(|on, args| {
+        let (w, tokens, y) = (args.input("w"), args.integers("tokens")?, args.output("y"));
+        let dim = args.call.dim("D");
+        typed!(w.dtype() => I, typed!(y.dtype() => O, {
+            device::embedding::<I, O>(on, dim, w.device("embedding", "w")?, tokens, y.device("embedding", "y")?)
+        }))
+    }),
+    prepare: None,
+};
 
 /// [`embedding`] with the table packed: the same bits. A table that is the weight of a product as well is held once.
 ///
 /// # Errors
 /// As [`embedding`].
 pub fn embedding_packed<O: Element>(cpu: &Cpu, w: &PackedWeight, tokens: &[i32], y: &mut [O]) -> Result<(), Error> {
-    let (vocab, dim) = (w.n(), w.k());
-    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
-    if let Some(t) = tokens.iter().position(|&token| usize::try_from(token).map_or(true, |token| token >= vocab)) {
-        return Err(value_error("embedding", format!("tokens[{t}] is {}; the table has {vocab} rows", tokens[t])));
-    }
-    if dim > 0 {
-        cpu.chunks(y, dim, |t, y| w.unpack_row(tokens[t] as usize, |k, value| y[k] = O::narrow(value)));
-    }
-    Ok(())
+    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), w.k()])?;
+    run(cpu, TensorRef::packed(w), tokens, TensorMut::of(y, &[tokens.len(), w.k()]))
 }
 
 struct Copy<'a, I, O> {

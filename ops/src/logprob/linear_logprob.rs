@@ -8,20 +8,22 @@
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
 //! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::gemm::gemm::segment_length;
 use crate::gemm::gemm::{
-    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_rows, panel_words, row_words,
+    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_w, panel_words, prepare, row_words,
 };
 use crate::gemm::tile::{MAX_ROWS, PANEL, TILE_ROWS};
+use crate::logprob::logprob::{check_targets, inverse};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::pack::as_floats_mut;
 use crate::reduce::Lanes;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
-use crate::{Counter, Cpu, Element, Error, check_len, value_error};
-use half::bf16;
+use crate::{Counter, Cpu, Element, Error, TensorRef, check_len};
 use std::iter::successors;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -60,14 +62,10 @@ pub fn linear_logprob<I: Element>(
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
+    check_len("linear_logprob", "x", "[M,K]", x.len(), &[rows, k])?;
     check_len("linear_logprob", "w", "[V,K]", w.len(), &[vocab, k])?;
-    let shape = &Gemm::new(rows, vocab, k);
     let row = Rows { temperature, target, logprob, lse };
-    compile_here!((cpu: &Cpu, shape: &Gemm, row: Rows) I(x, w) -> Result<(), Error> => {
-        let Gemm { m, n, k, tf32, .. } = *shape;
-        let w = Weight::Plain(w);
-        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
-    })
+    run(cpu, TensorRef::of(x, &[rows, k]), TensorRef::of(w, &[vocab, k]), row)
 }
 
 /// [`linear_logprob`] with a weight packed beforehand: the same bits.
@@ -85,14 +83,43 @@ pub fn linear_logprob_packed<I: Element>(
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
-    let shape = &Gemm::new(rows, w.n(), w.k());
+    check_len("linear_logprob", "x", "[M,K]", x.len(), &[rows, w.k()])?;
     let row = Rows { temperature, target, logprob, lse };
-    compile_here!((cpu: &Cpu, shape: &Gemm, w: &PackedWeight, row: Rows) I(x) -> Result<(), Error> => {
-        let Gemm { m, n, k, tf32, .. } = *shape;
-        let w = Weight::Packed(w.panels());
-        run(&Product { cpu, m, n, k, x, w, bias: None, bounds: &shape.bounds()?, tf32 }, row)
+    run(cpu, TensorRef::of(x, &[rows, w.k()]), TensorRef::packed(w), row)
+}
+
+/// `x[M,K], w[V,K]` in any layout.
+fn run(cpu: &Cpu, x: TensorRef, w: TensorRef, rows: Rows) -> Result<(), Error> {
+    let shape = Gemm::new(x.layout().leading(1).count(), w.shape()[0], w.shape()[1]);
+    x.on_host("linear_logprob", "x")?;
+    typed!(x.dtype() => I, {
+        let w = Weight::of("linear_logprob", w)?;
+        total(&Product { cpu, shape, x: x.rows::<I>(), w, bias: None, bounds: &shape.bounds()? }, rows)
     })
 }
+
+/// linear_logprob, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "linear_logprob",
+    cpu: |cpu, args| {
+        let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).host("linear_logprob", name));
+        let (temperature, target) = (args.call.float("temperature"), args.integers("target")?);
+        let rows = Rows { temperature, target, logprob: logprob?, lse: lse? };
+        run(cpu, args.input("x"), args.input("w"), rows)
+    },
+    device: Some(|on, args| {
+        const NAME: &str = "linear_logprob";
+        let [m, v, k] = ["M", "V", "K"].map(|axis| args.call.dim(axis));
+        let ([x, w], target) = (["x", "w"].map(|name| args.input(name)), args.integers("target")?);
+        let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).device(NAME, name));
+        let temperature = args.call.float("temperature");
+        typed!(x.dtype() => I, {
+            let (x, w) = (x.device::<I>(NAME, "x")?, w.device::<I>(NAME, "w")?);
+            device::linear_logprob(on, m, v, k, temperature, x, w, target, logprob?, lse?)
+        })
+    }),
+    prepare: Some(prepare),
+};
 
 /// How the rows are cut.
 #[derive(Clone, Copy)]
@@ -181,21 +208,15 @@ struct Rows<'a> {
     lse: &'a mut [f32],
 }
 
-fn run<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
+fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
     let op = "linear_logprob";
     let Rows { temperature, target, logprob, lse: lse_out } = rows;
-    let Product { cpu, m, n: vocab, k, .. } = *product;
-    check_len(op, "x", "[M,K]", product.x.len(), &[m, k])?;
+    let Product { cpu, shape: Gemm { m, n: vocab, k, .. }, .. } = *product;
     check_len(op, "target", "[M]", target.len(), &[m])?;
     check_len(op, "logprob", "[M]", logprob.len(), &[m])?;
     check_len(op, "lse", "[M]", lse_out.len(), &[m])?;
-    let scale = (1.0 / temperature) as f32;
-    if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
-        return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
-    }
-    if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
-        return Err(value_error(op, format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
-    }
+    let scale = inverse(op, temperature)?;
+    check_targets(op, target, vocab)?;
     if m == 0 {
         return Ok(());
     }
@@ -250,15 +271,14 @@ impl<I: Element> Block<'_, I> {
     /// Returns how many rows were summed again.
     fn run(&self, shared: &mut [u32], slots: &mut [&mut [u32]], logprob: &mut [f32], lse_out: &mut [f32]) -> usize {
         let Block { product, plan, first, rows, .. } = *self;
-        let (cpu, vocab) = (product.cpu, product.n);
+        let (cpu, vocab) = (product.cpu, product.shape.n);
         let (x_area, facts) = shared.split_at_mut(plan.x_words());
         if plan.steps == 0 {
             let size = plan.tile_words();
             let tiles = rows.div_ceil(plan.height);
             cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
                 let height = plan.height.min(rows - t * plan.height);
-                let x = &product.x[(first + t * plan.height) * product.k..];
-                pack_rows(cpu, height, product.k, x, product.tf32, bf16::ZERO, plan.x_pairs, out, height);
+                product.pack_x(first + t * plan.height, height, plan.x_pairs, out);
             });
         }
         let x = &*x_area;
@@ -328,7 +348,7 @@ impl<I: Element> Block<'_, I> {
         logits: &SharedOut<f32>,
     ) {
         let Block { product, plan, first, rows, scale, .. } = *self;
-        let (cpu, vocab) = (product.cpu, product.n);
+        let (cpu, Gemm { n: vocab, k, .. }) = (product.cpu, product.shape);
         let length = segment_length(vocab);
         let (start, end) = (segment * length, ((segment + 1) * length).min(vocab));
         let (states, operand) = slot.split_at_mut(plan.states());
@@ -355,9 +375,8 @@ impl<I: Element> Block<'_, I> {
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
-                    let rows = &w[panel * PANEL * product.k..];
-                    pack_rows(cpu, columns, product.k, rows, product.tf32, bf16::NEG_ZERO, I::IS_BF16, laid_out, PANEL);
-                    held = Panels::one(laid_out, product.k, I::IS_BF16);
+                    pack_w(cpu, w, panel * PANEL, columns, product.shape.tf32, laid_out);
+                    held = Panels::one(laid_out, k, I::IS_BF16);
                     Some(held.panel(0, &mut []))
                 }
             };

@@ -7,13 +7,15 @@
 //! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
 //! gives logprob 0.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::gemm::gemm::segment_length;
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::reduce::Lanes;
 use crate::simd::unroll::Twice;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// `logits[R,V], target[R] -> logprob[R], lse[R]`; `rows` is R, `vocab` is V.
 ///
@@ -35,26 +37,70 @@ pub fn logprob<I: Element>(
     check_len("logprob", "target", "[R]", target.len(), &[rows])?;
     check_len("logprob", "logprob", "[R]", logprob.len(), &[rows])?;
     check_len("logprob", "lse", "[R]", lse.len(), &[rows])?;
+    run(cpu, temperature, TensorRef::of(logits, &[rows, vocab]), target, logprob, lse)
+}
+
+/// Rows of logits of any layout, as many as there are targets.
+fn run(
+    cpu: &Cpu,
+    temperature: f64,
+    logits: TensorRef,
+    target: &[i32],
+    logprob: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let vocab = *logits.shape().last().expect("[R,V]");
+    let scale = inverse("logprob", temperature)?;
+    check_targets("logprob", target, vocab)?;
+    logits.on_host("logprob", "logits")?;
+    typed!(logits.dtype() => I, {
+        let logits = logits.rows::<I>();
+        cpu.chunks(lse, 1, |row, lse| lse[0] = cpu.dispatch(Total { x: logits.row(row), scale }).lse());
+        for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
+            *out = match usize::try_from(target) {
+                Ok(target) => f32::narrow(logits.row(row)[target].widen() * scale - lse[row]),
+                Err(_) => 0.0,
+            };
+        }
+    });
+    Ok(())
+}
+
+/// logprob, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "logprob",
+    cpu: |cpu, args| {
+        let (logprob, lse) =
+            (args.output("logprob").host("logprob", "logprob")?, args.output("lse").host("logprob", "lse")?);
+        run(cpu, args.call.float("temperature"), args.input("logits"), args.integers("target")?, logprob, lse)
+    },
+    device: Some(|on, args| {
+        let ([r, v], logits, target) =
+            (["R", "V"].map(|axis| args.call.dim(axis)), args.input("logits"), args.integers("target")?);
+        let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).device("logprob", name));
+        typed!(logits.dtype() => I, {
+            let logits = logits.device::<I>("logprob", "logits")?;
+            device::logprob(on, r, v, args.call.float("temperature"), logits, target, logprob?, lse?)
+        })
+    }),
+    prepare: None,
+};
+
+/// `f32(1 / temperature)`, checked.
+pub(crate) fn inverse(op: &'static str, temperature: f64) -> Result<f32, Error> {
     let scale = (1.0 / temperature) as f32;
     if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
-        return Err(value_error("logprob", format!("temperature is {temperature}; it must be positive and finite")));
+        return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
     }
-    if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
-        return Err(value_error("logprob", format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
+    Ok(scale)
+}
+
+/// Every target is below `vocab`; negative ones are ignored.
+pub(crate) fn check_targets(op: &'static str, target: &[i32], vocab: usize) -> Result<(), Error> {
+    match target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
+        Some(row) => Err(value_error(op, format!("target[{row}] is {}; the vocabulary has {vocab}", target[row]))),
+        None => Ok(()),
     }
-    let sums: &mut [f32] = lse;
-    compile_here!((cpu: &Cpu, vocab: usize, scale: f32, sums: &mut [f32]) I(logits) -> () => {
-        cpu.chunks(sums, 1, |row, lse| {
-            lse[0] = cpu.dispatch(Total { x: &logits[row * vocab..][..vocab], scale }).lse();
-        })
-    });
-    for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
-        *out = match usize::try_from(target) {
-            Ok(target) => f32::narrow(logits[row * vocab + target].widen() * scale - lse[row]),
-            Err(_) => 0.0,
-        };
-    }
-    Ok(())
 }
 
 /// The softmax denominator of one row as `sum * 2^n`.

@@ -5,11 +5,14 @@
 //! Rounding: every step once to f32; `weight / sum`, last rounding.
 //! Special: a NaN or +inf in the row, or nothing but -inf, gives a row of NaN.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::logprob::logprob::{Denominator, Total, weights};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
-use crate::{Cpu, Element, Error, check_len};
+use crate::tensor::Rows;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
 const KEPT: usize = 8192;
@@ -21,35 +24,55 @@ const KEPT: usize = 8192;
 pub fn softmax<I: Element, O: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softmax", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("softmax", "y", "[R,N]", y.len(), &[rows, n])?;
-    compile_here!((cpu: &Cpu, rows: usize, n: usize) I(x) O(y) -> () => Rows::chunks(cpu, rows, n, x, y));
+    run(cpu, TensorRef::of(x, &[rows, n]), TensorMut::of(y, &[rows, n]))
+}
+
+/// Rows of x of any layout.
+pub(crate) fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
+    x.on_host("softmax", "x")?;
+    typed!(x.dtype() => I, typed!(y.dtype() => O, Part::chunks(cpu, x.rows::<I>(), y.host::<O>("softmax", "y")?)));
     Ok(())
 }
 
-struct Rows<'a, I, O> {
-    n: usize,
-    x: &'a [I],
+/// softmax, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "softmax",
+    cpu: |cpu, args| run(cpu, args.input("x"), args.output("y")),
+    device: Some(|on, args| {
+        let ([r, n], x, y) = (["R", "N"].map(|axis| args.call.dim(axis)), args.input("x"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            device::softmax::<I, O>(on, r, n, x.device("softmax", "x")?, y.device("softmax", "y")?)
+        }))
+    }),
+    prepare: None,
+};
+
+/// Some rows, from `first` on.
+struct Part<'a, I, O> {
+    x: Rows<'a, I>,
+    first: usize,
     y: &'a mut [O],
     large: bool,
 }
 
-impl<I: Element, O: Element> Rows<'_, I, O> {
-    fn chunks(cpu: &Cpu, rows: usize, n: usize, x: &[I], y: &mut [O]) {
-        let rows_per_chunk = cpu.rows_per_chunk(rows, n);
+impl<I: Element, O: Element> Part<'_, I, O> {
+    fn chunks(cpu: &Cpu, x: Rows<I>, y: &mut [O]) {
+        let per_chunk = cpu.rows_per_chunk(x.count(), x.n());
         let large = is_large(cpu, y);
-        cpu.chunks(y, rows_per_chunk * n, |chunk, y| {
-            let x = &x[chunk * rows_per_chunk * n..][..y.len()];
-            cpu.dispatch(Rows { n, x, y, large });
+        cpu.chunks(y, per_chunk * x.n(), |chunk, y| {
+            cpu.dispatch(Part { x, first: chunk * per_chunk, y, large });
         });
     }
 }
 
-impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        let count = self.y.len() / self.x.n().max(1);
         let mut sink = Sink::<O>::new(self.y, self.large);
         let mut kept = [0f32; KEPT];
-        for x in self.x.chunks_exact(self.n.max(1)) {
+        for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
             let whole_row = x.len() <= KEPT;
             let Denominator { n, sum } =
                 if whole_row { Denominator::of_row(s, x, 1.0, &mut kept) } else { Total { x, scale: 1.0 }.run(s) };

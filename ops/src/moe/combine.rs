@@ -4,9 +4,12 @@
 //! Order: a chain over the rank r, ascending: `acc = fma(weight, x, acc)` from +0; then `+ shared`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::tensor::Rows;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
 /// Dimensions of the sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,26 +39,82 @@ pub fn combine<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     check(shape, [x.len(), weight.len(), y.len()], row, shared.map(<[I]>::len))?;
-    compile_here!((cpu: &Cpu, shape: &Combine, row: &[i32], weight: &[f32]) I(x) ?(shared) O(y) -> () => {
-        let Combine { chosen, n, .. } = *shape;
-        cpu.chunks(y, n, |t, y| {
-            let shared = shared.map(|shared| &shared[t * n..][..n]);
-            let (row, weight) = (&row[t * chosen..][..chosen], &weight[t * chosen..][..chosen]);
-            cpu.dispatch(Token { x, n, row, weight, shared, y });
-        })
-    });
+    let Combine { tokens, rows, n, .. } = *shape;
+    let shared = shared.map(|shared| TensorRef::of(shared, &[tokens, n]));
+    run(cpu, shape, TensorRef::of(x, &[rows, n]), (row, weight), shared, TensorMut::of(y, &[tokens, n]))
+}
+
+/// Rows of x and shared of any layout; `choice` is the row and weight of every expert. The call has been checked.
+fn run(
+    cpu: &Cpu,
+    shape: &Combine,
+    x: TensorRef,
+    choice: (&[i32], &[f32]),
+    shared: Option<TensorRef>,
+    y: TensorMut,
+) -> Result<(), Error> {
+    let Combine { chosen, n, .. } = *shape;
+    x.on_host("combine", "x")?;
+    shared.map_or(Ok(()), |shared| shared.on_host("combine", "shared"))?;
+    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+        let (x, shared) = (x.rows::<I>(), shared.map(|shared| shared.rows::<I>()));
+        cpu.chunks(y.host::<O>("combine", "y")?, n, |t, y| {
+            let (row, weight) = (&choice.0[t * chosen..][..chosen], &choice.1[t * chosen..][..chosen]);
+            cpu.dispatch(Token { x, row, weight, shared: shared.map(|shared| shared.row(t)), y });
+        });
+    }));
     Ok(())
 }
+
+/// combine, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "combine",
+    cpu: |cpu, args| {
+        let dim = |axis: &str| args.call.dim(axis);
+        let shape = Combine { tokens: dim("T"), chosen: dim("K"), rows: dim("R"), n: dim("N") };
+        let (row, weight) = (args.integers("row")?, args.input("weight"));
+        // K numbers a token, and mostly f32 already.
+        let weight: Vec<f32> = typed!(weight.dtype() => I, {
+            weight.on_host("combine", "weight")?;
+            let rows = weight.rows::<I>();
+            (0..shape.tokens).flat_map(|t| rows.row(t)).map(|weight| weight.widen()).collect()
+        });
+        check_rows(row, shape.rows)?;
+        run(cpu, &shape, args.input("x"), (row, &weight), args.optional("shared"), args.output("y"))
+    },
+    device: Some(|on, args| {
+        let dim = |axis: &str| args.call.dim(axis);
+        let shape = Combine { tokens: dim("T"), chosen: dim("K"), rows: dim("R"), n: dim("N") };
+        let (x, row, weight) = (args.input("x"), args.integers("row")?, args.input("weight"));
+        let (shared, y) = (args.optional("shared"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            // K numbers a token, and mostly f32 already.
+            let mut narrow = vec![I::default(); shape.tokens * shape.chosen];
+            weight.device::<I>("combine", "weight")?.download(on, &mut narrow)?;
+            let wide: Vec<f32> = narrow.into_iter().map(|weight| weight.widen()).collect();
+            let weight = on.upload("combine", &wide)?;
+            let shared = shared.map(|shared| shared.device::<I>("combine", "shared")).transpose()?;
+            let (x, y) = (x.device::<I>("combine", "x")?, y.device::<O>("combine", "y")?);
+            device::combine(on, &shape, x, row, &weight, shared, y)
+        }))
+    }),
+    prepare: None,
+};
 
 /// Checks a call, whatever it runs on, by the lengths of its slices and its rows.
 pub(crate) fn check(shape: &Combine, lens: [usize; 3], row: &[i32], shared: Option<usize>) -> Result<(), Error> {
     let Combine { tokens, chosen, rows, .. } = *shape;
     check_len("combine", "row", "[T,K]", row.len(), &[tokens, chosen])?;
     check_lens(shape, lens, shared)?;
-    if let Some(i) = row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
-        return Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i])));
+    check_rows(row, rows)
+}
+
+/// Every row is one of x.
+fn check_rows(row: &[i32], rows: usize) -> Result<(), Error> {
+    match row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
+        Some(i) => Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i]))),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Checks the lengths of x, weight, y and shared.
@@ -70,8 +129,7 @@ pub(crate) fn check_lens(shape: &Combine, [x, weight, y]: [usize; 3], shared: Op
 }
 
 struct Token<'a, I, O> {
-    x: &'a [I],
-    n: usize,
+    x: Rows<'a, I>,
     row: &'a [i32],
     weight: &'a [f32],
     shared: Option<&'a [I]>,
@@ -82,11 +140,11 @@ impl<I: Element, O: Element> Kernel for Token<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for at in (0..self.n).step_by(S::LANES) {
+        for at in (0..self.y.len()).step_by(S::LANES) {
             let mut acc = s.splat(0.0);
             for (&row, &weight) in self.row.iter().zip(self.weight) {
-                let x = &self.x[row as usize * self.n..][..self.n];
-                acc = s.fma(s.splat(weight), load_at(s, x, at, I::default()), acc);
+                let x = load_at(s, self.x.row(row as usize), at, I::default());
+                acc = s.fma(s.splat(weight), x, acc);
             }
             if let Some(shared) = self.shared {
                 acc = s.add(acc, load_at(s, shared, at, I::default()));

@@ -9,9 +9,14 @@
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
 //! Rounding: every step once to f32.
 
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
+use crate::logprob::softmax;
 use crate::math::sigmoid;
 use crate::simd::scalar::Scalar;
-use crate::{Cpu, Element, Error, check_len, softmax, value_error};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use samebits_schema::Call;
 use std::sync::Mutex;
 
 /// Dimensions and parameters of the choice.
@@ -68,40 +73,129 @@ pub fn route<I: Element>(
     index: &mut [i32],
     weight: &mut [f32],
 ) -> Result<(), Error> {
+    check(shape, [logits.len(), index.len(), weight.len()], bias.map(<[I]>::len))?;
+    let Route { tokens, experts, .. } = *shape;
+    let bias = bias.map(|bias| TensorRef::of(bias, &[experts]));
+    run(cpu, shape, TensorRef::of(logits, &[tokens, experts]), bias, (index, weight))
+}
+
+/// Rows of logits of any layout; the lengths have been checked.
+fn run(
+    cpu: &Cpu,
+    shape: &Route,
+    logits: TensorRef,
+    bias: Option<TensorRef>,
+    (index, weight): (&mut [i32], &mut [f32]),
+) -> Result<(), Error> {
     let Route { tokens, experts, chosen, .. } = *shape;
-    let scale = check(shape, [logits.len(), index.len(), weight.len()], bias.map(<[I]>::len))?;
+    let scale = check_choice(shape)?;
+    logits.on_host("route", "logits")?;
     if tokens == 0 {
         return Ok(());
     }
-    let mut scores = vec![0f32; logits.len()];
-    match shape.scoring {
-        Scoring::Softmax => softmax(cpu, tokens, experts, logits, &mut scores)?,
-        Scoring::Sigmoid => {
-            for (score, logit) in scores.iter_mut().zip(logits) {
-                *score = f32::narrow(sigmoid(Scalar, logit.widen()));
+    typed!(logits.dtype() => I, {
+        let bias = bias.map(|bias| bias.dense::<I>("route", "bias")).transpose()?;
+        let mut scores = vec![0f32; tokens * experts];
+        match shape.scoring {
+            Scoring::Softmax => softmax::run(cpu, logits, TensorMut::of(&mut scores, &[tokens, experts]))?,
+            Scoring::Sigmoid => {
+                let logits = logits.rows::<I>();
+                for (t, scores) in scores.chunks_exact_mut(experts).enumerate() {
+                    for (score, logit) in scores.iter_mut().zip(logits.row(t)) {
+                        *score = f32::narrow(sigmoid(Scalar, logit.widen()));
+                    }
+                }
             }
         }
-    }
-    let rows = Mutex::new(
-        scores.chunks_exact(experts).zip(index.chunks_exact_mut(chosen)).zip(weight.chunks_exact_mut(chosen)),
-    );
-    cpu.each(tokens, |_| {
-        let next = rows.lock().expect("no panic while holding the lock").next();
-        let ((scores, index), weight) = next.expect("one for each token");
-        choose_row(shape, scale, scores, bias, index, weight);
+        let rows = Mutex::new(
+            scores.chunks_exact(experts).zip(index.chunks_exact_mut(chosen)).zip(weight.chunks_exact_mut(chosen)),
+        );
+        cpu.each(tokens, |_| {
+            let next = rows.lock().expect("no panic while holding the lock").next();
+            let ((scores, index), weight) = next.expect("one for each token");
+            choose_row(shape, scale, scores, bias, index, weight);
+        });
     });
     Ok(())
 }
 
+/// route, by name: rank and weight of every expert, -1 and +0 where it is not chosen.
+pub(crate) const OP: Entry = Entry {
+    name: "route",
+    cpu: |cpu, args| {
+        let shape = Route::of(args.call);
+        let Route { tokens, chosen, .. } = shape;
+        let (mut index, mut weights) = (vec![0i32; tokens * chosen], vec![0f32; tokens * chosen]);
+        let (logits, bias) = (args.input("logits"), args.optional("bias"));
+        run(cpu, &shape, logits, bias, (&mut index, &mut weights))?;
+        let (rank, weight) =
+            (args.output("rank").host::<i32>("route", "rank")?, args.output("weight").host::<f32>("route", "weight")?);
+        spread(&shape, &index, &weights, rank, weight);
+        Ok(())
+    },
+    device: Some(|on, args| {
+        let shape = Route::of(args.call);
+        let count = shape.tokens * shape.chosen;
+        let (mut index, mut weights) = (on.empty::<i32>("route", count)?, on.empty::<f32>("route", count)?);
+        let (logits, bias) = (args.input("logits"), args.optional("bias"));
+        typed!(logits.dtype() => I, {
+            let bias = bias.map(|bias| bias.device::<I>("route", "bias")).transpose()?;
+            device::route(on, &shape, logits.device::<I>("route", "logits")?, bias, &mut index, &mut weights)?;
+        });
+        let (mut chosen, mut scores) = (vec![0; count], vec![0f32; count]);
+        index.download(on, &mut chosen)?;
+        weights.download(on, &mut scores)?;
+        let (mut rank, mut weight) = (vec![0; shape.tokens * shape.experts], vec![0f32; shape.tokens * shape.experts]);
+        spread(&shape, &chosen, &scores, &mut rank, &mut weight);
+        args.output("rank").device("route", "rank")?.fill(on, &rank)?;
+        args.output("weight").device("route", "weight")?.fill(on, &weight)
+    }),
+    prepare: None,
+};
+
+/// Rank and weight of every expert from those that were chosen.
+fn spread(shape: &Route, index: &[i32], weights: &[f32], rank: &mut [i32], weight: &mut [f32]) {
+    rank.fill(-1);
+    weight.fill(0.0);
+    for (i, (&expert, &w)) in index.iter().zip(weights).enumerate() {
+        let at = i / shape.chosen * shape.experts + expert as usize;
+        (rank[at], weight[at]) = ((i % shape.chosen) as i32, w);
+    }
+}
+
+impl Route {
+    /// The parameters of a call.
+    pub(crate) fn of(call: &Call) -> Route {
+        let count = |name: &str| call.count(name);
+        Route {
+            tokens: call.dim("T"),
+            experts: call.dim("E"),
+            chosen: count("chosen"),
+            scoring: if call.word("scoring") == "sigmoid" { Scoring::Sigmoid } else { Scoring::Softmax },
+            groups: count("groups"),
+            top_groups: count("top_groups"),
+            group_worth: if call.word("group_worth") == "top_two" { GroupWorth::TopTwo } else { GroupWorth::Max },
+            normalise: call.flag("normalise"),
+            scale: call.float("scale"),
+        }
+    }
+}
+
 /// Checks a call, whatever it runs on, by the lengths of its slices: `f32(scale)`.
 pub(crate) fn check(shape: &Route, [logits, index, weight]: [usize; 3], bias: Option<usize>) -> Result<f32, Error> {
-    let Route { tokens, experts, chosen, groups, top_groups, group_worth, .. } = *shape;
+    let Route { tokens, experts, chosen, .. } = *shape;
     check_len("route", "logits", "[T,E]", logits, &[tokens, experts])?;
     check_len("route", "index", "[T,K]", index, &[tokens, chosen])?;
     check_len("route", "weight", "[T,K]", weight, &[tokens, chosen])?;
     if let Some(bias) = bias {
         check_len("route", "bias", "[E]", bias, &[experts])?;
     }
+    check_choice(shape)
+}
+
+/// Checks the parameters: `f32(scale)`.
+fn check_choice(shape: &Route) -> Result<f32, Error> {
+    let Route { experts, chosen, groups, top_groups, group_worth, .. } = *shape;
     let bad = |what: String| Err(value_error("route", what));
     if chosen == 0 || chosen > experts || i32::try_from(experts).is_err() {
         return bad(format!("{chosen} of {experts} experts; choose at least 1 and at most all"));

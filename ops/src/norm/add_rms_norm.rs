@@ -3,21 +3,25 @@
 //! Formula: `sum = x + residual`, `y = rms_norm(sum, w)`.
 //! Order and rounding: bit for bit `add` with its last rounding, then `rms_norm` of the sum as it is stored.
 
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::elementwise::add::Add;
 use crate::elementwise::frame::pointwise;
 use crate::norm::rms_norm::Scale;
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
-use crate::{Cpu, Element, Error, RmsNorm, Rounding, check_len};
+use crate::tensor::Rows;
+use crate::{Cpu, DType, Element, Error, RmsNorm, Rounding, TensorMut, TensorRef, bf16, check_len, f16, value_error};
 
 /// The longest row of a large sum that is made in the cache before it is written past it.
 const KEPT: usize = 8192;
 
-/// `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`, all row-major. Sum and y may differ in type; the norm reads the sum
-/// as it is stored.
+/// `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`, all row-major. Sum has the type of y or is f32; the norm reads the
+/// sum as it is stored.
 ///
 /// # Errors
-/// [`Error::Length`] when a slice does not match.
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] for another type of sum.
 pub fn add_rms_norm<I: Element, M: Element, O: Element>(
     cpu: &Cpu,
     shape: &RmsNorm,
@@ -33,22 +37,71 @@ pub fn add_rms_norm<I: Element, M: Element, O: Element>(
     check_len("add_rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("add_rms_norm", "sum", "[R,N]", sum.len(), &[rows, n])?;
     check_len("add_rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
-    let large = (n <= KEPT && is_large(cpu, sum), is_large(cpu, y));
-    let size = (cpu.rows_per_chunk(rows, n) * n).max(1);
-    let mut parts: Vec<_> = sum.chunks_mut(size).zip(y.chunks_mut(size)).collect();
-    cpu.chunks(&mut parts, 1, |part, outputs| {
-        for (sum, y) in outputs {
-            let (x, residual) = (&x[part * size..][..y.len()], &residual[part * size..][..y.len()]);
-            cpu.dispatch(Rows { shape, x, residual, w, sum, y, large });
+    let extents = [rows, n];
+    let [x, residual] = [x, residual].map(|x| TensorRef::of(x, &extents));
+    let outputs = (TensorMut::of(sum, &extents), TensorMut::of(y, &extents));
+    run(cpu, shape, [x, residual], TensorRef::of(w, &[n]), outputs)
+}
+
+/// Rows of x and residual of any layout, into sum and y.
+fn run(
+    cpu: &Cpu,
+    shape: &RmsNorm,
+    [x, residual]: [TensorRef; 2],
+    w: TensorRef,
+    (sum, y): (TensorMut, TensorMut),
+) -> Result<(), Error> {
+    x.on_host("add_rms_norm", "x")?;
+    residual.on_host("add_rms_norm", "residual")?;
+    typed!(x.dtype() => I, {
+        let (x, w) = ([x, residual].map(|x| x.rows::<I>()), w.dense::<I>("add_rms_norm", "w")?);
+        if sum.dtype() == y.dtype() {
+            typed!(y.dtype() => O, {
+                let sum = sum.host::<O>("add_rms_norm", "sum")?;
+                Part::chunks(cpu, shape, x, w, sum, y.host::<O>("add_rms_norm", "y")?);
+            });
+        } else if sum.dtype() == DType::Fp32 {
+            let sum = sum.host::<f32>("add_rms_norm", "sum")?;
+            match y.dtype() {
+                DType::Fp16 => Part::chunks(cpu, shape, x, w, sum, y.host::<f16>("add_rms_norm", "y")?),
+                _ => Part::chunks(cpu, shape, x, w, sum, y.host::<bf16>("add_rms_norm", "y")?),
+            }
+        } else {
+            let what = format!("sum is {} and y is {}; sum has the dtype of y or fp32", sum.dtype(), y.dtype());
+            return Err(value_error("add_rms_norm", what));
         }
     });
     Ok(())
 }
 
-struct Rows<'a, I, M, O> {
+/// add_rms_norm, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "add_rms_norm",
+    cpu: |cpu, args| {
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        let (x, outputs) = ([args.input("x"), args.input("residual")], (args.output("sum"), args.output("y")));
+        run(cpu, &shape, x, args.input("w"), outputs)
+    },
+    device: Some(|on, args| {
+        const NAME: &str = "add_rms_norm";
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        let [x, residual, w] = ["x", "residual", "w"].map(|name| args.input(name));
+        let (sum, y) = (args.output("sum"), args.output("y"));
+        typed!(x.dtype() => I, typed!(sum.dtype() => M, typed!(y.dtype() => O, {
+            let (x, residual) = (x.device(NAME, "x")?, residual.device(NAME, "residual")?);
+            let (sum, y) = (sum.device(NAME, "sum")?, y.device(NAME, "y")?);
+            device::add_rms_norm::<I, M, O>(on, &shape, x, residual, w.device(NAME, "w")?, sum, y)
+        })))
+    }),
+    prepare: None,
+};
+
+/// Some rows, from `first` on.
+struct Part<'a, I, M, O> {
     shape: &'a RmsNorm,
-    x: &'a [I],
-    residual: &'a [I],
+    /// x and residual.
+    x: [Rows<'a, I>; 2],
+    first: usize,
     w: &'a [I],
     sum: &'a mut [M],
     y: &'a mut [O],
@@ -56,7 +109,41 @@ struct Rows<'a, I, M, O> {
     large: (bool, bool),
 }
 
-impl<I: Element, M: Element, O: Element> Kernel for Rows<'_, I, M, O> {
+impl<I: Element, M: Element, O: Element> Part<'_, I, M, O> {
+    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: [Rows<I>; 2], w: &[I], sum: &mut [M], y: &mut [O]) {
+        let n = shape.n;
+        let large = (n <= KEPT && is_large(cpu, sum), is_large(cpu, y));
+        let per_chunk = cpu.rows_per_chunk(shape.rows, n);
+        let size = (per_chunk * n).max(1);
+        let mut parts: Vec<_> = sum.chunks_mut(size).zip(y.chunks_mut(size)).collect();
+        cpu.chunks(&mut parts, 1, |part, outputs| {
+            for (sum, y) in outputs {
+                cpu.dispatch(Part { shape, x, first: part * per_chunk, w, sum, y, large });
+            }
+        });
+    }
+
+    #[inline(always)]
+    fn rows<S: Simd, const HF: bool>(self, s: S) {
+        let n = self.shape.n;
+        let rows = self.first..self.first + self.y.len() / n;
+        let mut sums = Sink::<M, KEPT>::new(self.sum, self.large.0);
+        let mut sink = Sink::<O>::new(self.y, self.large.1);
+        for row in rows {
+            let [x, residual] = self.x.map(|x| x.row(row));
+            let sum = sums.room(n);
+            pointwise(s, Add, x, residual, sum, &mut []);
+            let scale = Scale::<S, HF>::of_row(s, self.shape, sum);
+            let next = self.x.map(|x| x.address(row + 1));
+            scale.row(s, sum, self.w, &mut sink, next);
+            sums.put(s, n);
+        }
+        sums.end(s);
+        sink.end(s);
+    }
+}
+
+impl<I: Element, M: Element, O: Element> Kernel for Part<'_, I, M, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -64,24 +151,5 @@ impl<I: Element, M: Element, O: Element> Kernel for Rows<'_, I, M, O> {
             Rounding::Once => self.rows::<S, false>(s),
             Rounding::Hf => self.rows::<S, true>(s),
         }
-    }
-}
-
-impl<I: Element, M: Element, O: Element> Rows<'_, I, M, O> {
-    #[inline(always)]
-    fn rows<S: Simd, const HF: bool>(self, s: S) {
-        let n = self.shape.n;
-        let mut sums = Sink::<M, KEPT>::new(self.sum, self.large.0);
-        let mut sink = Sink::<O>::new(self.y, self.large.1);
-        for (row, (x, residual)) in self.x.chunks_exact(n).zip(self.residual.chunks_exact(n)).enumerate() {
-            let sum = sums.room(n);
-            pointwise(s, Add, x, residual, sum, &mut []);
-            let scale = Scale::<S, HF>::of_row(s, self.shape, sum);
-            let next = [self.x, self.residual].map(|x| x.as_ptr().wrapping_add((row + 1) * n));
-            scale.row(s, sum, self.w, &mut sink, next);
-            sums.put(s, n);
-        }
-        sums.end(s);
-        sink.end(s);
     }
 }

@@ -3,12 +3,18 @@
 //! Formula: `y = rope(rms_norm(x, w))`, the norm over each head.
 //! Order and rounding: bit for bit `rms_norm` of `[T*H, D]` with an f32 output, then `rope` of that; one last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::norm::rms_norm::Scale;
-use crate::rope::rope::rotate_head;
+use crate::rope::rope::{prepare, rotate_head, table_of};
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd};
-use crate::{Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, check_len, value_error};
+use crate::tensor::Rows;
+use crate::{
+    Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, TensorMut, TensorRef, check_len, value_error,
+};
+use samebits_schema::Call;
 
 /// Dimensions and parameters of `norm_rope`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,39 +55,116 @@ pub fn norm_rope<I: Element, O: Element>(
     check_len("norm_rope", "w", "[D]", w.len(), &[dim])?;
     check_len("norm_rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
     table.check("norm_rope", &Rope { tokens, heads, dim, pairing })?;
-    if y.is_empty() {
-        return Ok(());
-    }
-    compile_here!((cpu: &Cpu, shape: &NormRope, table: &RopeTable) I(x, w) O(y) -> () => {
-        Tokens::chunks(cpu, shape, table, x, w, y)
-    });
+    let extents = [tokens, heads, dim];
+    run(cpu, shape, table, [TensorRef::of(x, &extents), TensorRef::of(w, &[dim])], TensorMut::of(y, &extents))
+}
+
+/// Heads of x of any layout; the table has been checked.
+fn run(cpu: &Cpu, shape: &NormRope, table: &RopeTable, [x, w]: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
+    x.on_host("norm_rope", "x")?;
+    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+        let (w, y) = (w.dense::<I>("norm_rope", "w")?, y.host::<O>("norm_rope", "y")?);
+        if !y.is_empty() {
+            Part::chunks(cpu, shape, table, x.rows::<I>(), w, y);
+        }
+    }));
     Ok(())
 }
 
-struct Tokens<'a, I, O> {
+/// norm_rope, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "norm_rope",
+    cpu: |cpu, args| {
+        let shape = NormRope::of(args.call)?;
+        let made;
+        let table = match args.input("pos").as_angles() {
+            Some(table) => table,
+            None => {
+                made = table_of(cpu, args)?;
+                &made
+            }
+        };
+        table.check("norm_rope", &Rope::of(args.call))?;
+        run(cpu, &shape, table, [args.input("x"), args.input("w")], args.output("y"))
+    },
+    device: Some(|on, args| {
+        let made;
+        let table = match args.input("pos").as_rotations() {
+            Some(table) => table,
+            None => {
+                made = device::Rotations::new(on, &table_of(&Cpu::best(), args)?)?;
+                &made
+            }
+        };
+        let (shape, [x, w], y) = (NormRope::of(args.call)?, ["x", "w"].map(|name| args.input(name)), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            let (x, w) = (x.device("norm_rope", "x")?, w.device("norm_rope", "w")?);
+            device::norm_rope::<I, O>(on, &shape, table, x, w, y.device("norm_rope", "y")?)
+        }))
+    }),
+    prepare: Some(prepare),
+};
+
+impl NormRope {
+    /// The parameters of a call.
+    pub(crate) fn of(call: &Call) -> Result<NormRope, Error> {
+        let Rope { tokens, heads, dim, pairing } = Rope::of(call);
+        let RmsNorm { eps, rounding, weight_offset, .. } = RmsNorm::of(call, tokens, dim)?;
+        Ok(NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing })
+    }
+}
+
+/// Some tokens, from `first` on.
+struct Part<'a, I, O> {
     shape: &'a NormRope,
     table: &'a RopeTable,
-    /// The token that x and y begin with.
     first: usize,
-    x: &'a [I],
+    x: Rows<'a, I>,
     w: &'a [I],
     y: &'a mut [O],
     large: bool,
 }
 
-impl<I: Element, O: Element> Tokens<'_, I, O> {
-    fn chunks(cpu: &Cpu, shape: &NormRope, table: &RopeTable, x: &[I], w: &[I], y: &mut [O]) {
+impl<I: Element, O: Element> Part<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &NormRope, table: &RopeTable, x: Rows<I>, w: &[I], y: &mut [O]) {
         let size = shape.heads * shape.dim;
         let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
         let large = shape.dim <= BLOCK && is_large(cpu, y);
         cpu.chunks(y, per_chunk * size, |chunk, y| {
-            let x = &x[chunk * per_chunk * size..][..y.len()];
-            cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, w, y, large });
+            cpu.dispatch(Part { shape, table, first: chunk * per_chunk, x, w, y, large });
         });
+    }
+
+    #[inline(always)]
+    fn tokens<S: Simd, const HF: bool>(self, s: S) {
+        let NormRope { heads, dim, eps, rounding, weight_offset, pairing, .. } = *self.shape;
+        let norm = RmsNorm { rows: 1, n: dim, eps, rounding, weight_offset };
+        const NO_ROW: [*const f32; 0] = [];
+        let mut normed = vec![0f32; dim];
+        let tokens = self.first..self.first + self.y.len() / (heads * dim);
+        let mut sink = Sink::<O>::new(self.y, self.large);
+        for t in tokens {
+            let angles = self.table.row(t);
+            // A large output is made of whole heads at a time.
+            let at_once = (BLOCK / dim).max(1);
+            for from in (0..heads).step_by(at_once) {
+                let some = from..heads.min(from + at_once);
+                let y = sink.room(some.len() * dim);
+                let len = y.len();
+                for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
+                    let x = self.x.row(t * heads + h);
+                    let scale = Scale::<S, HF>::of_row(s, &norm, x);
+                    scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
+                    rotate_head(s, pairing, angles, &normed, y);
+                }
+                sink.put(s, len);
+            }
+        }
+        sink.end(s);
     }
 }
 
-impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -89,30 +172,5 @@ impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
             Rounding::Once => self.tokens::<S, false>(s),
             Rounding::Hf => self.tokens::<S, true>(s),
         }
-    }
-}
-
-impl<I: Element, O: Element> Tokens<'_, I, O> {
-    #[inline(always)]
-    fn tokens<S: Simd, const HF: bool>(self, s: S) {
-        let NormRope { heads, dim, eps, rounding, weight_offset, pairing, .. } = *self.shape;
-        let norm = RmsNorm { rows: 1, n: dim, eps, rounding, weight_offset };
-        const NO_ROW: [*const f32; 0] = [];
-        let mut normed = vec![0f32; dim];
-        let mut sink = Sink::<O>::new(self.y, self.large);
-        for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
-            let angles = self.table.row(self.first + t);
-            // A large output is made of whole heads at a time.
-            for x in x.chunks(dim * (BLOCK / dim).max(1)) {
-                let y = sink.room(x.len());
-                for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
-                    let scale = Scale::<S, HF>::of_row(s, &norm, x);
-                    scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
-                    rotate_head(s, pairing, angles, &normed, y);
-                }
-                sink.put(s, x.len());
-            }
-        }
-        sink.end(s);
     }
 }

@@ -5,12 +5,16 @@
 //! Rounding: every step once to f32. `once`: `(x*r)*w`, last rounding. `hf`: `x*r` is rounded to bf16, then `w *` it,
 //! last rounding. `weight_offset` first makes `w + 1` in f32.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::Entry;
+use crate::element::typed;
 use crate::reduce::{Step, lane_sum};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
-use crate::{Cpu, Element, Error, check_len};
+use crate::tensor::Rows;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use half::bf16;
+use samebits_schema::Call;
 
 /// Where `rms_norm` rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +55,47 @@ pub fn rms_norm<I: Element, O: Element>(
     check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
-    compile_here!((cpu: &Cpu, shape: &RmsNorm) I(x, w) O(y) -> () => Rows::chunks(cpu, shape, x, w, y));
+    run(cpu, shape, TensorRef::of(x, &[rows, n]), TensorRef::of(w, &[n]), TensorMut::of(y, &[rows, n]))
+}
+
+/// Rows of x of any layout.
+fn run(cpu: &Cpu, shape: &RmsNorm, x: TensorRef, w: TensorRef, y: TensorMut) -> Result<(), Error> {
+    x.on_host("rms_norm", "x")?;
+    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+        let (w, y) = (w.dense::<I>("rms_norm", "w")?, y.host::<O>("rms_norm", "y")?);
+        Part::chunks(cpu, shape, x.rows::<I>(), w, y);
+    }));
     Ok(())
+}
+
+/// rms_norm, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "rms_norm",
+    cpu: |cpu, args| {
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        run(cpu, &shape, args.input("x"), args.input("w"), args.output("y"))
+    },
+    device: Some(|on, args| {
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        let (x, w, y) = (args.input("x"), args.input("w"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            let (x, w) = (x.device("rms_norm", "x")?, w.device("rms_norm", "w")?);
+            device::rms_norm::<I, O>(on, &shape, x, w, y.device("rms_norm", "y")?)
+        }))
+    }),
+    prepare: None,
+};
+
+impl RmsNorm {
+    /// The parameters of a call, for `rows` rows of `n`.
+    pub(crate) fn of(call: &Call, rows: usize, n: usize) -> Result<RmsNorm, Error> {
+        let eps = call.float("eps") as f32;
+        if !eps.is_finite() {
+            return Err(value_error(call.op.name, format!("eps is {}; it must be finite in f32", call.float("eps"))));
+        }
+        let rounding = if call.word("rounding") == "hf" { Rounding::Hf } else { Rounding::Once };
+        Ok(RmsNorm { rows, n, eps, rounding, weight_offset: call.flag("weight_offset") })
+    }
 }
 
 /// `acc + x*x`, fused.
@@ -66,15 +109,40 @@ impl Step for Square {
     }
 }
 
-struct Rows<'a, I, O> {
+/// Some rows, from `first` on.
+struct Part<'a, I, O> {
     shape: &'a RmsNorm,
-    x: &'a [I],
+    x: Rows<'a, I>,
+    first: usize,
     w: &'a [I],
     y: &'a mut [O],
     large: bool,
 }
 
-impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
+impl<I: Element, O: Element> Part<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: Rows<I>, w: &[I], y: &mut [O]) {
+        let per_chunk = cpu.rows_per_chunk(shape.rows, shape.n);
+        let large = is_large(cpu, y);
+        cpu.chunks(y, per_chunk * shape.n, |chunk, y| {
+            cpu.dispatch(Part { shape, x, first: chunk * per_chunk, w, y, large });
+        });
+    }
+
+    #[inline(always)]
+    fn rows<S: Simd, const HF: bool>(self, s: S) {
+        let count = self.y.len() / self.shape.n.max(1);
+        let mut sink = Sink::<O>::new(self.y, self.large);
+        for row in self.first..self.first + count {
+            let x = self.x.row(row);
+            let scale = Scale::<S, HF>::of_row(s, self.shape, x);
+            // While this row comes from the cache, the next one comes from memory.
+            scale.row(s, x, self.w, &mut sink, [self.x.address(row + 1)]);
+        }
+        sink.end(s);
+    }
+}
+
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
@@ -82,30 +150,6 @@ impl<I: Element, O: Element> Kernel for Rows<'_, I, O> {
             Rounding::Once => self.rows::<S, false>(s),
             Rounding::Hf => self.rows::<S, true>(s),
         }
-    }
-}
-
-impl<I: Element, O: Element> Rows<'_, I, O> {
-    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: &[I], w: &[I], y: &mut [O]) {
-        let rows_per_chunk = cpu.rows_per_chunk(shape.rows, shape.n);
-        let large = is_large(cpu, y);
-        cpu.chunks(y, rows_per_chunk * shape.n, |chunk, y| {
-            let x = &x[chunk * rows_per_chunk * shape.n..][..y.len()];
-            cpu.dispatch(Rows { shape, x, w, y, large });
-        });
-    }
-
-    #[inline(always)]
-    fn rows<S: Simd, const HF: bool>(self, s: S) {
-        let n = self.shape.n;
-        let mut sink = Sink::<O>::new(self.y, self.large);
-        for (row, x) in self.x.chunks_exact(n.max(1)).enumerate() {
-            let scale = Scale::<S, HF>::of_row(s, self.shape, x);
-            // While this row comes from the cache, the next one comes from memory.
-            let next = self.x.as_ptr().wrapping_add((row + 1) * n);
-            scale.row(s, x, self.w, &mut sink, [next]);
-        }
-        sink.end(s);
     }
 }
 

@@ -12,9 +12,10 @@
 //! Order and rounding are those of the pairs it stands for: [`Coded::pair`] gives them one at a time, and the kernel here
 //! is that of [`dot_tile`](crate::gemm::tile::dot_tile).
 
-use crate::gemm::gemm::{SharedOut, pack_rows, panel_words};
+use crate::gemm::gemm::{SharedOut, pack_w, panel_words};
 use crate::gemm::tile::PANEL;
 use crate::pack::prefetch;
+use crate::tensor::Rows;
 use crate::workspace::memory::{LINE, Memory};
 use crate::{Cpu, Error, Tf32};
 use half::bf16;
@@ -68,7 +69,8 @@ impl Form {
 ///
 /// # Errors
 /// [`Error::Memory`] when the system has no room for it.
-pub fn pack(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<Option<Memory>, Error> {
+pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error> {
+    let k = w.n();
     let form = Form::of(n, k);
     let bytes = form.words().saturating_mul(4);
     let mut memory = Memory::new(form.words()).ok_or(Error::Memory { op: "gemm", bytes })?;
@@ -82,7 +84,7 @@ pub fn pack(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Result<Option<Memory>,
         }
         let rows = PANEL.min(n - panel * PANEL);
         let mut pairs = vec![0; size];
-        pack_rows(cpu, rows, k, &w[panel * PANEL * k..], Tf32::Disabled, bf16::NEG_ZERO, true, &mut pairs, PANEL);
+        pack_w(cpu, w, panel * PANEL, rows, Tf32::Disabled, &mut pairs);
         let least = pairs[size - LINE];
         // What no column or no pair of k needs is like what they need: it makes no exceptions.
         pairs.truncate(form.pairs * PANEL);
@@ -460,6 +462,7 @@ pub unsafe fn dot_coded_row(coded: &Coded, left: *const u32, bounds: &[usize], o
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TensorRef;
     use crate::{Element, Isa};
 
     /// Weights of like size; `small` of them are far smaller.
@@ -480,7 +483,8 @@ mod tests {
         for (n, k, small) in [(32, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (5, 6, 1), (64, 512, 30), (40, 0, 0)]
         {
             let w = weights(n, k, small);
-            let memory = pack(&cpu, n, k, &w).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
+            let rows = TensorRef::of(&w, &[n, k]).rows();
+            let memory = pack(&cpu, n, rows).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
             for row in 0..n {
                 let (panel, _) = Coded::panel(Form::of(n, k), &memory, row / PANEL);
                 for k_at in 0..k {
@@ -497,6 +501,6 @@ mod tests {
         let cpu = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
         let mut w = weights(64, 512, 0);
         w.iter_mut().step_by(9).for_each(|w| *w = bf16::narrow(w.widen() * 1e-30));
-        assert!(pack(&cpu, 64, 512, &w).unwrap().is_none());
+        assert!(pack(&cpu, 64, TensorRef::of(&w, &[64, 512]).rows()).unwrap().is_none());
     }
 }

@@ -5,10 +5,14 @@
 //! Rounding: `inv_freq = f32(theta^(-2i/D))`; `angle = f32(pos) * inv_freq`, one f32 product; `c` and `s` are cosine and
 //! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
 
-use crate::element::compile_here;
+use crate::backend::device;
+use crate::call::{Arguments, Entry, Prepared};
+use crate::element::typed;
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
-use crate::{Cpu, Element, Error, check_len, value_error};
+use crate::tensor::Rows;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use samebits_schema::Call;
 
 /// Which elements of a head rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +75,11 @@ impl RopeTable {
         RopeTable { half, cos: table(cos), sin: table(sin) }
     }
 
+    /// How many tokens it has rows for.
+    pub(crate) fn tokens(&self) -> usize {
+        self.cos.len().checked_div(self.half).unwrap_or(0)
+    }
+
     /// D/2, the cosines and the sines.
     pub(crate) fn parts(&self) -> (usize, &[f32], &[f32]) {
         (self.half, &self.cos, &self.sin)
@@ -115,52 +124,114 @@ pub fn rope<I: Element, O: Element>(
     check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
     check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
     table.check("rope", shape)?;
-    if y.is_empty() {
-        return Ok(());
-    }
-    compile_here!((cpu: &Cpu, shape: &Rope, table: &RopeTable) I(x) O(y) -> () => {
-        Tokens::chunks(cpu, shape, table, x, y)
-    });
+    let extents = [tokens, heads, dim];
+    run(cpu, shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
+}
+
+/// Heads of x of any layout; the table has been checked.
+fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -> Result<(), Error> {
+    x.on_host("rope", "x")?;
+    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+        let y = y.host::<O>("rope", "y")?;
+        if !y.is_empty() {
+            Part::chunks(cpu, shape, table, x.rows::<I>(), y);
+        }
+    }));
     Ok(())
 }
 
-struct Tokens<'a, I, O> {
+/// rope, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "rope",
+    cpu: |cpu, args| {
+        let shape = Rope::of(args.call);
+        let made;
+        let table = match args.input("pos").as_angles() {
+            Some(table) => table,
+            None => {
+                made = table_of(cpu, args)?;
+                &made
+            }
+        };
+        table.check("rope", &shape)?;
+        run(cpu, &shape, table, args.input("x"), args.output("y"))
+    },
+    device: Some(|on, args| {
+        let made;
+        let table = match args.input("pos").as_rotations() {
+            Some(table) => table,
+            None => {
+                made = device::Rotations::new(on, &table_of(&Cpu::best(), args)?)?;
+                &made
+            }
+        };
+        let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            device::rope::<I, O>(on, &shape, table, x.device("rope", "x")?, y.device("rope", "y")?)
+        }))
+    }),
+    prepare: Some(prepare),
+};
+
+impl Rope {
+    /// The parameters of a call.
+    pub(crate) fn of(call: &Call) -> Rope {
+        let pairing = if call.word("pairing") == "interleaved" { Pairing::Interleaved } else { Pairing::Half };
+        Rope { tokens: call.dim("T"), heads: call.dim("H"), dim: call.dim("D"), pairing }
+    }
+}
+
+/// The angles of the positions of a call.
+pub(crate) fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
+    let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"));
+    Ok(RopeTable::new(cpu, &inv_freq, args.integers("pos")?))
+}
+
+/// The same, for the next calls too.
+pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, Error> {
+    Ok(Some(Prepared::Angles("pos", table_of(cpu, args)?)))
+}
+
+/// Some tokens, from `first` on.
+struct Part<'a, I, O> {
     shape: &'a Rope,
     table: &'a RopeTable,
-    /// The token that x and y begin with.
     first: usize,
-    x: &'a [I],
+    x: Rows<'a, I>,
     y: &'a mut [O],
     large: bool,
 }
 
-impl<I: Element, O: Element> Tokens<'_, I, O> {
-    fn chunks(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: &[I], y: &mut [O]) {
+impl<I: Element, O: Element> Part<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: Rows<I>, y: &mut [O]) {
         let size = shape.heads * shape.dim;
         let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
         let large = shape.dim <= BLOCK && is_large(cpu, y);
         cpu.chunks(y, per_chunk * size, |chunk, y| {
-            let x = &x[chunk * per_chunk * size..][..y.len()];
-            cpu.dispatch(Tokens { shape, table, first: chunk * per_chunk, x, y, large });
+            cpu.dispatch(Part { shape, table, first: chunk * per_chunk, x, y, large });
         });
     }
 }
 
-impl<I: Element, O: Element> Kernel for Tokens<'_, I, O> {
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Rope { heads, dim, pairing, .. } = *self.shape;
+        let tokens = self.first..self.first + self.y.len() / (heads * dim);
         let mut sink = Sink::<O>::new(self.y, self.large);
-        for (t, x) in self.x.chunks_exact(heads * dim).enumerate() {
-            let angles = self.table.row(self.first + t);
+        for t in tokens {
+            let angles = self.table.row(t);
             // A large output is made of whole heads at a time.
-            for x in x.chunks(dim * (BLOCK / dim).max(1)) {
-                let y = sink.room(x.len());
-                for (x, y) in x.chunks_exact(dim).zip(y.chunks_exact_mut(dim)) {
-                    rotate_head(s, pairing, angles, x, y);
+            let at_once = (BLOCK / dim).max(1);
+            for from in (0..heads).step_by(at_once) {
+                let some = from..heads.min(from + at_once);
+                let y = sink.room(some.len() * dim);
+                let len = y.len();
+                for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
+                    rotate_head(s, pairing, angles, self.x.row(t * heads + h), y);
                 }
-                sink.put(s, x.len());
+                sink.put(s, len);
             }
         }
         sink.end(s);

@@ -177,7 +177,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let (x, w, bias) = (r.floats::<I>(m * k), r.floats(n * k), r.floats(n));
                 gemm(&r.cpu, &Gemm::new(m, n, k), &x, &w, Some(&bias), &mut r.room::<O>(m * n))?;
                 let packed = PackedWeight::pack(&r.cpu, n, k, &w)?;
-                gemm_packed(&r.cpu, m, &x, &packed, None, &mut r.room::<O>(m * n))?;
+                gemm_packed(&r.cpu, &Gemm::new(m, n, k), &x, &packed, None, &mut r.room::<O>(m * n))?;
             }
             Ok(())
         }),

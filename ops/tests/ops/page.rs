@@ -85,11 +85,13 @@ fn check_gemm<I: Element, O: Element>(m: usize, n: usize, k: usize, spread: u32,
         }
         let packed = PackedWeight::pack(&cpu, n, k, &w).unwrap();
         y.fill(O::default());
-        gemm_packed(&cpu, m, &x, &packed, bias.as_deref(), &mut y).unwrap();
+        gemm_packed(&cpu, &Gemm::new(m, n, k), &x, &packed, bias.as_deref(), &mut y).unwrap();
         assert_eq!(bits(&y), expected, "{cpu:?} packed");
-        for tight in budgets(&cpu, seed, |cpu| gemm_packed(cpu, m, &x, &packed, bias.as_deref(), &mut y)) {
+        for tight in
+            budgets(&cpu, seed, |cpu| gemm_packed(cpu, &Gemm::new(m, n, k), &x, &packed, bias.as_deref(), &mut y))
+        {
             y.fill(O::default());
-            gemm_packed(&tight, m, &x, &packed, bias.as_deref(), &mut y).unwrap();
+            gemm_packed(&tight, &Gemm::new(m, n, k), &x, &packed, bias.as_deref(), &mut y).unwrap();
             assert_eq!(bits(&y), expected, "{tight:?} packed {m}x{n}x{k} {:?}", tight.ledger().plans());
         }
     }
@@ -394,11 +396,11 @@ proptest! {
         embedding_packed(&scalar, &packed, &tokens, &mut rows).unwrap();
         prop_assert_eq!(bits(&rows), bits(&table));
         for cpu in cpus() {
-            let mut all = budgets(&cpu, seed, |cpu| gemm_packed(cpu, m, &x, &packed, None, &mut y));
+            let mut all = budgets(&cpu, seed, |cpu| gemm_packed(cpu, &Gemm::new(m, n, k), &x, &packed, None, &mut y));
             all.push(cpu.clone());
             for cpu in all {
                 y.fill(0.0);
-                gemm_packed(&cpu, m, &x, &packed, None, &mut y).unwrap();
+                gemm_packed(&cpu, &Gemm::new(m, n, k), &x, &packed, None, &mut y).unwrap();
                 prop_assert_eq!(bits(&y), bits(&expected), "{:?} {:?}", cpu, cpu.ledger().plans());
             }
             let mut all =

@@ -219,6 +219,11 @@ impl Rotations {
         })
     }
 
+    /// How many tokens it has rows for.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
     /// Copies another table of the same size over it.
     ///
     /// # Errors

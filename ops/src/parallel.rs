@@ -1,0 +1,191 @@
+//! Work on several threads. Tasks are whole outputs, so which thread takes which cannot be seen in a result.
+//!
+//! The pool takes a task's code as `&dyn Fn`: it is compiled once, not once for every kernel.
+
+use crate::{Cpu, Error};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+impl Cpu {
+    /// Runs `work(0)` on the calling thread and the other numbers below `count` beside it; `count` is at most the number of
+    /// threads.
+    fn run(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        match (count, self.pool()) {
+            (0, _) => {}
+            (1, _) | (_, None) => work(0),
+            (_, Some(pool)) => pool.run(count, work),
+        }
+    }
+
+    /// Runs `work` once for each of `slots`, at most as many as there are threads.
+    fn workers<S: Send>(&self, slots: impl IntoIterator<Item = S>, work: impl Fn(S) + Sync) {
+        let slots: Vec<_> = slots.into_iter().take(self.threads()).map(|slot| Mutex::new(Some(slot))).collect();
+        self.run(slots.len(), &|i| {
+            let slot = slots[i].lock().expect("no panic while holding the lock").take();
+            work(slot.expect("each number is run once"));
+        });
+    }
+
+    /// Runs `work(slot, index)` for every index below `count`, each once, with as many threads as there are slots; a
+    /// slot belongs to one thread at a time. Indices are taken in order.
+    pub(crate) fn each_in<S: Send>(
+        &self,
+        slots: impl IntoIterator<Item = S>,
+        count: usize,
+        work: impl Fn(&mut S, usize) + Sync,
+    ) {
+        let next = AtomicUsize::new(0);
+        self.workers(slots.into_iter().take(count), |mut slot| each_left(&next, count, |index| work(&mut slot, index)));
+    }
+
+    /// Runs `work(index)` for every index below `count`, each once, on any thread.
+    pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync) {
+        let next = AtomicUsize::new(0);
+        self.run(self.threads().min(count), &|_| each_left(&next, count, &work));
+    }
+
+    /// Runs `first(index)` for every index below `counts[0]` and then `then(slot, index)` for every one below `counts[1]`,
+    /// each once, with as many threads as there are slots. No `then` begins before the last `first` has ended, and each sees what they wrote. A thread
+    /// that comes late finds the others at work already, where two calls of [`Cpu::each`] would wait for it twice.
+    ///
+    /// A thread takes the indices of `then` in runs as long as can be, so that what it reads for them comes as one stream.
+    pub(crate) fn each_after<S: Send>(
+        &self,
+        slots: Vec<S>,
+        counts: [usize; 2],
+        first: impl Fn(usize) + Sync,
+        then: impl Fn(&mut S, usize) + Sync,
+    ) {
+        let [begun, ended] = [(); 2].map(|()| AtomicUsize::new(0));
+        let threads = self.threads().min(slots.len()).min(counts[0].max(counts[1]));
+        let run = |thread: usize| thread * counts[1] / threads..(thread + 1) * counts[1] / threads;
+        let next: Vec<_> = (0..threads).map(|thread| AtomicUsize::new(run(thread).start)).collect();
+        self.workers((0..threads).zip(slots), |(own, mut slot)| {
+            each_left(&begun, counts[0], |index| {
+                let _end = Ended(&ended);
+                first(index);
+            });
+            // What is not ended is in the hands of a thread that runs; more threads than cores take turns.
+            let mut turns = 0;
+            while ended.load(Ordering::Acquire) < counts[0] {
+                turns += 1;
+                if turns < 1000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+            }
+            // Its own run, then what is left of the others'.
+            for thread in (own..threads).chain(0..own) {
+                each_left(&next[thread], run(thread).end, |index| then(&mut slot, index));
+            }
+        });
+    }
+
+    /// Runs `work(index, chunk)` for every `size`-element chunk of `out`.
+    pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+        let size = size.max(1);
+        let count = out.len().div_ceil(size);
+        let chunks = Mutex::new(out.chunks_mut(size).enumerate());
+        self.run(self.threads().min(count), &|_| {
+            loop {
+                let chunk = chunks.lock().expect("no panic while holding the lock").next();
+                let Some((index, chunk)) = chunk else { break };
+                work(index, chunk);
+            }
+        });
+    }
+
+    /// How many elements of an elementwise op one task takes: enough to pay for starting it.
+    pub(crate) fn elements_per_chunk(&self, len: usize) -> usize {
+        len.div_ceil(4 * self.threads()).next_multiple_of(4096)
+    }
+
+    /// How many rows of `n` elements one task takes.
+    pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
+        (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
+    }
+}
+
+/// Runs `work(index)` for the indices below `count` that no other thread has taken from `next`, in order.
+fn each_left(next: &AtomicUsize, count: usize, mut work: impl FnMut(usize)) {
+    loop {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        if index >= count {
+            break;
+        }
+        work(index);
+    }
+}
+
+/// Counts one more when it goes, also where its work panicked: nobody waits for ever.
+struct Ended<'a>(&'a AtomicUsize);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// The workers beside the calling thread.
+///
+/// A thread that sleeps takes tens of microseconds to wake, as long as many an op. So whoever has nothing left to do stays
+/// awake for a moment: a worker for the next op, the caller for the workers. Only where each thread has a core.
+pub(crate) struct Pool {
+    workers: rayon::ThreadPool,
+    /// How many ops there were: who waits for the next one sees it move.
+    ops: AtomicUsize,
+    awake: bool,
+}
+
+/// How often a waiting thread looks: some 100 microseconds in all.
+const LOOKS: usize = 4000;
+
+impl Pool {
+    /// Runs `work(0)` on the calling thread and the other numbers below `count` on workers.
+    fn run(self: &Arc<Pool>, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        let op = self.ops.fetch_add(1, Ordering::Release) + 1;
+        let working = &AtomicUsize::new(count - 1);
+        self.workers.in_place_scope(|scope| {
+            for i in 1..count {
+                scope.spawn(move |_| {
+                    work(i);
+                    working.fetch_sub(1, Ordering::Release);
+                    if self.awake {
+                        let pool = self.clone();
+                        rayon::spawn(move || pool.look(|| pool.ops.load(Ordering::Acquire) != op));
+                    }
+                });
+            }
+            work(0);
+            // The end of the scope would put the caller to sleep.
+            if self.awake {
+                self.look(|| working.load(Ordering::Acquire) == 0);
+            }
+        });
+    }
+
+    /// Waits for `over`, not for long.
+    fn look(&self, over: impl Fn() -> bool) {
+        for _ in 0..LOOKS {
+            if over() {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// The pool for so many threads, one for the whole process: an axis over threads uses it again.
+pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
+    static POOLS: OnceLock<Mutex<HashMap<usize, Arc<Pool>>>> = OnceLock::new();
+    let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
+    if let Some(pool) = pools.get(&threads) {
+        return Ok(pool.clone());
+    }
+    let workers = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads - 1)
+        .thread_name(|i| format!("samebits-{}", i + 1))
+        .build()
+        .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
+    let awake = std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get());
+    let pool = Pool { workers, ops: AtomicUsize::new(0), awake };
+    Ok(pools.entry(threads).or_insert(Arc::new(pool)).clone())
+}

@@ -1,0 +1,716 @@
+//! Borrowed tensors of any dtype: what an op reads ([`TensorRef`]) and writes ([`TensorMut`]), with the strides of a view.
+//!
+//! The last axis is contiguous; the other axes lie where their strides say, so a view of heads, a slice of fused
+//! projections or a row of a larger matrix goes into an op without a copy. An op that cannot take a stride says which
+//! axis it is.
+
+use crate::backend::device::{Buffer, Plain, Rotations};
+use crate::gemm::gemm::PackedWeight;
+use crate::rope::rope::RopeTable;
+use crate::{Error, bf16, f16, value_error};
+use samebits_schema::DType;
+
+/// The most axes a tensor has.
+pub const MAX_RANK: usize = 6;
+
+/// Shape and strides, in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    rank: usize,
+    shape: [usize; MAX_RANK],
+    strides: [usize; MAX_RANK],
+}
+
+impl Layout {
+    /// Row-major, without gaps.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for more than [`MAX_RANK`] axes.
+    pub fn contiguous(shape: &[usize]) -> Result<Layout, Error> {
+        let mut strides = [0; MAX_RANK];
+        let mut stride = 1usize;
+        for (to, &extent) in strides.iter_mut().take(shape.len()).zip(shape).rev() {
+            *to = stride;
+            stride = stride.saturating_mul(extent);
+        }
+        Layout::strided(shape, &strides[..shape.len().min(MAX_RANK)])
+    }
+
+    /// Any strides but that of the last axis, which is 1 where the axis has more than one element.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for more than [`MAX_RANK`] axes, another number of strides, and another last stride.
+    pub fn strided(shape: &[usize], strides: &[usize]) -> Result<Layout, Error> {
+        let bad = |what: String| Err(value_error("tensor", what));
+        if shape.len() > MAX_RANK {
+            return bad(format!("a shape of {} axes; at most {MAX_RANK}", shape.len()));
+        }
+        if strides.len() != shape.len() {
+            return bad(format!("{} strides for {} axes", strides.len(), shape.len()));
+        }
+        if let (Some(&extent), Some(&stride)) = (shape.last(), strides.last())
+            && extent > 1
+            && stride != 1
+        {
+            return bad(format!("the last axis has stride {stride}; it must be contiguous"));
+        }
+        let mut layout = Layout { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        layout.shape[..shape.len()].copy_from_slice(shape);
+        layout.strides[..shape.len()].copy_from_slice(strides);
+        Ok(layout)
+    }
+
+    /// Extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape[..self.rank]
+    }
+
+    /// From one entry of an axis to the next, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides[..self.rank]
+    }
+
+    /// The number of elements; `None` where it overflows.
+    fn count(&self) -> Option<usize> {
+        if self.shape().contains(&0) {
+            return Some(0);
+        }
+        self.shape().iter().try_fold(1usize, |count, &extent| count.checked_mul(extent))
+    }
+
+    /// Elements from the first to the last, both included: what a slice must hold.
+    fn reach(&self) -> Option<usize> {
+        self.count().filter(|&count| count > 0).map_or(self.count(), |_| {
+            let mut axes = self.shape().iter().zip(self.strides());
+            axes.try_fold(0usize, |last, (&extent, &stride)| last.checked_add((extent - 1).checked_mul(stride)?))?
+                .checked_add(1)
+        })
+    }
+
+    /// Whether the elements lie in row-major order without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        self.gap().is_none()
+    }
+
+    /// The last axis whose stride is not that of row-major order.
+    fn gap(&self) -> Option<usize> {
+        if self.shape().contains(&0) {
+            return None;
+        }
+        let mut stride = 1;
+        for axis in (0..self.rank).rev() {
+            if self.shape[axis] > 1 && self.strides[axis] != stride {
+                return Some(axis);
+            }
+            stride *= self.shape[axis];
+        }
+        None
+    }
+
+    /// The axes before the last `keep` ones in as few as can be: extent and stride of each. Axes that follow one another
+    /// without a gap are one.
+    pub(crate) fn leading(&self, keep: usize) -> Leading {
+        let mut leading = Leading { count: 1, axes: [(1, 0); MAX_RANK], len: 0 };
+        for axis in 0..self.rank.saturating_sub(keep) {
+            let (extent, stride) = (self.shape[axis], self.strides[axis]);
+            leading.count *= extent;
+            if extent == 1 {
+                continue;
+            }
+            match leading.axes[..leading.len].last_mut() {
+                Some((outer, outer_stride)) if *outer_stride == extent * stride => {
+                    *outer *= extent;
+                    *outer_stride = stride;
+                }
+                _ => {
+                    leading.axes[leading.len] = (extent, stride);
+                    leading.len += 1;
+                }
+            }
+        }
+        leading
+    }
+}
+
+/// Several axes as one: where each entry begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leading {
+    count: usize,
+    axes: [(usize, usize); MAX_RANK],
+    len: usize,
+}
+
+impl Leading {
+    /// How many entries there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The stride between entries where it is one number.
+    pub fn stride(&self) -> Option<usize> {
+        match self.len {
+            0 => Some(0),
+            1 => Some(self.axes[0].1),
+            _ => None,
+        }
+    }
+
+    /// The stride of the last of the axes.
+    pub fn inner_stride(&self) -> usize {
+        self.axes[..self.len].last().map_or(0, |&(_, stride)| stride)
+    }
+
+    /// The first element of an entry.
+    #[inline(always)]
+    pub fn offset(&self, entry: usize) -> usize {
+        match self.len {
+            0 => 0,
+            1 => entry * self.axes[0].1,
+            _ => self.far_offset(entry),
+        }
+    }
+
+    #[inline(never)]
+    fn far_offset(&self, mut entry: usize) -> usize {
+        let mut offset = 0;
+        for &(extent, stride) in self.axes[..self.len].iter().rev() {
+            offset += entry % extent * stride;
+            entry /= extent;
+        }
+        offset
+    }
+}
+
+/// The rows of a tensor: its last axis, once for every entry of the others.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a, T> {
+    data: &'a [T],
+    n: usize,
+    leading: Leading,
+}
+
+impl<'a, T> Rows<'a, T> {
+    /// Row `r`.
+    #[inline(always)]
+    pub fn row(&self, r: usize) -> &'a [T] {
+        &self.data[self.leading.offset(r)..][..self.n]
+    }
+
+    /// Elements of a row.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// How many rows there are.
+    pub fn count(&self) -> usize {
+        self.leading.count()
+    }
+
+    /// Where row `r` begins; any address where there is no such row.
+    #[inline(always)]
+    pub fn address(&self, r: usize) -> *const T {
+        self.data.as_ptr().wrapping_add(self.leading.offset(r))
+    }
+
+    /// Rows `from..from + count` as one slice where nothing lies between them.
+    #[inline(always)]
+    pub fn together(&self, from: usize, count: usize) -> Option<&'a [T]> {
+        let dense = self.leading.stride().is_some_and(|stride| stride == self.n) || count <= 1;
+        dense.then(|| if count == 0 { &[][..] } else { &self.data[self.leading.offset(from)..][..count * self.n] })
+    }
+}
+
+/// Heads of rows: the last axis, for every head of every entry of the axes before.
+#[derive(Clone, Copy)]
+pub(crate) struct Heads<'a, T> {
+    data: &'a [T],
+    n: usize,
+    /// From one head to the next.
+    head: usize,
+    rows: Leading,
+}
+
+impl<'a, T> Heads<'a, T> {
+    /// All elements, from the first on.
+    pub fn data(&self) -> &'a [T] {
+        self.data
+    }
+
+    /// Where a head of a row begins.
+    #[inline(always)]
+    pub fn at(&self, row: usize, head: usize) -> usize {
+        self.rows.offset(row) + head * self.head
+    }
+
+    /// A head of a row.
+    #[inline(always)]
+    pub fn get(&self, row: usize, head: usize) -> &'a [T] {
+        &self.data[self.at(row, head)..][..self.n]
+    }
+
+    /// From one row to the next within the last axis of rows that has more than one.
+    pub fn row_stride(&self) -> usize {
+        self.rows.inner_stride()
+    }
+
+    /// Whether the heads of a row lie one behind the other.
+    pub fn heads_adjacent(&self) -> bool {
+        self.head == self.n
+    }
+
+    /// Whether rows of `heads` heads lie one behind the other.
+    pub fn is_dense(&self, heads: usize) -> bool {
+        self.heads_adjacent() && self.rows.stride() == Some(heads * self.n)
+    }
+}
+
+/// The elements of a tensor on the host.
+#[derive(Clone, Copy, Debug)]
+pub enum Slice<'a> {
+    /// bf16.
+    Bf16(&'a [bf16]),
+    /// fp16.
+    Fp16(&'a [f16]),
+    /// fp32.
+    Fp32(&'a [f32]),
+    /// 32-bit integers.
+    I32(&'a [i32]),
+}
+
+/// The elements of a tensor on the host, to be written.
+#[derive(Debug)]
+pub enum SliceMut<'a> {
+    /// bf16.
+    Bf16(&'a mut [bf16]),
+    /// fp16.
+    Fp16(&'a mut [f16]),
+    /// fp32.
+    Fp32(&'a mut [f32]),
+    /// 32-bit integers.
+    I32(&'a mut [i32]),
+}
+
+/// A tensor on a device: a buffer of any type.
+#[derive(Clone, Copy)]
+pub enum DeviceSlice<'a> {
+    /// bf16.
+    Bf16(&'a Buffer<bf16>),
+    /// fp16.
+    Fp16(&'a Buffer<f16>),
+    /// fp32.
+    Fp32(&'a Buffer<f32>),
+    /// 32-bit integers.
+    I32(&'a Buffer<i32>),
+}
+
+/// A tensor on a device, to be written.
+pub enum DeviceSliceMut<'a> {
+    /// bf16.
+    Bf16(&'a mut Buffer<bf16>),
+    /// fp16.
+    Fp16(&'a mut Buffer<f16>),
+    /// fp32.
+    Fp32(&'a mut Buffer<f32>),
+    /// 32-bit integers.
+    I32(&'a mut Buffer<i32>),
+}
+
+/// What may stand in a tensor: bf16, fp16, fp32 and i32. Sealed.
+pub trait Scalar: Plain + Send + Sync {
+    /// Its dtype.
+    const DTYPE: DType;
+    #[doc(hidden)]
+    fn slice(x: &[Self]) -> Slice<'_>;
+    #[doc(hidden)]
+    fn slice_mut(x: &mut [Self]) -> SliceMut<'_>;
+    #[doc(hidden)]
+    fn of(slice: Slice<'_>) -> Option<&[Self]>;
+    #[doc(hidden)]
+    fn of_mut(slice: SliceMut<'_>) -> Option<&mut [Self]>;
+    #[doc(hidden)]
+    fn buffer(x: &Buffer<Self>) -> DeviceSlice<'_>;
+    #[doc(hidden)]
+    fn buffer_mut(x: &mut Buffer<Self>) -> DeviceSliceMut<'_>;
+    #[doc(hidden)]
+    fn of_buffer(slice: DeviceSlice<'_>) -> Option<&Buffer<Self>>;
+    #[doc(hidden)]
+    fn of_buffer_mut(slice: DeviceSliceMut<'_>) -> Option<&mut Buffer<Self>>;
+}
+
+macro_rules! scalar {
+    ($($type:ty: $variant:ident),*) => {
+        $(
+            impl Scalar for $type {
+                const DTYPE: DType = DType::$variant;
+                #[inline(always)]
+                fn slice(x: &[Self]) -> Slice<'_> {
+                    Slice::$variant(x)
+                }
+                #[inline(always)]
+                fn slice_mut(x: &mut [Self]) -> SliceMut<'_> {
+                    SliceMut::$variant(x)
+                }
+                #[inline(always)]
+                fn of(slice: Slice<'_>) -> Option<&[Self]> {
+                    if let Slice::$variant(x) = slice { Some(x) } else { None }
+                }
+                #[inline(always)]
+                fn of_mut(slice: SliceMut<'_>) -> Option<&mut [Self]> {
+                    if let SliceMut::$variant(x) = slice { Some(x) } else { None }
+                }
+                fn buffer(x: &Buffer<Self>) -> DeviceSlice<'_> {
+                    DeviceSlice::$variant(x)
+                }
+                fn buffer_mut(x: &mut Buffer<Self>) -> DeviceSliceMut<'_> {
+                    DeviceSliceMut::$variant(x)
+                }
+                fn of_buffer(slice: DeviceSlice<'_>) -> Option<&Buffer<Self>> {
+                    if let DeviceSlice::$variant(x) = slice { Some(x) } else { None }
+                }
+                fn of_buffer_mut(slice: DeviceSliceMut<'_>) -> Option<&mut Buffer<Self>> {
+                    if let DeviceSliceMut::$variant(x) = slice { Some(x) } else { None }
+                }
+            }
+        )*
+        impl Slice<'_> {
+            /// Element type.
+            pub fn dtype(&self) -> DType {
+                match self {
+                    $(Slice::$variant(_) => DType::$variant),*
+                }
+            }
+
+            /// Elements.
+            pub fn len(&self) -> usize {
+                match self {
+                    $(Slice::$variant(x) => x.len()),*
+                }
+            }
+
+            /// Whether there are none.
+            pub fn is_empty(&self) -> bool {
+                self.len() == 0
+            }
+        }
+        impl SliceMut<'_> {
+            /// The same, to be read.
+            pub fn as_ref(&self) -> Slice<'_> {
+                match self {
+                    $(SliceMut::$variant(x) => Slice::$variant(x)),*
+                }
+            }
+        }
+        impl DeviceSlice<'_> {
+            fn dtype(&self) -> DType {
+                match self {
+                    $(DeviceSlice::$variant(_) => DType::$variant),*
+                }
+            }
+        }
+        impl DeviceSliceMut<'_> {
+            fn as_ref(&self) -> DeviceSlice<'_> {
+                match self {
+                    $(DeviceSliceMut::$variant(x) => DeviceSlice::$variant(x)),*
+                }
+            }
+        }
+    };
+}
+scalar!(bf16: Bf16, f16: Fp16, f32: Fp32, i32: I32);
+
+/// Where the elements of a tensor are, and in which form.
+#[derive(Clone, Copy)]
+enum Data<'a> {
+    Host(Slice<'a>),
+    Device(DeviceSlice<'a>),
+    /// The weight of a product, laid out for it.
+    Packed(&'a PackedWeight),
+    /// In the place of positions: their cosines and sines.
+    Angles(&'a RopeTable),
+    /// The same on a device.
+    Rotations(&'a Rotations),
+}
+
+/// A tensor that an op reads.
+#[derive(Clone, Copy)]
+pub struct TensorRef<'a> {
+    data: Data<'a>,
+    layout: Layout,
+}
+
+impl<'a> TensorRef<'a> {
+    /// `data` in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `data` is not as long as `shape` says; [`Error::Value`] for more than [`MAX_RANK`] axes.
+    ///
+    /// ```
+    /// use samebits_ops::TensorRef;
+    ///
+    /// let x = TensorRef::new(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// assert_eq!((x.shape(), x.strides()), (&[2, 2][..], &[2, 1][..]));
+    /// # Ok::<(), samebits_ops::Error>(())
+    /// ```
+    pub fn new<T: Scalar>(data: &'a [T], shape: &[usize]) -> Result<TensorRef<'a>, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "data", "of its shape", data.len(), shape)?;
+        Ok(TensorRef { data: Data::Host(T::slice(data)), layout })
+    }
+
+    /// A view: the element at `index` is `data[index . strides]`. The last axis is contiguous.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when the last axis is not contiguous, or the view leaves `data`.
+    ///
+    /// ```
+    /// use samebits_ops::TensorRef;
+    ///
+    /// // Head 1 of two, of a fused `[tokens, heads, 2]`, as `[tokens, 2]`.
+    /// let fused = [0.0f32, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0];
+    /// let head = TensorRef::strided(&fused[2..], &[2, 2], &[4, 1])?;
+    /// assert_eq!(head.shape(), [2, 2]);
+    /// # Ok::<(), samebits_ops::Error>(())
+    /// ```
+    pub fn strided<T: Scalar>(data: &'a [T], shape: &[usize], strides: &[usize]) -> Result<TensorRef<'a>, Error> {
+        let layout = Layout::strided(shape, strides)?;
+        let reach = layout.reach().unwrap_or(usize::MAX);
+        if reach > data.len() {
+            let what = format!("shape {shape:?} with strides {strides:?} needs {reach} elements of {}", data.len());
+            return Err(value_error("tensor", what));
+        }
+        Ok(TensorRef { data: Data::Host(T::slice(data)), layout })
+    }
+
+    /// A buffer of a device in row-major order.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn on_device<T: Scalar>(data: &'a Buffer<T>, shape: &[usize]) -> Result<TensorRef<'a>, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "buffer", "of its shape", data.len(), shape)?;
+        Ok(TensorRef { data: Data::Device(T::buffer(data)), layout })
+    }
+
+    /// A weight `[N,K]` that was packed for products, in the place of the matrix that it holds.
+    pub fn packed(weight: &'a PackedWeight) -> TensorRef<'a> {
+        let layout = Layout::contiguous(&[weight.n(), weight.k()]).expect("two axes");
+        TensorRef { data: Data::Packed(weight), layout }
+    }
+
+    /// Cosines and sines of positions, in the place of the positions.
+    pub fn angles(table: &'a RopeTable) -> TensorRef<'a> {
+        TensorRef { data: Data::Angles(table), layout: Layout::contiguous(&[table.tokens()]).expect("one axis") }
+    }
+
+    /// The same on a device.
+    pub fn rotations(table: &'a Rotations) -> TensorRef<'a> {
+        TensorRef { data: Data::Rotations(table), layout: Layout::contiguous(&[table.tokens()]).expect("one axis") }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self.data {
+            Data::Host(slice) => slice.dtype(),
+            Data::Device(slice) => slice.dtype(),
+            Data::Packed(weight) => weight.dtype(),
+            Data::Angles(_) | Data::Rotations(_) => DType::I32,
+        }
+    }
+
+    /// Extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// From one entry of an axis to the next, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// `data`, whose length the caller has checked, in row-major order.
+    pub(crate) fn of<T: Scalar>(data: &'a [T], shape: &[usize]) -> TensorRef<'a> {
+        debug_assert_eq!(data.len(), shape.iter().product());
+        TensorRef { data: Data::Host(T::slice(data)), layout: Layout::contiguous(shape).expect("few axes") }
+    }
+
+    /// The packed weight that it is.
+    pub(crate) fn as_packed(&self) -> Option<&'a PackedWeight> {
+        if let Data::Packed(weight) = self.data { Some(weight) } else { None }
+    }
+
+    /// The table that it is.
+    pub(crate) fn as_angles(&self) -> Option<&'a RopeTable> {
+        if let Data::Angles(table) = self.data { Some(table) } else { None }
+    }
+
+    /// The table on a device that it is.
+    pub(crate) fn as_rotations(&self) -> Option<&'a Rotations> {
+        if let Data::Rotations(table) = self.data { Some(table) } else { None }
+    }
+
+    /// All elements, where they are on the host in row-major order.
+    pub(crate) fn contiguous<T: Scalar>(&self) -> Option<&'a [T]> {
+        let Data::Host(slice) = self.data else { return None };
+        let count = self.layout.count()?;
+        let elements = T::of(slice)?;
+        self.layout.is_contiguous().then(|| &elements[..count])
+    }
+
+    /// The elements on the host from the first on, and behind the last what the slice holds besides.
+    ///
+    /// # Panics
+    /// When they are not there or of another type: callers have looked at the dtype.
+    pub(crate) fn elements<T: Scalar>(&self) -> &'a [T] {
+        let Data::Host(slice) = self.data else { panic!("the tensor is not on the host") };
+        T::of(slice).expect("the dtype was looked at")
+    }
+
+    /// Its last axis, for every entry of the others.
+    ///
+    /// # Panics
+    /// As [`TensorRef::elements`].
+    pub(crate) fn rows<T: Scalar>(&self) -> Rows<'a, T> {
+        let n = *self.shape().last().expect("it has an axis");
+        Rows { data: self.elements(), n, leading: self.layout.leading(1) }
+    }
+
+    /// Its last axis, for every entry of the axis before it and of the others.
+    ///
+    /// # Panics
+    /// As [`TensorRef::elements`].
+    pub(crate) fn heads<T: Scalar>(&self) -> Heads<'a, T> {
+        let (&[.., heads, n], &[.., head, _]) = (self.shape(), self.strides()) else { panic!("it has two axes") };
+        // One head needs no stride, and what it says may be anything.
+        let head = if heads > 1 { head } else { n };
+        Heads { data: self.elements(), n, head, rows: self.layout.leading(2) }
+    }
+
+    /// What is wrong with it for a kernel that reads `op`'s `name` on the host.
+    pub(crate) fn on_host(&self, op: &'static str, name: &str) -> Result<(), Error> {
+        match self.data {
+            Data::Host(_) => Ok(()),
+            Data::Device(_) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
+            Data::Packed(_) => Err(value_error(op, format!("`{name}` is a packed weight; give the matrix"))),
+            Data::Angles(_) | Data::Rotations(_) => {
+                Err(value_error(op, format!("`{name}` is a table of angles; give the positions")))
+            }
+        }
+    }
+
+    /// All elements of `op`'s `name`, which a kernel reads in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::Value`] that names the axis with a stride of its own.
+    pub(crate) fn dense<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a [T], Error> {
+        self.on_host(op, name)?;
+        self.layout.refuse_gap(op, name)?;
+        Ok(self.contiguous().expect("it is on the host, without gaps, and of this type"))
+    }
+
+    /// The buffer of `op`'s `name`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when it is not on a device or has gaps.
+    pub(crate) fn device<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a Buffer<T>, Error> {
+        self.layout.refuse_gap(op, name)?;
+        match self.data {
+            Data::Device(slice) => Ok(T::of_buffer(slice).expect("the dtype was looked at")),
+            _ => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
+        }
+    }
+}
+
+impl Layout {
+    /// Refuses strides for a kernel that reads or writes in row-major order.
+    fn refuse_gap(&self, op: &'static str, name: &str) -> Result<(), Error> {
+        let Some(axis) = self.gap() else { return Ok(()) };
+        let (shape, strides) = (self.shape(), self.strides());
+        Err(value_error(
+            op,
+            format!(
+                "`{name}`: axis {axis} of shape {shape:?} has stride {}; this kernel needs it contiguous",
+                strides[axis]
+            ),
+        ))
+    }
+}
+
+/// Where the elements of an output are.
+enum DataMut<'a> {
+    Host(SliceMut<'a>),
+    Device(DeviceSliceMut<'a>),
+}
+
+/// A tensor that an op writes, in row-major order.
+pub struct TensorMut<'a> {
+    data: DataMut<'a>,
+    layout: Layout,
+}
+
+impl<'a> TensorMut<'a> {
+    /// `data` in row-major order.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn new<T: Scalar>(data: &'a mut [T], shape: &[usize]) -> Result<TensorMut<'a>, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "data", "of its shape", data.len(), shape)?;
+        Ok(TensorMut { data: DataMut::Host(T::slice_mut(data)), layout })
+    }
+
+    /// A buffer of a device in row-major order.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn on_device<T: Scalar>(data: &'a mut Buffer<T>, shape: &[usize]) -> Result<TensorMut<'a>, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "buffer", "of its shape", data.len(), shape)?;
+        Ok(TensorMut { data: DataMut::Device(T::buffer_mut(data)), layout })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match &self.data {
+            DataMut::Host(slice) => slice.as_ref().dtype(),
+            DataMut::Device(slice) => slice.as_ref().dtype(),
+        }
+    }
+
+    /// Extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// `data`, whose length the caller has checked.
+    pub(crate) fn of<T: Scalar>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a> {
+        debug_assert_eq!(data.len(), shape.iter().product());
+        TensorMut { data: DataMut::Host(T::slice_mut(data)), layout: Layout::contiguous(shape).expect("few axes") }
+    }
+
+    /// The elements of `op`'s `name` on the host.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when they are on a device.
+    pub(crate) fn host<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut [T], Error> {
+        match self.data {
+            DataMut::Host(slice) => Ok(T::of_mut(slice).expect("the dtype was looked at")),
+            DataMut::Device(_) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
+        }
+    }
+
+    /// The buffer of `op`'s `name`.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when it is on the host.
+    pub(crate) fn device<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut Buffer<T>, Error> {
+        match self.data {
+            DataMut::Device(slice) => Ok(T::of_buffer_mut(slice).expect("the dtype was looked at")),
+            DataMut::Host(_) => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Calls by name: every op of the schema, its inputs laid out in every way, on every instruction set.
+
+use samebits_ops::{Attributes, Backend, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, bf16, f16};
+use samebits_schema::{Call, Given, Holds, Input, OPS, Op, REST, validate};
+
+/// splitmix64, so that a failure can be had again.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// About normal: the sum of four uniform numbers.
+    fn normal(&mut self) -> f32 {
+        (0..4).map(|_| (self.next() >> 40) as f32 / 8_388_608.0 - 1.0).sum()
+    }
+}
+
+/// An input: its elements in the order of memory, and how they are seen.
+struct Tensor {
+    name: &'static str,
+    shape: Vec<usize>,
+    floats: Vec<f32>,
+    ints: Vec<i32>,
+    dtype: DType,
+}
+
+/// Elements of one type, and the view that is given to the op.
+struct Stored {
+    name: &'static str,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    data: Data,
+}
+
+enum Data {
+    Bf16(Vec<bf16>),
+    Fp16(Vec<f16>),
+    Fp32(Vec<f32>),
+    I32(Vec<i32>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Layout {
+    RowMajor,
+    /// A gap of NaN behind every row.
+    Gaps,
+    /// The two axes before the last exchanged in memory.
+    HeadsFirst,
+}
+
+fn strides(shape: &[usize]) -> Vec<usize> {
+    (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect()
+}
+
+impl Stored {
+    fn of(tensor: &Tensor, layout: Layout) -> Stored {
+        let shape = tensor.shape.clone();
+        let plain = strides(&shape);
+        let rank = shape.len();
+        let mut strides = plain.clone();
+        let n = shape.last().copied().unwrap_or(1);
+        match layout {
+            _ if tensor.dtype == DType::I32 || rank < 2 => {}
+            Layout::Gaps => strides[..rank - 1].iter_mut().for_each(|stride| *stride = *stride / n * (n + 3)),
+            Layout::HeadsFirst if rank > 2 => {
+                (strides[rank - 3], strides[rank - 2]) = (n, shape[rank - 3] * n);
+            }
+            _ => {}
+        }
+        let reach = shape.iter().zip(&strides).map(|(extent, stride)| (extent - 1) * stride).sum::<usize>() + 1;
+        let mut floats = vec![f32::NAN; reach];
+        for (i, &value) in tensor.floats.iter().enumerate() {
+            let at: usize = plain.iter().zip(&shape).zip(&strides).map(|((p, e), s)| i / p % e * s).sum();
+            floats[at] = value;
+        }
+        let data = match tensor.dtype {
+            DType::Bf16 => Data::Bf16(floats.into_iter().map(bf16::narrow).collect()),
+            DType::Fp16 => Data::Fp16(floats.into_iter().map(f16::narrow).collect()),
+            DType::Fp32 => Data::Fp32(floats),
+            _ => Data::I32(tensor.ints.clone()),
+        };
+        Stored { name: tensor.name, shape, strides, data }
+    }
+
+    fn tensor(&self) -> TensorRef<'_> {
+        let (shape, strides) = (&self.shape, &self.strides);
+        match &self.data {
+            Data::Bf16(data) => TensorRef::strided(data, shape, strides),
+            Data::Fp16(data) => TensorRef::strided(data, shape, strides),
+            Data::Fp32(data) => TensorRef::strided(data, shape, strides),
+            Data::I32(data) => TensorRef::strided(data, shape, strides),
+        }
+        .expect("the view lies in its data")
+    }
+}
+
+/// The extent of an axis, small enough for every op and large enough for its kernels' borders.
+fn extent(axis: &str, large: bool) -> usize {
+    match (axis, large) {
+        ("Hq", _) => 4,
+        ("Hkv", _) => 2,
+        ("B", _) => 2,
+        ("T", false) => 5,
+        ("T", true) => 19,
+        ("S", false) => 9,
+        ("S", true) => 301,
+        ("P", _) => 7,
+        ("Z", _) => 8,
+        ("C", _) => 3,
+        ("E", _) => 16,
+        ("D" | "K", false) => 32,
+        ("D", true) => 64,
+        ("K", true) => 200,
+        ("N" | "V", true) => 331,
+        (_, false) => 6,
+        (_, true) => 13,
+    }
+}
+
+fn shape_of(input: &Input, large: bool) -> Vec<usize> {
+    let axis = |axis: &&str| match axis.strip_suffix("+1") {
+        Some(axis) => extent(axis, large) + 1,
+        None => extent(axis, large),
+    };
+    match input.axes {
+        [REST] => vec![3, 4, if large { 83 } else { 16 }],
+        axes => axes.iter().map(axis).collect(),
+    }
+}
+
+/// Inputs of a call of `op`, and the call.
+fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Random) -> (Vec<Tensor>, Call) {
+    let forms: Vec<(&'static Input, Vec<usize>)> =
+        op.inputs.iter().map(|input| (input, shape_of(input, large))).collect();
+    let of = |input: &Input| if input.is_float() { dtype } else { DType::I32 };
+    let given: Vec<Given> =
+        forms.iter().map(|(input, shape)| Given { name: input.name, dtype: of(input), shape }).collect();
+    let attributes =
+        if op.attribute("chosen").is_some() { Attributes::new().with("chosen", 3) } else { Attributes::new() };
+    let call = validate(op, &given, attributes, out).unwrap_or_else(|e| panic!("{}: {e}", op.name));
+    let tensors = forms.into_iter().map(|(input, shape)| {
+        let count = shape.iter().product();
+        let (least, most) = input.holds.range(&call);
+        let most = most.min(least.max(0) + (1 << 20));
+        let ints = (0..count).map(|i| match input.holds {
+            Holds::Starts(_) => (most as usize * i / (count - 1)) as i32,
+            _ => (least.max(0) + (random.next() % (most - least.max(0) + 1).max(1) as u64) as i64) as i32,
+        });
+        let ints = if input.is_float() { Vec::new() } else { ints.collect() };
+        let floats = if input.is_float() { (0..count).map(|_| random.normal()).collect() } else { Vec::new() };
+        Tensor { name: input.name, shape, floats, ints, dtype: of(input) }
+    });
+    let mut tensors: Vec<Tensor> = tensors.collect();
+    // What a page table reaches bounds the lengths.
+    if let Some(table) = tensors.iter().position(|tensor| tensor.name.ends_with("table")) {
+        let reach = (tensors[table].shape[1] * extent("Z", large)) as i32;
+        let lengths = tensors.iter_mut().find(|tensor| tensor.name == "kv_len").expect("paged attention has lengths");
+        lengths.ints.iter_mut().for_each(|len| *len = (*len).min(reach));
+    }
+    (tensors, call)
+}
+
+/// The bits of every output of a call.
+fn bits(cpu: &Cpu, call: &Call, tensors: &[Tensor], layout: Layout) -> Result<Vec<Vec<u32>>, Error> {
+    let stored: Vec<Stored> = tensors.iter().map(|tensor| Stored::of(tensor, layout)).collect();
+    let inputs: Vec<(&str, TensorRef)> = stored.iter().map(|stored| (stored.name, stored.tensor())).collect();
+    let forms = call.outputs();
+    let mut data: Vec<Data> = forms
+        .iter()
+        .map(|form| {
+            let count = form.shape.iter().product();
+            match form.dtype {
+                DType::Bf16 => Data::Bf16(vec![bf16::NAN; count]),
+                DType::Fp16 => Data::Fp16(vec![f16::NAN; count]),
+                DType::Fp32 => Data::Fp32(vec![f32::NAN; count]),
+                _ => Data::I32(vec![i32::MIN; count]),
+            }
+        })
+        .collect();
+    let outputs = forms.iter().zip(&mut data).map(|(form, data)| {
+        let tensor = match data {
+            Data::Bf16(data) => TensorMut::new(data, &form.shape),
+            Data::Fp16(data) => TensorMut::new(data, &form.shape),
+            Data::Fp32(data) => TensorMut::new(data, &form.shape),
+            Data::I32(data) => TensorMut::new(data, &form.shape),
+        };
+        (form.name, tensor.expect("room was made for the shape"))
+    });
+    cpu.run(call, &inputs, outputs.collect())?;
+    let bits = data.into_iter().map(|data| match data {
+        Data::Bf16(data) => data.into_iter().map(|v| u32::from(v.to_bits())).collect(),
+        Data::Fp16(data) => data.into_iter().map(|v| u32::from(v.to_bits())).collect(),
+        Data::Fp32(data) => data.into_iter().map(f32::to_bits).collect(),
+        Data::I32(data) => data.into_iter().map(|v| v as u32).collect(),
+    });
+    Ok(bits.collect())
+}
+
+const FLOATS: [DType; 3] = [DType::Bf16, DType::Fp16, DType::Fp32];
+
+#[test]
+fn a_view_gives_the_bits_of_a_copy_for_every_op() {
+    let mut random = Random(7);
+    let mut seen = 0;
+    for op in OPS.iter().filter(|op| op.name != "chain") {
+        for (dtype, large) in FLOATS.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+            for out in op.outs().iter().copied() {
+                let (tensors, call) = draw(op, dtype, out, large, &mut random);
+                let scalar = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
+                let expected =
+                    bits(&scalar, &call, &tensors, Layout::RowMajor).unwrap_or_else(|e| panic!("{}: {e}", op.name));
+                for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                    for (layout, threads) in [(Layout::RowMajor, 2), (Layout::Gaps, 1), (Layout::HeadsFirst, 2)] {
+                        let cpu = Cpu::new(isa, threads, usize::MAX).unwrap();
+                        let found = bits(&cpu, &call, &tensors, layout).unwrap_or_else(|e| panic!("{}: {e}", op.name));
+                        assert!(found == expected, "{} {dtype} to {out}, large {large}, {isa}, {layout:?}", op.name);
+                        seen += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(seen > 0);
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let cpu = Cpu::best();
+    let (x, w) = ([1.0f32; 12], [1.0f32; 3]);
+    let call = |x: TensorRef, w: TensorRef, y: &mut [f32], shape: &[usize]| {
+        let y = TensorMut::new(y, shape).unwrap();
+        cpu.call("rms_norm", Attributes::new(), &[("x", x), ("w", w)], vec![("y", y)]).map_err(|e| e.to_string())
+    };
+    let (x4, w3) = (TensorRef::new(&x, &[4, 3]).unwrap(), TensorRef::new(&w, &[3]).unwrap());
+    let error = |found: Result<(), String>| found.expect_err("it does not fit");
+    assert_eq!(call(x4, w3, &mut [0.0; 12], &[4, 3]), Ok(()));
+    // Leading axes are one.
+    assert_eq!(call(TensorRef::new(&x, &[2, 2, 3]).unwrap(), w3, &mut [0.0; 12], &[4, 3]), Ok(()));
+    assert!(error(call(x4, w3, &mut [0.0; 12], &[3, 4])).contains("`y` has shape [3, 4]; it must be [4, 3]"));
+    assert!(error(call(x4, TensorRef::new(&w[..2], &[2]).unwrap(), &mut [0.0; 12], &[4, 3])).contains("`w`"));
+    let half = [bf16::ONE; 3];
+    assert!(error(call(x4, TensorRef::new(&half, &[3]).unwrap(), &mut [0.0; 12], &[4, 3])).contains("bf16"));
+    let strided = TensorRef::strided(&x, &[4, 3], &[1, 4]).err().expect("the last axis is not contiguous").to_string();
+    assert!(strided.contains("the last axis has stride 4"), "{strided}");
+    let outside = TensorRef::strided(&x, &[4, 3], &[4, 1]).err().expect("it leaves the slice").to_string();
+    assert!(outside.contains("needs 15 elements of 12"), "{outside}");
+    let unknown = cpu.call("no_op", Attributes::new(), &[], Vec::new()).unwrap_err().to_string();
+    assert!(unknown.contains("no_op"), "{unknown}");
+}
