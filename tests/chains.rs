@@ -59,7 +59,7 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
         let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
         assert_eq!(expected.len(), 16, "{name}");
         for (i, serving) in SERVINGS[1..].iter().enumerate() {
-            let isas: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.available()).collect();
+            let isas: Vec<Isa> = Isa::ALL.into_iter().rev().filter(|isa| isa.available()).collect();
             let cpu = Cpu::new(isas[i % isas.len()], 1 + i % 2, usize::MAX).unwrap();
             assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
         }

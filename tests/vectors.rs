@@ -1,14 +1,15 @@
-//! Every file of `tests/vectors` through `samebits answer`: the raw bits it expects, for every instruction set of this
-//! machine, with 1 and 2 threads, with fp32 and bf16 outputs.
+//! Every file of `tests/vectors` through `samebits answer`: the raw bits it expects, for every instruction set, with 1 and 2
+//! threads, with fp32 and bf16 outputs. What the machine lacks is emulated; the last line says which are real.
 
 #[path = "vector_files.rs"]
 mod files;
 
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use samebits_contract::case::Answer;
 use samebits_contract::table::{Contract, Slice};
 use samebits_contract::wire::{decode_answer, read_frame, write_frame};
-use samebits_ops::Isa;
+use samebits_harness::machine;
+use samebits_ops::{Isa, emulation_differs};
 use std::collections::BTreeSet;
 use std::io::{BufReader, BufWriter};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -25,7 +26,12 @@ fn main() {
         Trial::test("check_holds_all_files", move || check_holds(&names)),
         Trial::test("loose_answers_are_refused", || Ok(files::loose_answers_are_refused()?)),
     ];
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.emulates().is_some()) {
+        trials.push(Trial::ignorable_test(format!("emulation_is_the_instructions::{isa}"), move || emulation(isa)));
+    }
+    // Emulation runs here even where the real instructions do: the vectors then hold both.
+    let isas: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.available()).collect();
+    for &isa in &isas {
         for threads in [1, 2] {
             let program = Arc::new(Program::new(isa, threads));
             for file in &files {
@@ -39,7 +45,22 @@ fn main() {
             }
         }
     }
-    libtest_mimic::run(&arguments, trials).exit();
+    let end = libtest_mimic::run(&arguments, trials);
+    if end.num_passed > 0 && end.num_filtered_out == 0 && !end.has_failed() {
+        println!("instruction sets: {}", machine::covered(&machine::isas().collect::<Vec<_>>()));
+    }
+    end.exit();
+}
+
+/// An emulated instruction gives what the real one does, on random operands and special ones.
+fn emulation(isa: Isa) -> Result<Completion, Failed> {
+    match isa.emulates().filter(|real| real.available()) {
+        None => Ok(Completion::ignored_with("this machine lacks the instructions to compare with")),
+        Some(_) => match emulation_differs(isa) {
+            None => Ok(Completion::Completed),
+            Some(difference) => Err(difference.into()),
+        },
+    }
 }
 
 /// Every file is a case of slice default, and every such case has its file.

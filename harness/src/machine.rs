@@ -8,10 +8,26 @@ use std::collections::BTreeMap;
 /// The compiler that built this program, for example `rustc 1.95.0 (59807616e 2026-04-14)`.
 pub const TOOLCHAIN: &str = env!("SAMEBITS_RUSTC");
 
+/// The instruction sets that a run covers: those of this machine and, in a build that emulates (for tests alone), those that
+/// it lacks.
+pub fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.available() && !isa.emulates().is_some_and(Isa::available))
+}
+
+/// Which of these instruction sets are real and which are emulated, in words.
+pub fn covered(isas: &[Isa]) -> String {
+    let names = |isas: Vec<Isa>| isas.into_iter().map(Isa::name).collect::<Vec<_>>().join(", ");
+    let (emulated, real): (Vec<Isa>, Vec<Isa>) = isas.iter().partition(|isa| isa.emulates().is_some());
+    match emulated.iter().filter_map(|isa| isa.emulates()).collect::<Vec<_>>() {
+        emulated if emulated.is_empty() => format!("{} (real)", names(real)),
+        emulated => format!("{} (real), {} (emulated: this machine lacks them)", names(real), names(emulated)),
+    }
+}
+
 /// Instruction sets and thread counts for the axes; the first instruction set is where the base runs. The thread
 /// counts go beyond the cores on purpose.
 pub fn axes(base: Isa) -> Machine {
-    let others = Isa::ALL.into_iter().filter(|isa| isa.available() && *isa != base);
+    let others = isas().filter(|isa| *isa != base);
     let isas = [base].into_iter().chain(others).map(|isa| isa.name().to_string()).collect();
     let cores = cores();
     let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
@@ -48,16 +64,21 @@ pub fn processor() -> String {
     name.map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
 }
 
-/// What `run.json` keeps about the machine and the build.
+/// What `run.json` keeps about the machine and the build. `isas` are real; what a build emulates besides is named apart.
 pub fn facts() -> BTreeMap<String, String> {
-    let isas: Vec<_> = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name).collect();
-    BTreeMap::from([
+    let names = |isas: Vec<Isa>| isas.into_iter().map(Isa::name).collect::<Vec<_>>().join(" ");
+    let (emulated, real): (Vec<Isa>, Vec<Isa>) = isas().partition(|isa| isa.emulates().is_some());
+    let mut facts = BTreeMap::from([
         ("cores".to_string(), cores().to_string()),
         ("cpu".to_string(), processor()),
-        ("isas".to_string(), isas.join(" ")),
+        ("isas".to_string(), names(real)),
         ("rustc".to_string(), TOOLCHAIN.to_string()),
         ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
-    ])
+    ]);
+    if !emulated.is_empty() {
+        facts.insert("isas-emulated".to_string(), names(emulated));
+    }
+    facts
 }
 
 /// How many programs were running or waiting to run in the last minute, where the system tells.

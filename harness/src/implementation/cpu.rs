@@ -78,7 +78,7 @@ impl CpuImplementation {
 /// have no kernel of their own for AVX512-BF16.
 fn kernel(cpu: &Cpu, case: &Case) -> String {
     match cpu.ledger().kernels() {
-        kernels if kernels.is_empty() => format!("{}/{}", case.op, cpu.isa().min(Isa::Avx512)),
+        kernels if kernels.is_empty() => format!("{}/{}", case.op, cpu.isa().without_dot()),
         kernels => format!("{}/{}", case.op, kernels.join("+")),
     }
 }

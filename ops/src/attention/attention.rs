@@ -22,7 +22,7 @@ use crate::math::lse;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::workspace::{Plan, choose};
-use crate::{Counter, Cpu, Element, Error, Isa, TensorMut, TensorRef, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len, value_error};
 use samebits_schema::Call;
 use std::iter::successors;
 
@@ -522,7 +522,7 @@ impl<I: Element> Job<'_, I> {
 
     /// Whether scores may go through `VDPBF16PS`.
     pub(super) fn dots(&self) -> bool {
-        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+        self.cpu.isa().has_dot() && I::IS_BF16
     }
 
     /// Whether values are read where they stand: whole vectors of bf16, in runs worth a tile.

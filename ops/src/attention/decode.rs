@@ -15,7 +15,7 @@ use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
-use crate::{Cpu, Element, Isa};
+use crate::{Cpu, Element};
 use half::bf16;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -160,10 +160,10 @@ pub fn run<I: Element, O: Element>(
         })
         .sum();
     if job.dots() {
-        job.cpu.ledger().ran(Isa::Avx512Bf16.name());
+        job.cpu.ledger().ran(job.cpu.isa().name());
     }
     if slow > 0 || !job.dots() {
-        job.cpu.ledger().ran(job.cpu.fma_isa().name());
+        job.cpu.ledger().ran(job.cpu.isa().without_dot().name());
     }
     slow
 }

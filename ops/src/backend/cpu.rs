@@ -8,8 +8,9 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex};
 
-/// An instruction set, in ascending order of capability.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// An instruction set, in ascending order of capability; those that are emulated come last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Isa {
     /// Plain Rust, one element at a time.
     Scalar,
@@ -19,11 +20,23 @@ pub enum Isa {
     Avx512,
     /// AVX-512 with `VDPBF16PS`.
     Avx512Bf16,
+    /// The kernels of [`Isa::Avx512`] over instructions computed by their definition: for tests on machines without them, and
+    /// slow. It runs on an x86 with AVX2 and on everything that is not an x86.
+    #[cfg(feature = "emulated-isa")]
+    EmulatedAvx512,
+    /// The same of [`Isa::Avx512Bf16`].
+    #[cfg(feature = "emulated-isa")]
+    EmulatedAvx512Bf16,
 }
 
 impl Isa {
     /// Every instruction set this crate has kernels for.
+    #[cfg(not(feature = "emulated-isa"))]
     pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+    /// Every instruction set this crate has kernels for, and the emulated ones.
+    #[cfg(feature = "emulated-isa")]
+    pub const ALL: [Isa; 6] =
+        [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::EmulatedAvx512, Isa::EmulatedAvx512Bf16];
 
     /// The name used on the command line and in kernel names.
     pub fn name(self) -> &'static str {
@@ -32,39 +45,68 @@ impl Isa {
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Avx512Bf16 => "avx512bf16",
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512 => "emulated-avx512",
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512Bf16 => "emulated-avx512bf16",
         }
     }
 
-    /// Whether this machine has the instructions.
+    /// Whether this machine can run it.
     pub fn available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
-        {
-            let avx2 = || {
-                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
-            };
-            let avx512 = || {
-                avx2()
-                    && is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl")
-            };
-            match self {
-                Isa::Scalar => true,
-                Isa::Avx2 => avx2(),
-                Isa::Avx512 => avx512(),
-                Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-            }
-        }
+        let (avx2, avx512, bf16) = {
+            let avx2 =
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+            let avx512 = avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            (avx2, avx512, avx512 && is_x86_feature_detected!("avx512bf16"))
+        };
         #[cfg(not(target_arch = "x86_64"))]
-        {
-            self == Isa::Scalar
+        let (avx2, avx512, bf16) = (false, false, false);
+        match self {
+            Isa::Scalar => true,
+            Isa::Avx2 => avx2,
+            Isa::Avx512 => avx512,
+            Isa::Avx512Bf16 => bf16,
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => avx2 || cfg!(not(target_arch = "x86_64")),
         }
     }
 
-    /// The most capable instruction set of this machine.
+    /// The most capable instruction set of this machine, none that is emulated.
     pub fn best() -> Isa {
-        *Isa::ALL.iter().rev().find(|isa| isa.available()).expect("scalar is always available")
+        let real = |isa: &Isa| isa.available() && isa.emulates().is_none();
+        Isa::ALL.into_iter().rfind(real).expect("scalar is always available")
+    }
+
+    /// The instruction set whose kernels an emulated one runs; `None` for a real one.
+    pub fn emulates(self) -> Option<Isa> {
+        match self {
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512 => Some(Isa::Avx512),
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512Bf16 => Some(Isa::Avx512Bf16),
+            _ => None,
+        }
+    }
+
+    /// Whether it has `VDPBF16PS`.
+    pub fn has_dot(self) -> bool {
+        self.emulates().unwrap_or(self) == Isa::Avx512Bf16
+    }
+
+    /// The same without `VDPBF16PS`.
+    pub fn without_dot(self) -> Isa {
+        match self {
+            Isa::Avx512Bf16 => Isa::Avx512,
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512Bf16 => Isa::EmulatedAvx512,
+            isa => isa,
+        }
     }
 }
 
@@ -144,11 +186,6 @@ impl Cpu {
     /// The instruction set.
     pub fn isa(&self) -> Isa {
         self.isa
-    }
-
-    /// The instruction set of everything but `VDPBF16PS`.
-    pub(crate) fn fma_isa(&self) -> Isa {
-        self.isa.min(Isa::Avx512)
     }
 
     /// The number of threads.

@@ -19,7 +19,7 @@ use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::workspace::memory::{LINE, Memory};
 use crate::workspace::{Need, Plan, choose};
-use crate::{Counter, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, Tf32, check_len, value_error};
+use crate::{Counter, Cpu, DType, Element, Error, TensorMut, TensorRef, Tf32, check_len, value_error};
 use half::bf16;
 use samebits_schema::Call;
 use std::iter::successors;
@@ -241,7 +241,7 @@ impl PackedWeight {
         if !I::IS_BF16 && size_of::<I>() < 4 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
-        if cpu.isa() == Isa::Avx512Bf16
+        if cpu.isa().has_dot()
             && let Some(w) = bf16_slice(w)
             && let Some(memory) = dictionary::pack(cpu, n, TensorRef::of(w, &[n, k]).rows())?
         {
@@ -525,7 +525,7 @@ pub(crate) struct Product<'a, I> {
 impl<I: Element> Product<'_, I> {
     /// Whether bf16 pairs meet in `VDPBF16PS`.
     pub(crate) fn dots(&self) -> bool {
-        self.cpu.isa() == Isa::Avx512Bf16 && I::IS_BF16
+        self.cpu.isa().has_dot() && I::IS_BF16
     }
 
     /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
@@ -725,7 +725,7 @@ impl<I: Element> Product<'_, I> {
             // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
             unsafe { finish(cpu, sums, self.bias_of(panel).as_ref(), y, at, n, columns) };
         });
-        cpu.ledger().ran(cpu.fma_isa().name());
+        cpu.ledger().ran(cpu.isa().without_dot().name());
         0
     }
 
@@ -820,10 +820,10 @@ impl Ran {
     pub fn record(self, cpu: &Cpu) -> usize {
         let (fast, slow) = (self.fast.into_inner(), self.slow.into_inner());
         if fast > 0 {
-            cpu.ledger().ran(Isa::Avx512Bf16.name());
+            cpu.ledger().ran(cpu.isa().name());
         }
         if slow > 0 || fast == 0 {
-            cpu.ledger().ran(cpu.fma_isa().name());
+            cpu.ledger().ran(cpu.isa().without_dot().name());
         }
         slow
     }

@@ -9,12 +9,10 @@
 //! low halves of its bytes. A block with a weight that is not in the table is an exception and stands whole behind all
 //! panels. A matrix with many of them is not coded.
 //!
-//! Order and rounding are those of the pairs it stands for: [`Coded::pair`] gives them one at a time, and the kernel here
-//! is that of [`dot_tile`](crate::gemm::tile::dot_tile).
+//! [`Coded::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) sums with them.
 
 use crate::gemm::gemm::{SharedOut, pack_w, panel_words};
 use crate::gemm::tile::PANEL;
-use crate::pack::prefetch;
 use crate::tensor::Rows;
 use crate::workspace::memory::{LINE, Memory};
 use crate::{Cpu, Error, Tf32};
@@ -22,9 +20,9 @@ use half::bf16;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Words of a block: 2 pairs of k of 32 columns.
-const BLOCK: usize = 3 * LINE;
+pub const BLOCK: usize = 3 * LINE;
 /// Words of a block that stands whole.
-const WHOLE: usize = 2 * PANEL;
+pub const WHOLE: usize = 2 * PANEL;
 /// Words before the numbers of the exceptions: the table, the smallest nonzero magnitude, how many exceptions there are.
 const FACTS: usize = 6;
 
@@ -187,8 +185,23 @@ impl<'a> Coded<'a> {
         self.pairs
     }
 
+    /// Its 16 high bytes.
+    pub fn table(&self) -> &'a [u32; 4] {
+        self.head.first_chunk().expect("a head begins with the table")
+    }
+
+    /// [`BLOCK`] words for every two pairs of k.
+    pub fn blocks(&self) -> &'a [u32] {
+        self.blocks
+    }
+
+    /// [`WHOLE`] words for each exception.
+    pub fn wholes(&self) -> &'a [u32] {
+        self.wholes
+    }
+
     /// The numbers of the blocks that stand whole, ascending.
-    fn exceptions(&self) -> &'a [u32] {
+    pub fn exceptions(&self) -> &'a [u32] {
         &self.head[FACTS..][..self.head[5] as usize]
     }
 
@@ -216,246 +229,6 @@ impl<'a> Coded<'a> {
                 (out[column], out[PANEL + column]) = (f32::from_bits(pair & 0xFFFF_0000), f32::from_bits(pair << 16));
             }
         }
-    }
-}
-
-/// The 32 pairs whose low bytes stand at `low` and whose codes are the low halves of the bytes of `codes`.
-///
-/// # Safety
-/// The machine has AVX-512 BW, and `low` has a line.
-#[cfg(target_arch = "x86_64")]
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn weights(
-    coded: &Coded,
-    low: *const u32,
-    codes: std::arch::x86_64::__m512i,
-) -> [std::arch::x86_64::__m512i; 2] {
-    use std::arch::x86_64::*;
-    // SAFETY: a head has at least FACTS words; the rest is the caller's promise.
-    let (table, low) = unsafe { (_mm_loadu_si128(coded.head.as_ptr().cast()), _mm512_loadu_si512(low.cast())) };
-    let codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-    let high = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
-    [_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)]
-}
-
-/// So many bytes ahead blocks are asked for.
-#[cfg(target_arch = "x86_64")]
-const STREAMED: usize = 4096;
-
-/// The sums of `ROWS` rows and a whole panel: `left` holds a word for each row and pair of k, `step` apart from one pair to
-/// the next; `out` has rows of 32. With `KEEP` the pairs are written to `kept` as well, as they stand where a panel is not
-/// coded: k by k, 32 columns side by side.
-///
-/// # Safety
-/// The machine has AVX-512 BW and BF16. `left` holds `ROWS` words at every pair below the end of `bounds`, `out` `ROWS`
-/// rows `out_stride` apart, and `kept` with `KEEP` 32 words for each pair; the bounds end within the panel's k and, but for
-/// the end, are multiples of 4.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-#[allow(clippy::too_many_arguments)]
-pub unsafe fn dot_coded<const ROWS: usize, const KEEP: bool>(
-    coded: &Coded,
-    left: *const u32,
-    step: usize,
-    bounds: &[usize],
-    out: *mut f32,
-    out_stride: usize,
-    kept: *mut u32,
-) {
-    use std::arch::x86_64::*;
-    use std::mem::{MaybeUninit, transmute};
-    // They stand apart from the blocks.
-    prefetch(coded.wholes);
-    let zero = _mm512_setzero_ps();
-    let mut exceptions = coded.exceptions().iter().copied().zip(coded.wholes.chunks_exact(WHOLE)).peekable();
-    // As in `dot_chains`.
-    let mut stack = [[[MaybeUninit::<__m512>::uninit(); 2]; ROWS]; 3];
-    let segments = bounds.len() - 1;
-    for i in 0..segments {
-        let mut live = [[zero; 2]; ROWS];
-        let (mut pair, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
-        let sum = |live: &mut [[__m512; 2]; ROWS], pair: usize, weights: [__m512i; 2]| {
-            if KEEP {
-                for (v, &weights) in weights.iter().enumerate() {
-                    // SAFETY: `pair` is below the end of the bounds.
-                    unsafe { _mm512_storeu_si512(kept.add(pair * PANEL + v * 16).cast(), weights) };
-                }
-            }
-            // SAFETY: a vector of i32 and one of pairs of bf16 have the same 512 bits.
-            let [first, last] = weights.map(|weights| unsafe { transmute::<__m512i, __m512bh>(weights) });
-            for (r, live) in live.iter_mut().enumerate() {
-                // SAFETY: as above; `pair` is below the end of the bounds.
-                let x = unsafe { transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(pair * step + r) as i32)) };
-                live[0] = _mm512_dpbf16_ps(live[0], x, first);
-                live[1] = _mm512_dpbf16_ps(live[1], x, last);
-            }
-        };
-        // SAFETY: the bounds end within the panel's k, so every pair has its block, and exceptions are blocks.
-        unsafe {
-            while pair < to {
-                let stop = exceptions.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
-                while pair < stop {
-                    let block = coded.blocks.as_ptr().add(pair / 2 * BLOCK);
-                    for line in 0..3 {
-                        _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(STREAMED / 4 + line * LINE).cast());
-                    }
-                    let codes = _mm512_loadu_si512(block.add(2 * LINE).cast());
-                    sum(&mut live, pair, weights(coded, block, codes));
-                    if pair + 1 < to {
-                        sum(&mut live, pair + 1, weights(coded, block.add(LINE), _mm512_srli_epi16::<4>(codes)));
-                    }
-                    pair += 2;
-                }
-                if stop < to {
-                    let (_, whole) = exceptions.next().expect("a block that stands whole");
-                    for step in 0..(to - pair).min(2) {
-                        let at = whole.as_ptr().add(step * PANEL);
-                        sum(
-                            &mut live,
-                            pair + step,
-                            [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(16).cast())],
-                        );
-                    }
-                    pair += 2;
-                }
-            }
-        }
-        let mut level = 0;
-        while i >> level & 1 == 1 {
-            for (live, earlier) in live.iter_mut().zip(&stack[level]) {
-                for (live, earlier) in live.iter_mut().zip(earlier) {
-                    // SAFETY: a set bit of i says that the subtree of its level has been written.
-                    *live = _mm512_add_ps(unsafe { earlier.assume_init() }, *live);
-                }
-            }
-            level += 1;
-        }
-        for (r, live) in live.iter().enumerate() {
-            for (v, &live) in live.iter().enumerate() {
-                if i + 1 < segments {
-                    stack[level][r][v].write(live);
-                } else {
-                    // SAFETY: the caller's promise.
-                    unsafe { _mm512_storeu_ps(out.add(r * out_stride + v * 16), live) };
-                }
-            }
-        }
-    }
-}
-
-/// [`dot_coded`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
-/// chain alone waits for its own sums.
-///
-/// # Safety
-/// As there.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-pub unsafe fn dot_coded_row(coded: &Coded, left: *const u32, bounds: &[usize], out: *mut f32) {
-    use std::arch::x86_64::*;
-    use std::mem::transmute;
-    // They stand apart from the blocks.
-    prefetch(coded.wholes);
-    let exceptions = coded.exceptions();
-    // The pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
-    let add = |live: &mut [__m512; 2], exception: &mut usize, pair: usize, to: usize| {
-        let whole = exceptions.get(*exception) == Some(&((pair / 2) as u32));
-        // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
-        // `left` a word; a vector of i32 and one of pairs of bf16 have the same 512 bits.
-        unsafe {
-            let mut sum = |pair: usize, weights: [__m512i; 2]| {
-                let x = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*left.add(pair) as i32));
-                let [first, last] = weights.map(|weights| transmute::<__m512i, __m512bh>(weights));
-                *live = [_mm512_dpbf16_ps(live[0], x, first), _mm512_dpbf16_ps(live[1], x, last)];
-            };
-            if whole {
-                let at = coded.wholes.as_ptr().add(*exception * WHOLE);
-                for step in 0..(to - pair).min(2) {
-                    let at = at.add(step * PANEL);
-                    sum(pair + step, [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LINE).cast())]);
-                }
-                *exception += 1;
-            } else {
-                let block = coded.blocks.as_ptr().add(pair / 2 * BLOCK);
-                let codes = _mm512_loadu_si512(block.add(2 * LINE).cast());
-                sum(pair, weights(coded, block, codes));
-                if pair + 1 < to {
-                    sum(pair + 1, weights(coded, block.add(LINE), _mm512_srli_epi16::<4>(codes)));
-                }
-            }
-        }
-    };
-    let mut joined = [[_mm512_setzero_ps(); 2]; 4];
-    let halves = bounds.len() / 2;
-    for (two, joined) in joined.iter_mut().enumerate().take(halves) {
-        let bound: [usize; 3] = std::array::from_fn(|i| bounds[2 * two + i].div_ceil(2));
-        let shared = (bound[1] - bound[0]).min(bound[2] - bound[1]) / 2;
-        let (mut even, mut odd) = ([_mm512_setzero_ps(); 2], [_mm512_setzero_ps(); 2]);
-        let [mut of_even, mut of_odd] =
-            [0, 1].map(|i| exceptions.partition_point(|&block| (block as usize) < bound[i] / 2));
-        let until = |exception: usize, first: usize| {
-            exceptions.get(exception).map_or(shared, |&block| (block as usize - first / 2).min(shared))
-        };
-        let mut block = 0;
-        while block < shared {
-            let stop = until(of_even, bound[0]).min(until(of_odd, bound[1]));
-            // SAFETY: as above; blocks before `stop` are coded and have both pairs.
-            unsafe {
-                let mut at = [0, 1].map(|i| coded.blocks.as_ptr().add((bound[i] / 2 + block) * BLOCK));
-                let mut x = [0, 1].map(|i| left.add(bound[i] + 2 * block));
-                // The next two segments are asked for in the order of memory.
-                let mut ahead = coded.blocks.as_ptr().wrapping_add((bound[0] / 2 + 2 * (shared + block)) * BLOCK);
-                while block < stop {
-                    macro_rules! one {
-                        ($i:literal, $live:ident) => {{
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(LINE).cast());
-                            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(2 * LINE).cast());
-                            ahead = ahead.wrapping_add(BLOCK);
-                            let codes = _mm512_loadu_si512(at[$i].add(2 * LINE).cast());
-                            let [first, last] = weights(coded, at[$i], codes);
-                            let q = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*x[$i] as i32));
-                            $live[0] = _mm512_dpbf16_ps($live[0], q, transmute::<__m512i, __m512bh>(first));
-                            $live[1] = _mm512_dpbf16_ps($live[1], q, transmute::<__m512i, __m512bh>(last));
-                            let [first, last] = weights(coded, at[$i].add(LINE), _mm512_srli_epi16::<4>(codes));
-                            let q = transmute::<__m512i, __m512bh>(_mm512_set1_epi32(*x[$i].add(1) as i32));
-                            $live[0] = _mm512_dpbf16_ps($live[0], q, transmute::<__m512i, __m512bh>(first));
-                            $live[1] = _mm512_dpbf16_ps($live[1], q, transmute::<__m512i, __m512bh>(last));
-                            at[$i] = at[$i].add(BLOCK);
-                            x[$i] = x[$i].add(2);
-                        }};
-                    }
-                    one!(0, even);
-                    one!(1, odd);
-                    block += 1;
-                }
-            }
-            if block < shared {
-                add(&mut even, &mut of_even, bound[0] + 2 * block, bound[1]);
-                add(&mut odd, &mut of_odd, bound[1] + 2 * block, bound[2]);
-                block += 1;
-            }
-        }
-        for pair in (bound[0] + 2 * shared..bound[1]).step_by(2) {
-            add(&mut even, &mut of_even, pair, bound[1]);
-        }
-        for pair in (bound[1] + 2 * shared..bound[2]).step_by(2) {
-            add(&mut odd, &mut of_odd, pair, bound[2]);
-        }
-        let live = [even, odd];
-        *joined = [0, 1].map(|v| _mm512_add_ps(live[0][v], live[1][v]));
-    }
-    for v in 0..2 {
-        let mut sums = joined.map(|joined| joined[v]);
-        let mut count = halves;
-        while count > 1 {
-            count /= 2;
-            for i in 0..count {
-                sums[i] = _mm512_add_ps(sums[2 * i], sums[2 * i + 1]);
-            }
-        }
-        // SAFETY: `out` has 32 places.
-        unsafe { _mm512_storeu_ps(out.add(v * 16), sums[0]) };
     }
 }
 

@@ -4,9 +4,21 @@ use super::{Kernel, MAX_LANES, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// Proof that the machine has the instructions; made only by [`enter`].
+/// Proof that the machine has the instructions; made only by [`enter`], and where tests emulate wider ones.
 #[derive(Clone, Copy)]
 pub struct Avx2(());
+
+#[cfg(feature = "emulated-isa")]
+impl Avx2 {
+    /// The proof.
+    ///
+    /// # Safety
+    /// The machine has avx2, fma, f16c; whoever uses the token is compiled for them.
+    #[inline(always)]
+    pub unsafe fn new() -> Avx2 {
+        Avx2(())
+    }
+}
 
 /// Runs `kernel` compiled for these instructions.
 ///
@@ -23,55 +35,55 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_set1_ps(x) }
     }
 
     #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_add_ps(a, b) }
     }
 
     #[inline(always)]
     fn sub(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_sub_ps(a, b) }
     }
 
     #[inline(always)]
     fn mul(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_mul_ps(a, b) }
     }
 
     #[inline(always)]
     fn div(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_div_ps(a, b) }
     }
 
     #[inline(always)]
     fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_fmadd_ps(a, b, c) }
     }
 
     #[inline(always)]
     fn abs(self, a: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
     }
 
     #[inline(always)]
     fn neg(self, a: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_xor_ps(_mm256_set1_ps(-0.0), a) }
     }
 
     #[inline(always)]
     fn copysign(self, a: __m256, sign: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let bit = _mm256_set1_ps(-0.0);
             _mm256_or_ps(_mm256_andnot_ps(bit, a), _mm256_and_ps(bit, sign))
@@ -80,37 +92,37 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn round(self, a: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }
 
     #[inline(always)]
     fn floor(self, a: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
     }
 
     #[inline(always)]
     fn max(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_max_ps(a, b) }
     }
 
     #[inline(always)]
     fn min(self, a: __m256, b: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_min_ps(a, b) }
     }
 
     #[inline(always)]
     fn select_ge(self, a: __m256, b: __m256, yes: __m256, no: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_GE_OQ>(a, b)) }
     }
 
     #[inline(always)]
     fn all_within(self, low: __m256, x: __m256, high: __m256) -> bool {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let (above, below) = (_mm256_cmp_ps::<_CMP_LE_OQ>(low, x), _mm256_cmp_ps::<_CMP_LE_OQ>(x, high));
             _mm256_movemask_ps(_mm256_and_ps(above, below)) == 0xFF
@@ -119,13 +131,13 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn any_nan_or_inf(self, a: __m256) -> bool {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a, _mm256_set1_ps(f32::INFINITY))) != 0 }
     }
 
     #[inline(always)]
     fn pow2(self, i: __m256) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(
                 _mm256_cvtps_epi32(i),
@@ -136,7 +148,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
         unsafe {
             _mm256_stream_si256(to.cast(), _mm256_loadu_si256(from.cast()));
             _mm256_stream_si256(to.add(32).cast(), _mm256_loadu_si256(from.add(32).cast()));
@@ -151,43 +163,43 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_loadu_ps(p) }
     }
 
     #[inline(always)]
     unsafe fn store(self, v: __m256, p: *mut f32) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_storeu_ps(p, v) }
     }
 
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
     }
 
     #[inline(always)]
     unsafe fn load_f16(self, p: *const f16) -> __m256 {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
     }
 
     #[inline(always)]
     unsafe fn narrow_f32(self, v: __m256, p: *mut f32) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm256_storeu_ps(p, canonical(v)) }
     }
 
     #[inline(always)]
     unsafe fn narrow_bf16(self, v: __m256, p: *mut bf16) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm_storeu_si128(p.cast(), to_bf16(v)) }
     }
 
     #[inline(always)]
     unsafe fn narrow_f16(self, v: __m256, p: *mut f16) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
     }
 
@@ -200,7 +212,7 @@ impl Simd for Avx2 {
         to: *mut u32,
         stride: usize,
     ) {
-        // SAFETY: the caller's promise; a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: the caller's promise; an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let mut row = [_mm256_setzero_si256(); 8];
             for (row, from) in row.iter_mut().zip(rows) {
@@ -235,7 +247,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
-        // SAFETY: the caller's promise; a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: the caller's promise; an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let (magnitude, one) = (_mm256_set1_epi16(0x7FFF), _mm256_set1_epi16(1));
             let mut least = _mm256_set1_epi16(-1);
@@ -261,7 +273,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn narrow_pairs(self, high: __m256, low: __m256, p: *mut u32) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
             let low = _mm256_srli_epi32::<16>(rounded(low));
             _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(low, rounded(high)));
@@ -270,7 +282,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn interleave(self, high: __m256, low: __m256) -> (__m256, __m256) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             // The unpacks work on 128-bit halves; the permutations bring the halves in order.
             let (a, b) = (_mm256_unpacklo_ps(low, high), _mm256_unpackhi_ps(low, high));
@@ -280,7 +292,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m256, __m256) {
-        // SAFETY: a `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
             let pairs = _mm256_loadu_si256(p.cast());
             (

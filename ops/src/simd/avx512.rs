@@ -1,10 +1,11 @@
-//! Sixteen lanes: AVX-512 F, BW, DQ and VL.
+//! Sixteen lanes: AVX-512 F, BW, DQ and VL; `VDPBF16PS` where the machine has it.
 
+use super::words::{self, Kernel512, Simd512};
 use super::{Kernel, MAX_LANES, Simd};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// Proof that the machine has the instructions; made only by [`enter`].
+/// Proof that the machine has the instructions; made only by [`enter`] and [`enter_dot`].
 #[derive(Clone, Copy)]
 pub struct Avx512(());
 
@@ -17,61 +18,71 @@ pub unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx512(()))
 }
 
+/// Runs `kernel` compiled for these instructions and `VDPBF16PS`.
+///
+/// # Safety
+/// The machine has avx512f, avx512bw, avx512dq, avx512vl, avx512bf16; the rest is the kernel's own.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
+    // SAFETY: the caller's promise.
+    unsafe { kernel.run(Avx512(())) }
+}
+
 impl Simd for Avx512 {
     type F = __m512;
     const LANES: usize = 16;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_set1_ps(x) }
     }
 
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_add_ps(a, b) }
     }
 
     #[inline(always)]
     fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_sub_ps(a, b) }
     }
 
     #[inline(always)]
     fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_mul_ps(a, b) }
     }
 
     #[inline(always)]
     fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_div_ps(a, b) }
     }
 
     #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
 
     #[inline(always)]
     fn abs(self, a: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_abs_ps(a) }
     }
 
     #[inline(always)]
     fn neg(self, a: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_xor_ps(_mm512_set1_ps(-0.0), a) }
     }
 
     #[inline(always)]
     fn copysign(self, a: __m512, sign: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let bit = _mm512_set1_ps(-0.0);
             _mm512_or_ps(_mm512_andnot_ps(bit, a), _mm512_and_ps(bit, sign))
@@ -80,37 +91,37 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn round(self, a: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }
 
     #[inline(always)]
     fn floor(self, a: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
     }
 
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_max_ps(a, b) }
     }
 
     #[inline(always)]
     fn min(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_min_ps(a, b) }
     }
 
     #[inline(always)]
     fn select_ge(self, a: __m512, b: __m512, yes: __m512, no: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), no, yes) }
     }
 
     #[inline(always)]
     fn all_within(self, low: __m512, x: __m512, high: __m512) -> bool {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             let above = _mm512_cmp_ps_mask::<_CMP_LE_OQ>(low, x);
             _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(above, x, high) == 0xFFFF
@@ -119,13 +130,13 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn any_nan_or_inf(self, a: __m512) -> bool {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, _mm512_set1_ps(f32::INFINITY)) != 0 }
     }
 
     #[inline(always)]
     fn pow2(self, i: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe {
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_add_epi32(
                 _mm512_cvtps_epi32(i),
@@ -141,13 +152,13 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn scale(self, m: __m512, i: __m512) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_scalef_ps(m, i) }
     }
 
     #[inline(always)]
     unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
         unsafe { _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())) }
     }
 
@@ -159,44 +170,46 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn load(self, p: *const f32) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_loadu_ps(p) }
     }
 
     #[inline(always)]
     unsafe fn store(self, v: __m512, p: *mut f32) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_storeu_ps(p, v) }
     }
 
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))) }
     }
 
     #[inline(always)]
     unsafe fn load_f16(self, p: *const f16) -> __m512 {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
 
     #[inline(always)]
     unsafe fn narrow_f32(self, v: __m512, p: *mut f32) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
-        unsafe { _mm512_storeu_ps(p, canonical(v)) }
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe { _mm512_storeu_ps(p, words::canonical(self, v)) }
     }
 
     #[inline(always)]
     unsafe fn narrow_bf16(self, v: __m512, p: *mut bf16) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
-        unsafe { _mm256_storeu_si256(p.cast(), to_bf16(v)) }
+        // SAFETY: the caller's promise.
+        unsafe { words::narrow_bf16(self, v, p) }
     }
 
     #[inline(always)]
     unsafe fn narrow_f16(self, v: __m512, p: *mut f16) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
-        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(words::canonical(self, v)))
+        }
     }
 
     #[inline(always)]
@@ -208,134 +221,194 @@ impl Simd for Avx512 {
         to: *mut u32,
         stride: usize,
     ) {
-        // SAFETY: the caller's promise; a `Avx512` exists only inside `enter`, where the machine has the instructions.
-        unsafe {
-            let mut row = [_mm512_setzero_si512(); 16];
-            for (row, from) in row.iter_mut().zip(rows) {
-                *row = _mm512_loadu_si512(from.add(at).cast());
-                if SWAP {
-                    *row = _mm512_rol_epi32::<16>(*row);
-                }
-            }
-            // Words, then pairs of words, of neighbouring rows alternate; then quarters of vectors change places.
-            let mut two = [_mm512_setzero_si512(); 16];
-            for i in 0..8 {
-                two[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
-                two[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
-            }
-            let mut four = [_mm512_setzero_si512(); 16];
-            for i in 0..4 {
-                four[4 * i] = _mm512_unpacklo_epi64(two[4 * i], two[4 * i + 2]);
-                four[4 * i + 1] = _mm512_unpackhi_epi64(two[4 * i], two[4 * i + 2]);
-                four[4 * i + 2] = _mm512_unpacklo_epi64(two[4 * i + 1], two[4 * i + 3]);
-                four[4 * i + 3] = _mm512_unpackhi_epi64(two[4 * i + 1], two[4 * i + 3]);
-            }
-            // four[4 * i + j]: words j, j + 4, j + 8, j + 12 of rows 4i to 4i + 3, one word to a quarter.
-            let mask = (1u32 << count).wrapping_sub(1) as u16;
-            for j in 0..4 {
-                let even = _mm512_shuffle_i32x4::<0x88>(four[j], four[4 + j]);
-                let odd = _mm512_shuffle_i32x4::<0xDD>(four[j], four[4 + j]);
-                let even_high = _mm512_shuffle_i32x4::<0x88>(four[8 + j], four[12 + j]);
-                let odd_high = _mm512_shuffle_i32x4::<0xDD>(four[8 + j], four[12 + j]);
-                let column = [
-                    _mm512_shuffle_i32x4::<0x88>(even, even_high),
-                    _mm512_shuffle_i32x4::<0x88>(odd, odd_high),
-                    _mm512_shuffle_i32x4::<0xDD>(even, even_high),
-                    _mm512_shuffle_i32x4::<0xDD>(odd, odd_high),
-                ];
-                for (i, column) in column.into_iter().enumerate() {
-                    let to = to.add((j + 4 * i) * stride);
-                    if count == 16 {
-                        _mm512_storeu_si512(to.cast(), column);
-                    } else {
-                        _mm512_mask_storeu_epi32(to.cast(), mask, column);
-                    }
-                }
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { words::transpose::<Self, SWAP>(self, rows, at, count, to, stride) }
     }
 
     #[inline(always)]
     unsafe fn least_bf16(self, p: *const bf16, count: usize) -> u16 {
-        // SAFETY: the caller's promise; a `Avx512` exists only inside `enter`, where the machine has the instructions.
+        // SAFETY: the caller's promise.
+        unsafe { words::least_bf16(self, p, count) }
+    }
+
+    #[inline(always)]
+    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { words::swap_pairs(self, from, to) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs(self, high: __m512, low: __m512, p: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { words::narrow_pairs(self, high, low, p) }
+    }
+
+    #[inline(always)]
+    fn interleave(self, high: __m512, low: __m512) -> (__m512, __m512) {
+        words::interleave(self, high, low)
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(self, p: *const u32) -> (__m512, __m512) {
+        // SAFETY: the caller's promise.
+        unsafe { words::load_pairs(self, p) }
+    }
+}
+
+/// Each method of the list is the intrinsic of its name.
+macro_rules! intrinsics {
+    ($($name:ident$([$imm:ident: $imm_type:ty])?($($arg:ident: $type:ty),*) -> $result:ty = $intrinsic:ident)*) => {$(
+        #[inline(always)]
+        fn $name$(<const $imm: $imm_type>)?(self, $($arg: $type),*) -> $result {
+            // SAFETY: an `Avx512` exists only inside `enter` or `enter_dot`, where the machine has the instructions.
+            unsafe { $intrinsic$(::<$imm>)?($($arg),*) }
+        }
+    )*};
+}
+
+impl Simd512 for Avx512 {
+    type I = __m512i;
+
+    intrinsics! {
+        cast_ps(v: __m512i) -> __m512 = _mm512_castsi512_ps
+        cast_si512(v: __m512) -> __m512i = _mm512_castps_si512
+        set1_epi8(x: i8) -> __m512i = _mm512_set1_epi8
+        set1_epi16(x: i16) -> __m512i = _mm512_set1_epi16
+        set1_epi32(x: i32) -> __m512i = _mm512_set1_epi32
+        and_si512(a: __m512i, b: __m512i) -> __m512i = _mm512_and_si512
+        add_epi32(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32
+        sub_epi16(a: __m512i, b: __m512i) -> __m512i = _mm512_sub_epi16
+        min_epu16(a: __m512i, b: __m512i) -> __m512i = _mm512_min_epu16
+        slli_epi32[N: u32](v: __m512i) -> __m512i = _mm512_slli_epi32
+        srli_epi32[N: u32](v: __m512i) -> __m512i = _mm512_srli_epi32
+        srli_epi16[N: u32](v: __m512i) -> __m512i = _mm512_srli_epi16
+        rol_epi32[N: i32](v: __m512i) -> __m512i = _mm512_rol_epi32
+        unpacklo_epi8(a: __m512i, b: __m512i) -> __m512i = _mm512_unpacklo_epi8
+        unpackhi_epi8(a: __m512i, b: __m512i) -> __m512i = _mm512_unpackhi_epi8
+        unpacklo_epi32(a: __m512i, b: __m512i) -> __m512i = _mm512_unpacklo_epi32
+        unpackhi_epi32(a: __m512i, b: __m512i) -> __m512i = _mm512_unpackhi_epi32
+        unpacklo_epi64(a: __m512i, b: __m512i) -> __m512i = _mm512_unpacklo_epi64
+        unpackhi_epi64(a: __m512i, b: __m512i) -> __m512i = _mm512_unpackhi_epi64
+        shuffle_epi8(table: __m512i, which: __m512i) -> __m512i = _mm512_shuffle_epi8
+        shuffle_epi32[WHICH: i32](v: __m512i) -> __m512i = _mm512_shuffle_epi32
+        shuffle_i32x4[WHICH: i32](a: __m512i, b: __m512i) -> __m512i = _mm512_shuffle_i32x4
+        permutex2var_ps(a: __m512, which: __m512i, b: __m512) -> __m512 = _mm512_permutex2var_ps
+        mask_blend_epi16(mask: u32, a: __m512i, b: __m512i) -> __m512i = _mm512_mask_blend_epi16
+        mask_blend_ps(mask: u16, a: __m512, b: __m512) -> __m512 = _mm512_mask_blend_ps
+        cmpunord_ps_mask(a: __m512, b: __m512) -> u16 = _mm512_cmpunord_ps_mask
+    }
+
+    #[inline(always)]
+    fn setr_epi32(self, words: [i32; 16]) -> __m512i {
+        // SAFETY: both are 512 bits, of which every pattern is a value.
+        unsafe { std::mem::transmute(words) }
+    }
+
+    #[inline(always)]
+    fn insertf32x8_high(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: an `Avx512` exists only inside `enter` or `enter_dot`, where the machine has the instructions.
+        unsafe { _mm512_insertf32x8::<1>(a, _mm512_castps512_ps256(b)) }
+    }
+
+    #[inline(always)]
+    fn reduce_min_epu16(self, v: __m512i) -> u16 {
+        // SAFETY: an `Avx512` exists only inside `enter` or `enter_dot`, where the machine has the instructions.
         unsafe {
-            let (magnitude, one) = (_mm512_set1_epi16(0x7FFF), _mm512_set1_epi16(1));
-            let mut least = _mm512_set1_epi16(-1);
-            for i in (0..count).step_by(32) {
-                let bits = _mm512_and_si512(_mm512_loadu_si512(p.add(i).cast()), magnitude);
-                least = _mm512_min_epu16(least, _mm512_sub_epi16(bits, one));
-            }
-            let half = _mm256_min_epu16(_mm512_castsi512_si256(least), _mm512_extracti64x4_epi64::<1>(least));
+            let half = _mm256_min_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v));
             let quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half));
             _mm_cvtsi128_si32(_mm_minpos_epu16(quarter)) as u16
         }
     }
 
     #[inline(always)]
-    unsafe fn swap_pairs(self, from: *const u32, to: *mut u32) {
+    unsafe fn loadu_si512(self, p: *const u32) -> __m512i {
+        // SAFETY: the caller's promise; an `Avx512` exists only where the machine has the instructions.
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn loadu_halves(self, low: *const u32, high: *const u32) -> __m512i {
+        // SAFETY: as above.
+        unsafe {
+            let low = _mm512_castsi256_si512(_mm256_loadu_si256(low.cast()));
+            _mm512_inserti64x4::<1>(low, _mm256_loadu_si256(high.cast()))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast_i32x4(self, p: *const u32) -> __m512i {
+        // SAFETY: as above.
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn storeu_si512(self, p: *mut u32, v: __m512i) {
+        // SAFETY: as above.
+        unsafe { _mm512_storeu_si512(p.cast(), v) }
+    }
+
+    #[inline(always)]
+    unsafe fn mask_storeu_epi32(self, p: *mut u32, mask: u16, v: __m512i) {
+        // SAFETY: as above.
+        unsafe { _mm512_mask_storeu_epi32(p.cast(), mask, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn cvtepi32_storeu_epi16(self, p: *mut u16, v: __m512i) {
+        // SAFETY: as above.
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(v)) }
+    }
+
+    #[inline(always)]
+    unsafe fn dpbf16_ps(self, sums: __m512, a: __m512i, b: __m512i) -> __m512 {
+        // SAFETY: the caller's promise; a vector of words and one of pairs of bf16 have the same 512 bits.
+        unsafe {
+            use std::mem::transmute;
+            _mm512_dpbf16_ps(sums, transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn call<K: Kernel512>(self, kernel: K) -> K::Output {
         // SAFETY: the caller's promise.
-        unsafe { _mm512_storeu_si512(to.cast(), _mm512_rol_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
+        unsafe { enter_dot(kernel) }
     }
 
     #[inline(always)]
-    unsafe fn narrow_pairs(self, high: __m512, low: __m512, p: *mut u32) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
-        unsafe {
-            let (mut high, mut low) = (high, low);
-            // One look at both for what is rare.
-            if _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(high, low) != 0 {
-                (high, low) = (canonical(high), canonical(low));
-            }
-            let low = _mm512_srli_epi32::<16>(rounded(low));
-            _mm512_storeu_si512(p.cast(), _mm512_mask_blend_epi16(0xAAAA_AAAA, low, rounded(high)));
-        }
+    fn pin(self, v: &mut __m512) {
+        // SAFETY: an `Avx512` exists only inside `enter` or `enter_dot`, where the machine has the instructions.
+        unsafe { pin(v) }
     }
 
     #[inline(always)]
-    fn interleave(self, high: __m512, low: __m512) -> (__m512, __m512) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions.
-        unsafe {
-            let first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-            (_mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, second, high))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_pairs(self, p: *const u32) -> (__m512, __m512) {
-        // SAFETY: a `Avx512` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
-        unsafe {
-            let pairs = _mm512_loadu_si512(p.cast());
-            (
-                _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF_0000_u32 as i32))),
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
-            )
-        }
+    fn pin_words(self, a: &mut __m512i, b: &mut __m512i, c: &mut __m512i) {
+        // SAFETY: as above.
+        unsafe { pin_words(a, b, c) }
     }
 }
 
-/// NaN lanes become the canonical quiet NaN.
+/// Nothing moves past this, and `v` is in a register.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn canonical(v: __m512) -> __m512 {
-    let nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FC0_0000));
-    _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), v, nan)
+#[target_feature(enable = "avx512f")]
+fn pin(v: &mut __m512) {
+    // SAFETY: no instruction, and so nothing but the register is named.
+    unsafe { std::arch::asm!("/* {0} */", inout(zmm_reg) * v, options(nostack, preserves_flags)) }
 }
 
-/// What is no NaN to bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half
-/// is left.
-/// (`VCVTNEPS2BF16` flushes subnormals.)
+/// [`pin`] of three.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn rounded(v: __m512) -> __m512i {
-    let bits = _mm512_castps_si512(v);
-    let lowest = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-    _mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7FFF)))
-}
-
-/// To bf16.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-fn to_bf16(v: __m512) -> __m256i {
-    _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(rounded(canonical(v))))
+#[target_feature(enable = "avx512f")]
+fn pin_words(a: &mut __m512i, b: &mut __m512i, c: &mut __m512i) {
+    // SAFETY: as above.
+    unsafe {
+        std::arch::asm!(
+            "/* {0} */",
+            "/* {1} */",
+            "/* {2} */",
+            inout(zmm_reg) * a,
+            inout(zmm_reg) * b,
+            inout(zmm_reg) * c,
+            options(nostack, preserves_flags)
+        )
+    }
 }

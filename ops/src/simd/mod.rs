@@ -9,9 +9,14 @@
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+#[cfg(feature = "emulated-isa")]
+pub mod emulated;
 pub mod scalar;
 pub mod stream;
 pub mod unroll;
+// Without an instruction set of 16 lanes nothing runs what is written for it.
+#[cfg_attr(not(any(target_arch = "x86_64", feature = "emulated-isa")), allow(dead_code))]
+pub mod words;
 
 use crate::backend::cpu::{Cpu, Isa};
 use half::{bf16, f16};
@@ -183,8 +188,29 @@ impl Cpu {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::enter(kernel) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => unsafe { emulated::enter(kernel) },
             #[cfg(not(target_arch = "x86_64"))]
             _ => unreachable!("Cpu::new refuses an isa this machine lacks"),
+        }
+    }
+
+    /// Runs `kernel` with this `Cpu`'s `VDPBF16PS`, on the calling thread.
+    ///
+    /// # Safety
+    /// What the kernel says of its fields holds.
+    #[inline]
+    pub(crate) unsafe fn dispatch_dot<K: words::Kernel512>(&self, kernel: K) -> K::Output {
+        // SAFETY: the caller's promise; `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
+        unsafe {
+            match self.isa() {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 => avx512::enter_dot(kernel),
+                #[cfg(feature = "emulated-isa")]
+                Isa::EmulatedAvx512Bf16 => emulated::enter_dot(kernel),
+                isa => panic!("{isa} has no dot product of pairs"),
+            }
         }
     }
 }
@@ -329,6 +355,18 @@ pub fn prefetch<T>(p: *const T) {
     // SAFETY: a prefetch reads nothing and may name any address.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// [`prefetch`] to the second cache.
+#[inline(always)]
+pub fn prefetch_second<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;

@@ -1,0 +1,245 @@
+//! [`Tile`](super::Tile)s of a panel that the dictionary of [`crate::pack::dictionary`] holds, with `VDPBF16PS`: order and
+//! rounding are those of the pairs it stands for.
+
+use super::PANEL;
+use crate::pack::dictionary::{BLOCK, Coded, WHOLE};
+use crate::pack::prefetch as prefetch_all;
+use crate::simd::prefetch;
+use crate::simd::words::{Kernel512, Simd512};
+use crate::workspace::memory::LINE;
+use std::mem::MaybeUninit;
+
+/// The 32 pairs whose low bytes stand at `low` and whose codes are the low halves of the bytes of `codes`.
+///
+/// # Safety
+/// `low` has a line.
+#[inline(always)]
+unsafe fn decode<S: Simd512>(s: S, coded: &Coded, low: *const u32, codes: S::I) -> [S::I; 2] {
+    // SAFETY: a table has 4 words; the rest is the caller's promise.
+    let (table, low) = unsafe { (s.broadcast_i32x4(coded.table().as_ptr()), s.loadu_si512(low)) };
+    let high = s.shuffle_epi8(table, s.and_si512(codes, s.set1_epi8(15)));
+    [s.unpacklo_epi8(low, high), s.unpackhi_epi8(low, high)]
+}
+
+/// So many bytes ahead blocks are asked for.
+const STREAMED: usize = 4096;
+
+/// The sums of `ROWS` rows and a whole panel. With `KEEP` its pairs are written out as well, as they stand where a panel is
+/// not coded: k by k, 32 columns side by side.
+pub struct CodedChains<'a, const ROWS: usize, const KEEP: bool> {
+    pub coded: &'a Coded<'a>,
+    /// `ROWS` words at every pair of k below the end of the bounds.
+    pub left: *const u32,
+    /// The distance from one pair to the next.
+    pub step: usize,
+    /// They end within the panel's k and are multiples of 4, but for the end.
+    pub bounds: &'a [usize],
+    /// `ROWS` rows of 32.
+    pub out: *mut f32,
+    /// The distance between them.
+    pub out_stride: usize,
+    /// With `KEEP`, room for 32 words for each pair.
+    pub kept: *mut u32,
+}
+
+impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KEEP> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd512>(self, s: S) {
+        let CodedChains { coded, left, step, bounds, out, out_stride, kept } = self;
+        // They stand apart from the blocks.
+        prefetch_all(coded.wholes());
+        let zero = s.splat(0.0);
+        let mut exceptions = coded.exceptions().iter().copied().zip(coded.wholes().chunks_exact(WHOLE)).peekable();
+        // As in `fma_chains`.
+        let mut stack = [[[MaybeUninit::<S::F>::uninit(); 2]; ROWS]; 3];
+        let segments = bounds.len() - 1;
+        for i in 0..segments {
+            let mut live = [[zero; 2]; ROWS];
+            let (mut pair, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
+            let sum = |live: &mut [[S::F; 2]; ROWS], pair: usize, weights: [S::I; 2]| {
+                if KEEP {
+                    for (v, &weights) in weights.iter().enumerate() {
+                        // SAFETY: `pair` is below the end of the bounds.
+                        unsafe { s.storeu_si512(kept.add(pair * PANEL + v * 16), weights) };
+                    }
+                }
+                for (r, live) in live.iter_mut().enumerate() {
+                    // SAFETY: as above; the machine has the instruction.
+                    unsafe {
+                        let x = s.set1_epi32(*left.add(pair * step + r) as i32);
+                        live[0] = s.dpbf16_ps(live[0], x, weights[0]);
+                        live[1] = s.dpbf16_ps(live[1], x, weights[1]);
+                    }
+                }
+            };
+            // SAFETY: the bounds end within the panel's k, so every pair has its block, and exceptions are blocks.
+            unsafe {
+                while pair < to {
+                    let stop = exceptions.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
+                    while pair < stop {
+                        let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
+                        for line in 0..3 {
+                            prefetch(block.wrapping_add(STREAMED / 4 + line * LINE));
+                        }
+                        let codes = s.loadu_si512(block.add(2 * LINE));
+                        sum(&mut live, pair, decode(s, coded, block, codes));
+                        if pair + 1 < to {
+                            sum(&mut live, pair + 1, decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes)));
+                        }
+                        pair += 2;
+                    }
+                    if stop < to {
+                        let (_, whole) = exceptions.next().expect("a block that stands whole");
+                        for step in 0..(to - pair).min(2) {
+                            let at = whole.as_ptr().add(step * PANEL);
+                            sum(&mut live, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(16))]);
+                        }
+                        pair += 2;
+                    }
+                }
+            }
+            let mut level = 0;
+            while i >> level & 1 == 1 {
+                for (live, earlier) in live.iter_mut().zip(&stack[level]) {
+                    for (live, earlier) in live.iter_mut().zip(earlier) {
+                        // SAFETY: a set bit of i says that the subtree of its level has been written.
+                        *live = s.add(unsafe { earlier.assume_init() }, *live);
+                    }
+                }
+                level += 1;
+            }
+            for (r, live) in live.iter().enumerate() {
+                for (v, &live) in live.iter().enumerate() {
+                    if i + 1 < segments {
+                        stack[level][r][v].write(live);
+                    } else {
+                        // SAFETY: the results have their place.
+                        unsafe { s.store(live, out.add(r * out_stride + v * 16)) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// [`CodedChains`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
+/// chain alone waits for its own sums.
+pub struct CodedRow<'a> {
+    pub coded: &'a Coded<'a>,
+    /// A word at every pair of k below the end of the bounds.
+    pub left: *const u32,
+    /// As in [`CodedChains`].
+    pub bounds: &'a [usize],
+    /// 32 places.
+    pub out: *mut f32,
+}
+
+impl Kernel512 for CodedRow<'_> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd512>(self, s: S) {
+        let CodedRow { coded, left, bounds, out } = self;
+        // They stand apart from the blocks.
+        prefetch_all(coded.wholes());
+        let exceptions = coded.exceptions();
+        // The pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
+        let add = |live: &mut [S::F; 2], exception: &mut usize, pair: usize, to: usize| {
+            let whole = exceptions.get(*exception) == Some(&((pair / 2) as u32));
+            // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
+            // `left` a word.
+            unsafe {
+                let mut sum = |pair: usize, weights: [S::I; 2]| {
+                    let x = s.set1_epi32(*left.add(pair) as i32);
+                    *live = [s.dpbf16_ps(live[0], x, weights[0]), s.dpbf16_ps(live[1], x, weights[1])];
+                };
+                if whole {
+                    let at = coded.wholes().as_ptr().add(*exception * WHOLE);
+                    for step in 0..(to - pair).min(2) {
+                        let at = at.add(step * PANEL);
+                        sum(pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(LINE))]);
+                    }
+                    *exception += 1;
+                } else {
+                    let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
+                    let codes = s.loadu_si512(block.add(2 * LINE));
+                    sum(pair, decode(s, coded, block, codes));
+                    if pair + 1 < to {
+                        sum(pair + 1, decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes)));
+                    }
+                }
+            }
+        };
+        let mut joined = [[s.splat(0.0); 2]; 4];
+        let halves = bounds.len() / 2;
+        for (two, joined) in joined.iter_mut().enumerate().take(halves) {
+            let bound: [usize; 3] = std::array::from_fn(|i| bounds[2 * two + i].div_ceil(2));
+            let shared = (bound[1] - bound[0]).min(bound[2] - bound[1]) / 2;
+            let (mut even, mut odd) = ([s.splat(0.0); 2], [s.splat(0.0); 2]);
+            let [mut of_even, mut of_odd] =
+                [0, 1].map(|i| exceptions.partition_point(|&block| (block as usize) < bound[i] / 2));
+            let until = |exception: usize, first: usize| {
+                exceptions.get(exception).map_or(shared, |&block| (block as usize - first / 2).min(shared))
+            };
+            let mut block = 0;
+            while block < shared {
+                let stop = until(of_even, bound[0]).min(until(of_odd, bound[1]));
+                // SAFETY: as above; blocks before `stop` are coded and have both pairs.
+                unsafe {
+                    let mut at = [0, 1].map(|i| coded.blocks().as_ptr().add((bound[i] / 2 + block) * BLOCK));
+                    let mut x = [0, 1].map(|i| left.add(bound[i] + 2 * block));
+                    // The next two segments are asked for in the order of memory.
+                    let mut ahead = coded.blocks().as_ptr().wrapping_add((bound[0] / 2 + 2 * (shared + block)) * BLOCK);
+                    while block < stop {
+                        macro_rules! one {
+                            ($i:literal, $live:ident) => {{
+                                prefetch(ahead);
+                                prefetch(ahead.wrapping_add(LINE));
+                                prefetch(ahead.wrapping_add(2 * LINE));
+                                ahead = ahead.wrapping_add(BLOCK);
+                                let codes = s.loadu_si512(at[$i].add(2 * LINE));
+                                let [first, last] = decode(s, coded, at[$i], codes);
+                                let q = s.set1_epi32(*x[$i] as i32);
+                                $live[0] = s.dpbf16_ps($live[0], q, first);
+                                $live[1] = s.dpbf16_ps($live[1], q, last);
+                                let [first, last] = decode(s, coded, at[$i].add(LINE), s.srli_epi16::<4>(codes));
+                                let q = s.set1_epi32(*x[$i].add(1) as i32);
+                                $live[0] = s.dpbf16_ps($live[0], q, first);
+                                $live[1] = s.dpbf16_ps($live[1], q, last);
+                                at[$i] = at[$i].add(BLOCK);
+                                x[$i] = x[$i].add(2);
+                            }};
+                        }
+                        one!(0, even);
+                        one!(1, odd);
+                        block += 1;
+                    }
+                }
+                if block < shared {
+                    add(&mut even, &mut of_even, bound[0] + 2 * block, bound[1]);
+                    add(&mut odd, &mut of_odd, bound[1] + 2 * block, bound[2]);
+                    block += 1;
+                }
+            }
+            for pair in (bound[0] + 2 * shared..bound[1]).step_by(2) {
+                add(&mut even, &mut of_even, pair, bound[1]);
+            }
+            for pair in (bound[1] + 2 * shared..bound[2]).step_by(2) {
+                add(&mut odd, &mut of_odd, pair, bound[2]);
+            }
+            *joined = [0, 1].map(|v| s.add(even[v], odd[v]));
+        }
+        for v in 0..2 {
+            let mut sums = joined.map(|joined| joined[v]);
+            let mut count = halves;
+            while count > 1 {
+                count /= 2;
+                for i in 0..count {
+                    sums[i] = s.add(sums[2 * i], sums[2 * i + 1]);
+                }
+            }
+            // SAFETY: `out` has 32 places.
+            unsafe { s.store(sums[0], out.add(v * 16)) };
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! [`Tile`]s with fused multiply-adds, for every instruction set.
+
+// Row and vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
+use super::{Left, Order, Right, Tile};
+use crate::Cpu;
+use crate::pack::Ahead;
+use crate::simd::{Kernel, Simd};
+
+/// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
+trait Steps: Copy {
+    /// Steps of k per load.
+    const K: usize;
+    /// The vectors at `step` and column `column`: one for K = 1, two (ascending k) for K = 2.
+    /// # Safety
+    /// The address is inside the operand.
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
+    /// Vectors of columns side by side for so many rows on 32 registers of 16 lanes: enough that no sum waits for itself.
+    fn vectors(_rows: usize) -> usize {
+        2
+    }
+    /// Asks for `lines` of the memory that is read later; `index` counts steps, over all columns.
+    #[inline(always)]
+    fn ask(self, _index: usize, _lines: usize) {}
+}
+
+#[derive(Clone, Copy)]
+struct WideSteps(*const f32, usize);
+#[derive(Clone, Copy)]
+struct PairSteps(*const u32, usize);
+#[derive(Clone, Copy)]
+struct NarrowSteps(*const half::bf16, usize, Ahead);
+
+impl Steps for WideSteps {
+    const K: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        let v = unsafe { s.load(self.0.add(step * self.1 + column)) };
+        (v, v)
+    }
+}
+
+impl Steps for PairSteps {
+    const K: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        unsafe { s.load_pairs(self.0.add(step * self.1 + column)) }
+    }
+}
+
+impl Steps for NarrowSteps {
+    const K: usize = 1;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
+        (v, v)
+    }
+    #[inline(always)]
+    fn vectors(rows: usize) -> usize {
+        match rows {
+            1 => 8,
+            2..=4 => 4,
+            _ => 2,
+        }
+    }
+    #[inline(always)]
+    fn ask(self, index: usize, lines: usize) {
+        self.2.ask_at(index * lines, lines);
+    }
+}
+
+/// Runs `tile` with fused multiply-adds on `cpu`'s instruction set. Not generic, so that it is compiled once.
+pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
+    cpu.dispatch(FmaTile(tile));
+}
+
+struct FmaTile<'a>(Tile<'a, f32>);
+
+impl Kernel for FmaTile<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let tile = self.0;
+        tile.check(false);
+        let adjacent = tile.left.row_stride == 1;
+        let tree = matches!(tile.order, Order::Tree(_));
+        // The combinations that ops use; each is compiled on its own.
+        match (tile.right, adjacent, tree) {
+            (Right::Wide(data, stride), true, true) => {
+                heights::<S, _, true, true>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Wide(data, stride), false, true) => {
+                heights::<S, _, false, true>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Wide(data, stride), true, false) => {
+                heights::<S, _, true, false>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Wide(data, stride), false, false) => {
+                heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
+            }
+            (Right::Narrow(data, stride, ahead), true, false) => {
+                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
+            }
+            (Right::Narrow(data, stride, ahead), false, false) => {
+                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
+            }
+            (Right::Pairs(data, stride), _, _) => {
+                // An odd last step would read one element past the left rows: callers pad it.
+                let end = tile.order.end().next_multiple_of(2);
+                let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
+                assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
+                let b = PairSteps(data.as_ptr(), stride);
+                match (adjacent, tree) {
+                    (true, true) => heights::<S, _, true, true>(s, tile, b),
+                    (true, false) => heights::<S, _, true, false>(s, tile, b),
+                    (false, true) => heights::<S, _, false, true>(s, tile, b),
+                    (false, false) => panic!("no op sums such a tile"),
+                }
+            }
+            (Right::Narrow(..), _, true) | (Right::Coded(_), ..) => panic!("no op sums such a tile"),
+        }
+    }
+}
+
+/// Cuts the rows of a tile into heights the registers hold.
+#[inline(always)]
+fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile: Tile<'_, f32>, b: B) {
+    let mut row = 0;
+    while row < tile.rows {
+        let left = tile.rows - row;
+        // Without steps the left operand is empty and never read.
+        let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
+        let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+        // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
+        row += unsafe {
+            // 16 rows are two times 8: 12 and 4 would leave the 4 waiting for their own sums.
+            if S::LANES == 16 && left >= 12 && left != 16 {
+                columns::<S, B, 12, ADJACENT, TREE>(s, &tile, a, b, out)
+            } else if S::LANES == 16 && left >= 8 {
+                columns::<S, B, 8, ADJACENT, TREE>(s, &tile, a, b, out)
+            } else if S::LANES == 8 && left >= 6 {
+                columns::<S, B, 6, ADJACENT, TREE>(s, &tile, a, b, out)
+            } else if left >= 4 {
+                columns::<S, B, 4, ADJACENT, TREE>(s, &tile, a, b, out)
+            } else if S::LANES > 1 && left >= 2 {
+                columns::<S, B, 2, ADJACENT, TREE>(s, &tile, a, b, out)
+            } else {
+                columns::<S, B, 1, ADJACENT, TREE>(s, &tile, a, b, out)
+            }
+        };
+    }
+}
+
+/// All columns of `ROWS` rows; returns `ROWS`.
+#[inline(always)]
+unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: *const f32,
+    b: B,
+    out: *mut f32,
+) -> usize {
+    let mut column = 0;
+    if S::LANES == 16 && B::vectors(ROWS) == 8 {
+        while column + 8 * S::LANES <= tile.columns {
+            // SAFETY: the caller's promise; these columns are below `tile.columns`.
+            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 8 * S::LANES;
+        }
+    }
+    if S::LANES == 16 && B::vectors(ROWS) >= 4 {
+        while column + 4 * S::LANES <= tile.columns {
+            // SAFETY: as above.
+            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            column += 4 * S::LANES;
+        }
+    }
+    while column + 2 * S::LANES <= tile.columns {
+        // SAFETY: the caller's promise; these columns are below `tile.columns`.
+        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+        column += 2 * S::LANES;
+    }
+    if column < tile.columns {
+        // SAFETY: as above; one vector is left, because `columns` is a multiple of 16 and so of LANES.
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+    }
+    ROWS
+}
+
+/// The innermost loops: `ROWS` by `VECTORS` accumulators.
+#[inline(always)]
+unsafe fn fma_chains<
+    S: Simd,
+    B: Steps,
+    const ROWS: usize,
+    const VECTORS: usize,
+    const ADJACENT: bool,
+    const TREE: bool,
+>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: *const f32,
+    b: B,
+    column: usize,
+    out: *mut f32,
+) {
+    let zero = s.splat(0.0);
+    // Finished subtrees: a binary counter, one place per level of the tree.
+    let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+    let whole = [0, tile.order.end()];
+    let bounds = match tile.order {
+        Order::Tree(bounds) => bounds,
+        Order::Chain(_) => &whole[..],
+    };
+    let segments = bounds.len() - 1;
+    for i in 0..segments {
+        let mut sums = [[zero; VECTORS]; ROWS];
+        if !TREE {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    // SAFETY: `Tile::check` bounded the output.
+                    sums[r][v] = unsafe { s.load(out.add(r * tile.out_stride + v * S::LANES)) };
+                }
+            }
+        }
+        // SAFETY: the caller's promise, and the bounds ascend to the order's end.
+        unsafe {
+            chain::<S, B, ROWS, VECTORS, ADJACENT>(s, &mut sums, tile.left, a, b, column, bounds[i], bounds[i + 1])
+        };
+        let mut level = 0;
+        while i >> level & 1 == 1 {
+            for r in 0..ROWS {
+                for v in 0..VECTORS {
+                    sums[r][v] = s.add(stack[level][r][v], sums[r][v]);
+                }
+            }
+            level += 1;
+        }
+        for r in 0..ROWS {
+            for v in 0..VECTORS {
+                if i + 1 < segments {
+                    stack[level][r][v] = sums[r][v];
+                } else {
+                    // SAFETY: `Tile::check` bounded the output.
+                    unsafe { s.store(sums[r][v], out.add(r * tile.out_stride + v * S::LANES)) };
+                }
+            }
+        }
+    }
+}
+
+/// Continues the chains in `sums` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
+/// it start there.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
+    s: S,
+    sums: &mut [[S::F; VECTORS]; ROWS],
+    left: Left<'_, f32>,
+    a: *const f32,
+    b: B,
+    column: usize,
+    from: usize,
+    to: usize,
+) {
+    let row_stride = if ADJACENT { 1 } else { left.row_stride };
+    // A copy that lives in registers while the loop runs.
+    let mut live = *sums;
+    for at in from.div_ceil(B::K)..to.div_ceil(B::K) {
+        // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
+        unsafe {
+            let mut first = [s.splat(0.0); VECTORS];
+            let mut second = [s.splat(0.0); VECTORS];
+            for v in 0..VECTORS {
+                (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
+            }
+            b.ask(column / (VECTORS * S::LANES) * to + at, (VECTORS * S::LANES).div_ceil(32));
+            let x = a.add(at * B::K * left.step);
+            for r in 0..ROWS {
+                let x = s.splat(*x.add(r * row_stride));
+                for v in 0..VECTORS {
+                    live[r][v] = s.fma(x, first[v], live[r][v]);
+                }
+            }
+            if B::K == 2 {
+                for r in 0..ROWS {
+                    let x = s.splat(*x.add(left.step + r * row_stride));
+                    for v in 0..VECTORS {
+                        live[r][v] = s.fma(x, second[v], live[r][v]);
+                    }
+                }
+            }
+        }
+    }
+    *sums = live;
+}
