@@ -53,9 +53,9 @@ pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use samebits_schema::{Attributes, DType};
-pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
+pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
 
 /// Why an op did not run. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -226,14 +226,18 @@ impl Simd for Emulated {
 impl Words {
     /// Word i is `word(i)`.
     #[inline(always)]
-    fn of(word: impl FnMut(usize) -> u32) -> Words {
-        Words(std::array::from_fn(word))
+    fn of(word: impl Fn(usize) -> u32) -> Words {
+        let mut words = [0; 16];
+        for (i, at) in words.iter_mut().enumerate() {
+            *at = word(i);
+        }
+        Words(words)
     }
 
     /// Each word alone.
     #[inline(always)]
-    fn map(self, word: impl FnMut(u32) -> u32) -> Words {
-        Words(self.0.map(word))
+    fn map(self, word: impl Fn(u32) -> u32) -> Words {
+        Words::of(|i| word(self.0[i]))
     }
 
     /// Halves of words with those of `other`, the low one first.

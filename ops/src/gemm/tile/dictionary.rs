@@ -26,6 +26,7 @@ const STREAMED: usize = 4096;
 
 /// The sums of `ROWS` rows and a whole panel. With `KEEP` its pairs are written out as well, as they stand where a panel is
 /// not coded: k by k, 32 columns side by side.
+#[derive(Clone, Copy)]
 pub struct CodedChains<'a, const ROWS: usize, const KEEP: bool> {
     pub coded: &'a Coded<'a>,
     /// `ROWS` words at every pair of k below the end of the bounds.
@@ -42,11 +43,33 @@ pub struct CodedChains<'a, const ROWS: usize, const KEEP: bool> {
     pub kept: *mut u32,
 }
 
+impl<const ROWS: usize, const KEEP: bool> CodedChains<'_, ROWS, KEEP> {
+    /// Adds the products of a pair of k.
+    ///
+    /// # Safety
+    /// `pair` is below the end of the bounds, and the machine has `VDPBF16PS`.
+    #[inline(always)]
+    unsafe fn add<S: Simd512>(self, s: S, sums: &mut [[S::F; 2]; ROWS], pair: usize, weights: [S::I; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if KEEP {
+                s.storeu_si512(self.kept.add(pair * PANEL), weights[0]);
+                s.storeu_si512(self.kept.add(pair * PANEL + 16), weights[1]);
+            }
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = s.set1_epi32(*self.left.add(pair * self.step + r) as i32);
+                sums[0] = s.dpbf16_ps(sums[0], x, weights[0]);
+                sums[1] = s.dpbf16_ps(sums[1], x, weights[1]);
+            }
+        }
+    }
+}
+
 impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KEEP> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let CodedChains { coded, left, step, bounds, out, out_stride, kept } = self;
+        let CodedChains { coded, bounds, out, out_stride, .. } = self;
         // They stand apart from the blocks.
         prefetch_all(coded.wholes());
         let zero = s.splat(0.0);
@@ -57,22 +80,6 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
         for i in 0..segments {
             let mut live = [[zero; 2]; ROWS];
             let (mut pair, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
-            let sum = |live: &mut [[S::F; 2]; ROWS], pair: usize, weights: [S::I; 2]| {
-                if KEEP {
-                    for (v, &weights) in weights.iter().enumerate() {
-                        // SAFETY: `pair` is below the end of the bounds.
-                        unsafe { s.storeu_si512(kept.add(pair * PANEL + v * 16), weights) };
-                    }
-                }
-                for (r, live) in live.iter_mut().enumerate() {
-                    // SAFETY: as above; the machine has the instruction.
-                    unsafe {
-                        let x = s.set1_epi32(*left.add(pair * step + r) as i32);
-                        live[0] = s.dpbf16_ps(live[0], x, weights[0]);
-                        live[1] = s.dpbf16_ps(live[1], x, weights[1]);
-                    }
-                }
-            };
             // SAFETY: the bounds end within the panel's k, so every pair has its block, and exceptions are blocks.
             unsafe {
                 while pair < to {
@@ -83,9 +90,10 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
                             prefetch(block.wrapping_add(STREAMED / 4 + line * LINE));
                         }
                         let codes = s.loadu_si512(block.add(2 * LINE));
-                        sum(&mut live, pair, decode(s, coded, block, codes));
+                        self.add(s, &mut live, pair, decode(s, coded, block, codes));
                         if pair + 1 < to {
-                            sum(&mut live, pair + 1, decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes)));
+                            let weights = decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes));
+                            self.add(s, &mut live, pair + 1, weights);
                         }
                         pair += 2;
                     }
@@ -93,7 +101,7 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
                         let (_, whole) = exceptions.next().expect("a block that stands whole");
                         for step in 0..(to - pair).min(2) {
                             let at = whole.as_ptr().add(step * PANEL);
-                            sum(&mut live, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(16))]);
+                            self.add(s, &mut live, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(16))]);
                         }
                         pair += 2;
                     }
@@ -125,6 +133,7 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
 
 /// [`CodedChains`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
 /// chain alone waits for its own sums.
+#[derive(Clone, Copy)]
 pub struct CodedRow<'a> {
     pub coded: &'a Coded<'a>,
     /// A word at every pair of k below the end of the bounds.
@@ -135,6 +144,49 @@ pub struct CodedRow<'a> {
     pub out: *mut f32,
 }
 
+impl CodedRow<'_> {
+    /// Adds the products of a pair of k.
+    ///
+    /// # Safety
+    /// `pair` is below the end of the bounds, and the machine has `VDPBF16PS`.
+    #[inline(always)]
+    unsafe fn add<S: Simd512>(self, s: S, sums: &mut [S::F; 2], pair: usize, weights: [S::I; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = s.set1_epi32(*self.left.add(pair) as i32);
+            *sums = [s.dpbf16_ps(sums[0], x, weights[0]), s.dpbf16_ps(sums[1], x, weights[1])];
+        }
+    }
+
+    /// Adds the pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
+    ///
+    /// # Safety
+    /// As for `add`; `to` is no further than the end of the bounds.
+    #[inline(always)]
+    unsafe fn add_block<S: Simd512>(self, s: S, sums: &mut [S::F; 2], exception: &mut usize, pair: usize, to: usize) {
+        let coded = self.coded;
+        // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
+        // `left` a word.
+        unsafe {
+            if coded.exceptions().get(*exception) == Some(&((pair / 2) as u32)) {
+                let at = coded.wholes().as_ptr().add(*exception * WHOLE);
+                for step in 0..(to - pair).min(2) {
+                    let at = at.add(step * PANEL);
+                    self.add(s, sums, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(LINE))]);
+                }
+                *exception += 1;
+            } else {
+                let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
+                let codes = s.loadu_si512(block.add(2 * LINE));
+                self.add(s, sums, pair, decode(s, coded, block, codes));
+                if pair + 1 < to {
+                    self.add(s, sums, pair + 1, decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes)));
+                }
+            }
+        }
+    }
+}
+
 impl Kernel512 for CodedRow<'_> {
     type Output = ();
     #[inline(always)]
@@ -143,33 +195,6 @@ impl Kernel512 for CodedRow<'_> {
         // They stand apart from the blocks.
         prefetch_all(coded.wholes());
         let exceptions = coded.exceptions();
-        // The pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
-        let add = |live: &mut [S::F; 2], exception: &mut usize, pair: usize, to: usize| {
-            let whole = exceptions.get(*exception) == Some(&((pair / 2) as u32));
-            // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
-            // `left` a word.
-            unsafe {
-                let mut sum = |pair: usize, weights: [S::I; 2]| {
-                    let x = s.set1_epi32(*left.add(pair) as i32);
-                    *live = [s.dpbf16_ps(live[0], x, weights[0]), s.dpbf16_ps(live[1], x, weights[1])];
-                };
-                if whole {
-                    let at = coded.wholes().as_ptr().add(*exception * WHOLE);
-                    for step in 0..(to - pair).min(2) {
-                        let at = at.add(step * PANEL);
-                        sum(pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(LINE))]);
-                    }
-                    *exception += 1;
-                } else {
-                    let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
-                    let codes = s.loadu_si512(block.add(2 * LINE));
-                    sum(pair, decode(s, coded, block, codes));
-                    if pair + 1 < to {
-                        sum(pair + 1, decode(s, coded, block.add(LINE), s.srli_epi16::<4>(codes)));
-                    }
-                }
-            }
-        };
         let mut joined = [[s.splat(0.0); 2]; 4];
         let halves = bounds.len() / 2;
         for (two, joined) in joined.iter_mut().enumerate().take(halves) {
@@ -216,18 +241,23 @@ impl Kernel512 for CodedRow<'_> {
                     }
                 }
                 if block < shared {
-                    add(&mut even, &mut of_even, bound[0] + 2 * block, bound[1]);
-                    add(&mut odd, &mut of_odd, bound[1] + 2 * block, bound[2]);
+                    // SAFETY: these pairs are below the bounds of their segments.
+                    unsafe {
+                        self.add_block(s, &mut even, &mut of_even, bound[0] + 2 * block, bound[1]);
+                        self.add_block(s, &mut odd, &mut of_odd, bound[1] + 2 * block, bound[2]);
+                    }
                     block += 1;
                 }
             }
             for pair in (bound[0] + 2 * shared..bound[1]).step_by(2) {
-                add(&mut even, &mut of_even, pair, bound[1]);
+                // SAFETY: as above.
+                unsafe { self.add_block(s, &mut even, &mut of_even, pair, bound[1]) };
             }
             for pair in (bound[1] + 2 * shared..bound[2]).step_by(2) {
-                add(&mut odd, &mut of_odd, pair, bound[2]);
+                // SAFETY: as above.
+                unsafe { self.add_block(s, &mut odd, &mut of_odd, pair, bound[2]) };
             }
-            *joined = [0, 1].map(|v| s.add(even[v], odd[v]));
+            *joined = [s.add(even[0], odd[0]), s.add(even[1], odd[1])];
         }
         for v in 0..2 {
             let mut sums = joined.map(|joined| joined[v]);

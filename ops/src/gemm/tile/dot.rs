@@ -170,6 +170,7 @@ impl Kernel512 for CodedHeights<'_> {
 }
 
 /// One row of a whole tree: four segments at a time, because one chain alone waits for its own sums.
+#[derive(Clone, Copy)]
 struct Row<'t, 'a> {
     /// Checked.
     tile: &'t Tile<'a, u32>,
@@ -183,11 +184,28 @@ struct Row<'t, 'a> {
     out: *mut f32,
 }
 
+impl Row<'_, '_> {
+    /// Adds the products of pair `at` of k.
+    ///
+    /// # Safety
+    /// `at` is below the end of the bounds, and the machine has `VDPBF16PS`.
+    #[inline(always)]
+    unsafe fn add<S: Simd512>(self, s: S, sums: &mut [S::F; 2], at: usize) {
+        // SAFETY: the caller's promise; `Tile::check` bounded every step below the order's end.
+        unsafe {
+            let right = self.b.0.add(at * self.b.1);
+            let x = s.set1_epi32(*self.a.add(at * self.tile.left.step) as i32);
+            sums[0] = s.dpbf16_ps(sums[0], x, s.loadu_si512(right));
+            sums[1] = s.dpbf16_ps(sums[1], x, s.loadu_si512(right.add(16)));
+        }
+    }
+}
+
 impl Kernel512 for Row<'_, '_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let Row { tile, a, b: (b, stride), bounds, out } = self;
+        let Row { bounds, out, .. } = self;
         let zero = s.splat(0.0);
         let mut sums = [[zero; 2]; 8];
         for half in 0..2 {
@@ -195,30 +213,25 @@ impl Kernel512 for Row<'_, '_> {
             let len: [usize; 4] = std::array::from_fn(|i| bounds[4 * half + i + 1].div_ceil(2) - first[i]);
             let shared = len.into_iter().min().unwrap_or(0);
             let mut live = [[zero; 2]; 4];
-            let step = |sum: &mut [S::F; 2], at: usize| {
-                // SAFETY: `Tile::check` bounded every step below the order's end.
-                unsafe {
-                    let right = b.add(at * stride);
-                    let x = s.set1_epi32(*a.add(at * tile.left.step) as i32);
-                    sum[0] = s.dpbf16_ps(sum[0], x, s.loadu_si512(right));
-                    sum[1] = s.dpbf16_ps(sum[1], x, s.loadu_si512(right.add(16)));
-                }
-            };
             for at in 0..shared {
                 for i in 0..4 {
-                    step(&mut live[i], first[i] + at);
+                    // SAFETY: `Tile::check` bounded every step below the order's end.
+                    unsafe { self.add(s, &mut live[i], first[i] + at) };
                 }
             }
             for i in 0..4 {
-                (shared..len[i]).for_each(|at| step(&mut live[i], first[i] + at));
+                for at in shared..len[i] {
+                    // SAFETY: as above.
+                    unsafe { self.add(s, &mut live[i], first[i] + at) };
+                }
                 sums[4 * half + i] = live[i];
             }
         }
         for v in 0..2 {
-            let pair = |i: usize| s.add(sums[i][v], sums[i + 1][v]);
-            let total = s.add(s.add(pair(0), pair(2)), s.add(pair(4), pair(6)));
+            let first = s.add(s.add(sums[0][v], sums[1][v]), s.add(sums[2][v], sums[3][v]));
+            let last = s.add(s.add(sums[4][v], sums[5][v]), s.add(sums[6][v], sums[7][v]));
             // SAFETY: `Tile::check` bounded the output.
-            unsafe { s.store(total, out.add(16 * v)) };
+            unsafe { s.store(s.add(first, last), out.add(16 * v)) };
         }
     }
 }
