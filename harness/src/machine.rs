@@ -33,7 +33,12 @@ pub fn axes(base: Isa) -> Machine {
     let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
     threads.sort_unstable();
     threads.dedup();
-    Machine { isas, threads, layouts: vec!["offset".into()], ..of_slice(Slice::Default) }
+    Machine {
+        isas,
+        threads,
+        layouts: ["offset", "fused", "heads_first"].map(String::from).to_vec(),
+        ..of_slice(Slice::Default)
+    }
 }
 
 /// The same for a program, as its entry says.

@@ -10,16 +10,22 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::{Cpu, Error, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
 
+/// Runs an op on a backend.
+type Run<B> = fn(&B, &mut Arguments) -> Result<(), Error>;
+
+/// Makes the better form of an input.
+type Prepare = fn(&Cpu, &Arguments) -> Result<Option<Prepared>, Error>;
+
 /// An op as calls reach it.
 pub(crate) struct Entry {
     /// Its stem.
     pub name: &'static str,
     /// Runs it on the processor.
-    pub cpu: fn(&Cpu, &mut Arguments) -> Result<(), Error>,
+    pub cpu: Run<Cpu>,
     /// Runs it on a device, where its kernels are there.
-    pub device: Option<fn(&Device, &mut Arguments) -> Result<(), Error>>,
+    pub device: Option<Run<Device>>,
     /// Makes the form of an input that a caller who uses it again keeps.
-    pub prepare: Option<fn(&Cpu, &Arguments) -> Result<Option<Prepared>, Error>>,
+    pub prepare: Option<Prepare>,
 }
 
 /// Every op. One line each.

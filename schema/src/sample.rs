@@ -125,7 +125,7 @@ fn value(attribute: &Attribute, size: usize, random: &mut Random) -> Option<Stri
 pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> Vec<i32> {
     let (least, largest) = holds.range(call);
     // Small ones: positions beyond all keys and targets far below 0 say nothing more.
-    let (least, largest) = (least.max(-3), largest.min(40).max(0));
+    let (least, largest) = (least.max(-3), largest.clamp(0, 40));
     let mut all: Vec<i32> =
         (0..len).map(|_| (least + random.below((largest - least + 1) as usize) as i64) as i32).collect();
     if let (Holds::Starts(axis), Some(last)) = (holds, len.checked_sub(1)) {

@@ -293,12 +293,13 @@ impl There {
         fn to<T: Scalar>(device: &Device, from: &Buffer<T>, host: Option<&mut [T]>) -> Result<(), Error> {
             from.download(device, host.expect("tensors are row-major"))
         }
-        Ok(match (self, tensor) {
-            (There::Bf16(b), Tensor::Bf16(a)) => to(device, b, a.as_slice_mut())?,
-            (There::Fp16(b), Tensor::Fp16(a)) => to(device, b, a.as_slice_mut())?,
-            (There::Fp32(b), Tensor::Fp32(a)) => to(device, b, a.as_slice_mut())?,
-            (There::I32(b), Tensor::I32(a)) => to(device, b, a.as_slice_mut())?,
+        let fetched = match (self, tensor) {
+            (There::Bf16(b), Tensor::Bf16(a)) => to(device, b, a.as_slice_mut()),
+            (There::Fp16(b), Tensor::Fp16(a)) => to(device, b, a.as_slice_mut()),
+            (There::Fp32(b), Tensor::Fp32(a)) => to(device, b, a.as_slice_mut()),
+            (There::I32(b), Tensor::I32(a)) => to(device, b, a.as_slice_mut()),
             _ => unreachable!("room was made for its dtype"),
-        })
+        };
+        Ok(fetched?)
     }
 }
