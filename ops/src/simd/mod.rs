@@ -202,14 +202,16 @@ impl Cpu {
     /// What the kernel says of its fields holds.
     #[inline]
     pub(crate) unsafe fn dispatch_dot<K: words::Kernel512>(&self, kernel: K) -> K::Output {
-        // SAFETY: the caller's promise; `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
-        unsafe {
-            match self.isa() {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 => avx512::enter_dot(kernel),
-                #[cfg(feature = "emulated-isa")]
-                Isa::EmulatedAvx512Bf16 => emulated::enter_dot(kernel),
-                isa => panic!("{isa} has no dot product of pairs"),
+        match self.isa() {
+            // SAFETY: the caller's promise; `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => unsafe { avx512::enter_dot(kernel) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512Bf16 => unsafe { emulated::enter_dot(kernel) },
+            isa => {
+                drop(kernel);
+                panic!("{isa} has no dot product of pairs")
             }
         }
     }
