@@ -6,6 +6,9 @@
 //! of four queries are four chains, which wait for their own sums (6 cycles each); eight queries, or two key heads at a
 //! time, are eight.
 
+// Heads and groups index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
 use crate::Cpu;
 use crate::pack::{Ahead, from_biased};
 use crate::simd::prefetch;
@@ -95,21 +98,27 @@ impl<const HEADS: usize, const GROUPS: usize> Kernel512 for Quarters<'_, '_, HEA
                 // Written out, so that every sum stays in its register.
                 macro_rules! head {
                     ($h:literal) => {{
-                        // SAFETY: words p..p + 8 of four queries: where there are fewer, the lanes hold what comes next,
-                        // and their sums are not written.
-                        let query = |group: usize, i: usize| unsafe {
-                            s.broadcast_i32x4(queries[$h].add((p + i) * rows + 4 * group))
-                        };
-                        let q: [[S::I; 8]; GROUPS] =
-                            std::array::from_fn(|group| std::array::from_fn(|i| query(group, i)));
+                        let mut q = [[s.set1_epi32(0); 8]; GROUPS];
+                        for group in 0..GROUPS {
+                            for i in 0..8 {
+                                // SAFETY: words p..p + 8 of four queries: where there are fewer, the lanes hold what comes
+                                // next, and their sums are not written.
+                                let words = unsafe { s.broadcast_i32x4(queries[$h].add((p + i) * rows + 4 * group)) };
+                                q[group][i] = words;
+                            }
+                        }
                         head!($h q 0 1 2 3);
                     }};
                     ($h:literal $q:ident $($i:literal)*) => {$(
-                        let eight = |j: usize| at[4 * $i + j].wrapping_add($h * words + p);
                         // A half for each key, the earlier element of a pair in the high half of its word.
                         // SAFETY: words p..p + 8 of four keys of this head.
-                        let two = |j: usize| unsafe { s.loadu_halves(eight(j), eight(j + 1)) };
-                        let (a, b) = (two(0), two(2));
+                        let (a, b) = unsafe {
+                            let word = $h * words + p;
+                            (
+                                s.loadu_halves(at[4 * $i].add(word), at[4 * $i + 1].add(word)),
+                                s.loadu_halves(at[4 * $i + 2].add(word), at[4 * $i + 3].add(word)),
+                            )
+                        };
                         // +-0 becomes the largest of all.
                         least = s.min_epu16(least, s.sub_epi16(s.and_si512(a, magnitude), one));
                         least = s.min_epu16(least, s.sub_epi16(s.and_si512(b, magnitude), one));
@@ -124,14 +133,16 @@ impl<const HEADS: usize, const GROUPS: usize> Kernel512 for Quarters<'_, '_, HEA
                         s.pin_words(&mut least, &mut low, &mut high);
                         head!($h $i $q low 0 0x00 1 0x55 2 0xAA 3 0xFF);
                         head!($h $i $q high 4 0x00 5 0x55 6 0xAA 7 0xFF);
-                        sums[$h].iter_mut().for_each(|sums| s.pin(&mut sums[$i]));
+                        for group in 0..GROUPS {
+                            s.pin(&mut sums[$h][group][$i]);
+                        }
                     )*};
                     ($h:literal $i:literal $q:ident $four:ident $($word:literal $which:literal)*) => {$(
                         let word = s.shuffle_epi32::<$which>($four);
                         for group in 0..GROUPS {
                             // SAFETY: the machine has the instruction.
-                            sums[$h][group][$i] =
-                                unsafe { s.dpbf16_ps(sums[$h][group][$i], word, $q[group][$word]) };
+                            let sum = unsafe { s.dpbf16_ps(sums[$h][group][$i], word, $q[group][$word]) };
+                            sums[$h][group][$i] = sum;
                         }
                     )*};
                 }

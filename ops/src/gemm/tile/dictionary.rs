@@ -1,6 +1,9 @@
 //! [`Tile`](super::Tile)s of a panel that the dictionary of [`crate::pack::dictionary`] holds, with `VDPBF16PS`: order and
 //! rounding are those of the pairs it stands for.
 
+// Vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
 use super::PANEL;
 use crate::pack::dictionary::{BLOCK, Coded, WHOLE};
 use crate::pack::prefetch as prefetch_all;
@@ -260,7 +263,7 @@ impl Kernel512 for CodedRow<'_> {
             *joined = [s.add(even[0], odd[0]), s.add(even[1], odd[1])];
         }
         for v in 0..2 {
-            let mut sums = joined.map(|joined| joined[v]);
+            let mut sums = [joined[0][v], joined[1][v], joined[2][v], joined[3][v]];
             let mut count = halves;
             while count > 1 {
                 count /= 2;
