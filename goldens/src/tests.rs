@@ -440,7 +440,7 @@ fn a_hash_names_the_first_row_that_differs() {
             let y = &outputs["y"];
             let mut values: Vec<f32> = (0..y.len()).map(|i| y.value(i) as f32).collect();
             at.iter().for_each(|&i| values[i] = values[i].next_up());
-            outputs.insert("y".into(), Tensor::fp32(&y.shape().to_vec(), values));
+            outputs.insert("y".into(), Tensor::fp32(y.shape(), values));
         }
     };
     let found = message("norm/bf16/five", &plus(&[20, 34]));

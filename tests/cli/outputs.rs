@@ -20,6 +20,8 @@ fn device(folder: &Path, name: &str) -> Option<PathBuf> {
     }
     let _ = fs::remove_file(&path);
     // Not println: a test that passes must be seen to have done less.
+    // Not `eprintln!`, which a test that passes does not show.
+    #[allow(clippy::explicit_write)]
     writeln!(std::io::stderr(), "SKIPPED: writing to a device node: none can be made here (mknod needs root)").unwrap();
     None
 }
@@ -212,11 +214,14 @@ fn devices_are_written_and_stay() {
     }
 }
 
+/// Arguments of a verb that writes to a path.
+type Arguments = Box<dyn Fn(&Path) -> Vec<String>>;
+
 /// A verb that writes a folder.
 struct FolderVerb {
     name: &'static str,
     /// The command line for the folder.
-    args: Box<dyn Fn(&Path) -> Vec<String>>,
+    args: Arguments,
     /// Files that are only written.
     written: Vec<&'static str>,
     /// Files that it reads again.
@@ -267,7 +272,7 @@ fn folder_verbs(dir: &Path) -> Vec<FolderVerb> {
 
     let reports = vec!["report.html", "junit.xml", "summary.md"];
     let records = vec!["run.json", "records.jsonl", "journal.jsonl"];
-    let after = |args: Vec<String>, option: &'static str| -> Box<dyn Fn(&Path) -> Vec<String>> {
+    let after = |args: Vec<String>, option: &'static str| -> Arguments {
         Box::new(move |out| [args.clone(), words(&[option, text(out)])].concat())
     };
     let verb = |name, args, written, kept| FolderVerb { name, args, written, kept, needs: None };

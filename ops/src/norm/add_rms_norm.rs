@@ -12,16 +12,16 @@ use crate::norm::rms_norm::Scale;
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::{Cpu, DType, Element, Error, RmsNorm, Rounding, TensorMut, TensorRef, bf16, check_len, f16, value_error};
+use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorMut, TensorRef, check_len};
 
 /// The longest row of a large sum that is made in the cache before it is written past it.
 const KEPT: usize = 8192;
 
-/// `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`, all row-major. Sum has the type of y or is f32; the norm reads the
-/// sum as it is stored.
+/// `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`, all row-major. Sum and y may differ in type; the norm reads the sum
+/// as it is stored.
 ///
 /// # Errors
-/// [`Error::Length`] when a slice does not match; [`Error::Value`] for another type of sum.
+/// [`Error::Length`] when a slice does not match.
 pub fn add_rms_norm<I: Element, M: Element, O: Element>(
     cpu: &Cpu,
     shape: &RmsNorm,
@@ -55,21 +55,10 @@ fn run(
     residual.on_host("add_rms_norm", "residual")?;
     typed!(x.dtype() => I, {
         let (x, w) = ([x, residual].map(|x| x.rows::<I>()), w.dense::<I>("add_rms_norm", "w")?);
-        if sum.dtype() == y.dtype() {
-            typed!(y.dtype() => O, {
-                let sum = sum.host::<O>("add_rms_norm", "sum")?;
-                Part::chunks(cpu, shape, x, w, sum, y.host::<O>("add_rms_norm", "y")?);
-            });
-        } else if sum.dtype() == DType::Fp32 {
-            let sum = sum.host::<f32>("add_rms_norm", "sum")?;
-            match y.dtype() {
-                DType::Fp16 => Part::chunks(cpu, shape, x, w, sum, y.host::<f16>("add_rms_norm", "y")?),
-                _ => Part::chunks(cpu, shape, x, w, sum, y.host::<bf16>("add_rms_norm", "y")?),
-            }
-        } else {
-            let what = format!("sum is {} and y is {}; sum has the dtype of y or fp32", sum.dtype(), y.dtype());
-            return Err(value_error("add_rms_norm", what));
-        }
+        typed!(sum.dtype() => M, typed!(y.dtype() => O, {
+            let (sum, y) = (sum.host::<M>("add_rms_norm", "sum")?, y.host::<O>("add_rms_norm", "y")?);
+            Part::chunks(cpu, shape, x, w, sum, y);
+        }));
     });
     Ok(())
 }
