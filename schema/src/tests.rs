@@ -80,6 +80,16 @@ fn refusals_name_the_field_and_the_fix() {
     let gemm = |attributes: &[(&str, &str)], inputs: &[(&'static str, &'static [usize])]| {
         refused(fp32("gemm", attributes, inputs))
     };
+    // Query heads, key heads and rows of a page.
+    let heads = |[hq, hkv, z]: [usize; 3]| {
+        let (q, k) = ([1, 1, hq, 4], [2, z, hkv, 4]);
+        let float = |name, shape| Given { name, dtype: DType::Fp32, shape };
+        let index = |name, shape| Given { name, dtype: DType::I32, shape };
+        let given = [float("q", &q), float("k", &k), float("v", &k)];
+        let places = [index("page_table", &[1, 2]), index("q_pos", &[1, 1]), index("kv_len", &[1])];
+        validate(&paged_attention::OP, &[given, places].concat(), Attributes::new(), DType::Fp32)
+    };
+    assert!(heads([4, 2, 1]).is_ok());
     for (found, part) in [
         (gemm(&[], &[X]), "input `w`: missing; gemm needs it as w[N,K] of bf16, fp16 or fp32"),
         (gemm(&[], &[X, ("w", &[4, 2])]), "input `w`: shape [4, 2] has K = 2, but K is 3 in the inputs before it"),
@@ -151,6 +161,9 @@ fn refusals_name_the_field_and_the_fix() {
             )),
             "chunk:N",
         ),
+        (refused(heads([3, 2, 1])), "input `q`: Hq = 3 must be a multiple of Hkv = 2"),
+        (refused(heads([2, 0, 1])), "input `q`: Hq = 2 must be a multiple of Hkv = 0"),
+        (refused(heads([2, 2, 0])), "input `k`: axis Z is empty"),
         (
             refused(fp32(
                 "packed_attention",
