@@ -1,6 +1,7 @@
 //! Launches of the ops that go row by row or element by element.
 
 use super::{Arguments, Buffer, Build, Device, Indices, Stored};
+use crate::logprob::logprob::{check_targets, inverse};
 use crate::{Error, NormRope, Pairing, RmsNorm, Rope, RopeTable, Rounding, check_len, value_error};
 
 /// A build of a unit for inputs I and outputs O.
@@ -341,13 +342,8 @@ pub fn softmax<I: Stored, O: Stored>(
 
 /// `f32(1 / temperature)`, checked, and targets checked against the vocabulary.
 pub(super) fn check_logprob(op: &'static str, vocab: usize, temperature: f64, target: &[i32]) -> Result<f32, Error> {
-    let scale = (1.0 / temperature) as f32;
-    if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
-        return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
-    }
-    if let Some(row) = target.iter().position(|&t| t >= 0 && t as usize >= vocab) {
-        return Err(value_error(op, format!("target[{row}] is {}; the vocabulary has {vocab}", target[row])));
-    }
+    let scale = inverse(op, temperature)?;
+    check_targets(op, target, vocab)?;
     Ok(scale)
 }
 
