@@ -1,4 +1,4 @@
-//! Every implementation of `MUTATIONS` is caught by the check that its mutation names, and by none that look elsewhere.
+//! Every mutant is caught by the check that is named for it, and turns nothing red that looks elsewhere.
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use samebits_contract::record::{Judgment, Record};
@@ -13,18 +13,16 @@ use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::external::External;
 use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_harness::machine;
-use samebits_mutants::{EQUIVALENTS, Equivalent, Holder, MEMORY_PATTERNS, MUTATIONS, Mutant, Mutation};
+use samebits_mutants::{EQUIVALENTS, Equivalent, Holder, MEMORY_PATTERNS, Mutant, Mutation, Others, PLAIN, mutations};
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 use tempfile::TempDir;
 
-/// A list that lost some must not pass.
-const LEAST: usize = 60;
-
-/// So many ways to be right must raise no alarm.
-const LEAST_RIGHT: usize = 20;
+/// How many mutations there are, and how many ways to be right: a list that lost some must not pass.
+const MUTATIONS: usize = 62;
+const RIGHT: usize = 35;
 
 /// Held while a trial runs; alone where one watches the memory of this very process.
 static MEMORY: RwLock<()> = RwLock::new(());
@@ -49,7 +47,7 @@ fn main() {
         machine: Machine { threads: vec![2, 3], ..machine::axes(Isa::best()) },
     });
     let mut trials = vec![Trial::test("list", list)];
-    for mutation in MUTATIONS {
+    for mutation in mutations() {
         let bench = bench.clone();
         trials.push(Trial::ignorable_test(format!("{}::{}", mutation.op, mutation.name), move || {
             match mutation.caught_by {
@@ -58,7 +56,7 @@ fn main() {
             }
         }));
     }
-    for mutation in MUTATIONS.iter().filter(|mutation| mutation.op != "chain") {
+    for mutation in mutations().filter(|mutation| mutation.op != "chain") {
         let bench = bench.clone();
         trials.push(Trial::ignorable_test(format!("wire::{}::{}", mutation.op, mutation.name), move || {
             beside_others(|| bench.over_the_wire(mutation))
@@ -82,10 +80,16 @@ fn main() {
             beside_others(|| bench.no_false_alarm(axis, setting))
         }));
     }
-    let ops: BTreeSet<&str> = MUTATIONS.iter().map(|mutation| mutation.op).collect();
+    for mutation in PLAIN {
+        let bench = bench.clone();
+        trials.push(Trial::test(format!("right::{}", mutation.name), move || {
+            beside_others(|| bench.is_green(&Mutant::new(mutation, Arc::default()), mutation.op, Slice::Quick))
+        }));
+    }
+    let ops: BTreeSet<&str> = mutations().map(|mutation| mutation.op).collect();
     for op in ops {
         let bench = bench.clone();
-        trials.push(Trial::test(format!("{op}::no_fault"), move || beside_others(|| bench.honest_is_green(op))));
+        trials.push(Trial::test(format!("{op}::no_mutation"), move || beside_others(|| bench.ours_is_green(op))));
     }
     // The longest first, so that no core waits for the last.
     trials.sort_by_key(|trial| !trial.name().starts_with("right::"));
@@ -104,76 +108,89 @@ fn alone<T>(trial: impl FnOnce() -> T) -> T {
     trial()
 }
 
-/// Enough mutations, each named once, and every check there is catches at least one of them.
+/// As many as there should be, each named once, and every check there is catches at least one of them.
 fn list() -> Result<(), Failed> {
-    let names: BTreeSet<&str> = MUTATIONS.iter().map(|mutation| mutation.name).collect();
-    if names.len() != MUTATIONS.len() || MUTATIONS.len() < LEAST {
-        return Err(format!("{} mutations with {} names; {LEAST} are expected", MUTATIONS.len(), names.len()).into());
+    let names: BTreeSet<&str> = mutations().map(|mutation| mutation.name).collect();
+    let right = PLAIN.len() + EQUIVALENTS.len() + MEMORY_PATTERNS.len();
+    if (names.len(), mutations().count(), right) != (MUTATIONS, MUTATIONS, RIGHT) {
+        return Err(format!("{} mutations, {right} ways to be right", names.len()).into());
     }
-    let right = EQUIVALENTS.len() + MEMORY_PATTERNS.len();
-    if right < LEAST_RIGHT {
-        return Err(format!("{right} correct variants; {LEAST_RIGHT} are expected").into());
-    }
-    let axes = axis::all().iter().map(|axis| format!("invariance:{}", axis.name));
-    for check in ["accuracy".to_string(), "golden".to_string()].into_iter().chain(axes) {
-        if !MUTATIONS.iter().any(|mutation| mutation.caught_by == check) {
-            return Err(format!("no mutation shows that `{check}` catches anything").into());
+    for check in every_check() {
+        if !mutations().any(|mutation| mutation.caught_by == check) {
+            return Err(format!("no mutant shows that `{check}` catches anything").into());
         }
     }
     Ok(())
 }
 
 impl Bench {
-    /// Judges the cases of `op` by `checks`, or by all there are.
-    fn judge(&self, implementation: &dyn Implementation, op: &str, checks: &[&str]) -> Vec<Record> {
+    /// Judges the cases of `op` in `slice` by `checks`.
+    fn judge(&self, implementation: &dyn Implementation, op: &str, slice: Slice, checks: &[String]) -> Vec<Record> {
         let axes: Vec<String> =
             checks.iter().filter_map(|check| check.strip_prefix("invariance:")).map(String::from).collect();
         let takes = |judgment: &Judgment| match judgment {
             Judgment::Invariance => !axes.is_empty(),
-            _ => checks.contains(&judgment.name()),
+            _ => checks.iter().any(|check| check == judgment.name()),
         };
-        let judgments = Judgment::ALL.into_iter().filter(takes).collect();
+        let judgments: Vec<Judgment> = Judgment::ALL.into_iter().filter(takes).collect();
+        assert!(!judgments.is_empty(), "{checks:?} judge nothing");
         // A narrow dtype and a wide one; the third would say the same again.
         let dtypes = vec![DType::Bf16, DType::Fp32];
         let ops = vec![op.to_string()];
-        let selection = Selection { ops, dtypes, judgments, axes, ..Selection::all(Slice::Default) };
+        let selection = Selection { ops, dtypes, judgments, axes, ..Selection::all(slice) };
         let judge = self.judge_of(implementation);
         plan(&self.contract, implementation.name(), &selection).iter().flat_map(|group| judge.group(group)).collect()
     }
 
+    /// The check that is named for a mutation is red and says something, and the checks beside it that are red in the small
+    /// cases are those that the mutation lists.
     fn catches(&self, mutation: &'static Mutation) -> Result<Completion, Failed> {
-        if mutation.caught_by == "invariance:isa" && self.machine.isas.len() < 2 {
+        let one_isa = self.machine.isas.len() < 2;
+        if mutation.caught_by == "invariance:isa" && one_isa {
             return Ok(Completion::ignored_with("this machine has one instruction set"));
         }
-        let checks = [&[mutation.caught_by], mutation.unnoticed_by].concat();
-        let records = self.judge(&Mutant::new(mutation, self.checkpoints.clone()), mutation.op, &checks);
-        let of = |check: &str| -> Vec<&Record> { records.iter().filter(|record| name(record) == check).collect() };
-        let evidence = of(mutation.caught_by).into_iter().find_map(|record| match &record.verdict {
-            Verdict::Fail(evidence) => Some(evidence),
+        // What grows is watched for the mutants that grow alone: it takes the whole process.
+        let checks: Vec<String> = every_check()
+            .into_iter()
+            .filter(|check| check != "invariance:soak" || mutation.caught_by == "invariance:soak")
+            .collect();
+        let mutant = || Mutant::new(mutation, self.checkpoints.clone());
+        let mut records = self.judge(&mutant(), mutation.op, Slice::Quick, &checks);
+        let failed = records.iter().filter(|record| matches!(record.verdict, Verdict::Fail(_)));
+        let red: BTreeSet<String> = failed.map(name).filter(|check| check != mutation.caught_by).collect();
+        if !records.iter().any(|record| name(record) == mutation.caught_by && record.verdict.is_red()) {
+            let named = [mutation.caught_by.to_string()];
+            records.extend(self.judge(&mutant(), mutation.op, Slice::Default, &named));
+        }
+        let evidence = records.iter().find_map(|record| match &record.verdict {
+            Verdict::Fail(evidence) if name(record) == mutation.caught_by => Some(evidence),
             _ => None,
         });
         match evidence {
-            None => return Err(format!("{}: {} lets it pass", mutation.about, mutation.caught_by).into()),
+            None => return Err(format!("{} lets it pass: {}", mutation.caught_by, mutation.about).into()),
             Some(evidence) if evidence.message.is_empty() || evidence.count == 0 => {
                 return Err(format!("{}: the evidence says nothing: {evidence:?}", mutation.caught_by).into());
             }
             Some(_) => {}
         }
-        for check in mutation.unnoticed_by {
-            let judged = of(check);
-            if judged.is_empty() {
-                return Err(format!("{check} was not judged; `unnoticed_by` claims that it stays green").into());
-            }
-            if let Some(red) = judged.iter().find(|record| record.verdict.is_red() && !constant(record)) {
-                return Err(format!("{check} should stay green: {}: {:?}", red.case, red.verdict).into());
-            }
-        }
-        // An answer that breaks the judging is not a mutation that was found.
+        // An answer that breaks the judging is not a mutant that was found.
         let breaks = |record: &&Record| matches!(record.verdict, Verdict::Error { .. } | Verdict::Untested { .. });
-        match records.iter().filter(|record| !constant(record)).find(breaks) {
-            Some(broken) => Err(format!("{}: {}: {:?}", broken.case, name(broken), broken.verdict).into()),
-            None => Ok(Completion::Completed),
+        if let Some(broken) = records.iter().filter(|record| !constant(record)).find(breaks) {
+            return Err(format!("{}: {}: {:?}", broken.case, name(broken), broken.verdict).into());
         }
+        let Others::Are(others) = &mutation.also_red else { return Ok(Completion::Completed) };
+        let listed = others.iter().filter(|check| !(one_isa && **check == "invariance:isa"));
+        let expected: BTreeSet<String> = listed.map(|check| check.to_string()).collect();
+        if red != expected {
+            let more = red.difference(&expected).next();
+            let first = more.and_then(|more| records.iter().find(|r| name(r) == *more && r.verdict.is_red()));
+            let first = first.map(|record| (&record.case, &record.verdict));
+            let beside = mutation.caught_by;
+            return Err(
+                format!("beside {beside}, red are {red:?}, {expected:?} are listed; the first: {first:?}").into()
+            );
+        }
+        Ok(Completion::Completed)
     }
 
     /// The same mutation in a program on the wire is caught by the same check.
@@ -182,7 +199,7 @@ impl Bench {
             return Ok(Completion::ignored_with("this machine has one instruction set"));
         }
         let (external, _folder) = self.program(mutation.name, mutation.about)?;
-        let records = self.judge(&external, mutation.op, &[mutation.caught_by]);
+        let records = self.judge(&external, mutation.op, Slice::Default, &[mutation.caught_by.to_string()]);
         // On the wire, an output of the wrong form is no answer.
         let form =
             |record: &&Record| matches!(&record.verdict, Verdict::Error { reason } if reason.contains("it must be"));
@@ -217,7 +234,8 @@ impl Bench {
 
     /// Memory that is held and does not grow is no leak.
     fn keeps_within_bounds(&self, implementation: &dyn Implementation) -> Result<(), Failed> {
-        let records = self.judge(implementation, "gemm", &["invariance:soak", "invariance:repeat"]);
+        let checks = ["invariance:soak", "invariance:repeat"].map(String::from);
+        let records = self.judge(implementation, "gemm", Slice::Default, &checks);
         let soaks = records.iter().filter(|record| name(record) == "invariance:soak").count();
         match records.iter().find(|record| record.verdict != Verdict::Pass) {
             Some(other) => Err(format!("{}: {}: {:?}", other.case, name(other), other.verdict).into()),
@@ -264,10 +282,14 @@ impl Bench {
     }
 
     /// Without a mutation the same records are green, so what a trial sees is its mutation.
-    fn honest_is_green(&self, op: &str) -> Result<(), Failed> {
+    fn ours_is_green(&self, op: &str) -> Result<(), Failed> {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX)?;
         let ours = CpuImplementation::new(cpu).with_checkpoints(self.checkpoints.clone());
-        let records = self.judge(&ours.with_program(env!("CARGO_BIN_EXE_samebits").into()), op, &[]);
+        self.is_green(&ours.with_program(env!("CARGO_BIN_EXE_samebits").into()), op, Slice::Default)
+    }
+
+    fn is_green(&self, implementation: &dyn Implementation, op: &str, slice: Slice) -> Result<(), Failed> {
+        let records = self.judge(implementation, op, slice, &every_check());
         if records.is_empty() {
             return Err("nothing was judged".into());
         }
@@ -276,6 +298,13 @@ impl Bench {
             None => Ok(()),
         }
     }
+}
+
+/// Every judgment but invariance, which is named by its axes.
+fn every_check() -> Vec<String> {
+    let judgments = Judgment::ALL.into_iter().filter(|judgment| *judgment != Judgment::Invariance);
+    let axes = axis::all().iter().map(|axis| format!("invariance:{}", axis.name));
+    judgments.map(|judgment| judgment.name().to_string()).chain(axes).collect()
 }
 
 /// Not judged for sameness, because a mutation made the answer one value over and over: the mutation was seen.

@@ -110,7 +110,7 @@ fn sums_without_signs_are_as_the_page_says() {
 fn mutants_are_explained() {
     for (name, dtype, said) in [
         ("sequential_sum", "fp32", "    0..33\n"),
-        ("sequential_sum", "fp32", "products                 rounded before they are added   NOT as declared"),
+        ("products_rounded", "fp32", "products                 rounded before they are added   NOT as declared"),
         ("split_by_batch", "fp32", "THE ORDER FOLLOWS THE BATCH"),
         // Of 7 rows those from row 4 on are behind the last whole tile.
         ("other_order_in_last_tile", "fp32", "    THE ORDER FOLLOWS THE ROW: of 7 rows row 0\n"),

@@ -1,21 +1,27 @@
 //! What tests the harness: implementations that are wrong on purpose, and others that are right in another way.
 //!
-//! [`MUTATIONS`] are wrong in one thing each, and name the check that must turn red. [`EQUIVALENTS`] and
+//! [`mutations`] are wrong in one thing each, and name the check that must turn red. [`PLAIN`], [`EQUIVALENTS`] and
 //! [`MEMORY_PATTERNS`] are right, and no check may turn red. [`VIOLATIONS`] break the wire. Nothing that is shipped
 //! holds any of them: a test asks them in its own process, or starts itself again as a program on the wire.
 
 #![forbid(unsafe_code)]
 
+mod attention;
+mod chain;
+mod elements;
 mod equivalents;
+mod gemm;
 mod memory;
 mod models;
-mod ops;
+mod mutation;
+mod plain;
+mod rows;
 mod violations;
 
 pub use equivalents::{EQUIVALENTS, Equivalent};
 pub use memory::{Holder, MEMORY_PATTERNS, MemoryPattern};
 pub use models::{ModelMutant, ModelMutation};
-pub use ops::{MUTATIONS, Mutant, Mutation};
+pub use mutation::{Mutant, Mutation, Others, PLAIN, mutations};
 pub use violations::{VIOLATIONS, Violation};
 
 use libtest_mimic::{Arguments, Trial};
@@ -65,7 +71,7 @@ pub fn run_tests(tests: &[(&str, fn())]) -> ! {
 fn serve(name: &str) -> Result<(), Box<dyn Error>> {
     // What differs between processes, in place of an address or a clock.
     let process = std::process::id() as usize;
-    let mutation = MUTATIONS.iter().find(|known| known.name == name);
+    let mutation = mutations().find(|known| known.name == name);
     let pattern = MEMORY_PATTERNS.iter().find(|known| known.name == name);
     let violation = VIOLATIONS.iter().find(|known| known.name == name);
     let implementation: Box<dyn Implementation> = match (mutation, pattern, violation) {

@@ -15,6 +15,8 @@ pub enum ModelMutation {
     RouterTieByBatch,
     /// Experts are summed in the order of their numbers where a step has several tokens.
     ExpertsByArrival,
+    /// Sequences of one step share the first entry of the cache, which the first one fills.
+    SharedCacheEntry,
     /// In layers with a window, that of the first token of every chunk but the first stands one position too early.
     WindowAtChunkBorder,
 }
@@ -79,6 +81,13 @@ impl<P> ModelMutant<P> {
             }
             (ModelMutation::WindowAtChunkBorder, "positions", Some(layer)) if self.windowed[layer] => {
                 later.iter().for_each(|chunk| seen.values[chunk.start] -= 1.0);
+            }
+            (ModelMutation::SharedCacheEntry, "k" | "v", _) => {
+                let firsts = |row: &usize| seen.tokens[*row].1 == 0;
+                let mut firsts = (0..rows).filter(firsts);
+                if let Some(filled) = firsts.next() {
+                    firsts.for_each(|row| seen.values.copy_within(filled * width..(filled + 1) * width, row * width));
+                }
             }
             (ModelMutation::RouterTieByBatch, "router", _) if rows > 1 => self.scores = seen.values.to_vec(),
             (ModelMutation::RouterTieByBatch, "experts", _) if rows > 1 => {

@@ -1,0 +1,89 @@
+//! Mutations of whole models.
+
+use crate::models::ModelMutation;
+use crate::mutation::{Mutant, Mutation, Others};
+use samebits_contract::case::{Answer, Case, Status};
+use samebits_harness::implementation::Implementation;
+
+/// Every chunk of a chain's schedule as a sequence of its own.
+fn chunk_by_chunk(mutant: &Mutant, case: &Case) -> Answer {
+    let chunk = match case.params.get("schedule").map_or("prefill", String::as_str) {
+        "decode" => 1,
+        schedule => match schedule.strip_prefix("chunk:") {
+            Some(chunk) => chunk.parse().expect("the contract has checked it"),
+            None => return mutant.honest.run(case),
+        },
+    };
+    let positions: Vec<usize> = (0..case.inputs["tokens"].shape()[1]).collect();
+    let mut whole: Option<Answer> = None;
+    for part in positions.chunks(chunk) {
+        let answer = mutant.asked(case, |case| {
+            let tokens = case.inputs["tokens"].select(1, part);
+            case.inputs.insert("tokens".into(), tokens);
+            case.params.remove("schedule");
+        });
+        if answer.status != Status::Ok {
+            return answer;
+        }
+        whole = Some(match whole {
+            None => answer,
+            Some(mut before) => {
+                let logits = before.outputs["logits"].append(1, &answer.outputs["logits"]);
+                before.outputs.insert("logits".into(), logits);
+                before
+            }
+        });
+    }
+    whole.expect("a chain has a token")
+}
+
+pub const MUTATIONS: &[Mutation] = &[
+    Mutation {
+        name: "chunk_forgets",
+        about: "A chunk starts with an empty cache at position 0.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: chunk_by_chunk,
+    },
+    Mutation {
+        name: "unwritten_key",
+        about: "In one layer, a chunk's first key and value are not written: zeros of the page are read.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::UnwrittenKey),
+    },
+    Mutation {
+        name: "position_after_chunk",
+        about: "After a chunk, positions are one too high.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::PositionAfterChunk),
+    },
+    Mutation {
+        name: "window_at_chunk_border",
+        about: "At a chunk's border the window stands one position too early.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::WindowAtChunkBorder),
+    },
+    Mutation {
+        name: "experts_by_arrival",
+        about: "Experts are summed in the order of their numbers where several tokens run together.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::ExpertsByArrival),
+    },
+    Mutation {
+        name: "shared_cache_entry",
+        about: "Sequences that run together share the first entry of the cache, which the first one fills.",
+        op: "chain",
+        caught_by: "invariance:grouping",
+        also_red: Others::Are(&["accuracy", "golden", "invariance:schedule"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::SharedCacheEntry),
+    },
+];

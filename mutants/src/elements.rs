@@ -1,0 +1,185 @@
+//! Mutations of elementwise ops, of rotations and of ops that only look up.
+
+use crate::mutation::{Mutation, Others};
+use samebits_contract::round;
+use samebits_contract::tensor::{DType, Tensor};
+use samebits_harness::implementation::Implementation;
+use samebits_ops::bf16;
+
+/// The bit of the sign.
+fn sign(dtype: DType) -> u32 {
+    1 << (8 * dtype.size() - 1)
+}
+
+pub const MUTATIONS: &[Mutation] = &[
+    Mutation {
+        name: "all_zeros",
+        about: "The output buffer is returned as it was allocated.",
+        op: "rope",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.spoilt(case, |_, _| 0),
+    },
+    Mutation {
+        name: "positions_in_bf16",
+        about: "Positions are kept in bf16, which has no whole numbers between 256 and 258.",
+        op: "rope",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let pos = case.inputs["pos"].as_i32().expect("the contract has checked it");
+                let kept = pos.iter().map(|&pos| bf16::from_f32(pos as f32).to_f32() as i32).collect();
+                case.inputs.insert("pos".into(), Tensor::i32(&[pos.len()], kept));
+            })
+        },
+    },
+    Mutation {
+        name: "infinity_clamped",
+        about: "Results beyond 65504 become 65504.",
+        op: "add",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.spoilt(case, |bits, dtype| match round::from_bits(bits, dtype) {
+                v if v > 65504.0 => round::to_bits(65504.0, dtype),
+                v if v < -65504.0 => round::to_bits(-65504.0, dtype),
+                _ => bits,
+            })
+        },
+    },
+    Mutation {
+        name: "minus_zero_lost",
+        about: "-0 becomes +0.",
+        op: "add",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if bits == sign(dtype) { 0 } else { bits }),
+    },
+    Mutation {
+        name: "nan_payload_kept",
+        about: "A NaN keeps a payload instead of becoming the canonical one.",
+        op: "add",
+        caught_by: "accuracy",
+        also_red: Others::Are(&[
+            "golden",
+            "invariance:batch",
+            "invariance:position",
+            "invariance:padding",
+            "invariance:layout",
+            "invariance:threads",
+            "invariance:isa",
+            "invariance:budget",
+            "invariance:repeat",
+            "invariance:order",
+            "invariance:restart",
+        ]),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| bits | u32::from(round::is_nan(bits, dtype))),
+    },
+    Mutation {
+        name: "subnormals_flushed",
+        about: "Results below the smallest normal number become 0 of the same sign.",
+        op: "add",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.spoilt(case, |bits, dtype| {
+                let normal = round::to_bits(1.0, dtype) - round::to_bits(0.5, dtype);
+                if bits & !sign(dtype) < normal { bits & sign(dtype) } else { bits }
+            })
+        },
+    },
+    Mutation {
+        name: "input_scaled",
+        about: "A call scales its gate where it lies; asked the same right afterwards, it finds the gate scaled.",
+        op: "silu_mul",
+        caught_by: "invariance:repeat",
+        also_red: Others::Are(&["invariance:threads", "invariance:isa", "invariance:budget"]),
+        answer: |mutant, case| {
+            let before = mutant.keep(|memory| memory.question.replace(case.clone()));
+            let again = before.is_some_and(|before| {
+                before.name == case.name
+                    && before.inputs.iter().all(|(name, a)| case.inputs.get(name).is_some_and(|b| a.same_bits(b)))
+            });
+            mutant.asked(case, |case| {
+                let gate = &case.inputs["gate"];
+                if again {
+                    let values: Vec<f64> = gate.to_f64().iter().map(|v| v * 2.0).collect();
+                    let scaled = round::tensor(gate.dtype(), gate.shape(), &values);
+                    case.inputs.insert("gate".into(), scaled);
+                }
+            })
+        },
+    },
+    Mutation {
+        name: "nan_swallowed",
+        about: "NaN becomes 0.",
+        op: "silu_mul",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if round::is_nan(bits, dtype) { 0 } else { bits }),
+    },
+    Mutation {
+        name: "last_rounding_truncates",
+        about: "Results in bf16 are cut off instead of rounded to nearest even.",
+        op: "silu_mul",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            if case.out != DType::Bf16 {
+                return mutant.honest.run(case);
+            }
+            let mut answer = mutant.asked(case, |case| case.out = DType::Fp32);
+            if let Some(y) = answer.outputs.get_mut("y") {
+                let cut = (0..y.len()).map(|i| bf16::from_bits((y.bits(i) >> 16) as u16)).collect();
+                *y = Tensor::bf16(y.shape(), cut);
+            }
+            answer
+        },
+    },
+    Mutation {
+        name: "out_ignored",
+        about: "The output is f32 whatever the request says.",
+        op: "embedding",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.asked(case, |case| case.out = DType::Fp32),
+    },
+    Mutation {
+        name: "previous_answer",
+        about: "The output buffer of the call before is returned where its shape fits.",
+        op: "embedding",
+        caught_by: "invariance:position",
+        also_red: Others::FollowTheCalls,
+        answer: |mutant, case| {
+            let answer = mutant.honest.run(case);
+            let form = |answer: &samebits_contract::case::Answer| {
+                answer.outputs.get("y").map(|y| (y.dtype(), y.shape().to_vec()))
+            };
+            match mutant.keep(|memory| memory.answer.replace(answer.clone())) {
+                Some(before) if form(&before) == form(&answer) => before,
+                _ => answer,
+            }
+        },
+    },
+    Mutation {
+        name: "last_of_equals",
+        about: "Of equal largest elements the last one wins.",
+        op: "argmax",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let n = case.inputs["x"].shape()[1];
+            let mut answer = mutant.asked(case, |case| {
+                let backwards: Vec<usize> = (0..n).rev().collect();
+                let x = case.inputs["x"].select(1, &backwards);
+                case.inputs.insert("x".into(), x);
+            });
+            if let Some(index) = answer.outputs.get_mut("index") {
+                let values = index.as_i32().expect("argmax returns i32");
+                *index = Tensor::i32(index.shape(), values.iter().map(|&i| n as i32 - 1 - i).collect());
+            }
+            answer
+        },
+    },
+];
