@@ -408,7 +408,7 @@ fn generate_prints_what_transformers_printed() {
     let samples: serde_json::Value =
         serde_json::from_slice(&std::fs::read(model.join("samples.json")).unwrap()).unwrap();
     let samples = samples["samples"].as_array().unwrap();
-    assert!(samples.len() >= 20);
+    assert_eq!(samples.len(), 20);
     for (sample, isa) in samples.iter().zip([Isa::best(), Isa::Scalar].into_iter().cycle()) {
         let prompt = sample["prompt"].as_str().unwrap();
         let args = ["generate", "--model", text(&model), "--prompt", prompt, "--max-tokens", "4", "--isa", isa.name()];

@@ -287,6 +287,6 @@ mod tests {
             assert!(audit.parameters > 1000 && audit.tensors.iter().all(|t| t.sha256.len() == 64));
             seen += 1;
         }
-        assert!(seen >= 17, "{seen} checkpoints");
+        assert_eq!(seen, 17, "checkpoints");
     }
 }
