@@ -94,7 +94,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "A call scales its gate where it lies; asked the same right afterwards, it finds the gate scaled.",
         op: "silu_mul",
         caught_by: "invariance:repeat",
-        also_red: Others::Are(&["invariance:threads", "invariance:isa", "invariance:budget"]),
+        also_red: Others::Are(&["invariance:threads", "invariance:isa", "invariance:budget", "invariance:layout"]),
         answer: |mutant, case| {
             let before = mutant.keep(|memory| memory.question.replace(case.clone()));
             let again = before.is_some_and(|before| {
