@@ -27,13 +27,16 @@ pub enum Fill {
     Edges,
     /// All 65,536 bf16 patterns in ascending order, NaN payloads included.
     AllBf16,
-    /// Inputs recorded beside a checkpoint, put in by whoever holds it.
+    /// Arguments at which the last bit of every constant of an exponential shows in the output, and weights around the cut;
+    /// see `sharp.rs`.
+    Sharp,
+    /// Inputs recorded beside a checkpoint or in a vector, put in by whoever holds it.
     Recorded,
 }
 
 impl Fill {
     /// All fills.
-    pub const ALL: [Fill; 9] = [
+    pub const ALL: [Fill; 10] = [
         Fill::Normal,
         Fill::Wide,
         Fill::Cancel,
@@ -42,6 +45,7 @@ impl Fill {
         Fill::Peaky,
         Fill::Edges,
         Fill::AllBf16,
+        Fill::Sharp,
         Fill::Recorded,
     ];
 
@@ -56,6 +60,7 @@ impl Fill {
             Fill::Peaky => "peaky",
             Fill::Edges => "edges",
             Fill::AllBf16 => "all_bf16",
+            Fill::Sharp => "sharp",
             Fill::Recorded => "recorded",
         }
     }
@@ -144,7 +149,8 @@ impl Maker<'_> {
         };
         let span = if self.dtype == DType::Fp16 { 10 } else { 20 };
         match fill {
-            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Recorded => draw.normal(i),
+            // The ops that offer `sharp` make it of their own arguments.
+            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Sharp | Fill::Recorded => draw.normal(i),
             Fill::Wide => draw.scaled(i, -span, span),
             Fill::Tiny => draw.scaled(i, smallest - 1, if self.dtype == DType::Fp16 { -8 } else { -118 }),
             Fill::NearOverflow => draw.scaled(i, largest - 1, largest),

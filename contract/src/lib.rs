@@ -13,6 +13,7 @@ mod load;
 mod print;
 pub mod record;
 pub mod round;
+mod sharp;
 pub mod soak;
 pub mod spec;
 pub mod table;

@@ -8,6 +8,7 @@
 use crate::case::Case;
 use crate::fill::{Fill, Maker};
 use crate::round;
+use crate::sharp;
 use crate::tensor::{DType, Tensor};
 use samebits_schema::{Attributes, Call, Given, Op, Output, REST};
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::attention::OP,
     class: Class::Attention,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Sharp],
     table: include_str!("../../ops/attention.toml"),
     make,
     compute,
@@ -31,6 +31,15 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             q = maker.values("q", Fill::Edges, q.len(), hq * d);
             k = maker.sparse_edges("k", k.len(), 40 * d);
             v = maker.sparse_edges("v", v.len(), 40 * e);
+        }
+        // Queries take turns between the first two elements of the keys, and every value is a unit vector.
+        Fill::Sharp => {
+            let at = |len: usize, i: usize| (i / len, i % len);
+            let scores = sharp::scores(s);
+            q = (0..q.len()).map(|i| at(d, i)).map(|(row, x)| f64::from(u8::from(x == row / hq % 2))).collect();
+            let key = |(row, x): (usize, usize)| scores.get(x).map_or(0.0, |scores| scores[row / hkv % s]);
+            k = (0..k.len()).map(|i| key(at(d, i))).collect();
+            v = (0..v.len()).map(|i| at(e, i)).map(|(row, x)| f64::from(u8::from(x == row / hkv % s % e))).collect();
         }
         _ => {}
     }

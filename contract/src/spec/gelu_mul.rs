@@ -4,9 +4,9 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::gelu_mul::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Sharp],
     table: include_str!("../../ops/gelu_mul.toml"),
-    make: silu_mul::make,
+    make: |maker| silu_mul::make(maker, sharp::gelu),
     compute,
 };
 

@@ -6,7 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::linear_logprob::OP,
     class: Class::Logprob,
-    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges, Fill::Sharp],
     table: include_str!("../../ops/linear_logprob.toml"),
     make,
     compute,
@@ -16,7 +16,7 @@ pub(super) const SPEC: Spec = Spec {
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (m, v, k) = (maker.dim("M"), maker.dim("V"), maker.dim("K"));
     let fill = |tensor: &str, fill: Fill, len: usize| maker.values(tensor, fill, len, k);
-    let (mut x, w) = match maker.fill {
+    let (mut x, mut w) = match maker.fill {
         Fill::Tiny => (fill("x", Fill::Tiny, m * k), fill("w", Fill::Normal, v * k)),
         Fill::Edges => (fill("x", Fill::Edges, m * k), fill("w", Fill::Normal, v * k)),
         _ => (fill("x", Fill::Normal, m * k), fill("w", Fill::Normal, v * k)),
@@ -25,7 +25,17 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         x.iter_mut().for_each(|x| *x *= 32.0 / (k as f64).sqrt());
     }
     let drawn = maker.below("target", m, v);
-    let target = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { -1 } else { t }).collect();
+    let mut target: Vec<i32> = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { -1 } else { t }).collect();
+    if maker.fill == Fill::Sharp {
+        // Row i of x takes column i of w as its logits.
+        x = (0..m * k).map(|at| f64::from(u8::from(at / k == at % k))).collect();
+        let logits = match v > sharp::LONG {
+            true => sharp::near_one(maker.values("logits", Fill::Normal, k * v, v), v),
+            false => sharp::logits(k, v),
+        };
+        w = (0..v * k).map(|at| logits[at % k * v + at / k]).collect();
+        target = vec![0; m];
+    }
     let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![v, k], w)]);
     inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", target)));
     inputs

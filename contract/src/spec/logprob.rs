@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::logprob::OP,
     class: Class::Logprob,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Sharp],
     table: include_str!("../../ops/logprob.toml"),
     make,
     compute,
@@ -23,7 +23,15 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     let ignored = |i: usize| if i % 10 == 4 { -1 } else { -100 };
     let drawn = maker.below("target", r, v);
-    let target = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { ignored(i) } else { t }).collect();
+    let mut target: Vec<i32> =
+        drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { ignored(i) } else { t }).collect();
+    if maker.fill == Fill::Sharp {
+        logits = match v > sharp::LONG {
+            true => sharp::near_one(maker.values("logits", Fill::Normal, r * v, v), v),
+            false => sharp::logits(r, v),
+        };
+        target = vec![0; r];
+    }
     let mut inputs = maker.floats([("logits", vec![r, v], logits)]);
     inputs.insert("target".into(), Tensor::i32(&[r], maker.ints("target", target)));
     inputs

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::route::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Edges, Fill::Sharp],
     table: include_str!("../../ops/route.toml"),
     make,
     compute,
@@ -14,6 +14,13 @@ pub(super) const SPEC: Spec = Spec {
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (t, e) = (maker.dim("T"), maker.dim("E"));
     let mut logits = maker.values("logits", maker.fill, t * e, e);
+    if maker.fill == Fill::Sharp {
+        // Rows for either scoring take turns.
+        let (softmax, sigmoid) = (sharp::logits(t, e), sharp::sigmoid(t * e));
+        let row = |i: usize| if i.is_multiple_of(2) { &softmax[i / 2 * e..][..e] } else { &sigmoid[i / 2 * e..][..e] };
+        logits = (0..t).flat_map(row).copied().collect();
+        return maker.floats([("logits", vec![t, e], logits)]);
+    }
     for row in logits.chunks_mut(e).step_by(2) {
         let at = (0..e).max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("rows are not empty");
         row[e - 1 - at] = row[at];

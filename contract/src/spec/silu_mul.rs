@@ -4,17 +4,21 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::silu_mul::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Sharp],
     table: include_str!("../../ops/silu_mul.toml"),
-    make,
+    make: |maker| make(maker, sharp::silu),
     compute,
 };
 
-pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+/// `sharp` makes the gates of that fill.
+pub(super) fn make(maker: &Maker, sharp: fn(usize) -> Vec<f64>) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
-    let gate = maker.values("gate", maker.fill, r * n, n);
+    let gate = match maker.fill {
+        Fill::Sharp => sharp(r * n),
+        fill => maker.values("gate", fill, r * n, n),
+    };
     let up = match maker.fill {
-        Fill::AllBf16 => vec![1.0; r * n],
+        Fill::AllBf16 | Fill::Sharp => vec![1.0; r * n],
         Fill::Tiny | Fill::NearOverflow => maker.values("up", Fill::Normal, r * n, n),
         fill => maker.values("up", fill, r * n, n),
     };

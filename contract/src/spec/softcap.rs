@@ -4,11 +4,19 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::softcap::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Sharp],
     table: include_str!("../../ops/softcap.toml"),
-    make: scale::make,
+    make,
     compute,
 };
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, n) = (maker.dim("R"), maker.dim("N"));
+    match maker.fill {
+        Fill::Sharp => maker.floats([("x", vec![r, n], sharp::softcap(r * n))]),
+        _ => scale::make(maker),
+    }
+}
 
 /// The tangent of a small argument is `(1 - e) / (1 + e)`, whose error is that of 1.
 fn compute(c: &Checked) -> References {

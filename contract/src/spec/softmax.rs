@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::softmax::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Sharp],
     table: include_str!("../../ops/softmax.toml"),
     make,
     compute,
@@ -19,6 +19,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     if maker.fill == Fill::Peaky {
         x.iter_mut().for_each(|x| *x *= 16.0);
+    }
+    if maker.fill == Fill::Sharp {
+        x = sharp::logits(r, n);
     }
     maker.floats([("x", vec![r, n], x)])
 }
