@@ -177,6 +177,54 @@ fn a_tighter_bound_is_red() {
     assert_ne!(records(&out)[0].contract, Contract::load(None).unwrap().digest());
 }
 
+/// A class of number that no case has, and an exception that is none: red in `coverage`, with the class, in the records and in the
+/// table.
+#[test]
+fn a_class_that_nothing_asks_for_is_red() {
+    let folder = tempfile::tempdir().unwrap();
+    let range = "fills = [\"classes\"]\nshape = { R = 4, N = 64 }";
+    // One column holds too few borders, and still some.
+    for (old, new, kind, words) in [
+        (
+            range,
+            "fills = [\"classes\"]\nshape = { R = 4, N = 4 }",
+            "untested",
+            "smallest_normal in `y` of bf16 -> bf16",
+        ),
+        (
+            "classes = [\"largest_finite\"]",
+            "classes = [\"largest_finite\", \"-0\"]",
+            "stale waiver",
+            "-0 in `y` of bf16 -> fp32",
+        ),
+    ] {
+        let tables = contract(folder.path(), "ops/add.toml", old, new);
+        let out = folder.path().join("report");
+        let output = samebits(&[
+            "check",
+            "--slice",
+            "quick",
+            "--op",
+            "add",
+            "--dtype",
+            "bf16",
+            "--judgment",
+            "coverage",
+            "--contract",
+            text(&tables),
+            "--out",
+            text(&out),
+        ]);
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.code(), Some(1), "{stdout}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(stdout.contains(words) && stdout.contains(kind), "{stdout}");
+        let records = records(&out);
+        assert!(records.len() == 3 && records.iter().all(|record| record.judgment == Judgment::Coverage));
+        assert!(records.iter().any(|record| record.verdict.is_red()), "{records:?}");
+        std::fs::remove_dir_all(&tables).unwrap();
+    }
+}
+
 #[test]
 fn another_golden_is_red() {
     let folder = tempfile::tempdir().unwrap();

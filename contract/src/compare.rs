@@ -243,8 +243,15 @@ fn judge(found: &Tensor, index: usize, reference: &Reference, bound: &Bound) -> 
     if want.is_nan() || round::is_nan(have, dtype) || (want.is_infinite() && reference.condition[index] == 0.0) {
         return special(correct);
     }
-    // Infinity takes the place of the first number that is not there.
+    // Infinity takes the place of the first number that is not there, and is the one answer to what lies beyond it by more
+    // than the bound allows.
     let top = round::overflow(dtype);
+    if let Bound::Ulp { ulp, condition_factor, .. } = *bound
+        && want.abs() - condition_factor * round::pow2(-24) * reference.condition[index]
+            >= top + ulp * round::ulp(top, dtype)
+    {
+        return special(correct);
+    }
     let (value, got) = (want.clamp(-top, top), found.value(index).clamp(-top, top));
     let error = (got - value).abs();
     let ulp = error / round::ulp(value, dtype);
@@ -552,7 +559,9 @@ mod tests {
         let threshold = f64::from(f32::MAX) + round::pow2(103);
         assert!(judge(0x7f80_0000, threshold * (1.0 - 1e-9), 1e38) && judge(0x7f7f_ffff, threshold, 1e38));
         assert!(!judge(0x7f80_0000, 3e38, 1e30));
-        assert!(judge(0x7f80_0000, 1e300, 1e38));
+        // Far beyond it there is no other answer than infinity.
+        assert!(judge(0x7f80_0000, 1e300, 1e38) && !judge(0x7f7f_ffff, 1e300, 1e38));
+        assert!(!judge(0x7f7f_ffff, 3.5e38, 3.5e38) && judge(0x7f7f_ffff, 3.5e38, 1e46));
     }
 
     #[test]

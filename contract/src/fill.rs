@@ -27,6 +27,8 @@ pub enum Fill {
     Edges,
     /// All 65,536 bf16 patterns in ascending order, NaN payloads included.
     AllBf16,
+    /// Chosen so that the outputs hold every class of number that they can, see [`crate::number_class`].
+    Classes,
     /// Arguments at which the last bit of every constant of an exponential shows in the output, and weights around the cut;
     /// see `sharp.rs`.
     Sharp,
@@ -36,7 +38,7 @@ pub enum Fill {
 
 impl Fill {
     /// All fills.
-    pub const ALL: [Fill; 10] = [
+    pub const ALL: [Fill; 11] = [
         Fill::Normal,
         Fill::Wide,
         Fill::Cancel,
@@ -46,6 +48,7 @@ impl Fill {
         Fill::Edges,
         Fill::AllBf16,
         Fill::Sharp,
+        Fill::Classes,
         Fill::Recorded,
     ];
 
@@ -61,6 +64,7 @@ impl Fill {
             Fill::Edges => "edges",
             Fill::AllBf16 => "all_bf16",
             Fill::Sharp => "sharp",
+            Fill::Classes => "classes",
             Fill::Recorded => "recorded",
         }
     }
@@ -112,6 +116,39 @@ impl Maker<'_> {
         (0..len).map(|i| self.value(&draw, fill, i, row)).collect()
     }
 
+    /// Numbers where a float dtype's range begins and ends, of all three dtypes and both signs, as far as the case's own dtype
+    /// has them: zeros, the smallest and largest subnormals and what lies below them, the smallest normal and the largest
+    /// numbers and what lies beyond them, infinities and NaN.
+    pub fn borders(&self) -> Vec<f64> {
+        let mut all = vec![0.0, 1.0, f64::INFINITY];
+        for dtype in DType::FLOATS {
+            let (subnormal, top) = (round::ulp(0.0, dtype), round::overflow(dtype));
+            let normal = subnormal / round::ulp(1.0, dtype);
+            let largest = round::from_bits(round::to_bits(f64::INFINITY, dtype) - 1, dtype);
+            all.extend([subnormal / 4.0, subnormal, normal / 2.0, normal * 0.75, normal - subnormal, normal]);
+            all.extend([top / 2.0, largest, top]);
+        }
+        let mut borders = vec![f64::NAN];
+        for v in all {
+            let held = round::round(v, self.dtype) == v;
+            if held && !borders.contains(&v) {
+                borders.extend([v, -v]);
+            }
+        }
+        borders
+    }
+
+    /// `len` of [`Maker::borders`], over and over, from the one numbered `first` on.
+    pub fn borders_from(&self, first: usize, len: usize) -> Vec<f64> {
+        self.borders().into_iter().cycle().skip(first).take(len).collect()
+    }
+
+    /// Those of `values` that the case's dtype has.
+    pub fn held<T: Copy>(&self, values: &[T], numbers: fn(&T) -> &[f64]) -> Vec<T> {
+        let held = |v: &f64| v.is_nan() || round::round(*v, self.dtype) == *v;
+        values.iter().filter(|value| numbers(value).iter().all(held)).copied().collect()
+    }
+
     /// Normal values with one special element every `period`, the kinds taking turns.
     pub fn sparse_edges(&self, tensor: &str, len: usize, period: usize) -> Vec<f64> {
         let mut values = self.values(tensor, Fill::Normal, len, len);
@@ -150,7 +187,7 @@ impl Maker<'_> {
         let span = if self.dtype == DType::Fp16 { 10 } else { 20 };
         match fill {
             // The ops that offer `sharp` make it of their own arguments.
-            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Sharp | Fill::Recorded => draw.normal(i),
+            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Classes | Fill::Sharp | Fill::Recorded => draw.normal(i),
             Fill::Wide => draw.scaled(i, -span, span),
             Fill::Tiny => draw.scaled(i, smallest - 1, if self.dtype == DType::Fp16 { -8 } else { -118 }),
             Fill::NearOverflow => draw.scaled(i, largest - 1, largest),

@@ -2,7 +2,9 @@
 
 use crate::axis;
 use crate::compare::{Bound, ChainBound};
+use crate::coverage::Uncovered;
 use crate::fill::Fill;
+use crate::number_class::NumberClass;
 use crate::record::Judgment;
 use crate::soak::Soak;
 use crate::spec::{self, Class, Spec};
@@ -290,7 +292,22 @@ struct RawImplementations {
 struct RawOp {
     op: Spanned<String>,
     case: Vec<Spanned<RawCase>>,
+    #[serde(default)]
+    uncovered: Vec<Spanned<RawUncovered>>,
     row: Vec<Spanned<RawRow>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawUncovered {
+    #[serde(default)]
+    outputs: Vec<String>,
+    #[serde(default)]
+    dtypes: Vec<String>,
+    #[serde(default)]
+    outs: Vec<String>,
+    classes: Vec<String>,
+    reason: String,
 }
 
 #[derive(Deserialize)]
@@ -403,6 +420,7 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
         thresholds,
         cases: Vec::new(),
         rows: Vec::new(),
+        uncovered: Vec::new(),
         digest: digest(files),
     };
     for spec in spec::all() {
@@ -500,6 +518,10 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
                 let dtype = float(main, at, dtype)?;
                 for judgment in &row.judgments {
                     let judgment = judgment_named(main, at, judgment)?;
+                    if !Judgment::COMPARING.contains(&judgment) {
+                        let message = format!("`{}` compares no outputs and has no threshold", judgment.name());
+                        return Err(main.fail(at, message));
+                    }
                     fitting(main, at, &bound, class, judgment)?;
                     let cell = (row.rows.clone(), class, dtype, judgment);
                     let threshold = Threshold { bound, provenance: provenance.clone(), line: main.line(at) };
@@ -515,7 +537,7 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
     for (set, entry) in sets.iter().zip(&raw.row_set) {
         for class in Class::ALL {
             for dtype in DType::FLOATS {
-                for judgment in Judgment::ALL {
+                for judgment in Judgment::COMPARING {
                     if !table.contains_key(&(set.name.clone(), class, dtype, judgment)) {
                         let what = format!("{} x {dtype} x {}", class.name(), judgment.name());
                         let message =
@@ -690,6 +712,19 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
             }
         }
     }
+    let floats = spec.outputs.iter().any(|output| output.fixed_dtype() != Some(DType::I32)) && spec.class != Class::Chain;
+    for (dtype, out) in spec.dtypes().iter().flat_map(|dtype| spec.outs().iter().map(move |out| (dtype, out))) {
+        let covers = |case: &CaseSpec| {
+            case.dtype == *dtype && case.out == *out && case.slice == Slice::Quick && case.fill == Fill::Classes
+        };
+        if floats && !contract.cases[first_case..].iter().any(covers) {
+            let message = format!("no quick case of fill `classes` with {dtype} input and {out} output; add one");
+            return Err(source.fail(0, message));
+        }
+    }
+    for entry in &raw.uncovered {
+        contract.uncovered.push(uncovered(spec, source, entry)?);
+    }
     let mut rows: Vec<Row> = Vec::new();
     for entry in &raw.row {
         let row = row(contract, spec, source, entry, today)?;
@@ -718,6 +753,31 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
     }
     contract.rows.extend(rows);
     Ok(())
+}
+
+fn uncovered(spec: &Spec, source: &Source, entry: &Spanned<RawUncovered>) -> Result<Uncovered, ContractError> {
+    let (at, raw) = (entry.span().start, entry.get_ref());
+    require_text(source, at, "reason", &raw.reason)?;
+    if let Some(name) = raw.outputs.iter().find(|name| !spec.outputs.iter().any(|output| output.name == **name)) {
+        let known: Vec<_> = spec.outputs.iter().map(|output| output.name).collect();
+        return Err(source.fail(at, format!("output `{name}` is not one of {}; use {}", spec.name, known.join(", "))));
+    }
+    let floats = |names: &[String]| names.iter().map(|name| float(source, at, name)).collect::<Result<Vec<_>, _>>();
+    let class = |name: &String| {
+        NumberClass::parse(name).ok_or_else(|| {
+            let known: Vec<_> = NumberClass::ALL.iter().map(|class| class.name()).collect();
+            source.fail(at, format!("class `{name}` is not known; use {}", known.join(", ")))
+        })
+    };
+    Ok(Uncovered {
+        op: spec.name.into(),
+        outputs: raw.outputs.clone(),
+        dtypes: floats(&raw.dtypes)?,
+        outs: floats(&raw.outs)?,
+        classes: raw.classes.iter().map(class).collect::<Result<_, _>>()?,
+        reason: raw.reason.clone(),
+        place: format!("{}:{}", source.file, source.line(at)),
+    })
 }
 
 fn same_selection(a: &Row, b: &Row) -> bool {
@@ -1078,10 +1138,10 @@ fn class_named(source: &Source, at: usize, name: &str) -> Result<Class, Contract
 }
 
 fn judgment_named(source: &Source, at: usize, name: &str) -> Result<Judgment, ContractError> {
-    Judgment::ALL.into_iter().find(|judgment| judgment.name() == name).ok_or_else(|| {
-        let known: Vec<_> = Judgment::ALL.iter().map(|judgment| judgment.name()).collect();
-        source.fail(at, format!("judgment `{name}` is not known; use {}", known.join(", ")))
-    })
+    Judgment::ALL
+        .into_iter()
+        .find(|judgment| judgment.name() == name)
+        .ok_or_else(|| source.fail(at, format!("judgment `{name}` is not known; use {}", Judgment::names())))
 }
 
 fn axis_named(spec: &Spec, source: &Source, at: usize, name: &str) -> Result<&'static str, ContractError> {

@@ -82,7 +82,7 @@ impl fmt::Display for Contract {
         for set in &self.row_sets {
             for class in Class::ALL {
                 for dtype in DType::FLOATS {
-                    for judgment in Judgment::ALL {
+                    for judgment in Judgment::COMPARING {
                         let Some(cell) = self.threshold(&set.name, class, dtype, judgment) else { continue };
                         let (class, dtype, judgment) = (class.name(), dtype.name(), judgment.name());
                         write!(f, "  {:<10} {class:<12} {dtype:<5} {judgment:<11} {}", set.name, cell.bound)?;
@@ -102,6 +102,17 @@ impl fmt::Display for Contract {
             )?;
             for row in self.rows().iter().filter(|row| row.op == spec.name) {
                 show_row(f, row)?;
+            }
+            for entry in self.uncovered().iter().filter(|entry| entry.op == spec.name) {
+                let classes: Vec<_> = entry.classes.iter().map(|class| class.name()).collect();
+                let narrowed = [
+                    ("output", entry.outputs.clone()),
+                    ("in", entry.dtypes.iter().map(|dtype| dtype.name().to_string()).collect()),
+                    ("out", entry.outs.iter().map(|dtype| dtype.name().to_string()).collect()),
+                ];
+                let narrowed = narrowed.iter().filter(|(_, list)| !list.is_empty());
+                let narrowed: String = narrowed.map(|(name, list)| format!(", {name} {}", list.join(" "))).collect();
+                writeln!(f, "  uncovered {}{narrowed}: {}", classes.join(" "), entry.reason)?;
             }
         }
         Ok(())

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// Version of the record schema; a reader refuses a newer one.
 pub const SCHEMA: u32 = 1;
 
-/// The three ways an answer is judged.
+/// The ways an answer is judged, and the cases with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Judgment {
@@ -19,11 +19,24 @@ pub enum Judgment {
     Invariance,
     /// Against blessed or independently computed outputs, bit for bit.
     Golden,
+    /// The arithmetic that answers give away against the one that the profile declares.
+    Arithmetic,
+    /// The cases: every class of number that an output can hold must be among the right answers.
+    Coverage,
 }
 
 impl Judgment {
     /// All judgments, in the order tables print them.
-    pub const ALL: [Judgment; 3] = [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden];
+    pub const ALL: [Judgment; 5] =
+        [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden, Judgment::Arithmetic, Judgment::Coverage];
+
+    /// Those that compare outputs, and so have a threshold.
+    pub const COMPARING: [Judgment; 3] = [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden];
+
+    /// The names of all judgments, for messages.
+    pub fn names() -> String {
+        Judgment::ALL.map(Judgment::name).join(", ")
+    }
 
     /// The stable name used in records and tables.
     pub fn name(self) -> &'static str {
@@ -31,6 +44,8 @@ impl Judgment {
             Judgment::Accuracy => "accuracy",
             Judgment::Invariance => "invariance",
             Judgment::Golden => "golden",
+            Judgment::Arithmetic => "arithmetic",
+            Judgment::Coverage => "coverage",
         }
     }
 }

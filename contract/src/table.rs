@@ -2,6 +2,7 @@
 
 use crate::case::{Case, Config};
 use crate::compare::Bound;
+use crate::coverage::Uncovered;
 use crate::fill::{Fill, Maker};
 use crate::record::Judgment;
 use crate::soak::Soak;
@@ -36,6 +37,7 @@ pub struct Contract {
     pub(crate) thresholds: BTreeMap<Cell, Threshold>,
     pub(crate) cases: Vec<CaseSpec>,
     pub(crate) rows: Vec<Row>,
+    pub(crate) uncovered: Vec<Uncovered>,
     pub(crate) digest: String,
 }
 
@@ -461,6 +463,11 @@ impl Contract {
     /// All rows, op by op, in the order they are tried.
     pub fn rows(&self) -> &[Row] {
         &self.rows
+    }
+
+    /// The classes of number that no case covers, op by op, with the reasons.
+    pub fn uncovered(&self) -> &[Uncovered] {
+        &self.uncovered
     }
 
     /// What is asked of `implementation` on `case`: the first row that matches. The loader has made sure that every

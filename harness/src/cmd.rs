@@ -243,7 +243,7 @@ pub struct Select {
     #[arg(long, value_name = "NAME")]
     case: Vec<String>,
 
-    /// Only this judgment: accuracy, invariance or golden; may be given again
+    /// Only this judgment: accuracy, invariance, golden, arithmetic or coverage; may be given again
     #[arg(long, value_name = "JUDGMENT")]
     judgment: Vec<String>,
 
@@ -289,7 +289,7 @@ impl Select {
             Judgment::ALL
                 .into_iter()
                 .find(|judgment| judgment.name() == name)
-                .with_context(|| format!("--judgment {name}: use accuracy, invariance or golden"))
+                .with_context(|| format!("--judgment {name}: use one of {}", Judgment::names()))
         };
         let shard = match &self.shard {
             None => (1, 1),

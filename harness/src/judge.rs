@@ -5,6 +5,7 @@
 
 use crate::checkpoints::Checkpoints;
 use crate::implementation::Implementation;
+use crate::probe::{self, Finding, Probe};
 use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::compare::{self, Bound};
@@ -118,6 +119,9 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
                 Judgment::Golden if same_as => trials.push(trial(None)),
                 // Of the exhaustive slice nothing is blessed.
                 Judgment::Golden if !case.blessed() && case.vector.is_none() => {}
+                // One case stands for its op and dtypes.
+                Judgment::Arithmetic | Judgment::Coverage if !contract.covers(case) => {}
+                Judgment::Arithmetic if !probe::askable(&case.op, case.dtype, case.out) => {}
                 // Other inputs than those that were blessed; recorded ones are drawn by nobody.
                 Judgment::Golden if selection.seed != 0 && case.fill != Fill::Recorded => {}
                 _ => trials.push(trial(None)),
@@ -262,7 +266,55 @@ impl Judge<'_> {
                 None => self.invariance(trial, base),
             },
             Judgment::Golden => self.golden(trial, base),
+            Judgment::Arithmetic => self.arithmetic(trial),
+            Judgment::Coverage => self.coverage(trial),
         }
+    }
+
+    /// What questions to the op give away, against what the profile declares.
+    fn arithmetic(&self, trial: &Trial) -> Outcome {
+        let entry = self.contract.implementation(self.implementation.name());
+        let judgments = entry.and_then(|entry| entry.judgments.as_ref());
+        // Golden is the claim to have the canonical bits, and with them the canonical order.
+        let canonical = judgments.is_none_or(|judgments| judgments.contains(&Judgment::Golden));
+        let CaseSpec { op, dtype, out, .. } = trial.case;
+        let probe = Probe::new(self.implementation, *dtype, *out);
+        match probe.findings(op, canonical) {
+            Err(reason) => Outcome::error(format!("asked about its arithmetic: {reason}")),
+            Ok(findings) if findings.is_empty() => {
+                Outcome::of(Verdict::Unsupported { reason: "it can be asked nothing about its arithmetic".into() })
+            }
+            Ok(findings) => {
+                let wrong: Vec<&Finding> = findings.iter().filter(|finding| !finding.as_declared()).collect();
+                let (count, total) = (wrong.len(), findings.len());
+                let setting = Some(format!("{total} questions"));
+                let Some(first) = wrong.first() else { return Outcome { setting, ..Outcome::of(Verdict::Pass) } };
+                let texts: Vec<String> = wrong.iter().map(|finding| finding.to_string()).collect();
+                let evidence = Evidence {
+                    message: format!("{}; {count} of {total} answers are not as declared", texts.join("; ")),
+                    output: trial.case.spec().outputs[0].name.to_string(),
+                    expected: first.declared.clone(),
+                    found: first.found.clone(),
+                    count,
+                    total,
+                    ..Evidence::default()
+                };
+                Outcome { setting, ..Outcome::of(Verdict::Fail(Box::new(evidence))) }
+            }
+        }
+    }
+
+    /// Which classes of number the right answers to the cases have.
+    fn coverage(&self, trial: &Trial) -> Outcome {
+        let coverage = self.contract.coverage(self.implementation.name(), trial.case);
+        if !coverage.missing.is_empty() {
+            return Outcome::untested(coverage.missing.join("; "));
+        }
+        if !coverage.stale.is_empty() {
+            return Outcome::of(Verdict::StaleWaiver { reason: coverage.stale.join("; ") });
+        }
+        let setting = Some(format!("{} classes", coverage.covered));
+        Outcome { setting, ..Outcome::of(Verdict::Pass) }
     }
 
     /// Every output against the oracle; the record keeps the measure closest to its bound.

@@ -19,9 +19,12 @@ pub fn op(record: &Record) -> Op<'_> {
     (record.op == "chain", &record.op)
 }
 
-/// Counts of one implementation by (op, input dtype) and judgment, in the order of [`Judgment::ALL`].
-pub fn by_judgment<'a>(records: &'a [Record], implementation: &str) -> BTreeMap<(Op<'a>, DType), [Counts; 3]> {
-    let mut grid: BTreeMap<_, [Counts; 3]> = BTreeMap::new();
+/// Counts by judgment, in the order of [`Judgment::ALL`].
+pub type ByJudgment = [Counts; Judgment::ALL.len()];
+
+/// Counts of one implementation by (op, input dtype) and judgment.
+pub fn by_judgment<'a>(records: &'a [Record], implementation: &str) -> BTreeMap<(Op<'a>, DType), ByJudgment> {
+    let mut grid: BTreeMap<_, ByJudgment> = BTreeMap::new();
     for r in records.iter().filter(|r| r.implementation == implementation) {
         let column = Judgment::ALL.iter().position(|&j| j == r.judgment).expect("ALL names every judgment");
         grid.entry((op(r), r.dtype)).or_default()[column].add(&r.verdict);

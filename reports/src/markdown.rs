@@ -3,7 +3,8 @@
 use crate::describe::{number, one_line, percent, subject, verdict, why};
 use crate::grid::{self, Unsupported};
 use crate::text::{SHOWN, cell};
-use crate::{Counts, RunFolder, Summary};
+use crate::{RunFolder, Summary};
+use samebits_contract::record::Judgment;
 use std::fmt::Write;
 
 /// The Markdown document.
@@ -25,18 +26,20 @@ pub fn document(folder: &RunFolder) -> String {
 
     for implementation in grid::implementations(records) {
         let _ = writeln!(text, "\n## {}\n", escaped(implementation));
-        row(&mut text, &["op", "in", "accuracy", "invariance", "golden"].map(String::from));
-        let _ = writeln!(text, "| --- | --- | --- | --- | --- |");
-        let mut totals = [Counts::default(); 3];
+        let header = ["op", "in"].into_iter().chain(Judgment::ALL.map(Judgment::name)).map(String::from);
+        let header: Vec<String> = header.collect();
+        row(&mut text, &header);
+        let _ = writeln!(text, "|{}", " --- |".repeat(header.len()));
+        let mut totals = grid::ByJudgment::default();
         for (((_, op), dtype), counts) in grid::by_judgment(records, implementation) {
-            let [accuracy, invariance, golden] = counts.map(|c| cell(&c));
-            row(&mut text, &[op.into(), dtype.name().into(), accuracy, invariance, golden]);
+            let cells = counts.map(|c| cell(&c));
+            row(&mut text, &[&[op.to_string(), dtype.name().into()], &cells[..]].concat());
             for (total, counts) in totals.iter_mut().zip(counts) {
                 *total += counts;
             }
         }
-        let [accuracy, invariance, golden] = totals.map(|c| cell(&c));
-        row(&mut text, &["total".into(), String::new(), accuracy, invariance, golden]);
+        let cells = totals.map(|c| cell(&c));
+        row(&mut text, &[&["total".to_string(), String::new()], &cells[..]].concat());
     }
 
     let red: Vec<_> = records.iter().filter(|r| r.verdict.is_red()).collect();

@@ -20,7 +20,7 @@ pub fn table(folder: &RunFolder) -> String {
     for implementation in grid::implementations(records) {
         let mut rows = vec![vec!["op".to_string(), "in".to_string()]];
         rows[0].extend(Judgment::ALL.map(|j| j.name().to_string()));
-        let mut totals = [Counts::default(); 3];
+        let mut totals = grid::ByJudgment::default();
         for (((_, op), dtype), counts) in grid::by_judgment(records, implementation) {
             let mut row = vec![one_line(op), dtype.name().to_string()];
             row.extend(counts.iter().map(cell));

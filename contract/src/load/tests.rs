@@ -1,5 +1,6 @@
 use super::*;
 use crate::table::narrower;
+use crate::tensor::Tensor;
 
 /// The embedded tables with one table edited.
 fn edited(file: &str, from: &str, to: &str) -> Result<Contract, ContractError> {
@@ -258,4 +259,77 @@ fn the_oracle_passes_its_own_bounds() {
         }
     }
     assert!(judged > 100_000, "{judged}");
+}
+
+/// Every class that an output can hold is asked for, and every exception is true.
+#[test]
+fn the_classes_are_covered() {
+    let contract = Contract::load(None).unwrap();
+    let mut problems = Vec::new();
+    let mut judged = 0;
+    for case in contract.cases(Slice::Quick).filter(|case| contract.covers(case)) {
+        let coverage = contract.coverage("ours/cpu", case);
+        problems.extend(coverage.missing.iter().chain(&coverage.stale).map(|line| format!("{}: {line}", case.name)));
+        judged += usize::from(coverage.covered > 0);
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    assert_eq!(judged, 14 * 9 + 3 * 3, "every op with float outputs x input dtype x output dtype");
+}
+
+/// What faulty arithmetic makes of a class is outside of the bounds on the cases of fill `classes`, for every op, dtype and class
+/// that is covered.
+#[test]
+fn what_a_fault_makes_of_a_class_is_refused() {
+    use crate::number_class::NumberClass as Class;
+    type Spoil = fn(u32, u32) -> u32;
+    // Given the bits and the sign bit.
+    let faults: [(&str, Class, Spoil); 7] = [
+        ("-0 for every zero", Class::PositiveZero, |bits, sign| bits | sign),
+        ("+0 for every zero", Class::NegativeZero, |_, _| 0),
+        ("subnormals flushed", Class::Subnormal, |bits, sign| bits & sign),
+        ("overflow at the largest number", Class::LargestFinite, |bits, _| bits + 1),
+        ("saturated", Class::PositiveInfinity, |bits, _| bits - 1),
+        ("saturated below", Class::NegativeInfinity, |bits, _| bits - 1),
+        ("another NaN", Class::Nan, |bits, _| bits | 1),
+    ];
+    let contract = Contract::load(None).unwrap();
+    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
+    for case in contract.cases(Slice::Quick).filter(|case| contract.covers(case)) {
+        let alike: Vec<_> = contract
+            .cases(Slice::Quick)
+            .filter(|other| {
+                other.fill == Fill::Classes && (&other.op, other.dtype, other.out) == (&case.op, case.dtype, case.out)
+            })
+            .map(|other| (other, other.spec().oracle(&other.build()).unwrap()))
+            .collect();
+        for output in case.spec().outputs {
+            let dtype = case.spec().output_dtype(output, case.out);
+            if dtype == DType::I32 {
+                continue;
+            }
+            let sign = 1 << (8 * dtype.size() - 1);
+            for (fault, class, spoil) in faults {
+                let excepted = contract
+                    .uncovered()
+                    .iter()
+                    .any(|entry| entry.classes.contains(&class) && entry.speaks_of(case, output.name, dtype));
+                let refused = alike.iter().any(|(other, references)| {
+                    let reference = &references[output.name];
+                    let right = reference.rounded(dtype);
+                    let bytes: Vec<u8> = (0..right.len())
+                        .map(|i| right.bits(i))
+                        .map(|bits| if Class::of(bits, dtype) == Some(class) { spoil(bits, sign) } else { bits })
+                        .flat_map(|bits| bits.to_le_bytes()[..dtype.size()].to_vec())
+                        .collect();
+                    let spoilt = Tensor::from_bytes(dtype, right.shape(), &bytes).unwrap();
+                    let row = contract.row("ours/cpu", other).unwrap();
+                    let bound = contract.bound("tight", row, other, dtype, Judgment::Accuracy).unwrap();
+                    crate::compare::accuracy(output.name, dtype, &spoilt, reference, &bound).1.is_some()
+                });
+                assert_eq!(refused, !excepted, "{fault}: `{}` of {}", output.name, case.name);
+                *seen.entry(fault).or_default() += usize::from(refused);
+            }
+        }
+    }
+    assert!(seen.len() == faults.len() && seen.values().all(|ops| *ops > 50), "{seen:?}");
 }

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::add::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes],
     table: include_str!("../../ops/add.toml"),
     make,
     compute,
@@ -24,9 +24,21 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             let zeros = (0..r * n).map(|i| if i / n % 2 == 0 { -0.0 } else { 0.0 }).collect();
             (maker.values("a", Fill::AllBf16, r * n, n), zeros)
         }
+        Fill::Classes => pairs(maker).into_iter().cycle().take(r * n).map(|[a, b]| (a, b)).unzip(),
         fill => (maker.values("a", fill, r * n, n), other(fill)),
     };
     maker.floats([("a", vec![r, n], a), ("b", vec![r, n], b)])
+}
+
+/// Every border with -0, which keeps it, and with +0; and sums that are borders though no term is one.
+pub(super) fn pairs(maker: &Maker) -> Vec<[f64; 2]> {
+    let borders = maker.borders();
+    let largest = round::from_bits(round::to_bits(f64::INFINITY, maker.dtype) - 1, maker.dtype);
+    let sums = [[65280.0, 224.0], [-65280.0, -224.0], [1.0, -1.0], [f64::INFINITY, f64::NEG_INFINITY]];
+    let mut pairs: Vec<[f64; 2]> = borders.iter().flat_map(|&border| [[border, -0.0], [border, 0.0]]).collect();
+    pairs.extend([[largest, largest], [-largest, -largest]]);
+    pairs.extend(maker.held(&sums, |pair| pair));
+    pairs
 }
 
 /// One f32 rounding and the last one, both part of the definition. Two roundings of an f32 sum (f64 first) are one,

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::add_rms_norm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
     table: include_str!("../../ops/add_rms_norm.toml"),
     make,
     compute,
@@ -19,6 +19,18 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     rms_norm::near_root(maker, &mut x);
     rms_norm::near_root(maker, &mut residual);
+    if maker.fill == Fill::Classes {
+        // Rows whose norm is known, added to nothing; then sums of every class.
+        let known = rms_norm::UNIT_ROWS.len().min(r) * n;
+        x = rms_norm::unit_rows(r, n);
+        residual = vec![0.0; r * n];
+        let sums = add::pairs(maker).into_iter().cycle();
+        for (i, [a, b]) in (known..r * n).zip(sums) {
+            (x[i], residual[i]) = (a, b);
+        }
+        let w = rms_norm::weights(maker, n);
+        return maker.floats([("x", vec![r, n], x), ("residual", vec![r, n], residual), ("w", vec![n], w)]);
+    }
     let w = maker.values("w", Fill::Normal, n, n);
     maker.floats([("x", vec![r, n], x), ("residual", vec![r, n], residual), ("w", vec![n], w)])
 }

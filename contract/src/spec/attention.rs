@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::attention::OP,
     class: Class::Attention,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/attention.toml"),
     make,
     compute,
@@ -40,6 +40,24 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             let key = |(row, x): (usize, usize)| scores.get(x).map_or(0.0, |scores| scores[row / hkv % s]);
             k = (0..k.len()).map(|i| key(at(d, i))).collect();
             v = (0..v.len()).map(|i| at(e, i)).map(|(row, x)| f64::from(u8::from(x == row / hkv % s % e))).collect();
+        }
+        // Scores of 0, so that weights are equal: one key with every border, four keys whose mean is a border, NaN, no keys.
+        Fill::Classes => {
+            q.fill(0.0);
+            k.fill(1.0);
+            v.fill(0.0);
+            v.chunks_mut(e).for_each(|values| values.copy_from_slice(&maker.borders_from(0, e)));
+            for entry in (1..b).step_by(2) {
+                let values = &mut v[entry * s * hkv * e..][..s * hkv * e];
+                values[hkv * e..].fill(0.0);
+                // 65504 out of four bf16 numbers.
+                if maker.dtype != DType::Fp16 {
+                    [131_072.0, 65536.0, 65024.0, 384.0].iter().enumerate().take(s).for_each(|(j, part)| {
+                        values[(j * hkv + 1) * e - 1] = *part;
+                    });
+                }
+            }
+            q[(b - 1) * t * hq * d..].fill(f64::NAN);
         }
         _ => {}
     }
@@ -138,8 +156,13 @@ fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f
     let mean_size = weights.iter().zip(seen).map(|(w, key)| w * key.size).sum::<f64>() / total;
     let mean_size = if mean_size.is_nan() { f64::INFINITY } else { mean_size };
     let level = top + total.ln();
-    lse.push((level, 1.0 + level.abs() + mean_size));
+    let equal = seen.iter().all(|key| key.score == 0.0 && key.size == 0.0);
+    lse.push(if equal && seen.len() == 1 { (0.0, 0.0) } else { (level, 1.0 + level.abs() + mean_size) });
     for column in 0..e {
+        if let Some(mean) = exact_mean(seen, column).filter(|_| equal) {
+            out.push((mean, 0.0));
+            continue;
+        }
         let (mut sum, mut size) = (0.0, 0.0);
         let (mut special, mut doubtful) = (None, false);
         for (weight, key) in weights.iter().zip(seen) {
@@ -179,4 +202,13 @@ fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f
         let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + FLOOR };
         out.push((mean, condition));
     }
+}
+
+/// The mean of a column of values of one weight, where neither the sum nor a share of it rounds, in whatever order.
+fn exact_mean(seen: &[Seen], column: usize) -> Option<f64> {
+    let count = seen.len() as f64;
+    let values = || seen.iter().map(|key| key.v[column]);
+    let (sum, condition) = gemm::sum_of(values());
+    let held = seen.len().is_power_of_two() && values().all(|v| f32_of(v / count) == v / count);
+    (held && condition == 0.0 && sum.is_finite()).then_some(sum / count)
 }

@@ -4,20 +4,24 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::embedding::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes],
     table: include_str!("../../ops/embedding.toml"),
     make,
     compute,
 };
 
-/// For all bf16 patterns every row of the table is read once; otherwise tokens are drawn.
+/// For all bf16 patterns and all classes every row of the table is read once; otherwise tokens are drawn.
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (v, d, t) = (maker.dim("V"), maker.dim("D"), maker.dim("T"));
     let drawn = match maker.fill {
-        Fill::AllBf16 => (0..t).map(|i| (v - 1 - i % v) as i32).collect(),
+        Fill::AllBf16 | Fill::Classes => (0..t).map(|i| (v - 1 - i % v) as i32).collect(),
         _ => maker.below("tokens", t, v),
     };
-    let mut inputs = maker.floats([("w", vec![v, d], maker.values("w", maker.fill, v * d, d))]);
+    let w = match maker.fill {
+        Fill::Classes => maker.borders_from(0, v * d),
+        fill => maker.values("w", fill, v * d, d),
+    };
+    let mut inputs = maker.floats([("w", vec![v, d], w)]);
     inputs.insert("tokens".into(), Tensor::i32(&[t], maker.ints("tokens", drawn)));
     inputs
 }

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::gelu_mul::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/gelu_mul.toml"),
     make: |maker| silu_mul::make(maker, sharp::gelu),
     compute,
@@ -20,6 +20,9 @@ fn compute(c: &Checked) -> References {
         let value = g * (1.0 / (1.0 + (-a).exp())) * u;
         if g == 0.0 || u == 0.0 || !g.is_finite() || !u.is_finite() {
             return (value, 0.0);
+        }
+        if let Some(exact) = silu_mul::saturated(g, u) {
+            return exact;
         }
         // Errors of the exponent count where the sigmoid is not flat; below -87 it may be lost whole.
         let bent = if a > 0.0 { a * (-a).exp() } else { a.abs() };

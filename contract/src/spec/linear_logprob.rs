@@ -6,7 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::linear_logprob::OP,
     class: Class::Logprob,
-    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/linear_logprob.toml"),
     make,
     compute,
@@ -24,6 +24,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     if maker.fill == Fill::Peaky {
         x.iter_mut().for_each(|x| *x *= 32.0 / (k as f64).sqrt());
     }
+    if maker.fill == Fill::Classes {
+        return classes(maker, [m, v, k]);
+    }
     let drawn = maker.below("target", m, v);
     let mut target: Vec<i32> = drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { -1 } else { t }).collect();
     if maker.fill == Fill::Sharp {
@@ -37,6 +40,26 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         target = vec![0; m];
     }
     let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![v, k], w)]);
+    inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", target)));
+    inputs
+}
+
+/// All logits but the first are -inf. The first is 0, with its own and with another target; -inf; NaN; 1 with an ignored target.
+fn classes(maker: &Maker, [m, v, k]: [usize; 3]) -> BTreeMap<String, Tensor> {
+    let kinds = [(0.0, 0), (0.0, 1), (f64::NEG_INFINITY, 0), (f64::NAN, 0), (1.0, -1)];
+    let kind = |row: usize| kinds[row % kinds.len()];
+    let x = (0..m * k).map(|i| match i % k {
+        0 => 1.0,
+        1 => kind(i / k).0,
+        _ => 0.0,
+    });
+    let w = (0..v * k).map(|i| match (i / k, i % k) {
+        (1.., 0) => f64::NEG_INFINITY,
+        (_, 1) => 1.0,
+        _ => 0.0,
+    });
+    let mut inputs = maker.floats([("x", vec![m, k], x.collect()), ("w", vec![v, k], w.collect())]);
+    let target = (0..m).map(|row| kind(row).1).collect();
     inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", target)));
     inputs
 }

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::logprob::OP,
     class: Class::Logprob,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Peaky, Fill::Edges, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/logprob.toml"),
     make,
     compute,
@@ -21,6 +21,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     if maker.fill == Fill::Peaky {
         logits.iter_mut().for_each(|x| *x *= 16.0);
     }
+    if maker.fill == Fill::Classes {
+        return classes(maker, r, v);
+    }
     let ignored = |i: usize| if i % 10 == 4 { -1 } else { -100 };
     let drawn = maker.below("target", r, v);
     let mut target: Vec<i32> =
@@ -33,6 +36,21 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         target = vec![0; r];
     }
     let mut inputs = maker.floats([("logits", vec![r, v], logits)]);
+    inputs.insert("target".into(), Tensor::i32(&[r], maker.ints("target", target)));
+    inputs
+}
+
+/// Rows of one element 0, with its own and with another target; of nothing; with NaN; with a difference beyond f32; with an
+/// ignored target.
+fn classes(maker: &Maker, r: usize, v: usize) -> BTreeMap<String, Tensor> {
+    let none = f64::NEG_INFINITY;
+    let far = if maker.dtype == DType::Fp16 { 1.0 } else { round::pow2(127) };
+    let kinds: [(&[f64], i32); 6] =
+        [(&[0.0], 0), (&[0.0], 1), (&[none], 0), (&[f64::NAN], 0), (&[far, -1.5 * far], 1), (&[1.0, 2.0], -1)];
+    let rows = || kinds.iter().cycle().take(r);
+    let logits = rows().flat_map(|(kind, _)| kind.iter().copied().chain(std::iter::repeat(none)).take(v)).collect();
+    let mut inputs = maker.floats([("logits", vec![r, v], logits)]);
+    let target = rows().map(|(_, target)| *target).collect();
     inputs.insert("target".into(), Tensor::i32(&[r], maker.ints("target", target)));
     inputs
 }
@@ -82,6 +100,10 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
         let weight = (v - top).exp();
         total += weight;
         size += weight * v.abs();
+    }
+    // One element alone, and that is 0: nothing rounds.
+    if top == 0.0 && size == 0.0 && total == 1.0 {
+        return (0.0, 0.0);
     }
     let level = top + total.ln();
     (level, 1.0 + level.abs() + size / total)

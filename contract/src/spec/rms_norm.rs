@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::rms_norm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
     table: include_str!("../../ops/rms_norm.toml"),
     make,
     compute,
@@ -14,7 +14,28 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     let mut x = maker.values("x", maker.fill, r * n, n);
     near_root(maker, &mut x);
+    if maker.fill == Fill::Classes {
+        let w = weights(maker, n);
+        return maker.floats([("x", vec![r, n], unit_rows(r, n)), ("w", vec![n], w)]);
+    }
     maker.floats([("x", vec![r, n], x), ("w", vec![n], maker.values("w", Fill::Normal, n, n))])
+}
+
+/// The elements of each of [`unit_rows`], over and over.
+pub(super) const UNIT_ROWS: [&[f64]; 6] =
+    [&[1.0], &[-1.0], &[2.0, -2.0], &[1.0, -0.0, 0.0, 0.0], &[3.0, 5.0], &[f64::NAN]];
+
+/// Borders, and last what the row of 3 and 5 makes the largest fp16 number of.
+pub(super) fn weights(maker: &Maker, n: usize) -> Vec<f64> {
+    let mut w = maker.borders_from(0, n);
+    w[n - 1] = 54016.0;
+    w
+}
+
+/// Rows whose norm without eps is a power of two in every element that is not 0, so that the outputs are the weights times
+/// that; also one that is not, and NaN.
+pub(super) fn unit_rows(r: usize, n: usize) -> Vec<f64> {
+    (0..r).flat_map(|row| UNIT_ROWS[row % UNIT_ROWS.len()].iter().copied().cycle().take(n)).collect()
 }
 
 /// With [`Fill::NearOverflow`], the sum of squares is what comes near the largest f32; fp16 cannot reach it and stays at
@@ -35,7 +56,8 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
     let n = w.len();
     let eps = f32_of(c.float("eps"));
     let hf = c.word("rounding") == "hf";
-    let offset = if c.flag("weight_offset") { 1.0 } else { 0.0 };
+    // Nothing is added without an offset, not even the +0 that would turn a weight of -0.
+    let offset = c.flag("weight_offset");
     let mut elements = Vec::with_capacity(x.len());
     for row in x.chunks(n) {
         let squares: f64 = row.iter().map(|v| v * v).sum();
@@ -46,7 +68,7 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
         // Squares below the smallest normal number lose bits; without eps that is felt.
         let lost = 1.0 + FLOOR / mean;
         for (&v, &weight) in row.iter().zip(w) {
-            let weight = weight + offset;
+            let weight = if offset { weight + 1.0 } else { weight };
             let normed = v * scale;
             let mut size = (normed * weight).abs() * lost;
             let value = if hf {
@@ -62,8 +84,10 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
                 normed * weight
             };
             let condition = match () {
-                _ if value == 0.0 && (v == 0.0 || weight == 0.0) || !value.is_finite() => 0.0,
+                _ if value == 0.0 && (v == 0.0 || weight == 0.0) || value.is_nan() => 0.0,
+                // Also where the weight is infinite: 0 * inf is NaN.
                 _ if overflows => f64::INFINITY,
+                _ if value.is_infinite() => 0.0,
                 _ => size + FLOOR * (1.0 + weight.abs()),
             };
             elements.push((value, condition));

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::rope::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
     table: include_str!("../../ops/rope.toml"),
     make,
     compute,
@@ -12,14 +12,33 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (t, h, d) = (maker.dim("T"), maker.dim("H"), maker.dim("D"));
-    let mut inputs = maker.floats([("x", vec![t, h, d], maker.values("x", maker.fill, t * h * d, h * d))]);
+    let x = match maker.fill {
+        // In half of every pair; which sign a zero beside it has decides about -0.
+        Fill::Classes => {
+            let borders = maker.borders_from(0, t * h * d);
+            let other = |i: usize| if i % 2 == 0 { 1.0 } else { -1.0 };
+            let border = |i: usize| (i % d < d / 2) == (i / d % 2 == 0);
+            let mut x: Vec<f64> = (0..t * h * d).map(|i| if border(i) { borders[i] } else { other(i) }).collect();
+            // At position 1 the largest fp16 number out of two bf16 numbers.
+            if let Some(last) = x.len().checked_sub(d).filter(|_| t % 4 == 0) {
+                (x[last], x[last + d / 2]) = (44288.0, -49408.0);
+            }
+            x
+        }
+        fill => maker.values("x", fill, t * h * d, h * d),
+    };
+    let mut inputs = maker.floats([("x", vec![t, h, d], x)]);
     inputs.insert("pos".into(), positions(maker));
     inputs
 }
 
-/// Without explicit `pos`: 0, 1, 2, .., with every fourth one far out.
+/// Without explicit `pos`: 0, 1, 2, .., with every fourth one far out; for [`Fill::Classes`] 0, where nothing is rotated,
+/// and every fourth one 1.
 pub(super) fn positions(maker: &Maker) -> Tensor {
     let t = maker.dim("T");
+    if maker.fill == Fill::Classes {
+        return Tensor::i32(&[t], maker.ints("pos", (0..t).map(|i| i32::from(i % 4 == 3)).collect()));
+    }
     let far = maker.below("pos", t, 200_000);
     let pos = (0..t).map(|i| if i % 4 == 3 { far[i] } else { i as i32 }).collect();
     Tensor::i32(&[t], maker.ints("pos", pos))
@@ -27,7 +46,7 @@ pub(super) fn positions(maker: &Maker) -> Tensor {
 
 fn compute(c: &Checked) -> References {
     let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
-    let exact: Vec<_> = c.floats("x").into_iter().map(|v| (v, v.abs())).collect();
+    let exact: Vec<_> = c.floats("x").into_iter().map(|v| (v, 0.0)).collect();
     one("y", Reference::new(shape, elements(c, &exact)))
 }
 
@@ -52,12 +71,13 @@ pub(super) fn elements(c: &Checked, x: &[(f64, f64)]) -> Vec<(f64, f64)> {
     elements
 }
 
-/// `a * by_a + b * by_b`, of a value and a condition each.
+/// `a * by_a + b * by_b`, of a value and a condition each. The products round by themselves, unless nothing is rotated.
 fn sum(a: (f64, f64), by_a: f64, b: (f64, f64), by_b: f64) -> (f64, f64) {
     let (first, second) = (a.0 * by_a, b.0 * by_b);
+    let rounds = |v: (f64, f64)| if by_b == 0.0 { v.1 } else { v.1.max(v.0.abs()) };
     let size = match a.1.is_infinite() || b.1.is_infinite() {
         true => f64::INFINITY,
-        false => a.1 * by_a.abs() + b.1 * by_b.abs(),
+        false => rounds(a) * by_a.abs() + rounds(b) * by_b.abs(),
     };
     let exact = size == 0.0 || !first.is_finite() || !second.is_finite();
     (first + second, if exact { 0.0 } else { size + FLOOR })

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::route::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Edges, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Edges, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/route.toml"),
     make,
     compute,
@@ -24,6 +24,14 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     for row in logits.chunks_mut(e).step_by(2) {
         let at = (0..e).max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("rows are not empty");
         row[e - 1 - at] = row[at];
+    }
+    if maker.fill == Fill::Classes {
+        // One score of 1 beside zeros, equal scores, NaN.
+        let rows: [&[f64]; 3] = [&[0.0, f64::NEG_INFINITY], &[0.0, 0.0], &[f64::NAN, 0.0]];
+        for (values, kind) in logits.chunks_mut(e).zip(rows.iter().cycle()) {
+            values.fill(kind[1]);
+            values[0] = kind[0];
+        }
     }
     let mut inputs = maker.floats([("logits", vec![t, e], logits)]);
     if maker.shape.contains_key("bias") {

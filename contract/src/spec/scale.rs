@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::scale::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes],
     table: include_str!("../../ops/scale.toml"),
     make,
     compute,
@@ -12,18 +12,23 @@ pub(super) const SPEC: Spec = Spec {
 
 pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
-    maker.floats([("x", vec![r, n], maker.values("x", maker.fill, r * n, n))])
+    let x = match maker.fill {
+        // A factor makes largest numbers of dtypes out of these, which the case's own dtype does not hold.
+        Fill::Classes => {
+            let others = [32640.0, -32640.0, 65280.0, -65280.0];
+            maker.borders().into_iter().chain(others).cycle().take(r * n).collect()
+        }
+        fill => maker.values("x", fill, r * n, n),
+    };
+    maker.floats([("x", vec![r, n], x)])
 }
 
 fn compute(c: &Checked) -> References {
     let factor = f32_of(c.float("factor"));
     let elements = c.floats("x").into_iter().map(|x| {
         let value = x * factor;
-        if value == 0.0 && (x == 0.0 || factor == 0.0) || !x.is_finite() {
-            (value, 0.0)
-        } else {
-            (value, value.abs() + FLOOR)
-        }
+        // A product that f32 holds is exact.
+        if f32_of(value) == value || !x.is_finite() { (value, 0.0) } else { (value, value.abs() + FLOOR) }
     });
     one("y", Reference::new(c.case.inputs["x"].shape().to_vec(), elements))
 }

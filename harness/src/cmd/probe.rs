@@ -3,7 +3,7 @@ use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::case::Config;
 use samebits_contract::tensor::DType;
-use samebits_harness::probe::{Finding, Op, Probe, RowsApart, Tree};
+use samebits_harness::probe::{self, Finding, Op, Probe, RowsApart, Tree};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
-    /// The op whose sums are looked at: gemm, attention, rms_norm, softmax or logprob
+    /// The op: gemm, attention, rms_norm, softmax, logprob or combine for the order of its sums; of most others the rest
     #[arg(long, value_name = "OP", default_value = "gemm")]
     op: String,
 
@@ -41,7 +41,7 @@ pub struct Args {
     columns: usize,
 
     /// Terms of the sum; may be given again [default: 33, 128 and 300; for attention 16 and 512; for rms_norm, softmax and logprob
-    /// 33 and 300]
+    /// 33 and 300; for combine 9]
     #[arg(long, value_name = "N")]
     terms: Vec<usize>,
 
@@ -70,11 +70,14 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     for list in &args.impls {
         contract.add_implementations(list)?;
     }
-    let op = Op::ALL.into_iter().find(|op| op.name() == args.op);
-    let op = op.with_context(|| {
-        let known = Op::ALL.map(Op::name).join(", ");
-        format!("--op {}: use one of {known}; other ops sum nothing, or as one of these does", args.op)
-    })?;
+    let op = Op::find(&args.op);
+    ensure!(
+        op.is_some() || probe::hands_on(&args.op),
+        "--op {}: use one of {}, {}; other ops hand no number on as it is",
+        args.op,
+        Op::ALL.map(Op::name).join(", "),
+        probe::HANDS_ON.into_iter().filter(|name| Op::find(name).is_none()).collect::<Vec<_>>().join(", ")
+    );
     let float = |option: &str, name: &str| match DType::parse(name) {
         Ok(DType::I32) => bail!("{option} i32: use bf16, fp16 or fp32"),
         Ok(dtype) => Ok(dtype),
@@ -84,10 +87,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     ensure!((1..=4096).contains(&args.columns), "--columns: use 1 to 4096");
     let or = |given: &[usize], default: &[usize]| if given.is_empty() { default.to_vec() } else { given.to_vec() };
     let default: &[usize] = match op {
-        Op::Gemm if out == DType::Fp32 => &[33, 128, 300],
-        Op::Gemm => &[33, 128, 256],
-        Op::Attention => &[16, 512],
-        Op::RmsNorm | Op::Softmax | Op::Logprob => &[33, 300],
+        Some(Op::Gemm) if out == DType::Fp32 => &[33, 128, 300],
+        Some(Op::Gemm) => &[33, 128, 256],
+        Some(Op::Attention) => &[16, 512],
+        Some(Op::Combine) => &[9],
+        Some(Op::RmsNorm | Op::Softmax | Op::Logprob) => &[33, 300],
+        None => &[],
     };
     let terms = or(&args.terms, default);
     let rows = or(&args.rows, &[1, 2, 3, 7, 8, 9, 10, 16, 33, 64, 129, 257]);
@@ -96,59 +101,18 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (implementation, _) =
         super::check::open(&contract, &args.implementation, &args.place, Cpu::best(), &args.place.checkpoints())?;
     let config = Config { isa: args.isa.clone(), threads: args.threads, ..Config::default() };
-    let probe = Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, config };
+    let asked = Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, config };
 
     let mut stdout = std::io::stdout().lock();
     let version = Some(implementation.version()).filter(|v| !v.is_empty()).map_or(String::new(), |v| format!(" ({v})"));
-    writeln!(stdout, "{}{version}, {}, {dtype} -> {out}", args.implementation, op.name())?;
+    writeln!(stdout, "{}{version}, {}, {dtype} -> {out}", args.implementation, args.op)?;
     let mut as_declared = true;
-    for &n in &terms {
-        writeln!(stdout, "\norder of a sum of {n} terms")?;
-        let declared = op.declared(n).context("a sum has a term")?;
-        let mut trees: BTreeMap<Result<Tree, String>, Vec<usize>> = BTreeMap::new();
-        for &m in &rows {
-            trees.entry(probe.tree(op, n, m)).or_default().push(m);
-        }
-        for (number, (tree, rows)) in trees.iter().enumerate() {
-            let list = rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
-            match tree {
-                Err(reason) => {
-                    writeln!(stdout, "  rows {list}: not revealed: {reason}")?;
-                    if let Ok(Some(RowsApart { first, row, other })) = probe.rows_apart(op, n, rows[0]) {
-                        writeln!(
-                            stdout,
-                            "    THE ORDER FOLLOWS THE ROW: of {} rows row 0\n    {}",
-                            rows[0],
-                            first.text()
-                        )?;
-                        writeln!(stdout, "    and row {row}\n    {}", other.text())?;
-                    }
-                }
-                Ok(tree) => {
-                    let same = if *tree == declared { "as declared" } else { "NOT as declared" };
-                    writeln!(stdout, "  rows {list}: {same}\n    {}", tree.text())?;
-                    if let Some(dir) = &args.svg {
-                        atomic_write::create_folder(dir).with_context(|| format!("--svg {}", dir.display()))?;
-                        let name = args.implementation.replace('/', "-");
-                        let path = dir.join(format!("{name}-{}-{dtype}-{n}-{}.svg", op.name(), number + 1));
-                        let title = format!("{}, {}, {dtype}, {n} terms, rows {list}", args.implementation, op.name());
-                        atomic_write::write(&path, tree.svg(&title).as_bytes())
-                            .with_context(|| path.display().to_string())?;
-                    }
-                }
-            }
-            as_declared &= tree.as_ref() == Ok(&declared);
-        }
-        if trees.len() > 1 {
-            writeln!(stdout, "  THE ORDER FOLLOWS THE BATCH: {} orders for one sum", trees.len())?;
-        }
-        if trees.keys().any(|tree| tree.as_ref() != Ok(&declared)) {
-            writeln!(stdout, "  declared\n    {}", declared.text())?;
-        }
+    for &n in terms.iter().filter(|_| op.is_some()) {
+        as_declared &= order(&mut stdout, args, &asked, op.expect("terms are of a sum"), n, &rows)?;
     }
-    if op == Op::Gemm && out == DType::Fp32 {
+    if probe::hands_on(&args.op) {
         writeln!(stdout, "\narithmetic")?;
-        match probe.arithmetic() {
+        match asked.arithmetic(&args.op) {
             Err(reason) => {
                 as_declared = false;
                 writeln!(stdout, "  not revealed: {reason}")?;
@@ -165,4 +129,48 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     writeln!(stdout, "\n{}", if as_declared { "as declared" } else { "NOT as declared" })?;
     Ok(ExitCode::from(u8::from(!as_declared)))
+}
+
+/// Shows the order of a sum of `n` terms for each number of rows; whether all are as declared.
+fn order(stdout: &mut impl Write, args: &Args, probe: &Probe, op: Op, n: usize, rows: &[usize]) -> Result<bool> {
+    let mut as_declared = true;
+    writeln!(stdout, "\norder of a sum of {n} terms")?;
+    let declared = op.declared(n).context("a sum has a term")?;
+    let mut trees: BTreeMap<Result<Tree, String>, Vec<usize>> = BTreeMap::new();
+    for &m in rows {
+        trees.entry(probe.tree(op, n, m)).or_default().push(m);
+    }
+    for (number, (tree, rows)) in trees.iter().enumerate() {
+        let list = rows.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
+        match tree {
+            Err(reason) => {
+                writeln!(stdout, "  rows {list}: not revealed: {reason}")?;
+                if let Ok(Some(RowsApart { first, row, other })) = probe.rows_apart(op, n, rows[0]) {
+                    writeln!(stdout, "    THE ORDER FOLLOWS THE ROW: of {} rows row 0\n    {}", rows[0], first.text())?;
+                    writeln!(stdout, "    and row {row}\n    {}", other.text())?;
+                }
+            }
+            Ok(tree) => {
+                let same = if *tree == declared { "as declared" } else { "NOT as declared" };
+                writeln!(stdout, "  rows {list}: {same}\n    {}", tree.text())?;
+                if let Some(dir) = &args.svg {
+                    atomic_write::create_folder(dir).with_context(|| format!("--svg {}", dir.display()))?;
+                    let name = args.implementation.replace('/', "-");
+                    let path = dir.join(format!("{name}-{}-{}-{n}-{}.svg", op.name(), probe.dtype, number + 1));
+                    let title =
+                        format!("{}, {}, {}, {n} terms, rows {list}", args.implementation, op.name(), probe.dtype);
+                    atomic_write::write(&path, tree.svg(&title).as_bytes())
+                        .with_context(|| path.display().to_string())?;
+                }
+            }
+        }
+        as_declared &= tree.as_ref() == Ok(&declared);
+    }
+    if trees.len() > 1 {
+        writeln!(stdout, "  THE ORDER FOLLOWS THE BATCH: {} orders for one sum", trees.len())?;
+    }
+    if trees.keys().any(|tree| tree.as_ref() != Ok(&declared)) {
+        writeln!(stdout, "  declared\n    {}", declared.text())?;
+    }
+    Ok(as_declared)
 }
