@@ -712,7 +712,8 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
             }
         }
     }
-    let floats = spec.outputs.iter().any(|output| output.fixed_dtype() != Some(DType::I32)) && spec.class != Class::Chain;
+    let floats =
+        spec.outputs.iter().any(|output| output.fixed_dtype() != Some(DType::I32)) && spec.class != Class::Chain;
     for (dtype, out) in spec.dtypes().iter().flat_map(|dtype| spec.outs().iter().map(move |out| (dtype, out))) {
         let covers = |case: &CaseSpec| {
             case.dtype == *dtype && case.out == *out && case.slice == Slice::Quick && case.fill == Fill::Classes

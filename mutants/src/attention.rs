@@ -176,7 +176,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "A single query is answered by a kernel that cuts the keys in two and merges the halves.",
         op: "attention",
         caught_by: "invariance:schedule",
-        also_red: Others::Are(&["invariance:batch"]),
+        also_red: Others::Are(&["arithmetic", "invariance:batch"]),
         answer: |mutant, case| in_every_form(case, |case| merged(mutant, case, |queries| queries == 1)),
     },
     Mutation {
@@ -311,7 +311,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Keys that only fill up the cache count like any other.",
         op: "attention",
         caught_by: "invariance:padding",
-        also_red: Others::Are(&[]),
+        also_red: Others::Are(&["accuracy", "golden", "invariance:pages", "invariance:prefix", "invariance:packing"]),
         answer: |mutant, case| {
             in_every_form(case, |case| {
                 mutant.asked(case, |case| {

@@ -7,7 +7,7 @@ use samebits_harness::implementation::Implementation;
 use samebits_ops::bf16;
 
 /// The bit of the sign.
-fn sign(dtype: DType) -> u32 {
+pub fn sign(dtype: DType) -> u32 {
     1 << (8 * dtype.size() - 1)
 }
 
@@ -17,7 +17,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The output buffer is returned as it was allocated.",
         op: "rope",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| mutant.spoilt(case, |_, _| 0),
     },
     Mutation {
@@ -39,7 +39,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Results beyond 65504 become 65504.",
         op: "add",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| {
             mutant.spoilt(case, |bits, dtype| match round::from_bits(bits, dtype) {
                 v if v > 65504.0 => round::to_bits(65504.0, dtype),
@@ -53,7 +53,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "-0 becomes +0.",
         op: "add",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if bits == sign(dtype) { 0 } else { bits }),
     },
     Mutation {
@@ -63,6 +63,7 @@ pub const MUTATIONS: &[Mutation] = &[
         caught_by: "accuracy",
         also_red: Others::Are(&[
             "golden",
+            "arithmetic",
             "invariance:batch",
             "invariance:position",
             "invariance:padding",
@@ -81,7 +82,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Results below the smallest normal number become 0 of the same sign.",
         op: "add",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| {
             mutant.spoilt(case, |bits, dtype| {
                 let normal = round::to_bits(1.0, dtype) - round::to_bits(0.5, dtype);
@@ -116,7 +117,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "NaN becomes 0.",
         op: "silu_mul",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| mutant.spoilt(case, |bits, dtype| if round::is_nan(bits, dtype) { 0 } else { bits }),
     },
     Mutation {
@@ -124,7 +125,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Results in bf16 are cut off instead of rounded to nearest even.",
         op: "silu_mul",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| {
             if case.out != DType::Bf16 {
                 return mutant.honest.run(case);
@@ -142,7 +143,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The output is f32 whatever the request says.",
         op: "embedding",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| mutant.asked(case, |case| case.out = DType::Fp32),
     },
     Mutation {
@@ -180,6 +181,22 @@ pub const MUTATIONS: &[Mutation] = &[
                 *index = Tensor::i32(index.shape(), values.iter().map(|&i| n as i32 - 1 - i).collect());
             }
             answer
+        },
+    },
+    Mutation {
+        name: "last_expert_first",
+        about: "What the experts of a token made is added from the last rank to the first.",
+        op: "combine",
+        caught_by: "arithmetic",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                for name in ["row", "weight"] {
+                    let ranks: Vec<usize> = (0..case.inputs[name].shape()[1]).rev().collect();
+                    let turned = case.inputs[name].select(1, &ranks);
+                    case.inputs.insert(name.into(), turned);
+                }
+            })
         },
     },
 ];

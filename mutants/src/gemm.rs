@@ -1,5 +1,6 @@
 //! Mutations of `gemm`.
 
+use crate::elements::sign;
 use crate::mutation::{Mutation, Others};
 use crate::plain::{Products, chain, gemm};
 use samebits_contract::round;
@@ -90,7 +91,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The sum of a matrix product is kept in fp16 and overflows beyond 65504.",
         op: "gemm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |_, case| {
             let fp16 = |sum: f32| round::round(f64::from(sum), DType::Fp16) as f32;
             gemm(case, |_, products| products.segments(|pairs| chain(pairs, fp16)))
@@ -101,7 +102,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The sum of a matrix product is kept in bf16.",
         op: "gemm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |_, case| {
             let bf16 = |sum: f32| bf16::from_f32(sum).to_f32();
             gemm(case, |_, products| products.segments(|pairs| chain(pairs, bf16)))
@@ -181,7 +182,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "f32 operands of a matrix product are rounded to TF32 although the policy says not to.",
         op: "gemm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| mutant.asked(case, |case| drop(case.params.insert("tf32".into(), "enabled".into()))),
     },
     Mutation {
@@ -189,7 +190,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Every sum is one chain from left to right: good enough and steady, but not the canonical order.",
         op: "gemm",
         caught_by: "golden",
-        also_red: Others::Are(&[]),
+        also_red: Others::Are(&["arithmetic"]),
         answer: |_, case| gemm(case, |_, products| chain(products.pairs, |sum| sum)),
     },
     Mutation {
@@ -197,7 +198,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Products are rounded to f32 before they are added, where the page has one fma.",
         op: "gemm",
         caught_by: "golden",
-        also_red: Others::Are(&[]),
+        also_red: Others::Are(&["arithmetic"]),
         answer: |_, case| {
             gemm(case, |_, products| {
                 products.segments(|pairs| pairs.iter().map(|(a, b)| a * b).fold(0.0, |sum, product| sum + product))
@@ -209,7 +210,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "A small batch splits its sums over more workers than a large one.",
         op: "gemm",
         caught_by: "invariance:batch",
-        also_red: Others::Are(&["golden", "invariance:padding"]),
+        also_red: Others::Are(&["golden", "arithmetic", "invariance:padding"]),
         answer: |_, case| {
             let rows = case.inputs["x"].shape()[0];
             gemm(case, |_, products| products.in_parts((16 / rows).max(1)))
@@ -220,7 +221,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Rows behind the last whole tile of four have their sums cut into three parts.",
         op: "gemm",
         caught_by: "invariance:position",
-        also_red: Others::Are(&["golden", "invariance:batch", "invariance:padding"]),
+        also_red: Others::Are(&["golden", "arithmetic", "invariance:batch", "invariance:padding"]),
         answer: |_, case| {
             let tiled = case.inputs["x"].shape()[0] / 4 * 4;
             gemm(case, |row, products| products.in_parts(if row < tiled { 1 } else { 3 }))
@@ -269,7 +270,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The terms behind the last whole vector of 16 are left out of the sum.",
         op: "gemm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |_, case| {
             gemm(case, |_, products| {
                 // A product of -0 changes no sum.
@@ -277,6 +278,91 @@ pub const MUTATIONS: &[Mutation] = &[
                 let whole = pairs.len() / 16 * 16;
                 pairs[whole..].fill((-0.0, 0.0));
                 Products { pairs: &pairs, ..*products }.sum()
+            })
+        },
+    },
+    Mutation {
+        name: "negative_zero",
+        about: "Every zero is -0.",
+        op: "gemm",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden", "arithmetic", "invariance:ranks"]),
+        answer: |mutant, case| {
+            mutant.spoilt(case, |bits, dtype| if bits & !sign(dtype) == 0 { sign(dtype) } else { bits })
+        },
+    },
+    Mutation {
+        name: "flushes_f32_results",
+        about: "A sum below the smallest normal f32 becomes 0 of the same sign, before the last rounding.",
+        op: "gemm",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden", "arithmetic", "invariance:ranks"]),
+        answer: |mutant, case| mutant.before_last_rounding(case, |v| if v.is_subnormal() { v * 0.0 } else { v }),
+    },
+    Mutation {
+        name: "flushes_inputs",
+        about: "Operands below the smallest normal number of their dtype are read as 0.",
+        op: "gemm",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden", "arithmetic"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                for tensor in case.inputs.values_mut() {
+                    let normal = round::ulp(0.0, tensor.dtype()) / round::ulp(1.0, tensor.dtype());
+                    let read: Vec<f64> =
+                        tensor.to_f64().iter().map(|&v| if v.abs() < normal { v * 0.0 } else { v }).collect();
+                    *tensor = round::tensor(tensor.dtype(), tensor.shape(), &read);
+                }
+            })
+        },
+    },
+    Mutation {
+        name: "saturates",
+        about: "A sum of finite operands that overflows becomes the largest number.",
+        op: "gemm",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden", "arithmetic", "invariance:ranks"]),
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            let finite = |name: &str| -> Vec<bool> {
+                let tensor = &case.inputs[name];
+                tensor.to_f64().chunks(tensor.shape()[1]).map(|row| row.iter().all(|v| v.is_finite())).collect()
+            };
+            let (x, w) = (finite("x"), finite("w"));
+            if let Some(y) = answer.outputs.get_mut("y") {
+                let largest = round::overflow(y.dtype()) - round::ulp(f64::INFINITY, y.dtype());
+                let from_finite = |i: usize| x[i / w.len()] && w[i % w.len()];
+                let values = y.to_f64().into_iter().enumerate();
+                let kept = values.map(|(i, v)| if v.is_infinite() && from_finite(i) { largest.copysign(v) } else { v });
+                *y = round::tensor(y.dtype(), y.shape(), &kept.collect::<Vec<f64>>());
+            }
+            answer
+        },
+    },
+    Mutation {
+        name: "rounds_twice",
+        about: "Sums are rounded to 11 bits, as many as TF32 has, before the last rounding.",
+        op: "gemm",
+        caught_by: "arithmetic",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: |mutant, case| match case.out {
+            DType::Fp32 => mutant.honest.run(case),
+            _ => mutant.before_last_rounding(case, |v| {
+                let even = v.to_bits() >> 13 & 1;
+                if v.is_finite() { f32::from_bits((v.to_bits() + 0x0fff + even) & !0x1fff) } else { v }
+            }),
+        },
+    },
+    Mutation {
+        name: "f64_accumulation",
+        about: "The sum of a matrix product is kept in f64: closer to the truth, and not the declared arithmetic.",
+        op: "gemm",
+        caught_by: "arithmetic",
+        also_red: Others::Are(&["golden"]),
+        answer: |_, case| {
+            gemm(case, |_, products| {
+                let products = products.pairs.iter().map(|(a, b)| f64::from(*a) * f64::from(*b));
+                products.fold(0.0, |sum, product| sum + product) as f32
             })
         },
     },

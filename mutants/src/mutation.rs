@@ -8,6 +8,7 @@ use crate::models::{ModelMutant, ModelMutation};
 use crate::{attention, chain, elements, gemm, plain, rows};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
+use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_harness::checkpoints::Checkpoints;
 use samebits_harness::implementation::cpu::CpuImplementation;
@@ -25,7 +26,7 @@ pub struct Mutation {
     pub about: &'static str,
     /// The op that has it, in every form of it; every other op is answered as `ours/cpu` answers it.
     pub op: &'static str,
-    /// The check that is named for it and must turn red: `accuracy`, `golden` or `invariance:<axis>`.
+    /// The check that is named for it and must turn red: `accuracy`, `golden`, `arithmetic` or `invariance:<axis>`.
     pub caught_by: &'static str,
     /// The other checks of the op that turn red in its small cases.
     pub also_red: Others,
@@ -161,6 +162,17 @@ impl Mutant {
             let element = |i: usize| change(tensor.bits(i), dtype).to_le_bytes().into_iter().take(dtype.size());
             let bytes: Vec<u8> = (0..tensor.len()).flat_map(element).collect();
             *tensor = Tensor::from_bytes(dtype, tensor.shape(), &bytes).expect("the same number of elements");
+        }
+        answer
+    }
+
+    /// The honest answer before its last rounding, changed element by element and then rounded.
+    pub(crate) fn before_last_rounding(&self, case: &Case, change: fn(f32) -> f32) -> Answer {
+        let out = self.honest.run(case).outputs.values().next().map_or(case.out, Tensor::dtype);
+        let mut answer = self.asked(case, |case| case.out = DType::Fp32);
+        for tensor in answer.outputs.values_mut() {
+            let values: Vec<f64> = (0..tensor.len()).map(|i| f64::from(change(tensor.value(i) as f32))).collect();
+            *tensor = round::tensor(out, tensor.shape(), &values);
         }
         answer
     }

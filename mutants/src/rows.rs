@@ -43,7 +43,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The mean of the squares divides by N - 1.",
         op: "rms_norm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |_, case| rms_norm(case, |sum, n, eps| (sum / (n - 1.0).max(1.0) + eps).sqrt()),
     },
     Mutation {
@@ -59,7 +59,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The mean of the squares divides by the width rounded up to whole vectors of 16.",
         op: "rms_norm",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| widened(mutant, case, &["x", "w"]),
     },
     Mutation {
@@ -102,7 +102,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The zeros that fill a row up to whole vectors of 16 count as elements.",
         op: "softmax",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| widened(mutant, case, &["x"]),
     },
     Mutation {
@@ -110,7 +110,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Logits behind the last whole vector of 16, where there is one, do not enter the sum.",
         op: "logprob",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "arithmetic"]),
         answer: |mutant, case| {
             let logits = &case.inputs["logits"];
             let width = logits.shape()[1];

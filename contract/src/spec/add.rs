@@ -4,7 +4,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::add::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::AllBf16,
+        Fill::Classes,
+    ],
     table: include_str!("../../ops/add.toml"),
     make,
     compute,
