@@ -177,8 +177,8 @@ fn a_tighter_bound_is_red() {
     assert_ne!(records(&out)[0].contract, Contract::load(None).unwrap().digest());
 }
 
-/// A class of number that no case has, and an exception that is none: red in `coverage`, with the class, in the records and in the
-/// table.
+/// A class of number that no case has, and an exception that is none: red in `coverage`, with the class, in the records
+/// and in the table.
 #[test]
 fn a_class_that_nothing_asks_for_is_red() {
     let folder = tempfile::tempdir().unwrap();

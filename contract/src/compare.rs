@@ -243,8 +243,8 @@ fn judge(found: &Tensor, index: usize, reference: &Reference, bound: &Bound) -> 
     if want.is_nan() || round::is_nan(have, dtype) || (want.is_infinite() && reference.condition[index] == 0.0) {
         return special(correct);
     }
-    // Infinity takes the place of the first number that is not there, and is the one answer to what lies beyond it by more
-    // than the bound allows.
+    // Infinity takes the place of the first number that is not there, and is the one answer to what lies beyond it by
+    // more than the bound allows.
     let top = round::overflow(dtype);
     if let Bound::Ulp { ulp, condition_factor, .. } = *bound
         && want.abs() - condition_factor * round::pow2(-24) * reference.condition[index]

@@ -47,8 +47,8 @@ pub struct Coverage {
 }
 
 impl Contract {
-    /// Whether the judgment `coverage` is asked on `case`: the first case of fill `classes` of every op, input dtype and output
-    /// dtype stands for all of them. An op without float outputs has none.
+    /// Whether the judgment `coverage` is asked on `case`: the first case of fill `classes` of every op, input dtype
+    /// and output dtype stands for all of them. An op without float outputs has none.
     pub fn covers(&self, case: &CaseSpec) -> bool {
         self.alike(case).next().is_some_and(|first| first.name == case.name)
     }
@@ -61,8 +61,8 @@ impl Contract {
         self.cases.iter().filter(alike)
     }
 
-    /// Which classes the oracle's answers have to the cases of fill `classes` with the op and the dtypes of `case`, in all
-    /// float outputs; a class counts where the default row set's bound on `implementation` tells it apart, see
+    /// Which classes the oracle's answers have to the cases of fill `classes` with the op and the dtypes of `case`, in
+    /// all float outputs; a class counts where the default row set's bound on `implementation` tells it apart, see
     /// [`told_apart`].
     pub fn coverage(&self, implementation: &str, case: &CaseSpec) -> Coverage {
         let mut classes: BTreeMap<(&str, DType), BTreeSet<NumberClass>> = BTreeMap::new();

@@ -29,8 +29,8 @@ pub enum Fill {
     AllBf16,
     /// Chosen so that the outputs hold every class of number that they can, see [`crate::number_class`].
     Classes,
-    /// Arguments at which the last bit of every constant of an exponential shows in the output, and weights around the cut;
-    /// see `sharp.rs`.
+    /// Arguments at which the last bit of every constant of an exponential shows in the output, and weights around the
+    /// cut; see `sharp.rs`.
     Sharp,
     /// Inputs recorded beside a checkpoint or in a vector, put in by whoever holds it.
     Recorded,
@@ -116,9 +116,9 @@ impl Maker<'_> {
         (0..len).map(|i| self.value(&draw, fill, i, row)).collect()
     }
 
-    /// Numbers where a float dtype's range begins and ends, of all three dtypes and both signs, as far as the case's own dtype
-    /// has them: zeros, the smallest and largest subnormals and what lies below them, the smallest normal and the largest
-    /// numbers and what lies beyond them, infinities and NaN.
+    /// Numbers where a float dtype's range begins and ends, of all three dtypes and both signs, as far as the case's
+    /// own dtype has them: zeros, the smallest and largest subnormals and what lies below them, the smallest normal and
+    /// the largest numbers and what lies beyond them, infinities and NaN.
     pub fn borders(&self) -> Vec<f64> {
         let mut all = vec![0.0, 1.0, f64::INFINITY];
         for dtype in DType::FLOATS {

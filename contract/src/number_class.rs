@@ -1,4 +1,5 @@
-//! The classes of number that an output can hold, and which of them an accuracy bound tells apart from their neighbours.
+//! The classes of number that an output can hold, and which of them an accuracy bound tells apart from their
+//! neighbours.
 
 use crate::compare::{self, Bound};
 use crate::round;
@@ -79,8 +80,8 @@ impl NumberClass {
         }
     }
 
-    /// The bits of the class beside this one that faulty arithmetic returns in the place of `bits`: the other zero, a zero
-    /// for what is flushed, the largest number for an infinity and the other way round, another NaN.
+    /// The bits of the class beside this one that faulty arithmetic returns in the place of `bits`: the other zero, a
+    /// zero for what is flushed, the largest number for an infinity and the other way round, another NaN.
     fn confused_with(self, bits: u32, dtype: DType) -> u32 {
         let sign = sign_of(dtype);
         match self {
@@ -102,8 +103,8 @@ fn smallest_normal(dtype: DType) -> u32 {
     (1.0 / round::ulp(1.0, dtype)) as u32
 }
 
-/// The classes among the answers of `reference`, rounded to `dtype`, for which `bound` refuses the class beside them. Only
-/// such an element shows that an implementation keeps the two apart.
+/// The classes among the answers of `reference`, rounded to `dtype`, for which `bound` refuses the class beside them.
+/// Only such an element shows that an implementation keeps the two apart.
 pub fn told_apart(dtype: DType, reference: &Reference, bound: &Bound) -> BTreeSet<NumberClass> {
     let mut classes = BTreeSet::new();
     for (&value, &condition) in reference.value.iter().zip(&reference.condition) {

@@ -1,9 +1,9 @@
 //! What [`Fill::Sharp`](crate::fill::Fill::Sharp) is made of.
 //!
-//! A polynomial in f32 hides the last bit of its constants: of a million arguments of `e^x`, two give another result when the
-//! coefficient of the highest power is another by one unit in the last place. The arguments here were found by search over
-//! f32, so that every one of the eight constants of docs/NUMERICS.md, section 3 (six coefficients and the two parts of
-//! log2(e)) shows in the f32 output of the op, whether it is one unit larger or smaller.
+//! A polynomial in f32 hides the last bit of its constants: of a million arguments of `e^x`, two give another result
+//! when the coefficient of the highest power is another by one unit in the last place. The arguments here were found by
+//! search over f32, so that every one of the eight constants of docs/NUMERICS.md, section 3 (six coefficients and the
+//! two parts of log2(e)) shows in the f32 output of the op, whether it is one unit larger or smaller.
 
 /// Arguments x of a softmax of (0, x).
 const PAIR: [u32; 57] = [
@@ -343,8 +343,8 @@ const SOFTCAP: [u32; 48] = [
     0xc241_3d8f,
 ];
 
-/// Logits b, c and e of which `1 + (e^b + (e^c + e^e))` in f32 is another sum than without e, although e^e is only about
-/// 2^-61 or 2^-64: `1 + e^b` is nearly a tie, and so is `e^b + e^c`.
+/// Logits b, c and e of which `1 + (e^b + (e^c + e^e))` in f32 is another sum than without e, although e^e is only
+/// about 2^-61 or 2^-64: `1 + e^b` is nearly a tie, and so is `e^b + e^c`.
 const TIES: [[f32; 3]; 5] = [
     [-15.026094, -31.884771, -42.28198],
     [-14.438308, -31.191624, -42.28198],
@@ -385,9 +385,9 @@ pub fn sigmoid(len: usize) -> Vec<f64> {
     cycle(&SIGMOID, len)
 }
 
-/// `rows` rows of `n` logits, 8 or more, for everything that is a softmax: pairs, single elements, sums that nearly tie,
-/// weights from 2^-50 to 2^-112 of the largest, logits around 2^22 / log2(e), where an exponent has no fraction left; and
-/// from the start again. The rest of a row has no weight.
+/// `rows` rows of `n` logits, 8 or more, for everything that is a softmax: pairs, single elements, sums that nearly
+/// tie, weights from 2^-50 to 2^-112 of the largest, logits around 2^22 / log2(e), where an exponent has no fraction
+/// left; and from the start again. The rest of a row has no weight.
 pub fn logits(rows: usize, n: usize) -> Vec<f64> {
     let filled = |start: &[f64]| [start, &vec![NOTHING; n - start.len()]].concat();
     let mut all: Vec<Vec<f64>> = values(&PAIR).map(|x| filled(&[0.0, x])).collect();
@@ -406,8 +406,8 @@ pub fn logits(rows: usize, n: usize) -> Vec<f64> {
 /// Rows of more elements than this are [`near_one`] instead of [`logits`].
 pub const LONG: usize = 1024;
 
-/// Rows of `n` logits, made of `normal` ones, whose exponentials add up to between 1 and 3: the logarithm of a larger sum would
-/// hide its last bits, and with them the order of the sum.
+/// Rows of `n` logits, made of `normal` ones, whose exponentials add up to between 1 and 3: the logarithm of a larger
+/// sum would hide its last bits, and with them the order of the sum.
 pub fn near_one(normal: Vec<f64>, n: usize) -> Vec<f64> {
     let shift = 0.5 + 0.6875 * f64::from(n.ilog2());
     normal.into_iter().map(|x| x - shift).collect()
@@ -473,7 +473,8 @@ mod tests {
         (f64::from(i) * std::f64::consts::LN_2 + f64::from(m).ln()) as f32
     }
 
-    /// Every constant shows, one ulp up and one down, but for `hidden` ones, which do not show in at least one of the two.
+    /// Every constant shows, one ulp up and one down, but for `hidden` ones, which do not show in at least one of the
+    /// two.
     #[track_caller]
     fn shows(list: &[u32], function: fn(&[f32; 8], f32) -> f32, hidden: &[usize]) {
         let right = CONSTANTS.map(f32::from_bits);

@@ -276,8 +276,8 @@ fn the_classes_are_covered() {
     assert_eq!(judged, 14 * 9 + 3 * 3, "every op with float outputs x input dtype x output dtype");
 }
 
-/// What faulty arithmetic makes of a class is outside of the bounds on the cases of fill `classes`, for every op, dtype and class
-/// that is covered.
+/// What faulty arithmetic makes of a class is outside of the bounds on the cases of fill `classes`, for every op, dtype
+/// and class that is covered.
 #[test]
 fn what_a_fault_makes_of_a_class_is_refused() {
     use crate::number_class::NumberClass as Class;

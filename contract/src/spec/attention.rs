@@ -50,7 +50,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             k = (0..k.len()).map(|i| key(at(d, i))).collect();
             v = (0..v.len()).map(|i| at(e, i)).map(|(row, x)| f64::from(u8::from(x == row / hkv % s % e))).collect();
         }
-        // Scores of 0, so that weights are equal: one key with every border, four keys whose mean is a border, NaN, no keys.
+        // Scores of 0, so that weights are equal: one key with every border, four keys whose mean is a border, NaN, no
+        // keys.
         Fill::Classes => {
             q.fill(0.0);
             k.fill(1.0);

@@ -27,8 +27,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// Borders in the first row of x, zeros and what adds up to the largest f32 in the others; every token has them all, with
-/// one weight.
+/// Borders in the first row of x, zeros and what adds up to the largest f32 in the others; every token has them all,
+/// with one weight.
 fn classes(maker: &Maker, [r, n, t, k]: [usize; 4]) -> BTreeMap<String, Tensor> {
     let pow = round::pow2;
     let (small, tiny) = if maker.dtype == DType::Fp16 { (pow(-14), pow(-20)) } else { (pow(-40), pow(-100)) };

@@ -40,8 +40,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// Sums that are exact in every order: rows of one border or of a few terms at scattered columns, zeros elsewhere, against
-/// columns that hold one factor all over. The last two rows have no zero: all terms are -0, or all underflow.
+/// Sums that are exact in every order: rows of one border or of a few terms at scattered columns, zeros elsewhere,
+/// against columns that hold one factor all over. The last two rows have no zero: all terms are -0, or all underflow.
 fn classes(maker: &Maker, m: usize, n: usize, k: usize) -> (Vec<f64>, Vec<f64>) {
     let pow = round::pow2;
     // The product of the two is zero in narrow dtypes and not in f32.
@@ -87,10 +87,10 @@ fn compute(c: &Checked) -> References {
     one("y", Reference::new(vec![m, n], (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j))))
 }
 
-/// The sum of products and what its error is proportional to. Nothing rounds, in whatever order, where every sum of some of
-/// the terms is an f32 (so in a sum of zeros, which is +0), and where terms of one sign are beyond f32 together. Otherwise
-/// each product may also lose half of the smallest subnormal. Finite terms that may overflow on the way decide nothing, unless
-/// the sum is NaN already.
+/// The sum of products and what its error is proportional to. Nothing rounds, in whatever order, where every sum of
+/// some of the terms is an f32 (so in a sum of zeros, which is +0), and where terms of one sign are beyond f32
+/// together. Otherwise each product may also lose half of the smallest subnormal. Finite terms that may overflow on the
+/// way decide nothing, unless the sum is NaN already.
 pub(super) fn sum_of(terms: impl Iterator<Item = f64>) -> (f64, f64) {
     let (mut sum, mut size, mut count, mut unit) = (0.0, 0.0, 0.0, f64::INFINITY);
     let (mut above, mut below) = (false, false);

@@ -44,7 +44,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// All logits but the first are -inf. The first is 0, with its own and with another target; -inf; NaN; 1 with an ignored target.
+/// All logits but the first are -inf. The first is 0, with its own and with another target; -inf; NaN; 1 with an
+/// ignored target.
 fn classes(maker: &Maker, [m, v, k]: [usize; 3]) -> BTreeMap<String, Tensor> {
     let kinds = [(0.0, 0), (0.0, 1), (f64::NEG_INFINITY, 0), (f64::NAN, 0), (1.0, -1)];
     let kind = |row: usize| kinds[row % kinds.len()];

@@ -49,8 +49,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// Rows of one element 0, with its own and with another target; of nothing; with NaN; with a difference beyond f32; with an
-/// ignored target.
+/// Rows of one element 0, with its own and with another target; of nothing; with NaN; with a difference beyond f32;
+/// with an ignored target.
 fn classes(maker: &Maker, r: usize, v: usize) -> BTreeMap<String, Tensor> {
     let none = f64::NEG_INFINITY;
     let far = if maker.dtype == DType::Fp16 { 1.0 } else { round::pow2(127) };

@@ -27,8 +27,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// The norm of each head in f64, then its rotation: what rounding does to the norm is turned with it. Of a pair with a norm that
-/// is beyond f32 nothing is claimed.
+/// The norm of each head in f64, then its rotation: what rounding does to the norm is turned with it. Of a pair with a
+/// norm that is beyond f32 nothing is claimed.
 fn compute(c: &Checked) -> References {
     let mut normed = rms_norm::elements(c, &c.floats("x"), &c.floats("w"));
     let beyond = |value: f64| value.is_finite() && value.abs() > HUGE;

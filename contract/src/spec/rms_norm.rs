@@ -32,8 +32,8 @@ pub(super) fn weights(maker: &Maker, n: usize) -> Vec<f64> {
     w
 }
 
-/// Rows whose norm without eps is a power of two in every element that is not 0, so that the outputs are the weights times
-/// that; also one that is not, and NaN.
+/// Rows whose norm without eps is a power of two in every element that is not 0, so that the outputs are the weights
+/// times that; also one that is not, and NaN.
 pub(super) fn unit_rows(r: usize, n: usize) -> Vec<f64> {
     (0..r).flat_map(|row| UNIT_ROWS[row % UNIT_ROWS.len()].iter().copied().cycle().take(n)).collect()
 }

@@ -16,8 +16,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         // In half of every pair; which sign a zero beside it has decides about -0.
         Fill::Classes => {
             let borders = maker.borders_from(0, t * h * d);
-            let other = |i: usize| if i % 2 == 0 { 1.0 } else { -1.0 };
-            let border = |i: usize| (i % d < d / 2) == (i / d % 2 == 0);
+            let other = |i: usize| if i.is_multiple_of(2) { 1.0 } else { -1.0 };
+            let border = |i: usize| (i % d < d / 2) == (i / d).is_multiple_of(2);
             let mut x: Vec<f64> = (0..t * h * d).map(|i| if border(i) { borders[i] } else { other(i) }).collect();
             // At position 1 the largest fp16 number out of two bf16 numbers.
             if let Some(last) = x.len().checked_sub(d).filter(|_| t % 4 == 0) {
@@ -32,8 +32,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// Without explicit `pos`: 0, 1, 2, .., with every fourth one far out; for [`Fill::Classes`] 0, where nothing is rotated,
-/// and every fourth one 1.
+/// Without explicit `pos`: 0, 1, 2, .., with every fourth one far out; for [`Fill::Classes`] 0, where nothing is
+/// rotated, and every fourth one 1.
 pub(super) fn positions(maker: &Maker) -> Tensor {
     let t = maker.dim("T");
     if maker.fill == Fill::Classes {

@@ -24,7 +24,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
-    /// The op: gemm, attention, rms_norm, softmax, logprob or combine for the order of its sums; of most others the rest
+    /// The op: gemm, attention, rms_norm, softmax, logprob or combine for the order of its sums; of most others the
+    /// rest
     #[arg(long, value_name = "OP", default_value = "gemm")]
     op: String,
 

@@ -1,7 +1,8 @@
-//! What a kernel does with numbers: its operands, its accumulator, its roundings, subnormals, the ends of the range, zeros, NaN.
+//! What a kernel does with numbers: its operands, its accumulator, its roundings, subnormals, the ends of the range,
+//! zeros, NaN.
 //!
-//! Most ops can be made to hand a number on as it is, and some to add a few: so one list of questions serves them all. What an
-//! op cannot be asked is left out.
+//! Most ops can be made to hand a number on as it is, and some to add a few: so one list of questions serves them all.
+//! What an op cannot be asked is left out.
 
 use super::{Finding, Probe};
 use samebits_contract::case::Status;
@@ -108,8 +109,8 @@ impl Probe<'_> {
         Ok(findings)
     }
 
-    /// The smallest term beside 1 that is there after the 1 has gone again. Whatever is added first, the 1 meets the small term
-    /// before it goes.
+    /// The smallest term beside 1 that is there after the 1 has gone again. Whatever is added first, the 1 meets the
+    /// small term before it goes.
     fn accumulator(&self, op: &str) -> Result<Option<String>, String> {
         // fp16 has no numbers below 2^-24, but products of two.
         let lowest = match (self.dtype, op) {

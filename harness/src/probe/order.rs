@@ -32,8 +32,8 @@ impl Op {
         Op::ALL.into_iter().find(|op| op.name() == name)
     }
 
-    /// Whether the order of a sum is seen: sums that cannot cancel show it in their last bit, which narrow outputs lack, and fp16
-    /// has no units small enough for a mean of them.
+    /// Whether the order of a sum is seen: sums that cannot cancel show it in their last bit, which narrow outputs
+    /// lack, and fp16 has no units small enough for a mean of them.
     pub fn shows(self, dtype: DType, out: DType) -> bool {
         match self {
             Op::Attention => (dtype, out) != (DType::Fp16, DType::Fp16),
@@ -81,7 +81,8 @@ pub struct RowsApart {
 }
 
 impl Probe<'_> {
-    /// The sums of `rows` in f32, all rows in one call: the products of each with ones, or the values under equal weights.
+    /// The sums of `rows` in f32, all rows in one call: the products of each with ones, or the values under equal
+    /// weights.
     fn sums(&self, op: Op, rows: &[Vec<f64>]) -> Result<Vec<f64>, String> {
         let (m, n) = (rows.len(), rows[0].len());
         let flat: Vec<f64> = rows.iter().flatten().copied().collect();
@@ -143,9 +144,9 @@ impl Probe<'_> {
         }
     }
 
-    /// Whether a sum is added as declared, of as many terms as tell the parts of its order apart. Far fewer questions than
-    /// [`Probe::tree`] asks: which terms meet where, for neighbours, for the first term with every other, and for some that are
-    /// drawn. Where one says no, the whole order is asked for.
+    /// Whether a sum is added as declared, of as many terms as tell the parts of its order apart. Far fewer questions
+    /// than [`Probe::tree`] asks: which terms meet where, for neighbours, for the first term with every other, and for
+    /// some that are drawn. Where one says no, the whole order is asked for.
     pub fn order(&self, op: Op) -> Finding {
         let n = match op {
             // Segments of 32, the last one short and three empty.
@@ -196,8 +197,8 @@ impl Probe<'_> {
         Ok(self.met(op, n, 128, &terms, &triples)? == declared.met(&triples))
     }
 
-    /// The order in row 0 of `batch` rows and that of the first row that has another one, if there is one. Sums of terms that
-    /// are never negative are not looked at.
+    /// The order in row 0 of `batch` rows and that of the first row that has another one, if there is one. Sums of
+    /// terms that are never negative are not looked at.
     ///
     /// # Errors
     /// As [`Probe::tree`].
@@ -255,11 +256,12 @@ impl Probe<'_> {
         left.collect()
     }
 
-    /// Of terms that may cancel (FPRev): all terms are a unit but two, +M and
-    /// -M, so large that units added before these two meet are lost. What is left counts the units that were added later, that is
-    /// the leaves outside of the smallest subtree that holds both.
+    /// Of terms that may cancel (FPRev): all terms are a unit but two, +M and -M, so large that units added before
+    /// these two meet are lost. What is left counts the units that were added later, that is the leaves outside of the
+    /// smallest subtree that holds both.
     ///
-    /// Each of the rows `asked` holds a question of its own; where these are several, every row is then held to the answer.
+    /// Each of the rows `asked` holds a question of its own; where these are several, every row is then held to the
+    /// answer.
     fn tree_of_signed(&self, op: Op, n: usize, batch: usize, asked: Range<usize>) -> Result<Tree, String> {
         if op == Op::Attention && !n.is_power_of_two() {
             return Err(format!("{n} keys: use a power of two, by which a division is exact"));
@@ -288,9 +290,10 @@ impl Probe<'_> {
         Ok(tree)
     }
 
-    /// Of terms that are never negative. All are 0 but three: one so large that each of the other two is lost beside it,
-    /// being less than half of its last bit, while both together are more than half. The last bit changes when the two meet
-    /// before either meets the large one. So every three terms tell which two are added first, and that is the tree.
+    /// Of terms that are never negative. All are 0 but three: one so large that each of the other two is lost beside
+    /// it, being less than half of its last bit, while both together are more than half. The last bit changes when the
+    /// two meet before either meets the large one. So every three terms tell which two are added first, and that is the
+    /// tree.
     fn tree_of_positive(&self, op: Op, n: usize, batch: usize) -> Result<Tree, String> {
         if self.out != DType::Fp32 {
             return Err("the last bit of such a sum is seen in fp32 outputs alone".into());
@@ -323,8 +326,8 @@ impl Probe<'_> {
 
     /// Inputs for [`Probe::tree_of_positive`] whose last bit is seen in the output.
     fn terms(&self, op: Op, n: usize, batch: usize) -> Result<Terms, String> {
-        // In units of half of the last bit of the large term: 0.71 and 0.52, and 1.23 for what is kept by itself; of a softmax
-        // 0.79, 0.54 and 1.30.
+        // In units of half of the last bit of the large term: 0.71 and 0.52, and 1.23 for what is kept by itself; of a
+        // softmax 0.79, 0.54 and 1.30.
         let candidates: Vec<(f64, [f64; 2], f64)> = match op {
             Op::RmsNorm => {
                 (0..53).map(|q| (256.0 + 2.0 * f64::from(q), [27.0 / 512.0, 23.0 / 512.0], 71.0 / 1024.0)).collect()

@@ -69,15 +69,15 @@ impl Tree {
         }
     }
 
-    /// What the contract declares for the weighted sum of `n` values in attention: chains over blocks of 256 keys, added in
-    /// ascending order.
+    /// What the contract declares for the weighted sum of `n` values in attention: chains over blocks of 256 keys,
+    /// added in ascending order.
     pub fn blocks(n: usize) -> Option<Tree> {
         let blocks = (0..n).step_by(256).map(|from| Tree::chain(from, (from + 256).min(n)).expect("not empty"));
         blocks.reduce(|sum, block| Tree::Node(vec![sum, block]))
     }
 
-    /// In one line: `a..b` is a chain over the terms a to b-1, `a..b by s` one over every s-th of them, `(x + y)` a sum,
-    /// `{x, y, z}` a sum of several at once.
+    /// In one line: `a..b` is a chain over the terms a to b-1, `a..b by s` one over every s-th of them, `(x + y)` a
+    /// sum, `{x, y, z}` a sum of several at once.
     pub fn text(&self) -> String {
         let range = |first: usize, last: usize, step: usize| match step {
             1 => format!("{first}..{}", last + 1),
