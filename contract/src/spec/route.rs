@@ -90,7 +90,7 @@ fn compute(c: &Checked) -> References {
                 () if doubtful => f64::INFINITY,
                 () if value.is_nan() || value == 0.0 && score == 0.0 && row[i] == f64::NEG_INFINITY => 0.0,
                 () if super::logprob::exponent_overflows(size) => f64::INFINITY,
-                () => value.abs() * (4.0 + size * round::pow2(-18)) + scale.abs() * round::pow2(-76),
+                () => value.abs() * 4.0 * super::softmax::exponent_error(size) + scale.abs() * round::pow2(-76),
             };
             ranks.push((rank as f64, if doubtful { f64::INFINITY } else { 0.0 }));
             weights.push((value, condition));

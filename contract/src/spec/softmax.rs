@@ -85,7 +85,7 @@ fn compute(c: &Checked) -> References {
 }
 
 /// What the error of the exponent of `exp(x)` is proportional to: its fraction, and from 2^21 on x itself.
-fn exponent_error(x: f64) -> f64 {
+pub(super) fn exponent_error(x: f64) -> f64 {
     match x.abs() {
         size if size.is_infinite() => 0.0,
         size if size < round::pow2(21) => 1.0 + size * round::pow2(-20),
