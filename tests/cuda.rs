@@ -1110,7 +1110,7 @@ fn copied_rows() -> Result<(), Failed> {
             let mut to = device.upload("test", &vec![T::default(); 9 * stride])?;
             let (take, put) = ([2, 0, 5, 2], [8, 1, 0, 4]);
             let (take_there, put_there) =
-                (Indices::new(device, "test", &take, rows)?, Indices::new(device, "test", &put, 9)?);
+                (Indices::new(device, "test", &take, rows)?, Indices::distinct(device, "test", &put, 9)?);
             let part = |indices| Part { rows: Some(indices), every: 1, stride, offset: 1 };
             device::copy_rows(device, [4, width], (&from, part(&take_there)), (&mut to, part(&put_there)))?;
             let mut wanted = vec![T::default(); 9 * stride];

@@ -339,7 +339,7 @@ impl<A: Stored> Steps for OnDevice<A> {
                 let most = q_start.windows(2).map(|two| (two[1] - two[0]) as usize).max().unwrap_or(0);
                 let told = Told {
                     tokens: Indices::new(d, "embedding", &tokens, c.vocab)?,
-                    rows: Indices::new(d, "kv cache", &at, cache.rows())?,
+                    rows: Indices::distinct(d, "kv cache", &at, cache.rows())?,
                     places: Places::paged(d, &shape, page_size, columns, most)?,
                     angles: Rotations::new(d, &angles)?,
                     last: None,

@@ -204,12 +204,22 @@ impl Ledger {
         if amount == 0 {
             return Ok(());
         }
-        let at = counter as usize;
-        if self.forbidden[at].load(Ordering::Relaxed) && self.allowed[at].load(Ordering::Relaxed) == 0 {
+        if self.forbids(counter) {
             return Err(Error::Forbidden { counter: counter.name(), amount, place });
         }
-        self.counts[at].fetch_add(amount as u64, Ordering::Relaxed);
+        self.add(counter, amount);
         Ok(())
+    }
+
+    /// Whether `counter` may not grow. An op that finds out only on its way asks before it writes anything.
+    pub(crate) fn forbids(&self, counter: Counter) -> bool {
+        let at = counter as usize;
+        self.forbidden[at].load(Ordering::Relaxed) && self.allowed[at].load(Ordering::Relaxed) == 0
+    }
+
+    /// Counts `amount` of what has happened.
+    pub(crate) fn add(&self, counter: Counter, amount: usize) {
+        self.counts[counter as usize].fetch_add(amount as u64, Ordering::Relaxed);
     }
 
     pub(crate) fn plan(&self, plan: PlanRecord) {

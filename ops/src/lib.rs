@@ -57,7 +57,8 @@ pub use samebits_schema::{Attributes, DType};
 pub use simd::emulated::emulation_differs;
 pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
 
-/// Why an op did not run. Nothing has been written when one is returned.
+/// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had
+/// started when it failed may have been.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A slice's length does not match the dimensions.

@@ -102,7 +102,7 @@ impl Layout {
             if self.shape[axis] > 1 && self.strides[axis] != stride {
                 return Some(axis);
             }
-            stride *= self.shape[axis];
+            stride = stride.saturating_mul(self.shape[axis]);
         }
         None
     }
@@ -113,13 +113,13 @@ impl Layout {
         let mut leading = Leading { count: 1, axes: [(1, 0); MAX_RANK], len: 0 };
         for axis in 0..self.rank.saturating_sub(keep) {
             let (extent, stride) = (self.shape[axis], self.strides[axis]);
-            leading.count *= extent;
+            leading.count = leading.count.saturating_mul(extent);
             if extent == 1 {
                 continue;
             }
             match leading.axes[..leading.len].last_mut() {
-                Some((outer, outer_stride)) if *outer_stride == extent * stride => {
-                    *outer *= extent;
+                Some((outer, outer_stride)) if extent.checked_mul(stride) == Some(*outer_stride) => {
+                    *outer = outer.saturating_mul(extent);
                     *outer_stride = stride;
                 }
                 _ => {
@@ -534,8 +534,9 @@ impl<'a> TensorRef<'a> {
 
     /// `data`, whose length the caller has checked, in row-major order.
     pub(crate) fn of<T: Scalar>(data: &'a [T], shape: &[usize]) -> TensorRef<'a> {
-        debug_assert_eq!(data.len(), shape.iter().product());
-        TensorRef { data: Data::Host(T::slice(data)), layout: Layout::contiguous(shape).expect("few axes") }
+        let layout = Layout::contiguous(shape).expect("few axes");
+        debug_assert_eq!(Some(data.len()), layout.count());
+        TensorRef { data: Data::Host(T::slice(data)), layout }
     }
 
     /// The packed weight that it is.
@@ -688,8 +689,9 @@ impl<'a> TensorMut<'a> {
 
     /// `data`, whose length the caller has checked.
     pub(crate) fn of<T: Scalar>(data: &'a mut [T], shape: &[usize]) -> TensorMut<'a> {
-        debug_assert_eq!(data.len(), shape.iter().product());
-        TensorMut { data: DataMut::Host(T::slice_mut(data)), layout: Layout::contiguous(shape).expect("few axes") }
+        let layout = Layout::contiguous(shape).expect("few axes");
+        debug_assert_eq!(Some(data.len()), layout.count());
+        TensorMut { data: DataMut::Host(T::slice_mut(data)), layout }
     }
 
     /// The elements of `op`'s `name` on the host.

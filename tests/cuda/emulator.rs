@@ -1,7 +1,7 @@
 //! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file.
 
 use samebits_ops::Error;
-use samebits_ops::device::{Arguments, Build, Driver, HEADERS, Launch, UNITS};
+use samebits_ops::device::{Arguments, Build, Clock, Driver, HEADERS, Launch, UNITS};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -178,7 +178,7 @@ impl Driver for Emulator {
         Some(address)
     }
 
-    fn free(&self, address: u64) {
+    unsafe fn free(&self, address: u64) {
         let mut state = self.state();
         // SAFETY: the type is that of machine.cuh.
         let free: extern "C" fn(*mut c_void, u64) = unsafe { std::mem::transmute(state.memory.find("emulator_free")) };
@@ -186,7 +186,7 @@ impl Driver for Emulator {
         state.held.remove(&address);
     }
 
-    fn lend(&self, address: u64, bytes: usize) {
+    unsafe fn lend(&self, address: u64, bytes: usize) {
         let mut state = self.state();
         state.told.remove(&address);
         match &mut state.capture {
@@ -195,7 +195,7 @@ impl Driver for Emulator {
         }
     }
 
-    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+    unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
         let state = self.state();
         type Copy = extern "C" fn(*mut c_void, u64, u64, u64) -> c_int;
         // SAFETY: the type is that of machine.cuh.
@@ -219,7 +219,7 @@ impl Driver for Emulator {
         Ok(number)
     }
 
-    fn replay(&self, graph: usize) -> Result<(), Error> {
+    unsafe fn replay(&self, graph: usize) -> Result<(), Error> {
         let state = self.state();
         state.graphs[&graph].iter().try_for_each(|step| match step {
             Recorded::Lend(address, bytes) => {
@@ -236,7 +236,7 @@ impl Driver for Emulator {
         self.state().graphs.remove(&graph);
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+    unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
         let mut state = self.state();
         if !state.told.insert(address) && self.stale && !state.graphs.is_empty() {
             return Ok(());
@@ -250,7 +250,7 @@ impl Driver for Emulator {
         }
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
+    unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
         let state = self.state();
         type Read = extern "C" fn(*mut c_void, u64, *mut u8, u64) -> c_int;
         // SAFETY: the type is that of machine.cuh.
@@ -273,10 +273,9 @@ impl Driver for Emulator {
         state.launch(launch, self.backwards)
     }
 
-    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    fn clock(&self) -> Result<Clock<'_>, Error> {
         let start = std::time::Instant::now();
-        work()?;
-        Ok(start.elapsed().as_secs_f64())
+        Ok(Box::new(move || Ok(start.elapsed().as_secs_f64())))
     }
 
     fn finish(&self) -> Result<(), Error> {

@@ -140,6 +140,24 @@ impl<'a> Part<'a> {
     }
 }
 
+/// All parts of a pass.
+struct Parts<'a> {
+    words: SharedOut<'a, u32>,
+    plan: &'a Streams,
+}
+
+impl Parts<'_> {
+    /// The part of a key head in the block that stands at `place`.
+    ///
+    /// # Safety
+    /// It belongs to this task, and no other `Part` of the same place and head is alive.
+    unsafe fn of(&self, place: usize, head: usize) -> Part<'_> {
+        let words = self.plan.block_words();
+        // SAFETY: parts do not overlap; the rest is the caller's promise.
+        Part::new(unsafe { self.words.part((place * self.plan.kv_heads + head) * words, words) }, self.plan)
+    }
+}
+
 /// Runs all passes. Returns how many tiles of scores took the slow path.
 pub fn run<I: Element, O: Element>(
     job: &Job<I>,
@@ -212,7 +230,7 @@ impl<I: Element> Pass<'_, I> {
             self.lay_queries_out(first + i / kv_heads, i % kv_heads, queries);
         }
         let queries = &*queries;
-        let parts = SharedOut { data: parts.as_mut_ptr(), len: parts.len() };
+        let parts = Parts { words: SharedOut::new(parts), plan };
         // Few blocks are cut by key heads, so that all workers have work.
         let cuts = if count * plan.blocks >= 4 * plan.workers { 1 } else { kv_heads };
         let tasks = count * plan.blocks * cuts;
@@ -224,10 +242,6 @@ impl<I: Element> Pass<'_, I> {
             let keys = seen.within(block * BLOCK, (block + 1) * BLOCK);
             let heads = if cuts == 1 { Range { from: 0, to: kv_heads } } else { Range { from: cut, to: cut + 1 } };
             (!keys.is_empty()).then_some(Task { b, block, place, heads, keys })
-        };
-        let part = |place: usize, head: usize| {
-            // SAFETY: a part belongs to one task of a pass; the passes follow each other.
-            Part::new(unsafe { parts.part((place * kv_heads + head) * plan.block_words(), plan.block_words()) }, plan)
         };
         let slow = AtomicUsize::new(0);
         // A worker takes several blocks in a row, so that it can ask for the next one while it is at work on one.
@@ -241,15 +255,15 @@ impl<I: Element> Pass<'_, I> {
             });
         };
         each(slots, &|slot, task, following| {
-            slow.fetch_add(self.scores(task, following, queries, slot, &part), Ordering::Relaxed);
+            slow.fetch_add(self.scores(task, following, queries, slot, &parts), Ordering::Relaxed);
         });
         for (i, states) in states.chunks_exact_mut(plan.state_words()).enumerate().take(count * kv_heads) {
-            self.states(first + i / kv_heads, i % kv_heads, states, &part);
+            self.states(first + i / kv_heads, i % kv_heads, states, &parts);
         }
         let states = as_floats(states);
-        each(slots, &|slot, task, following| self.sums(task, following, states, slot, &part));
+        each(slots, &|slot, task, following| self.sums(task, following, states, slot, &parts));
         job.cpu.each_in(slots.iter_mut(), count * kv_heads, |_, i| {
-            self.join(first + i / kv_heads, i % kv_heads, states, &part, out, lse);
+            self.join(first + i / kv_heads, i % kv_heads, states, &parts, out, lse);
         });
         slow.into_inner()
     }
@@ -287,14 +301,7 @@ impl<I: Element> Pass<'_, I> {
     }
 
     /// The scores of a task and their facts. Returns how many tiles took the slow path.
-    fn scores<'p>(
-        &self,
-        task: &Task,
-        following: Option<&Task>,
-        queries: &[u32],
-        slot: &mut [u32],
-        part: &impl Fn(usize, usize) -> Part<'p>,
-    ) -> usize {
+    fn scores(&self, task: &Task, following: Option<&Task>, queries: &[u32], slot: &mut [u32], parts: &Parts) -> usize {
         let job = self.job;
         let &Task { b, block, place, heads, keys } = task;
         let (rows, d) = (self.rows(b), job.shape.head_dim);
@@ -319,17 +326,18 @@ impl<I: Element> Pass<'_, I> {
                 let some = Range { from: head, to: heads.to.min(head + at_once) };
                 head = some.to;
                 let mut ahead = self.ahead(&job.k, d, &next, heads, some, I::IS_BF16);
-                if as_they_stand && self.scores_as_they_stand(task, from, &starts, some, queries, &mut ahead, part) {
+                if as_they_stand && self.scores_as_they_stand(task, from, &starts, some, queries, &mut ahead, parts) {
                     continue;
                 }
                 for head in some.from..some.to {
                     let ahead = std::mem::take(&mut ahead);
-                    slow += self.scores_laid_out(task, from, &key_rows, head, queries, slot, ahead, part);
+                    slow += self.scores_laid_out(task, from, &key_rows, head, queries, slot, ahead, parts);
                 }
             }
         }
         for head in heads.from..heads.to {
-            let part = part(place, head);
+            // SAFETY: a block and its heads are one task's, and the tiles of the scores are done.
+            let part = unsafe { parts.of(place, head) };
             for r in 0..rows {
                 let seen = job.range(b, self.query_and_head(b, head, r).0).within(block * BLOCK, (block + 1) * BLOCK);
                 let scores = &mut part.scores[r * BLOCK..][seen.from - block * BLOCK..seen.to - block * BLOCK];
@@ -348,7 +356,7 @@ impl<I: Element> Pass<'_, I> {
 
     /// Scores of the panel from `from` on where its keys stand, for one head or two; `false` where that is not exact.
     #[allow(clippy::too_many_arguments)]
-    fn scores_as_they_stand<'p>(
+    fn scores_as_they_stand(
         &self,
         task: &Task,
         from: usize,
@@ -356,7 +364,7 @@ impl<I: Element> Pass<'_, I> {
         some: Range,
         queries: &[u32],
         ahead: &mut Ahead,
-        part: &impl Fn(usize, usize) -> Part<'p>,
+        parts: &Parts,
     ) -> bool {
         let (job, d) = (self.job, self.job.shape.head_dim);
         let queries = |head: usize| self.laid_out(task.b, head, queries);
@@ -370,8 +378,11 @@ impl<I: Element> Pass<'_, I> {
             len: d,
         };
         let (rows, ahead) = (self.rows(task.b), std::mem::take(ahead));
-        let head =
-            |head: usize| Head { query: queries(head).0, out: &mut part(task.place, head).scores[from % BLOCK..] };
+        let head = |head: usize| {
+            // SAFETY: a block and its heads are one task's; two heads are two parts, and both are gone with the call.
+            let scores = unsafe { parts.of(task.place, head) }.scores;
+            Head { query: queries(head).0, out: &mut scores[from % BLOCK..] }
+        };
         let least = match some.to - some.from {
             1 => dot_rows(job.cpu, &mut [head(some.from)], rows, &keys, BLOCK, ahead),
             _ => dot_rows(job.cpu, &mut [head(some.from), head(some.from + 1)], rows, &keys, BLOCK, ahead),
@@ -381,7 +392,7 @@ impl<I: Element> Pass<'_, I> {
 
     /// Scores of the panel from `from` on, its keys laid out in `slot` first. Returns how many tiles took the slow path.
     #[allow(clippy::too_many_arguments)]
-    fn scores_laid_out<'p>(
+    fn scores_laid_out(
         &self,
         task: &Task,
         from: usize,
@@ -390,12 +401,13 @@ impl<I: Element> Pass<'_, I> {
         queries: &[u32],
         slot: &mut [u32],
         ahead: Ahead,
-        part: &impl Fn(usize, usize) -> Part<'p>,
+        parts: &Parts,
     ) -> usize {
         let Pass { job, plan, .. } = *self;
         let (rows, d, cpu) = (self.rows(task.b), job.shape.head_dim, job.cpu);
         let (query, least_query) = self.laid_out(task.b, head, queries);
-        let part = part(task.place, head);
+        // SAFETY: a block and its heads are one task's, and this is the only part in hand.
+        let part = unsafe { parts.of(task.place, head) };
         let out = &mut part.scores[from % BLOCK..];
         let panel = &mut slot[..PANEL * plan.words];
         let (count, chain) = (key_rows.count, [0, d]);
@@ -487,12 +499,13 @@ impl<I: Element> Pass<'_, I> {
 
     /// Joins what the blocks know of the rows of a key head: `[code, n]` for each, code 0 for no key that counts, 1 for a
     /// score of NaN or +inf, 2 for a reference point n.
-    fn states<'p>(&self, b: usize, head: usize, out: &mut [u32], part: &impl Fn(usize, usize) -> Part<'p>) {
+    fn states(&self, b: usize, head: usize, out: &mut [u32], parts: &Parts) {
         let states = as_floats_mut(out).as_chunks_mut::<2>().0;
         for (r, state) in states.iter_mut().enumerate().take(self.rows(b)) {
             let (mut largest, mut invalid) = (f32::NEG_INFINITY, false);
             for place in self.places(b) {
-                let facts = part(place, head).facts[r];
+                // SAFETY: the workers are done, and this part is gone before the next.
+                let facts = unsafe { parts.of(place, head) }.facts[r];
                 largest = largest.max(facts[0]);
                 invalid |= facts[1] > 0.0;
             }
@@ -522,14 +535,7 @@ impl<I: Element> Pass<'_, I> {
     }
 
     /// The weights of a task, their sums, and the sums of the values.
-    fn sums<'p>(
-        &self,
-        task: &Task,
-        following: Option<&Task>,
-        states: &[f32],
-        slot: &mut [u32],
-        part: &impl Fn(usize, usize) -> Part<'p>,
-    ) {
+    fn sums(&self, task: &Task, following: Option<&Task>, states: &[f32], slot: &mut [u32], parts: &Parts) {
         let Pass { job, plan, .. } = *self;
         let &Task { b, block, place, heads, keys } = task;
         let (e, columns, group, cpu) = (job.shape.value_dim, plan.columns, job.group(), job.cpu);
@@ -537,7 +543,8 @@ impl<I: Element> Pass<'_, I> {
         let rows = self.rows(b);
         let (mut waiting, mut count) = ([const { None }; MAX_LANES], 0);
         for head in heads.from..heads.to {
-            let mine = part(place, head);
+            // SAFETY: a block and its heads are one task's; each head has one part in this loop.
+            let mine = unsafe { parts.of(place, head) };
             for r in 0..rows {
                 let seen = job.range(b, self.query_and_head(b, head, r).0).within(first, end);
                 let scores = &mut mine.scores[r * BLOCK..][..BLOCK];
@@ -589,7 +596,8 @@ impl<I: Element> Pass<'_, I> {
                     }
                 }
                 let wide = as_floats(slot);
-                let mine = part(place, head);
+                // SAFETY: as above; the parts of that loop are done with.
+                let mine = unsafe { parts.of(place, head) };
                 let mut accumulate = |first_row: usize, rows: usize, keys: Range| {
                     if keys.is_empty() {
                         return;
@@ -628,18 +636,19 @@ impl<I: Element> Pass<'_, I> {
     }
 
     /// Adds the blocks of a key head, ascending from +0, and finishes its rows.
-    fn join<'p, O: Element>(
+    fn join<O: Element>(
         &self,
         b: usize,
         head: usize,
         states: &[f32],
-        part: &impl Fn(usize, usize) -> Part<'p>,
+        parts: &Parts,
         out: &SharedOut<O>,
         lse: &SharedOut<f32>,
     ) {
         let Pass { job, plan, .. } = *self;
         let rows = self.rows(b);
-        let mut places = self.places(b).map(|place| part(place, head));
+        // SAFETY: the blocks of a sequence and key head are one task's, and each is taken once.
+        let mut places = self.places(b).map(|place| unsafe { parts.of(place, head) });
         let mut l = [0f32; MAX_ROWS];
         let mut sum = |facts: &[[f32; FACTS]]| l.iter_mut().zip(facts).for_each(|(l, facts)| *l += facts[3]);
         // The first block becomes the total: +0 and it.

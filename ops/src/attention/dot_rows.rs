@@ -47,10 +47,11 @@ pub fn dot_rows(cpu: &Cpu, heads: &mut [Head], rows: usize, keys: &Keys, stride:
     let d = keys.len;
     assert!(rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS));
     let last = keys.starts.iter().fold(0, |last: usize, &start| last.max(start));
-    let end = d * heads.len();
+    let end = d.saturating_mul(heads.len());
     assert!(end <= keys.k.len() && last <= keys.k.len() - end, "a key outside the keys");
     for Head { query, out } in &*heads {
-        assert!(rows * (d / 2) + 4 <= query.len() && rows.saturating_sub(1) * stride + KEYS <= out.len());
+        assert!(rows * (d / 2) + 4 <= query.len(), "queries too short");
+        assert!(rows.saturating_sub(1).saturating_mul(stride).saturating_add(KEYS) <= out.len(), "output too short");
     }
     // SAFETY: the assertions bound keys, queries and output, and two groups of four are eight queries.
     unsafe {

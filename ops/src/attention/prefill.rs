@@ -542,7 +542,7 @@ impl Kernel for Survey<'_> {
         let start = mine.iter().map(|range| range.from).max().unwrap_or(0).clamp(keys.from, keys.to);
         let end = mine.iter().map(|range| range.to).min().unwrap_or(0).clamp(start, keys.to);
         let count = keys.to - keys.from;
-        assert!(scores.len() >= count * width && width <= ROWS && width.is_multiple_of(S::LANES));
+        assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
         let lowest = s.splat(f32::NEG_INFINITY);
         for lane in (0..width).step_by(S::LANES) {
             let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
@@ -611,7 +611,8 @@ impl Kernel for Weigh<'_> {
     fn run<S: Simd>(self, s: S) {
         let Weigh { scores, plan, keys, end, c, softmax, sums } = self;
         let width = plan.width;
-        assert!(scores.len() >= (keys.to - keys.from) * width && width <= ROWS && width.is_multiple_of(S::LANES));
+        let count = keys.to - keys.from;
+        assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
         let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &softmax.n, lane, 0.0);

@@ -23,6 +23,7 @@ use crate::{Counter, Cpu, DType, Element, Error, TensorMut, TensorRef, Tf32, che
 use half::bf16;
 use samebits_schema::Call;
 use std::iter::successors;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
@@ -242,6 +243,7 @@ impl PackedWeight {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
         if cpu.isa().has_dot()
+            && !w.is_empty()
             && let Some(w) = bf16_slice(w)
             && let Some(memory) = dictionary::pack(cpu, n, TensorRef::of(w, &[n, k]).rows())?
         {
@@ -298,12 +300,12 @@ impl PackedWeight {
 /// Words of one packed panel: 32 columns of k elements, then a line that starts with the smallest nonzero magnitude of
 /// pairs (infinity when there is none).
 pub(crate) fn panel_words(k: usize, pairs: bool) -> usize {
-    PANEL * row_words(k, pairs) + LINE
+    PANEL.saturating_mul(row_words(k, pairs)).saturating_add(LINE)
 }
 
 /// Words of one packed row, whole pairs of k.
 pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
-    if pairs { k.div_ceil(2) } else { k.next_multiple_of(2) }
+    if pairs { k.div_ceil(2) } else { k.div_ceil(2).saturating_mul(2) }
 }
 
 /// Packs the panels of a whole matrix. Not generic, so that it is compiled once.
@@ -345,11 +347,7 @@ fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, opera
     if I::IS_BF16 && pairs {
         let row = |r: usize| bf16_slice(x.row(first + r)).expect("bf16");
         pairs_of_rows(cpu, rows, k, row, pad, out, stride, Ahead::NONE);
-        end[0] = match x.together(first, rows).and_then(bf16_slice) {
-            Some(all) => least_magnitude(cpu, all),
-            None => (0..rows).map(|r| least_magnitude(cpu, row(r))).fold(f32::INFINITY, f32::min),
-        }
-        .to_bits();
+        end[0] = least_of_rows(cpu, x, first, rows).to_bits();
     } else {
         let out = as_floats_mut(out);
         if k % 2 == 1 {
@@ -357,6 +355,15 @@ fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, opera
         }
         wide_of_rows(cpu, rows, k, |r| x.row(first + r), tf32, out, stride);
         end[0] = f32::NAN.to_bits();
+    }
+}
+
+/// The smallest nonzero magnitude of `rows` rows of bf16 from `first` on.
+fn least_of_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize) -> f32 {
+    let least = |x: &[I]| least_magnitude(cpu, bf16_slice(x).expect("bf16"));
+    match x.together(first, rows) {
+        Some(all) => least(all),
+        None => (first..first + rows).map(|r| least(x.row(r))).fold(f32::INFINITY, f32::min),
     }
 }
 
@@ -557,10 +564,31 @@ impl<I: Element> Product<'_, I> {
         }
         let plans = successors(Some(self.preferred()), Tiling::smaller);
         let (plan, mut workspace) = choose(cpu, "gemm", plans)?;
+        if plan.steps == 0 && plan.x_pairs && cpu.ledger().forbids(Counter::SlowPaths) {
+            let place = "gemm: operands so small that VDPBF16PS would flush them";
+            cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(plan.height), place)?;
+        }
         let (shared, slots) = workspace.split();
-        let y = SharedOut { data: y.as_mut_ptr(), len: y.len() };
+        let y = SharedOut::new(y);
         let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, slots, &y) };
-        cpu.ledger().note(Counter::SlowPaths, slow, "gemm: operands so small that VDPBF16PS would flush them")
+        cpu.ledger().add(Counter::SlowPaths, slow);
+        Ok(())
+    }
+
+    /// How many tiles of `height` rows of x and a panel will leave `VDPBF16PS`. Packing finds the same on its way, when
+    /// parts of y are written already.
+    fn slow_tiles(&self, height: usize) -> usize {
+        let Product { cpu, shape: Gemm { m, n, .. }, x, w, .. } = *self;
+        let rows: Vec<_> =
+            (0..m).step_by(height).map(|first| least_of_rows(cpu, x, first, height.min(m - first))).collect();
+        let slow = |panel: usize| {
+            let least = match w {
+                Weight::Packed(group) => group.panel(panel, &mut []).least,
+                Weight::Plain(w) => least_of_rows(cpu, w, panel * PANEL, PANEL.min(n - panel * PANEL)),
+            };
+            rows.iter().filter(|&&row| !dot_is_exact(row, least)).count()
+        };
+        (0..n.div_ceil(PANEL)).map(slow).sum()
     }
 
     /// Packs `rows` rows of x from `first` on.
@@ -606,7 +634,7 @@ impl<I: Element> Product<'_, I> {
                 let first_row = |t: usize| (first_tile + t) * height;
                 let rows_of = |t: usize| height.min(m - first_row(t));
                 let size = plan.tile_words();
-                let packed = SharedOut { data: x_area.as_mut_ptr(), len: x_area.len() };
+                let packed = SharedOut::new(x_area);
                 let pack = |t: usize| {
                     let rows = rows_of(t);
                     // SAFETY: each tile is packed once, into its own part, before any is read.
@@ -833,15 +861,21 @@ impl Ran {
 const SLOW_STEPS: usize = 128;
 
 /// A slice that tasks write to in disjoint parts.
-pub(crate) struct SharedOut<O> {
-    pub(crate) data: *mut O,
-    pub(crate) len: usize,
+pub(crate) struct SharedOut<'a, O> {
+    data: *mut O,
+    len: usize,
+    of: PhantomData<&'a mut [O]>,
 }
 
-// SAFETY: the only access is `part`, whose callers promise disjoint ranges.
-unsafe impl<O: Send> Sync for SharedOut<O> {}
+// SAFETY: the only accesses are `part` and `read`, whose callers promise that no part overlaps another or what is read.
+unsafe impl<O: Send + Sync> Sync for SharedOut<'_, O> {}
 
-impl<O> SharedOut<O> {
+impl<'a, O> SharedOut<'a, O> {
+    /// All of `slice`.
+    pub(crate) fn new(slice: &'a mut [O]) -> SharedOut<'a, O> {
+        SharedOut { data: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
+    }
+
     /// Asks for the cache lines of `rows` elements, `stride` apart from `at`.
     pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
         let mut line = self.data.wrapping_add(at);
@@ -854,7 +888,7 @@ impl<O> SharedOut<O> {
     /// The elements `at..at + len`, to be read.
     ///
     /// # Safety
-    /// The slice outlives the result, and no live part overlaps it.
+    /// No live part overlaps it.
     pub(crate) unsafe fn read(&self, at: usize, len: usize) -> &[O] {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the slice");
         // SAFETY: inside the slice; the rest is the caller's promise.
@@ -864,7 +898,7 @@ impl<O> SharedOut<O> {
     /// The elements `at..at + len`.
     ///
     /// # Safety
-    /// The slice outlives the result, and no two live parts overlap.
+    /// No other live part, and nothing that is read, overlaps it.
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn part(&self, at: usize, len: usize) -> &mut [O] {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the output");
@@ -892,7 +926,7 @@ unsafe fn finish<O: Element>(
 struct Finish<'a, O> {
     sums: &'a [f32],
     bias: Option<&'a [f32; PANEL]>,
-    y: &'a SharedOut<O>,
+    y: &'a SharedOut<'a, O>,
     at: usize,
     stride: usize,
     columns: usize,

@@ -82,14 +82,22 @@ pub struct Tile<'a, T> {
     pub out_stride: usize,
 }
 
+/// Where the last of so many rows and steps stands; what is beyond a word is beyond every slice.
+fn last(rows: usize, row_stride: usize, steps: usize, step: usize) -> usize {
+    (rows - 1).saturating_mul(row_stride).saturating_add((steps - 1).saturating_mul(step))
+}
+
 impl<T> Tile<'_, T> {
     /// Every address the kernels form, checked once per tile. `pairs` steps per two elements of k on each side.
     fn check(&self, left_pairs: bool) {
         let end = self.order.end();
+        if let Order::Tree(bounds) = self.order {
+            assert!(bounds.is_sorted(), "the bounds of segments ascend");
+        }
         let left_steps = if left_pairs { end.div_ceil(2) } else { end };
         assert!(self.rows >= 1 && self.rows <= MAX_ROWS && self.columns.is_multiple_of(16) && self.columns >= 16);
         if end > 0 {
-            let left_last = (self.rows - 1) * self.left.row_stride + (left_steps - 1) * self.left.step;
+            let left_last = last(self.rows, self.left.row_stride, left_steps, self.left.step);
             assert!(left_last < self.left.data.len(), "left operand too short");
             let (right_len, right_steps, stride) = match self.right {
                 Right::Coded(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
@@ -97,9 +105,9 @@ impl<T> Tile<'_, T> {
                 Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
                 Right::Narrow(data, stride, _) => (data.len(), end, stride),
             };
-            assert!((right_steps - 1) * stride + self.columns <= right_len, "right operand too short");
+            assert!(last(self.columns, 1, right_steps, stride) < right_len, "right operand too short");
         }
-        assert!((self.rows - 1) * self.out_stride + self.columns <= self.out.len(), "output too short");
+        assert!(last(self.rows, self.out_stride, self.columns, 1) < self.out.len(), "output too short");
     }
 }
 

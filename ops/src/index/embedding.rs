@@ -28,7 +28,9 @@ pub fn embedding<I: Element, O: Element>(
 
 /// A table of any layout, or packed.
 fn run(cpu: &Cpu, w: TensorRef, tokens: &[i32], y: TensorMut) -> Result<(), Error> {
-    let [vocab, dim] = *w.shape() else { unreachable!("[V,D]") };
+    let [vocab, dim] = *w.shape() else {
+        return Err(value_error("embedding", format!("w is {:?}; it must be [V, D]", w.shape())));
+    };
     if dim == 0 {
         return Ok(());
     }

@@ -135,6 +135,8 @@ pub(crate) const OP: Entry = Entry {
     },
     device: Some(|on, args| {
         let shape = Route::of(args.call);
+        let (to_rank, to_weight) =
+            (args.output("rank").device("route", "rank")?, args.output("weight").device("route", "weight")?);
         let count = shape.tokens * shape.chosen;
         let (mut index, mut weights) = (on.empty::<i32>("route", count)?, on.empty::<f32>("route", count)?);
         let (logits, bias) = (args.input("logits"), args.optional("bias"));
@@ -147,8 +149,8 @@ pub(crate) const OP: Entry = Entry {
         weights.download(on, &mut scores)?;
         let (mut rank, mut weight) = (vec![0; shape.tokens * shape.experts], vec![0f32; shape.tokens * shape.experts]);
         spread(&shape, &chosen, &scores, &mut rank, &mut weight);
-        args.output("rank").device("route", "rank")?.fill(on, &rank)?;
-        args.output("weight").device("route", "weight")?.fill(on, &weight)
+        to_rank.fill(on, &rank)?;
+        to_weight.fill(on, &weight)
     }),
     prepare: None,
 };

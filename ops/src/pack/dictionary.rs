@@ -73,7 +73,7 @@ pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error>
     let bytes = form.words().saturating_mul(4);
     let mut memory = Memory::new(form.words()).ok_or(Error::Memory { op: "gemm", bytes })?;
     let (panels, wholes) = memory.split_at_mut(form.panels * form.panel());
-    let wholes = SharedOut { data: wholes.as_mut_ptr(), len: wholes.len() };
+    let wholes = SharedOut::new(wholes);
     let too_many = AtomicBool::new(false);
     let size = panel_words(k, true);
     cpu.chunks(panels, form.panel(), |panel, out| {

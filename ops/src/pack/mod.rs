@@ -77,7 +77,8 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
             ahead.ask(usize::MAX);
             return;
         }
-        assert!(rows <= stride && (words - 1) * stride + rows <= out.len(), "output too short");
+        let end = (words - 1).saturating_mul(stride).saturating_add(rows);
+        assert!(rows <= stride && end <= out.len(), "output too short");
         let whole = words / S::LANES * S::LANES;
         let share = ahead.lines().div_ceil((rows.div_ceil(S::LANES) * (whole / S::LANES)).max(1));
         for first in (0..rows).step_by(S::LANES) {

@@ -304,6 +304,9 @@ impl Simd for Avx2 {
 }
 
 /// NaN lanes become the canonical quiet NaN.
+///
+/// # Safety
+/// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn canonical(v: __m256) -> __m256 {
@@ -312,6 +315,9 @@ fn canonical(v: __m256) -> __m256 {
 }
 
 /// To bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half is left.
+///
+/// # Safety
+/// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn rounded(v: __m256) -> __m256i {
@@ -321,6 +327,9 @@ fn rounded(v: __m256) -> __m256i {
 }
 
 /// To bf16.
+///
+/// # Safety
+/// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn to_bf16(v: __m256) -> __m128i {

@@ -388,6 +388,9 @@ impl Simd512 for Avx512 {
 }
 
 /// Nothing moves past this, and `v` is in a register.
+///
+/// # Safety
+/// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn pin(v: &mut __m512) {
@@ -396,6 +399,9 @@ fn pin(v: &mut __m512) {
 }
 
 /// [`pin`] of three.
+///
+/// # Safety
+/// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn pin_words(a: &mut __m512i, b: &mut __m512i, c: &mut __m512i) {

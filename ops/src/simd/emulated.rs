@@ -56,6 +56,9 @@ pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
 }
 
 /// `VDPBF16PS` on every lane.
+///
+/// # Safety
+/// The machine has the instructions of `Base`.
 #[inline(never)]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 fn dpbf16(sums: &mut [f32; 16], a: &Words, b: &Words) {

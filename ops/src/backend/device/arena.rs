@@ -35,13 +35,20 @@ impl Arena {
     /// At least `bytes`: the address and the room there. What is kept goes back to the device before more is asked for
     /// than the cap allows or the device has.
     /// Only where it `may_free`, which waits for the device.
-    pub fn take(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
-        let (address, room) = self.find(driver, bytes, may_free)?;
-        driver.lend(address, bytes);
+    ///
+    /// # Safety
+    /// The arena has always been asked with this driver.
+    pub unsafe fn take(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
+        // SAFETY: the caller's promise.
+        let (address, room) = unsafe { self.find(driver, bytes, may_free)? };
+        // SAFETY: the driver gave `room` bytes there, at least as many, and they are nobody's.
+        unsafe { driver.lend(address, bytes) };
         Some((address, room))
     }
 
-    fn find(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
+    /// # Safety
+    /// As [`Arena::take`].
+    unsafe fn find(&mut self, driver: &dyn Driver, bytes: usize, may_free: bool) -> Option<(u64, usize)> {
         let room = room_of(bytes)?;
         let at = self.kept.partition_point(|&(kept, _)| kept < room);
         if self.kept.get(at).is_some_and(|&(kept, _)| serves(kept, room)) {
@@ -52,14 +59,11 @@ impl Arena {
         let address = match ask(self.held) {
             Some(address) => address,
             None => {
-                let kept: usize = self.kept.iter().map(|&(room, _)| room).sum();
-                if kept == 0 || !may_free {
+                if self.kept.is_empty() || !may_free {
                     return None;
                 }
-                for (_, address) in self.kept.drain(..) {
-                    driver.free(address);
-                }
-                self.held -= kept;
+                // SAFETY: the caller's promise.
+                unsafe { self.free_kept(driver) };
                 let left = self.held;
                 if room > self.cap.saturating_sub(left) { None } else { driver.allocate(room) }?
             }
@@ -68,7 +72,23 @@ impl Arena {
         Some((address, room))
     }
 
-    pub fn give_back(&mut self, address: u64, room: usize) {
+    /// Gives what is kept to the device.
+    ///
+    /// # Safety
+    /// As [`Arena::take`].
+    pub unsafe fn free_kept(&mut self, driver: &dyn Driver) {
+        for (room, address) in self.kept.drain(..) {
+            self.held -= room;
+            // SAFETY: the driver gave it; who had it has given it back, and it stands here no more.
+            unsafe { driver.free(address) };
+        }
+    }
+
+    /// Keeps memory for the next.
+    ///
+    /// # Safety
+    /// [`Arena::take`] gave it, and nothing that starts from now on uses it.
+    pub unsafe fn give_back(&mut self, address: u64, room: usize) {
         let at = self.kept.partition_point(|&kept| kept < (room, address));
         self.kept.insert(at, (room, address));
     }

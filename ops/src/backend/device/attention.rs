@@ -121,7 +121,7 @@ pub fn attention_over<I: Stored, O: Stored>(
 /// [`attention_over`] at places that stand on the device.
 ///
 /// # Errors
-/// As [`attention_over`]; [`Error::Value`] when the places were made for other dimensions.
+/// As [`attention_over`]; [`Error::Value`] when the places were made for other dimensions or never set.
 #[allow(clippy::too_many_arguments)]
 pub fn attention_at<I: Stored, O: Stored>(
     device: &Device,
@@ -138,6 +138,9 @@ pub fn attention_at<I: Stored, O: Stored>(
         let made = [places.batch, places.queries, places.keys];
         let why = format!("places of {made:?} sequences, queries and keys do not serve {:?}", [batch, queries, keys]);
         return Err(value_error("attention", why));
+    }
+    if !places.set {
+        return Err(value_error("attention", "the places were never set"));
     }
     let (packed, padded) = (places.packed, places.padded);
     let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: places.positions(), out: out.len(), lse: lse.len() };
@@ -165,6 +168,8 @@ pub struct Places {
     reach: usize,
     /// `q_start`, `q_pos`, `kv_len`, and starts of keys or pages.
     indices: Buffer<i32>,
+    /// Whether something was written there.
+    set: bool,
 }
 
 impl Places {
@@ -183,8 +188,12 @@ impl Places {
         let Attention { batch, queries, keys, .. } = *shape;
         let reach = columns.saturating_mul(page_size);
         check_extents(queries, keys, reach)?;
-        let indices = device.empty("attention", batch + 1 + queries + batch + batch * columns)?;
-        Ok(Places { batch, queries, keys, packed: true, padded: false, page_size, columns, most, reach, indices })
+        let pages = batch.checked_mul(columns);
+        let words = [1, queries, batch, batch].into_iter().try_fold(pages.unwrap_or(usize::MAX), usize::checked_add);
+        let words = words.ok_or_else(|| value_error("attention", format!("{batch} sequences of {columns} pages")))?;
+        let indices = device.empty("attention", words)?;
+        let (packed, padded, set) = (true, false, false);
+        Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set })
     }
 
     /// Those of one call.
@@ -206,7 +215,7 @@ impl Places {
         let (starts, most) = starts(shape, sequences);
         let packed = sequences.q_start.is_some();
         let indices = device.upload("attention", &join(shape, sequences, starts, q_pos, kv_len))?;
-        Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices })
+        Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set: true })
     }
 
     /// Sets the places of the next call: `table` has `columns` pages for each sequence.
@@ -233,7 +242,9 @@ impl Places {
         if most > self.most {
             return Err(value_error("attention", format!("{most} queries; there is room for {}", self.most)));
         }
-        self.indices.fill(device, &join(shape, &sequences, starts, q_pos, kv_len))
+        self.indices.fill(device, &join(shape, &sequences, starts, q_pos, kv_len))?;
+        self.set = true;
+        Ok(())
     }
 
     fn positions(&self) -> usize {

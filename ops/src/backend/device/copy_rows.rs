@@ -7,22 +7,35 @@ use crate::{Error, value_error};
 /// Tokens or rows on a device, each below a limit: checked on the host whenever they are set.
 pub struct Indices {
     limit: usize,
+    distinct: bool,
+    /// The capture whose work makes them, if any.
+    capture: Option<u64>,
     buffer: Buffer<i32>,
 }
 
 impl Indices {
-    /// Copies `values`.
+    /// Copies `values`: rows of a gather, which may come more than once.
     ///
     /// # Errors
     /// [`Error::Value`] when one is outside `0..limit`; those of the device.
     pub fn new(device: &Device, op: &'static str, values: &[i32], limit: usize) -> Result<Indices, Error> {
         check(op, values, limit)?;
-        Ok(Indices { limit, buffer: device.upload(op, values)? })
+        Ok(Indices { limit, distinct: false, capture: None, buffer: device.upload(op, values)? })
     }
 
-    /// Those that a kernel has made, or will, and that it keeps below `limit`.
-    pub(super) fn made(buffer: Buffer<i32>, limit: usize) -> Indices {
-        Indices { limit, buffer }
+    /// Copies `values`: rows of a scatter, none of which may come twice.
+    ///
+    /// # Errors
+    /// As [`Indices::new`]; [`Error::Value`] when two are the same.
+    pub fn distinct(device: &Device, op: &'static str, values: &[i32], limit: usize) -> Result<Indices, Error> {
+        check_distinct(op, values)?;
+        Ok(Indices { distinct: true, ..Indices::new(device, op, values, limit)? })
+    }
+
+    /// Those that a kernel of `device` has made, or will, and that it keeps below `limit`. Where that kernel is captured,
+    /// only kernels of the same capture may read them: whatever runs before the graph does finds anything there.
+    pub(super) fn made(device: &Device, buffer: Buffer<i32>, limit: usize) -> Indices {
+        Indices { limit, distinct: false, capture: device.inner.capturing(), buffer }
     }
 
     /// Copies them to the host.
@@ -36,10 +49,15 @@ impl Indices {
     /// Copies as many other values over them.
     ///
     /// # Errors
-    /// As [`Indices::new`]; [`Error::Length`] when there are more or fewer.
+    /// As [`Indices::new`] or [`Indices::distinct`]; [`Error::Length`] when there are more or fewer.
     pub fn set(&mut self, device: &Device, op: &'static str, values: &[i32]) -> Result<(), Error> {
         check(op, values, self.limit)?;
-        self.buffer.fill(device, values)
+        if self.distinct {
+            check_distinct(op, values)?;
+        }
+        self.buffer.fill(device, values)?;
+        self.capture = None;
+        Ok(())
     }
 
     /// How many there are.
@@ -57,8 +75,12 @@ impl Indices {
         self.limit
     }
 
-    pub(super) fn buffer(&self) -> &Buffer<i32> {
-        &self.buffer
+    /// What a kernel that `device` starts now reads.
+    pub(super) fn buffer(&self, device: &Device) -> Result<&Buffer<i32>, Error> {
+        if self.capture.is_some() && self.capture != device.inner.capturing() {
+            return Err(Error::Device("indices of captured work are read outside of it".into()));
+        }
+        Ok(&self.buffer)
     }
 }
 
@@ -69,6 +91,15 @@ fn check(op: &'static str, values: &[i32], limit: usize) -> Result<(), Error> {
             Err(value_error(op, format!("tokens[{i}] is {}; the table has {limit} rows", values[i])))
         }
         Some(i) => Err(value_error(op, format!("index {i} is {}; there are {limit} rows", values[i]))),
+    }
+}
+
+fn check_distinct(op: &'static str, values: &[i32]) -> Result<(), Error> {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable();
+    match sorted.windows(2).find(|two| two[0] == two[1]) {
+        None => Ok(()),
+        Some(two) => Err(value_error(op, format!("index {} comes twice; a scatter writes each row once", two[0]))),
     }
 }
 
@@ -103,19 +134,25 @@ impl Part<'_> {
         self.every > 0 && last.and_then(|at| at.checked_add(width)).is_some_and(|end| end <= len)
     }
 
-    fn arguments(&self, arguments: Arguments) -> Arguments {
+    /// Whether no element is in two rows.
+    fn apart(&self, width: usize) -> bool {
+        self.every == 1 && self.stride >= width && self.rows.is_none_or(|rows| rows.distinct)
+    }
+
+    fn arguments(&self, device: &Device, arguments: Arguments) -> Result<Arguments, Error> {
         let arguments = match self.rows {
-            Some(rows) => arguments.buffer(rows.buffer()).int(1),
+            Some(rows) => arguments.buffer(rows.buffer(device)?).int(1),
             None => arguments.null().int(0),
         };
-        arguments.long(self.every).long(self.stride).long(self.offset)
+        Ok(arguments.long(self.every).long(self.stride).long(self.offset))
     }
 }
 
-/// Copies `count` rows of `width` elements, bit for bit. No two rows go to one place.
+/// Copies `count` rows of `width` elements, bit for bit: gathers rows of `from`, scatters them to rows of `to`.
 ///
 /// # Errors
-/// [`Error::Value`] when rows are outside a buffer; errors of the device.
+/// [`Error::Value`] when rows are outside a buffer, or two may go to one place: indices that are not
+/// [`Indices::distinct`], rows that are repeated or overlap; errors of the device.
 pub fn copy_rows<T: Stored>(
     device: &Device,
     [count, width]: [usize; 2],
@@ -129,9 +166,12 @@ pub fn copy_rows<T: Stored>(
         let why = format!("{count} rows of {width} are not within {} and {} elements", from.len(), to.len());
         return Err(value_error("copy_rows", why));
     }
-    let arguments = from_part.arguments(Arguments::new().buffer(from));
-    let arguments = to_part.arguments(arguments.buffer(to)).long(width);
+    if count > 1 && !to_part.apart(width) {
+        return Err(value_error("copy_rows", format!("{count} rows of {width} may go to one place")));
+    }
+    let arguments = from_part.arguments(device, Arguments::new().buffer(from))?;
+    let arguments = to_part.arguments(device, arguments.buffer(to))?.long(width);
     let grid = [count, width.div_ceil(128 * 16 / size_of::<T>()), 1];
-    // SAFETY: every row is within its buffer, and the two are not the same.
+    // SAFETY: every row is within its buffer, the two are not the same, and no element is written twice.
     unsafe { device.launch(build::<T, f32>("copy_rows"), "copy_rows", grid, 128, 0, &arguments) }
 }

@@ -1,9 +1,9 @@
 //! NVIDIA GPUs through the CUDA driver and NVRTC, both opened at run time: a machine without them runs everything else.
 
-use super::{Build, Driver, HEADERS, Launch};
+use super::{Build, Clock, Driver, HEADERS, Launch, lock};
 use crate::Error;
 use cudarc::driver::sys::{
-    CUcontext, CUdevice_attribute as Attribute, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute as Attribute, CUevent, CUfunction, CUgraph, CUgraphExec, CUmodule, CUstream,
 };
 use cudarc::driver::{DriverError, result as cuda, sys as cuda_sys};
 use cudarc::nvrtc::sys as nvrtc;
@@ -152,8 +152,8 @@ pub struct Cuda {
     name: String,
     arch: String,
     compiler: String,
-    context: CUcontext,
     stream: CUstream,
+    staging: Mutex<Staging>,
     /// Folder of compiled kernels, when they are kept.
     cache: Option<PathBuf>,
     /// Folder of units that are taken in the place of the program's own, for those who work on kernels.
@@ -161,7 +161,30 @@ pub struct Cuda {
     modules: Mutex<Vec<Module>>,
     /// Captured graphs by number.
     graphs: Mutex<HashMap<usize, (CUgraph, CUgraphExec)>>,
+    /// Given back last.
+    context: Context,
 }
+
+/// The primary context of a GPU, retained.
+struct Context(CUdevice, CUcontext);
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: it was retained once. An error has nowhere to go.
+        let _ = unsafe { cuda::primary_ctx::release(self.0) };
+    }
+}
+
+/// Pinned memory that small copies to the device go through. The driver may read the source of a copy until the copy has
+/// ended, where the source is pinned and, in CUDA 11, where it is not; nobody but us knows this one, and no part of it is
+/// written again before the stream was waited for.
+struct Staging {
+    start: *mut u8,
+    used: usize,
+}
+
+/// Bytes of it. Larger copies are waited for.
+const STAGING: usize = 256 << 10;
 
 struct Module {
     module: CUmodule,
@@ -170,7 +193,7 @@ struct Module {
 
 // SAFETY: handles of the driver may be used from any thread that has made the context current, which every method does.
 unsafe impl Send for Cuda {}
-// SAFETY: as above; the lists of modules and graphs are behind locks, and the driver locks its own.
+// SAFETY: as above; the staging memory and the lists of modules and graphs are behind locks, and the driver locks its own.
 unsafe impl Sync for Cuda {}
 
 impl Cuda {
@@ -185,37 +208,43 @@ impl Cuda {
         }
         let compiler = compiler_version()?;
         let device = cuda::device::get(ordinal as c_int).map_err(failed("cuDeviceGet"))?;
-        // SAFETY: `device` was returned by cuDeviceGet, which is all that the three ask for.
-        let (attribute, context) = unsafe {
-            let attribute = |which| cuda::device::get_attribute(device, which).map_err(failed("cuDeviceGetAttribute"));
-            (
-                (
-                    attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                    attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-                ),
-                cuda::primary_ctx::retain(device).map_err(failed("cuDevicePrimaryCtxRetain"))?,
-            )
+        let attribute = |which| {
+            // SAFETY: `device` was returned by cuDeviceGet, which is all that is asked for.
+            unsafe { cuda::device::get_attribute(device, which) }.map_err(failed("cuDeviceGetAttribute"))
         };
-        let arch = format!("sm_{}{}", attribute.0, attribute.1);
+        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let arch = format!("sm_{major}{minor}");
         let model = cuda::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
+        // SAFETY: as for the attributes.
+        let context = unsafe { cuda::primary_ctx::retain(device) }.map_err(failed("cuDevicePrimaryCtxRetain"))?;
+        let context = Context(device, context);
         // SAFETY: the context was just retained.
-        unsafe { cuda::ctx::set_current(context) }.map_err(failed("cuCtxSetCurrent"))?;
+        unsafe { cuda::ctx::set_current(context.1) }.map_err(failed("cuCtxSetCurrent"))?;
         let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
-        Ok(Cuda {
+        let cuda = Cuda {
             name: format!("cuda:{ordinal} {model} ({arch}), nvrtc {compiler}"),
             arch,
             compiler,
-            context,
             stream,
+            staging: Mutex::new(Staging { start: std::ptr::null_mut(), used: 0 }),
             cache: cache.map(Path::to_path_buf),
             sources: None,
             modules: Mutex::default(),
             graphs: Mutex::default(),
-        })
+            context,
+        };
+        // SAFETY: the context is current; what drops `cuda` frees the memory.
+        let start = unsafe { cuda::malloc_host(STAGING, 0) }.map_err(failed("cuMemHostAlloc"))?;
+        lock(&cuda.staging).start = start.cast();
+        Ok(cuda)
     }
 
     /// Takes units from the files `<unit>.cu` of `folder`, those that are there.
-    pub fn with_sources(mut self, folder: PathBuf) -> Cuda {
+    ///
+    /// # Safety
+    /// Their kernels take the arguments of the program's own and touch no other memory.
+    pub unsafe fn with_sources(mut self, folder: PathBuf) -> Cuda {
         self.name += &format!(", kernels of {}", folder.display());
         self.sources = Some(folder);
         self
@@ -223,7 +252,15 @@ impl Cuda {
 
     fn current(&self) -> Result<(), Error> {
         // SAFETY: the context is retained as long as self lives.
-        unsafe { cuda::ctx::set_current(self.context) }.map_err(failed("cuCtxSetCurrent"))
+        unsafe { cuda::ctx::set_current(self.context.1) }.map_err(failed("cuCtxSetCurrent"))
+    }
+
+    /// Waits for the stream; then the staging memory is free again.
+    fn drain(&self, staging: &mut Staging) -> Result<(), Error> {
+        // SAFETY: the stream was made by this context.
+        unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))?;
+        staging.used = 0;
+        Ok(())
     }
 
     /// Machine code of a build, from the cache where it is there. A file of the cache holds what it was made from, and is
@@ -243,28 +280,68 @@ impl Cuda {
             folder.join(format!("{}-{types}-{}-nvrtc{}.cubin", build.unit, self.arch, self.compiler))
         });
         let kept = path.as_ref().and_then(|path| std::fs::read(path).ok());
-        if let Some(code) = kept.as_deref().and_then(|file| file.strip_prefix(key.as_bytes())) {
+        if let Some(code) = kept.as_deref().and_then(|file| whole(file, &key)) {
             return Ok(code.to_vec());
         }
         let code = compile(build, &source, &self.arch, &[])?.cubin;
         if let Some(path) = path {
-            let file = [key.as_bytes(), &code].concat();
+            let file = [key.as_bytes(), &(code.len() as u64).to_le_bytes(), &code].concat();
             keep(&path, &file).map_err(|e| Error::Device(format!("cannot keep {}: {e}", path.display())))?;
         }
         Ok(code)
     }
 }
 
+/// The code in a file of the cache, if all of it is there and was made from `key`: the driver is not told where it ends.
+fn whole<'a>(file: &'a [u8], key: &str) -> Option<&'a [u8]> {
+    let (len, code) = file.strip_prefix(key.as_bytes())?.split_first_chunk()?;
+    (u64::from_le_bytes(*len) == code.len() as u64).then_some(code)
+}
+
 impl Drop for Cuda {
     fn drop(&mut self) {
         // Errors have nowhere to go; the process gives everything back when it ends.
-        if self.current().is_ok() {
-            for module in self.modules.lock().expect("no panic while holding the lock").drain(..) {
-                // SAFETY: loaded by this context, and nothing runs any more after the stream was waited for.
-                let _ = unsafe { cuda::module::unload(module.module) };
-            }
-            // SAFETY: made by this context.
-            let _ = unsafe { cuda::stream::destroy(self.stream) };
+        if self.finish().is_err() {
+            return;
+        }
+        for (_, (graph, exec)) in lock(&self.graphs).drain() {
+            // SAFETY: made by end_capture and destroyed once; nothing runs any more.
+            let _ = unsafe { (cuda::graph::exec_destroy(exec), cuda::graph::destroy(graph)) };
+        }
+        for module in lock(&self.modules).drain(..) {
+            // SAFETY: loaded by this context, and nothing runs any more.
+            let _ = unsafe { cuda::module::unload(module.module) };
+        }
+        let staging = lock(&self.staging).start;
+        if !staging.is_null() {
+            // SAFETY: from malloc_host, and no copy is under way.
+            let _ = unsafe { cuda::free_host(staging.cast()) };
+        }
+        // SAFETY: made by this context.
+        let _ = unsafe { cuda::stream::destroy(self.stream) };
+    }
+}
+
+/// An event of the driver.
+struct Event<'a>(&'a Cuda, CUevent);
+
+impl Event<'_> {
+    fn new(cuda: &Cuda) -> Result<Event<'_>, Error> {
+        let event = cuda::event::create(cuda_sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("cuEventCreate"))?;
+        Ok(Event(cuda, event))
+    }
+
+    fn record(&self) -> Result<(), Error> {
+        // SAFETY: event and stream are of one context.
+        unsafe { cuda::event::record(self.1, self.0.stream) }.map_err(failed("cuEventRecord"))
+    }
+}
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        if self.0.current().is_ok() {
+            // SAFETY: made in `new`, destroyed once.
+            let _ = unsafe { cuda_sys::cuEventDestroy_v2(self.1) };
         }
     }
 }
@@ -299,7 +376,7 @@ impl Driver for Cuda {
     fn compile(&self, build: &Build) -> Result<usize, Error> {
         let code = self.code(build)?;
         self.current()?;
-        // SAFETY: NVRTC made the image for this device.
+        // SAFETY: NVRTC made the image for this device, and all of it is there.
         let module = unsafe { cuda::module::load_data(code.as_ptr().cast()) }.map_err(failed("cuModuleLoadData"))?;
         let mut functions = HashMap::new();
         for &kernel in build.source().kernels {
@@ -309,7 +386,7 @@ impl Driver for Cuda {
                 unsafe { cuda::module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
             functions.insert(kernel, function);
         }
-        let mut modules = self.modules.lock().expect("no panic while holding the lock");
+        let mut modules = lock(&self.modules);
         modules.push(Module { module, functions });
         Ok(modules.len() - 1)
     }
@@ -320,30 +397,47 @@ impl Driver for Cuda {
         unsafe { cuda::malloc_sync(bytes) }.ok()
     }
 
-    fn free(&self, address: u64) {
-        if self.current().is_ok() {
-            // SAFETY: the address came from malloc_sync, and cuMemFree waits for what uses it.
-            let _ = unsafe { cuda::free_sync(address) };
+    unsafe fn free(&self, address: u64) {
+        // What fails here has failed for good, and then nothing runs.
+        let _ = self.finish();
+        // SAFETY: the caller's promise: `allocate` gave the address, and nothing uses it any more.
+        let _ = unsafe { cuda::free_sync(address) };
+    }
+
+    unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.current()?;
+        let copy = |bytes: &[u8]| {
+            // SAFETY: as many bytes at `address` are live, by the caller's promise; the stream is of this context.
+            unsafe { cuda::memcpy_htod_async(address, bytes, self.stream) }.map_err(failed("cuMemcpyHtoDAsync"))
+        };
+        let mut staging = lock(&self.staging);
+        if bytes.len() > STAGING {
+            // The driver may read `bytes` as long as the copy lasts.
+            let started = copy(bytes);
+            return started.and(self.drain(&mut staging));
         }
+        if bytes.len() > STAGING - staging.used {
+            self.drain(&mut staging)?;
+        }
+        // SAFETY: there are STAGING bytes, and no copy under way reads those behind `used`.
+        let staged = unsafe { std::slice::from_raw_parts_mut(staging.start.add(staging.used), bytes.len()) };
+        staged.copy_from_slice(bytes);
+        staging.used += bytes.len();
+        copy(staged)
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+    unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
         self.current()?;
-        // SAFETY: the caller holds a buffer of as many bytes; pageable memory is read before the call returns.
-        unsafe { cuda::memcpy_htod_async(address, bytes, self.stream) }.map_err(failed("cuMemcpyHtoD"))
+        // SAFETY: as many bytes at `address` are live, by the caller's promise; the stream is waited for before `bytes`
+        // is given back, whatever was returned.
+        let started = unsafe { cuda::memcpy_dtoh_async(bytes, address, self.stream) };
+        started.map_err(failed("cuMemcpyDtoHAsync")).and(self.finish())
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
+    unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
         self.current()?;
-        // SAFETY: the caller holds a buffer of as many bytes; the stream is waited for before `bytes` is given back.
-        unsafe { cuda::memcpy_dtoh_async(bytes, address, self.stream) }.map_err(failed("cuMemcpyDtoH"))?;
-        self.finish()
-    }
-
-    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
-        self.current()?;
-        // SAFETY: the caller holds buffers of as many bytes.
-        unsafe { cuda::memcpy_dtod_async(to, from, bytes, self.stream) }.map_err(failed("cuMemcpyDtoD"))
+        // SAFETY: the caller's promise.
+        unsafe { cuda::memcpy_dtod_async(to, from, bytes, self.stream) }.map_err(failed("cuMemcpyDtoDAsync"))
     }
 
     fn begin_capture(&self) -> Result<(), Error> {
@@ -359,23 +453,26 @@ impl Driver for Cuda {
         // SAFETY: a capture of this stream was begun.
         let graph = unsafe { cuda::stream::end_capture(self.stream) }.map_err(failed("cuStreamEndCapture"))?;
         // SAFETY: the graph was just made; it lives until it is forgotten.
-        let exec = unsafe { cuda::graph::instantiate(graph, cuda_sys::CUgraphInstantiate_flags(0)) }
-            .map_err(failed("cuGraphInstantiate"))?;
-        let mut graphs = self.graphs.lock().expect("no panic while holding the lock");
+        let exec = unsafe { cuda::graph::instantiate(graph, cuda_sys::CUgraphInstantiate_flags(0)) }.map_err(|e| {
+            // SAFETY: made above and destroyed once.
+            let _ = unsafe { cuda::graph::destroy(graph) };
+            failed("cuGraphInstantiate")(e)
+        })?;
+        let mut graphs = lock(&self.graphs);
         let number = graphs.keys().max().map_or(0, |last| last + 1);
         graphs.insert(number, (graph, exec));
         Ok(number)
     }
 
-    fn replay(&self, graph: usize) -> Result<(), Error> {
+    unsafe fn replay(&self, graph: usize) -> Result<(), Error> {
         self.current()?;
-        let (_, exec) = self.graphs.lock().expect("no panic while holding the lock")[&graph];
+        let (_, exec) = lock(&self.graphs)[&graph];
         // SAFETY: the graph has not been forgotten, and what it uses is live.
         unsafe { cuda::graph::launch(exec, self.stream) }.map_err(failed("cuGraphLaunch"))
     }
 
     fn forget(&self, graph: usize) {
-        let known = self.graphs.lock().expect("no panic while holding the lock").remove(&graph);
+        let known = lock(&self.graphs).remove(&graph);
         // It may be under way; errors have nowhere to go.
         if let (Some((graph, exec)), Ok(())) = (known, self.current().and_then(|()| self.finish())) {
             // SAFETY: made by end_capture and destroyed once.
@@ -386,7 +483,7 @@ impl Driver for Cuda {
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {
         self.current()?;
         let function = {
-            let modules = self.modules.lock().expect("no panic while holding the lock");
+            let modules = lock(&self.modules);
             modules[launch.module].functions[launch.kernel]
         };
         if launch.shared > 0 {
@@ -404,34 +501,39 @@ impl Driver for Cuda {
         .map_err(|e| Error::Device(format!("cuLaunchKernel of {}: {:?}", launch.kernel, e.0)))
     }
 
-    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    fn clock(&self) -> Result<Clock<'_>, Error> {
         self.current()?;
-        let event = || cuda::event::create(cuda_sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed("cuEventCreate"));
-        let (start, end) = (event()?, event()?);
-        // SAFETY: both events were just made, the stream is that of this context.
-        let record = |event| unsafe { cuda::event::record(event, self.stream) }.map_err(failed("cuEventRecord"));
-        let took = record(start).and_then(|()| work()).and_then(|()| record(end)).and_then(|()| {
+        let (start, end) = (Event::new(self)?, Event::new(self)?);
+        start.record()?;
+        Ok(Box::new(move || {
+            self.current()?;
+            end.record()?;
             self.finish()?;
             // SAFETY: both have been recorded, and the stream has passed them.
-            unsafe { cuda::event::elapsed(start, end) }.map_err(failed("cuEventElapsedTime"))
-        });
-        for event in [start, end] {
-            // SAFETY: made above, destroyed once.
-            let _ = unsafe { cuda_sys::cuEventDestroy_v2(event) };
-        }
-        Ok(f64::from(took?) / 1e3)
+            let took = unsafe { cuda::event::elapsed(start.1, end.1) }.map_err(failed("cuEventElapsedTime"))?;
+            Ok(f64::from(took) / 1e3)
+        }))
     }
 
     fn finish(&self) -> Result<(), Error> {
         self.current()?;
-        // SAFETY: the stream was made by this context.
-        unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
+        self.drain(&mut lock(&self.staging))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn code_is_taken_from_the_cache_whole_or_not_at_all() {
+        let file = |len: u64| [b"key".as_slice(), &len.to_le_bytes(), b"code"].concat();
+        assert_eq!(whole(&file(4), "key"), Some(&b"code"[..]));
+        assert_eq!(whole(&file(4), "another key"), None);
+        for cut in 0..file(4).len() {
+            assert_eq!(whole(&file(4)[..cut], "key"), None, "{cut} bytes of a file");
+        }
+    }
 
     #[test]
     fn a_file_of_the_cache_is_whole_and_nothing_else_is_replaced() {

@@ -98,7 +98,15 @@ impl Arguments {
 }
 
 /// A device as [`Device`](super::Device) needs it. Launches and copies happen one after the other, in the order in which
-/// they are asked for.
+/// they are asked for. Addresses are plain numbers, so whatever takes one is unsafe:
+///
+/// ```compile_fail,E0133
+/// use samebits_ops::device::Driver;
+///
+/// fn overwrite(driver: &dyn Driver) {
+///     driver.write(0xDEAD, &[0]).unwrap();
+/// }
+/// ```
 pub trait Driver: Send + Sync {
     /// What it is, for people.
     fn name(&self) -> &str;
@@ -112,30 +120,45 @@ pub trait Driver: Send + Sync {
     /// `bytes` (at least 1) of memory, at a multiple of 256; `None` when there is no room.
     fn allocate(&self, bytes: usize) -> Option<u64>;
 
-    /// Gives memory back that [`Driver::allocate`] gave.
-    fn free(&self, address: u64);
+    /// Gives memory back that [`Driver::allocate`] gave, once everything that was started has ended.
+    ///
+    /// # Safety
+    /// The memory is live, and nothing uses it from now on.
+    unsafe fn free(&self, address: u64);
 
     /// The first `bytes` at `address` are a new tensor's, which nobody has written yet. For an emulator, which forgets what
     /// was there and watches the border.
-    fn lend(&self, _address: u64, _bytes: usize) {}
+    ///
+    /// # Safety
+    /// The `bytes` at `address` are live memory of this driver, and no tensor stands there.
+    unsafe fn lend(&self, _address: u64, _bytes: usize) {}
 
-    /// Copies to the device.
+    /// Copies to the device. `bytes` are not read after the return, whatever memory they lie in.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error>;
+    ///
+    /// # Safety
+    /// As many bytes at `address` are live memory of this driver.
+    unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error>;
 
     /// Copies from the device, once everything before has ended.
     ///
     /// # Errors
     /// [`Error::Device`], also for what was started before.
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error>;
+    ///
+    /// # Safety
+    /// As many bytes at `address` are live memory of this driver.
+    unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error>;
 
     /// Copies within the device, after everything before.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error>;
+    ///
+    /// # Safety
+    /// The `bytes` at both addresses are live memory of this driver until the copy has ended, and do not overlap.
+    unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error>;
 
     /// From now on launches are recorded and not run; nothing else is asked but memory and compilation.
     ///
@@ -146,14 +169,18 @@ pub trait Driver: Send + Sync {
     /// Ends that and names what was recorded.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Device`]; then nothing is recorded any more, and nothing was.
     fn end_capture(&self) -> Result<usize, Error>;
 
-    /// Starts what was recorded, in its order, after everything before. What it uses is live.
+    /// Starts what was recorded, in its order, after everything before.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn replay(&self, graph: usize) -> Result<(), Error>;
+    ///
+    /// # Safety
+    /// [`Driver::end_capture`] has named the graph and it is not forgotten; what its kernels use is live until they have
+    /// ended.
+    unsafe fn replay(&self, graph: usize) -> Result<(), Error>;
 
     /// Forgets what was recorded.
     fn forget(&self, graph: usize);
@@ -164,14 +191,16 @@ pub trait Driver: Send + Sync {
     /// [`Error::Device`].
     ///
     /// # Safety
-    /// The arguments fit the kernel, and what they point to is live until it has ended.
+    /// [`Driver::compile`] has named the module; the arguments fit the kernel, and what they point to is live until it has
+    /// ended.
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error>;
 
-    /// How long the device takes for what `work` starts, in seconds.
+    /// Starts a clock behind everything that was started. The result stops it behind everything that was started since,
+    /// waits for that, and says the seconds between.
     ///
     /// # Errors
-    /// Those of `work`; [`Error::Device`].
-    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error>;
+    /// [`Error::Device`], here and when it is stopped.
+    fn clock(&self) -> Result<Clock<'_>, Error>;
 
     /// Waits for everything that was started.
     ///
@@ -179,3 +208,6 @@ pub trait Driver: Send + Sync {
     /// [`Error::Device`].
     fn finish(&self) -> Result<(), Error>;
 }
+
+/// Stops a clock of [`Driver::clock`]: the seconds.
+pub type Clock<'a> = Box<dyn FnOnce() -> Result<f64, Error> + 'a>;

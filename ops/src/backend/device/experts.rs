@@ -80,7 +80,7 @@ pub fn route_to<I: Stored>(
     let mut index = device.empty("route", shape.tokens.saturating_mul(shape.chosen))?;
     route(device, shape, logits, bias, &mut index, weight)?;
     // The kernel takes places of experts that are left, and there are as many as are chosen.
-    Ok(Indices::made(index, shape.experts))
+    Ok(Indices::made(device, index, shape.experts))
 }
 
 /// [`combine`](crate::combine()) on a device; rows come from the host, which checks them.
@@ -123,7 +123,7 @@ pub fn combine_at<I: Stored, O: Stored>(
     if row.limit() > rows {
         return Err(value_error(op, format!("rows up to {} of {rows}", row.limit())));
     }
-    let arguments = Arguments::new().buffer(x).buffer(row.buffer()).buffer(weight);
+    let arguments = Arguments::new().buffer(x).buffer(row.buffer(device)?).buffer(weight);
     let arguments = match shared {
         Some(shared) => arguments.buffer(shared).int(1),
         None => arguments.null().int(0),

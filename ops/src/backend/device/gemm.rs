@@ -70,7 +70,9 @@ pub fn gemm_rows<I: Stored, O: Stored>(
     let inside = |row: usize, rows: usize, width: usize, len: usize| {
         row.checked_add(rows).and_then(|rows| rows.checked_mul(width)).is_some_and(|end| end <= len)
     };
-    let matrices = inside(matrix, 1, n * k, w.len()) && bias.is_none_or(|bias| inside(matrix, 1, n, bias.len()));
+    let size = n.checked_mul(k);
+    let matrices = size.is_some_and(|size| inside(matrix, 1, size, w.len()))
+        && bias.is_none_or(|bias| inside(matrix, 1, n, bias.len()));
     if !inside(x_row, m, k, x.len()) || !inside(y_row, m, n, y.len()) || !matrices {
         let why = format!("{m} rows from {x_row} of x, matrix {matrix} of w or rows from {y_row} of y are not there");
         return Err(value_error("gemm", why));
@@ -107,7 +109,7 @@ pub fn gemm_experts<I: Stored, O: Stored>(
     if y.is_empty() {
         return Ok(());
     }
-    let arguments = Arguments::new().buffer(x).buffer(expert.buffer()).long(every).buffer(w);
+    let arguments = Arguments::new().buffer(x).buffer(expert.buffer(device)?).long(every).buffer(w);
     let arguments = match bias {
         Some(bias) => arguments.buffer(bias).int(1),
         None => arguments.null().int(0),

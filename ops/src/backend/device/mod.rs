@@ -20,7 +20,7 @@ mod workspace;
 
 pub use attention::{Places, attention, attention_at, attention_over};
 pub use copy_rows::{Indices, Part, copy_rows};
-pub use driver::{Arguments, Driver, Launch};
+pub use driver::{Arguments, Clock, Driver, Launch};
 pub use experts::{combine, combine_at, route, route_to};
 pub use gemm::{gemm, gemm_experts, gemm_rows};
 pub use linear_logprob::linear_logprob;
@@ -34,7 +34,8 @@ use crate::{Counter, Element, Error, Ledger};
 use arena::Arena;
 use std::collections::HashMap;
 use std::marker::PhantomData;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 /// A device, its compiled kernels and its memory. Clones share all of it and the [`Ledger`].
@@ -52,27 +53,31 @@ struct Inner {
     /// What is being captured. Who holds the lock is the only one to ask the device for something.
     capture: Mutex<Option<Capture>>,
     captured: Condvar,
+    /// How many captures were begun.
+    captures: AtomicU64,
 }
 
 /// Work that a thread has recorded and not run; the others wait until it is a [`Graph`].
 struct Capture {
+    number: u64,
     thread: ThreadId,
     /// What its kernels use.
     holds: Vec<Arc<Memory>>,
     launches: usize,
 }
 
-impl Inner {
-    fn arena(&self) -> MutexGuard<'_, Arena> {
-        self.arena.lock().expect("no panic while holding the lock")
-    }
+/// What a lock guards. A panic elsewhere left it whole: every change under these locks is a single step.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
+impl Inner {
     /// This thread's turn to use the device.
     fn turn(&self) -> MutexGuard<'_, Option<Capture>> {
-        let mut capture = self.capture.lock().expect("no panic while holding the lock");
+        let mut capture = lock(&self.capture);
         let me = std::thread::current().id();
         while capture.as_ref().is_some_and(|capture| capture.thread != me) {
-            capture = self.captured.wait(capture).expect("no panic while holding the lock");
+            capture = self.captured.wait(capture).unwrap_or_else(PoisonError::into_inner);
         }
         capture
     }
@@ -83,6 +88,55 @@ impl Inner {
         match *turn {
             None => Ok(turn),
             Some(_) => Err(Error::Device("a copy or a wait in work that is being captured".into())),
+        }
+    }
+
+    /// The number of the capture that this thread is at work on.
+    fn capturing(&self) -> Option<u64> {
+        self.turn().as_ref().map(|capture| capture.number)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let arena = self.arena.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the arena was never asked with another driver.
+        unsafe { arena.free_kept(&*self.driver) };
+    }
+}
+
+/// A capture that this thread has begun. It ends when this goes, also where the work panics: nobody waits for ever.
+struct Capturing<'a> {
+    inner: &'a Arc<Inner>,
+    ended: bool,
+}
+
+impl<'a> Capturing<'a> {
+    fn begin(inner: &'a Arc<Inner>) -> Result<Capturing<'a>, Error> {
+        let mut turn = inner.turn_to_copy()?;
+        inner.driver.begin_capture()?;
+        let number = inner.captures.fetch_add(1, Ordering::Relaxed);
+        *turn = Some(Capture { number, thread: std::thread::current().id(), holds: Vec::new(), launches: 0 });
+        Ok(Capturing { inner, ended: false })
+    }
+
+    fn end(&mut self) -> Result<Graph, Error> {
+        self.ended = true;
+        let mut turn = self.inner.turn();
+        let number = self.inner.driver.end_capture();
+        let capture = turn.take();
+        drop(turn);
+        self.inner.captured.notify_all();
+        let Capture { holds, launches, .. } = capture.expect("it was begun");
+        Ok(Graph { inner: self.inner.clone(), number: number?, launches, _holds: holds })
+    }
+}
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            // The graph is forgotten, and an error has nowhere to go.
+            drop(self.end());
         }
     }
 }
@@ -97,6 +151,7 @@ impl Device {
             arena: Mutex::new(Arena::new(cap)),
             capture: Mutex::default(),
             captured: Condvar::new(),
+            captures: AtomicU64::new(0),
         };
         Device { inner: Arc::new(inner), budget, ledger: Arc::default() }
     }
@@ -133,7 +188,7 @@ impl Device {
 
     /// Bytes of device memory that tensors and workspace hold, what is kept for the next ones included.
     pub fn held(&self) -> usize {
-        self.inner.arena().held()
+        lock(&self.inner.arena).held()
     }
 
     /// Waits until everything that was started has ended.
@@ -145,12 +200,18 @@ impl Device {
         self.inner.driver.finish()
     }
 
-    /// How long the device takes for what `work` starts, in seconds.
+    /// How long the device takes for what `work` starts, in seconds. What other threads start meanwhile counts too.
     ///
     /// # Errors
-    /// Those of `work` and of the device.
+    /// Those of `work` and of the device; work that is being captured takes no time.
     pub fn seconds(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
-        self.inner.driver.seconds(work)
+        let stop = {
+            let _turn = self.inner.turn_to_copy()?;
+            self.inner.driver.clock()?
+        };
+        work()?;
+        let _turn = self.inner.turn_to_copy()?;
+        stop()
     }
 
     /// Room for `len` elements that nobody has written.
@@ -172,25 +233,15 @@ impl Device {
     }
 
     /// Records what `work` starts instead of running it. The kernels read what stands in their buffers when the graph is
-    /// replayed; what the buffers of `work` hold, the graph keeps.
+    /// replayed; what the buffers of `work` hold, the graph keeps. Meanwhile other threads wait; the capture ends with
+    /// `work`, also where that fails or panics.
     ///
     /// # Errors
     /// Those of `work`, which copies nothing between host and device; those of the device.
     pub fn capture(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Graph, Error> {
-        {
-            let mut turn = self.inner.turn_to_copy()?;
-            self.inner.driver.begin_capture()?;
-            *turn = Some(Capture { thread: std::thread::current().id(), holds: Vec::new(), launches: 0 });
-        }
-        let done = work();
-        let mut turn = self.inner.turn();
-        let ended = self.inner.driver.end_capture();
-        let Capture { holds, launches, .. } = turn.take().expect("it was begun");
-        drop(turn);
-        self.inner.captured.notify_all();
-        let graph = Graph { inner: self.inner.clone(), number: ended?, launches, _holds: holds };
-        done?;
-        Ok(graph)
+        let mut capturing = Capturing::begin(&self.inner)?;
+        work()?;
+        capturing.end()
     }
 
     /// Starts the kernels of `graph` anew.
@@ -204,7 +255,8 @@ impl Device {
         let _turn = self.inner.turn_to_copy()?;
         self.ledger.note(Counter::Launches, graph.launches, "a captured kernel was started")?;
         self.ledger.note(Counter::Replays, 1, "a captured graph was started")?;
-        self.inner.driver.replay(graph.number)
+        // SAFETY: a graph is forgotten when it is dropped, and it holds what its kernels use.
+        unsafe { self.inner.driver.replay(graph.number) }
     }
 
     /// Room for `len` elements; workspace is counted by its plan, tensors by their dtype.
@@ -221,11 +273,13 @@ impl Device {
         });
         let memory = match kept {
             Some(memory) => {
-                self.inner.driver.lend(memory.address, bytes);
+                // SAFETY: nobody but the graph holds this memory, and it has room for as many bytes.
+                unsafe { self.inner.driver.lend(memory.address, bytes) };
                 memory
             }
             None => {
-                let taken = self.inner.arena().take(&*self.inner.driver, bytes, turn.is_none());
+                // SAFETY: the arena is never asked with another driver.
+                let taken = unsafe { lock(&self.inner.arena).take(&*self.inner.driver, bytes, turn.is_none()) };
                 let (address, room) = taken.ok_or(Error::Memory { op, bytes })?;
                 Arc::new(Memory { inner: self.inner.clone(), address, room })
             }
@@ -239,11 +293,11 @@ impl Device {
     /// [`Error::Compile`] with the compiler's log.
     pub fn module(&self, build: Build) -> Result<usize, Error> {
         let place = {
-            let mut modules = self.inner.modules.lock().expect("no panic while holding the lock");
+            let mut modules = lock(&self.inner.modules);
             modules.entry(build).or_default().clone()
         };
         // Who else wants this build waits; other builds go on.
-        let mut module = place.lock().expect("no panic while holding the lock");
+        let mut module = lock(&place);
         match *module {
             Some(module) => Ok(module),
             None => Ok(*module.insert(self.inner.driver.compile(&build)?)),
@@ -263,6 +317,9 @@ impl Device {
         shared: usize,
         arguments: &Arguments,
     ) -> Result<(), Error> {
+        if arguments.holds().iter().any(|memory| !Arc::ptr_eq(&memory.inner, &self.inner)) {
+            return Err(Error::Device(format!("{kernel}: a buffer of another device")));
+        }
         if grid.contains(&0) {
             return Ok(());
         }
@@ -285,7 +342,8 @@ impl Device {
         }
         self.ledger.ran(kernel);
         let launch = Launch { module, kernel, grid: grid.map(|g| g as u32), threads, shared: shared as u32, arguments };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise; the buffers are this device's, and their memory is used again only by what is
+        // started later.
         unsafe { self.inner.driver.launch(&launch) }
     }
 }
@@ -312,7 +370,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        self.inner.arena().give_back(self.address, self.room);
+        // SAFETY: the arena gave it, and this was its last holder.
+        unsafe { lock(&self.inner.arena).give_back(self.address, self.room) };
     }
 }
 
@@ -366,7 +425,8 @@ impl<T: Plain> Buffer<T> {
         device.ledger.note(Counter::Staged, size_of_val(host), "Buffer::fill")?;
         let _turn = self.memory.inner.turn_to_copy()?;
         if self.len > 0 {
-            self.memory.inner.driver.write(self.address(), bytes_of(host))?;
+            // SAFETY: the memory is live and has room for `len` elements.
+            unsafe { self.memory.inner.driver.write(self.address(), bytes_of(host))? };
         }
         Ok(())
     }
@@ -380,7 +440,8 @@ impl<T: Plain> Buffer<T> {
         device.ledger.note(Counter::Staged, size_of_val(host), "Buffer::download")?;
         let _turn = self.memory.inner.turn_to_copy()?;
         if self.len > 0 {
-            self.memory.inner.driver.read(self.address(), bytes_of_mut(host))?;
+            // SAFETY: as in `fill`.
+            unsafe { self.memory.inner.driver.read(self.address(), bytes_of_mut(host))? };
         }
         Ok(())
     }
@@ -398,7 +459,9 @@ impl<T: Plain> Buffer<T> {
         let _turn = self.memory.inner.turn_to_copy()?;
         let place = |buffer: &Buffer<T>, start: usize| buffer.address() + (start * size_of::<T>()) as u64;
         if len > 0 {
-            self.memory.inner.driver.copy(place(other, from), place(self, at), len * size_of::<T>())?;
+            // SAFETY: both parts are inside their buffers; two buffers do not overlap, nor do the parts of
+            // `copy_within`. Memory that is given back is used again only by what is started later.
+            unsafe { self.memory.inner.driver.copy(place(other, from), place(self, at), len * size_of::<T>())? };
         }
         Ok(())
     }

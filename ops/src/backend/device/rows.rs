@@ -410,7 +410,7 @@ pub fn embedding_at<I: Stored, O: Stored>(
     check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
     check_len("embedding", "w", "[V,D]", w.len(), &[tokens.limit(), dim])?;
     let grid = [tokens.len(), dim.div_ceil(128 * 8), 1];
-    let arguments = Arguments::new().buffer(w).buffer(tokens.buffer()).buffer(y).long(dim);
+    let arguments = Arguments::new().buffer(w).buffer(tokens.buffer(device)?).buffer(y).long(dim);
     // SAFETY: lengths were checked, and every token is below the limit.
     unsafe { device.launch(build::<I, O>("embedding"), "embedding", grid, 128, 0, &arguments) }
 }

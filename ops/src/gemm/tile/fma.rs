@@ -3,7 +3,7 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{Left, Order, Right, Tile};
+use super::{Left, Order, Right, Tile, last};
 use crate::Cpu;
 use crate::pack::Ahead;
 use crate::simd::{Kernel, Simd};
@@ -111,8 +111,9 @@ impl Kernel for FmaTile<'_> {
             (Right::Pairs(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
                 let end = tile.order.end().next_multiple_of(2);
-                let last = (tile.rows - 1) * tile.left.row_stride + end.saturating_sub(1) * tile.left.step;
-                assert!(end == 0 || last < tile.left.data.len(), "left operand lacks the pad of an odd length");
+                let fits =
+                    |end: usize| last(tile.rows, tile.left.row_stride, end, tile.left.step) < tile.left.data.len();
+                assert!(end == 0 || fits(end), "left operand lacks the pad of an odd length");
                 let b = PairSteps(data.as_ptr(), stride);
                 match (adjacent, tree) {
                     (true, true) => heights::<S, _, true, true>(s, tile, b),
@@ -156,6 +157,9 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
 }
 
 /// All columns of `ROWS` rows; returns `ROWS`.
+///
+/// # Safety
+/// [`Tile::check`] has passed; `a` and `out` are where `ROWS` of the tile's rows begin, `b` is its right operand.
 #[inline(always)]
 unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
     s: S,
@@ -192,6 +196,9 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
 }
 
 /// The innermost loops: `ROWS` by `VECTORS` accumulators.
+///
+/// # Safety
+/// As [`columns`]; `out` is where `VECTORS` vectors of the columns from `column` on begin, which are the tile's.
 #[inline(always)]
 unsafe fn fma_chains<
     S: Simd,
@@ -255,6 +262,9 @@ unsafe fn fma_chains<
 
 /// Continues the chains in `sums` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
 /// it start there.
+///
+/// # Safety
+/// As [`fma_chains`]; `to` is not behind the end of the tile's order.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, const ADJACENT: bool>(
