@@ -151,6 +151,9 @@ mod x86 {
     pub const SUMS_8: usize = 12;
 
     /// `steps` times 24 dot products of 16 pairs of bf16.
+    ///
+    /// # Safety
+    /// The machine has avx512f and avx512bf16.
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub fn dots(steps: usize) -> f32 {
         let zero = _mm512_setzero_ps();
@@ -167,6 +170,9 @@ mod x86 {
     }
 
     /// `steps` times 24 fused multiply-adds of 16 f32.
+    ///
+    /// # Safety
+    /// The machine has avx512f.
     #[target_feature(enable = "avx512f")]
     pub fn fmas_16(steps: usize) -> f32 {
         let zero = _mm512_setzero_ps();
@@ -181,6 +187,9 @@ mod x86 {
     }
 
     /// `steps` times 12 fused multiply-adds of 8 f32.
+    ///
+    /// # Safety
+    /// The machine has avx2 and fma.
     #[target_feature(enable = "avx2,fma")]
     pub fn fmas_8(steps: usize) -> f32 {
         let (a, b) = (_mm256_set1_ps(0.5), _mm256_set1_ps(steps as f32));

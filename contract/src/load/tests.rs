@@ -250,11 +250,10 @@ fn the_oracle_passes_its_own_bounds() {
             let (measure, evidence) =
                 crate::compare::accuracy(output.name, dtype, &reference.rounded(dtype), reference, &bound);
             assert!(evidence.is_none(), "{}: {}", case.name, evidence.unwrap().message);
-            assert!(
-                measure.correctly_rounded == 1.0 && measure.samples * 2 >= reference.value.len(),
-                "{}: {measure:?}",
-                case.name
-            );
+            // Sharp rows of logits have few weights; among experts that have none the oracle does not choose.
+            let few = case_spec.op == "route" && case_spec.fill == Fill::Sharp;
+            let least = if few { reference.value.len() / 3 } else { reference.value.len().div_ceil(2) };
+            assert!(measure.correctly_rounded == 1.0 && measure.samples >= least, "{}: {measure:?}", case.name);
             judged += measure.samples;
         }
     }

@@ -12,7 +12,7 @@ use crate::norm::rms_norm::Scale;
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
 
 /// The longest row of a large sum that is made in the cache before it is written past it.
 const KEPT: usize = 8192;
@@ -111,9 +111,12 @@ impl<I: Element, M: Element, O: Element> Part<'_, I, M, O> {
             }
         });
     }
+}
 
+impl<I: Element, M: Element, O: Element> Kernel for Part<'_, I, M, O> {
+    type Output = ();
     #[inline(always)]
-    fn rows<S: Simd, const HF: bool>(self, s: S) {
+    fn run<S: Simd>(self, s: S) {
         let n = self.shape.n;
         let rows = self.first..self.first + self.y.len() / n;
         let mut sums = Sink::<M, KEPT>::new(self.sum, self.large.0);
@@ -122,23 +125,12 @@ impl<I: Element, M: Element, O: Element> Part<'_, I, M, O> {
             let [x, residual] = self.x.map(|x| x.row(row));
             let sum = sums.room(n);
             pointwise(s, Add, x, residual, sum, &mut []);
-            let scale = Scale::<S, HF>::of_row(s, self.shape, sum);
+            let scale = Scale::of_row(s, self.shape, sum);
             let next = self.x.map(|x| x.address(row + 1));
             scale.row(s, sum, self.w, &mut sink, next);
             sums.put(s, n);
         }
         sums.end(s);
         sink.end(s);
-    }
-}
-
-impl<I: Element, M: Element, O: Element> Kernel for Part<'_, I, M, O> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.shape.rounding {
-            Rounding::Once => self.rows::<S, false>(s),
-            Rounding::Hf => self.rows::<S, true>(s),
-        }
     }
 }

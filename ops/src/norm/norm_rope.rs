@@ -134,9 +134,12 @@ impl<I: Element, O: Element> Part<'_, I, O> {
             cpu.dispatch(Part { shape, table, first: chunk * per_chunk, x, w, y, large });
         });
     }
+}
 
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
+    type Output = ();
     #[inline(always)]
-    fn tokens<S: Simd, const HF: bool>(self, s: S) {
+    fn run<S: Simd>(self, s: S) {
         let NormRope { heads, dim, eps, rounding, weight_offset, pairing, .. } = *self.shape;
         let norm = RmsNorm { rows: 1, n: dim, eps, rounding, weight_offset };
         const NO_ROW: [*const f32; 0] = [];
@@ -153,7 +156,7 @@ impl<I: Element, O: Element> Part<'_, I, O> {
                 let len = y.len();
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
                     let x = self.x.row(t * heads + h);
-                    let scale = Scale::<S, HF>::of_row(s, &norm, x);
+                    let scale = Scale::of_row(s, &norm, x);
                     scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
                     rotate_head(s, pairing, angles, &normed, y);
                 }
@@ -161,16 +164,5 @@ impl<I: Element, O: Element> Part<'_, I, O> {
             }
         }
         sink.end(s);
-    }
-}
-
-impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.shape.rounding {
-            Rounding::Once => self.tokens::<S, false>(s),
-            Rounding::Hf => self.tokens::<S, true>(s),
-        }
     }
 }

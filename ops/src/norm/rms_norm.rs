@@ -127,14 +127,17 @@ impl<I: Element, O: Element> Part<'_, I, O> {
             cpu.dispatch(Part { shape, x, first: chunk * per_chunk, w, y, large });
         });
     }
+}
 
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
+    type Output = ();
     #[inline(always)]
-    fn rows<S: Simd, const HF: bool>(self, s: S) {
+    fn run<S: Simd>(self, s: S) {
         let count = self.y.len() / self.shape.n.max(1);
         let mut sink = Sink::<O>::new(self.y, self.large);
         for row in self.first..self.first + count {
             let x = self.x.row(row);
-            let scale = Scale::<S, HF>::of_row(s, self.shape, x);
+            let scale = Scale::of_row(s, self.shape, x);
             // While this row comes from the cache, the next one comes from memory.
             scale.row(s, x, self.w, &mut sink, [self.x.address(row + 1)]);
         }
@@ -142,38 +145,28 @@ impl<I: Element, O: Element> Part<'_, I, O> {
     }
 }
 
-impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        match self.shape.rounding {
-            Rounding::Once => self.rows::<S, false>(s),
-            Rounding::Hf => self.rows::<S, true>(s),
-        }
-    }
-}
-
-/// What the elements of one row are multiplied with; `HF` says which [`Rounding`].
+/// What the elements of one row are multiplied with.
 #[derive(Clone, Copy)]
-pub(crate) struct Scale<S: Simd, const HF: bool> {
+pub(crate) struct Scale<S: Simd> {
+    rounding: Rounding,
     r: S::F,
     /// 1 or -0, which changes no weight.
     offset: S::F,
 }
 
-impl<S: Simd, const HF: bool> Scale<S, HF> {
+impl<S: Simd> Scale<S> {
     /// That of the row `x`.
     #[inline(always)]
     pub fn of_row<I: Element>(s: S, shape: &RmsNorm, x: &[I]) -> Self {
         // The pad +0 adds +0 to a lane that is never -0.
         let mean_square = lane_sum(s, x, I::default(), Square) / shape.n as f32;
         let r = s.splat(1.0 / (mean_square + shape.eps).sqrt());
-        Scale { r, offset: s.splat(if shape.weight_offset { 1.0 } else { -0.0 }) }
+        Scale { rounding: shape.rounding, r, offset: s.splat(if shape.weight_offset { 1.0 } else { -0.0 }) }
     }
 
     /// The elements `x` of the row with their weights, before the last rounding.
     #[inline(always)]
-    pub fn apply(self, s: S, x: S::F, w: S::F) -> S::F {
+    fn apply<const HF: bool>(self, s: S, x: S::F, w: S::F) -> S::F {
         let (scaled, w) = (s.mul(x, self.r), s.add(w, self.offset));
         if !HF {
             return s.mul(scaled, w);
@@ -194,6 +187,22 @@ impl<S: Simd, const HF: bool> Scale<S, HF> {
         sink: &mut Sink<O>,
         next: [*const N; NEXT],
     ) {
+        match self.rounding {
+            Rounding::Once => self.row_as::<I, W, O, N, false, NEXT>(s, x, w, sink, next),
+            Rounding::Hf => self.row_as::<I, W, O, N, true, NEXT>(s, x, w, sink, next),
+        }
+    }
+
+    /// [`Scale::row`] of one [`Rounding`], so that no element asks which.
+    #[inline(always)]
+    fn row_as<I: Element, W: Element, O: Element, N: Element, const HF: bool, const NEXT: usize>(
+        self,
+        s: S,
+        x: &[I],
+        w: &[W],
+        sink: &mut Sink<O>,
+        next: [*const N; NEXT],
+    ) {
         let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
         let mut at = 0;
         while at < x.len() {
@@ -207,11 +216,11 @@ impl<S: Simd, const HF: bool> Scale<S, HF> {
                     prefetch(next.wrapping_add(at + v * two));
                 }
                 let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
-                narrow_two(s, (self.apply(s, x0, w0), self.apply(s, x1, w1)), y, pairs);
+                narrow_two(s, (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1)), y, pairs);
             }
             for at in (whole..len).step_by(S::LANES) {
                 let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
-                narrow_at(s, self.apply(s, x, w), y, at);
+                narrow_at(s, self.apply::<HF>(s, x, w), y, at);
             }
             sink.put(s, len);
             at += len;
