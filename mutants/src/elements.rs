@@ -74,6 +74,7 @@ pub const MUTATIONS: &[Mutation] = &[
             "invariance:repeat",
             "invariance:order",
             "invariance:restart",
+            "invariance:neighbours",
         ]),
         answer: |mutant, case| mutant.spoilt(case, |bits, dtype| bits | u32::from(round::is_nan(bits, dtype))),
     },

@@ -190,7 +190,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Every sum is one chain from left to right: good enough and steady, but not the canonical order.",
         op: "gemm",
         caught_by: "golden",
-        also_red: Others::Are(&["arithmetic"]),
+        also_red: Others::Are(&["arithmetic", "invariance:ranks"]),
         answer: |_, case| gemm(case, |_, products| chain(products.pairs, |sum| sum)),
     },
     Mutation {
@@ -358,7 +358,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The sum of a matrix product is kept in f64: closer to the truth, and not the declared arithmetic.",
         op: "gemm",
         caught_by: "arithmetic",
-        also_red: Others::Are(&["golden"]),
+        also_red: Others::Are(&["golden", "invariance:ranks"]),
         answer: |_, case| {
             gemm(case, |_, products| {
                 let products = products.pairs.iter().map(|(a, b)| f64::from(*a) * f64::from(*b));
