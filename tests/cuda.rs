@@ -135,7 +135,7 @@ const TYPES: [[DType; 2]; 5] = [
 type Make = fn(DType, DType) -> Vec<Case>;
 
 /// Ragged shapes of every op: lengths around lanes, vectors, tiles, segments, blocks of keys.
-const SHAPES: [(&str, Make); 19] = [
+const SHAPES: &[(&str, Make)] = &[
     ("add", |dtype, out| elementwise("add", "a", "b", dtype, out)),
     ("silu_mul", |dtype, out| elementwise("silu_mul", "gate", "up", dtype, out)),
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),

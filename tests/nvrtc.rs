@@ -6,7 +6,7 @@
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use samebits_ops::device::cuda::{Compiled, compile, compiler_version};
-use samebits_ops::device::{Build, UNITS, Unit};
+use samebits_ops::device::{Build, Unit, units};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -26,7 +26,7 @@ fn main() {
     let mut add = |name: String, trial: Box<dyn FnOnce() -> Result<(), Failed> + Send>| {
         trials.push(Trial::test(name, trial).with_ignored_flag(version.is_err() && !required));
     };
-    for unit in &UNITS {
+    for unit in units() {
         for arch in ARCHS {
             let found = found.clone();
             add(format!("{}::{arch}", unit.name), Box::new(move || kernels(unit, arch, &found)));
@@ -311,7 +311,7 @@ const FAULTS: [Fault; 5] = [
 ];
 
 fn caught(fault: &Fault) -> Result<(), Failed> {
-    let unit = UNITS.iter().find(|unit| unit.name == fault.unit).expect("the fault names a unit");
+    let unit = units().find(|unit| unit.name == fault.unit).expect("the fault names a unit");
     assert_eq!(unit.source.matches(fault.from).count(), 1, "`{}` in {}.cu", fault.from, fault.unit);
     let flushed = "#include \"element.cuh\"\nDEVICE float flushed(float a, float b) { float c; \
                    asm(\"add.ftz.f32 %0, %1, %2;\" : \"=f\"(c) : \"f\"(a), \"f\"(b)); return c; }\n";

@@ -3,9 +3,9 @@
 //! A call is checked once, by [`samebits_schema::validate`], and then goes to the op's [`Entry`]. The generic functions
 //! over slices (`rms_norm`, ..) end in the same kernels.
 
-use crate::backend::device::{Device, Rotations};
+use crate::backend::device::{Device, Unit};
 use crate::gemm::gemm::PackedWeight;
-use crate::rope::rope::RopeTable;
+use crate::rope::rope::{RopeTable, Rotations};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::{Cpu, Error, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
@@ -24,37 +24,32 @@ pub(crate) struct Entry {
     pub cpu: Run<Cpu>,
     /// Runs it on a device, where its kernels are there.
     pub device: Option<Run<Device>>,
+    /// The text of those kernels; another op may share it.
+    pub unit: Option<&'static Unit>,
     /// Makes the form of an input that a caller who uses it again keeps.
     pub prepare: Option<Prepare>,
 }
 
-/// Every op. One line each.
-static OPS: &[&Entry] = &[
-    &crate::attention::attention::OP,
-    &crate::attention::attention::PACKED,
-    &crate::attention::attention::PAGED,
-    &crate::elementwise::add::OP,
-    &crate::elementwise::gelu_mul::OP,
-    &crate::elementwise::scale::OP,
-    &crate::elementwise::silu_mul::OP,
-    &crate::elementwise::softcap::OP,
-    &crate::gemm::gemm::OP,
-    &crate::index::argmax::OP,
-    &crate::index::embedding::OP,
-    &crate::logprob::linear_logprob::OP,
-    &crate::logprob::logprob::OP,
-    &crate::logprob::softmax::OP,
-    &crate::moe::combine::OP,
-    &crate::moe::route::OP,
-    &crate::norm::add_rms_norm::OP,
-    &crate::norm::norm_rope::OP,
-    &crate::norm::rms_norm::OP,
-    &crate::rope::rope::OP,
+/// The ops of each folder.
+static FOLDERS: [&[&Entry]; 8] = [
+    crate::attention::OPS,
+    crate::elementwise::OPS,
+    crate::gemm::OPS,
+    crate::index::OPS,
+    crate::logprob::OPS,
+    crate::moe::OPS,
+    crate::norm::OPS,
+    crate::rope::OPS,
 ];
 
+/// Every op.
+pub(crate) fn entries() -> impl Iterator<Item = &'static Entry> {
+    FOLDERS.iter().copied().flatten().copied()
+}
+
 fn find(op: &str) -> Result<&'static Entry, Error> {
-    OPS.iter().copied().find(|entry| entry.name == op).ok_or_else(|| {
-        let known: Vec<_> = OPS.iter().map(|entry| entry.name).collect();
+    entries().find(|entry| entry.name == op).ok_or_else(|| {
+        let known: Vec<_> = entries().map(|entry| entry.name).collect();
         Error::Unavailable(format!("op `{op}` is not offered; use one of {}", known.join(", ")))
     })
 }

@@ -30,7 +30,6 @@ mod workspace;
 
 pub use attention::attention::{Attention, Keys, Sequences, attention, attention_over};
 pub use backend::cpu::{Cpu, Isa};
-pub use backend::device;
 pub use call::{Backend, Prepared};
 pub use element::{Element, Tf32};
 pub use elementwise::add::add;
@@ -56,6 +55,29 @@ pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
 pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
+
+/// The same ops on a device.
+pub mod device {
+    pub use crate::attention::device::{Places, attention, attention_at, attention_over};
+    pub use crate::backend::device::*;
+    pub use crate::elementwise::add::on_device as add;
+    pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
+    pub use crate::elementwise::scale::on_device as scale;
+    pub use crate::elementwise::silu_mul::on_device as silu_mul;
+    pub use crate::elementwise::softcap::on_device as softcap;
+    pub use crate::gemm::device::{gemm, gemm_experts, gemm_rows};
+    pub use crate::index::argmax::on_device as argmax;
+    pub use crate::index::embedding::{embedding_at, on_device as embedding};
+    pub use crate::logprob::linear_logprob::device::linear_logprob;
+    pub use crate::logprob::logprob::on_device as logprob;
+    pub use crate::logprob::softmax::on_device as softmax;
+    pub use crate::moe::combine::{combine_at, on_device as combine};
+    pub use crate::moe::route::{on_device as route, route_to};
+    pub use crate::norm::add_rms_norm::on_device as add_rms_norm;
+    pub use crate::norm::norm_rope::on_device as norm_rope;
+    pub use crate::norm::rms_norm::on_device as rms_norm;
+    pub use crate::rope::rope::{Rotations, on_device as rope};
+}
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had
 /// started when it failed may have been.

@@ -4,9 +4,9 @@
 //! projections or a row of a larger matrix goes into an op without a copy. An op that cannot take a stride says which
 //! axis it is.
 
-use crate::backend::device::{Buffer, Plain, Rotations};
+use crate::backend::device::{Buffer, Plain};
 use crate::gemm::gemm::PackedWeight;
-use crate::rope::rope::RopeTable;
+use crate::rope::rope::{RopeTable, Rotations};
 use crate::{Error, bf16, f16, value_error};
 use samebits_schema::DType;
 

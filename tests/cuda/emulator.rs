@@ -1,7 +1,7 @@
 //! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file.
 
 use samebits_ops::Error;
-use samebits_ops::device::{Arguments, Build, Clock, Driver, HEADERS, Launch, UNITS};
+use samebits_ops::device::{Arguments, Build, Clock, Driver, HEADERS, Launch, units};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -134,7 +134,7 @@ impl Emulator {
 
 /// The files of all kernels.
 fn texts() -> Vec<(&'static str, &'static str)> {
-    let units = UNITS.iter().map(|unit| (file_of(unit.name), unit.source));
+    let units = units().map(|unit| (file_of(unit.name), unit.source));
     HEADERS.iter().copied().filter(|(name, _)| *name != "machine.cuh").chain(units).collect()
 }
 

@@ -13,8 +13,7 @@
 //! nothing is rescaled and no tile border can be seen. Many query rows to a key head go in tiles of rows ([`prefill`]); few
 //! are a matter of reading keys and values once, at the speed of memory ([`decode`]).
 
-use super::{decode, prefill};
-use crate::backend::device;
+use super::{decode, device, prefill};
 use crate::call::{Arguments, Entry};
 use crate::element::typed;
 use crate::gemm::gemm::SharedOut;
@@ -222,6 +221,7 @@ const fn entry(name: &'static str) -> Entry {
                 }))
             })
         }),
+        unit: Some(&device::UNIT),
         prepare: None,
     }
 }

@@ -2,5 +2,11 @@
 
 pub(crate) mod attention;
 mod decode;
+pub(crate) mod device;
 pub(crate) mod dot_rows;
 mod prefill;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED];

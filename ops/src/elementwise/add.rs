@@ -3,25 +3,36 @@
 //! Formula: `y = a + b`.
 //! Rounding: the sum once to f32; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Buffer, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+
+/// Its kernels.
+const UNIT: Unit = Unit::of("add", include_str!("add.cu"), &["add"]);
 
 /// add, by name.
 pub(crate) const OP: Entry = Entry {
     name: "add",
     cpu: |cpu, args| elementwise(cpu, "add", Add, [args.input("a"), args.input("b")], args.output("y")),
-    device: Some(|on, args| {
-        let ([a, b], y) = ([args.input("a"), args.input("b")], args.output("y"));
-        typed!(a.dtype() => I, typed!(y.dtype() => O, {
-            device::add::<I, O>(on, a.device("add", "a")?, b.device("add", "b")?, y.device("add", "y")?)
-        }))
-    }),
+    device: Some(|on, args| frame::call_on_device(on, args, &["a", "b"], &[])),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`add`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    a: &Buffer<I>,
+    b: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    frame::on_device(device, "add", a, Some(("b", b)), &[], y)
+}
 
 /// `y[i] = a[i] + b[i]`; all slices have the same length.
 ///

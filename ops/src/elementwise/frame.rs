@@ -1,11 +1,13 @@
 //! The frame of ops that take one element of each of two inputs and make one of the output.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
+use crate::call;
 use crate::element::typed;
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
-use crate::{Cpu, Element, Error, TensorMut, TensorRef};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// What is done to each pair of elements, before the last rounding.
 pub trait Pointwise: Copy + Sync + Send {
@@ -42,6 +44,53 @@ pub fn elementwise(
         }
     }));
     Ok(())
+}
+
+/// Elements to a block of the kernels: 256 threads of 8 elements.
+const ELEMENTS_PER_BLOCK: usize = 256 * 8;
+
+/// Starts the kernel called `op`: of one input or two, the output, how many elements there are, and `numbers`.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    op: &'static str,
+    a: &Buffer<I>,
+    b: Option<(&'static str, &Buffer<I>)>,
+    numbers: &[f32],
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let mut arguments = Arguments::new().buffer(a);
+    if let Some((name, b)) = b {
+        check_len(op, name, "of the first input", b.len(), &[a.len()])?;
+        arguments = arguments.buffer(b);
+    }
+    check_len(op, "y", if b.is_some() { "of the first input" } else { "of x" }, y.len(), &[a.len()])?;
+    let arguments = arguments.buffer(y).long(a.len());
+    let arguments = numbers.iter().fold(arguments, |arguments, &number| arguments.float(number));
+    let grid = [a.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
+    // SAFETY: all of them have as many elements as the kernel is told.
+    unsafe { device.launch(Build::of::<I, O>(op), op, grid, 256, 0, &arguments) }
+}
+
+/// The same for a call, whose one or two inputs are called `inputs`.
+///
+/// # Errors
+/// As [`on_device`].
+pub fn call_on_device(
+    device: &Device,
+    args: &mut call::Arguments,
+    inputs: &[&'static str],
+    numbers: &[f32],
+) -> Result<(), Error> {
+    let (op, y) = (args.op(), args.output("y"));
+    let tensor = |at: usize| inputs.get(at).map(|&name| (name, args.input(name)));
+    let ((name, a), b) = (tensor(0).expect("it has an input"), tensor(1));
+    typed!(a.dtype() => I, typed!(y.dtype() => O, {
+        let b = b.map(|(name, b)| b.device::<I>(op, name).map(|b| (name, b))).transpose()?;
+        on_device::<I, O>(device, op, a.device(op, name)?, b, numbers, y.device(op, "y")?)
+    }))
 }
 
 /// Elements that lie one behind the other.

@@ -5,10 +5,9 @@
 //! Order: `a = C * fma(K, (g*g)*g, g)`, `(g * sigmoid(a)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Buffer, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -18,18 +17,30 @@ const C: f32 = f32::from_bits(0x3FCC_422A);
 /// `f32(0.044715)`.
 const K: f32 = f32::from_bits(0x3D37_2713);
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("gelu_mul", include_str!("gelu_mul.cu"), &["gelu_mul"]);
+
 /// gelu_mul, by name.
 pub(crate) const OP: Entry = Entry {
     name: "gelu_mul",
     cpu: |cpu, args| elementwise(cpu, "gelu_mul", GeluMul, [args.input("gate"), args.input("up")], args.output("y")),
-    device: Some(|on, args| {
-        let ([a, b], y) = ([args.input("gate"), args.input("up")], args.output("y"));
-        typed!(a.dtype() => I, typed!(y.dtype() => O, {
-            device::gelu_mul::<I, O>(on, a.device("gelu_mul", "gate")?, b.device("gelu_mul", "up")?, y.device("gelu_mul", "y")?)
-        }))
-    }),
+    device: Some(|on, args| frame::call_on_device(on, args, &["gate", "up"], &[])),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`gelu_mul`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    gate: &Buffer<I>,
+    up: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    frame::on_device(device, "gelu_mul", gate, Some(("up", up)), &[], y)
+}
 
 /// `y[i] = gelu(gate[i]) * up[i]`, the gelu of the hyperbolic tangent; all slices have the same length.
 ///

@@ -6,3 +6,8 @@ pub(crate) mod gelu_mul;
 pub(crate) mod scale;
 pub(crate) mod silu_mul;
 pub(crate) mod softcap;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&add::OP, &gelu_mul::OP, &scale::OP, &silu_mul::OP, &softcap::OP];

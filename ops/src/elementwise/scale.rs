@@ -3,12 +3,14 @@
 //! Formula: `y = x * factor`.
 //! Rounding: `f32(factor)`; one f32 product; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Buffer, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+
+/// Its kernels.
+const UNIT: Unit = Unit::of("scale", include_str!("scale.cu"), &["scale"]);
 
 /// scale, by name.
 pub(crate) const OP: Entry = Entry {
@@ -18,13 +20,25 @@ pub(crate) const OP: Entry = Entry {
         elementwise(cpu, "scale", op, [args.input("x"); 2], args.output("y"))
     },
     device: Some(|on, args| {
-        let (x, y, factor) = (args.input("x"), args.output("y"), args.call.float("factor"));
-        typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            device::scale::<I, O>(on, factor, x.device("scale", "x")?, y.device("scale", "y")?)
-        }))
+        let factor = narrowed(args.call.float("factor"))?;
+        frame::call_on_device(on, args, &["x"], &[factor])
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`scale`] on a device.
+///
+/// # Errors
+/// As [`scale`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    factor: f64,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    frame::on_device(device, "scale", x, None, &[narrowed(factor)?], y)
+}
 
 /// `y[i] = x[i] * f32(factor)`; both slices have the same length.
 ///
@@ -38,7 +52,7 @@ pub fn scale<I: Element, O: Element>(cpu: &Cpu, factor: f64, x: &[I], y: &mut [O
 }
 
 /// `f32(factor)`, checked.
-pub(crate) fn narrowed(factor: f64) -> Result<f32, Error> {
+fn narrowed(factor: f64) -> Result<f32, Error> {
     let factor = factor as f32;
     if !factor.is_finite() {
         return Err(value_error("scale", format!("the factor is {factor}; it must be finite in f32")));

@@ -4,26 +4,37 @@
 //! Order: `(g * sigmoid(g)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Buffer, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+
+/// Its kernels.
+const UNIT: Unit = Unit::of("silu_mul", include_str!("silu_mul.cu"), &["silu_mul"]);
 
 /// silu_mul, by name.
 pub(crate) const OP: Entry = Entry {
     name: "silu_mul",
     cpu: |cpu, args| elementwise(cpu, "silu_mul", SiluMul, [args.input("gate"), args.input("up")], args.output("y")),
-    device: Some(|on, args| {
-        let ([a, b], y) = ([args.input("gate"), args.input("up")], args.output("y"));
-        typed!(a.dtype() => I, typed!(y.dtype() => O, {
-            device::silu_mul::<I, O>(on, a.device("silu_mul", "gate")?, b.device("silu_mul", "up")?, y.device("silu_mul", "y")?)
-        }))
-    }),
+    device: Some(|on, args| frame::call_on_device(on, args, &["gate", "up"], &[])),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`silu_mul`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when the lengths differ; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    gate: &Buffer<I>,
+    up: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    frame::on_device(device, "silu_mul", gate, Some(("up", up)), &[], y)
+}
 
 /// `y[i] = (gate[i] * sigmoid(gate[i])) * up[i]`; all slices have the same length.
 ///

@@ -4,13 +4,15 @@
 //! Order: `f32(cap) * tanh(x * f32(1/cap))`, `1/cap` in f64.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Buffer, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::elementwise::frame::{Pointwise, elementwise};
+use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::math::tanh;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+
+/// Its kernels.
+const UNIT: Unit = Unit::of("softcap", include_str!("softcap.cu"), &["softcap"]);
 
 /// softcap, by name.
 pub(crate) const OP: Entry = Entry {
@@ -21,13 +23,26 @@ pub(crate) const OP: Entry = Entry {
         elementwise(cpu, "softcap", op, [args.input("x"); 2], args.output("y"))
     },
     device: Some(|on, args| {
-        let (x, y, cap) = (args.input("x"), args.output("y"), args.call.float("cap"));
-        typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            device::softcap::<I, O>(on, cap, x.device("softcap", "x")?, y.device("softcap", "y")?)
-        }))
+        let (cap, inverse) = factors(args.call.float("cap"))?;
+        frame::call_on_device(on, args, &["x"], &[cap, inverse])
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`softcap`] on a device.
+///
+/// # Errors
+/// As [`softcap`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    cap: f64,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let (cap, inverse) = factors(cap)?;
+    frame::on_device(device, "softcap", x, None, &[cap, inverse], y)
+}
 
 /// `y[i] = cap * tanh(x[i] / cap)`; both slices have the same length.
 ///
@@ -42,7 +57,7 @@ pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]
 }
 
 /// `f32(cap)` and `f32(1 / cap)`, checked.
-pub(crate) fn factors(cap: f64) -> Result<(f32, f32), Error> {
+fn factors(cap: f64) -> Result<(f32, f32), Error> {
     let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
     if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
         return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));

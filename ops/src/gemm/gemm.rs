@@ -5,7 +5,7 @@
 //! eight sums are joined as `((s0+s1)+(s2+s3)) + ((s4+s5)+(s6+s7))`.
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
-use crate::backend::device;
+use super::device;
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::typed;
 use crate::gemm::tile::{
@@ -179,6 +179,7 @@ pub(crate) const OP: Entry = Entry {
             device::gemm::<I, O>(on, &shape, x, w, bias, y.device("gemm", "y")?)
         }))
     }),
+    unit: Some(&device::UNIT),
     prepare: Some(prepare),
 };
 

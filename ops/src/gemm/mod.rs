@@ -1,4 +1,10 @@
 //! Matrix products, and the tiles that they and attention are made of.
 
+pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod tile;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&gemm::OP];

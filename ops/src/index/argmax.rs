@@ -2,7 +2,7 @@
 //!
 //! Order: the lowest index among equals; -0 equals +0. A NaN counts as larger than every number, so the first NaN wins.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
@@ -28,6 +28,9 @@ fn run(cpu: &Cpu, x: TensorRef, index: &mut [i32]) -> Result<(), Error> {
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of("argmax", include_str!("argmax.cu"), &["argmax"]) };
+
 /// argmax, by name.
 pub(crate) const OP: Entry = Entry {
     name: "argmax",
@@ -38,10 +41,30 @@ pub(crate) const OP: Entry = Entry {
     device: Some(|on, args| {
         let ([r, n], x) = (["R", "N"].map(|axis| args.call.dim(axis)), args.input("x"));
         let index = args.output("index").device("argmax", "index")?;
-        typed!(x.dtype() => I, device::argmax::<I>(on, r, n, x.device("argmax", "x")?, index))
+        typed!(x.dtype() => I, on_device::<I>(on, r, n, x.device("argmax", "x")?, index))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`argmax`] on a device.
+///
+/// # Errors
+/// As [`argmax`]; errors of the device.
+pub fn on_device<I: Stored>(
+    device: &Device,
+    rows: usize,
+    n: usize,
+    x: &Buffer<I>,
+    index: &mut Buffer<i32>,
+) -> Result<(), Error> {
+    check_len("argmax", "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len("argmax", "index", "[R]", index.len(), &[rows])?;
+    check(rows, n)?;
+    let arguments = Arguments::new().buffer(x).buffer(index).long(n);
+    // SAFETY: lengths were checked; a block takes a row.
+    unsafe { device.launch(Build::of::<I, f32>("argmax"), "argmax", [rows, 1, 1], 256, 0, &arguments) }
+}
 
 /// Checks that `rows` rows of `n` have a largest element.
 fn check(rows: usize, n: usize) -> Result<(), Error> {

@@ -3,7 +3,7 @@
 //! Formula: `y[t] = w[tokens[t]]`.
 //! Rounding: none when the types agree (a NaN becomes the canonical one); else the last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
@@ -52,6 +52,9 @@ fn run(cpu: &Cpu, w: TensorRef, tokens: &[i32], y: TensorMut) -> Result<(), Erro
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("embedding", include_str!("embedding.cu"), &["embedding"]);
+
 /// embedding, by name.
 pub(crate) const OP: Entry = Entry {
     name: "embedding",
@@ -60,11 +63,52 @@ pub(crate) const OP: Entry = Entry {
         let (w, tokens, y) = (args.input("w"), args.integers("tokens")?, args.output("y"));
         let dim = args.call.dim("D");
         typed!(w.dtype() => I, typed!(y.dtype() => O, {
-            device::embedding::<I, O>(on, dim, w.device("embedding", "w")?, tokens, y.device("embedding", "y")?)
+            on_device::<I, O>(on, dim, w.device("embedding", "w")?, tokens, y.device("embedding", "y")?)
         }))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`embedding`] on a device; tokens come from the host, which checks them.
+///
+/// # Errors
+/// As [`embedding`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    dim: usize,
+    w: &Buffer<I>,
+    tokens: &[i32],
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let vocab = w.len().checked_div(dim).unwrap_or(0);
+    check_len("embedding", "w", "[V,D]", w.len(), &[vocab, dim])?;
+    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
+    if dim == 0 {
+        return Ok(());
+    }
+    embedding_at(device, dim, w, &Indices::new(device, "embedding", tokens, vocab)?, y)
+}
+
+/// [`embedding`] of tokens that stand on the device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; [`Error::Value`] when tokens may be outside the table; errors of the
+/// device.
+pub fn embedding_at<I: Stored, O: Stored>(
+    device: &Device,
+    dim: usize,
+    w: &Buffer<I>,
+    tokens: &Indices,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), dim])?;
+    check_len("embedding", "w", "[V,D]", w.len(), &[tokens.limit(), dim])?;
+    let grid = [tokens.len(), dim.div_ceil(128 * 8), 1];
+    let arguments = Arguments::new().buffer(w).buffer(tokens.buffer(device)?).buffer(y).long(dim);
+    // SAFETY: lengths were checked, and every token is below the limit.
+    unsafe { device.launch(Build::of::<I, O>("embedding"), "embedding", grid, 128, 0, &arguments) }
+}
 
 /// [`embedding`] with the table packed: the same bits. A table that is the weight of a product as well is held once.
 ///

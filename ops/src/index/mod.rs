@@ -2,3 +2,8 @@
 
 pub(crate) mod argmax;
 pub(crate) mod embedding;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&argmax::OP, &embedding::OP];

@@ -8,7 +8,8 @@
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
 //! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
 
-use crate::backend::device;
+pub(crate) mod device;
+
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
@@ -121,6 +122,7 @@ pub(crate) const OP: Entry = Entry {
             device::linear_logprob(on, m, v, k, temperature, x, w, target, logprob?, lse?)
         })
     }),
+    unit: Some(&device::UNIT),
     prepare: Some(prepare),
 };
 

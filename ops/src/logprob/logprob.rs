@@ -7,7 +7,7 @@
 //! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
 //! gives logprob 0.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
@@ -66,6 +66,10 @@ fn run(
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit =
+    Unit { has_out: false, ..Unit::of("logprob", include_str!("logprob.cu"), &["logprob", "logprob_unscaled"]) };
+
 /// logprob, by name.
 pub(crate) const OP: Entry = Entry {
     name: "logprob",
@@ -80,11 +84,40 @@ pub(crate) const OP: Entry = Entry {
         let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).device("logprob", name));
         typed!(logits.dtype() => I, {
             let logits = logits.device::<I>("logprob", "logits")?;
-            device::logprob(on, r, v, args.call.float("temperature"), logits, target, logprob?, lse?)
+            on_device(on, r, v, args.call.float("temperature"), logits, target, logprob?, lse?)
         })
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`logprob`] on a device; targets come from the host, which checks them.
+///
+/// # Errors
+/// As [`logprob`]; errors of the device.
+#[allow(clippy::too_many_arguments)]
+pub fn on_device<I: Stored>(
+    device: &Device,
+    rows: usize,
+    vocab: usize,
+    temperature: f64,
+    logits: &Buffer<I>,
+    target: &[i32],
+    logprob: &mut Buffer<f32>,
+    lse: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    check_len("logprob", "logits", "[R,V]", logits.len(), &[rows, vocab])?;
+    check_len("logprob", "target", "[R]", target.len(), &[rows])?;
+    check_len("logprob", "logprob", "[R]", logprob.len(), &[rows])?;
+    check_len("logprob", "lse", "[R]", lse.len(), &[rows])?;
+    let scale = checked_inverse("logprob", vocab, temperature, target)?;
+    let target = device.upload("logprob", target)?;
+    let kernel = if scale == 1.0 { "logprob_unscaled" } else { "logprob" };
+    let arguments =
+        Arguments::new().buffer(logits).buffer(&target).buffer(logprob).buffer(lse).long(vocab).float(scale);
+    // SAFETY: lengths were checked, and so was every target.
+    unsafe { device.launch(Build::of::<I, f32>("logprob"), kernel, [rows, 1, 1], 256, 0, &arguments) }
+}
 
 /// `f32(1 / temperature)`, checked.
 pub(crate) fn inverse(op: &'static str, temperature: f64) -> Result<f32, Error> {
@@ -92,6 +125,13 @@ pub(crate) fn inverse(op: &'static str, temperature: f64) -> Result<f32, Error> 
     if !(temperature > 0.0 && temperature.is_finite() && scale > 0.0 && scale.is_finite()) {
         return Err(value_error(op, format!("temperature is {temperature}; it must be positive and finite")));
     }
+    Ok(scale)
+}
+
+/// The same, with the targets of a device checked against the vocabulary.
+pub(crate) fn checked_inverse(op: &'static str, vocab: usize, temperature: f64, target: &[i32]) -> Result<f32, Error> {
+    let scale = inverse(op, temperature)?;
+    check_targets(op, target, vocab)?;
     Ok(scale)
 }
 

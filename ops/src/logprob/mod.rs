@@ -3,3 +3,8 @@
 pub(crate) mod linear_logprob;
 pub(crate) mod logprob;
 pub(crate) mod softmax;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&linear_logprob::OP, &logprob::OP, &softmax::OP];

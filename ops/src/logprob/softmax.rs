@@ -5,7 +5,7 @@
 //! Rounding: every step once to f32; `weight / sum`, last rounding.
 //! Special: a NaN or +inf in the row, or nothing but -inf, gives a row of NaN.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::logprob::logprob::{Denominator, Total, weights};
@@ -34,6 +34,9 @@ pub(crate) fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("softmax", include_str!("softmax.cu"), &["softmax"]);
+
 /// softmax, by name.
 pub(crate) const OP: Entry = Entry {
     name: "softmax",
@@ -41,11 +44,33 @@ pub(crate) const OP: Entry = Entry {
     device: Some(|on, args| {
         let ([r, n], x, y) = (["R", "N"].map(|axis| args.call.dim(axis)), args.input("x"), args.output("y"));
         typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            device::softmax::<I, O>(on, r, n, x.device("softmax", "x")?, y.device("softmax", "y")?)
+            on_device::<I, O>(on, r, n, x.device("softmax", "x")?, y.device("softmax", "y")?)
         }))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`softmax`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    rows: usize,
+    n: usize,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check_len("softmax", "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len("softmax", "y", "[R,N]", y.len(), &[rows, n])?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    let arguments = Arguments::new().buffer(x).buffer(y).long(n);
+    // SAFETY: lengths were checked; a block takes a row.
+    unsafe { device.launch(Build::of::<I, O>("softmax"), "softmax", [rows, 1, 1], 256, 0, &arguments) }
+}
 
 /// Some rows, from `first` on.
 struct Part<'a, I, O> {

@@ -4,7 +4,7 @@
 //! Order: a chain over the rank r, ascending: `acc = fma(weight, x, acc)` from +0; then `+ shared`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
@@ -66,6 +66,9 @@ fn run(
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("combine", include_str!("combine.cu"), &["combine"]);
+
 /// combine, by name.
 pub(crate) const OP: Entry = Entry {
     name: "combine",
@@ -95,11 +98,63 @@ pub(crate) const OP: Entry = Entry {
             let weight = on.upload("combine", &wide)?;
             let shared = shared.map(|shared| shared.device::<I>("combine", "shared")).transpose()?;
             let (x, y) = (x.device::<I>("combine", "x")?, y.device::<O>("combine", "y")?);
-            device::combine(on, &shape, x, row, &weight, shared, y)
+            on_device(on, &shape, x, row, &weight, shared, y)
         }))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`combine`] on a device; rows come from the host, which checks them.
+///
+/// # Errors
+/// As [`combine`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Combine,
+    x: &Buffer<I>,
+    row: &[i32],
+    weight: &Buffer<f32>,
+    shared: Option<&Buffer<I>>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check(shape, [x.len(), weight.len(), y.len()], row, shared.map(Buffer::len))?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    combine_at(device, shape, x, &Indices::new(device, "combine", row, shape.rows)?, weight, shared, y)
+}
+
+/// [`combine`] of rows that stand on the device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; [`Error::Value`] when rows may be outside x; errors of the device.
+pub fn combine_at<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Combine,
+    x: &Buffer<I>,
+    row: &Indices,
+    weight: &Buffer<f32>,
+    shared: Option<&Buffer<I>>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let Combine { tokens, chosen, rows, n } = *shape;
+    let op = "combine";
+    check_len(op, "row", "[T,K]", row.len(), &[tokens, chosen])?;
+    check_lens(shape, [x.len(), weight.len(), y.len()], shared.map(Buffer::len))?;
+    if row.limit() > rows {
+        return Err(value_error(op, format!("rows up to {} of {rows}", row.limit())));
+    }
+    let arguments = Arguments::new().buffer(x).buffer(row.buffer(device)?).buffer(weight);
+    let arguments = match shared {
+        Some(shared) => arguments.buffer(shared).int(1),
+        None => arguments.null().int(0),
+    };
+    let arguments = arguments.buffer(y).int(int(op, "K", chosen)?).long(n);
+    let grid = [tokens, n.div_ceil(128 * 8), 1];
+    // SAFETY: lengths were checked, and every row is below the limit.
+    unsafe { device.launch(Build::of::<I, O>(op), op, grid, 128, 0, &arguments) }
+}
 
 /// Checks a call, whatever it runs on, by the lengths of its slices and its rows.
 pub(crate) fn check(shape: &Combine, lens: [usize; 3], row: &[i32], shared: Option<usize>) -> Result<(), Error> {

@@ -2,3 +2,8 @@
 
 pub(crate) mod combine;
 pub(crate) mod route;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&combine::OP, &route::OP];

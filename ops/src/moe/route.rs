@@ -9,13 +9,13 @@
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
 //! Rounding: every step once to f32.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::logprob::softmax;
 use crate::math::sigmoid;
 use crate::simd::scalar::Scalar;
-use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use crate::{Counter, Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use samebits_schema::Call;
 use std::sync::Mutex;
 
@@ -119,6 +119,12 @@ fn run(
     Ok(())
 }
 
+/// Bytes of shared memory that every device has without being asked.
+const SHARED: usize = 48 << 10;
+
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of("route", include_str!("route.cu"), &["route"]) };
+
 /// route, by name: rank and weight of every expert, -1 and +0 where it is not chosen.
 pub(crate) const OP: Entry = Entry {
     name: "route",
@@ -142,7 +148,7 @@ pub(crate) const OP: Entry = Entry {
         let (logits, bias) = (args.input("logits"), args.optional("bias"));
         typed!(logits.dtype() => I, {
             let bias = bias.map(|bias| bias.device::<I>("route", "bias")).transpose()?;
-            device::route(on, &shape, logits.device::<I>("route", "logits")?, bias, &mut index, &mut weights)?;
+            on_device(on, &shape, logits.device::<I>("route", "logits")?, bias, &mut index, &mut weights)?;
         });
         let (mut chosen, mut scores) = (vec![0; count], vec![0f32; count]);
         index.download(on, &mut chosen)?;
@@ -152,8 +158,85 @@ pub(crate) const OP: Entry = Entry {
         to_rank.fill(on, &rank)?;
         to_weight.fill(on, &weight)
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`route`] on a device; softmax scores stand in the workspace.
+///
+/// # Errors
+/// As [`route`]; more experts than a block has room for; errors of the device.
+pub fn on_device<I: Stored>(
+    device: &Device,
+    shape: &Route,
+    logits: &Buffer<I>,
+    bias: Option<&Buffer<I>>,
+    index: &mut Buffer<i32>,
+    weight: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let Route { tokens, experts, chosen, groups, top_groups, .. } = *shape;
+    let op = "route";
+    let lens = [logits.len(), index.len(), weight.len()];
+    let scale = check(shape, lens, bias.map(Buffer::len))?;
+    if tokens == 0 {
+        return Ok(());
+    }
+    // Ranks of experts and groups, and the chosen weights.
+    let shared = 4 * (experts + groups + chosen);
+    if shared > SHARED {
+        return Err(value_error(op, format!("{experts} experts are more than a device takes")));
+    }
+    let scores = match shape.scoring {
+        Scoring::Sigmoid => None,
+        Scoring::Softmax => {
+            let mut scores = device.take::<f32>(op, tokens * experts, true)?;
+            device.ledger().note(Counter::WorkspaceF32, 4 * scores.len(), "workspace of f32 on the device")?;
+            softmax::on_device(device, tokens, experts, logits, &mut scores)?;
+            Some(scores)
+        }
+    };
+    let ints = [
+        int(op, "the number of experts", experts)?,
+        chosen as i32,
+        groups as i32,
+        top_groups as i32,
+        i32::from(shape.scoring == Scoring::Sigmoid),
+        i32::from(bias.is_some()),
+        i32::from(shape.group_worth == GroupWorth::TopTwo),
+        i32::from(shape.normalise),
+    ];
+    let mut choice: Vec<u8> = ints.iter().flat_map(|value| value.to_ne_bytes()).collect();
+    choice.extend(scale.to_ne_bytes());
+    let arguments = Arguments::new().layout(&choice).buffer(logits);
+    let arguments = match &scores {
+        Some(scores) => arguments.buffer(scores),
+        None => arguments.null(),
+    };
+    let arguments = match bias {
+        Some(bias) => arguments.buffer(bias),
+        None => arguments.null(),
+    };
+    let arguments = arguments.buffer(index).buffer(weight);
+    // SAFETY: lengths were checked; a block takes a token, and its shared memory holds what the kernel keeps there.
+    unsafe { device.launch(Build::of::<I, f32>(op), op, [tokens, 1, 1], 32, shared, &arguments) }
+}
+
+/// [`route`] whose choice stays on the device, for [`gemm_experts`](crate::device::gemm_experts).
+///
+/// # Errors
+/// As [`route`].
+pub fn route_to<I: Stored>(
+    device: &Device,
+    shape: &Route,
+    logits: &Buffer<I>,
+    bias: Option<&Buffer<I>>,
+    weight: &mut Buffer<f32>,
+) -> Result<Indices, Error> {
+    let mut index = device.empty("route", shape.tokens.saturating_mul(shape.chosen))?;
+    on_device(device, shape, logits, bias, &mut index, weight)?;
+    // The kernel takes places of experts that are left, and there are as many as are chosen.
+    Ok(Indices::made(device, index, shape.experts))
+}
 
 /// Rank and weight of every expert from those that were chosen.
 fn spread(shape: &Route, index: &[i32], weights: &[f32], rank: &mut [i32], weight: &mut [f32]) {

@@ -3,12 +3,12 @@
 //! Formula: `sum = x + residual`, `y = rms_norm(sum, w)`.
 //! Order and rounding: bit for bit `add` with its last rounding, then `rms_norm` of the sum as it is stored.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::elementwise::add::Add;
 use crate::elementwise::frame::pointwise;
-use crate::norm::rms_norm::Scale;
+use crate::norm::rms_norm::{ROWS, Scale};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
@@ -63,6 +63,13 @@ fn run(
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of(
+    "add_rms_norm",
+    include_str!("add_rms_norm.cu"),
+    &["add_rms_norm_bf16", "add_rms_norm_fp16", "add_rms_norm_fp32"],
+);
+
 /// add_rms_norm, by name.
 pub(crate) const OP: Entry = Entry {
     name: "add_rms_norm",
@@ -79,11 +86,55 @@ pub(crate) const OP: Entry = Entry {
         typed!(x.dtype() => I, typed!(sum.dtype() => M, typed!(y.dtype() => O, {
             let (x, residual) = (x.device(NAME, "x")?, residual.device(NAME, "residual")?);
             let (sum, y) = (sum.device(NAME, "sum")?, y.device(NAME, "y")?);
-            device::add_rms_norm::<I, M, O>(on, &shape, x, residual, w.device(NAME, "w")?, sum, y)
+            on_device::<I, M, O>(on, &shape, x, residual, w.device(NAME, "w")?, sum, y)
         })))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`add_rms_norm`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device<I: Stored, M: Stored, O: Stored>(
+    device: &Device,
+    shape: &RmsNorm,
+    x: &Buffer<I>,
+    residual: &Buffer<I>,
+    w: &Buffer<I>,
+    sum: &mut Buffer<M>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let RmsNorm { rows, n, .. } = *shape;
+    check_len("add_rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len("add_rms_norm", "residual", "[R,N]", residual.len(), &[rows, n])?;
+    check_len("add_rms_norm", "w", "[N]", w.len(), &[n])?;
+    check_len("add_rms_norm", "sum", "[R,N]", sum.len(), &[rows, n])?;
+    check_len("add_rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    let arguments = Arguments::new()
+        .buffer(x)
+        .buffer(residual)
+        .buffer(w)
+        .buffer(sum)
+        .buffer(y)
+        .long(rows)
+        .long(n)
+        .float(shape.eps)
+        .int(shape.rounding.hf())
+        .int(i32::from(shape.weight_offset));
+    let kernel = match M::NAME {
+        "bf16" => "add_rms_norm_bf16",
+        "fp16" => "add_rms_norm_fp16",
+        _ => "add_rms_norm_fp32",
+    };
+    let grid = [rows.div_ceil(ROWS), 1, 1];
+    // SAFETY: as for rms_norm.
+    unsafe { device.launch(Build::of::<I, O>("add_rms_norm"), kernel, grid, 128, 0, &arguments) }
+}
 
 /// Some rows, from `first` on.
 struct Part<'a, I, M, O> {

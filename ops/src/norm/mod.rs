@@ -3,3 +3,8 @@
 pub(crate) mod add_rms_norm;
 pub(crate) mod norm_rope;
 pub(crate) mod rms_norm;
+
+use crate::call::Entry;
+
+/// What is called by name.
+pub(crate) static OPS: &[&Entry] = &[&add_rms_norm::OP, &norm_rope::OP, &rms_norm::OP];

@@ -3,11 +3,11 @@
 //! Formula: `y = rope(rms_norm(x, w))`, the norm over each head.
 //! Order and rounding: bit for bit `rms_norm` of `[T*H, D]` with an f32 output, then `rope` of that; one last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
-use crate::norm::rms_norm::Scale;
-use crate::rope::rope::{prepare, rotate_head, table_of};
+use crate::norm::rms_norm::{ROWS, Scale};
+use crate::rope::rope::{Rotations, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
@@ -71,39 +71,67 @@ fn run(cpu: &Cpu, shape: &NormRope, table: &RopeTable, [x, w]: [TensorRef; 2], y
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("norm_rope", include_str!("norm_rope.cu"), &["norm_rope"]);
+
 /// norm_rope, by name.
 pub(crate) const OP: Entry = Entry {
     name: "norm_rope",
     cpu: |cpu, args| {
-        let shape = NormRope::of(args.call)?;
-        let made;
-        let table = match args.input("pos").as_angles() {
-            Some(table) => table,
-            None => {
-                made = table_of(cpu, args)?;
-                &made
-            }
-        };
-        table.check("norm_rope", &Rope::of(args.call))?;
-        run(cpu, &shape, table, [args.input("x"), args.input("w")], args.output("y"))
+        let (shape, x, y) = (NormRope::of(args.call)?, ["x", "w"].map(|name| args.input(name)), args.output("y"));
+        with_table(cpu, args, |table| run(cpu, &shape, table, x, y))
     },
     device: Some(|on, args| {
-        let made;
-        let table = match args.input("pos").as_rotations() {
-            Some(table) => table,
-            None => {
-                made = device::Rotations::new(on, &table_of(&Cpu::best(), args)?)?;
-                &made
-            }
-        };
         let (shape, [x, w], y) = (NormRope::of(args.call)?, ["x", "w"].map(|name| args.input(name)), args.output("y"));
-        typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            let (x, w) = (x.device("norm_rope", "x")?, w.device("norm_rope", "w")?);
-            device::norm_rope::<I, O>(on, &shape, table, x, w, y.device("norm_rope", "y")?)
-        }))
+        with_rotations(on, args, |table| {
+            typed!(x.dtype() => I, typed!(y.dtype() => O, {
+                let (x, w) = (x.device("norm_rope", "x")?, w.device("norm_rope", "w")?);
+                on_device::<I, O>(on, &shape, table, x, w, y.device("norm_rope", "y")?)
+            }))
+        })
     }),
+    unit: Some(&UNIT),
     prepare: Some(prepare),
 };
+
+/// [`norm_rope`] on a device.
+///
+/// # Errors
+/// As [`norm_rope`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &NormRope,
+    table: &Rotations,
+    x: &Buffer<I>,
+    w: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let NormRope { tokens, heads, dim, eps, weight_offset, pairing, .. } = *shape;
+    table.check("norm_rope", tokens, dim)?;
+    check_len("norm_rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
+    check_len("norm_rope", "w", "[D]", w.len(), &[dim])?;
+    check_len("norm_rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    int("norm_rope", "H * D", heads * dim)?;
+    let arguments = Arguments::new()
+        .buffer(x)
+        .buffer(w)
+        .buffer(&table.cos)
+        .buffer(&table.sin)
+        .buffer(y)
+        .long(tokens * heads)
+        .int(heads as i32)
+        .int(dim as i32)
+        .float(eps)
+        .int(shape.rounding.hf())
+        .int(i32::from(weight_offset))
+        .int(pairing.interleaved());
+    let grid = [(tokens * heads).div_ceil(ROWS), 1, 1];
+    // SAFETY: lengths were checked, those of the table too.
+    unsafe { device.launch(Build::of::<I, O>("norm_rope"), "norm_rope", grid, 128, 0, &arguments) }
+}
 
 impl NormRope {
     /// The parameters of a call.

@@ -5,7 +5,7 @@
 //! Rounding: every step once to f32. `once`: `(x*r)*w`, last rounding. `hf`: `x*r` is rounded to bf16, then `w *` it,
 //! last rounding. `weight_offset` first makes `w + 1` in f32.
 
-use crate::backend::device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::reduce::{Step, lane_sum};
@@ -40,6 +40,13 @@ pub struct RmsNorm {
     pub weight_offset: bool,
 }
 
+impl Rounding {
+    /// As kernels are told of it.
+    pub(super) fn hf(self) -> i32 {
+        i32::from(self == Rounding::Hf)
+    }
+}
+
 /// `x[R,N], w[N] -> y[R,N]`, all row-major.
 ///
 /// # Errors
@@ -68,6 +75,16 @@ fn run(cpu: &Cpu, shape: &RmsNorm, x: TensorRef, w: TensorRef, y: TensorMut) -> 
     Ok(())
 }
 
+/// Rows to a block of 128 threads: a warp takes a row.
+pub(super) const ROWS: usize = 4;
+
+/// Its kernels.
+const UNIT: Unit = Unit::of(
+    "rms_norm",
+    include_str!("rms_norm.cu"),
+    &["rms_norm_short", "rms_norm_middle", "rms_norm_wide", "rms_norm_long"],
+);
+
 /// rms_norm, by name.
 pub(crate) const OP: Entry = Entry {
     name: "rms_norm",
@@ -80,11 +97,50 @@ pub(crate) const OP: Entry = Entry {
         let (x, w, y) = (args.input("x"), args.input("w"), args.output("y"));
         typed!(x.dtype() => I, typed!(y.dtype() => O, {
             let (x, w) = (x.device("rms_norm", "x")?, w.device("rms_norm", "w")?);
-            device::rms_norm::<I, O>(on, &shape, x, w, y.device("rms_norm", "y")?)
+            on_device::<I, O>(on, &shape, x, w, y.device("rms_norm", "y")?)
         }))
     }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`rms_norm`] on a device.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &RmsNorm,
+    x: &Buffer<I>,
+    w: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let RmsNorm { rows, n, .. } = *shape;
+    check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
+    check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    // What a warp keeps in registers.
+    let kernel = match n * size_of::<I>() {
+        0..=2048 => "rms_norm_short",
+        2049..=8192 => "rms_norm_middle",
+        8193..=16384 => "rms_norm_wide",
+        _ => "rms_norm_long",
+    };
+    let arguments = Arguments::new()
+        .buffer(x)
+        .buffer(w)
+        .buffer(y)
+        .long(rows)
+        .long(n)
+        .float(shape.eps)
+        .int(shape.rounding.hf())
+        .int(i32::from(shape.weight_offset));
+    // SAFETY: lengths were checked; the kernel leaves rows behind the last alone.
+    unsafe { device.launch(Build::of::<I, O>("rms_norm"), kernel, [rows.div_ceil(ROWS), 1, 1], 128, 0, &arguments) }
+}
 
 impl RmsNorm {
     /// The parameters of a call, for `rows` rows of `n`.

@@ -5,7 +5,7 @@
 //! Rounding: `inv_freq = f32(theta^(-2i/D))`; `angle = f32(pos) * inv_freq`, one f32 product; `c` and `s` are cosine and
 //! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
 
-use crate::backend::device;
+use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::typed;
 use crate::simd::stream::{BLOCK, Sink, is_large};
@@ -21,6 +21,13 @@ pub enum Pairing {
     Half,
     /// `(2i, 2i + 1)`.
     Interleaved,
+}
+
+impl Pairing {
+    /// As kernels are told of it.
+    pub(crate) fn interleaved(self) -> i32 {
+        i32::from(self == Pairing::Interleaved)
+    }
 }
 
 /// Dimensions of `x[T,H,D]`.
@@ -140,38 +147,107 @@ fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of("rope", include_str!("rope.cu"), &["rope"]);
+
 /// rope, by name.
 pub(crate) const OP: Entry = Entry {
     name: "rope",
     cpu: |cpu, args| {
-        let shape = Rope::of(args.call);
-        let made;
-        let table = match args.input("pos").as_angles() {
-            Some(table) => table,
-            None => {
-                made = table_of(cpu, args)?;
-                &made
-            }
-        };
-        table.check("rope", &shape)?;
-        run(cpu, &shape, table, args.input("x"), args.output("y"))
+        let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
+        with_table(cpu, args, |table| run(cpu, &shape, table, x, y))
     },
     device: Some(|on, args| {
-        let made;
-        let table = match args.input("pos").as_rotations() {
-            Some(table) => table,
-            None => {
-                made = device::Rotations::new(on, &table_of(&Cpu::best(), args)?)?;
-                &made
-            }
-        };
         let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
-        typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            device::rope::<I, O>(on, &shape, table, x.device("rope", "x")?, y.device("rope", "y")?)
-        }))
+        with_rotations(on, args, |table| {
+            typed!(x.dtype() => I, typed!(y.dtype() => O, {
+                on_device::<I, O>(on, &shape, table, x.device("rope", "x")?, y.device("rope", "y")?)
+            }))
+        })
     }),
+    unit: Some(&UNIT),
     prepare: Some(prepare),
 };
+
+/// [`rope`] on a device.
+///
+/// # Errors
+/// As [`rope`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Rope,
+    table: &Rotations,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    let Rope { tokens, heads, dim, pairing } = *shape;
+    table.check("rope", tokens, dim)?;
+    check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
+    check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
+    if y.is_empty() {
+        return Ok(());
+    }
+    int("rope", "H * D", heads * dim)?;
+    let arguments = device::Arguments::new()
+        .buffer(x)
+        .buffer(&table.cos)
+        .buffer(&table.sin)
+        .buffer(y)
+        .int(heads as i32)
+        .int(dim as i32)
+        .int(pairing.interleaved());
+    // SAFETY: lengths were checked, those of the table too.
+    unsafe { device.launch(Build::of::<I, O>("rope"), "rope", [tokens, 1, 1], 128, 0, &arguments) }
+}
+
+/// A [`RopeTable`] on a device.
+pub struct Rotations {
+    tokens: usize,
+    half: usize,
+    pub(crate) cos: Buffer<f32>,
+    pub(crate) sin: Buffer<f32>,
+}
+
+impl Rotations {
+    /// Copies `table`, which the host has made, correctly rounded.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn new(device: &Device, table: &RopeTable) -> Result<Rotations, Error> {
+        let (half, cos, sin) = table.parts();
+        Ok(Rotations {
+            tokens: cos.len().checked_div(half).unwrap_or(0),
+            half,
+            cos: device.upload("rope", cos)?,
+            sin: device.upload("rope", sin)?,
+        })
+    }
+
+    /// How many tokens it has rows for.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Copies another table of the same size over it.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when the sizes differ; those of the device.
+    pub fn fill(&mut self, device: &Device, table: &RopeTable) -> Result<(), Error> {
+        let (half, cos, sin) = table.parts();
+        check_len("rope", "table row", "[D/2]", half, &[self.half])?;
+        self.cos.fill(device, cos)?;
+        self.sin.fill(device, sin)
+    }
+
+    /// Checks that D is even, and that there is a row for every token, wide enough for a head.
+    pub(crate) fn check(&self, op: &'static str, tokens: usize, dim: usize) -> Result<(), Error> {
+        if !dim.is_multiple_of(2) {
+            return Err(value_error(op, format!("the head dimension is {dim}; it must be even")));
+        }
+        check_len(op, "table", "[T,D/2]", self.tokens * self.half, &[tokens, dim / 2])?;
+        check_len(op, "table row", "[D/2]", self.half, &[dim / 2])
+    }
+}
 
 impl Rope {
     /// The parameters of a call.
@@ -181,8 +257,39 @@ impl Rope {
     }
 }
 
+/// Does `work` with the table of a call: the one that its positions were prepared as, else one that is made for it. There
+/// is a row for every token.
+pub(crate) fn with_table(
+    cpu: &Cpu,
+    args: &Arguments,
+    work: impl FnOnce(&RopeTable) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let made;
+    let table = match args.input("pos").as_angles() {
+        Some(table) => table,
+        None => {
+            made = table_of(cpu, args)?;
+            &made
+        }
+    };
+    table.check(args.op(), &Rope::of(args.call))?;
+    work(table)
+}
+
+/// The same on a device, whose launches check the table.
+pub(crate) fn with_rotations(
+    on: &Device,
+    args: &Arguments,
+    work: impl FnOnce(&Rotations) -> Result<(), Error>,
+) -> Result<(), Error> {
+    match args.input("pos").as_rotations() {
+        Some(table) => work(table),
+        None => work(&Rotations::new(on, &table_of(&Cpu::best(), args)?)?),
+    }
+}
+
 /// The angles of the positions of a call.
-pub(crate) fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
+fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
     let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"));
     Ok(RopeTable::new(cpu, &inv_freq, args.integers("pos")?))
 }

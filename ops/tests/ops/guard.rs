@@ -2,7 +2,7 @@
 //! behind it and once before it: a load or store one byte outside ends the test with SIGSEGV. What is left of the
 //! slice's own pages on the other side holds a pattern that must survive.
 //!
-//! A new op: an entry in [`OPS`].
+//! A new op: an entry in [`rows`].
 
 use samebits_ops::*;
 use std::ops::{Deref, DerefMut};

@@ -1,8 +1,11 @@
 //! Copies of rows within a device, and indices that say which.
 
-use super::rows::build;
-use super::{Arguments, Buffer, Device, Stored};
+use super::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::{Error, value_error};
+
+/// Its kernels.
+pub(super) const UNIT: Unit =
+    Unit { has_out: false, ..Unit::of("copy_rows", include_str!("copy_rows.cu"), &["copy_rows"]) };
 
 /// Tokens or rows on a device, each below a limit: checked on the host whenever they are set.
 pub struct Indices {
@@ -34,7 +37,7 @@ impl Indices {
 
     /// Those that a kernel of `device` has made, or will, and that it keeps below `limit`. Where that kernel is captured,
     /// only kernels of the same capture may read them: whatever runs before the graph does finds anything there.
-    pub(super) fn made(device: &Device, buffer: Buffer<i32>, limit: usize) -> Indices {
+    pub(crate) fn made(device: &Device, buffer: Buffer<i32>, limit: usize) -> Indices {
         Indices { limit, distinct: false, capture: device.inner.capturing(), buffer }
     }
 
@@ -76,7 +79,7 @@ impl Indices {
     }
 
     /// What a kernel that `device` starts now reads.
-    pub(super) fn buffer(&self, device: &Device) -> Result<&Buffer<i32>, Error> {
+    pub(crate) fn buffer(&self, device: &Device) -> Result<&Buffer<i32>, Error> {
         if self.capture.is_some() && self.capture != device.inner.capturing() {
             return Err(Error::Device("indices of captured work are read outside of it".into()));
         }
@@ -173,5 +176,5 @@ pub fn copy_rows<T: Stored>(
     let arguments = to_part.arguments(device, arguments.buffer(to))?.long(width);
     let grid = [count, width.div_ceil(128 * 16 / size_of::<T>()), 1];
     // SAFETY: every row is within its buffer, the two are not the same, and no element is written twice.
-    unsafe { device.launch(build::<T, f32>("copy_rows"), "copy_rows", grid, 128, 0, &arguments) }
+    unsafe { device.launch(Build::of::<T, f32>("copy_rows"), "copy_rows", grid, 128, 0, &arguments) }
 }

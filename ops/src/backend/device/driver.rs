@@ -52,7 +52,7 @@ impl Arguments {
     }
 
     /// A pointer to the elements of a buffer from `first` on.
-    pub(super) fn buffer_from<T: super::Plain>(mut self, buffer: &super::Buffer<T>, first: usize) -> Arguments {
+    pub(crate) fn buffer_from<T: super::Plain>(mut self, buffer: &super::Buffer<T>, first: usize) -> Arguments {
         self.holds.push(buffer.memory.clone());
         self.push(&(buffer.address() + (first * size_of::<T>()) as u64).to_ne_bytes())
     }

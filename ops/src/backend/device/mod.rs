@@ -1,36 +1,23 @@
 //! The ops on a device: the same arguments, the same bits, with tensors that live in the device's memory.
 //!
 //! A [`Device`] stands over a [`Driver`], which compiles and starts kernels: [`cuda`] is NVIDIA's, opened at run time;
-//! tests bring an emulator. The text of the kernels is in the `.cu` file beside each op; this module holds what the host
-//! has to know: which kernel, how many blocks, and how much workspace. There is no way back to the CPU: what a device cannot do
-//! is an [`Error`], and the ledger has the name of every kernel that ran.
+//! tests bring an emulator. The text of the kernels is in the `.cu` file beside each op, and what the host has to know in
+//! the op's own file: which kernel, how many blocks, and how much workspace. This module holds what they share. There is
+//! no way back to the CPU: what a device cannot do is an [`Error`], and the ledger has the name of every kernel that ran.
 
 mod arena;
-mod attention;
 mod copy_rows;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod driver;
-mod experts;
-mod gemm;
-mod linear_logprob;
-mod rows;
 mod sources;
-mod workspace;
+pub(crate) mod workspace;
 
-pub use attention::{Places, attention, attention_at, attention_over};
 pub use copy_rows::{Indices, Part, copy_rows};
 pub use driver::{Arguments, Clock, Driver, Launch};
-pub use experts::{combine, combine_at, route, route_to};
-pub use gemm::{gemm, gemm_experts, gemm_rows};
-pub use linear_logprob::linear_logprob;
-pub use rows::{
-    Rotations, add, add_rms_norm, argmax, embedding, embedding_at, gelu_mul, logprob, norm_rope, rms_norm, rope, scale,
-    silu_mul, softcap, softmax,
-};
-pub use sources::{Build, HEADERS, UNITS, Unit};
+pub use sources::{Build, HEADERS, Unit, units};
 
-use crate::{Counter, Element, Error, Ledger};
+use crate::{Counter, Element, Error, Ledger, value_error};
 use arena::Arena;
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -260,7 +247,7 @@ impl Device {
     }
 
     /// Room for `len` elements; workspace is counted by its plan, tensors by their dtype.
-    fn take<T: Plain>(&self, op: &'static str, len: usize, workspace: bool) -> Result<Buffer<T>, Error> {
+    pub(crate) fn take<T: Plain>(&self, op: &'static str, len: usize, workspace: bool) -> Result<Buffer<T>, Error> {
         let bytes = len.saturating_mul(size_of::<T>());
         if !workspace {
             self.ledger.note(T::COUNTER, bytes, "a tensor on the device")?;
@@ -308,7 +295,7 @@ impl Device {
     ///
     /// # Safety
     /// The arguments are those of the kernel: addresses of live buffers, as long as the other arguments say.
-    unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &self,
         build: Build,
         kernel: &'static str,
@@ -519,3 +506,8 @@ fn bytes_of_mut<T: Plain>(slice: &mut [T]) -> &mut [u8] {
 /// Storage types of tensors on a device.
 pub trait Stored: Element + Plain {}
 impl<T: Element + Plain> Stored for T {}
+
+/// An int argument from a dimension.
+pub(crate) fn int(op: &'static str, name: &str, value: usize) -> Result<i32, Error> {
+    i32::try_from(value).map_err(|_| value_error(op, format!("{name} is {value}; a device takes up to {}", i32::MAX)))
+}

@@ -1,5 +1,8 @@
 //! The text of the kernels, which is part of the program, and the ways to build it.
 
+use super::{Stored, copy_rows};
+use crate::call::{Entry, entries};
+
 /// One `.cu` file.
 #[derive(Debug)]
 pub struct Unit {
@@ -15,70 +18,18 @@ pub struct Unit {
     pub has_product: bool,
 }
 
-macro_rules! unit {
-    ($folder:literal, $name:literal, $has_out:literal, $has_product:literal, $kernels:expr) => {
-        Unit {
-            name: $name,
-            source: include_str!(concat!("../../", $folder, "/", $name, ".cu")),
-            kernels: &$kernels,
-            has_out: $has_out,
-            has_product: $has_product,
-        }
-    };
+impl Unit {
+    /// A unit without a product, whose outputs have a type of their own.
+    pub(crate) const fn of(name: &'static str, source: &'static str, kernels: &'static [&'static str]) -> Unit {
+        Unit { name, source, kernels, has_out: true, has_product: false }
+    }
 }
 
-/// Every unit.
-pub static UNITS: [Unit; 19] = [
-    unit!("elementwise", "add", true, false, ["add"]),
-    unit!("norm", "add_rms_norm", true, false, ["add_rms_norm_bf16", "add_rms_norm_fp16", "add_rms_norm_fp32"]),
-    unit!("index", "argmax", false, false, ["argmax"]),
-    unit!(
-        "attention",
-        "attention",
-        true,
-        true,
-        [
-            "attention_scores4",
-            "attention_values4",
-            "attention_join4",
-            "attention_scores8",
-            "attention_values8",
-            "attention_join8",
-            "attention_scores16",
-            "attention_values16",
-            "attention_join16"
-        ]
-    ),
-    unit!("moe", "combine", true, false, ["combine"]),
-    unit!("index", "copy_rows", false, false, ["copy_rows"]),
-    unit!("index", "embedding", true, false, ["embedding"]),
-    unit!("elementwise", "gelu_mul", true, false, ["gelu_mul"]),
-    unit!(
-        "gemm",
-        "gemm",
-        true,
-        true,
-        [
-            "gemm_tile128",
-            "gemm_tile64",
-            "gemm_skinny1",
-            "gemm_skinny4",
-            "gemm_skinny8",
-            "gemm_skinny16",
-            "gemm_experts"
-        ]
-    ),
-    unit!("logprob", "linear_logprob", false, false, ["linear_logprob_add", "linear_logprob_end"]),
-    unit!("logprob", "logprob", false, false, ["logprob", "logprob_unscaled"]),
-    unit!("norm", "norm_rope", true, false, ["norm_rope"]),
-    unit!("norm", "rms_norm", true, false, ["rms_norm_short", "rms_norm_middle", "rms_norm_wide", "rms_norm_long"]),
-    unit!("rope", "rope", true, false, ["rope"]),
-    unit!("moe", "route", false, false, ["route"]),
-    unit!("elementwise", "scale", true, false, ["scale"]),
-    unit!("elementwise", "silu_mul", true, false, ["silu_mul"]),
-    unit!("elementwise", "softcap", true, false, ["softcap"]),
-    unit!("logprob", "softmax", true, false, ["softmax"]),
-];
+/// Every unit: those of the ops, and copies of rows. Ops that share one have it once.
+pub fn units() -> impl Iterator<Item = &'static Unit> {
+    let own = |entry: &'static Entry| entry.unit.filter(|unit| unit.name == entry.name);
+    entries().filter_map(own).chain([&copy_rows::UNIT])
+}
 
 macro_rules! headers {
     ($($name:literal),*) => {
@@ -113,12 +64,17 @@ pub struct Build {
 }
 
 impl Build {
+    /// That of a unit for inputs I and outputs O.
+    pub(crate) fn of<I: Stored, O: Stored>(unit: &'static str) -> Build {
+        Build { unit, input: I::NAME, output: O::NAME, tf32: false }
+    }
+
     /// The unit's text.
     ///
     /// # Panics
     /// When there is no such unit.
     pub fn source(&self) -> &'static Unit {
-        UNITS.iter().find(|unit| unit.name == self.unit).expect("builds name units")
+        units().find(|unit| unit.name == self.unit).expect("builds name units")
     }
 
     /// The options by which the text learns of the types, for any C++ compiler.

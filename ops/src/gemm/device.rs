@@ -1,9 +1,26 @@
 //! Launches of matrix products.
 
-use super::rows::{build, int};
-use super::{Arguments, Buffer, Build, Device, Indices, Stored};
-use crate::gemm::gemm::segment_length;
+use super::gemm::segment_length;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
 use crate::{Error, Gemm, Tf32, check_len, value_error};
+
+/// The kernels of gemm.
+pub(super) const UNIT: Unit = Unit {
+    has_product: true,
+    ..Unit::of(
+        "gemm",
+        include_str!("gemm.cu"),
+        &[
+            "gemm_tile128",
+            "gemm_tile64",
+            "gemm_skinny1",
+            "gemm_skinny4",
+            "gemm_skinny8",
+            "gemm_skinny16",
+            "gemm_experts",
+        ],
+    )
+};
 
 /// A kernel for few rows of x: as in gemm.cu.
 struct Skinny {
@@ -117,14 +134,14 @@ pub fn gemm_experts<I: Stored, O: Stored>(
     let arguments = arguments.buffer(y).long(n).long(k).long(segment_length(k)).int(8);
     let grid = [n.div_ceil(32), choices, 1];
     // SAFETY: lengths were checked, and every expert is below the limit.
-    unsafe { device.launch(build::<I, O>("gemm"), "gemm_experts", grid, 256, SKINNY[0].shared(), &arguments) }
+    unsafe { device.launch(Build::of::<I, O>("gemm"), "gemm_experts", grid, 256, SKINNY[0].shared(), &arguments) }
 }
 
 /// Starts the product of `shape.m` rows of x with `shape.n` rows of w, each from a row on; y from an element on.
 ///
 /// # Safety
 /// The buffers are at least as long as the shape says.
-pub(super) unsafe fn launch_gemm<I: Stored, O: Stored>(
+pub(crate) unsafe fn launch_gemm<I: Stored, O: Stored>(
     device: &Device,
     shape: &Gemm,
     (x, x_row): (&Buffer<I>, usize),
@@ -143,7 +160,7 @@ pub(super) unsafe fn launch_gemm<I: Stored, O: Stored>(
         None => arguments.null().int(0),
     };
     let arguments = arguments.buffer_from(y, y_at).long(m).long(n).long(k).long(segment_length(k_total)).int(segments);
-    let build = Build { tf32: tf32 == Tf32::Enabled && I::NAME == "fp32", ..build::<I, O>("gemm") };
+    let build = Build { tf32: tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>("gemm") };
     // The copies of the kernels for few rows are 16 bytes each.
     let skinny = SKINNY.iter().find(|skinny| m <= skinny.rows && k > 0 && (k * size_of::<I>()).is_multiple_of(16));
     if let Some(skinny) = skinny {

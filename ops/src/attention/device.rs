@@ -1,12 +1,31 @@
 //! Launches of attention.
 
-use super::rows::{build, int};
-use super::workspace::choose;
-use super::{Arguments, Buffer, Build, Device, Stored};
-use crate::attention::attention::{Factors, Lens, check, check_places, check_tensors};
+use super::attention::{Factors, Lens, check, check_places, check_tensors};
+use crate::backend::device::workspace::choose;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::workspace::{Need, Plan};
 use crate::{Attention, Error, Keys, Sequences, Tf32, value_error};
 use std::iter::successors;
+
+/// The kernels of attention in all its forms.
+pub(super) const UNIT: Unit = Unit {
+    has_product: true,
+    ..Unit::of(
+        "attention",
+        include_str!("attention.cu"),
+        &[
+            "attention_scores4",
+            "attention_values4",
+            "attention_join4",
+            "attention_scores8",
+            "attention_values8",
+            "attention_join8",
+            "attention_scores16",
+            "attention_values16",
+            "attention_join16",
+        ],
+    )
+};
 
 /// Keys of a block, which belongs to the contract.
 const KEYS: usize = 256;
@@ -342,7 +361,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let positions = batch + 1;
     let lengths = positions + places.positions();
     let at_places = [0, positions, lengths, lengths + batch];
-    let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..build::<I, O>(op) };
+    let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(op) };
     let [scores_name, values_name, join_name] = match plan.height {
         4 => ["attention_scores4", "attention_values4", "attention_join4"],
         8 => ["attention_scores8", "attention_values8", "attention_join8"],

@@ -1,13 +1,19 @@
 //! Launches of linear_logprob: tiles of logits in the workspace, and what their weights come to.
 
-use super::gemm::launch_gemm;
-use super::rows::{build, check_logprob};
-use super::workspace::choose;
-use super::{Arguments, Buffer, Device, Stored};
-use crate::logprob::linear_logprob::SUMMED_TWICE;
+use super::SUMMED_TWICE;
+use crate::backend::device::workspace::choose;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::gemm::device::launch_gemm;
+use crate::logprob::logprob::checked_inverse;
 use crate::workspace::{Need, Plan};
 use crate::{Counter, Error, Gemm, check_len};
 use std::iter::successors;
+
+/// The kernels of linear_logprob.
+pub(super) const UNIT: Unit = Unit {
+    has_out: false,
+    ..Unit::of("linear_logprob", include_str!("../linear_logprob.cu"), &["linear_logprob_add", "linear_logprob_end"])
+};
 
 /// Segments of a row and lanes of a segment; both belong to the contract.
 const LANES: usize = 8 * 256;
@@ -82,7 +88,7 @@ pub fn linear_logprob<I: Stored>(
     check_len(op, "target", "[M]", target.len(), &[rows])?;
     check_len(op, "logprob", "[M]", logprob.len(), &[rows])?;
     check_len(op, "lse", "[M]", lse.len(), &[rows])?;
-    let scale = check_logprob(op, vocab, temperature, target)?;
+    let scale = checked_inverse(op, vocab, temperature, target)?;
     if rows == 0 {
         return Ok(());
     }
@@ -120,7 +126,14 @@ pub fn linear_logprob<I: Stored>(
                 // SAFETY: the workspace has room for `count` rows of a tile and of sums, the other lengths were checked.
                 unsafe {
                     launch_gemm(device, &Gemm::new(count, width, k), (x, first), (w, from), None, (&room, logits))?;
-                    device.launch(build::<f32, f32>(op), "linear_logprob_add", [count, 1, 1], 256, 0, &arguments)?;
+                    device.launch(
+                        Build::of::<f32, f32>(op),
+                        "linear_logprob_add",
+                        [count, 1, 1],
+                        256,
+                        0,
+                        &arguments,
+                    )?;
                 }
             }
             let arguments = Arguments::new()
@@ -135,7 +148,9 @@ pub fn linear_logprob<I: Stored>(
                 false => arguments.buffer_from(logprob, first).buffer_from(lse, first),
             };
             // SAFETY: as above.
-            unsafe { device.launch(build::<f32, f32>(op), "linear_logprob_end", [count, 1, 1], 256, 0, &arguments)? };
+            unsafe {
+                device.launch(Build::of::<f32, f32>(op), "linear_logprob_end", [count, 1, 1], 256, 0, &arguments)?
+            };
             lost.download(device, &mut found)?;
             Ok(found[..count].iter().filter(|&&lost| lost != 0).count())
         };
