@@ -103,12 +103,23 @@ impl Lanes {
 
 /// `acc + x`.
 #[derive(Clone, Copy)]
-struct Add;
+pub struct Add;
 
 impl Step for Add {
     #[inline(always)]
     fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
         s.add(acc, x)
+    }
+}
+
+/// `acc + x*x`, fused.
+#[derive(Clone, Copy)]
+pub struct Square;
+
+impl Step for Square {
+    #[inline(always)]
+    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
+        s.fma(x, x, acc)
     }
 }
 

@@ -8,7 +8,7 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
-use crate::reduce::{Step, lane_sum};
+use crate::reduce::{Square, lane_sum};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
 use crate::tensor::Rows;
@@ -151,17 +151,6 @@ impl RmsNorm {
         }
         let rounding = if call.word("rounding") == "hf" { Rounding::Hf } else { Rounding::Once };
         Ok(RmsNorm { rows, n, eps, rounding, weight_offset: call.flag("weight_offset") })
-    }
-}
-
-/// `acc + x*x`, fused.
-#[derive(Clone, Copy)]
-struct Square;
-
-impl Step for Square {
-    #[inline(always)]
-    fn step<S: Simd>(self, s: S, acc: S::F, x: S::F) -> S::F {
-        s.fma(x, x, acc)
     }
 }
 
