@@ -343,13 +343,18 @@ fn combines(dtype: DType, out: DType) -> Vec<Case> {
     cases
 }
 
+/// Five rows of `n` for an op whose inputs are floats over R and N, as its form says.
+fn rows(op: &'static str, n: usize, dtype: DType, out: DType) -> Maker {
+    let form = samebits_schema::find(op).expect("the op is known");
+    form.inputs.iter().fold(Maker::new(op, dtype, out), |make, input| {
+        let shape: Vec<usize> = input.axes.iter().map(|axis| if *axis == "N" { n } else { 5 }).collect();
+        make.float(input.name, &shape, 1.0)
+    })
+}
+
 fn norms(op: &'static str, n: usize, dtype: DType, out: DType) -> Vec<Case> {
     let of = |rounding: &str, offset: &str| {
-        let mut make = Maker::new(op, dtype, out).float("x", &[5, n], 1.0);
-        if op == "add_rms_norm" {
-            make = make.float("residual", &[5, n], 1.0);
-        }
-        make.float("w", &[n], 1.0).param("rounding", rounding).param("weight_offset", offset).case()
+        rows(op, n, dtype, out).param("rounding", rounding).param("weight_offset", offset).case()
     };
     vec![of("once", "0"), of("hf", "1")]
 }

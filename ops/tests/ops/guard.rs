@@ -2,9 +2,10 @@
 //! behind it and once before it: a load or store one byte outside ends the test with SIGSEGV. What is left of the
 //! slice's own pages on the other side holds a pattern that must survive.
 //!
-//! A new op: an entry in [`rows`].
+//! A new op: an entry in [`rows`], unless it takes floats over R and N alone; such ops are found by their form.
 
 use samebits_ops::*;
+use samebits_schema::{OPS, Op, REST};
 use std::ops::{Deref, DerefMut};
 
 /// Where the page that may not be touched lies.
@@ -231,6 +232,35 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
     ]
 }
 
+/// Whether all tensors of an op are floats over R and N.
+fn is_of_rows(op: &Op) -> bool {
+    let known = |axes: &[&str]| axes.iter().all(|axis| ["R", "N", REST].contains(axis));
+    op.inputs.iter().all(|input| input.is_float() && known(input.axes))
+        && op.outputs.iter().all(|output| output.fixed_dtype().is_none() && known(output.axes))
+}
+
+/// Such an op by name, on three rows of `n` elements, its attributes left out.
+fn by_form<I: Element, O: Element>(op: &Op, r: &Round, n: usize) -> Result<(), Error> {
+    let shape = |axes: &[&str]| -> Vec<usize> {
+        let extent = |axis: &&str| if *axis == "R" { 3 } else { n };
+        if axes.contains(&REST) { vec![3, n] } else { axes.iter().map(extent).collect() }
+    };
+    let inputs = op.inputs.iter().map(|input| {
+        let shape = shape(input.axes);
+        (input.name, r.floats::<I>(shape.iter().product()), shape)
+    });
+    let inputs: Vec<_> = inputs.collect();
+    let outputs = op.outputs.iter().map(|output| {
+        let shape = shape(output.axes);
+        (output.name, r.room::<O>(shape.iter().product()), shape)
+    });
+    let mut outputs: Vec<_> = outputs.collect();
+    let given = inputs.iter().map(|(name, values, shape)| Ok((*name, TensorRef::new(values, shape)?)));
+    let given = given.collect::<Result<Vec<_>, Error>>()?;
+    let wanted = outputs.iter_mut().map(|(name, room, shape)| Ok((*name, TensorMut::new(room, shape)?)));
+    r.cpu.call(op.name, Attributes::new(), &given, wanted.collect::<Result<_, Error>>()?)
+}
+
 /// Lengths around one vector, two, four, a segment, and the 256 lanes.
 const EDGES: [usize; 24] =
     [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 513, 1037];
@@ -252,6 +282,12 @@ fn check<I: Element, O: Element>() {
         for (name, op) in rows::<I, O>() {
             for n in EDGES {
                 op(&round, n).unwrap_or_else(|e| panic!("{name} {n} {:?} {:?}: {e}", round.cpu, round.guard));
+            }
+        }
+        for op in OPS.iter().filter(|op| is_of_rows(op)) {
+            for n in EDGES {
+                let done = by_form::<I, O>(op, &round, n);
+                done.unwrap_or_else(|e| panic!("{} {n} {:?} {:?}: {e}", op.name, round.cpu, round.guard));
             }
         }
     }
