@@ -257,8 +257,8 @@ impl Rope {
     }
 }
 
-/// Does `work` with the table of a call: the one that its positions were prepared as, else one that is made for it. There
-/// is a row for every token.
+/// Does `work` with the table of a call: the one that its positions were prepared as, else one that is made for it.
+/// There is a row for every token.
 pub(crate) fn with_table(
     cpu: &Cpu,
     args: &Arguments,

@@ -1,9 +1,10 @@
 //! The ops on a device: the same arguments, the same bits, with tensors that live in the device's memory.
 //!
 //! A [`Device`] stands over a [`Driver`], which compiles and starts kernels: [`cuda`] is NVIDIA's, opened at run time;
-//! tests bring an emulator. The text of the kernels is in the `.cu` file beside each op, and what the host has to know in
-//! the op's own file: which kernel, how many blocks, and how much workspace. This module holds what they share. There is
-//! no way back to the CPU: what a device cannot do is an [`Error`], and the ledger has the name of every kernel that ran.
+//! tests bring an emulator. The text of the kernels is in the `.cu` file beside each op, and what the host has to know
+//! in the op's own file: which kernel, how many blocks, and how much workspace. This module holds what they share.
+//! There is no way back to the CPU: what a device cannot do is an [`Error`], and the ledger has the name of every
+//! kernel that ran.
 
 mod arena;
 mod copy_rows;
