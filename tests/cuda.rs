@@ -23,7 +23,7 @@ use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
 use samebits_ops::device::{self, Buffer, Device, Indices, Part, Places, Stored};
-use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, RmsNorm, Rounding, bf16, f16};
+use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, Qkv, RmsNorm, Rounding, bf16, f16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -1255,7 +1255,8 @@ fn checked_places() -> Result<(), Failed> {
     let (q, k) = (device.upload("test", &numbers::<bf16>(0, 12))?, device.upload("test", &numbers::<bf16>(0, 32))?);
     let at = |shape: &Attention| -> Result<(), Failed> {
         let (mut out, mut lse) = (device.empty::<f32>("test", 12)?, device.empty::<f32>("test", 3)?);
-        Ok(device::attention_at(&device, shape, &places, &q, &k, &k, &mut out, &mut lse)?)
+        let qkv = Qkv { q: &q, k: &k, v: &k };
+        Ok(device::attention_at(&device, shape, &places, qkv, &mut out, &mut lse)?)
     };
     at(&shape)?;
     for wrong in [Attention { keys: 6, ..shape }, Attention { batch: 1, ..shape }, Attention { head_dim: 8, ..shape }] {

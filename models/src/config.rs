@@ -260,8 +260,8 @@ impl Config {
             value_dim: self.value_dim,
             scale: self.scale,
             causal: true,
-            window: self.windows[layer],
-            softcap: self.attention_softcap,
+            window: Some(self.windows[layer]).filter(|&window| window > 0),
+            softcap: Some(self.attention_softcap).filter(|&softcap| softcap > 0.0),
             tf32: Tf32::Disabled,
         }
     }

@@ -36,7 +36,7 @@ use crate::watch::Watch;
 use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
 use samebits_ops::{
-    Cpu, Element, Gemm, Keys, PackedWeight, RopeTable, Sequences, add, add_rms_norm, attention_over, embedding,
+    Cpu, Element, Gemm, Keys, PackedWeight, Qkv, RopeTable, Sequences, add, add_rms_norm, attention, embedding,
     embedding_packed, gemm_packed, rms_norm, scale, softcap,
 };
 use std::collections::BTreeMap;
@@ -294,10 +294,10 @@ impl<A: Element> Steps for Decoder<A> {
             }
             let shape = c.attention(feeds.len(), n, cache.rows(), i);
             let keys = Keys::Paged { page_size: cache.page_size(), table: &table };
-            let sequences = Sequences { q_start: Some(&q_start), keys };
-            let (k, v) = cache.layer(i);
             let q_pos = watch.positions(Some(i), &step, &pos)?;
-            attention_over(cpu, &shape, &sequences, &q, k, v, &q_pos, &kv_len, &mut heads, &mut lse)?;
+            let sequences = Sequences { q_pos: &q_pos, kv_len: &kv_len, q_start: Some(&q_start), keys };
+            let (k, v) = cache.layer(i);
+            attention(cpu, &shape, &sequences, Qkv { q: &q[..], k, v }, &mut heads, &mut lse)?;
             watch.see(Some(i), "attention", &step, &mut heads)?;
             layer.o.apply_to(cpu, n, &heads, &mut y)?;
             watch.see(Some(i), "o", &step, &mut y)?;

@@ -20,7 +20,7 @@ use crate::linear::{Gated, Linear};
 use crate::watch::Watch;
 use crate::{ModelError, PageOrder};
 use samebits_ops::device::{self, Buffer, Device, Graph, Indices, Part, Places, Rotations, Stored};
-use samebits_ops::{Combine, Cpu, Gemm, PackedWeight, Rope, embedding_packed};
+use samebits_ops::{Combine, Cpu, Gemm, PackedWeight, Qkv, Rope, embedding_packed};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -491,7 +491,8 @@ impl<A: Stored> OnDevice<A> {
                     return Err(ModelError::input("positions", why));
                 }
             }
-            device::attention_at(d, &shape, &told.places, &q, keys, values, &mut heads, &mut lse)?;
+            let qkv = Qkv { q: &q, k: keys, v: values };
+            device::attention_at(d, &shape, &told.places, qkv, &mut heads, &mut lse)?;
             self.see(watch, Some(i), "attention", step, &mut heads)?;
             layer.o.apply_to(d, n, &heads, &mut y)?;
             self.see(watch, Some(i), "o", step, &mut y)?;

@@ -10,7 +10,7 @@ use crate::model::with_decoder;
 use crate::tokenizer::Encoded;
 use crate::watch::Watch;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
-use samebits_ops::{Cpu, argmax, logprob, scale, softmax};
+use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -278,7 +278,8 @@ fn rollout<D: Steps>(
 fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &[i32]) -> Result<Vec<f32>, ModelError> {
     let temperature = if temperature == 0.0 { 1.0 } else { temperature };
     let (mut scores, mut lse) = (vec![0f32; tokens.len()], vec![0f32; tokens.len()]);
-    logprob(cpu, tokens.len(), vocab, temperature, logits, tokens, &mut scores, &mut lse)?;
+    let shape = Logprob { rows: tokens.len(), vocab, temperature };
+    logprob(cpu, &shape, logits, tokens, &mut scores, &mut lse)?;
     Ok(scores)
 }
 

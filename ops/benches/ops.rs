@@ -67,18 +67,19 @@ fn attention_op(c: &mut Criterion) {
         group.throughput(Throughput::Bytes(4 * (batch * keys * kv_heads * dim) as u64));
         // The same keys in pages of 16, the last page first.
         let table: Vec<i32> = (0..(batch * keys / 16) as i32).rev().collect();
-        let pages = Sequences { keys: Keys::Paged { page_size: 16, table: &table }, ..Sequences::default() };
+        let padded = Sequences::padded(&q_pos, &kv_len);
+        let pages = Sequences { keys: Keys::Paged { page_size: 16, table: &table }, ..padded };
         let paged = Attention { keys: batch * keys, ..shape };
         group.bench_function(format!("{name}-paged"), |b| {
             b.iter(|| {
-                attention_over(&cpu, &paged, &pages, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
-                    .expect("shapes match")
+                let qkv = Qkv { q: black_box(&*q), k: &k, v: &v };
+                attention(&cpu, &paged, &pages, qkv, &mut out, &mut lse).expect("shapes match")
             });
         });
         group.bench_function(name, |b| {
             b.iter(|| {
-                attention(&cpu, &shape, black_box(&q), &k, &v, &q_pos, &kv_len, &mut out, &mut lse)
-                    .expect("shapes match")
+                let qkv = Qkv { q: black_box(&*q), k: &k, v: &v };
+                attention(&cpu, &shape, &padded, qkv, &mut out, &mut lse).expect("shapes match")
             });
         });
     }
@@ -195,7 +196,8 @@ fn logprob_op(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(2 * (r * vocab) as u64));
     group.bench_function(format!("{r}x{vocab}"), |b| {
         b.iter(|| {
-            logprob(&cpu, r, vocab, 1.0, black_box(&logits), &target, &mut logp, &mut lse).expect("shapes match")
+            let shape = Logprob::new(r, vocab);
+            logprob(&cpu, &shape, black_box(&logits), &target, &mut logp, &mut lse).expect("shapes match")
         });
     });
     let (r, k) = (64, 896);
@@ -206,7 +208,8 @@ fn logprob_op(c: &mut Criterion) {
     group.bench_function(format!("linear-{r}x{k}x{vocab}"), |b| {
         b.iter(|| {
             // A row of logits this wide would be summed twice at temperature 1.
-            linear_logprob_packed(&cpu, r, 4.0, black_box(&x), &w, &target[..r], logp, lse).expect("shapes match")
+            let shape = LinearLogprob { temperature: 4.0, ..LinearLogprob::new(r, vocab, k) };
+            linear_logprob_packed(&cpu, &shape, black_box(&x), &w, &target[..r], logp, lse).expect("shapes match")
         });
     });
 }

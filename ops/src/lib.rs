@@ -28,7 +28,7 @@ mod simd;
 mod tensor;
 mod workspace;
 
-pub use attention::attention::{Attention, Keys, Sequences, attention, attention_over};
+pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
 pub use backend::cpu::{Cpu, Isa};
 pub use call::{Backend, Prepared};
 pub use element::{Element, Tf32};
@@ -42,8 +42,8 @@ pub use half::{bf16, f16};
 pub use index::argmax::argmax;
 pub use index::embedding::{embedding, embedding_packed};
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
-pub use logprob::linear_logprob::{linear_logprob, linear_logprob_packed};
-pub use logprob::logprob::logprob;
+pub use logprob::linear_logprob::{LinearLogprob, linear_logprob, linear_logprob_packed};
+pub use logprob::logprob::{Logprob, logprob};
 pub use logprob::softmax::softmax;
 pub use moe::combine::{Combine, combine};
 pub use moe::route::{GroupWorth, Route, Scoring, route};
@@ -58,7 +58,7 @@ pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef
 
 /// The same ops on a device.
 pub mod device {
-    pub use crate::attention::device::{Places, attention, attention_at, attention_over};
+    pub use crate::attention::device::{Places, attention, attention_at};
     pub use crate::backend::device::*;
     pub use crate::elementwise::add::on_device as add;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;

@@ -127,7 +127,8 @@ fn attention_is_refused_before_it_writes() {
             for (keys_of, slow) in [(&k, false), (&small, true)] {
                 let rows = 2 * queries * 4;
                 let taken = held(&cpu, [rows * 32, rows], |cpu, out, lse| {
-                    attention(cpu, &shape, &q, keys_of, &k, &q_pos, &kv_len, out, lse)
+                    let qkv = Qkv { q: &q[..], k: keys_of, v: &k };
+                    attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, out, lse)
                 });
                 assert_eq!(taken > 0, slow && flushes(&cpu), "{cpu:?} {queries} {keys}");
                 let (q, apart, v) = (spread(&q, 4 * 32), spread(keys_of, 2 * 32), spread(&k, 2 * 32));
@@ -159,16 +160,15 @@ fn linear_logprob_is_refused_before_it_writes() {
     let (vocab, rows) = (2000, 600);
     let w: Vec<f32> = (0..vocab).map(|v| [0.01 * (v % 100) as f32, 42.0, 90.0][(v + 100) / 1000]).collect();
     let target = vec![7; rows];
+    let shape = LinearLogprob::new(rows, vocab, 1);
     let mut x = vec![0.5f32; rows];
     for lost in [false, true] {
         x[rows - 1] = if lost { 1.0 } else { 0.5 };
         for cpu in cpus() {
             let packed = PackedWeight::pack(&cpu, vocab, 1, &w).unwrap();
-            let plain = held(&cpu, [rows; 2], |cpu, logp, lse| {
-                linear_logprob(cpu, rows, vocab, 1, 1.0, &x, &w, &target, logp, lse)
-            });
+            let plain = held(&cpu, [rows; 2], |cpu, logp, lse| linear_logprob(cpu, &shape, &x, &w, &target, logp, lse));
             let of_packed = held(&cpu, [rows; 2], |cpu, logp, lse| {
-                linear_logprob_packed(cpu, rows, 1.0, &x, &packed, &target, logp, lse)
+                linear_logprob_packed(cpu, &shape, &x, &packed, &target, logp, lse)
             });
             assert_eq!((plain > 0, of_packed > 0), (lost, lost), "{cpu:?}");
         }
@@ -181,7 +181,7 @@ fn linear_logprob_is_refused_before_it_writes() {
     w[vocab * k - 1] = subnormal();
     for cpu in cpus() {
         let slow = held(&cpu, [rows; 2], |cpu, logp, lse| {
-            linear_logprob(cpu, rows, vocab, k, 1.0, &x, &w, &target[..rows], logp, lse)
+            linear_logprob(cpu, &LinearLogprob::new(rows, vocab, k), &x, &w, &target[..rows], logp, lse)
         });
         let (x, w) = (spread(&x, k), spread(&w, k));
         let of_views = held(&cpu, [rows; 2], |cpu, logp, lse| {
@@ -217,9 +217,8 @@ fn extents_that_overflow_are_errors() {
             assert!(add_rms_norm(cpu, &norm, &x, &x, &x[..b.min(8)], &mut other, &mut y).is_err());
             assert!(softmax(cpu, a, b, &x, &mut y).is_err());
             assert!(argmax(cpu, a, b, &x, &mut vec![0; a.min(8)]).is_err());
-            assert!(
-                logprob(cpu, a, b, 1.0, &x, &vec![-1; a.min(8)], &mut y[..a.min(8)], &mut other[..a.min(8)]).is_err()
-            );
+            let (shape, few) = (Logprob::new(a, b), a.min(8));
+            assert!(logprob(cpu, &shape, &x, &vec![-1; few], &mut y[..few], &mut other[..few]).is_err());
             assert!(PackedWeight::pack(cpu, a, b, &x).is_err());
             let empty = a == 0 || b == 0;
             assert_eq!(rms_norm(cpu, &norm, &none, &x[..b.min(8)], &mut y[..0]).is_ok(), empty && b <= 8);
@@ -231,7 +230,8 @@ fn extents_that_overflow_are_errors() {
             for c in EXTENTS {
                 let shape = Gemm::new(a, b, c);
                 assert!(gemm(cpu, &shape, &x, &x, None, &mut y).is_err());
-                assert!(linear_logprob(cpu, a, b, c, 1.0, &x, &x, &[-1; 8], &mut y, &mut other).is_err());
+                let linear = LinearLogprob::new(a, b, c);
+                assert!(linear_logprob(cpu, &linear, &x, &x, &[-1; 8], &mut y, &mut other).is_err());
                 let fits = |p: usize, q: usize| p == 0 || q == 0 || p.checked_mul(q) == Some(0);
                 let expected = fits(a, c) && fits(b, c) && fits(a, b);
                 assert_eq!(gemm(cpu, &shape, &none, &none, None, &mut y[..0]).is_ok(), expected, "{a} {b} {c}");
@@ -280,6 +280,31 @@ fn views_that_overflow_are_errors() {
     }
 }
 
+/// What a call by name writes as 0 is `None` here, and a 0 is refused; a packed weight is that of the dimensions.
+#[test]
+fn numbers_that_mean_nothing_are_refused() {
+    let cpu = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
+    let (x, mut out, mut lse) = ([1.0f32; 4], [BEFORE; 4], [BEFORE]);
+    let shape = Attention::causal([1, 1, 1], [1, 1], 4);
+    let (sequences, qkv) = (Sequences::padded(&[0], &[1]), Qkv { q: &x[..], k: &x, v: &x });
+    for (wrong, name) in [
+        (Attention { window: Some(0), ..shape }, "window"),
+        (Attention { softcap: Some(0.0), ..shape }, "softcap"),
+        (Attention { softcap: Some(-1.0), ..shape }, "softcap"),
+        (Attention { softcap: Some(f64::NAN), ..shape }, "softcap"),
+    ] {
+        let error = attention(&cpu, &wrong, &sequences, qkv, &mut out, &mut lse).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
+    let packed = PackedWeight::pack(&cpu, 2, 2, &x).unwrap();
+    for (vocab, k) in [(1, 2), (2, 1)] {
+        let shape = LinearLogprob::new(1, vocab, k);
+        let done = linear_logprob_packed(&cpu, &shape, &x[..k], &packed, &[0], &mut out[..1], &mut lse);
+        assert!(done.unwrap_err().to_string().contains("w is [2, 2]"), "{vocab} {k}");
+    }
+    assert_eq!((out, lse), ([BEFORE; 4], [BEFORE]));
+}
+
 /// Starts, lengths and pages from outside the rows, over extents of every size.
 #[test]
 fn attention_takes_no_place_outside() {
@@ -305,19 +330,9 @@ fn attention_takes_no_place_outside() {
                     for q_start in [None, Some(&[0, i32::MAX][..]), Some(&[-1, 1]), Some(&[])] {
                         // Where all extents fit, the length or the page does not.
                         for kv_len in [2, i32::MAX, i32::MIN] {
-                            let sequences = Sequences { q_start, keys };
-                            let done = attention_over(
-                                &cpu,
-                                &shape,
-                                &sequences,
-                                &x,
-                                &x,
-                                &x,
-                                &[i32::MIN],
-                                &[kv_len],
-                                &mut out,
-                                &mut lse[..1],
-                            );
+                            let sequences = Sequences { q_pos: &[i32::MIN], kv_len: &[kv_len], q_start, keys };
+                            let qkv = Qkv { q: &x[..], k: &x, v: &x };
+                            let done = attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse[..1]);
                             assert!(done.is_err(), "{shape:?} {sequences:?} {kv_len}");
                         }
                     }

@@ -1,7 +1,7 @@
 use anyhow::{Context, Result, bail};
 use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_ops::device::{self, Device};
-use samebits_ops::{Attention, Cpu, Gemm, RmsNorm, Rounding, bf16};
+use samebits_ops::{Attention, Cpu, Gemm, Logprob, Qkv, RmsNorm, Rounding, Sequences, bf16};
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -139,7 +139,8 @@ impl Workload {
                 let x = upload(rows * vocab, 20.0)?;
                 let target = vec![7; rows];
                 let (mut logprob, mut lse) = (device.empty("times", rows)?, device.empty("times", rows)?);
-                timed(device, || device::logprob(device, rows, vocab, 1.0, &x, &target, &mut logprob, &mut lse))
+                let shape = Logprob::new(rows, vocab);
+                timed(device, || device::logprob(device, &shape, &x, &target, &mut logprob, &mut lse))
             }
             Kind::RmsNorm { rows, n } => {
                 let (x, w, mut y) = (upload(rows * n, 1.0)?, upload(n, 1.0)?, device.empty::<bf16>("times", rows * n)?);
@@ -183,7 +184,8 @@ impl Workload {
                 let kv_len = vec![keys as i32; batch];
                 let mut out = device.empty::<bf16>("times", batch * queries * q_heads * dim)?;
                 let mut lse = device.empty::<f32>("times", batch * queries * q_heads)?;
-                timed(device, || device::attention(device, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse))
+                let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q, k: &k, v: &v });
+                timed(device, || device::attention(device, &shape, &sequences, qkv, &mut out, &mut lse))
             }
         }
     }

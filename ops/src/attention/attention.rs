@@ -1,7 +1,7 @@
 //! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
 //!
 //! Formula: `out = softmax(scale * q k^T over the visible keys) v`; query head h reads key head `h / (Hq/Hkv)`. Key j is
-//! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if window > 0.
+//! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if there is a window.
 //! Order: a score is a chain over d. Scores become `m * 2^i` through `exp_split(s; c_hi, c_lo)` with
 //! `c = scale * log2(e)`, `n = max i`. Keys are cut at absolute multiples of 256; inside a block `l += weight` and
 //! `acc[e] = fma(weight, v[e], acc[e])`, keys ascending, invisible keys skipped; blocks are added ascending, from +0.
@@ -46,10 +46,10 @@ pub struct Attention {
     pub scale: f64,
     /// Whether key j is visible to position p only when `j <= p`.
     pub causal: bool,
-    /// Key j is visible to position p only when `j > p - window`; 0 means no window.
-    pub window: usize,
-    /// Scores become `softcap * tanh(score / softcap)`; 0 means none.
-    pub softcap: f64,
+    /// Key j is visible to position p only when `j > p - window`; at least 1.
+    pub window: Option<usize>,
+    /// Scores become `softcap * tanh(score / softcap)`; positive and finite. An f64, as `scale / softcap` is rounded once.
+    pub softcap: Option<f64>,
     /// How f32 operands of q, k and v are read.
     pub tf32: Tf32,
 }
@@ -67,22 +67,53 @@ impl Attention {
             value_dim: head_dim,
             scale: 1.0 / (head_dim as f64).sqrt(),
             causal: true,
-            window: 0,
-            softcap: 0.0,
+            window: None,
+            softcap: None,
             tf32: Tf32::Disabled,
         }
     }
 }
 
-/// Where the queries and keys of each sequence stand.
-#[derive(Clone, Copy, Debug, Default)]
+/// Where the queries and keys of each sequence stand, in memory and in the sequence.
+#[derive(Clone, Copy, Debug)]
 pub struct Sequences<'a> {
+    /// Position of each query in its sequence, which decides what it sees: `[B,T]`, or `[T]` where queries are packed.
+    pub q_pos: &'a [i32],
+    /// Keys of each sequence that hold data: `[B]`, each in `0..=S`, at most 2^24.
+    pub kv_len: &'a [i32],
     /// Rows `q_start[b]..q_start[b + 1]` of `q[T,Hq,D]` are the queries of sequence b (B + 1 entries, ascending from 0 to
     /// T). `None`: `q[B,T,Hq,D]`, T for each.
     pub q_start: Option<&'a [i32]>,
     /// The keys and values.
     pub keys: Keys<'a>,
 }
+
+impl<'a> Sequences<'a> {
+    /// Sequences of `q[B,T,Hq,D]` and `k[B,S,Hkv,D]`: as many rows for each, of which `kv_len` say how many keys hold data.
+    pub fn padded(q_pos: &'a [i32], kv_len: &'a [i32]) -> Sequences<'a> {
+        Sequences { q_pos, kv_len, q_start: None, keys: Keys::Padded }
+    }
+}
+
+/// Queries, keys and values, row-major and of one dtype: `Qkv<[I]>` are slices, `Qkv<Buffer<I>>` stand on a device.
+#[derive(Debug)]
+pub struct Qkv<'a, X: ?Sized> {
+    /// `q[B,T,Hq,D]`, or `[T,Hq,D]` where queries are packed.
+    pub q: &'a X,
+    /// `k[B,S,Hkv,D]`, or `[S,Hkv,D]` where keys are packed or paged.
+    pub k: &'a X,
+    /// `v[B,S,Hkv,E]`, in the order of k.
+    pub v: &'a X,
+}
+
+impl<X: ?Sized> Clone for Qkv<'_, X> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+// Derived, it would ask for slices that are `Copy`.
+impl<X: ?Sized> Copy for Qkv<'_, X> {}
 
 /// Where the keys and values of each sequence stand.
 #[derive(Clone, Copy, Debug, Default)]
@@ -105,48 +136,26 @@ pub enum Keys<'a> {
 /// Keys per block: belongs to the contract, not to the machine.
 pub(super) const BLOCK: usize = 256;
 
-/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major.
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major. Queries may be packed, keys
+/// packed or paged ([`Sequences`]): the same bits for the same sequence. The outputs follow q: `out[T,Hq,E]`, `lse[T,Hq]`
+/// where queries are packed. `lse` is the natural logarithm of the sum of a row's weights.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
-/// `kv_len` is outside `0..=S`, `scale` or `softcap` is negative or not finite, or S exceeds 2^24; [`Error::Budget`] below
-/// the smallest plan (the operands of 16 keys and one query).
-#[allow(clippy::too_many_arguments)]
+/// `kv_len` is outside `0..=S` or exceeds a sequence's rows or pages or 2^24, `scale` is negative or not finite, `softcap`
+/// is not positive and finite, `window` is 0, starts do not ascend to the end, or a page is outside `0..P`;
+/// [`Error::Budget`] below the smallest plan (the operands of 16 keys and one query).
 pub fn attention<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Attention,
-    q: &[I],
-    k: &[I],
-    v: &[I],
-    q_pos: &[i32],
-    kv_len: &[i32],
-    out: &mut [O],
-    lse: &mut [f32],
-) -> Result<(), Error> {
-    attention_over(cpu, shape, &Sequences::default(), q, k, v, q_pos, kv_len, out, lse)
-}
-
-/// [`attention`] over packed queries, and keys that are packed or paged: the same bits for the same sequence.
-/// `q_pos` and the outputs follow q: `q_pos[T]`, `out[T,Hq,E]`, `lse[T,Hq]` where queries are packed.
-///
-/// # Errors
-/// As [`attention`]; [`Error::Value`] when starts do not ascend to the end, a page is outside `0..P`, or a sequence's
-/// `kv_len` exceeds its rows or pages.
-#[allow(clippy::too_many_arguments)]
-pub fn attention_over<I: Element, O: Element>(
-    cpu: &Cpu,
-    shape: &Attention,
     sequences: &Sequences,
-    q: &[I],
-    k: &[I],
-    v: &[I],
-    q_pos: &[i32],
-    kv_len: &[i32],
+    Qkv { q, k, v }: Qkv<[I]>,
     out: &mut [O],
     lse: &mut [f32],
 ) -> Result<(), Error> {
-    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: q_pos.len(), out: out.len(), lse: lse.len() };
-    let factors = check(shape, sequences, &lens, kv_len)?;
+    let q_pos = sequences.q_pos.len();
+    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos, out: out.len(), lse: lse.len() };
+    let factors = check(shape, sequences, &lens)?;
     if out.is_empty() && lse.is_empty() {
         return Ok(());
     }
@@ -161,20 +170,19 @@ pub fn attention_over<I: Element, O: Element>(
     let k = TensorRef::of(k, &of(key_rows, [kv_heads, head_dim]));
     let v = TensorRef::of(v, &of(key_rows, [kv_heads, value_dim]));
     let out = TensorMut::of(out, &of(rows, [q_heads, value_dim]));
-    run(cpu, &Request { shape, sequences, q_pos, kv_len, factors }, [q, k, v], out, lse)
+    run(cpu, &Request { shape, sequences, factors }, [q, k, v], out, lse)
 }
 
 /// What a call says beside its tensors, checked.
 struct Request<'a> {
     shape: &'a Attention,
     sequences: &'a Sequences<'a>,
-    q_pos: &'a [i32],
-    kv_len: &'a [i32],
     factors: Factors,
 }
 
 fn run(cpu: &Cpu, request: &Request, [q, k, v]: [TensorRef; 3], out: TensorMut, lse: &mut [f32]) -> Result<(), Error> {
-    let Request { shape, sequences, q_pos, kv_len, factors: Factors { cap, c } } = *request;
+    let Request { shape, sequences, factors: Factors { cap, c } } = *request;
+    let Sequences { q_pos, kv_len, .. } = *sequences;
     typed!(q.dtype() => I, {
         q.on_host("attention", "q")?;
         k.on_host("attention", "k")?;
@@ -200,24 +208,23 @@ const fn entry(name: &'static str) -> Entry {
         cpu: |cpu, args| {
             let (out, lse) = (args.output("out"), args.output("lse").host("attention", "lse")?);
             let tensors = ["q", "k", "v"].map(|name| args.input(name));
-            with_places(args, |shape, sequences, q_pos, kv_len| {
+            with_places(args, |shape, sequences| {
                 let factors = factors(shape)?;
-                check_places(shape, sequences, q_pos.len(), kv_len)?;
+                check_places(shape, sequences)?;
                 if out.shape().contains(&0) && lse.is_empty() {
                     return Ok(());
                 }
-                run(cpu, &Request { shape, sequences, q_pos, kv_len, factors }, tensors, out, lse)
+                run(cpu, &Request { shape, sequences, factors }, tensors, out, lse)
             })
         },
         device: Some(|on, args| {
             const NAME: &str = "attention";
             let (out, lse) = (args.output("out"), args.output("lse").device(NAME, "lse")?);
             let [q, k, v] = ["q", "k", "v"].map(|name| args.input(name));
-            with_places(args, |shape, sequences, q_pos, kv_len| {
+            with_places(args, |shape, sequences| {
                 typed!(q.dtype() => I, typed!(out.dtype() => O, {
-                    let (q, k, v) = (q.device::<I>(NAME, "q")?, k.device(NAME, "k")?, v.device(NAME, "v")?);
-                    let out = out.device::<O>(NAME, "out")?;
-                    device::attention_over(on, shape, sequences, q, k, v, q_pos, kv_len, out, lse)
+                    let qkv = Qkv { q: q.device::<I>(NAME, "q")?, k: k.device(NAME, "k")?, v: v.device(NAME, "v")? };
+                    device::attention(on, shape, sequences, qkv, out.device::<O>(NAME, "out")?, lse)
                 }))
             })
         }),
@@ -226,26 +233,23 @@ const fn entry(name: &'static str) -> Entry {
     }
 }
 
-/// Runs `work` with what a call of one of the three forms says beside its tensors: shape, sequences, positions, lengths.
-fn with_places<T>(
-    args: &Arguments,
-    work: impl FnOnce(&Attention, &Sequences, &[i32], &[i32]) -> Result<T, Error>,
-) -> Result<T, Error> {
+/// Runs `work` with what a call of one of the three forms says beside its tensors: shape and sequences.
+fn with_places<T>(args: &Arguments, work: impl FnOnce(&Attention, &Sequences) -> Result<T, Error>) -> Result<T, Error> {
     let (call, q_pos) = (args.call, args.integers("q_pos")?);
     let shape = |keys: usize| Attention::of(call, call.dim("B"), keys);
     match args.op() {
-        "attention" => work(&shape(call.dim("S")), &Sequences::default(), q_pos, args.integers("kv_len")?),
+        "attention" => work(&shape(call.dim("S")), &Sequences::padded(q_pos, args.integers("kv_len")?)),
         "paged_attention" => {
-            let page_size = call.dim("Z");
-            let sequences =
-                Sequences { q_start: None, keys: Keys::Paged { page_size, table: args.integers("page_table")? } };
-            work(&shape(call.dim("P").saturating_mul(page_size)), &sequences, q_pos, args.integers("kv_len")?)
+            let (page_size, table) = (call.dim("Z"), args.integers("page_table")?);
+            let padded = Sequences::padded(q_pos, args.integers("kv_len")?);
+            let sequences = Sequences { keys: Keys::Paged { page_size, table }, ..padded };
+            work(&shape(call.dim("P").saturating_mul(page_size)), &sequences)
         }
         _ => {
             let (q_start, k_start) = (args.integers("q_start")?, args.integers("k_start")?);
             let kv_len: Vec<i32> = k_start.windows(2).map(|two| two[1].saturating_sub(two[0])).collect();
-            let sequences = Sequences { q_start: Some(q_start), keys: Keys::Packed(k_start) };
-            work(&shape(call.dim("S")), &sequences, q_pos, &kv_len)
+            let sequences = Sequences { q_pos, kv_len: &kv_len, q_start: Some(q_start), keys: Keys::Packed(k_start) };
+            work(&shape(call.dim("S")), &sequences)
         }
     }
 }
@@ -263,8 +267,9 @@ impl Attention {
             value_dim: call.dim("E"),
             scale: call.float("scale"),
             causal: call.flag("causal"),
-            window: call.count("window"),
-            softcap: call.float("softcap"),
+            // In a call 0 says that there is none.
+            window: Some(call.count("window")).filter(|&window| window > 0),
+            softcap: Some(call.float("softcap")).filter(|&softcap| softcap != 0.0),
             tf32: if call.tf32() { Tf32::Enabled } else { Tf32::Disabled },
         }
     }
@@ -290,9 +295,9 @@ pub(crate) struct Factors {
 }
 
 /// Checks a call, whatever it runs on.
-pub(crate) fn check(shape: &Attention, sequences: &Sequences, lens: &Lens, kv_len: &[i32]) -> Result<Factors, Error> {
+pub(crate) fn check(shape: &Attention, sequences: &Sequences, lens: &Lens) -> Result<Factors, Error> {
     let factors = check_tensors(shape, sequences.q_start.is_some(), matches!(sequences.keys, Keys::Padded), lens)?;
-    check_places(shape, sequences, lens.q_pos, kv_len)?;
+    check_places(shape, sequences)?;
     Ok(factors)
 }
 
@@ -315,7 +320,7 @@ pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens:
 
 /// Checks the parameters and makes the factors.
 fn factors(shape: &Attention) -> Result<Factors, Error> {
-    let Attention { q_heads, kv_heads, scale, softcap, .. } = *shape;
+    let Attention { q_heads, kv_heads, scale, window, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         return bad(format!("{q_heads} query heads cannot share {kv_heads} key heads; Hq must be a multiple of Hkv"));
@@ -323,13 +328,16 @@ fn factors(shape: &Attention) -> Result<Factors, Error> {
     if !(scale >= 0.0 && scale.is_finite()) {
         return bad(format!("scale is {scale}; it must be finite and not negative"));
     }
-    if !(softcap >= 0.0 && softcap.is_finite()) {
-        return bad(format!("softcap is {softcap}; it must be finite and not negative"));
+    if let Some(softcap) = softcap.filter(|&softcap| !(softcap > 0.0 && softcap.is_finite())) {
+        return bad(format!("softcap is {softcap}; it must be positive and finite"));
     }
-    let c = if softcap > 0.0 { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
+    if window == Some(0) {
+        return bad("window is 0; it must be at least 1".into());
+    }
+    let c = if softcap.is_some() { std::f64::consts::LOG2_E } else { scale * std::f64::consts::LOG2_E };
     let c_hi = c as f32;
     Ok(Factors {
-        cap: (softcap > 0.0).then(|| (softcap as f32, (scale / softcap) as f32)),
+        cap: softcap.map(|softcap| (softcap as f32, (scale / softcap) as f32)),
         c: (c_hi, (c - f64::from(c_hi)) as f32),
     })
 }
@@ -349,14 +357,10 @@ fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<
 }
 
 /// Checks where queries and keys stand: every place that `kv_len` admits is within `shape.keys` rows.
-pub(crate) fn check_places(
-    shape: &Attention,
-    sequences: &Sequences,
-    q_pos: usize,
-    kv_len: &[i32],
-) -> Result<(), Error> {
+pub(crate) fn check_places(shape: &Attention, sequences: &Sequences) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
     let Attention { batch, queries, .. } = *shape;
+    let (q_pos, kv_len) = (sequences.q_pos.len(), sequences.kv_len);
     check_len("attention", "kv_len", "[B]", kv_len.len(), &[batch])?;
     match sequences.q_start {
         Some(q_start) => {
@@ -516,8 +520,10 @@ impl<I: Element> Job<'_, I> {
     pub(super) fn range(&self, b: usize, t: usize) -> Range {
         let (p, len) = (i64::from(self.q_pos[t]), self.kv_len[b] as usize);
         let to = if self.shape.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
-        let window = i64::try_from(self.shape.window).unwrap_or(i64::MAX);
-        let from = if window > 0 { p.saturating_sub(window).saturating_add(1).max(0) as usize } else { 0 };
+        let from = self.shape.window.map_or(0, |window| {
+            let window = i64::try_from(window).unwrap_or(i64::MAX);
+            p.saturating_sub(window).saturating_add(1).max(0) as usize
+        });
         Range { from: from.min(to), to }
     }
 

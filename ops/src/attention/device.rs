@@ -4,7 +4,7 @@ use super::attention::{Factors, Lens, check, check_places, check_tensors};
 use crate::backend::device::workspace::choose;
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::workspace::{Need, Plan};
-use crate::{Attention, Error, Keys, Sequences, Tf32, value_error};
+use crate::{Attention, Error, Keys, Qkv, Sequences, Tf32, value_error};
 use std::iter::successors;
 
 /// The kernels of attention in all its forms.
@@ -91,64 +91,45 @@ impl Plan for Slots {
 /// Words of workspace that one call takes without being asked to spare: 512 MiB.
 const ENOUGH: usize = 128 << 20;
 
-/// [`attention`](crate::attention()) on a device. Positions and lengths come from the host, which checks them.
+/// [`attention`](crate::attention()) on a device. Where the sequences stand comes from the host, which checks it.
 ///
 /// # Errors
 /// As [`attention`](crate::attention()); errors of the device.
-#[allow(clippy::too_many_arguments)]
 pub fn attention<I: Stored, O: Stored>(
     device: &Device,
     shape: &Attention,
-    q: &Buffer<I>,
-    k: &Buffer<I>,
-    v: &Buffer<I>,
-    q_pos: &[i32],
-    kv_len: &[i32],
-    out: &mut Buffer<O>,
-    lse: &mut Buffer<f32>,
-) -> Result<(), Error> {
-    attention_over(device, shape, &Sequences::default(), q, k, v, q_pos, kv_len, out, lse)
-}
-
-/// [`attention_over`](crate::attention_over()) on a device.
-///
-/// # Errors
-/// As [`attention_over`](crate::attention_over()); errors of the device.
-#[allow(clippy::too_many_arguments)]
-pub fn attention_over<I: Stored, O: Stored>(
-    device: &Device,
-    shape: &Attention,
     sequences: &Sequences,
-    q: &Buffer<I>,
-    k: &Buffer<I>,
-    v: &Buffer<I>,
-    q_pos: &[i32],
-    kv_len: &[i32],
+    qkv: Qkv<Buffer<I>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
-    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: q_pos.len(), out: out.len(), lse: lse.len() };
-    let factors = check(shape, sequences, &lens, kv_len)?;
+    let factors = check(shape, sequences, &lens(qkv, sequences.q_pos.len(), out, lse))?;
     if lse.is_empty() {
         return Ok(());
     }
-    let places = Places::exact(device, shape, sequences, q_pos, kv_len)?;
+    let places = Places::exact(device, shape, sequences)?;
     // SAFETY: everything was checked together.
-    unsafe { launch_attention(device, shape, factors, &places, q, k, v, out, lse) }
+    unsafe { launch_attention(device, shape, factors, &places, qkv, out, lse) }
 }
 
-/// [`attention_over`] at places that stand on the device.
+fn lens<I: Stored, O: Stored>(
+    Qkv { q, k, v }: Qkv<Buffer<I>>,
+    q_pos: usize,
+    out: &Buffer<O>,
+    lse: &Buffer<f32>,
+) -> Lens {
+    Lens { q: q.len(), k: k.len(), v: v.len(), q_pos, out: out.len(), lse: lse.len() }
+}
+
+/// [`attention`] at places that stand on the device.
 ///
 /// # Errors
-/// As [`attention_over`]; [`Error::Value`] when the places were made for other dimensions or never set.
-#[allow(clippy::too_many_arguments)]
+/// As [`attention`]; [`Error::Value`] when the places were made for other dimensions or never set.
 pub fn attention_at<I: Stored, O: Stored>(
     device: &Device,
     shape: &Attention,
     places: &Places,
-    q: &Buffer<I>,
-    k: &Buffer<I>,
-    v: &Buffer<I>,
+    qkv: Qkv<Buffer<I>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
@@ -162,13 +143,12 @@ pub fn attention_at<I: Stored, O: Stored>(
         return Err(value_error("attention", "the places were never set"));
     }
     let (packed, padded) = (places.packed, places.padded);
-    let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos: places.positions(), out: out.len(), lse: lse.len() };
-    let factors = check_tensors(shape, packed, padded, &lens)?;
+    let factors = check_tensors(shape, packed, padded, &lens(qkv, places.positions(), out, lse))?;
     if lse.is_empty() {
         return Ok(());
     }
     // SAFETY: tensors were checked here, and what stands in `places` when it was set.
-    unsafe { launch_attention(device, shape, factors, places, q, k, v, out, lse) }
+    unsafe { launch_attention(device, shape, factors, places, qkv, out, lse) }
 }
 
 /// Where the queries and keys of a call stand, on a device: starts, positions, lengths and pages. They can be set anew for
@@ -216,14 +196,9 @@ impl Places {
     }
 
     /// Those of one call.
-    fn exact(
-        device: &Device,
-        shape: &Attention,
-        sequences: &Sequences,
-        q_pos: &[i32],
-        kv_len: &[i32],
-    ) -> Result<Places, Error> {
+    fn exact(device: &Device, shape: &Attention, sequences: &Sequences) -> Result<Places, Error> {
         let Attention { batch, queries, keys, .. } = *shape;
+        let Sequences { q_pos, kv_len, .. } = *sequences;
         let (page_size, columns) = match sequences.keys {
             Keys::Paged { page_size, table } => (page_size, table.len() / batch),
             _ => (0, 0),
@@ -233,14 +208,14 @@ impl Places {
         check_extents(q_pos.len(), if padded { batch.max(1).saturating_mul(keys) } else { keys }, reach)?;
         let (starts, most) = starts(shape, sequences);
         let packed = sequences.q_start.is_some();
-        let indices = device.upload("attention", &join(shape, sequences, starts, q_pos, kv_len))?;
+        let indices = device.upload("attention", &join(shape, sequences, starts))?;
         Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set: true })
     }
 
     /// Sets the places of the next call: `table` has `columns` pages for each sequence.
     ///
     /// # Errors
-    /// [`Error::Length`] and [`Error::Value`] as [`attention_over`]; more queries or keys than there is room for; those of the
+    /// [`Error::Length`] and [`Error::Value`] as [`attention`]; more queries or keys than there is room for; those of the
     /// device.
     pub fn set(
         &mut self,
@@ -255,13 +230,14 @@ impl Places {
         if [shape.batch, shape.queries, shape.keys] != [batch, queries, keys] || table.len() != batch * columns {
             return Err(value_error("attention", "the places were made for other dimensions"));
         }
-        let sequences = Sequences { q_start: Some(q_start), keys: Keys::Paged { page_size, table } };
-        check_places(shape, &sequences, q_pos.len(), kv_len)?;
+        let keys = Keys::Paged { page_size, table };
+        let sequences = Sequences { q_pos, kv_len, q_start: Some(q_start), keys };
+        check_places(shape, &sequences)?;
         let (starts, most) = starts(shape, &sequences);
         if most > self.most {
             return Err(value_error("attention", format!("{most} queries; there is room for {}", self.most)));
         }
-        self.indices.fill(device, &join(shape, &sequences, starts, q_pos, kv_len))?;
+        self.indices.fill(device, &join(shape, &sequences, starts))?;
         self.set = true;
         Ok(())
     }
@@ -288,28 +264,25 @@ fn starts(shape: &Attention, sequences: &Sequences) -> (Vec<i32>, usize) {
 }
 
 /// What stands in [`Places::indices`].
-fn join(shape: &Attention, sequences: &Sequences, q_start: Vec<i32>, q_pos: &[i32], kv_len: &[i32]) -> Vec<i32> {
+fn join(shape: &Attention, sequences: &Sequences, q_start: Vec<i32>) -> Vec<i32> {
     let keys: Vec<i32> = match sequences.keys {
         Keys::Padded => (0..shape.batch).map(|b| (b * shape.keys) as i32).collect(),
         Keys::Packed(starts) => starts[..shape.batch].to_vec(),
         Keys::Paged { table, .. } => table.to_vec(),
     };
-    [&q_start, q_pos, kv_len, &keys].concat()
+    [&q_start, sequences.q_pos, sequences.kv_len, &keys].concat()
 }
 
 /// Starts the kernels of a call.
 ///
 /// # Safety
 /// The buffers are as long as `shape` says, and `places` was set for that shape.
-#[allow(clippy::too_many_arguments)]
 unsafe fn launch_attention<I: Stored, O: Stored>(
     device: &Device,
     shape: &Attention,
     Factors { cap, c: (c_hi, c_lo) }: Factors,
     places: &Places,
-    q: &Buffer<I>,
-    k: &Buffer<I>,
-    v: &Buffer<I>,
+    Qkv { q, k, v }: Qkv<Buffer<I>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
@@ -334,7 +307,8 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let (plan, room) = choose(device, op, successors(Some(preferred), Slots::smaller))?;
 
     let (cap_set, (cap, factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
-    let window = i64::try_from(shape.window).unwrap_or(i64::MAX).min(1 << 40);
+    // 0 says that there is none.
+    let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
     let ints = [
         plan.tiles(),
         q_heads,

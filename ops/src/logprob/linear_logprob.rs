@@ -45,24 +45,42 @@ const BLOCK_ROWS: usize = 512;
 /// Weights further below the reference point are +0.
 const NEGLIGIBLE: f32 = 100.0;
 
-/// `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`; `rows` is M, `vocab` is V, `k` is K. The weight is laid out anew in
-/// every call: pack it once and call [`linear_logprob_packed`] where it is used again.
+/// Dimensions and parameter of `linear_logprob`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinearLogprob {
+    /// Rows M.
+    pub rows: usize,
+    /// Tokens of the vocabulary, V.
+    pub vocab: usize,
+    /// Columns of x and w, K.
+    pub k: usize,
+    /// What logits are divided by; positive and finite.
+    pub temperature: f64,
+}
+
+impl LinearLogprob {
+    /// At temperature 1.
+    pub fn new(rows: usize, vocab: usize, k: usize) -> LinearLogprob {
+        LinearLogprob { rows, vocab, k, temperature: 1.0 }
+    }
+}
+
+/// `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`, row-major, natural logarithms. A negative target means none: its
+/// `logprob` is 0. The weight is laid out anew in every call: pack it once and call [`linear_logprob_packed`] where it is
+/// used again.
 ///
 /// # Errors
 /// As [`logprob`](crate::logprob()); [`Error::Budget`] below the smallest plan (about 4 KiB).
-#[allow(clippy::too_many_arguments)]
 pub fn linear_logprob<I: Element>(
     cpu: &Cpu,
-    rows: usize,
-    vocab: usize,
-    k: usize,
-    temperature: f64,
+    shape: &LinearLogprob,
     x: &[I],
     w: &[I],
     target: &[i32],
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
+    let LinearLogprob { rows, vocab, k, temperature } = *shape;
     check_len("linear_logprob", "x", "[M,K]", x.len(), &[rows, k])?;
     check_len("linear_logprob", "w", "[V,K]", w.len(), &[vocab, k])?;
     let row = Rows { temperature, target, logprob, lse };
@@ -72,21 +90,24 @@ pub fn linear_logprob<I: Element>(
 /// [`linear_logprob`] with a weight packed beforehand: the same bits.
 ///
 /// # Errors
-/// As [`linear_logprob`].
-#[allow(clippy::too_many_arguments)]
+/// As [`linear_logprob`]; [`Error::Value`] when the weight is not `[V,K]`.
 pub fn linear_logprob_packed<I: Element>(
     cpu: &Cpu,
-    rows: usize,
-    temperature: f64,
+    shape: &LinearLogprob,
     x: &[I],
     w: &PackedWeight,
     target: &[i32],
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
-    check_len("linear_logprob", "x", "[M,K]", x.len(), &[rows, w.k()])?;
+    let LinearLogprob { rows, vocab, k, temperature } = *shape;
+    check_len("linear_logprob", "x", "[M,K]", x.len(), &[rows, k])?;
+    if [w.n(), w.k()] != [vocab, k] {
+        let what = format!("w is [{}, {}]; it must be [{vocab}, {k}]", w.n(), w.k());
+        return Err(value_error("linear_logprob", what));
+    }
     let row = Rows { temperature, target, logprob, lse };
-    run(cpu, TensorRef::of(x, &[rows, w.k()]), TensorRef::packed(w), row)
+    run(cpu, TensorRef::of(x, &[rows, k]), TensorRef::packed(w), row)
 }
 
 /// `x[M,K], w[V,K]` in any layout.
@@ -113,13 +134,13 @@ pub(crate) const OP: Entry = Entry {
     },
     device: Some(|on, args| {
         const NAME: &str = "linear_logprob";
-        let [m, v, k] = ["M", "V", "K"].map(|axis| args.call.dim(axis));
+        let [rows, vocab, k] = ["M", "V", "K"].map(|axis| args.call.dim(axis));
+        let shape = LinearLogprob { rows, vocab, k, temperature: args.call.float("temperature") };
         let ([x, w], target) = (["x", "w"].map(|name| args.input(name)), args.integers("target")?);
         let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).device(NAME, name));
-        let temperature = args.call.float("temperature");
         typed!(x.dtype() => I, {
             let (x, w) = (x.device::<I>(NAME, "x")?, w.device::<I>(NAME, "w")?);
-            device::linear_logprob(on, m, v, k, temperature, x, w, target, logprob?, lse?)
+            device::linear_logprob(on, &shape, x, w, target, logprob?, lse?)
         })
     }),
     unit: Some(&device::UNIT),

@@ -17,22 +17,39 @@ use crate::simd::unroll::Twice;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
-/// `logits[R,V], target[R] -> logprob[R], lse[R]`; `rows` is R, `vocab` is V.
+/// Dimensions and parameter of `logprob`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Logprob {
+    /// Rows R.
+    pub rows: usize,
+    /// Tokens of the vocabulary, V.
+    pub vocab: usize,
+    /// What logits are divided by; positive and finite.
+    pub temperature: f64,
+}
+
+impl Logprob {
+    /// At temperature 1.
+    pub fn new(rows: usize, vocab: usize) -> Logprob {
+        Logprob { rows, vocab, temperature: 1.0 }
+    }
+}
+
+/// `logits[R,V], target[R] -> logprob[R], lse[R]`, row-major, natural logarithms. A negative target means none: its
+/// `logprob` is 0.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `temperature` is not positive and finite or a
 /// target is V or more.
-#[allow(clippy::too_many_arguments)]
 pub fn logprob<I: Element>(
     cpu: &Cpu,
-    rows: usize,
-    vocab: usize,
-    temperature: f64,
+    shape: &Logprob,
     logits: &[I],
     target: &[i32],
     logprob: &mut [f32],
     lse: &mut [f32],
 ) -> Result<(), Error> {
+    let Logprob { rows, vocab, temperature } = *shape;
     check_len("logprob", "logits", "[R,V]", logits.len(), &[rows, vocab])?;
     check_len("logprob", "target", "[R]", target.len(), &[rows])?;
     check_len("logprob", "logprob", "[R]", logprob.len(), &[rows])?;
@@ -79,12 +96,13 @@ pub(crate) const OP: Entry = Entry {
         run(cpu, args.call.float("temperature"), args.input("logits"), args.integers("target")?, logprob, lse)
     },
     device: Some(|on, args| {
-        let ([r, v], logits, target) =
-            (["R", "V"].map(|axis| args.call.dim(axis)), args.input("logits"), args.integers("target")?);
+        let [rows, vocab] = ["R", "V"].map(|axis| args.call.dim(axis));
+        let shape = Logprob { rows, vocab, temperature: args.call.float("temperature") };
+        let (logits, target) = (args.input("logits"), args.integers("target")?);
         let [logprob, lse] = ["logprob", "lse"].map(|name| args.output(name).device("logprob", name));
         typed!(logits.dtype() => I, {
             let logits = logits.device::<I>("logprob", "logits")?;
-            on_device(on, r, v, args.call.float("temperature"), logits, target, logprob?, lse?)
+            on_device(on, &shape, logits, target, logprob?, lse?)
         })
     }),
     unit: Some(&UNIT),
@@ -95,17 +113,15 @@ pub(crate) const OP: Entry = Entry {
 ///
 /// # Errors
 /// As [`logprob`]; errors of the device.
-#[allow(clippy::too_many_arguments)]
 pub fn on_device<I: Stored>(
     device: &Device,
-    rows: usize,
-    vocab: usize,
-    temperature: f64,
+    shape: &Logprob,
     logits: &Buffer<I>,
     target: &[i32],
     logprob: &mut Buffer<f32>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
+    let Logprob { rows, vocab, temperature } = *shape;
     check_len("logprob", "logits", "[R,V]", logits.len(), &[rows, vocab])?;
     check_len("logprob", "target", "[R]", target.len(), &[rows])?;
     check_len("logprob", "logprob", "[R]", logprob.len(), &[rows])?;

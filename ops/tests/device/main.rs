@@ -9,7 +9,9 @@ use samebits_ops::device::{
     Build, Clock, Device, Driver, Indices, Launch, Part, Places, add, attention_at, copy_rows, embedding_at,
     gemm_experts, gemm_rows, route_to,
 };
-use samebits_ops::{Attention, Attributes, Backend, Error, Gemm, GroupWorth, Route, Scoring, TensorMut, TensorRef};
+use samebits_ops::{
+    Attention, Attributes, Backend, Error, Gemm, GroupWorth, Qkv, Route, Scoring, TensorMut, TensorRef,
+};
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -248,11 +250,12 @@ fn places_that_were_never_set_are_refused() {
     let mut places = Places::paged(&device, &shape, 2, 2, 1).unwrap();
     let (q, k) = (device.upload("test", &[0f32; 2]).unwrap(), device.upload("test", &[0f32; 8]).unwrap());
     let (mut out, mut lse) = (device.empty::<f32>("test", 2).unwrap(), device.empty::<f32>("test", 1).unwrap());
-    let error = attention_at(&device, &shape, &places, &q, &k, &k, &mut out, &mut lse).unwrap_err().to_string();
+    let qkv = Qkv { q: &q, k: &k, v: &k };
+    let error = attention_at(&device, &shape, &places, qkv, &mut out, &mut lse).unwrap_err().to_string();
     assert!(error.contains("never set"), "{error}");
     assert_eq!(fake.state().launched, [""; 0]);
     places.set(&device, &shape, &[0, 1], &[0], &[1], &[1, 0]).unwrap();
-    attention_at(&device, &shape, &places, &q, &k, &k, &mut out, &mut lse).unwrap();
+    attention_at(&device, &shape, &places, qkv, &mut out, &mut lse).unwrap();
 }
 
 /// A choice that captured work makes is not there before its graph has run.

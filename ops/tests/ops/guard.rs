@@ -166,7 +166,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("logprob", |r, n| {
             let target = r.ints([0, n as i32 - 1, -1].into_iter());
             let (mut logp, mut lse) = (r.room(3), r.room(3));
-            logprob(&r.cpu, 3, n, 0.7, &r.floats::<I>(3 * n), &target, &mut logp, &mut lse)
+            let shape = Logprob { temperature: 0.7, ..Logprob::new(3, n) };
+            logprob(&r.cpu, &shape, &r.floats::<I>(3 * n), &target, &mut logp, &mut lse)
         }),
         ("embedding", |r, n| {
             embedding(&r.cpu, n, &r.floats::<I>(4 * n), &r.ints([3, 0, 3].into_iter()), &mut r.room::<O>(3 * n))
@@ -187,7 +188,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let (batch, q_heads, kv_heads) = (2, 4, 2);
             let head_dim = if keys % 2 == 0 { 16 * (1 + keys % 3) } else { 1 + keys % 37 };
             let value_dim = if keys % 4 == 0 { 16 * (1 + keys % 5) } else { 1 + keys % 41 };
-            let (causal, window, softcap) = (keys % 2 == 1, keys % 3, if keys % 5 == 0 { 3.0 } else { 0.0 });
+            let (causal, softcap) = (keys % 2 == 1, (keys % 5 == 0).then_some(3.0));
+            let window = Some(keys % 3).filter(|&window| window > 0);
             // Two, eight and ten query rows to a key head: each is read in a way of its own.
             for queries in [1, keys.min(4), keys.min(5)] {
                 let shape = Attention {
@@ -204,7 +206,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
                 let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
                 let mut lse = r.room(batch * queries * q_heads);
-                attention(&r.cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
+                let padded = Sequences::padded(&q_pos, &kv_len);
+                attention(&r.cpu, &shape, &padded, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
                 // The same keys in pages, the last of which ends where the slice does.
                 let page_size = 1 + keys % 9;
                 let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
@@ -212,8 +215,9 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let rows = shape.keys * kv_heads;
                 let (k, v) = (r.floats::<I>(rows * head_dim), r.floats(rows * value_dim));
                 let table = r.ints((0..(batch * columns) as i32).rev());
-                let sequences = Sequences { q_start: None, keys: Keys::Paged { page_size, table: &table } };
-                attention_over(&r.cpu, &shape, &sequences, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse)?;
+                let keys = Keys::Paged { page_size, table: &table };
+                let paged = Sequences { keys, ..Sequences::padded(&q_pos, &kv_len) };
+                attention(&r.cpu, &shape, &paged, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
             }
             Ok(())
         }),
@@ -223,9 +227,10 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let (x, w) = (r.floats::<I>(rows * k), r.floats(vocab * k));
                 let target = r.ints((0..rows as i32).map(|row| vocab as i32 - 1 - row.min(vocab as i32)));
                 let (mut logp, mut lse) = (r.room(rows), r.room(rows));
-                linear_logprob(&r.cpu, rows, vocab, k, 0.7, &x, &w, &target, &mut logp, &mut lse)?;
+                let shape = LinearLogprob { rows, vocab, k, temperature: 0.7 };
+                linear_logprob(&r.cpu, &shape, &x, &w, &target, &mut logp, &mut lse)?;
                 let packed = PackedWeight::pack(&r.cpu, vocab, k, &w)?;
-                linear_logprob_packed(&r.cpu, rows, 0.7, &x, &packed, &target, &mut logp, &mut lse)?;
+                linear_logprob_packed(&r.cpu, &shape, &x, &packed, &target, &mut logp, &mut lse)?;
             }
             Ok(())
         }),

@@ -303,7 +303,7 @@ struct Heads {
     d: usize,
     e: usize,
     causal: bool,
-    window: usize,
+    window: Option<usize>,
 }
 
 /// `[out, lse]`, before the last rounding.
@@ -319,7 +319,7 @@ fn attention_page(h: &Heads, scale: f64, [q, k, v]: [&[bf16]; 3], q_pos: &[i32],
                 let visible = |j: usize| {
                     (j as i64) < i64::from(kv_len[b])
                         && (!h.causal || j as i64 <= p)
-                        && (h.window == 0 || j as i64 > p - h.window as i64)
+                        && h.window.is_none_or(|window| j as i64 > p - window as i64)
                 };
                 let row = |x: &[bf16], j: usize, dim: usize, i: usize| {
                     wide(x[((b * h.keys + j) * h.kv_heads + kv_head) * dim + i])
@@ -457,7 +457,7 @@ proptest! {
         batch in 1usize..3, queries in prop_oneof![Just(1), Just(2), 1usize..40], keys in 1usize..600,
         kv_heads in 1usize..3, group in prop_oneof![1usize..5, Just(7), Just(8)],
         d in prop_oneof![1usize..70, (1usize..9).prop_map(|eights| 8 * eights)],
-        e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool, window in prop::sample::select(vec![0usize, 1, 7, 300]),
+        e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool, window in prop::sample::select(vec![None, Some(1usize), Some(7), Some(300)]),
         spread in prop::sample::select(vec![1u32, 4, 70]), seed: u64,
     ) {
         let seed = seed >> 3;
@@ -471,18 +471,19 @@ proptest! {
         let [expected, expected_lse] = attention_page(&h, 0.25, [&q, &k, &v], &q_pos, &kv_len).map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
             batch, queries, keys, q_heads: h.q_heads, kv_heads, head_dim: d, value_dim: e, scale: 0.25, causal, window,
-            softcap: 0.0, tf32: Tf32::Disabled,
+            softcap: None, tf32: Tf32::Disabled,
         };
+        let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         for cpu in cpus() {
             let (mut out, mut lse) = (vec![0f32; expected.len()], vec![0f32; batch * queries * h.q_heads]);
-            attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+            attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
             prop_assert_eq!(bits(&out), expected.clone(), "{:?}", cpu);
             prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
-            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse));
+            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse));
             for cpu in tight {
                 out.fill(0.0);
                 lse.fill(0.0);
-                attention(&cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
                 prop_assert_eq!(bits(&out), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
                 prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
             }
@@ -495,10 +496,11 @@ proptest! {
                 (places[1], packed.paged_k.len() / (kv_heads * d), &packed.paged_k, &packed.paged_v),
             ] {
                 let shape = Attention { queries: rows, keys: total, ..shape };
-                let sequences = Sequences { q_start: Some(&packed.q_start), keys };
+                let (q_pos, q_start) = (&packed.q_pos[..], Some(&packed.q_start[..]));
+                let sequences = Sequences { q_pos, kv_len: &kv_len, q_start, keys };
+                let qkv = Qkv { q: &packed.q[..], k, v };
                 let (mut out, mut lse) = (vec![0f32; rows * h.q_heads * e], vec![0f32; rows * h.q_heads]);
-                let q_pos = &packed.q_pos;
-                attention_over(&cpu, &shape, &sequences, &packed.q, k, v, q_pos, &kv_len, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
                 let width = h.q_heads * e;
                 let expected: Vec<u32> =
                     packed.rows.iter().flat_map(|&row| expected[row * width..][..width].to_vec()).collect();
@@ -519,7 +521,7 @@ proptest! {
             softmax(&cpu, rows, vocab, &x, &mut y).unwrap();
             let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % vocab as u64) as i32).collect();
             let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
-            logprob(&cpu, rows, vocab, 1.0, &x, &target, &mut logp, &mut lse).unwrap();
+            logprob(&cpu, &Logprob::new(rows, vocab), &x, &target, &mut logp, &mut lse).unwrap();
             let expected = logprob_page(vocab, 1.0, &x, &target);
             prop_assert_eq!([bits(&logp), bits(&lse)], expected.map(|v| all_rounded::<f32>(&v)), "{:?}", cpu);
             let share = |row: &[f32]| {
@@ -569,11 +571,12 @@ proptest! {
                 gemm_packed(&cpu, &Gemm::new(m, n, k), &x, &packed, None, &mut y).unwrap();
                 prop_assert_eq!(bits(&y), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
             }
+            let shape = LinearLogprob { rows: m, vocab: n, k, temperature: 0.7 };
             let mut all =
-                budgets(&cpu, seed, |cpu| linear_logprob_packed(cpu, m, 0.7, &x, &packed, &target, &mut logp, &mut lse));
+                budgets(&cpu, seed, |cpu| linear_logprob_packed(cpu, &shape, &x, &packed, &target, &mut logp, &mut lse));
             all.push(cpu);
             for cpu in all {
-                linear_logprob_packed(&cpu, m, 0.7, &x, &packed, &target, &mut logp, &mut lse).unwrap();
+                linear_logprob_packed(&cpu, &shape, &x, &packed, &target, &mut logp, &mut lse).unwrap();
                 prop_assert_eq!([bits(&logp), bits(&lse)], plain.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
             }
         }
@@ -597,15 +600,16 @@ proptest! {
         for cpu in cpus() {
             let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
             let packed = PackedWeight::pack(&cpu, vocab, k, &w).unwrap();
+            let shape = LinearLogprob { rows, vocab, k, temperature };
             let mut tight = budgets(&cpu, seed, |cpu| {
-                linear_logprob(cpu, rows, vocab, k, temperature, &x, &w, &target, &mut logp, &mut lse)
+                linear_logprob(cpu, &shape, &x, &w, &target, &mut logp, &mut lse)
             });
             tight.push(cpu);
             for cpu in tight {
-                linear_logprob(&cpu, rows, vocab, k, temperature, &x, &w, &target, &mut logp, &mut lse).unwrap();
+                linear_logprob(&cpu, &shape, &x, &w, &target, &mut logp, &mut lse).unwrap();
                 prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
                 prop_assert_eq!(bits(&logp), expected.clone(), "{:?}", cpu);
-                linear_logprob_packed(&cpu, rows, temperature, &x, &packed, &target, &mut logp, &mut lse).unwrap();
+                linear_logprob_packed(&cpu, &shape, &x, &packed, &target, &mut logp, &mut lse).unwrap();
                 prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?} packed {:?}", cpu, cpu.ledger().plans());
                 prop_assert_eq!(bits(&logp), expected.clone(), "{:?} packed", cpu);
             }
@@ -656,7 +660,7 @@ fn linear_logprob_at_its_ends() {
         let cpu = cpu.recording();
         let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
         let before = cpu.ledger().count(Counter::SlowPaths);
-        linear_logprob(&cpu, rows, vocab, k, 1.0, &x, &w, &target, &mut logp, &mut lse).unwrap();
+        linear_logprob(&cpu, &LinearLogprob::new(rows, vocab, k), &x, &w, &target, &mut logp, &mut lse).unwrap();
         let expected = [&expected, &expected_lse].map(|v| all_rounded::<f32>(v));
         assert_eq!([bits(&logp), bits(&lse)], expected, "{cpu:?}");
         assert!(cpu.ledger().count(Counter::SlowPaths) > before, "a row loses weights it had added");
@@ -771,7 +775,7 @@ fn tiny_scores_are_not_flushed() {
         let k: Vec<bf16> = (0..keys * kv_heads * d).map(|i| bf16::from_bits(1 + (i * 37 % 0x7F) as u16)).collect();
         let v: Vec<bf16> = values(3, keys * kv_heads * d, 4);
         let (q_pos, kv_len) = (vec![0; queries], [keys as i32]);
-        let h = Heads { batch: 1, queries, keys, q_heads, kv_heads, d, e: d, causal: false, window: 0 };
+        let h = Heads { batch: 1, queries, keys, q_heads, kv_heads, d, e: d, causal: false, window: None };
         let expected = attention_page(&h, f64::exp2(120.0), [&q, &k, &v], &q_pos, &kv_len);
         let expected = expected.map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
@@ -784,13 +788,14 @@ fn tiny_scores_are_not_flushed() {
             value_dim: d,
             scale: f64::exp2(120.0),
             causal: false,
-            window: 0,
-            softcap: 0.0,
+            window: None,
+            softcap: None,
             tf32: Tf32::Disabled,
         };
+        let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         let run = |cpu: &Cpu| {
             let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; queries * q_heads]);
-            attention(cpu, &shape, &q, &k, &v, &q_pos, &kv_len, &mut out, &mut lse).unwrap();
+            attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
             [bits(&out), bits(&lse)]
         };
         for cpu in cpus() {

@@ -6,7 +6,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::gemm::device::launch_gemm;
 use crate::logprob::logprob::checked_inverse;
 use crate::workspace::{Need, Plan};
-use crate::{Counter, Error, Gemm, check_len};
+use crate::{Counter, Error, Gemm, LinearLogprob, check_len};
 use std::iter::successors;
 
 /// The kernels of linear_logprob.
@@ -69,13 +69,9 @@ impl Plan for Tile {
 ///
 /// # Errors
 /// As [`linear_logprob`](crate::linear_logprob()); errors of the device.
-#[allow(clippy::too_many_arguments)]
 pub fn linear_logprob<I: Stored>(
     device: &Device,
-    rows: usize,
-    vocab: usize,
-    k: usize,
-    temperature: f64,
+    shape: &LinearLogprob,
     x: &Buffer<I>,
     w: &Buffer<I>,
     target: &[i32],
@@ -83,6 +79,7 @@ pub fn linear_logprob<I: Stored>(
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let op = "linear_logprob";
+    let LinearLogprob { rows, vocab, k, temperature } = *shape;
     check_len(op, "x", "[M,K]", x.len(), &[rows, k])?;
     check_len(op, "w", "[V,K]", w.len(), &[vocab, k])?;
     check_len(op, "target", "[M]", target.len(), &[rows])?;
