@@ -2,8 +2,9 @@
 //!
 //! Every op takes plain row-major slices and a struct of dimensions, and a [`Cpu`] that says how to run, never what to
 //! compute. Inputs and outputs are [`bf16`], [`struct@f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the order
-//! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. A length that does not match its dimensions is
-//! an [`Error`], before anything is written.
+//! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. In signatures I is the type of inputs and O that
+//! of outputs, and they need not be the same. A length that does not match its dimensions is an [`Error`], before anything
+//! is written.
 
 // The file of an op bears its name, also where its folder does.
 #![allow(clippy::module_inception)]

@@ -145,6 +145,25 @@ pub(super) const BLOCK: usize = 256;
 /// `kv_len` is outside `0..=S` or exceeds a sequence's rows or pages or 2^24, `scale` is negative or not finite, `softcap`
 /// is not positive and finite, `window` is 0, starts do not ascend to the end, or a page is outside `0..P`;
 /// [`Error::Budget`] below the smallest plan (the operands of 16 keys and one query).
+///
+/// ```
+/// use samebits_ops::{Attention, Cpu, Keys, Qkv, Sequences, attention};
+///
+/// // A query that is 0 finds all keys alike: the output is the mean of the values that it sees.
+/// let (q, k, v) = ([0f32; 2], [1f32, 2.0, 3.0, 4.0], [2f32, 4.0, 4.0, 8.0]);
+/// let shape = Attention::causal([1, 1, 2], [1, 1], 2);
+/// let qkv = Qkv { q: &q[..], k: &k, v: &v };
+/// let (mut out, mut lse) = ([0f32; 2], [0f32]);
+/// let cpu = Cpu::best();
+/// attention(&cpu, &shape, &Sequences::padded(&[1], &[2]), qkv, &mut out, &mut lse)?;
+/// assert_eq!(out, [3.0, 6.0]);
+///
+/// // At position 0 it sees the first key, which stands in page 1 of two pages of one key.
+/// let paged = Sequences { keys: Keys::Paged { page_size: 1, table: &[1, 0] }, ..Sequences::padded(&[0], &[2]) };
+/// attention(&cpu, &shape, &paged, qkv, &mut out, &mut lse)?;
+/// assert_eq!((out, lse), ([4.0, 8.0], [0.0]));
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn attention<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Attention,

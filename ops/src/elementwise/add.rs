@@ -38,6 +38,15 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ.
+///
+/// ```
+/// use samebits_ops::{Cpu, add};
+///
+/// let mut y = [0f32; 2];
+/// add(&Cpu::best(), &[1f32, 2.0], &[3.0, 4.0], &mut y)?;
+/// assert_eq!(y, [4.0, 6.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn add<I: Element, O: Element>(cpu: &Cpu, a: &[I], b: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("add", "b", "of a", b.len(), &[a.len()])?;
     check_len("add", "y", "of a", y.len(), &[a.len()])?;

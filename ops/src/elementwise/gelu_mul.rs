@@ -46,6 +46,16 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ.
+///
+/// ```
+/// use samebits_ops::{Cpu, gelu_mul};
+///
+/// // The gelu of 0 is 0, that of a large number the number itself.
+/// let mut y = [9f32; 2];
+/// gelu_mul(&Cpu::best(), &[0f32, 100.0], &[3.0, 2.0], &mut y)?;
+/// assert_eq!(y, [0.0, 200.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("gelu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("gelu_mul", "y", "of gate", y.len(), &[gate.len()])?;

@@ -44,6 +44,15 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ; [`Error::Value`] when `factor` is not finite in f32.
+///
+/// ```
+/// use samebits_ops::{Cpu, scale};
+///
+/// let mut y = [0f32; 2];
+/// scale(&Cpu::best(), 0.5, &[2f32, 4.0], &mut y)?;
+/// assert_eq!(y, [1.0, 2.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn scale<I: Element, O: Element>(cpu: &Cpu, factor: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("scale", "y", "of x", y.len(), &[x.len()])?;
     let factor = narrowed(factor)?;

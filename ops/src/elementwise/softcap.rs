@@ -48,6 +48,16 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ; [`Error::Value`] when `cap` or its inverse is not a positive finite f32.
+///
+/// ```
+/// use samebits_ops::{Cpu, softcap};
+///
+/// // Nothing is larger than the cap.
+/// let mut y = [9f32; 2];
+/// softcap(&Cpu::best(), 2.0, &[0f32, 100.0], &mut y)?;
+/// assert_eq!(y, [0.0, 2.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
     let (cap, inverse) = factors(cap)?;

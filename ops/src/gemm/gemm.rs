@@ -93,6 +93,16 @@ pub(crate) fn segment_length(n: usize) -> usize {
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `k_offset`, `k` and `k_total` do not name a
 /// subtree of the segments, and for a bias of a part, which belongs to the whole; [`Error::Budget`] below the smallest plan
 /// (2 KiB).
+///
+/// ```
+/// use samebits_ops::{Cpu, Gemm, gemm};
+///
+/// let (x, w) = ([1f32, 2.0], [3.0, 4.0, 5.0, 6.0]);
+/// let mut y = [0f32; 2];
+/// gemm(&Cpu::best(), &Gemm::new(1, 2, 2), &x, &w, Some(&[100.0, 200.0]), &mut y)?;
+/// assert_eq!(y, [111.0, 217.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn gemm<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Gemm,
@@ -111,6 +121,17 @@ pub fn gemm<I: Element, O: Element>(
 /// # Errors
 /// As [`gemm`]; [`Error::Value`] when the weight is not `[N,K]`, and for TF32, for which no weight is packed;
 /// [`Error::Budget`] below the smallest plan (64 bytes).
+///
+/// ```
+/// use samebits_ops::{Cpu, Gemm, PackedWeight, gemm_packed};
+///
+/// let cpu = Cpu::best();
+/// let w = PackedWeight::pack(&cpu, 2, 2, &[3f32, 4.0, 5.0, 6.0])?;
+/// let mut y = [0f32; 2];
+/// gemm_packed(&cpu, &Gemm::new(1, 2, 2), &[1f32, 2.0], &w, None, &mut y)?;
+/// assert_eq!(y, [11.0, 17.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn gemm_packed<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Gemm,

@@ -7,10 +7,19 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
-/// `x[R,N] -> index[R]`; `rows` is R, N is at least 1.
+/// `x[R,N] -> index[R]`, row-major, counted from 0; `rows` is R, `n` is N, at least 1.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when N is 0 and R is not, or exceeds i32.
+///
+/// ```
+/// use samebits_ops::{Cpu, argmax};
+///
+/// let mut index = [0; 2];
+/// argmax(&Cpu::best(), 2, 3, &[1f32, 5.0, 2.0, 7.0, 7.0, 0.0], &mut index)?;
+/// assert_eq!(index, [1, 0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn argmax<I: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I], index: &mut [i32]) -> Result<(), Error> {
     check_len("argmax", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("argmax", "index", "[R]", index.len(), &[rows])?;

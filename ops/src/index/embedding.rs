@@ -9,10 +9,19 @@ use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, PackedWeight, TensorMut, TensorRef, check_len, value_error};
 
-/// `w[V,D], tokens[T] -> y[T,D]`; `dim` is D, V and T follow from the lengths.
+/// `w[V,D], tokens[T] -> y[T,D]`, row-major; `dim` is D, V and T follow from the lengths.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when a token is outside `0..V`.
+///
+/// ```
+/// use samebits_ops::{Cpu, embedding};
+///
+/// let mut y = [0f32; 4];
+/// embedding(&Cpu::best(), 2, &[1f32, 2.0, 3.0, 4.0], &[1, 0], &mut y)?;
+/// assert_eq!(y, [3.0, 4.0, 1.0, 2.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn embedding<I: Element, O: Element>(
     cpu: &Cpu,
     dim: usize,
@@ -114,6 +123,17 @@ pub fn embedding_at<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// As [`embedding`].
+///
+/// ```
+/// use samebits_ops::{Cpu, PackedWeight, embedding_packed};
+///
+/// let cpu = Cpu::best();
+/// let w = PackedWeight::pack(&cpu, 2, 2, &[1f32, 2.0, 3.0, 4.0])?;
+/// let mut y = [0f32; 2];
+/// embedding_packed(&cpu, &w, &[1], &mut y)?;
+/// assert_eq!(y, [3.0, 4.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn embedding_packed<O: Element>(cpu: &Cpu, w: &PackedWeight, tokens: &[i32], y: &mut [O]) -> Result<(), Error> {
     check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), w.k()])?;
     run(cpu, TensorRef::packed(w), tokens, TensorMut::of(y, &[tokens.len(), w.k()]))

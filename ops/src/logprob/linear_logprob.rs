@@ -71,6 +71,17 @@ impl LinearLogprob {
 ///
 /// # Errors
 /// As [`logprob`](crate::logprob()); [`Error::Budget`] below the smallest plan (about 4 KiB).
+///
+/// ```
+/// use samebits_ops::{Cpu, LinearLogprob, linear_logprob};
+///
+/// // Both tokens have the logit 2.
+/// let (x, w) = ([2f32, 3.0], [1f32, 0.0, 1.0, 0.0]);
+/// let (mut logp, mut lse) = ([9f32], [9f32]);
+/// linear_logprob(&Cpu::best(), &LinearLogprob::new(1, 2, 2), &x, &w, &[1], &mut logp, &mut lse)?;
+/// assert!((logp[0] - 0.5f32.ln()).abs() < 1e-6);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn linear_logprob<I: Element>(
     cpu: &Cpu,
     shape: &LinearLogprob,
@@ -91,6 +102,17 @@ pub fn linear_logprob<I: Element>(
 ///
 /// # Errors
 /// As [`linear_logprob`]; [`Error::Value`] when the weight is not `[V,K]`.
+///
+/// ```
+/// use samebits_ops::{Cpu, LinearLogprob, PackedWeight, linear_logprob_packed};
+///
+/// let cpu = Cpu::best();
+/// let w = PackedWeight::pack(&cpu, 2, 2, &[1f32, 0.0, 1.0, 0.0])?;
+/// let (mut logp, mut lse) = ([9f32], [9f32]);
+/// linear_logprob_packed(&cpu, &LinearLogprob::new(1, 2, 2), &[2f32, 3.0], &w, &[1], &mut logp, &mut lse)?;
+/// assert!((logp[0] - 0.5f32.ln()).abs() < 1e-6);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn linear_logprob_packed<I: Element>(
     cpu: &Cpu,
     shape: &LinearLogprob,

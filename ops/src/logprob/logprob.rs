@@ -41,6 +41,17 @@ impl Logprob {
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `temperature` is not positive and finite or a
 /// target is V or more.
+///
+/// ```
+/// use samebits_ops::{Cpu, Logprob, logprob};
+///
+/// // Two tokens, equally likely; the second row has no target.
+/// let (mut logp, mut lse) = ([9f32; 2], [9f32; 2]);
+/// logprob(&Cpu::best(), &Logprob::new(2, 2), &[0f32; 4], &[1, -1], &mut logp, &mut lse)?;
+/// assert!((logp[0] - 0.5f32.ln()).abs() < 1e-6);
+/// assert_eq!(logp[1], 0.0);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn logprob<I: Element>(
     cpu: &Cpu,
     shape: &Logprob,

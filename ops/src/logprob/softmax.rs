@@ -17,10 +17,19 @@ use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 /// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
 const KEPT: usize = 8192;
 
-/// `x[R,N] -> y[R,N]`; `rows` is R.
+/// `x[R,N] -> y[R,N]`, row-major; `rows` is R, `n` is N.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match.
+///
+/// ```
+/// use samebits_ops::{Cpu, softmax};
+///
+/// let mut y = [0f32; 2];
+/// softmax(&Cpu::best(), 1, 2, &[7f32, 7.0], &mut y)?;
+/// assert_eq!(y, [0.5, 0.5]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn softmax<I: Element, O: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softmax", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("softmax", "y", "[R,N]", y.len(), &[rows, n])?;

@@ -25,10 +25,21 @@ pub struct Combine {
 }
 
 /// `x[R,N], row[T,K], weight[T,K], shared[T,N]? -> y[T,N]`: row `row[t][r]` of x is what the expert of rank r made of
-/// token t. Rows may stand in any order.
+/// token t. Rows may stand in any order; all tensors are row-major.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when a row is outside `0..R`.
+///
+/// ```
+/// use samebits_ops::{Combine, Cpu, combine};
+///
+/// // One token, whose two experts made the rows [1, 2] and [3, 4].
+/// let shape = Combine { tokens: 1, chosen: 2, rows: 2, n: 2 };
+/// let mut y = [0f32; 2];
+/// combine(&Cpu::best(), &shape, &[1f32, 2.0, 3.0, 4.0], &[0, 1], &[1.0, 2.0], None, &mut y)?;
+/// assert_eq!(y, [7.0, 10.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn combine<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Combine,

@@ -60,11 +60,32 @@ pub enum GroupWorth {
     TopTwo,
 }
 
-/// `logits[T,E], bias[E]? -> index[T,K], weight[T,K]`, experts of a token in the order of rank.
+/// `logits[T,E], bias[E]? -> index[T,K], weight[T,K]`, row-major, experts of a token in the order of rank.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when groups do not divide the experts or are too few
 /// for K, or `scale` is not finite in f32.
+///
+/// ```
+/// use samebits_ops::{Cpu, GroupWorth, Route, Scoring, route};
+///
+/// // The better two of three experts, in one group.
+/// let shape = Route {
+///     tokens: 1,
+///     experts: 3,
+///     chosen: 2,
+///     scoring: Scoring::Softmax,
+///     groups: 1,
+///     top_groups: 1,
+///     group_worth: GroupWorth::Max,
+///     normalise: true,
+///     scale: 1.0,
+/// };
+/// let (mut index, mut weight) = ([0; 2], [0f32; 2]);
+/// route(&Cpu::best(), &shape, &[1f32, 5.0, 5.0], None, &mut index, &mut weight)?;
+/// assert_eq!((index, weight), ([1, 2], [0.5, 0.5]));
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn route<I: Element>(
     cpu: &Cpu,
     shape: &Route,

@@ -22,6 +22,16 @@ const KEPT: usize = 8192;
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match.
+///
+/// ```
+/// use samebits_ops::{Cpu, RmsNorm, Rounding, add_rms_norm};
+///
+/// let shape = RmsNorm { rows: 1, n: 2, eps: 0.0, rounding: Rounding::Once, weight_offset: false };
+/// let (mut sum, mut y) = ([0f32; 2], [0f32; 2]);
+/// add_rms_norm(&Cpu::best(), &shape, &[1f32, -1.0], &[1.0, -1.0], &[1.0, 3.0], &mut sum, &mut y)?;
+/// assert_eq!((sum, y), ([2.0, -2.0], [1.0, -3.0]));
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn add_rms_norm<I: Element, M: Element, O: Element>(
     cpu: &Cpu,
     shape: &RmsNorm,

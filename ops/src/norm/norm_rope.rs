@@ -35,10 +35,24 @@ pub struct NormRope {
     pub pairing: Pairing,
 }
 
-/// `x[T,H,D], w[D] -> y[T,H,D]`; row t of the table belongs to token t.
+/// `x[T,H,D], w[D] -> y[T,H,D]`, row-major; row t of the table belongs to token t.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice or the table does not match; [`Error::Value`] when D is odd.
+///
+/// ```
+/// use samebits_ops::{Cpu, NormRope, Pairing, RopeTable, Rounding, inv_freq, norm_rope};
+///
+/// // Position 0 is rotated by nothing: what is left is the norm.
+/// let cpu = Cpu::best();
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0]);
+/// let (rounding, pairing) = (Rounding::Once, Pairing::Half);
+/// let shape = NormRope { tokens: 1, heads: 1, dim: 2, eps: 0.0, rounding, weight_offset: false, pairing };
+/// let mut y = [0f32; 2];
+/// norm_rope(&cpu, &shape, &table, &[2f32, -2.0], &[1.0, 3.0], &mut y)?;
+/// assert_eq!(y, [1.0, -3.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn norm_rope<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &NormRope,

@@ -51,6 +51,16 @@ impl Rounding {
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match.
+///
+/// ```
+/// use samebits_ops::{Cpu, RmsNorm, Rounding, rms_norm};
+///
+/// let shape = RmsNorm { rows: 1, n: 2, eps: 0.0, rounding: Rounding::Once, weight_offset: false };
+/// let mut y = [0f32; 2];
+/// rms_norm(&Cpu::best(), &shape, &[2f32, -2.0], &[1.0, 3.0], &mut y)?;
+/// assert_eq!(y, [1.0, -3.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn rms_norm<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &RmsNorm,

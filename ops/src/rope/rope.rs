@@ -44,6 +44,12 @@ pub struct Rope {
 }
 
 /// `inv_freq[i] = f32(theta^(-2i/D))` for `i < D/2`.
+///
+/// ```
+/// use samebits_ops::inv_freq;
+///
+/// assert_eq!(inv_freq(10_000.0, 4), [1.0, 0.01]);
+/// ```
 pub fn inv_freq(theta: f64, dim: usize) -> Vec<f32> {
     (0..dim / 2).map(|i| libm::pow(theta, -2.0 * i as f64 / dim as f64) as f32).collect()
 }
@@ -56,7 +62,7 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// Row t holds cosine and sine of the angles `f32(pos[t]) * inv_freq[i]`.
+    /// Row t holds cosine and sine of the angles `f32(pos[t]) * inv_freq[i]`, in radians.
     pub fn new(cpu: &Cpu, inv_freq: &[f32], pos: &[i32]) -> RopeTable {
         RopeTable::each(cpu, inv_freq.len(), |_| inv_freq, pos, 1.0)
     }
@@ -113,10 +119,24 @@ pub(crate) struct Angles<'a> {
     sin: &'a [f32],
 }
 
-/// `x[T,H,D] -> y[T,H,D]`; row t of the table belongs to token t.
+/// `x[T,H,D] -> y[T,H,D]`, row-major; row t of the table belongs to token t.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice or the table does not match; [`Error::Value`] when D is odd.
+///
+/// ```
+/// use samebits_ops::{Cpu, Pairing, Rope, RopeTable, inv_freq, rope};
+///
+/// // Two tokens of one head; that at position 0 stays as it is.
+/// let cpu = Cpu::best();
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0, 1]);
+/// let shape = Rope { tokens: 2, heads: 1, dim: 2, pairing: Pairing::Half };
+/// let mut y = [0f32; 4];
+/// rope(&cpu, &shape, &table, &[1f32, 2.0, 1.0, 0.0], &mut y)?;
+/// assert_eq!(y[..2], [1.0, 2.0]);
+/// assert!((y[2] - 1f32.cos()).abs() < 1e-6 && (y[3] - 1f32.sin()).abs() < 1e-6);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
 pub fn rope<I: Element, O: Element>(
     cpu: &Cpu,
     shape: &Rope,

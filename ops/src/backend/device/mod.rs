@@ -5,6 +5,19 @@
 //! in the op's own file: which kernel, how many blocks, and how much workspace. This module holds what they share.
 //! There is no way back to the CPU: what a device cannot do is an [`Error`], and the ledger has the name of every
 //! kernel that ran.
+//!
+//! ```
+//! use samebits_ops::Error;
+//! use samebits_ops::device::{self, Device};
+//!
+//! fn sum(device: &Device, a: &[f32], b: &[f32]) -> Result<Vec<f32>, Error> {
+//!     let (a, b) = (device.upload("sum", a)?, device.upload("sum", b)?);
+//!     let (mut y, mut host) = (device.empty::<f32>("sum", a.len())?, vec![0f32; a.len()]);
+//!     device::add(device, &a, &b, &mut y)?;
+//!     y.download(device, &mut host)?;
+//!     Ok(host)
+//! }
+//! ```
 
 mod arena;
 mod copy_rows;
