@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Something that is counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
 #[repr(usize)]
 pub enum Counter {
     /// Bytes of workspace for bf16 operands.
@@ -93,6 +94,7 @@ const COUNTERS: usize = Counter::ALL.len();
 
 /// How an op chose to use its workspace.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlanRecord {
     /// The op.
     pub op: &'static str,
@@ -108,6 +110,7 @@ pub struct PlanRecord {
 
 /// Why a plan was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Why {
     /// It is the one the op prefers.
     Preferred,

@@ -1,10 +1,10 @@
 //! Neural network ops whose bits do not depend on batch, tile, thread count or instruction set.
 //!
 //! Every op takes plain row-major slices and a struct of dimensions, and a [`Cpu`] that says how to run, never what to
-//! compute. Inputs and outputs are [`bf16`], [`struct@f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the order
-//! written in `docs/NUMERICS.md`; outputs are rounded once, at the end. In signatures I is the type of inputs and O that
-//! of outputs, and they need not be the same. A length that does not match its dimensions is an [`Error`], before anything
-//! is written.
+//! compute. Inputs and outputs are [`bf16`], [`struct@f16`] or `f32` ([`Element`]); arithmetic is IEEE binary32 in the
+//! order written in `docs/NUMERICS.md`; outputs are rounded once, at the end. In signatures I is the type of inputs and
+//! O that of outputs, not always the same. A length that does not match its dimensions is an [`Error`], before
+//! anything is written.
 
 // The file of an op bears its name, also where its folder does.
 #![allow(clippy::module_inception)]
@@ -83,6 +83,7 @@ pub mod device {
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had
 /// started when it failed may have been.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A slice's length does not match the dimensions.
     #[error("{op}: `{tensor}` has {found} elements; its shape {shape} needs {expected}")]

@@ -48,7 +48,8 @@ pub struct Attention {
     pub causal: bool,
     /// Key j is visible to position p only when `j > p - window`; at least 1.
     pub window: Option<usize>,
-    /// Scores become `softcap * tanh(score / softcap)`; positive and finite. An f64, as `scale / softcap` is rounded once.
+    /// Scores become `softcap * tanh(score / softcap)`; positive and finite. An f64, since `scale / softcap` is
+    /// rounded once.
     pub softcap: Option<f64>,
     /// How f32 operands of q, k and v are read.
     pub tf32: Tf32,
@@ -89,7 +90,7 @@ pub struct Sequences<'a> {
 }
 
 impl<'a> Sequences<'a> {
-    /// Sequences of `q[B,T,Hq,D]` and `k[B,S,Hkv,D]`: as many rows for each, of which `kv_len` say how many keys hold data.
+    /// Sequences of `q[B,T,Hq,D]` and `k[B,S,Hkv,D]`: as many rows for each; `kv_len` says how many keys hold data.
     pub fn padded(q_pos: &'a [i32], kv_len: &'a [i32]) -> Sequences<'a> {
         Sequences { q_pos, kv_len, q_start: None, keys: Keys::Padded }
     }
@@ -117,6 +118,7 @@ impl<X: ?Sized> Copy for Qkv<'_, X> {}
 
 /// Where the keys and values of each sequence stand.
 #[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
 pub enum Keys<'a> {
     /// `k[B,S,Hkv,D]`: S rows for each sequence, the first `kv_len[b]` of them in use.
     #[default]
@@ -137,13 +139,13 @@ pub enum Keys<'a> {
 pub(super) const BLOCK: usize = 256;
 
 /// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major. Queries may be packed, keys
-/// packed or paged ([`Sequences`]): the same bits for the same sequence. The outputs follow q: `out[T,Hq,E]`, `lse[T,Hq]`
-/// where queries are packed. `lse` is the natural logarithm of the sum of a row's weights.
+/// packed or paged ([`Sequences`]): the same bits for the same sequence. The outputs follow q: `out[T,Hq,E]` and
+/// `lse[T,Hq]` where queries are packed. `lse` is the natural logarithm of the sum of a row's weights.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
-/// `kv_len` is outside `0..=S` or exceeds a sequence's rows or pages or 2^24, `scale` is negative or not finite, `softcap`
-/// is not positive and finite, `window` is 0, starts do not ascend to the end, or a page is outside `0..P`;
+/// `kv_len` is outside `0..=S` or exceeds a sequence's rows or pages or 2^24, `scale` is negative or not finite,
+/// `softcap` is not positive and finite, `window` is 0, starts do not ascend to the end, or a page is outside `0..P`;
 /// [`Error::Budget`] below the smallest plan (the operands of 16 keys and one query).
 ///
 /// ```

@@ -215,8 +215,8 @@ impl Places {
     /// Sets the places of the next call: `table` has `columns` pages for each sequence.
     ///
     /// # Errors
-    /// [`Error::Length`] and [`Error::Value`] as [`attention`]; more queries or keys than there is room for; those of the
-    /// device.
+    /// [`Error::Length`] and [`Error::Value`] as [`attention`]; more queries or keys than there is room for; those of
+    /// the device.
     pub fn set(
         &mut self,
         device: &Device,

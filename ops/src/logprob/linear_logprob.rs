@@ -66,8 +66,8 @@ impl LinearLogprob {
 }
 
 /// `x[M,K], w[V,K], target[M] -> logprob[M], lse[M]`, row-major, natural logarithms. A negative target means none: its
-/// `logprob` is 0. The weight is laid out anew in every call: pack it once and call [`linear_logprob_packed`] where it is
-/// used again.
+/// `logprob` is 0. The weight is laid out anew in every call: pack it once and call [`linear_logprob_packed`] where it
+/// is used again.
 ///
 /// # Errors
 /// As [`logprob`](crate::logprob()); [`Error::Budget`] below the smallest plan (about 4 KiB).

@@ -457,7 +457,8 @@ proptest! {
         batch in 1usize..3, queries in prop_oneof![Just(1), Just(2), 1usize..40], keys in 1usize..600,
         kv_heads in 1usize..3, group in prop_oneof![1usize..5, Just(7), Just(8)],
         d in prop_oneof![1usize..70, (1usize..9).prop_map(|eights| 8 * eights)],
-        e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool, window in prop::sample::select(vec![None, Some(1usize), Some(7), Some(300)]),
+        e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool,
+        window in prop::sample::select(vec![None, Some(1usize), Some(7), Some(300)]),
         spread in prop::sample::select(vec![1u32, 4, 70]), seed: u64,
     ) {
         let seed = seed >> 3;
@@ -572,8 +573,9 @@ proptest! {
                 prop_assert_eq!(bits(&y), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
             }
             let shape = LinearLogprob { rows: m, vocab: n, k, temperature: 0.7 };
-            let mut all =
-                budgets(&cpu, seed, |cpu| linear_logprob_packed(cpu, &shape, &x, &packed, &target, &mut logp, &mut lse));
+            let mut all = budgets(&cpu, seed, |cpu| {
+                linear_logprob_packed(cpu, &shape, &x, &packed, &target, &mut logp, &mut lse)
+            });
             all.push(cpu);
             for cpu in all {
                 linear_logprob_packed(&cpu, &shape, &x, &packed, &target, &mut logp, &mut lse).unwrap();

@@ -32,6 +32,7 @@ pub fn count() -> Result<usize, Error> {
 }
 
 /// What a build was compiled to.
+#[non_exhaustive]
 pub struct Compiled {
     /// Assembly for any device of the architecture.
     pub ptx: String,

@@ -5,6 +5,7 @@ use crate::call::{Entry, entries};
 
 /// One `.cu` file.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Unit {
     /// Its stem.
     pub name: &'static str,
