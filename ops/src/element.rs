@@ -62,6 +62,38 @@ macro_rules! typed {
 }
 pub(crate) use typed;
 
+/// Runs an expression with `$I` and `$O` as the types of an input and of an output where kernels are compiled for the two:
+/// equal types, and fp32 to bf16, by which models round what their products read. Other pairs take `$other`, the way
+/// [through f32](crate::through_f32).
+macro_rules! typed_pair {
+    ($input:expr => $I:ident, $output:expr => $O:ident, $run:expr, else $other:expr) => {
+        match ($input, $output) {
+            ($crate::DType::Bf16, $crate::DType::Bf16) => {
+                type $I = half::bf16;
+                type $O = half::bf16;
+                $run
+            }
+            ($crate::DType::Fp32, $crate::DType::Bf16) => {
+                type $I = f32;
+                type $O = half::bf16;
+                $run
+            }
+            ($crate::DType::Fp16, $crate::DType::Fp16) => {
+                type $I = half::f16;
+                type $O = half::f16;
+                $run
+            }
+            ($crate::DType::Fp32, $crate::DType::Fp32) => {
+                type $I = f32;
+                type $O = f32;
+                $run
+            }
+            _ => $other,
+        }
+    };
+}
+pub(crate) use typed_pair;
+
 impl Element for bf16 {
     const NAME: &'static str = "bf16";
     #[inline(always)]

@@ -27,6 +27,7 @@ mod reduce;
 mod rope;
 mod simd;
 mod tensor;
+mod through_f32;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};

@@ -562,6 +562,13 @@ impl<'a> TensorRef<'a> {
         self.layout.is_contiguous().then(|| &elements[..count])
     }
 
+    /// The same elements as one row, where they are on the host in row-major order.
+    pub(crate) fn as_one_row(&self) -> Option<TensorRef<'a>> {
+        let count = self.layout.count().filter(|_| self.layout.is_contiguous())?;
+        let Data::Host(_) = self.data else { return None };
+        Some(TensorRef { data: self.data, layout: Layout::contiguous(&[count]).ok()? })
+    }
+
     /// The elements on the host from the first on, and behind the last what the slice holds besides.
     ///
     /// # Panics

@@ -2,11 +2,12 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
+use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// What is done to each pair of elements, before the last rounding.
@@ -36,13 +37,50 @@ pub fn elementwise(
 ) -> Result<(), Error> {
     a.on_host(name, "the first input")?;
     b.on_host(name, "the second input")?;
-    typed!(a.dtype() => I, typed!(y.dtype() => O, {
+    typed_pair!(a.dtype() => I, y.dtype() => O, {
         let y = y.host::<O>(name, "y")?;
         match (a.contiguous::<I>(), b.contiguous::<I>()) {
             (Some(a), Some(b)) => flat(cpu, op, a, b, y),
             _ => rows(cpu, op, a.rows::<I>(), b.rows::<I>(), y),
         }
-    }));
+        Ok(())
+    }, else {
+        blocks(cpu, name, [a, b], y, &|a, b, y| cpu.dispatch(Part { op, a, b, y, large: false }))
+    })
+}
+
+/// Types that no kernel is compiled for: blocks of rows, with `work(a, b, y)` in f32.
+fn blocks(
+    cpu: &Cpu,
+    name: &'static str,
+    [a, b]: [TensorRef; 2],
+    y: TensorMut,
+    work: &(dyn Fn(&[f32], &[f32], &mut [f32]) + Sync),
+) -> Result<(), Error> {
+    // Without gaps everything is one row.
+    let ([a, b], n) = match [a, b].map(|x| x.as_one_row()) {
+        [Some(a), Some(b)] => ([a, b], y.shape().iter().product()),
+        _ => ([a, b], *y.shape().last().expect("only rows have gaps")),
+    };
+    typed!(y.dtype() => O, {
+        let y = y.host::<O>(name, "y")?;
+        let size = cpu.elements_per_chunk(y.len());
+        cpu.chunks(y, size, |chunk, mut y| {
+            let mut at = chunk * size;
+            let [mut wide_a, mut wide_b, mut made] = [[0f32; BLOCK]; 3];
+            while !y.is_empty() {
+                let (row, from) = (at / n, at % n);
+                let (part, rest) = y.split_at_mut(BLOCK.min(n - from).min(y.len()));
+                let (a_part, b_part) = (&mut wide_a[..part.len()], &mut wide_b[..part.len()]);
+                widen(cpu, &a, row, from, a_part);
+                widen(cpu, &b, row, from, b_part);
+                work(a_part, b_part, &mut made[..part.len()]);
+                convert(cpu, &made[..part.len()], part);
+                at += part.len();
+                y = rest;
+            }
+        });
+    });
     Ok(())
 }
 

@@ -7,11 +7,12 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::logprob::logprob::{Denominator, Total, weights};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
+use crate::through_f32::{self, wide_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
@@ -39,8 +40,16 @@ pub fn softmax<I: Element, O: Element>(cpu: &Cpu, rows: usize, n: usize, x: &[I]
 /// Rows of x of any layout.
 pub(crate) fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     x.on_host("softmax", "x")?;
-    typed!(x.dtype() => I, typed!(y.dtype() => O, Part::chunks(cpu, x.rows::<I>(), y.host::<O>("softmax", "y")?)));
-    Ok(())
+    typed_pair!(x.dtype() => I, y.dtype() => O, {
+        Part::chunks(cpu, x.rows::<I>(), y.host::<O>("softmax", "y")?);
+        Ok(())
+    }, else {
+        let n = *x.shape().last().expect("it has an axis");
+        through_f32::rows(cpu, "softmax", y, n, &|row, y| {
+            let x = wide_row(cpu, &x, row);
+            cpu.dispatch(Part { x: TensorRef::of(&x, &[1, n]).rows::<f32>(), first: 0, y, large: false });
+        })
+    })
 }
 
 /// Its kernels.

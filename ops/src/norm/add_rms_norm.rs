@@ -5,13 +5,14 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::elementwise::add::Add;
-use crate::elementwise::frame::pointwise;
-use crate::norm::rms_norm::{ROWS, Scale};
+use crate::elementwise::frame::{elementwise, pointwise};
+use crate::norm::rms_norm::{ROWS, Scale, one_row};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
+use crate::through_f32::{self, wide_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
 
 /// The longest row of a large sum that is made in the cache before it is written past it.
@@ -63,14 +64,35 @@ fn run(
 ) -> Result<(), Error> {
     x.on_host("add_rms_norm", "x")?;
     residual.on_host("add_rms_norm", "residual")?;
-    typed!(x.dtype() => I, {
+    w.on_host("add_rms_norm", "w")?;
+    if sum.dtype() != x.dtype() {
+        return by_parts(cpu, shape, [x, residual], w, (sum, y));
+    }
+    typed_pair!(x.dtype() => I, y.dtype() => O, {
         let (x, w) = ([x, residual].map(|x| x.rows::<I>()), w.dense::<I>("add_rms_norm", "w")?);
-        typed!(sum.dtype() => M, typed!(y.dtype() => O, {
-            let (sum, y) = (sum.host::<M>("add_rms_norm", "sum")?, y.host::<O>("add_rms_norm", "y")?);
-            Part::chunks(cpu, shape, x, w, sum, y);
-        }));
-    });
-    Ok(())
+        let (sum, y) = (sum.host::<I>("add_rms_norm", "sum")?, y.host::<O>("add_rms_norm", "y")?);
+        Part::chunks(cpu, shape, x, w, sum, y);
+        Ok(())
+    }, else by_parts(cpu, shape, [x, residual], w, (sum, y)))
+}
+
+/// Types that no kernel is compiled for: the sum, and then its norm.
+fn by_parts(
+    cpu: &Cpu,
+    shape: &RmsNorm,
+    [x, residual]: [TensorRef; 2],
+    w: TensorRef,
+    (sum, y): (TensorMut, TensorMut),
+) -> Result<(), Error> {
+    let w = wide_row(cpu, &w, 0);
+    typed!(sum.dtype() => M, {
+        let sum = sum.host::<M>("add_rms_norm", "sum")?;
+        elementwise(cpu, "add_rms_norm", Add, [x, residual], TensorMut::of(sum, &[shape.rows, shape.n]))?;
+        let sum = TensorRef::of(sum, &[shape.rows, shape.n]);
+        through_f32::rows(cpu, "add_rms_norm", y, shape.n, &|row, y| {
+            one_row(cpu, shape, &wide_row(cpu, &sum, row), &w, y);
+        })
+    })
 }
 
 /// Its kernels.
@@ -147,20 +169,20 @@ pub fn on_device<I: Stored, M: Stored, O: Stored>(
 }
 
 /// Some rows, from `first` on.
-struct Part<'a, I, M, O> {
+struct Part<'a, I, O> {
     shape: &'a RmsNorm,
     /// x and residual.
     x: [Rows<'a, I>; 2],
     first: usize,
     w: &'a [I],
-    sum: &'a mut [M],
+    sum: &'a mut [I],
     y: &'a mut [O],
     /// Of sum and y.
     large: (bool, bool),
 }
 
-impl<I: Element, M: Element, O: Element> Part<'_, I, M, O> {
-    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: [Rows<I>; 2], w: &[I], sum: &mut [M], y: &mut [O]) {
+impl<I: Element, O: Element> Part<'_, I, O> {
+    fn chunks(cpu: &Cpu, shape: &RmsNorm, x: [Rows<I>; 2], w: &[I], sum: &mut [I], y: &mut [O]) {
         let n = shape.n;
         let large = (n <= KEPT && is_large(cpu, sum), is_large(cpu, y));
         let per_chunk = cpu.rows_per_chunk(shape.rows, n);
@@ -174,13 +196,13 @@ impl<I: Element, M: Element, O: Element> Part<'_, I, M, O> {
     }
 }
 
-impl<I: Element, M: Element, O: Element> Kernel for Part<'_, I, M, O> {
+impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let n = self.shape.n;
         let rows = self.first..self.first + self.y.len() / n;
-        let mut sums = Sink::<M, KEPT>::new(self.sum, self.large.0);
+        let mut sums = Sink::<I, KEPT>::new(self.sum, self.large.0);
         let mut sink = Sink::<O>::new(self.y, self.large.1);
         for row in rows {
             let [x, residual] = self.x.map(|x| x.row(row));

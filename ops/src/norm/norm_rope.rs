@@ -5,12 +5,13 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::norm::rms_norm::{ROWS, Scale};
-use crate::rope::rope::{Rotations, prepare, rotate_head, with_rotations, with_table};
+use crate::rope::rope::{Rotations, prepare, rotate_head, wide_heads, with_rotations, with_table};
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
+use crate::through_f32::{self, wide_row};
 use crate::{
     Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, TensorMut, TensorRef, check_len, value_error,
 };
@@ -76,13 +77,23 @@ pub fn norm_rope<I: Element, O: Element>(
 /// Heads of x of any layout; the table has been checked.
 fn run(cpu: &Cpu, shape: &NormRope, table: &RopeTable, [x, w]: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
     x.on_host("norm_rope", "x")?;
-    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+    w.on_host("norm_rope", "w")?;
+    let NormRope { tokens, heads, dim, .. } = *shape;
+    if tokens * heads * dim == 0 {
+        return Ok(());
+    }
+    typed_pair!(x.dtype() => I, y.dtype() => O, {
         let (w, y) = (w.dense::<I>("norm_rope", "w")?, y.host::<O>("norm_rope", "y")?);
-        if !y.is_empty() {
-            Part::chunks(cpu, shape, table, x.rows::<I>(), w, y);
-        }
-    }));
-    Ok(())
+        Part::chunks(cpu, shape, table, x.rows::<I>(), w, y);
+        Ok(())
+    }, else {
+        let w = wide_row(cpu, &w, 0);
+        through_f32::rows(cpu, "norm_rope", y, heads * dim, &|token, y| {
+            let x = wide_heads(cpu, &x, token, heads);
+            let x = TensorRef::of(&x, &[heads, dim]);
+            cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, w: &w, y, large: false });
+        })
+    })
 }
 
 /// Its kernels.
@@ -162,6 +173,8 @@ struct Part<'a, I, O> {
     table: &'a RopeTable,
     first: usize,
     x: Rows<'a, I>,
+    /// The row of x that is the first head.
+    head: usize,
     w: &'a [I],
     y: &'a mut [O],
     large: bool,
@@ -173,7 +186,8 @@ impl<I: Element, O: Element> Part<'_, I, O> {
         let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
         let large = shape.dim <= BLOCK && is_large(cpu, y);
         cpu.chunks(y, per_chunk * size, |chunk, y| {
-            cpu.dispatch(Part { shape, table, first: chunk * per_chunk, x, w, y, large });
+            let first = chunk * per_chunk;
+            cpu.dispatch(Part { shape, table, first, x, head: first * shape.heads, w, y, large });
         });
     }
 }
@@ -197,7 +211,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 let y = sink.room(some.len() * dim);
                 let len = y.len();
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
-                    let x = self.x.row(t * heads + h);
+                    let x = self.x.row(self.head + (t - self.first) * heads + h);
                     let scale = Scale::of_row(s, &norm, x);
                     scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
                     rotate_head(s, pairing, angles, &normed, y);

@@ -7,11 +7,12 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::reduce::{Square, lane_sum};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
 use crate::tensor::Rows;
+use crate::through_f32::{self, wide_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use half::bf16;
 use samebits_schema::Call;
@@ -78,11 +79,15 @@ pub fn rms_norm<I: Element, O: Element>(
 /// Rows of x of any layout.
 fn run(cpu: &Cpu, shape: &RmsNorm, x: TensorRef, w: TensorRef, y: TensorMut) -> Result<(), Error> {
     x.on_host("rms_norm", "x")?;
-    typed!(x.dtype() => I, typed!(y.dtype() => O, {
+    w.on_host("rms_norm", "w")?;
+    typed_pair!(x.dtype() => I, y.dtype() => O, {
         let (w, y) = (w.dense::<I>("rms_norm", "w")?, y.host::<O>("rms_norm", "y")?);
         Part::chunks(cpu, shape, x.rows::<I>(), w, y);
-    }));
-    Ok(())
+        Ok(())
+    }, else {
+        let w = wide_row(cpu, &w, 0);
+        through_f32::rows(cpu, "rms_norm", y, shape.n, &|row, y| one_row(cpu, shape, &wide_row(cpu, &x, row), &w, y))
+    })
 }
 
 /// Rows to a block of 128 threads: a warp takes a row.
@@ -162,6 +167,12 @@ impl RmsNorm {
         let rounding = if call.word("rounding") == "hf" { Rounding::Hf } else { Rounding::Once };
         Ok(RmsNorm { rows, n, eps, rounding, weight_offset: call.flag("weight_offset") })
     }
+}
+
+/// One row.
+pub(super) fn one_row(cpu: &Cpu, shape: &RmsNorm, x: &[f32], w: &[f32], y: &mut [f32]) {
+    let x = TensorRef::of(x, &[1, shape.n]);
+    cpu.dispatch(Part { shape, x: x.rows::<f32>(), first: 0, w, y, large: false });
 }
 
 /// Some rows, from `first` on.

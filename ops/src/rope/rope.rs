@@ -7,10 +7,11 @@
 
 use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::{Arguments, Entry, Prepared};
-use crate::element::typed;
+use crate::element::{typed, typed_pair};
 use crate::simd::stream::{BLOCK, Sink, is_large};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
+use crate::through_f32::{self, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use samebits_schema::Call;
 
@@ -158,13 +159,30 @@ pub fn rope<I: Element, O: Element>(
 /// Heads of x of any layout; the table has been checked.
 fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     x.on_host("rope", "x")?;
-    typed!(x.dtype() => I, typed!(y.dtype() => O, {
-        let y = y.host::<O>("rope", "y")?;
-        if !y.is_empty() {
-            Part::chunks(cpu, shape, table, x.rows::<I>(), y);
-        }
-    }));
-    Ok(())
+    let Rope { tokens, heads, dim, .. } = *shape;
+    if tokens * heads * dim == 0 {
+        return Ok(());
+    }
+    typed_pair!(x.dtype() => I, y.dtype() => O, {
+        Part::chunks(cpu, shape, table, x.rows::<I>(), y.host::<O>("rope", "y")?);
+        Ok(())
+    }, else {
+        through_f32::rows(cpu, "rope", y, heads * dim, &|token, y| {
+            let x = wide_heads(cpu, &x, token, heads);
+            let x = TensorRef::of(&x, &[heads, dim]);
+            cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, y, large: false });
+        })
+    })
+}
+
+/// The heads of a token, one behind the other.
+pub(crate) fn wide_heads(cpu: &Cpu, x: &TensorRef, token: usize, heads: usize) -> Vec<f32> {
+    let dim = *x.shape().last().expect("it has an axis");
+    let mut wide = vec![0f32; heads * dim];
+    for (h, wide) in wide.chunks_exact_mut(dim).enumerate() {
+        widen(cpu, x, token * heads + h, 0, wide);
+    }
+    wide
 }
 
 /// Its kernels.
@@ -325,6 +343,8 @@ struct Part<'a, I, O> {
     table: &'a RopeTable,
     first: usize,
     x: Rows<'a, I>,
+    /// The row of x that is the first head.
+    head: usize,
     y: &'a mut [O],
     large: bool,
 }
@@ -335,7 +355,8 @@ impl<I: Element, O: Element> Part<'_, I, O> {
         let per_chunk = cpu.rows_per_chunk(shape.tokens, size);
         let large = shape.dim <= BLOCK && is_large(cpu, y);
         cpu.chunks(y, per_chunk * size, |chunk, y| {
-            cpu.dispatch(Part { shape, table, first: chunk * per_chunk, x, y, large });
+            let first = chunk * per_chunk;
+            cpu.dispatch(Part { shape, table, first, x, head: first * shape.heads, y, large });
         });
     }
 }
@@ -356,7 +377,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 let y = sink.room(some.len() * dim);
                 let len = y.len();
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
-                    rotate_head(s, pairing, angles, self.x.row(t * heads + h), y);
+                    rotate_head(s, pairing, angles, self.x.row(self.head + (t - self.first) * heads + h), y);
                 }
                 sink.put(s, len);
             }

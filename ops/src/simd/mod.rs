@@ -181,7 +181,7 @@ impl Cpu {
     #[inline]
     pub(crate) fn dispatch<K: Kernel>(&self, kernel: K) -> K::Output {
         match self.isa() {
-            Isa::Scalar => kernel.run(scalar::Scalar),
+            Isa::Scalar => scalar::enter(kernel),
             // SAFETY: `Cpu::new` refuses an isa that `Isa::available` does not find on this machine.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { avx2::enter(kernel) },

@@ -1,12 +1,18 @@
 //! One lane: the reference every other instruction set must equal bit for bit.
 
-use super::Simd;
+use super::{Kernel, Simd};
 use crate::element::Element;
 use half::{bf16, f16};
 
 /// Plain Rust; always available.
 #[derive(Clone, Copy)]
 pub struct Scalar;
+
+/// Runs `kernel`; a function of its own, so that it is compiled once however many call it.
+#[inline(never)]
+pub fn enter<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Scalar)
+}
 
 impl Simd for Scalar {
     type F = f32;
