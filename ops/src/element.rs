@@ -37,8 +37,7 @@ pub trait Element: Storage + Scalar + std::fmt::Debug {
 }
 
 /// Runs an expression with `$T` as the type of a float dtype. The kernels of every type are compiled in this crate, where
-/// a generic function would be compiled again in each crate that calls it. The unit tests of this crate ask no op of another
-/// type than bf16, so those are not compiled a second time for them.
+/// a generic function would be compiled again in each crate that calls it.
 macro_rules! typed {
     ($dtype:expr => $T:ident, $run:expr) => {
         match $dtype {
@@ -46,12 +45,10 @@ macro_rules! typed {
                 type $T = half::bf16;
                 $run
             }
-            #[cfg(not(test))]
             $crate::DType::Fp16 => {
                 type $T = half::f16;
                 $run
             }
-            #[cfg(not(test))]
             $crate::DType::Fp32 => {
                 type $T = f32;
                 $run

@@ -9,4 +9,4 @@ mod prefill;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED];
+pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED];

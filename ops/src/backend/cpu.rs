@@ -153,8 +153,9 @@ impl Cpu {
     }
 
     /// A `Cpu` with `threads` (at least 1) threads, the calling one among them, and at most `budget` bytes of workspace
-    /// per op. Workspace is what an op needs beside its inputs and outputs, some KiB of stack per thread aside; it is
-    /// kept for the next call.
+    /// per op. Workspace is what an op needs beside its inputs and outputs; it is kept for the next call. Not counted are
+    /// some KiB of stack per thread and, for a row op whose types no kernel is compiled for, a row of its inputs and of its
+    /// output in f32.
     ///
     /// # Errors
     /// [`Error::Unavailable`] when the machine lacks `isa`, `threads` is 0 or the threads cannot be started.

@@ -15,7 +15,7 @@ const UNIT: Unit = Unit::of("add", include_str!("add.cu"), &["add"]);
 /// add, by name.
 pub(crate) const OP: Entry = Entry {
     name: "add",
-    cpu: |cpu, args| elementwise(cpu, "add", Add, [args.input("a"), args.input("b")], args.output("y")),
+    cpu: |cpu, args| run(cpu, [args.input("a"), args.input("b")], args.output("y")),
     device: Some(|on, args| frame::call_on_device(on, args, &["a", "b"], &[])),
     unit: Some(&UNIT),
     prepare: None,
@@ -51,7 +51,12 @@ pub fn add<I: Element, O: Element>(cpu: &Cpu, a: &[I], b: &[I], y: &mut [O]) -> 
     check_len("add", "b", "of a", b.len(), &[a.len()])?;
     check_len("add", "y", "of a", y.len(), &[a.len()])?;
     let n = [a.len()];
-    elementwise(cpu, "add", Add, [TensorRef::of(a, &n), TensorRef::of(b, &n)], TensorMut::of(y, &n))
+    run(cpu, [TensorRef::of(a, &n), TensorRef::of(b, &n)], TensorMut::of(y, &n))
+}
+
+/// Tensors of any layout and one shape.
+pub(crate) fn run(cpu: &Cpu, inputs: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
+    elementwise(cpu, "add", Add, inputs, y)
 }
 
 /// `a + b`.

@@ -23,7 +23,7 @@ const UNIT: Unit = Unit::of("gelu_mul", include_str!("gelu_mul.cu"), &["gelu_mul
 /// gelu_mul, by name.
 pub(crate) const OP: Entry = Entry {
     name: "gelu_mul",
-    cpu: |cpu, args| elementwise(cpu, "gelu_mul", GeluMul, [args.input("gate"), args.input("up")], args.output("y")),
+    cpu: |cpu, args| run(cpu, [args.input("gate"), args.input("up")], args.output("y")),
     device: Some(|on, args| frame::call_on_device(on, args, &["gate", "up"], &[])),
     unit: Some(&UNIT),
     prepare: None,
@@ -60,7 +60,12 @@ pub fn gelu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut
     check_len("gelu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("gelu_mul", "y", "of gate", y.len(), &[gate.len()])?;
     let n = [gate.len()];
-    elementwise(cpu, "gelu_mul", GeluMul, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
+    run(cpu, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
+}
+
+/// Tensors of any layout and one shape.
+fn run(cpu: &Cpu, inputs: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
+    elementwise(cpu, "gelu_mul", GeluMul, inputs, y)
 }
 
 #[derive(Clone, Copy)]

@@ -10,4 +10,4 @@ pub(crate) mod softcap;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&add::OP, &gelu_mul::OP, &scale::OP, &silu_mul::OP, &softcap::OP];
+pub(crate) const OPS: &[&Entry] = &[&add::OP, &gelu_mul::OP, &scale::OP, &silu_mul::OP, &softcap::OP];

@@ -15,10 +15,7 @@ const UNIT: Unit = Unit::of("scale", include_str!("scale.cu"), &["scale"]);
 /// scale, by name.
 pub(crate) const OP: Entry = Entry {
     name: "scale",
-    cpu: |cpu, args| {
-        let op = Scale(narrowed(args.call.float("factor"))?);
-        elementwise(cpu, "scale", op, [args.input("x"); 2], args.output("y"))
-    },
+    cpu: |cpu, args| run(cpu, narrowed(args.call.float("factor"))?, args.input("x"), args.output("y")),
     device: Some(|on, args| {
         let factor = narrowed(args.call.float("factor"))?;
         frame::call_on_device(on, args, &["x"], &[factor])
@@ -57,7 +54,12 @@ pub fn scale<I: Element, O: Element>(cpu: &Cpu, factor: f64, x: &[I], y: &mut [O
     check_len("scale", "y", "of x", y.len(), &[x.len()])?;
     let factor = narrowed(factor)?;
     let n = [x.len()];
-    elementwise(cpu, "scale", Scale(factor), [TensorRef::of(x, &n); 2], TensorMut::of(y, &n))
+    run(cpu, factor, TensorRef::of(x, &n), TensorMut::of(y, &n))
+}
+
+/// A tensor of any layout.
+fn run(cpu: &Cpu, factor: f32, x: TensorRef, y: TensorMut) -> Result<(), Error> {
+    elementwise(cpu, "scale", Scale(factor), [x; 2], y)
 }
 
 /// `f32(factor)`, checked.

@@ -17,7 +17,7 @@ const UNIT: Unit = Unit::of("silu_mul", include_str!("silu_mul.cu"), &["silu_mul
 /// silu_mul, by name.
 pub(crate) const OP: Entry = Entry {
     name: "silu_mul",
-    cpu: |cpu, args| elementwise(cpu, "silu_mul", SiluMul, [args.input("gate"), args.input("up")], args.output("y")),
+    cpu: |cpu, args| run(cpu, [args.input("gate"), args.input("up")], args.output("y")),
     device: Some(|on, args| frame::call_on_device(on, args, &["gate", "up"], &[])),
     unit: Some(&UNIT),
     prepare: None,
@@ -54,7 +54,12 @@ pub fn silu_mul<I: Element, O: Element>(cpu: &Cpu, gate: &[I], up: &[I], y: &mut
     check_len("silu_mul", "up", "of gate", up.len(), &[gate.len()])?;
     check_len("silu_mul", "y", "of gate", y.len(), &[gate.len()])?;
     let n = [gate.len()];
-    elementwise(cpu, "silu_mul", SiluMul, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
+    run(cpu, [TensorRef::of(gate, &n), TensorRef::of(up, &n)], TensorMut::of(y, &n))
+}
+
+/// Tensors of any layout and one shape.
+fn run(cpu: &Cpu, inputs: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
+    elementwise(cpu, "silu_mul", SiluMul, inputs, y)
 }
 
 #[derive(Clone, Copy)]

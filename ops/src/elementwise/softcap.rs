@@ -17,11 +17,7 @@ const UNIT: Unit = Unit::of("softcap", include_str!("softcap.cu"), &["softcap"])
 /// softcap, by name.
 pub(crate) const OP: Entry = Entry {
     name: "softcap",
-    cpu: |cpu, args| {
-        let (cap, inverse) = factors(args.call.float("cap"))?;
-        let op = Softcap { cap, inverse };
-        elementwise(cpu, "softcap", op, [args.input("x"); 2], args.output("y"))
-    },
+    cpu: |cpu, args| run(cpu, factors(args.call.float("cap"))?, args.input("x"), args.output("y")),
     device: Some(|on, args| {
         let (cap, inverse) = factors(args.call.float("cap"))?;
         frame::call_on_device(on, args, &["x"], &[cap, inverse])
@@ -60,10 +56,13 @@ pub fn on_device<I: Stored, O: Stored>(
 /// ```
 pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
-    let (cap, inverse) = factors(cap)?;
-    let op = Softcap { cap, inverse };
     let n = [x.len()];
-    elementwise(cpu, "softcap", op, [TensorRef::of(x, &n); 2], TensorMut::of(y, &n))
+    run(cpu, factors(cap)?, TensorRef::of(x, &n), TensorMut::of(y, &n))
+}
+
+/// A tensor of any layout; `cap` and its inverse.
+fn run(cpu: &Cpu, (cap, inverse): (f32, f32), x: TensorRef, y: TensorMut) -> Result<(), Error> {
+    elementwise(cpu, "softcap", Softcap { cap, inverse }, [x; 2], y)
 }
 
 /// `f32(cap)` and `f32(1 / cap)`, checked.

@@ -220,8 +220,7 @@ pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, E
         return Ok(None);
     }
     let [n, k] = *w.shape() else { return Ok(None) };
-    let packed = typed!(w.dtype() => I, PackedWeight::pack(cpu, n, k, w.dense::<I>(args.op(), "w")?)?);
-    Ok(Some(Prepared::Weight("w", packed)))
+    Ok(Some(Prepared::Weight("w", PackedWeight::of(cpu, n, k, w)?)))
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
@@ -261,22 +260,29 @@ impl PackedWeight {
     /// [`Error::Length`] when `w` is not N * K long; [`Error::Memory`] when the system has no room for it.
     pub fn pack<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
         check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
-        if !I::IS_BF16 && size_of::<I>() < 4 {
+        PackedWeight::of(cpu, n, k, TensorRef::of(w, &[n, k]))
+    }
+
+    /// Packs a matrix of any layout.
+    fn of(cpu: &Cpu, n: usize, k: usize, w: TensorRef) -> Result<PackedWeight, Error> {
+        w.on_host("gemm", "w")?;
+        let (dtype, pairs) = (w.dtype(), w.dtype() == DType::Bf16);
+        if dtype == DType::Fp16 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
         if cpu.isa().has_dot()
-            && !w.is_empty()
-            && let Some(w) = bf16_slice(w)
-            && let Some(memory) = dictionary::pack(cpu, n, TensorRef::of(w, &[n, k]).rows())?
+            && pairs
+            && n * k > 0
+            && let Some(memory) = dictionary::pack(cpu, n, w.rows())?
         {
-            return Ok(PackedWeight { n, k, dtype: I::DTYPE, form: Form::Coded, memory });
+            return Ok(PackedWeight { n, k, dtype, form: Form::Coded, memory });
         }
-        let size = panel_words(k, I::IS_BF16);
+        let size = panel_words(k, pairs);
         let words = size.saturating_mul(n.div_ceil(PANEL));
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
         let out: &mut [u32] = &mut memory;
-        pack(cpu, TensorRef::of(w, &[n, k]), out);
-        Ok(PackedWeight { n, k, dtype: I::DTYPE, form: Form::of(I::IS_BF16), memory })
+        typed!(dtype => I, pack_panels(cpu, w.rows::<I>(), 0, n, Tf32::Disabled, out));
+        Ok(PackedWeight { n, k, dtype, form: Form::of(pairs), memory })
     }
 
     /// Rows N.
@@ -328,12 +334,6 @@ pub(crate) fn panel_words(k: usize, pairs: bool) -> usize {
 /// Words of one packed row, whole pairs of k.
 pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
     if pairs { k.div_ceil(2) } else { k.div_ceil(2).saturating_mul(2) }
-}
-
-/// Packs the panels of a whole matrix. Not generic, so that it is compiled once.
-fn pack(cpu: &Cpu, w: TensorRef, out: &mut [u32]) {
-    let n = w.shape()[0];
-    typed!(w.dtype() => I, pack_panels(cpu, w.rows::<I>(), 0, n, Tf32::Disabled, out))
 }
 
 /// Packs the panels of `count` rows of w from `first` on into `out`, in parallel.

@@ -7,4 +7,4 @@ pub(crate) mod tile;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&gemm::OP];
+pub(crate) const OPS: &[&Entry] = &[&gemm::OP];

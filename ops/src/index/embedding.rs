@@ -6,7 +6,7 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
-use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::through_f32::convert;
 use crate::{Cpu, Element, Error, PackedWeight, TensorMut, TensorRef, check_len, value_error};
 
 /// `w[V,D], tokens[T] -> y[T,D]`, row-major; `dim` is D, V and T follow from the lengths.
@@ -55,7 +55,7 @@ fn run(cpu: &Cpu, w: TensorRef, tokens: &[i32], y: TensorMut) -> Result<(), Erro
         w.on_host("embedding", "w")?;
         typed!(w.dtype() => I, {
             let w = w.rows::<I>();
-            cpu.chunks(y, dim, |t, y| cpu.dispatch(Copy { row: w.row(tokens[t] as usize), y }));
+            cpu.chunks(y, dim, |t, y| convert(cpu, w.row(tokens[t] as usize), y));
         });
     });
     Ok(())
@@ -137,19 +137,4 @@ pub fn embedding_at<I: Stored, O: Stored>(
 pub fn embedding_packed<O: Element>(cpu: &Cpu, w: &PackedWeight, tokens: &[i32], y: &mut [O]) -> Result<(), Error> {
     check_len("embedding", "y", "[T,D]", y.len(), &[tokens.len(), w.k()])?;
     run(cpu, TensorRef::packed(w), tokens, TensorMut::of(y, &[tokens.len(), w.k()]))
-}
-
-struct Copy<'a, I, O> {
-    row: &'a [I],
-    y: &'a mut [O],
-}
-
-impl<I: Element, O: Element> Kernel for Copy<'_, I, O> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for at in (0..self.y.len()).step_by(S::LANES) {
-            narrow_at(s, load_at(s, self.row, at, I::default()), self.y, at);
-        }
-    }
 }

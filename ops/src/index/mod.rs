@@ -6,4 +6,4 @@ pub(crate) mod embedding;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&argmax::OP, &embedding::OP];
+pub(crate) const OPS: &[&Entry] = &[&argmax::OP, &embedding::OP];

@@ -7,4 +7,4 @@ pub(crate) mod softmax;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&linear_logprob::OP, &logprob::OP, &softmax::OP];
+pub(crate) const OPS: &[&Entry] = &[&linear_logprob::OP, &logprob::OP, &softmax::OP];

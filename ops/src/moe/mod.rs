@@ -6,4 +6,4 @@ pub(crate) mod route;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&combine::OP, &route::OP];
+pub(crate) const OPS: &[&Entry] = &[&combine::OP, &route::OP];

@@ -6,8 +6,8 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
-use crate::elementwise::add::Add;
-use crate::elementwise::frame::{elementwise, pointwise};
+use crate::elementwise::add::{self, Add};
+use crate::elementwise::frame::pointwise;
 use crate::norm::rms_norm::{ROWS, Scale, one_row};
 use crate::simd::stream::{Sink, is_large};
 use crate::simd::{Kernel, Simd};
@@ -87,7 +87,7 @@ fn by_parts(
     let w = wide_row(cpu, &w, 0);
     typed!(sum.dtype() => M, {
         let sum = sum.host::<M>("add_rms_norm", "sum")?;
-        elementwise(cpu, "add_rms_norm", Add, [x, residual], TensorMut::of(sum, &[shape.rows, shape.n]))?;
+        add::run(cpu, [x, residual], TensorMut::of(sum, &[shape.rows, shape.n]))?;
         let sum = TensorRef::of(sum, &[shape.rows, shape.n]);
         through_f32::rows(cpu, "add_rms_norm", y, shape.n, &|row, y| {
             one_row(cpu, shape, &wide_row(cpu, &sum, row), &w, y);

@@ -7,4 +7,4 @@ pub(crate) mod rms_norm;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&add_rms_norm::OP, &norm_rope::OP, &rms_norm::OP];
+pub(crate) const OPS: &[&Entry] = &[&add_rms_norm::OP, &norm_rope::OP, &rms_norm::OP];

@@ -5,4 +5,4 @@ pub(crate) mod rope;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) static OPS: &[&Entry] = &[&rope::OP];
+pub(crate) const OPS: &[&Entry] = &[&rope::OP];
