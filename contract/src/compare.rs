@@ -3,7 +3,7 @@
 use crate::record::Measure;
 use crate::round;
 use crate::spec::Reference;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::{DType, Elements, Tensor};
 use crate::verdict::Evidence;
 
 /// How far an output may be from its reference.
@@ -92,9 +92,10 @@ pub fn bits(
     }
     let dtype = found.dtype();
     let (mut first, mut count) = (None, 0);
+    let (wanted, had) = (expected.elements(), found.elements());
     for &(base, variant) in rows {
         for i in 0..inner {
-            let (want, have) = (expected.bits(base * inner + i), found.bits(variant * inner + i));
+            let (want, have) = (wanted.bits(base * inner + i), had.bits(variant * inner + i));
             let odd_nan = round::is_nan(have, dtype) && have != round::canonical_nan(dtype);
             if want != have || odd_nan {
                 count += 1;
@@ -148,11 +149,12 @@ pub fn accuracy(
     let mut measure = Measure::default();
     let mut ulps = Vec::with_capacity(found.len());
     let (mut rounded, mut wrong, mut worst) = (0, 0, None::<(usize, Judged)>);
+    let elements = found.elements();
     for index in 0..found.len() {
         if reference.condition[index] == f64::INFINITY {
             continue;
         }
-        let judged = judge(found, index, reference, bound);
+        let judged = judge(elements, dtype, index, reference, bound);
         measure.samples += 1;
         rounded += usize::from(judged.correct);
         measure.max_abs = measure.max_abs.max(judged.error);
@@ -229,8 +231,7 @@ struct Judged {
     of_bound: f64,
 }
 
-fn judge(found: &Tensor, index: usize, reference: &Reference, bound: &Bound) -> Judged {
-    let dtype = found.dtype();
+fn judge(found: Elements, dtype: DType, index: usize, reference: &Reference, bound: &Bound) -> Judged {
     let (want, have) = (reference.value[index], found.bits(index));
     if dtype == DType::I32 {
         let error = (found.value(index) - want).abs();
@@ -328,7 +329,8 @@ pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<Chai
     let Some(tokens) = tokens.as_i32() else {
         return refuse(format!("tokens are {}; they must be i32", tokens.dtype()));
     };
-    if let Some(index) = (0..found.len()).find(|&i| !found.value(i).is_finite() || !reference.value(i).is_finite()) {
+    let (have, want) = (found.elements(), reference.elements());
+    if let Some(index) = (0..found.len()).find(|&i| !have.value(i).is_finite() || !want.value(i).is_finite()) {
         let mut evidence = at(output, found, index);
         evidence.expected = show(reference.value(index));
         (evidence.count, evidence.total) = (1, found.len());

@@ -19,6 +19,43 @@ pub enum Tensor {
     I32(ArrayD<i32>),
 }
 
+/// The elements of a [`Tensor`] in row-major order: looked up once and read many times.
+#[derive(Clone, Copy)]
+pub enum Elements<'a> {
+    /// bfloat16.
+    Bf16(&'a [bf16]),
+    /// binary16.
+    Fp16(&'a [f16]),
+    /// binary32.
+    Fp32(&'a [f32]),
+    /// 32-bit integers.
+    I32(&'a [i32]),
+}
+
+impl Elements<'_> {
+    /// The raw bits of the element at `index`, zero-extended.
+    #[inline]
+    pub fn bits(self, index: usize) -> u32 {
+        match self {
+            Elements::Bf16(a) => u32::from(a[index].to_bits()),
+            Elements::Fp16(a) => u32::from(a[index].to_bits()),
+            Elements::Fp32(a) => a[index].to_bits(),
+            Elements::I32(a) => a[index] as u32,
+        }
+    }
+
+    /// The value of the element at `index`; exact for every dtype.
+    #[inline]
+    pub fn value(self, index: usize) -> f64 {
+        match self {
+            Elements::Bf16(a) => f64::from(f32::from_bits(u32::from(a[index].to_bits()) << 16)),
+            Elements::Fp16(a) => f64::from(a[index].to_f32()),
+            Elements::Fp32(a) => f64::from(a[index]),
+            Elements::I32(a) => f64::from(a[index]),
+        }
+    }
+}
+
 /// Applies one expression to whichever array a [`Tensor`] holds.
 macro_rules! each {
     ($tensor:expr, $array:ident => $body:expr) => {
@@ -91,27 +128,28 @@ impl Tensor {
 
     /// The raw bits of the element at row-major position `index`, zero-extended.
     pub fn bits(&self, index: usize) -> u32 {
-        match self {
-            Tensor::Bf16(a) => u32::from(flat(a)[index].to_bits()),
-            Tensor::Fp16(a) => u32::from(flat(a)[index].to_bits()),
-            Tensor::Fp32(a) => flat(a)[index].to_bits(),
-            Tensor::I32(a) => flat(a)[index] as u32,
-        }
+        self.elements().bits(index)
     }
 
     /// The value of the element at row-major position `index`; exact for every dtype.
     pub fn value(&self, index: usize) -> f64 {
+        self.elements().value(index)
+    }
+
+    /// All elements, for a loop over them.
+    pub fn elements(&self) -> Elements<'_> {
         match self {
-            Tensor::Bf16(a) => f64::from(f32::from_bits(u32::from(flat(a)[index].to_bits()) << 16)),
-            Tensor::Fp16(a) => f64::from(flat(a)[index].to_f32()),
-            Tensor::Fp32(a) => f64::from(flat(a)[index]),
-            Tensor::I32(a) => f64::from(flat(a)[index]),
+            Tensor::Bf16(a) => Elements::Bf16(flat(a)),
+            Tensor::Fp16(a) => Elements::Fp16(flat(a)),
+            Tensor::Fp32(a) => Elements::Fp32(flat(a)),
+            Tensor::I32(a) => Elements::I32(flat(a)),
         }
     }
 
     /// Every element as f64, exactly, in row-major order.
     pub fn to_f64(&self) -> Vec<f64> {
-        (0..self.len()).map(|i| self.value(i)).collect()
+        let elements = self.elements();
+        (0..self.len()).map(|i| elements.value(i)).collect()
     }
 
     /// The elements as a slice when the tensor holds i32.
@@ -152,9 +190,10 @@ impl Tensor {
 
     /// Whether both tensors have the same dtype, shape and bits.
     pub fn same_bits(&self, other: &Tensor) -> bool {
+        let (a, b) = (self.elements(), other.elements());
         self.dtype() == other.dtype()
             && self.shape() == other.shape()
-            && (0..self.len()).all(|i| self.bits(i) == other.bits(i))
+            && (0..self.len()).all(|i| a.bits(i) == b.bits(i))
     }
 
     /// The same elements as a view one element into a larger allocation, so that they are aligned to no vector.
@@ -182,7 +221,8 @@ impl Tensor {
     /// there is no row.
     pub fn gather(&self, width: usize, rows: &[Option<usize>], shape: &[usize]) -> Tensor {
         let nan = if self.dtype() == DType::I32 { 0 } else { round::to_bits(f64::NAN, self.dtype()) };
-        let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| self.bits(row * width + i));
+        let elements = self.elements();
+        let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| elements.bits(row * width + i));
         let size = self.dtype().size();
         let bits = rows.iter().flat_map(|row| (0..width).map(move |i| element(row, i)));
         let bytes: Vec<u8> = bits.flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect();

@@ -707,7 +707,10 @@ fn another_question(axis: &Axis, base: &Case, variant: &Variant) -> Result<(), S
 
 /// Why sameness of the answer would say nothing: an output holds one value over and over where the oracle's does not.
 fn constant(trial: &Trial, base: &Base, oracle: &mut Option<Result<References, String>>) -> Option<String> {
-    let one_value = |tensor: &Tensor| (1..tensor.len()).all(|i| tensor.bits(i) == tensor.bits(0));
+    let one_value = |tensor: &Tensor| {
+        let elements = tensor.elements();
+        (1..tensor.len()).all(|i| elements.bits(i) == elements.bits(0))
+    };
     for output in trial.case.spec().outputs {
         let found = &base.answer.outputs[output.name];
         if found.len() < 2 || !one_value(found) {

@@ -159,7 +159,8 @@ impl Mutant {
         let mut answer = self.honest.run(case);
         for tensor in answer.outputs.values_mut().filter(|tensor| tensor.dtype() != DType::I32) {
             let dtype = tensor.dtype();
-            let element = |i: usize| change(tensor.bits(i), dtype).to_le_bytes().into_iter().take(dtype.size());
+            let elements = tensor.elements();
+            let element = |i: usize| change(elements.bits(i), dtype).to_le_bytes().into_iter().take(dtype.size());
             let bytes: Vec<u8> = (0..tensor.len()).flat_map(element).collect();
             *tensor = Tensor::from_bytes(dtype, tensor.shape(), &bytes).expect("the same number of elements");
         }
@@ -171,7 +172,7 @@ impl Mutant {
         let out = self.honest.run(case).outputs.values().next().map_or(case.out, Tensor::dtype);
         let mut answer = self.asked(case, |case| case.out = DType::Fp32);
         for tensor in answer.outputs.values_mut() {
-            let values: Vec<f64> = (0..tensor.len()).map(|i| f64::from(change(tensor.value(i) as f32))).collect();
+            let values: Vec<f64> = tensor.to_f64().into_iter().map(|value| f64::from(change(value as f32))).collect();
             *tensor = round::tensor(out, tensor.shape(), &values);
         }
         answer

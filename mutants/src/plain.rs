@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 /// The elements of a tensor, widened.
 pub fn values(tensor: &Tensor) -> Vec<f32> {
-    (0..tensor.len()).map(|i| tensor.value(i) as f32).collect()
+    tensor.to_f64().into_iter().map(|value| value as f32).collect()
 }
 
 /// The answer of one output `name`.
