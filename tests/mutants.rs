@@ -24,6 +24,9 @@ use tempfile::TempDir;
 const MUTATIONS: usize = 69;
 const RIGHT: usize = 35;
 
+/// A narrow dtype and a wide one; the third would say the same again.
+const DTYPES: [DType; 2] = [DType::Bf16, DType::Fp32];
+
 /// Held while a trial runs; alone where one watches the memory of this very process.
 static MEMORY: RwLock<()> = RwLock::new(());
 
@@ -146,10 +149,8 @@ impl Bench {
         };
         let judgments: Vec<Judgment> = Judgment::ALL.into_iter().filter(takes).collect();
         assert!(!judgments.is_empty(), "{checks:?} judge nothing");
-        // A narrow dtype and a wide one; the third would say the same again.
-        let dtypes = vec![DType::Bf16, DType::Fp32];
         let ops = vec![op.to_string()];
-        let selection = Selection { ops, dtypes, judgments, axes, ..Selection::all(slice) };
+        let selection = Selection { ops, dtypes: DTYPES.to_vec(), judgments, axes, ..Selection::all(slice) };
         let judge = self.judge_of(implementation);
         let mut records = Vec::new();
         for group in plan(&self.contract, implementation.name(), &selection) {
@@ -272,8 +273,11 @@ impl Bench {
         let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
         // The small cases, or those by default where the small ones have nothing to rearrange.
-        let selections =
-            [Slice::Quick, Slice::Default].map(|slice| Selection { ops: ops.clone(), ..Selection::all(slice) });
+        let selections = [Slice::Quick, Slice::Default].map(|slice| Selection {
+            ops: ops.clone(),
+            dtypes: DTYPES.to_vec(),
+            ..Selection::all(slice)
+        });
         let plans = selections.iter().map(|selection| plan(&self.contract, right.name(), selection));
         let rearranges = |groups: &Vec<Vec<samebits_harness::judge::Trial>>| {
             groups.iter().flatten().any(|trial| right.rearranged(&trial.case.build()).is_some())
