@@ -2,7 +2,7 @@
 //! each architecture, holds no arithmetic that a compiler may change, and takes the registers and memory that were recorded.
 //!
 //! NVRTC is found by `ci/nvrtc`, which sets SAMEBITS_NVRTC=1: then a missing compiler is an error, else the trials say that
-//! they were not run.
+//! they were not run. SAMEBITS_NVRTC=all, of ci/nightly, compiles every pair of types.
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use samebits_ops::device::cuda::{Compiled, compile, compiler_version};
@@ -14,6 +14,9 @@ use std::sync::{Arc, Mutex};
 const ARCHS: [&str; 3] = ["sm_80", "sm_90", "sm_100"];
 /// Types of inputs and outputs whose resources are recorded; the others are compiled for one architecture.
 const RECORDED: [[&str; 2]; 2] = [["bf16", "bf16"], ["fp32", "fp32"]];
+/// Those of the others that every change compiles: what models ask for, and the type that is left. The other four take the
+/// same text with other conversions, which these hold too; SAMEBITS_NVRTC=all compiles them.
+const OTHERS: [[&str; 2]; 3] = [["bf16", "fp32"], ["fp32", "bf16"], ["fp16", "fp16"]];
 
 type Resources = BTreeMap<String, String>;
 
@@ -64,13 +67,17 @@ fn kernels(unit: &'static Unit, arch: &str, found: &Mutex<Resources>) -> Result<
     Ok(())
 }
 
-/// Compiles every other combination of types, and TF32, for sm_90.
+/// Compiles other combinations of types, and TF32, for sm_90.
 fn other_types(unit: &'static Unit) -> Result<(), Failed> {
     let types = ["bf16", "fp16", "fp32"];
+    let all = std::env::var("SAMEBITS_NVRTC").as_deref() == Ok("all");
     for input in types {
         for output in types {
             let build = build(unit, input, output, false);
-            if !RECORDED.contains(&[input, output]) && (unit.has_out || output == "fp32") {
+            // Without a type of outputs there is one build to a type of inputs, and two are recorded.
+            let pair = [input, output];
+            let taken = if unit.has_out { all || OTHERS.contains(&pair) } else { pair == ["fp16", "fp32"] };
+            if !RECORDED.contains(&[input, output]) && taken {
                 checked(&build, unit.source, "sm_90")?;
             }
         }
