@@ -211,8 +211,8 @@ fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
             } else {
                 matrix("self_attn.q_proj", c.q_width(), h, false);
             }
-            matrix("self_attn.kv_a_proj_with_mqa", l.kv_rank + l.rotated, h, l.bias);
-            matrix("self_attn.kv_b_proj", c.q_heads * (l.plain + c.value_dim), l.kv_rank, false);
+            matrix("self_attn.kv_a_proj_with_mqa", l.kv_rank + l.rotary, h, l.bias);
+            matrix("self_attn.kv_b_proj", c.q_heads * (l.nope + c.value_dim), l.kv_rank, false);
         } else if c.fused {
             matrix("self_attn.qkv_proj", c.q_width() + c.k_width() + c.v_width(), h, c.qkv_bias);
         } else {

@@ -7,7 +7,7 @@
 use crate::fields::Fields;
 use crate::rotary::Rotary;
 use crate::{Family, ModelError};
-use samebits_ops::{Attention, GroupWorth, NormRope, Pairing, RmsNorm, Rounding, Route, Scoring, Tf32};
+use samebits_ops::{Attention, Attributes, GroupWorth, Pairing, Route, Scoring, Tf32};
 use std::path::Path;
 
 /// What a model computes: sizes, parameters and the parts that families differ in. Every size is at most `i32::MAX`.
@@ -107,9 +107,9 @@ pub struct Latent {
     /// Elements of the vector that keys and values are made from.
     pub kv_rank: usize,
     /// Elements of a key that carry no position.
-    pub plain: usize,
+    pub nope: usize,
     /// Elements of a key that are rotated, the same for all heads.
-    pub rotated: usize,
+    pub rotary: usize,
     /// Biases on the projections down to the short vectors and on the output projection.
     pub bias: bool,
 }
@@ -235,17 +235,20 @@ impl Config {
         self.q_heads * self.key_dim
     }
 
-    /// The norm of `rows` rows of the residual stream.
-    pub(crate) fn norm(&self, rows: usize) -> RmsNorm {
-        let &Config { hidden, rms_eps, weight_offset, .. } = self;
-        RmsNorm { rows, n: hidden, eps: rms_eps, rounding: Rounding::Once, weight_offset }
-    }
-
-    /// Norm and rotation of the heads of `tokens` tokens.
-    pub(crate) fn norm_rope(&self, tokens: usize, heads: usize) -> NormRope {
+    /// The attributes of the ops of a forward.
+    pub(crate) fn attributes(&self) -> OpAttributes {
         let &Config { rms_eps, weight_offset, pairing, .. } = self;
-        let dim = self.rotary.dim;
-        NormRope { tokens, heads, dim, eps: rms_eps, rounding: Rounding::Once, weight_offset, pairing }
+        let norm = Attributes::new().with("eps", f64::from(rms_eps)).with("weight_offset", weight_offset);
+        let pairing = if pairing == Pairing::Interleaved { "interleaved" } else { "half" };
+        OpAttributes {
+            none: Attributes::new(),
+            latent_norm: Attributes::new().with("eps", f64::from(LATENT_EPS)),
+            rope: Attributes::new().with("pairing", pairing),
+            norm_rope: norm.clone().with("pairing", pairing),
+            norm,
+            embed_scale: self.embed_scale.map(|factor| Attributes::new().with("factor", factor)),
+            softcap: Some(self.logit_softcap).filter(|&cap| cap > 0.0).map(|cap| Attributes::new().with("cap", cap)),
+        }
     }
 
     /// Attention of a layer: `batch` sequences, `queries` and `keys` rows in all.
@@ -276,6 +279,25 @@ impl Config {
         self.kv_heads * self.value_dim
     }
 }
+
+/// The attributes of the ops of a forward, by what they are used for.
+pub(crate) struct OpAttributes {
+    /// Of ops without any.
+    pub none: Attributes,
+    /// Of norms of the residual stream.
+    pub norm: Attributes,
+    /// Of norms of the short vectors of latent attention.
+    pub latent_norm: Attributes,
+    pub rope: Attributes,
+    pub norm_rope: Attributes,
+    /// Of the scaling of embedded tokens, where there is one.
+    pub embed_scale: Option<Attributes>,
+    /// Of the softcap of logits, where there is one.
+    pub softcap: Option<Attributes>,
+}
+
+/// The norms of the short vectors have an epsilon of their own.
+const LATENT_EPS: f32 = 1e-6;
 
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;

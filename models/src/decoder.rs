@@ -3,8 +3,9 @@
 //! There is one way to run it: a step takes the next tokens of some sequences, as many of each as there are, one behind the
 //! other. Prefill, chunks, decode, mixed batches and speculative tokens are steps that differ in how many.
 //!
-//! `A` is the type that matrix products and attention read: bf16, or f32 for the reference, whose weights are the same
-//! bf16 values widened exactly.
+//! It runs on the processor or on a device, over [`Backend`](samebits_ops::Backend): ops are called by name, and what the
+//! two do differently is in [`Machine`]. Matrix products and attention read one dtype: bf16, fp16, or f32 for the reference,
+//! whose weights are the same bf16 values widened exactly.
 //!
 //! # Rounding points of the bf16 chain
 //!
@@ -26,157 +27,147 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations between
 //! ops: little beside the weights that every step reads.
 
-use crate::config::{Config, Mlp};
+use crate::config::{Config, Mlp, OpAttributes};
 use crate::experts::{Mixture, PROJECTIONS};
-use crate::heads::{Projected, Projections};
-use crate::kv_cache::{Host, KvCache, Store, buffer};
-use crate::linear::{Gated, Inner, Linear, Loader};
-use crate::rotary::Rotary;
-use crate::watch::Watch;
+use crate::kv_cache::KvCache;
+use crate::linear::{Gated, Linear, Loader};
+use crate::machine::{Machine, typed};
+use crate::pass::Pass;
+use crate::qkv::{Projections, Qkv};
+use crate::step::{Form, Rows, SequenceInput, Step, StepInputs, shape};
+use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
-use samebits_ops::{
-    Cpu, Element, Gemm, Keys, PackedWeight, Qkv, RopeTable, Sequences, add, add_rms_norm, attention, embedding,
-    embedding_packed, gemm_packed, rms_norm, scale, softcap,
-};
-use std::collections::BTreeMap;
-use std::ops::Range;
+use samebits_ops::device::{Device, Part};
+use samebits_ops::{Backend, Cpu, DType, Element, Tensor};
+use std::mem::swap;
 
 /// Weights of a model, ready to run.
-pub(crate) struct Decoder<A> {
+pub(crate) struct Decoder {
     pub config: Config,
+    /// What products and attention read.
+    pub dtype: DType,
+    attributes: OpAttributes,
     /// `[V, hidden]`; `None` where it is the output projection.
-    pub embed: Option<Vec<A>>,
-    pub layers: Vec<Layer<A>>,
-    pub final_norm: Vec<f32>,
-    pub lm_head: PackedWeight,
+    embed: Option<Tensor>,
+    layers: Vec<Layer>,
+    final_norm: Tensor,
+    lm_head: Linear,
 }
 
-pub(crate) struct Layer<A> {
-    pub input_norm: Vec<f32>,
-    pub projections: Projections<A>,
-    pub o: Linear<A>,
+struct Layer {
+    input_norm: Tensor,
+    projections: Projections,
+    o: Linear,
     /// Behind the attention.
-    pub post_attention_norm: Option<Vec<f32>>,
-    pub mlp_norm: Vec<f32>,
-    pub mlp: LayerMlp<A>,
+    post_attention_norm: Option<Tensor>,
+    mlp_norm: Tensor,
+    mlp: LayerMlp,
     /// Behind the MLP.
-    pub post_mlp_norm: Option<Vec<f32>>,
+    post_mlp_norm: Option<Tensor>,
 }
 
-pub(crate) enum LayerMlp<A> {
-    Dense(Gated<A>),
-    Sparse(Mixture<A>),
+enum LayerMlp {
+    Dense(Box<Gated>),
+    Sparse(Box<Mixture>),
 }
 
-/// Which tokens of a step get logits. A row's bits do not depend on the others.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Rows {
-    /// Every token.
-    All,
-    /// Each sequence's last one.
-    Last,
-}
-
-/// The next tokens of one sequence.
+/// A decoder where it runs.
 #[derive(Clone, Copy)]
-pub(crate) struct Feed<'a> {
-    /// Its number in the cache.
-    pub sequence: usize,
-    /// What the caller calls it.
-    pub label: usize,
-    /// At least one token.
-    pub tokens: &'a [i32],
+pub(crate) struct Runner<'a> {
+    pub decoder: &'a Decoder,
+    /// Where its weights are.
+    pub machine: &'a dyn Machine,
+    /// What makes the tables of angles.
+    pub cpu: &'a Cpu,
 }
 
-/// Whatever carries out steps: the decoder on the processor, or on a device.
-pub(crate) trait Steps {
-    /// Where it keeps keys and values.
-    type Store: Store;
-
+impl<'a> Runner<'a> {
     /// Sizes and parameters.
-    fn config(&self) -> &Config;
+    pub fn config(&self) -> &'a Config {
+        &self.decoder.config
+    }
 
     /// An empty cache.
     ///
     /// # Errors
     /// Those of a device.
-    fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache<Self::Store>, ModelError>;
+    pub fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache, ModelError> {
+        let c = self.config();
+        KvCache::new(self.machine, self.decoder.dtype, c.layers, [c.k_width(), c.v_width()], page_size, order)
+    }
 
-    /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the feeds.
+    /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the sequences.
     ///
-    /// The caller has checked that every token is below V, that a sequence is fed once and that every feed has a token.
+    /// The caller has checked that every token is below V, that a sequence comes once and that every one has a token.
     ///
     /// # Errors
     /// More positions than a sequence declared; too little memory; what an op or the probe refuses.
-    fn step(
+    pub fn step(
         &self,
-        cpu: &Cpu,
-        feeds: &[Feed],
-        cache: &mut KvCache<Self::Store>,
+        sequences: &[SequenceInput],
+        cache: &mut KvCache,
         rows: Rows,
-        watch: &mut Watch,
-    ) -> Result<Vec<f32>, ModelError>;
-}
-
-/// The tokens of one step.
-pub(crate) struct Step {
-    /// Rows of each feed.
-    starts: Vec<usize>,
-    /// Label and position of each row.
-    pub places: Vec<(usize, usize)>,
-}
-
-impl Step {
-    /// The step of some feeds and its tokens; every position gets a place in the cache.
-    pub fn of<S: Store>(feeds: &[Feed], cache: &mut KvCache<S>) -> Result<(Step, Vec<i32>), ModelError> {
-        let (mut step, mut tokens) = (Step { starts: vec![0], places: Vec::new() }, Vec::new());
-        for feed in feeds {
-            cache.reserve(feed.sequence, feed.tokens.len())?;
-            let start = cache.len(feed.sequence);
-            step.places.extend((start..start + feed.tokens.len()).map(|pos| (feed.label, pos)));
-            step.starts.push(step.places.len());
-            tokens.extend_from_slice(feed.tokens);
+        hook: &mut TraceHook,
+    ) -> Result<Vec<f32>, ModelError> {
+        if sequences.is_empty() {
+            return Ok(Vec::new());
         }
-        Ok((step, tokens))
-    }
+        let &Runner { decoder, machine, .. } = self;
+        let c = self.config();
+        let step = Step::of(machine, sequences, cache)?;
+        let columns = cache.columns(sequences.iter().map(|input| input.sequence));
+        let form = [step.rows(), columns.next_power_of_two()];
+        let known = if step.is_single() { cache.forms.recorded.remove(&form) } else { None };
+        let again = known.is_some();
+        let (earlier, recorded) = known.map_or((None, None), |known| (Some(known.inputs), known.recorded));
+        let pos = step.positions();
+        let angle_pos = hook.positions(None, &step, &pos)?;
+        let inputs = StepInputs::new(self, &step, sequences, cache, &angle_pos, rows, earlier)?;
 
-    /// The positions of its tokens.
-    pub fn positions(&self) -> Vec<i32> {
-        self.places.iter().map(|&(_, pos)| pos as i32).collect()
-    }
-
-    /// Where the rows of each feed start, and where the last ends.
-    pub fn q_start(&self) -> Vec<i32> {
-        self.starts.iter().map(|&start| start as i32).collect()
-    }
-
-    /// The last row of each feed, and the step that is left of them.
-    pub fn last(&self) -> (Vec<usize>, Step) {
-        let last: Vec<usize> = self.starts[1..].iter().map(|end| end - 1).collect();
-        let places = last.iter().map(|&row| self.places[row]).collect();
-        let starts = (0..=last.len()).collect();
-        (last, Step { starts, places })
-    }
-
-    /// Sequences that are fed.
-    pub fn feeds(&self) -> usize {
-        self.starts.len() - 1
-    }
-
-    /// Tokens in the step.
-    pub fn rows(&self) -> usize {
-        self.places.len()
-    }
-
-    pub fn feed_rows(&self, feed: usize) -> Range<usize> {
-        self.starts[feed]..self.starts[feed + 1]
+        // What a probe asks for is copied, and so is a choice that the host makes products of: that is not recorded.
+        let may_record = hook.probe.is_none() && (c.experts.is_none() || inputs.choices.is_some());
+        let (calls, gated) = (std::mem::take(&mut cache.forms.calls), Default::default());
+        let (dtype, attributes) = (decoder.dtype, &decoder.attributes);
+        let mut pass = Pass { machine, config: c, dtype, attributes, hook, calls, gated };
+        let recorded = match recorded {
+            None if again && may_record => {
+                let mut logits = None;
+                let graph = machine.capture(&mut || {
+                    let made = decoder.forward(&mut pass, &step, &inputs, cache);
+                    logits = Some(made.map_err(ModelError::into_op)?);
+                    Ok(())
+                })?;
+                graph.zip(logits)
+            }
+            recorded => recorded,
+        };
+        let mut logits = match &recorded {
+            Some((graph, logits)) => {
+                machine.replay(graph)?;
+                machine.download(logits.view())?
+            }
+            None => match decoder.forward(&mut pass, &step, &inputs, cache)? {
+                logits if logits.is_on_host() => logits,
+                logits => machine.download(logits.view())?,
+            },
+        };
+        let with_logits = inputs.last.as_ref().map_or(&step, |(_, step)| step);
+        pass.see(None, "logits", with_logits, &mut logits)?;
+        cache.forms.calls = pass.calls;
+        for input in sequences {
+            cache.advance(input.sequence, input.tokens.len());
+        }
+        if step.is_single() {
+            cache.forms.keep(form, Form { inputs, recorded });
+        }
+        Ok(logits.into_vec().ok().expect("logits are f32, and on the host"))
     }
 }
 
-impl<A: Element> Decoder<A> {
+impl Decoder {
     /// Takes every tensor that `config` describes out of `weights` and packs the matrices.
-    pub fn load(config: &Config, mut weights: Weights, cpu: &Cpu) -> Result<Decoder<A>, ModelError> {
+    pub fn load(config: &Config, mut weights: Weights, dtype: DType, cpu: &Cpu) -> Result<Decoder, ModelError> {
         let c = config;
         let w = &mut weights;
         for extra in 0..c.extra_layers {
@@ -184,183 +175,172 @@ impl<A: Element> Decoder<A> {
         }
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (table, head) = ("model.embed_tokens.weight", "lm_head.weight");
-        let mut embed = Some(w.take::<A>(table, &[c.vocab, c.hidden])?);
+        let mut embed = Some(w.tensor(table, dtype, &[c.vocab, c.hidden])?);
         if c.tied && w.contains(head) {
             // Some tied folders store the table a second time: then it must be the same table.
             let path = w.path(head);
-            if !same_bits(&w.take::<A>(head, &[c.vocab, c.hidden])?, embed.as_deref().expect("it was just read")) {
+            if !same_bits(&w.tensor(head, dtype, &[c.vocab, c.hidden])?, embed.as_ref().expect("it was just read")) {
                 let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
                 return Err(ModelError::tensor(&path, head, why));
             }
         }
-        let own = if c.tied { embed.take() } else { Some(w.take(head, &[c.vocab, c.hidden])?) };
-        let lm_head = PackedWeight::pack(cpu, c.vocab, c.hidden, &own.expect("tied or its own"))?;
+        let own = if c.tied { embed.take() } else { Some(w.tensor(head, dtype, &[c.vocab, c.hidden])?) };
+        let lm_head = Linear::pack(cpu, &own.expect("tied or its own"), None)?;
         let mut layers = Vec::new();
         for layer in 0..c.layers {
-            layers.push(Layer::load(&mut Loader { config: c, cpu, weights: w, layer })?);
+            layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer })?);
         }
-        let final_norm = w.take("model.norm.weight", &[c.hidden])?;
+        let final_norm = w.tensor("model.norm.weight", DType::Fp32, &[c.hidden])?;
         weights.finish()?;
-        Ok(Decoder { config: c.clone(), embed, layers, final_norm, lm_head })
-    }
-}
-
-/// Cosines and sines of a step, by the length that each sequence has declared.
-pub(crate) fn angles<S: Store>(
-    rotary: &Rotary,
-    cpu: &Cpu,
-    step: &Step,
-    feeds: &[Feed],
-    cache: &KvCache<S>,
-    pos: &[i32],
-) -> RopeTable {
-    let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
-    let mut limits = Vec::with_capacity(pos.len());
-    for (i, feed) in feeds.iter().enumerate() {
-        let limit = rotary.class_of(cache.limit(feed.sequence));
-        by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
-        limits.extend(step.feed_rows(i).map(|_| limit));
-    }
-    RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
-}
-
-impl<A: Element> Steps for Decoder<A> {
-    type Store = Host<A>;
-
-    fn config(&self) -> &Config {
-        &self.config
+        Ok(Decoder { config: c.clone(), dtype, attributes: c.attributes(), embed, layers, final_norm, lm_head })
     }
 
-    fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache<Host<A>>, ModelError> {
-        let c = &self.config;
-        Ok(KvCache::new(Host::new(c.layers, [c.k_width(), c.v_width()]), page_size, order))
+    /// Takes the weights from the processor to a device.
+    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        for layer in &mut self.layers {
+            layer.projections.to_device(cpu, device)?;
+            layer.o.to_device(cpu, device)?;
+            match &mut layer.mlp {
+                LayerMlp::Dense(mlp) => mlp.to_device(cpu, device)?,
+                LayerMlp::Sparse(mixture) => mixture.to_device(cpu, device)?,
+            }
+        }
+        self.lm_head.to_device(cpu, device)?;
+        let of_layers = self.layers.iter_mut().flat_map(|layer| {
+            let always = [&mut layer.input_norm, &mut layer.mlp_norm];
+            always.into_iter().chain(&mut layer.post_attention_norm).chain(&mut layer.post_mlp_norm)
+        });
+        for tensor in of_layers.chain(&mut self.embed).chain([&mut self.final_norm]) {
+            *tensor = Backend::upload(device, tensor.view())?;
+        }
+        Ok(())
     }
 
-    fn step(
+    /// The ops of a step: logits `[rows, V]`.
+    fn forward(
         &self,
-        cpu: &Cpu,
-        feeds: &[Feed],
-        cache: &mut KvCache<Host<A>>,
-        rows: Rows,
-        watch: &mut Watch,
-    ) -> Result<Vec<f32>, ModelError> {
-        let c = &self.config;
-        let (step, tokens) = Step::of(feeds, cache)?;
-        let n = step.rows();
-        let pos = step.positions();
-        let angles = angles(&c.rotary, cpu, &step, feeds, cache, &watch.positions(None, &step, &pos)?);
-        let kv_len: Vec<i32> = feeds.iter().map(|feed| (cache.len(feed.sequence) + feed.tokens.len()) as i32).collect();
-        let table = cache.table(feeds.iter().map(|feed| feed.sequence));
-        let q_start = step.q_start();
-
+        pass: &mut Pass,
+        step: &Step,
+        inputs: &StepInputs,
+        cache: &mut KvCache,
+    ) -> Result<Tensor, ModelError> {
+        let (c, at, n) = (&self.config, &self.attributes, step.rows());
+        let (stream, narrow) = (DType::Fp32, self.dtype);
         // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
-        let (mut x, mut y, mut sum) =
-            (buffer::<f32>(&[n, c.hidden])?, buffer::<f32>(&[n, c.hidden])?, buffer::<f32>(&[n, c.hidden])?);
-        let mut a: Vec<A> = buffer(&[n, c.hidden])?;
-        // Attention output [n, Hq, E].
-        let mut heads: Vec<A> = buffer(&[n, c.q_heads, c.value_dim])?;
-        let mut lse = buffer(&[n, c.q_heads])?;
-        let mut inner = Inner::default();
+        let (mut x, mut y) = (pass.empty(stream, &[n, c.hidden])?, pass.empty(stream, &[n, c.hidden])?);
+        let mut sum = pass.empty(stream, &[n, c.hidden])?;
+        let mut a = pass.empty(narrow, &[n, c.hidden])?;
+        let mut heads = pass.empty(narrow, &[n, c.q_heads * c.value_dim])?;
+        let mut lse = pass.empty(stream, &[n, c.q_heads])?;
 
-        match &self.embed {
-            Some(embed) => embedding(cpu, c.hidden, embed, &tokens, &mut x)?,
-            None => embedding_packed(cpu, &self.lm_head, &tokens, &mut x)?,
+        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), Tensor::view);
+        let tokens = inputs.tokens.view(&[n])?;
+        pass.op("embedding", &at.none, &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
+        if let Some(factor) = &at.embed_scale {
+            pass.op("scale", factor, &[("x", x.view())], [("y", sum.view_mut())])?;
+            swap(&mut x, &mut sum);
         }
-        if let Some(factor) = c.embed_scale {
-            scale(cpu, factor, &x, &mut sum)?;
-            std::mem::swap(&mut x, &mut sum);
-        }
-        watch.see(None, "embed", &step, &mut x)?;
+        pass.see(None, "embed", step, &mut x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             // Attention block. The layer before has left what it adds to x in y.
             if i == 0 {
-                rms_norm(cpu, &c.norm(n), &x, &layer.input_norm, &mut a)?;
+                norm(pass, &x, &layer.input_norm, &mut a)?;
             } else {
-                add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.input_norm, &mut sum, &mut a)?;
-                std::mem::swap(&mut x, &mut sum);
-                watch.see(Some(i - 1), "sum", &step, &mut x)?;
+                add_norm(pass, [&x, &y], &layer.input_norm, &mut sum, &mut a)?;
+                swap(&mut x, &mut sum);
+                pass.see(Some(i - 1), "sum", step, &mut x)?;
             }
-            watch.see(Some(i), "input_norm", &step, &mut a)?;
-            let Projected { mut q, mut k, mut v } = layer.projections.apply(cpu, c, &step, &angles, &a)?;
-            watch.see(Some(i), "q", &step, &mut q)?;
-            watch.see(Some(i), "k", &step, &mut k)?;
-            watch.see(Some(i), "v", &step, &mut v)?;
-            for (f, feed) in feeds.iter().enumerate() {
-                let start = cache.len(feed.sequence);
-                for (row, at) in step.feed_rows(f).zip(start..) {
-                    let (k, v) = (&k[row * c.k_width()..][..c.k_width()], &v[row * c.v_width()..][..c.v_width()]);
-                    cache.write(i, feed.sequence, at, k, v);
-                }
+            pass.see(Some(i), "input_norm", step, &mut a)?;
+            let Qkv { mut q, mut k, mut v } = layer.projections.apply(pass, inputs.angles.tensor(), &a)?;
+            pass.see(Some(i), "q", step, &mut q)?;
+            pass.see(Some(i), "k", step, &mut k)?;
+            pass.see(Some(i), "v", step, &mut v)?;
+            let (shape, [keys, values]) = (shape(c, step, cache, i), &mut cache.layers[i]);
+            for (from, to, width) in [(&k, &mut *keys, c.k_width()), (&v, &mut *values, c.v_width())] {
+                let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
+                pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
             }
-            let shape = c.attention(feeds.len(), n, cache.rows(), i);
-            let keys = Keys::Paged { page_size: cache.page_size(), table: &table };
-            let q_pos = watch.positions(Some(i), &step, &pos)?;
-            let sequences = Sequences { q_pos: &q_pos, kv_len: &kv_len, q_start: Some(&q_start), keys };
-            let (k, v) = cache.layer(i);
-            attention(cpu, &shape, &sequences, Qkv { q: &q[..], k, v }, &mut heads, &mut lse)?;
-            watch.see(Some(i), "attention", &step, &mut heads)?;
-            layer.o.apply_to(cpu, n, &heads, &mut y)?;
-            watch.see(Some(i), "o", &step, &mut y)?;
+            let q_pos = pass.hook.positions(Some(i), step, &inputs.attention.q_pos)?;
+            let qkv = [&q, &*keys, &*values];
+            pass.machine.attention(&shape, &inputs.attention, &q_pos, qkv, [&mut heads, &mut lse])?;
+            pass.see(Some(i), "attention", step, &mut heads)?;
+            layer.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
+            pass.see(Some(i), "o", step, &mut y)?;
             if let Some(w) = &layer.post_attention_norm {
-                rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
-                std::mem::swap(&mut y, &mut sum);
-                watch.see(Some(i), "post_attention_norm", &step, &mut y)?;
+                norm(pass, &y, w, &mut sum)?;
+                swap(&mut y, &mut sum);
+                pass.see(Some(i), "post_attention_norm", step, &mut y)?;
             }
 
             // MLP block.
-            add_rms_norm(cpu, &c.norm(n), &x, &y, &layer.mlp_norm, &mut sum, &mut a)?;
-            std::mem::swap(&mut x, &mut sum);
-            watch.see(Some(i), "attention_sum", &step, &mut x)?;
-            watch.see(Some(i), "mlp_norm", &step, &mut a)?;
+            add_norm(pass, [&x, &y], &layer.mlp_norm, &mut sum, &mut a)?;
+            swap(&mut x, &mut sum);
+            pass.see(Some(i), "attention_sum", step, &mut x)?;
+            pass.see(Some(i), "mlp_norm", step, &mut a)?;
             match &layer.mlp {
-                LayerMlp::Dense(mlp) => mlp.apply_to(cpu, n, &a, &mut y, &mut inner)?,
-                LayerMlp::Sparse(mixture) => mixture.apply(cpu, &step, i, &a, &mut y, &mut inner, watch)?,
+                LayerMlp::Dense(mlp) => mlp.apply_to(pass, 0, a.view(), y.view_mut())?,
+                LayerMlp::Sparse(mixture) => mixture.apply(pass, step, i, inputs.choices.as_ref(), &a, &mut y)?,
             }
-            watch.see(Some(i), "mlp", &step, &mut y)?;
+            pass.see(Some(i), "mlp", step, &mut y)?;
             if let Some(w) = &layer.post_mlp_norm {
-                rms_norm(cpu, &c.norm(n), &y, w, &mut sum)?;
-                std::mem::swap(&mut y, &mut sum);
-                watch.see(Some(i), "post_mlp_norm", &step, &mut y)?;
+                norm(pass, &y, w, &mut sum)?;
+                swap(&mut y, &mut sum);
+                pass.see(Some(i), "post_mlp_norm", step, &mut y)?;
             }
         }
-        for feed in feeds {
-            cache.advance(feed.sequence, feed.tokens.len());
-        }
-        add(cpu, &x, &y, &mut sum)?;
-        watch.see(Some(c.layers - 1), "sum", &step, &mut sum)?;
+        pass.op("add", &at.none, &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
+        pass.see(Some(c.layers - 1), "sum", step, &mut sum)?;
 
-        let (x, step) = match rows {
-            Rows::All => (sum, step),
-            Rows::Last => {
-                let (last, step) = step.last();
-                (last.iter().flat_map(|&row| &sum[row * c.hidden..][..c.hidden]).copied().collect(), step)
-            }
-        };
-        let n = step.rows();
-        let a = &mut a[..n * c.hidden];
-        rms_norm(cpu, &c.norm(n), &x, &self.final_norm, a)?;
-        watch.see(None, "final_norm", &step, a)?;
-        let mut logits: Vec<f32> = buffer(&[n, c.vocab])?;
-        gemm_packed(cpu, &Gemm::new(n, c.vocab, c.hidden), a, &self.lm_head, None, &mut logits)?;
-        if c.logit_softcap > 0.0 {
-            let mut capped = buffer(&[n, c.vocab])?;
-            softcap(cpu, c.logit_softcap, &logits, &mut capped)?;
-            logits = capped;
+        let mut step = step;
+        if let Some((last, left)) = &inputs.last {
+            step = left;
+            x = pass.empty(stream, &[step.rows(), c.hidden])?;
+            let from = Part { rows: Some(last), ..Part::whole(c.hidden) };
+            pass.machine.copy_rows([step.rows(), c.hidden], (&sum, from), (&mut x, Part::whole(c.hidden)))?;
+            swap(&mut x, &mut sum);
         }
-        watch.see(None, "logits", &step, &mut logits)?;
-        Ok(logits)
+        if !a.reshape(sum.shape()) {
+            a = pass.empty(narrow, sum.shape())?;
+        }
+        norm(pass, &sum, &self.final_norm, &mut a)?;
+        pass.see(None, "final_norm", step, &mut a)?;
+        let logits = self.lm_head.apply(pass, a.view(), DType::Fp32)?;
+        let Some(cap) = &at.softcap else { return Ok(logits) };
+        let mut capped = pass.empty(DType::Fp32, logits.shape())?;
+        pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
+        Ok(capped)
     }
 }
 
-impl<A: Element> Layer<A> {
-    fn load(loader: &mut Loader) -> Result<Layer<A>, ModelError> {
+/// `y = norm(x)`
+fn norm(pass: &mut Pass, x: &Tensor, w: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
+    pass.op("rms_norm", &pass.attributes.norm, &[("x", x.view()), ("w", w.view())], [("y", y.view_mut())])
+}
+
+/// `sum = x + residual`, `y = norm(sum)`
+fn add_norm(
+    pass: &mut Pass,
+    [x, residual]: [&Tensor; 2],
+    w: &Tensor,
+    sum: &mut Tensor,
+    y: &mut Tensor,
+) -> Result<(), ModelError> {
+    let inputs = [("x", x.view()), ("residual", residual.view()), ("w", w.view())];
+    pass.op("add_rms_norm", &pass.attributes.norm, &inputs, [("sum", sum.view_mut()), ("y", y.view_mut())])
+}
+
+impl Layer {
+    fn load(loader: &mut Loader) -> Result<Layer, ModelError> {
         let c = loader.config;
         let projections = Projections::load(loader)?;
         let o_bias = c.o_bias || c.latent.is_some_and(|latent| latent.bias);
         let o = loader.linear("self_attn.o_proj", c.hidden, c.q_heads * c.value_dim, o_bias)?;
         let mlp = match c.mlps[loader.layer] {
-            Mlp::Dense(width) => LayerMlp::Dense(loader.gated("mlp", PROJECTIONS, width)?),
-            Mlp::Sparse => LayerMlp::Sparse(Mixture::load(loader, c.experts.expect("sparse layers have experts"))?),
+            Mlp::Dense(width) => LayerMlp::Dense(Box::new(loader.gated("mlp", PROJECTIONS, width)?)),
+            Mlp::Sparse => {
+                let experts = c.experts.expect("sparse layers have experts");
+                LayerMlp::Sparse(Box::new(Mixture::load(loader, experts)?))
+            }
         };
         let mut norm = |part: &str| loader.vector(&format!("{part}.weight"), c.hidden);
         let input_norm = norm("input_layernorm")?;
@@ -375,6 +355,9 @@ impl<A: Element> Layer<A> {
     }
 }
 
-fn same_bits<A: Element>(a: &[A], b: &[A]) -> bool {
-    a.iter().zip(b).all(|(a, b)| a.widen().to_bits() == b.widen().to_bits())
+fn same_bits(a: &Tensor, b: &Tensor) -> bool {
+    typed!(a.dtype() => A, {
+        let (a, b) = (a.as_slice::<A>().unwrap_or_default(), b.as_slice::<A>().unwrap_or_default());
+        a.iter().zip(b).all(|(a, b)| a.widen().to_bits() == b.widen().to_bits())
+    })
 }

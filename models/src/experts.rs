@@ -2,27 +2,29 @@
 //!
 //! The choice is `route`, the sum `combine`: a chain over the rank, then what the shared experts add. An expert takes all
 //! of a step's tokens that chose it in one product, whose rows do not see each other; so neither the choice nor the sum
-//! knows who else is in the step.
+//! knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and the host
+//! need not know the choice.
 
 use crate::config::{Config, Experts};
-use crate::decoder::Step;
-use crate::kv_cache::buffer;
-use crate::linear::{Gated, Inner, Linear, Loader};
-use crate::watch::Watch;
+use crate::linear::{Gated, Linear, Loader};
+use crate::machine::{Index, IndexOf};
+use crate::pass::Pass;
+use crate::step::Step;
 use crate::{Family, ModelError};
-use samebits_ops::{Combine, Cpu, Element, combine, route};
+use samebits_ops::device::{Device, Part};
+use samebits_ops::{Backend, Cpu, DType, Tensor, TensorRef};
 
-pub(crate) struct Mixture<A> {
-    pub sizes: Experts,
-    pub router: Linear<A>,
+pub(crate) struct Mixture {
+    sizes: Experts,
+    router: Linear,
     /// Added to the scores for the choice alone.
-    pub choice_bias: Option<Vec<f32>>,
-    pub experts: Vec<Gated<A>>,
-    pub shared: Option<Gated<A>>,
+    choice_bias: Option<Tensor>,
+    experts: Gated,
+    shared: Option<Gated>,
 }
 
-impl<A: Element> Mixture<A> {
-    pub fn load(loader: &mut Loader, sizes: Experts) -> Result<Mixture<A>, ModelError> {
+impl Mixture {
+    pub fn load(loader: &mut Loader, sizes: Experts) -> Result<Mixture, ModelError> {
         let Config { family, hidden, .. } = *loader.config;
         let (block, names) = match family {
             Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
@@ -37,71 +39,102 @@ impl<A: Element> Mixture<A> {
         let shared = (sizes.shared_width > 0)
             .then(|| loader.gated(&format!("{block}.shared_experts"), PROJECTIONS, sizes.shared_width))
             .transpose()?;
-        Ok(Mixture { sizes, router, choice_bias, experts, shared })
+        Ok(Mixture { sizes, router, choice_bias, experts: Gated::stack(experts), shared })
     }
 
-    /// `a[n,hidden] -> y[n,hidden]`
-    #[allow(clippy::too_many_arguments)]
+    /// Takes the weights to a device.
+    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.router.to_device(cpu, device)?;
+        if let Some(bias) = &mut self.choice_bias {
+            *bias = Backend::upload(device, bias.view())?;
+        }
+        self.experts.to_device(cpu, device)?;
+        self.shared.as_mut().map_or(Ok(()), |shared| shared.to_device(cpu, device))
+    }
+
+    /// `a[n,hidden] -> y[n,hidden]`. `choices` are those of the step.
     pub fn apply(
         &self,
-        cpu: &Cpu,
+        pass: &mut Pass,
         step: &Step,
         layer: usize,
-        a: &[A],
-        y: &mut [f32],
-        inner: &mut Inner<A>,
-        watch: &mut Watch,
+        choices: Option<&Index>,
+        a: &Tensor,
+        y: &mut Tensor,
     ) -> Result<(), ModelError> {
-        let chosen = self.sizes.chosen;
-        let n = step.rows();
-        let hidden = y.len() / n;
-        let mut logits: Vec<f32> = self.router.apply(cpu, n, a)?;
-        watch.see(Some(layer), "router", step, &mut logits)?;
-        let (mut index, mut weight) = (vec![0i32; n * chosen], vec![0f32; n * chosen]);
-        route(cpu, &self.sizes.route(n), &logits, self.choice_bias.as_deref(), &mut index, &mut weight)?;
-        watch.see_indices(Some(layer), "experts", step, &mut index)?;
-        watch.see(Some(layer), "expert_weights", step, &mut weight)?;
-
-        let Placed { order, rows } = Placed::of(&index);
-        let mut made: Vec<f32> = buffer(&[index.len(), hidden])?;
-        let mut left = &mut made[..];
-        for places in order.chunk_by(|&a, &b| index[a] == index[b]) {
-            let gathered: Vec<A> =
-                places.iter().flat_map(|&place| &a[place / chosen * hidden..][..hidden]).copied().collect();
-            let (part, rest) = left.split_at_mut(places.len() * hidden);
-            self.experts[index[places[0]] as usize].apply_to(cpu, places.len(), &gathered, part, inner)?;
-            left = rest;
+        let (chosen, n) = (self.sizes.chosen, step.rows());
+        let mut logits = self.router.apply(pass, a.view(), DType::Fp32)?;
+        pass.see(Some(layer), "router", step, &mut logits)?;
+        let mut weight = pass.empty(DType::Fp32, &[n, chosen])?;
+        let mut choice = pass.machine.route(&self.sizes.route(n), &logits, self.choice_bias.as_ref(), &mut weight)?;
+        let mut experts = Vec::new();
+        if choices.is_none() || pass.hook.probe.is_some() {
+            experts = pass.machine.read_index(&choice)?;
+            if pass.hook.see_indices(Some(layer), "experts", step, &mut experts)? {
+                let what = IndexOf { op: "experts", limit: self.sizes.count, distinct: false };
+                choice = pass.machine.index(what, experts.clone(), Some(choice))?;
+            }
         }
-        let shared = match &self.shared {
-            None => None,
-            Some(shared) => {
-                let mut added: Vec<f32> = buffer(&[n, hidden])?;
-                shared.apply_to(cpu, n, a, &mut added, inner)?;
-                Some(added)
+        pass.see(Some(layer), "expert_weights", step, &mut weight)?;
+
+        let mut made = pass.empty(DType::Fp32, &[n * chosen, y.shape()[1]])?;
+        let rows;
+        let rows = match choices {
+            Some(choices) => {
+                self.experts.apply_chosen(pass, (a, chosen), &choice, &mut made)?;
+                choices.view(&[n, chosen])?
+            }
+            None => {
+                rows = self.apply_by_expert(pass, &experts, a, &mut made)?;
+                TensorRef::new(&rows, &[n, chosen])?
             }
         };
-        let shape = Combine { tokens: n, chosen, rows: index.len(), n: hidden };
-        Ok(combine(cpu, &shape, &made, &rows, &weight, shared.as_deref(), y)?)
+        let x = [("x", made.view()), ("row", rows), ("weight", weight.view())];
+        let none = &pass.attributes.none;
+        match &self.shared {
+            None => pass.op("combine", none, &x, [("y", y.view_mut())]),
+            Some(shared) => {
+                let mut added = pass.empty(DType::Fp32, y.shape())?;
+                shared.apply_to(pass, 0, a.view(), added.view_mut())?;
+                let [x, row, weight] = x;
+                pass.op("combine", none, &[x, row, weight, ("shared", added.view())], [("y", y.view_mut())])
+            }
+        }
+    }
+
+    /// Every expert's product with the rows of a that chose it, one expert's behind the other's; says which row each choice
+    /// has. `experts` are the choices `[n,K]`.
+    fn apply_by_expert(
+        &self,
+        pass: &mut Pass,
+        experts: &[i32],
+        a: &Tensor,
+        made: &mut Tensor,
+    ) -> Result<Vec<i32>, ModelError> {
+        let (n, hidden) = (a.shape()[0], a.shape()[1]);
+        let (order, rows) = by_expert(experts);
+        let tokens = order.iter().map(|&choice| (choice / self.sizes.chosen) as i32).collect();
+        let tokens = pass.machine.index(IndexOf { op: "experts", limit: n, distinct: false }, tokens, None)?;
+        let mut gathered = pass.empty(pass.dtype, &[order.len(), hidden])?;
+        let from = Part { rows: Some(&tokens), ..Part::whole(hidden) };
+        pass.machine.copy_rows([order.len(), hidden], (a, from), (&mut gathered, Part::whole(hidden)))?;
+        let mut first = 0;
+        for choices in order.chunk_by(|&a, &b| experts[a] == experts[b]) {
+            let (expert, part) = (experts[choices[0]] as usize, first..first + choices.len());
+            self.experts.apply_to(pass, expert, gathered.rows(part.clone()), made.rows_mut(part))?;
+            first += choices.len();
+        }
+        Ok(rows)
     }
 }
 
-/// The rows of what the experts make: one expert's after the other's, each in the order of tokens.
-pub(crate) struct Placed {
-    /// By row: its place, which is a token and a rank.
-    pub order: Vec<usize>,
-    /// By place: its row.
-    pub rows: Vec<i32>,
-}
-
-impl Placed {
-    /// Those of `index[T,K]`, the expert that each place chose.
-    pub fn of(index: &[i32]) -> Placed {
-        let mut order: Vec<usize> = (0..index.len()).collect();
-        order.sort_by_key(|&place| index[place]);
-        let mut rows = vec![0; index.len()];
-        order.iter().enumerate().for_each(|(row, &place)| rows[place] = row as i32);
-        Placed { order, rows }
-    }
+/// The choices in the order of their experts, those of one expert in the order of tokens; and the place of each in it.
+fn by_expert(experts: &[i32]) -> (Vec<usize>, Vec<i32>) {
+    let mut order: Vec<usize> = (0..experts.len()).collect();
+    order.sort_by_key(|&choice| experts[choice]);
+    let mut rows = vec![0; experts.len()];
+    order.iter().enumerate().for_each(|(row, &choice)| rows[choice] = row as i32);
+    (order, rows)
 }
 
 /// What most families call the matrices of a gated MLP.

@@ -281,15 +281,15 @@ impl Config {
         let latent = Latent {
             q_rank: f.size("q_lora_rank")?,
             kv_rank: f.required_size("kv_lora_rank")?,
-            plain: f.required_size("qk_nope_head_dim")?,
-            rotated: f.required_size("qk_rope_head_dim")?,
+            nope: f.required_size("qk_nope_head_dim")?,
+            rotary: f.required_size("qk_rope_head_dim")?,
             bias: f.flag("attention_bias", false)?,
         };
-        self.key_dim = latent.plain + latent.rotated;
+        self.key_dim = latent.nope + latent.rotary;
         self.value_dim = f.required_size("v_head_dim")?;
         self.latent = Some(latent);
         f.only("num_key_value_heads", &[json!(self.q_heads)])?;
-        f.only("head_dim", &[json!(latent.rotated)])?;
+        f.only("head_dim", &[json!(latent.rotary)])?;
         f.only("qk_head_dim", &[json!(self.key_dim)])?;
         self.pairing = Pairing::Interleaved;
         if self.family == DeepseekV3 {
@@ -300,7 +300,7 @@ impl Config {
         } else {
             self.mlp_bias = f.flag("mlp_bias", false)?;
         }
-        self.rotary(f, latent.rotated, false)?;
+        self.rotary(f, latent.rotary, false)?;
         self.scale = 1.0 / (self.key_dim as f64).sqrt();
         if let Some(mscale) = self.rotary_mscale_all(f)? {
             self.scale *= mscale * mscale;

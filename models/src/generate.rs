@@ -1,10 +1,11 @@
 //! Greedy continuation of a text.
 
-use crate::decoder::{Feed, Rows, Steps};
+use crate::decoder::Runner;
+use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::{Encoded, Tokenizer};
-use crate::watch::Watch;
+use crate::trace::TraceHook;
 use crate::{ModelError, PAGE_SIZE, PageOrder};
-use samebits_ops::{Cpu, argmax};
+use samebits_ops::argmax;
 
 /// A continued prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,21 +34,20 @@ pub enum Stop {
 }
 
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.
-pub(crate) fn greedy<D: Steps>(
-    decoder: &D,
+pub(crate) fn greedy(
+    on: &Runner,
     tokenizer: &Tokenizer,
-    cpu: &Cpu,
     prompt: &str,
     max_tokens: usize,
 ) -> Result<Generation, ModelError> {
-    let config = decoder.config();
+    let config = on.config();
     let Encoded { tokens: prompt, warning } = tokenizer.encode(config, prompt)?;
     if prompt.is_empty() {
         return Err(ModelError::input("prompt", "has no tokens and the model has no bos; pass some text"));
     }
     config.check_tokens("prompt", &prompt, prompt.len())?;
 
-    let mut cache = decoder.cache(PAGE_SIZE, PageOrder::Ascending)?;
+    let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
     let sequence = cache.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
     let mut fed = prompt.clone();
     let mut tokens = Vec::new();
@@ -58,10 +58,10 @@ pub(crate) fn greedy<D: Steps>(
         if cache.len(sequence) + fed.len() > config.max_positions {
             break Stop::MaxPositions;
         }
-        let feed = Feed { sequence, label: 0, tokens: &fed };
-        let logits = decoder.step(cpu, &[feed], &mut cache, Rows::Last, &mut Watch::default())?;
+        let input = SequenceInput { sequence, label: 0, tokens: &fed };
+        let logits = on.step(&[input], &mut cache, Rows::Last, &mut TraceHook::default())?;
         let mut next = [0];
-        argmax(cpu, 1, config.vocab, &logits, &mut next)?;
+        argmax(on.cpu, 1, config.vocab, &logits, &mut next)?;
         // argmax ranks NaN highest, so one look tells.
         if logits[next[0] as usize].is_nan() {
             let why =

@@ -4,56 +4,17 @@
 //! seen by attention. Pages are shared by sequences that begin alike and copied before one of them writes.
 
 use crate::ModelError;
-use samebits_ops::Element;
+use crate::machine::{Machine, empty};
+use crate::step::Forms;
+use samebits_ops::{DType, Element, Tensor};
 use std::str::FromStr;
 
-/// Where keys and values of every layer stand, each `[rows, heads * dim]`; a row is a position of some page.
-pub(crate) trait Store {
-    /// Makes room for `rows` rows in all and keeps those that are there.
-    fn grow(&mut self, rows: usize) -> Result<(), ModelError>;
-
-    /// Copies `count` rows from row `from` on to those from `to` on, in every layer.
-    fn copy(&mut self, from: usize, to: usize, count: usize) -> Result<(), ModelError>;
-}
-
-/// A store in the memory of the processor.
-pub(crate) struct Host<A> {
-    /// Keys and values by layer.
-    layers: Vec<[Vec<A>; 2]>,
-    /// Elements of one position: of its keys and of its values.
-    widths: [usize; 2],
-}
-
-impl<A: Element> Host<A> {
-    /// An empty one.
-    pub fn new(layers: usize, widths: [usize; 2]) -> Host<A> {
-        Host { layers: (0..layers).map(|_| [Vec::new(), Vec::new()]).collect(), widths }
-    }
-}
-
-impl<A: Element> Store for Host<A> {
-    fn grow(&mut self, rows: usize) -> Result<(), ModelError> {
-        for side in self.layers.iter_mut() {
-            for (side, width) in side.iter_mut().zip(self.widths) {
-                grow(side, &[rows, width])?;
-            }
-        }
-        Ok(())
-    }
-
-    fn copy(&mut self, from: usize, to: usize, count: usize) -> Result<(), ModelError> {
-        for layer in &mut self.layers {
-            for (side, width) in layer.iter_mut().zip(self.widths) {
-                side.copy_within(from * width..(from + count) * width, to * width);
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The pages of all sequences over a store.
-pub(crate) struct KvCache<S> {
-    store: S,
+/// The pages of all sequences, and the keys and values that stand in them.
+pub(crate) struct KvCache {
+    /// Keys and values by layer, each `[rows, heads * dim]`; a row is a position of some page.
+    pub layers: Vec<[Tensor; 2]>,
+    /// What is kept of the steps that were run over it.
+    pub forms: Forms,
     page_size: usize,
     order: PageOrder,
     /// Pages that nobody uses; the last one is taken next.
@@ -97,11 +58,24 @@ struct Sequence {
     limit: usize,
 }
 
-impl<S: Store> KvCache<S> {
-    /// An empty cache over an empty store; it grows with what it is given.
-    pub fn new(store: S, page_size: usize, order: PageOrder) -> KvCache<S> {
-        let page_size = page_size.max(1);
-        KvCache { store, page_size, order, free: Vec::new(), users: Vec::new(), sequences: Vec::new() }
+impl KvCache {
+    /// An empty cache, which grows with what it is given. A position has keys and values of these widths in each layer.
+    ///
+    /// # Errors
+    /// Those of a device.
+    pub fn new(
+        machine: &dyn Machine,
+        dtype: DType,
+        layers: usize,
+        widths: [usize; 2],
+        page_size: usize,
+        order: PageOrder,
+    ) -> Result<KvCache, ModelError> {
+        let side = |width| empty(machine, dtype, &[0, width]);
+        let layers =
+            (0..layers).map(|_| Ok([side(widths[0])?, side(widths[1])?])).collect::<Result<_, ModelError>>()?;
+        let (forms, free, users, sequences) = (Forms::default(), Vec::new(), Vec::new(), Vec::new());
+        Ok(KvCache { layers, forms, page_size: page_size.max(1), order, free, users, sequences })
     }
 
     /// Begins a sequence of at most `limit` positions and returns its number.
@@ -177,7 +151,7 @@ impl<S: Store> KvCache<S> {
     ///
     /// # Errors
     /// More positions than the sequence declared; no memory.
-    pub fn reserve(&mut self, number: usize, count: usize) -> Result<(), ModelError> {
+    pub fn reserve(&mut self, machine: &dyn Machine, number: usize, count: usize) -> Result<(), ModelError> {
         let Sequence { len, limit, ref pages } = *self.sequence(number);
         if count > limit - len {
             let why = format!("{count} more positions after {len} exceed the {limit} that the sequence declared");
@@ -186,27 +160,33 @@ impl<S: Store> KvCache<S> {
         // The page that holds the next position may be shared: its positions so far are copied.
         if len % self.page_size != 0 && self.users[pages[len / self.page_size] as usize] > 1 {
             let old = pages[len / self.page_size];
-            let new = self.take_page()?;
+            let new = self.take_page(machine)?;
             let held = len % self.page_size;
-            self.store.copy(old as usize * self.page_size, new as usize * self.page_size, held)?;
+            for side in self.layers.iter_mut().flatten() {
+                machine.copy_within(side, old as usize * self.page_size, new as usize * self.page_size, held)?;
+            }
             let place = len / self.page_size;
             self.sequence_mut(number).pages[place] = new;
             self.release(&[old]);
         }
         while self.sequence(number).pages.len() * self.page_size < len + count {
-            let page = self.take_page()?;
+            let page = self.take_page(machine)?;
             self.sequence_mut(number).pages.push(page);
         }
         Ok(())
     }
 
     /// A page of one's own.
-    fn take_page(&mut self) -> Result<i32, ModelError> {
+    fn take_page(&mut self, machine: &dyn Machine) -> Result<i32, ModelError> {
         if self.free.is_empty() {
             let (old, page_size) = (self.users.len(), self.page_size);
             // By half, so that growing costs little beside what is written.
             let new = (old + (old / 2).max(4)).min(i32::MAX as usize);
-            self.store.grow(new.saturating_mul(page_size))?;
+            // What was recorded knows the old places.
+            self.forms.recorded.clear();
+            for side in self.layers.iter_mut().flatten() {
+                machine.grow(side, new.saturating_mul(page_size))?;
+            }
             self.users.resize(new, 0);
             self.free.extend((old as i32..new as i32).rev());
         }
@@ -220,7 +200,7 @@ impl<S: Store> KvCache<S> {
         Ok(page)
     }
 
-    /// The row of the store where position `at` of a sequence stands, which has been reserved.
+    /// The row where position `at` of a sequence stands, which has been reserved.
     pub fn row(&self, number: usize, at: usize) -> usize {
         self.sequence(number).pages[at / self.page_size] as usize * self.page_size + at % self.page_size
     }
@@ -228,11 +208,6 @@ impl<S: Store> KvCache<S> {
     /// Counts `count` written positions as held.
     pub fn advance(&mut self, number: usize, count: usize) {
         self.sequence_mut(number).len += count;
-    }
-
-    /// Where keys and values stand.
-    pub fn store(&mut self) -> &mut S {
-        &mut self.store
     }
 
     /// Positions in all pages.
@@ -245,9 +220,14 @@ impl<S: Store> KvCache<S> {
         self.page_size
     }
 
+    /// The most pages of one of the sequences.
+    pub fn columns(&self, numbers: impl Iterator<Item = usize>) -> usize {
+        numbers.map(|number| self.sequence(number).pages.len()).max().unwrap_or(0)
+    }
+
     /// The pages of the sequences, `[sequences, most pages]`; behind a sequence's last page stands -1.
     pub fn table(&self, numbers: impl Iterator<Item = usize> + Clone) -> Vec<i32> {
-        let columns = numbers.clone().map(|number| self.sequence(number).pages.len()).max().unwrap_or(0);
+        let columns = self.columns(numbers.clone());
         let mut table = Vec::new();
         for number in numbers {
             let pages = &self.sequence(number).pages;
@@ -258,23 +238,8 @@ impl<S: Store> KvCache<S> {
     }
 }
 
-impl<A: Element> KvCache<Host<A>> {
-    /// Writes position `at` of a sequence, which has been reserved, in one layer.
-    pub fn write(&mut self, layer: usize, number: usize, at: usize, key: &[A], value: &[A]) {
-        let (row, Host { layers, widths }) = (self.row(number, at), &mut self.store);
-        for ((side, width), new) in layers[layer].iter_mut().zip(*widths).zip([key, value]) {
-            side[row * width..][..width].copy_from_slice(new);
-        }
-    }
-
-    /// Keys and values of a layer, each `[P, page_size, ..]`.
-    pub fn layer(&self, layer: usize) -> (&[A], &[A]) {
-        (&self.store.layers[layer][0], &self.store.layers[layer][1])
-    }
-}
-
 /// Makes a tensor longer, with zeros.
-fn grow<T: Element>(data: &mut Vec<T>, dims: &[usize]) -> Result<(), ModelError> {
+pub(crate) fn grow<T: Element>(data: &mut Vec<T>, dims: &[usize]) -> Result<(), ModelError> {
     let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     match count.map(|n| data.try_reserve_exact(n.saturating_sub(data.len())).map(|()| n)) {
         Some(Ok(n)) => {
@@ -298,11 +263,18 @@ pub(crate) fn buffer<T: Element>(dims: &[usize]) -> Result<Vec<T>, ModelError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use samebits_ops::Cpu;
+
+    /// An empty cache of two layers, whose keys have one element and whose values have two.
+    fn cache(page_size: usize, order: PageOrder) -> KvCache {
+        KvCache::new(&Cpu::best(), DType::Fp32, 2, [1, 2], page_size, order).unwrap()
+    }
 
     /// The key at every position of a sequence, read as attention does; values are the negatives.
-    fn keys(cache: &KvCache<Host<f32>>, layer: usize, number: usize) -> Vec<f32> {
+    fn keys(cache: &KvCache, layer: usize, number: usize) -> Vec<f32> {
         let table = cache.table([number].into_iter());
-        let (k, v) = cache.layer(layer);
+        let [k, v] = &cache.layers[layer];
+        let (k, v) = (k.as_slice::<f32>().unwrap(), v.as_slice::<f32>().unwrap());
         (0..cache.len(number))
             .map(|j| table[j / cache.page_size()] as usize * cache.page_size() + j % cache.page_size())
             .inspect(|&row| assert_eq!(k[row], -v[2 * row]))
@@ -311,12 +283,14 @@ mod tests {
     }
 
     /// Position p of layer l gets the key `tag + 100 l + p`.
-    fn feed(cache: &mut KvCache<Host<f32>>, number: usize, count: usize, tag: f32) {
-        cache.reserve(number, count).unwrap();
+    fn feed(cache: &mut KvCache, number: usize, count: usize, tag: f32) {
+        cache.reserve(&Cpu::best(), number, count).unwrap();
         for layer in 0..2 {
             for at in cache.len(number)..cache.len(number) + count {
-                let key = tag + (100 * layer + at) as f32;
-                cache.write(layer, number, at, &[key], &[-key, 0.0]);
+                let (row, key) = (cache.row(number, at), tag + (100 * layer + at) as f32);
+                let [k, v] = &mut cache.layers[layer];
+                k.as_slice_mut::<f32>().unwrap()[row] = key;
+                v.as_slice_mut::<f32>().unwrap()[2 * row..][..2].copy_from_slice(&[-key, 0.0]);
             }
         }
         cache.advance(number, count);
@@ -328,7 +302,7 @@ mod tests {
     fn sequences_keep_what_they_were_given_whatever_the_pages() {
         for order in ORDERS {
             for page_size in 1..6 {
-                let mut cache = KvCache::new(Host::new(2, [1, 2]), page_size, order);
+                let mut cache = cache(page_size, order);
                 let (a, b) = (cache.open(20), cache.open(20));
                 for step in [3, 1, 5] {
                     feed(&mut cache, a, step, 0.0);
@@ -345,7 +319,7 @@ mod tests {
     fn a_shared_beginning_is_copied_before_it_is_written() {
         for order in ORDERS {
             for page_size in 1..6 {
-                let mut cache = KvCache::new(Host::new(2, [1, 2]), page_size, order);
+                let mut cache = cache(page_size, order);
                 let a = cache.open(20);
                 feed(&mut cache, a, 7, 0.0);
                 let b = cache.fork(a, 5, 20);
@@ -365,11 +339,11 @@ mod tests {
 
     #[test]
     fn more_than_was_declared_is_an_error_and_changes_nothing() {
-        let mut cache = KvCache::new(Host::<f32>::new(1, [1, 2]), 2, PageOrder::Ascending);
+        let mut cache = cache(2, PageOrder::Ascending);
         let a = cache.open(3);
-        cache.reserve(a, 2).unwrap();
+        cache.reserve(&Cpu::best(), a, 2).unwrap();
         cache.advance(a, 2);
-        let line = cache.reserve(a, 2).unwrap_err().to_string();
+        let line = cache.reserve(&Cpu::best(), a, 2).unwrap_err().to_string();
         assert_eq!(line, "kv cache: 2 more positions after 2 exceed the 3 that the sequence declared");
         assert_eq!((cache.len(a), cache.limit(a)), (2, 3));
     }

@@ -11,23 +11,25 @@
 mod audit;
 mod config;
 mod decoder;
-mod device;
 mod error;
 mod experts;
 mod families;
 mod fields;
 mod generate;
-mod heads;
 mod kv_cache;
 mod linear;
+mod machine;
 mod model;
+mod pass;
+mod qkv;
 #[cfg(test)]
 mod reference;
 mod rollout;
 mod rotary;
 mod schedule;
+mod step;
 mod tokenizer;
-mod watch;
+mod trace;
 mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
@@ -41,4 +43,4 @@ pub use rollout::{Sample, Sampling, Serving, Timing};
 pub use rotary::{Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use tokenizer::Encoded;
-pub use watch::{Probe, Seen, Tripwire};
+pub use trace::{Probe, Seen, Tripwire};

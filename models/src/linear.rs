@@ -1,20 +1,186 @@
-//! Matrices of a layer, loaded and packed.
+//! Matrices of a layer: loaded, packed for the processor, or taken to a device.
 
 use crate::ModelError;
 use crate::config::{Activation, Config};
-use crate::kv_cache::buffer;
+use crate::machine::{Index, Machine, empty, typed};
+use crate::pass::Pass;
 use crate::weights::Weights;
-use samebits_ops::{Cpu, Element, Gemm, PackedWeight, gelu_mul, gemm_packed, silu_mul};
+use samebits_ops::device::{Device, Part};
+use samebits_ops::{Attributes, Backend, Cpu, DType, PackedWeight, Tensor, TensorMut, TensorRef};
 
-/// `x W^T + b`, the weight packed.
-pub(crate) struct Linear<A> {
-    pub weight: PackedWeight,
-    pub bias: Option<Vec<A>>,
+/// `x W^T + b`: one matrix `[n,k]`, or one for each expert.
+pub(crate) struct Linear {
+    n: usize,
+    k: usize,
+    dtype: DType,
+    weight: Matrices,
+}
+
+/// Matrices of one size and their biases, where products read them.
+enum Matrices {
+    /// On the processor, packed.
+    Packed(Vec<(PackedWeight, Option<Tensor>)>),
+    /// On a device, row by row and one behind the other.
+    Device { weight: Tensor, bias: Option<Tensor> },
+}
+
+impl Linear {
+    /// `w[n,k]` and `b[n]`, packed.
+    pub fn pack(cpu: &Cpu, w: &Tensor, bias: Option<Tensor>) -> Result<Linear, ModelError> {
+        let &[n, k] = w.shape() else { panic!("it is a matrix") };
+        let packed = typed!(w.dtype() => A, {
+            PackedWeight::pack(cpu, n, k, w.as_slice::<A>().expect("it is on the host, and of this dtype"))?
+        });
+        Ok(Linear { n, k, dtype: w.dtype(), weight: Matrices::Packed(vec![(packed, bias)]) })
+    }
+
+    /// Those of several experts, packed, as one.
+    fn stack(all: Vec<Linear>) -> Linear {
+        let (n, k, dtype) = (all[0].n, all[0].k, all[0].dtype);
+        let packed = all.into_iter().flat_map(|linear| match linear.weight {
+            Matrices::Packed(packed) => packed,
+            Matrices::Device { .. } => panic!("experts are stacked before they go to a device"),
+        });
+        Linear { n, k, dtype, weight: Matrices::Packed(packed.collect()) }
+    }
+
+    /// Takes packed matrices to a device, row by row: their elements are what they were before they were packed.
+    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        let Matrices::Packed(packed) = &self.weight else { return Ok(()) };
+        let (count, n) = (packed.len(), self.n);
+        let mut rows = empty(cpu, self.dtype, &[count * n, self.k])?;
+        let mut biases = empty(cpu, self.dtype, &[count * n])?;
+        let all = Tensor::new((0..n as i32).collect(), &[n])?;
+        for (i, (weight, bias)) in packed.iter().enumerate() {
+            let inputs = [("w", TensorRef::packed(weight)), ("tokens", all.view())];
+            cpu.call("embedding", Attributes::new(), &inputs, vec![("y", rows.rows_mut(i * n..(i + 1) * n))])?;
+            if let Some(bias) = bias {
+                let to = Part { offset: i * n, ..Part::whole(n) };
+                Machine::copy_rows(cpu, [1, n], (bias, Part::whole(n)), (&mut biases, to))?;
+            }
+        }
+        let bias = packed[0].1.as_ref().map(|_| Backend::upload(device, biases.view())).transpose()?;
+        self.weight = Matrices::Device { weight: Backend::upload(device, rows.view())?, bias };
+        Ok(())
+    }
+
+    /// One of the matrices, `[n,k]`.
+    pub fn matrix(&self, number: usize) -> TensorRef<'_> {
+        match &self.weight {
+            Matrices::Packed(packed) => TensorRef::packed(&packed[number].0),
+            Matrices::Device { weight, .. } => weight.rows(number * self.n..(number + 1) * self.n),
+        }
+    }
+
+    fn bias(&self, number: usize) -> Option<TensorRef<'_>> {
+        match &self.weight {
+            Matrices::Packed(packed) => packed[number].1.as_ref().map(Tensor::view),
+            Matrices::Device { bias, .. } => {
+                bias.as_ref().map(|bias| bias.rows(number * self.n..(number + 1) * self.n))
+            }
+        }
+    }
+
+    /// `x[M,K] -> y[M,N]` of `dtype`.
+    pub fn apply(&self, pass: &mut Pass, x: TensorRef, dtype: DType) -> Result<Tensor, ModelError> {
+        let mut y = pass.empty(dtype, &[x.shape()[0], self.n])?;
+        self.apply_to(pass, 0, x, y.view_mut())?;
+        Ok(y)
+    }
+
+    /// [`Linear::apply`] of one of the matrices, into what is there.
+    pub fn apply_to(&self, pass: &mut Pass, number: usize, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
+        let (w, none) = (self.matrix(number), &pass.attributes.none);
+        match self.bias(number) {
+            Some(bias) => pass.op("gemm", none, &[("x", x), ("w", w), ("bias", bias)], [("y", y)]),
+            None => pass.op("gemm", none, &[("x", x), ("w", w)], [("y", y)]),
+        }
+    }
+
+    /// A row of x for every choice, each `every` times, by the matrix that was chosen.
+    fn apply_chosen(&self, pass: &Pass, x: (&Tensor, usize), choice: &Index, y: &mut Tensor) -> Result<(), ModelError> {
+        let Matrices::Device { weight, bias } = &self.weight else {
+            panic!("the processor cuts products by expert");
+        };
+        Ok(pass.machine.chosen_product(x, choice, (weight, bias.as_ref()), y)?)
+    }
+}
+
+/// `down(activation(gate(x)) * up(x))`, or as many as there are experts; only what a product reads is rounded.
+pub(crate) struct Gated {
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+    activation: Activation,
+    width: usize,
+}
+
+impl Gated {
+    /// Those of several experts as one.
+    pub fn stack(all: Vec<Gated>) -> Gated {
+        let (activation, width) = (all[0].activation, all[0].width);
+        let (mut gate, mut up, mut down) = (Vec::new(), Vec::new(), Vec::new());
+        for gated in all {
+            gate.push(gated.gate);
+            up.push(gated.up);
+            down.push(gated.down);
+        }
+        Gated { gate: Linear::stack(gate), up: Linear::stack(up), down: Linear::stack(down), activation, width }
+    }
+
+    /// Takes the matrices to a device.
+    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        [&mut self.gate, &mut self.up, &mut self.down].into_iter().try_for_each(|linear| linear.to_device(cpu, device))
+    }
+
+    /// `x[M,hidden] -> y[M,hidden]` by one of the MLPs.
+    pub fn apply_to(&self, pass: &mut Pass, number: usize, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
+        let (shape, mut kept) = ([x.shape()[0], self.width], std::mem::take(&mut pass.gated));
+        let gate = pass.room(&mut kept.gate, DType::Fp32, &shape)?;
+        self.gate.apply_to(pass, number, x, gate.view_mut())?;
+        let up = pass.room(&mut kept.up, DType::Fp32, &shape)?;
+        self.up.apply_to(pass, number, x, up.view_mut())?;
+        let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
+        self.activate(pass, gate, up, product)?;
+        self.down.apply_to(pass, number, product.view(), y)?;
+        pass.gated = kept;
+        Ok(())
+    }
+
+    /// A row of x for every choice, each `every` times, by the MLP that was chosen: `y[P,hidden]`.
+    pub fn apply_chosen(
+        &self,
+        pass: &mut Pass,
+        x: (&Tensor, usize),
+        choice: &Index,
+        y: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        let (shape, mut kept) = ([y.shape()[0], self.width], std::mem::take(&mut pass.gated));
+        let gate = pass.room(&mut kept.gate, DType::Fp32, &shape)?;
+        self.gate.apply_chosen(pass, x, choice, gate)?;
+        let up = pass.room(&mut kept.up, DType::Fp32, &shape)?;
+        self.up.apply_chosen(pass, x, choice, up)?;
+        let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
+        self.activate(pass, gate, up, product)?;
+        self.down.apply_chosen(pass, (product, 1), choice, y)?;
+        pass.gated = kept;
+        Ok(())
+    }
+
+    fn activate(&self, pass: &mut Pass, gate: &Tensor, up: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
+        let op = match self.activation {
+            Activation::Silu => "silu_mul",
+            Activation::Gelu => "gelu_mul",
+        };
+        pass.op(op, &pass.attributes.none, &[("gate", gate.view()), ("up", up.view())], [("y", y.view_mut())])
+    }
 }
 
 /// Loads the tensors of one layer.
 pub(crate) struct Loader<'a, 'w> {
     pub config: &'a Config,
+    /// What products read.
+    pub dtype: DType,
     pub cpu: &'a Cpu,
     pub weights: &'a mut Weights<'w>,
     pub layer: usize,
@@ -26,82 +192,72 @@ impl Loader<'_, '_> {
     }
 
     /// A vector, in f32.
-    pub fn vector(&mut self, part: &str, n: usize) -> Result<Vec<f32>, ModelError> {
-        self.weights.take(&self.name(part), &[n])
+    pub fn vector(&mut self, part: &str, n: usize) -> Result<Tensor, ModelError> {
+        self.weights.tensor(&self.name(part), DType::Fp32, &[n])
     }
 
     /// `w[n,k]` as it is stored.
-    fn matrix<A: Element>(&mut self, part: &str, n: usize, k: usize) -> Result<Vec<A>, ModelError> {
-        self.weights.take(&self.name(&format!("{part}.weight")), &[n, k])
+    pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Tensor, ModelError> {
+        self.weights.tensor(&self.name(&format!("{part}.weight")), self.dtype, &[n, k])
     }
 
-    fn bias<A: Element>(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Vec<A>>, ModelError> {
-        bias.then(|| self.weights.take(&self.name(&format!("{part}.bias")), &[n])).transpose()
+    fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
+        bias.then(|| self.weights.tensor(&self.name(&format!("{part}.bias")), self.dtype, &[n])).transpose()
     }
 
     /// One matrix `[n,k]`.
-    pub fn linear<A: Element>(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear<A>, ModelError> {
-        let weight = PackedWeight::pack(self.cpu, n, k, &self.matrix::<A>(part, n, k)?)?;
-        Ok(Linear { weight, bias: self.bias(part, n, bias)? })
+    pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
+        let w = self.matrix(part, n, k)?;
+        Linear::pack(self.cpu, &w, self.bias(part, n, bias)?)
     }
 
     /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each. A
     /// row's product does not depend on which rows stand beside it.
-    pub fn parts<A: Element, const N: usize>(
+    pub fn parts<const N: usize>(
         &mut self,
         part: &str,
         groups: usize,
         widths: [usize; N],
         k: usize,
         bias: bool,
-    ) -> Result<[Linear<A>; N], ModelError> {
+    ) -> Result<[Linear; N], ModelError> {
         let n = groups * widths.iter().sum::<usize>();
-        let whole: Vec<A> = self.matrix(part, n, k)?;
-        let bias: Option<Vec<A>> = self.bias(part, n, bias)?;
-        self.cut(&whole, bias.as_deref(), groups, widths, k)
+        let whole = self.matrix(part, n, k)?;
+        let bias = self.bias(part, n, bias)?;
+        self.cut(&whole, bias.as_ref(), 0, groups, widths)
     }
 
-    /// Matrices of `rows` rows each that are stored one behind the other.
-    pub fn matrices<A: Element, const N: usize>(
-        &mut self,
-        part: &str,
-        rows: [usize; N],
-        k: usize,
-    ) -> Result<[Vec<A>; N], ModelError> {
-        let whole: Vec<A> = self.matrix(part, rows.iter().sum(), k)?;
-        let mut start = 0;
-        Ok(rows.map(|rows| {
-            start += rows * k;
-            whole[start - rows * k..start].to_vec()
-        }))
-    }
-
-    /// [`Loader::parts`] of a matrix that has been read.
-    pub fn cut<A: Element, const N: usize>(
+    /// [`Loader::parts`] of a matrix that has been read, from row `first` on.
+    pub fn cut<const N: usize>(
         &self,
-        whole: &[A],
-        bias: Option<&[A]>,
+        whole: &Tensor,
+        bias: Option<&Tensor>,
+        first: usize,
         groups: usize,
         widths: [usize; N],
-        k: usize,
-    ) -> Result<[Linear<A>; N], ModelError> {
+    ) -> Result<[Linear; N], ModelError> {
         let size: usize = widths.iter().sum();
-        let mut start = 0;
+        let mut start = first;
         let mut made = Vec::new();
         for width in widths {
-            let rows = |values: &[A], k: usize| -> Vec<A> {
-                let groups = values.chunks_exact((size * k).max(1));
-                groups.flat_map(|group| &group[start * k..(start + width) * k]).copied().collect()
+            let rows = (0..groups).flat_map(|group| (0..width).map(move |row| (group * size + start + row) as i32));
+            let rows = Index::Host(rows.collect());
+            let gather = |from: &Tensor, k: usize, shape: &[usize]| -> Result<Tensor, ModelError> {
+                let (mut to, n) = (empty(self.cpu, self.dtype, shape)?, groups * width);
+                let part = Part { rows: Some(&rows), ..Part::whole(k) };
+                Machine::copy_rows(self.cpu, [n, k], (from, part), (&mut to, Part::whole(k)))?;
+                Ok(to)
             };
-            let weight = PackedWeight::pack(self.cpu, groups * width, k, &rows(whole, k))?;
-            made.push(Linear { weight, bias: bias.map(|bias| rows(bias, 1)) });
+            let (n, k) = (groups * width, whole.shape()[1]);
+            let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
+            made.push(Linear::pack(self.cpu, &gather(whole, k, &[n, k])?, bias)?);
             start += width;
         }
         Ok(made.try_into().ok().expect("one for each width"))
     }
 
     /// A gated MLP of width `width` under the names `gate`, `up` and `down`.
-    pub fn gated<A: Element>(&mut self, prefix: &str, names: [&str; 3], width: usize) -> Result<Gated<A>, ModelError> {
+    pub fn gated(&mut self, prefix: &str, names: [&str; 3], width: usize) -> Result<Gated, ModelError> {
         let (hidden, bias) = (self.config.hidden, self.config.mlp_bias);
         let [gate, up, down] = names.map(|name| format!("{prefix}.{name}"));
         let (gate, up) = if self.config.fused {
@@ -112,68 +268,5 @@ impl Loader<'_, '_> {
         };
         let down = self.linear(&down, hidden, width, bias)?;
         Ok(Gated { gate, up, down, activation: self.config.activation, width })
-    }
-}
-
-impl<A: Element> Linear<A> {
-    /// `x[M,K] -> y[M,N]`
-    pub fn apply<O: Element>(&self, cpu: &Cpu, m: usize, x: &[A]) -> Result<Vec<O>, ModelError> {
-        let mut y = buffer(&[m, self.weight.n()])?;
-        self.apply_to(cpu, m, x, &mut y)?;
-        Ok(y)
-    }
-
-    /// [`Linear::apply`] into what is there.
-    pub fn apply_to<O: Element>(&self, cpu: &Cpu, m: usize, x: &[A], y: &mut [O]) -> Result<(), ModelError> {
-        Ok(gemm_packed(cpu, &Gemm::new(m, self.weight.n(), self.weight.k()), x, &self.weight, self.bias.as_deref(), y)?)
-    }
-}
-
-/// What a gated MLP computes on the way, kept for the next one: the system takes longer to hand out fresh pages than an op
-/// takes to fill them.
-#[derive(Default)]
-pub(crate) struct Inner<A> {
-    gate: Vec<f32>,
-    up: Vec<f32>,
-    product: Vec<A>,
-}
-
-/// The first `len` elements of a buffer that grows when it must. What it holds is to be written over.
-fn room<T: Element>(kept: &mut Vec<T>, len: usize) -> Result<&mut [T], ModelError> {
-    if kept.len() < len {
-        *kept = buffer(&[len])?;
-    }
-    Ok(&mut kept[..len])
-}
-
-/// `down(activation(gate(x)) * up(x))`; only what a product reads is rounded.
-pub(crate) struct Gated<A> {
-    pub gate: Linear<A>,
-    pub up: Linear<A>,
-    pub down: Linear<A>,
-    pub activation: Activation,
-    pub width: usize,
-}
-
-impl<A: Element> Gated<A> {
-    /// `x[M,hidden] -> y[M,hidden]`
-    pub fn apply_to(
-        &self,
-        cpu: &Cpu,
-        m: usize,
-        x: &[A],
-        y: &mut [f32],
-        inner: &mut Inner<A>,
-    ) -> Result<(), ModelError> {
-        let size = m * self.width;
-        let (gate, up) = (room(&mut inner.gate, size)?, room(&mut inner.up, size)?);
-        self.gate.apply_to(cpu, m, x, gate)?;
-        self.up.apply_to(cpu, m, x, up)?;
-        let product = room(&mut inner.product, size)?;
-        match self.activation {
-            Activation::Silu => silu_mul(cpu, gate, up, product)?,
-            Activation::Gelu => gelu_mul(cpu, gate, up, product)?,
-        }
-        self.down.apply_to(cpu, m, product, y)
     }
 }

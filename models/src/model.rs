@@ -1,16 +1,17 @@
-use crate::decoder::{Decoder, Feed, Rows, Steps};
-use crate::device::OnDevice;
+use crate::decoder::{Decoder, Runner};
 use crate::generate::{self, Generation};
 use crate::kv_cache::{KvCache, buffer};
+use crate::machine::Machine;
+use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
-use crate::watch::Watch;
+use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{Config, Grouping, ModelError, Run, Schedule};
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, bf16, f16};
+use samebits_ops::{Cpu, DType};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// What matrix products and attention read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,33 +53,11 @@ impl FromStr for Precision {
 /// A decoder language model with its weights in memory, packed for one [`Precision`].
 pub struct Model {
     dir: PathBuf,
-    pub(crate) weights: Packed,
+    decoder: Arc<Decoder>,
+    /// Where its weights are; `None` for the processor.
+    device: Option<Device>,
     tokenizer: OnceLock<Tokenizer>,
 }
-
-pub(crate) enum Packed {
-    Bf16(Decoder<bf16>),
-    Fp16(Decoder<f16>),
-    Fp32(Decoder<f32>),
-    DeviceBf16(OnDevice<bf16>),
-    DeviceFp16(OnDevice<f16>),
-    DeviceFp32(OnDevice<f32>),
-}
-
-/// Calls a function that is generic over the precision with the model's decoder.
-macro_rules! with_decoder {
-    ($model:expr, $decoder:ident => $call:expr) => {
-        match &$model.weights {
-            $crate::model::Packed::Bf16($decoder) => $call,
-            $crate::model::Packed::Fp16($decoder) => $call,
-            $crate::model::Packed::Fp32($decoder) => $call,
-            $crate::model::Packed::DeviceBf16($decoder) => $call,
-            $crate::model::Packed::DeviceFp16($decoder) => $call,
-            $crate::model::Packed::DeviceFp32($decoder) => $call,
-        }
-    };
-}
-pub(crate) use with_decoder;
 
 impl Model {
     /// Loads the Hugging Face folder `dir`; `cpu` packs the weights, which then run on any [`Cpu`].
@@ -102,12 +81,13 @@ impl Model {
     ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
-        let weights = match precision {
-            Precision::Bf16 => Packed::Bf16(Decoder::load(&config, files, cpu)?),
-            Precision::Fp16 => Packed::Fp16(Decoder::load(&config, files, cpu)?),
-            Precision::Fp32 => Packed::Fp32(Decoder::load(&config, files, cpu)?),
+        let dtype = match precision {
+            Precision::Bf16 => DType::Bf16,
+            Precision::Fp16 => DType::Fp16,
+            Precision::Fp32 => DType::Fp32,
         };
-        Ok(Model { dir: dir.into(), weights, tokenizer: OnceLock::new() })
+        let decoder = Arc::new(Decoder::load(&config, files, dtype, cpu)?);
+        Ok(Model { dir: dir.into(), decoder, device: None, tokenizer: OnceLock::new() })
     }
 
     /// The same model with its weights in the memory of `device`, where all of it then runs but for tables of angles,
@@ -116,30 +96,34 @@ impl Model {
     /// # Errors
     /// [`ModelError::Op`] when the device has no room, or the model is on a device already.
     pub fn to_device(self, cpu: &Cpu, device: &Device) -> Result<Model, ModelError> {
-        let weights = match &self.weights {
-            Packed::Bf16(decoder) => Packed::DeviceBf16(OnDevice::of(decoder, cpu, device)?),
-            Packed::Fp16(decoder) => Packed::DeviceFp16(OnDevice::of(decoder, cpu, device)?),
-            Packed::Fp32(decoder) => Packed::DeviceFp32(OnDevice::of(decoder, cpu, device)?),
-            _ => return Err(ModelError::input("device", "the model is on one already; load it anew")),
-        };
-        Ok(Model { weights, ..self })
+        if self.device.is_some() {
+            return Err(ModelError::input("device", "the model is on one already; load it anew"));
+        }
+        let mut decoder = Arc::into_inner(self.decoder).expect("only models on devices share theirs");
+        decoder.to_device(cpu, device)?;
+        Ok(Model { decoder: Arc::new(decoder), device: Some(device.clone()), ..self })
     }
 
     /// The same weights on the same device, run under the counters and the budget of `device`; `None` where the model is on
     /// the processor.
     pub fn under(&self, device: &Device) -> Option<Model> {
-        let weights = match &self.weights {
-            Packed::DeviceBf16(decoder) => Packed::DeviceBf16(decoder.under(device)),
-            Packed::DeviceFp16(decoder) => Packed::DeviceFp16(decoder.under(device)),
-            Packed::DeviceFp32(decoder) => Packed::DeviceFp32(decoder.under(device)),
-            _ => return None,
-        };
-        Some(Model { dir: self.dir.clone(), weights, tokenizer: OnceLock::new() })
+        self.device.as_ref()?;
+        let (dir, decoder, device) = (self.dir.clone(), self.decoder.clone(), Some(device.clone()));
+        Some(Model { dir, decoder, device, tokenizer: OnceLock::new() })
     }
 
     /// Sizes and parameters.
     pub fn config(&self) -> &Config {
-        with_decoder!(self, decoder => decoder.config())
+        &self.decoder.config
+    }
+
+    /// The decoder where it runs.
+    pub(crate) fn on<'a>(&'a self, cpu: &'a Cpu) -> Runner<'a> {
+        let machine: &dyn Machine = match &self.device {
+            Some(device) => device,
+            None => cpu,
+        };
+        Runner { decoder: &self.decoder, machine, cpu }
     }
 
     /// `tokens[B,T] -> logits[B,T,V]` in f32, straight from the last product. `batch` is B and `len` is T.
@@ -182,7 +166,7 @@ impl Model {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
         }
-        with_decoder!(self, decoder => forward(decoder, cpu, sequences, &mut run))
+        forward(&self.on(cpu), sequences, &mut run)
     }
 
     /// The tokenizer of the folder.
@@ -208,7 +192,7 @@ impl Model {
     /// logits that are NaN.
     pub fn generate(&self, cpu: &Cpu, prompt: &str, max_tokens: usize) -> Result<Generation, ModelError> {
         let tokenizer = self.tokenizer()?;
-        with_decoder!(self, decoder => generate::greedy(decoder, tokenizer, cpu, prompt, max_tokens))
+        generate::greedy(&self.on(cpu), tokenizer, prompt, max_tokens)
     }
 }
 
@@ -245,9 +229,8 @@ struct Fed<'a> {
 }
 
 /// Feeds sequences through the KV cache as scheduled: logits `[tokens of all, V]`.
-fn forward<D: Steps>(decoder: &D, cpu: &Cpu, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>, ModelError> {
-    let c = decoder.config();
-    let vocab = c.vocab;
+fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>, ModelError> {
+    let vocab = on.config().vocab;
     let total: usize = sequences.iter().map(|tokens| tokens.len()).sum();
     let mut logits = buffer(&[total, vocab])?;
     let mut row = 0;
@@ -261,11 +244,11 @@ fn forward<D: Steps>(decoder: &D, cpu: &Cpu, sequences: &[&[i32]], run: &mut Run
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
-    let mut cache = decoder.cache(run.page_size, run.page_order)?;
+    let mut cache = on.cache(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
         while fed.iter().any(|fed| fed.done < fed.tokens.len()) {
-            forward_round(decoder, cpu, fed, round, &mut cache, run, &mut logits)?;
+            forward_round(on, fed, round, &mut cache, run, &mut logits)?;
             round += 1;
         }
     }
@@ -273,16 +256,15 @@ fn forward<D: Steps>(decoder: &D, cpu: &Cpu, sequences: &[&[i32]], run: &mut Run
 }
 
 /// One step of a schedule for the sequences that take part in it.
-fn forward_round<D: Steps>(
-    decoder: &D,
-    cpu: &Cpu,
+fn forward_round(
+    on: &Runner,
     fed: &mut [Fed],
     round: usize,
-    cache: &mut KvCache<D::Store>,
+    cache: &mut KvCache,
     run: &mut Run,
     logits: &mut [f32],
 ) -> Result<(), ModelError> {
-    let vocab = decoder.config().vocab;
+    let vocab = on.config().vocab;
     // By sequence: what is fed, and how much of it is right.
     let mut pieces: Vec<(usize, Vec<i32>, usize)> = Vec::new();
     for (i, fed) in fed.iter_mut().enumerate() {
@@ -311,11 +293,11 @@ fn forward_round<D: Steps>(
         pieces.push((i, tokens, right));
     }
     let number = |i: usize| fed[i].number.expect("it has begun");
-    let feeds: Vec<Feed> =
-        pieces.iter().map(|(i, tokens, _)| Feed { sequence: number(*i), label: fed[*i].label, tokens }).collect();
+    let inputs =
+        pieces.iter().map(|(i, tokens, _)| SequenceInput { sequence: number(*i), label: fed[*i].label, tokens });
+    let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let mut watch = Watch { probe };
-    let found = decoder.step(cpu, &feeds, cache, Rows::All, &mut watch)?;
+    let found = on.step(&inputs, cache, Rows::All, &mut TraceHook { probe })?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {

@@ -4,11 +4,11 @@
 //! its prompt is cut, where its keys stand and whether its prompt came from the cache are not seen: its logits do not see
 //! them, and each random number belongs to one (seed, sequence, position) and to no generator's state.
 
-use crate::decoder::{Feed, Rows, Steps};
+use crate::decoder::Runner;
 use crate::generate::Stop;
-use crate::model::with_decoder;
+use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
-use crate::watch::Watch;
+use crate::trace::TraceHook;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
 use std::collections::{HashMap, VecDeque};
@@ -119,7 +119,7 @@ impl Model {
                 return Err(ModelError::input("prompt", why));
             }
         }
-        with_decoder!(self, decoder => rollout(decoder, cpu, prompts, sampling, serving, &mut done))
+        rollout(&self.on(cpu), prompts, sampling, serving, &mut done)
     }
 
     /// The tokens of a text, behind bos where the model has one.
@@ -163,16 +163,15 @@ impl Model {
     }
 }
 
-fn rollout<D: Steps>(
-    decoder: &D,
-    cpu: &Cpu,
+fn rollout(
+    on: &Runner,
     prompts: &[Vec<i32>],
     sampling: &Sampling,
     serving: &Serving,
     done: &mut dyn FnMut(Sample) -> Result<(), ModelError>,
 ) -> Result<Timing, ModelError> {
-    let c = decoder.config();
-    let mut cache = decoder.cache(serving.page_size, serving.page_order)?;
+    let (c, cpu) = (on.config(), on.cpu);
+    let mut cache = on.cache(serving.page_size, serving.page_order)?;
     let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
     let mut waiting: VecDeque<(usize, usize)> = all.collect();
     // Sequences that hold a whole prompt, and how many samples will still want it.
@@ -211,15 +210,15 @@ fn rollout<D: Steps>(
             return Ok(timing);
         }
         let started = Instant::now();
-        let feeds: Vec<Feed> = active
+        let inputs: Vec<SequenceInput> = active
             .iter()
             .map(|text| {
                 let tokens = &text.pending[..text.pending.len().min(serving.chunk)];
-                Feed { sequence: text.number, label: text.sample.sequence, tokens }
+                SequenceInput { sequence: text.number, label: text.sample.sequence, tokens }
             })
             .collect();
-        let logits = decoder.step(cpu, &feeds, &mut cache, Rows::Last, &mut Watch::default())?;
-        let fed: Vec<usize> = feeds.iter().map(|feed| feed.tokens.len()).collect();
+        let logits = on.step(&inputs, &mut cache, Rows::Last, &mut TraceHook::default())?;
+        let fed: Vec<usize> = inputs.iter().map(|input| input.tokens.len()).collect();
         let texts = fed.len();
         let of_prompts = active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
         let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();

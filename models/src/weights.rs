@@ -7,8 +7,9 @@
 use crate::ModelError;
 use crate::fields::read_object;
 use crate::kv_cache::buffer;
+use crate::machine::typed;
 use safetensors::tensor::{Dtype, TensorInfo};
-use samebits_ops::{Element, bf16, f16};
+use samebits_ops::{DType, Element, Tensor, bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -176,6 +177,11 @@ impl<'a> Weights<'a> {
             return Err(ModelError::tensor(&path, name, why));
         }
         Ok(data)
+    }
+
+    /// [`Weights::take`] of a dtype.
+    pub fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
+        typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?))
     }
 
     /// The elements of a tensor as `T`, finite or not.

@@ -3,11 +3,11 @@
 //! A call is checked once, by [`samebits_schema::validate`], and then goes to the op's [`Entry`]. The generic functions
 //! over slices (`rms_norm`, ..) end in the same kernels.
 
-use crate::backend::device::{Device, Unit};
+use crate::backend::device::{Buffer, Device, Graph, Unit};
 use crate::gemm::gemm::PackedWeight;
 use crate::rope::rope::{RopeTable, Rotations};
-use crate::tensor::{TensorMut, TensorRef};
-use crate::{Cpu, Error, value_error};
+use crate::tensor::{Scalar, Tensor, TensorMut, TensorRef};
+use crate::{Cpu, Error, bf16, f16, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
 
 /// Runs an op on a backend.
@@ -218,8 +218,39 @@ fn same_shape(call: &Call, axes: &[&str], shape: &[usize]) -> bool {
         && rest.iter().zip(&axes[1..]).all(|(extent, axis)| call.dims.get(axis) == Some(*extent))
 }
 
-/// Where ops run: [`Cpu`] or [`Device`].
+/// Where tensors are and ops run: [`Cpu`] or [`Device`].
 pub trait Backend {
+    /// A tensor of any elements, to be written over.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when there is no room for it.
+    fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error>;
+
+    /// A copy of a tensor that is on the host.
+    ///
+    /// # Errors
+    /// As [`Backend::empty`]; [`Error::Value`] when it is elsewhere or has gaps; those of a device.
+    fn upload(&self, host: TensorRef) -> Result<Tensor, Error>;
+
+    /// A copy on the host of a tensor that is here, once what was started before has ended.
+    ///
+    /// # Errors
+    /// As [`Backend::upload`].
+    fn download(&self, tensor: TensorRef) -> Result<Tensor, Error>;
+
+    /// Records what `work` starts instead of running it, to be replayed. `None`, and `work` is not begun, where ops run as
+    /// they are called.
+    ///
+    /// # Errors
+    /// As [`Device::capture`].
+    fn capture(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Option<Graph>, Error>;
+
+    /// Runs what was recorded.
+    ///
+    /// # Errors
+    /// As [`Device::replay`].
+    fn replay(&self, graph: &Graph) -> Result<(), Error>;
+
     /// Runs `op` with its tensors by name, as `samebits schema` lists them. Tensors with more axes than the form of the op
     /// has are taken as if their leading axes were one.
     ///
@@ -270,7 +301,139 @@ pub trait Backend {
     fn prepare(&self, call: &Call, inputs: &[(&str, TensorRef)]) -> Result<Option<Prepared>, Error>;
 }
 
+/// Calls that are repeated: the form of each is checked when it comes for the first time.
+///
+/// ```
+/// use samebits_ops::{Attributes, Calls, Cpu, Tensor};
+///
+/// let (x, mut y) = (Tensor::new(vec![1.0f32, 2.0], &[2])?, Tensor::new(vec![0.0f32; 2], &[2])?);
+/// let (mut calls, twice) = (Calls::default(), Attributes::new().with("factor", 2.0));
+/// for _ in 0..3 {
+///     calls.run(&Cpu::best(), "scale", &twice, &[("x", x.view())], vec![("y", y.view_mut())])?;
+/// }
+/// assert_eq!(y.as_slice::<f32>(), Some(&[2.0, 4.0][..]));
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Calls {
+    checked: Vec<Checked>,
+}
+
+/// A call, and what it was made of.
+struct Checked {
+    call: Call,
+    attributes: Attributes,
+    tensors: Vec<(String, DType, Vec<usize>)>,
+}
+
+/// More calls than this are forgotten together.
+const MOST_CALLS: usize = 512;
+
+impl Calls {
+    /// [`Backend::call`], with less to check where a call of this form was made before.
+    ///
+    /// # Errors
+    /// As [`Backend::call`].
+    pub fn run(
+        &mut self,
+        backend: &dyn Backend,
+        op: &str,
+        attributes: &Attributes,
+        inputs: &[(&str, TensorRef)],
+        outputs: Vec<(&str, TensorMut)>,
+    ) -> Result<(), Error> {
+        let known = self.checked.iter().position(|checked| {
+            let tensors = checked.tensors.iter().map(|(name, dtype, shape)| (&name[..], *dtype, &shape[..]));
+            checked.call.op.name == op && tensors.eq(forms(inputs, &outputs)) && checked.attributes == *attributes
+        });
+        let known = match known {
+            Some(known) => known,
+            None => {
+                let call = form(op, attributes.clone(), inputs, &outputs)?;
+                if self.checked.len() >= MOST_CALLS {
+                    self.checked.clear();
+                }
+                let given = forms(inputs, &outputs);
+                let tensors = given.map(|(name, dtype, shape)| (name.into(), dtype, shape.into())).collect();
+                self.checked.push(Checked { call, attributes: attributes.clone(), tensors });
+                self.checked.len() - 1
+            }
+        };
+        backend.run(&self.checked[known].call, inputs, outputs)
+    }
+}
+
+/// Name, dtype and shape of every tensor of a call.
+fn forms<'f>(
+    inputs: &'f [(&str, TensorRef)],
+    outputs: &'f [(&str, TensorMut)],
+) -> impl Iterator<Item = (&'f str, DType, &'f [usize])> {
+    let inputs = inputs.iter().map(|(name, tensor)| (*name, tensor.dtype(), tensor.shape()));
+    inputs.chain(outputs.iter().map(|(name, tensor)| (*name, tensor.dtype(), tensor.shape())))
+}
+
+/// Runs an expression for the type of a dtype, integers included.
+macro_rules! scalar {
+    ($dtype:expr => $type:ident, $run:expr) => {
+        match $dtype {
+            DType::Bf16 => {
+                type $type = bf16;
+                $run
+            }
+            DType::Fp16 => {
+                type $type = f16;
+                $run
+            }
+            DType::Fp32 => {
+                type $type = f32;
+                $run
+            }
+            DType::I32 => {
+                type $type = i32;
+                $run
+            }
+        }
+    };
+}
+
+/// The name of copies in errors.
+const TENSOR: &str = "tensor";
+
+/// Zeros on the host.
+fn zeros<T: Scalar>(shape: &[usize]) -> Result<Tensor, Error> {
+    let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
+    let mut data: Vec<T> = Vec::new();
+    match count.map(|count| data.try_reserve_exact(count).map(|()| count)) {
+        Some(Ok(count)) => data.resize(count, T::default()),
+        _ => {
+            let bytes = count.unwrap_or(usize::MAX).saturating_mul(size_of::<T>());
+            return Err(Error::Memory { op: TENSOR, bytes });
+        }
+    }
+    Tensor::new(data, shape)
+}
+
 impl Backend for Cpu {
+    fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
+        scalar!(dtype => T, zeros::<T>(shape))
+    }
+
+    fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
+        scalar!(host.dtype() => T, Tensor::new(host.dense::<T>(TENSOR, "host")?.to_vec(), host.shape()))
+    }
+
+    fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {
+        self.upload(tensor)
+    }
+
+    fn capture(&self, _work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Option<Graph>, Error> {
+        Ok(None)
+    }
+
+    fn replay(&self, _graph: &Graph) -> Result<(), Error> {
+        Err(Error::Device("a graph of a device".into()))
+    }
+
     fn run(&self, call: &Call, inputs: &[(&str, TensorRef)], outputs: Vec<(&str, TensorMut)>) -> Result<(), Error> {
         fits(call, inputs, &outputs)?;
         (find(call.op.name)?.cpu)(self, &mut Arguments { call, inputs, outputs })
@@ -285,6 +448,35 @@ impl Backend for Cpu {
 }
 
 impl Backend for Device {
+    fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
+        let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent)).unwrap_or(usize::MAX);
+        scalar!(dtype => T, Tensor::on_device(Device::empty::<T>(self, TENSOR, count)?, shape))
+    }
+
+    fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
+        scalar!(host.dtype() => T, {
+            let buffer = Device::upload::<T>(self, TENSOR, host.dense(TENSOR, "host")?)?;
+            Tensor::on_device(buffer, host.shape())
+        })
+    }
+
+    fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {
+        scalar!(tensor.dtype() => T, {
+            let buffer: &Buffer<T> = tensor.device(TENSOR, "tensor")?;
+            let mut host = zeros::<T>(tensor.shape())?;
+            buffer.download(self, host.as_slice_mut().expect("it is on the host"))?;
+            Ok(host)
+        })
+    }
+
+    fn capture(&self, work: &mut dyn FnMut() -> Result<(), Error>) -> Result<Option<Graph>, Error> {
+        Device::capture(self, work).map(Some)
+    }
+
+    fn replay(&self, graph: &Graph) -> Result<(), Error> {
+        Device::replay(self, graph)
+    }
+
     fn run(&self, call: &Call, inputs: &[(&str, TensorRef)], outputs: Vec<(&str, TensorMut)>) -> Result<(), Error> {
         fits(call, inputs, &outputs)?;
         let Some(run) = find(call.op.name)?.device else {

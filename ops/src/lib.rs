@@ -32,7 +32,7 @@ mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
 pub use backend::cpu::{Cpu, Isa};
-pub use call::{Backend, Prepared};
+pub use call::{Backend, Calls, Prepared};
 pub use element::{Element, Tf32};
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;
@@ -56,7 +56,7 @@ pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
-pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, TensorMut, TensorRef};
+pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, Tensor, TensorMut, TensorRef};
 
 /// The same ops on a device.
 pub mod device {

@@ -4,11 +4,12 @@
 //! projections or a row of a larger matrix goes into an op without a copy. An op that cannot take a stride says which
 //! axis it is.
 
-use crate::backend::device::{Buffer, Plain};
+use crate::backend::device::{Buffer, Indices, Plain};
 use crate::gemm::gemm::PackedWeight;
 use crate::rope::rope::{RopeTable, Rotations};
 use crate::{Error, bf16, f16, value_error};
 use samebits_schema::DType;
+use std::ops::Range;
 
 /// The most axes a tensor has.
 pub const MAX_RANK: usize = 6;
@@ -335,10 +336,29 @@ pub trait Scalar: Plain + Send + Sync {
     fn of_buffer(slice: DeviceSlice<'_>) -> Option<&Buffer<Self>>;
     #[doc(hidden)]
     fn of_buffer_mut(slice: DeviceSliceMut<'_>) -> Option<&mut Buffer<Self>>;
+    #[doc(hidden)]
+    fn owned(x: Vec<Self>) -> Owned;
+    #[doc(hidden)]
+    fn owned_buffer(x: Buffer<Self>) -> Owned;
+    #[doc(hidden)]
+    fn of_owned(owned: Owned) -> Result<Vec<Self>, Owned>;
+}
+
+/// The elements of a [`Tensor`].
+#[doc(hidden)]
+pub enum Owned {
+    Bf16(Vec<bf16>),
+    Fp16(Vec<f16>),
+    Fp32(Vec<f32>),
+    I32(Vec<i32>),
+    DeviceBf16(Buffer<bf16>),
+    DeviceFp16(Buffer<f16>),
+    DeviceFp32(Buffer<f32>),
+    DeviceI32(Buffer<i32>),
 }
 
 macro_rules! scalar {
-    ($($type:ty: $variant:ident),*) => {
+    ($($type:ty: $variant:ident $on_device:ident),*) => {
         $(
             impl Scalar for $type {
                 const DTYPE: DType = DType::$variant;
@@ -370,8 +390,47 @@ macro_rules! scalar {
                 fn of_buffer_mut(slice: DeviceSliceMut<'_>) -> Option<&mut Buffer<Self>> {
                     if let DeviceSliceMut::$variant(x) = slice { Some(x) } else { None }
                 }
+                fn owned(x: Vec<Self>) -> Owned {
+                    Owned::$variant(x)
+                }
+                fn owned_buffer(x: Buffer<Self>) -> Owned {
+                    Owned::$on_device(x)
+                }
+                fn of_owned(owned: Owned) -> Result<Vec<Self>, Owned> {
+                    if let Owned::$variant(x) = owned { Ok(x) } else { Err(owned) }
+                }
             }
         )*
+        impl Owned {
+            /// `count` elements from element `at` on, which are there.
+            fn data(&self, at: usize, count: usize) -> Data<'_> {
+                match self {
+                    $(
+                        Owned::$variant(x) => Data::Host(Slice::$variant(&x[at..at + count])),
+                        Owned::$on_device(x) => Data::Device(DeviceSlice::$variant(x), at),
+                    )*
+                }
+            }
+
+            fn data_mut(&mut self, at: usize, count: usize) -> DataMut<'_> {
+                match self {
+                    $(
+                        Owned::$variant(x) => DataMut::Host(SliceMut::$variant(&mut x[at..at + count])),
+                        Owned::$on_device(x) => DataMut::Device(DeviceSliceMut::$variant(x), at),
+                    )*
+                }
+            }
+
+            /// Elements that there is room for.
+            fn len(&self) -> usize {
+                match self {
+                    $(
+                        Owned::$variant(x) => x.len(),
+                        Owned::$on_device(x) => x.len(),
+                    )*
+                }
+            }
+        }
         impl Slice<'_> {
             /// Element type.
             pub fn dtype(&self) -> DType {
@@ -416,19 +475,22 @@ macro_rules! scalar {
         }
     };
 }
-scalar!(bf16: Bf16, f16: Fp16, f32: Fp32, i32: I32);
+scalar!(bf16: Bf16 DeviceBf16, f16: Fp16 DeviceFp16, f32: Fp32 DeviceFp32, i32: I32 DeviceI32);
 
 /// Where the elements of a tensor are, and in which form.
 #[derive(Clone, Copy)]
 enum Data<'a> {
     Host(Slice<'a>),
-    Device(DeviceSlice<'a>),
+    /// Elements of a buffer, from one on.
+    Device(DeviceSlice<'a>, usize),
     /// The weight of a product, laid out for it.
     Packed(&'a PackedWeight),
     /// In the place of positions: their cosines and sines.
     Angles(&'a RopeTable),
     /// The same on a device.
     Rotations(&'a Rotations),
+    /// Whole numbers on a device, which the host has checked.
+    Indices(&'a Indices),
 }
 
 /// A tensor that an op reads.
@@ -488,7 +550,7 @@ impl<'a> TensorRef<'a> {
     pub fn on_device<T: Scalar>(data: &'a Buffer<T>, shape: &[usize]) -> Result<TensorRef<'a>, Error> {
         let layout = Layout::contiguous(shape)?;
         crate::check_len("tensor", "buffer", "of its shape", data.len(), shape)?;
-        Ok(TensorRef { data: Data::Device(T::buffer(data)), layout })
+        Ok(TensorRef { data: Data::Device(T::buffer(data), 0), layout })
     }
 
     /// A weight `[N,K]` that was packed for products, in the place of the matrix that it holds.
@@ -507,13 +569,23 @@ impl<'a> TensorRef<'a> {
         TensorRef { data: Data::Rotations(table), layout: Layout::contiguous(&[table.tokens()]).expect("one axis") }
     }
 
+    /// Whole numbers on a device in the place of those of the host, in row-major order.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn indices(indices: &'a Indices, shape: &[usize]) -> Result<TensorRef<'a>, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "indices", "of its shape", indices.len(), shape)?;
+        Ok(TensorRef { data: Data::Indices(indices), layout })
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         match self.data {
             Data::Host(slice) => slice.dtype(),
-            Data::Device(slice) => slice.dtype(),
+            Data::Device(slice, _) => slice.dtype(),
             Data::Packed(weight) => weight.dtype(),
-            Data::Angles(_) | Data::Rotations(_) => DType::I32,
+            Data::Angles(_) | Data::Rotations(_) | Data::Indices(_) => DType::I32,
         }
     }
 
@@ -552,6 +624,11 @@ impl<'a> TensorRef<'a> {
     /// The table on a device that it is.
     pub(crate) fn as_rotations(&self) -> Option<&'a Rotations> {
         if let Data::Rotations(table) = self.data { Some(table) } else { None }
+    }
+
+    /// The indices on a device that it is.
+    pub(crate) fn as_indices(&self) -> Option<&'a Indices> {
+        if let Data::Indices(indices) = self.data { Some(indices) } else { None }
     }
 
     /// All elements, where they are on the host in row-major order.
@@ -602,7 +679,9 @@ impl<'a> TensorRef<'a> {
     pub(crate) fn on_host(&self, op: &'static str, name: &str) -> Result<(), Error> {
         match self.data {
             Data::Host(_) => Ok(()),
-            Data::Device(_) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
+            Data::Device(..) | Data::Indices(_) => {
+                Err(value_error(op, format!("`{name}` is on a device; the op runs on the host")))
+            }
             Data::Packed(_) => Err(value_error(op, format!("`{name}` is a packed weight; give the matrix"))),
             Data::Angles(_) | Data::Rotations(_) => {
                 Err(value_error(op, format!("`{name}` is a table of angles; give the positions")))
@@ -625,15 +704,37 @@ impl<'a> TensorRef<'a> {
     /// # Errors
     /// [`Error::Value`] when it is not on a device or has gaps.
     pub(crate) fn device<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a Buffer<T>, Error> {
+        let (buffer, at) = self.device_part(op, name)?;
+        if at > 0 || self.layout.count() != Some(buffer.len()) { Err(part_error(op, name)) } else { Ok(buffer) }
+    }
+
+    /// The buffer of `op`'s `name`, and the element that it begins at there.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when it is not on a device or has gaps.
+    pub(crate) fn device_part<T: Scalar>(&self, op: &'static str, name: &str) -> Result<(&'a Buffer<T>, usize), Error> {
         self.layout.refuse_gap(op, name)?;
         match self.data {
-            Data::Device(slice) => Ok(T::of_buffer(slice).expect("the dtype was looked at")),
+            Data::Device(slice, at) => Ok((T::of_buffer(slice).expect("the dtype was looked at"), at)),
             _ => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
         }
     }
 }
 
+/// An op that reads or writes whole buffers was given a part of one.
+fn part_error(op: &'static str, name: &str) -> Error {
+    value_error(op, format!("`{name}` is a part of a buffer; this kernel needs a whole one"))
+}
+
 impl Layout {
+    /// Some entries of the first axis: the element that they begin at, and their layout.
+    fn part(&self, rows: &Range<usize>) -> (usize, Layout) {
+        assert!(self.rank > 0 && rows.start <= rows.end && rows.end <= self.shape[0], "the rows are there");
+        let mut layout = *self;
+        layout.shape[0] = rows.len();
+        (rows.start * self.strides[0], layout)
+    }
+
     /// Refuses strides for a kernel that reads or writes in row-major order.
     fn refuse_gap(&self, op: &'static str, name: &str) -> Result<(), Error> {
         let Some(axis) = self.gap() else { return Ok(()) };
@@ -651,7 +752,8 @@ impl Layout {
 /// Where the elements of an output are.
 enum DataMut<'a> {
     Host(SliceMut<'a>),
-    Device(DeviceSliceMut<'a>),
+    /// Elements of a buffer, from one on.
+    Device(DeviceSliceMut<'a>, usize),
 }
 
 /// A tensor that an op writes, in row-major order.
@@ -678,14 +780,14 @@ impl<'a> TensorMut<'a> {
     pub fn on_device<T: Scalar>(data: &'a mut Buffer<T>, shape: &[usize]) -> Result<TensorMut<'a>, Error> {
         let layout = Layout::contiguous(shape)?;
         crate::check_len("tensor", "buffer", "of its shape", data.len(), shape)?;
-        Ok(TensorMut { data: DataMut::Device(T::buffer_mut(data)), layout })
+        Ok(TensorMut { data: DataMut::Device(T::buffer_mut(data), 0), layout })
     }
 
     /// Element type.
     pub fn dtype(&self) -> DType {
         match &self.data {
             DataMut::Host(slice) => slice.as_ref().dtype(),
-            DataMut::Device(slice) => slice.as_ref().dtype(),
+            DataMut::Device(slice, _) => slice.as_ref().dtype(),
         }
     }
 
@@ -708,7 +810,7 @@ impl<'a> TensorMut<'a> {
     pub(crate) fn host<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut [T], Error> {
         match self.data {
             DataMut::Host(slice) => Ok(T::of_mut(slice).expect("the dtype was looked at")),
-            DataMut::Device(_) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
+            DataMut::Device(..) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
         }
     }
 
@@ -717,9 +819,176 @@ impl<'a> TensorMut<'a> {
     /// # Errors
     /// [`Error::Value`] when it is on the host.
     pub(crate) fn device<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut Buffer<T>, Error> {
+        let count = self.layout.count();
+        let (buffer, at) = self.device_part(op, name)?;
+        if at > 0 || count != Some(buffer.len()) { Err(part_error(op, name)) } else { Ok(buffer) }
+    }
+
+    /// The buffer of `op`'s `name`, and the element that it begins at there.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when it is on the host.
+    pub(crate) fn device_part<T: Scalar>(
+        self,
+        op: &'static str,
+        name: &str,
+    ) -> Result<(&'a mut Buffer<T>, usize), Error> {
         match self.data {
-            DataMut::Device(slice) => Ok(T::of_buffer_mut(slice).expect("the dtype was looked at")),
+            DataMut::Device(slice, at) => Ok((T::of_buffer_mut(slice).expect("the dtype was looked at"), at)),
             DataMut::Host(_) => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
+        }
+    }
+}
+
+/// A tensor that owns its elements, in row-major order, in the memory of a [`Backend`](crate::Backend).
+pub struct Tensor {
+    data: Owned,
+    layout: Layout,
+}
+
+impl Tensor {
+    /// `data` on the host.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    ///
+    /// ```
+    /// use samebits_ops::{Backend, Cpu, DType, Tensor};
+    ///
+    /// let x = Tensor::new(vec![1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+    /// let mut y = Cpu::best().empty(DType::Fp32, &[1, 2])?;
+    /// let attributes = samebits_ops::Attributes::new().with("factor", 2.0);
+    /// Cpu::best().call("scale", attributes, &[("x", x.rows(1..2))], vec![("y", y.view_mut())])?;
+    /// assert_eq!(y.as_slice::<f32>(), Some(&[6.0, 8.0][..]));
+    /// # Ok::<(), samebits_ops::Error>(())
+    /// ```
+    pub fn new<T: Scalar>(data: Vec<T>, shape: &[usize]) -> Result<Tensor, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "data", "of its shape", data.len(), shape)?;
+        Ok(Tensor { data: T::owned(data), layout })
+    }
+
+    /// A buffer of a device.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn on_device<T: Scalar>(data: Buffer<T>, shape: &[usize]) -> Result<Tensor, Error> {
+        let layout = Layout::contiguous(shape)?;
+        crate::check_len("tensor", "buffer", "of its shape", data.len(), shape)?;
+        Ok(Tensor { data: T::owned_buffer(data), layout })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.view().dtype()
+    }
+
+    /// Extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Elements.
+    fn count(&self) -> usize {
+        self.layout.count().expect("the elements are there")
+    }
+
+    /// All of it, to be read.
+    pub fn view(&self) -> TensorRef<'_> {
+        TensorRef { data: self.data.data(0, self.count()), layout: self.layout }
+    }
+
+    /// All of it, to be written.
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        let count = self.count();
+        TensorMut { data: self.data.data_mut(0, count), layout: self.layout }
+    }
+
+    /// All of it, with other axes.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn view_as(&self, shape: &[usize]) -> Result<TensorRef<'_>, Error> {
+        crate::check_len("tensor", "data", "of its shape", self.count(), shape)?;
+        Ok(TensorRef { layout: Layout::contiguous(shape)?, ..self.view() })
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Errors
+    /// As [`TensorRef::new`].
+    pub fn view_mut_as(&mut self, shape: &[usize]) -> Result<TensorMut<'_>, Error> {
+        crate::check_len("tensor", "data", "of its shape", self.count(), shape)?;
+        Ok(TensorMut { layout: Layout::contiguous(shape)?, ..self.view_mut() })
+    }
+
+    /// Some entries of the first axis, to be read.
+    ///
+    /// # Panics
+    /// When they are not there.
+    pub fn rows(&self, rows: Range<usize>) -> TensorRef<'_> {
+        let (at, layout) = self.layout.part(&rows);
+        TensorRef { data: self.data.data(at, layout.count().expect("it is a part")), layout }
+    }
+
+    /// The same, to be written.
+    ///
+    /// # Panics
+    /// When they are not there.
+    pub fn rows_mut(&mut self, rows: Range<usize>) -> TensorMut<'_> {
+        let (at, layout) = self.layout.part(&rows);
+        TensorMut { data: self.data.data_mut(at, layout.count().expect("it is a part")), layout }
+    }
+
+    /// Takes another shape, whose elements are any of those that were there, and says whether there is room for them. On the
+    /// host a smaller tensor finds room in a larger one, on a device only one of as many elements.
+    pub fn reshape(&mut self, shape: &[usize]) -> bool {
+        let Ok(layout) = Layout::contiguous(shape) else { return false };
+        let room = self.data.len();
+        let fits = layout.count().is_some_and(|count| if self.is_on_host() { count <= room } else { count == room });
+        if fits {
+            self.layout = layout;
+        }
+        fits
+    }
+
+    /// Whether its elements are on the host.
+    pub fn is_on_host(&self) -> bool {
+        matches!(self.view().data, Data::Host(_))
+    }
+
+    /// Its elements, where they are on the host and of this type.
+    pub fn as_slice<T: Scalar>(&self) -> Option<&[T]> {
+        if let Data::Host(slice) = self.view().data { T::of(slice) } else { None }
+    }
+
+    /// The same, to be written.
+    pub fn as_slice_mut<T: Scalar>(&mut self) -> Option<&mut [T]> {
+        if let DataMut::Host(slice) = self.view_mut().data { T::of_mut(slice) } else { None }
+    }
+
+    /// Its buffer, where it is on a device and of this type.
+    pub fn as_buffer<T: Scalar>(&self) -> Option<&Buffer<T>> {
+        if let Data::Device(slice, _) = self.view().data { T::of_buffer(slice) } else { None }
+    }
+
+    /// The same, to be written.
+    pub fn as_buffer_mut<T: Scalar>(&mut self) -> Option<&mut Buffer<T>> {
+        if let DataMut::Device(slice, _) = self.view_mut().data { T::of_buffer_mut(slice) } else { None }
+    }
+
+    /// Its elements as they were given; itself where they are on a device or of another type.
+    ///
+    /// # Errors
+    /// Itself.
+    pub fn into_vec<T: Scalar>(self) -> Result<Vec<T>, Tensor> {
+        let (count, layout) = (self.count(), self.layout);
+        match T::of_owned(self.data) {
+            Ok(mut data) => {
+                data.truncate(count);
+                Ok(data)
+            }
+            Err(data) => Err(Tensor { data, layout }),
         }
     }
 }

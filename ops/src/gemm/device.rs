@@ -70,6 +70,34 @@ pub fn gemm<I: Stored, O: Stored>(
     unsafe { launch_gemm(device, shape, (x, 0), (w, 0), bias.map(|bias| (bias, 0)), (y, 0)) }
 }
 
+/// [`gemm`] of parts of buffers, each from an element on where a row begins.
+///
+/// # Errors
+/// [`Error::Value`] when they are not there; as [`gemm`].
+pub(super) fn gemm_parts<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Gemm,
+    (x, x_at): (&Buffer<I>, usize),
+    (w, w_at): (&Buffer<I>, usize),
+    bias: Option<(&Buffer<I>, usize)>,
+    (y, y_at): (&mut Buffer<O>, usize),
+) -> Result<(), Error> {
+    let Gemm { m, n, k, .. } = *shape;
+    let inside = |at: usize, rows: usize, width: usize, len: usize| {
+        rows.checked_mul(width).and_then(|count| count.checked_add(at)).is_some_and(|end| end <= len)
+    };
+    let row = |at: usize| at.checked_div(k).filter(|row| row * k == at).or((at == 0).then_some(0));
+    let bias_inside = bias.is_none_or(|(bias, at)| inside(at, 1, n, bias.len()));
+    let there = inside(x_at, m, k, x.len()) && inside(w_at, n, k, w.len()) && inside(y_at, m, n, y.len());
+    match (row(x_at), row(w_at)) {
+        // SAFETY: lengths were checked.
+        (Some(x_row), Some(w_row)) if there && bias_inside => unsafe {
+            launch_gemm(device, shape, (x, x_row), (w, w_row), bias, (y, y_at))
+        },
+        _ => Err(value_error("gemm", format!("parts of x, w, bias or y of {m}x{n}x{k} are not there"))),
+    }
+}
+
 /// The product of some rows of x, from row `x_row` on, with matrix `matrix` of those that stand in `w` one behind the other,
 /// to as many rows of y, from row `y_row` on. Each matrix has a bias of its own.
 ///

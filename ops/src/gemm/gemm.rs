@@ -195,9 +195,9 @@ pub(crate) const OP: Entry = Entry {
         let bias = args.optional("bias").filter(|_| !shape.is_partial());
         let (x, w, y) = (args.input("x"), args.input("w"), args.output("y"));
         typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            let bias = bias.map(|bias| bias.device::<I>("gemm", "bias")).transpose()?;
-            let (x, w) = (x.device("gemm", "x")?, w.device("gemm", "w")?);
-            device::gemm::<I, O>(on, &shape, x, w, bias, y.device("gemm", "y")?)
+            let bias = bias.map(|bias| bias.device_part::<I>("gemm", "bias")).transpose()?;
+            let (x, w) = (x.device_part::<I>("gemm", "x")?, w.device_part("gemm", "w")?);
+            device::gemm_parts::<I, O>(on, &shape, x, w, bias, y.device_part("gemm", "y")?)
         }))
     }),
     unit: Some(&device::UNIT),

@@ -69,10 +69,14 @@ pub(crate) const OP: Entry = Entry {
     name: "embedding",
     cpu: |cpu, args| run(cpu, args.input("w"), args.integers("tokens")?, args.output("y")),
     device: Some(|on, args| {
-        let (w, tokens, y) = (args.input("w"), args.integers("tokens")?, args.output("y"));
+        let (w, tokens, y) = (args.input("w"), args.input("tokens"), args.output("y"));
         let dim = args.call.dim("D");
         typed!(w.dtype() => I, typed!(y.dtype() => O, {
-            on_device::<I, O>(on, dim, w.device("embedding", "w")?, tokens, y.device("embedding", "y")?)
+            let (w, y) = (w.device::<I>("embedding", "w")?, y.device::<O>("embedding", "y")?);
+            match tokens.as_indices() {
+                Some(tokens) => embedding_at(on, dim, w, tokens, y),
+                None => on_device(on, dim, w, args.integers("tokens")?, y),
+            }
         }))
     }),
     unit: Some(&UNIT),

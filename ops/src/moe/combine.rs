@@ -9,7 +9,7 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
-use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use crate::{Cpu, DType, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
 /// Dimensions of the sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,17 +99,26 @@ pub(crate) const OP: Entry = Entry {
     device: Some(|on, args| {
         let dim = |axis: &str| args.call.dim(axis);
         let shape = Combine { tokens: dim("T"), chosen: dim("K"), rows: dim("R"), n: dim("N") };
-        let (x, row, weight) = (args.input("x"), args.integers("row")?, args.input("weight"));
+        let (x, row, weight) = (args.input("x"), args.input("row"), args.input("weight"));
         let (shared, y) = (args.optional("shared"), args.output("y"));
         typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            // K numbers a token, and mostly f32 already.
-            let mut narrow = vec![I::default(); shape.tokens * shape.chosen];
-            weight.device::<I>("combine", "weight")?.download(on, &mut narrow)?;
-            let wide: Vec<f32> = narrow.into_iter().map(|weight| weight.widen()).collect();
-            let weight = on.upload("combine", &wide)?;
+            let widened;
+            let weight = if weight.dtype() == DType::Fp32 {
+                weight.device::<f32>("combine", "weight")?
+            } else {
+                // K numbers a token.
+                let mut narrow = vec![I::default(); shape.tokens * shape.chosen];
+                weight.device::<I>("combine", "weight")?.download(on, &mut narrow)?;
+                let wide: Vec<f32> = narrow.into_iter().map(|weight| weight.widen()).collect();
+                widened = on.upload("combine", &wide)?;
+                &widened
+            };
             let shared = shared.map(|shared| shared.device::<I>("combine", "shared")).transpose()?;
             let (x, y) = (x.device::<I>("combine", "x")?, y.device::<O>("combine", "y")?);
-            on_device(on, &shape, x, row, &weight, shared, y)
+            match row.as_indices() {
+                Some(row) => combine_at(on, &shape, x, row, weight, shared, y),
+                None => on_device(on, &shape, x, args.integers("row")?, weight, shared, y),
+            }
         }))
     }),
     unit: Some(&UNIT),

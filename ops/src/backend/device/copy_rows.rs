@@ -107,11 +107,10 @@ fn check_distinct(op: &'static str, values: &[i32]) -> Result<(), Error> {
 }
 
 /// Where the rows of one side of a copy stand: row i is row `rows[i]`, or `i / every`, of a buffer whose rows are `stride`
-/// apart and begin `offset` behind.
-#[derive(Clone, Copy)]
-pub struct Part<'a> {
+/// apart and begin `offset` behind. `R` is what says which rows.
+pub struct Part<'a, R: ?Sized = Indices> {
     /// Which rows; `None` for one after the other.
-    pub rows: Option<&'a Indices>,
+    pub rows: Option<&'a R>,
     /// How often each row comes, one after the other: 1, or more to repeat it.
     pub every: usize,
     /// Elements from one row to the next.
@@ -120,12 +119,23 @@ pub struct Part<'a> {
     pub offset: usize,
 }
 
-impl Part<'_> {
+impl<R: ?Sized> Clone for Part<'_, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+// Derived, it would ask for an `R` that is `Copy`.
+impl<R: ?Sized> Copy for Part<'_, R> {}
+
+impl<'a, R: ?Sized> Part<'a, R> {
     /// All rows of a buffer, in order, of `width` elements each.
-    pub fn whole(width: usize) -> Part<'static> {
+    pub fn whole(width: usize) -> Part<'a, R> {
         Part { rows: None, every: 1, stride: width, offset: 0 }
     }
+}
 
+impl Part<'_> {
     /// Whether `count` rows of `width` elements are within `len`.
     fn fits(&self, count: usize, width: usize, len: usize) -> bool {
         let rows = match self.rows {

@@ -1,8 +1,9 @@
 //! Looking at what a forward computes on the way, and changing it.
 
 use crate::ModelError;
-use crate::decoder::Step;
-use samebits_ops::Element;
+use crate::machine::typed;
+use crate::step::Step;
+use samebits_ops::{Element, Tensor};
 use std::borrow::Cow;
 
 /// Something that is shown the values of every site as they are made.
@@ -41,25 +42,28 @@ impl Seen<'_> {
     }
 }
 
-/// Whom a forward is shown to.
+/// Shows what a forward computes to a probe, if there is one; else nothing is spent.
 #[derive(Default)]
-pub(crate) struct Watch<'a> {
+pub(crate) struct TraceHook<'a> {
     pub probe: Option<&'a mut dyn Probe>,
 }
 
-impl Watch<'_> {
-    /// Shows a site where somebody looks, and says whether that changed it; else nothing is spent.
-    pub fn see<T: Element>(
+impl TraceHook<'_> {
+    /// Shows a site, whose values are on the host, and says whether that changed it.
+    pub fn see(
         &mut self,
         layer: Option<usize>,
         site: &'static str,
         step: &Step,
-        values: &mut [T],
+        values: &mut Tensor,
     ) -> Result<bool, ModelError> {
-        self.show(layer, site, step, values, T::widen, T::narrow)
+        typed!(values.dtype() => A, {
+            let values = values.as_slice_mut::<A>().expect("it is on the host, and of this dtype");
+            self.show(layer, site, step, values, A::widen, A::narrow)
+        })
     }
 
-    /// [`Watch::see`] for whole numbers.
+    /// [`TraceHook::see`] for whole numbers.
     pub fn see_indices(
         &mut self,
         layer: Option<usize>,
@@ -95,7 +99,7 @@ impl Watch<'_> {
     ) -> Result<bool, ModelError> {
         let Some(probe) = &mut self.probe else { return Ok(false) };
         let mut seen: Vec<f32> = values.iter().map(|&v| widen(v)).collect();
-        probe.see(&mut Seen { layer, site, tokens: &step.places, values: &mut seen })?;
+        probe.see(&mut Seen { layer, site, tokens: &step.tokens, values: &mut seen })?;
         // What was not changed keeps its bits, those of a NaN too.
         let changed = |(value, seen): &(&mut T, f32)| widen(**value).to_bits() != seen.to_bits();
         let mut any = false;

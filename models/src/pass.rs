@@ -1,0 +1,81 @@
+//! One pass of a step through a model: how its parts call ops and show what they made.
+
+use crate::ModelError;
+use crate::config::{Config, OpAttributes};
+use crate::machine::{Machine, empty};
+use crate::step::Step;
+use crate::trace::TraceHook;
+use samebits_ops::{Attributes, Calls, DType, Tensor, TensorMut, TensorRef};
+
+pub(crate) struct Pass<'a, 'p> {
+    pub machine: &'a dyn Machine,
+    pub config: &'a Config,
+    /// What products and attention read.
+    pub dtype: DType,
+    pub attributes: &'a OpAttributes,
+    pub hook: &'a mut TraceHook<'p>,
+    pub calls: Calls,
+    /// What a gated MLP computes on the way.
+    pub gated: GatedBuffers,
+}
+
+/// Gate, up and their product, kept for the next MLP: the system takes longer to hand out fresh pages than an op takes to
+/// fill them.
+#[derive(Default)]
+pub(crate) struct GatedBuffers {
+    pub gate: Option<Tensor>,
+    pub up: Option<Tensor>,
+    pub product: Option<Tensor>,
+}
+
+impl Pass<'_, '_> {
+    /// A tensor of any elements, to be written over.
+    pub fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
+        empty(self.machine, dtype, shape)
+    }
+
+    /// The same, in the place of one that is kept where there is room.
+    pub fn room<'t>(
+        &self,
+        kept: &'t mut Option<Tensor>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<&'t mut Tensor, ModelError> {
+        if !kept.as_mut().is_some_and(|kept| kept.reshape(shape)) {
+            *kept = Some(self.empty(dtype, shape)?);
+        }
+        Ok(kept.as_mut().expect("it was just made"))
+    }
+
+    /// Runs an op.
+    pub fn op<const N: usize>(
+        &mut self,
+        op: &str,
+        attributes: &Attributes,
+        inputs: &[(&str, TensorRef)],
+        outputs: [(&str, TensorMut); N],
+    ) -> Result<(), ModelError> {
+        Ok(self.calls.run(self.machine, op, attributes, inputs, outputs.into())?)
+    }
+
+    /// Shows a site where somebody looks, and brings back what that changed; else nothing is copied.
+    pub fn see(
+        &mut self,
+        layer: Option<usize>,
+        site: &'static str,
+        step: &Step,
+        values: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        if self.hook.probe.is_none() {
+            return Ok(());
+        }
+        if values.is_on_host() {
+            return self.hook.see(layer, site, step, values).map(drop);
+        }
+        let mut host = self.machine.download(values.view())?;
+        if self.hook.see(layer, site, step, &mut host)? {
+            *values = self.machine.upload(host.view())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,215 @@
+//! A step: the next tokens of some sequences, one behind the other, and what kernels are told of them.
+
+use crate::ModelError;
+use crate::config::Config;
+use crate::decoder::Runner;
+use crate::kv_cache::KvCache;
+use crate::machine::{AttentionMetadata, Index, IndexOf, Machine};
+use samebits_ops::device::Graph;
+use samebits_ops::{Attention, Calls, Cpu, Prepared, RopeTable, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+/// Which tokens of a step get logits. A row's bits do not depend on the others.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Rows {
+    /// Every token.
+    All,
+    /// Each sequence's last one.
+    Last,
+}
+
+/// The next tokens of one sequence.
+#[derive(Clone, Copy)]
+pub(crate) struct SequenceInput<'a> {
+    /// Its number in the cache.
+    pub sequence: usize,
+    /// What the caller calls it.
+    pub label: usize,
+    /// At least one token.
+    pub tokens: &'a [i32],
+}
+
+/// The rows of a step.
+pub(crate) struct Step {
+    /// The first row of each sequence, and the end.
+    starts: Vec<usize>,
+    /// Label and position of each row.
+    pub tokens: Vec<(usize, usize)>,
+}
+
+impl Step {
+    /// The step of some sequences; every position gets a place in the cache.
+    pub fn of(machine: &dyn Machine, inputs: &[SequenceInput], cache: &mut KvCache) -> Result<Step, ModelError> {
+        let mut step = Step { starts: vec![0], tokens: Vec::new() };
+        for input in inputs {
+            cache.reserve(machine, input.sequence, input.tokens.len())?;
+            let start = cache.len(input.sequence);
+            step.tokens.extend((start..start + input.tokens.len()).map(|pos| (input.label, pos)));
+            step.starts.push(step.tokens.len());
+        }
+        Ok(step)
+    }
+
+    /// The positions of its tokens.
+    pub fn positions(&self) -> Vec<i32> {
+        self.tokens.iter().map(|&(_, pos)| pos as i32).collect()
+    }
+
+    /// The last row of each sequence, and the step that is left of them.
+    fn last(&self) -> (Vec<i32>, Step) {
+        let last: Vec<usize> = self.starts[1..].iter().map(|end| end - 1).collect();
+        let tokens = last.iter().map(|&row| self.tokens[row]).collect();
+        let starts = (0..=last.len()).collect();
+        (last.into_iter().map(|row| row as i32).collect(), Step { starts, tokens })
+    }
+
+    /// How many sequences have tokens in it.
+    pub fn sequences(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// Tokens in the step.
+    pub fn rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Whether every sequence has one token.
+    pub fn is_single(&self) -> bool {
+        self.rows() == self.sequences()
+    }
+
+    fn rows_of(&self, input: usize) -> Range<usize> {
+        self.starts[input]..self.starts[input + 1]
+    }
+}
+
+/// What the kernels of a step are told.
+pub(crate) struct StepInputs {
+    pub tokens: Index,
+    /// Rows of the cache that its keys and values go to.
+    pub rows: Index,
+    pub attention: AttentionMetadata,
+    pub angles: Prepared,
+    /// The rows that get logits, and the step that is left of them, where not all do.
+    pub last: Option<(Index, Step)>,
+    /// The choices of experts one after the other, where each takes a product of its own.
+    pub choices: Option<Index>,
+}
+
+impl StepInputs {
+    /// Those of a step, over those of an earlier one of the same form. `angle_pos` are the positions that queries and keys are
+    /// rotated by.
+    pub fn new(
+        on: &Runner,
+        step: &Step,
+        sequences: &[SequenceInput],
+        cache: &KvCache,
+        angle_pos: &[i32],
+        rows: Rows,
+        earlier: Option<StepInputs>,
+    ) -> Result<StepInputs, ModelError> {
+        let (machine, config, n) = (on.machine, on.config(), step.rows());
+        let numbers = sequences.iter().map(|input| input.sequence);
+        let tokens: Vec<i32> = sequences.iter().flat_map(|input| input.tokens).copied().collect();
+        let mut at = Vec::with_capacity(n);
+        for (i, input) in sequences.iter().enumerate() {
+            let start = cache.len(input.sequence);
+            at.extend((start..).take(step.rows_of(i).len()).map(|pos| cache.row(input.sequence, pos) as i32));
+        }
+        let angles = angles(config, on.cpu, step, sequences, cache, angle_pos);
+        let (tokens_before, rows_before, angles_before, places, choices) = match earlier {
+            Some(StepInputs { tokens, rows, angles, attention, choices, .. }) => {
+                (Some(tokens), Some(rows), Some(angles), attention.on_device, Some(choices))
+            }
+            None => (None, None, None, None, None),
+        };
+        let of_tokens = IndexOf { op: "embedding", limit: config.vocab, distinct: false };
+        let of_rows = IndexOf { op: "kv cache", limit: cache.rows(), distinct: true };
+        let of_last = IndexOf { op: "model", limit: n, distinct: false };
+        let tokens = machine.index(of_tokens, tokens, tokens_before)?;
+        let rows_of_cache = machine.index(of_rows, at, rows_before)?;
+        let angles = machine.angles(angles, angles_before)?;
+        let choices = match choices {
+            Some(choices) => choices,
+            None if step.is_single() => machine.choices(config, on.decoder.dtype, n)?,
+            None => None,
+        };
+        let kv_len = sequences.iter().map(|input| (cache.len(input.sequence) + input.tokens.len()) as i32).collect();
+        let mut attention = AttentionMetadata {
+            q_start: step.starts.iter().map(|&start| start as i32).collect(),
+            q_pos: step.positions(),
+            kv_len,
+            block_table: cache.table(numbers),
+            page_size: cache.page_size(),
+            on_device: places,
+        };
+        let columns = attention.block_table.len() / sequences.len();
+        let columns = if step.is_single() { columns.next_power_of_two() } else { columns };
+        machine.place(&mut attention, &shape(config, step, cache, 0), columns)?;
+        let last = match rows {
+            Rows::Last if !step.is_single() => {
+                let (last, left) = step.last();
+                Some((machine.index(of_last, last, None)?, left))
+            }
+            _ => None,
+        };
+        Ok(StepInputs { tokens, rows: rows_of_cache, attention, angles, last, choices })
+    }
+}
+
+/// Attention of a layer in a step.
+pub(crate) fn shape(config: &Config, step: &Step, cache: &KvCache, layer: usize) -> Attention {
+    config.attention(step.sequences(), step.rows(), cache.rows(), layer)
+}
+
+/// Cosines and sines of a step, by the length that each sequence has declared.
+fn angles(
+    config: &Config,
+    cpu: &Cpu,
+    step: &Step,
+    sequences: &[SequenceInput],
+    cache: &KvCache,
+    pos: &[i32],
+) -> RopeTable {
+    let rotary = &config.rotary;
+    let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+    let mut limits = Vec::with_capacity(pos.len());
+    for (i, input) in sequences.iter().enumerate() {
+        let limit = rotary.class_of(cache.limit(input.sequence));
+        by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
+        limits.extend(step.rows_of(i).map(|_| limit));
+    }
+    RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
+}
+
+/// A form of steps with one token to each sequence. They come again and again: the second of a form is recorded, and the
+/// later ones are replayed, where a machine does that.
+pub(crate) struct Form {
+    pub inputs: StepInputs,
+    /// Its kernels, and the logits they write; none before its second step.
+    pub recorded: Option<(Graph, Tensor)>,
+}
+
+/// What is kept of steps over a cache.
+#[derive(Default)]
+pub(crate) struct Forms {
+    /// By sequences, and the columns of the block table rounded up to a power of two: with the columns goes how far attention
+    /// is planned, so no length within them needs another plan.
+    pub recorded: HashMap<[usize; 2], Form>,
+    /// Calls of ops that were checked.
+    pub calls: Calls,
+}
+
+/// More forms than this are forgotten together: each holds what its kernels use.
+const MOST_FORMS: usize = 16;
+
+impl Forms {
+    /// Keeps a form for its next step.
+    pub fn keep(&mut self, key: [usize; 2], form: Form) {
+        if self.recorded.len() >= MOST_FORMS {
+            self.recorded.clear();
+        }
+        self.recorded.insert(key, form);
+    }
+}
