@@ -1,18 +1,18 @@
 //! The forward of every family, in the order of the paper: one path, whose parts the config chooses.
 //!
-//! There is one way to run it: a step takes the next tokens of some sequences, as many of each as there are, one behind the
-//! other. Prefill, chunks, decode, mixed batches and speculative tokens are steps that differ in how many.
+//! There is one way to run it: a step takes the next tokens of some sequences, as many of each as there are, one behind
+//! the other. Prefill, chunks, decode, mixed batches and speculative tokens are steps that differ in how many.
 //!
-//! It runs on the processor or on a device, over [`Backend`](samebits_ops::Backend): ops are called by name, and what the
-//! two do differently is in [`Machine`]. Matrix products and attention read one dtype: bf16, fp16, or f32 for the reference,
-//! whose weights are the same bf16 values widened exactly.
+//! It runs on the processor or on a device, over [`Backend`](samebits_ops::Backend): ops are called by name, and what
+//! the two do differently is in [`Machine`]. Matrix products and attention read one dtype: bf16, fp16, or f32 for the
+//! reference, whose weights are the same bf16 values widened exactly.
 //!
 //! # Rounding points of the bf16 chain
 //!
-//! A value is rounded to bf16 where a product reads it and nowhere else: the output of `rms_norm` before q/k/v, gate/up and
-//! the output projection, the rotated queries and keys, the values, the attention output, and the gated activation. Everything
-//! between two products stays f32: the residual stream, what the blocks add to it, queries and keys until they are
-//! rotated, gate and up. So are the norm weights, widened exactly.
+//! A value is rounded to bf16 where a product reads it and nowhere else: the output of `rms_norm` before q/k/v, gate/up
+//! and the output projection, the rotated queries and keys, the values, the attention output, and the gated activation.
+//! Everything between two products stays f32: the residual stream, what the blocks add to it, queries and keys until
+//! they are rotated, gate and up. So are the norm weights, widened exactly.
 //!
 //! This was chosen by measurement. RMS (largest) error of the logits against transformers' fp32 run, as a share of the
 //! error of transformers' own bf16 run, on the checkpoints in `tests/checkpoints`:
@@ -24,8 +24,8 @@
 //! | nothing that is added to the residual  | 0.744 (0.728) | 0.658 (0.608) | 0.681 (0.640) |
 //! | only what a product reads              | 0.340 (0.251) | 0.594 (0.529) | 0.618 (0.645) |
 //!
-//! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations between
-//! ops: little beside the weights that every step reads.
+//! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations
+//! between ops: little beside the weights that every step reads.
 
 use crate::config::{Config, Mlp, OpAttributes};
 use crate::experts::{Mixture, PROJECTIONS};

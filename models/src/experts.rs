@@ -1,9 +1,9 @@
 //! A mixture of experts: each token goes through the few experts that its router chooses.
 //!
-//! The choice is `route`, the sum `combine`: a chain over the rank, then what the shared experts add. An expert takes all
-//! of a step's tokens that chose it in one product, whose rows do not see each other; so neither the choice nor the sum
-//! knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and the host
-//! need not know the choice.
+//! The choice is `route`, the sum `combine`: a chain over the rank, then what the shared experts add. An expert takes
+//! all of a step's tokens that chose it in one product, whose rows do not see each other; so neither the choice nor the
+//! sum knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and
+//! the host need not know the choice.
 
 use crate::config::{Config, Experts};
 use crate::linear::{Gated, Linear, Loader};
@@ -102,8 +102,8 @@ impl Mixture {
         }
     }
 
-    /// Every expert's product with the rows of a that chose it, one expert's behind the other's; says which row each choice
-    /// has. `experts` are the choices `[n,K]`.
+    /// Every expert's product with the rows of a that chose it, one expert's behind the other's; says which row each
+    /// choice has. `experts` are the choices `[n,K]`.
     fn apply_by_expert(
         &self,
         pass: &mut Pass,

@@ -211,8 +211,8 @@ impl Loader<'_, '_> {
         Linear::pack(self.cpu, &w, self.bias(part, n, bias)?)
     }
 
-    /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each. A
-    /// row's product does not depend on which rows stand beside it.
+    /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each.
+    /// A row's product does not depend on which rows stand beside it.
     pub fn parts<const N: usize>(
         &mut self,
         part: &str,

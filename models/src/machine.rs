@@ -1,6 +1,6 @@
-//! Where a forward runs: the processor or a device. Ops are called by name on either ([`Backend`]); here is what they do
-//! differently beside ops: how the numbers that a step is told get to its kernels, how the cache grows, what a mixture of
-//! experts does with few tokens.
+//! Where a forward runs: the processor or a device. Ops are called by name on either ([`Backend`]); here is what they
+//! do differently beside ops: how the numbers that a step is told get to its kernels, how the cache grows, what a
+//! mixture of experts does with few tokens.
 
 mod device;
 mod host;
@@ -63,8 +63,8 @@ pub(crate) struct AttentionMetadata {
 
 /// A place where forwards run.
 pub(crate) trait Machine: Backend {
-    /// `values` for kernels to read, each below `limit`, and none twice where they are `distinct`. They go over `earlier`
-    /// ones, of which there are as many.
+    /// `values` for kernels to read, each below `limit`, and none twice where they are `distinct`. They go over
+    /// `earlier` ones, of which there are as many.
     ///
     /// # Errors
     /// A value that is not below `limit` or comes twice; those of a device.
@@ -82,15 +82,15 @@ pub(crate) trait Machine: Backend {
     /// Those of a device.
     fn angles(&self, table: RopeTable, earlier: Option<Prepared>) -> Result<Prepared, Error>;
 
-    /// Takes the metadata to where attention reads it, over what stands there already. `columns` is how wide the block table
-    /// of all steps of this form is at most.
+    /// Takes the metadata to where attention reads it, over what stands there already. `columns` is how wide the block
+    /// table of all steps of this form is at most.
     ///
     /// # Errors
     /// Places outside of the cache; those of a device.
     fn place(&self, metadata: &mut AttentionMetadata, shape: &Attention, columns: usize) -> Result<(), Error>;
 
-    /// `q[n,Hq,D]` and the keys and values of the cache to `out[n,Hq,E]` and `lse[n,Hq]`. `q_pos` is that of the metadata, or
-    /// what a probe made of it.
+    /// `q[n,Hq,D]` and the keys and values of the cache to `out[n,Hq,E]` and `lse[n,Hq]`. `q_pos` is that of the
+    /// metadata, or what a probe made of it.
     ///
     /// # Errors
     /// As [`samebits_ops::attention`]; positions that a device does not hold.
@@ -124,7 +124,8 @@ pub(crate) trait Machine: Backend {
         Ok(None)
     }
 
-    /// A row of x for every choice, each `every` times, by the matrix that was chosen: `x[P / every,K], w[E * N,K] -> y[P,N]`.
+    /// A row of x for every choice, each `every` times, by the matrix that was chosen: `x[P / every,K], w[E * N,K] ->
+    /// y[P,N]`.
     ///
     /// # Errors
     /// Where products are cut by expert; those of a device.
@@ -187,8 +188,8 @@ pub(crate) fn empty(machine: &dyn Machine, dtype: DType, shape: &[usize]) -> Res
     })
 }
 
-/// Two parts of `rows` heads, one behind the other in each head; each part comes with its width and how many heads share one
-/// of its rows.
+/// Two parts of `rows` heads, one behind the other in each head; each part comes with its width and how many heads
+/// share one of its rows.
 pub(crate) fn concat(
     machine: &dyn Machine,
     rows: usize,

@@ -19,8 +19,8 @@ pub(crate) struct Pass<'a, 'p> {
     pub gated: GatedBuffers,
 }
 
-/// Gate, up and their product, kept for the next MLP: the system takes longer to hand out fresh pages than an op takes to
-/// fill them.
+/// Gate, up and their product, kept for the next MLP: the system takes longer to hand out fresh pages than an op takes
+/// to fill them.
 #[derive(Default)]
 pub(crate) struct GatedBuffers {
     pub gate: Option<Tensor>,

@@ -2,8 +2,8 @@
 //!
 //! Two kinds: projections for every head (most families), and keys and values of all heads made from one short vector
 //! per token (DeepSeek). A head may be rotated in part: its rotary part, and the nope part, which carries no position.
-//! Matrices are cut by rows when they are loaded, so that the rotary part comes out in f32 and is rounded after its rotation,
-//! and everything else is rounded once by its product; joining the parts of a head only copies.
+//! Matrices are cut by rows when they are loaded, so that the rotary part comes out in f32 and is rounded after its
+//! rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
 
 use crate::ModelError;
 use crate::config::{Config, Latent};

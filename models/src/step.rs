@@ -98,8 +98,8 @@ pub(crate) struct StepInputs {
 }
 
 impl StepInputs {
-    /// Those of a step, over those of an earlier one of the same form. `angle_pos` are the positions that queries and keys are
-    /// rotated by.
+    /// Those of a step, over those of an earlier one of the same form. `angle_pos` are the positions that queries and
+    /// keys are rotated by.
     pub fn new(
         on: &Runner,
         step: &Step,
@@ -183,8 +183,8 @@ fn angles(
     RopeTable::each(cpu, rotary.dim / 2, |t| &by_limit[&limits[t]], pos, rotary.factor)
 }
 
-/// A form of steps with one token to each sequence. They come again and again: the second of a form is recorded, and the
-/// later ones are replayed, where a machine does that.
+/// A form of steps with one token to each sequence. They come again and again: the second of a form is recorded, and
+/// the later ones are replayed, where a machine does that.
 pub(crate) struct Form {
     pub inputs: StepInputs,
     /// Its kernels, and the logits they write; none before its second step.
@@ -194,8 +194,8 @@ pub(crate) struct Form {
 /// What is kept of steps over a cache.
 #[derive(Default)]
 pub(crate) struct Forms {
-    /// By sequences, and the columns of the block table rounded up to a power of two: with the columns goes how far attention
-    /// is planned, so no length within them needs another plan.
+    /// By sequences, and the columns of the block table rounded up to a power of two: with the columns goes how far
+    /// attention is planned, so no length within them needs another plan.
     pub recorded: HashMap<[usize; 2], Form>,
     /// Calls of ops that were checked.
     pub calls: Calls,

@@ -10,8 +10,8 @@ use std::borrow::Cow;
 pub trait Probe {
     /// Shows what step computed at a site: one row of values (widened) for each token.
     ///
-    /// Whatever reads the site afterwards takes what the probe leaves there, rounded to the type of the site. What was made in
-    /// one op with the site is made already: a norm does not see a change of the sum that it was fused with.
+    /// Whatever reads the site afterwards takes what the probe leaves there, rounded to the type of the site. What was
+    /// made in one op with the site is made already: a norm does not see a change of the sum that it was fused with.
     ///
     /// # Errors
     /// Whatever ends the run, for instance a full disk.
@@ -22,9 +22,9 @@ pub trait Probe {
 pub struct Seen<'a> {
     /// The layer; `None` before the first and behind the last.
     pub layer: Option<usize>,
-    /// The site: `positions`, `embed`, `input_norm`, `q`, `k`, `v`, `attention`, `o`, `mlp_norm`, `router`, `mlp`, `sum`, ..,
-    /// `logits`. The `positions` of no layer rotate queries and keys, those of a layer are where its attention takes its
-    /// queries to stand.
+    /// The site: `positions`, `embed`, `input_norm`, `q`, `k`, `v`, `attention`, `o`, `mlp_norm`, `router`, `mlp`,
+    /// `sum`, .., `logits`. The `positions` of no layer rotate queries and keys, those of a layer are where its
+    /// attention takes its queries to stand.
     pub site: &'static str,
     /// Sequence and position of each token, as the caller numbers its sequences.
     pub tokens: &'a [(usize, usize)],

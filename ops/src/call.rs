@@ -238,8 +238,8 @@ pub trait Backend {
     /// As [`Backend::upload`].
     fn download(&self, tensor: TensorRef) -> Result<Tensor, Error>;
 
-    /// Records what `work` starts instead of running it, to be replayed. `None`, and `work` is not begun, where ops run as
-    /// they are called.
+    /// Records what `work` starts instead of running it, to be replayed. `None`, and `work` is not begun, where ops run
+    /// as they are called.
     ///
     /// # Errors
     /// As [`Device::capture`].
@@ -251,11 +251,11 @@ pub trait Backend {
     /// As [`Device::replay`].
     fn replay(&self, graph: &Graph) -> Result<(), Error>;
 
-    /// Runs `op` with its tensors by name, as `samebits schema` lists them. Tensors with more axes than the form of the op
-    /// has are taken as if their leading axes were one.
+    /// Runs `op` with its tensors by name, as `samebits schema` lists them. Tensors with more axes than the form of the
+    /// op has are taken as if their leading axes were one.
     ///
-    /// Outputs are whole and in row-major order. The weight of a product may be a [`TensorRef::packed`] one, positions a
-    /// [`TensorRef::angles`].
+    /// Outputs are whole and in row-major order. The weight of a product may be a [`TensorRef::packed`] one, positions
+    /// a [`TensorRef::angles`].
     ///
     /// # Errors
     /// [`Error::Value`] that names the tensor, attribute or axis and the fix; the errors of the op.
@@ -293,8 +293,8 @@ pub trait Backend {
     /// As [`Backend::call`].
     fn run(&self, call: &Call, inputs: &[(&str, TensorRef)], outputs: Vec<(&str, TensorMut)>) -> Result<(), Error>;
 
-    /// What a caller who repeats a call keeps of its inputs, and gives in the place of one from then on; `None` where the op
-    /// has no better form of any. The bits are the same.
+    /// What a caller who repeats a call keeps of its inputs, and gives in the place of one from then on; `None` where
+    /// the op has no better form of any. The bits are the same.
     ///
     /// # Errors
     /// As [`Backend::call`]; [`Error::Memory`].

@@ -1,4 +1,5 @@
-//! Borrowed tensors of any dtype: what an op reads ([`TensorRef`]) and writes ([`TensorMut`]), with the strides of a view.
+//! Borrowed tensors of any dtype: what an op reads ([`TensorRef`]) and writes ([`TensorMut`]), with the strides of a
+//! view.
 //!
 //! The last axis is contiguous; the other axes lie where their strides say, so a view of heads, a slice of fused
 //! projections or a row of a larger matrix goes into an op without a copy. An op that cannot take a stride says which
@@ -108,8 +109,8 @@ impl Layout {
         None
     }
 
-    /// The axes before the last `keep` ones in as few as can be: extent and stride of each. Axes that follow one another
-    /// without a gap are one.
+    /// The axes before the last `keep` ones in as few as can be: extent and stride of each. Axes that follow one
+    /// another without a gap are one.
     pub(crate) fn leading(&self, keep: usize) -> Leading {
         let mut leading = Leading { count: 1, axes: [(1, 0); MAX_RANK], len: 0 };
         for axis in 0..self.rank.saturating_sub(keep) {
@@ -940,8 +941,8 @@ impl Tensor {
         TensorMut { data: self.data.data_mut(at, layout.count().expect("it is a part")), layout }
     }
 
-    /// Takes another shape, whose elements are any of those that were there, and says whether there is room for them. On the
-    /// host a smaller tensor finds room in a larger one, on a device only one of as many elements.
+    /// Takes another shape, whose elements are any of those that were there, and says whether there is room for them.
+    /// On the host a smaller tensor finds room in a larger one, on a device only one of as many elements.
     pub fn reshape(&mut self, shape: &[usize]) -> bool {
         let Ok(layout) = Layout::contiguous(shape) else { return false };
         let room = self.data.len();

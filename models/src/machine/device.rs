@@ -1,5 +1,5 @@
-//! Forwards on a device: keys, values and activations stay there. What a step is told is written before its first kernel,
-//! so that nothing but kernels lies between, and they can be captured.
+//! Forwards on a device: keys, values and activations stay there. What a step is told is written before its first
+//! kernel, so that nothing but kernels lies between, and they can be captured.
 
 use super::{AttentionMetadata, Index, IndexOf, Machine, typed};
 use crate::ModelError;
@@ -37,7 +37,8 @@ impl Machine for Device {
         }
     }
 
-    /// How far attention is planned goes with the columns, so no length within them needs another plan. No bit depends on it.
+    /// How far attention is planned goes with the columns, so no length within them needs another plan. No bit depends
+    /// on it.
     fn place(&self, metadata: &mut AttentionMetadata, shape: &Attention, columns: usize) -> Result<(), Error> {
         let AttentionMetadata { q_start, q_pos, kv_len, block_table, page_size, on_device } = metadata;
         let exact = block_table.len() / shape.batch;

@@ -98,8 +98,8 @@ pub(super) fn gemm_parts<I: Stored, O: Stored>(
     }
 }
 
-/// The product of some rows of x, from row `x_row` on, with matrix `matrix` of those that stand in `w` one behind the other,
-/// to as many rows of y, from row `y_row` on. Each matrix has a bias of its own.
+/// The product of some rows of x, from row `x_row` on, with matrix `matrix` of those that stand in `w` one behind the
+/// other, to as many rows of y, from row `y_row` on. Each matrix has a bias of its own.
 ///
 /// # Errors
 /// [`Error::Value`] when the rows are not there; as [`gemm`].

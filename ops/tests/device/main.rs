@@ -1,6 +1,6 @@
-//! What a [`Device`] does with its driver: memory that comes back, captures that end, indices and buffers that are checked.
-//! The driver here has memory and computes nothing; `driver.rs` puts the one of NVIDIA over a library that stands for
-//! libcuda.
+//! What a [`Device`] does with its driver: memory that comes back, captures that end, indices and buffers that are
+//! checked. The driver here has memory and computes nothing; `driver.rs` puts the one of NVIDIA over a library that
+//! stands for libcuda.
 
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod driver;
@@ -10,7 +10,8 @@ use samebits_ops::device::{
     gemm_experts, gemm_rows, route_to,
 };
 use samebits_ops::{
-    Attention, Attributes, Backend, Error, Gemm, GroupWorth, Qkv, Route, Scoring, TensorMut, TensorRef,
+    Attention, Attributes, Backend, Calls, Cpu, DType, Error, Gemm, GroupWorth, Qkv, Route, Scoring, Tensor, TensorMut,
+    TensorRef,
 };
 use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -338,4 +339,60 @@ fn outputs_on_the_host_are_refused_before_anything_is_written() {
     let mut found = [0; 4];
     rank.download(&device, &mut found).unwrap();
     assert_eq!((found, fake.state().launched.len()), ([7; 4], 0));
+}
+
+/// Parts of buffers go into products, and into no kernel that reads whole ones; indices must fit what they lead into.
+#[test]
+fn tensors_that_are_parts_and_indices() {
+    let fake = Fake::default();
+    let (device, cpu) = (fake.device(), Cpu::best());
+    let on = |shape: &[usize]| {
+        let host = cpu.empty(DType::Fp32, shape).unwrap();
+        Backend::upload(&device, host.view()).unwrap()
+    };
+    let (x, w, mut y) = (on(&[5, 8]), on(&[6, 8]), on(&[4, 3]));
+    let mut calls = Calls::default();
+    let mut run = |op: &str, inputs: &[(&str, TensorRef)], y: TensorMut| {
+        calls.run(&device, op, &Attributes::new(), inputs, vec![("y", y)]).map_err(|error| error.to_string())
+    };
+    for _ in 0..2 {
+        run("gemm", &[("x", x.rows(1..4)), ("w", w.rows(3..6))], y.rows_mut(1..4)).unwrap();
+    }
+    assert_eq!(fake.state().launched, ["gemm_skinny4"; 2]);
+    let norm = on(&[8]);
+    let part = run("rms_norm", &[("x", x.rows(1..4)), ("w", norm.view())], on(&[3, 8]).view_mut()).unwrap_err();
+    assert!(part.contains("`x` is a part of a buffer"), "{part}");
+    let part = run("rms_norm", &[("x", x.view()), ("w", norm.view())], on(&[6, 8]).rows_mut(1..6)).unwrap_err();
+    assert!(part.contains("`y` is a part of a buffer"), "{part}");
+
+    let mut rows = |limit: usize| {
+        let tokens = Indices::new(&device, "test", &[4, 0], limit).unwrap();
+        let tokens = TensorRef::indices(&tokens, &[2]).unwrap();
+        run("embedding", &[("w", x.view()), ("tokens", tokens)], on(&[2, 8]).view_mut())
+    };
+    assert!(rows(5).is_ok() && rows(6).is_err(), "they may lead outside of the table");
+    let tokens = Indices::new(&device, "test", &[4, 0], 5).unwrap();
+    let tokens = [("w", x.view()), ("tokens", TensorRef::indices(&tokens, &[2]).unwrap())];
+    let mut host = Tensor::new(vec![0f32; 16], &[2, 8]).unwrap();
+    let elsewhere = cpu.call("embedding", Attributes::new(), &tokens, vec![("y", host.view_mut())]).unwrap_err();
+    assert!(elsewhere.to_string().contains("is on a device"), "{elsewhere}");
+    assert!(device.download(host.view()).is_err() && cpu.download(x.view()).is_err());
+    assert!(cpu.capture(&mut || panic!("it is not begun")).unwrap().is_none());
+}
+
+/// A smaller shape finds room on the host, and none on a device, whose kernels are told of whole buffers.
+#[test]
+fn tensors_are_shaped_anew_where_there_is_room() {
+    let device = Fake::default().device();
+    let mut here = Tensor::new((0..6).map(|i| i as f32).collect(), &[2, 3]).unwrap();
+    let mut there = Backend::upload(&device, here.view()).unwrap();
+    for (shape, on_host, on_device) in [(&[3, 2][..], true, true), (&[1, 3], true, false), (&[7], false, false)] {
+        assert_eq!((here.reshape(shape), there.reshape(shape)), (on_host, on_device), "{shape:?}");
+    }
+    assert_eq!(device.download(there.view()).unwrap().shape(), [3, 2]);
+    assert_eq!((here.shape(), here.as_slice::<f32>()), (&[1, 3][..], Some(&[0.0, 1.0, 2.0][..])));
+    assert_eq!((here.as_slice::<i32>(), here.is_on_host(), there.is_on_host()), (None, true, false));
+    assert!(here.view_as(&[2]).is_err() && here.view_mut_as(&[3, 1]).is_ok());
+    let here = here.into_vec::<i32>().err().expect("it is of another type");
+    assert_eq!(here.into_vec::<f32>().ok(), Some(vec![0.0, 1.0, 2.0]));
 }
