@@ -22,7 +22,7 @@ use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
-use samebits_ops::device::{self, Buffer, Device, Indices, Part, Places, Stored};
+use samebits_ops::device::{self, AttentionMetadata, Buffer, Device, Indices, Part, Stored};
 use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, Qkv, RmsNorm, Rounding, bf16, f16};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -65,7 +65,7 @@ fn main() {
     trials.push(Trial::test("device::products_of_chosen_matrices", || chosen_products(&[])));
     trials.push(Trial::test("device::rows_are_copied_as_they_are", copied_rows));
     trials.push(Trial::test("device::what_is_captured_reads_what_stands_there", captured));
-    trials.push(Trial::test("device::indices_and_places_are_checked", checked_places));
+    trials.push(Trial::test("device::indices_and_attention_metadata_are_checked", checked_metadata));
     trials.push(Trial::test("mutants::bias_of_another_expert", other_expert));
     trials.push(Trial::test("add_rms_norm::every_type_of_sum", || sums(&[])));
     trials.push(Trial::test("mutants::norm_of_the_unrounded_sum", unrounded_sum));
@@ -1228,7 +1228,7 @@ fn captured() -> Result<(), Failed> {
 }
 
 /// What stands on the device is checked before it goes there.
-fn checked_places() -> Result<(), Failed> {
+fn checked_metadata() -> Result<(), Failed> {
     let device = plain_device(&[])?;
     let mut indices = Indices::new(&device, "test", &[0, 4], 5)?;
     for wrong in [&[0, 5][..], &[-1, 0], &[0], &[0, 1, 2]] {
@@ -1242,11 +1242,11 @@ fn checked_places() -> Result<(), Failed> {
     }
     let shape = Attention::causal([2, 3, 8], [1, 1], 4);
     // Pages of two keys; at most two queries of a sequence.
-    let mut places = Places::paged(&device, &shape, 2, 2, 2)?;
-    let set = |places: &mut Places, starts: &[i32], lens: &[i32], pages: &[i32]| {
-        places.set(&device, &shape, starts, &[0, 1, 0], lens, pages)
+    let mut metadata = AttentionMetadata::paged(&device, &shape, 2, 2, 2)?;
+    let set = |metadata: &mut AttentionMetadata, starts: &[i32], lens: &[i32], pages: &[i32]| {
+        metadata.set(&device, &shape, starts, &[0, 1, 0], lens, pages)
     };
-    set(&mut places, &[0, 2, 3], &[4, 1], &[3, 0, 1, -1])?;
+    set(&mut metadata, &[0, 2, 3], &[4, 1], &[3, 0, 1, -1])?;
     for (starts, lens, pages) in [
         ([0, 0, 3], [4, 1], [3, 0, 1, -1]),
         ([0, 2, 2], [4, 1], [3, 0, 1, -1]),
@@ -1254,7 +1254,7 @@ fn checked_places() -> Result<(), Failed> {
         ([0, 2, 3], [4, 3], [3, 0, 1, -1]),
         ([0, 2, 3], [4, 1], [3, 4, 1, -1]),
     ] {
-        if set(&mut places, &starts, &lens, &pages).is_ok() {
+        if set(&mut metadata, &starts, &lens, &pages).is_ok() {
             return Err(format!("{starts:?} {lens:?} {pages:?} are taken").into());
         }
     }
@@ -1262,7 +1262,7 @@ fn checked_places() -> Result<(), Failed> {
     let at = |shape: &Attention| -> Result<(), Failed> {
         let (mut out, mut lse) = (device.empty::<f32>("test", 12)?, device.empty::<f32>("test", 3)?);
         let qkv = Qkv { q: &q, k: &k, v: &k };
-        Ok(device::attention_at(&device, shape, &places, qkv, &mut out, &mut lse)?)
+        Ok(device::attention_at(&device, shape, &metadata, qkv, &mut out, &mut lse)?)
     };
     at(&shape)?;
     for wrong in [Attention { keys: 6, ..shape }, Attention { batch: 1, ..shape }, Attention { head_dim: 8, ..shape }] {

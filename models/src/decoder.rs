@@ -161,7 +161,7 @@ impl<'a> Runner<'a> {
         if step.is_single() {
             cache.forms.keep(form, Form { inputs, recorded });
         }
-        Ok(logits.into_vec().ok().expect("logits are f32, and on the host"))
+        Ok(logits.into_vec().expect("logits are f32, and on the host"))
     }
 }
 
@@ -196,16 +196,16 @@ impl Decoder {
     }
 
     /// Takes the weights from the processor to a device.
-    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         for layer in &mut self.layers {
-            layer.projections.to_device(cpu, device)?;
-            layer.o.to_device(cpu, device)?;
+            layer.projections.move_to(cpu, device)?;
+            layer.o.move_to(cpu, device)?;
             match &mut layer.mlp {
-                LayerMlp::Dense(mlp) => mlp.to_device(cpu, device)?,
-                LayerMlp::Sparse(mixture) => mixture.to_device(cpu, device)?,
+                LayerMlp::Dense(mlp) => mlp.move_to(cpu, device)?,
+                LayerMlp::Sparse(mixture) => mixture.move_to(cpu, device)?,
             }
         }
-        self.lm_head.to_device(cpu, device)?;
+        self.lm_head.move_to(cpu, device)?;
         let of_layers = self.layers.iter_mut().flat_map(|layer| {
             let always = [&mut layer.input_norm, &mut layer.mlp_norm];
             always.into_iter().chain(&mut layer.post_attention_norm).chain(&mut layer.post_mlp_norm)

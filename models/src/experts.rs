@@ -43,13 +43,13 @@ impl Mixture {
     }
 
     /// Takes the weights to a device.
-    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        self.router.to_device(cpu, device)?;
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.router.move_to(cpu, device)?;
         if let Some(bias) = &mut self.choice_bias {
             *bias = Backend::upload(device, bias.view())?;
         }
-        self.experts.to_device(cpu, device)?;
-        self.shared.as_mut().map_or(Ok(()), |shared| shared.to_device(cpu, device))
+        self.experts.move_to(cpu, device)?;
+        self.shared.as_mut().map_or(Ok(()), |shared| shared.move_to(cpu, device))
     }
 
     /// `a[n,hidden] -> y[n,hidden]`. `choices` are those of the step.

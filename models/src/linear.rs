@@ -21,7 +21,7 @@ enum Matrices {
     /// On the processor, packed.
     Packed(Vec<(PackedWeight, Option<Tensor>)>),
     /// On a device, row by row and one behind the other.
-    Device { weight: Tensor, bias: Option<Tensor> },
+    Device(Box<(Tensor, Option<Tensor>)>),
 }
 
 impl Linear {
@@ -39,13 +39,13 @@ impl Linear {
         let (n, k, dtype) = (all[0].n, all[0].k, all[0].dtype);
         let packed = all.into_iter().flat_map(|linear| match linear.weight {
             Matrices::Packed(packed) => packed,
-            Matrices::Device { .. } => panic!("experts are stacked before they go to a device"),
+            Matrices::Device(_) => panic!("experts are stacked before they go to a device"),
         });
         Linear { n, k, dtype, weight: Matrices::Packed(packed.collect()) }
     }
 
     /// Takes packed matrices to a device, row by row: their elements are what they were before they were packed.
-    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         let Matrices::Packed(packed) = &self.weight else { return Ok(()) };
         let (count, n) = (packed.len(), self.n);
         let mut rows = empty(cpu, self.dtype, &[count * n, self.k])?;
@@ -60,7 +60,7 @@ impl Linear {
             }
         }
         let bias = packed[0].1.as_ref().map(|_| Backend::upload(device, biases.view())).transpose()?;
-        self.weight = Matrices::Device { weight: Backend::upload(device, rows.view())?, bias };
+        self.weight = Matrices::Device(Box::new((Backend::upload(device, rows.view())?, bias)));
         Ok(())
     }
 
@@ -68,16 +68,14 @@ impl Linear {
     pub fn matrix(&self, number: usize) -> TensorRef<'_> {
         match &self.weight {
             Matrices::Packed(packed) => TensorRef::packed(&packed[number].0),
-            Matrices::Device { weight, .. } => weight.rows(number * self.n..(number + 1) * self.n),
+            Matrices::Device(all) => all.0.rows(number * self.n..(number + 1) * self.n),
         }
     }
 
     fn bias(&self, number: usize) -> Option<TensorRef<'_>> {
         match &self.weight {
             Matrices::Packed(packed) => packed[number].1.as_ref().map(Tensor::view),
-            Matrices::Device { bias, .. } => {
-                bias.as_ref().map(|bias| bias.rows(number * self.n..(number + 1) * self.n))
-            }
+            Matrices::Device(all) => all.1.as_ref().map(|bias| bias.rows(number * self.n..(number + 1) * self.n)),
         }
     }
 
@@ -99,10 +97,8 @@ impl Linear {
 
     /// A row of x for every choice, each `every` times, by the matrix that was chosen.
     fn apply_chosen(&self, pass: &Pass, x: (&Tensor, usize), choice: &Index, y: &mut Tensor) -> Result<(), ModelError> {
-        let Matrices::Device { weight, bias } = &self.weight else {
-            panic!("the processor cuts products by expert");
-        };
-        Ok(pass.machine.chosen_product(x, choice, (weight, bias.as_ref()), y)?)
+        let Matrices::Device(all) = &self.weight else { panic!("the processor cuts products by expert") };
+        Ok(pass.machine.chosen_product(x, choice, (&all.0, all.1.as_ref()), y)?)
     }
 }
 
@@ -129,8 +125,8 @@ impl Gated {
     }
 
     /// Takes the matrices to a device.
-    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        [&mut self.gate, &mut self.up, &mut self.down].into_iter().try_for_each(|linear| linear.to_device(cpu, device))
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        [&mut self.gate, &mut self.up, &mut self.down].into_iter().try_for_each(|linear| linear.move_to(cpu, device))
     }
 
     /// `x[M,hidden] -> y[M,hidden]` by one of the MLPs.

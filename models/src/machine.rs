@@ -7,7 +7,7 @@ mod host;
 
 use crate::ModelError;
 use crate::config::Config;
-use samebits_ops::device::{Indices, Part, Places};
+use samebits_ops::device::{Indices, Part};
 use samebits_ops::{Attention, Backend, DType, Error, Prepared, RopeTable, Route, Tensor, TensorRef};
 
 /// Runs an expression for the type of a dtype of floats.
@@ -58,7 +58,7 @@ pub(crate) struct AttentionMetadata {
     pub block_table: Vec<i32>,
     pub page_size: usize,
     /// The same on a device.
-    pub on_device: Option<Places>,
+    pub on_device: Option<samebits_ops::device::AttentionMetadata>,
 }
 
 /// A place where forwards run.

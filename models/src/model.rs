@@ -100,7 +100,7 @@ impl Model {
             return Err(ModelError::input("device", "the model is on one already; load it anew"));
         }
         let mut decoder = Arc::into_inner(self.decoder).expect("only models on devices share theirs");
-        decoder.to_device(cpu, device)?;
+        decoder.move_to(cpu, device)?;
         Ok(Model { decoder: Arc::new(decoder), device: Some(device.clone()), ..self })
     }
 

@@ -95,7 +95,7 @@ impl Projections {
     }
 
     /// Takes the weights to a device.
-    pub fn to_device(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         let (linears, vectors): (Vec<&mut Linear>, Vec<&mut Tensor>) = match self {
             Projections::Heads(all) => {
                 let HeadProjections { q, k, v } = &mut **all;
@@ -114,7 +114,7 @@ impl Projections {
                 (linears, vectors)
             }
         };
-        linears.into_iter().try_for_each(|linear| linear.to_device(cpu, device))?;
+        linears.into_iter().try_for_each(|linear| linear.move_to(cpu, device))?;
         for vector in vectors {
             *vector = Backend::upload(device, vector.view())?;
         }

@@ -118,7 +118,7 @@ impl StepInputs {
             at.extend((start..).take(step.rows_of(i).len()).map(|pos| cache.row(input.sequence, pos) as i32));
         }
         let angles = angles(config, on.cpu, step, sequences, cache, angle_pos);
-        let (tokens_before, rows_before, angles_before, places, choices) = match earlier {
+        let (tokens_before, rows_before, angles_before, on_device, choices) = match earlier {
             Some(StepInputs { tokens, rows, angles, attention, choices, .. }) => {
                 (Some(tokens), Some(rows), Some(angles), attention.on_device, Some(choices))
             }
@@ -142,7 +142,7 @@ impl StepInputs {
             kv_len,
             block_table: cache.table(numbers),
             page_size: cache.page_size(),
-            on_device: places,
+            on_device,
         };
         let columns = attention.block_table.len() / sequences.len();
         let columns = if step.is_single() { columns.next_power_of_two() } else { columns };

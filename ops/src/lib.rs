@@ -60,7 +60,7 @@ pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, Tensor, TensorMut, T
 
 /// The same ops on a device.
 pub mod device {
-    pub use crate::attention::device::{Places, attention, attention_at};
+    pub use crate::attention::device::{AttentionMetadata, attention, attention_at};
     pub use crate::backend::device::*;
     pub use crate::elementwise::add::on_device as add;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;

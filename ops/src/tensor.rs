@@ -342,7 +342,7 @@ pub trait Scalar: Plain + Send + Sync {
     #[doc(hidden)]
     fn owned_buffer(x: Buffer<Self>) -> Owned;
     #[doc(hidden)]
-    fn of_owned(owned: Owned) -> Result<Vec<Self>, Owned>;
+    fn of_owned(owned: Owned) -> Option<Vec<Self>>;
 }
 
 /// The elements of a [`Tensor`].
@@ -397,8 +397,8 @@ macro_rules! scalar {
                 fn owned_buffer(x: Buffer<Self>) -> Owned {
                     Owned::$on_device(x)
                 }
-                fn of_owned(owned: Owned) -> Result<Vec<Self>, Owned> {
-                    if let Owned::$variant(x) = owned { Ok(x) } else { Err(owned) }
+                fn of_owned(owned: Owned) -> Option<Vec<Self>> {
+                    if let Owned::$variant(x) = owned { Some(x) } else { None }
                 }
             }
         )*
@@ -978,18 +978,11 @@ impl Tensor {
         if let DataMut::Device(slice, _) = self.view_mut().data { T::of_buffer_mut(slice) } else { None }
     }
 
-    /// Its elements as they were given; itself where they are on a device or of another type.
-    ///
-    /// # Errors
-    /// Itself.
-    pub fn into_vec<T: Scalar>(self) -> Result<Vec<T>, Tensor> {
-        let (count, layout) = (self.count(), self.layout);
-        match T::of_owned(self.data) {
-            Ok(mut data) => {
-                data.truncate(count);
-                Ok(data)
-            }
-            Err(data) => Err(Tensor { data, layout }),
-        }
+    /// Its elements, where they are on the host and of this type.
+    pub fn into_vec<T: Scalar>(self) -> Option<Vec<T>> {
+        let count = self.count();
+        let mut data = T::of_owned(self.data)?;
+        data.truncate(count);
+        Some(data)
     }
 }

@@ -4,7 +4,7 @@
 use super::{AttentionMetadata, Index, IndexOf, Machine, typed};
 use crate::ModelError;
 use crate::config::Config;
-use samebits_ops::device::{self, Buffer, Device, Indices, Part, Places, Rotations};
+use samebits_ops::device::{self, Buffer, Device, Indices, Part, Rotations};
 use samebits_ops::{Attention, Backend, DType, Error, Prepared, Qkv, RopeTable, Route, Scalar, Tensor};
 
 impl Machine for Device {
@@ -46,14 +46,14 @@ impl Machine for Device {
             .chunks_exact(exact)
             .flat_map(|pages| pages.iter().copied().chain(std::iter::repeat_n(-1, columns - exact)))
             .collect();
-        let places = match on_device {
-            Some(places) => places,
+        let placed = match on_device {
+            Some(placed) => placed,
             None => {
                 let most = q_start.windows(2).map(|two| (two[1] - two[0]) as usize).max().unwrap_or(0);
-                on_device.insert(Places::paged(self, shape, *page_size, columns, most)?)
+                on_device.insert(device::AttentionMetadata::paged(self, shape, *page_size, columns, most)?)
             }
         };
-        places.set(self, shape, q_start, q_pos, kv_len, &table)
+        placed.set(self, shape, q_start, q_pos, kv_len, &table)
     }
 
     fn attention(
@@ -68,10 +68,10 @@ impl Machine for Device {
             let why = "a probe changed those of a layer, which a device holds for all layers; use the processor";
             return Err(ModelError::input("positions", why));
         }
-        let places = metadata.on_device.as_ref().expect("they were placed");
+        let placed = metadata.on_device.as_ref().expect("it was placed");
         typed!(q.dtype() => A, {
             let qkv = Qkv { q: buffer::<A>(q), k: buffer(k), v: buffer(v) };
-            Ok(device::attention_at(self, shape, places, qkv, buffer_mut::<A>(out), buffer_mut(lse))?)
+            Ok(device::attention_at(self, shape, placed, qkv, buffer_mut::<A>(out), buffer_mut(lse))?)
         })
     }
 

@@ -79,7 +79,7 @@ impl Machine for Cpu {
         typed!(tensor.dtype() => A, {
             let nothing = Tensor::new(Vec::<A>::new(), &[0, width])?;
             let data = std::mem::replace(tensor, nothing).into_vec::<A>();
-            let mut data = data.ok().expect("it is on the host, and of this dtype");
+            let mut data = data.expect("it is on the host, and of this dtype");
             let grown = grow(&mut data, &[rows, width]);
             let rows = data.len().checked_div(width).unwrap_or(0);
             *tensor = Tensor::new(data, &[rows, width])?;

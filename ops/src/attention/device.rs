@@ -107,9 +107,9 @@ pub fn attention<I: Stored, O: Stored>(
     if lse.is_empty() {
         return Ok(());
     }
-    let places = Places::exact(device, shape, sequences)?;
+    let metadata = AttentionMetadata::exact(device, shape, sequences)?;
     // SAFETY: everything was checked together.
-    unsafe { launch_attention(device, shape, factors, &places, qkv, out, lse) }
+    unsafe { launch_attention(device, shape, factors, &metadata, qkv, out, lse) }
 }
 
 fn lens<I: Stored, O: Stored>(
@@ -121,39 +121,40 @@ fn lens<I: Stored, O: Stored>(
     Lens { q: q.len(), k: k.len(), v: v.len(), q_pos, out: out.len(), lse: lse.len() }
 }
 
-/// [`attention`] at places that stand on the device.
+/// [`attention`] by metadata that stands on the device.
 ///
 /// # Errors
-/// As [`attention`]; [`Error::Value`] when the places were made for other dimensions or never set.
+/// As [`attention`]; [`Error::Value`] when the metadata was made for other dimensions or never set.
 pub fn attention_at<I: Stored, O: Stored>(
     device: &Device,
     shape: &Attention,
-    places: &Places,
+    metadata: &AttentionMetadata,
     qkv: Qkv<Buffer<I>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let Attention { batch, queries, keys, .. } = *shape;
-    if [batch, queries, keys] != [places.batch, places.queries, places.keys] {
-        let made = [places.batch, places.queries, places.keys];
-        let why = format!("places of {made:?} sequences, queries and keys do not serve {:?}", [batch, queries, keys]);
+    if [batch, queries, keys] != [metadata.batch, metadata.queries, metadata.keys] {
+        let made = [metadata.batch, metadata.queries, metadata.keys];
+        let why =
+            format!("metadata of {made:?} sequences, queries and keys does not serve {:?}", [batch, queries, keys]);
         return Err(value_error("attention", why));
     }
-    if !places.set {
-        return Err(value_error("attention", "the places were never set"));
+    if !metadata.set {
+        return Err(value_error("attention", "the metadata was never set"));
     }
-    let (packed, padded) = (places.packed, places.padded);
-    let factors = check_tensors(shape, packed, padded, &lens(qkv, places.positions(), out, lse))?;
+    let (packed, padded) = (metadata.packed, metadata.padded);
+    let factors = check_tensors(shape, packed, padded, &lens(qkv, metadata.positions(), out, lse))?;
     if lse.is_empty() {
         return Ok(());
     }
-    // SAFETY: tensors were checked here, and what stands in `places` when it was set.
-    unsafe { launch_attention(device, shape, factors, places, qkv, out, lse) }
+    // SAFETY: tensors were checked here, and what stands in `metadata` when it was set.
+    unsafe { launch_attention(device, shape, factors, metadata, qkv, out, lse) }
 }
 
-/// Where the queries and keys of a call stand, on a device: starts, positions, lengths and pages. They can be set anew for
-/// another call of the same form, and are checked on the host whenever they are.
-pub struct Places {
+/// Where the queries and keys of a call stand, on a device: starts, positions, lengths and pages. They can be set anew
+/// for another call of the same form, and are checked on the host whenever they are.
+pub struct AttentionMetadata {
     batch: usize,
     queries: usize,
     /// Rows of k, per sequence where they are padded.
@@ -171,9 +172,9 @@ pub struct Places {
     set: bool,
 }
 
-impl Places {
-    /// Places of packed queries over pages: of `shape.batch` sequences, with room for a table of `columns` pages each, that
-    /// may be set to up to `most` queries and as many keys as the pages hold. Nothing is set yet.
+impl AttentionMetadata {
+    /// Those of packed queries over pages: of `shape.batch` sequences, with room for a table of `columns` pages each,
+    /// that may be set to up to `most` queries and as many keys as the pages hold. Nothing is set yet.
     ///
     /// # Errors
     /// [`Error::Value`] when an extent is more than a device takes; those of the device.
@@ -183,7 +184,7 @@ impl Places {
         page_size: usize,
         columns: usize,
         most: usize,
-    ) -> Result<Places, Error> {
+    ) -> Result<AttentionMetadata, Error> {
         let Attention { batch, queries, keys, .. } = *shape;
         let reach = columns.saturating_mul(page_size);
         check_extents(queries, keys, reach)?;
@@ -192,11 +193,11 @@ impl Places {
         let words = words.ok_or_else(|| value_error("attention", format!("{batch} sequences of {columns} pages")))?;
         let indices = device.empty("attention", words)?;
         let (packed, padded, set) = (true, false, false);
-        Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set })
+        Ok(AttentionMetadata { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set })
     }
 
     /// Those of one call.
-    fn exact(device: &Device, shape: &Attention, sequences: &Sequences) -> Result<Places, Error> {
+    fn exact(device: &Device, shape: &Attention, sequences: &Sequences) -> Result<AttentionMetadata, Error> {
         let Attention { batch, queries, keys, .. } = *shape;
         let Sequences { q_pos, kv_len, .. } = *sequences;
         let (page_size, columns) = match sequences.keys {
@@ -209,10 +210,22 @@ impl Places {
         let (starts, most) = starts(shape, sequences);
         let packed = sequences.q_start.is_some();
         let indices = device.upload("attention", &join(shape, sequences, starts))?;
-        Ok(Places { batch, queries, keys, packed, padded, page_size, columns, most, reach, indices, set: true })
+        Ok(AttentionMetadata {
+            batch,
+            queries,
+            keys,
+            packed,
+            padded,
+            page_size,
+            columns,
+            most,
+            reach,
+            indices,
+            set: true,
+        })
     }
 
-    /// Sets the places of the next call: `table` has `columns` pages for each sequence.
+    /// Sets those of the next call: `table` has `columns` pages for each sequence.
     ///
     /// # Errors
     /// [`Error::Length`] and [`Error::Value`] as [`attention`]; more queries or keys than there is room for; those of
@@ -226,9 +239,9 @@ impl Places {
         kv_len: &[i32],
         table: &[i32],
     ) -> Result<(), Error> {
-        let Places { batch, queries, keys, page_size, columns, .. } = *self;
+        let AttentionMetadata { batch, queries, keys, page_size, columns, .. } = *self;
         if [shape.batch, shape.queries, shape.keys] != [batch, queries, keys] || table.len() != batch * columns {
-            return Err(value_error("attention", "the places were made for other dimensions"));
+            return Err(value_error("attention", "the metadata was made for other dimensions"));
         }
         let keys = Keys::Paged { page_size, table };
         let sequences = Sequences { q_pos, kv_len, q_start: Some(q_start), keys };
@@ -263,7 +276,7 @@ fn starts(shape: &Attention, sequences: &Sequences) -> (Vec<i32>, usize) {
     (starts, most)
 }
 
-/// What stands in [`Places::indices`].
+/// What stands in [`AttentionMetadata::indices`].
 fn join(shape: &Attention, sequences: &Sequences, q_start: Vec<i32>) -> Vec<i32> {
     let keys: Vec<i32> = match sequences.keys {
         Keys::Padded => (0..shape.batch).map(|b| (b * shape.keys) as i32).collect(),
@@ -276,19 +289,19 @@ fn join(shape: &Attention, sequences: &Sequences, q_start: Vec<i32>) -> Vec<i32>
 /// Starts the kernels of a call.
 ///
 /// # Safety
-/// The buffers are as long as `shape` says, and `places` was set for that shape.
+/// The buffers are as long as `shape` says, and `metadata` was set for that shape.
 unsafe fn launch_attention<I: Stored, O: Stored>(
     device: &Device,
     shape: &Attention,
     Factors { cap, c: (c_hi, c_lo) }: Factors,
-    places: &Places,
+    metadata: &AttentionMetadata,
     Qkv { q, k, v }: Qkv<Buffer<I>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let op = "attention";
     let Attention { batch, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
-    let &Places { page_size, columns, most, reach, ref indices, .. } = places;
+    let &AttentionMetadata { page_size, columns, most, reach, ref indices, .. } = metadata;
     let most_rows = most * (q_heads / kv_heads);
     let height = if most_rows <= 4 { 4 } else { 16.min(most_rows.next_power_of_two()) };
     let preferred = Slots {
@@ -333,8 +346,8 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     };
 
     let positions = batch + 1;
-    let lengths = positions + places.positions();
-    let at_places = [0, positions, lengths, lengths + batch];
+    let lengths = positions + metadata.positions();
+    let parts = [0, positions, lengths, lengths + batch];
     let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(op) };
     let [scores_name, values_name, join_name] = match plan.height {
         4 => ["attention_scores4", "attention_values4", "attention_join4"],
@@ -351,19 +364,19 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
             .layout(&call)
             .buffer(q)
             .buffer(k)
-            .buffer_from(indices, at_places[0])
-            .buffer_from(indices, at_places[1])
-            .buffer_from(indices, at_places[3])
-            .buffer_from(indices, at_places[2])
+            .buffer_from(indices, parts[0])
+            .buffer_from(indices, parts[1])
+            .buffer_from(indices, parts[3])
+            .buffer_from(indices, parts[2])
             .buffer_from(&room, at[0])
             .buffer_from(&room, at[1]);
         let of_values = Arguments::new()
             .layout(&call)
             .buffer(v)
-            .buffer_from(indices, at_places[0])
-            .buffer_from(indices, at_places[1])
-            .buffer_from(indices, at_places[3])
-            .buffer_from(indices, at_places[2])
+            .buffer_from(indices, parts[0])
+            .buffer_from(indices, parts[1])
+            .buffer_from(indices, parts[3])
+            .buffer_from(indices, parts[2])
             .buffer_from(&room, at[0])
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
@@ -372,7 +385,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
             .buffer(lse);
         let of_join = Arguments::new()
             .layout(&call)
-            .buffer_from(indices, at_places[0])
+            .buffer_from(indices, parts[0])
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
             .buffer_from(&room, at[3])
