@@ -2,7 +2,8 @@
 //!
 //! [`RmsNorm`], [`MatMul`] and [`Attention`] read their inputs where candle's `Layout` says that they lie: a view of
 //! heads, a slice of fused projections or a broadcast axis goes in without a copy. Only the last axis must be
-//! contiguous; where it is not, the error names it.
+//! contiguous; where it is not, the error names it. Forward only: asking for a gradient is candle's
+//! `BackwardNotSupported`.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -6,7 +6,7 @@ use samebits_ops::{Attributes, Backend, Cpu, TensorMut, TensorRef, bf16, f16};
 
 /// `x[.., N], w[N] -> y[.., N]`: each row of x over its root mean square, times w.
 ///
-/// x and w are bf16, f16 or f32 on the CPU, of one dtype or of two; y has that of x. x has two to six axes.
+/// x and w are both bf16, f16 or f32, on the CPU; y is the same. x has two to six axes.
 ///
 /// # Errors
 /// When the last axis of an input is not contiguous, a shape or a dtype is another, or `eps` is negative or not finite.
@@ -26,16 +26,15 @@ impl CustomOp2 for RmsNorm {
         let inputs = [view("rms_norm", ["x", "N"], x, x_at)?, view("rms_norm", ["w", "N"], w, w_at)?];
         let mut y = zeros(x, x_at.dims());
         let attributes = Attributes::new().with("eps", self.eps);
-        self.cpu
-            .call("rms_norm", attributes, &inputs, vec![("y", whole(&mut y, x_at.dims())?)])
-            .map_err(Error::wrap)?;
+        let outputs = vec![("y", whole(&mut y, x_at.dims())?)];
+        self.cpu.call("rms_norm", attributes, &inputs, outputs).map_err(Error::wrap)?;
         Ok((y, x_at.shape().clone()))
     }
 }
 
 /// `x[.., K], w[N, K] -> y[.., N]`: x w^T, a linear layer without bias.
 ///
-/// x and w are bf16, f16 or f32 on the CPU, of one dtype or of two; y has that of x. x has two to six axes.
+/// x and w are both bf16, f16 or f32, on the CPU; y is the same. x has two to six axes.
 ///
 /// # Errors
 /// When the last axis of an input is not contiguous, or a shape or a dtype is another.
@@ -64,8 +63,8 @@ impl CustomOp2 for MatMul {
 /// `q[B, T, Hq, D], k[B, S, Hkv, D], v[B, S, Hkv, E] -> out[B, T, Hq, E]`: causal attention with scores times
 /// 1 / sqrt(D) and grouped heads: Hq is a multiple of Hkv.
 ///
-/// Heads that candle keeps as `[B, H, S, D]` go in as their `transpose(1, 2)`. The inputs are bf16, f16 or f32 on the
-/// CPU; the output has the dtype of q.
+/// Heads that candle keeps as `[B, H, S, D]` go in as their `transpose(1, 2)`. The inputs are all bf16, f16 or f32,
+/// on the CPU; the output is the same.
 ///
 /// # Errors
 /// When the last axis of an input is not contiguous, a shape or a dtype is another, or a position is beyond i32.
