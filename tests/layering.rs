@@ -100,7 +100,10 @@ fn an_example_is_another_project() {
     let members: BTreeSet<&str> = ours.packages.iter().map(|package| package.name.as_str()).collect();
     let fetched: BTreeSet<&str> =
         ours.packages.iter().flat_map(|package| &package.dependencies).map(|d| d.name.as_str()).collect();
-    for example in ["examples/candle"] {
+    let found = std::fs::read_dir(root().join("examples")).unwrap().map(|entry| entry.unwrap().path());
+    let found: Vec<String> = found.map(|path| format!("examples/{}", path.file_name().unwrap().display())).collect();
+    assert!(found.iter().any(|example| example == "examples/candle"), "{found:?}");
+    for example in &found {
         let theirs = metadata(example);
         assert!(theirs.packages.iter().all(|package| !members.contains(package.name.as_str())), "{example}");
         let dependencies: Vec<_> = theirs.packages.iter().flat_map(|package| &package.dependencies).collect();
