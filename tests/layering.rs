@@ -42,9 +42,10 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-fn metadata() -> Metadata {
+/// What a workspace of the repository says of its members.
+fn metadata(workspace: &str) -> Metadata {
     let mut command = MetadataCommand::new();
-    command.manifest_path(root().join("Cargo.toml")).no_deps();
+    command.manifest_path(root().join(workspace).join("Cargo.toml")).no_deps();
     command.exec().expect("cargo metadata runs")
 }
 
@@ -81,7 +82,7 @@ fn violations(packages: &[Package]) -> Vec<String> {
 
 #[test]
 fn who_may_import_whom() {
-    let mut metadata = metadata();
+    let mut metadata = metadata(".");
     assert_eq!(violations(&metadata.packages), [""; 0]);
     // The rules are seen to hold something: what ops needs, given to the contract, breaks them.
     let ops = metadata.packages.iter().find(|package| package.name.as_str() == "samebits-models").unwrap();
@@ -89,6 +90,29 @@ fn who_may_import_whom() {
     let contract = metadata.packages.iter_mut().find(|package| package.name.as_str() == "samebits-contract").unwrap();
     contract.dependencies.extend(stolen);
     assert_eq!(violations(&metadata.packages), ["samebits-contract imports samebits-ops"]);
+}
+
+/// An example is what another project sees: it takes the ops alone, as they are shipped, and no member fetches what it
+/// needs.
+#[test]
+fn an_example_is_another_project() {
+    let ours = metadata(".");
+    let members: BTreeSet<&str> = ours.packages.iter().map(|package| package.name.as_str()).collect();
+    let fetched: BTreeSet<&str> =
+        ours.packages.iter().flat_map(|package| &package.dependencies).map(|d| d.name.as_str()).collect();
+    let found = std::fs::read_dir(root().join("examples")).unwrap().map(|entry| entry.unwrap().path());
+    let found: Vec<String> = found.map(|path| format!("examples/{}", path.file_name().unwrap().display())).collect();
+    assert!(found.iter().any(|example| example == "examples/candle"), "{found:?}");
+    for example in &found {
+        let theirs = metadata(example);
+        assert!(theirs.packages.iter().all(|package| !members.contains(package.name.as_str())), "{example}");
+        let dependencies: Vec<_> = theirs.packages.iter().flat_map(|package| &package.dependencies).collect();
+        let taken = dependencies.iter().filter(|d| members.contains(d.name.as_str()));
+        let taken: Vec<_> = taken.map(|d| (d.name.as_str(), &d.features[..])).collect();
+        assert_eq!(taken, [("samebits-ops", &[][..])], "{example}");
+        assert!(root().join(example).join("Cargo.lock").exists(), "{example} has no lock of its own");
+    }
+    assert!(!fetched.iter().any(|name| name.starts_with("candle")), "{fetched:?}");
 }
 
 #[test]
