@@ -49,14 +49,11 @@ pub fn elementwise(
     })
 }
 
+/// Makes elements of y of those of a and b.
+type Work<'a> = dyn Fn(&[f32], &[f32], &mut [f32]) + Sync + 'a;
+
 /// Types that no kernel is compiled for: blocks of rows, with `work(a, b, y)` in f32.
-fn blocks(
-    cpu: &Cpu,
-    name: &'static str,
-    [a, b]: [TensorRef; 2],
-    y: TensorMut,
-    work: &(dyn Fn(&[f32], &[f32], &mut [f32]) + Sync),
-) -> Result<(), Error> {
+fn blocks(cpu: &Cpu, name: &'static str, [a, b]: [TensorRef; 2], y: TensorMut, work: &Work<'_>) -> Result<(), Error> {
     // Without gaps everything is one row.
     let ([a, b], n) = match [a, b].map(|x| x.as_one_row()) {
         [Some(a), Some(b)] => ([a, b], y.shape().iter().product()),
