@@ -15,8 +15,8 @@ pub enum Ceiling {
     Read,
     /// Bytes per second of copying 256 MiB with the system's memcpy; what is read and what is written both count.
     Copy,
-    /// Operations per second of multiply-adds whose operands stay in registers: dot products of bf16 pairs, or fused
-    /// multiply-adds of f32 for other dtypes and for machines without the former. A multiply-add counts as two.
+    /// Operations per second of multiply-adds whose operands stay in registers: fused multiply-adds of f32, or, for bf16,
+    /// dot products of pairs where the machine has them and they are faster. A multiply-add counts as two.
     Peak,
 }
 
@@ -63,13 +63,15 @@ impl Ceilings {
                 });
             })),
             Ceiling::Peak => {
-                let (run, per_step) = multiply_adds(dtype)?;
                 let steps = 3_000_000;
-                Some(rate(threads * steps * per_step, || {
-                    on_threads(0..threads, |_| {
-                        black_box(run(black_box(steps)));
-                    });
-                }))
+                let loops = multiply_adds(dtype).into_iter().map(|(run, per_step)| {
+                    rate(threads * steps * per_step, || {
+                        on_threads(0..threads, |_| {
+                            black_box(run(black_box(steps)));
+                        });
+                    })
+                });
+                loops.reduce(f64::max)
             }
         }
     }
@@ -118,28 +120,31 @@ fn read(words: &[u64]) -> u64 {
 /// A loop of multiply-adds, given its steps, and the operations of one step.
 type MultiplyAdds = (fn(usize) -> f32, usize);
 
+/// The loops that may be a machine's fastest for `dtype`: dot products take twice as long as multiply-adds on Sapphire
+/// Rapids, as long on Zen 4 and later.
 #[cfg(target_arch = "x86_64")]
-fn multiply_adds(dtype: DType) -> Option<MultiplyAdds> {
+fn multiply_adds(dtype: DType) -> Vec<MultiplyAdds> {
     // SAFETY: it is handed out only where the machine has AVX512-BF16, which is asked below.
     let dots: fn(usize) -> f32 = |steps| unsafe { x86::dots(steps) };
     // SAFETY: as above, with AVX-512.
     let wide: fn(usize) -> f32 = |steps| unsafe { x86::fmas_16(steps) };
     // SAFETY: as above, with AVX2, which `Isa` has only together with FMA.
     let narrow: fn(usize) -> f32 = |steps| unsafe { x86::fmas_8(steps) };
+    let mut loops = Vec::new();
     if dtype == DType::Bf16 && Isa::Avx512Bf16.available() {
-        Some((dots, x86::SUMS_16 * 16 * 4))
-    } else if Isa::Avx512.available() {
-        Some((wide, x86::SUMS_16 * 16 * 2))
-    } else if Isa::Avx2.available() {
-        Some((narrow, x86::SUMS_8 * 8 * 2))
-    } else {
-        None
+        loops.push((dots, x86::SUMS_16 * 16 * 4));
     }
+    if Isa::Avx512.available() {
+        loops.push((wide, x86::SUMS_16 * 16 * 2));
+    } else if Isa::Avx2.available() {
+        loops.push((narrow, x86::SUMS_8 * 8 * 2));
+    }
+    loops
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn multiply_adds(_: DType) -> Option<MultiplyAdds> {
-    None
+fn multiply_adds(_: DType) -> Vec<MultiplyAdds> {
+    Vec::new()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -219,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn no_machine_multiplies_faster_in_f32_than_in_pairs() {
+    fn bf16_is_no_slower_than_f32() {
         let mut ceilings = Ceilings::default();
         let fp32 = ceilings.measure(Ceiling::Peak, DType::Fp32, 1);
         let bf16 = ceilings.measure(Ceiling::Peak, DType::Bf16, 1);
