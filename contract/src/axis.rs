@@ -591,8 +591,8 @@ fn keys(base: &Base, variants: &mut Vec<Variant>) {
                 let tensor = &base.case.inputs[input];
                 let width = tensor.len() / unseen.len();
                 let spoilt = spoil(tensor, garbage, &format!("{input}/unseen"));
-                let (seen, not) = (tensor.elements(), spoilt.elements());
-                let element = |i: usize| if unseen[i / width] { not.bits(i) } else { seen.bits(i) };
+                let (kept, other) = (tensor.elements(), spoilt.elements());
+                let element = |i: usize| if unseen[i / width] { other.bits(i) } else { kept.bits(i) };
                 let size = tensor.dtype().size();
                 let bytes: Vec<u8> =
                     (0..tensor.len()).flat_map(|i| element(i).to_le_bytes()[..size].to_vec()).collect();

@@ -329,8 +329,8 @@ pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<Chai
     let Some(tokens) = tokens.as_i32() else {
         return refuse(format!("tokens are {}; they must be i32", tokens.dtype()));
     };
-    let (have, want) = (found.elements(), reference.elements());
-    if let Some(index) = (0..found.len()).find(|&i| !have.value(i).is_finite() || !want.value(i).is_finite()) {
+    let (have, want) = (found.to_f64(), reference.to_f64());
+    if let Some(index) = (0..found.len()).find(|&i| !have[i].is_finite() || !want[i].is_finite()) {
         let mut evidence = at(output, found, index);
         evidence.expected = show(reference.value(index));
         (evidence.count, evidence.total) = (1, found.len());
@@ -350,7 +350,6 @@ pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<Chai
         approx_kl: 0.0,
         clip_fraction: 0.0,
     };
-    let (have, want) = (found.to_f64(), reference.to_f64());
     for (a, b) in have.iter().zip(&want) {
         measure.rms += (a - b) * (a - b);
         measure.max = measure.max.max((a - b).abs());

@@ -131,16 +131,12 @@ impl Gated {
 
     /// `x[M,hidden] -> y[M,hidden]` by one of the MLPs.
     pub fn apply_to(&self, pass: &mut Pass, number: usize, x: TensorRef, y: TensorMut) -> Result<(), ModelError> {
-        let (shape, mut kept) = ([x.shape()[0], self.width], std::mem::take(&mut pass.gated));
-        let gate = pass.room(&mut kept.gate, DType::Fp32, &shape)?;
-        self.gate.apply_to(pass, number, x, gate.view_mut())?;
-        let up = pass.room(&mut kept.up, DType::Fp32, &shape)?;
-        self.up.apply_to(pass, number, x, up.view_mut())?;
-        let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
-        self.activate(pass, gate, up, product)?;
-        self.down.apply_to(pass, number, product.view(), y)?;
-        pass.gated = kept;
-        Ok(())
+        self.apply_with(
+            pass,
+            x.shape()[0],
+            |linear, pass, to| linear.apply_to(pass, number, x, to.view_mut()),
+            |pass, product| self.down.apply_to(pass, number, product.view(), y),
+        )
     }
 
     /// A row of x for every choice, each `every` times, by the MLP that was chosen: `y[P,hidden]`.
@@ -151,14 +147,30 @@ impl Gated {
         choice: &Index,
         y: &mut Tensor,
     ) -> Result<(), ModelError> {
-        let (shape, mut kept) = ([y.shape()[0], self.width], std::mem::take(&mut pass.gated));
+        self.apply_with(
+            pass,
+            y.shape()[0],
+            |linear, pass, to| linear.apply_chosen(pass, x, choice, to),
+            |pass, product| self.down.apply_chosen(pass, (product, 1), choice, y),
+        )
+    }
+
+    /// The gated MLP of `rows` rows: `widen` is the product with `gate` or with `up`, `narrow` that with `down`.
+    fn apply_with(
+        &self,
+        pass: &mut Pass,
+        rows: usize,
+        widen: impl Fn(&Linear, &mut Pass, &mut Tensor) -> Result<(), ModelError>,
+        narrow: impl FnOnce(&mut Pass, &Tensor) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let (shape, mut kept) = ([rows, self.width], std::mem::take(&mut pass.gated));
         let gate = pass.room(&mut kept.gate, DType::Fp32, &shape)?;
-        self.gate.apply_chosen(pass, x, choice, gate)?;
+        widen(&self.gate, pass, gate)?;
         let up = pass.room(&mut kept.up, DType::Fp32, &shape)?;
-        self.up.apply_chosen(pass, x, choice, up)?;
+        widen(&self.up, pass, up)?;
         let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
         self.activate(pass, gate, up, product)?;
-        self.down.apply_chosen(pass, (product, 1), choice, y)?;
+        narrow(pass, product)?;
         pass.gated = kept;
         Ok(())
     }

@@ -373,7 +373,7 @@ fn forms<'f>(
 }
 
 /// Runs an expression for the type of a dtype, integers included.
-macro_rules! scalar {
+macro_rules! typed_scalar {
     ($dtype:expr => $type:ident, $run:expr) => {
         match $dtype {
             DType::Bf16 => {
@@ -415,11 +415,11 @@ fn zeros<T: Scalar>(shape: &[usize]) -> Result<Tensor, Error> {
 
 impl Backend for Cpu {
     fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
-        scalar!(dtype => T, zeros::<T>(shape))
+        typed_scalar!(dtype => T, zeros::<T>(shape))
     }
 
     fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
-        scalar!(host.dtype() => T, Tensor::new(host.dense::<T>(TENSOR, "host")?.to_vec(), host.shape()))
+        typed_scalar!(host.dtype() => T, Tensor::new(host.dense::<T>(TENSOR, "host")?.to_vec(), host.shape()))
     }
 
     fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {
@@ -431,7 +431,7 @@ impl Backend for Cpu {
     }
 
     fn replay(&self, _graph: &Graph) -> Result<(), Error> {
-        Err(Error::Device("a graph of a device".into()))
+        Err(Error::Unavailable("the graph was captured on a device; replay it there".into()))
     }
 
     fn run(&self, call: &Call, inputs: &[(&str, TensorRef)], outputs: Vec<(&str, TensorMut)>) -> Result<(), Error> {
@@ -450,18 +450,18 @@ impl Backend for Cpu {
 impl Backend for Device {
     fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
         let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent)).unwrap_or(usize::MAX);
-        scalar!(dtype => T, Tensor::on_device(Device::empty::<T>(self, TENSOR, count)?, shape))
+        typed_scalar!(dtype => T, Tensor::on_device(Device::empty::<T>(self, TENSOR, count)?, shape))
     }
 
     fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
-        scalar!(host.dtype() => T, {
+        typed_scalar!(host.dtype() => T, {
             let buffer = Device::upload::<T>(self, TENSOR, host.dense(TENSOR, "host")?)?;
             Tensor::on_device(buffer, host.shape())
         })
     }
 
     fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {
-        scalar!(tensor.dtype() => T, {
+        typed_scalar!(tensor.dtype() => T, {
             let buffer: &Buffer<T> = tensor.device(TENSOR, "tensor")?;
             let mut host = zeros::<T>(tensor.shape())?;
             buffer.download(self, host.as_slice_mut().expect("it is on the host"))?;

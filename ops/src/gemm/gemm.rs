@@ -219,13 +219,14 @@ pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, E
     if args.call.tf32() || w.as_packed().is_some() {
         return Ok(None);
     }
+    w.on_host(args.op(), "w")?;
     let [n, k] = *w.shape() else { return Ok(None) };
     Ok(Some(Prepared::Weight("w", PackedWeight::of(cpu, n, k, w)?)))
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
 /// earlier k in the high half. A `Cpu` with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see
-/// `coded.rs`), from which every one comes back as it was.
+/// `pack/dictionary.rs`), from which every one comes back as it was.
 pub struct PackedWeight {
     n: usize,
     k: usize,
@@ -263,16 +264,16 @@ impl PackedWeight {
         PackedWeight::of(cpu, n, k, TensorRef::of(w, &[n, k]))
     }
 
-    /// Packs a matrix of any layout.
+    /// Packs a matrix of any layout on the host.
     fn of(cpu: &Cpu, n: usize, k: usize, w: TensorRef) -> Result<PackedWeight, Error> {
-        w.on_host("gemm", "w")?;
         let (dtype, pairs) = (w.dtype(), w.dtype() == DType::Bf16);
         if dtype == DType::Fp16 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
         if cpu.isa().has_dot()
             && pairs
-            && n * k > 0
+            && n > 0
+            && k > 0
             && let Some(memory) = dictionary::pack(cpu, n, w.rows())?
         {
             return Ok(PackedWeight { n, k, dtype, form: Form::Coded, memory });
