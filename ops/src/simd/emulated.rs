@@ -62,14 +62,27 @@ pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
 #[inline(never)]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 fn dpbf16(sums: &mut [f32; 16], a: &Words, b: &Words) {
-    let flushed = |x: f32| if x.abs() < f32::MIN_POSITIVE { 0f32.copysign(x) } else { x };
-    let step = |sum: f32, a: u32, b: u32| {
-        flushed(flushed(f32::from_bits(a)).mul_add(flushed(f32::from_bits(b)), flushed(sum)))
-    };
     for ((sum, a), b) in sums.iter_mut().zip(a.0).zip(b.0) {
-        *sum = step(*sum, a & 0xFFFF_0000, b & 0xFFFF_0000);
-        *sum = step(*sum, a << 16, b << 16);
+        *sum = flushing_fma(a & 0xFFFF_0000, b & 0xFFFF_0000, *sum);
+        *sum = flushing_fma(a << 16, b << 16, *sum);
     }
+}
+
+/// `a * b + sum` of two bf16, subnormals read and returned as zeros. A result is one if it is below the smallest normal
+/// number when rounded to 24 bits, not to those that a subnormal has.
+#[inline(always)]
+fn flushing_fma(a: u32, b: u32, sum: f32) -> f32 {
+    const LEAST: f32 = f32::MIN_POSITIVE;
+    let flushed = |x: f32| if x.abs() < LEAST { 0f32.copysign(x) } else { x };
+    let [a, b, sum] = [f32::from_bits(a), f32::from_bits(b), sum].map(flushed);
+    let result = a.mul_add(b, sum);
+    if result.abs() == LEAST {
+        // Where the result is this small no operand is so large that these overflow.
+        let scale = f32::exp2(32.0);
+        let scaled = (a * scale).mul_add(b * scale, sum * scale * scale);
+        return if scaled.abs() < LEAST * scale * scale { 0f32.copysign(result) } else { result };
+    }
+    flushed(result)
 }
 
 /// # Safety
@@ -711,5 +724,10 @@ mod tests {
         assert_eq!(dot(-f32::MIN_POSITIVE, [f32::MIN_POSITIVE, 1.0], [0.75, f32::MIN_POSITIVE]), f32::MIN_POSITIVE);
         assert_eq!(dot(0.0, [-0.5, -0.0], [f32::MIN_POSITIVE, 0.0]).to_bits(), 0x8000_0000);
         assert!(dot(f32::INFINITY, [f32::INFINITY, 0.0], [-1.0, 0.0]).is_nan());
+        // Half of the last place below the smallest normal number, at 24 bits, is a tie to even; above that it is flushed,
+        // although a subnormal, which has fewer bits, would be rounded up.
+        let [half, more] =
+            [1.0, 1.5].map(|by| dot(f32::MIN_POSITIVE, [f32::exp2(-75.0), 0.0], [-by * f32::exp2(-76.0), 0.0]));
+        assert_eq!([half, more], [f32::MIN_POSITIVE, 0.0]);
     }
 }
