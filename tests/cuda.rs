@@ -24,7 +24,8 @@ use samebits_models::{
 };
 use samebits_ops::device::{self, AttentionMetadata, Buffer, Device, Indices, Part, Stored};
 use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, Qkv, RmsNorm, Rounding, bf16, f16};
-use std::collections::BTreeMap;
+use samebits_schema::{Kind, OPS, Op, REST};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -40,15 +41,14 @@ fn main() {
         let stem = file.file_stem().expect("found by extension").to_string_lossy().into_owned();
         trials.push(Trial::test(format!("vectors::{stem}"), move || vector(&file)));
     }
-    for (name, make) in SHAPES {
+    trials.push(Trial::test("shapes::every_op_has_some", every_op_has_shapes));
+    for name in named_shapes() {
         for [dtype, out] in TYPES {
-            let name = format!("shapes::{name}::{}-{}", dtype.name(), out.name());
-            trials.push(Trial::test(name, move || same_bits(&make(dtype, out), false)));
+            let trial = format!("shapes::{name}::{}-{}", dtype.name(), out.name());
+            trials.push(Trial::test(trial, move || same_bits(&shapes(name, dtype, out), false)));
         }
-    }
-    for (name, make) in SHAPES {
-        trials
-            .push(Trial::test(format!("backwards::{name}"), move || same_bits(&make(DType::Bf16, DType::Fp32), true)));
+        let cases = move || same_bits(&shapes(name, DType::Bf16, DType::Fp32), true);
+        trials.push(Trial::test(format!("backwards::{name}"), cases));
     }
     for mutant in MUTANTS {
         trials.push(Trial::test(format!("mutants::{}", mutant.name), move || caught(mutant)));
@@ -134,20 +134,37 @@ const TYPES: [[DType; 2]; 5] = [
 
 type Make = fn(DType, DType) -> Vec<Case>;
 
-/// Ragged shapes of every op: lengths around lanes, vectors, tiles, segments, blocks of keys.
+/// Where ragged shapes come from: [`SHAPES`], and the ops of rows that it does not name.
+fn named_shapes() -> Vec<&'static str> {
+    let by_form = OPS.iter().filter(|op| op.is_of_rows() && !SHAPES.iter().any(|(name, _)| *name == op.name));
+    SHAPES.iter().map(|(name, _)| *name).chain(by_form.map(|op| op.name)).collect()
+}
+
+fn shapes(name: &str, dtype: DType, out: DType) -> Vec<Case> {
+    match SHAPES.iter().find(|(known, _)| *known == name) {
+        Some((_, make)) => make(dtype, out),
+        None => by_form(samebits_schema::find(name).expect("shapes are named after ops"), dtype, out),
+    }
+}
+
+/// Whoever adds an op that runs on a device adds shapes for it.
+fn every_op_has_shapes() -> Result<(), Failed> {
+    let cases = named_shapes().into_iter().flat_map(|name| shapes(name, DType::Bf16, DType::Bf16));
+    let known: BTreeSet<String> = cases.map(|case| case.op).collect();
+    let missing = OPS.iter().map(|op| op.name).filter(|name| !known.contains(*name) && *name != "chain");
+    match missing.collect::<Vec<_>>().as_slice() {
+        [] => Ok(()),
+        missing => Err(format!("SHAPES has nothing of {missing:?}").into()),
+    }
+}
+
+/// Ragged shapes: lengths around lanes, vectors, tiles, segments, blocks of keys.
 const SHAPES: &[(&str, Make)] = &[
     ("add", |dtype, out| elementwise("add", "a", "b", dtype, out)),
     ("silu_mul", |dtype, out| elementwise("silu_mul", "gate", "up", dtype, out)),
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),
     ("softcap", |dtype, out| pointwise("softcap", "cap", ["30", "0.37"], dtype, out)),
     ("scale", |dtype, out| pointwise("scale", "factor", ["-1.7", "55.42562584220407"], dtype, out)),
-    ("rms_norm", |dtype, out| {
-        let widths = [1, 7, 8, 31, 255, 256, 257, 264, 1024, 1032, 4104, 8200, 8448];
-        widths.iter().flat_map(|&n| norms("rms_norm", n, dtype, out)).collect()
-    }),
-    ("add_rms_norm", |dtype, out| {
-        [1, 9, 256, 264, 777].iter().flat_map(|&n| norms("add_rms_norm", n, dtype, out)).collect()
-    }),
     ("rope", |dtype, out| rotated("rope", dtype, out)),
     ("norm_rope", |dtype, out| rotated("norm_rope", dtype, out)),
     ("embedding", |dtype, out| {
@@ -343,20 +360,36 @@ fn combines(dtype: DType, out: DType) -> Vec<Case> {
     cases
 }
 
-/// Five rows of `n` for an op whose inputs are floats over R and N, as its form says.
-fn rows(op: &'static str, n: usize, dtype: DType, out: DType) -> Maker {
-    let form = samebits_schema::find(op).expect("the op is known");
-    form.inputs.iter().fold(Maker::new(op, dtype, out), |make, input| {
-        let shape: Vec<usize> = input.axes.iter().map(|axis| if *axis == "N" { n } else { 5 }).collect();
-        make.float(input.name, &shape, 1.0)
-    })
-}
-
-fn norms(op: &'static str, n: usize, dtype: DType, out: DType) -> Vec<Case> {
-    let of = |rounding: &str, offset: &str| {
-        rows(op, n, dtype, out).param("rounding", rounding).param("weight_offset", offset).case()
-    };
-    vec![of("once", "0"), of("hf", "1")]
+/// An op of rows by its form: five rows of widths around lanes, vectors and what a warp keeps of a row, with every choice of
+/// optional inputs, and with attributes left out and not.
+fn by_form(op: &Op, dtype: DType, out: DType) -> Vec<Case> {
+    let optional: Vec<&str> = op.inputs.iter().filter(|input| input.optional).map(|input| input.name).collect();
+    let mut cases = Vec::new();
+    for n in [1, 7, 8, 31, 255, 256, 257, 264, 777, 1024, 1032, 4104, 8200, 8448] {
+        for choice in 0..1 << optional.len() {
+            let left_out =
+                |name| optional.iter().position(|optional| *optional == name).is_some_and(|i| choice >> i & 1 == 1);
+            let given = op.inputs.iter().filter(|input| !left_out(input.name));
+            let case = || {
+                given.clone().fold(Maker::new(op.name, dtype, out), |make, input| {
+                    let rows = input.axes.iter().any(|axis| ["R", REST].contains(axis));
+                    let shape: &[usize] = if rows { &[5, n] } else { &[n] };
+                    make.float(input.name, shape, 1.0)
+                })
+            };
+            cases.push(case().case());
+            let other = op.attributes.iter().filter_map(|attribute| match attribute.kind {
+                Kind::Flag => Some((attribute.name, "1")),
+                Kind::Choice(words) => words.last().map(|word| (attribute.name, *word)),
+                _ => None,
+            });
+            let other: Vec<_> = other.collect();
+            if !other.is_empty() {
+                cases.push(other.iter().fold(case(), |make, (name, value)| make.param(name, value)).case());
+            }
+        }
+    }
+    cases
 }
 
 fn rotated(op: &'static str, dtype: DType, out: DType) -> Vec<Case> {
@@ -795,9 +828,8 @@ fn fails<T>(result: Result<T, Failed>, says: &str) -> Result<(), Failed> {
 /// A changed kernel gives an error or other bits, and the words are the expected ones.
 fn caught(mutant: Mutant) -> Result<(), Failed> {
     let device = emulated(&[mutant.change], false)?;
-    let make = SHAPES.iter().find(|(name, _)| *name == mutant.shapes).expect("the mutant names shapes").1;
     let types = [[DType::Bf16, DType::Fp32], [DType::Fp32, DType::Fp32]];
-    let cases = types.into_iter().flat_map(|[dtype, out]| make(dtype, out));
+    let cases = types.into_iter().flat_map(|[dtype, out]| shapes(mutant.shapes, dtype, out));
     let judged: Result<(), Failed> = cases.map(|case| agree(&device, &case)).try_for_each(|found| found.map(drop));
     fails(judged, mutant.says)
 }

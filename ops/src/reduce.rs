@@ -45,12 +45,13 @@ impl Lanes {
         Lanes(lanes)
     }
 
-    /// Adds `x`, whose length is a multiple of 256 unless it is the last part.
+    /// Adds `x` by `step`, for which +0 must leave a lane as it is. The length of `x` is a multiple of 256 unless it is the
+    /// last part.
     #[inline(always)]
-    pub fn add<S: Simd>(&mut self, s: S, x: &[f32]) {
+    pub fn add<S: Simd, P: Step>(&mut self, s: S, x: &[f32], step: P) {
         let (blocks, rest) = x.split_at(x.len() - x.len() % LANES);
-        self.add_blocks(s, blocks, Add);
-        self.add_rest(s, rest, 0.0, Add);
+        self.add_blocks(s, blocks, step);
+        self.add_rest(s, rest, 0.0, step);
     }
 
     #[inline(always)]

@@ -235,6 +235,15 @@ impl Op {
         self.attributes.iter().any(|attribute| matches!(attribute.default, DefaultValue::Required))
     }
 
+    /// Whether its tensors are floats over rows R and elements N, or over any axes, and nothing else: enough to make inputs
+    /// of any size without knowing more of it.
+    pub fn is_of_rows(&self) -> bool {
+        let known = |axes: &[&str]| axes.iter().all(|axis| ["R", "N", REST].contains(axis));
+        self.inputs.iter().all(|input| input.is_float() && known(input.axes))
+            && self.outputs.iter().all(|output| output.fixed_dtype().is_none() && known(output.axes))
+            && !self.needs_more()
+    }
+
     /// For example `x[M,K], w[N,K], bias[N]? -> y[M,N]`.
     pub fn form(&self) -> String {
         let inputs = self.inputs.iter().map(|input| {

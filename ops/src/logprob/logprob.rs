@@ -12,7 +12,7 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
-use crate::reduce::Lanes;
+use crate::reduce::{Add, Lanes};
 use crate::simd::unroll::Twice;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
@@ -191,7 +191,7 @@ impl Denominator {
         let mut part = [0f32; 8];
         for (part, segment) in part.iter_mut().zip(kept.chunks(segment_length(x.len()))) {
             let mut lanes = Lanes::new();
-            lanes.add(s, segment);
+            lanes.add(s, segment, Add);
             *part = lanes.fold(s, segment.len());
         }
         Denominator { n, sum: join(part) }
@@ -227,7 +227,7 @@ impl<I: Element> Kernel for Total<'_, I> {
             for x in segment.chunks(TILE) {
                 let tile = &mut tile[..x.len()];
                 weights(s, x, self.scale, n, tile);
-                lanes.add(s, tile);
+                lanes.add(s, tile, Add);
             }
             *part = lanes.fold(s, segment.len());
         }

@@ -237,14 +237,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
     ]
 }
 
-/// Whether all tensors of an op are floats over R and N.
-fn is_of_rows(op: &Op) -> bool {
-    let known = |axes: &[&str]| axes.iter().all(|axis| ["R", "N", REST].contains(axis));
-    op.inputs.iter().all(|input| input.is_float() && known(input.axes))
-        && op.outputs.iter().all(|output| output.fixed_dtype().is_none() && known(output.axes))
-}
-
-/// Such an op by name, on three rows of `n` elements, its attributes left out.
+/// An op [of rows](Op::is_of_rows) by name, on three rows of `n` elements, its attributes left out.
 fn by_form<I: Element, O: Element>(op: &Op, r: &Round, n: usize) -> Result<(), Error> {
     let shape = |axes: &[&str]| -> Vec<usize> {
         let extent = |axis: &&str| if *axis == "R" { 3 } else { n };
@@ -289,7 +282,7 @@ fn check<I: Element, O: Element>() {
                 op(&round, n).unwrap_or_else(|e| panic!("{name} {n} {:?} {:?}: {e}", round.cpu, round.guard));
             }
         }
-        for op in OPS.iter().filter(|op| is_of_rows(op)) {
+        for op in OPS.iter().filter(|op| op.is_of_rows()) {
             for n in EDGES {
                 let done = by_form::<I, O>(op, &round, n);
                 done.unwrap_or_else(|e| panic!("{} {n} {:?} {:?}: {e}", op.name, round.cpu, round.guard));
