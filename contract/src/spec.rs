@@ -25,6 +25,7 @@ mod combine;
 mod embedding;
 mod gelu_mul;
 mod gemm;
+mod layer_norm;
 mod linear_logprob;
 mod logprob;
 mod norm_rope;
@@ -191,6 +192,7 @@ pub fn all() -> &'static [Spec] {
         gemm::SPEC,
         rms_norm::SPEC,
         add_rms_norm::SPEC,
+        layer_norm::SPEC,
         attention::SPEC,
         logprob::SPEC,
         linear_logprob::SPEC,

@@ -50,6 +50,7 @@ pub use logprob::softmax::softmax;
 pub use moe::combine::{Combine, combine};
 pub use moe::route::{GroupWorth, Route, Scoring, route};
 pub use norm::add_rms_norm::add_rms_norm;
+pub use norm::layer_norm::{LayerNorm, layer_norm};
 pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
@@ -76,6 +77,7 @@ pub mod device {
     pub use crate::moe::combine::{combine_at, on_device as combine};
     pub use crate::moe::route::{on_device as route, route_to};
     pub use crate::norm::add_rms_norm::on_device as add_rms_norm;
+    pub use crate::norm::layer_norm::on_device as layer_norm;
     pub use crate::norm::norm_rope::on_device as norm_rope;
     pub use crate::norm::rms_norm::on_device as rms_norm;
     pub use crate::rope::rope::{Rotations, on_device as rope};

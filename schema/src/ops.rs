@@ -17,6 +17,7 @@ pub mod combine;
 pub mod embedding;
 pub mod gelu_mul;
 pub mod gemm;
+pub mod layer_norm;
 pub mod linear_logprob;
 pub mod logprob;
 pub mod norm_rope;
@@ -35,6 +36,7 @@ pub static OPS: &[&Op] = &[
     &gemm::OP,
     &rms_norm::OP,
     &add_rms_norm::OP,
+    &layer_norm::OP,
     &attention::OP,
     &paged_attention::OP,
     &packed_attention::OP,

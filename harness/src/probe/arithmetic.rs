@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 12] = [
+pub const HANDS_ON: [&str; 13] = [
     "gemm",
     "combine",
     "attention",
@@ -25,6 +25,7 @@ pub const HANDS_ON: [&str; 12] = [
     "embedding",
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
     "rope",
     "norm_rope",
     "silu_mul",
@@ -323,6 +324,7 @@ impl Probe<'_> {
                 let (x, residual) = (make(&[1, 4], &[1.0; 4]), make(&[1, 4], &[0.0; 4]));
                 self.one(op, &eps, vec![("x", x), ("residual", residual), ("w", make(&[4], &[v; 4]))], "y")
             }
+            "layer_norm" => self.one(op, &eps, vec![("x", make(&[1, 2], &[1., -1.])), ("w", make(&[2], &[v; 2]))], "y"),
             "rope" => self.one(op, &[], vec![("x", make(&[1, 1, 2], &[v, 1.0])), ("pos", int(0))], "y"),
             "norm_rope" => {
                 let (x, w) = (make(&[1, 1, 2], &[1.0; 2]), make(&[2], &[v, 1.0]));
