@@ -1,15 +1,32 @@
 //! What the probe says: of our ops exactly what NUMERICS.md declares, of mutants what is wrong with them.
 
+use libtest_mimic::{Arguments, Trial};
+use samebits_ops::Isa;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn main() {
-    samebits_mutants::run_tests(&[
-        ("our_ops_do_what_the_page_says", our_ops_do_what_the_page_says),
+    samebits_mutants::serve_if_asked();
+    let trial = |name: String, test: Box<dyn Fn() + Send>| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    };
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name);
+    let by_isa = isas.map(|isa| {
+        let test = Box::new(move || our_ops_do_what_the_page_says(isa));
+        trial(format!("our_ops_do_what_the_page_says::{isa}"), test)
+    });
+    let mut trials: Vec<Trial> = by_isa.collect();
+    let tests: [(&str, fn()); 4] = [
+        ("every_op_that_hands_a_number_on_can_be_asked", every_op_that_hands_a_number_on_can_be_asked),
         ("sums_without_signs_are_as_the_page_says", sums_without_signs_are_as_the_page_says),
         ("mutants_are_explained", mutants_are_explained),
         ("drawings_and_wrong_arguments", drawings_and_wrong_arguments),
-    ]);
+    ];
+    trials.extend(tests.map(|(name, test)| trial(name.into(), Box::new(test))));
+    libtest_mimic::run(&Arguments::from_args(), trials).exit()
 }
 
 fn samebits(args: &[&str]) -> Output {
@@ -59,42 +76,35 @@ order of a sum of 300 terms
     (((0..48 + 48..96) + (96..144 + 144..192)) + ((192..240 + 240..288) + 288..300))
 ";
 
-fn our_ops_do_what_the_page_says() {
-    let isas: Vec<&str> =
-        samebits_ops::Isa::ALL.into_iter().filter(|isa| isa.available()).map(samebits_ops::Isa::name).collect();
-    for isa in isas {
-        for threads in ["1", "3"] {
-            let output = samebits(&["probe", "--isa", isa, "--threads", threads]);
-            let said = text(&output);
-            assert_eq!(output.status.code(), Some(0), "{isa}: {said}");
-            assert!(said.ends_with(&format!("{ORDERS}{ARITHMETIC}")), "{isa}: {said}");
-        }
-        for dtype in ["bf16", "fp16"] {
-            let output = samebits(&["probe", "--isa", isa, "--dtype", dtype]);
-            let said = text(&output);
-            assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
-            assert!(said.contains(ORDERS) && said.contains("products                 exact"), "{isa} {dtype}: {said}");
-        }
-        for dtype in ["bf16", "fp16", "fp32"] {
-            let output = samebits(&["probe", "--op", "attention", "--isa", isa, "--dtype", dtype]);
-            let said = text(&output);
-            assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
-            assert!(
-                said.contains("    0..16\n") && said.contains("    (0..256 + 256..512)\n"),
-                "{isa} {dtype}: {said}"
-            );
-        }
+fn our_ops_do_what_the_page_says(isa: &str) {
+    for threads in ["1", "3"] {
+        let output = samebits(&["probe", "--isa", isa, "--threads", threads]);
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(0), "{isa}: {said}");
+        assert!(said.ends_with(&format!("{ORDERS}{ARITHMETIC}")), "{isa}: {said}");
+    }
+    for dtype in ["bf16", "fp16"] {
+        let output = samebits(&["probe", "--isa", isa, "--dtype", dtype]);
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
+        assert!(said.contains(ORDERS) && said.contains("products                 exact"), "{isa} {dtype}: {said}");
+    }
+    for dtype in ["bf16", "fp16", "fp32"] {
+        let output = samebits(&["probe", "--op", "attention", "--isa", isa, "--dtype", dtype]);
+        let said = text(&output);
+        assert_eq!(output.status.code(), Some(0), "{isa} {dtype}: {said}");
+        assert!(said.contains("    0..16\n") && said.contains("    (0..256 + 256..512)\n"), "{isa} {dtype}: {said}");
     }
 }
 
 /// Ops that add nothing hand a number on, and narrow outputs show the last rounding.
-#[test]
 fn every_op_that_hands_a_number_on_can_be_asked() {
     for (op, dtype, out, said) in [
         ("add", "fp32", "bf16", "just above a tie         up"),
         ("scale", "fp32", "fp16", "last rounding            to nearest, ties to even"),
         ("embedding", "fp32", "bf16", "-0                       -0"),
         ("rms_norm", "bf16", "fp32", "subnormal results        kept"),
+        ("layer_norm", "fp32", "bf16", "just above a tie         up"),
         ("add_rms_norm", "fp16", "fp16", "NaN                      the canonical NaN"),
         ("rope", "fp32", "fp16", "overflow                 to infinity"),
         ("norm_rope", "fp32", "fp32", "operands                 whole"),
@@ -121,7 +131,7 @@ fn sums_without_signs_are_as_the_page_says() {
         ("logprob", "fp16", "as declared"),
         ("logprob", "fp32", "as declared"),
     ] {
-        for isa in ["scalar", samebits_ops::Isa::best().name()] {
+        for isa in ["scalar", Isa::best().name()] {
             let output = samebits(&["probe", "--op", op, "--dtype", dtype, "--isa", isa]);
             let said = text(&output);
             assert_eq!(output.status.code(), Some(0), "{op} {dtype}: {said}");

@@ -158,7 +158,7 @@ fn changed(mut case: Case, change: Change) -> Case {
                 && let Tensor::I32(array) = &mut *indexes[i % (count + 1)]
                 && let Some(at) = at.checked_rem(array.len())
             {
-                *array.iter_mut().nth(at).expect("it is within the array") = to;
+                array[at] = to;
             }
         }
         Change::Config(config) => case.config = config,

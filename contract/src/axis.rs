@@ -443,13 +443,14 @@ fn spoil(tensor: &Tensor, garbage: Garbage, key: &str) -> Tensor {
     let largest = round::from_bits(round::to_bits(f64::INFINITY, dtype) - 1, dtype);
     let (shape, ints) = (BTreeMap::new(), BTreeMap::new());
     let maker = Maker { key, dtype, fill: Fill::Normal, shape: &shape, ints: &ints };
-    let values: Vec<f64> = match garbage {
-        Garbage::Other => maker.values("garbage", Fill::Normal, tensor.len(), tensor.len()),
-        Garbage::Nan => vec![f64::NAN; tensor.len()],
-        Garbage::Inf => (0..tensor.len()).map(|i| if i % 2 == 0 { f64::INFINITY } else { f64::NEG_INFINITY }).collect(),
-        Garbage::Huge => (0..tensor.len()).map(|i| if i % 3 == 0 { -largest } else { largest }).collect(),
+    // A few, over and over: drawing and rounding each element would take most of the time of a run.
+    let values = match garbage {
+        Garbage::Other => maker.values("garbage", Fill::Normal, tensor.len().min(4093), tensor.len()),
+        Garbage::Nan => vec![f64::NAN],
+        Garbage::Inf => vec![f64::INFINITY, f64::NEG_INFINITY],
+        Garbage::Huge => vec![-largest, largest, largest],
     };
-    round::tensor(dtype, tensor.shape(), &values)
+    round::tensor(dtype, &[values.len()], &values).repeated(tensor.shape())
 }
 
 /// 1, 2, 3, .., 2^k-1, 2^k, 2^k+1 below `limit`.

@@ -1,22 +1,92 @@
-//! A tensor whose element type is known at run time: ndarray inside, [`DType`] outside.
+//! A tensor whose element type is known at run time.
 
 use crate::round;
 use half::{bf16, f16};
-use ndarray::{ArrayD, Axis, IxDyn};
+use std::ops::{Deref, DerefMut};
 
 pub use samebits_schema::DType;
+
+/// Elements of one type in row-major order, and their shape.
+#[derive(Clone, Debug)]
+pub struct Array<T> {
+    /// The elements stand at its end, so that the first may be aligned.
+    room: Vec<T>,
+    start: usize,
+    shape: Vec<usize>,
+}
+
+impl<T: Copy> Array<T> {
+    /// The last elements of `room`, as many as `shape` takes. Panics when there are fewer.
+    fn last_of(room: Vec<T>, shape: &[usize]) -> Array<T> {
+        let start = room.len().checked_sub(shape.iter().product()).expect("shape matches the data");
+        Array { room, start, shape: shape.to_vec() }
+    }
+
+    /// All of `room`. Panics when `shape` takes more or fewer.
+    fn of(room: Vec<T>, shape: &[usize]) -> Array<T> {
+        let array = Array::last_of(room, shape);
+        assert_eq!(array.start, 0, "shape matches the data");
+        array
+    }
+
+    /// The extent of every axis.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn select(&self, axis: usize, picks: impl Iterator<Item = usize> + Clone) -> Array<T> {
+        let (inner, extent) = (self.shape[axis + 1..].iter().product::<usize>(), self.shape[axis]);
+        let mut shape = self.shape.clone();
+        shape[axis] = picks.clone().count();
+        let mut room = Vec::with_capacity(shape.iter().product());
+        for entries in self.chunks_exact((extent * inner).max(1)) {
+            picks.clone().for_each(|pick| room.extend_from_slice(&entries[pick * inner..][..inner]));
+        }
+        Array::of(room, &shape)
+    }
+
+    fn append(&self, axis: usize, next: &Array<T>) -> Array<T> {
+        let mut shape = self.shape.clone();
+        shape[axis] = next.shape[axis];
+        assert_eq!(shape, next.shape, "extents match");
+        shape[axis] += self.shape[axis];
+        let mut room = Vec::with_capacity(self.len() + next.len());
+        let outer: usize = shape[..axis].iter().product();
+        for i in 0..outer {
+            for array in [self, next] {
+                let width = array.len() / outer;
+                room.extend_from_slice(&array[i * width..][..width]);
+            }
+        }
+        Array::of(room, &shape)
+    }
+}
+
+impl<T> Deref for Array<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.room[self.start..]
+    }
+}
+
+impl<T> DerefMut for Array<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.room[self.start..]
+    }
+}
 
 /// A dense tensor in row-major order.
 #[derive(Clone, Debug)]
 pub enum Tensor {
     /// bfloat16 elements.
-    Bf16(ArrayD<bf16>),
+    Bf16(Array<bf16>),
     /// binary16 elements.
-    Fp16(ArrayD<f16>),
+    Fp16(Array<f16>),
     /// binary32 elements.
-    Fp32(ArrayD<f32>),
+    Fp32(Array<f32>),
     /// 32-bit integers.
-    I32(ArrayD<i32>),
+    I32(Array<i32>),
 }
 
 /// The elements of a [`Tensor`] in row-major order: looked up once and read many times.
@@ -83,22 +153,22 @@ macro_rules! map {
 impl Tensor {
     /// A tensor from row-major bf16 elements. Panics when `shape` does not match the length.
     pub fn bf16(shape: &[usize], data: Vec<bf16>) -> Tensor {
-        Tensor::Bf16(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+        Tensor::Bf16(Array::of(data, shape))
     }
 
     /// A tensor from row-major fp16 elements. Panics when `shape` does not match the length.
     pub fn fp16(shape: &[usize], data: Vec<f16>) -> Tensor {
-        Tensor::Fp16(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+        Tensor::Fp16(Array::of(data, shape))
     }
 
     /// A tensor from row-major f32 elements. Panics when `shape` does not match the length.
     pub fn fp32(shape: &[usize], data: Vec<f32>) -> Tensor {
-        Tensor::Fp32(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+        Tensor::Fp32(Array::of(data, shape))
     }
 
     /// A tensor from row-major i32 elements. Panics when `shape` does not match the length.
     pub fn i32(shape: &[usize], data: Vec<i32>) -> Tensor {
-        Tensor::I32(ArrayD::from_shape_vec(IxDyn(shape), data).expect("shape matches the data"))
+        Tensor::I32(Array::of(data, shape))
     }
 
     /// The element type.
@@ -139,10 +209,10 @@ impl Tensor {
     /// All elements, for a loop over them.
     pub fn elements(&self) -> Elements<'_> {
         match self {
-            Tensor::Bf16(a) => Elements::Bf16(flat(a)),
-            Tensor::Fp16(a) => Elements::Fp16(flat(a)),
-            Tensor::Fp32(a) => Elements::Fp32(flat(a)),
-            Tensor::I32(a) => Elements::I32(flat(a)),
+            Tensor::Bf16(a) => Elements::Bf16(a),
+            Tensor::Fp16(a) => Elements::Fp16(a),
+            Tensor::Fp32(a) => Elements::Fp32(a),
+            Tensor::I32(a) => Elements::I32(a),
         }
     }
 
@@ -155,37 +225,39 @@ impl Tensor {
     /// The elements as a slice when the tensor holds i32.
     pub fn as_i32(&self) -> Option<&[i32]> {
         match self {
-            Tensor::I32(a) => Some(flat(a)),
+            Tensor::I32(a) => Some(a),
             _ => None,
         }
     }
 
     /// The rows `rows` of axis 0, in that order. Panics when one is out of range.
     pub fn rows(&self, rows: &[usize]) -> Tensor {
-        map!(self, a => a.select(Axis(0), rows))
+        self.select(0, rows)
     }
 
     /// The entries `picks` of axis `axis`, in that order. Panics when one is out of range.
     pub fn select(&self, axis: usize, picks: &[usize]) -> Tensor {
-        map!(self, a => a.select(Axis(axis), picks).as_standard_layout().into_owned())
+        map!(self, a => a.select(axis, picks.iter().copied()))
+    }
+
+    /// The elements over and over, as many as `shape` takes. Panics when there are none and `shape` takes some.
+    pub fn repeated(&self, shape: &[usize]) -> Tensor {
+        map!(self, a => {
+            let count = shape.iter().product();
+            let room: Vec<_> = a.iter().copied().cycle().take(count).collect();
+            Array::of(room, shape)
+        })
     }
 
     /// `self` followed by `next` along `axis`. Panics when their dtypes or their other extents differ.
     pub fn append(&self, axis: usize, next: &Tensor) -> Tensor {
-        macro_rules! join {
-            ($($kind:ident),*) => {
-                match (self, next) {
-                    $((Tensor::$kind(a), Tensor::$kind(b)) => Tensor::$kind(
-                        ndarray::concatenate(Axis(axis), &[a.view(), b.view()])
-                            .expect("extents match")
-                            .as_standard_layout()
-                            .into_owned(),
-                    ),)*
-                    _ => panic!("cannot append {} to {}", next.dtype(), self.dtype()),
-                }
-            };
+        match (self, next) {
+            (Tensor::Bf16(a), Tensor::Bf16(b)) => Tensor::Bf16(a.append(axis, b)),
+            (Tensor::Fp16(a), Tensor::Fp16(b)) => Tensor::Fp16(a.append(axis, b)),
+            (Tensor::Fp32(a), Tensor::Fp32(b)) => Tensor::Fp32(a.append(axis, b)),
+            (Tensor::I32(a), Tensor::I32(b)) => Tensor::I32(a.append(axis, b)),
+            _ => panic!("cannot append {} to {}", next.dtype(), self.dtype()),
         }
-        join!(Bf16, Fp16, Fp32, I32)
     }
 
     /// Whether both tensors have the same dtype, shape and bits.
@@ -201,14 +273,14 @@ impl Tensor {
         map!(self, a => {
             let mut room = Vec::with_capacity(a.len() + 1);
             room.extend(a.iter().next().copied());
-            room.extend_from_slice(flat(a));
-            last_of(room, a.shape())
+            room.extend_from_slice(a);
+            Array::last_of(room, a.shape())
         })
     }
 
     /// The entries `from..to` of axis `axis`.
     pub fn range(&self, axis: usize, from: usize, to: usize) -> Tensor {
-        map!(self, a => a.slice_axis(Axis(axis), ndarray::Slice::from(from..to)).as_standard_layout().into_owned())
+        map!(self, a => a.select(axis, from..to))
     }
 
     /// The same elements with a leading axis of extent 1.
@@ -232,10 +304,10 @@ impl Tensor {
     /// The little-endian bytes of the elements in row-major order.
     pub fn to_bytes(&self) -> Vec<u8> {
         match self {
-            Tensor::Bf16(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::Fp16(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::Fp32(a) => flat(a).iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::I32(a) => flat(a).iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Tensor::Bf16(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::Fp16(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::Fp32(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
+            Tensor::I32(a) => a.iter().flat_map(|v| v.to_le_bytes()).collect(),
         }
     }
 
@@ -259,32 +331,19 @@ impl Tensor {
     }
 }
 
-/// The last elements of `room` as an array of `shape`.
-fn last_of<T>(room: Vec<T>, shape: &[usize]) -> ArrayD<T> {
-    let count = shape.iter().product::<usize>();
-    let mut wide = ndarray::Array1::from_vec(room);
-    wide.slice_axis_inplace(Axis(0), ndarray::Slice::from(wide.len() - count..));
-    wide.into_shape_with_order(IxDyn(shape)).expect("the same elements in one row")
-}
-
 /// An array whose first element stands on the border of a cache line, as libraries for tensors place theirs: times of
 /// kernels would hang on where an allocator happens to put things.
-fn on_a_line<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIterator<Item = T>) -> ArrayD<T> {
+fn on_a_line<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIterator<Item = T>) -> Array<T> {
     let line = LINE / size_of::<T>();
     let mut room = Vec::<T>::with_capacity(elements.len() + line);
     let before = room.as_ptr().align_offset(LINE).min(line);
     room.resize(before, T::default());
     room.extend(elements);
-    last_of(room, shape)
+    Array::last_of(room, shape)
 }
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-
-/// The elements of a standard-layout array. Every array in a [`Tensor`] is made in that layout.
-fn flat<T>(array: &ArrayD<T>) -> &[T] {
-    array.as_slice().expect("tensors are kept in row-major order")
-}
 
 #[cfg(test)]
 mod tests {
@@ -297,9 +356,9 @@ mod tests {
                 let bytes: Vec<u8> = (0..count * dtype.size()).map(|i| (i * 7 % 251) as u8).collect();
                 let tensor = Tensor::from_bytes(dtype, &[count, 1], &bytes).unwrap();
                 assert_eq!(tensor.to_bytes(), bytes, "{dtype} x {count}");
-                let first = each!(&tensor, a => flat(a).as_ptr().addr());
+                let first = each!(&tensor, a => a.as_ptr().addr());
                 assert!(count == 0 || first.is_multiple_of(LINE), "{dtype} x {count} at {first:#x}");
-                let first = each!(&tensor.shifted(), a => flat(a).as_ptr().addr());
+                let first = each!(&tensor.shifted(), a => a.as_ptr().addr());
                 assert!(count == 0 || !first.is_multiple_of(LINE), "{dtype} x {count} shifted to {first:#x}");
                 assert!(tensor.same_bits(&tensor.shifted()));
             }

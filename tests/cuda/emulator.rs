@@ -294,15 +294,17 @@ impl Library {
     /// before from the same files with the same options is opened as it is.
     fn build(changes: &[Change], name: &str, text: &str, definitions: &[String]) -> Result<Library, String> {
         let compiler = compiler()?;
-        let mut files: Vec<(String, String)> = vec![("machine.cuh".into(), MACHINE.into())];
-        for (file, content) in texts() {
-            let mut content = content.to_string();
-            for change in changes.iter().filter(|change| change.file == file) {
-                content = content.replacen(change.from, change.to, 1);
+        // Those that it includes, so that another one's change compiles nothing anew.
+        let mut files: Vec<(String, String)> = vec![("unit.cpp".into(), text.into())];
+        let mut read = 0;
+        while read < files.len() {
+            for file in included(&files[read].1) {
+                if files.iter().all(|(known, _)| *known != file) {
+                    files.push((file.clone(), changed(&file, changes)));
+                }
             }
-            files.push((file.into(), content));
+            read += 1;
         }
-        files.push(("unit.cpp".into(), text.into()));
         let mut options: Vec<String> =
             ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC", "-shared"]
                 .map(String::from)
@@ -339,6 +341,22 @@ impl Library {
         assert!(!found.is_null(), "no symbol {name}");
         found
     }
+}
+
+/// The files that `text` includes beside those of the system.
+fn included(text: &str) -> Vec<String> {
+    let names = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next());
+    names.map(str::to_string).collect()
+}
+
+/// The text of a file of the kernels, with its changes.
+fn changed(file: &str, changes: &[Change]) -> String {
+    if file == "machine.cuh" {
+        return MACHINE.into();
+    }
+    let (_, text) = texts().into_iter().find(|(name, _)| *name == file).expect("a kernel includes files of kernels");
+    let changes = changes.iter().filter(|change| change.file == file);
+    changes.fold(text.to_string(), |text, change| text.replacen(change.from, change.to, 1))
 }
 
 /// The C++ compiler: `CXX`, or one of the usual names.

@@ -7,8 +7,8 @@ use samebits_contract::case::{Answer, Case};
 use samebits_contract::spec::check_form;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::MAX_FRAME;
-use samebits_ops::device::{Buffer, Device, Plain};
-use samebits_ops::{Backend, Cpu, Error, Scalar, TensorMut, TensorRef, bf16, f16};
+use samebits_ops::device::Device;
+use samebits_ops::{Backend, Cpu, Error, TensorMut, TensorRef};
 use samebits_schema::Call;
 use std::collections::BTreeMap;
 
@@ -53,6 +53,18 @@ impl From<samebits_schema::Error> for Refusal {
     }
 }
 
+/// Runs an expression with the array of a tensor.
+macro_rules! array {
+    ($tensor:expr, $array:ident => $run:expr) => {
+        match $tensor {
+            Tensor::Bf16($array) => $run,
+            Tensor::Fp16($array) => $run,
+            Tensor::Fp32($array) => $run,
+            Tensor::I32($array) => $run,
+        }
+    };
+}
+
 pub(super) type Outputs = BTreeMap<String, Tensor>;
 
 /// The outputs of `case` by `cpu`; its op is timed where there is a clock.
@@ -73,27 +85,26 @@ pub(super) fn on_device(device: &Device, case: &Case, clock: Option<&Clock>) -> 
     let call = check_form(case)?;
     let there = case.inputs.iter().map(|(name, tensor)| {
         let index = tensor.dtype() == DType::I32;
-        Ok((name.as_str(), tensor, if index { None } else { Some(There::copy(device, tensor)?) }))
+        Ok((name.as_str(), tensor, if index { None } else { Some(Backend::upload(device, host(tensor))?) }))
     });
     let there = there.collect::<Result<Vec<_>, Refusal>>()?;
     let inputs: Vec<(&str, TensorRef)> = there
         .iter()
-        .map(|(name, tensor, there)| {
-            (*name, there.as_ref().map_or_else(|| host(tensor), |there| there.tensor(tensor.shape())))
-        })
+        .map(|(name, tensor, there)| (*name, there.as_ref().map_or_else(|| host(tensor), |there| there.view())))
         .collect();
     let mut outputs = room(&call)?;
-    let mut made =
-        outputs.iter().map(|(_, tensor)| There::room(device, tensor)).collect::<Result<Vec<_>, Refusal>>()?;
+    let made = outputs.iter().map(|(_, tensor)| Backend::empty(device, tensor.dtype(), tensor.shape()));
+    let mut made = made.collect::<Result<Vec<_>, _>>()?;
     timed(device, &call, inputs, clock, |inputs| {
         let both = outputs.iter().zip(&mut made);
-        let there = both.map(|((name, tensor), there)| (*name, there.tensor_mut(tensor.shape())));
+        let there = both.map(|((name, _), there)| (*name, there.view_mut()));
         device.run(&call, inputs, there.collect())?;
         // What a clock times ends when the device has ended.
         if clock.is_some() { device.finish() } else { Ok(()) }
     })?;
     for ((_, tensor), there) in outputs.iter_mut().zip(&made) {
-        there.fetch(device, tensor)?;
+        let here = Backend::download(device, there.view())?;
+        array!(tensor, a => a.copy_from_slice(here.as_slice().expect("room was made for its dtype")));
     }
     Ok(outputs.into_iter().map(|(name, tensor)| (name.to_string(), tensor)).collect())
 }
@@ -115,26 +126,14 @@ fn timed(
     Ok(clock.time(|| run(&inputs))?)
 }
 
-/// Runs an expression with the array of a tensor.
-macro_rules! array {
-    ($tensor:expr, $array:ident => $run:expr) => {
-        match $tensor {
-            Tensor::Bf16($array) => $run,
-            Tensor::Fp16($array) => $run,
-            Tensor::Fp32($array) => $run,
-            Tensor::I32($array) => $run,
-        }
-    };
-}
-
 /// A tensor on the host, as it is.
 fn host(tensor: &Tensor) -> TensorRef<'_> {
-    array!(tensor, a => TensorRef::new(a.as_slice().expect("tensors are row-major"), a.shape())).expect("few axes")
+    array!(tensor, a => TensorRef::new(a, a.shape())).expect("few axes")
 }
 
 fn host_mut(tensor: &mut Tensor) -> TensorMut<'_> {
     let shape = tensor.shape().to_vec();
-    array!(tensor, a => TensorMut::new(a.as_slice_mut().expect("tensors are row-major"), &shape)).expect("few axes")
+    array!(tensor, a => TensorMut::new(a, &shape)).expect("few axes")
 }
 
 /// Room for the outputs of a call; their elements are all overwritten.
@@ -225,7 +224,7 @@ impl<'a> Laid<'a> {
             Laid::AsIs(tensor) => host(tensor),
             Laid::Moved(tensor) => host(tensor),
             Laid::View(tensor, shape, strides) => {
-                let view = array!(tensor, a => TensorRef::strided(a.as_slice().expect("one axis"), shape, strides));
+                let view = array!(tensor, a => TensorRef::strided(a, shape, strides));
                 view.expect("the view lies in what was gathered")
             }
         }
@@ -235,71 +234,4 @@ impl<'a> Laid<'a> {
 /// Strides of row-major order.
 fn strides(shape: &[usize]) -> Vec<usize> {
     (0..shape.len()).map(|axis| shape[axis + 1..].iter().product()).collect()
-}
-
-/// A tensor on a device.
-enum There {
-    Bf16(Buffer<bf16>),
-    Fp16(Buffer<f16>),
-    Fp32(Buffer<f32>),
-    I32(Buffer<i32>),
-}
-
-/// Runs an expression with the buffer of a tensor on a device.
-macro_rules! buffer {
-    ($there:expr, $buffer:ident => $run:expr) => {
-        match $there {
-            There::Bf16($buffer) => $run,
-            There::Fp16($buffer) => $run,
-            There::Fp32($buffer) => $run,
-            There::I32($buffer) => $run,
-        }
-    };
-}
-
-impl There {
-    fn copy(device: &Device, tensor: &Tensor) -> Result<There, Refusal> {
-        fn of<T: Plain>(device: &Device, data: Option<&[T]>) -> Result<Buffer<T>, Error> {
-            device.upload("request", data.expect("tensors are row-major"))
-        }
-        Ok(match tensor {
-            Tensor::Bf16(a) => There::Bf16(of(device, a.as_slice())?),
-            Tensor::Fp16(a) => There::Fp16(of(device, a.as_slice())?),
-            Tensor::Fp32(a) => There::Fp32(of(device, a.as_slice())?),
-            Tensor::I32(a) => There::I32(of(device, a.as_slice())?),
-        })
-    }
-
-    /// Room for as many elements as `tensor` has.
-    fn room(device: &Device, tensor: &Tensor) -> Result<There, Refusal> {
-        let len = tensor.len();
-        Ok(match tensor.dtype() {
-            DType::Bf16 => There::Bf16(device.empty("request", len)?),
-            DType::Fp16 => There::Fp16(device.empty("request", len)?),
-            DType::Fp32 => There::Fp32(device.empty("request", len)?),
-            _ => There::I32(device.empty("request", len)?),
-        })
-    }
-
-    fn tensor(&self, shape: &[usize]) -> TensorRef<'_> {
-        buffer!(self, b => TensorRef::on_device(b, shape)).expect("as many elements as the tensor that was copied")
-    }
-
-    fn tensor_mut(&mut self, shape: &[usize]) -> TensorMut<'_> {
-        buffer!(self, b => TensorMut::on_device(b, shape)).expect("as many elements as there is room for")
-    }
-
-    fn fetch(&self, device: &Device, tensor: &mut Tensor) -> Result<(), Refusal> {
-        fn to<T: Scalar>(device: &Device, from: &Buffer<T>, host: Option<&mut [T]>) -> Result<(), Error> {
-            from.download(device, host.expect("tensors are row-major"))
-        }
-        let fetched = match (self, tensor) {
-            (There::Bf16(b), Tensor::Bf16(a)) => to(device, b, a.as_slice_mut()),
-            (There::Fp16(b), Tensor::Fp16(a)) => to(device, b, a.as_slice_mut()),
-            (There::Fp32(b), Tensor::Fp32(a)) => to(device, b, a.as_slice_mut()),
-            (There::I32(b), Tensor::I32(a)) => to(device, b, a.as_slice_mut()),
-            _ => unreachable!("room was made for its dtype"),
-        };
-        Ok(fetched?)
-    }
 }
