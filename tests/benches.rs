@@ -43,7 +43,7 @@ fn measure(name: &str) -> f64 {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().to_str().expect("text");
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).to_string();
-    let mut samebits = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut samebits = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     samebits.args(["measure", "--workloads", "--filter", name, "--threads", &threads, "--out", out]);
     let output = samebits.args(["--pairs", "3", "--repeat", "21"]).output().expect("samebits runs");
     let record = std::fs::read(dir.path().join("measure.json"));

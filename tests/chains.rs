@@ -207,7 +207,7 @@ fn a_mutant_is_traced_to_its_layer() {
 }
 
 fn samebits(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_samebits")).args(args).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_samebits-tested")).args(args).output().unwrap()
 }
 
 #[test]
@@ -405,7 +405,7 @@ fn a_full_disk_leaves_nothing_half_written() {
     let forward = |blocks: &str| {
         let limited = "trap '' XFSZ; ulimit -f \"$1\"; shift; exec \"$@\"";
         let mut command = Command::new("sh");
-        command.args(["-c", limited, "sh", blocks, env!("CARGO_BIN_EXE_samebits"), "forward", "--model"]);
+        command.args(["-c", limited, "sh", blocks, env!("CARGO_BIN_EXE_samebits-tested"), "forward", "--model"]);
         command.arg(&model).arg("--tokens").arg(&tokens).arg("--out").arg(&out).arg("--dump").arg(&dump);
         command.env("TMPDIR", dir.path()).output().unwrap()
     };

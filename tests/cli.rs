@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn samebits<S: AsRef<OsStr>>(args: &[S], stdin: &[u8]) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+    let mut child = Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
         .args(args)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -176,7 +176,7 @@ fn a_reader_that_leaves_is_no_error() {
         write_frame(&mut requests, &encode_request(&add(&[1.0; 4096]))).unwrap();
     }
     for (args, stdin) in [(&["answer"][..], &requests[..]), (&["devices"], b""), (&["--help"], b"")] {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+        let mut child = Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
             .args(args)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -23,7 +23,7 @@ fn main() {
     let isa = Isa::best();
     let cpu = Cpu::new(isa, 1, usize::MAX).expect("the best instruction set is there");
     let implementation = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
-    let implementation = implementation.with_program(env!("CARGO_BIN_EXE_samebits").into());
+    let implementation = implementation.with_program(env!("CARGO_BIN_EXE_samebits-tested").into());
     // All of it lives as long as the trials, that is until the process ends.
     let contract: &Contract = Box::leak(Box::new(Contract::load(None).expect("the contract loads")));
     let judge: &Judge = Box::leak(Box::new(Judge {

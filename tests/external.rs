@@ -22,7 +22,7 @@ fn repository() -> PathBuf {
 }
 
 fn samebits(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     command.args(args).current_dir(repository()).stdin(Stdio::null()).output().expect("samebits runs")
 }
 
@@ -33,14 +33,14 @@ fn records(dir: &Path) -> Vec<Record> {
 
 /// The built-in program.
 fn ours() -> Vec<String> {
-    [env!("CARGO_BIN_EXE_samebits"), "answer"].map(String::from).into()
+    [env!("CARGO_BIN_EXE_samebits-tested"), "answer"].map(String::from).into()
 }
 
 /// A list of one implementation, started by `command`.
 fn list(folder: &Path, command: &[String], more: &str) -> PathBuf {
     let text = format!(
         "[[implementation]]\nname = \"theirs\"\nabout = \"a program\"\ncommand = {command:?}\nversion = [{:?}, \"--version\"]\n{more}\n",
-        env!("CARGO_BIN_EXE_samebits")
+        env!("CARGO_BIN_EXE_samebits-tested")
     );
     let path = folder.join("impls.toml");
     std::fs::write(&path, text).unwrap();
@@ -168,7 +168,7 @@ fn answers_before_the_request() {
     let mut frame = Vec::new();
     samebits_contract::wire::write_frame(&mut frame, &samebits_contract::wire::encode_answer(&answer)).unwrap();
     std::fs::write(folder.path().join("frame"), frame).unwrap();
-    let program = env!("CARGO_BIN_EXE_samebits");
+    let program = env!("CARGO_BIN_EXE_samebits-tested");
     let text = format!(
         "[[implementation]]\nname = \"theirs\"\nabout = \"hasty\"\n\
          command = [\"sh\", \"-c\", \"cat frame; exec {program} answer\"]\n"

@@ -19,7 +19,7 @@ fn repository() -> PathBuf {
 }
 
 fn samebits(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     command.args(args).current_dir(repository()).stdin(Stdio::null()).output().expect("samebits runs")
 }
 
@@ -38,7 +38,7 @@ fn records(dir: &Path) -> Vec<Record> {
 
 /// A list with our own program and with a mutant.
 fn list(folder: &Path) -> PathBuf {
-    let ours = [env!("CARGO_BIN_EXE_samebits"), "answer"].map(String::from);
+    let ours = [env!("CARGO_BIN_EXE_samebits-tested"), "answer"].map(String::from);
     let mut list = String::new();
     for (name, command) in [("right", &ours[..]), ("wrong", &samebits_mutants::command("split_by_batch"))] {
         list += &format!("[[implementation]]\nname = \"{name}\"\nabout = \"ours\"\ncommand = {command:?}\n");
@@ -184,7 +184,7 @@ fn the_script_of_the_action() {
             .env("ARGUMENTS", arguments)
             .env("OUT", folder.path().join("report"))
             .env("ROOT", repository())
-            .env("PROGRAM", env!("CARGO_BIN_EXE_samebits"))
+            .env("PROGRAM", env!("CARGO_BIN_EXE_samebits-tested"))
             .env("GITHUB_STEP_SUMMARY", &summary)
             .output()
             .expect("bash runs")

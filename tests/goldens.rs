@@ -71,7 +71,7 @@ fn copy() -> TempDir {
 }
 
 fn check(root: &Path) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_samebits"))
+    Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
         .args(["check", "--op", "add", "--judgment", "golden"])
         .arg("--root")
         .arg(root)

@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn command(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     let root: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     command.args(args).current_dir(root).stdin(Stdio::null());
     command
@@ -107,7 +107,8 @@ fn a_full_disk() {
         // No file may grow beyond so many blocks: as on a full disk, a part of a write goes through and the next one fails.
         let limited = format!("trap '' XFSZ; ulimit -f {room}; exec \"$0\" \"$@\"");
         let mut full = Command::new("sh");
-        full.args(["-c", &limited, env!("CARGO_BIN_EXE_samebits"), "check", "--out", text(&out)]).args(SELECTION);
+        full.args(["-c", &limited, env!("CARGO_BIN_EXE_samebits-tested"), "check", "--out", text(&out)])
+            .args(SELECTION);
         let output =
             full.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).stdin(Stdio::null()).output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);

@@ -26,6 +26,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     // Nobody may import it: what is wrong on purpose is for tests alone.
     ("samebits-mutants", &["samebits-contract", "samebits-harness", "samebits-models", "samebits-ops"]),
+    ("samebits-tests", &["samebits-harness"]),
 ];
 
 /// Where a crate may not be used. Whoever says what is right computes on one thread and on no accelerator.
@@ -90,6 +91,22 @@ fn who_may_import_whom() {
     let contract = metadata.packages.iter_mut().find(|package| package.name.as_str() == "samebits-contract").unwrap();
     contract.dependencies.extend(stolen);
     assert_eq!(violations(&metadata.packages), ["samebits-contract imports samebits-ops"]);
+}
+
+/// The table of crates in ARCHITECTURE says of each what its manifest says.
+#[test]
+fn the_table_of_crates_is_true() {
+    let text = std::fs::read_to_string(root().join("docs/ARCHITECTURE.md")).unwrap();
+    let metadata = metadata(".");
+    let members: BTreeSet<&str> = metadata.packages.iter().map(|package| package.name.as_str()).collect();
+    for package in &metadata.packages {
+        let row = text.lines().find(|line| line.contains(&format!("| `{}` |", package.name)));
+        let row = row.unwrap_or_else(|| panic!("{} has no row", package.name)).trim_end_matches(" |");
+        let said = row.rsplit(" | ").next().and_then(|said| said.split(';').next()).expect("split gives one");
+        let said = said.split(", ").filter(|name| *name != "none").map(|name| format!("samebits-{name}"));
+        let imports = dependencies(package).into_iter().filter(|name| members.contains(name)).map(String::from);
+        assert_eq!(said.collect::<BTreeSet<_>>(), imports.collect::<BTreeSet<_>>(), "{}", package.name);
+    }
 }
 
 /// A test target without libtest runs what its `main` lists: a `#[test]` there would be compiled and never run.

@@ -115,7 +115,7 @@ fn peer(wrong: &str) -> String {
 }
 
 fn measure(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     // Not in the repository: the built-in peer cannot be found by accident.
     command.arg("measure").args(args).current_dir(std::env::temp_dir()).stdin(Stdio::null());
     command.output().expect("samebits runs")
@@ -346,7 +346,7 @@ fn answers_with_a_clock() -> Result<(), Failed> {
         ]),
         config: Config::default(),
     };
-    let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+    let mut child = Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
         .args(["answer", "--threads", "1"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

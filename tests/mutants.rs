@@ -318,7 +318,7 @@ impl Bench {
     fn ours_is_green(&self, op: &str) -> Result<(), Failed> {
         let cpu = Cpu::new(Isa::best(), 1, usize::MAX)?;
         let ours = CpuImplementation::new(cpu).with_checkpoints(self.checkpoints.clone());
-        self.is_green(&ours.with_program(env!("CARGO_BIN_EXE_samebits").into()), op)
+        self.is_green(&ours.with_program(env!("CARGO_BIN_EXE_samebits-tested").into()), op)
     }
 
     /// Green in the small cases, in every check but the one that watches the memory of this process, where other trials run.

@@ -31,7 +31,7 @@ fn main() {
 
 fn samebits(args: &[&str]) -> Output {
     let root: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     command.args(args).current_dir(root).stdin(Stdio::null()).output().expect("samebits runs")
 }
 

@@ -19,7 +19,7 @@ fn repository() -> PathBuf {
 }
 
 fn command(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     command.args(args).current_dir(repository()).stdin(Stdio::null());
     command
 }

@@ -103,7 +103,7 @@ impl Program {
     }
 
     fn start(&self) -> Result<Running, Failed> {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_samebits"))
+        let mut child = Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
             .args(["answer", "--isa", self.isa.name(), "--threads", &self.threads.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

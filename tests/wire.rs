@@ -306,7 +306,8 @@ fn the_documented_forms_are_true() {
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/WIRE.md")).unwrap();
     let (_, rest) = page.split_once("<!-- samebits schema --markdown -->\n").expect("the block begins");
     let (block, _) = rest.split_once("<!-- end -->").expect("the block ends");
-    let printed = std::process::Command::new(env!("CARGO_BIN_EXE_samebits")).args(["schema", "--markdown"]).output();
+    let printed =
+        std::process::Command::new(env!("CARGO_BIN_EXE_samebits-tested")).args(["schema", "--markdown"]).output();
     let printed = String::from_utf8(printed.expect("samebits runs").stdout).unwrap();
     assert!(printed.lines().count() > 40, "{printed}");
     assert!(block == printed, "put this between the marks of docs/WIRE.md:\n{printed}");
@@ -316,7 +317,7 @@ fn the_documented_forms_are_true() {
 #[test]
 fn the_printed_schema_is_whole() {
     let schema = |args: &[&str]| {
-        std::process::Command::new(env!("CARGO_BIN_EXE_samebits"))
+        std::process::Command::new(env!("CARGO_BIN_EXE_samebits-tested"))
             .arg("schema")
             .args(args)
             .output()

@@ -1,10 +1,12 @@
 //! The part of `samebits` that sees both sides: it asks implementations the contract's questions.
 //!
-//! The binary `samebits` is a thin command line over this library; the tests use the library directly.
+//! The command line (`command`, `cmd/`) is a part of it; the tests use both.
 
 pub mod ceilings;
 pub mod checkpoints;
 pub mod clock;
+mod cmd;
+pub mod command;
 pub mod dump;
 pub mod implementation;
 pub mod judge;

@@ -187,14 +187,14 @@ fn files_go_straight_into_pipes_and_descriptors() {
         fs::write(&file, "before\n").unwrap();
         let script = "exec 3>>\"$0\" && exec \"$@\"";
         let mut shell = Command::new("sh");
-        shell.args(["-c", script]).arg(&file).arg(env!("CARGO_BIN_EXE_samebits"));
+        shell.args(["-c", script]).arg(&file).arg(env!("CARGO_BIN_EXE_samebits-tested"));
         succeeds(&shell.args(at(verb, &dir.path().join("fd/3"))).stdin(Stdio::null()).output().unwrap());
         assert!(fs::read(&file).unwrap() == [b"before\n", &bytes[..]].concat(), "{verb:?}");
     }
 }
 
 fn program(args: &[String]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     command.args(args).stdin(Stdio::null());
     command
 }

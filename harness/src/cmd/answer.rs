@@ -1,11 +1,11 @@
 use super::{Machine, Strict};
+use crate::clock::Clock;
+use crate::implementation::cpu::CpuImplementation;
+use crate::implementation::cuda::CudaImplementation;
+use crate::timing::{self, REPEATS, repeats};
 use anyhow::{Context, Result};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
-use samebits_harness::clock::Clock;
-use samebits_harness::implementation::cpu::CpuImplementation;
-use samebits_harness::implementation::cuda::CudaImplementation;
-use samebits_harness::timing::{self, REPEATS, repeats};
 use std::io::{BufReader, BufWriter, stdin, stdout};
 use std::process::ExitCode;
 

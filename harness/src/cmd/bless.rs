@@ -1,10 +1,10 @@
 use super::{Place, Select};
+use crate::implementation::{Implementation, cpu::CpuImplementation};
+use crate::machine;
 use anyhow::{Result, bail, ensure};
 use samebits_contract::case::Status;
 use samebits_contract::table::{CaseSpec, Slice, today};
 use samebits_goldens::{Provenance, Store};
-use samebits_harness::implementation::{Implementation, cpu::CpuImplementation};
-use samebits_harness::machine;
 use samebits_ops::{Cpu, Isa};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;

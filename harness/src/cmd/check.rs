@@ -1,16 +1,16 @@
 use super::{Place, Select, Strict};
+use crate::checkpoints::Checkpoints;
+use crate::implementation::external::External;
+use crate::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
+use crate::judge::{Judge, Trial, plan, stale_waivers};
+use crate::machine;
+use crate::run::{Journal, carry_out, sha256};
 use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::axis::Machine;
 use samebits_contract::record::{Plan, Record, Run, SCHEMA};
 use samebits_contract::table::Contract;
 use samebits_goldens::Store;
-use samebits_harness::checkpoints::Checkpoints;
-use samebits_harness::implementation::external::External;
-use samebits_harness::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
-use samebits_harness::judge::{Judge, Trial, plan, stale_waivers};
-use samebits_harness::machine;
-use samebits_harness::run::{Journal, carry_out, sha256};
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeSet;
 use std::io::{IsTerminal, Write};
@@ -179,7 +179,7 @@ pub fn judge(args: &Args) -> Result<()> {
     let mut groups: Vec<(usize, Vec<Trial>)> = Vec::new();
     for (place, judge) in judges.iter().enumerate() {
         let name = judge.implementation.name();
-        let all = samebits_harness::judge::Selection { shard: (1, 1), ..selection.clone() };
+        let all = crate::judge::Selection { shard: (1, 1), ..selection.clone() };
         whole += &format!("{name} {:?}\n", judge.machine);
         plan(&contract, name, &all).iter().flatten().for_each(|trial| whole += &format!("{}\n", trial.name()));
         let mine = plan(&contract, name, &selection);

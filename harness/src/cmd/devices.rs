@@ -99,7 +99,7 @@ impl Devices {
 
 fn cpu() -> CpuReport {
     CpuReport {
-        model: samebits_harness::machine::processor(),
+        model: crate::machine::processor(),
         cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
         isas: Isa::ALL.into_iter().map(|isa| (isa.name(), isa.available())).collect(),
         best: Isa::best().name(),

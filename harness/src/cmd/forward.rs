@@ -1,10 +1,10 @@
 use super::{Loading, Machine, On, Working, place};
+use crate::dump::Writer;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_harness::dump::Writer;
 use samebits_models::{Grouping, Model, ModelError, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

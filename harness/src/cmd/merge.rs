@@ -1,8 +1,8 @@
 use super::Place;
+use crate::judge::stale_waivers;
+use crate::run::Journal;
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::record::{Record, Run};
-use samebits_harness::judge::stale_waivers;
-use samebits_harness::run::Journal;
 use samebits_reports::{RunFolder, read};
 use std::collections::BTreeMap;
 use std::path::PathBuf;

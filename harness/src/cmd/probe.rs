@@ -1,9 +1,9 @@
 use super::Place;
+use crate::probe::{self, Finding, Op, Probe, RowsApart, Tree};
 use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::case::Config;
 use samebits_contract::tensor::DType;
-use samebits_harness::probe::{self, Finding, Op, Probe, RowsApart, Tree};
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::io::Write;

@@ -1,5 +1,5 @@
+use crate::implementation::cuda::CudaImplementation;
 use anyhow::{Context, Result, bail};
-use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_ops::device::{self, Device};
 use samebits_ops::{Attention, Cpu, Gemm, Logprob, Qkv, RmsNorm, Rounding, Sequences, bf16};
 use std::io::Write;

@@ -1,8 +1,8 @@
 use super::forward::Tokens;
 use super::{Loading, Machine, Target, open_target, place};
+use crate::dump::{Comparison, Reader, Writer, compare};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
-use samebits_harness::dump::{Comparison, Reader, Writer, compare};
 use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
 use samebits_ops::{Cpu, Isa};
 use std::io::Write;
