@@ -205,11 +205,12 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let mut sums = Sink::<I, KEPT>::new(self.sum, self.large.0);
         let mut sink = Sink::<O>::new(self.y, self.large.1);
         for row in rows {
-            let [x, residual] = self.x.map(|x| x.row(row));
+            // By reference: the two views are large, and a copy of them for each row is felt.
+            let [x, residual] = self.x.each_ref().map(|x| x.row(row));
             let sum = sums.room(n);
             pointwise(s, Add, x, residual, sum, &mut []);
             let scale = Scale::of_row(s, self.shape, sum);
-            let next = self.x.map(|x| x.address(row + 1));
+            let next = self.x.each_ref().map(|x| x.address(row + 1));
             scale.row(s, sum, self.w, &mut sink, next);
             sums.put(s, n);
         }
