@@ -49,15 +49,15 @@ fn main() {
         // Two thread counts are enough to see an order that follows them.
         machine: Machine { threads: vec![2, 3], ..machine::axes(Isa::best()) },
     });
-    let mut trials = vec![Trial::test("list", list)];
+    let (mut trials, mut single) = (vec![Trial::test("list", list)], Vec::new());
     for mutation in mutations() {
         let bench = bench.clone();
-        trials.push(Trial::ignorable_test(format!("{}::{}", mutation.op, mutation.name), move || {
-            match mutation.caught_by {
-                "invariance:soak" => alone(|| bench.catches(mutation)),
-                _ => beside_others(|| bench.catches(mutation)),
-            }
-        }));
+        let name = format!("{}::{}", mutation.op, mutation.name);
+        if mutation.caught_by == "invariance:soak" {
+            single.push(Trial::ignorable_test(name, move || alone(|| bench.catches(mutation))));
+        } else {
+            trials.push(Trial::ignorable_test(name, move || beside_others(|| bench.catches(mutation))));
+        }
     }
     for mutation in mutations().filter(|mutation| mutation.op != "chain") {
         let bench = bench.clone();
@@ -68,7 +68,7 @@ fn main() {
     for pattern in MEMORY_PATTERNS {
         let (here, wire) = (bench.clone(), bench.clone());
         let name = format!("right::{}", pattern.name);
-        trials.push(Trial::test(name.clone(), move || alone(|| here.keeps_within_bounds(&Holder::new(pattern)))));
+        single.push(Trial::test(name.clone(), move || alone(|| here.keeps_within_bounds(&Holder::new(pattern)))));
         trials.push(Trial::test(format!("wire::{name}"), move || {
             // Nothing is made before it may run: another trial may be watching the memory of this process.
             beside_others(|| {
@@ -94,15 +94,9 @@ fn main() {
         let bench = bench.clone();
         trials.push(Trial::test(format!("{op}::no_mutation"), move || beside_others(|| bench.ours_is_green(op))));
     }
-    // Those that run alone first, or all others would wait beside one that is long; then the longest, so that no core waits
-    // for the last.
-    let alone: BTreeSet<String> = MEMORY_PATTERNS.iter().map(|pattern| format!("right::{}", pattern.name)).collect();
-    let soaks: BTreeSet<&str> = mutations().filter(|m| m.caught_by == "invariance:soak").map(|m| m.name).collect();
-    trials.sort_by_key(|trial| {
-        let last = trial.name().rsplit("::").next().expect("split gives one");
-        let alone = alone.contains(trial.name()) || soaks.contains(last) && !trial.name().starts_with("wire::");
-        (!alone, !trial.name().starts_with("right::"), !trial.name().starts_with("chain::"))
-    });
+    // The longest first, so that no core waits for the last; before them those that run alone, for which all others wait.
+    trials.sort_by_key(|trial| (!trial.name().starts_with("right::"), !trial.name().starts_with("chain::")));
+    trials.splice(0..0, single);
     libtest_mimic::run(&arguments, trials).exit();
 }
 
@@ -289,11 +283,12 @@ impl Bench {
         let rearranges = |group: &Vec<samebits_harness::judge::Trial>| {
             group.first().is_some_and(|trial| right.rearranged(&trial.case.build()).is_some())
         };
-        let plans = selections.iter().map(|selection| plan(&self.contract, right.name(), selection));
-        let plans = plans.map(|groups| groups.into_iter().filter(rearranges).collect::<Vec<_>>());
-        let groups = { plans }
-            .find(|groups| !groups.is_empty())
-            .ok_or("it rearranges nothing, so it is no other implementation")?;
+        let mut plans = selections.iter().map(|selection| {
+            let groups = plan(&self.contract, right.name(), selection);
+            groups.into_iter().filter(rearranges).collect::<Vec<_>>()
+        });
+        let groups = plans.find(|groups| !groups.is_empty());
+        let groups = groups.ok_or("it rearranges nothing, so it is no other implementation")?;
         let records: Vec<Record> = groups.iter().flat_map(|group| judge.group(group)).collect();
         match records.iter().find(|record| record.verdict.is_red()) {
             Some(red) => Err(format!("{}: {}: {:?}", red.case, name(red), red.verdict).into()),

@@ -1,32 +1,21 @@
 //! What the probe says: of our ops exactly what NUMERICS.md declares, of mutants what is wrong with them.
 
-use libtest_mimic::{Arguments, Trial};
+use samebits_mutants::{run_trials, trial};
 use samebits_ops::Isa;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn main() {
-    samebits_mutants::serve_if_asked();
-    let trial = |name: String, test: Box<dyn Fn() + Send>| {
-        Trial::test(name, move || {
-            test();
-            Ok(())
-        })
-    };
     let isas = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name);
-    let by_isa = isas.map(|isa| {
-        let test = Box::new(move || our_ops_do_what_the_page_says(isa));
-        trial(format!("our_ops_do_what_the_page_says::{isa}"), test)
-    });
-    let mut trials: Vec<Trial> = by_isa.collect();
+    let by_isa = isas
+        .map(|isa| trial(format!("our_ops_do_what_the_page_says::{isa}"), move || our_ops_do_what_the_page_says(isa)));
     let tests: [(&str, fn()); 4] = [
         ("every_op_that_hands_a_number_on_can_be_asked", every_op_that_hands_a_number_on_can_be_asked),
         ("sums_without_signs_are_as_the_page_says", sums_without_signs_are_as_the_page_says),
         ("mutants_are_explained", mutants_are_explained),
         ("drawings_and_wrong_arguments", drawings_and_wrong_arguments),
     ];
-    trials.extend(tests.map(|(name, test)| trial(name.into(), Box::new(test))));
-    libtest_mimic::run(&Arguments::from_args(), trials).exit()
+    run_trials(by_isa.chain(tests.map(|(name, test)| trial(name, test))).collect())
 }
 
 fn samebits(args: &[&str]) -> Output {

@@ -16,9 +16,10 @@ pub struct Array<T> {
 }
 
 impl<T: Copy> Array<T> {
-    /// The last elements of `room`, as many as `shape` takes. Panics when there are fewer.
+    /// The last elements of `room`, as many as `shape` takes. Panics when there are fewer, or the extents overflow.
     fn last_of(room: Vec<T>, shape: &[usize]) -> Array<T> {
-        let start = room.len().checked_sub(shape.iter().product()).expect("shape matches the data");
+        let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
+        let start = count.and_then(|count| room.len().checked_sub(count)).expect("shape matches the data");
         Array { room, start, shape: shape.to_vec() }
     }
 

@@ -57,14 +57,21 @@ pub fn serve_if_asked() {
 
 /// The `main` of a test target whose tests start it again as a program on the wire.
 pub fn run_tests(tests: &[(&str, fn())]) -> ! {
+    run_trials(tests.iter().map(|&(name, test)| trial(name, test)).collect())
+}
+
+/// The same of trials, which [`trial`] makes.
+pub fn run_trials(trials: Vec<Trial>) -> ! {
     serve_if_asked();
-    let trial = |&(name, test): &(&str, fn())| {
-        Trial::test(name, move || {
-            test();
-            Ok(())
-        })
-    };
-    libtest_mimic::run(&Arguments::from_args(), tests.iter().map(trial).collect()).exit()
+    libtest_mimic::run(&Arguments::from_args(), trials).exit()
+}
+
+/// A test that fails when it panics.
+pub fn trial(name: impl Into<String>, test: impl FnOnce() + Send + 'static) -> Trial {
+    Trial::test(name, move || {
+        test();
+        Ok(())
+    })
 }
 
 /// A violation answers honestly but for cases called `*-edges-*`.

@@ -69,8 +69,8 @@ impl Norm {
         let mean_error = size / n + if f32_of(mean) == mean { 0.0 } else { mean.abs() };
         let squares: f64 = x.iter().map(|x| (x - mean) * (x - mean)).sum();
         let variance = squares / n + eps;
-        // All deviations of a row that miss the mean by e miss their own mean by e, and that adds e^2 to the variance. An e
-        // is a rounding for each element of a lane and for each fold.
+        // A mean that is wrong by e adds e^2 to the variance. Its bound: a rounding for each element of a lane and for each
+        // fold, and some.
         let e = (n / 256.0 + 16.0) * mean_error * round::pow2(-24);
         // Squares below the smallest normal number lose bits.
         let mut r_error = 1.0 + FLOOR / variance + e * e / variance * round::pow2(24);
