@@ -48,6 +48,15 @@ pub fn to_bits(value: f64, dtype: DType) -> u32 {
     if value.is_nan() {
         return canonical_nan(dtype);
     }
+    // Most values that are asked for need no rounding.
+    let near = value as f32;
+    if f64::from(near) == value {
+        match dtype {
+            DType::Fp32 => return near.to_bits(),
+            DType::Bf16 if near.to_bits() & 0xffff == 0 => return near.to_bits() >> 16,
+            _ => {}
+        }
+    }
     let Format { precision, min_exponent, max_exponent } = format(dtype);
     let sign = ((value.to_bits() >> 63) as u32) << (8 * dtype.size() as u32 - 1);
     let infinity = ((max_exponent - min_exponent + 2) as u32) << (precision - 1);

@@ -23,7 +23,6 @@ fn tokens(name: &str) -> Vec<i32> {
     tensor.data().chunks_exact(4).map(|b| i32::from_le_bytes(b.try_into().unwrap())).collect()
 }
 
-/// Every checkpoint; all families are among them.
 /// A checkpoint of every family; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, every checkpoint. The others of a family
 /// differ in how positions turn, which no schedule changes; `conformance` and `chains` run them all.
 fn checkpoints() -> Vec<String> {

@@ -38,7 +38,7 @@ pub fn widen(cpu: &Cpu, x: &TensorRef, row: usize, from: usize, y: &mut [f32]) {
 }
 
 /// Row `row` of x.
-pub fn wide_row(cpu: &Cpu, x: &TensorRef, row: usize) -> Vec<f32> {
+pub fn f32_row(cpu: &Cpu, x: &TensorRef, row: usize) -> Vec<f32> {
     let mut wide = vec![0f32; x.shape().last().copied().unwrap_or(1)];
     widen(cpu, x, row, 0, &mut wide);
     wide

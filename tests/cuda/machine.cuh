@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -92,6 +93,8 @@ struct World {
     Dim grid{}, block_size{}, block{};
     uint32_t serial = 0, first_serial = 1, epoch = 0;
     std::vector<Fiber> fibers;
+    // Of fibers that a later launch may need again: the system takes long to give and take them.
+    std::vector<void *> stacks;
     Fiber *now = nullptr;
     std::map<std::pair<const char *, int>, Region> shared;
     Region rest{"dynamic shared", nullptr, 0, {}};
@@ -152,6 +155,10 @@ inline void fiber_main() {
 }
 
 inline void prepare(Fiber &fiber) {
+    if (!fiber.stack && !world().stacks.empty()) {
+        fiber.stack = world().stacks.back();
+        world().stacks.pop_back();
+    }
     if (!fiber.stack) {
         fiber.stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (fiber.stack == MAP_FAILED) abort();
@@ -456,7 +463,7 @@ const char *launch(World *here, const char *name, void (*function)(A...), const 
     world().grid = Dim{grid[0], grid[1], grid[2]};
     world().block_size = Dim{threads, 1, 1};
     world().first_serial = world().serial + 1;
-    for (size_t t = threads; t < world().fibers.size(); t++) munmap(world().fibers[t].stack, STACK);
+    for (size_t t = threads; t < world().fibers.size(); t++) world().stacks.push_back(world().fibers[t].stack);
     world().fibers.resize(threads);
     world().rest.bytes = shared;
     world().rest.data = static_cast<char *>(realloc(world().rest.data, shared + 16));
@@ -485,7 +492,23 @@ inline Region *find(World *here, uint64_t address, uint64_t count, uint64_t &at)
 }
 }  // namespace emulator
 
-VISIBLE emulator::World *emulator_new() { return new emulator::World(); }
+// Stacks of worlds that are gone.
+static std::mutex spare_guard;
+static std::vector<void *> spare;
+VISIBLE emulator::World *emulator_new() {
+    auto *here = new emulator::World();
+    std::lock_guard<std::mutex> guard(spare_guard);
+    std::swap(here->stacks, spare);
+    return here;
+}
+VISIBLE void emulator_delete(emulator::World *here) {
+    for (auto &region : here->memory) free(reinterpret_cast<void *>(region.first));
+    for (auto &fiber : here->fibers) if (fiber.stack) here->stacks.push_back(fiber.stack);
+    std::lock_guard<std::mutex> guard(spare_guard);
+    spare.insert(spare.end(), here->stacks.begin(), here->stacks.end());
+    free(here->rest.data);
+    delete here;
+}
 VISIBLE uint64_t emulator_allocate(emulator::World *here, uint64_t bytes) {
     uint64_t room = (bytes + 255) / 256 * 256 + 256;
     char *data = static_cast<char *>(aligned_alloc(256, room));

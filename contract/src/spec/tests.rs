@@ -3,6 +3,7 @@ use crate::case::Config;
 use crate::record::Judgment;
 use crate::table::Contract;
 use crate::wire;
+use std::fmt::Write;
 use std::path::Path;
 
 fn case(op: &str, params: &[(&str, &str)], inputs: &[(&str, Tensor)]) -> Case {
@@ -224,5 +225,78 @@ fn attention_heads_and_softcap_by_hand() {
     let score = 3.0 * 1f64.tanh();
     for (have, want) in out.iter().zip([share(score), share(score), share(-score), share(-score)]) {
         assert!((have - want).abs() < 1e-7, "{out:?}");
+    }
+}
+
+/// Sums up what an oracle says of one output of some cases: extents, values, and conditions, which decide how wide bounds
+/// are. A number counts with the logarithm of its magnitude, so that large ones do not hide small ones, and with a weight
+/// of its place.
+#[derive(Default)]
+struct Digest {
+    elements: usize,
+    exact: usize,
+    value: f64,
+    condition: f64,
+    not_numbers: usize,
+    unclaimed: usize,
+}
+
+impl Digest {
+    fn add(&mut self, reference: &Reference) {
+        let size = |x: f64| match x {
+            _ if x.is_nan() => 0.0,
+            _ if x.is_infinite() => x.signum() * 2200.0,
+            _ if x == 0.0 => x.signum() / 4.0,
+            _ => x.signum() * (x.abs().log2() + 1100.0),
+        };
+        for (&value, &condition) in reference.value.iter().zip(&reference.condition) {
+            let weight = 0.5 + (self.elements as f64 * 0.618_033_988_749_894_9).fract();
+            self.value += weight * size(value);
+            self.condition += weight * size(condition);
+            self.not_numbers += usize::from(value.is_nan());
+            self.unclaimed += usize::from(condition.is_infinite());
+            self.exact += usize::from(condition == 0.0);
+            self.elements += 1;
+        }
+        self.exact += 7919 * usize::from(reference.exact);
+    }
+}
+
+/// Values and conditions of the oracles are what `oracles.txt` says on the small cases of the tables, so that no bound
+/// becomes wider unseen. `SAMEBITS_RECORD=1` writes the file again.
+#[test]
+fn oracles_are_as_recorded() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("oracles.txt");
+    let contract = Contract::load(None).unwrap();
+    let mut digests: BTreeMap<String, Digest> = BTreeMap::new();
+    let mut groups = std::collections::BTreeSet::new();
+    for case in contract.cases(crate::table::Slice::Default) {
+        let small = case.shape.values().product::<usize>() <= 1 << 18 && case.vector.is_none();
+        let of_its_own = if case.spec().reads_stored() { &case.name } else { &case.group };
+        if !small || case.spec().class == Class::Chain || !groups.insert(of_its_own) {
+            continue;
+        }
+        let stem = case.stem.trim_end_matches(|c: char| c.is_ascii_digit());
+        for (output, reference) in case.spec().oracle(&case.build()).unwrap() {
+            let line = format!("{} {stem} {} {output}", case.op, case.fill.name());
+            digests.entry(line).or_default().add(&reference);
+        }
+    }
+    let mut text = String::from("op stem fill output: elements, exact ones, NaN, unclaimed, values, conditions\n");
+    for (name, d) in &digests {
+        let Digest { elements, exact, value, condition, not_numbers, unclaimed } = d;
+        writeln!(text, "{name} {elements} {exact} {not_numbers} {unclaimed} {value:.4} {condition:.4}").unwrap();
+    }
+    if std::env::var_os("SAMEBITS_RECORD").is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    let recorded = std::fs::read_to_string(&path).unwrap();
+    assert_eq!(text.lines().count(), recorded.lines().count());
+    for (have, want) in text.lines().zip(recorded.lines()).skip(1) {
+        // Names and counts are equal; the last digits of a sum of logarithms are the mathematics library's.
+        let (have_words, want_words): (Vec<_>, Vec<_>) = (have.split(' ').collect(), want.split(' ').collect());
+        let sums = |words: &[&str]| [words[8].parse::<f64>().unwrap(), words[9].parse::<f64>().unwrap()];
+        let near = std::iter::zip(sums(&have_words), sums(&want_words)).all(|(a, b)| (a - b).abs() <= 1e-3);
+        assert!(have_words[..8] == want_words[..8] && near, "the oracle says\n{have}\nand recorded is\n{want}");
     }
 }

@@ -626,8 +626,8 @@ pub(super) enum Row {
     Valid { n: f32, l: f32 },
 }
 
-/// The reference point of a row from its largest score; `invalid` when a score is NaN or +inf.
-pub(super) fn reference(largest: f32, invalid: bool, c_hi: f32) -> Row {
+/// What a row's weights are relative to, from its largest score; `invalid` when a score is NaN or +inf.
+pub(super) fn max_exponent(largest: f32, invalid: bool, c_hi: f32) -> Row {
     let n = (largest * c_hi).round_ties_even();
     if invalid {
         Row::Invalid

@@ -2,13 +2,13 @@
 //! together. Three passes, each over (sequence, block) side by side: scores, and what the softmax must know of them;
 //! weights and the sums of every block; and the blocks joined, ascending.
 
-use super::attention::{BLOCK, Job, Range, Row, add_to, reference};
+use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::attention::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
 use crate::gemm::gemm::SharedOut;
 use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_split, tanh, weight};
 use crate::pack::{
-    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, least_of_pairs, pairs_of_rows, wide_of_rows, wide_row,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, vnni_of_rows,
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
@@ -45,7 +45,7 @@ pub struct Streams {
 
 /// What is kept of a row's scores in one block: the largest, whether one is NaN or +inf (1), whether one is -inf (1), and
 /// later the sum of the weights.
-const FACTS: usize = 4;
+const STATISTICS: usize = 4;
 
 impl Streams {
     /// `None` where there are too many query rows for a tile.
@@ -93,9 +93,9 @@ impl Streams {
         (2 * self.rows).next_multiple_of(LINE)
     }
 
-    /// Words of one (sequence, block, key head): scores, sums of values, and facts of each row.
+    /// Words of one (sequence, block, key head): scores, sums of values, and statistics of each row.
     fn block_words(&self) -> usize {
-        (self.rows * (BLOCK + self.columns + FACTS)).next_multiple_of(LINE)
+        (self.rows * (BLOCK + self.columns + STATISTICS)).next_multiple_of(LINE)
     }
 
     /// Words of a sequence.
@@ -129,14 +129,14 @@ struct Part<'a> {
     scores: &'a mut [f32],
     /// `[rows][columns]`.
     sums: &'a mut [f32],
-    facts: &'a mut [[f32; FACTS]],
+    statistics: &'a mut [[f32; STATISTICS]],
 }
 
 impl<'a> Part<'a> {
     fn new(words: &'a mut [u32], plan: &Streams) -> Part<'a> {
         let (scores, rest) = as_floats_mut(words).split_at_mut(plan.rows * BLOCK);
         let (sums, rest) = rest.split_at_mut(plan.rows * plan.columns);
-        Part { scores, sums, facts: &mut rest.as_chunks_mut().0[..plan.rows] }
+        Part { scores, sums, statistics: &mut rest.as_chunks_mut().0[..plan.rows] }
     }
 }
 
@@ -289,18 +289,18 @@ impl<I: Element> Pass<'_, I> {
         let (out, end) = out.split_at_mut(self.plan.query_words() - LINE);
         end[0] = f32::NAN.to_bits();
         if !I::IS_BF16 {
-            wide_of_rows(job.cpu, rows, d, query, job.shape.tf32, as_floats_mut(out), rows);
+            f32_of_rows(job.cpu, rows, d, query, job.shape.tf32, as_floats_mut(out), rows);
             return;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
         if job.dots() {
-            pairs_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Ahead::NONE);
+            vnni_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Prefetch::NONE);
         }
         let least = |r: usize| least_magnitude(job.cpu, query(r));
         end[0] = (0..rows).map(least).fold(f32::INFINITY, f32::min).to_bits();
     }
 
-    /// The scores of a task and their facts. Returns how many tiles took the slow path.
+    /// The scores of a task and their statistics. Returns how many tiles took the slow path.
     fn scores(&self, task: &Task, following: Option<&Task>, queries: &[u32], slot: &mut [u32], parts: &Parts) -> usize {
         let job = self.job;
         let &Task { b, block, place, heads, keys } = task;
@@ -341,7 +341,7 @@ impl<I: Element> Pass<'_, I> {
             for r in 0..rows {
                 let seen = job.range(b, self.query_and_head(b, head, r).0).within(block * BLOCK, (block + 1) * BLOCK);
                 let scores = &mut part.scores[r * BLOCK..][seen.from - block * BLOCK..seen.to - block * BLOCK];
-                part.facts[r] = survey(job.cpu, Survey { scores, cap: job.cap });
+                part.statistics[r] = block_statistics(job.cpu, BlockStatistics { scores, cap: job.cap });
             }
         }
         slow
@@ -363,7 +363,7 @@ impl<I: Element> Pass<'_, I> {
         starts: &[usize; PANEL],
         some: Range,
         queries: &[u32],
-        ahead: &mut Ahead,
+        ahead: &mut Prefetch,
         parts: &Parts,
     ) -> bool {
         let (job, d) = (self.job, self.job.shape.head_dim);
@@ -400,7 +400,7 @@ impl<I: Element> Pass<'_, I> {
         head: usize,
         queries: &[u32],
         slot: &mut [u32],
-        ahead: Ahead,
+        ahead: Prefetch,
         parts: &Parts,
     ) -> usize {
         let Pass { job, plan, .. } = *self;
@@ -414,17 +414,17 @@ impl<I: Element> Pass<'_, I> {
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
         let key = |j: usize| job.k.get(key_rows.at[j], head);
         if !I::IS_BF16 {
-            wide_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
+            f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
             let left = Left { data: as_floats(query), row_stride: 1, step: rows };
-            let right = Right::Wide(as_floats(panel), PANEL);
+            let right = Right::F32(as_floats(panel), PANEL);
             fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
             return 0;
         }
         let key = |j: usize| bf16_slice(key(j)).expect("bf16");
-        pairs_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
-        let right = Right::Pairs(panel, PANEL);
+        vnni_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
+        let right = Right::Vnni(panel, PANEL);
         let least = || match count {
-            PANEL => least_of_pairs(cpu, panel),
+            PANEL => least_of_vnni(cpu, panel),
             _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
         };
         if job.dots() && dot_is_exact(least_query, least()) {
@@ -451,9 +451,9 @@ impl<I: Element> Pass<'_, I> {
 
     /// The share of some heads of a task in the next panel, in the order of memory: every head asks for some whole rows, on
     /// its way where they are adjacent and can be, else at once.
-    fn ahead(&self, x: &Heads<I>, dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Ahead {
+    fn ahead(&self, x: &Heads<I>, dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Prefetch {
         if !x.is_dense(self.plan.kv_heads) {
-            return Ahead::NONE;
+            return Prefetch::NONE;
         }
         let count = heads.to - heads.from;
         let share = PANEL.div_ceil(count);
@@ -461,7 +461,7 @@ impl<I: Element> Pass<'_, I> {
         let rows = &next.at[from..to];
         let part = |row: usize, rows: usize| {
             let len = if rows == 1 { count } else { rows * self.plan.kv_heads };
-            Ahead::of(&x.data()[x.at(row, heads.from)..][..len * dim])
+            Prefetch::of(&x.data()[x.at(row, heads.from)..][..len * dim])
         };
         match rows {
             [first, .., last] if on_the_way && count == self.plan.kv_heads && *last == first + rows.len() - 1 => {
@@ -469,7 +469,7 @@ impl<I: Element> Pass<'_, I> {
             }
             _ => {
                 rows.iter().for_each(|&row| part(row, 1).ask(usize::MAX));
-                Ahead::NONE
+                Prefetch::NONE
             }
         }
     }
@@ -486,30 +486,30 @@ impl<I: Element> Pass<'_, I> {
                 let (t, head) = self.query_and_head(b, head, r);
                 &job.query(t, head)[from..]
             };
-            wide_of_rows(job.cpu, rows, len, query, job.shape.tf32, &mut wide, rows);
+            f32_of_rows(job.cpu, rows, len, query, job.shape.tf32, &mut wide, rows);
             if len % 2 == 1 {
                 // Beside the -0 that ends a row of pairs.
                 wide[len * rows..][..rows].fill(0.0);
             }
             let left = Left { data: &wide[..], row_stride: 1, step: rows };
-            let (right, order) = (Right::Pairs(&panel[from / 2 * PANEL..], PANEL), Order::Chain(len));
+            let (right, order) = (Right::Vnni(&panel[from / 2 * PANEL..], PANEL), Order::Chain(len));
             fma_tile(job.cpu, Tile { left, right, order, rows, columns: PANEL, out: &mut *out, out_stride: BLOCK });
         }
     }
 
     /// Joins what the blocks know of the rows of a key head: `[code, n]` for each, code 0 for no key that counts, 1 for a
-    /// score of NaN or +inf, 2 for a reference point n.
+    /// score of NaN or +inf, 2 for weights relative to `2^n`.
     fn states(&self, b: usize, head: usize, out: &mut [u32], parts: &Parts) {
         let states = as_floats_mut(out).as_chunks_mut::<2>().0;
         for (r, state) in states.iter_mut().enumerate().take(self.rows(b)) {
             let (mut largest, mut invalid) = (f32::NEG_INFINITY, false);
             for place in self.places(b) {
                 // SAFETY: the workers are done, and this part is gone before the next.
-                let facts = unsafe { parts.of(place, head) }.facts[r];
-                largest = largest.max(facts[0]);
-                invalid |= facts[1] > 0.0;
+                let statistics = unsafe { parts.of(place, head) }.statistics[r];
+                largest = largest.max(statistics[0]);
+                invalid |= statistics[1] > 0.0;
             }
-            *state = match reference(largest, invalid, self.job.c.0) {
+            *state = match max_exponent(largest, invalid, self.job.c.0) {
                 Row::Empty => [0.0, 0.0],
                 Row::Invalid => [1.0, 0.0],
                 Row::Valid { n, .. } => [2.0, n],
@@ -554,13 +554,14 @@ impl<I: Element> Pass<'_, I> {
                 match self.state(b, head, r, states, 0.0) {
                     Row::Valid { n, .. } => {
                         let scores = &mut scores[seen.from - first..seen.to - first];
-                        weigh(cpu, Weigh { scores, n, c: job.c });
+                        exponentiate(cpu, Exponentiate { scores, n, c: job.c });
                     }
                     _ => scores.fill(0.0),
                 }
             }
             mine.sums[..rows * columns].fill(0.0);
-            for row in mine.scores.as_chunks().0.iter().zip(mine.facts.iter_mut().map(|facts| &mut facts[3])).take(rows)
+            for row in
+                mine.scores.as_chunks().0.iter().zip(mine.statistics.iter_mut().map(|of_row| &mut of_row[3])).take(rows)
             {
                 waiting[count] = Some(row);
                 count += 1;
@@ -592,7 +593,7 @@ impl<I: Element> Pass<'_, I> {
                 let mut ahead = self.ahead(&job.v, e, &next, heads, some, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
-                        wide_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
+                        f32_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
                     }
                 }
                 let wide = as_floats(slot);
@@ -605,9 +606,9 @@ impl<I: Element> Pass<'_, I> {
                     let right = match in_place {
                         Some(_) => {
                             let value = bf16_slice(job.value(b, keys.from, head)).expect("bf16");
-                            Right::Narrow(value, job.v.row_stride(), std::mem::take(&mut ahead))
+                            Right::Bf16(value, job.v.row_stride(), std::mem::take(&mut ahead))
                         }
-                        None => Right::Wide(&wide[(keys.from - from) * columns..], columns),
+                        None => Right::F32(&wide[(keys.from - from) * columns..], columns),
                     };
                     let weights = &mine.scores[first_row * BLOCK + keys.from - first..];
                     let left = Left { data: weights, row_stride: BLOCK, step: 1 };
@@ -618,7 +619,7 @@ impl<I: Element> Pass<'_, I> {
                 for (i, t) in job.queries(b).enumerate() {
                     let seen = job.range(b, t).within(from, to);
                     let heads = i * group..(i + 1) * group;
-                    if !mine.facts[heads.clone()].iter().any(|facts| facts[2] > 0.0) {
+                    if !mine.statistics[heads.clone()].iter().any(|statistics| statistics[2] > 0.0) {
                         accumulate(heads.start, group, seen);
                         continue;
                     }
@@ -650,16 +651,17 @@ impl<I: Element> Pass<'_, I> {
         // SAFETY: the blocks of a sequence and key head are one task's, and each is taken once.
         let mut places = self.places(b).map(|place| unsafe { parts.of(place, head) });
         let mut l = [0f32; MAX_ROWS];
-        let mut sum = |facts: &[[f32; FACTS]]| l.iter_mut().zip(facts).for_each(|(l, facts)| *l += facts[3]);
+        let mut sum =
+            |statistics: &[[f32; STATISTICS]]| l.iter_mut().zip(statistics).for_each(|(l, of_row)| *l += of_row[3]);
         // The first block becomes the total: +0 and it.
         let total = places.next().map_or(&mut [][..], |first| {
             first.sums.iter_mut().for_each(|v| *v += 0.0);
-            sum(first.facts);
+            sum(first.statistics);
             first.sums
         });
         for part in places {
             add_to(job.cpu, &mut total[..rows * plan.columns], &part.sums[..rows * plan.columns]);
-            sum(part.facts);
+            sum(part.statistics);
         }
         for (r, &l) in l.iter().enumerate().take(rows) {
             let (t, query_head) = self.query_and_head(b, head, r);
@@ -710,21 +712,21 @@ impl Kernel for SumRows<'_, '_> {
     }
 }
 
-/// Runs [`Survey`]. Not generic, so that it is compiled once.
-fn survey(cpu: &Cpu, survey: Survey) -> [f32; FACTS] {
-    cpu.dispatch(survey)
+/// Runs [`BlockStatistics`]. Not generic, so that it is compiled once.
+fn block_statistics(cpu: &Cpu, kernel: BlockStatistics) -> [f32; STATISTICS] {
+    cpu.dispatch(kernel)
 }
 
 /// Caps the visible scores of a row in one block and finds what the softmax must know of them.
-struct Survey<'a> {
+struct BlockStatistics<'a> {
     scores: &'a mut [f32],
     cap: Option<(f32, f32)>,
 }
 
-impl Kernel for Survey<'_> {
-    type Output = [f32; FACTS];
+impl Kernel for BlockStatistics<'_> {
+    type Output = [f32; STATISTICS];
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> [f32; FACTS] {
+    fn run<S: Simd>(self, s: S) -> [f32; STATISTICS] {
         let (vectors, tail) = self.scores.split_at_mut(self.scores.len() / S::LANES * S::LANES);
         let (mut largest, mut least) = (s.splat(f32::NEG_INFINITY), s.splat(f32::INFINITY));
         let mut invalid = false;
@@ -759,19 +761,19 @@ impl Kernel for Survey<'_> {
     }
 }
 
-/// Runs [`Weigh`]. Not generic, so that it is compiled once.
-fn weigh(cpu: &Cpu, weigh: Weigh) {
-    cpu.dispatch(weigh);
+/// Runs [`Exponentiate`]. Not generic, so that it is compiled once.
+fn exponentiate(cpu: &Cpu, kernel: Exponentiate) {
+    cpu.dispatch(kernel);
 }
 
 /// Turns the scores of a row into weights; the weight of -inf is -0, which no sum sees.
-struct Weigh<'a> {
+struct Exponentiate<'a> {
     scores: &'a mut [f32],
     n: f32,
     c: (f32, f32),
 }
 
-impl Kernel for Weigh<'_> {
+impl Kernel for Exponentiate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {

@@ -10,7 +10,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::Cpu;
-use crate::pack::{Ahead, from_biased};
+use crate::pack::{Prefetch, from_biased};
 use crate::simd::prefetch;
 use crate::simd::words::{Kernel512, Simd512};
 use half::bf16;
@@ -43,7 +43,7 @@ pub fn heads_at_once(rows: usize) -> usize {
 
 /// Writes the sums of `rows` queries of each head (one, or [`heads_at_once`]) and all keys, asks for `ahead` on the way, and
 /// returns the keys' smallest nonzero magnitude.
-pub fn dot_rows(cpu: &Cpu, heads: &mut [Head], rows: usize, keys: &Keys, stride: usize, ahead: Ahead) -> f32 {
+pub fn dot_rows(cpu: &Cpu, heads: &mut [Head], rows: usize, keys: &Keys, stride: usize, ahead: Prefetch) -> f32 {
     let d = keys.len;
     assert!(rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS));
     let last = keys.starts.iter().fold(0, |last: usize, &start| last.max(start));
@@ -70,7 +70,7 @@ struct Quarters<'a, 'h, const HEADS: usize, const GROUPS: usize> {
     rows: usize,
     keys: &'a Keys<'a>,
     stride: usize,
-    ahead: Ahead,
+    ahead: Prefetch,
 }
 
 impl<const HEADS: usize, const GROUPS: usize> Kernel512 for Quarters<'_, '_, HEADS, GROUPS> {

@@ -1,13 +1,13 @@
 //! Many query rows to a key head: tiles of 16 or 32 rows, one row per lane. A tile keeps the scores of all its keys, or,
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
-use super::attention::{BLOCK, Job, Range, Row, add_to, reference};
+use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_split, tanh, weight};
 use crate::pack::{
-    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_row, pairs_of_rows, prefetch, wide_of_rows,
-    wide_row,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, prefetch, vnni_of_row,
+    vnni_of_rows,
 };
 use crate::simd::{Kernel, Simd, load_at};
 use crate::workspace::memory::LINE;
@@ -41,7 +41,7 @@ pub struct Tiles {
     keys: usize,
     entries: usize,
     query_words: usize,
-    wide_words: usize,
+    f32_words: usize,
     in_place: bool,
     bf16: bool,
 }
@@ -61,7 +61,7 @@ impl Tiles {
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
             entries: shape.batch * shape.kv_heads,
             query_words: if I::IS_BF16 { shape.head_dim.div_ceil(2) } else { shape.head_dim },
-            wide_words: shape.head_dim.next_multiple_of(2),
+            f32_words: shape.head_dim.next_multiple_of(2),
             in_place: job.values_in_place(),
             bf16: I::IS_BF16,
         }
@@ -93,7 +93,7 @@ impl Tiles {
     }
 
     fn part_words(&self) -> usize {
-        self.part() * self.wide_words.max(if self.in_place { 0 } else { self.columns })
+        self.part() * self.f32_words.max(if self.in_place { 0 } else { self.columns })
     }
 
     /// Words of the shared keys of one entry, and of one block of them: the pairs, then a line with the smallest nonzero
@@ -165,7 +165,7 @@ fn pair_keys<I: Element>(job: &Job<I>, k: &[bf16], plan: &Tiles, out: &mut [u32]
         let mut least = f32::INFINITY;
         for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
             let at = job.k.at(job.key_row(b, block * BLOCK + j), kv_head);
-            least = least.min(pairs_of_row(job.cpu, &k[at..][..d], bf16::ZERO, out));
+            least = least.min(vnni_of_row(job.cpu, &k[at..][..d], bf16::ZERO, out));
         }
         end[0] = least.to_bits();
     });
@@ -219,9 +219,17 @@ impl<I: Element> RowTile<'_, I> {
         for piece in pieces() {
             let scores = &mut scores[..(piece.to - piece.from) * plan.width];
             self.score(piece, least_query, query, part, scores);
-            survey(
+            block_statistics(
                 job.cpu,
-                Survey { scores, plan, rows, keys: piece, ranges: &ranges, cap: job.cap, seen: &mut seen_scores },
+                BlockStatistics {
+                    scores,
+                    plan,
+                    rows,
+                    keys: piece,
+                    ranges: &ranges,
+                    cap: job.cap,
+                    seen: &mut seen_scores,
+                },
             );
         }
         let mut softmax = Softmax { rows: [Row::Empty; ROWS], n: [0.0; ROWS], skips: false };
@@ -230,7 +238,7 @@ impl<I: Element> RowTile<'_, I> {
             let strange = seen_scores.sum[r].is_nan();
             let invalid = strange && self.invalid(r, &ranges[r], pieces(), &ranges, least_query, query, part, scores);
             softmax.skips |= strange;
-            softmax.rows[r] = reference(seen_scores.largest[r], invalid, job.c.0);
+            softmax.rows[r] = max_exponent(seen_scores.largest[r], invalid, job.c.0);
             if let Row::Valid { n, .. } = softmax.rows[r] {
                 softmax.n[r] = n;
             }
@@ -245,16 +253,24 @@ impl<I: Element> RowTile<'_, I> {
                 if plan.span > 0 {
                     self.score(piece, least_query, query, part, scores);
                     let mut again = Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
-                    survey(
+                    block_statistics(
                         job.cpu,
-                        Survey { scores, plan, rows, keys: piece, ranges: &ranges, cap: job.cap, seen: &mut again },
+                        BlockStatistics {
+                            scores,
+                            plan,
+                            rows,
+                            keys: piece,
+                            ranges: &ranges,
+                            cap: job.cap,
+                            seen: &mut again,
+                        },
                     );
                 }
                 if plan.span > 0 || from == 0 {
                     let end = keys.to;
-                    weigh(
+                    exponentiate(
                         job.cpu,
-                        Weigh { scores, plan, keys: piece, end, c: job.c, softmax: &softmax, sums: &mut sums },
+                        Exponentiate { scores, plan, keys: piece, end, c: job.c, softmax: &softmax, sums: &mut sums },
                     );
                 }
                 self.values(piece, keys.to, columns, &ranges, scores, softmax.skips, part, total, acc);
@@ -284,11 +300,11 @@ impl<I: Element> RowTile<'_, I> {
         };
         out.fill(0);
         if !I::IS_BF16 {
-            wide_of_rows(self.job.cpu, self.rows, d, query, self.job.shape.tf32, as_floats_mut(out), width);
+            f32_of_rows(self.job.cpu, self.rows, d, query, self.job.shape.tf32, as_floats_mut(out), width);
             return f32::NAN;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
-        pairs_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Ahead::NONE);
+        vnni_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Prefetch::NONE);
         let least = |r: usize| least_magnitude(self.job.cpu, query(r));
         (0..self.rows).map(least).fold(f32::INFINITY, f32::min)
     }
@@ -320,7 +336,7 @@ impl<I: Element> RowTile<'_, I> {
                 for (j, pairs) in (from..to).zip(part.chunks_exact_mut(step.max(1))) {
                     let key = |j: usize| bf16_slice(job.key(b, j, kv_head)).expect("bf16");
                     prefetch(key((j + AHEAD).min(keys.to - 1)));
-                    least_key = least_key.min(pairs_of_row(cpu, key(j), bf16::ZERO, pairs));
+                    least_key = least_key.min(vnni_of_row(cpu, key(j), bf16::ZERO, pairs));
                 }
             }
             if dots && dot_is_exact(least_query, least_key) {
@@ -330,7 +346,7 @@ impl<I: Element> RowTile<'_, I> {
                 };
                 for (first, out) in outs().zip(out.chunks_mut(TILE_ROWS * width)) {
                     let left = Left { data: &pairs[first * step..], row_stride: step, step: 1 };
-                    let (right, order) = (Right::Pairs(query, width), Order::Tree(&chain));
+                    let (right, order) = (Right::Vnni(query, width), Order::Tree(&chain));
                     let rows = TILE_ROWS.min(count - first);
                     dot_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
                 }
@@ -343,16 +359,16 @@ impl<I: Element> RowTile<'_, I> {
                 for first in (0..count).step_by(plan.part()) {
                     let rows = plan.part().min(count - first);
                     let wide = as_floats_mut(part);
-                    for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.wide_words.max(1))) {
-                        wide_row(job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
+                    for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
+                        f32_row(job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
                         wide[job.shape.head_dim..].fill(0.0);
                     }
                     let out = &mut out[first * width..][..rows * width];
                     for (i, out) in (0..rows).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
-                        let left = Left { data: &wide[i * plan.wide_words..], row_stride: plan.wide_words, step: 1 };
+                        let left = Left { data: &wide[i * plan.f32_words..], row_stride: plan.f32_words, step: 1 };
                         let right = match I::IS_BF16 {
-                            true => Right::Pairs(query, width),
-                            false => Right::Wide(as_floats(query), width),
+                            true => Right::Vnni(query, width),
+                            false => Right::F32(as_floats(query), width),
                         };
                         let (order, rows) = (Order::Tree(&chain), TILE_ROWS.min(rows - i));
                         fma_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
@@ -383,7 +399,7 @@ impl<I: Element> RowTile<'_, I> {
                 self.score(piece, least_query, query, part, scores);
                 let seen = &mut Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
                 let (rows, cap) = (self.rows, self.job.cap);
-                survey(self.job.cpu, Survey { scores, plan, rows, keys: piece, ranges, cap, seen });
+                block_statistics(self.job.cpu, BlockStatistics { scores, plan, rows, keys: piece, ranges, cap, seen });
             }
             let Range { from, to } = range.within(piece.from, piece.to);
             let score = |j: usize| scores[(j - piece.from) * plan.width + r];
@@ -426,7 +442,7 @@ impl<I: Element> RowTile<'_, I> {
             if in_place.is_none() {
                 for (j, wide) in (from..to).zip(as_floats_mut(part).chunks_exact_mut(columns)) {
                     let value = &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
-                    wide_row(value, job.shape.tf32, wide);
+                    f32_row(value, job.shape.tf32, wide);
                 }
             }
             let wide: &[f32] = as_floats(part);
@@ -437,9 +453,9 @@ impl<I: Element> RowTile<'_, I> {
                 let right = match in_place {
                     Some(_) => {
                         let value = &job.value(b, keys_part.from, kv_head)[value_columns.from..];
-                        Right::Narrow(bf16_slice(value).expect("bf16"), job.v.row_stride(), Ahead::NONE)
+                        Right::Bf16(bf16_slice(value).expect("bf16"), job.v.row_stride(), Prefetch::NONE)
                     }
-                    None => Right::Wide(&wide[(keys_part.from - from) * columns..], columns),
+                    None => Right::F32(&wide[(keys_part.from - from) * columns..], columns),
                 };
                 let left =
                     Left { data: &weights[(keys_part.from - keys.from) * width + first..], row_stride: 1, step: width };
@@ -495,7 +511,7 @@ struct Seen {
 
 struct Softmax {
     rows: [Row; ROWS],
-    /// The reference point of each valid row.
+    /// The exponent `n` of each valid row.
     n: [f32; ROWS],
     /// Some visible score is -inf; its weight is marked NaN.
     skips: bool,
@@ -507,13 +523,13 @@ struct Sums {
     total: [f32; ROWS],
 }
 
-/// Runs [`Survey`]. Not generic, so that it is compiled once.
-fn survey(cpu: &Cpu, survey: Survey) {
-    cpu.dispatch(survey);
+/// Runs [`BlockStatistics`]. Not generic, so that it is compiled once.
+fn block_statistics(cpu: &Cpu, kernel: BlockStatistics) {
+    cpu.dispatch(kernel);
 }
 
 /// Caps scores, makes invisible ones -inf, and finds what the softmax must know of the rest.
-struct Survey<'a> {
+struct BlockStatistics<'a> {
     scores: &'a mut [f32],
     plan: &'a Tiles,
     rows: usize,
@@ -523,11 +539,11 @@ struct Survey<'a> {
     seen: &'a mut Seen,
 }
 
-impl Kernel for Survey<'_> {
+impl Kernel for BlockStatistics<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Survey { scores, plan, rows, keys, ranges, cap, seen } = self;
+        let BlockStatistics { scores, plan, rows, keys, ranges, cap, seen } = self;
         let width = plan.width;
         let (mut from, mut to) = ([0f32; ROWS], [0f32; ROWS]);
         for r in 0..rows {
@@ -589,13 +605,13 @@ impl Kernel for Survey<'_> {
     }
 }
 
-/// Runs [`Weigh`]. Not generic, so that it is compiled once.
-fn weigh(cpu: &Cpu, weigh: Weigh) {
-    cpu.dispatch(weigh);
+/// Runs [`Exponentiate`]. Not generic, so that it is compiled once.
+fn exponentiate(cpu: &Cpu, kernel: Exponentiate) {
+    cpu.dispatch(kernel);
 }
 
 /// Turns scores into weights, in place, and sums them block by block; `end` is the last key of all.
-struct Weigh<'a> {
+struct Exponentiate<'a> {
     scores: &'a mut [f32],
     plan: &'a Tiles,
     keys: Range,
@@ -605,11 +621,11 @@ struct Weigh<'a> {
     sums: &'a mut Sums,
 }
 
-impl Kernel for Weigh<'_> {
+impl Kernel for Exponentiate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Weigh { scores, plan, keys, end, c, softmax, sums } = self;
+        let Exponentiate { scores, plan, keys, end, c, softmax, sums } = self;
         let width = plan.width;
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));

@@ -4,7 +4,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
 use crate::element::{typed, typed_pair};
 use crate::pack::prefetch_at;
-use crate::simd::stream::{BLOCK, Sink, is_large};
+use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{convert, widen};
@@ -161,17 +161,17 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         let mut firsts = [0f32; BLOCK];
         let mut at = 0;
         while at < self.a.len() {
-            let y = sink.room(self.a.len() - at);
+            let y = stream.room(self.a.len() - at);
             let len = y.len();
             pointwise(s, self.op, &self.a[at..][..len], &self.b[at..][..len], y, &mut firsts);
-            sink.put(s, len);
+            stream.put(s, len);
             at += len;
         }
-        sink.end(s);
+        stream.end(s);
     }
 }
 

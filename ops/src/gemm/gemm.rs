@@ -11,9 +11,9 @@ use crate::element::typed;
 use crate::gemm::tile::{
     Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, dot_unpacking, fma_tile,
 };
-use crate::pack::dictionary::{self, Coded};
+use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
-    Ahead, as_floats, as_floats_mut, bf16_slice, least_magnitude, pairs_of_rows, wide_of_rows, wide_row,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, vnni_of_rows,
 };
 use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -240,16 +240,16 @@ pub struct PackedWeight {
 #[derive(Clone, Copy)]
 enum Form {
     /// f32.
-    Wide,
-    /// Pairs of bf16.
-    Pairs,
-    /// Pairs of bf16 in fewer bits.
-    Coded,
+    F32,
+    /// Pairs of bf16 along k.
+    Vnni,
+    /// The same in 12 bits a weight.
+    Dictionary,
 }
 
 impl Form {
     fn of(pairs: bool) -> Form {
-        if pairs { Form::Pairs } else { Form::Wide }
+        if pairs { Form::Vnni } else { Form::F32 }
     }
 }
 
@@ -276,7 +276,7 @@ impl PackedWeight {
             && k > 0
             && let Some(memory) = dictionary::pack(cpu, n, w.rows())?
         {
-            return Ok(PackedWeight { n, k, dtype, form: Form::Coded, memory });
+            return Ok(PackedWeight { n, k, dtype, form: Form::Dictionary, memory });
         }
         let size = panel_words(k, pairs);
         let words = size.saturating_mul(n.div_ceil(PANEL));
@@ -312,10 +312,10 @@ impl PackedWeight {
         let of_pair = |k: usize, pair: u32| if k.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
         for k in 0..self.k {
             let value = match panel {
-                Right::Wide(floats, _) => floats[k * PANEL + column],
-                Right::Pairs(words, _) => f32::from_bits(of_pair(k, words[k / 2 * PANEL + column])),
-                Right::Coded(coded) => f32::from_bits(of_pair(k, coded.pair(k / 2, column))),
-                Right::Narrow(..) => unreachable!("packed weights are not narrow"),
+                Right::F32(floats, _) => floats[k * PANEL + column],
+                Right::Vnni(words, _) => f32::from_bits(of_pair(k, words[k / 2 * PANEL + column])),
+                Right::Dictionary(coded) => f32::from_bits(of_pair(k, coded.pair(k / 2, column))),
+                Right::Bf16(..) => unreachable!("packed weights are not narrow"),
             };
             put(k, value);
         }
@@ -369,14 +369,14 @@ fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, opera
     let (out, end) = out.split_at_mut(out.len() - LINE);
     if I::IS_BF16 && pairs {
         let row = |r: usize| bf16_slice(x.row(first + r)).expect("bf16");
-        pairs_of_rows(cpu, rows, k, row, pad, out, stride, Ahead::NONE);
+        vnni_of_rows(cpu, rows, k, row, pad, out, stride, Prefetch::NONE);
         end[0] = least_of_rows(cpu, x, first, rows).to_bits();
     } else {
         let out = as_floats_mut(out);
         if k % 2 == 1 {
             out[k * stride..][..rows].fill(0.0);
         }
-        wide_of_rows(cpu, rows, k, |r| x.row(first + r), tf32, out, stride);
+        f32_of_rows(cpu, rows, k, |r| x.row(first + r), tf32, out, stride);
         end[0] = f32::NAN.to_bits();
     }
 }
@@ -415,14 +415,14 @@ impl<'a> Panels<'a> {
             self.words[panel * size..][..size].split_at(size - LINE)
         };
         let (right, least) = match self.form {
-            Form::Wide => (Right::Wide(as_floats(plain(false).0), PANEL), f32::NAN),
-            Form::Pairs => {
+            Form::F32 => (Right::F32(as_floats(plain(false).0), PANEL), f32::NAN),
+            Form::Vnni => {
                 let (words, end) = plain(true);
-                (Right::Pairs(words, PANEL), f32::from_bits(end[0]))
+                (Right::Vnni(words, PANEL), f32::from_bits(end[0]))
             }
-            Form::Coded => {
-                let (panel, least) = Coded::panel(dictionary::Form::of(self.n, self.k), self.words, panel);
-                (Right::Coded(panel), least)
+            Form::Dictionary => {
+                let (panel, least) = DictionaryPanel::panel(dictionary::Form::of(self.n, self.k), self.words, panel);
+                (Right::Dictionary(panel), least)
             }
         };
         Panel { right, least, slot }
@@ -442,7 +442,7 @@ impl Panel<'_> {
     /// From now on tiles read the slot, which holds the pairs.
     fn unpacked(&mut self) {
         let words = std::mem::take(&mut self.slot);
-        self.right = Right::Pairs(words, PANEL);
+        self.right = Right::Vnni(words, PANEL);
     }
 }
 
@@ -561,7 +561,7 @@ impl<I: Element> Product<'_, I> {
     /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
     /// they stand.
     pub(crate) fn unpacks(&self, tiles: usize) -> bool {
-        self.dots() && tiles > 1 && matches!(self.w, Weight::Packed(Panels { form: Form::Coded, .. }))
+        self.dots() && tiles > 1 && matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. }))
     }
 
     fn preferred(&self) -> Tiling {
@@ -624,7 +624,7 @@ impl<I: Element> Product<'_, I> {
         let bias = self.bias?;
         let mut wide = [0f32; PANEL];
         let columns = PANEL.min(self.shape.n - panel * PANEL);
-        wide_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
+        f32_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
         Some(wide)
     }
 
@@ -727,7 +727,7 @@ impl<I: Element> Product<'_, I> {
         let (tile, end) = tile.split_at(tile.len() - LINE);
         let (right, order) = (panel.right, Order::Tree(self.bounds));
         let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
-        if !pairs && !matches!(right, Right::Coded(_)) {
+        if !pairs && !matches!(right, Right::Dictionary(_)) {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else if dot {
@@ -797,7 +797,7 @@ impl<I: Element> Product<'_, I> {
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
         let mut room;
         let (steps, decoded): (usize, &mut [f32]) = match right {
-            Some(Right::Coded(_)) => {
+            Some(Right::Dictionary(_)) => {
                 room = [0f32; SLOW_STEPS * PANEL];
                 (steps.min(SLOW_STEPS), &mut room)
             }
@@ -810,23 +810,23 @@ impl<I: Element> Product<'_, I> {
             out.fill(0.0);
             for from in (bounds[i]..bounds[i + 1]).step_by(steps) {
                 let len = steps.min(bounds[i + 1] - from);
-                wide_of_rows(cpu, rows, len, |r| &self.x.row(first + r)[from..], tf32, left, rows);
+                f32_of_rows(cpu, rows, len, |r| &self.x.row(first + r)[from..], tf32, left, rows);
                 if len % 2 == 1 {
                     // Beside the -0 that ends a row of pairs.
                     left[len * rows..][..rows].fill(0.0);
                 }
                 let right = match (right, self.w) {
-                    (Some(Right::Pairs(words, _)), _) => Right::Pairs(&words[from / 2 * PANEL..], PANEL),
-                    (Some(Right::Coded(coded)), _) => {
+                    (Some(Right::Vnni(words, _)), _) => Right::Vnni(&words[from / 2 * PANEL..], PANEL),
+                    (Some(Right::Dictionary(coded)), _) => {
                         coded.widen(from, len, decoded);
-                        Right::Wide(decoded, PANEL)
+                        Right::F32(decoded, PANEL)
                     }
-                    (Some(Right::Wide(floats, _)), _) => Right::Wide(&floats[from * PANEL..], PANEL),
+                    (Some(Right::F32(floats, _)), _) => Right::F32(&floats[from * PANEL..], PANEL),
                     (None, Weight::Plain(w)) => {
                         let columns = PANEL.min(n - panel * PANEL);
                         let row = |c: usize| &w.row(panel * PANEL + c)[from..k];
-                        wide_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
-                        Right::Wide(wide, PANEL)
+                        f32_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
+                        Right::F32(wide, PANEL)
                     }
                     _ => unreachable!("a packed weight has panels of pairs or f32"),
                 };

@@ -11,8 +11,8 @@ mod fma;
 pub use dot::{dot_tile, dot_unpacking};
 pub use fma::fma_tile;
 
-use crate::pack::Ahead;
-use crate::pack::dictionary::Coded;
+use crate::pack::Prefetch;
+use crate::pack::dictionary::DictionaryPanel;
 
 /// Columns of a packed panel.
 pub const PANEL: usize = 32;
@@ -36,14 +36,14 @@ pub struct Left<'a, T> {
 #[derive(Clone, Copy)]
 pub enum Right<'a> {
     /// f32.
-    Wide(&'a [f32], usize),
-    /// Pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
+    F32(&'a [f32], usize),
+    /// VNNI form: pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
-    Pairs(&'a [u32], usize),
-    /// Pairs of bf16 in fewer bits, for [`dot_tile`] alone.
-    Coded(Coded<'a>),
+    Vnni(&'a [u32], usize),
+    /// The same in 12 bits a weight, for [`dot_tile`] alone.
+    Dictionary(DictionaryPanel<'a>),
     /// bf16, and memory that is asked for on the way, a line at a step.
-    Narrow(&'a [half::bf16], usize, Ahead),
+    Bf16(&'a [half::bf16], usize, Prefetch),
 }
 
 /// How the products are summed.
@@ -100,10 +100,10 @@ impl<T> Tile<'_, T> {
             let left_last = last(self.rows, self.left.row_stride, left_steps, self.left.step);
             assert!(left_last < self.left.data.len(), "left operand too short");
             let (right_len, right_steps, stride) = match self.right {
-                Right::Coded(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
-                Right::Wide(data, stride) => (data.len(), end, stride),
-                Right::Pairs(data, stride) => (data.len(), end.div_ceil(2), stride),
-                Right::Narrow(data, stride, _) => (data.len(), end, stride),
+                Right::Dictionary(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
+                Right::F32(data, stride) => (data.len(), end, stride),
+                Right::Vnni(data, stride) => (data.len(), end.div_ceil(2), stride),
+                Right::Bf16(data, stride, _) => (data.len(), end, stride),
             };
             assert!(last(self.columns, 1, right_steps, stride) < right_len, "right operand too short");
         }

@@ -13,7 +13,7 @@ use crate::element::typed;
 use crate::gemm::gemm::segment_length;
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::reduce::{Add, Lanes};
-use crate::simd::unroll::Twice;
+use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
@@ -242,18 +242,18 @@ const TILE: usize = 1024;
 #[inline(always)]
 pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32, Option<f32>) {
     let four = 4 * S::LANES;
-    let s4 = Twice(Twice(s));
+    let s4 = Unrolled(Unrolled(s));
     let mut largest = s4.splat(f32::NEG_INFINITY);
     let mut invalid = false;
     let vectors = x.chunks_exact(four);
     let rest = vectors.remainder();
     for x in vectors {
-        let x = load_two(Twice(s), x, I::IS_BF16);
+        let x = load_two(Unrolled(s), x, I::IS_BF16);
         invalid |= s4.any_nan_or_inf(x);
         largest = s4.max(x, largest);
     }
     let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
-    store_two(Twice(s), largest, &mut lanes[..four]);
+    store_two(Unrolled(s), largest, &mut lanes[..four]);
     let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
     invalid |= rest.iter().any(|x| x.widen().is_nan());
     // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
@@ -276,7 +276,7 @@ pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32,
 #[inline(always)]
 pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
     let four = 4 * S::LANES;
-    let (s2, s4) = (Twice(s), Twice(Twice(s)));
+    let (s2, s4) = (Unrolled(s), Unrolled(Unrolled(s)));
     let whole = x.len() - x.len() % four;
     for (x, w) in x.chunks_exact(four).zip(w.chunks_exact_mut(four)) {
         store_two(s2, weigh(s4, load_two(s2, x, false), scale, n), w);

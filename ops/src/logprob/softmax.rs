@@ -9,10 +9,10 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::logprob::logprob::{Denominator, Total, weights};
-use crate::simd::stream::{Sink, is_large};
+use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
-use crate::through_f32::{self, wide_row};
+use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
@@ -46,7 +46,7 @@ pub(crate) fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     }, else {
         let n = *x.shape().last().expect("it has an axis");
         through_f32::rows(cpu, "softmax", y, n, &|row, y| {
-            let x = wide_row(cpu, &x, row);
+            let x = f32_row(cpu, &x, row);
             cpu.dispatch(Part { x: TensorRef::of(&x, &[1, n]).rows::<f32>(), first: 0, y, large: false });
         })
     })
@@ -113,7 +113,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let count = self.y.len() / self.x.n().max(1);
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         let mut kept = [0f32; KEPT];
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
             let whole_row = x.len() <= KEPT;
@@ -126,19 +126,19 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 } else if !whole_row {
                     weights(s, x, 1.0, n, w);
                 }
-                divide(s, w, sum, &mut sink);
+                divide(s, w, sum, &mut stream);
             }
         }
-        sink.end(s);
+        stream.end(s);
     }
 }
 
-/// `w / sum`, last rounding, as the next elements of `sink`.
+/// `w / sum`, last rounding, as the next elements of `stream`.
 #[inline(always)]
-fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, sink: &mut Sink<O>) {
+fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, stream: &mut Stream<O>) {
     let (two, sum) = (2 * S::LANES, s.splat(sum));
     while !w.is_empty() {
-        let y = sink.room(w.len());
+        let y = stream.room(w.len());
         let (part, rest) = w.split_at(y.len());
         let whole = part.len() - part.len() % two;
         for (w, y) in part.chunks_exact(two).zip(y.chunks_exact_mut(two)) {
@@ -148,7 +148,7 @@ fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, sink: &mut Sink<O>
         for at in (whole..part.len()).step_by(S::LANES) {
             narrow_at(s, s.div(load_at(s, part, at, 0.0), sum), y, at);
         }
-        sink.put(s, part.len());
+        stream.put(s, part.len());
         w = rest;
     }
 }

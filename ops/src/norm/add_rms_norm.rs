@@ -9,10 +9,10 @@ use crate::element::{typed, typed_pair};
 use crate::elementwise::add::{self, Add};
 use crate::elementwise::frame::pointwise;
 use crate::norm::rms_norm::{ROWS, Scale, one_row};
-use crate::simd::stream::{Sink, is_large};
+use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::through_f32::{self, wide_row};
+use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
 
 /// The longest row of a large sum that is made in the cache before it is written past it.
@@ -84,13 +84,13 @@ fn by_parts(
     w: TensorRef,
     (sum, y): (TensorMut, TensorMut),
 ) -> Result<(), Error> {
-    let w = wide_row(cpu, &w, 0);
+    let w = f32_row(cpu, &w, 0);
     typed!(sum.dtype() => M, {
         let sum = sum.host::<M>("add_rms_norm", "sum")?;
         add::run(cpu, [x, residual], TensorMut::of(sum, &[shape.rows, shape.n]))?;
         let sum = TensorRef::of(sum, &[shape.rows, shape.n]);
         through_f32::rows(cpu, "add_rms_norm", y, shape.n, &|row, y| {
-            one_row(cpu, shape, &wide_row(cpu, &sum, row), &w, y);
+            one_row(cpu, shape, &f32_row(cpu, &sum, row), &w, y);
         })
     })
 }
@@ -202,8 +202,8 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let n = self.shape.n;
         let rows = self.first..self.first + self.y.len() / n;
-        let mut sums = Sink::<I, KEPT>::new(self.sum, self.large.0);
-        let mut sink = Sink::<O>::new(self.y, self.large.1);
+        let mut sums = Stream::<I, KEPT>::new(self.sum, self.large.0);
+        let mut stream = Stream::<O>::new(self.y, self.large.1);
         for row in rows {
             // By reference: the two views are large, and a copy of them for each row is felt.
             let [x, residual] = self.x.each_ref().map(|x| x.row(row));
@@ -211,10 +211,10 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             pointwise(s, Add, x, residual, sum, &mut []);
             let scale = Scale::of_row(s, self.shape, sum);
             let next = self.x.each_ref().map(|x| x.address(row + 1));
-            scale.row(s, sum, self.w, &mut sink, next);
+            scale.row(s, sum, self.w, &mut stream, next);
             sums.put(s, n);
         }
         sums.end(s);
-        sink.end(s);
+        stream.end(s);
     }
 }

@@ -8,10 +8,10 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::reduce::{Add, Lanes, Square, lane_sum};
-use crate::simd::stream::{Sink, is_large};
+use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 use crate::tensor::Rows;
-use crate::through_f32::{self, wide_row};
+use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use samebits_schema::Call;
 
@@ -74,10 +74,10 @@ fn run(cpu: &Cpu, shape: &LayerNorm, x: TensorRef, affine: [Option<TensorRef>; 2
         Part::chunks(cpu, shape, x.rows::<I>(), [w, bias], y.host::<O>("layer_norm", "y")?);
         Ok(())
     }, else {
-        let affine = affine.map(|given| given.map(|given| wide_row(cpu, &given, 0)));
+        let affine = affine.map(|given| given.map(|given| f32_row(cpu, &given, 0)));
         let affine = affine.each_ref().map(Option::as_deref);
         through_f32::rows(cpu, "layer_norm", y, shape.n, &|row, y| {
-            let x = wide_row(cpu, &x, row);
+            let x = f32_row(cpu, &x, row);
             let x = TensorRef::of(&x, &[1, shape.n]).rows::<f32>();
             cpu.dispatch(Part { shape, x, first: 0, affine, y, large: false });
         })
@@ -184,7 +184,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (n, count) = (self.shape.n, self.y.len() / self.shape.n.max(1));
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         let mut kept = [0f32; KEPT];
         for row in self.first..self.first + count {
             let x = self.x.row(row);
@@ -201,10 +201,10 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                     differences(s, x, mean, &mut kept);
                 }
                 let affine = self.affine.map(|given| given.map(|given| &given[part * KEPT..][..x.len()]));
-                scale(s, &kept[..x.len()], r, affine, &mut sink);
+                scale(s, &kept[..x.len()], r, affine, &mut stream);
             }
         }
-        sink.end(s);
+        stream.end(s);
     }
 }
 
@@ -222,12 +222,12 @@ fn differences<S: Simd, I: Element>(s: S, x: &[I], mean: S::F, d: &mut [f32]) {
     }
 }
 
-/// `d * r * w + bias`, last rounding, as the next elements of `sink`.
+/// `d * r * w + bias`, last rounding, as the next elements of `stream`.
 #[inline(always)]
-fn scale<S: Simd, I: Element, O: Element>(s: S, d: &[f32], r: S::F, affine: [Option<&[I]>; 2], sink: &mut Sink<O>) {
+fn scale<S: Simd, I: Element, O: Element>(s: S, d: &[f32], r: S::F, affine: [Option<&[I]>; 2], stream: &mut Stream<O>) {
     let (mut from, two) = (0, 2 * S::LANES);
     while from < d.len() {
-        let y = sink.room(d.len() - from);
+        let y = stream.room(d.len() - from);
         let len = y.len();
         let (d, [w, bias]) = (&d[from..][..len], affine.map(|given| given.map(|given| &given[from..][..len])));
         let whole = len - len % two;
@@ -250,7 +250,7 @@ fn scale<S: Simd, I: Element, O: Element>(s: S, d: &[f32], r: S::F, affine: [Opt
             v = bias.map_or(v, |bias| s.add(v, load_at(s, bias, at, I::default())));
             narrow_at(s, v, y, at);
         }
-        sink.put(s, len);
+        stream.put(s, len);
         from += len;
     }
 }

@@ -7,11 +7,11 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::norm::rms_norm::{ROWS, Scale};
-use crate::rope::rope::{Rotations, prepare, rotate_head, wide_heads, with_rotations, with_table};
-use crate::simd::stream::{BLOCK, Sink, is_large};
+use crate::rope::rope::{Rotations, f32_heads, prepare, rotate_head, with_rotations, with_table};
+use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::through_f32::{self, wide_row};
+use crate::through_f32::{self, f32_row};
 use crate::{
     Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, TensorMut, TensorRef, check_len, value_error,
 };
@@ -87,9 +87,9 @@ fn run(cpu: &Cpu, shape: &NormRope, table: &RopeTable, [x, w]: [TensorRef; 2], y
         Part::chunks(cpu, shape, table, x.rows::<I>(), w, y);
         Ok(())
     }, else {
-        let w = wide_row(cpu, &w, 0);
+        let w = f32_row(cpu, &w, 0);
         through_f32::rows(cpu, "norm_rope", y, heads * dim, &|token, y| {
-            let x = wide_heads(cpu, &x, token, heads);
+            let x = f32_heads(cpu, &x, token, heads);
             let x = TensorRef::of(&x, &[heads, dim]);
             cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, w: &w, y, large: false });
         })
@@ -201,24 +201,24 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         const NO_ROW: [*const f32; 0] = [];
         let mut normed = vec![0f32; dim];
         let tokens = self.first..self.first + self.y.len() / (heads * dim);
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         for t in tokens {
             let angles = self.table.row(t);
             // A large output is made of whole heads at a time.
             let at_once = (BLOCK / dim).max(1);
             for from in (0..heads).step_by(at_once) {
                 let some = from..heads.min(from + at_once);
-                let y = sink.room(some.len() * dim);
+                let y = stream.room(some.len() * dim);
                 let len = y.len();
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
                     let x = self.x.row(self.head + (t - self.first) * heads + h);
                     let scale = Scale::of_row(s, &norm, x);
-                    scale.row(s, x, self.w, &mut Sink::<f32>::new(&mut normed, false), NO_ROW);
+                    scale.row(s, x, self.w, &mut Stream::<f32>::new(&mut normed, false), NO_ROW);
                     rotate_head(s, pairing, angles, &normed, y);
                 }
-                sink.put(s, len);
+                stream.put(s, len);
             }
         }
-        sink.end(s);
+        stream.end(s);
     }
 }

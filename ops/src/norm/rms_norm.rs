@@ -9,10 +9,10 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::reduce::{Square, lane_sum};
-use crate::simd::stream::{Sink, is_large};
+use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
 use crate::tensor::Rows;
-use crate::through_f32::{self, wide_row};
+use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use half::bf16;
 use samebits_schema::Call;
@@ -85,8 +85,8 @@ fn run(cpu: &Cpu, shape: &RmsNorm, x: TensorRef, w: TensorRef, y: TensorMut) -> 
         Part::chunks(cpu, shape, x.rows::<I>(), w, y);
         Ok(())
     }, else {
-        let w = wide_row(cpu, &w, 0);
-        through_f32::rows(cpu, "rms_norm", y, shape.n, &|row, y| one_row(cpu, shape, &wide_row(cpu, &x, row), &w, y))
+        let w = f32_row(cpu, &w, 0);
+        through_f32::rows(cpu, "rms_norm", y, shape.n, &|row, y| one_row(cpu, shape, &f32_row(cpu, &x, row), &w, y))
     })
 }
 
@@ -200,14 +200,14 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let count = self.y.len() / self.shape.n.max(1);
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         for row in self.first..self.first + count {
             let x = self.x.row(row);
             let scale = Scale::of_row(s, self.shape, x);
             // While this row comes from the cache, the next one comes from memory.
-            scale.row(s, x, self.w, &mut sink, [self.x.address(row + 1)]);
+            scale.row(s, x, self.w, &mut stream, [self.x.address(row + 1)]);
         }
-        sink.end(s);
+        stream.end(s);
     }
 }
 
@@ -242,7 +242,7 @@ impl<S: Simd> Scale<S> {
         s.mul(w, load_at(s, &rounded, 0, bf16::ZERO))
     }
 
-    /// The row `x` with the weights `w`, last rounding, as the next elements of `sink`. What lies at `next` is asked for
+    /// The row `x` with the weights `w`, last rounding, as the next elements of `stream`. What lies at `next` is asked for
     /// meanwhile, as far as this row is long.
     #[inline(always)]
     pub fn row<I: Element, W: Element, O: Element, N: Element, const NEXT: usize>(
@@ -250,12 +250,12 @@ impl<S: Simd> Scale<S> {
         s: S,
         x: &[I],
         w: &[W],
-        sink: &mut Sink<O>,
+        stream: &mut Stream<O>,
         next: [*const N; NEXT],
     ) {
         match self.rounding {
-            Rounding::Once => self.row_as::<I, W, O, N, false, NEXT>(s, x, w, sink, next),
-            Rounding::Hf => self.row_as::<I, W, O, N, true, NEXT>(s, x, w, sink, next),
+            Rounding::Once => self.row_as::<I, W, O, N, false, NEXT>(s, x, w, stream, next),
+            Rounding::Hf => self.row_as::<I, W, O, N, true, NEXT>(s, x, w, stream, next),
         }
     }
 
@@ -266,13 +266,13 @@ impl<S: Simd> Scale<S> {
         s: S,
         x: &[I],
         w: &[W],
-        sink: &mut Sink<O>,
+        stream: &mut Stream<O>,
         next: [*const N; NEXT],
     ) {
         let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
         let mut at = 0;
         while at < x.len() {
-            let y = sink.room(x.len() - at);
+            let y = stream.room(x.len() - at);
             let len = y.len();
             let (x, w) = (&x[at..][..len], &w[at..][..len]);
             let whole = len - len % two;
@@ -288,7 +288,7 @@ impl<S: Simd> Scale<S> {
                 let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
                 narrow_at(s, self.apply::<HF>(s, x, w), y, at);
             }
-            sink.put(s, len);
+            stream.put(s, len);
             at += len;
         }
     }

@@ -1,15 +1,15 @@
-//! Packed bf16 weights in 12 bits instead of 16, each weight as it was: few rows wait for memory, not for sums, and memory
-//! moves a quarter less.
+//! Lossless dictionary coding of bf16 weights in 12 bits: few rows wait for memory, not for sums, and memory moves a
+//! quarter less.
 //!
 //! The low byte of a weight (the last bit of its exponent, and its fraction) stands as it is. The high byte (its sign and
 //! seven bits of exponent) becomes a number below 16: weights of a matrix are of like size, so 8 values of those seven
 //! bits, 16 exponents, hold nearly all of them. A panel has a table of its own.
 //!
 //! A block is two pairs of k of 32 columns: two lines of low bytes, then a line of codes, those of the first pair in the
-//! low halves of its bytes. A block with a weight that is not in the table is an exception and stands whole behind all
-//! panels. A matrix with many of them is not coded.
+//! low halves of its bytes. A block with a weight that is not in the table is an escape: its 16-bit pairs stand behind all
+//! panels. A matrix with many escapes is not coded.
 //!
-//! [`Coded::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) sums with them.
+//! [`DictionaryPanel::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) sums with them.
 
 use crate::gemm::gemm::{SharedOut, pack_w, panel_words};
 use crate::gemm::tile::PANEL;
@@ -21,10 +21,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Words of a block: 2 pairs of k of 32 columns.
 pub const BLOCK: usize = 3 * LINE;
-/// Words of a block that stands whole.
-pub const WHOLE: usize = 2 * PANEL;
-/// Words before the numbers of the exceptions: the table, the smallest nonzero magnitude, how many exceptions there are.
-const FACTS: usize = 6;
+/// Words of an escape, a block that is not coded.
+pub const ESCAPE: usize = 2 * PANEL;
+/// Words before the numbers of the escapes: the table, the smallest nonzero magnitude, how many escapes there are.
+const HEADER: usize = 6;
 
 /// What all panels of a matrix have in common.
 #[derive(Clone, Copy)]
@@ -51,7 +51,7 @@ impl Form {
 
     /// Words before the blocks of a panel.
     fn head(self) -> usize {
-        (FACTS + self.room()).next_multiple_of(LINE)
+        (HEADER + self.room()).next_multiple_of(LINE)
     }
 
     fn panel(self) -> usize {
@@ -59,11 +59,11 @@ impl Form {
     }
 
     fn words(self) -> usize {
-        self.panels.saturating_mul(self.panel().saturating_add(self.room() * WHOLE))
+        self.panels.saturating_mul(self.panel().saturating_add(self.room() * ESCAPE))
     }
 }
 
-/// `w[N,K]` coded, in parallel; `None` where exceptions are many.
+/// `w[N,K]` coded, in parallel; `None` where escapes are many.
 ///
 /// # Errors
 /// [`Error::Memory`] when the system has no room for it.
@@ -72,8 +72,8 @@ pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error>
     let form = Form::of(n, k);
     let bytes = form.words().saturating_mul(4);
     let mut memory = Memory::new(form.words()).ok_or(Error::Memory { op: "gemm", bytes })?;
-    let (panels, wholes) = memory.split_at_mut(form.panels * form.panel());
-    let wholes = SharedOut::new(wholes);
+    let (panels, escapes) = memory.split_at_mut(form.panels * form.panel());
+    let escapes = SharedOut::new(escapes);
     let too_many = AtomicBool::new(false);
     let size = panel_words(k, true);
     cpu.chunks(panels, form.panel(), |panel, out| {
@@ -84,7 +84,7 @@ pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error>
         let mut pairs = vec![0; size];
         pack_w(cpu, w, panel * PANEL, rows, Tf32::Disabled, &mut pairs);
         let least = pairs[size - LINE];
-        // What no column or no pair of k needs is like what they need: it makes no exceptions.
+        // Columns and pairs of k that only fill up the panel repeat others, so that they cause no escapes.
         pairs.truncate(form.pairs * PANEL);
         for pairs in pairs.chunks_exact_mut(PANEL) {
             let (used, unused) = pairs.split_at_mut(rows);
@@ -94,8 +94,8 @@ pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error>
             pairs.extend_from_within(pairs.len() - PANEL..);
         }
         // SAFETY: each panel has its own part.
-        let wholes = unsafe { wholes.part(panel * form.room() * WHOLE, form.room() * WHOLE) };
-        if encode(form, &pairs, least, out, wholes).is_none() {
+        let escapes = unsafe { escapes.part(panel * form.room() * ESCAPE, form.room() * ESCAPE) };
+        if encode(form, &pairs, least, out, escapes).is_none() {
             too_many.store(true, Ordering::Relaxed);
         }
     });
@@ -109,21 +109,21 @@ fn place(column: usize, half: usize) -> usize {
     word / 8 * 16 + column / 16 * 8 + word % 8
 }
 
-/// Writes the panel that `pairs` hold; `None` when it has more exceptions than there is room for.
-fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], wholes: &mut [u32]) -> Option<()> {
+/// Writes the panel that `pairs` hold; `None` when it has more escapes than there is room for.
+fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], escapes: &mut [u32]) -> Option<()> {
     let exponent = |half: u32| (half >> 8 & 0x7F) as usize;
     // The eight that are most frequent, by some of the weights. Near zero weights are spread evenly, so each value stands
     // for a quarter as many as the next above it; that tells the rare ones apart.
-    let mut count = [0f32; 128];
+    let mut frequency = [0f32; 128];
     for pair in pairs.chunks_exact(PANEL).step_by(7).flatten() {
-        count[exponent(*pair)] += 1.0;
-        count[exponent(pair >> 16)] += 1.0;
+        frequency[exponent(*pair)] += 1.0;
+        frequency[exponent(pair >> 16)] += 1.0;
     }
     for i in (0..127).rev() {
-        count[i] = count[i].max(count[i + 1] / 4.0);
+        frequency[i] = frequency[i].max(frequency[i + 1] / 4.0);
     }
     let mut often: [u8; 128] = std::array::from_fn(|i| i as u8);
-    often.sort_by(|&i, &j| count[usize::from(j)].total_cmp(&count[usize::from(i)]));
+    often.sort_by(|&i, &j| frequency[usize::from(j)].total_cmp(&frequency[usize::from(i)]));
     let mut code = [u8::MAX; 128];
     let mut table = [0u8; 16];
     for (number, &exponent) in often[..8].iter().enumerate() {
@@ -131,8 +131,8 @@ fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], wholes: &mut [
         (table[number], table[8 + number]) = (exponent, exponent | 0x80);
     }
     let (head, blocks) = out.split_at_mut(form.head());
-    let mut exceptions = 0;
-    for (number, (pairs, block)) in pairs.chunks_exact(WHOLE).zip(blocks.chunks_exact_mut(BLOCK)).enumerate() {
+    let mut count = 0;
+    for (number, (pairs, block)) in pairs.chunks_exact(ESCAPE).zip(blocks.chunks_exact_mut(BLOCK)).enumerate() {
         let mut bytes = [0u8; 4 * BLOCK];
         let mut known = true;
         for (step, pairs) in pairs.chunks_exact(PANEL).enumerate() {
@@ -150,34 +150,34 @@ fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], wholes: &mut [
             *word = u32::from_le_bytes(*bytes);
         }
         if !known {
-            wholes.chunks_exact_mut(WHOLE).nth(exceptions)?.copy_from_slice(pairs);
-            head[FACTS + exceptions] = number as u32;
-            exceptions += 1;
+            escapes.chunks_exact_mut(ESCAPE).nth(count)?.copy_from_slice(pairs);
+            head[HEADER + count] = number as u32;
+            count += 1;
         }
     }
     for (word, bytes) in head.iter_mut().zip(table.as_chunks().0) {
         *word = u32::from_le_bytes(*bytes);
     }
-    (head[4], head[5]) = (least, exceptions as u32);
+    (head[4], head[5]) = (least, count as u32);
     Some(())
 }
 
-/// A coded panel.
+/// A panel of coded weights.
 #[derive(Clone, Copy)]
-pub struct Coded<'a> {
+pub struct DictionaryPanel<'a> {
     /// Pairs of k.
     pairs: usize,
     head: &'a [u32],
     blocks: &'a [u32],
-    wholes: &'a [u32],
+    escapes: &'a [u32],
 }
 
-impl<'a> Coded<'a> {
+impl<'a> DictionaryPanel<'a> {
     /// Panel `panel` of a matrix, and its smallest nonzero magnitude.
-    pub fn panel(form: Form, words: &'a [u32], panel: usize) -> (Coded<'a>, f32) {
+    pub fn panel(form: Form, words: &'a [u32], panel: usize) -> (DictionaryPanel<'a>, f32) {
         let (head, blocks) = words[panel * form.panel()..][..form.panel()].split_at(form.head());
-        let wholes = &words[form.panels * form.panel() + panel * form.room() * WHOLE..][..head[5] as usize * WHOLE];
-        (Coded { pairs: form.pairs, head, blocks, wholes }, f32::from_bits(head[4]))
+        let escapes = &words[form.panels * form.panel() + panel * form.room() * ESCAPE..][..head[5] as usize * ESCAPE];
+        (DictionaryPanel { pairs: form.pairs, head, blocks, escapes }, f32::from_bits(head[4]))
     }
 
     /// Pairs of k.
@@ -195,21 +195,21 @@ impl<'a> Coded<'a> {
         self.blocks
     }
 
-    /// [`WHOLE`] words for each exception.
-    pub fn wholes(&self) -> &'a [u32] {
-        self.wholes
+    /// [`ESCAPE`] words for each escape.
+    pub fn escapes(&self) -> &'a [u32] {
+        self.escapes
     }
 
-    /// The numbers of the blocks that stand whole, ascending.
-    pub fn exceptions(&self) -> &'a [u32] {
-        &self.head[FACTS..][..self.head[5] as usize]
+    /// The numbers of the blocks that are escapes, ascending.
+    pub fn escape_numbers(&self) -> &'a [u32] {
+        &self.head[HEADER..][..self.head[5] as usize]
     }
 
     /// Pair `pair` of k of a column, the earlier k in the high half.
     pub fn pair(&self, pair: usize, column: usize) -> u32 {
         let (block, step) = (pair / 2, pair % 2);
-        if let Ok(exception) = self.exceptions().binary_search(&(block as u32)) {
-            return self.wholes[exception * WHOLE + step * PANEL + column];
+        if let Ok(escape) = self.escape_numbers().binary_search(&(block as u32)) {
+            return self.escapes[escape * ESCAPE + step * PANEL + column];
         }
         let byte = |at: usize| self.blocks[block * BLOCK + at / 4].to_le_bytes()[at % 4];
         let half = |half: usize| {
@@ -257,9 +257,9 @@ mod tests {
         {
             let w = weights(n, k, small);
             let rows = TensorRef::of(&w, &[n, k]).rows();
-            let memory = pack(&cpu, n, rows).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few exceptions"));
+            let memory = pack(&cpu, n, rows).unwrap().unwrap_or_else(|| panic!("{n}x{k} {small}: few escapes"));
             for row in 0..n {
-                let (panel, _) = Coded::panel(Form::of(n, k), &memory, row / PANEL);
+                let (panel, _) = DictionaryPanel::panel(Form::of(n, k), &memory, row / PANEL);
                 for k_at in 0..k {
                     let pair = panel.pair(k_at / 2, row % PANEL);
                     let bits = if k_at % 2 == 0 { pair >> 16 } else { pair & 0xFFFF };
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_of_many_exceptions_is_not_coded() {
+    fn a_matrix_of_many_escapes_is_not_coded() {
         let cpu = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
         let mut w = weights(64, 512, 0);
         w.iter_mut().step_by(9).for_each(|w| *w = bf16::narrow(w.widen() * 1e-30));

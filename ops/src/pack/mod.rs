@@ -1,4 +1,5 @@
-//! Operands of a [`Tile`](crate::gemm::tile::Tile) as the kernels read them: bf16 in pairs along k, everything else widened.
+//! Operands of a [`Tile`](crate::gemm::tile::Tile) as the kernels read them: bf16 in VNNI form, that is in
+//! pairs along k, everything else as f32.
 
 pub mod dictionary;
 
@@ -21,7 +22,7 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
 /// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r; an odd end is filled with
 /// `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
 #[allow(clippy::too_many_arguments)]
-pub fn pairs_of_rows<'a>(
+pub fn vnni_of_rows<'a>(
     cpu: &Cpu,
     rows: usize,
     k: usize,
@@ -29,7 +30,7 @@ pub fn pairs_of_rows<'a>(
     pad: bf16,
     out: &mut [u32],
     stride: usize,
-    ahead: Ahead,
+    ahead: Prefetch,
 ) {
     if k % 2 == 1 {
         (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
@@ -39,7 +40,7 @@ pub fn pairs_of_rows<'a>(
 }
 
 /// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
-pub fn wide_of_rows<'a, I: Element>(
+pub fn f32_of_rows<'a, I: Element>(
     cpu: &Cpu,
     rows: usize,
     k: usize,
@@ -50,7 +51,7 @@ pub fn wide_of_rows<'a, I: Element>(
 ) {
     if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
         let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-        let (out, ahead) = (as_words_mut(out), Ahead::NONE);
+        let (out, ahead) = (as_words_mut(out), Prefetch::NONE);
         cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out, stride, ahead });
     } else {
         (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
@@ -65,7 +66,7 @@ struct Interleave<'a, F, const SWAP: bool> {
     row: F,
     out: &'a mut [u32],
     stride: usize,
-    ahead: Ahead,
+    ahead: Prefetch,
 }
 
 impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, SWAP> {
@@ -105,7 +106,7 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
 }
 
 /// Writes one row as adjacent pairs, an odd end filled with `pad`, and returns its [`least_magnitude`].
-pub fn pairs_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
+pub fn vnni_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
     let whole = row.len() / 2;
     let least = cpu.dispatch(PairsOfRow { row: &row[..2 * whole], out: &mut out[..whole] });
     match row.get(2 * whole) {
@@ -171,7 +172,7 @@ pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: 
 }
 
 /// Writes one row as adjacent f32.
-pub fn wide_row<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32]) {
+pub fn f32_row<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32]) {
     for (v, slot) in row.iter().zip(out) {
         *slot = tf32.operand(v.widen());
     }
@@ -183,7 +184,7 @@ pub fn least_magnitude(cpu: &Cpu, x: &[bf16]) -> f32 {
 }
 
 /// [`least_magnitude`] of all elements of pairs.
-pub fn least_of_pairs(cpu: &Cpu, pairs: &[u32]) -> f32 {
+pub fn least_of_vnni(cpu: &Cpu, pairs: &[u32]) -> f32 {
     // SAFETY: a word is two bf16 in some order, and every bit pattern is a bf16.
     cpu.dispatch(Least { x: unsafe { std::slice::from_raw_parts(pairs.as_ptr().cast::<bf16>(), 2 * pairs.len()) } })
 }
@@ -216,36 +217,36 @@ pub fn from_biased(least: u16) -> f32 {
 /// Asks for the cache lines of `x`, which stands apart from what was read before it.
 #[inline(always)]
 pub fn prefetch<T>(x: &[T]) {
-    Ahead::of(x).ask(usize::MAX);
+    Prefetch::of(x).ask(usize::MAX);
 }
 
 /// Asks for as much memory as `x` takes, `bytes` behind its start.
 #[inline(always)]
 pub fn prefetch_at<T>(x: &[T], bytes: usize) {
-    Ahead { at: x.as_ptr().cast::<i8>().wrapping_add(bytes), lines: size_of_val(x).div_ceil(64) }.ask(usize::MAX);
+    Prefetch { at: x.as_ptr().cast::<i8>().wrapping_add(bytes), lines: size_of_val(x).div_ceil(64) }.ask(usize::MAX);
 }
 
 /// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
 /// of misses and hold up every load behind them.
 #[derive(Clone, Copy)]
-pub struct Ahead {
+pub struct Prefetch {
     at: *const i8,
     lines: usize,
 }
 
-impl Default for Ahead {
-    fn default() -> Ahead {
-        Ahead::NONE
+impl Default for Prefetch {
+    fn default() -> Prefetch {
+        Prefetch::NONE
     }
 }
 
-impl Ahead {
-    pub const NONE: Ahead = Ahead { at: std::ptr::null(), lines: 0 };
+impl Prefetch {
+    pub const NONE: Prefetch = Prefetch { at: std::ptr::null(), lines: 0 };
 
     /// All of `x`.
     #[inline(always)]
-    pub fn of<T>(x: &[T]) -> Ahead {
-        Ahead { at: x.as_ptr().cast(), lines: size_of_val(x).div_ceil(64) }
+    pub fn of<T>(x: &[T]) -> Prefetch {
+        Prefetch { at: x.as_ptr().cast(), lines: size_of_val(x).div_ceil(64) }
     }
 
     pub fn lines(&self) -> usize {

@@ -8,7 +8,7 @@
 use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::{typed, typed_pair};
-use crate::simd::stream::{BLOCK, Sink, is_large};
+use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::through_f32::{self, widen};
@@ -168,7 +168,7 @@ fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -
         Ok(())
     }, else {
         through_f32::rows(cpu, "rope", y, heads * dim, &|token, y| {
-            let x = wide_heads(cpu, &x, token, heads);
+            let x = f32_heads(cpu, &x, token, heads);
             let x = TensorRef::of(&x, &[heads, dim]);
             cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, y, large: false });
         })
@@ -176,7 +176,7 @@ fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -
 }
 
 /// The heads of a token, one behind the other.
-pub(crate) fn wide_heads(cpu: &Cpu, x: &TensorRef, token: usize, heads: usize) -> Vec<f32> {
+pub(crate) fn f32_heads(cpu: &Cpu, x: &TensorRef, token: usize, heads: usize) -> Vec<f32> {
     let dim = *x.shape().last().expect("it has an axis");
     let mut wide = vec![0f32; heads * dim];
     for (h, wide) in wide.chunks_exact_mut(dim).enumerate() {
@@ -367,22 +367,22 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let Rope { heads, dim, pairing, .. } = *self.shape;
         let tokens = self.first..self.first + self.y.len() / (heads * dim);
-        let mut sink = Sink::<O>::new(self.y, self.large);
+        let mut stream = Stream::<O>::new(self.y, self.large);
         for t in tokens {
             let angles = self.table.row(t);
             // A large output is made of whole heads at a time.
             let at_once = (BLOCK / dim).max(1);
             for from in (0..heads).step_by(at_once) {
                 let some = from..heads.min(from + at_once);
-                let y = sink.room(some.len() * dim);
+                let y = stream.room(some.len() * dim);
                 let len = y.len();
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
                     rotate_head(s, pairing, angles, self.x.row(self.head + (t - self.first) * heads + h), y);
                 }
-                sink.put(s, len);
+                stream.put(s, len);
             }
         }
-        sink.end(s);
+        stream.end(s);
     }
 }
 

@@ -3,16 +3,16 @@
 //! Lanes are those of an instruction set that every such machine has, side by side; words stand in memory. What moves words
 //! about is the source that AVX-512 runs too (`words.rs`), compiled once and called.
 
-use super::unroll::Twice;
+use super::unroll::Unrolled;
 use super::words::{self, Kernel512, Simd512};
 use super::{Kernel, MAX_LANES, Simd};
 use crate::{Cpu, Isa};
 use half::{bf16, f16};
 
 #[cfg(target_arch = "x86_64")]
-type Base = Twice<super::avx2::Avx2>;
+type Base = Unrolled<super::avx2::Avx2>;
 #[cfg(not(target_arch = "x86_64"))]
-type Base = Twice<Twice<Twice<Twice<super::scalar::Scalar>>>>;
+type Base = Unrolled<Unrolled<Unrolled<Unrolled<super::scalar::Scalar>>>>;
 type Floats = <Base as Simd>::F;
 
 /// Proof that the machine has the instructions of `Base`; made only by [`enter`] and [`enter_dot`].
@@ -30,9 +30,9 @@ pub struct Words([u32; 16]);
 unsafe fn token() -> Emulated {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the caller's promise.
-    return Emulated(Twice(unsafe { super::avx2::Avx2::new() }));
+    return Emulated(Unrolled(unsafe { super::avx2::Avx2::new() }));
     #[cfg(not(target_arch = "x86_64"))]
-    Emulated(Twice(Twice(Twice(Twice(super::scalar::Scalar)))))
+    Emulated(Unrolled(Unrolled(Unrolled(Unrolled(super::scalar::Scalar)))))
 }
 
 /// Runs `kernel` with 16 lanes.

@@ -18,22 +18,22 @@ pub fn is_large<O: Element>(cpu: &Cpu, y: &[O]) -> bool {
 }
 
 /// Hands out `y` from its first element to its last, a large one in parts of up to `PART` elements.
-pub struct Sink<'a, O, const PART: usize = BLOCK> {
+pub struct Stream<'a, O, const PART: usize = BLOCK> {
     y: &'a mut [O],
     at: usize,
     /// Where elements are made that go past the caches.
     buffer: Option<[O; PART]>,
 }
 
-impl<'a, O: Element, const PART: usize> Sink<'a, O, PART> {
+impl<'a, O: Element, const PART: usize> Stream<'a, O, PART> {
     /// Writes `y`, a part of an output of which [`is_large`] says `large`.
     #[inline(always)]
-    pub fn new(y: &'a mut [O], large: bool) -> Sink<'a, O, PART> {
-        Sink { y, at: 0, buffer: large.then(|| [O::default(); PART]) }
+    pub fn new(y: &'a mut [O], large: bool) -> Stream<'a, O, PART> {
+        Stream { y, at: 0, buffer: large.then(|| [O::default(); PART]) }
     }
 
     /// Room for the next elements, as many of `most` as there are (a large output gives `PART` at a time). All of
-    /// it must be written before [`Sink::put`].
+    /// it must be written before [`Stream::put`].
     #[inline(always)]
     pub fn room(&mut self, most: usize) -> &mut [O] {
         match &mut self.buffer {
@@ -42,7 +42,7 @@ impl<'a, O: Element, const PART: usize> Sink<'a, O, PART> {
         }
     }
 
-    /// Ends the room of `len` elements that [`Sink::room`] gave.
+    /// Ends the room of `len` elements that [`Stream::room`] gave.
     #[inline(always)]
     pub fn put<S: Simd>(&mut self, s: S, len: usize) {
         if let Some(buffer) = &self.buffer {

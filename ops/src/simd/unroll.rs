@@ -6,9 +6,9 @@ use half::{bf16, f16};
 
 /// Every operation on both halves.
 #[derive(Clone, Copy)]
-pub struct Twice<S>(pub S);
+pub struct Unrolled<S>(pub S);
 
-impl<S: Simd> Simd for Twice<S> {
+impl<S: Simd> Simd for Unrolled<S> {
     type F = (S::F, S::F);
     const LANES: usize = 2 * S::LANES;
 

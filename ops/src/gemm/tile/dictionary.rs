@@ -5,7 +5,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::PANEL;
-use crate::pack::dictionary::{BLOCK, Coded, WHOLE};
+use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE};
 use crate::pack::prefetch as prefetch_all;
 use crate::simd::prefetch;
 use crate::simd::words::{Kernel512, Simd512};
@@ -17,7 +17,7 @@ use std::mem::MaybeUninit;
 /// # Safety
 /// `low` has a line.
 #[inline(always)]
-unsafe fn decode<S: Simd512>(s: S, coded: &Coded, low: *const u32, codes: S::I) -> [S::I; 2] {
+unsafe fn decode<S: Simd512>(s: S, coded: &DictionaryPanel, low: *const u32, codes: S::I) -> [S::I; 2] {
     // SAFETY: a table has 4 words; the rest is the caller's promise.
     let (table, low) = unsafe { (s.broadcast_i32x4(coded.table().as_ptr()), s.loadu_si512(low)) };
     let high = s.shuffle_epi8(table, s.and_si512(codes, s.set1_epi8(15)));
@@ -30,8 +30,8 @@ const STREAMED: usize = 4096;
 /// The sums of `ROWS` rows and a whole panel. With `KEEP` its pairs are written out as well, as they stand where a panel is
 /// not coded: k by k, 32 columns side by side.
 #[derive(Clone, Copy)]
-pub struct CodedChains<'a, const ROWS: usize, const KEEP: bool> {
-    pub coded: &'a Coded<'a>,
+pub struct DictionaryChains<'a, const ROWS: usize, const KEEP: bool> {
+    pub coded: &'a DictionaryPanel<'a>,
     /// `ROWS` words at every pair of k below the end of the bounds.
     pub left: *const u32,
     /// The distance from one pair to the next.
@@ -46,7 +46,7 @@ pub struct CodedChains<'a, const ROWS: usize, const KEEP: bool> {
     pub kept: *mut u32,
 }
 
-impl<const ROWS: usize, const KEEP: bool> CodedChains<'_, ROWS, KEEP> {
+impl<const ROWS: usize, const KEEP: bool> DictionaryChains<'_, ROWS, KEEP> {
     /// Adds the products of a pair of k.
     ///
     /// # Safety
@@ -68,25 +68,25 @@ impl<const ROWS: usize, const KEEP: bool> CodedChains<'_, ROWS, KEEP> {
     }
 }
 
-impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KEEP> {
+impl<const ROWS: usize, const KEEP: bool> Kernel512 for DictionaryChains<'_, ROWS, KEEP> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let CodedChains { coded, bounds, out, out_stride, .. } = self;
+        let DictionaryChains { coded, bounds, out, out_stride, .. } = self;
         // They stand apart from the blocks.
-        prefetch_all(coded.wholes());
+        prefetch_all(coded.escapes());
         let zero = s.splat(0.0);
-        let mut exceptions = coded.exceptions().iter().copied().zip(coded.wholes().chunks_exact(WHOLE)).peekable();
+        let mut escapes = coded.escape_numbers().iter().copied().zip(coded.escapes().chunks_exact(ESCAPE)).peekable();
         // As in `fma_chains`.
         let mut stack = [[[MaybeUninit::<S::F>::uninit(); 2]; ROWS]; 3];
         let segments = bounds.len() - 1;
         for i in 0..segments {
             let mut live = [[zero; 2]; ROWS];
             let (mut pair, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
-            // SAFETY: the bounds end within the panel's k, so every pair has its block, and exceptions are blocks.
+            // SAFETY: the bounds end within the panel's k, so every pair has its block, and escapes are blocks.
             unsafe {
                 while pair < to {
-                    let stop = exceptions.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
+                    let stop = escapes.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
                     while pair < stop {
                         let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
                         for line in 0..3 {
@@ -101,9 +101,9 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
                         pair += 2;
                     }
                     if stop < to {
-                        let (_, whole) = exceptions.next().expect("a block that stands whole");
+                        let (_, words) = escapes.next().expect("an escape");
                         for step in 0..(to - pair).min(2) {
-                            let at = whole.as_ptr().add(step * PANEL);
+                            let at = words.as_ptr().add(step * PANEL);
                             self.add(s, &mut live, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(16))]);
                         }
                         pair += 2;
@@ -134,20 +134,20 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for CodedChains<'_, ROWS, KE
     }
 }
 
-/// [`CodedChains`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
+/// [`DictionaryChains`] of one row, pair after pair in `left`, and an even count of segments: two of them at a time, because one
 /// chain alone waits for its own sums.
 #[derive(Clone, Copy)]
-pub struct CodedRow<'a> {
-    pub coded: &'a Coded<'a>,
+pub struct DictionaryRow<'a> {
+    pub coded: &'a DictionaryPanel<'a>,
     /// A word at every pair of k below the end of the bounds.
     pub left: *const u32,
-    /// As in [`CodedChains`].
+    /// As in [`DictionaryChains`].
     pub bounds: &'a [usize],
     /// 32 places.
     pub out: *mut f32,
 }
 
-impl CodedRow<'_> {
+impl DictionaryRow<'_> {
     /// Adds the products of a pair of k.
     ///
     /// # Safety
@@ -161,23 +161,23 @@ impl CodedRow<'_> {
         }
     }
 
-    /// Adds the pairs of block `pair / 2` below `to`; `exception` is the first one that has not been met.
+    /// Adds the pairs of block `pair / 2` below `to`; `escape` is the first one that has not been met.
     ///
     /// # Safety
     /// As for `add`; `to` is no further than the end of the bounds.
     #[inline(always)]
-    unsafe fn add_block<S: Simd512>(self, s: S, sums: &mut [S::F; 2], exception: &mut usize, pair: usize, to: usize) {
+    unsafe fn add_block<S: Simd512>(self, s: S, sums: &mut [S::F; 2], escape: &mut usize, pair: usize, to: usize) {
         let coded = self.coded;
-        // SAFETY: the bounds end within the panel's k, so every pair has its block, every exception its whole block, and
+        // SAFETY: the bounds end within the panel's k, so every pair has its block, every escape its words, and
         // `left` a word.
         unsafe {
-            if coded.exceptions().get(*exception) == Some(&((pair / 2) as u32)) {
-                let at = coded.wholes().as_ptr().add(*exception * WHOLE);
+            if coded.escape_numbers().get(*escape) == Some(&((pair / 2) as u32)) {
+                let at = coded.escapes().as_ptr().add(*escape * ESCAPE);
                 for step in 0..(to - pair).min(2) {
                     let at = at.add(step * PANEL);
                     self.add(s, sums, pair + step, [s.loadu_si512(at), s.loadu_si512(at.add(LINE))]);
                 }
-                *exception += 1;
+                *escape += 1;
             } else {
                 let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
                 let codes = s.loadu_si512(block.add(2 * LINE));
@@ -190,14 +190,14 @@ impl CodedRow<'_> {
     }
 }
 
-impl Kernel512 for CodedRow<'_> {
+impl Kernel512 for DictionaryRow<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let CodedRow { coded, left, bounds, out } = self;
+        let DictionaryRow { coded, left, bounds, out } = self;
         // They stand apart from the blocks.
-        prefetch_all(coded.wholes());
-        let exceptions = coded.exceptions();
+        prefetch_all(coded.escapes());
+        let numbers = coded.escape_numbers();
         let mut joined = [[s.splat(0.0); 2]; 4];
         let halves = bounds.len() / 2;
         for (two, joined) in joined.iter_mut().enumerate().take(halves) {
@@ -205,9 +205,9 @@ impl Kernel512 for CodedRow<'_> {
             let shared = (bound[1] - bound[0]).min(bound[2] - bound[1]) / 2;
             let (mut even, mut odd) = ([s.splat(0.0); 2], [s.splat(0.0); 2]);
             let [mut of_even, mut of_odd] =
-                [0, 1].map(|i| exceptions.partition_point(|&block| (block as usize) < bound[i] / 2));
-            let until = |exception: usize, first: usize| {
-                exceptions.get(exception).map_or(shared, |&block| (block as usize - first / 2).min(shared))
+                [0, 1].map(|i| numbers.partition_point(|&block| (block as usize) < bound[i] / 2));
+            let until = |escape: usize, first: usize| {
+                numbers.get(escape).map_or(shared, |&block| (block as usize - first / 2).min(shared))
             };
             let mut block = 0;
             while block < shared {

@@ -3,10 +3,10 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::dictionary::{CodedChains, CodedRow};
+use super::dictionary::{DictionaryChains, DictionaryRow};
 use super::{Order, PANEL, Right, TILE_ROWS, Tile};
 use crate::Cpu;
-use crate::pack::dictionary::Coded;
+use crate::pack::dictionary::DictionaryPanel;
 use crate::simd::words::{Kernel512, Simd512};
 use crate::simd::{prefetch, prefetch_second};
 use std::mem::MaybeUninit;
@@ -17,20 +17,20 @@ pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
     // SAFETY: the tile is checked.
     unsafe {
         match tile.right {
-            Right::Pairs(data, stride) => cpu.dispatch_dot(Heights { tile, b: (data.as_ptr(), stride) }),
-            Right::Coded(coded) => cpu.dispatch_dot(CodedHeights { tile, coded }),
+            Right::Vnni(data, stride) => cpu.dispatch_dot(Heights { tile, b: (data.as_ptr(), stride) }),
+            Right::Dictionary(coded) => cpu.dispatch_dot(DictionaryHeights { tile, coded }),
             _ => panic!("dot_tile takes pairs"),
         }
     }
 }
 
-/// [`dot_tile`] of [`TILE_ROWS`] rows and a coded panel, whose pairs are left in `slot` as [`Right::Pairs`] has them.
+/// [`dot_tile`] of [`TILE_ROWS`] rows and a coded panel, whose pairs are left in `slot` as [`Right::Vnni`] has them.
 pub fn dot_unpacking(cpu: &Cpu, tile: Tile<'_, u32>, slot: &mut [u32]) {
-    let Right::Coded(coded) = tile.right else { panic!("only coded panels are unpacked") };
+    let Right::Dictionary(coded) = tile.right else { panic!("only coded panels are unpacked") };
     let end = tile.order.end().div_ceil(2);
     assert!(tile.rows == TILE_ROWS && end == coded.pairs() && slot.len() >= end * PANEL);
     tile.check(true);
-    let kernel = CodedChains::<TILE_ROWS, true> {
+    let kernel = DictionaryChains::<TILE_ROWS, true> {
         coded: &coded,
         left: tile.left.data.as_ptr(),
         step: tile.left.step,
@@ -114,7 +114,7 @@ impl Kernel512 for Heights<'_> {
     }
 }
 
-/// The segments of a tile whose right operand is coded, as [`CodedChains`] takes them.
+/// The segments of a tile whose right operand is coded, as [`DictionaryChains`] takes them.
 fn coded_bounds<'a>(tile: &Tile<'a, u32>) -> &'a [usize] {
     let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
     let inner = &bounds[..bounds.len() - 1];
@@ -127,16 +127,16 @@ fn coded_bounds<'a>(tile: &Tile<'a, u32>) -> &'a [usize] {
 }
 
 /// A checked tile whose right operand is `coded`.
-struct CodedHeights<'a> {
+struct DictionaryHeights<'a> {
     tile: Tile<'a, u32>,
-    coded: Coded<'a>,
+    coded: DictionaryPanel<'a>,
 }
 
-impl Kernel512 for CodedHeights<'_> {
+impl Kernel512 for DictionaryHeights<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let CodedHeights { tile, coded } = self;
+        let DictionaryHeights { tile, coded } = self;
         let bounds = coded_bounds(&tile);
         let mut row = 0;
         while row < tile.rows {
@@ -146,7 +146,7 @@ impl Kernel512 for CodedHeights<'_> {
                 ($rows:literal) => {{
                     let (step, out_stride, kept) = (tile.left.step, tile.out_stride, std::ptr::null_mut());
                     let kernel =
-                        CodedChains::<$rows, false> { coded: &coded, left, step, bounds, out, out_stride, kept };
+                        DictionaryChains::<$rows, false> { coded: &coded, left, step, bounds, out, out_stride, kept };
                     // SAFETY: `Tile::check` bounded every (row, step) of the whole tile, and the panel's k.
                     unsafe { s.call(kernel) };
                     $rows
@@ -160,7 +160,7 @@ impl Kernel512 for CodedHeights<'_> {
                 2.. => rows!(2),
                 _ if bounds.len() % 2 == 1 && tile.left.step == 1 => {
                     // SAFETY: as above.
-                    unsafe { s.call(CodedRow { coded: &coded, left, bounds, out }) };
+                    unsafe { s.call(DictionaryRow { coded: &coded, left, bounds, out }) };
                     1
                 }
                 _ => rows!(1),

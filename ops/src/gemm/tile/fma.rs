@@ -5,7 +5,7 @@
 
 use super::{Left, Order, Right, Tile, last};
 use crate::Cpu;
-use crate::pack::Ahead;
+use crate::pack::Prefetch;
 use crate::simd::{Kernel, Simd};
 
 /// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
@@ -30,7 +30,7 @@ struct WideSteps(*const f32, usize);
 #[derive(Clone, Copy)]
 struct PairSteps(*const u32, usize);
 #[derive(Clone, Copy)]
-struct NarrowSteps(*const half::bf16, usize, Ahead);
+struct Bf16Steps(*const half::bf16, usize, Prefetch);
 
 impl Steps for WideSteps {
     const K: usize = 1;
@@ -51,7 +51,7 @@ impl Steps for PairSteps {
     }
 }
 
-impl Steps for NarrowSteps {
+impl Steps for Bf16Steps {
     const K: usize = 1;
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
@@ -90,25 +90,25 @@ impl Kernel for FmaTile<'_> {
         let tree = matches!(tile.order, Order::Tree(_));
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
-            (Right::Wide(data, stride), true, true) => {
+            (Right::F32(data, stride), true, true) => {
                 heights::<S, _, true, true>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Wide(data, stride), false, true) => {
+            (Right::F32(data, stride), false, true) => {
                 heights::<S, _, false, true>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Wide(data, stride), true, false) => {
+            (Right::F32(data, stride), true, false) => {
                 heights::<S, _, true, false>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Wide(data, stride), false, false) => {
+            (Right::F32(data, stride), false, false) => {
                 heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
             }
-            (Right::Narrow(data, stride, ahead), true, false) => {
-                heights::<S, _, true, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
+            (Right::Bf16(data, stride, ahead), true, false) => {
+                heights::<S, _, true, false>(s, tile, Bf16Steps(data.as_ptr(), stride, ahead))
             }
-            (Right::Narrow(data, stride, ahead), false, false) => {
-                heights::<S, _, false, false>(s, tile, NarrowSteps(data.as_ptr(), stride, ahead))
+            (Right::Bf16(data, stride, ahead), false, false) => {
+                heights::<S, _, false, false>(s, tile, Bf16Steps(data.as_ptr(), stride, ahead))
             }
-            (Right::Pairs(data, stride), _, _) => {
+            (Right::Vnni(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
                 let end = tile.order.end().next_multiple_of(2);
                 let fits =
@@ -122,7 +122,7 @@ impl Kernel for FmaTile<'_> {
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
-            (Right::Narrow(..), _, true) | (Right::Coded(_), ..) => panic!("no op sums such a tile"),
+            (Right::Bf16(..), _, true) | (Right::Dictionary(_), ..) => panic!("no op sums such a tile"),
         }
     }
 }
