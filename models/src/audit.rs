@@ -241,8 +241,8 @@ fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
                     let names = if mixtral { ["w1", "w3", "w2"] } else { plain };
                     gated(&format!("{block}.experts.{expert}"), names, e.width);
                 }
-                if e.shared_width > 0 {
-                    gated(&format!("{block}.shared_experts"), plain, e.shared_width);
+                if let Some(width) = e.shared_width {
+                    gated(&format!("{block}.shared_experts"), plain, width);
                 }
                 matrix(&format!("{block}.gate"), e.count, h, false);
                 if e.choice_bias {

@@ -31,10 +31,10 @@ pub struct Config {
     pub value_dim: usize,
     /// Factor of the attention scores.
     pub scale: f64,
-    /// Soft limit of the attention scores; 0 for none.
-    pub attention_softcap: f64,
-    /// For each layer, how many positions back its attention reaches; 0 for all.
-    pub windows: Vec<usize>,
+    /// Soft limit of the attention scores.
+    pub attention_softcap: Option<f64>,
+    /// For each layer, how many positions back its attention reaches; `None` for all.
+    pub windows: Vec<Option<usize>>,
     /// Where keys and values are made from a latent vector: its sizes.
     pub latent: Option<Latent>,
     /// RMS norm of every query and key head before the rotation.
@@ -63,8 +63,8 @@ pub struct Config {
     pub weight_offset: bool,
     /// Whether there are norms behind the attention and the MLP too.
     pub post_norms: bool,
-    /// Soft limit of the logits; 0 for none.
-    pub logit_softcap: f64,
+    /// Soft limit of the logits.
+    pub logit_softcap: Option<f64>,
     /// Longest sequence.
     pub max_positions: usize,
     /// Added under the root of every RMS norm of the residual stream, and of heads.
@@ -123,8 +123,8 @@ pub struct Experts {
     pub chosen: usize,
     /// Width of an expert.
     pub width: usize,
-    /// Width of the experts that see every token, together; 0 for none.
-    pub shared_width: usize,
+    /// Width of the experts that see every token, together; `None` without such experts.
+    pub shared_width: Option<usize>,
     /// How router logits become scores.
     pub scoring: Scoring,
     /// Whether a bias is added to the scores for the choice.
@@ -194,8 +194,8 @@ impl Config {
             key_dim: 0,
             value_dim: 0,
             scale: 0.0,
-            attention_softcap: 0.0,
-            windows: vec![0; layers],
+            attention_softcap: None,
+            windows: vec![None; layers],
             latent: None,
             head_norms: false,
             qkv_bias: false,
@@ -210,7 +210,7 @@ impl Config {
             embed_scale: None,
             weight_offset: false,
             post_norms: false,
-            logit_softcap: 0.0,
+            logit_softcap: None,
             max_positions: fields.required_size("max_position_embeddings")?,
             rms_eps: rms_eps(fields)?,
             tied: fields.flag("tie_word_embeddings", family == Family::Gemma2)?,
@@ -247,7 +247,7 @@ impl Config {
             norm_rope: norm.clone().with("pairing", pairing),
             norm,
             embed_scale: self.embed_scale.map(|factor| Attributes::new().with("factor", factor)),
-            softcap: Some(self.logit_softcap).filter(|&cap| cap > 0.0).map(|cap| Attributes::new().with("cap", cap)),
+            softcap: self.logit_softcap.map(|cap| Attributes::new().with("cap", cap)),
         }
     }
 
@@ -263,8 +263,8 @@ impl Config {
             value_dim: self.value_dim,
             scale: self.scale,
             causal: true,
-            window: Some(self.windows[layer]).filter(|&window| window > 0),
-            softcap: Some(self.attention_softcap).filter(|&softcap| softcap > 0.0),
+            window: self.windows[layer],
+            softcap: self.attention_softcap,
             tf32: Tf32::Disabled,
         }
     }
@@ -354,13 +354,16 @@ mod tests {
     #[test]
     fn windows_and_lengths() {
         let windows = |family: &str, changes| read(family, changes).unwrap().windows;
-        assert_eq!(windows("mistral", json!({"sliding_window": 9})), [9, 9]);
+        assert_eq!(windows("mistral", json!({"sliding_window": 9})), [Some(9); 2]);
         let qwen2 = |on: bool| json!({"use_sliding_window": on, "sliding_window": 9, "max_window_layers": 1});
-        assert_eq!((windows("qwen2", qwen2(true)), windows("qwen2", qwen2(false))), (vec![0, 9], vec![0, 0]));
+        assert_eq!(
+            (windows("qwen2", qwen2(true)), windows("qwen2", qwen2(false))),
+            (vec![None, Some(9)], vec![None; 2])
+        );
         let gemma2 = json!({"sliding_window": 7, "attn_logit_softcapping": 5, "final_logit_softcapping": null});
-        assert_eq!(windows("gemma2", gemma2.clone()), [7, 0]);
+        assert_eq!(windows("gemma2", gemma2.clone()), [Some(7), None]);
         let gemma2 = read("gemma2", gemma2).unwrap();
-        assert_eq!((gemma2.attention_softcap, gemma2.logit_softcap, gemma2.embed_scale), (5.0, 0.0, Some(8.0)));
+        assert_eq!((gemma2.attention_softcap, gemma2.logit_softcap, gemma2.embed_scale), (Some(5.0), None, Some(8.0)));
         let stretched = json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}});
         let stretched = read("llama", stretched).unwrap();
         assert_eq!(stretched.max_positions, 1280);

@@ -36,8 +36,9 @@ impl Mixture {
         let experts = (0..sizes.count)
             .map(|e| loader.gated(&format!("{block}.experts.{e}"), names, sizes.width))
             .collect::<Result<_, _>>()?;
-        let shared = (sizes.shared_width > 0)
-            .then(|| loader.gated(&format!("{block}.shared_experts"), PROJECTIONS, sizes.shared_width))
+        let shared = sizes
+            .shared_width
+            .map(|width| loader.gated(&format!("{block}.shared_experts"), PROJECTIONS, width))
             .transpose()?;
         Ok(Mixture { sizes, router, choice_bias, experts: Gated::stack(experts), shared })
     }

@@ -104,7 +104,7 @@ impl Config {
                 if self.family == Mistral {
                     f.present(&["sliding_window"])?;
                 }
-                self.windows = vec![f.size("sliding_window")?.unwrap_or(0); self.layers];
+                self.windows = vec![f.size("sliding_window")?; self.layers];
                 if self.family == Mixtral {
                     self.mlps.fill(Mlp::Sparse);
                     let width = f.required_size("intermediate_size")?;
@@ -124,8 +124,8 @@ impl Config {
                 (self.weight_offset, self.post_norms) = (true, true);
                 self.embed_scale = Some((self.hidden as f64).sqrt());
                 self.scale = 1.0 / f.positive("query_pre_attn_scalar")?.unwrap_or(256.0).sqrt();
-                self.attention_softcap = f.positive("attn_logit_softcapping")?.unwrap_or(0.0);
-                self.logit_softcap = f.positive("final_logit_softcapping")?.unwrap_or(0.0);
+                self.attention_softcap = f.positive("attn_logit_softcapping")?;
+                self.logit_softcap = f.positive("final_logit_softcapping")?;
                 let window = f.size("sliding_window")?;
                 f.unread(&["cache_implementation"]);
                 self.windows_by_layer(f, window, |i| i % 2 == 0)?;
@@ -133,7 +133,7 @@ impl Config {
             Phi3 => {
                 self.heads(f)?;
                 self.fused = true;
-                self.windows = vec![f.size("sliding_window")?.unwrap_or(0); self.layers];
+                self.windows = vec![f.size("sliding_window")?; self.layers];
             }
             Qwen3Moe => {
                 self.heads(f)?;
@@ -142,7 +142,7 @@ impl Config {
                 self.o_bias = self.qkv_bias;
                 let window = if f.flag("use_sliding_window", false)? { f.size("sliding_window")? } else { None };
                 f.unread(&["sliding_window", "max_window_layers"]);
-                self.windows = vec![window.unwrap_or(0); self.layers];
+                self.windows = vec![window; self.layers];
                 self.sparse_by_step(f)?;
                 let width = f.required_size("moe_intermediate_size")?;
                 let normalise = f.flag("norm_topk_prob", false)?;
@@ -152,7 +152,7 @@ impl Config {
             DeepseekV2 | DeepseekV3 => self.latent(f)?,
         }
         // Whoever does not read the types of the layers may still name them.
-        let window = self.windows.iter().copied().find(|window| *window > 0);
+        let window = self.windows.iter().copied().flatten().next();
         let read = self.windows.clone();
         self.windows_by_layer(f, window, |_| false)?;
         if self.windows != read {
@@ -199,7 +199,7 @@ impl Config {
     ) -> Result<(), ModelError> {
         let Some(value) = f.get("layer_types") else {
             for (_, layer) in self.windows.iter_mut().enumerate().filter(|(i, _)| windowed(*i)) {
-                *layer = window.unwrap_or(0);
+                *layer = window;
             }
             return Ok(());
         };
@@ -210,8 +210,8 @@ impl Config {
         }
         for (i, (kind, layer)) in types.iter().zip(&mut self.windows).enumerate() {
             *layer = match (kind.as_str(), window) {
-                (Some("full_attention"), _) => 0,
-                (Some("sliding_attention"), Some(window)) => window,
+                (Some("full_attention"), _) => None,
+                (Some("sliding_attention"), Some(_)) => window,
                 (Some("sliding_attention"), None) => {
                     let why = "is \"sliding_attention\", but there is no sliding_window in use";
                     return Err(f.refuse(format!("layer_types[{i}]"), why));
@@ -242,7 +242,7 @@ impl Config {
             count,
             chosen: chosen(f, count)?,
             width,
-            shared_width: 0,
+            shared_width: None,
             scoring: Scoring::Softmax,
             choice_bias: false,
             groups: 1,
@@ -323,7 +323,7 @@ impl Config {
             count,
             chosen: chosen(f, count)?,
             width,
-            shared_width: shared * width,
+            shared_width: Some(shared * width).filter(|width| *width > 0),
             scoring: Scoring::Softmax,
             choice_bias: false,
             groups,

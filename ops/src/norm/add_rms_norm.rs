@@ -106,13 +106,13 @@ const UNIT: Unit = Unit::of(
 pub(crate) const OP: Entry = Entry {
     name: "add_rms_norm",
     cpu: |cpu, args| {
-        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"));
         let (x, outputs) = ([args.input("x"), args.input("residual")], (args.output("sum"), args.output("y")));
         run(cpu, &shape, x, args.input("w"), outputs)
     },
     device: Some(|on, args| {
         const NAME: &str = "add_rms_norm";
-        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"))?;
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"));
         let [x, residual, w] = ["x", "residual", "w"].map(|name| args.input(name));
         let (sum, y) = (args.output("sum"), args.output("y"));
         typed!(x.dtype() => I, typed!(sum.dtype() => M, typed!(y.dtype() => O, {

@@ -103,11 +103,11 @@ const UNIT: Unit = Unit::of("norm_rope", include_str!("norm_rope.cu"), &["norm_r
 pub(crate) const OP: Entry = Entry {
     name: "norm_rope",
     cpu: |cpu, args| {
-        let (shape, x, y) = (NormRope::of(args.call)?, ["x", "w"].map(|name| args.input(name)), args.output("y"));
+        let (shape, x, y) = (NormRope::of(args.call), ["x", "w"].map(|name| args.input(name)), args.output("y"));
         with_table(cpu, args, |table| run(cpu, &shape, table, x, y))
     },
     device: Some(|on, args| {
-        let (shape, [x, w], y) = (NormRope::of(args.call)?, ["x", "w"].map(|name| args.input(name)), args.output("y"));
+        let (shape, [x, w], y) = (NormRope::of(args.call), ["x", "w"].map(|name| args.input(name)), args.output("y"));
         with_rotations(on, args, |table| {
             typed!(x.dtype() => I, typed!(y.dtype() => O, {
                 let (x, w) = (x.device("norm_rope", "x")?, w.device("norm_rope", "w")?);
@@ -160,10 +160,10 @@ pub fn on_device<I: Stored, O: Stored>(
 
 impl NormRope {
     /// The parameters of a call.
-    pub(crate) fn of(call: &Call) -> Result<NormRope, Error> {
+    pub(crate) fn of(call: &Call) -> NormRope {
         let Rope { tokens, heads, dim, pairing } = Rope::of(call);
-        let RmsNorm { eps, rounding, weight_offset, .. } = RmsNorm::of(call, tokens, dim)?;
-        Ok(NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing })
+        let RmsNorm { eps, rounding, weight_offset, .. } = RmsNorm::of(call, tokens, dim);
+        NormRope { tokens, heads, dim, eps, rounding, weight_offset, pairing }
     }
 }
 

@@ -2,10 +2,12 @@
 //! behind it and once before it: a load or store one byte outside ends the test with SIGSEGV. What is left of the
 //! slice's own pages on the other side holds a pattern that must survive.
 //!
-//! A new op: an entry in [`rows`], unless it takes floats over R and N alone; such ops are found by their form.
+//! Every op of the schema is called with random extents and attributes ([`random_calls_of_every_op`]), and one that takes
+//! floats over R and N alone with every length of [`EDGES`]. A new op that has edges of another kind gets an entry in [`rows`].
 
 use samebits_ops::*;
-use samebits_schema::{OPS, Op, REST};
+use samebits_schema::sample::{Random, integers, sample};
+use samebits_schema::{Call, OPS, Op, REST};
 use std::ops::{Deref, DerefMut};
 
 /// Where the page that may not be touched lies.
@@ -259,6 +261,64 @@ fn by_form<I: Element, O: Element>(op: &Op, r: &Round, n: usize) -> Result<(), E
     r.cpu.call(op.name, Attributes::new(), &given, wanted.collect::<Result<_, Error>>()?)
 }
 
+/// A tensor of any dtype against a guard page.
+enum AnyFenced {
+    Bf16(Fenced<bf16>),
+    Fp16(Fenced<f16>),
+    Fp32(Fenced<f32>),
+    I32(Fenced<i32>),
+}
+
+impl AnyFenced {
+    fn floats(round: &Round, dtype: DType, len: usize) -> AnyFenced {
+        match dtype {
+            DType::Bf16 => AnyFenced::Bf16(round.floats(len)),
+            DType::Fp16 => AnyFenced::Fp16(round.floats(len)),
+            DType::Fp32 => AnyFenced::Fp32(round.floats(len)),
+            _ => AnyFenced::I32(round.room(len)),
+        }
+    }
+
+    fn view<'a>(&'a self, shape: &'a [usize]) -> Result<TensorRef<'a>, Error> {
+        match self {
+            AnyFenced::Bf16(data) => TensorRef::new(data, shape),
+            AnyFenced::Fp16(data) => TensorRef::new(data, shape),
+            AnyFenced::Fp32(data) => TensorRef::new(data, shape),
+            AnyFenced::I32(data) => TensorRef::new(data, shape),
+        }
+    }
+
+    fn view_mut<'a>(&'a mut self, shape: &'a [usize]) -> Result<TensorMut<'a>, Error> {
+        match self {
+            AnyFenced::Bf16(data) => TensorMut::new(data, shape),
+            AnyFenced::Fp16(data) => TensorMut::new(data, shape),
+            AnyFenced::Fp32(data) => TensorMut::new(data, shape),
+            AnyFenced::I32(data) => TensorMut::new(data, shape),
+        }
+    }
+}
+
+/// A call of any op; the inputs' elements are drawn.
+fn by_call(call: &Call, inputs: &[(&str, DType, Vec<usize>)], r: &Round, random: &mut Random) -> Result<(), Error> {
+    let inputs = inputs.iter().map(|(name, dtype, shape)| {
+        let input = call.op.inputs.iter().find(|input| input.name == *name).expect("a sample gives inputs of the op");
+        let len = shape.iter().product();
+        let data = match input.is_float() {
+            true => AnyFenced::floats(r, *dtype, len),
+            false => AnyFenced::I32(r.ints(integers(call, input.holds, len, random).into_iter())),
+        };
+        (*name, data, shape)
+    });
+    let inputs: Vec<_> = inputs.collect();
+    let given = inputs.iter().map(|(name, data, shape)| Ok((*name, data.view(shape)?)));
+    let given = given.collect::<Result<Vec<_>, Error>>()?;
+    let forms = call.outputs();
+    let mut outputs: Vec<_> =
+        forms.iter().map(|form| AnyFenced::floats(r, form.dtype, form.shape.iter().product())).collect();
+    let wanted = forms.iter().zip(&mut outputs).map(|(form, data)| Ok((form.name, data.view_mut(&form.shape)?)));
+    r.cpu.run(call, &given, wanted.collect::<Result<_, Error>>()?)
+}
+
 /// Lengths around one vector, two, four, a segment, and the 256 lanes.
 const EDGES: [usize; 24] =
     [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 513, 1037];
@@ -309,6 +369,27 @@ fn fp32_to_fp32() {
 #[test]
 fn fp32_to_bf16() {
     check::<f32, bf16>();
+}
+
+/// Extents, dtypes and attributes of every op as its form allows them, pages and packed sequences among them. What the form
+/// cannot say (a length beyond a table) may be refused.
+#[test]
+fn random_calls_of_every_op() {
+    for round in rounds() {
+        for op in OPS.iter().filter(|op| !op.needs_more()) {
+            let mut random = Random::new(23);
+            let done = (0..60).filter(|_| {
+                let call = sample(op, &mut random);
+                match by_call(&call.call, &call.inputs, &round, &mut random) {
+                    Ok(()) => true,
+                    Err(Error::Value { .. } | Error::Request(_)) => false,
+                    Err(e) => panic!("{} {:?}: {e}", op.name, call.attributes),
+                }
+            });
+            let done = done.count();
+            assert!(done >= 30, "{}: {done} of 60 calls were carried out", op.name);
+        }
+    }
 }
 
 /// Outputs of 32 MiB and more go another way.
