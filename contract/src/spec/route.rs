@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::route::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Edges, Fill::Classes, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::Edges, Fill::Classes, Fill::Sharp],
     table: include_str!("../../ops/route.toml"),
     make,
     compute,
@@ -20,6 +20,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         let row = |i: usize| if i.is_multiple_of(2) { &softmax[i / 2 * e..][..e] } else { &sigmoid[i / 2 * e..][..e] };
         logits = (0..t).flat_map(row).copied().collect();
         return maker.floats([("logits", vec![t, e], logits)]);
+    }
+    if maker.fill == Fill::Tiny {
+        // Sigmoids of about 1e-20: what is added to their sum before it divides them is felt.
+        logits = maker.values("logits", Fill::Normal, t * e, e).into_iter().map(|v| v - 46.0).collect();
     }
     for row in logits.chunks_mut(e).step_by(2) {
         let at = (0..e).max_by(|&a, &b| row[a].total_cmp(&row[b])).expect("rows are not empty");

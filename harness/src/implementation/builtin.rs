@@ -8,7 +8,7 @@ use samebits_contract::spec::check_form;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::MAX_FRAME;
 use samebits_ops::device::Device;
-use samebits_ops::{Backend, Cpu, Error, TensorMut, TensorRef};
+use samebits_ops::{Backend, Cpu, Error, TensorMut, TensorRef, bf16, f16};
 use samebits_schema::Call;
 use std::collections::BTreeMap;
 
@@ -136,7 +136,7 @@ fn host_mut(tensor: &mut Tensor) -> TensorMut<'_> {
     array!(tensor, a => TensorMut::new(a, &shape)).expect("few axes")
 }
 
-/// Room for the outputs of a call; their elements are all overwritten.
+/// Room for the outputs of a call. It holds what no op gives, so that an element that is not overwritten is seen.
 fn room(call: &Call) -> Result<Vec<(&'static str, Tensor)>, Refusal> {
     let outputs = call.outputs().into_iter().map(|form| {
         let (name, shape) = (form.name, &form.shape[..]);
@@ -147,10 +147,10 @@ fn room(call: &Call) -> Result<Vec<(&'static str, Tensor)>, Refusal> {
             return Err(refuse());
         }
         let tensor = match form.dtype {
-            DType::Bf16 => Tensor::bf16(shape, zeros(count).ok_or_else(refuse)?),
-            DType::Fp16 => Tensor::fp16(shape, zeros(count).ok_or_else(refuse)?),
-            DType::Fp32 => Tensor::fp32(shape, zeros(count).ok_or_else(refuse)?),
-            _ => Tensor::i32(shape, zeros(count).ok_or_else(refuse)?),
+            DType::Bf16 => Tensor::bf16(shape, filled(count, bf16::from_bits(0xA5A5)).ok_or_else(refuse)?),
+            DType::Fp16 => Tensor::fp16(shape, filled(count, f16::from_bits(0xA5A5)).ok_or_else(refuse)?),
+            DType::Fp32 => Tensor::fp32(shape, filled(count, f32::from_bits(0xA5A5_A5A5)).ok_or_else(refuse)?),
+            _ => Tensor::i32(shape, filled(count, i32::MIN).ok_or_else(refuse)?),
         };
         Ok((name, tensor))
     });
@@ -158,10 +158,10 @@ fn room(call: &Call) -> Result<Vec<(&'static str, Tensor)>, Refusal> {
 }
 
 /// `None` where the system has no room.
-fn zeros<T: Copy + Default>(count: usize) -> Option<Vec<T>> {
+fn filled<T: Copy>(count: usize, value: T) -> Option<Vec<T>> {
     let mut data = Vec::new();
     data.try_reserve_exact(count).ok()?;
-    data.resize(count, T::default());
+    data.resize(count, value);
     Some(data)
 }
 
