@@ -228,6 +228,66 @@ fn a_view_gives_the_bits_of_a_copy_for_every_op() {
     assert!(seen > 0);
 }
 
+/// Outputs of 32 MiB and more are written past the caches, in parts: they have the bits of the same rows in small outputs.
+#[test]
+fn large_outputs_have_the_bits_of_small_ones() {
+    let names =
+        ["add", "silu_mul", "gelu_mul", "softcap", "scale", "softmax", "rms_norm", "add_rms_norm", "layer_norm"];
+    let mut random = Random(11);
+    // More than a part of a row that is kept, and less.
+    for n in [1000, 5004] {
+        let rows = (32 << 20) / 2 / n + 3;
+        let data: Vec<bf16> = (0..rows * n + 64).map(|_| bf16::narrow(random.normal())).collect();
+        for name in names.into_iter().chain(["rope", "norm_rope"]) {
+            let op = samebits_schema::find(name).expect("an op of the schema");
+            let some = |cpu: &Cpu, rows: std::ops::Range<usize>| {
+                let positions: Vec<i32> = rows.clone().map(|row| row as i32).collect();
+                let shape = |axes: &[&str]| match axes {
+                    [REST] | ["R", "N"] => vec![rows.len(), n],
+                    ["T", "H", "D"] => vec![rows.len(), 2, n / 2],
+                    ["T"] => vec![rows.len()],
+                    ["D"] => vec![n / 2],
+                    ["N"] => vec![n],
+                    axes => panic!("{name} has axes {axes:?}"),
+                };
+                let shapes: Vec<Vec<usize>> = op.inputs.iter().map(|input| shape(input.axes)).collect();
+                let inputs = op.inputs.iter().zip(&shapes).enumerate().map(|(i, (input, shape))| {
+                    // Every input has values of its own.
+                    let from = if shape.len() > 1 { rows.start * n } else { 0 } + 7 * i;
+                    let tensor = match input.is_float() {
+                        true => TensorRef::new(&data[from..][..shape.iter().product()], shape),
+                        false => TensorRef::new(&positions, shape),
+                    };
+                    (input.name, tensor.expect("the shape fits"))
+                });
+                let inputs: Vec<_> = inputs.collect();
+                let mut made = vec![vec![bf16::NAN; rows.len() * n]; op.outputs.len()];
+                let outputs = op.outputs.iter().zip(&mut made).map(|(output, made)| {
+                    (output.name, TensorMut::new(made, &shape(output.axes)).expect("room was made for the shape"))
+                });
+                let attributes = match name {
+                    "softcap" => Attributes::new().with("cap", 2.0),
+                    "scale" => Attributes::new().with("factor", 0.7),
+                    _ => Attributes::new(),
+                };
+                cpu.call(name, attributes, &inputs, outputs.collect()).unwrap_or_else(|e| panic!("{name}: {e}"));
+                made
+            };
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.available() && *isa != Isa::Scalar) {
+                let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
+                let large = some(&cpu, 0..rows);
+                for from in (0..rows).step_by(rows / 3) {
+                    let small = some(&cpu, from..rows.min(from + rows / 3));
+                    for (large, small) in large.iter().zip(&small) {
+                        let same = large[from * n..].iter().zip(small).all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{name} {isa}, rows of {n} from {from}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_named() {
     let cpu = Cpu::best();
