@@ -713,46 +713,6 @@ fn check_fused<I: Stored, M: Stored, O: Stored>(rows: usize, n: usize, spread: u
     assert!(alone.iter().any(Option::is_some));
 }
 
-/// An output of 32 MiB and more goes past the caches. It has the bits of the same op on a few rows at a time, which the
-/// page gives above, wherever it begins within a line.
-#[test]
-fn large_outputs_have_the_bits_of_small_ones() {
-    let (rows, n) = (8200, 2050);
-    let (x, b): (Vec<bf16>, Vec<bf16>) = (values(7, rows * n, 4), values(9, rows * n, 4));
-    let w: Vec<bf16> = values(8, n, 2);
-    let shape = |rows: usize| RmsNorm { rows, n, eps: 1e-6, rounding: Rounding::Once, weight_offset: false };
-    let heads = |tokens: usize| Rope { tokens, heads: 25, dim: 82, pairing: Pairing::Half };
-    let pos: Vec<i32> = (0..rows as i32).collect();
-    for isa in [Isa::Avx2, Isa::best()].into_iter().filter(|isa| isa.available()) {
-        let cpu = Cpu::new(isa, 3, usize::MAX).unwrap();
-        let angles = |pos: &[i32]| RopeTable::new(&cpu, &inv_freq(10_000.0, 82), pos);
-        let (all, few) = (angles(&pos), 41);
-        let (mut whole, mut sums) = (vec![bf16::ZERO; rows * n + 1], vec![bf16::ZERO; rows * n + 1]);
-        let (mut part, mut part_sum) = (vec![bf16::ZERO; few * n], vec![bf16::ZERO; few * n]);
-        for op in ["add", "rms_norm", "add_rms_norm", "softmax", "rope"] {
-            let run = |first: usize, rows: usize, y: &mut [bf16], sum: &mut [bf16]| {
-                let (x, b) = (&x[first * n..][..rows * n], &b[first * n..][..rows * n]);
-                match op {
-                    "add" => add(&cpu, x, b, y),
-                    "rms_norm" => rms_norm(&cpu, &shape(rows), x, &w, y),
-                    "add_rms_norm" => add_rms_norm(&cpu, &shape(rows), x, b, &w, sum, y),
-                    "softmax" => softmax(&cpu, rows, n, x, y),
-                    _ if rows == 8200 => rope(&cpu, &heads(rows), &all, x, y),
-                    _ => rope(&cpu, &heads(rows), &angles(&pos[first..][..rows]), x, y),
-                }
-                .unwrap();
-            };
-            run(0, rows, &mut whole[1..], &mut sums[1..]);
-            for first in (0..rows).step_by(few) {
-                run(first, few, &mut part, &mut part_sum);
-                let range = 1 + first * n..1 + (first + few) * n;
-                assert!(whole[range.clone()] == part, "{op} on {isa}, rows from {first}");
-                assert!(op != "add_rms_norm" || sums[range] == part_sum, "{op} on {isa}, sums from {first}");
-            }
-        }
-    }
-}
-
 /// Operands that `VDPBF16PS` would flush take the plain kernel: the smallest products survive.
 #[test]
 fn tiny_operands_are_not_flushed() {
