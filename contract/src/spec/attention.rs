@@ -54,8 +54,6 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         // keys.
         Fill::Classes => {
             q.fill(0.0);
-            k.fill(1.0);
-            v.fill(0.0);
             v.chunks_mut(e).for_each(|values| values.copy_from_slice(&maker.borders_from(0, e)));
             for entry in (1..b).step_by(2) {
                 let values = &mut v[entry * s * hkv * e..][..s * hkv * e];

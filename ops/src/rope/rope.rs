@@ -562,6 +562,26 @@ mod tests {
         assert!(seen > 100_000);
     }
 
+    /// Sines and cosines of 80 digits, rounded to odd.
+    #[test]
+    fn the_precise_path_rounds_to_odd() {
+        for (x, sine, cosine) in [
+            (0.5, 0x3FDE_AEE8_744B_05EF, 0x3FEC_1528_065B_7D4F),
+            (1.5, 0x3FEF_EB7A_9B2C_6D8B, 0x3FB2_1BD5_4FC5_F9A7),
+            (-3.0, 0xBFC2_1038_6DB6_D55B, 0xBFEF_AE04_BE85_E5D3),
+            (100.25, 0xBFD1_BF00_980D_C35D, 0x3FEE_BEC7_2BA6_B0EB),
+            (12345.0, 0xBFEF_CCFA_2CC8_A02B, 0x3FBC_870E_43D7_83D7),
+            (1000000.5, 0x3FC2_2B92_52DC_614D, 0x3FEF_AD0A_779B_E88D),
+            (-33554432.0, 0x3FEF_3FA1_3093_9BAF, 0xBFCB_9381_AA1F_0793),
+            (1073741824.0, 0xBFE3_C123_5372_8CAF, 0x3FE9_2CB4_6A92_0143),
+        ] {
+            let (s, c) = precise_sin_cos(x);
+            assert_eq!((s.to_bits(), c.to_bits()), (sine, cosine), "{x}");
+        }
+        let exact = Double { hi: 0.75, lo: 0.0 };
+        assert_eq!(exact.to_odd(), 0.75);
+    }
+
     #[test]
     fn a_value_beside_a_tie_is_decided_by_the_precise_one() {
         // The middle between 1 and the next f32, and its neighbours in f64.
