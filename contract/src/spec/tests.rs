@@ -228,6 +228,51 @@ fn attention_heads_and_softcap_by_hand() {
     }
 }
 
+/// Value and condition of `out` and of `lse`, of one query over keys of one element and their values.
+fn attend(q: &[f32], k: &[f32], v: &[f32]) -> [(f64, f64); 2] {
+    let keys = v.len();
+    let inputs = [
+        ("q", f32s(&[1, 1, 1, q.len()], q)),
+        ("k", f32s(&[1, keys, 1, q.len()], k)),
+        ("v", f32s(&[1, keys, 1, 1], v)),
+        ("q_pos", Tensor::i32(&[1, 1], vec![0])),
+        ("kv_len", Tensor::i32(&[1], vec![keys as i32])),
+    ];
+    let references = find("attention").unwrap().oracle(&case("attention", &[("scale", "1")], &inputs)).unwrap();
+    ["out", "lse"].map(|name| (references[name].value[0], references[name].condition[0]))
+}
+
+/// A weight below 2^-100 of the largest is 0, and 0 * inf is NaN; three binades on either side nothing is claimed.
+#[test]
+fn attention_of_infinite_values_beside_the_cut() {
+    let out = |binades: f32| attend(&[1.0], &[10.0, 10.0 + binades * std::f32::consts::LN_2], &[1.0, f32::INFINITY])[0];
+    for (binades, nan, claimed) in [
+        (-86.5, false, true),
+        (-96.5, false, true),
+        (-97.5, false, false),
+        (-99.5, false, false),
+        (-100.5, true, false),
+        (-102.5, true, false),
+        (-103.5, true, true),
+        (-115.5, true, true),
+    ] {
+        let (value, condition) = out(binades);
+        assert_eq!((value.is_nan(), condition == 0.0), (nan, claimed), "{binades}");
+        assert!(claimed || condition == f64::INFINITY);
+    }
+}
+
+/// Where the oracle is sure, where it allows for rounding, and where it claims nothing.
+#[test]
+fn attention_conditions_by_hand() {
+    // A score of products that cancel is not exact.
+    assert_eq!(attend(&[0.0, 0.0], &[1.0, -1.0], &[1.0])[1], (0.0, 0.0));
+    assert_eq!(attend(&[1.0, 1.0], &[1.0, -1.0], &[1.0])[1], (0.0, 3.0));
+    assert_eq!(attend(&[1.0], &[1.0, 0.0], &[0.0, 0.0])[0], (0.0, 0.0));
+    let large = |v: f32| attend(&[1.0], &[1.0, 0.0], &[v, v])[0].1;
+    assert!(large(1.2e38).is_finite() && large(1.3e38) == f64::INFINITY);
+}
+
 /// Sums up what an oracle says of one output of some cases: extents, values, and conditions, which decide how wide bounds
 /// are. A number counts with the logarithm of its magnitude, so that large ones do not hide small ones, and with a weight
 /// of its place.
