@@ -228,6 +228,27 @@ fn attention_heads_and_softcap_by_hand() {
     }
 }
 
+/// When a sum is exact in every order, when it overflows in every order, and when nothing is claimed.
+#[test]
+fn sums_by_hand() {
+    let pow = round::pow2;
+    let sum_of = |terms: &[f64]| gemm::sum_of(terms.iter().copied());
+    let claims_nothing = f64::INFINITY;
+    // 24 bits hold every sum of some of the terms, up to the largest f32.
+    assert_eq!(sum_of(&[2.0 - pow(-23), pow(-23)]), (2.0, 0.0));
+    assert_eq!(sum_of(&[f64::from(f32::MAX)]), (f64::from(f32::MAX), 0.0));
+    assert_eq!(sum_of(&[2.0, pow(-23)]).1, 2.0 + pow(-23) + 2.0 * FLOOR);
+    assert_eq!(sum_of(&[0.5, 0.5 - pow(-40), pow(-40)]), (1.0, 1.0 + 3.0 * FLOOR));
+    // No f32 is half of the smallest one.
+    assert!(sum_of(&[pow(-149)]).1 == 0.0 && sum_of(&[pow(-150), pow(-150)]).1 > 0.0);
+    // Terms of one sign that are beyond f32 together; less than that may or may not be.
+    assert_eq!(sum_of(&[pow(127); 3]), (f64::INFINITY, 0.0));
+    assert_eq!(sum_of(&[0.5, pow(127), pow(128)]), (f64::INFINITY, 0.0));
+    assert_eq!(sum_of(&[pow(127), pow(127), pow(126)]).1, claims_nothing);
+    assert_eq!(sum_of(&[0.5, -pow(127), -pow(128)]).1, claims_nothing);
+    assert_eq!(sum_of(&[-0.5, pow(127), pow(128)]).1, claims_nothing);
+}
+
 /// Value and condition of `out` and of `lse`, of one query over keys of one element and their values.
 fn attend(q: &[f32], k: &[f32], v: &[f32]) -> [(f64, f64); 2] {
     let keys = v.len();
