@@ -13,7 +13,6 @@ use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::Mutex;
 
 fn checkpoint(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name)
@@ -72,50 +71,39 @@ const SERVINGS: [Serving; 4] = [
 
 #[test]
 fn what_was_sampled_is_scored_the_same_to_the_bit() {
-    let left = Mutex::new(names().into_iter());
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                while let Some(name) = { left.lock().unwrap().next() } {
-                    sampled_and_scored(&name);
-                }
-            });
+    for name in names() {
+        let model = load(&checkpoint(&name));
+        let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
+        let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
+        assert_eq!(expected.len(), 16, "{name}");
+        for (i, serving) in SERVINGS[1..].iter().enumerate() {
+            let isas: Vec<Isa> = machine::isas().collect();
+            let cpu = Cpu::new(isas[isas.len() - 1 - i % isas.len()], 1 + i % 2, usize::MAX).unwrap();
+            assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
         }
-    });
-}
-
-fn sampled_and_scored(name: &str) {
-    let model = load(&checkpoint(name));
-    let sampling = Sampling { samples: 2, max_tokens: 64, temperature: 0.8, seed: 11, ignore_eos: true };
-    let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
-    assert_eq!(expected.len(), 16, "{name}");
-    for (i, serving) in SERVINGS[1..].iter().enumerate() {
-        let isas: Vec<Isa> = machine::isas().collect();
-        let cpu = Cpu::new(isas[isas.len() - 1 - i % isas.len()], 1 + i % 2, usize::MAX).unwrap();
-        assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
-    }
-    let prompts = prompts(&model);
-    let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], s.limit)).collect();
-    let mut scored = 0;
-    for (schedule, page_size, isa) in [
-        (Schedule::Prefill, 64, Isa::best()),
-        (Schedule::Chunk(5), 3, Isa::Scalar),
-        (Schedule::Mixed, 1, Isa::best()),
-        (Schedule::Speculative(3), 4, Isa::best()),
-    ] {
-        let cpu = Cpu::new(isa, 2, 1 << 20).unwrap();
-        let run = Run { schedule, page_size, page_order: PageOrder::Scattered, ..Run::default() };
-        let scores = model.score(&cpu, &texts, sampling.temperature, run).unwrap();
-        for (sample, scores) in expected.iter().zip(&scores) {
-            let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-            assert_eq!(bits(&sample.logprobs), bits(scores), "{name}: {schedule}, sequence {}", sample.sequence);
-            scored += scores.len();
+        let prompts = prompts(&model);
+        let texts: Vec<_> = expected.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], s.limit)).collect();
+        let mut scored = 0;
+        for (schedule, page_size, isa) in [
+            (Schedule::Prefill, 64, Isa::best()),
+            (Schedule::Chunk(5), 3, Isa::Scalar),
+            (Schedule::Mixed, 1, Isa::best()),
+            (Schedule::Speculative(3), 4, Isa::best()),
+        ] {
+            let cpu = Cpu::new(isa, 2, 1 << 20).unwrap();
+            let run = Run { schedule, page_size, page_order: PageOrder::Scattered, ..Run::default() };
+            let scores = model.score(&cpu, &texts, sampling.temperature, run).unwrap();
+            for (sample, scores) in expected.iter().zip(&scores) {
+                let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&sample.logprobs), bits(scores), "{name}: {schedule}, sequence {}", sample.sequence);
+                scored += scores.len();
+            }
         }
+        let sampled: usize = expected.iter().map(|sample| sample.tokens.len()).sum();
+        assert_eq!(scored, 4 * sampled, "{name}");
+        let whole = |s: &Sample| s.tokens.len() == 64 || s.stop == Stop::MaxPositions;
+        assert!(expected.iter().all(whole), "{name}: a text ended before it was whole");
     }
-    let sampled: usize = expected.iter().map(|sample| sample.tokens.len()).sum();
-    assert_eq!(scored, 4 * sampled, "{name}");
-    let whole = |s: &Sample| s.tokens.len() == 64 || s.stop == Stop::MaxPositions;
-    assert!(expected.iter().all(whole), "{name}: a text ended before it was whole");
 }
 
 #[test]

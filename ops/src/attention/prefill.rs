@@ -215,22 +215,17 @@ impl<I: Element> RowTile<'_, I> {
                 move |from: usize| Range { from: from.max(keys.from), to: from.saturating_add(span).min(keys.to) };
             (start..keys.to).step_by(span).map(cut)
         };
+        let statistics = |scores: &mut [f32], keys: Range, seen: &mut Seen| {
+            block_statistics(
+                job.cpu,
+                BlockStatistics { scores, plan, rows, keys, ranges: &ranges, cap: job.cap, seen },
+            );
+        };
         let mut seen_scores = Seen { largest: [f32::NEG_INFINITY; ROWS], sum: [0.0; ROWS] };
         for piece in pieces() {
             let scores = &mut scores[..(piece.to - piece.from) * plan.width];
             self.score(piece, least_query, query, part, scores);
-            block_statistics(
-                job.cpu,
-                BlockStatistics {
-                    scores,
-                    plan,
-                    rows,
-                    keys: piece,
-                    ranges: &ranges,
-                    cap: job.cap,
-                    seen: &mut seen_scores,
-                },
-            );
+            statistics(scores, piece, &mut seen_scores);
         }
         let mut softmax = Softmax { rows: [Row::Empty; ROWS], n: [0.0; ROWS], skips: false };
         for r in 0..rows {
@@ -253,18 +248,7 @@ impl<I: Element> RowTile<'_, I> {
                 if plan.span > 0 {
                     self.score(piece, least_query, query, part, scores);
                     let mut again = Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
-                    block_statistics(
-                        job.cpu,
-                        BlockStatistics {
-                            scores,
-                            plan,
-                            rows,
-                            keys: piece,
-                            ranges: &ranges,
-                            cap: job.cap,
-                            seen: &mut again,
-                        },
-                    );
+                    statistics(scores, piece, &mut again);
                 }
                 if plan.span > 0 || from == 0 {
                     let end = keys.to;
