@@ -1,4 +1,4 @@
-//! Times workloads on several programs in turn, ours first, and holds the times to what the table asks.
+//! Times workloads on several programs in turn, and holds the times to what the table asks.
 
 use crate::ceilings::{Ceiling, Ceilings};
 use crate::clock::spread;
@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 pub struct Comparison {
     /// The built-in ops.
     pub ours: Side,
-    /// The others, each asked right after ours.
+    /// The others, each asked beside ours: after it in the first pair, before it in the second, and so on.
     pub peers: Vec<Side>,
-    /// How often ours and then every peer is asked for one row.
+    /// How often ours and every peer is asked for one row.
     pub pairs: usize,
     /// Timed runs of one answer, at least.
     pub repeat: usize,
@@ -194,17 +194,26 @@ impl Comparison {
     ) -> Result<Option<Pairs>, Failure> {
         let mut pairs = Pairs::default();
         let least = self.repeat;
-        for _ in 0..self.pairs {
+        for pair in 0..self.pairs {
             let limit = workload.share_of.and_then(|of| self.limits.sample(of, workload, threads));
-            let runs = enough(least, pairs.ours.last());
-            let ours = match ask(&mut self.ours, case, runs, self.patience)? {
-                Timed::Ok(time) => time,
-                Timed::Unsupported(reason) => {
-                    unsupported.insert(self.ours.name.clone(), reason);
-                    return Ok(None);
-                }
-            };
-            for peer in &mut self.peers {
+            let mut ours = None;
+            let mut order: Vec<Option<usize>> = [None].into_iter().chain((0..self.peers.len()).map(Some)).collect();
+            // Who is asked last finds other caches and another clock than who is asked first: they take turns.
+            if pair % 2 == 1 {
+                order.reverse();
+            }
+            for peer in order {
+                let Some(peer) = peer.map(|at| &mut self.peers[at]) else {
+                    let runs = enough(least, pairs.ours.last());
+                    match ask(&mut self.ours, case, runs, self.patience)? {
+                        Timed::Ok(time) => ours = Some(time),
+                        Timed::Unsupported(reason) => {
+                            unsupported.insert(self.ours.name.clone(), reason);
+                            return Ok(None);
+                        }
+                    }
+                    continue;
+                };
                 if unsupported.contains_key(&peer.name) {
                     continue;
                 }
@@ -215,7 +224,8 @@ impl Comparison {
                     Timed::Ok(theirs) => {
                         let failed = |reason| Failure { side: peer.name.clone(), reason };
                         let (far, times) = pairs.peers.entry(peer.name.clone()).or_default();
-                        if times.is_empty() {
+                        // In the first pair ours were first.
+                        if let (true, Some(ours)) = (times.is_empty(), &ours) {
                             *far = difference(&ours.outputs, &theirs.outputs).map_err(failed)?;
                             // Not a number is not close either.
                             if far.is_nan() || *far > agree {
@@ -227,7 +237,7 @@ impl Comparison {
                     }
                 }
             }
-            pairs.ours.push(without_outputs(ours));
+            pairs.ours.extend(ours.map(without_outputs));
             pairs.limits.extend(limit);
             tick();
         }

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// With --op, any of `samebits schema`: draws inputs, packs weights and allocates outputs before the clock starts, warms up
 /// once, then runs the op again and again and prints the median, least and most seconds, the bytes that must move and the operations.
 ///
-/// With --workloads: times every workload of a table on the built-in ops and, right after each, on the programs named
+/// With --workloads: times every workload of a table on the built-in ops and, beside each, on the programs named
 /// with --against, several times over. All of them get the same inputs over the wire, time themselves, and must come
 /// to the same outputs. Prints a table, writes measure.json and measure.md, and compares with what the table asks.
 #[derive(clap::Args)]

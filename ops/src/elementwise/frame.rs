@@ -195,18 +195,18 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
         let block = from..whole.min(from + BLOCK);
         let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
         if P::FIRST {
-            for (a, first) in a.chunks_exact(two).zip(firsts.chunks_exact_mut(two)) {
-                let (a0, a1) = load_two(s, a, pairs);
-                store_two(s, (op.first(s, a0), op.first(s, a1)), first);
+            for at in (0..a.len()).step_by(two) {
+                let (a0, a1) = load_two(s, &a[at..][..two], pairs);
+                store_two(s, (op.first(s, a0), op.first(s, a1)), &mut firsts[at..][..two]);
             }
         }
-        let vectors = a.chunks_exact(two).zip(b.chunks_exact(two)).zip(y.chunks_exact_mut(two));
-        for (v, ((a, b), y)) in vectors.enumerate() {
+        for at in (0..a.len()).step_by(two) {
+            let (a, b, y) = (&a[at..][..two], &b[at..][..two], &mut y[at..][..two]);
             prefetch_at(a, AHEAD);
             prefetch_at(b, AHEAD);
             let ((a0, a1), (b0, b1)) = (load_two(s, a, pairs), load_two(s, b, pairs));
             let (f0, f1) = match P::FIRST {
-                true => load_two(s, &firsts[v * two..][..two], false),
+                true => load_two(s, &firsts[at..][..two], false),
                 false => (a0, a1),
             };
             narrow_two(s, (op.apply(s, a0, f0, b0), op.apply(s, a1, f1, b1)), y, pairs);

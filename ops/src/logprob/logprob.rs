@@ -278,8 +278,8 @@ pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w:
     let four = 4 * S::LANES;
     let (s2, s4) = (Unrolled(s), Unrolled(Unrolled(s)));
     let whole = x.len() - x.len() % four;
-    for (x, w) in x.chunks_exact(four).zip(w.chunks_exact_mut(four)) {
-        store_two(s2, weigh(s4, load_two(s2, x, false), scale, n), w);
+    for at in (0..whole).step_by(four) {
+        store_two(s2, weigh(s4, load_two(s2, &x[at..][..four], false), scale, n), &mut w[at..][..four]);
     }
     for at in (whole..x.len()).step_by(S::LANES) {
         narrow_at(s, weigh(s, load_at(s, x, at, I::default()), scale, n), w, at);

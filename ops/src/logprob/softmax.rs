@@ -141,9 +141,9 @@ fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, stream: &mut Strea
         let y = stream.room(w.len());
         let (part, rest) = w.split_at(y.len());
         let whole = part.len() - part.len() % two;
-        for (w, y) in part.chunks_exact(two).zip(y.chunks_exact_mut(two)) {
-            let (w0, w1) = load_two(s, w, false);
-            narrow_two(s, (s.div(w0, sum), s.div(w1, sum)), y, false);
+        for at in (0..whole).step_by(two) {
+            let (w0, w1) = load_two(s, &part[at..][..two], false);
+            narrow_two(s, (s.div(w0, sum), s.div(w1, sum)), &mut y[at..][..two], false);
         }
         for at in (whole..part.len()).step_by(S::LANES) {
             narrow_at(s, s.div(load_at(s, part, at, 0.0), sum), y, at);

@@ -211,9 +211,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
 fn differences<S: Simd, I: Element>(s: S, x: &[I], mean: S::F, d: &mut [f32]) {
     let two = 2 * S::LANES;
     let whole = x.len() - x.len() % two;
-    for (x, d) in x.chunks_exact(two).zip(d.chunks_exact_mut(two)) {
-        let (x0, x1) = load_two(s, x, false);
-        store_two(s, (s.sub(x0, mean), s.sub(x1, mean)), d);
+    for at in (0..whole).step_by(two) {
+        let (x0, x1) = load_two(s, &x[at..][..two], false);
+        store_two(s, (s.sub(x0, mean), s.sub(x1, mean)), &mut d[at..][..two]);
     }
     for at in (whole..x.len()).step_by(S::LANES) {
         narrow_at(s, s.sub(load_at(s, x, at, I::default()), mean), &mut d[..x.len()], at);

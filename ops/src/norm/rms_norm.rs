@@ -274,13 +274,12 @@ impl<S: Simd> Scale<S> {
             let len = y.len();
             let (x, w) = (&x[at..][..len], &w[at..][..len]);
             let whole = len - len % two;
-            let vectors = x.chunks_exact(two).zip(w.chunks_exact(two)).zip(y.chunks_exact_mut(two));
-            for (v, ((x, w), y)) in vectors.enumerate() {
+            for v in (0..whole).step_by(two) {
                 for next in next {
-                    prefetch(next.wrapping_add(at + v * two));
+                    prefetch(next.wrapping_add(at + v));
                 }
-                let ((x0, x1), (w0, w1)) = (load_two(s, x, pairs), load_two(s, w, pairs));
-                narrow_two(s, (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1)), y, pairs);
+                let ((x0, x1), (w0, w1)) = (load_two(s, &x[v..][..two], pairs), load_two(s, &w[v..][..two], pairs));
+                narrow_two(s, (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1)), &mut y[v..][..two], pairs);
             }
             for at in (whole..len).step_by(S::LANES) {
                 let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));

@@ -376,8 +376,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 let some = from..heads.min(from + at_once);
                 let y = stream.room(some.len() * dim);
                 let len = y.len();
-                for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
-                    rotate_head(s, pairing, angles, self.x.row(self.head + (t - self.first) * heads + h), y);
+                for (i, h) in some.enumerate() {
+                    let x = self.x.row(self.head + (t - self.first) * heads + h);
+                    rotate_head(s, pairing, angles, x, &mut y[i * dim..][..dim]);
                 }
                 stream.put(s, len);
             }
@@ -405,29 +406,27 @@ pub(crate) fn rotate_head<S: Simd, I: Element, O: Element>(
 #[inline(always)]
 fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
     let half = x.len() / 2;
-    let ((x1, x2), (y1, y2)) = (x.split_at(half), y.split_at_mut(half));
-    let (whole, lanes) = (half - half % S::LANES, S::LANES);
-    let (x1_tail, x2_tail) = (&x1[whole..], &x2[whole..]);
-    let ((y1, y1_tail), (y2, y2_tail)) = (y1.split_at_mut(whole), y2.split_at_mut(whole));
-    let angles_tail = Angles { cos: &angles.cos[whole..half], sin: &angles.sin[whole..half] };
-    let x = x1.chunks_exact(lanes).zip(x2.chunks_exact(lanes));
-    let y = y1.chunks_exact_mut(lanes).zip(y2.chunks_exact_mut(lanes));
-    let angles = angles.cos.chunks_exact(lanes).zip(angles.sin.chunks_exact(lanes));
-    for (((x1, x2), (y1, y2)), (cos, sin)) in x.zip(y).zip(angles) {
-        rotate(s, Angles { cos, sin }, (x1, x2), (y1, y2));
+    let (x1, x2) = (&x[..half], &x[half..][..half]);
+    let (y1, y2) = y.split_at_mut(half);
+    let (y2, cos, sin) = (&mut y2[..half], &angles.cos[..half], &angles.sin[..half]);
+    let turned = |(x1, x2), (cos, sin)| (s.fma(x1, cos, s.neg(s.mul(x2, sin))), s.fma(x2, cos, s.mul(x1, sin)));
+    let whole = half - half % S::LANES;
+    for at in (0..whole).step_by(S::LANES) {
+        // SAFETY: at + LANES <= whole <= half, the length of all six slices. A head is short: checks of each would be felt.
+        unsafe {
+            let x = (I::load_lanes(s, x1.as_ptr().add(at)), I::load_lanes(s, x2.as_ptr().add(at)));
+            let angles = (s.load(cos.as_ptr().add(at)), s.load(sin.as_ptr().add(at)));
+            let turned = turned(x, angles);
+            O::narrow_lanes(s, turned.0, y1.as_mut_ptr().add(at));
+            O::narrow_lanes(s, turned.1, y2.as_mut_ptr().add(at));
+        }
     }
     if whole < half {
-        rotate(s, angles_tail, (x1_tail, x2_tail), (y1_tail, y2_tail));
+        let x = (load_at(s, x1, whole, I::default()), load_at(s, x2, whole, I::default()));
+        let turned = turned(x, (load_at(s, cos, whole, 0.0), load_at(s, sin, whole, 0.0)));
+        narrow_at(s, turned.0, y1, whole);
+        narrow_at(s, turned.1, y2, whole);
     }
-}
-
-/// Rotates at most one vector of pairs.
-#[inline(always)]
-fn rotate<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: (&[I], &[I]), y: (&mut [O], &mut [O])) {
-    let (x1, x2) = (load_at(s, x.0, 0, I::default()), load_at(s, x.1, 0, I::default()));
-    let (cos, sin) = (load_at(s, angles.cos, 0, 0.0), load_at(s, angles.sin, 0, 0.0));
-    narrow_at(s, s.fma(x1, cos, s.neg(s.mul(x2, sin))), y.0, 0);
-    narrow_at(s, s.fma(x2, cos, s.mul(x1, sin)), y.1, 0);
 }
 
 /// Element 2i goes with element 2i + 1.
