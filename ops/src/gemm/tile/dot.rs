@@ -14,11 +14,14 @@ use std::mem::MaybeUninit;
 /// Runs `tile` with `VDPBF16PS`; both operands are pairs, and `cpu` [has it](crate::Isa::has_dot).
 pub fn dot_tile(cpu: &Cpu, tile: Tile<'_, u32>) {
     tile.check(true);
+    // By reference: attention's tiles are small, and a copy of their description is felt.
+    let out = tile.out.as_mut_ptr();
+    let tile = &tile;
     // SAFETY: the tile is checked.
     unsafe {
-        match tile.right {
-            Right::Vnni(data, stride) => cpu.dispatch_dot(Heights { tile, b: (data.as_ptr(), stride) }),
-            Right::Dictionary(coded) => cpu.dispatch_dot(DictionaryHeights { tile, coded }),
+        match &tile.right {
+            Right::Vnni(data, stride) => cpu.dispatch_dot(Heights { tile, b: (data.as_ptr(), *stride), out }),
+            Right::Dictionary(coded) => cpu.dispatch_dot(DictionaryHeights { tile, coded, out }),
             _ => panic!("dot_tile takes pairs"),
         }
     }
@@ -44,33 +47,29 @@ pub fn dot_unpacking(cpu: &Cpu, tile: Tile<'_, u32>, slot: &mut [u32]) {
 }
 
 /// A checked tile whose right operand is pairs, `b`.
-struct Heights<'a> {
-    tile: Tile<'a, u32>,
+struct Heights<'t, 'a> {
+    tile: &'t Tile<'a, u32>,
     b: (*const u32, usize),
+    /// Its results.
+    out: *mut f32,
 }
 
-impl Kernel512 for Heights<'_> {
+impl Kernel512 for Heights<'_, '_> {
     type Output = ();
     /// Cuts the rows into heights the registers hold.
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let Heights { tile, b } = self;
+        let Heights { tile, b, out } = self;
         let mut row = 0;
         while row < tile.rows {
             let left = tile.rows - row;
             // Without steps the left operand is empty and never read.
             let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
-            let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+            let out = out.wrapping_add(row * tile.out_stride);
             let adjacent = tile.left.row_stride == 1;
             macro_rules! chains {
                 ($rows:literal, $vectors:literal, $adjacent:literal, $column:expr) => {
-                    s.call(Chains::<$rows, $vectors, $adjacent> {
-                        tile: &tile,
-                        a,
-                        b,
-                        column: $column,
-                        out: out.add($column),
-                    })
+                    s.call(Chains::<$rows, $vectors, $adjacent> { tile, a, b, column: $column, out: out.add($column) })
                 };
             }
             macro_rules! rows {
@@ -104,7 +103,7 @@ impl Kernel512 for Heights<'_> {
                 _ => match tile.order {
                     Order::Tree(bounds) if bounds.len() == 9 && tile.columns == PANEL => {
                         // SAFETY: as above.
-                        unsafe { s.call(Row { tile: &tile, a, b, bounds, out }) };
+                        unsafe { s.call(Row { tile, a, b, bounds, out }) };
                         1
                     }
                     _ => rows!(1),
@@ -127,26 +126,27 @@ fn coded_bounds<'a>(tile: &Tile<'a, u32>) -> &'a [usize] {
 }
 
 /// A checked tile whose right operand is `coded`.
-struct DictionaryHeights<'a> {
-    tile: Tile<'a, u32>,
-    coded: DictionaryPanel<'a>,
+struct DictionaryHeights<'t, 'a> {
+    tile: &'t Tile<'a, u32>,
+    coded: &'t DictionaryPanel<'a>,
+    /// Its results.
+    out: *mut f32,
 }
 
-impl Kernel512 for DictionaryHeights<'_> {
+impl Kernel512 for DictionaryHeights<'_, '_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) {
-        let DictionaryHeights { tile, coded } = self;
-        let bounds = coded_bounds(&tile);
+        let DictionaryHeights { tile, coded, out } = self;
+        let bounds = coded_bounds(tile);
         let mut row = 0;
         while row < tile.rows {
             let left = tile.left.data.as_ptr().wrapping_add(row);
-            let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+            let out = out.wrapping_add(row * tile.out_stride);
             macro_rules! rows {
                 ($rows:literal) => {{
                     let (step, out_stride, kept) = (tile.left.step, tile.out_stride, std::ptr::null_mut());
-                    let kernel =
-                        DictionaryChains::<$rows, false> { coded: &coded, left, step, bounds, out, out_stride, kept };
+                    let kernel = DictionaryChains::<$rows, false> { coded, left, step, bounds, out, out_stride, kept };
                     // SAFETY: `Tile::check` bounded every (row, step) of the whole tile, and the panel's k.
                     unsafe { s.call(kernel) };
                     $rows
@@ -160,7 +160,7 @@ impl Kernel512 for DictionaryHeights<'_> {
                 2.. => rows!(2),
                 _ if bounds.len() % 2 == 1 && tile.left.step == 1 => {
                     // SAFETY: as above.
-                    unsafe { s.call(DictionaryRow { coded: &coded, left, bounds, out }) };
+                    unsafe { s.call(DictionaryRow { coded, left, bounds, out }) };
                     1
                 }
                 _ => rows!(1),

@@ -75,38 +75,45 @@ impl Steps for Bf16Steps {
 
 /// Runs `tile` with fused multiply-adds on `cpu`'s instruction set. Not generic, so that it is compiled once.
 pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
-    cpu.dispatch(FmaTile(tile));
+    tile.check(false);
+    let out = tile.out.as_mut_ptr();
+    // By reference, as in `dot_tile`.
+    cpu.dispatch(FmaTile { tile: &tile, out });
 }
 
-struct FmaTile<'a>(Tile<'a, f32>);
+/// A checked tile.
+struct FmaTile<'t, 'a> {
+    tile: &'t Tile<'a, f32>,
+    /// Its results.
+    out: *mut f32,
+}
 
-impl Kernel for FmaTile<'_> {
+impl Kernel for FmaTile<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let tile = self.0;
-        tile.check(false);
+        let FmaTile { tile, out } = self;
         let adjacent = tile.left.row_stride == 1;
         let tree = matches!(tile.order, Order::Tree(_));
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
             (Right::F32(data, stride), true, true) => {
-                heights::<S, _, true, true>(s, tile, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, true, true>(s, tile, out, WideSteps(data.as_ptr(), stride))
             }
             (Right::F32(data, stride), false, true) => {
-                heights::<S, _, false, true>(s, tile, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, false, true>(s, tile, out, WideSteps(data.as_ptr(), stride))
             }
             (Right::F32(data, stride), true, false) => {
-                heights::<S, _, true, false>(s, tile, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, true, false>(s, tile, out, WideSteps(data.as_ptr(), stride))
             }
             (Right::F32(data, stride), false, false) => {
-                heights::<S, _, false, false>(s, tile, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, false, false>(s, tile, out, WideSteps(data.as_ptr(), stride))
             }
             (Right::Bf16(data, stride, ahead), true, false) => {
-                heights::<S, _, true, false>(s, tile, Bf16Steps(data.as_ptr(), stride, ahead))
+                heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
             }
             (Right::Bf16(data, stride, ahead), false, false) => {
-                heights::<S, _, false, false>(s, tile, Bf16Steps(data.as_ptr(), stride, ahead))
+                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
             }
             (Right::Vnni(data, stride), _, _) => {
                 // An odd last step would read one element past the left rows: callers pad it.
@@ -116,9 +123,9 @@ impl Kernel for FmaTile<'_> {
                 assert!(end == 0 || fits(end), "left operand lacks the pad of an odd length");
                 let b = PairSteps(data.as_ptr(), stride);
                 match (adjacent, tree) {
-                    (true, true) => heights::<S, _, true, true>(s, tile, b),
-                    (true, false) => heights::<S, _, true, false>(s, tile, b),
-                    (false, true) => heights::<S, _, false, true>(s, tile, b),
+                    (true, true) => heights::<S, _, true, true>(s, tile, out, b),
+                    (true, false) => heights::<S, _, true, false>(s, tile, out, b),
+                    (false, true) => heights::<S, _, false, true>(s, tile, out, b),
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
@@ -127,30 +134,30 @@ impl Kernel for FmaTile<'_> {
     }
 }
 
-/// Cuts the rows of a tile into heights the registers hold.
+/// Cuts the rows of a checked tile, whose results are at `out`, into heights the registers hold.
 #[inline(always)]
-fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile: Tile<'_, f32>, b: B) {
+fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile: &Tile<'_, f32>, out: *mut f32, b: B) {
     let mut row = 0;
     while row < tile.rows {
         let left = tile.rows - row;
         // Without steps the left operand is empty and never read.
         let a = tile.left.data.as_ptr().wrapping_add(row * tile.left.row_stride);
-        let out = tile.out[row * tile.out_stride..].as_mut_ptr();
+        let out = out.wrapping_add(row * tile.out_stride);
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
             // 16 rows are two times 8: 12 and 4 would leave the 4 waiting for their own sums.
             if S::LANES == 16 && left >= 12 && left != 16 {
-                columns::<S, B, 12, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 12, ADJACENT, TREE>(s, tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
-                columns::<S, B, 8, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 8, ADJACENT, TREE>(s, tile, a, b, out)
             } else if S::LANES == 8 && left >= 6 {
-                columns::<S, B, 6, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 6, ADJACENT, TREE>(s, tile, a, b, out)
             } else if left >= 4 {
-                columns::<S, B, 4, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 4, ADJACENT, TREE>(s, tile, a, b, out)
             } else if S::LANES > 1 && left >= 2 {
-                columns::<S, B, 2, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 2, ADJACENT, TREE>(s, tile, a, b, out)
             } else {
-                columns::<S, B, 1, ADJACENT, TREE>(s, &tile, a, b, out)
+                columns::<S, B, 1, ADJACENT, TREE>(s, tile, a, b, out)
             }
         };
     }
