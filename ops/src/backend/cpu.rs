@@ -52,6 +52,17 @@ impl Isa {
         }
     }
 
+    /// How many f32 one of its vectors holds.
+    pub(crate) fn lanes(self) -> usize {
+        match self {
+            Isa::Scalar => 1,
+            Isa::Avx2 => 8,
+            Isa::Avx512 | Isa::Avx512Bf16 => 16,
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512 | Isa::EmulatedAvx512Bf16 => 16,
+        }
+    }
+
     /// Whether this machine can run it.
     pub fn available(self) -> bool {
         #[cfg(target_arch = "x86_64")]

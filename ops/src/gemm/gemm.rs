@@ -9,7 +9,8 @@ use super::device;
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::typed;
 use crate::gemm::tile::{
-    Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, dot_unpacking, fma_tile,
+    Block, Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, block_words, dot_is_exact, dot_tile,
+    dot_unpacking, fma_block, fma_tile,
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
@@ -465,6 +466,11 @@ impl<'a, I: Element> Weight<'a, I> {
     }
 }
 
+/// Rows of a block at most: with 2048 steps of k they are in the second cache of 1 MiB.
+const BLOCK_ROWS: usize = 96;
+/// From so many rows on tiles pass over a panel together.
+const FEWEST_ROWS: usize = 13;
+
 /// How a product is cut into tiles.
 #[derive(Clone, Copy)]
 struct Tiling {
@@ -483,6 +489,8 @@ struct Tiling {
     w_pairs: bool,
     /// Whether a worker unpacks coded panels.
     unpack: bool,
+    /// Tiles that pass over a panel together, by [`fma_block`]; 0 where each is by itself.
+    block: usize,
 }
 
 impl Tiling {
@@ -505,12 +513,13 @@ impl Tiling {
         if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
             let halve = |count: usize| count.div_ceil(2);
             let tiles = halve(plan.tiles);
-            return Some(Tiling { tiles, panels: halve(plan.panels), unpack: plan.unpack && tiles > 1, ..plan });
+            let (unpack, block) = (plan.unpack && tiles > 1, plan.block.min(tiles));
+            return Some(Tiling { tiles, panels: halve(plan.panels), unpack, block, ..plan });
         }
         match plan {
             Tiling { steps: 0, .. } => {
                 let height = plan.height.min(TILE_ROWS);
-                Some(Tiling { steps: plan.k.clamp(16, 1024).next_multiple_of(16), height, ..plan })
+                Some(Tiling { steps: plan.k.clamp(16, 1024).next_multiple_of(16), height, block: 0, ..plan })
             }
             Tiling { steps: 17.., .. } => Some(Tiling { steps: plan.steps.div_ceil(32) * 16, ..plan }),
             Tiling { workers: 2.., .. } => Some(Tiling { workers: plan.workers / 2, ..plan }),
@@ -528,8 +537,9 @@ impl Plan for Tiling {
         }
         let (x, w) = (self.x_words(), self.w_words());
         let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
-        let slot = if self.unpack { panel_words(self.k, true) } else { 0 };
-        let pairs = pairs + slot * self.workers;
+        let unpacked = if self.unpack { panel_words(self.k, true) } else { 0 };
+        let pairs = pairs + unpacked * self.workers;
+        let slot = if self.block > 0 { block_words(self.block * self.height) } else { unpacked };
         Need { shared: x.saturating_add(w), slot, workers: self.workers, pairs }
     }
 
@@ -567,13 +577,23 @@ impl<I: Element> Product<'_, I> {
     fn preferred(&self) -> Tiling {
         // Few rows are one tall tile, so that each weight is read once.
         let Gemm { m, n, k, .. } = self.shape;
-        let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
+        let blocks = self.block_height();
+        let height = blocks.unwrap_or(if m <= MAX_ROWS { m } else { TILE_ROWS });
         let panels = if matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
         let tiles = m.div_ceil(height);
         let workers = self.cpu.threads();
         let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
         let unpack = self.unpacks(tiles);
-        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack }
+        let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
+        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack, block }
+    }
+
+    /// Rows of a tile where tiles pass over a panel together.
+    fn block_height(&self) -> Option<usize> {
+        let (m, coded) = (self.shape.m, matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. })));
+        // Rows that only fill the last tile are to take an eighth of the time at most.
+        let pays = |height: &usize| m >= FEWEST_ROWS && m.next_multiple_of(*height) <= m + m / 8;
+        block_rows(self.cpu.isa()).filter(pays).filter(|_| !self.dots() && !coded)
     }
 
     /// Writes the product to `y[M,N]`.
@@ -614,9 +634,12 @@ impl<I: Element> Product<'_, I> {
         (0..n.div_ceil(PANEL)).map(slow).sum()
     }
 
-    /// Packs `rows` rows of x from `first` on.
-    pub(crate) fn pack_x(&self, first: usize, rows: usize, pairs: bool, out: &mut [u32]) {
-        let operand = Operand { tf32: self.shape.tf32, pad: bf16::ZERO, pairs, stride: rows };
+    /// Packs `rows` rows of x from `first` on, `stride` from one k to the next.
+    pub(crate) fn pack_x(&self, first: usize, rows: usize, stride: usize, pairs: bool, out: &mut [u32]) {
+        let operand = Operand { tf32: self.shape.tf32, pad: bf16::ZERO, pairs, stride };
+        if rows < stride {
+            out.fill(0);
+        }
         pack_rows(self.cpu, self.x, first, rows, operand, out);
     }
 
@@ -662,7 +685,8 @@ impl<I: Element> Product<'_, I> {
                     let rows = rows_of(t);
                     // SAFETY: each tile is packed once, into its own part, before any is read.
                     let out = unsafe { packed.part(t * size, size) };
-                    self.pack_x(first_row(t), rows, plan.x_pairs, out);
+                    let stride = if plan.block > 0 { height } else { rows };
+                    self.pack_x(first_row(t), rows, stride, plan.x_pairs, out);
                 };
                 // One panel at a time stays in cache while the rows pass; few panels are cut along the rows so that all
                 // threads have work. One tile alone is read once, by runs of panels that memory streams.
@@ -673,6 +697,29 @@ impl<I: Element> Product<'_, I> {
                 let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
                 let per_task = tiles.div_ceil(cuts);
                 let cuts = tiles.div_ceil(per_task);
+                if plan.block > 0 {
+                    let tasks = panels * tiles.div_ceil(plan.block);
+                    cpu.each_after(slots.iter_mut().collect(), [tiles, tasks], pack, |(slot, _), task| {
+                        // All panels pass over a block, which stays in the second cache.
+                        let (panel, from) = (task % panels, task / panels * plan.block);
+                        let some = from..tiles.min(from + plan.block);
+                        // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
+                        let left = unsafe { packed.read(from * size, some.len() * size) };
+                        let right = group.panel(panel, &mut []).right;
+                        let (left, scratch) = (as_floats(left), as_floats_mut(slot));
+                        let block =
+                            Block { left, stride: size, tiles: some.len(), right, bounds: self.bounds, scratch };
+                        let sums = fma_block(cpu, block);
+                        let number = first_panel + panel;
+                        let (columns, bias) = (PANEL.min(n - number * PANEL), self.bias_of(number));
+                        for (t, sums) in some.zip(sums.chunks_exact(height * PANEL)) {
+                            let at = first_row(t) * n + number * PANEL;
+                            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
+                            unsafe { finish(cpu, &sums[..rows_of(t) * PANEL], bias.as_ref(), y, at, n, columns) };
+                        }
+                    });
+                    continue;
+                }
                 cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |(slot, held), task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];

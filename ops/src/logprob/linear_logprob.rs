@@ -346,7 +346,7 @@ impl<I: Element> Block<'_, I> {
             let tiles = rows.div_ceil(plan.height);
             cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
                 let height = plan.height.min(rows - t * plan.height);
-                product.pack_x(first + t * plan.height, height, plan.x_pairs, out);
+                product.pack_x(first + t * plan.height, height, height, plan.x_pairs, out);
             });
         }
         let x = &*x_area;

@@ -1,0 +1,255 @@
+//! Many tiles and one panel with fused multiply-adds, for products of many rows.
+//!
+//! A tile by itself reads its panel from the second cache for every six or twelve rows. Here [`STEPS`] steps of k of the
+//! panel are laid out as f32 in the first cache and all tiles of a block pass over them, so that what comes from further
+//! away is the tiles alone, once. A sum is the same chain as in [`super::fma_tile`]: what it has reached waits in memory
+//! between the pieces of a segment, and finished segments wait there for their join.
+
+// Row and vector numbers index several arrays at once here.
+#![allow(clippy::needless_range_loop)]
+
+use super::{PANEL, Right};
+use crate::simd::{Kernel, Simd, prefetch};
+use crate::{Cpu, Isa};
+
+/// Steps of k that are in the first cache at a time: 16 KiB of a panel, half of the smallest such cache.
+const STEPS: usize = 128;
+/// Words of a cache line.
+const LINE: usize = 16;
+/// Levels of the tree of segments that wait at a time.
+const LEVELS: usize = 3;
+
+/// Rows of a tile of a block: with two vectors of columns its sums fill the registers. None where there are no vectors.
+pub fn block_rows(isa: Isa) -> Option<usize> {
+    match isa.lanes() {
+        16 => Some(12),
+        8 => Some(6),
+        _ => None,
+    }
+}
+
+/// Words of scratch memory for a block of so many rows.
+pub fn block_words(rows: usize) -> usize {
+    (STEPS + (1 + LEVELS) * rows) * PANEL
+}
+
+/// Some tiles of [`block_rows`] rows and a panel.
+pub struct Block<'a> {
+    /// The tiles, `stride` apart; in each, row r of step k stands at `k * rows + r`.
+    pub left: &'a [f32],
+    /// From one tile to the next.
+    pub stride: usize,
+    /// How many there are.
+    pub tiles: usize,
+    /// f32 or VNNI form, [`PANEL`] columns.
+    pub right: Right<'a>,
+    /// Bounds of the segments: 2, 3, 5 or 9 of them; all but the last are even.
+    pub bounds: &'a [usize],
+    /// [`block_words`] of them.
+    pub scratch: &'a mut [f32],
+}
+
+/// The sums of a block, row by row, [`PANEL`] columns each; they stand in its scratch memory.
+pub fn fma_block<'s>(cpu: &Cpu, block: Block<'s>) -> &'s [f32] {
+    let rows = block_rows(cpu.isa()).expect("an instruction set with vectors");
+    let (Block { left, stride, tiles, bounds, .. }, end) = (&block, *block.bounds.last().expect("bounds"));
+    assert!(bounds.is_sorted() && matches!(bounds.len(), 2 | 3 | 5 | 9), "the bounds of segments ascend");
+    assert!(bounds.iter().all(|bound| bound % 2 == 0 || *bound == end), "only the last bound is odd");
+    assert!(*tiles > 0 && (tiles - 1) * stride + end * rows <= left.len(), "left operand too short");
+    let right = match block.right {
+        Right::F32(data, PANEL) => data.len() / PANEL,
+        Right::Vnni(data, PANEL) => data.len() / PANEL * 2,
+        _ => panic!("a block takes whole panels of f32 or pairs"),
+    };
+    assert!(end <= right, "right operand too short");
+    let rows = tiles * rows;
+    let Block { left, stride, tiles, right, bounds, scratch } = block;
+    let (room, sums) = scratch[..block_words(rows)].split_at_mut(STEPS * PANEL);
+    let (sums, waiting) = sums.split_at_mut(rows * PANEL);
+    cpu.dispatch(Sums { left, stride, tiles, right, bounds, room, sums, waiting });
+    sums
+}
+
+/// A checked block.
+struct Sums<'a, 's> {
+    left: &'a [f32],
+    stride: usize,
+    tiles: usize,
+    right: Right<'a>,
+    bounds: &'a [usize],
+    /// [`STEPS`] steps of the panel as f32.
+    room: &'s mut [f32],
+    sums: &'s mut [f32],
+    /// [`LEVELS`] times as many: finished subtrees, a binary counter.
+    waiting: &'s mut [f32],
+}
+
+impl Kernel for Sums<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        match S::LANES {
+            16 => self.tiles::<S, 12>(s),
+            _ => self.tiles::<S, 6>(s),
+        }
+    }
+}
+
+/// The part of a chain that one piece of k adds.
+#[derive(Clone, Copy)]
+struct Piece {
+    steps: usize,
+    /// Whether a segment begins and ends with it.
+    first: bool,
+    last: bool,
+    /// The segment, and how many there are.
+    segment: usize,
+    segments: usize,
+    /// From one level of what waits to the next.
+    level: usize,
+}
+
+/// Where a piece of one tile and two vectors of columns lies.
+#[derive(Clone, Copy)]
+struct Place {
+    left: *const f32,
+    right: *const f32,
+    sums: *mut f32,
+    waiting: *mut f32,
+    /// What is asked for meanwhile: the same piece of the next tile, and a line of the panel, with so many words to the next
+    /// line at every step.
+    next: *const f32,
+    ahead: (*const u32, usize),
+}
+
+impl Sums<'_, '_> {
+    #[inline(always)]
+    fn tiles<S: Simd, const ROWS: usize>(self, s: S) {
+        let Sums { left, stride, tiles, right, bounds, room, sums, waiting } = self;
+        let (segments, columns) = (bounds.len() - 1, 2 * S::LANES);
+        let level = tiles * ROWS * PANEL;
+        for segment in 0..segments {
+            let (from, to) = (bounds[segment], bounds[segment + 1]);
+            let mut at = from;
+            loop {
+                let steps = STEPS.min(to - at);
+                let (ahead, lines) = lay_out(s, right, at, steps, room);
+                let (first, last) = (at == from, at + steps == to);
+                let piece = Piece { steps, first, last, segment, segments, level };
+                for tile in 0..tiles {
+                    // Behind the last tile the first one comes again, with the next piece.
+                    let (next_tile, next_at) = if tile + 1 < tiles { (tile + 1, at) } else { (0, at + steps) };
+                    for part in 0..PANEL / columns {
+                        let (out, call) = (tile * ROWS * PANEL + part * columns, tile * (PANEL / columns) + part);
+                        let place = Place {
+                            left: left.as_ptr().wrapping_add(tile * stride + at * ROWS),
+                            right: room.as_ptr().wrapping_add(part * columns),
+                            sums: sums.as_mut_ptr().wrapping_add(out),
+                            waiting: waiting.as_mut_ptr().wrapping_add(out),
+                            next: left.as_ptr().wrapping_add(next_tile * stride + next_at * ROWS),
+                            ahead: match call * STEPS < lines {
+                                true => (ahead.wrapping_add(call * STEPS * LINE), LINE),
+                                false => (ahead, 0),
+                            },
+                        };
+                        // SAFETY: `fma_block` has checked that the tile has this piece; the room holds it, and sums and
+                        // what waits have a place for every row of every tile.
+                        unsafe { place.add::<S, ROWS>(s, piece) };
+                    }
+                }
+                at += steps;
+                if last {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+impl Place {
+    /// Continues `ROWS` by two vectors of chains; ends and joins them where the segment ends.
+    ///
+    /// # Safety
+    /// `left` has `ROWS` elements for every step of the piece, `right` two vectors in rows of [`PANEL`]; `sums` has such
+    /// rows, `ROWS` of them, and `waiting` as many for each of [`LEVELS`] levels.
+    #[inline(always)]
+    unsafe fn add<S: Simd, const ROWS: usize>(self, s: S, piece: Piece) {
+        let at = |r: usize, v: usize| r * PANEL + v * S::LANES;
+        let mut sums = [[s.splat(0.0); 2]; ROWS];
+        // SAFETY: the caller's promise, here and below.
+        unsafe {
+            if !piece.first {
+                for r in 0..ROWS {
+                    for v in 0..2 {
+                        sums[r][v] = s.load(self.sums.add(at(r, v)));
+                    }
+                }
+            }
+            let (mut left, mut right, mut next, (mut ahead, line)) = (self.left, self.right, self.next, self.ahead);
+            for _ in 0..piece.steps {
+                let columns = [s.load(right), s.load(right.add(S::LANES))];
+                prefetch(next);
+                prefetch(ahead);
+                for r in 0..ROWS {
+                    let x = s.splat(*left.add(r));
+                    for v in 0..2 {
+                        sums[r][v] = s.fma(x, columns[v], sums[r][v]);
+                    }
+                }
+                (left, right) = (left.add(ROWS), right.add(PANEL));
+                (next, ahead) = (next.wrapping_add(ROWS), ahead.wrapping_add(line));
+            }
+            let mut level = 0;
+            while piece.last && piece.segment >> level & 1 == 1 {
+                let waiting = self.waiting.add(level * piece.level);
+                for r in 0..ROWS {
+                    for v in 0..2 {
+                        sums[r][v] = s.add(s.load(waiting.add(at(r, v))), sums[r][v]);
+                    }
+                }
+                level += 1;
+            }
+            let waits = piece.last && piece.segment + 1 < piece.segments;
+            let out = if waits { self.waiting.add(level * piece.level) } else { self.sums };
+            for r in 0..ROWS {
+                for v in 0..2 {
+                    s.store(sums[r][v], out.add(at(r, v)));
+                }
+            }
+        }
+    }
+}
+
+/// Writes `steps` steps of k from `at` of a checked panel into the room, and returns where the steps behind them stand, and
+/// how many lines of memory as many of them take.
+#[inline(always)]
+fn lay_out<S: Simd>(s: S, right: Right, at: usize, steps: usize, room: &mut [f32]) -> (*const u32, usize) {
+    match right {
+        Right::F32(data, _) => {
+            let piece = &data[at * PANEL..][..steps * PANEL];
+            for (i, out) in room[..steps * PANEL].chunks_exact_mut(S::LANES).enumerate() {
+                // SAFETY: both have `steps` whole rows of PANEL, a multiple of LANES.
+                unsafe { s.store(s.load(piece.as_ptr().add(i * S::LANES)), out.as_mut_ptr()) };
+            }
+            (data.as_ptr().wrapping_add((at + steps) * PANEL).cast(), steps * PANEL / LINE)
+        }
+        Right::Vnni(data, _) => {
+            let pairs = steps.div_ceil(2);
+            let piece = &data[at / 2 * PANEL..][..pairs * PANEL];
+            let room = &mut room[..2 * pairs * PANEL];
+            for pair in 0..pairs {
+                for column in (0..PANEL).step_by(S::LANES) {
+                    // SAFETY: `piece` has as many pairs, and the room two rows of PANEL for each.
+                    unsafe {
+                        let (first, second) = s.load_pairs(piece.as_ptr().add(pair * PANEL + column));
+                        let out = room.as_mut_ptr().add(2 * pair * PANEL + column);
+                        s.store(first, out);
+                        s.store(second, out.add(PANEL));
+                    }
+                }
+            }
+            (data.as_ptr().wrapping_add((at / 2 + pairs) * PANEL), pairs * PANEL / LINE)
+        }
+        _ => unreachable!("a block takes panels of f32 or pairs"),
+    }
+}
