@@ -69,13 +69,13 @@ impl Norm {
         let mean_error = size / n + if f32_of(mean) == mean { 0.0 } else { mean.abs() };
         let squares: f64 = x.iter().map(|x| (x - mean) * (x - mean)).sum();
         let variance = squares / n + eps;
-        // A mean that is wrong by e adds e^2 to the variance. Its bound: a rounding for each element of a lane and for each
-        // fold, and some.
-        let e = (n / 256.0 + 16.0) * mean_error * round::pow2(-24);
+        // A mean that is wrong by e adds e^2 to the variance.
+        let e = super::rms_norm::roundings(x.len()) * mean_error * round::pow2(-24);
         // Squares below the smallest normal number lose bits.
         let mut r_error = 1.0 + FLOOR / variance + e * e / variance * round::pow2(24);
         // Nothing is claimed where squares of finite numbers overflow f32, nor where the error of the mean is the variance.
-        if x.iter().all(|x| x.is_finite()) && (squares > HUGE || e * e > variance / 64.0) {
+        // Beside a number that is not finite the squares are NaN, and so is the variance.
+        if squares > HUGE || e * e > variance / 64.0 {
             r_error = f64::INFINITY;
         }
         Norm { mean, mean_error, r: 1.0 / variance.sqrt(), r_error }

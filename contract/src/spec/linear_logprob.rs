@@ -76,10 +76,9 @@ fn compute(c: &Checked) -> References {
             (0..v).map(logit).map(|(value, size)| (value * inverse, size * inverse)).collect();
         let values: Vec<f64> = logits.iter().map(|(value, _)| *value).collect();
         let (level, size) = log_sum(&values);
-        // An error in a logit moves lse by its share of the sum.
-        let share = |value: f64| if value == f64::NEG_INFINITY { 0.0 } else { (value - level).exp() };
+        // An error in a logit moves lse by its share of the sum; 0 * inf is NaN, and moves nothing.
         let moved: f64 = if level.is_finite() {
-            logits.iter().map(|(value, size)| share(*value) * size).filter(|moved| *moved > 0.0).sum()
+            logits.iter().map(|(value, size)| (value - level).exp() * size).filter(|moved| !moved.is_nan()).sum()
         } else if logits.iter().any(|(_, size)| size.is_infinite()) {
             f64::INFINITY
         } else {

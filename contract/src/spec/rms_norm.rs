@@ -76,7 +76,7 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
                 // An f32 error can carry x*r over a tie of this rounding, and then a whole bf16 ulp appears.
                 let step = round::ulp(normed, DType::Bf16);
                 let to_tie = step / 2.0 - (kept - normed).abs();
-                if to_tie <= (n as f64 / 256.0 + 16.0) * round::pow2(-24) * (normed.abs() * lost + FLOOR) {
+                if to_tie <= roundings(n) * round::pow2(-24) * (normed.abs() * lost + FLOOR) {
                     size += step * weight.abs() * round::pow2(24);
                 }
                 kept * weight
@@ -94,4 +94,9 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
         }
     }
     elements
+}
+
+/// How often a sum of `n` elements rounds at most: for each element of a lane, for each fold, and some.
+pub(super) fn roundings(n: usize) -> f64 {
+    n as f64 / 256.0 + 16.0
 }

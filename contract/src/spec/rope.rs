@@ -20,9 +20,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             let border = |i: usize| (i % d < d / 2) == (i / d).is_multiple_of(2);
             let mut x: Vec<f64> = (0..t * h * d).map(|i| if border(i) { borders[i] } else { other(i) }).collect();
             // At position 1 the largest fp16 number out of two bf16 numbers.
-            if let Some(last) = x.len().checked_sub(d).filter(|_| t % 4 == 0) {
-                (x[last], x[last + d / 2]) = (44288.0, -49408.0);
-            }
+            let last = x.len() - d;
+            (x[last], x[last + d / 2]) = (44288.0, -49408.0);
             x
         }
         fill => maker.values("x", fill, t * h * d, h * d),
@@ -33,11 +32,11 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 }
 
 /// Without explicit `pos`: 0, 1, 2, .., with every fourth one far out; for [`Fill::Classes`] 0, where nothing is
-/// rotated, and every fourth one 1.
+/// rotated, and the last one 1.
 pub(super) fn positions(maker: &Maker) -> Tensor {
     let t = maker.dim("T");
     if maker.fill == Fill::Classes {
-        return Tensor::i32(&[t], maker.ints("pos", (0..t).map(|i| i32::from(i % 4 == 3)).collect()));
+        return Tensor::i32(&[t], maker.ints("pos", (0..t).map(|i| i32::from(i + 1 == t)).collect()));
     }
     let far = maker.below("pos", t, 200_000);
     let pos = (0..t).map(|i| if i % 4 == 3 { far[i] } else { i as i32 }).collect();

@@ -47,6 +47,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 /// Choices closer than this may change places by rounding.
 const CLOSE: f64 = 1e-5;
 
+/// Choices smaller than this may become equal by rounding.
+const TINY: f64 = 1e-28;
+
 fn compute(c: &Checked) -> References {
     let (e, chosen) = (c.dim("E"), c.count("chosen"));
     let (groups, top) = (c.count("groups"), c.count("top_groups"));
@@ -112,9 +115,7 @@ fn scores(row: &[f64], sigmoid: bool) -> Vec<f64> {
     if sigmoid {
         return row.iter().map(|v| 1.0 / (1.0 + (-v).exp())).collect();
     }
-    if row.iter().any(|v| v.is_nan() || *v == f64::INFINITY) || row.iter().all(|v| *v == f64::NEG_INFINITY) {
-        return vec![f64::NAN; row.len()];
-    }
+    // NaN, an infinity and nothing but -inf make the total NaN, and all scores with it.
     let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
     let total: f64 = weights.iter().sum();
@@ -123,14 +124,16 @@ fn scores(row: &[f64], sigmoid: bool) -> Vec<f64> {
 
 /// The first `count` places by value, larger first, a NaN before every number, the lowest place among equals; `doubtful`
 /// where two neighbours in that order are close but not equal.
-fn order(values: &[f64], doubtful: &mut bool, count: usize) -> Vec<usize> {
+pub(super) fn order(values: &[f64], doubtful: &mut bool, count: usize) -> Vec<usize> {
     let key = |i: usize| if values[i].is_nan() { f64::INFINITY } else { values[i] };
     let mut places: Vec<usize> = (0..values.len()).collect();
     places.sort_by(|&a, &b| key(b).partial_cmp(&key(a)).expect("no NaN is left").then(a.cmp(&b)));
-    let close = |a: f64, b: f64| a != b && (a - b).abs() < CLOSE * a.abs().max(b.abs()).max(1e-30);
-    *doubtful |= places.windows(2).take(count).any(|two| close(values[two[0]], values[two[1]]));
-    // Rounding may make equal what is not: where everything is tiny, nothing is told.
-    *doubtful |= places.windows(2).take(count).any(|two| values[two[0]] != values[two[1]] && key(two[0]) < 1e-28);
+    // Rounding may make equal what is not: where both are tiny, nothing is told.
+    let close = |a: f64, b: f64| {
+        let size = a.abs().max(b.abs());
+        a != b && (size < TINY || (a - b).abs() < CLOSE * size)
+    };
+    *doubtful |= places.windows(2).take(count).any(|two| close(key(two[0]), key(two[1])));
     places.truncate(count);
     places
 }

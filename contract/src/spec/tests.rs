@@ -113,7 +113,7 @@ fn refusals_name_the_tensor_and_the_fix() {
 #[test]
 fn oracles_by_hand() {
     let value = |case: &Case, output: &str| find(&case.op).unwrap().oracle(case).unwrap()[output].value.clone();
-    let near = |a: &[f64], b: &[f64]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-7);
+    let near = |a: &[f64], b: &[f64]| near(a.iter().copied(), b);
 
     let y = value(
         &case(
@@ -292,6 +292,109 @@ fn attention_conditions_by_hand() {
     assert_eq!(attend(&[1.0], &[1.0, 0.0], &[0.0, 0.0])[0], (0.0, 0.0));
     let large = |v: f32| attend(&[1.0], &[1.0, 0.0], &[v, v])[0].1;
     assert!(large(1.2e38).is_finite() && large(1.3e38) == f64::INFINITY);
+}
+
+/// Value and condition of each element of an output.
+fn judged(case: &Case, output: &str) -> Vec<(f64, f64)> {
+    let reference = &find(&case.op).unwrap().oracle(case).unwrap()[output];
+    std::iter::zip(reference.value.iter().copied(), reference.condition.iter().copied()).collect()
+}
+
+/// Within 1e-7.
+fn near(found: impl IntoIterator<Item = f64>, expected: &[f64]) -> bool {
+    let found: Vec<f64> = found.into_iter().collect();
+    found.len() == expected.len() && std::iter::zip(&found, expected).all(|(a, b)| (a - b).abs() < 1e-7)
+}
+
+/// What an error of a layer norm is proportional to, and where nothing is claimed.
+#[test]
+fn layer_norm_by_hand() {
+    let pow = |n| round::pow2(n) as f32;
+    let norm = |eps: &str, x: &[f32], w: &[f32]| {
+        let inputs = [("x", f32s(&[1, x.len()], x)), ("w", f32s(&[w.len()], w))];
+        judged(&case("layer_norm", &[("eps", eps)], &inputs), "y")
+    };
+    // f64 does not hold the mean: of the mean square less the square of the mean, 2 / 9, it has no bit.
+    let y = norm("0", &[16_777_215.0, 16_777_216.0, 16_777_216.0], &[1.0; 3]);
+    assert!(near(y.into_iter().map(|(value, _)| value), &[-(2f64.sqrt()), 0.5f64.sqrt(), 0.5f64.sqrt()]));
+    // A variance of a quarter of the smallest normal number: it may be lost four times over.
+    assert_eq!(norm("0", &[pow(-64), -pow(-64)], &[1.0; 2])[0], (1.0, 5.0));
+    // The norm is half of the smallest normal number, which it and its product with the weight lose.
+    assert_eq!(norm("8.507059173023462e37", &[pow(-64), -pow(-64)], &[1.0; 2])[0], (round::pow2(-127), 2.5 * FLOOR));
+    // The sum is not exact, and the mean no f32: they err by 2 units, 16 times. The square of that is 3.64e-12.
+    let claimed = |eps| norm(eps, &[1.0, 1.0 + 3.0 * f32::EPSILON], &[1.0; 2])[0].1.is_finite();
+    assert!(claimed("2.35e-10") && !claimed("2.3e-10"));
+    assert_eq!(norm("0", &[pow(64), -pow(64)], &[1.0; 2])[0].1, f64::INFINITY);
+    // The third element is 2 s / 3 from the mean, which errs by 2 / 3 units. With a weight of 0 only its sign counts.
+    let certain = |s: f32| norm("0", &[1.0, -1.0, s], &[1.0, 1.0, 0.0])[2].1 == 0.0;
+    assert!(certain(1.01 * pow(-14)) && !certain(0.99 * pow(-14)));
+}
+
+/// The same for the norm by the root of the mean square.
+#[test]
+fn rms_norm_by_hand() {
+    let pow = |n| round::pow2(n) as f32;
+    let norm = |eps: &str, rounding: &str, x: f32| {
+        let inputs = [("x", f32s(&[1, 2], &[x, -x])), ("w", f32s(&[2], &[1.0; 2]))];
+        judged(&case("rms_norm", &[("eps", eps), ("rounding", rounding)], &inputs), "y")[0]
+    };
+    assert_eq!((rms_norm::roundings(0), rms_norm::roundings(512)), (16.0, 18.0));
+    assert_eq!(norm("0", "once", pow(-64)), (1.0, 5.0));
+    assert_eq!(norm("8.507059173023462e37", "once", pow(-64)), (round::pow2(-127), 2.5 * FLOOR));
+    // Halfway between two subnormal bf16 numbers, 2^-133 apart.
+    let (_, condition) = norm("8.507059173023462e37", "hf", pow(-64) + pow(-71));
+    assert!(condition > round::pow2(24 - 133), "{condition}");
+}
+
+/// The order of choices, and which of them may change places by rounding.
+#[test]
+fn choices_by_hand() {
+    let order = |values: &[f64], count: usize| {
+        let mut doubtful = false;
+        (route::order(values, &mut doubtful, count), doubtful)
+    };
+    assert_eq!(order(&[1.0, 3.0, f64::NAN, 3.0], 3), (vec![2, 1, 3], false));
+    // 1e-5 of the larger one apart, and less.
+    assert_eq!(order(&[1e5, 99_999.0], 2), (vec![0, 1], false));
+    assert_eq!(order(&[1e5, 99_999.5], 2), (vec![0, 1], true));
+    assert_eq!(order(&[-2.0, -1.0], 2), (vec![1, 0], false));
+    assert_eq!(order(&[-99_999.5, -1e5], 2), (vec![0, 1], true));
+    // What is behind the first that is left out does not count.
+    assert_eq!(order(&[3.0, 2.0, 1.0, 0.999_999], 2), (vec![0, 1], false));
+    assert_eq!(order(&[1e-28, 5e-29], 2), (vec![0, 1], false));
+    assert_eq!(order(&[5e-29, 2e-29], 1), (vec![0], true));
+    assert_eq!(order(&[5e-29, 5e-29], 1), (vec![0], false));
+}
+
+/// The error of a softcap is that of its cap, and below the smallest normal number absolute.
+#[test]
+fn softcap_by_hand() {
+    let tiny = case("softcap", &[("cap", "7.52316384526264e-37")], &[("x", f32s(&[1], &[f32::from_bits(1)]))]);
+    let (value, condition) = judged(&tiny, "y")[0];
+    // 2^-149 of 2^-120 is as good as itself.
+    assert!((value / round::pow2(-149) - 1.0).abs() < 1e-6, "{value}");
+    assert!((condition / FLOOR - 65.0).abs() < 1e-6, "{condition}");
+}
+
+/// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.
+#[test]
+fn linear_logprob_by_hand() {
+    let of = |temperature: &str, w: &[[f32; 3]]| {
+        let inputs = [
+            ("x", f32s(&[1, 3], &[1.0; 3])),
+            ("w", f32s(&[w.len(), 3], &w.concat())),
+            ("target", Tensor::i32(&[1], vec![0])),
+        ];
+        let case = case("linear_logprob", &[("temperature", temperature)], &inputs);
+        ["lse", "logprob"].map(|output| judged(&case, output)[0])
+    };
+    let [(lse, _), (logprob, _)] = of("2", &[[1.0, 1.0, 0.0], [0.0; 3]]);
+    let expected = (1.0 + 1f64.exp()).ln();
+    assert!(near([lse, logprob], &[expected, 1.0 - expected]));
+    // -inf and what other orders make infinite first: -inf or NaN.
+    let (none, far) = (f32::NEG_INFINITY, f32::MAX);
+    assert_eq!(of("1", &[[none, 0.0, 0.0], [none, 0.0, 0.0]])[0], (f64::NEG_INFINITY, 0.0));
+    assert_eq!(of("1", &[[none, 0.0, 0.0], [none, far, far]])[0], (f64::NEG_INFINITY, f64::INFINITY));
 }
 
 /// Sums up what an oracle says of one output of some cases: extents, values, and conditions, which decide how wide bounds
