@@ -351,6 +351,38 @@ mod tests {
         assert_eq!(read("qwen3", json!({"rope_parameters": {"rope_theta": 7.5}})).unwrap().rotary.theta, 7.5);
     }
 
+    /// What a scaling takes where the folder does not say it, and what follows from it for cosines and sines.
+    #[test]
+    fn scalings_and_their_defaults() {
+        let read = |family: &str, parameters: Value| {
+            let mut all = json!({"rope_theta": 10000.0, "original_max_position_embeddings": 128});
+            all.as_object_mut().unwrap().extend(parameters.as_object().unwrap().clone());
+            read(family, json!({"rope_parameters": all})).unwrap().rotary
+        };
+        let yarn = |changes: Value| {
+            let mut all = json!({"rope_type": "yarn"});
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            read("llama", all)
+        };
+        let plain = yarn(json!({}));
+        let expected = Scaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, original: 128, truncate: true };
+        assert_eq!((plain.scaling, plain.factor), (expected, (0.1 * 4f64.ln() + 1.0) as f32));
+        let both = yarn(json!({"mscale": 0.5, "mscale_all_dim": 2.0}));
+        assert_eq!(both.factor, ((0.05 * 4f64.ln() + 1.0) / (0.2 * 4f64.ln() + 1.0)) as f32);
+        assert_eq!(yarn(json!({"attention_factor": 1.25, "mscale": 0.5, "mscale_all_dim": 2.0})).factor, 1.25);
+        let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+        assert_eq!(read("llama", llama3).factor, 1.0);
+        let long = |changes: Value| {
+            let mut all = json!({"rope_type": "longrope", "short_factor": vec![1.0; 8], "long_factor": vec![2.0; 8]});
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            read("phi3", all).factor
+        };
+        assert_eq!(long(json!({})), (1.0 + 4f64.ln() / 128f64.ln()).sqrt() as f32);
+        assert_eq!(long(json!({"original_max_position_embeddings": 512})), 1.0);
+        assert_eq!(long(json!({"attention_factor": 1.25})), 1.25);
+        assert_eq!(read("phi3", json!({"partial_rotary_factor": 0.5})).dim, 8);
+    }
+
     #[test]
     fn windows_and_lengths() {
         let windows = |family: &str, changes| read(family, changes).unwrap().windows;
@@ -453,6 +485,8 @@ mod tests {
             ),
             ("llama", json!({"rope_scaling": "linear"}), "`rope_scaling` is \"linear\"; it must be an object"),
             ("llama", json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5; supported is 1"),
+            ("phi3", json!({"partial_rotary_factor": 1.5}), "is 1.5; supported is above 0 and at most 1"),
+            ("phi3", json!({"partial_rotary_factor": 0.05}), "`partial_rotary_factor` is 0 elements of a head"),
             ("llama", json!({"rope_theta": 5e5}), "is 10000.0, but the folder also says 500000.0; keep one"),
             ("llama", json!({"rope_theta": 0}), "but the folder also says 0; keep one"),
             ("qwen2", json!({"rope_parameters": null}), "`rope_parameters.rope_theta` is missing"),

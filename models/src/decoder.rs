@@ -361,3 +361,38 @@ fn same_bits(a: &Tensor, b: &Tensor) -> bool {
         a.iter().zip(b).all(|(a, b)| a.widen().to_bits() == b.widen().to_bits())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Model, PAGE_SIZE, Precision};
+    use std::path::Path;
+
+    /// One bit tells them apart; 0 and -0 are equal numbers.
+    #[test]
+    fn tables_are_compared_by_their_bits() {
+        let table = |last: f32| Tensor::new(vec![1.0, 2.0, last], &[3]).unwrap();
+        assert!(same_bits(&table(0.0), &table(0.0)));
+        assert!(!same_bits(&table(0.0), &table(-0.0)));
+    }
+
+    #[test]
+    fn the_last_row_of_each_sequence_has_the_same_logits_alone() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
+        let cpu = Cpu::best();
+        let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+        let (on, vocab) = (model.on(&cpu), model.config().vocab);
+        let run = |rows: Rows| {
+            let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending).unwrap();
+            let inputs = [&[1, 2, 3][..], &[4, 5]].map(|tokens| {
+                let sequence = cache.open(tokens.len());
+                SequenceInput { sequence, label: sequence, tokens }
+            });
+            let logits = on.step(&inputs, &mut cache, rows, &mut TraceHook::default()).unwrap();
+            logits.chunks(vocab).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<u32>>>()
+        };
+        let all = run(Rows::All);
+        assert_eq!(all.len(), 5);
+        assert!(run(Rows::Last) == [all[2].clone(), all[4].clone()]);
+    }
+}

@@ -278,3 +278,28 @@ impl Loader<'_, '_> {
         Ok(Gated { gate, up, down, activation: self.config.activation, width })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Model, Precision};
+    use std::path::Path;
+
+    /// Two groups of three rows are cut in the first row and the rest of each, biases along with them.
+    #[test]
+    fn biases_are_cut_with_their_rows() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
+        let cpu = Cpu::best();
+        let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
+        let mut weights = Weights::open(&dir).unwrap();
+        let loader = Loader { config: model.config(), dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, layer: 0 };
+        let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
+        let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
+        let parts = loader.cut(&whole, Some(&bias), 0, 2, [1, 2]).unwrap();
+        let biases = parts.map(|part| match part.weight {
+            Matrices::Packed(packed) => packed[0].1.as_ref().unwrap().as_slice::<f32>().unwrap().to_vec(),
+            Matrices::Device(_) => unreachable!(),
+        });
+        assert_eq!(biases, [vec![0.0, 3.0], vec![1.0, 2.0, 4.0, 5.0]]);
+    }
+}

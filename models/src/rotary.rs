@@ -357,8 +357,39 @@ mod tests {
         assert_eq!(llama3[0], 1.0);
         assert_eq!(llama3[1], ((1.0 - smooth) * 10_000f64.powf(-0.125) / 8.0 + smooth * 10_000f64.powf(-0.125)) as f32);
         assert_eq!(llama3[3], plain[3] / 8.0);
+        // Of ends 32 and 16 the third is above.
+        let llama3 = freq(Scaling::Llama3 { factor: 8.0, low: 2.0, high: 4.0, original: 64 }, 1);
+        assert_eq!(llama3[2], plain[2] / 8.0);
         let long = Scaling::Long { short: vec![1.0; 8], long: vec![2.0; 8], original: 32 };
         assert_eq!(freq(long.clone(), 32), plain);
         assert_eq!(freq(long, 33)[1], plain[1] / 2.0);
+    }
+
+    /// The ends of the ramp, by hand: a frequency number i is divided by 4 in part, `(i - low) / (high - low)`.
+    #[test]
+    fn a_ramp_has_its_ends() {
+        let parts = |original: usize, [beta_fast, beta_slow]: [f64; 2], truncate: bool| -> Vec<f64> {
+            let yarn = freq(Scaling::Yarn { factor: 4.0, beta_fast, beta_slow, original, truncate }, 1);
+            let plain = (0..8).map(|i| 10_000f64.powf(-0.125 * f64::from(i)));
+            plain.zip(yarn).map(|(plain, yarn)| (1.0 - f64::from(yarn) / plain) / 0.75).collect()
+        };
+        let ramp = |low: f64, high: f64| (0..8).map(move |i| ((f64::from(i) - low) / (high - low)).clamp(0.0, 1.0));
+        let near = |found: Vec<f64>, low: f64, high: f64| {
+            let far = found.iter().zip(ramp(low, high)).find(|(found, want)| (*found - want).abs() > 1e-5);
+            assert_eq!(far, None, "{found:?}");
+        };
+        // 16 ln(4096 / 64 pi) / 2 ln(10^4) = 2.618, and 5.628 for one rotation.
+        near(parts(4096, [32.0, 1.0], true), 2.0, 6.0);
+        near(parts(4096, [32.0, 1.0], false), 2.618_06, 5.628_36);
+        // From -0.74 and -0.39 both ends are 0: all frequencies but the first are divided.
+        near(parts(4, [1.5, 1.0], true), 0.0, 0.001);
+        // 17.06 is beyond the head.
+        near(parts(1 << 31, [1e9, 1.0], true), 0.0, 15.0);
+    }
+
+    #[test]
+    fn attention_is_stretched_by_hand() {
+        assert_eq!((mscale(0.5, 3.0), mscale(1.0, 3.0)), (1.0, 1.0));
+        assert!((mscale(1.5, 2.0) - 1.081_093_021_621_632_9).abs() < 1e-15);
     }
 }

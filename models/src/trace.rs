@@ -134,3 +134,43 @@ impl Probe for Tripwire {
         Err(ModelError::input("not finite", why))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Model, Precision, Run};
+    use samebits_ops::Cpu;
+    use std::path::Path;
+
+    struct Names(Vec<String>);
+
+    impl Probe for Names {
+        fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+            self.0.push(seen.name());
+            Ok(())
+        }
+    }
+
+    /// Showing them moves no bit.
+    #[test]
+    fn every_site_is_shown_in_its_order() {
+        let cpu = Cpu::best();
+        let block = ["input_norm", "q", "k", "v", "positions", "attention", "o"];
+        let gemma2 = ["post_attention_norm", "attention_sum", "mlp_norm", "mlp", "post_mlp_norm", "sum"];
+        let mixtral = ["attention_sum", "mlp_norm", "router", "experts", "expert_weights", "mlp", "sum"];
+        for (checkpoint, rest) in [("gemma2", &gemma2[..]), ("mixtral", &mixtral[..])] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(checkpoint);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let mut names = Names(Vec::new());
+            let run = |probe| model.forward_run(&cpu, &[&[1, 2, 3]], Run { probe, ..Run::default() }).unwrap();
+            let (plain, shown) = (run(None), run(Some(&mut names)));
+            assert!(plain.iter().zip(&shown).all(|(a, b)| a.to_bits() == b.to_bits()), "{checkpoint}");
+            let sites = || block.iter().chain(rest);
+            let layers = (0..model.config().layers).flat_map(|i| sites().map(move |site| format!("layers.{i}.{site}")));
+            let of_model = |names: [&str; 2]| names.map(String::from);
+            let mut expected = of_model(["positions", "embed"]).to_vec();
+            expected.extend(layers.chain(of_model(["final_norm", "logits"])));
+            assert_eq!(names.0, expected, "{checkpoint}");
+        }
+    }
+}
