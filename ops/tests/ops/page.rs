@@ -786,3 +786,11 @@ fn narrowing_rounds_to_nearest_even() {
         }
     }
 }
+
+/// What `Attention::causal` fills in.
+#[test]
+fn causal_attention_has_its_scale() {
+    let shape = samebits_ops::Attention::causal([2, 3, 5], [4, 2], 16);
+    assert_eq!((shape.scale, shape.causal, shape.window, shape.softcap), (0.25, true, None, None));
+    assert_eq!((shape.head_dim, shape.value_dim), (16, 16));
+}
