@@ -713,6 +713,15 @@ fn check_fused<I: Stored, M: Stored, O: Stored>(rows: usize, n: usize, spread: u
     assert!(alone.iter().any(Option::is_some));
 }
 
+/// Rows of more than one block, and segments that a block takes in several pieces, the last one odd.
+#[test]
+fn many_rows_and_long_segments_are_the_page() {
+    for (m, k) in [(24, 2099), (107, 1161), (200, 300)] {
+        check_gemm::<bf16, f32>(m, 33, k, 30, m as u64, true);
+        check_gemm::<f32, f32>(m, 33, k, 30, m as u64, false);
+    }
+}
+
 /// Operands that `VDPBF16PS` would flush take the plain kernel: the smallest products survive.
 #[test]
 fn tiny_operands_are_not_flushed() {
