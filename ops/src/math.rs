@@ -10,6 +10,8 @@ pub const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
 const LN_2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
 /// Coefficients of `2^f` on [-0.5, 0.5], from the highest power; the constant term is 1.
 const EXP2: [u32; 6] = [0x3920_b5b7, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+/// `e^x` of numbers up to this magnitude is normal, and 2 to the power of its exponent as well.
+const NORMAL: f32 = 86.0;
 /// Weights more than this many powers of two below the largest are +0.
 const NEGLIGIBLE: f32 = -100.0;
 
@@ -18,15 +20,28 @@ const NEGLIGIBLE: f32 = -100.0;
 pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let t = s.mul(x, c_hi);
     let i = s.round(t);
-    let f = s.fma(x, c_hi, s.neg(i));
-    let f = s.fma(x, c_lo, f);
+    let f = s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)));
     // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
     let f = s.select_ge(s.abs(t), s.splat(4_194_304.0), s.splat(0.0), f);
+    (exp2_fraction(s, f), i)
+}
+
+/// [`exp_split`] where every `|x * c_hi|` is below 2^22.
+#[inline(always)]
+fn exp_split_small<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
+    let i = s.round(s.mul(x, c_hi));
+    let f = s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)));
+    (exp2_fraction(s, f), i)
+}
+
+/// `2^f` for f in [-0.5, 0.5].
+#[inline(always)]
+fn exp2_fraction<S: Simd>(s: S, f: S::F) -> S::F {
     let mut m = s.splat(f32::from_bits(EXP2[0]));
     for c in &EXP2[1..] {
         m = s.fma(m, f, s.splat(f32::from_bits(*c)));
     }
-    (s.fma(m, f, s.splat(1.0)), i)
+    s.fma(m, f, s.splat(1.0))
 }
 
 /// `m * 2^(i - n)`, exactly, or +0 when it is negligible. `n` is finite and at least `i`.
@@ -47,8 +62,16 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
 #[inline(always)]
 pub fn one_plus_exp_neg<S: Simd>(s: S, x: S::F) -> S::F {
     // The sign of x may as well stand before the constants.
-    let (m, i) = exp_split(s, x, s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
-    s.add(s.splat(1.0), s.scale(m, i))
+    let (c_hi, c_lo) = (s.splat(-LOG2E_HI), s.splat(-LOG2E_LO));
+    // Most often all are so small that e^-x is a normal number: then it is a product by one power of two.
+    let e = if s.all_within(s.splat(-NORMAL), x, s.splat(NORMAL)) {
+        let (m, i) = exp_split_small(s, x, c_hi, c_lo);
+        s.mul_pow2(m, i)
+    } else {
+        let (m, i) = exp_split(s, x, c_hi, c_lo);
+        s.scale(m, i)
+    };
+    s.add(s.splat(1.0), e)
 }
 
 /// `1 / (1 + e^-x)`.

@@ -275,6 +275,9 @@ impl Simd for Avx2 {
     unsafe fn narrow_pairs(self, high: __m256, low: __m256, p: *mut u32) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
+            let nan = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(high, low)) != 0;
+            // NaN is rare: a branch costs less than to look at every lane.
+            let (high, low) = if nan { (canonical(high), canonical(low)) } else { (high, low) };
             let low = _mm256_srli_epi32::<16>(rounded(low));
             _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(low, rounded(high)));
         }
@@ -314,14 +317,15 @@ fn canonical(v: __m256) -> __m256 {
     _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v))
 }
 
-/// To bf16 in the high half, to nearest even: add half an ulp less one plus the lowest kept bit; the low half is left.
+/// Lanes that are no other NaN than the canonical one, to bf16 in the high half, to nearest even: add half an ulp less one
+/// plus the lowest kept bit; the low half is left.
 ///
 /// # Safety
 /// The machine has the instructions.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn rounded(v: __m256) -> __m256i {
-    let bits = _mm256_castps_si256(canonical(v));
+    let bits = _mm256_castps_si256(v);
     let lowest = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7FFF)))
 }
@@ -333,7 +337,7 @@ fn rounded(v: __m256) -> __m256i {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn to_bf16(v: __m256) -> __m128i {
-    let cut = _mm256_srli_epi32::<16>(rounded(v));
+    let cut = _mm256_srli_epi32::<16>(rounded(canonical(v)));
     // The pack works on 128-bit halves; the permutation brings the two results side by side.
     _mm256_castsi256_si128(_mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(cut, cut)))
 }
