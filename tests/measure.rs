@@ -48,6 +48,9 @@ at_least = { it = 1e-9 }
 memory_below = { it = 1e9 }
 "#;
 
+/// What holds `it` to an instruction set. The one who measures has set it to something else.
+const HELD: &str = "SAMEBITS_TEST_HELD";
+
 fn main() {
     if let [_, first, wrong] = &std::env::args().collect::<Vec<_>>()[..]
         && first == "--answer"
@@ -58,6 +61,8 @@ fn main() {
         Trial::test("pairs_and_their_records", pairs_and_their_records),
         Trial::test("a_missed_target_is_code_1", a_missed_target),
         Trial::test("shares_of_the_machine", shares),
+        Trial::test("peers_are_held_to_the_instruction_set", peers_are_held),
+        Trial::test("what_an_instruction_set_is_asked", asked_of_an_isa),
         Trial::test("what_is_not_offered", what_is_not_offered),
         Trial::test("a_peer_that_does_not_start", does_not_start),
         Trial::test("wrong_command_lines", wrong_command_lines),
@@ -91,6 +96,7 @@ fn program(wrong: &str) {
                 std::process::exit(0);
             }
             "error" => answer = Answer::error("too tired"),
+            "held" if std::env::var(HELD).as_deref() != Ok("scalar") => std::process::exit(4),
             "unsupported" => answer = Answer::unsupported("not this one; ever"),
             "few" => seconds = vec![1.0],
             "instant" => seconds[1] = 0.0,
@@ -115,9 +121,13 @@ fn peer(wrong: &str) -> String {
 }
 
 fn measure(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
     // Not in the repository: the built-in peer cannot be found by accident.
-    command.arg("measure").args(args).current_dir(std::env::temp_dir()).stdin(Stdio::null());
+    measure_in(&std::env::temp_dir(), args)
+}
+
+fn measure_in(folder: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_samebits-tested"));
+    command.arg("measure").args(args).current_dir(folder).stdin(Stdio::null()).env(HELD, "other");
     command.output().expect("samebits runs")
 }
 
@@ -126,10 +136,15 @@ struct Run {
     stdout: String,
     stderr: String,
     record: Value,
+    page: String,
 }
 
 /// A run over `table` with `more`; what it printed and its record.
 fn run(table: &str, more: &[&str]) -> Run {
+    run_in(&std::env::temp_dir(), table, more)
+}
+
+fn run_in(folder: &Path, table: &str, more: &[&str]) -> Run {
     let dir = tempfile::tempdir().unwrap();
     let (file, out) = (dir.path().join("w.toml"), dir.path().join("out"));
     std::fs::write(&file, table).unwrap();
@@ -141,15 +156,16 @@ fn run(table: &str, more: &[&str]) -> Run {
             args.extend([option, value]);
         }
     }
-    let output = measure(&[&args[..], more].concat());
+    let output = measure_in(folder, &[&args[..], more].concat());
     let record = std::fs::read(out.join("measure.json")).ok();
-    let page = out.join("measure.md").exists();
-    assert_eq!(record.is_some(), page, "both records or none");
+    let page = std::fs::read_to_string(out.join("measure.md")).ok();
+    assert_eq!(record.is_some(), page.is_some(), "both records or none");
     Run {
         code: output.status.code().unwrap(),
         stdout: String::from_utf8(output.stdout).unwrap(),
         stderr: String::from_utf8(output.stderr).unwrap(),
         record: record.map_or(Value::Null, |bytes| serde_json::from_slice(&bytes).unwrap()),
+        page: page.unwrap_or_default(),
     }
 }
 
@@ -219,7 +235,66 @@ fn shares() -> Result<(), Failed> {
     that((row["share"][0].as_f64().unwrap() / share - 1.0).abs() < 1e-9, &run)?;
     let table = table.replace("share = 1e-9", "share = 1e9");
     let run = self::run(&table, &["--filter", "gemm", "--threads", "1", "--pairs", "1"]);
-    that(run.code == 1 && run.stdout.contains("% of read MISSED"), &run)
+    that(run.code == 1 && run.stdout.contains("% of read MISSED"), &run)?;
+    // The peak is that of the instruction set; plain Rust has none.
+    let table = table.replace("share_of = \"read\"", "share_of = \"peak\"");
+    let run = self::run(&table, &["--filter", "gemm", "--threads", "1", "--pairs", "1", "--isa", "scalar"]);
+    that(run.record["limits"].as_array().unwrap().is_empty() && run.record["rows"][0]["share"].is_null(), &run)?;
+    that(run.code == 1 && run.stdout.contains("% of peak MISSED") && !run.stdout.contains("limits on"), &run)
+}
+
+/// A peer gets the environment that the table has for the instruction set of `--isa`, whoever gives its command. The
+/// report says who is held to it and who is not.
+fn peers_are_held() -> Result<(), Failed> {
+    let held = peer("held");
+    let command = held.strip_prefix("it=").unwrap();
+    let table = format!("{TABLE}[peer.it]\ncommand = \"{command}\"\nisa.scalar = {{ {HELD} = \"scalar\" }}\n");
+    let free = peer("nothing").replacen("it=", "free=", 1);
+    let both = ["--against", "it", "--impl", &held, "--against", "free", "--impl", &free, "--threads", "1"];
+    let run = self::run(&table, &[&both[..], &["--isa", "scalar"]].concat());
+    that(run.code == 0 && run.stderr.is_empty(), &run)?;
+    for line in [
+        &format!("held to scalar: samebits (--isa scalar), it ({HELD}=scalar)"),
+        "free is not held to scalar: the table has no isa.scalar in [peer.free]",
+    ] {
+        let said = |text: &str| text.lines().filter(|l| l.trim_end() == line).count();
+        that(said(&run.stdout) == 1 && said(&run.page) == 1, &run)?;
+    }
+    let env = |run: &Run, program: usize| run.record["programs"][program]["env"].clone();
+    that(run.record["held_to"] == "scalar" && env(&run, 1) == serde_json::json!({ HELD: "scalar" }), &run)?;
+    that(env(&run, 0).is_null() && env(&run, 2).is_null(), &run)?;
+    // The same where the table has the command, which runs in the repository.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the repository");
+    let run = run_in(root, &table, &["--against", "it", "--threads", "1", "--isa", "scalar"]);
+    that(run.code == 0 && env(&run, 1) == serde_json::json!({ HELD: "scalar" }), &run)?;
+    // Another instruction set, or none, does not set it.
+    let other = table.replace("isa.scalar", "isa.avx2");
+    for (table, more) in [(&other, &["--isa", "scalar"][..]), (&table, &[])] {
+        let run = self::run(table, &[&both[..], more].concat());
+        that(run.code == 2 && run.stderr.contains("exit status: 4") && env(&run, 1).is_null(), &run)?;
+        that(run.stdout.contains("it is not held to scalar") != more.is_empty(), &run)?;
+        that(
+            run.stdout.contains("held to") != more.is_empty() && run.page.contains("held to") != more.is_empty(),
+            &run,
+        )?;
+        that(run.record["held_to"].is_null() == more.is_empty(), &run)?;
+    }
+    Ok(())
+}
+
+/// What a workload asks of an instruction set stands in place of what it asks of all.
+fn asked_of_an_isa() -> Result<(), Failed> {
+    let scalar = "scalar = { at_least = { it = 1e9 }, share_of = \"read\", share = 1e9 }\n";
+    let table = TABLE.replacen("[[workload]]\nname = \"b", &format!("{scalar}[[workload]]\nname = \"b"), 1);
+    let beside = ["--against", "it", "--impl", &peer("nothing"), "--threads", "1"];
+    let run = self::run(&table, &[&beside[..], &["--isa", "scalar"]].concat());
+    that(run.code == 1 && run.stdout.contains("1000000000.00x it MISSED, 100000000000% of read MISSED"), &run)?;
+    that(run.stdout.contains("2 of 4 targets met") && !run.stdout.contains(" 0.00x it MISSED"), &run)?;
+    let workload = &run.record["rows"][0]["workload"];
+    that(workload["at_least"] == serde_json::json!({ "it": 1e9 }) && workload["scalar"].is_null(), &run)?;
+    // Not forced, it is that of the best one.
+    let run = self::run(&table, &beside);
+    that(run.code == i32::from(Isa::best() == Isa::Scalar), &run)
 }
 
 fn what_is_not_offered() -> Result<(), Failed> {
@@ -284,6 +359,11 @@ fn wrong_command_lines() -> Result<(), Failed> {
     let dir = tempfile::tempdir()?;
     let wrong = dir.path().join("wrong.toml");
     std::fs::write(&wrong, TABLE.replace("op = \"gemm\"", "op = \"gemm\"\ncolour = 1"))?;
+    let sse9 = dir.path().join("sse9.toml");
+    std::fs::write(&sse9, format!("{TABLE}[peer.it]\ncommand = \"true\"\nisa.sse9 = {{ A = \"b\" }}"))?;
+    let asked = dir.path().join("asked.toml");
+    std::fs::write(&asked, TABLE.replace("op = \"gemm\"", "op = \"gemm\"\navx2 = { share = 0.5 }"))?;
+    let (sse9, asked) = (sse9.to_str().unwrap(), asked.to_str().unwrap());
     let (wrong, out) = (wrong.to_str().unwrap(), dir.path().join("out"));
     let lines: &[(&[&str], &[&str])] = &[
         (&[], &["--op"]),
@@ -298,6 +378,11 @@ fn wrong_command_lines() -> Result<(), Failed> {
         (&["--op", "gemm", "--repeat", "0"], &["--repeat 0: use a whole number from 1 to 1000000"]),
         (&["--workloads", "/no/such.toml"], &["/no/such.toml: No such file"]),
         (&["--workloads", wrong], &["wrong.toml: line 13: unknown field `colour`"]),
+        (
+            &["--workloads", sse9],
+            &["sse9.toml: peer.it.isa.sse9: unknown isa `sse9`; use scalar, avx2, avx512 or avx512bf16"],
+        ),
+        (&["--workloads", asked], &["asked.toml: workload `b/gemm`: avx2.share: say of what, share_of = "]),
         (&["--workloads", "--filter", "nothing-like-it"], &["--filter nothing-like-it", "gemm/2048x2048x2048"]),
         (&["--workloads", "--threads", "0"], &["--threads: threads is 0; use 1 to 1024"]),
         (&["--workloads", "--pairs", "0"], &["--pairs 0: use 1 to 1000"]),

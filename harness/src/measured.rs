@@ -35,6 +35,9 @@ pub struct Measured {
     pub pairs: usize,
     /// Timed runs per answer.
     pub repeat: usize,
+    /// The instruction set that `--isa` holds all sides to; `None` without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held_to: Option<&'static str>,
     /// What was timed: ours first.
     pub programs: Vec<Program>,
     /// The machine's limits.
@@ -50,6 +53,9 @@ pub struct Program {
     pub name: String,
     /// How it was started.
     pub command: String,
+    /// What was set in its environment to hold it to an instruction set.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
     /// What it says of itself.
     pub version: String,
 }
@@ -109,8 +115,8 @@ impl Measured {
             }
             text.push('\n');
         }
-        let limits = self.limit_lines().into_iter().chain(self.warning());
-        text + &limits.fold(String::new(), |text, line| text + &line + "\n") + &self.verdict()
+        let notes = self.notes().into_iter();
+        text + &notes.fold(String::new(), |text, line| text + &line + "\n") + &self.verdict()
     }
 
     /// One line: how many targets are met, and which rows are not.
@@ -119,6 +125,29 @@ impl Measured {
         let broken = self.broken().len();
         let broken = if broken == 0 { String::new() } else { format!("; {broken} rows could not be measured") };
         format!("{met} of {all} targets met{broken}\n")
+    }
+
+    /// What is said beside the tables.
+    fn notes(&self) -> Vec<String> {
+        self.held_lines().into_iter().chain(self.limit_lines()).chain(self.warning()).collect()
+    }
+
+    /// Who is held to the instruction set of `--isa` and by what, and who is not: the ratio to such a program says
+    /// nothing of the instruction set.
+    fn held_lines(&self) -> Vec<String> {
+        let Some(isa) = self.held_to else { return Vec::new() };
+        let (held, free): (Vec<&Program>, Vec<&Program>) =
+            self.programs.iter().skip(1).partition(|peer| !peer.env.is_empty());
+        let held = held.iter().map(|peer| {
+            let env: Vec<String> = peer.env.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            format!(", {} ({})", peer.name, env.join(", "))
+        });
+        let mut lines = vec![format!("held to {isa}: samebits (--isa {isa}){}", held.collect::<String>())];
+        let free = free.iter().map(|Program { name, .. }| {
+            format!("{name} is not held to {isa}: the table has no isa.{isa} in [peer.{name}]")
+        });
+        lines.extend(free);
+        lines
     }
 
     /// Said of a machine that was not idle.
@@ -145,8 +174,7 @@ impl Measured {
             self.repeat,
             if self.complete { "" } else { "**Not complete.**" }
         );
-        let limits: Vec<String> = self.limit_lines().into_iter().chain(self.warning()).collect();
-        let _ = writeln!(text, "\n{}", limits.join("  \n"));
+        let _ = writeln!(text, "\n{}", self.notes().join("  \n"));
         for (count, rows) in self.blocks() {
             let _ = writeln!(text, "\n## {}\n\n| {} |", capital(&threads(count)), self.head().join(" | "));
             let _ = writeln!(text, "|{}", "---|".repeat(self.head().len()));

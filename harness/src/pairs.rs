@@ -7,6 +7,7 @@ use crate::timing::{self, Time, Timed};
 use crate::workload::Workload;
 use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::Tensor;
+use samebits_ops::Isa;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,7 +30,6 @@ pub struct Comparison {
 }
 
 /// The limits of the machine, with every sample that was taken.
-#[derive(Default)]
 pub struct Limits {
     ceilings: Ceilings,
     /// Limit, dtype for [`Ceiling::Peak`], threads; bytes or operations per second.
@@ -302,6 +302,11 @@ fn enough(least: usize, before: Option<&Time>) -> usize {
 }
 
 impl Limits {
+    /// The limits of code for `isa`, nothing measured yet.
+    pub fn of(isa: Isa) -> Limits {
+        Limits { ceilings: Ceilings::of(isa), samples: BTreeMap::new() }
+    }
+
     fn sample(&mut self, limit: Ceiling, workload: &Workload, threads: usize) -> Option<f64> {
         let dtype = workload.dtype();
         let rate = self.ceilings.measure(limit, dtype, threads)?;

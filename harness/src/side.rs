@@ -68,22 +68,22 @@ impl<R: Read> Read for Counted<R> {
 }
 
 impl Side {
-    /// A program by its command line for a shell, not started yet.
-    pub fn new(name: &str, command: &str, folder: Option<&Path>) -> Side {
+    /// A program by its command line for a shell, not started yet. `env` goes before the environment of this process.
+    pub fn new(name: &str, command: &str, folder: Option<&Path>, env: BTreeMap<String, String>) -> Side {
         // `exec`: the program takes the shell's place, so that ending the child ends the program.
         let shell = ["sh".to_string(), "-c".into(), format!("exec {command}")];
-        let program = Program {
-            command: shell.to_vec(),
-            env: BTreeMap::new(),
-            folder: folder.map(Into::into),
-            limit: "--timeout",
-        };
+        let program = Program { command: shell.to_vec(), env, folder: folder.map(Into::into), limit: "--timeout" };
         Side { name: name.into(), command: command.into(), program, running: None, numbered: 0 }
     }
 
     /// A program, not started yet.
     pub fn of(name: &str, program: Program) -> Side {
         Side { name: name.into(), command: program.command.join(" "), program, running: None, numbered: 0 }
+    }
+
+    /// The environment it is started with, beside that of this process.
+    pub fn env(&self) -> &BTreeMap<String, String> {
+        &self.program.env
     }
 
     /// The answer to `request`, within `patience`. A program that fails is ended; the next request starts it anew.

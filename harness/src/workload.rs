@@ -3,7 +3,7 @@
 use crate::ceilings::Ceiling;
 use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_ops::{Element, bf16, f16};
+use samebits_ops::{Element, Isa, bf16, f16};
 use samebits_schema::{Attributes, Call, Given, Holds, Input, OPS, REST, Role, find, validate};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -32,6 +32,9 @@ pub struct Table {
 pub struct Peer {
     /// Its command line, for a shell in the repository's root.
     pub command: String,
+    /// By instruction set, the environment that holds it to that one.
+    #[serde(default)]
+    pub isa: BTreeMap<String, BTreeMap<String, String>>,
 }
 
 /// One op on one set of shapes.
@@ -59,6 +62,29 @@ pub struct Workload {
     /// By peer, what our peak memory must stay below, as a share of the peer's.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub memory_below: BTreeMap<String, f64>,
+    /// What is asked instead where ours runs on this instruction set; [`Workload::on`] puts it in place.
+    #[serde(default, skip_serializing)]
+    pub scalar: Asked,
+    /// The same.
+    #[serde(default, skip_serializing)]
+    pub avx2: Asked,
+    /// The same.
+    #[serde(default, skip_serializing)]
+    pub avx512: Asked,
+    /// The same.
+    #[serde(default, skip_serializing)]
+    pub avx512bf16: Asked,
+}
+
+/// What is asked of a workload on one instruction set, as in [`Workload`]. What is not given stays as the workload has
+/// it; `share_of` and `share` are given together.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Asked {
+    at_least: Option<BTreeMap<String, f64>>,
+    share_of: Option<Ceiling>,
+    share: Option<f64>,
+    memory_below: Option<BTreeMap<String, f64>>,
 }
 
 /// A whole number or a decimal.
@@ -101,6 +127,9 @@ impl Table {
             float(dtype).map_err(|e| format!("agree.{dtype}: {e}"))?;
             above_zero(agree).map_err(|e| format!("agree.{dtype}: {e}"))?;
         }
+        for (name, peer) in &table.peer {
+            peer.check().map_err(|e| format!("peer.{name}.isa.{e}"))?;
+        }
         if table.workload.is_empty() {
             return Err("no [[workload]]; give at least one".into());
         }
@@ -127,7 +156,58 @@ fn above_zero(value: f64) -> Result<(), String> {
     if value.is_finite() && value > 0.0 { Ok(()) } else { Err(format!("{value} is not greater than 0")) }
 }
 
+impl Peer {
+    fn check(&self) -> Result<(), String> {
+        for (isa, env) in &self.isa {
+            isa.parse::<Isa>().map_err(|e| format!("{isa}: {e}"))?;
+            if env.is_empty() {
+                return Err(format!("{isa}: it holds the peer to nothing; give VARIABLE = \"value\" or leave it out"));
+            }
+            let plain = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+            if let Some(name) = env.keys().find(|name| !plain(name)) {
+                return Err(format!("{isa}: `{name}` is no name of a variable; use letters, digits and `_`"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Asked {
+    fn check(&self) -> Result<(), String> {
+        for (field, limits) in [("at_least", &self.at_least), ("memory_below", &self.memory_below)] {
+            for (peer, &limit) in limits.iter().flatten() {
+                above_zero(limit).map_err(|e| format!("{field}.{peer}: {e}"))?;
+            }
+        }
+        if let Some(share) = self.share {
+            above_zero(share).map_err(|e| format!("share: {e}"))?;
+            if self.share_of.is_none() {
+                return Err("share: say of what, share_of = \"read\", \"copy\" or \"peak\"".into());
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Workload {
+    /// The workload with what is asked of it where ours runs on `isa`.
+    pub fn on(&self, isa: Isa) -> Workload {
+        let asked = match isa.emulates().unwrap_or(isa) {
+            Isa::Avx2 => &self.avx2,
+            Isa::Avx512 => &self.avx512,
+            Isa::Avx512Bf16 => &self.avx512bf16,
+            _ => &self.scalar,
+        };
+        let Asked { at_least, share_of, share, memory_below } = asked.clone();
+        let mut workload = self.clone();
+        workload.at_least = at_least.unwrap_or(workload.at_least);
+        workload.memory_below = memory_below.unwrap_or(workload.memory_below);
+        if share_of.is_some() {
+            (workload.share_of, workload.share) = (share_of, share);
+        }
+        workload
+    }
+
     fn check(&self, table: &Table) -> Result<(), String> {
         let allowed = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
         if !self.name.split_once('/').is_some_and(|(group, what)| !group.is_empty() && !what.is_empty())
@@ -139,16 +219,20 @@ impl Workload {
         if !table.agree.contains_key(&self.dtype) {
             return Err(format!("dtype: {} has no line in [agree]", self.dtype));
         }
-        for (field, limits) in [("at_least", &self.at_least), ("memory_below", &self.memory_below)] {
-            for (peer, &limit) in limits {
-                above_zero(limit).map_err(|e| format!("{field}.{peer}: {e}"))?;
-            }
-        }
-        if let Some(share) = self.share {
-            above_zero(share).map_err(|e| format!("share: {e}"))?;
-            if self.share_of.is_none() {
-                return Err("share: say of what, share_of = \"read\", \"copy\" or \"peak\"".into());
-            }
+        let plain = Asked {
+            at_least: Some(self.at_least.clone()),
+            share_of: self.share_of,
+            share: self.share,
+            memory_below: Some(self.memory_below.clone()),
+        };
+        plain.check()?;
+        for (isa, asked) in [
+            (Isa::Scalar, &self.scalar),
+            (Isa::Avx2, &self.avx2),
+            (Isa::Avx512, &self.avx512),
+            (Isa::Avx512Bf16, &self.avx512bf16),
+        ] {
+            asked.check().map_err(|e| format!("{isa}.{e}"))?;
         }
         self.plan().map(|_| ())
     }
@@ -419,6 +503,25 @@ mod tests {
             (format!("{softmax}share = 0.5"), "share_of"),
             (format!("{softmax}share_of = \"write\""), "unknown variant `write`"),
             (format!("{softmax}[[workload]]\nname = \"a/b\"\n{softmax}"), "the name stands twice"),
+            (format!("{softmax}avx2 = {{ at_least = {{ torch = -1 }} }}"), "`a/b`: avx2.at_least.torch: -1 is not"),
+            (format!("{softmax}scalar = {{ memory_below = {{ torch = 0 }} }}"), "scalar.memory_below.torch: 0 is not"),
+            (format!("{softmax}share_of = \"copy\"\navx512 = {{ share = 0.5 }}"), "avx512.share: say of what"),
+            (
+                format!("{softmax}avx512bf16 = {{ share_of = \"copy\", share = 0 }}"),
+                "avx512bf16.share: 0 is not greater than 0",
+            ),
+            (format!("{softmax}avx2 = {{ op = \"gemm\" }}"), "unknown field `op`, expected one of `at_least`"),
+            (format!("{softmax}avx3 = {{ }}"), "unknown field `avx3`"),
+            (
+                format!("{softmax}[peer.it]\ncommand = \"a\"\nisa.avx3 = {{ A = \"b\" }}"),
+                "peer.it.isa.avx3: unknown isa `avx3`; use scalar, avx2, avx512 or avx512bf16",
+            ),
+            (format!("{softmax}[peer.it]\ncommand = \"a\"\nisa.avx2 = {{ }}"), "peer.it.isa.avx2: it holds the peer"),
+            (
+                format!("{softmax}[peer.it]\ncommand = \"a\"\nisa.avx2 = {{ \"A=B\" = \"c\" }}"),
+                "peer.it.isa.avx2: `A=B` is no name of a variable",
+            ),
+            (format!("{softmax}[peer.it]\ncommand = \"a\"\nisa.avx2 = {{ A = 1 }}"), "expected a string"),
             ("op = \"rope\"\nparams = { T = 1, H = 1, D = 3 }".into(), "D = 3 must be even"),
             (
                 "op = \"attention\"\nparams = { B = 1, T = 2, S = 1, Hq = 1, Hkv = 1, D = 1 }".into(),
@@ -435,6 +538,33 @@ mod tests {
         assert!(error("workload = []").contains("agree"));
         assert!(error("agree = {}\nworkload = []").contains("[[workload]]"));
         assert!(error(&one(softmax).replace("a/b", "a")).contains("<group>/<what>"));
+    }
+
+    #[test]
+    fn what_is_asked_on_an_instruction_set() {
+        let text = "agree = { bf16 = 0.1 }\n[[workload]]\nname = \"a/b\"\nop = \"softmax\"\nparams = { R = 1, N = 2 }\n\
+                    at_least = { a = 1, b = 2 }\nshare_of = \"copy\"\nshare = 0.5\nmemory_below = { a = 3 }\n\
+                    scalar = { at_least = {} }\navx2 = { at_least = { b = 4 }, share_of = \"read\" }\n\
+                    avx512 = { share_of = \"peak\", share = 0.6 }\navx512bf16 = { memory_below = { b = 5 } }";
+        let workload = Table::parse(text).unwrap().workload.remove(0);
+        let asked = |isa| serde_json::to_value(workload.on(isa)).unwrap();
+        let with = |changed: &[(&str, Option<serde_json::Value>)]| {
+            let mut value = serde_json::to_value(&workload).unwrap();
+            let fields = value.as_object_mut().unwrap();
+            for (name, to) in changed {
+                match to {
+                    Some(to) => fields.insert(name.to_string(), to.clone()),
+                    None => fields.remove(*name),
+                };
+            }
+            value
+        };
+        use serde_json::json;
+        assert_eq!(asked(Isa::Scalar), with(&[("at_least", None)]));
+        let changed = [("at_least", Some(json!({ "b": 4.0 }))), ("share_of", Some(json!("read"))), ("share", None)];
+        assert_eq!(asked(Isa::Avx2), with(&changed));
+        assert_eq!(asked(Isa::Avx512), with(&[("share_of", Some(json!("peak"))), ("share", Some(json!(0.6)))]));
+        assert_eq!(asked(Isa::Avx512Bf16), with(&[("memory_below", Some(json!({ "b": 5.0 })))]));
     }
 
     /// Every op of the schema is asked as a workload would ask it, and answered under the clock.

@@ -26,7 +26,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 ///
 /// With --workloads: times every workload of a table on the built-in ops and, beside each, on the programs named
 /// with --against, several times over. All of them get the same inputs over the wire, time themselves, and must come
-/// to the same outputs. Prints a table, writes measure.json and measure.md, and compares with what the table asks.
+/// to the same outputs. Prints a table, writes measure.json and measure.md, and compares with what the table asks. An
+/// instruction set given with --isa holds the others to it as well, where the table says how.
 #[derive(clap::Args)]
 #[command(after_long_help = EXAMPLES)]
 pub struct Args {
@@ -101,6 +102,8 @@ Examples:
       the whole table beside torch, by `python3 impls/torch/answer.py` in the repository
   samebits measure --workloads --against torch --impl torch='venv/bin/python impls/torch/answer.py' --filter gemm/
       with another Python
+  samebits measure --workloads --against torch --isa avx2
+      all of them held to AVX2
   samebits measure --workloads my.toml --against old --impl old='./samebits-0.1 answer'
       a table of your own beside an older build
 
@@ -186,7 +189,8 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
         ensure!(found, "--filter {text}: no workload has that in its name; there are {}", names());
     }
     let chosen = |workload: &&Workload| args.filter.is_empty() || args.filter.iter().any(|t| workload.name.contains(t));
-    let workloads: Vec<&Workload> = table.workload.iter().filter(chosen).collect();
+    let isa = args.isa.unwrap_or(Isa::best());
+    let workloads: Vec<Workload> = table.workload.iter().filter(chosen).map(|workload| workload.on(isa)).collect();
     let dir = PathBuf::from(args.out.as_deref().unwrap_or("samebits-measure"));
     atomic_write::create_folder(&dir).with_context(|| format!("--out {}", dir.display()))?;
 
@@ -196,7 +200,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
         pairs: args.pairs,
         repeat,
         patience: Duration::from_secs_f64(args.timeout),
-        limits: Limits::default(),
+        limits: Limits::of(isa),
     };
     let mut progress = Progress::new(threads.len() * workloads.len() * args.pairs);
     progress.at("starting the programs".into());
@@ -204,6 +208,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
     let program = |side: &Side| Program {
         name: side.name.clone(),
         command: side.command.clone(),
+        env: side.env().clone(),
         version: versions.get(&side.name).filter(|v| !v.is_empty()).unwrap_or(&side.name).clone(),
     };
     let mut measured = Measured {
@@ -217,6 +222,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
         load: machine::load(),
         pairs: args.pairs,
         repeat,
+        held_to: args.isa.map(Isa::name),
         programs: [&comparison.ours].into_iter().chain(&comparison.peers).map(program).collect(),
         limits: Vec::new(),
         rows: Vec::new(),
@@ -255,7 +261,7 @@ fn ours(isa: Option<Isa>) -> Result<Side> {
     let program = std::env::current_exe().context("this program does not know its own path")?;
     let path = program.to_str().context("this program's own path is not text; move it")?;
     let isa = isa.map_or(String::new(), |isa| format!(" --isa {isa}"));
-    Ok(Side::new("samebits", &format!("'{}' answer{isa}", path.replace('\'', r"'\''")), None))
+    Ok(Side::new("samebits", &format!("'{}' answer{isa}", path.replace('\'', r"'\''")), None, BTreeMap::new()))
 }
 
 /// The programs of `--against`.
@@ -277,11 +283,13 @@ fn peers(args: &Args, table: &Table) -> Result<Vec<Side>> {
     for name in &args.against {
         ensure!(name != "samebits", "--against samebits: that is this program's own name; choose another");
         ensure!(peers.iter().all(|peer| peer.name != *name), "--against {name}: given twice");
-        peers.push(match (given.get(name.as_str()), table.peer.get(name)) {
-            (Some(command), _) => Side::new(name, command, None),
+        let peer = table.peer.get(name);
+        let env = args.isa.and_then(|isa| peer?.isa.get(isa.name())).cloned().unwrap_or_default();
+        peers.push(match (given.get(name.as_str()), peer) {
+            (Some(command), _) => Side::new(name, command, None, env),
             (None, Some(peer)) => {
                 let why = || format!("--against {name}: run this in the repository, or add --impl {name}=COMMAND");
-                Side::new(name, &peer.command, Some(&root.clone().with_context(why)?))
+                Side::new(name, &peer.command, Some(&root.clone().with_context(why)?), env)
             }
             (None, None) => {
                 let known = table.peer.keys().cloned().collect::<Vec<_>>().join(", ");
