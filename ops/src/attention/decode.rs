@@ -593,7 +593,7 @@ impl<I: Element> Pass<'_, I> {
                 let mut ahead = self.ahead(&job.v, e, &next, heads, some, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
-                        f32_row(&job.value(b, j, head)[..e], job.shape.tf32, wide);
+                        f32_row(cpu, &job.value(b, j, head)[..e], job.shape.tf32, wide);
                     }
                 }
                 let wide = as_floats(slot);

@@ -43,7 +43,8 @@ pub struct Tiles {
     query_words: usize,
     f32_words: usize,
     in_place: bool,
-    bf16: bool,
+    /// Whether queries are laid out as pairs.
+    query_pairs: bool,
 }
 
 impl Tiles {
@@ -60,10 +61,10 @@ impl Tiles {
             paired: job.dots() && most > width,
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
             entries: shape.batch * shape.kv_heads,
-            query_words: if I::IS_BF16 { shape.head_dim.div_ceil(2) } else { shape.head_dim },
+            query_words: if job.dots() { shape.head_dim.div_ceil(2) } else { shape.head_dim },
             f32_words: shape.head_dim.next_multiple_of(2),
             in_place: job.values_in_place(),
-            bf16: I::IS_BF16,
+            query_pairs: job.dots(),
         }
     }
 
@@ -112,7 +113,7 @@ impl Plan for Tiles {
         let shared = if self.paired { self.entries.saturating_mul(self.entry_words()) } else { 0 };
         let query = self.width * self.query_words;
         let slot = self.score_words() + query + self.part_words() + 2 * self.rows * self.columns;
-        let pairs = if self.bf16 { shared + query * self.workers } else { 0 };
+        let pairs = if self.query_pairs { shared + query * self.workers } else { 0 };
         Need { shared, slot, workers: self.workers, pairs }
     }
 
@@ -283,7 +284,7 @@ impl<I: Element> RowTile<'_, I> {
             self.job.query(t, head)
         };
         out.fill(0);
-        if !I::IS_BF16 {
+        if !self.plan.query_pairs {
             f32_of_rows(self.job.cpu, self.rows, d, query, self.job.shape.tf32, as_floats_mut(out), width);
             return f32::NAN;
         }
@@ -344,13 +345,13 @@ impl<I: Element> RowTile<'_, I> {
                     let rows = plan.part().min(count - first);
                     let wide = as_floats_mut(part);
                     for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
-                        f32_row(job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
+                        f32_row(cpu, job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
                         wide[job.shape.head_dim..].fill(0.0);
                     }
                     let out = &mut out[first * width..][..rows * width];
                     for (i, out) in (0..rows).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                         let left = Left { data: &wide[i * plan.f32_words..], row_stride: plan.f32_words, step: 1 };
-                        let right = match I::IS_BF16 {
+                        let right = match plan.query_pairs {
                             true => Right::Vnni(query, width),
                             false => Right::F32(as_floats(query), width),
                         };
@@ -426,7 +427,7 @@ impl<I: Element> RowTile<'_, I> {
             if in_place.is_none() {
                 for (j, wide) in (from..to).zip(as_floats_mut(part).chunks_exact_mut(columns)) {
                     let value = &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
-                    f32_row(value, job.shape.tf32, wide);
+                    f32_row(job.cpu, value, job.shape.tf32, wide);
                 }
             }
             let wide: &[f32] = as_floats(part);

@@ -647,7 +647,7 @@ impl<I: Element> Product<'_, I> {
         let bias = self.bias?;
         let mut wide = [0f32; PANEL];
         let columns = PANEL.min(self.shape.n - panel * PANEL);
-        f32_row(&bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
+        f32_row(self.cpu, &bias[panel * PANEL..][..columns], Tf32::Disabled, &mut wide);
         Some(wide)
     }
 

@@ -3,7 +3,9 @@
 
 pub mod dictionary;
 
+use crate::gemm::tile::PANEL;
 use crate::simd::{self, Kernel, MAX_LANES, Simd};
+use crate::through_f32::convert;
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 
@@ -53,10 +55,26 @@ pub fn f32_of_rows<'a, I: Element>(
         let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
         let (out, ahead) = (as_words_mut(out), Prefetch::NONE);
         cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out, stride, ahead });
-    } else {
-        (0..rows).for_each(|r| scatter_wide(&row(r)[..k], tf32, out, r, stride));
+        return;
+    }
+    // Some steps at a time are widened into rows of their own, which then change places.
+    let mut wide = [[0f32; STEPS]; PANEL];
+    for first in (0..rows).step_by(PANEL) {
+        let rows = PANEL.min(rows - first);
+        for from in (0..k).step_by(STEPS) {
+            let len = STEPS.min(k - from);
+            for (r, wide) in wide.iter_mut().enumerate().take(rows) {
+                f32_row(cpu, &row(first + r)[from..from + len], tf32, wide);
+            }
+            let (out, ahead) = (as_words_mut(&mut out[from * stride + first..]), Prefetch::NONE);
+            let row = |r: usize| wide[r].as_ptr().cast::<u32>();
+            cpu.dispatch(Interleave::<_, false> { rows, words: len, row, out, stride, ahead });
+        }
     }
 }
+
+/// Steps of k that [`f32_of_rows`] widens at a time.
+const STEPS: usize = 64;
 
 /// `out[p * stride + r] = row(r)[p]` for words p, their halves exchanged with `SWAP`; `row` points to `words` words,
 /// aligned or not.
@@ -164,17 +182,12 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
     lanes.into_iter().fold(f32::INFINITY, f32::min)
 }
 
-/// Writes one row as f32, `stride` apart from `offset`.
-pub fn scatter_wide<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32], offset: usize, stride: usize) {
-    for (v, slot) in row.iter().zip(out.iter_mut().skip(offset).step_by(stride)) {
-        *slot = tf32.operand(v.widen());
-    }
-}
-
 /// Writes one row as adjacent f32.
-pub fn f32_row<I: Element>(row: &[I], tf32: Tf32, out: &mut [f32]) {
-    for (v, slot) in row.iter().zip(out) {
-        *slot = tf32.operand(v.widen());
+pub fn f32_row<I: Element>(cpu: &Cpu, row: &[I], tf32: Tf32, out: &mut [f32]) {
+    let out = &mut out[..row.len()];
+    convert(cpu, row, out);
+    if tf32 == Tf32::Enabled {
+        out.iter_mut().for_each(|v| *v = tf32.operand(*v));
     }
 }
 

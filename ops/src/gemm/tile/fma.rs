@@ -145,12 +145,12 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
         let out = out.wrapping_add(row * tile.out_stride);
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
-            // 16 rows are two times 8: 12 and 4 would leave the 4 waiting for their own sums.
+            // 16 rows are two times 8, and 8 two times 4: 12 and 4, or 6 and 2, would leave the few waiting for their own sums.
             if S::LANES == 16 && left >= 12 && left != 16 {
                 columns::<S, B, 12, ADJACENT, TREE>(s, tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
                 columns::<S, B, 8, ADJACENT, TREE>(s, tile, a, b, out)
-            } else if S::LANES == 8 && left >= 6 {
+            } else if S::LANES == 8 && left >= 6 && left != 8 {
                 columns::<S, B, 6, ADJACENT, TREE>(s, tile, a, b, out)
             } else if left >= 4 {
                 columns::<S, B, 4, ADJACENT, TREE>(s, tile, a, b, out)
