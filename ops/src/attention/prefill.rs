@@ -63,7 +63,8 @@ impl Tiles {
             entries: shape.batch * shape.kv_heads,
             query_words: if job.dots() { shape.head_dim.div_ceil(2) } else { shape.head_dim },
             f32_words: shape.head_dim.next_multiple_of(2),
-            in_place: job.values_in_place(),
+            // Vectors of 8 lanes would widen a value again for every 6 rows.
+            in_place: job.values_in_place() && job.cpu.isa().lanes() > 8,
             query_pairs: job.dots(),
         }
     }
@@ -345,6 +346,7 @@ impl<I: Element> RowTile<'_, I> {
                     let rows = plan.part().min(count - first);
                     let wide = as_floats_mut(part);
                     for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
+                        prefetch(job.key(b, (from + first + j + AHEAD).min(keys.to - 1), kv_head));
                         f32_row(cpu, job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
                         wide[job.shape.head_dim..].fill(0.0);
                     }

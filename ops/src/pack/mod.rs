@@ -5,7 +5,6 @@ pub mod dictionary;
 
 use crate::gemm::tile::PANEL;
 use crate::simd::{self, Kernel, MAX_LANES, Simd};
-use crate::through_f32::convert;
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 
@@ -185,9 +184,32 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
 /// Writes one row as adjacent f32.
 pub fn f32_row<I: Element>(cpu: &Cpu, row: &[I], tf32: Tf32, out: &mut [f32]) {
     let out = &mut out[..row.len()];
-    convert(cpu, row, out);
+    cpu.dispatch(Widen { row, out: &mut *out });
     if tf32 == Tf32::Enabled {
         out.iter_mut().for_each(|v| *v = tf32.operand(*v));
+    }
+}
+
+/// `out[i] = row[i]`; both have one length.
+struct Widen<'a, I> {
+    row: &'a [I],
+    out: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for Widen<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Widen { row, out } = self;
+        assert_eq!(row.len(), out.len());
+        let whole = row.len() - row.len() % S::LANES;
+        for at in (0..whole).step_by(S::LANES) {
+            // SAFETY: at + LANES <= whole, which is at most the length of both.
+            unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
+        }
+        for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
+            *out = v.widen();
+        }
     }
 }
 
