@@ -18,7 +18,7 @@ use half::bf16;
 /// Most query rows of a tile: one row of scores per lane of a panel.
 const ROWS: usize = 32;
 /// Keys or values laid out at a time.
-const PART: usize = 48;
+const PART: usize = 64;
 /// Keys between a value and the one asked of memory beside it.
 const AHEAD: usize = 32;
 
@@ -34,8 +34,8 @@ pub struct Tiles {
     /// Columns of the values at a time, a multiple of 16.
     columns: usize,
     workers: usize,
-    /// Whether all keys are turned into pairs once, for the tiles to share.
-    paired: bool,
+    /// Whether all keys are laid out once, as pairs or f32, for the tiles to share.
+    shared_keys: bool,
     /// Facts of the call: the most keys a sequence has, (sequence, key head) entries, words of a query or key row as the
     /// kernels read it and widened, and whether values are read in place.
     keys: usize,
@@ -58,7 +58,7 @@ impl Tiles {
             span: 0,
             columns: shape.value_dim.next_multiple_of(16),
             workers: job.cpu.threads(),
-            paired: job.dots() && most > width,
+            shared_keys: most > width,
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
             entries: shape.batch * shape.kv_heads,
             query_words: if job.dots() { shape.head_dim.div_ceil(2) } else { shape.head_dim },
@@ -74,7 +74,7 @@ impl Tiles {
     pub fn smaller(&self) -> Option<Tiles> {
         let plan = *self;
         Some(match plan {
-            Tiles { paired: true, .. } => Tiles { paired: false, ..plan },
+            Tiles { shared_keys: true, .. } => Tiles { shared_keys: false, ..plan },
             Tiles { width: ROWS, .. } => Tiles { width: 16, rows: 16, ..plan },
             Tiles { span: 0, .. } => Tiles { span: plan.keys.clamp(16, BLOCK).next_power_of_two(), ..plan },
             Tiles { span: 17.., .. } => Tiles { span: plan.span / 2, ..plan },
@@ -98,10 +98,15 @@ impl Tiles {
         self.part() * self.f32_words.max(if self.in_place { 0 } else { self.columns })
     }
 
-    /// Words of the shared keys of one entry, and of one block of them: the pairs, then a line with the smallest nonzero
-    /// magnitude.
+    /// Words of a shared key.
+    fn key_words(&self) -> usize {
+        if self.query_pairs { self.query_words } else { self.f32_words }
+    }
+
+    /// Words of the shared keys of one entry, and of one block of them: the keys, then a line with the smallest nonzero
+    /// magnitude of pairs.
     fn block_words(&self) -> usize {
-        BLOCK * self.query_words + LINE
+        BLOCK * self.key_words() + LINE
     }
 
     fn entry_words(&self) -> usize {
@@ -111,7 +116,7 @@ impl Tiles {
 
 impl Plan for Tiles {
     fn need(&self) -> Need {
-        let shared = if self.paired { self.entries.saturating_mul(self.entry_words()) } else { 0 };
+        let shared = if self.shared_keys { self.entries.saturating_mul(self.entry_words()) } else { 0 };
         let query = self.width * self.query_words;
         let slot = self.score_words() + query + self.part_words() + 2 * self.rows * self.columns;
         let pairs = if self.query_pairs { shared + query * self.workers } else { 0 };
@@ -134,8 +139,8 @@ pub fn run<I: Element, O: Element>(
     lse: &SharedOut<f32>,
 ) -> usize {
     let (batch, kv_heads) = (job.shape.batch, job.shape.kv_heads);
-    let paired = bf16_slice(job.k.data()).filter(|_| plan.paired && plan.block_words() > LINE).map(|k| {
-        pair_keys(job, k, plan, shared);
+    let shared = (plan.shared_keys && plan.block_words() > LINE).then(|| {
+        lay_keys_out(job, plan, shared);
         &*shared
     });
     let tiles = (job.most_queries() * job.group()).div_ceil(plan.rows);
@@ -148,26 +153,28 @@ pub fn run<I: Element, O: Element>(
         let all = job.queries(b).len() * job.group();
         if first < all {
             let rows = plan.rows.min(all - first);
-            let paired = paired.map(|paired| &paired[entry * plan.entry_words()..][..plan.entry_words()]);
-            RowTile { job, plan, b, kv_head, first, rows, paired, ran: &ran }.run(slot, out, lse);
+            let keys = shared.map(|shared| &shared[entry * plan.entry_words()..][..plan.entry_words()]);
+            RowTile { job, plan, b, kv_head, first, rows, keys, ran: &ran }.run(slot, out, lse);
         }
     });
     ran.record(job.cpu)
 }
 
-/// Turns the keys of every (sequence, key head) into pairs, key by key.
-fn pair_keys<I: Element>(job: &Job<I>, k: &[bf16], plan: &Tiles, out: &mut [u32]) {
-    let (kv_heads, d) = (job.shape.kv_heads, job.shape.head_dim);
+/// Lays the keys of every (sequence, key head) out, key by key: as pairs for dot products, else as f32.
+fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [u32]) {
     let blocks = plan.keys.div_ceil(BLOCK);
     job.cpu.chunks(out, plan.block_words(), |i, out| {
         let (entry, block) = (i / blocks, i % blocks);
-        let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
-        let (out, end) = out.split_at_mut(BLOCK * plan.query_words);
+        let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
+        let (out, end) = out.split_at_mut(BLOCK * plan.key_words());
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
         let mut least = f32::INFINITY;
-        for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
-            let at = job.k.at(job.key_row(b, block * BLOCK + j), kv_head);
-            least = least.min(vnni_of_row(job.cpu, &k[at..][..d], bf16::ZERO, out));
+        for (j, out) in out.chunks_exact_mut(plan.key_words()).enumerate().take(count) {
+            let key = job.key(b, block * BLOCK + j, kv_head);
+            match bf16_slice(key).filter(|_| plan.query_pairs) {
+                Some(key) => least = least.min(vnni_of_row(job.cpu, key, bf16::ZERO, out)),
+                None => f32_row(job.cpu, key, job.shape.tf32, as_floats_mut(out)),
+            }
         }
         end[0] = least.to_bits();
     });
@@ -182,8 +189,8 @@ struct RowTile<'a, I> {
     kv_head: usize,
     first: usize,
     rows: usize,
-    /// The keys as pairs, when other tiles read them too.
-    paired: Option<&'a [u32]>,
+    /// The keys laid out, when other tiles read them too.
+    keys: Option<&'a [u32]>,
     ran: &'a Ran,
 }
 
@@ -305,8 +312,8 @@ impl<I: Element> RowTile<'_, I> {
         let dots = job.dots() && dot_is_exact(least_query, f32::MAX);
         let mut from = keys.from;
         while from < keys.to {
-            // Shared pairs come block by block, others part by part.
-            let to = match self.paired {
+            // Shared keys come block by block, others part by part.
+            let to = match self.keys {
                 Some(_) => (from / BLOCK + 1) * BLOCK,
                 None => from + plan.part(),
             };
@@ -315,8 +322,8 @@ impl<I: Element> RowTile<'_, I> {
             let out = &mut scores[(from - keys.from) * width..][..count * width];
             let outs = || (0..count).step_by(TILE_ROWS);
             let mut least_key = f32::NAN;
-            if let Some(paired) = self.paired {
-                least_key = f32::from_bits(paired[(from / BLOCK + 1) * plan.block_words() - LINE]);
+            if let Some(keys) = self.keys {
+                least_key = f32::from_bits(keys[(from / BLOCK + 1) * plan.block_words() - LINE]);
             } else if dots {
                 least_key = f32::INFINITY;
                 for (j, pairs) in (from..to).zip(part.chunks_exact_mut(step.max(1))) {
@@ -326,8 +333,8 @@ impl<I: Element> RowTile<'_, I> {
                 }
             }
             if dots && dot_is_exact(least_query, least_key) {
-                let pairs = match self.paired {
-                    Some(paired) => &paired[from / BLOCK * plan.block_words() + from % BLOCK * step..],
+                let pairs = match self.keys {
+                    Some(keys) => &keys[from / BLOCK * plan.block_words() + from % BLOCK * step..],
                     None => &*part,
                 };
                 for (first, out) in outs().zip(out.chunks_mut(TILE_ROWS * width)) {
@@ -341,15 +348,24 @@ impl<I: Element> RowTile<'_, I> {
                 if job.dots() {
                     self.ran.add(Tally { fast: 0, slow: 1 });
                 }
+                let shared = self.keys.filter(|_| !plan.query_pairs);
+                let shared =
+                    shared.map(|keys| &keys[from / BLOCK * plan.block_words() + from % BLOCK * plan.f32_words..]);
                 // Widened part by part, with a zero beside the pad of odd pairs.
                 for first in (0..count).step_by(plan.part()) {
                     let rows = plan.part().min(count - first);
-                    let wide = as_floats_mut(part);
-                    for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
-                        prefetch(job.key(b, (from + first + j + AHEAD).min(keys.to - 1), kv_head));
-                        f32_row(cpu, job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
-                        wide[job.shape.head_dim..].fill(0.0);
-                    }
+                    let wide = match shared {
+                        Some(keys) => as_floats(&keys[first * plan.f32_words..]),
+                        None => {
+                            let wide = as_floats_mut(part);
+                            for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
+                                prefetch(job.key(b, (from + first + j + AHEAD).min(keys.to - 1), kv_head));
+                                f32_row(cpu, job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
+                                wide[job.shape.head_dim..].fill(0.0);
+                            }
+                            &*wide
+                        }
+                    };
                     let out = &mut out[first * width..][..rows * width];
                     for (i, out) in (0..rows).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
                         let left = Left { data: &wide[i * plan.f32_words..], row_stride: plan.f32_words, step: 1 };
@@ -616,7 +632,7 @@ impl Kernel for Exponentiate<'_> {
         let width = plan.width;
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
-        let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
+        let (c_hi, c_lo, skips) = (s.splat(c.0), s.splat(c.1), softmax.skips);
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &softmax.n, lane, 0.0);
             let (mut block, mut total) = (load_at(s, &sums.block, lane, 0.0), load_at(s, &sums.total, lane, 0.0));
@@ -633,7 +649,7 @@ impl Kernel for Exponentiate<'_> {
                     // An invisible key has score -inf here and so weight +0, which changes no l.
                     let mut w = weight(s, m, i, n);
                     block = s.add(block, w);
-                    if softmax.skips {
+                    if skips {
                         w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
                     }
                     // SAFETY: as above.

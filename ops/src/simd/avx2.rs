@@ -117,7 +117,11 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn select_ge(self, a: __m256, b: __m256, yes: __m256, no: __m256) -> __m256 {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
-        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_GE_OQ>(a, b)) }
+        unsafe {
+            // Not a blend, so that a choice between a value and zero is one operation.
+            let mask = _mm256_cmp_ps::<_CMP_GE_OQ>(a, b);
+            _mm256_or_ps(_mm256_and_ps(mask, yes), _mm256_andnot_ps(mask, no))
+        }
     }
 
     #[inline(always)]
