@@ -52,6 +52,7 @@ impl Tiles {
         let shape = job.shape;
         let most = job.most_queries() * job.group();
         let width = if most <= 16 { 16 } else { ROWS };
+        let query_pairs = job.dots() && job.cpu.isa().dots_pay();
         Tiles {
             width,
             rows: width,
@@ -61,11 +62,11 @@ impl Tiles {
             shared_keys: most > width,
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
             entries: shape.batch * shape.kv_heads,
-            query_words: if job.dots() { shape.head_dim.div_ceil(2) } else { shape.head_dim },
+            query_words: if query_pairs { shape.head_dim.div_ceil(2) } else { shape.head_dim },
             f32_words: shape.head_dim.next_multiple_of(2),
             // Vectors of 8 lanes would widen a value again for every 6 rows.
             in_place: job.values_in_place() && job.cpu.isa().lanes() > 8,
-            query_pairs: job.dots(),
+            query_pairs,
         }
     }
 
@@ -309,7 +310,7 @@ impl<I: Element> RowTile<'_, I> {
         // One chain is a tree of one segment.
         let chain = [0, job.shape.head_dim];
         let step = plan.query_words;
-        let dots = job.dots() && dot_is_exact(least_query, f32::MAX);
+        let dots = plan.query_pairs && dot_is_exact(least_query, f32::MAX);
         let mut from = keys.from;
         while from < keys.to {
             // Shared keys come block by block, others part by part.
@@ -345,7 +346,7 @@ impl<I: Element> RowTile<'_, I> {
                 }
                 self.ran.add(Tally { fast: 1, slow: 0 });
             } else {
-                if job.dots() {
+                if plan.query_pairs {
                     self.ran.add(Tally { fast: 0, slow: 1 });
                 }
                 let shared = self.keys.filter(|_| !plan.query_pairs);

@@ -110,6 +110,21 @@ impl Isa {
         self.emulates().unwrap_or(self) == Isa::Avx512Bf16
     }
 
+    /// Whether `VDPBF16PS` multiplies more than multiply-adds of f32 do: AMD's twice as much, Intel's half as much. Tests
+    /// emulate the one that the machine is not.
+    pub(crate) fn dots_pay(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        static INTEL: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
+            let vendor = std::arch::x86_64::__cpuid(0);
+            [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+        });
+        #[cfg(target_arch = "x86_64")]
+        let of_machine = Isa::Avx512Bf16.available() && !*INTEL;
+        #[cfg(not(target_arch = "x86_64"))]
+        let of_machine = false;
+        self.has_dot() && self.emulates().is_none() == of_machine
+    }
+
     /// The same without `VDPBF16PS`.
     pub fn without_dot(self) -> Isa {
         match self {

@@ -10,7 +10,7 @@ use crate::call::{Arguments, Entry, Prepared};
 use crate::element::typed;
 use crate::gemm::tile::{
     Block, Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, block_words, dot_is_exact, dot_tile,
-    dot_unpacking, fma_block, fma_tile,
+    dot_unpacking, fma_block, fma_tile, unpack,
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
@@ -513,7 +513,7 @@ impl Tiling {
         if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
             let halve = |count: usize| count.div_ceil(2);
             let tiles = halve(plan.tiles);
-            let (unpack, block) = (plan.unpack && tiles > 1, plan.block.min(tiles));
+            let (unpack, block) = (plan.unpack && (tiles > 1 || plan.block > 0), plan.block.min(tiles));
             return Some(Tiling { tiles, panels: halve(plan.panels), unpack, block, ..plan });
         }
         match plan {
@@ -539,7 +539,7 @@ impl Plan for Tiling {
         let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
         let unpacked = if self.unpack { panel_words(self.k, true) } else { 0 };
         let pairs = pairs + unpacked * self.workers;
-        let slot = if self.block > 0 { block_words(self.block * self.height) } else { unpacked };
+        let slot = unpacked + if self.block > 0 { block_words(self.block * self.height) } else { 0 };
         Need { shared: x.saturating_add(w), slot, workers: self.workers, pairs }
     }
 
@@ -571,7 +571,7 @@ impl<I: Element> Product<'_, I> {
     /// Whether workers unpack the panels of the weight: the first of several tiles does it for all. One alone reads them as
     /// they stand.
     pub(crate) fn unpacks(&self, tiles: usize) -> bool {
-        self.dots() && tiles > 1 && matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. }))
+        self.dots() && tiles > 1 && self.coded()
     }
 
     fn preferred(&self) -> Tiling {
@@ -582,18 +582,25 @@ impl<I: Element> Product<'_, I> {
         let panels = if matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
         let tiles = m.div_ceil(height);
         let workers = self.cpu.threads();
-        let (x_pairs, w_pairs) = (self.dots(), I::IS_BF16);
-        let unpack = self.unpacks(tiles);
+        let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
+        let unpack = if blocks.is_some() { self.coded() } else { self.unpacks(tiles) };
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
         Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack, block }
     }
 
-    /// Rows of a tile where tiles pass over a panel together.
+    /// Rows of a tile where tiles pass over a panel together: many, of products that multiply-adds make.
     fn block_height(&self) -> Option<usize> {
-        let (m, coded) = (self.shape.m, matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. })));
+        let (m, isa) = (self.shape.m, self.cpu.isa());
+        let multiply_adds = !self.dots() || !isa.dots_pay();
         // Rows that only fill the last tile are to take an eighth of the time at most.
         let pays = |height: &usize| m >= FEWEST_ROWS && m.next_multiple_of(*height) <= m + m / 8;
-        block_rows(self.cpu.isa()).filter(pays).filter(|_| !self.dots() && !coded)
+        let readable = !self.coded() || isa.has_dot();
+        block_rows(isa).filter(pays).filter(|_| multiply_adds && readable)
+    }
+
+    /// Whether the weight holds its panels in 12 bits.
+    fn coded(&self) -> bool {
+        matches!(self.w, Weight::Packed(Panels { form: Form::Dictionary, .. }))
     }
 
     /// Writes the product to `y[M,N]`.
@@ -705,8 +712,13 @@ impl<I: Element> Product<'_, I> {
                         let some = from..tiles.min(from + plan.block);
                         // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                         let left = unsafe { packed.read(from * size, some.len() * size) };
-                        let right = group.panel(panel, &mut []).right;
-                        let (left, scratch) = (as_floats(left), as_floats_mut(slot));
+                        let unpacked = if plan.unpack { panel_words(k, true) } else { 0 };
+                        let (slot, scratch) = slot.split_at_mut(unpacked);
+                        let right = match group.panel(panel, &mut []).right {
+                            Right::Dictionary(coded) => unpack(cpu, &coded, slot),
+                            right => right,
+                        };
+                        let (left, scratch) = (as_floats(left), as_floats_mut(scratch));
                         let block =
                             Block { left, stride: size, tiles: some.len(), right, bounds: self.bounds, scratch };
                         let sums = fma_block(cpu, block);

@@ -10,7 +10,7 @@ mod dot;
 mod fma;
 
 pub use block::{Block, block_rows, block_words, fma_block};
-pub use dot::{dot_tile, dot_unpacking};
+pub use dot::{dot_tile, dot_unpacking, unpack};
 pub use fma::fma_tile;
 
 use crate::pack::Prefetch;

@@ -270,6 +270,24 @@ mod tests {
     }
 
     #[test]
+    fn an_unpacked_panel_holds_every_bit() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.available() && isa.has_dot()) {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            for (n, k, small) in [(32, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (64, 512, 30)] {
+                let w = weights(n, k, small);
+                let memory = pack(&cpu, n, TensorRef::of(&w, &[n, k]).rows()).unwrap().expect("few escapes");
+                for panel in 0..n.div_ceil(PANEL) {
+                    let (panel, _) = DictionaryPanel::panel(Form::of(n, k), &memory, panel);
+                    let mut slot = vec![0; panel.pairs() * PANEL];
+                    crate::gemm::tile::unpack(&cpu, &panel, &mut slot);
+                    let pairs = (0..slot.len()).map(|i| panel.pair(i / PANEL, i % PANEL));
+                    assert_eq!(slot, pairs.collect::<Vec<_>>(), "{isa}: {n}x{k}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_matrix_of_many_escapes_is_not_coded() {
         let cpu = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
         let mut w = weights(64, 512, 0);

@@ -46,6 +46,18 @@ pub fn dot_unpacking(cpu: &Cpu, tile: Tile<'_, u32>, slot: &mut [u32]) {
     unsafe { cpu.dispatch_dot(kernel) };
 }
 
+/// The pairs of a coded panel, as [`Right::Vnni`] has them; `cpu` [has](crate::Isa::has_dot) what coded panels need.
+pub fn unpack<'s>(cpu: &Cpu, coded: &DictionaryPanel, slot: &'s mut [u32]) -> Right<'s> {
+    assert!(slot.len() >= coded.pairs() * PANEL);
+    let bounds = [0, 2 * coded.pairs()];
+    // No rows: what is left is the pairs.
+    let (left, out, kept) = (std::ptr::null(), std::ptr::null_mut(), slot.as_mut_ptr());
+    let kernel = DictionaryChains::<0, true> { coded, left, step: 0, bounds: &bounds, out, out_stride: 0, kept };
+    // SAFETY: the bounds are the panel's, and `slot` has room for all pairs.
+    unsafe { cpu.dispatch_dot(kernel) };
+    Right::Vnni(slot, PANEL)
+}
+
 /// A checked tile whose right operand is pairs, `b`.
 struct Heights<'t, 'a> {
     tile: &'t Tile<'a, u32>,
