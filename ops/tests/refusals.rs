@@ -57,10 +57,10 @@ fn held(cpu: &Cpu, len: [usize; 2], op: impl Fn(&Cpu, &mut [f32], &mut [f32]) ->
     slow
 }
 
-/// Whether `VDPBF16PS` is left for tiny operands here: other instruction sets have no slow paths. Emulated ones have it on
-/// every machine.
-fn flushes(cpu: &Cpu) -> bool {
-    cpu.isa().has_dot()
+/// Whether `VDPBF16PS` is left for tiny operands here: other instruction sets have no slow paths, and many rows may do without
+/// it. Emulated ones have it on every machine.
+fn flushes(cpu: &Cpu, many_rows: bool) -> bool {
+    cpu.isa().has_dot() && (!many_rows || cpu.isa().dots_pay())
 }
 
 /// From one row of `n` to the next in [`spread`].
@@ -105,7 +105,7 @@ fn gemm_is_refused_before_it_writes() {
                     let inputs = [("x", view(&x, m)), ("w", view(&w, n))];
                     call(cpu, "gemm", Attributes::new(), &inputs, [("y", y, vec![m, n])])
                 });
-                let expected = slow && flushes(&cpu);
+                let expected = slow && flushes(&cpu, m == 100);
                 assert_eq!([plain, of_packed, of_views].map(|taken| taken > 0), [expected; 3], "{cpu:?} {m}x{n}");
                 assert_eq!(of_views, plain, "{cpu:?} {m}x{n}");
             }
@@ -130,7 +130,7 @@ fn attention_is_refused_before_it_writes() {
                     let qkv = Qkv { q: &q[..], k: keys_of, v: &k };
                     attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, out, lse)
                 });
-                assert_eq!(taken > 0, slow && flushes(&cpu), "{cpu:?} {queries} {keys}");
+                assert_eq!(taken > 0, slow && flushes(&cpu, queries == 40), "{cpu:?} {queries} {keys}");
                 let (q, apart, v) = (spread(&q, 4 * 32), spread(keys_of, 2 * 32), spread(&k, 2 * 32));
                 let of_views = held(&cpu, [rows * 32, rows], |cpu, out, lse| {
                     let view = |x, len: usize, heads: usize| {
@@ -191,7 +191,7 @@ fn linear_logprob_is_refused_before_it_writes() {
             let outputs = [("logprob", logp, vec![rows]), ("lse", lse, vec![rows])];
             call(cpu, "linear_logprob", Attributes::new().with("temperature", 1.0), &inputs, outputs)
         });
-        assert_eq!((slow > 0, of_views), (flushes(&cpu), slow), "{cpu:?}");
+        assert_eq!((slow > 0, of_views), (flushes(&cpu, false), slow), "{cpu:?}");
     }
 }
 

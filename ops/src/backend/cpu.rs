@@ -110,9 +110,9 @@ impl Isa {
         self.emulates().unwrap_or(self) == Isa::Avx512Bf16
     }
 
-    /// Whether `VDPBF16PS` multiplies more than multiply-adds of f32 do: AMD's twice as much, Intel's half as much. Tests
-    /// emulate the one that the machine is not.
-    pub(crate) fn dots_pay(self) -> bool {
+    /// Whether `VDPBF16PS` multiplies more than multiply-adds of f32 do: AMD's twice as much, Intel's half as much. Where it
+    /// does not, many rows are left to those. Tests emulate the one that the machine is not.
+    pub fn dots_pay(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         static INTEL: std::sync::LazyLock<bool> = std::sync::LazyLock::new(|| {
             let vendor = std::arch::x86_64::__cpuid(0);
