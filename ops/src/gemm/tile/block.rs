@@ -55,7 +55,9 @@ pub fn fma_block<'s>(cpu: &Cpu, block: Block<'s>) -> &'s [f32] {
     let (Block { left, stride, tiles, bounds, .. }, end) = (&block, *block.bounds.last().expect("bounds"));
     assert!(bounds.is_sorted() && matches!(bounds.len(), 2 | 3 | 5 | 9), "the bounds of segments ascend");
     assert!(bounds.iter().all(|bound| bound % 2 == 0 || *bound == end), "only the last bound is odd");
-    assert!(*tiles > 0 && (tiles - 1) * stride + end * rows <= left.len(), "left operand too short");
+    let held = (tiles.max(&1) - 1).saturating_mul(*stride).saturating_add(end.saturating_mul(rows));
+    assert!(*tiles > 0 && held <= left.len(), "left operand too short");
+    assert!(tiles.saturating_mul(rows) <= block.scratch.len() / PANEL, "scratch memory too short");
     let right = match block.right {
         Right::F32(data, PANEL) => data.len() / PANEL,
         Right::Vnni(data, PANEL) => data.len() / PANEL * 2,
