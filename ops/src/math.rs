@@ -10,6 +10,8 @@ pub const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
 const LN_2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
 /// Coefficients of `2^f` on [-0.5, 0.5], from the highest power; the constant term is 1.
 const EXP2: [u32; 6] = [0x3920_b5b7, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+/// Far enough from 2^22, from where on a product has no fraction.
+const SMALL: f32 = 2_097_152.0;
 /// `e^x` of numbers up to this magnitude is normal, and 2 to the power of its exponent as well.
 const NORMAL: f32 = 86.0;
 /// Weights more than this many powers of two below the largest are +0.
@@ -26,7 +28,7 @@ pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F)
     (exp2_fraction(s, f), i)
 }
 
-/// [`exp_split`] where every `|x * c_hi|` is below 2^22.
+/// [`exp_split`] where every `|x * c_hi|` is below 2^22; any other lane gives its `i` and an arbitrary `m`.
 #[inline(always)]
 fn exp_split_small<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let i = s.round(s.mul(x, c_hi));
@@ -49,6 +51,20 @@ fn exp2_fraction<S: Simd>(s: S, f: S::F) -> S::F {
 pub fn weight<S: Simd>(s: S, m: S::F, i: S::F, n: S::F) -> S::F {
     let d = s.sub(i, n);
     s.select_ge(d, s.splat(NEGLIGIBLE), s.mul_pow2(m, d), s.splat(0.0))
+}
+
+/// The [`weight`] of `2^(x * (c_hi + c_lo))` under the reference point `n`. `SMALL`: [`is_small`] says so of every `n`.
+#[inline(always)]
+pub fn weigh<S: Simd, const SMALL: bool>(s: S, x: S::F, c_hi: S::F, c_lo: S::F, n: S::F) -> S::F {
+    let (m, i) = if SMALL { exp_split_small(s, x, c_hi, c_lo) } else { exp_split(s, x, c_hi, c_lo) };
+    weight(s, m, i, n)
+}
+
+/// Whether no weight under the reference points `n` needs more than [`exp_split_small`]: where that is wrong, the exponent
+/// is below -2^22, far more than [`NEGLIGIBLE`] below `n`, and the weight +0 whatever `m` is.
+#[inline(always)]
+pub fn is_small<S: Simd>(s: S, n: S::F) -> bool {
+    s.all_within(s.splat(-SMALL), n, s.splat(SMALL))
 }
 
 /// `e^x`.

@@ -6,12 +6,13 @@ use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::attention::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
 use crate::gemm::gemm::SharedOut;
 use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::math::{exp_split, tanh, weight};
+use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, vnni_of_rows,
 };
 use crate::simd::scalar::Scalar;
-use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
+use crate::simd::unroll::{Unrolled, eight, vectors};
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
@@ -777,20 +778,38 @@ impl Kernel for Exponentiate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (vectors, tail) = self.scores.split_at_mut(self.scores.len() / S::LANES * S::LANES);
-        for scores in vectors.chunks_exact_mut(S::LANES) {
-            let w = weight_of(s, load_at(s, scores, 0, 0.0), self.n, self.c);
-            // SAFETY: the chunk holds LANES scores.
-            unsafe { s.store(w, scores.as_mut_ptr()) };
+        if is_small(s, s.splat(self.n)) { self.all::<S, true>(s) } else { self.all::<S, false>(s) }
+    }
+}
+
+impl Exponentiate<'_> {
+    #[inline(always)]
+    fn all<S: Simd, const SMALL: bool>(self, s: S) {
+        let (n, c) = (self.n, self.c);
+        let mut rest = self.scores;
+        while rest.len() >= 8 * S::LANES {
+            let (scores, others) = rest.split_at_mut(8 * S::LANES);
+            let s8 = Unrolled(Unrolled(Unrolled(s)));
+            let mut v = [s.splat(0.0); 8];
+            for (v, scores) in v.iter_mut().zip(scores.chunks_exact(S::LANES)) {
+                *v = load_at(s, scores, 0, 0.0);
+            }
+            let w = weight_of::<_, SMALL>(s8, eight::<S>(v), n, c);
+            for (w, scores) in vectors::<S>(w).into_iter().zip(scores.chunks_exact_mut(S::LANES)) {
+                // SAFETY: the chunk holds LANES scores.
+                unsafe { s.store(w, scores.as_mut_ptr()) };
+            }
+            rest = others;
         }
-        for score in tail {
-            *score = weight_of(Scalar, *score, self.n, self.c);
+        for at in (0..rest.len()).step_by(S::LANES) {
+            let w = weight_of::<_, SMALL>(s, load_at(s, rest, at, 0.0), n, c);
+            narrow_at(s, w, rest, at);
         }
     }
 }
 
 #[inline(always)]
-fn weight_of<S: Simd>(s: S, score: S::F, n: f32, c: (f32, f32)) -> S::F {
-    let (m, i) = exp_split(s, score, s.splat(c.0), s.splat(c.1));
-    s.select_ge(score, s.splat(f32::MIN), weight(s, m, i, s.splat(n)), s.splat(-0.0))
+fn weight_of<S: Simd, const SMALL: bool>(s: S, score: S::F, n: f32, c: (f32, f32)) -> S::F {
+    let w = weigh::<S, SMALL>(s, score, s.splat(c.0), s.splat(c.1), s.splat(n));
+    s.select_ge(score, s.splat(f32::MIN), w, s.splat(-0.0))
 }

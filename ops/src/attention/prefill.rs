@@ -4,11 +4,12 @@
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::math::{exp_split, tanh, weight};
+use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, prefetch, vnni_of_row,
     vnni_of_rows,
 };
+use crate::simd::unroll::{Unrolled, eight, vectors};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
@@ -629,32 +630,59 @@ impl Kernel for Exponentiate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        // What the other lanes of n hold belongs to no row.
+        let mut small = true;
+        for lane in (0..self.plan.width).step_by(S::LANES) {
+            small &= is_small(s, load_at(s, &self.softmax.n, lane, 0.0));
+        }
+        if small { self.all::<S, true>(s) } else { self.all::<S, false>(s) }
+    }
+}
+
+impl Exponentiate<'_> {
+    #[inline(always)]
+    fn all<S: Simd, const SMALL: bool>(self, s: S) {
         let Exponentiate { scores, plan, keys, end, c, softmax, sums } = self;
         let width = plan.width;
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
-        let (c_hi, c_lo, skips) = (s.splat(c.0), s.splat(c.1), softmax.skips);
+        let s8 = Unrolled(Unrolled(Unrolled(s)));
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &softmax.n, lane, 0.0);
-            let (mut block, mut total) = (load_at(s, &sums.block, lane, 0.0), load_at(s, &sums.total, lane, 0.0));
+            let mut total = load_at(s, &sums.total, lane, 0.0);
+            let mut block = load_at(s, &sums.block, lane, 0.0);
             let mut from = keys.from;
             while from < keys.to {
                 let block_end = (from / BLOCK + 1) * BLOCK;
                 let to = block_end.min(keys.to);
-                for j in from..to {
+                let mut j = from;
+                while j < to {
                     // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
                     let place = unsafe { scores.as_mut_ptr().add((j - keys.from) * width + lane) };
-                    // SAFETY: as above.
-                    let score = unsafe { s.load(place) };
-                    let (m, i) = exp_split(s, score, c_hi, c_lo);
-                    // An invisible key has score -inf here and so weight +0, which changes no l.
-                    let mut w = weight(s, m, i, n);
-                    block = s.add(block, w);
-                    if skips {
-                        w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
+                    let many = if to - j < 8 { 1 } else { 8 };
+                    let (mut score, mut w) = ([s.splat(0.0); 8], [s.splat(0.0); 8]);
+                    if many == 8 {
+                        for (v, score) in score.iter_mut().enumerate() {
+                            // SAFETY: as above, of j + v.
+                            *score = unsafe { s.load(place.add(v * width)) };
+                        }
+                        let n = eight::<S>([n; 8]);
+                        w = vectors::<S>(weigh::<_, SMALL>(s8, eight::<S>(score), s8.splat(c.0), s8.splat(c.1), n));
+                    } else {
+                        // SAFETY: as above.
+                        score[0] = unsafe { s.load(place) };
+                        w[0] = weigh::<_, SMALL>(s, score[0], s.splat(c.0), s.splat(c.1), n);
                     }
-                    // SAFETY: as above.
-                    unsafe { s.store(w, place) };
+                    for (v, (score, mut w)) in score.into_iter().zip(w).enumerate().take(many) {
+                        // An invisible key has score -inf here and so weight +0, which changes no l.
+                        block = s.add(block, w);
+                        if softmax.skips {
+                            w = s.select_ge(score, s.splat(f32::MIN), w, s.splat(f32::NAN));
+                        }
+                        // SAFETY: as above, of j + v.
+                        unsafe { s.store(w, place.add(v * width)) };
+                    }
+                    j += many;
                 }
                 if to == block_end || to == end {
                     total = s.add(total, block);

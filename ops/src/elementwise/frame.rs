@@ -5,6 +5,7 @@ use crate::call;
 use crate::element::{typed, typed_pair};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
+use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{convert, widen};
@@ -195,7 +196,17 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
         let block = from..whole.min(from + BLOCK);
         let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
         if P::FIRST {
-            for at in (0..a.len()).step_by(two) {
+            let (s4, eight) = (Unrolled(Unrolled(s)), 8 * S::LANES);
+            let many = a.len() - a.len() % eight;
+            for at in (0..many).step_by(eight) {
+                let (p0, rest) = a[at..][..eight].split_at(two);
+                let (p1, rest) = rest.split_at(two);
+                let (p2, p3) = rest.split_at(two);
+                let low = (load_two(s, p0, pairs), load_two(s, p1, pairs));
+                let high = (load_two(s, p2, pairs), load_two(s, p3, pairs));
+                store_two(s4, op.first(Unrolled(s4), (low, high)), &mut firsts[at..][..eight]);
+            }
+            for at in (many..a.len()).step_by(two) {
                 let (a0, a1) = load_two(s, &a[at..][..two], pairs);
                 store_two(s, (op.first(s, a0), op.first(s, a1)), &mut firsts[at..][..two]);
             }

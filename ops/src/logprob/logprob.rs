@@ -11,7 +11,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
-use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
+use crate::math::{LOG2E_HI, LOG2E_LO, is_small, lse, weigh};
 use crate::reduce::{Add, Lanes};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
@@ -275,21 +275,30 @@ pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32,
 /// The weights `w` of `x * scale` under the reference point n; -inf has weight +0.
 #[inline(always)]
 pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
-    let four = 4 * S::LANES;
-    let (s2, s4) = (Unrolled(s), Unrolled(Unrolled(s)));
-    let whole = x.len() - x.len() % four;
-    for at in (0..whole).step_by(four) {
-        store_two(s2, weigh(s4, load_two(s2, &x[at..][..four], false), scale, n), &mut w[at..][..four]);
-    }
-    for at in (whole..x.len()).step_by(S::LANES) {
-        narrow_at(s, weigh(s, load_at(s, x, at, I::default()), scale, n), w, at);
+    if is_small(s, s.splat(n)) {
+        weights_of::<S, I, true>(s, x, scale, n, w)
+    } else {
+        weights_of::<S, I, false>(s, x, scale, n, w)
     }
 }
 
 #[inline(always)]
-fn weigh<S: Simd>(s: S, x: S::F, scale: f32, n: f32) -> S::F {
-    let (m, i) = exp_split(s, s.mul(x, s.splat(scale)), s.splat(LOG2E_HI), s.splat(LOG2E_LO));
-    weight(s, m, i, s.splat(n))
+fn weights_of<S: Simd, I: Element, const SMALL: bool>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
+    let (eight, s4) = (8 * S::LANES, Unrolled(Unrolled(s)));
+    let whole = x.len() - x.len() % eight;
+    for at in (0..whole).step_by(eight) {
+        let x = load_two(s4, &x[at..][..eight], false);
+        store_two(s4, scaled_weight::<_, SMALL>(Unrolled(s4), x, scale, n), &mut w[at..][..eight]);
+    }
+    for at in (whole..x.len()).step_by(S::LANES) {
+        narrow_at(s, scaled_weight::<_, SMALL>(s, load_at(s, x, at, I::default()), scale, n), w, at);
+    }
+}
+
+#[inline(always)]
+fn scaled_weight<S: Simd, const SMALL: bool>(s: S, x: S::F, scale: f32, n: f32) -> S::F {
+    let x = if scale == 1.0 { x } else { s.mul(x, s.splat(scale)) };
+    weigh::<S, SMALL>(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(n))
 }
 
 /// The sum of the 8 segments of a row.

@@ -151,6 +151,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn mul_pow2(self, m: __m256, i: __m256) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            // All in range is normal, so i is added to the exponent.
+            let i = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(i));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(m), i))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
         unsafe {

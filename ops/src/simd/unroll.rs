@@ -4,6 +4,22 @@
 use super::Simd;
 use half::{bf16, f16};
 
+/// Eight vectors as one: a chain of multiply-adds of each takes all the time of two units, and none waits for itself.
+pub type Eight<S> = Unrolled<Unrolled<Unrolled<S>>>;
+
+/// Eight vectors as one; an array and no function that makes them, because a closure need not be inlined.
+#[inline(always)]
+pub fn eight<S: Simd>([v0, v1, v2, v3, v4, v5, v6, v7]: [S::F; 8]) -> <Eight<S> as Simd>::F {
+    (((v0, v1), (v2, v3)), ((v4, v5), (v6, v7)))
+}
+
+/// The vectors of which [`eight`] made `v`.
+#[inline(always)]
+pub fn vectors<S: Simd>(v: <Eight<S> as Simd>::F) -> [S::F; 8] {
+    let (((v0, v1), (v2, v3)), ((v4, v5), (v6, v7))) = v;
+    [v0, v1, v2, v3, v4, v5, v6, v7]
+}
+
 /// Every operation on both halves.
 #[derive(Clone, Copy)]
 pub struct Unrolled<S>(pub S);
