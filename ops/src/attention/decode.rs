@@ -34,14 +34,16 @@ pub struct Streams {
     sequences: usize,
     workers: usize,
     /// Facts of the call: query rows to a key head at most, key heads, blocks of keys that a sequence sees at most, words
-    /// of an operand's row, columns of the values, and whether those are read in place.
+    /// of a query and of a key, columns of the values, and whether those are read in place.
     rows: usize,
     kv_heads: usize,
     blocks: usize,
-    words: usize,
+    query: usize,
+    key: usize,
     columns: usize,
     in_place: bool,
-    bf16: bool,
+    /// Whether queries are pairs of bf16, and keys.
+    pairs: [bool; 2],
 }
 
 /// What is kept of a row's scores in one block: the largest, whether one is NaN or +inf (1), whether one is -inf (1), and
@@ -62,16 +64,20 @@ impl Streams {
         };
         let blocks = (0..shape.batch).map(seen).max().unwrap_or(0);
         let bytes = shape.batch * blocks * BLOCK * shape.kv_heads * (shape.head_dim + shape.value_dim) * size_of::<I>();
+        let (d, pairs) = (shape.head_dim, [I::IS_BF16 && job.dots(), I::IS_BF16]);
+        // Beside the -0 that ends an odd row of pairs stands a zero.
+        let query = if pairs[0] { d.div_ceil(2) } else { d.next_multiple_of(2) };
         let all = Streams {
             sequences: shape.batch,
             workers: job.cpu.threads().min(bytes / WORTHWHILE + 1),
             rows,
             kv_heads: shape.kv_heads,
             blocks,
-            words: if I::IS_BF16 { shape.head_dim.div_ceil(2) } else { shape.head_dim },
+            query,
+            key: if I::IS_BF16 { d.div_ceil(2) } else { d },
             columns: shape.value_dim.next_multiple_of(16),
             in_place: job.values_in_place(),
-            bf16: I::IS_BF16,
+            pairs,
         };
         // As many at a time as the caches keep what stands between the passes of, evenly.
         let kept = KEPT * all.workers / all.sequence_words().max(1);
@@ -86,7 +92,7 @@ impl Streams {
 
     /// Words of the queries of one (sequence, key head): the rows side by side, then their smallest nonzero magnitude.
     fn query_words(&self) -> usize {
-        (self.words * self.rows).next_multiple_of(LINE) + LINE
+        (self.query * self.rows).next_multiple_of(LINE) + LINE
     }
 
     /// Words of what the softmax knows of the rows of one (sequence, key head).
@@ -107,7 +113,7 @@ impl Streams {
 
     /// Words that a worker lays keys or values out in: a panel of keys, or as many values.
     fn panel_words(&self) -> usize {
-        PANEL * self.words.max(if self.in_place { 0 } else { self.columns })
+        PANEL * self.key.max(if self.in_place { 0 } else { self.columns })
     }
 }
 
@@ -115,7 +121,8 @@ impl Plan for Streams {
     fn need(&self) -> Need {
         let queries = self.sequences * self.kv_heads * self.query_words();
         let shared = self.sequences.saturating_mul(self.sequence_words());
-        let pairs = if self.bf16 { queries + self.panel_words() * self.workers } else { 0 };
+        let [pairs_of_queries, pairs_of_keys] = self.pairs.map(usize::from);
+        let pairs = pairs_of_queries * queries + pairs_of_keys * self.panel_words() * self.workers;
         Need { shared, slot: self.panel_words(), workers: self.workers, pairs }
     }
 
@@ -289,14 +296,14 @@ impl<I: Element> Pass<'_, I> {
         };
         let (out, end) = out.split_at_mut(self.plan.query_words() - LINE);
         end[0] = f32::NAN.to_bits();
-        if !I::IS_BF16 {
-            f32_of_rows(job.cpu, rows, d, query, job.shape.tf32, as_floats_mut(out), rows);
+        if !job.dots() {
+            let out = as_floats_mut(out);
+            f32_of_rows(job.cpu, rows, d, query, job.shape.tf32, out, rows);
+            out[d * rows..self.plan.query * rows].fill(0.0);
             return;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
-        if job.dots() {
-            vnni_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Prefetch::NONE);
-        }
+        vnni_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Prefetch::NONE);
         let least = |r: usize| least_magnitude(job.cpu, query(r));
         end[0] = (0..rows).map(least).fold(f32::INFINITY, f32::min).to_bits();
     }
@@ -410,7 +417,7 @@ impl<I: Element> Pass<'_, I> {
         // SAFETY: a block and its heads are one task's, and this is the only part in hand.
         let part = unsafe { parts.of(task.place, head) };
         let out = &mut part.scores[from % BLOCK..];
-        let panel = &mut slot[..PANEL * plan.words];
+        let panel = &mut slot[..PANEL * plan.key];
         let (count, chain) = (key_rows.count, [0, d]);
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
         let key = |j: usize| job.k.get(key_rows.at[j], head);
@@ -424,17 +431,22 @@ impl<I: Element> Pass<'_, I> {
         let key = |j: usize| bf16_slice(key(j)).expect("bf16");
         vnni_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
         let right = Right::Vnni(panel, PANEL);
+        if !job.dots() {
+            let left = Left { data: as_floats(query), row_stride: 1, step: rows };
+            fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+            return 0;
+        }
         let least = || match count {
             PANEL => least_of_vnni(cpu, panel),
             _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
         };
-        if job.dots() && dot_is_exact(least_query, least()) {
+        if dot_is_exact(least_query, least()) {
             let left = Left { data: query, row_stride: 1, step: rows };
             dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
             return 0;
         }
         self.fma_tile(task.b, head, panel, out);
-        usize::from(job.dots())
+        1
     }
 
     /// The keys of the task's first panel.
@@ -475,7 +487,7 @@ impl<I: Element> Pass<'_, I> {
         }
     }
 
-    /// Scores of one panel of pairs without `VDPBF16PS`: the queries are widened some steps of d at a time.
+    /// Scores of one panel where `VDPBF16PS` is not exact: the queries are widened some steps of d at a time.
     fn fma_tile(&self, b: usize, head: usize, panel: &[u32], out: &mut [f32]) {
         const STEPS: usize = 64;
         let (job, rows) = (self.job, self.rows(b));

@@ -6,7 +6,7 @@
 use super::{Left, Order, Right, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, Simd, prefetch};
 
 /// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
 trait Steps: Copy {
@@ -16,10 +16,14 @@ trait Steps: Copy {
     /// # Safety
     /// The address is inside the operand.
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
-    /// Vectors of columns side by side for so many rows on 32 registers of 16 lanes: enough that no sum waits for itself.
-    fn vectors(_rows: usize) -> usize {
-        2
+    /// Vectors of columns side by side for so many rows, on 32 registers of 16 lanes or 16 of 8: enough that no sum waits
+    /// for itself, and whole lines of a panel.
+    #[inline(always)]
+    fn vectors(lanes: usize, rows: usize) -> usize {
+        if lanes == 8 && rows <= 2 { 4 } else { 2 }
     }
+    /// Where that is; it may be any address.
+    fn at(self, step: usize, column: usize) -> *const u32;
     /// Asks for `lines` of the memory that is read later; `index` counts steps, over all columns.
     #[inline(always)]
     fn ask(self, _index: usize, _lines: usize) {}
@@ -32,8 +36,39 @@ struct PairSteps(*const u32, usize);
 #[derive(Clone, Copy)]
 struct Bf16Steps(*const half::bf16, usize, Prefetch);
 
+/// The steps of a panel that comes from memory. Two vectors of 8 lanes are half of what a step holds, and memory is not
+/// found ahead of every other line: so the lines of later steps are asked for.
+#[derive(Clone, Copy)]
+struct Streamed<B>(B);
+
+impl<B: Steps> Steps for Streamed<B> {
+    const K: usize = B::K;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        if column == 0 {
+            for line in 0..2 {
+                prefetch(self.0.at(step + 32, 16 * line));
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.load(s, step, column) }
+    }
+    #[inline(always)]
+    fn vectors(lanes: usize, rows: usize) -> usize {
+        B::vectors(lanes, rows)
+    }
+    #[inline(always)]
+    fn at(self, step: usize, column: usize) -> *const u32 {
+        self.0.at(step, column)
+    }
+}
+
 impl Steps for WideSteps {
     const K: usize = 1;
+    #[inline(always)]
+    fn at(self, step: usize, column: usize) -> *const u32 {
+        self.0.wrapping_add(step * self.1 + column).cast()
+    }
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
@@ -45,6 +80,10 @@ impl Steps for WideSteps {
 impl Steps for PairSteps {
     const K: usize = 2;
     #[inline(always)]
+    fn at(self, step: usize, column: usize) -> *const u32 {
+        self.0.wrapping_add(step * self.1 + column)
+    }
+    #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
         unsafe { s.load_pairs(self.0.add(step * self.1 + column)) }
@@ -54,16 +93,20 @@ impl Steps for PairSteps {
 impl Steps for Bf16Steps {
     const K: usize = 1;
     #[inline(always)]
+    fn at(self, step: usize, column: usize) -> *const u32 {
+        self.0.wrapping_add(step * self.1 + column).cast()
+    }
+    #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
         let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
         (v, v)
     }
     #[inline(always)]
-    fn vectors(rows: usize) -> usize {
-        match rows {
-            1 => 8,
-            2..=4 => 4,
+    fn vectors(lanes: usize, rows: usize) -> usize {
+        match (lanes, rows) {
+            (8 | 16, 1) => 8,
+            (8 | 16, 2) | (16, 3..=4) => 4,
             _ => 2,
         }
     }
@@ -95,8 +138,12 @@ impl Kernel for FmaTile<'_, '_> {
         let FmaTile { tile, out } = self;
         let adjacent = tile.left.row_stride == 1;
         let tree = matches!(tile.order, Order::Tree(_));
+        let streams = S::LANES == 8 && tile.order.end() > 512;
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
+            (Right::F32(data, stride), true, true) if streams && tile.rows > 2 => {
+                heights::<S, _, true, true>(s, tile, out, Streamed(WideSteps(data.as_ptr(), stride)))
+            }
             (Right::F32(data, stride), true, true) => {
                 heights::<S, _, true, true>(s, tile, out, WideSteps(data.as_ptr(), stride))
             }
@@ -123,6 +170,7 @@ impl Kernel for FmaTile<'_, '_> {
                 assert!(end == 0 || fits(end), "left operand lacks the pad of an odd length");
                 let b = PairSteps(data.as_ptr(), stride);
                 match (adjacent, tree) {
+                    (true, true) if streams => heights::<S, _, true, true>(s, tile, out, Streamed(b)),
                     (true, true) => heights::<S, _, true, true>(s, tile, out, b),
                     (true, false) => heights::<S, _, true, false>(s, tile, out, b),
                     (false, true) => heights::<S, _, false, true>(s, tile, out, b),
@@ -176,14 +224,14 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
     out: *mut f32,
 ) -> usize {
     let mut column = 0;
-    if S::LANES == 16 && B::vectors(ROWS) == 8 {
+    if B::vectors(S::LANES, ROWS) == 8 {
         while column + 8 * S::LANES <= tile.columns {
             // SAFETY: the caller's promise; these columns are below `tile.columns`.
             unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
             column += 8 * S::LANES;
         }
     }
-    if S::LANES == 16 && B::vectors(ROWS) >= 4 {
+    if B::vectors(S::LANES, ROWS) >= 4 {
         while column + 4 * S::LANES <= tile.columns {
             // SAFETY: as above.
             unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
