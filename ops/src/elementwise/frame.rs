@@ -191,7 +191,9 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
     firsts: &mut [f32],
 ) {
     let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
-    let whole = y.len() - y.len() % two;
+    // Elements between which memory is asked for: a line of bf16.
+    let line = two.max(32);
+    let whole = y.len() - y.len() % line;
     for from in (0..whole).step_by(BLOCK) {
         let block = from..whole.min(from + BLOCK);
         let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
@@ -211,16 +213,19 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
                 store_two(s, (op.first(s, a0), op.first(s, a1)), &mut firsts[at..][..two]);
             }
         }
-        for at in (0..a.len()).step_by(two) {
-            let (a, b, y) = (&a[at..][..two], &b[at..][..two], &mut y[at..][..two]);
+        for from in (0..a.len()).step_by(line) {
+            let (a, b, y) = (&a[from..][..line], &b[from..][..line], &mut y[from..][..line]);
             prefetch_at(a, AHEAD);
             prefetch_at(b, AHEAD);
-            let ((a0, a1), (b0, b1)) = (load_two(s, a, pairs), load_two(s, b, pairs));
-            let (f0, f1) = match P::FIRST {
-                true => load_two(s, &firsts[at..][..two], false),
-                false => (a0, a1),
-            };
-            narrow_two(s, (op.apply(s, a0, f0, b0), op.apply(s, a1, f1, b1)), y, pairs);
+            for at in (0..line).step_by(two) {
+                let ((a0, a1), (b0, b1)) = (load_two(s, &a[at..][..two], pairs), load_two(s, &b[at..][..two], pairs));
+                let (f0, f1) = match P::FIRST {
+                    true => load_two(s, &firsts[from + at..][..two], false),
+                    false => (a0, a1),
+                };
+                let made = (op.apply(s, a0, f0, b0), op.apply(s, a1, f1, b1));
+                narrow_two(s, made, &mut y[at..][..two], pairs);
+            }
         }
     }
     for at in (whole..y.len()).step_by(S::LANES) {

@@ -268,18 +268,24 @@ impl<S: Simd> Scale<S> {
         next: [*const N; NEXT],
     ) {
         let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
+        // Elements between which what comes next is asked for: a line of bf16.
+        let line = two.max(32);
         let mut at = 0;
         while at < x.len() {
             let y = stream.room(x.len() - at);
             let len = y.len();
             let (x, w) = (&x[at..][..len], &w[at..][..len]);
-            let whole = len - len % two;
-            for v in (0..whole).step_by(two) {
+            let whole = len - len % line;
+            for from in (0..whole).step_by(line) {
                 for next in next {
-                    prefetch(next.wrapping_add(at + v));
+                    prefetch(next.wrapping_add(at + from));
                 }
-                let ((x0, x1), (w0, w1)) = (load_two(s, &x[v..][..two], pairs), load_two(s, &w[v..][..two], pairs));
-                narrow_two(s, (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1)), &mut y[v..][..two], pairs);
+                let (x, w, y) = (&x[from..][..line], &w[from..][..line], &mut y[from..][..line]);
+                for v in (0..line).step_by(two) {
+                    let ((x0, x1), (w0, w1)) = (load_two(s, &x[v..][..two], pairs), load_two(s, &w[v..][..two], pairs));
+                    let scaled = (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1));
+                    narrow_two(s, scaled, &mut y[v..][..two], pairs);
+                }
             }
             for at in (whole..len).step_by(S::LANES) {
                 let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));

@@ -9,6 +9,7 @@ use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::{typed, typed_pair};
 use crate::simd::stream::{BLOCK, Stream, is_large};
+use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::through_f32::{self, widen};
@@ -405,6 +406,12 @@ pub(crate) fn rotate_head<S: Simd, I: Element, O: Element>(
 /// Element i goes with element i + D/2.
 #[inline(always)]
 fn rotate_halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
+    // Two narrow vectors are rounded to bf16 together.
+    if S::LANES == 8 { halves(Unrolled(s), angles, x, y) } else { halves(s, angles, x, y) }
+}
+
+#[inline(always)]
+fn halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
     let half = x.len() / 2;
     let (x1, x2) = (&x[..half], &x[half..][..half]);
     let (y1, y2) = y.split_at_mut(half);

@@ -212,6 +212,18 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn narrow_two_bf16(self, (a, b): (__m256, __m256), p: *mut bf16) {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let (a, b) = without_nan(a, b);
+            let (a, b) = (_mm256_srli_epi32::<16>(rounded(a)), _mm256_srli_epi32::<16>(rounded(b)));
+            // The pack works on 128-bit halves; the permutation brings the four quarters in order.
+            let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(a, b));
+            _mm256_storeu_si256(p.cast(), packed);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow_f16(self, v: __m256, p: *mut f16) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(v))) }
@@ -289,9 +301,7 @@ impl Simd for Avx2 {
     unsafe fn narrow_pairs(self, high: __m256, low: __m256, p: *mut u32) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
-            let nan = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(high, low)) != 0;
-            // NaN is rare: a branch costs less than to look at every lane.
-            let (high, low) = if nan { (canonical(high), canonical(low)) } else { (high, low) };
+            let (high, low) = without_nan(high, low);
             let low = _mm256_srli_epi32::<16>(rounded(low));
             _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(low, rounded(high)));
         }
@@ -329,6 +339,17 @@ impl Simd for Avx2 {
 fn canonical(v: __m256) -> __m256 {
     let nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC0_0000));
     _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v))
+}
+
+/// [`canonical`] of both. NaN is rare: a branch costs less than to look at every lane.
+///
+/// # Safety
+/// The machine has the instructions.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn without_nan(a: __m256, b: __m256) -> (__m256, __m256) {
+    let nan = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, b)) != 0;
+    if nan { (canonical(a), canonical(b)) } else { (a, b) }
 }
 
 /// Lanes that are no other NaN than the canonical one, to bf16 in the high half, to nearest even: add half an ulp less one

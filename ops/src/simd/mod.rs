@@ -103,6 +103,17 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for writing `LANES` elements.
     unsafe fn narrow_bf16(self, v: Self::F, p: *mut bf16);
+    /// [`Simd::narrow_bf16`] of two vectors, one behind the other.
+    /// # Safety
+    /// `p` is valid for writing `2 * LANES` elements.
+    #[inline(always)]
+    unsafe fn narrow_two_bf16(self, v: (Self::F, Self::F), p: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.narrow_bf16(v.0, p);
+            self.narrow_bf16(v.1, p.add(Self::LANES));
+        }
+    }
     /// The last rounding to f16.
     /// # Safety
     /// `p` is valid for writing `LANES` elements.
@@ -229,6 +240,17 @@ pub trait Storage: Copy + Default {
     /// # Safety
     /// `p` is valid for writing `LANES` elements.
     unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut Self);
+    /// The same of two vectors, one behind the other.
+    /// # Safety
+    /// `p` is valid for writing `2 * LANES` elements.
+    #[inline(always)]
+    unsafe fn narrow_two_lanes<S: Simd>(s: S, v: (S::F, S::F), p: *mut Self) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Self::narrow_lanes(s, v.0, p);
+            Self::narrow_lanes(s, v.1, p.add(S::LANES));
+        }
+    }
 }
 
 impl Storage for f32 {
@@ -255,6 +277,11 @@ impl Storage for bf16 {
     unsafe fn narrow_lanes<S: Simd>(s: S, v: S::F, p: *mut bf16) {
         // SAFETY: the caller's promise.
         unsafe { s.narrow_bf16(v, p) }
+    }
+    #[inline(always)]
+    unsafe fn narrow_two_lanes<S: Simd>(s: S, v: (S::F, S::F), p: *mut bf16) {
+        // SAFETY: the caller's promise.
+        unsafe { s.narrow_two_bf16(v, p) }
     }
 }
 
@@ -333,8 +360,7 @@ pub fn narrow_two<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs
         if pairs {
             s.narrow_pairs(v.0, v.1, y.as_mut_ptr().cast());
         } else {
-            T::narrow_lanes(s, v.0, y.as_mut_ptr());
-            T::narrow_lanes(s, v.1, y.as_mut_ptr().add(S::LANES));
+            T::narrow_two_lanes(s, v, y.as_mut_ptr());
         }
     }
 }

@@ -138,10 +138,7 @@ impl<S: Simd> Simd for Unrolled<S> {
     #[inline(always)]
     unsafe fn narrow_bf16(self, v: Self::F, p: *mut bf16) {
         // SAFETY: the caller's promise, for twice as many lanes.
-        unsafe {
-            self.0.narrow_bf16(v.0, p);
-            self.0.narrow_bf16(v.1, p.add(S::LANES))
-        }
+        unsafe { self.0.narrow_two_bf16(v, p) }
     }
     #[inline(always)]
     unsafe fn narrow_f16(self, v: Self::F, p: *mut f16) {
