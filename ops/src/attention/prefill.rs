@@ -437,6 +437,11 @@ impl<I: Element> RowTile<'_, I> {
         if count == 0 {
             return;
         }
+        let mut seen_by_all = [Range { from: 0, to: usize::MAX }; ROWS.div_ceil(TILE_ROWS)];
+        for (r, range) in ranges[..self.rows].iter().enumerate() {
+            let all = &mut seen_by_all[r / TILE_ROWS];
+            *all = Range { from: all.from.max(range.from), to: all.to.min(range.to) };
+        }
         let in_place = bf16_slice(job.v.data()).filter(|_| plan.in_place);
         let mut from = keys.from;
         while from < keys.to {
@@ -446,8 +451,9 @@ impl<I: Element> RowTile<'_, I> {
             let to = to.min(block_end).min(keys.to);
             if in_place.is_none() {
                 for (j, wide) in (from..to).zip(as_floats_mut(part).chunks_exact_mut(columns)) {
-                    let value = &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
-                    f32_row(job.cpu, value, job.shape.tf32, wide);
+                    let value = |j: usize| &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
+                    prefetch(value((j + AHEAD).min(keys.to - 1)));
+                    f32_row(job.cpu, value(j), job.shape.tf32, wide);
                 }
             }
             let wide: &[f32] = as_floats(part);
@@ -471,11 +477,10 @@ impl<I: Element> RowTile<'_, I> {
                 let rows = TILE_ROWS.min(self.rows - first);
                 let mine = &ranges[first..first + rows];
                 // Keys that all rows see go through one tile; what a row sees before and after them, row by row.
-                let shared = Range {
-                    from: mine.iter().map(|range| range.within(from, to).from).max().unwrap_or(to),
-                    to: mine.iter().map(|range| range.within(from, to).to).min().unwrap_or(from),
-                };
-                if skips || shared.is_empty() {
+                let shared = seen_by_all[first / TILE_ROWS].within(from, to);
+                if !skips && shared.from == from && shared.to == to {
+                    accumulate(first, rows, shared);
+                } else if skips || shared.is_empty() {
                     for (r, range) in mine.iter().enumerate() {
                         let seen = range.within(from, to);
                         if !skips {
