@@ -24,9 +24,10 @@ trait Steps: Copy {
     }
     /// Where that is; it may be any address.
     fn at(self, step: usize, column: usize) -> *const u32;
-    /// Asks for `lines` of the memory that is read later; `index` counts steps, over all columns.
+    /// Asks for as much of the memory that is read later as a step of so many columns reads; `index` counts steps, over all
+    /// columns.
     #[inline(always)]
-    fn ask(self, _index: usize, _lines: usize) {}
+    fn ask(self, _index: usize, _columns: usize) {}
 }
 
 #[derive(Clone, Copy)]
@@ -111,8 +112,12 @@ impl Steps for Bf16Steps {
         }
     }
     #[inline(always)]
-    fn ask(self, index: usize, lines: usize) {
-        self.2.ask_at(index * lines, lines);
+    fn ask(self, index: usize, columns: usize) {
+        match columns / 32 {
+            0 if index.is_multiple_of(2) => self.2.ask_at(index / 2, 1),
+            0 => (),
+            lines => self.2.ask_at(index * lines, lines),
+        }
     }
 }
 
@@ -343,7 +348,7 @@ unsafe fn chain<S: Simd, B: Steps, const ROWS: usize, const VECTORS: usize, cons
             for v in 0..VECTORS {
                 (first[v], second[v]) = b.load(s, at, column + v * S::LANES);
             }
-            b.ask(column / (VECTORS * S::LANES) * to + at, (VECTORS * S::LANES).div_ceil(32));
+            b.ask(column / (VECTORS * S::LANES) * to + at, VECTORS * S::LANES);
             let x = a.add(at * B::K * left.step);
             for r in 0..ROWS {
                 let x = s.splat(*x.add(r * row_stride));
