@@ -3,7 +3,7 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{Left, Order, Right, Tile, last};
+use super::{Left, Order, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
 use crate::simd::{Kernel, Simd, prefetch};
@@ -143,7 +143,8 @@ impl Kernel for FmaTile<'_, '_> {
         let FmaTile { tile, out } = self;
         let adjacent = tile.left.row_stride == 1;
         let tree = matches!(tile.order, Order::Tree(_));
-        let streams = S::LANES == 8 && tile.order.end() > 512;
+        // A panel that one low tile passes over once; tall ones are many to a panel, which the caches then hold.
+        let streams = S::LANES == 8 && tile.order.end() > 512 && tile.rows < TILE_ROWS;
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
             (Right::F32(data, stride), true, true) if streams && tile.rows > 2 => {
