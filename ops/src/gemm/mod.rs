@@ -8,3 +8,6 @@ use crate::call::Entry;
 
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] = &[&gemm::OP];
+
+#[cfg(test)]
+pub(crate) mod tests;

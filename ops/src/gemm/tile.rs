@@ -120,3 +120,6 @@ pub fn dot_is_exact(least_left: f32, least_right: f32) -> bool {
     let normal = |x: f32| x >= f32::MIN_POSITIVE;
     normal(least_left) && normal(least_right) && exponent(least_left) + exponent(least_right) >= -112
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,255 @@
+//! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
+
+use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
+use crate::{Backend, Counter, Cpu, DType, Element, Error, Isa, TensorRef};
+use half::{bf16, f16};
+use samebits_schema::{Attributes, Given, find, validate};
+
+/// A number of either sign: as many exponents as a dictionary has, so that every sum rounds.
+pub(crate) fn number(seed: usize) -> bf16 {
+    let bits = (seed as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let bits = (bits ^ bits >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40;
+    bf16::from_bits((bits & 0x87FF) as u16 | 0x3800)
+}
+
+fn numbers<T: Element>(seed: usize, len: usize) -> Vec<T> {
+    (seed..seed + len).map(|seed| T::narrow(number(seed).to_f32())).collect()
+}
+
+/// Those of this machine, and an emulated one where the machine lacks what it emulates.
+pub(crate) fn isas() -> impl Iterator<Item = Isa> {
+    let lacks = |isa: Isa| isa.emulates().is_none_or(|real| !real.available());
+    Isa::ALL.into_iter().filter(move |&isa| isa.available() && lacks(isa))
+}
+
+/// The sum between these bounds, as docs/NUMERICS.md has it.
+pub(crate) fn plain(bounds: &[usize], x: impl Fn(usize) -> f32, w: impl Fn(usize) -> f32) -> f32 {
+    let chain = |two: &[usize]| (two[0]..two[1]).fold(0f32, |sum, k| x(k).mul_add(w(k), sum));
+    let mut sums: Vec<f32> = bounds.windows(2).map(chain).collect();
+    while sums.len() > 1 {
+        sums = sums.chunks(2).map(|two| two[0] + two[1]).collect();
+    }
+    sums[0]
+}
+
+/// `x[m,k] * w[n,k]^T`.
+pub(crate) fn product<T: Element>(size: [usize; 3], x: &[T], w: &[T]) -> Vec<f32> {
+    let [m, n, k] = size;
+    let length = 16 * k.div_ceil(128);
+    let bounds: Vec<usize> = (0..=8).map(|i| (i * length).min(k)).collect();
+    let element = |i: usize| plain(&bounds, |at| x[i / n * k + at].widen(), |at| w[i % n * k + at].widen());
+    (0..m * n).map(element).collect()
+}
+
+pub(crate) fn bits<T: Element>(values: &[T]) -> Vec<u32> {
+    values.iter().map(|value| value.widen().to_bits()).collect()
+}
+
+/// Runs on every plan that there is, from the preferred one to the smallest: each time with one byte less than the last took.
+pub(crate) fn on_every_plan(isa: Isa, threads: usize, mut run: impl FnMut(&Cpu) -> Result<(), Error>) {
+    let mut budget = usize::MAX;
+    loop {
+        let cpu = Cpu::new(isa, threads, budget).unwrap();
+        match run(&cpu) {
+            Ok(()) => budget = cpu.ledger().plans()[0].bytes - 1,
+            Err(Error::Budget { smallest, .. }) => return assert_eq!(smallest, budget + 1),
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// One weight by instruction sets of every form, and none.
+fn check<I: Element, O: Element>(isas: &[Isa], size: [usize; 3], x: &[I], w: &[I], bias: Option<&[I]>) {
+    let [m, n, k] = size;
+    let mut sums = product(size, x, w);
+    if let Some(bias) = bias {
+        sums.iter_mut().enumerate().for_each(|(i, sum)| *sum += bias[i % n].widen());
+    }
+    let expected: Vec<O> = sums.into_iter().map(O::narrow).collect();
+    let expected = bits(&expected);
+    let pack = |isa: &Isa| PackedWeight::pack(&Cpu::new(*isa, 2, usize::MAX).unwrap(), n, k, w).unwrap();
+    let plain = pack(&Isa::Scalar);
+    let coded = isas.iter().find(|isa| isa.has_dot()).map(pack);
+    let is_coded = coded.as_ref().is_some_and(|coded| coded.bytes() != plain.bytes());
+    assert_eq!(is_coded, coded.is_some() && I::IS_BF16 && k > 0, "{size:?}");
+    // A call before leaves NaN in the workspace, also where an odd k ends.
+    let even = k.next_multiple_of(2);
+    let nan = |rows: usize| vec![I::narrow(f32::NAN); rows * even];
+    let (x_nan, w_nan) = (nan(m), nan(n));
+    let packed_nan = PackedWeight::pack(&Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap(), n, even, &w_nan).unwrap();
+    let mut y = vec![O::default(); m * n];
+    for &isa in isas {
+        for (packed, threads) in
+            [(None, 1), (Some(&plain), 1), (coded.as_ref(), 1), (None, 3), (Some(&plain), 3), (coded.as_ref(), 3)]
+        {
+            on_every_plan(isa, threads, |cpu| {
+                match packed {
+                    _ if k == even => {}
+                    None => gemm(cpu, &Gemm::new(m, n, even), &x_nan, &w_nan, None, &mut y)?,
+                    Some(_) => gemm_packed(cpu, &Gemm::new(m, n, even), &x_nan, &packed_nan, None, &mut y)?,
+                }
+                y.fill(O::narrow(7e7));
+                match packed {
+                    None => gemm(cpu, &Gemm::new(m, n, k), x, w, bias, &mut y)?,
+                    Some(packed) => gemm_packed(cpu, &Gemm::new(m, n, k), x, packed, bias, &mut y)?,
+                }
+                let of = packed.map(|packed| packed.bytes());
+                assert_eq!(bits(&y), expected, "{isa} {size:?} {of:?} {:?}", cpu.ledger().plans());
+                Ok(())
+            });
+        }
+    }
+}
+
+const SIZES: [[usize; 3]; 14] = [
+    [1, 800, 20],
+    [1, 33, 0],
+    [2, 70, 1],
+    [5, 63, 33],
+    [12, 64, 260],
+    [13, 56, 67],
+    [24, 60, 129],
+    [25, 33, 100],
+    [40, 33, 515],
+    [60, 96, 17],
+    [100, 56, 40],
+    [36, 33, 1100],
+    [1, 3, 8321],
+    [131, 63, 9],
+];
+
+#[test]
+fn every_plan_makes_plain_chains() {
+    let isas: Vec<Isa> = isas().collect();
+    for [m, n, k] in SIZES {
+        let (x, w, bias) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k), numbers::<bf16>(7, n));
+        check::<_, f32>(&isas, [m, n, k], &x, &w, (k % 2 == 0).then_some(&bias));
+        if m * n * k < 200_000 {
+            let [x, w, bias] = [&x, &w, &bias].map(|values| values.iter().map(|v| v.to_f32()).collect::<Vec<f32>>());
+            check::<_, bf16>(&isas, [m, n, k], &x, &w, (k % 2 == 1).then_some(&bias));
+            let [x, w, bias] = [x, w, bias].map(|values| values.into_iter().map(f16::from_f32).collect::<Vec<f16>>());
+            check::<_, f32>(&isas, [m, n, k], &x, &w, Some(&bias));
+        }
+    }
+}
+
+/// Where `VDPBF16PS` is the slower one, coded panels are unpacked for multiply-adds: an emulated instruction set takes the way
+/// that this machine does not.
+#[test]
+fn the_other_way_makes_plain_chains() {
+    let others = || Isa::ALL.into_iter().filter(|isa| isa.available() && isa.emulates().is_some() && isa.has_dot());
+    for [m, n, k] in [[24, 40, 100], [100, 56, 20], [25, 63, 33]] {
+        let (x, w) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k));
+        check::<_, f32>(&others().collect::<Vec<_>>(), [m, n, k], &x, &w, None);
+    }
+}
+
+/// The fourth and the last row of x, and some weights of the last row of w, are so small that `VDPBF16PS` would flush their
+/// products. The weights are too few to keep the others from being coded.
+fn small(size: [usize; 3]) -> [Vec<bf16>; 2] {
+    let [m, n, k] = size;
+    let [mut x, mut w] = [numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k)];
+    let shrink = |row: &mut [bf16]| row.iter_mut().for_each(|v| *v = bf16::from_f32(v.to_f32() * 2f32.powi(-60)));
+    shrink(&mut x[3 * k..][..k]);
+    shrink(&mut x[(m - 1) * k..]);
+    shrink(&mut w[(n - 1) * k..][..3]);
+    [x, w]
+}
+
+#[test]
+fn small_operands_are_not_flushed() {
+    for size in [[24, 40, 300], [30, 70, 64], [25, 33, 1100]] {
+        let [x, w] = small(size);
+        check::<_, f32>(&isas().collect::<Vec<_>>(), size, &x, &w, None);
+    }
+}
+
+#[test]
+fn slow_paths_are_counted_and_refused() {
+    let [m, n, k] = [30, 70, 64];
+    let [x, w] = small([m, n, k]);
+    let ordinary = numbers::<bf16>(0, m * k);
+    for isa in isas() {
+        let packed = [Isa::Scalar, isa]
+            .map(|isa| Some(PackedWeight::pack(&Cpu::new(isa, 1, usize::MAX).unwrap(), n, k, &w).unwrap()));
+        for w_packed in packed.iter().chain([&None]) {
+            let run = |cpu: &Cpu, x: &[bf16], y: &mut [f32]| match w_packed {
+                None => gemm(cpu, &Gemm::new(m, n, k), x, &w, None, y),
+                Some(packed) => gemm_packed(cpu, &Gemm::new(m, n, k), x, packed, None, y),
+            };
+            let mut y = vec![0f32; m * n];
+            let new = |budget: usize| Cpu::new(isa, 2, budget).unwrap();
+            // Of three tiles the first and the last, with the last panel.
+            let slow = if isa.has_dot() { 2 } else { 0 };
+            let (cpu, strict) = (new(usize::MAX), new(usize::MAX));
+            run(&cpu, &x, &mut y).unwrap();
+            assert_eq!(cpu.ledger().count(Counter::SlowPaths), slow as u64, "{isa}");
+            let kernels = [isa.name(), isa.without_dot().name()];
+            assert_eq!(cpu.ledger().kernels(), if slow > 0 { &kernels[..] } else { &kernels[1..] });
+            strict.ledger().forbid(Counter::SlowPaths);
+            y.fill(7e7);
+            match run(&strict, &x, &mut y) {
+                Ok(()) => assert_eq!(slow, 0, "{isa}"),
+                Err(Error::Forbidden { amount, .. }) => assert!(amount == slow && y.iter().all(|y| *y == 7e7), "{isa}"),
+                Err(error) => panic!("{error}"),
+            }
+            // Ordinary operands, and pieces of f32.
+            let cpu = new(usize::MAX);
+            cpu.ledger().forbid(Counter::SlowPaths);
+            run(&cpu, &ordinary, &mut y).unwrap();
+            assert_eq!(cpu.ledger().kernels(), [isa.name()]);
+            let Err(Error::Budget { smallest, .. }) = run(&new(0), &x, &mut y) else { panic!("it needs a workspace") };
+            let cpu = new(smallest);
+            cpu.ledger().forbid(Counter::SlowPaths);
+            run(&cpu, &x, &mut y).unwrap();
+            assert_eq!(cpu.ledger().kernels(), [isa.without_dot().name()]);
+        }
+    }
+}
+
+#[test]
+fn a_packed_weight_holds_every_bit() {
+    for isa in isas() {
+        let [n, k] = [56, 67];
+        let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
+        let w = numbers::<bf16>(0, n * k);
+        let floats: Vec<f32> = w.iter().map(|w| w.to_f32()).collect();
+        let narrow: Vec<f16> = floats.iter().map(|w| f16::from_f32(*w)).collect();
+        let packed = [
+            PackedWeight::pack(&cpu, n, k, &w).unwrap(),
+            PackedWeight::pack(&cpu, n, k, &floats).unwrap(),
+            PackedWeight::pack(&cpu, n, k, &narrow).unwrap(),
+        ];
+        // fp16 alone is converted.
+        assert_eq!(cpu.ledger().count(Counter::Conversions), 1);
+        let widened: Vec<f32> = narrow.iter().map(|w| w.to_f32()).collect();
+        for (packed, expected) in packed.iter().zip([&floats, &floats, &widened]) {
+            for row in 0..n {
+                let mut found = vec![0f32; k];
+                packed.unpack_row(row, |k, value| found[k] = value);
+                assert_eq!(found, expected[row * k..][..k], "{isa} row {row}");
+            }
+        }
+        // Two panels of whole pairs, and a line for each.
+        assert_eq!(packed[1].bytes(), 2 * 4 * (32 * 68 + 16));
+        assert_eq!(packed[0].bytes() == 2 * 4 * (32 * 34 + 16), !isa.has_dot());
+    }
+}
+
+/// TF32 reads the matrix as it is, and what is packed is not packed again.
+#[test]
+fn a_weight_is_packed_where_that_is_of_use() {
+    let (cpu, w) = (Cpu::best(), [1f32, 2.0, 3.0, 4.0]);
+    let packed = PackedWeight::pack(&cpu, 2, 2, &w).unwrap();
+    for (tf32, w, of_use) in [
+        ("disabled", TensorRef::of(&w, &[2, 2]), true),
+        ("enabled", TensorRef::of(&w, &[2, 2]), false),
+        ("disabled", TensorRef::packed(&packed), false),
+    ] {
+        let given = ["x", "w"].map(|name| Given { name, dtype: DType::Fp32, shape: &[2, 2] });
+        let attributes = Attributes::new().with("tf32", tf32);
+        let call = validate(find("gemm").expect("an op"), &given, attributes, DType::Fp32).unwrap();
+        let inputs = [("x", TensorRef::of(&[1f32; 4], &[2, 2])), ("w", w)];
+        assert_eq!(cpu.prepare(&call, &inputs).unwrap().is_some(), of_use);
+    }
+}

@@ -1,0 +1,327 @@
+//! Tiles against plain chains: NaN stands around all that they may read, and nothing else of what they write to changes.
+
+use super::*;
+use crate::gemm::tests::{isas, number, plain};
+use crate::pack::dictionary::{Form, pack};
+use crate::simd::words::{Kernel512, Simd512};
+use crate::{Cpu, Isa, TensorRef};
+use half::bf16;
+
+fn cpus(fits: impl Fn(Isa) -> bool) -> Vec<Cpu> {
+    isas().filter(|&isa| fits(isa)).map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()).collect()
+}
+
+fn x(row: usize, k: usize) -> bf16 {
+    number(row * 5003 + k)
+}
+
+fn w(column: usize, k: usize) -> bf16 {
+    number(1_000_003 + column * 7001 + k)
+}
+
+fn pair(earlier: bf16, later: bf16) -> u32 {
+    u32::from(earlier.to_bits()) << 16 | u32::from(later.to_bits())
+}
+
+/// Some bounds for a sum of `k`: of the whole, and of what ranks hold.
+fn trees(k: usize) -> Vec<Vec<usize>> {
+    let length = 16 * k.div_ceil(128);
+    let tree = |count: usize| (0..=count).map(|i| if i == count { k } else { (i * length).min(k) }).collect();
+    [8, 4, 2, 1].map(tree).to_vec()
+}
+
+/// [`plain`] for so many rows and columns.
+fn all_plain(bounds: &[usize], size: [usize; 2], w: impl Fn(usize, usize) -> bf16) -> Vec<u32> {
+    let [rows, columns] = size;
+    let sum = |i: usize| plain(bounds, |k| x(i / columns, k).to_f32(), |k| w(i % columns, k).to_f32());
+    (0..rows * columns).map(|i| sum(i).to_bits()).collect()
+}
+
+/// What is around operands: NaN, as f32 and as two bf16.
+const NAN: u32 = 0x7FC0_7FC0;
+/// What stands in outputs before.
+const BEFORE: f32 = 7e7;
+/// How much of either there is.
+const AROUND: usize = 64;
+
+fn around<T: Copy>(len: usize, value: T) -> Vec<T> {
+    vec![value; len + 2 * AROUND]
+}
+
+/// Whether `out`, in the middle of what it stands in, holds `expected(row, column)` and nothing else has changed.
+fn assert_holds(all: &[f32], stride: usize, size: [usize; 2], expected: impl Fn(usize, usize) -> u32, what: &str) {
+    for (i, found) in all.iter().enumerate() {
+        let at = i.wrapping_sub(AROUND);
+        let (row, column) = (at / stride, at % stride);
+        let inside = i >= AROUND && row < size[0] && column < size[1];
+        let expected = if inside { expected(row, column) } else { BEFORE.to_bits() };
+        assert_eq!(found.to_bits(), expected, "{what}: row {row}, column {column}");
+    }
+}
+
+/// Pairs of x: `rows` rows from 0 on, an odd end padded with +0.
+fn left_pairs(rows: usize, k: usize, row_stride: usize, step: usize) -> Vec<u32> {
+    let pairs = k.div_ceil(2);
+    let mut left = around(if pairs == 0 { 0 } else { last(rows, row_stride, pairs, step) + 1 }, NAN);
+    for r in 0..rows {
+        for p in 0..pairs {
+            let later = if 2 * p + 1 < k { x(r, 2 * p + 1) } else { bf16::ZERO };
+            left[AROUND + r * row_stride + p * step] = pair(x(r, 2 * p), later);
+        }
+    }
+    left
+}
+
+fn inner<T>(all: &[T]) -> &[T] {
+    &all[AROUND..all.len() - AROUND]
+}
+
+/// Pairs of w in VNNI form, an odd end padded with -0.
+fn right_pairs(columns: usize, k: usize, stride: usize) -> Vec<u32> {
+    let pairs = k.div_ceil(2);
+    let mut right = around(if pairs == 0 { 0 } else { (pairs - 1) * stride + columns }, NAN);
+    for c in 0..columns {
+        for p in 0..pairs {
+            let later = if 2 * p + 1 < k { w(c, 2 * p + 1) } else { bf16::NEG_ZERO };
+            right[AROUND + p * stride + c] = pair(w(c, 2 * p), later);
+        }
+    }
+    right
+}
+
+#[test]
+fn tiles_of_pairs_are_plain_chains() {
+    for cpu in cpus(Isa::has_dot) {
+        for k in [0usize, 1, 67, 130, 255] {
+            let end = k.div_ceil(2);
+            for bounds in trees(k) {
+                let most = if bounds.len() == 9 { MAX_ROWS } else { 13 };
+                let sums = all_plain(&bounds, [most, 64], w);
+                for (rows, columns, adjacent) in (1..=most)
+                    .flat_map(|rows| [16, 32, 48, 64].map(|columns| (rows, columns)))
+                    .flat_map(|(rows, columns)| [true, false].map(|adjacent| (rows, columns, adjacent)))
+                {
+                    let (row_stride, step) = if adjacent { (1, rows + 1) } else { (end + 1, 1) };
+                    let (stride, out_stride) = (columns + 16, columns + 3);
+                    let (left, right) = (left_pairs(rows, k, row_stride, step), right_pairs(columns, k, stride));
+                    let mut out = around((rows - 1) * out_stride + columns, BEFORE);
+                    let size = out.len();
+                    let tile = Tile {
+                        left: Left { data: inner(&left), row_stride, step },
+                        right: Right::Vnni(inner(&right), stride),
+                        order: Order::Tree(&bounds),
+                        rows,
+                        columns,
+                        out: &mut out[AROUND..size - AROUND],
+                        out_stride,
+                    };
+                    dot_tile(&cpu, tile);
+                    let what = format!("{} k {k} {bounds:?}: {rows} x {columns} {adjacent}", cpu.isa());
+                    let sum = |row: usize, column: usize| sums[row * 64 + column];
+                    assert_holds(&out, out_stride, [rows, columns], sum, &what);
+                }
+            }
+        }
+    }
+}
+
+/// Weights with an escape in each of these blocks: one weight that is far smaller, among those that the dictionary is not made
+/// of (those of every seventh pair).
+fn escaped(column: usize, k: usize, escapes: &[usize]) -> bf16 {
+    let place = |block: usize| {
+        let second = match block % 7 {
+            0 => true,
+            3 => false,
+            _ => block.is_multiple_of(2),
+        };
+        (block % PANEL, 4 * block + 2 * usize::from(second) + usize::from(block % 5 == 1))
+    };
+    let small = escapes.iter().any(|&block| place(block) == (column % PANEL, k));
+    if small { bf16::from_f32(w(column, k).to_f32() * 1e-12) } else { w(column, k) }
+}
+
+#[test]
+fn tiles_of_coded_panels_are_plain_chains() {
+    for cpu in cpus(Isa::has_dot) {
+        for (k, escapes) in [
+            (0, &[][..]),
+            (1, &[]),
+            (6, &[1]),
+            (67, &[0, 16]),
+            (130, &[]),
+            (260, &[0, 1, 64]),
+            (300, &[11, 12, 13, 74]),
+            (515, &[7, 19, 20, 21, 40, 99, 128]),
+            (1100, &[0, 35, 36, 71, 72, 73, 74, 100, 108, 109, 180, 251, 252, 253, 254, 273, 274]),
+        ] {
+            // Of two panels the second is taken: what is read before or behind it is another number.
+            let n = 2 * PANEL;
+            let weights: Vec<bf16> = (0..n * k).map(|i| escaped(i / k, i % k, escapes)).collect();
+            let memory = pack(&cpu, n, TensorRef::of(&weights, &[n, k]).rows()).unwrap().expect("few escapes");
+            let mut words = memory.to_vec();
+            words.extend([NAN; AROUND]);
+            let (coded, _) = DictionaryPanel::panel(Form::of(n, k), &words, 1);
+            // The -0 behind an odd k may make one more.
+            let found = coded.escape_numbers();
+            let listed = escapes.iter().all(|&block| found.contains(&(block as u32)));
+            assert!(listed && found.len() <= escapes.len() + 1, "k {k}: {found:?}");
+            let w = |column: usize, k: usize| escaped(PANEL + column, k, escapes);
+            for bounds in trees(k) {
+                let most = if bounds.len() == 9 { MAX_ROWS } else { 4 };
+                let sums = all_plain(&bounds, [most, PANEL], w);
+                for (rows, step) in (1..=most).flat_map(|rows| [(rows, rows), (rows, rows + 1)]) {
+                    let left = left_pairs(rows, k, 1, step);
+                    for unpacking in [false, true].into_iter().filter(|unpacking| !unpacking || rows == TILE_ROWS) {
+                        let out_stride = PANEL + 3;
+                        let mut out = around((rows - 1) * out_stride + PANEL, BEFORE);
+                        let mut slot = around(coded.pairs() * PANEL, NAN);
+                        let (size, slot_size) = (out.len(), slot.len());
+                        let tile = Tile {
+                            left: Left { data: inner(&left), row_stride: 1, step },
+                            right: Right::Dictionary(coded),
+                            order: Order::Tree(&bounds),
+                            rows,
+                            columns: PANEL,
+                            out: &mut out[AROUND..size - AROUND],
+                            out_stride,
+                        };
+                        match unpacking {
+                            true => dot_unpacking(&cpu, tile, &mut slot[AROUND..slot_size - AROUND]),
+                            false => dot_tile(&cpu, tile),
+                        }
+                        let what = format!("{} k {k} {bounds:?}: {rows} rows, step {step} {unpacking}", cpu.isa());
+                        let sum = |row: usize, column: usize| sums[row * PANEL + column];
+                        assert_holds(&out, out_stride, [rows, PANEL], sum, &what);
+                        for (i, &found) in slot.iter().enumerate() {
+                            let at = i.wrapping_sub(AROUND);
+                            let inside = unpacking && i >= AROUND && at < coded.pairs() * PANEL;
+                            let expected = if inside { coded.pair(at / PANEL, at % PANEL) } else { NAN };
+                            assert_eq!(found, expected, "{what}: pair {}, column {}", at / PANEL, at % PANEL);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A block of two pairs is in one segment.
+#[test]
+fn segments_of_coded_panels_are_whole_blocks() {
+    for cpu in cpus(Isa::has_dot) {
+        let (n, k) = (PANEL, 12);
+        let weights: Vec<bf16> = (0..n * k).map(|i| w(i / k, i % k)).collect();
+        let memory = pack(&cpu, n, TensorRef::of(&weights, &[n, k]).rows()).unwrap().expect("few escapes");
+        let (coded, _) = DictionaryPanel::panel(Form::of(n, k), &memory, 0);
+        for (bounds, taken) in [([0, 8, 12], true), ([0, 6, 12], false), ([2, 8, 12], false)] {
+            let (left, mut out) = (left_pairs(1, k, 1, 1), [0f32; PANEL]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let left = Left { data: inner(&left), row_stride: 1, step: 1 };
+                let (right, order) = (Right::Dictionary(coded), Order::Tree(&bounds));
+                dot_tile(&cpu, Tile { left, right, order, rows: 1, columns: PANEL, out: &mut out, out_stride: PANEL });
+            }));
+            assert_eq!(run.is_ok(), taken, "{bounds:?}");
+        }
+    }
+}
+
+#[test]
+fn blocks_are_plain_chains() {
+    for cpu in cpus(|isa| block_rows(isa).is_some()) {
+        let height = block_rows(cpu.isa()).expect("vectors");
+        for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (1024, 2), (2101, 2)] {
+            for bounds in trees(k) {
+                let (stride, rows) = (k * height + 5, tiles * height);
+                let expected = all_plain(&bounds, [rows, PANEL], w);
+                let mut left = around((tiles - 1) * stride + k * height, f32::NAN);
+                for row in 0..rows {
+                    for k in 0..k {
+                        left[AROUND + row / height * stride + k * height + row % height] = x(row, k).to_f32();
+                    }
+                }
+                let mut floats = around(k * PANEL, f32::NAN);
+                for (i, float) in floats[AROUND..][..k * PANEL].iter_mut().enumerate() {
+                    *float = w(i % PANEL, i / PANEL).to_f32();
+                }
+                let pairs = right_pairs(PANEL, k, PANEL);
+                for right in [Right::F32(inner(&floats), PANEL), Right::Vnni(inner(&pairs), PANEL)] {
+                    let mut scratch = around(block_words(rows), BEFORE);
+                    let size = scratch.len();
+                    let (left, scratch_of) = (inner(&left), &mut scratch[AROUND..size - AROUND]);
+                    scratch_of.fill(f32::NAN);
+                    let block = Block { left, stride, tiles, right, bounds: &bounds, scratch: scratch_of };
+                    let sums = fma_block(&cpu, block);
+                    assert_eq!(sums.len(), rows * PANEL);
+                    let form = if matches!(right, Right::F32(..)) { "f32" } else { "pairs" };
+                    for (i, (sum, expected)) in sums.iter().zip(&expected).enumerate() {
+                        let what =
+                            format!("{} {form} k {k} {bounds:?}: row {}, column {}", cpu.isa(), i / PANEL, i % PANEL);
+                        assert_eq!(sum.to_bits(), *expected, "{what}");
+                    }
+                    let edges = scratch[..AROUND].iter().chain(&scratch[size - AROUND..]);
+                    assert!(edges.copied().all(|value| value == BEFORE), "{}: outside of scratch memory", cpu.isa());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_of_too_little_are_refused() {
+    for cpu in cpus(|isa| block_rows(isa).is_some()) {
+        let rows = block_rows(cpu.isa()).expect("vectors");
+        let (tiles, k) = (2, 6);
+        let (stride, scratch) = (k * rows + 5, block_words(tiles * rows));
+        let enough = [stride + k * rows, k * PANEL, scratch];
+        for short in [None, Some(0), Some(1), Some(2)] {
+            let len = |i: usize| enough[i] - usize::from(short == Some(i));
+            let (left, right, mut scratch) = (vec![1f32; len(0)], vec![1f32; len(1)], vec![0f32; len(2)]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let (left, right, bounds) = (&left, Right::F32(&right, PANEL), &[0, k]);
+                fma_block(&cpu, Block { left, stride, tiles, right, bounds, scratch: &mut scratch });
+            }));
+            assert_eq!(run.is_ok(), short.is_none(), "{} {short:?}", cpu.isa());
+        }
+    }
+}
+
+/// Two products by `VDPBF16PS`.
+struct Dot([u32; 2]);
+
+impl Kernel512 for Dot {
+    type Output = f32;
+    #[inline(always)]
+    unsafe fn run<S: Simd512>(self, s: S) -> f32 {
+        let [a, b] = self.0.map(|word| s.set1_epi32(word as i32));
+        let mut sums = [0f32; 16];
+        // SAFETY: the machine has the instruction, by the caller's promise; there are 16 sums.
+        unsafe { s.store(s.dpbf16_ps(s.splat(0.0), a, b), sums.as_mut_ptr()) };
+        sums[0]
+    }
+}
+
+#[test]
+fn dots_are_exact_as_long_as_nothing_is_flushed() {
+    let power = |exponent: i32| 2f32.powi(exponent);
+    // The last bits of two mantissas of 8 bits stand 14 below: at -112 their product is the smallest normal number.
+    for (left, exact) in [(0, true), (-12, true), (-13, false), (-126, false)] {
+        assert_eq!(dot_is_exact(power(left), power(-100)), exact, "{left}");
+        assert_eq!(dot_is_exact(power(-100), power(left)), exact, "{left}");
+    }
+    assert!(dot_is_exact(f32::MIN_POSITIVE, power(14)) && dot_is_exact(power(14), f32::MIN_POSITIVE));
+    // Nothing but zeros, or nothing finite: no product is subnormal.
+    assert!(dot_is_exact(f32::INFINITY, f32::INFINITY) && dot_is_exact(f32::INFINITY, f32::MIN_POSITIVE));
+    // A subnormal operand is read as zero.
+    assert!(!dot_is_exact(power(-127), power(100)) && !dot_is_exact(power(100), power(-127)));
+    assert!(!dot_is_exact(f32::NAN, 1.0) && !dot_is_exact(1.0, f32::NAN));
+    for cpu in cpus(Isa::has_dot) {
+        // What two products leave when all but the last bit of each cancels.
+        let sum = |exponent: i32| {
+            let [high, low] = [1.0 + power(-7), 1.0].map(bf16::from_f32);
+            let factor = bf16::from_f32(power(exponent));
+            // SAFETY: the machine has the instruction; the kernel has no pointers.
+            unsafe { cpu.dispatch_dot(Dot([pair(high, -low), pair(factor, factor)])) }
+        };
+        assert_eq!((sum(-119), sum(-120)), (power(-126), 0.0), "{}", cpu.isa());
+    }
+}
