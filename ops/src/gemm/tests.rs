@@ -207,6 +207,22 @@ fn slow_paths_are_counted_and_refused() {
     }
 }
 
+/// One tile or two of a row: with ordinary weights, ones that `VDPBF16PS` would flush, or both.
+#[test]
+fn the_kernels_that_ran_are_named() {
+    let (x, k) = ([bf16::from_f32(2f32.powi(-60)); 4], 4);
+    for isa in isas() {
+        let [dot, plain] = [isa.name(), isa.without_dot().name()];
+        for (n, small, ran) in [(1, 0, &[dot][..]), (1, 1, &[plain]), (40, 8, &[dot, plain])] {
+            let w: Vec<bf16> = (0..n * k).map(|i| if i / k < n - small { bf16::ONE } else { x[0] }).collect();
+            let (cpu, mut y) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; n]);
+            gemm(&cpu, &Gemm::new(1, n, k), &x, &w, None, &mut y).unwrap();
+            let ran = if isa.has_dot() { ran } else { &[plain] };
+            assert_eq!(cpu.ledger().kernels(), ran, "{isa} {n} {small}");
+        }
+    }
+}
+
 #[test]
 fn a_packed_weight_holds_every_bit() {
     for isa in isas() {
