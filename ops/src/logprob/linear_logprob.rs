@@ -593,3 +593,6 @@ fn widen_range<S: Simd>(s: S, i: S::F, state: &mut [f32]) {
     unsafe { s.store(i, exponents.as_mut_ptr()) };
     move_range(&exponents[..S::LANES], state);
 }
+
+#[cfg(test)]
+mod tests;
