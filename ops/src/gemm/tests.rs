@@ -169,7 +169,8 @@ fn slow_paths_are_counted_and_refused() {
     let [m, n, k] = [30, 70, 64];
     let [x, w] = small([m, n, k]);
     let ordinary = numbers::<bf16>(0, m * k);
-    for isa in isas() {
+    // 30 rows are tiles of `VDPBF16PS` also where many rows are left to multiply-adds.
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
         let packed = [Isa::Scalar, isa]
             .map(|isa| Some(PackedWeight::pack(&Cpu::new(isa, 1, usize::MAX).unwrap(), n, k, &w).unwrap()));
         for w_packed in packed.iter().chain([&None]) {
