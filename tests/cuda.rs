@@ -166,6 +166,7 @@ const SHAPES: &[(&str, Make)] = &[
     ("softcap", |dtype, out| pointwise("softcap", "cap", ["30", "0.37"], dtype, out)),
     ("scale", |dtype, out| pointwise("scale", "factor", ["-1.7", "55.42562584220407"], dtype, out)),
     ("rope", |dtype, out| rotated("rope", dtype, out)),
+    ("rope_backward", |dtype, out| rotated("rope_backward", dtype, out)),
     ("norm_rope", |dtype, out| rotated("norm_rope", dtype, out)),
     ("embedding", |dtype, out| {
         let of = |dim: usize| {
@@ -396,7 +397,8 @@ fn rotated(op: &'static str, dtype: DType, out: DType) -> Vec<Case> {
     let mut cases = Vec::new();
     for pairing in ["half", "interleaved"] {
         for (heads, dim) in [(3, 2), (2, 10), (1, 64), (2, 128), (3, 300)] {
-            let mut make = Maker::new(op, dtype, out).float("x", &[4, heads, dim], 1.0);
+            let input = if op == "rope_backward" { "dy" } else { "x" };
+            let mut make = Maker::new(op, dtype, out).float(input, &[4, heads, dim], 1.0);
             if op == "norm_rope" {
                 make = make.float("w", &[dim], 1.0);
             }

@@ -7,7 +7,7 @@ use crate::fill::Fill;
 use crate::number_class::NumberClass;
 use crate::record::Judgment;
 use crate::soak::Soak;
-use crate::spec::{self, Class, Spec};
+use crate::spec::{self, Class, Direction, Spec};
 use crate::table::{
     CaseSpec, Cell, Contract, DTypeRole, Exception, Implementation, Policy, Provenance, Role, Row, RowSet, Slice,
     Threshold, Waiver, fits, narrower,
@@ -260,6 +260,8 @@ struct RawRowSet {
 struct RawThreshold {
     rows: String,
     classes: Vec<String>,
+    #[serde(default = "both_directions")]
+    directions: Vec<Direction>,
     dtypes: Vec<String>,
     judgments: Vec<String>,
     bits: Option<bool>,
@@ -279,6 +281,10 @@ struct RawThreshold {
     source: String,
     samples: u64,
     date: String,
+}
+
+fn both_directions() -> Vec<Direction> {
+    Direction::ALL.to_vec()
 }
 
 #[derive(Deserialize)]
@@ -514,7 +520,7 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
         let provenance = provenance(main, at, &row.source, row.samples, &row.date)?;
         for class in &row.classes {
             let class = class_named(main, at, class)?;
-            for dtype in &row.dtypes {
+            for (direction, dtype) in product(&row.directions, &row.dtypes) {
                 let dtype = float(main, at, dtype)?;
                 for judgment in &row.judgments {
                     let judgment = judgment_named(main, at, judgment)?;
@@ -523,11 +529,12 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
                         return Err(main.fail(at, message));
                     }
                     fitting(main, at, &bound, class, judgment)?;
-                    let cell = (row.rows.clone(), class, dtype, judgment);
                     let threshold = Threshold { bound, provenance: provenance.clone(), line: main.line(at) };
-                    if let Some(other) = table.insert(cell, threshold) {
-                        let what = format!("{}, {}, {dtype}, {}", row.rows, class.name(), judgment.name());
-                        let message = format!("duplicate cell ({what}), first at line {}; keep one", other.line);
+                    let what = cell(class, *direction, dtype, judgment);
+                    if let Some(other) = table.insert((row.rows.clone(), class, *direction, dtype, judgment), threshold)
+                    {
+                        let line = other.line;
+                        let message = format!("duplicate cell ({} x {what}), first at line {line}; keep one", row.rows);
                         return Err(main.fail(at, message));
                     }
                 }
@@ -536,10 +543,10 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
     }
     for (set, entry) in sets.iter().zip(&raw.row_set) {
         for class in Class::ALL {
-            for dtype in DType::FLOATS {
+            for (&direction, &dtype) in product(&Direction::ALL, &DType::FLOATS) {
                 for judgment in Judgment::COMPARING {
-                    if !table.contains_key(&(set.name.clone(), class, dtype, judgment)) {
-                        let what = format!("{} x {dtype} x {}", class.name(), judgment.name());
+                    if !table.contains_key(&(set.name.clone(), class, direction, dtype, judgment)) {
+                        let what = cell(class, direction, dtype, judgment);
                         let message =
                             format!("row set `{}` lacks the cell {what}; add a [[threshold]] for it", set.name);
                         return Err(main.fail(entry.span().start, message));
@@ -549,6 +556,16 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
         }
     }
     Ok(table)
+}
+
+/// Every pair of an element of `a` and one of `b`.
+fn product<'a, A, B>(a: &'a [A], b: &'a [B]) -> impl Iterator<Item = (&'a A, &'a B)> {
+    a.iter().flat_map(move |a| b.iter().map(move |b| (a, b)))
+}
+
+/// A cell of the threshold table in words.
+fn cell(class: Class, direction: Direction, dtype: DType, judgment: Judgment) -> String {
+    format!("{} x {} x {dtype} x {}", class.name(), direction.name(), judgment.name())
 }
 
 /// Sameness has no tolerance, and whole models have bounds of their own.
@@ -1055,7 +1072,8 @@ fn not_looser(
     for dtype in or_all(dtypes) {
         for out in or_all(outs) {
             let dtype = narrower(dtype, out);
-            let class = contract.threshold(contract.default_rows(), spec.class, dtype, Judgment::Accuracy);
+            let class =
+                contract.threshold(contract.default_rows(), spec.class, spec.direction(), dtype, Judgment::Accuracy);
             let Some(Threshold {
                 bound: Bound::Ulp { ulp, condition_factor, p99_ulp, correctly_rounded }, line, ..
             }) = class

@@ -2,7 +2,7 @@
 
 use crate::compare::{Bound, ChainBound};
 use crate::record::Judgment;
-use crate::spec::{self, Class};
+use crate::spec::{self, Class, Direction};
 use crate::table::{Contract, Provenance, Row, Slice};
 use crate::tensor::DType;
 use std::fmt;
@@ -81,12 +81,15 @@ impl fmt::Display for Contract {
         writeln!(f, "\nthresholds")?;
         for set in &self.row_sets {
             for class in Class::ALL {
-                for dtype in DType::FLOATS {
-                    for judgment in Judgment::COMPARING {
-                        let Some(cell) = self.threshold(&set.name, class, dtype, judgment) else { continue };
-                        let (class, dtype, judgment) = (class.name(), dtype.name(), judgment.name());
-                        write!(f, "  {:<10} {class:<12} {dtype:<5} {judgment:<11} {}", set.name, cell.bound)?;
-                        writeln!(f, "  [{}]", cell.provenance)?;
+                for direction in Direction::ALL {
+                    for dtype in DType::FLOATS {
+                        for judgment in Judgment::COMPARING {
+                            let cell = self.threshold(&set.name, class, direction, dtype, judgment);
+                            let Some(cell) = cell else { continue };
+                            let place = format!("{:<10} {:<12} {:<9}", set.name, class.name(), direction.name());
+                            let (dtype, judgment) = (dtype.name(), judgment.name());
+                            writeln!(f, "  {place} {dtype:<5} {judgment:<11} {}  [{}]", cell.bound, cell.provenance)?;
+                        }
                     }
                 }
             }

@@ -24,6 +24,7 @@ mod chain;
 mod combine;
 mod embedding;
 mod gelu_mul;
+mod gelu_mul_backward;
 mod gemm;
 mod layer_norm;
 mod linear_logprob;
@@ -31,10 +32,13 @@ mod logprob;
 mod norm_rope;
 mod rms_norm;
 mod rope;
+mod rope_backward;
 mod route;
 mod scale;
 mod silu_mul;
+mod silu_mul_backward;
 mod softcap;
+mod softcap_backward;
 mod softmax;
 
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
@@ -70,6 +74,29 @@ impl Class {
             Class::Logprob => "logprob",
             Class::Attention => "attention",
             Class::Chain => "chain",
+        }
+    }
+}
+
+/// Whether an op is part of a forward or of its gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direction {
+    /// From inputs to outputs.
+    Forward,
+    /// From gradients of outputs to gradients of inputs.
+    Gradient,
+}
+
+impl Direction {
+    /// Both, in the order tables print them.
+    pub const ALL: [Direction; 2] = [Direction::Forward, Direction::Gradient];
+
+    /// The name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Direction::Forward => "forward",
+            Direction::Gradient => "gradient",
         }
     }
 }
@@ -198,10 +225,14 @@ pub fn all() -> &'static [Spec] {
         linear_logprob::SPEC,
         softmax::SPEC,
         silu_mul::SPEC,
+        silu_mul_backward::SPEC,
         gelu_mul::SPEC,
+        gelu_mul_backward::SPEC,
         softcap::SPEC,
+        softcap_backward::SPEC,
         scale::SPEC,
         rope::SPEC,
+        rope_backward::SPEC,
         norm_rope::SPEC,
         add::SPEC,
         embedding::SPEC,
@@ -242,6 +273,11 @@ impl Spec {
             .filter(|input| input.is_float())
             .find_map(|input| case.inputs.get(input.name))
             .map(Tensor::dtype)
+    }
+
+    /// Whether it is the gradient of another op.
+    pub fn direction(&self) -> Direction {
+        if self.gradient_of.is_some() { Direction::Gradient } else { Direction::Forward }
     }
 
     /// The dtypes it takes.

@@ -6,7 +6,7 @@ use crate::coverage::Uncovered;
 use crate::fill::{Fill, Maker};
 use crate::record::Judgment;
 use crate::soak::Soak;
-use crate::spec::{self, Class, Spec};
+use crate::spec::{self, Class, Direction, Spec};
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -114,8 +114,8 @@ pub struct Provenance {
     pub date: String,
 }
 
-/// A place in the threshold table: row set, class, dtype, judgment. The dtype is the narrower of input and output.
-pub(crate) type Cell = (String, Class, DType, Judgment);
+/// A place in the threshold table: row set, class, direction, dtype, judgment. The dtype is the narrower of input and output.
+pub(crate) type Cell = (String, Class, Direction, DType, Judgment);
 
 /// One threshold with its provenance.
 #[derive(Clone, Debug, PartialEq)]
@@ -493,8 +493,15 @@ impl Contract {
     }
 
     /// The threshold of a class, with its provenance. `None` for an unknown row set or for i32.
-    pub fn threshold(&self, rows: &str, class: Class, dtype: DType, judgment: Judgment) -> Option<&Threshold> {
-        self.thresholds.get(&(rows.to_string(), class, dtype, judgment))
+    pub fn threshold(
+        &self,
+        rows: &str,
+        class: Class,
+        direction: Direction,
+        dtype: DType,
+        judgment: Judgment,
+    ) -> Option<&Threshold> {
+        self.thresholds.get(&(rows.to_string(), class, direction, dtype, judgment))
     }
 
     /// The bound on one output, of dtype `output`, of a case in the row set `rows`. A row's own bound is part of the
@@ -518,6 +525,7 @@ impl Contract {
             return Some(bound);
         }
         let dtype = narrower(case.dtype, output);
-        Some(self.threshold(&set.name, case.spec().class, dtype, judgment)?.bound)
+        let spec = case.spec();
+        Some(self.threshold(&set.name, spec.class, spec.direction(), dtype, judgment)?.bound)
     }
 }

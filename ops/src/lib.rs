@@ -36,9 +36,12 @@ pub use call::{Backend, Calls, Prepared};
 pub use element::{Element, Tf32};
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;
+pub use elementwise::gelu_mul_backward::gelu_mul_backward;
 pub use elementwise::scale::scale;
 pub use elementwise::silu_mul::silu_mul;
+pub use elementwise::silu_mul_backward::silu_mul_backward;
 pub use elementwise::softcap::softcap;
+pub use elementwise::softcap_backward::softcap_backward;
 pub use gemm::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
 pub use half::{bf16, f16};
 pub use index::argmax::argmax;
@@ -54,6 +57,7 @@ pub use norm::layer_norm::{LayerNorm, layer_norm};
 pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
+pub use rope::rope_backward::rope_backward;
 pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
@@ -65,9 +69,12 @@ pub mod device {
     pub use crate::backend::device::*;
     pub use crate::elementwise::add::on_device as add;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
+    pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;
     pub use crate::elementwise::scale::on_device as scale;
     pub use crate::elementwise::silu_mul::on_device as silu_mul;
+    pub use crate::elementwise::silu_mul_backward::on_device as silu_mul_backward;
     pub use crate::elementwise::softcap::on_device as softcap;
+    pub use crate::elementwise::softcap_backward::on_device as softcap_backward;
     pub use crate::gemm::device::{gemm, gemm_experts, gemm_rows};
     pub use crate::index::argmax::on_device as argmax;
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
@@ -81,6 +88,7 @@ pub mod device {
     pub use crate::norm::norm_rope::on_device as norm_rope;
     pub use crate::norm::rms_norm::on_device as rms_norm;
     pub use crate::rope::rope::{Rotations, on_device as rope};
+    pub use crate::rope::rope_backward::on_device as rope_backward;
 }
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had

@@ -77,6 +77,11 @@ impl Input {
         Input::float(name, axes, Role::Weight)
     }
 
+    /// The gradient of an output whose first axis is the logical rows.
+    pub(crate) const fn gradient(name: &'static str, axes: &'static [&'static str]) -> Input {
+        Input::float(name, axes, Role::Gradient).rows(1)
+    }
+
     /// An i32 input whose first axis is the logical rows.
     pub(crate) const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
         Input { dtypes: &[DType::I32], group: None, holds, ..Input::float(name, axes, Role::Index) }.rows(1)

@@ -16,6 +16,7 @@ pub mod chain;
 pub mod combine;
 pub mod embedding;
 pub mod gelu_mul;
+pub mod gelu_mul_backward;
 pub mod gemm;
 pub mod layer_norm;
 pub mod linear_logprob;
@@ -25,10 +26,13 @@ pub mod packed_attention;
 pub mod paged_attention;
 pub mod rms_norm;
 pub mod rope;
+pub mod rope_backward;
 pub mod route;
 pub mod scale;
 pub mod silu_mul;
+pub mod silu_mul_backward;
 pub mod softcap;
+pub mod softcap_backward;
 pub mod softmax;
 
 /// All ops, in the order tables print them.
@@ -44,10 +48,14 @@ pub static OPS: &[&Op] = &[
     &linear_logprob::OP,
     &softmax::OP,
     &silu_mul::OP,
+    &silu_mul_backward::OP,
     &gelu_mul::OP,
+    &gelu_mul_backward::OP,
     &softcap::OP,
+    &softcap_backward::OP,
     &scale::OP,
     &rope::OP,
+    &rope_backward::OP,
     &norm_rope::OP,
     &add::OP,
     &embedding::OP,

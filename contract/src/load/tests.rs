@@ -100,7 +100,7 @@ fn gaps_and_duplicates_are_refused() {
         "classes = [\"attention\"]\ndtypes = [\"bf16\", ",
     )
     .unwrap_err();
-    assert!(error.message.contains("tight` lacks the cell attention x fp16 x accuracy"), "{error}");
+    assert!(error.message.contains("tight` lacks the cell attention x forward x fp16 x accuracy"), "{error}");
     let error = edited("ops/add.toml", "impls = [\"*\"]", "impls = [\"*\"]\nouts = [\"bf16\"]").unwrap_err();
     assert!(error.message.contains("no [[row]] for `ours/cpu` on `add/bf16/small-normal-fp16`"), "{error}");
     let row = "impls = [\"*\"]\n";
@@ -193,8 +193,10 @@ fn the_table_prints_every_part() {
         "ws1 1.0.0, profile ieee, sha256 ",
         "fp8   out of scope",
         "accumulation fp32; tf32 disabled (alternative: enabled)",
-        "published  attention    bf16  accuracy    atol 5e-2 + rtol 2e-2  [RL-Kernel",
-        "tight      chain        bf16  accuracy    rms <= 1 of recorded, max <= 1.25 of recorded",
+        "published  attention    gradient  bf16  accuracy    atol 5e-2 + rtol 2e-2  [RL-Kernel",
+        "tight      chain        forward   bf16  accuracy    rms <= 1 of recorded, max <= 1.25 of recorded",
+        "published  reduction    forward   bf16  accuracy    atol 5e-2 + rtol 2e-2",
+        "published  reduction    gradient  bf16  accuracy    atol 1e-1 + rtol 2e-2",
         "rms_norm (reduction)",
         "invariant  batch position",
     ] {
@@ -227,7 +229,7 @@ fn default_cases_are_valid() {
         )));
         elements += case.inputs.values().map(|tensor| tensor.len()).sum::<usize>();
     }
-    assert!(elements < 24_000_000, "{elements} input elements by default");
+    assert!(elements < 30_000_000, "{elements} input elements by default");
 }
 
 /// The oracle's own rounding passes every bound, judges something everywhere, and the default slice is affordable.

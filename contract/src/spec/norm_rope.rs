@@ -34,5 +34,5 @@ fn compute(c: &Checked) -> References {
     let beyond = |value: f64| value.is_finite() && value.abs() > HUGE;
     normed.iter_mut().filter(|(value, _)| beyond(*value)).for_each(|(_, condition)| *condition = f64::INFINITY);
     let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
-    one("y", Reference::new(shape, rope::elements(c, &normed)))
+    one("y", Reference::new(shape, rope::elements(c, &normed, 1.0)))
 }

@@ -6,11 +6,13 @@ pub(super) const SPEC: Spec = Spec {
     class: Class::Elementwise,
     fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
     table: include_str!("../../ops/rope.toml"),
-    make,
+    make: |maker| make(maker, "x", -1.0),
     compute,
 };
 
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+/// Heads called `name`, and positions. Rotated by an angle of the sign of `by`, two of its elements make the largest fp16
+/// number.
+pub(super) fn make(maker: &Maker, name: &'static str, by: f64) -> BTreeMap<String, Tensor> {
     let (t, h, d) = (maker.dim("T"), maker.dim("H"), maker.dim("D"));
     let x = match maker.fill {
         // In half of every pair; which sign a zero beside it has decides about -0.
@@ -21,12 +23,12 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             let mut x: Vec<f64> = (0..t * h * d).map(|i| if border(i) { borders[i] } else { other(i) }).collect();
             // At position 1 the largest fp16 number out of two bf16 numbers.
             let last = x.len() - d;
-            (x[last], x[last + d / 2]) = (44288.0, -49408.0);
+            (x[last], x[last + d / 2]) = (44288.0, 49408.0 * by);
             x
         }
-        fill => maker.values("x", fill, t * h * d, h * d),
+        fill => maker.values(name, fill, t * h * d, h * d),
     };
-    let mut inputs = maker.floats([("x", vec![t, h, d], x)]);
+    let mut inputs = maker.floats([(name, vec![t, h, d], x)]);
     inputs.insert("pos".into(), positions(maker));
     inputs
 }
@@ -46,12 +48,12 @@ pub(super) fn positions(maker: &Maker) -> Tensor {
 fn compute(c: &Checked) -> References {
     let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
     let exact: Vec<_> = c.floats("x").into_iter().map(|v| (v, 0.0)).collect();
-    one("y", Reference::new(shape, elements(c, &exact)))
+    one("y", Reference::new(shape, elements(c, &exact, 1.0)))
 }
 
 /// Value and condition of the heads `x[T,H,D]`, each element a value and its own condition, turned as the parameters of
-/// `c` and its `pos` say.
-pub(super) fn elements(c: &Checked, x: &[(f64, f64)]) -> Vec<(f64, f64)> {
+/// `c` and its `pos` say, or back where `sign` is -1.
+pub(super) fn elements(c: &Checked, x: &[(f64, f64)], sign: f64) -> Vec<(f64, f64)> {
     let (h, d, pos) = (c.dim("H"), c.dim("D"), c.ints("pos"));
     let theta = c.float("theta");
     let interleaved = c.word("pairing") == "interleaved";
@@ -62,7 +64,7 @@ pub(super) fn elements(c: &Checked, x: &[(f64, f64)]) -> Vec<(f64, f64)> {
         for (i, &inverse) in inverse.iter().enumerate() {
             let (first, second) = if interleaved { (2 * i, 2 * i + 1) } else { (i, i + d / 2) };
             let (sin, cos) = f32_of(position * inverse).sin_cos();
-            let (x1, x2) = (values[first], values[second]);
+            let (x1, x2, sin) = (values[first], values[second], sign * sin);
             elements[head * d + first] = sum(x1, cos, x2, -sin);
             elements[head * d + second] = sum(x2, cos, x1, sin);
         }

@@ -67,17 +67,20 @@ pub(super) fn saturated(gate: f64, up: f64) -> Option<(f64, f64)> {
 
 fn compute(c: &Checked) -> References {
     let (gate, up) = (c.floats("gate"), c.floats("up"));
-    let elements = gate.iter().zip(&up).map(|(&g, &u)| {
-        let value = g * (1.0 / (1.0 + (-g).exp())) * u;
-        if g == 0.0 || u == 0.0 || !g.is_finite() || !u.is_finite() {
-            return (value, 0.0);
-        }
-        if let Some(exact) = saturated(g, u) {
-            return exact;
-        }
-        // Below -87 the sigmoid nears the end of the f32 range and may be lost whole.
-        let lost = if g < -87.0 { value.abs() * round::pow2(24) } else { 0.0 };
-        (value, value.abs() + lost + FLOOR * (1.0 + u.abs()))
-    });
+    let elements = gate.iter().zip(&up).map(|(&g, &u)| element(g, u));
     one("y", Reference::new(c.case.inputs["gate"].shape().to_vec(), elements))
+}
+
+/// Value and condition of `g * sigmoid(g) * u`.
+pub(super) fn element(g: f64, u: f64) -> (f64, f64) {
+    let value = g * (1.0 / (1.0 + (-g).exp())) * u;
+    if g == 0.0 || u == 0.0 || !g.is_finite() || !u.is_finite() {
+        return (value, 0.0);
+    }
+    if let Some(exact) = saturated(g, u) {
+        return exact;
+    }
+    // Below -87 the sigmoid nears the end of the f32 range and may be lost whole.
+    let lost = if g < -87.0 { value.abs() * round::pow2(24) } else { 0.0 };
+    (value, value.abs() + lost + FLOOR * (1.0 + u.abs()))
 }

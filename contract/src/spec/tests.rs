@@ -44,7 +44,8 @@ fn vectors_agree_with_the_oracle() {
                     assert_eq!(dtype, DType::Bf16, "{name} lacks {output}");
                     continue;
                 };
-                let class = contract.threshold("tight", spec.class, dtype, Judgment::Accuracy).unwrap();
+                let class =
+                    contract.threshold("tight", spec.class, spec.direction(), dtype, Judgment::Accuracy).unwrap();
                 let (m, evidence) = crate::compare::accuracy(output, dtype, expected, reference, &class.bound);
                 assert!(m.samples > 0, "{name} {output}");
                 if let Some(evidence) = evidence {
@@ -467,5 +468,57 @@ fn oracles_are_as_recorded() {
         let sums = |words: &[&str]| [words[8].parse::<f64>().unwrap(), words[9].parse::<f64>().unwrap()];
         let near = std::iter::zip(sums(&have_words), sums(&want_words)).all(|(a, b)| (a - b).abs() <= 1e-3);
         assert!(have_words[..8] == want_words[..8] && near, "the oracle says\n{have}\nand recorded is\n{want}");
+    }
+}
+
+/// Every oracle of a gradient is what moving each input makes of the oracle of the forward, weighed by the gradients of its
+/// outputs: a gradient `dX` belongs to the input or output X. Inputs are multiples of 2^-8, so that f32 holds them moved.
+#[test]
+fn gradients_are_finite_differences() {
+    let mut random = samebits_schema::sample::Random::new(5);
+    for spec in all().iter().filter(|spec| spec.direction() == Direction::Gradient) {
+        let forward = find(spec.gradient_of.unwrap()).unwrap();
+        let mut inputs: BTreeMap<&str, Tensor> = BTreeMap::new();
+        for input in forward.inputs.iter().chain(spec.inputs) {
+            let extent = |axis: &&str| if *axis == "D" { 6 } else { 3 };
+            let axes = if input.axes == [REST] { &["R", "N"] } else { input.axes };
+            let shape: Vec<usize> = axes.iter().map(extent).collect();
+            let mut number = || (random.below(768) as f32 - 384.0) / 256.0;
+            let tensor = match input.is_float() {
+                true => f32s(&shape, &(0..shape.iter().product()).map(|_| number()).collect::<Vec<_>>()),
+                false => Tensor::i32(&shape, (0..3).collect()),
+            };
+            inputs.insert(input.name, tensor);
+        }
+        let answer = |spec: &Spec, inputs: &BTreeMap<&str, Tensor>| {
+            let own: Vec<(&str, Tensor)> = spec.inputs.iter().map(|i| (i.name, inputs[i.name].clone())).collect();
+            spec.oracle(&case(spec.name, &[], &own)).unwrap()
+        };
+        let loss = |inputs: &BTreeMap<&str, Tensor>| {
+            let weighed = |(name, output): (String, Reference)| {
+                let dy = inputs[format!("d{name}").as_str()].to_f64();
+                output.value.iter().zip(dy).map(|(y, dy)| y * dy).sum::<f64>()
+            };
+            answer(forward, inputs).into_iter().map(weighed).sum::<f64>()
+        };
+        let gradients = answer(spec, &inputs);
+        assert!(!gradients.is_empty());
+        for (name, gradient) in &gradients {
+            let x = inputs[&name[1..]].to_f64();
+            assert_eq!(gradient.value.len(), x.len());
+            for (i, found) in gradient.value.iter().enumerate() {
+                let moved = |steps: f64| {
+                    let mut values: Vec<f32> = x.iter().map(|v| *v as f32).collect();
+                    values[i] += (steps / 128.0) as f32;
+                    let mut inputs = inputs.clone();
+                    let tensor = inputs.get_mut(&name[1..]).unwrap();
+                    *tensor = f32s(tensor.shape(), &values);
+                    loss(&inputs)
+                };
+                // Five points: the error is that of the fifth derivative.
+                let slope = (8.0 * (moved(1.0) - moved(-1.0)) - (moved(2.0) - moved(-2.0))) / 12.0 * 128.0;
+                assert!((found - slope).abs() < 1e-6, "{} {name}[{i}]: {found}, by differences {slope}", spec.name);
+            }
+        }
     }
 }

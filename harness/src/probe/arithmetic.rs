@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 13] = [
+pub const HANDS_ON: [&str; 17] = [
     "gemm",
     "combine",
     "attention",
@@ -30,6 +30,10 @@ pub const HANDS_ON: [&str; 13] = [
     "norm_rope",
     "silu_mul",
     "gelu_mul",
+    "silu_mul_backward",
+    "gelu_mul_backward",
+    "softcap_backward",
+    "rope_backward",
 ];
 
 const CANONICAL: &str = "the canonical NaN";
@@ -300,6 +304,11 @@ impl Probe<'_> {
             "silu_mul" | "gelu_mul" if b >= 64.0 => {
                 self.one(op, &[], vec![("gate", self.make(&[1, 1], &[b])), ("up", self.make(&[1, 1], &[a]))], "y")
             }
+            // Where the sigmoid and the slope are 1.
+            "silu_mul_backward" | "gelu_mul_backward" => {
+                let one = |v: f64| self.make(&[1, 1], &[v]);
+                self.one(op, &[], vec![("gate", one(64.0)), ("up", one(a)), ("dy", one(b))], "dgate")
+            }
             _ => Ok(None),
         }
     }
@@ -311,13 +320,16 @@ impl Probe<'_> {
         }
         let make = |shape: &[usize], values: &[f64]| self.make(shape, values);
         let int = |value: i32| Tensor::i32(&[1], vec![value]);
-        // A norm without eps of equal elements is 1, and at position 0 nothing is rotated.
+        // A norm without eps of equal elements is 1, and at position 0 nothing is rotated: beside -0 stands what adds -0.
         let eps = [("eps", "0".to_string())];
         match op {
             "gemm" | "combine" => self.dot(op, &[v], &[1.0]),
             "attention" => self.mean(&[v]),
             "add" => self.sum(op, &[v, -0.0]),
-            "scale" => self.product(op, v, 1.0),
+            "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
+            "softcap_backward" => {
+                self.one(op, &[], vec![("x", make(&[1, 1], &[0.0])), ("dy", make(&[1, 1], &[v]))], "dx")
+            }
             "embedding" => self.one(op, &[], vec![("w", make(&[1, 1], &[v])), ("tokens", int(0))], "y"),
             "rms_norm" => self.one(op, &eps, vec![("x", make(&[1, 4], &[1.0; 4])), ("w", make(&[4], &[v; 4]))], "y"),
             "add_rms_norm" => {
@@ -326,6 +338,7 @@ impl Probe<'_> {
             }
             "layer_norm" => self.one(op, &eps, vec![("x", make(&[1, 2], &[1., -1.])), ("w", make(&[2], &[v; 2]))], "y"),
             "rope" => self.one(op, &[], vec![("x", make(&[1, 1, 2], &[v, 1.0])), ("pos", int(0))], "y"),
+            "rope_backward" => self.one(op, &[], vec![("dy", make(&[1, 1, 2], &[v, -1.0])), ("pos", int(0))], "dx"),
             "norm_rope" => {
                 let (x, w) = (make(&[1, 1, 2], &[1.0; 2]), make(&[2], &[v, 1.0]));
                 self.one(op, &eps, vec![("x", x), ("w", w), ("pos", int(0))], "y")

@@ -83,7 +83,7 @@ fn blocks(cpu: &Cpu, name: &'static str, [a, b]: [TensorRef; 2], y: TensorMut, w
 }
 
 /// Elements to a block of the kernels: 256 threads of 8 elements.
-const ELEMENTS_PER_BLOCK: usize = 256 * 8;
+pub(super) const ELEMENTS_PER_BLOCK: usize = 256 * 8;
 
 /// Starts the kernel called `op`: of one input or two, the output, how many elements there are, and `numbers`.
 ///
@@ -120,7 +120,7 @@ pub fn call_on_device(
     inputs: &[&'static str],
     numbers: &[f32],
 ) -> Result<(), Error> {
-    let (op, y) = (args.op(), args.output("y"));
+    let (op, y) = (args.op(), args.output(args.call.op.outputs[0].name));
     let tensor = |at: usize| inputs.get(at).map(|&name| (name, args.input(name)));
     let ((name, a), b) = (tensor(0).expect("it has an input"), tensor(1));
     typed!(a.dtype() => I, typed!(y.dtype() => O, {

@@ -13,7 +13,7 @@ use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// `f32(2 * sqrt(2 / pi))`.
-const C: f32 = f32::from_bits(0x3FCC_422A);
+pub(super) const C: f32 = f32::from_bits(0x3FCC_422A);
 /// `f32(0.044715)`.
 const K: f32 = f32::from_bits(0x3D37_2713);
 
@@ -69,7 +69,7 @@ fn run(cpu: &Cpu, inputs: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
 }
 
 #[derive(Clone, Copy)]
-struct GeluMul;
+pub(super) struct GeluMul;
 
 impl Pointwise for GeluMul {
     const FIRST: bool = true;

@@ -2,12 +2,25 @@
 
 pub(crate) mod add;
 pub(crate) mod frame;
+mod gated;
 pub(crate) mod gelu_mul;
+pub(crate) mod gelu_mul_backward;
 pub(crate) mod scale;
 pub(crate) mod silu_mul;
+pub(crate) mod silu_mul_backward;
 pub(crate) mod softcap;
+pub(crate) mod softcap_backward;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&add::OP, &gelu_mul::OP, &scale::OP, &silu_mul::OP, &softcap::OP];
+pub(crate) const OPS: &[&Entry] = &[
+    &add::OP,
+    &gelu_mul::OP,
+    &gelu_mul_backward::OP,
+    &scale::OP,
+    &silu_mul::OP,
+    &silu_mul_backward::OP,
+    &softcap::OP,
+    &softcap_backward::OP,
+];

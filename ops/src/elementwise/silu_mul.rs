@@ -63,7 +63,7 @@ fn run(cpu: &Cpu, inputs: [TensorRef; 2], y: TensorMut) -> Result<(), Error> {
 }
 
 #[derive(Clone, Copy)]
-struct SiluMul;
+pub(super) struct SiluMul;
 
 impl Pointwise for SiluMul {
     const FIRST: bool = true;

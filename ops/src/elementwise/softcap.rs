@@ -66,7 +66,7 @@ fn run(cpu: &Cpu, (cap, inverse): (f32, f32), x: TensorRef, y: TensorMut) -> Res
 }
 
 /// `f32(cap)` and `f32(1 / cap)`, checked.
-fn factors(cap: f64) -> Result<(f32, f32), Error> {
+pub(super) fn factors(cap: f64) -> Result<(f32, f32), Error> {
     let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
     if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
         return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));

@@ -90,6 +90,11 @@ impl RopeTable {
         RopeTable { half, cos: table(cos), sin: table(sin) }
     }
 
+    /// The table of the rotations back, as [`rope_backward`](crate::rope_backward()) takes it: sines of the other sign.
+    pub fn reversed(&self) -> RopeTable {
+        RopeTable { half: self.half, cos: self.cos.clone(), sin: self.sin.iter().map(|sin| -sin).collect() }
+    }
+
     /// How many tokens it has rows for.
     pub(crate) fn tokens(&self) -> usize {
         self.cos.len().checked_div(self.half).unwrap_or(0)
@@ -147,28 +152,33 @@ pub fn rope<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let Rope { tokens, heads, dim, .. } = *shape;
-    if dim % 2 != 0 {
-        return Err(value_error("rope", format!("the head dimension is {dim}; it must be even")));
-    }
+    shape.check("rope")?;
     check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
     check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
     table.check("rope", shape)?;
     let extents = [tokens, heads, dim];
-    run(cpu, shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
+    run(cpu, "rope", shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
 }
 
 /// Heads of x of any layout; the table has been checked.
-fn run(cpu: &Cpu, shape: &Rope, table: &RopeTable, x: TensorRef, y: TensorMut) -> Result<(), Error> {
-    x.on_host("rope", "x")?;
+pub(super) fn run(
+    cpu: &Cpu,
+    name: &'static str,
+    shape: &Rope,
+    table: &RopeTable,
+    x: TensorRef,
+    y: TensorMut,
+) -> Result<(), Error> {
+    x.on_host(name, "the input")?;
     let Rope { tokens, heads, dim, .. } = *shape;
     if tokens * heads * dim == 0 {
         return Ok(());
     }
     typed_pair!(x.dtype() => I, y.dtype() => O, {
-        Part::chunks(cpu, shape, table, x.rows::<I>(), y.host::<O>("rope", "y")?);
+        Part::chunks(cpu, shape, table, x.rows::<I>(), y.host::<O>(name, "the output")?);
         Ok(())
     }, else {
-        through_f32::rows(cpu, "rope", y, heads * dim, &|token, y| {
+        through_f32::rows(cpu, name, y, heads * dim, &|token, y| {
             let x = f32_heads(cpu, &x, token, heads);
             let x = TensorRef::of(&x, &[heads, dim]);
             cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, y, large: false });
@@ -187,18 +197,18 @@ pub(crate) fn f32_heads(cpu: &Cpu, x: &TensorRef, token: usize, heads: usize) ->
 }
 
 /// Its kernels.
-const UNIT: Unit = Unit::of("rope", include_str!("rope.cu"), &["rope"]);
+pub(super) const UNIT: Unit = Unit::of("rope", include_str!("rope.cu"), &["rope"]);
 
 /// rope, by name.
 pub(crate) const OP: Entry = Entry {
     name: "rope",
     cpu: |cpu, args| {
         let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
-        with_table(cpu, args, |table| run(cpu, &shape, table, x, y))
+        with_table(cpu, args, table_of, |table| run(cpu, "rope", &shape, table, x, y))
     },
     device: Some(|on, args| {
         let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
-        with_rotations(on, args, |table| {
+        with_rotations(on, args, table_of, |table| {
             typed!(x.dtype() => I, typed!(y.dtype() => O, {
                 on_device::<I, O>(on, &shape, table, x.device("rope", "x")?, y.device("rope", "y")?)
             }))
@@ -289,6 +299,13 @@ impl Rotations {
 }
 
 impl Rope {
+    pub(super) fn check(&self, op: &'static str) -> Result<(), Error> {
+        if self.dim.is_multiple_of(2) {
+            return Ok(());
+        }
+        Err(value_error(op, format!("the head dimension is {}; it must be even", self.dim)))
+    }
+
     /// The parameters of a call.
     pub(crate) fn of(call: &Call) -> Rope {
         let pairing = if call.word("pairing") == "interleaved" { Pairing::Interleaved } else { Pairing::Half };
@@ -296,18 +313,22 @@ impl Rope {
     }
 }
 
-/// Does `work` with the table of a call: the one that its positions were prepared as, else one that is made for it.
+/// Makes the table of a call.
+type Make = fn(&Cpu, &Arguments) -> Result<RopeTable, Error>;
+
+/// Does `work` with the table of a call: the one that its positions were prepared as, else one that `make` makes for it.
 /// There is a row for every token.
 pub(crate) fn with_table(
     cpu: &Cpu,
     args: &Arguments,
+    make: Make,
     work: impl FnOnce(&RopeTable) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let made;
     let table = match args.input("pos").as_angles() {
         Some(table) => table,
         None => {
-            made = table_of(cpu, args)?;
+            made = make(cpu, args)?;
             &made
         }
     };
@@ -319,16 +340,17 @@ pub(crate) fn with_table(
 pub(crate) fn with_rotations(
     on: &Device,
     args: &Arguments,
+    make: Make,
     work: impl FnOnce(&Rotations) -> Result<(), Error>,
 ) -> Result<(), Error> {
     match args.input("pos").as_rotations() {
         Some(table) => work(table),
-        None => work(&Rotations::new(on, &table_of(&Cpu::best(), args)?)?),
+        None => work(&Rotations::new(on, &make(&Cpu::best(), args)?)?),
     }
 }
 
 /// The angles of the positions of a call.
-fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
+pub(crate) fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
     let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"));
     Ok(RopeTable::new(cpu, &inv_freq, args.integers("pos")?))
 }

@@ -232,14 +232,26 @@ fn a_view_gives_the_bits_of_a_copy_for_every_op() {
 /// which the loops of `page.rs` give, wherever they begin within a line.
 #[test]
 fn large_outputs_have_the_bits_of_small_ones() {
-    let names =
-        ["add", "silu_mul", "gelu_mul", "softcap", "scale", "softmax", "rms_norm", "add_rms_norm", "layer_norm"];
+    let names = [
+        "add",
+        "silu_mul",
+        "silu_mul_backward",
+        "gelu_mul",
+        "gelu_mul_backward",
+        "softcap",
+        "softcap_backward",
+        "scale",
+        "softmax",
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+    ];
     let mut random = Random(11);
     // More than a part of a row that is kept, and less.
     for n in [1000, 5004] {
         let rows = (32 << 20) / 2 / n + 3;
         let data: Vec<bf16> = (0..rows * n + 64).map(|_| bf16::narrow(random.normal())).collect();
-        for name in names.into_iter().chain(["rope", "norm_rope"]) {
+        for name in names.into_iter().chain(["rope", "rope_backward", "norm_rope"]) {
             let op = samebits_schema::find(name).expect("an op of the schema");
             let some = |cpu: &Cpu, rows: std::ops::Range<usize>| {
                 let positions: Vec<i32> = rows.clone().map(|row| row as i32).collect();

@@ -4,7 +4,7 @@ use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
     Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, embedding, embedding_packed, f16,
-    gelu_mul, route, scale, silu_mul, softcap, softmax,
+    gelu_mul, gelu_mul_backward, route, scale, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -41,10 +41,23 @@ fn tanh(x: f32) -> f32 {
 
 fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64) {
     let (a, b): (Vec<I>, Vec<I>) = (values(seed, len, spread), values(seed ^ 5, len, 2.0));
-    let gelu = |g: f32, u: f32| {
-        let a = f32::from_bits(0x3FCC_422A) * f32::from_bits(0x3D37_2713).mul_add((g * g) * g, g);
-        (g * sigmoid(a)) * u
+    let dy: Vec<I> = values(seed ^ 7, len, 3.0);
+    let c = f32::from_bits(0x3FCC_422A);
+    let gate = |g: f32| sigmoid(c * f32::from_bits(0x3D37_2713).mul_add((g * g) * g, g));
+    let gelu = |g: f32, u: f32| (g * gate(g)) * u;
+    let silu_slope = |g: f32| sigmoid(g) * g.mul_add(1.0 - sigmoid(g), 1.0);
+    let gelu_slope = |g: f32| {
+        let (s, inner) = (gate(g), c * f32::from_bits(0x3E09_5D4F).mul_add(g * g, 1.0));
+        let v = s * (1.0 - s);
+        s + if v == 0.0 { 0.0 } else { v * (g * inner) }
     };
+    let backward = |slope: &dyn Fn(f32) -> f32, s: &dyn Fn(f32) -> f32| {
+        let wide = |i: usize| [a[i], b[i], dy[i]].map(|v| v.widen());
+        let made = (0..len).map(wide).map(|[g, u, dy]| (O::narrow((dy * u) * slope(g)), O::narrow(dy * (g * s(g)))));
+        let (dgate, dup): (Vec<O>, Vec<O>) = made.unzip();
+        [bits(&dgate), bits(&dup)]
+    };
+    let [of_silu, of_gelu] = [backward(&silu_slope, &sigmoid), backward(&gelu_slope, &gate)];
     let expected = |f: &dyn Fn(f32, f32) -> f32| -> Vec<u32> {
         bits(&a.iter().zip(&b).map(|(a, b)| O::narrow(f(a.widen(), b.widen()))).collect::<Vec<O>>())
     };
@@ -57,6 +70,17 @@ fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64)
         assert_eq!(bits(&y), expected(&|g, u| (g * sigmoid(g)) * u), "{cpu:?} silu_mul");
         softcap(&cpu, cap, &a, &mut y).unwrap();
         assert_eq!(bits(&y), expected(&|x, _| cap as f32 * tanh(x * (1.0 / cap) as f32)), "{cpu:?} softcap");
+        softcap_backward(&cpu, cap, &a, &b, &mut y).unwrap();
+        let slope = |x: f32| {
+            let t = tanh(x * (1.0 / cap) as f32);
+            (-t).mul_add(t, 1.0)
+        };
+        assert_eq!(bits(&y), expected(&|x, dy| dy * slope(x)), "{cpu:?} softcap_backward");
+        let mut dup = y.clone();
+        silu_mul_backward(&cpu, [&a, &b, &dy], [&mut y, &mut dup]).unwrap();
+        assert_eq!([bits(&y), bits(&dup)], of_silu, "{cpu:?} silu_mul_backward");
+        gelu_mul_backward(&cpu, [&a, &b, &dy], [&mut y, &mut dup]).unwrap();
+        assert_eq!([bits(&y), bits(&dup)], of_gelu, "{cpu:?} gelu_mul_backward");
         scale(&cpu, factor, &a, &mut y).unwrap();
         assert_eq!(bits(&y), expected(&|x, _| x * factor as f32), "{cpu:?} scale");
     }

@@ -26,6 +26,8 @@ pub(super) const PAIRING: Attribute = Attribute::choice(
 pub(super) fn check(call: &Call) -> Result<(), Error> {
     match call.dim("D") {
         dim if dim % 2 == 0 => Ok(()),
-        dim => invalid(format!("input `x`: D = {dim} must be even, RoPE turns pairs of elements")),
+        dim => {
+            invalid(format!("input `{}`: D = {dim} must be even, RoPE turns pairs of elements", call.op.inputs[0].name))
+        }
     }
 }

@@ -13,5 +13,5 @@ pub static OP: Op = Op {
 };
 
 /// It and its inverse are finite in f32 and not 0.
-const CAP: Attribute =
+pub(super) const CAP: Attribute =
     Attribute::float("cap", Included(1e-38), Included(1e38), "30", "no output is larger; read as f64");

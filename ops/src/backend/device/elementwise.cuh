@@ -23,3 +23,29 @@ template <class Op> DEVICE void elementwise(Op op, GLOBAL(const In) x, GLOBAL(Ou
     for (int i = 0; i < 8; i++) v.v[i] = op(v.v[i]);
     store_up_to8<Out>(y + at, n - at, aligned16(y), v);
 }
+
+// An activation of a gate: its sigmoid, and its derivative.
+struct Activation {
+    float sigmoid, slope;
+};
+
+// The gradients of gate and up where y = act(gate) * up: (dy * up) * slope and dy * (gate * sigmoid).
+template <class Op>
+DEVICE void gated_backward(
+    Op op, GLOBAL(const In) gate, GLOBAL(const In) up, GLOBAL(const In) dy, GLOBAL(Out) dgate, GLOBAL(Out) dup, long long n
+) {
+    long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+    if (at >= n) return;
+    bool aligned = aligned16(gate) && aligned16(up) && aligned16(dy);
+    Eight gates = load_up_to8<In>(gate + at, n - at, aligned, 0.0f);
+    Eight ups = load_up_to8<In>(up + at, n - at, aligned, 0.0f);
+    Eight dys = load_up_to8<In>(dy + at, n - at, aligned, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        Activation made = op(gates.v[i]);
+        ups.v[i] = __fmul_rn(__fmul_rn(dys.v[i], ups.v[i]), made.slope);
+        gates.v[i] = __fmul_rn(dys.v[i], __fmul_rn(gates.v[i], made.sigmoid));
+    }
+    store_up_to8<Out>(dgate + at, n - at, aligned16(dgate), ups);
+    store_up_to8<Out>(dup + at, n - at, aligned16(dup), gates);
+}
