@@ -329,3 +329,6 @@ pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -572,6 +572,33 @@ impl Double {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gemm::tests::{bits, isas, number};
+
+    /// One pair of elements after the other, as docs/NUMERICS.md has it.
+    #[test]
+    fn heads_of_any_length_rotate() {
+        let (tokens, heads) = (2, 3);
+        for (cpu, dim) in
+            isas().flat_map(|isa| [2, 40, 1024, 1030].map(|dim| (Cpu::new(isa, 1, usize::MAX).unwrap(), dim)))
+        {
+            let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[3, 1000]);
+            let x: Vec<f32> = (0..tokens * heads * dim).map(|i| number(i).to_f32()).collect();
+            for pairing in [Pairing::Half, Pairing::Interleaved] {
+                let mut expected = vec![0f32; x.len()];
+                for (head, (x, y)) in x.chunks(dim).zip(expected.chunks_mut(dim)).enumerate() {
+                    let angles = table.row(head / heads);
+                    for i in 0..dim / 2 {
+                        let (a, b) = if pairing == Pairing::Half { (i, i + dim / 2) } else { (2 * i, 2 * i + 1) };
+                        y[a] = x[a].mul_add(angles.cos[i], -(x[b] * angles.sin[i]));
+                        y[b] = x[b].mul_add(angles.cos[i], x[a] * angles.sin[i]);
+                    }
+                }
+                let mut y = vec![f32::NAN; x.len()];
+                rope(&cpu, &Rope { tokens, heads, dim, pairing }, &table, &x, &mut y).unwrap();
+                assert_eq!(bits(&y), bits(&expected), "{} {dim} {pairing:?}", cpu.isa());
+            }
+        }
+    }
 
     #[test]
     fn the_precise_path_agrees_with_f64_far_from_ties_and_decides_near_them() {

@@ -3,10 +3,17 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{Left, Order, Right, TILE_ROWS, Tile, last};
+use super::{Left, Order, PANEL, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
 use crate::simd::{Kernel, Simd, prefetch};
+
+/// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of a first cache.
+const STEPS_IN_CACHE: usize = 512;
+/// How far ahead of a streamed step lines are asked for: 4 KiB of a panel, of pairs as of f32.
+const STEPS_AHEAD: usize = 32;
+/// Words of a cache line.
+const LINE: usize = 16;
 
 /// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
 trait Steps: Copy {
@@ -22,12 +29,16 @@ trait Steps: Copy {
     fn vectors(lanes: usize, rows: usize) -> usize {
         if lanes == 8 && rows <= 2 { 4 } else { 2 }
     }
-    /// Where that is; it may be any address.
-    fn at(self, step: usize, column: usize) -> *const u32;
     /// Asks for as much of the memory that is read later as a step of so many columns reads; `index` counts steps, over all
     /// columns.
     #[inline(always)]
     fn ask(self, _index: usize, _columns: usize) {}
+}
+
+/// Steps that can be [`Streamed`]; their vectors of columns are those of all.
+trait Placed: Steps {
+    /// Where `step` and `column` are; it may be any address.
+    fn at(self, step: usize, column: usize) -> *const u32;
 }
 
 #[derive(Clone, Copy)]
@@ -42,34 +53,22 @@ struct Bf16Steps(*const half::bf16, usize, Prefetch);
 #[derive(Clone, Copy)]
 struct Streamed<B>(B);
 
-impl<B: Steps> Steps for Streamed<B> {
+impl<B: Placed> Steps for Streamed<B> {
     const K: usize = B::K;
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         if column == 0 {
-            for line in 0..2 {
-                prefetch(self.0.at(step + 32, 16 * line));
+            for line in 0..PANEL / LINE {
+                prefetch(self.0.at(step + STEPS_AHEAD, line * LINE));
             }
         }
         // SAFETY: the caller's promise.
         unsafe { self.0.load(s, step, column) }
     }
-    #[inline(always)]
-    fn vectors(lanes: usize, rows: usize) -> usize {
-        B::vectors(lanes, rows)
-    }
-    #[inline(always)]
-    fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.at(step, column)
-    }
 }
 
 impl Steps for WideSteps {
     const K: usize = 1;
-    #[inline(always)]
-    fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.wrapping_add(step * self.1 + column).cast()
-    }
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
@@ -78,12 +77,15 @@ impl Steps for WideSteps {
     }
 }
 
-impl Steps for PairSteps {
-    const K: usize = 2;
+impl Placed for WideSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.wrapping_add(step * self.1 + column)
+        self.0.wrapping_add(step * self.1 + column).cast()
     }
+}
+
+impl Steps for PairSteps {
+    const K: usize = 2;
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
@@ -91,12 +93,15 @@ impl Steps for PairSteps {
     }
 }
 
-impl Steps for Bf16Steps {
-    const K: usize = 1;
+impl Placed for PairSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.wrapping_add(step * self.1 + column).cast()
+        self.0.wrapping_add(step * self.1 + column)
     }
+}
+
+impl Steps for Bf16Steps {
+    const K: usize = 1;
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
@@ -113,7 +118,7 @@ impl Steps for Bf16Steps {
     }
     #[inline(always)]
     fn ask(self, index: usize, columns: usize) {
-        match columns / 32 {
+        match columns / (2 * LINE) {
             0 if index.is_multiple_of(2) => self.2.ask_at(index / 2, 1),
             0 => (),
             lines => self.2.ask_at(index * lines, lines),
@@ -144,7 +149,7 @@ impl Kernel for FmaTile<'_, '_> {
         let adjacent = tile.left.row_stride == 1;
         let tree = matches!(tile.order, Order::Tree(_));
         // A panel that one low tile passes over once; tall ones are many to a panel, which the caches then hold.
-        let streams = S::LANES == 8 && tile.order.end() > 512 && tile.rows < TILE_ROWS;
+        let streams = S::LANES == 8 && tile.order.end() > STEPS_IN_CACHE && tile.rows < TILE_ROWS;
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
             (Right::F32(data, stride), true, true) if streams && tile.rows > 2 => {

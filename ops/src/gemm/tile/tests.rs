@@ -225,6 +225,138 @@ fn segments_of_coded_panels_are_whole_blocks() {
     }
 }
 
+/// f32 of x: `rows` rows from 0 on, +0 from k to `end`.
+fn left_floats(rows: usize, k: usize, end: usize, row_stride: usize, step: usize) -> Vec<f32> {
+    let mut left = around(if end == 0 { 0 } else { last(rows, row_stride, end, step) + 1 }, f32::NAN);
+    for r in 0..rows {
+        for at in 0..end {
+            left[AROUND + r * row_stride + at * step] = if at < k { x(r, at).to_f32() } else { 0.0 };
+        }
+    }
+    left
+}
+
+/// w in rows of k.
+fn right_rows<T: Copy>(columns: usize, k: usize, stride: usize, nan: T, of: impl Fn(bf16) -> T) -> Vec<T> {
+    let mut right = around(if k == 0 { 0 } else { (k - 1) * stride + columns }, nan);
+    for c in 0..columns {
+        for at in 0..k {
+            right[AROUND + at * stride + c] = of(w(c, at));
+        }
+    }
+    right
+}
+
+/// What a chain goes on from.
+fn start(row: usize, column: usize) -> f32 {
+    number(5_000_011 + row * 9001 + column).to_f32()
+}
+
+#[test]
+fn tiles_of_multiply_adds_are_plain_chains() {
+    let every: Vec<usize> = (1..=MAX_ROWS).collect();
+    let cpus = cpus(|_| true);
+    for (k, heights, widths) in [
+        (0, &[3][..], &[16][..]),
+        (1, &[1, 5], &[16, 48]),
+        // Two of the widest tiles of bf16, and one of each narrower one.
+        (6, &every, &[16, 32, 48, 368]),
+        (7, &[2], &[16]),
+        (255, &[1, 2, 7, 8, 12, 16], &[48]),
+        (258, &[3], &[16]),
+        // From memory, and from so near that nothing is asked for.
+        (520, &[1, 3, 12], &[32]),
+    ] {
+        let (most, widest) = (*heights.last().unwrap(), *widths.last().unwrap());
+        let chain = |i: usize| {
+            let (row, column) = (i / widest, i % widest);
+            (0..k).fold(start(row, column), |sum, k| x(row, k).to_f32().mul_add(w(column, k).to_f32(), sum)).to_bits()
+        };
+        // The sums of every order; a chain has no bounds.
+        let trees = trees(k).into_iter().map(|bounds| (all_plain(&bounds, [most, widest], w), bounds));
+        let sums: Vec<_> = trees.chain([((0..most * widest).map(chain).collect(), vec![])]).collect();
+        for &columns in widths {
+            let stride = columns + 16;
+            let floats = right_rows(columns, k, stride, f32::NAN, bf16::to_f32);
+            let narrow = right_rows(columns, k, stride, bf16::NAN, |w| w);
+            let pairs = right_pairs(columns, k, stride);
+            let ahead = Prefetch::of(&narrow);
+            let rights = [
+                Right::F32(inner(&floats), stride),
+                Right::Bf16(inner(&narrow), stride, ahead),
+                Right::Vnni(inner(&pairs), stride),
+            ];
+            for (right, &rows, layout) in rights
+                .into_iter()
+                .flat_map(|right| heights.iter().map(move |rows| (right, rows)))
+                .flat_map(|(right, rows)| (0..3).map(move |layout| (right, rows, layout)))
+            {
+                let end = if matches!(right, Right::Vnni(..)) { k.next_multiple_of(2) } else { k };
+                let (row_stride, step) = [(1, rows + 1), (2, 2 * rows + 1), (end + 1, 1)][layout];
+                let left = left_floats(rows, k, end, row_stride, step);
+                for (sums, bounds) in &sums {
+                    let order = if bounds.is_empty() { Order::Chain(k) } else { Order::Tree(bounds) };
+                    // Those that ops use.
+                    match (right, order) {
+                        (Right::Bf16(..), Order::Tree(_)) => continue,
+                        (Right::Vnni(..), Order::Chain(_)) if layout > 0 => continue,
+                        _ => {}
+                    }
+                    for cpu in &cpus {
+                        let out_stride = columns + 3;
+                        let mut out = around((rows - 1) * out_stride + columns, BEFORE);
+                        let size = out.len();
+                        if bounds.is_empty() {
+                            for i in 0..rows * columns {
+                                let (row, column) = (i / columns, i % columns);
+                                out[AROUND + row * out_stride + column] = start(row, column);
+                            }
+                        }
+                        let tile = Tile {
+                            left: Left { data: inner(&left), row_stride, step },
+                            right,
+                            order,
+                            rows,
+                            columns,
+                            out: &mut out[AROUND..size - AROUND],
+                            out_stride,
+                        };
+                        fma_tile(cpu, tile);
+                        let form = match right {
+                            Right::F32(..) => "f32",
+                            Right::Vnni(..) => "pairs",
+                            _ => "bf16",
+                        };
+                        let what = format!(
+                            "{} {form} k {k} {bounds:?}: {rows} x {columns}, row stride {row_stride}",
+                            cpu.isa()
+                        );
+                        let sum = |row: usize, column: usize| sums[row * widest + column];
+                        assert_holds(&out, out_stride, [rows, columns], sum, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Pairs of an odd k read one element more of the left.
+#[test]
+fn tiles_of_multiply_adds_without_a_pad_are_refused() {
+    for cpu in cpus(|_| true) {
+        for (k, len, taken) in [(5usize, 6, true), (5, 5, false), (4, 4, true), (4, 3, false), (0, 0, true)] {
+            let (left, right) = (vec![0f32; len], vec![0u32; PANEL * k.div_ceil(2)]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let left = Left { data: &left[..], row_stride: 1, step: 1 };
+                let (right, order) = (Right::Vnni(&right, PANEL), Order::Chain(k));
+                let out = &mut [0f32; PANEL];
+                fma_tile(&cpu, Tile { left, right, order, rows: 1, columns: PANEL, out, out_stride: PANEL });
+            }));
+            assert_eq!(run.is_ok(), taken, "{} k {k} in {len}", cpu.isa());
+        }
+    }
+}
+
 #[test]
 fn blocks_are_plain_chains() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
