@@ -11,7 +11,7 @@ use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, vnni_of_rows,
 };
 use crate::simd::scalar::Scalar;
-use crate::simd::unroll::{Unrolled, eight, vectors};
+use crate::simd::unroll::{eight, of_eight, vectors};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
@@ -421,16 +421,14 @@ impl<I: Element> Pass<'_, I> {
         let (count, chain) = (key_rows.count, [0, d]);
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
         let key = |j: usize| job.k.get(key_rows.at[j], head);
-        if !I::IS_BF16 {
+        let pairs = |j: usize| bf16_slice(key(j)).expect("bf16");
+        let right = if I::IS_BF16 {
+            vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, ahead);
+            Right::Vnni(panel, PANEL)
+        } else {
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
-            let left = Left { data: as_floats(query), row_stride: 1, step: rows };
-            let right = Right::F32(as_floats(panel), PANEL);
-            fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
-            return 0;
-        }
-        let key = |j: usize| bf16_slice(key(j)).expect("bf16");
-        vnni_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
-        let right = Right::Vnni(panel, PANEL);
+            Right::F32(as_floats(panel), PANEL)
+        };
         if !job.dots() {
             let left = Left { data: as_floats(query), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
@@ -438,7 +436,7 @@ impl<I: Element> Pass<'_, I> {
         }
         let least = || match count {
             PANEL => least_of_vnni(cpu, panel),
-            _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
+            _ => (0..count).map(|j| least_magnitude(cpu, pairs(j))).fold(f32::INFINITY, f32::min),
         };
         if dot_is_exact(least_query, least()) {
             let left = Left { data: query, row_stride: 1, step: rows };
@@ -801,12 +799,11 @@ impl Exponentiate<'_> {
         let mut rest = self.scores;
         while rest.len() >= 8 * S::LANES {
             let (scores, others) = rest.split_at_mut(8 * S::LANES);
-            let s8 = Unrolled(Unrolled(Unrolled(s)));
             let mut v = [s.splat(0.0); 8];
             for (v, scores) in v.iter_mut().zip(scores.chunks_exact(S::LANES)) {
                 *v = load_at(s, scores, 0, 0.0);
             }
-            let w = weight_of::<_, SMALL>(s8, eight::<S>(v), n, c);
+            let w = weight_of::<_, SMALL>(of_eight(s), eight::<S>(v), n, c);
             for (w, scores) in vectors::<S>(w).into_iter().zip(scores.chunks_exact_mut(S::LANES)) {
                 // SAFETY: the chunk holds LANES scores.
                 unsafe { s.store(w, scores.as_mut_ptr()) };
