@@ -1,12 +1,15 @@
 //! Attention against a plain computation, on every plan: nothing that decides how a call is cut moves a bit.
 
 use super::attention::{Attention, BLOCK, Job, Keys, Sequences};
+use super::{decode::Streams, prefill::Tiles};
 use crate::gemm::tests::{bits, isas, number, on_every_plan, plain};
 use crate::math::{exp_split, lse, tanh, weight};
 use crate::simd::scalar::Scalar;
+use crate::workspace::Plan;
 use crate::{Counter, Cpu, Element, Error, Isa, TensorRef, Tf32};
 use half::{bf16, f16};
 use std::f64::consts::LOG2_E;
+use std::iter::successors;
 
 /// Where the keys of a sequence stand.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +22,7 @@ enum Form {
 /// Positions of the queries of a sequence, and how many keys it has.
 type Sequence<'a> = (&'a [i32], usize);
 
+#[derive(Clone)]
 struct Case<I> {
     shape: Attention,
     form: Form,
@@ -211,7 +215,11 @@ impl<I: Element> Case<I> {
         [bits(&out), bits(&lse)]
     }
 
-    fn run<O: Element>(&self, cpu: &Cpu, [q, k, v]: [&[I]; 3], out: &mut [O], lse: &mut [f32]) -> Result<(), Error> {
+    fn run<O: Element>(&self, cpu: &Cpu, operands: [&[I]; 3], out: &mut [O], lse: &mut [f32]) -> Result<(), Error> {
+        self.with_job(cpu, operands, |job| job.run(out, lse))
+    }
+
+    fn with_job<T>(&self, cpu: &Cpu, [q, k, v]: [&[I]; 3], work: impl FnOnce(&Job<I>) -> T) -> T {
         let shape @ Attention { q_heads, kv_heads, head_dim, value_dim, scale, softcap, .. } = self.shape;
         let keys = match self.form {
             Form::Padded => Keys::Padded,
@@ -239,19 +247,24 @@ impl<I: Element> Case<I> {
             c: (c as f32, (c - f64::from(c as f32)) as f32),
             dry: false,
         };
-        job.run(out, lse)
+        work(&job)
     }
 
     /// On all instruction sets, plans and some numbers of threads.
     fn check<O: Element>(&self) {
         let expected = self.expected::<O>();
-        let nan = [&self.q, &self.k, &self.v].map(|x| vec![I::narrow(f32::NAN); x.len()]);
+        // A call before leaves NaN in the workspace, also where an odd dimension ends.
+        let mut before = self.clone();
+        before.shape.head_dim = self.shape.head_dim.next_multiple_of(2);
+        for x in [&mut before.q, &mut before.k, &mut before.v] {
+            *x = vec![I::narrow(f32::NAN); 2 * x.len()];
+        }
         let (mut out, mut lse) = (vec![O::default(); expected[0].len()], vec![0f32; expected[1].len()]);
         for isa in both_ways() {
             for threads in [1, 3] {
                 on_every_plan(isa, threads, |cpu| {
-                    // It leaves NaN in the workspace.
-                    self.run(cpu, nan.each_ref().map(|x| &x[..]), &mut out, &mut lse)?;
+                    // More dimensions may have no plan as small as this one.
+                    before.run(cpu, [&before.q, &before.k, &before.v], &mut out, &mut lse).ok();
                     out.fill(O::narrow(7e7));
                     lse.fill(7e7);
                     self.run(cpu, [&self.q, &self.k, &self.v], &mut out, &mut lse)?;
@@ -392,14 +405,54 @@ fn scores_of_any_size() {
     });
 }
 
+/// Products with all values but one vanish below zero: -0 is the sum of every block, and +0 that of the blocks.
+#[test]
+fn sums_of_blocks_begin_at_zero() {
+    check_changed::<f32>(shape([4, 2], [1, 5], 1.0), |case| {
+        case.q.fill(1.0);
+        case.k.fill(-60.0);
+        case.v.fill(-(2f32.powi(-100)));
+        // Every query sees this one.
+        for head in 0..2 {
+            case.key(0, 245, head).fill(0.0);
+            case.value(0, 245, head).fill(0.0);
+        }
+    });
+}
+
 /// `VDPBF16PS` would flush products of these, or read them as zeros.
 #[test]
 fn small_operands_are_not_flushed() {
-    for (head_dim, power) in [(32, -115), (67, -128)] {
+    for (head_dim, power) in [(32, -115), (69, -128)] {
         check_changed::<bf16>(shape([4, 2], [head_dim, 5], 2f64.powi(-5 - power)), |case| {
             let factors = [power / 2, power - power / 2].map(|power| 2f32.powi(power));
             case.k.iter_mut().for_each(|k| *k = bf16::from_f32(k.to_f32() * factors[0] * factors[1]));
+            // What it makes of all keys is -inf.
+            case.query(0, 0)[2] = bf16::INFINITY;
+            (0..270).for_each(|j| case.key(0, j, 0)[2] = bf16::from_f32(-factors[0] * factors[1]));
         });
+    }
+}
+
+#[test]
+fn workspace_of_pairs_is_counted() {
+    for isa in both_ways() {
+        for (queries, dots, others) in [
+            // The queries of six (sequence, key head), a panel of keys for either worker.
+            (1, 6 * 48 + 2 * 512, 2 * 512),
+            // Two blocks of keys of all six, a tile of queries for either worker.
+            (20, 6 * 2 * (256 * 16 + 16) + 2 * 32 * 16, 0),
+        ] {
+            let q_pos = vec![0; queries];
+            let case =
+                Case::<bf16>::new(shape([6, 3], [32, 5], 1.0), Form::Padded, DENSE, &[(&q_pos, 500), (&q_pos, 400)]);
+            let rows = 2 * queries * 6;
+            let (mut out, mut lse) = (vec![0f32; 5 * rows], vec![0f32; rows]);
+            let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
+            case.run(&cpu, [&case.q, &case.k, &case.v], &mut out, &mut lse).unwrap();
+            let pairs = if if queries > 1 { isa.dots_pay() } else { isa.has_dot() } { dots } else { others };
+            assert_eq!(cpu.ledger().count(Counter::WorkspaceBf16), 4 * pairs, "{isa} {queries}");
+        }
     }
 }
 
@@ -454,4 +507,66 @@ fn check_slow_paths(case: &Case<bf16>, isa: Isa, amount: usize, ran: [bool; 2]) 
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+impl Case<bf16> {
+    /// `plans` of a call whose values are so wide.
+    fn plans<T>(mut self, threads: usize, value_dim: usize, plans: impl FnOnce(&Job<bf16>) -> T) -> T {
+        // A plan asks nothing of values but how many there are.
+        self.v.clear();
+        self.shape.value_dim = value_dim;
+        let cpu = Cpu::new(Isa::Scalar, threads, usize::MAX).unwrap();
+        self.with_job(&cpu, [&self.q, &self.k, &self.v], plans)
+    }
+}
+
+#[test]
+fn few_rows_have_as_many_workers_as_they_have_work_for() {
+    let plan = |shape: Attention, threads: usize, value_dim: usize, sequences: &[Sequence]| {
+        let case = Case::new(shape, Form::Padded, DENSE, sequences);
+        let plan = case.plans(threads, value_dim, Streams::preferred);
+        plan.map(|plan| [plan.tiles()[0].1, plan.need().workers])
+    };
+    let heads = |q_heads: usize| shape([q_heads, 1], [1, 1], 1.0);
+    assert_eq!(
+        [1, 24, 25].map(|heads_of_q| plan(heads(heads_of_q), 4, 1, &[(&[0], 1)])),
+        [Some([1, 1]), Some([1, 1]), None]
+    );
+    assert_eq!(plan(heads(1), 4, 1, &[(&[], 1)]), None);
+    // A block of 7 * 73 numbers is a few bytes less than work for two.
+    let seven = Attention { window: Some(256), ..shape([7, 7], [40, 1], 1.0) };
+    assert_eq!(plan(seven, 4, 33, &[(&[511], 512)]), Some([1, 2]));
+    assert_eq!(plan(Attention { window: Some(257), ..seven }, 4, 33, &[(&[511], 512)]), Some([1, 4]));
+    // Two workers keep so many sequences between the passes, at least one.
+    let sequences: [Sequence; 4] = [(&[0], 256); 4];
+    let kept = [300, 8000, 30_000].map(|value_dim| plan(heads(24), 2, value_dim, &sequences));
+    assert_eq!(kept, [4, 2, 1].map(|sequences| Some([sequences, 2])));
+}
+
+#[test]
+fn plans_go_from_the_preferred_one_to_the_smallest() {
+    let sequences: [Sequence; 5] = [(&[0], 1); 5];
+    let case = Case::new(shape([1, 1], [1, 1], 1.0), Form::Padded, DENSE, &sequences);
+    let plans = |job: &Job<bf16>| -> Vec<usize> {
+        successors(Streams::preferred(job), Streams::smaller).map(|plan| plan.tiles()[0].1).collect()
+    };
+    assert_eq!(case.plans(1, 1, plans), [5, 3, 2, 1]);
+    let plans = |job: &Job<bf16>| -> Vec<[usize; 4]> {
+        let tiles = |plan: Tiles| [plan.tiles()[0].1, plan.tiles()[1].1, plan.tiles()[2].1, plan.need().workers];
+        successors(Some(Tiles::preferred(job)), Tiles::smaller).map(tiles).collect()
+    };
+    let many = |queries: usize, keys: usize| {
+        let q_pos = vec![0; queries];
+        let case = Case::new(shape([2, 1], [1, 1], 1.0), Form::Padded, DENSE, &[(&q_pos, keys)]);
+        case.plans(3, 40, plans)
+    };
+    // Keys are shared, or not.
+    let mut expected = vec![[32, 300, 48, 3], [32, 300, 48, 3], [16, 300, 48, 3]];
+    expected.extend([256, 128, 64, 32, 16].map(|keys| [16, keys, 48, 3]));
+    expected.extend([8, 4, 2, 1].map(|rows| [rows, 16, 48, 3]));
+    expected.extend([[1, 16, 32, 3], [1, 16, 16, 3], [1, 16, 16, 1]]);
+    assert_eq!(many(17, 300), expected);
+    assert_eq!(many(16, 20)[..4], [[32, 20, 48, 3], [16, 20, 48, 3], [16, 32, 48, 3], [16, 16, 48, 3]]);
+    assert_eq!(many(8, 3)[..3], [[16, 3, 48, 3], [16, 16, 48, 3], [8, 16, 48, 3]]);
+    assert_eq!(many(9, 3)[0][0], 32);
 }
