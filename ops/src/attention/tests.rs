@@ -300,6 +300,7 @@ fn few_rows_are_plain() {
     let causal = Attention { causal: true, ..shape([4, 2], [32, 16], 2.0) };
     check(causal, Form::Padded, DENSE, &[(&[299], 300), (&[20], 40)]);
     check(shape([6, 3], [16, 32], 9.0), Form::Paged(16), DENSE, &[(&[0], 70), (&[0], 33)]);
+    check(shape([10, 2], [16, 16], 2.0), Form::Padded, DENSE, &[(&[0], 40)]);
     check(shape([6, 3], [16, 20], 9.0), Form::Packed, [3, 5], &[(&[0], 70), (&[0], 33)]);
     let window = Attention { window: Some(270), ..causal };
     check(window, Form::Paged(7), DENSE, &[(&[560, 590], 600), (&[40, 42], 50), (&[-1, 0], 5), (&[3, 4], 0)]);
@@ -427,9 +428,9 @@ fn small_operands_are_not_flushed() {
         check_changed::<bf16>(shape([4, 2], [head_dim, 5], 2f64.powi(-5 - power)), |case| {
             let factors = [power / 2, power - power / 2].map(|power| 2f32.powi(power));
             case.k.iter_mut().for_each(|k| *k = bf16::from_f32(k.to_f32() * factors[0] * factors[1]));
-            // What it makes of all keys is -inf.
-            case.query(0, 0)[2] = bf16::INFINITY;
-            (0..270).for_each(|j| case.key(0, j, 0)[2] = bf16::from_f32(-factors[0] * factors[1]));
+            // What it makes of all keys is -inf; it stands 64 before the end of 69.
+            case.query(0, 0)[5] = bf16::INFINITY;
+            (0..270).for_each(|j| case.key(0, j, 0)[5] = bf16::from_f32(-factors[0] * factors[1]));
         });
     }
 }
@@ -458,12 +459,16 @@ fn workspace_of_pairs_is_counted() {
 
 #[test]
 fn slow_paths_are_counted_and_refused() {
-    let small = bf16::from_f32(2f32.powi(-120));
+    let power = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
+    let small = power(-120);
     // Few rows meet three panels of 32 keys; many are two tiles, which meet two blocks.
     type Change<'a> = &'a dyn Fn(&mut Case<bf16>);
-    let changes: [(Change, [usize; 2]); 4] = [
+    let changes: [(Change, [usize; 2]); 6] = [
         (&|_| (), [0, 0]),
         (&|case| case.key(0, 40, 1)[3] = small, [1, 2]),
+        (&|case| case.key(0, 42, 1)[3] = small, [1, 2]),
+        // The smallest that are not flushed.
+        (&|case| (case.query(0, 2)[0], case.key(0, 40, 1)[3]) = (power(-15), power(-97)), [0, 0]),
         (&|case| case.query(0, 2)[5] = small, [3, 2]),
         (&|case| case.query(0, 0)[5] = bf16::from_bits(1), [3, 2]),
     ];
