@@ -11,7 +11,7 @@ use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, vnni_of_rows,
 };
 use crate::simd::scalar::Scalar;
-use crate::simd::unroll::{Unrolled, eight, vectors};
+use crate::simd::unroll::{eight, of_eight, vectors};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
@@ -287,7 +287,7 @@ impl<I: Element> Pass<'_, I> {
         (self.job.queries(b).start + r / group, kv_head * group + r % group)
     }
 
-    /// Lays the queries side by side as the kernels read them, their smallest nonzero magnitude behind.
+    /// Lays the queries side by side as the kernels read them, behind pairs their smallest nonzero magnitude.
     fn lay_queries_out(&self, b: usize, kv_head: usize, out: &mut [u32]) {
         let (job, rows, d) = (self.job, self.rows(b), self.job.shape.head_dim);
         let query = |r: usize| {
@@ -295,7 +295,6 @@ impl<I: Element> Pass<'_, I> {
             job.query(t, head)
         };
         let (out, end) = out.split_at_mut(self.plan.query_words() - LINE);
-        end[0] = f32::NAN.to_bits();
         if !job.dots() {
             let out = as_floats_mut(out);
             f32_of_rows(job.cpu, rows, d, query, job.shape.tf32, out, rows);
@@ -320,11 +319,11 @@ impl<I: Element> Pass<'_, I> {
         let mut next = self.first_panel(task);
         for from in (start..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
-            let key_rows = next;
-            next = match following {
+            let after = match following {
                 Some(following) if to == keys.to => self.first_panel(following),
                 _ => self.panel_rows(b, to, keys.to),
             };
+            let key_rows = std::mem::replace(&mut next, after);
             // Where the keys of the first head stand; past the last one it stands again.
             let mut starts = key_rows.at;
             starts[key_rows.count..].fill(key_rows.at[key_rows.count - 1]);
@@ -380,11 +379,7 @@ impl<I: Element> Pass<'_, I> {
         if !dot_is_exact(least_query, f32::MAX) {
             return false;
         }
-        let keys = Keys {
-            k: &bf16_slice(job.k.data()).expect("bf16")[job.k.at(0, some.from) - job.k.at(0, 0)..],
-            starts,
-            len: d,
-        };
+        let keys = Keys { k: &bf16_slice(job.k.data()).expect("bf16")[job.k.at(0, some.from)..], starts, len: d };
         let (rows, ahead) = (self.rows(task.b), std::mem::take(ahead));
         let head = |head: usize| {
             // SAFETY: a block and its heads are one task's; two heads are two parts, and both are gone with the call.
@@ -421,16 +416,14 @@ impl<I: Element> Pass<'_, I> {
         let (count, chain) = (key_rows.count, [0, d]);
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
         let key = |j: usize| job.k.get(key_rows.at[j], head);
-        if !I::IS_BF16 {
+        let pairs = |j: usize| bf16_slice(key(j)).expect("bf16");
+        let right = if I::IS_BF16 {
+            vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, ahead);
+            Right::Vnni(panel, PANEL)
+        } else {
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
-            let left = Left { data: as_floats(query), row_stride: 1, step: rows };
-            let right = Right::F32(as_floats(panel), PANEL);
-            fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
-            return 0;
-        }
-        let key = |j: usize| bf16_slice(key(j)).expect("bf16");
-        vnni_of_rows(cpu, count, d, key, bf16::NEG_ZERO, panel, PANEL, ahead);
-        let right = Right::Vnni(panel, PANEL);
+            Right::F32(as_floats(panel), PANEL)
+        };
         if !job.dots() {
             let left = Left { data: as_floats(query), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
@@ -438,7 +431,7 @@ impl<I: Element> Pass<'_, I> {
         }
         let least = || match count {
             PANEL => least_of_vnni(cpu, panel),
-            _ => (0..count).map(|j| least_magnitude(cpu, key(j))).fold(f32::INFINITY, f32::min),
+            _ => (0..count).map(|j| least_magnitude(cpu, pairs(j))).fold(f32::INFINITY, f32::min),
         };
         if dot_is_exact(least_query, least()) {
             let left = Left { data: query, row_stride: 1, step: rows };
@@ -798,21 +791,19 @@ impl Exponentiate<'_> {
     #[inline(always)]
     fn all<S: Simd, const SMALL: bool>(self, s: S) {
         let (n, c) = (self.n, self.c);
-        let mut rest = self.scores;
-        while rest.len() >= 8 * S::LANES {
-            let (scores, others) = rest.split_at_mut(8 * S::LANES);
-            let s8 = Unrolled(Unrolled(Unrolled(s)));
+        let mut whole = self.scores.chunks_exact_mut(8 * S::LANES);
+        for scores in &mut whole {
             let mut v = [s.splat(0.0); 8];
             for (v, scores) in v.iter_mut().zip(scores.chunks_exact(S::LANES)) {
                 *v = load_at(s, scores, 0, 0.0);
             }
-            let w = weight_of::<_, SMALL>(s8, eight::<S>(v), n, c);
+            let w = weight_of::<_, SMALL>(of_eight(s), eight::<S>(v), n, c);
             for (w, scores) in vectors::<S>(w).into_iter().zip(scores.chunks_exact_mut(S::LANES)) {
                 // SAFETY: the chunk holds LANES scores.
                 unsafe { s.store(w, scores.as_mut_ptr()) };
             }
-            rest = others;
         }
+        let rest = whole.into_remainder();
         for at in (0..rest.len()).step_by(S::LANES) {
             let w = weight_of::<_, SMALL>(s, load_at(s, rest, at, 0.0), n, c);
             narrow_at(s, w, rest, at);

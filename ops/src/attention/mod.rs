@@ -10,3 +10,6 @@ use crate::call::Entry;
 
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED];
+
+#[cfg(test)]
+mod tests;

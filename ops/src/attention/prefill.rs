@@ -9,7 +9,7 @@ use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, prefetch, vnni_of_row,
     vnni_of_rows,
 };
-use crate::simd::unroll::{Unrolled, eight, vectors};
+use crate::simd::unroll::{eight, of_eight, vectors};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
@@ -651,7 +651,7 @@ impl Exponentiate<'_> {
         let width = plan.width;
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
-        let s8 = Unrolled(Unrolled(Unrolled(s)));
+        let s8 = of_eight(s);
         for lane in (0..width).step_by(S::LANES) {
             let n = load_at(s, &softmax.n, lane, 0.0);
             let mut total = load_at(s, &sums.total, lane, 0.0);

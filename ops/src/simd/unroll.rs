@@ -7,7 +7,14 @@ use half::{bf16, f16};
 /// Eight vectors as one: a chain of multiply-adds of each takes all the time of two units, and none waits for itself.
 pub type Eight<S> = Unrolled<Unrolled<Unrolled<S>>>;
 
-/// Eight vectors as one; an array and no function that makes them, because a closure need not be inlined.
+/// The token of eight vectors as one.
+#[inline(always)]
+pub fn of_eight<S: Simd>(s: S) -> Eight<S> {
+    Unrolled(Unrolled(Unrolled(s)))
+}
+
+/// Eight vectors as one. They come in an array: a function that makes them one by one would be a closure, which the compiler
+/// may leave outside of the kernel, without its instruction set.
 #[inline(always)]
 pub fn eight<S: Simd>([v0, v1, v2, v3, v4, v5, v6, v7]: [S::F; 8]) -> <Eight<S> as Simd>::F {
     (((v0, v1), (v2, v3)), ((v4, v5), (v6, v7)))
