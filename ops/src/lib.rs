@@ -9,6 +9,9 @@
 // The file of an op bears its name, also where its folder does.
 #![allow(clippy::module_inception)]
 
+#[cfg(all(test, not(feature = "emulated-isa")))]
+compile_error!("the tests need a feature: cargo test -p samebits-ops --features emulated-isa");
+
 mod attention;
 mod backend;
 mod call;

@@ -8,6 +8,9 @@ mod page;
 
 use samebits_ops::{Cpu, Element, Isa};
 
+#[cfg(not(feature = "emulated-isa"))]
+compile_error!("the tests need a feature: cargo test -p samebits-ops --features emulated-isa");
+
 /// Every way to run that this machine has.
 fn cpus() -> Vec<Cpu> {
     let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
