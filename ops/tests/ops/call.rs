@@ -229,7 +229,7 @@ fn a_view_gives_the_bits_of_a_copy_for_every_op() {
 }
 
 /// Outputs of 32 MiB and more are written past the caches, in parts: they have the bits of the same rows in small outputs,
-/// which the loops of `page.rs` give, wherever they begin within a line.
+/// which the loops of `page.rs` give, wherever they begin within a line. An op whose frame another one here has is left to it.
 #[test]
 fn large_outputs_have_the_bits_of_small_ones() {
     let names = [
@@ -237,9 +237,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
         "silu_mul",
         "silu_mul_backward",
         "gelu_mul",
-        "gelu_mul_backward",
         "softcap",
-        "softcap_backward",
         "scale",
         "softmax",
         "rms_norm",
@@ -251,7 +249,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
     for n in [1000, 5004] {
         let rows = (32 << 20) / 2 / n + 3;
         let data: Vec<bf16> = (0..rows * n + 64).map(|_| bf16::narrow(random.normal())).collect();
-        for name in names.into_iter().chain(["rope", "rope_backward", "norm_rope"]) {
+        for name in names.into_iter().chain(["rope", "norm_rope"]) {
             let op = samebits_schema::find(name).expect("an op of the schema");
             let some = |cpu: &Cpu, rows: std::ops::Range<usize>| {
                 let positions: Vec<i32> = rows.clone().map(|row| row as i32).collect();
