@@ -22,7 +22,7 @@ const NEGLIGIBLE: f32 = -100.0;
 pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let t = s.mul(x, c_hi);
     let i = s.round(t);
-    let f = s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)));
+    let f = fraction(s, x, i, c_hi, c_lo);
     // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
     let f = s.select_ge(s.abs(t), s.splat(4_194_304.0), s.splat(0.0), f);
     (exp2_fraction(s, f), i)
@@ -32,8 +32,13 @@ pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F)
 #[inline(always)]
 fn exp_split_small<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let i = s.round(s.mul(x, c_hi));
-    let f = s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)));
-    (exp2_fraction(s, f), i)
+    (exp2_fraction(s, fraction(s, x, i, c_hi, c_lo)), i)
+}
+
+/// `x * (c_hi + c_lo) - i`.
+#[inline(always)]
+fn fraction<S: Simd>(s: S, x: S::F, i: S::F, c_hi: S::F, c_lo: S::F) -> S::F {
+    s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)))
 }
 
 /// `2^f` for f in [-0.5, 0.5].
