@@ -25,10 +25,18 @@ fn compute(c: &Checked) -> References {
     one("y", Reference::new(c.case.inputs["gate"].shape().to_vec(), elements))
 }
 
+/// The share of the cube in the exponent.
+pub(super) const CUBE: f64 = 0.044715;
+
+/// What the exponent is multiplied with.
+pub(super) fn factor() -> f64 {
+    2.0 * (2.0 / std::f64::consts::PI).sqrt()
+}
+
 /// The exponent `2 sqrt(2/pi) (g + 0.044715 g^3)` of the sigmoid that makes the gelu of the hyperbolic tangent. Beyond the range of f32 it
 /// is an infinity, whose sigmoid is 0 or 1.
 pub(super) fn exponent(g: f64) -> f64 {
-    let a = 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044715 * g * g * g);
+    let a = factor() * (g + CUBE * g * g * g);
     if a.abs() > HUGE { a.signum() * f64::INFINITY } else { a }
 }
 

@@ -20,7 +20,7 @@ fn slope(g: f64) -> Slope {
     if v == 0.0 {
         return Slope { value: s, size: s, lost: a < -87.0 };
     }
-    let inner = g * 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (1.0 + 3.0 * 0.044715 * g * g);
+    let inner = g * gelu_mul::factor() * (1.0 + 3.0 * gelu_mul::CUBE * g * g);
     // Errors of the exponent count where the sigmoid is not flat.
     let bent = v * a.abs();
     let size = s + bent + inner.abs() * (v + bent + rest(s, rest_of_s));

@@ -53,13 +53,18 @@ pub fn elementwise(
 /// Makes elements of y of those of a and b.
 type Work<'a> = dyn Fn(&[f32], &[f32], &mut [f32]) + Sync + 'a;
 
+/// Tensors of one shape as rows, and how many elements a row has: where nothing has gaps everything is one row.
+pub(super) fn as_rows<'a, const N: usize>(inputs: [TensorRef<'a>; N], shape: &[usize]) -> ([TensorRef<'a>; N], usize) {
+    let flat = inputs.map(|x| x.as_one_row());
+    if flat.iter().all(Option::is_some) {
+        return (flat.map(|x| x.expect("looked at")), shape.iter().product());
+    }
+    (inputs, *shape.last().expect("only rows have gaps"))
+}
+
 /// Types that no kernel is compiled for: blocks of rows, with `work(a, b, y)` in f32.
 fn blocks(cpu: &Cpu, name: &'static str, [a, b]: [TensorRef; 2], y: TensorMut, work: &Work<'_>) -> Result<(), Error> {
-    // Without gaps everything is one row.
-    let ([a, b], n) = match [a, b].map(|x| x.as_one_row()) {
-        [Some(a), Some(b)] => ([a, b], y.shape().iter().product()),
-        _ => ([a, b], *y.shape().last().expect("only rows have gaps")),
-    };
+    let ([a, b], n) = as_rows([a, b], y.shape());
     typed!(y.dtype() => O, {
         let y = y.host::<O>(name, "y")?;
         let size = cpu.elements_per_chunk(y.len());

@@ -3,7 +3,7 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
 use crate::element::{typed, typed_pair};
-use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, pointwise};
+use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, pointwise};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
@@ -27,13 +27,18 @@ pub fn gated_backward<I: Element, O: Element>(
     [gate, up, dy]: [&[I]; 3],
     [dgate, dup]: [&mut [O]; 2],
 ) -> Result<(), Error> {
-    check_len(name, "up", "of gate", up.len(), &[gate.len()])?;
-    check_len(name, "dy", "of gate", dy.len(), &[gate.len()])?;
-    check_len(name, "dgate", "of gate", dgate.len(), &[gate.len()])?;
-    check_len(name, "dup", "of gate", dup.len(), &[gate.len()])?;
+    check(name, gate.len(), [up.len(), dy.len(), dgate.len(), dup.len()])?;
     let n = [gate.len()];
     let inputs = [gate, up, dy].map(|x| TensorRef::of(x, &n));
     run(cpu, name, op, inputs, [dgate, dup].map(|y| TensorMut::of(y, &n)))
+}
+
+/// Every tensor is as long as the gate.
+fn check(name: &'static str, gate: usize, [up, dy, dgate, dup]: [usize; 4]) -> Result<(), Error> {
+    for (tensor, len) in [("up", up), ("dy", dy), ("dgate", dgate), ("dup", dup)] {
+        check_len(name, tensor, "of gate", len, &[gate])?;
+    }
+    Ok(())
 }
 
 /// The same for a call on the processor.
@@ -56,11 +61,7 @@ fn run(
     for (input, what) in inputs.iter().zip(["gate", "up", "dy"]) {
         input.on_host(name, what)?;
     }
-    // Without gaps everything is one row.
-    let (inputs, n) = match inputs.map(|x| x.as_one_row()) {
-        [Some(gate), Some(up), Some(dy)] => ([gate, up, dy], dgate.shape().iter().product()),
-        _ => (inputs, *dgate.shape().last().expect("only rows have gaps")),
-    };
+    let (inputs, n) = as_rows(inputs, dgate.shape());
     typed_pair!(inputs[0].dtype() => I, dgate.dtype() => O, {
         let (dgate, dup) = (dgate.host::<O>(name, "dgate")?, dup.host::<O>(name, "dup")?);
         let rows = inputs.map(|x| x.rows::<I>());
@@ -198,10 +199,7 @@ pub fn on_device<I: Stored, O: Stored>(
     [gate, up, dy]: [&Buffer<I>; 3],
     [dgate, dup]: [&mut Buffer<O>; 2],
 ) -> Result<(), Error> {
-    check_len(name, "up", "of gate", up.len(), &[gate.len()])?;
-    check_len(name, "dy", "of gate", dy.len(), &[gate.len()])?;
-    check_len(name, "dgate", "of gate", dgate.len(), &[gate.len()])?;
-    check_len(name, "dup", "of gate", dup.len(), &[gate.len()])?;
+    check(name, gate.len(), [up.len(), dy.len(), dgate.len(), dup.len()])?;
     let arguments = Arguments::new().buffer(gate).buffer(up).buffer(dy).buffer(dgate).buffer(dup).long(gate.len());
     let grid = [gate.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
     // SAFETY: all of them have as many elements as the kernel is told.

@@ -17,9 +17,9 @@ const UNIT: Unit = Unit::of("softcap", include_str!("softcap.cu"), &["softcap"])
 /// softcap, by name.
 pub(crate) const OP: Entry = Entry {
     name: "softcap",
-    cpu: |cpu, args| run(cpu, factors(args.call.float("cap"))?, args.input("x"), args.output("y")),
+    cpu: |cpu, args| run(cpu, factors("softcap", args.call.float("cap"))?, args.input("x"), args.output("y")),
     device: Some(|on, args| {
-        let (cap, inverse) = factors(args.call.float("cap"))?;
+        let (cap, inverse) = factors("softcap", args.call.float("cap"))?;
         frame::call_on_device(on, args, &["x"], &[cap, inverse])
     }),
     unit: Some(&UNIT),
@@ -36,7 +36,7 @@ pub fn on_device<I: Stored, O: Stored>(
     x: &Buffer<I>,
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
-    let (cap, inverse) = factors(cap)?;
+    let (cap, inverse) = factors("softcap", cap)?;
     frame::on_device(device, "softcap", x, None, &[cap, inverse], y)
 }
 
@@ -57,7 +57,7 @@ pub fn on_device<I: Stored, O: Stored>(
 pub fn softcap<I: Element, O: Element>(cpu: &Cpu, cap: f64, x: &[I], y: &mut [O]) -> Result<(), Error> {
     check_len("softcap", "y", "of x", y.len(), &[x.len()])?;
     let n = [x.len()];
-    run(cpu, factors(cap)?, TensorRef::of(x, &n), TensorMut::of(y, &n))
+    run(cpu, factors("softcap", cap)?, TensorRef::of(x, &n), TensorMut::of(y, &n))
 }
 
 /// A tensor of any layout; `cap` and its inverse.
@@ -66,10 +66,10 @@ fn run(cpu: &Cpu, (cap, inverse): (f32, f32), x: TensorRef, y: TensorMut) -> Res
 }
 
 /// `f32(cap)` and `f32(1 / cap)`, checked.
-pub(super) fn factors(cap: f64) -> Result<(f32, f32), Error> {
+pub(super) fn factors(op: &'static str, cap: f64) -> Result<(f32, f32), Error> {
     let (cap, inverse) = (cap as f32, (1.0 / cap) as f32);
     if !(cap > 0.0 && cap.is_finite() && inverse > 0.0 && inverse.is_finite()) {
-        return Err(value_error("softcap", format!("cap is {cap}; it and its inverse must be positive and finite")));
+        return Err(value_error(op, format!("cap is {cap}; it and its inverse must be positive and finite")));
     }
     Ok((cap, inverse))
 }

@@ -20,7 +20,7 @@ pub(crate) const OP: Entry = Entry {
     name: "softcap_backward",
     cpu: |cpu, args| run(cpu, args.call.float("cap"), [args.input("x"), args.input("dy")], args.output("dx")),
     device: Some(|on, args| {
-        let (_, inverse) = factors(args.call.float("cap"))?;
+        let (_, inverse) = factors("softcap_backward", args.call.float("cap"))?;
         frame::call_on_device(on, args, &["x", "dy"], &[inverse])
     }),
     unit: Some(&UNIT),
@@ -38,7 +38,7 @@ pub fn on_device<I: Stored, O: Stored>(
     dy: &Buffer<I>,
     dx: &mut Buffer<O>,
 ) -> Result<(), Error> {
-    let (_, inverse) = factors(cap)?;
+    let (_, inverse) = factors("softcap_backward", cap)?;
     frame::on_device(device, "softcap_backward", x, Some(("dy", dy)), &[inverse], dx)
 }
 
@@ -71,7 +71,7 @@ pub fn softcap_backward<I: Element, O: Element>(
 
 /// Tensors of any layout and one shape.
 fn run(cpu: &Cpu, cap: f64, inputs: [TensorRef; 2], dx: TensorMut) -> Result<(), Error> {
-    let (_, inverse) = factors(cap)?;
+    let (_, inverse) = factors("softcap_backward", cap)?;
     elementwise(cpu, "softcap_backward", SoftcapBackward { inverse }, inputs, dx)
 }
 

@@ -7,7 +7,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::norm::rms_norm::{ROWS, Scale};
-use crate::rope::rope::{Rotations, f32_heads, prepare, rotate_head, table_of, with_rotations, with_table};
+use crate::rope::rope::{Rotations, f32_heads, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
@@ -104,11 +104,11 @@ pub(crate) const OP: Entry = Entry {
     name: "norm_rope",
     cpu: |cpu, args| {
         let (shape, x, y) = (NormRope::of(args.call), ["x", "w"].map(|name| args.input(name)), args.output("y"));
-        with_table(cpu, args, table_of, |table| run(cpu, &shape, table, x, y))
+        with_table(cpu, args, |table| run(cpu, &shape, table, x, y))
     },
     device: Some(|on, args| {
         let (shape, [x, w], y) = (NormRope::of(args.call), ["x", "w"].map(|name| args.input(name)), args.output("y"));
-        with_rotations(on, args, table_of, |table| {
+        with_rotations(on, args, |table| {
             typed!(x.dtype() => I, typed!(y.dtype() => O, {
                 let (x, w) = (x.device("norm_rope", "x")?, w.device("norm_rope", "w")?);
                 on_device::<I, O>(on, &shape, table, x, w, y.device("norm_rope", "y")?)

@@ -151,34 +151,58 @@ pub fn rope<I: Element, O: Element>(
     x: &[I],
     y: &mut [O],
 ) -> Result<(), Error> {
+    on_slices(cpu, NAMES, shape, table, x, y)
+}
+
+/// The op, its input and its output, as errors call them.
+pub(super) type Names = [&'static str; 3];
+
+const NAMES: Names = ["rope", "x", "y"];
+
+/// [`rope`] for an op that bears `names`.
+pub(super) fn on_slices<I: Element, O: Element>(
+    cpu: &Cpu,
+    names @ [op, input, output]: Names,
+    shape: &Rope,
+    table: &RopeTable,
+    x: &[I],
+    y: &mut [O],
+) -> Result<(), Error> {
     let Rope { tokens, heads, dim, .. } = *shape;
-    shape.check("rope")?;
-    check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
-    check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
-    table.check("rope", shape)?;
+    check_even(op, dim)?;
+    check_len(op, input, "[T,H,D]", x.len(), &[tokens, heads, dim])?;
+    check_len(op, output, "[T,H,D]", y.len(), &[tokens, heads, dim])?;
+    table.check(op, shape)?;
     let extents = [tokens, heads, dim];
-    run(cpu, "rope", shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
+    run(cpu, names, shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
+}
+
+fn check_even(op: &'static str, dim: usize) -> Result<(), Error> {
+    if dim.is_multiple_of(2) {
+        return Ok(());
+    }
+    Err(value_error(op, format!("the head dimension is {dim}; it must be even")))
 }
 
 /// Heads of x of any layout; the table has been checked.
 pub(super) fn run(
     cpu: &Cpu,
-    name: &'static str,
+    [op, input, output]: Names,
     shape: &Rope,
     table: &RopeTable,
     x: TensorRef,
     y: TensorMut,
 ) -> Result<(), Error> {
-    x.on_host(name, "the input")?;
+    x.on_host(op, input)?;
     let Rope { tokens, heads, dim, .. } = *shape;
     if tokens * heads * dim == 0 {
         return Ok(());
     }
     typed_pair!(x.dtype() => I, y.dtype() => O, {
-        Part::chunks(cpu, shape, table, x.rows::<I>(), y.host::<O>(name, "the output")?);
+        Part::chunks(cpu, shape, table, x.rows::<I>(), y.host::<O>(op, output)?);
         Ok(())
     }, else {
-        through_f32::rows(cpu, name, y, heads * dim, &|token, y| {
+        through_f32::rows(cpu, op, y, heads * dim, &|token, y| {
             let x = f32_heads(cpu, &x, token, heads);
             let x = TensorRef::of(&x, &[heads, dim]);
             cpu.dispatch(Part { shape, table, first: token, x: x.rows::<f32>(), head: 0, y, large: false });
@@ -204,11 +228,11 @@ pub(crate) const OP: Entry = Entry {
     name: "rope",
     cpu: |cpu, args| {
         let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
-        with_table(cpu, args, table_of, |table| run(cpu, "rope", &shape, table, x, y))
+        with_table(cpu, args, |table| run(cpu, NAMES, &shape, table, x, y))
     },
     device: Some(|on, args| {
         let (shape, x, y) = (Rope::of(args.call), args.input("x"), args.output("y"));
-        with_rotations(on, args, table_of, |table| {
+        with_rotations(on, args, |table| {
             typed!(x.dtype() => I, typed!(y.dtype() => O, {
                 on_device::<I, O>(on, &shape, table, x.device("rope", "x")?, y.device("rope", "y")?)
             }))
@@ -229,14 +253,26 @@ pub fn on_device<I: Stored, O: Stored>(
     x: &Buffer<I>,
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
+    on_buffers(device, NAMES, shape, table, x, y)
+}
+
+/// The same for an op that bears `names`.
+pub(super) fn on_buffers<I: Stored, O: Stored>(
+    device: &Device,
+    [op, input, output]: Names,
+    shape: &Rope,
+    table: &Rotations,
+    x: &Buffer<I>,
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
     let Rope { tokens, heads, dim, pairing } = *shape;
-    table.check("rope", tokens, dim)?;
-    check_len("rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
-    check_len("rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
+    table.check(op, tokens, dim)?;
+    check_len(op, input, "[T,H,D]", x.len(), &[tokens, heads, dim])?;
+    check_len(op, output, "[T,H,D]", y.len(), &[tokens, heads, dim])?;
     if y.is_empty() {
         return Ok(());
     }
-    int("rope", "H * D", heads * dim)?;
+    int(op, "H * D", heads * dim)?;
     let arguments = device::Arguments::new()
         .buffer(x)
         .buffer(&table.cos)
@@ -290,22 +326,13 @@ impl Rotations {
 
     /// Checks that D is even, and that there is a row for every token, wide enough for a head.
     pub(crate) fn check(&self, op: &'static str, tokens: usize, dim: usize) -> Result<(), Error> {
-        if !dim.is_multiple_of(2) {
-            return Err(value_error(op, format!("the head dimension is {dim}; it must be even")));
-        }
+        check_even(op, dim)?;
         check_len(op, "table", "[T,D/2]", self.tokens * self.half, &[tokens, dim / 2])?;
         check_len(op, "table row", "[D/2]", self.half, &[dim / 2])
     }
 }
 
 impl Rope {
-    pub(super) fn check(&self, op: &'static str) -> Result<(), Error> {
-        if self.dim.is_multiple_of(2) {
-            return Ok(());
-        }
-        Err(value_error(op, format!("the head dimension is {}; it must be even", self.dim)))
-    }
-
     /// The parameters of a call.
     pub(crate) fn of(call: &Call) -> Rope {
         let pairing = if call.word("pairing") == "interleaved" { Pairing::Interleaved } else { Pairing::Half };
@@ -313,22 +340,18 @@ impl Rope {
     }
 }
 
-/// Makes the table of a call.
-type Make = fn(&Cpu, &Arguments) -> Result<RopeTable, Error>;
-
-/// Does `work` with the table of a call: the one that its positions were prepared as, else one that `make` makes for it.
+/// Does `work` with the table of a call: the one that its positions were prepared as, else one that is made for it.
 /// There is a row for every token.
 pub(crate) fn with_table(
     cpu: &Cpu,
     args: &Arguments,
-    make: Make,
     work: impl FnOnce(&RopeTable) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let made;
     let table = match args.input("pos").as_angles() {
         Some(table) => table,
         None => {
-            made = make(cpu, args)?;
+            made = table_of(cpu, args)?;
             &made
         }
     };
@@ -340,19 +363,19 @@ pub(crate) fn with_table(
 pub(crate) fn with_rotations(
     on: &Device,
     args: &Arguments,
-    make: Make,
     work: impl FnOnce(&Rotations) -> Result<(), Error>,
 ) -> Result<(), Error> {
     match args.input("pos").as_rotations() {
         Some(table) => work(table),
-        None => work(&Rotations::new(on, &make(&Cpu::best(), args)?)?),
+        None => work(&Rotations::new(on, &table_of(&Cpu::best(), args)?)?),
     }
 }
 
-/// The angles of the positions of a call.
-pub(crate) fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
+/// The angles of the positions of a call; a gradient rotates back.
+fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
     let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"));
-    Ok(RopeTable::new(cpu, &inv_freq, args.integers("pos")?))
+    let table = RopeTable::new(cpu, &inv_freq, args.integers("pos")?);
+    Ok(if args.call.op.gradient_of.is_some() { table.reversed() } else { table })
 }
 
 /// The same, for the next calls too.
@@ -573,8 +596,9 @@ impl Double {
 mod tests {
     use super::*;
     use crate::gemm::tests::{bits, isas, number};
+    use crate::rope_backward;
 
-    /// One pair of elements after the other, as docs/NUMERICS.md has it.
+    /// One pair of elements after the other, as docs/NUMERICS.md has it, and back.
     #[test]
     fn heads_of_any_length_rotate() {
         let (tokens, heads) = (2, 3);
@@ -584,18 +608,24 @@ mod tests {
             let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[3, 1000]);
             let x: Vec<f32> = (0..tokens * heads * dim).map(|i| number(i).to_f32()).collect();
             for pairing in [Pairing::Half, Pairing::Interleaved] {
-                let mut expected = vec![0f32; x.len()];
-                for (head, (x, y)) in x.chunks(dim).zip(expected.chunks_mut(dim)).enumerate() {
+                let (mut expected, mut expected_back) = (vec![0f32; x.len()], vec![0f32; x.len()]);
+                let outputs = expected.chunks_mut(dim).zip(expected_back.chunks_mut(dim));
+                for (head, (x, (y, dx))) in x.chunks(dim).zip(outputs).enumerate() {
                     let angles = table.row(head / heads);
                     for i in 0..dim / 2 {
                         let (a, b) = if pairing == Pairing::Half { (i, i + dim / 2) } else { (2 * i, 2 * i + 1) };
-                        y[a] = x[a].mul_add(angles.cos[i], -(x[b] * angles.sin[i]));
-                        y[b] = x[b].mul_add(angles.cos[i], x[a] * angles.sin[i]);
+                        let (c, s) = (angles.cos[i], angles.sin[i]);
+                        (y[a], y[b]) = (x[a].mul_add(c, -(x[b] * s)), x[b].mul_add(c, x[a] * s));
+                        (dx[a], dx[b]) = (x[a].mul_add(c, x[b] * s), x[b].mul_add(c, -(x[a] * s)));
                     }
                 }
+                let shape = Rope { tokens, heads, dim, pairing };
                 let mut y = vec![f32::NAN; x.len()];
-                rope(&cpu, &Rope { tokens, heads, dim, pairing }, &table, &x, &mut y).unwrap();
+                rope(&cpu, &shape, &table, &x, &mut y).unwrap();
                 assert_eq!(bits(&y), bits(&expected), "{} {dim} {pairing:?}", cpu.isa());
+                y.fill(f32::NAN);
+                rope_backward(&cpu, &shape, &table.reversed(), &x, &mut y).unwrap();
+                assert_eq!(bits(&y), bits(&expected_back), "{} {dim} {pairing:?}, back", cpu.isa());
             }
         }
     }
