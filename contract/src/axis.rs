@@ -8,6 +8,7 @@ use crate::fill::{Fill, Maker};
 use crate::round;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::{DType, Tensor};
+use std::cell::LazyCell;
 use std::collections::BTreeMap;
 
 /// What the machine at hand can vary.
@@ -33,16 +34,27 @@ pub struct Machine {
 pub const LAYOUTS: [&str; 5] = ["offset", "fused", "heads_first", "strided", "transposed"];
 
 /// One setting on an axis.
-#[derive(Clone, Debug)]
-pub struct Variant {
+pub struct Variant<'a> {
     /// Names the setting in records, for example `left3:nan`.
     pub setting: String,
-    /// What to run.
-    pub case: Case,
+    case: LazyCell<Case, Make<'a>>,
     /// Which rows of the base must equal which rows of the variant.
     pub rows: Vec<(usize, usize)>,
-    /// How `case` is asked.
+    /// How the case is asked.
     pub way: Way,
+}
+
+type Make<'a> = Box<dyn FnOnce() -> Case + 'a>;
+
+impl<'a> Variant<'a> {
+    fn plain(setting: String, rows: Vec<(usize, usize)>, make: impl FnOnce() -> Case + 'a) -> Variant<'a> {
+        Variant { setting, case: LazyCell::new(Box::new(make)), rows, way: Way::Plain }
+    }
+
+    /// What to run; made when it is first asked for, as all settings of an axis take many times the room of the case.
+    pub fn case(&self) -> &Case {
+        &self.case
+    }
 }
 
 /// How the case of a variant is asked.
@@ -155,7 +167,7 @@ pub struct Axis {
     /// Why it must not be seen.
     pub why: &'static str,
     /// The settings for a case that passes [`Spec::validate`]; none where the case has nothing to vary.
-    pub variants: fn(&Case, &Machine) -> Vec<Variant>,
+    pub variants: for<'a> fn(&'a Case, &Machine) -> Vec<Variant<'a>>,
     applies: Applies,
 }
 
@@ -322,6 +334,7 @@ const GARBAGE: [(Garbage, &str); 4] =
     [(Garbage::Other, "other"), (Garbage::Nan, "nan"), (Garbage::Inf, "inf"), (Garbage::Huge, "huge")];
 
 /// A case with the extents that its rows have.
+#[derive(Clone, Copy)]
 struct Base<'a> {
     case: &'a Case,
     spec: &'static Spec,
@@ -346,13 +359,20 @@ impl<'a> Base<'a> {
 
     /// The case with every input that has row axis `axis` replaced.
     fn replace(&self, axis: usize, new: impl Fn(&str, &Tensor) -> Tensor) -> Case {
-        let mut case = self.case.clone();
-        for input in self.spec.inputs.iter().filter(|input| input.rows > axis) {
-            if let Some(tensor) = case.inputs.get_mut(input.name) {
-                *tensor = new(input.name, tensor);
-            }
+        let has = |name: &str| self.spec.inputs.iter().any(|input| input.name == name && input.rows > axis);
+        let inputs = self.case.inputs.iter().map(|(name, tensor)| {
+            let tensor = if has(name) { new(name, tensor) } else { tensor.clone() };
+            (name.clone(), tensor)
+        });
+        let Case { name, op, out, params, config, .. } = self.case;
+        Case {
+            name: name.clone(),
+            op: op.clone(),
+            out: *out,
+            params: params.clone(),
+            inputs: inputs.collect(),
+            config: config.clone(),
         }
-        case
     }
 
     /// Row pairs when entry `b` of row axis `axis` in the base stands at `v` in the variant, which has `extent` there.
@@ -374,36 +394,46 @@ impl<'a> Base<'a> {
     }
 
     /// The entries `picks` of row axis `axis`, in that order.
-    fn pick(&self, setting: String, axis: usize, picks: &[usize]) -> Variant {
-        let case = self.replace(axis, |_, tensor| tensor.select(axis, picks));
-        let places = picks.iter().enumerate().map(|(v, &b)| (b, v));
-        Variant { setting, case, rows: self.pairs(axis, places, picks.len()), way: Way::Plain }
+    fn pick(self, setting: String, axis: usize, picks: &[usize]) -> Variant<'a> {
+        let rows = self.pairs(axis, picks.iter().enumerate().map(|(v, &b)| (b, v)), picks.len());
+        let picks = picks.to_vec();
+        Variant::plain(setting, rows, move || self.picked(axis, &picks))
+    }
+
+    fn picked(&self, axis: usize, picks: &[usize]) -> Case {
+        self.replace(axis, |_, tensor| tensor.select(axis, picks))
     }
 
     /// `left` entries of garbage before and `right` behind those of row axis `axis`.
-    fn surround(&self, setting: String, axis: usize, left: usize, right: usize, garbage: Garbage) -> Variant {
+    fn surround(self, setting: String, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Variant<'a> {
         let extent = self.extent(axis);
-        let case = self.replace(axis, |name, tensor| {
+        let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
+        Variant::plain(setting, rows, move || self.surrounded(axis, [left, right], garbage))
+    }
+
+    fn surrounded(&self, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Case {
+        let extent = self.extent(axis);
+        self.replace(axis, |name, tensor| {
             let filler = |count: usize, side: &str| {
                 let picks: Vec<usize> = (0..count).map(|i| i % extent).collect();
                 spoil(&tensor.select(axis, &picks), garbage, &format!("{name}/{side}"))
             };
             let before = if left > 0 { filler(left, "left").append(axis, tensor) } else { tensor.clone() };
             if right > 0 { before.append(axis, &filler(right, "right")) } else { before }
-        });
-        let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
-        Variant { setting, case, rows, way: Way::Plain }
+        })
     }
 
     /// Everything but entry `probe` of row axis `axis` replaced by garbage.
-    fn isolate(&self, setting: String, axis: usize, probe: usize, garbage: Garbage) -> Variant {
+    fn isolate(self, setting: String, axis: usize, probe: usize, garbage: Garbage) -> Variant<'a> {
         let extent = self.extent(axis);
-        let case = self.replace(axis, |name, tensor| {
-            let spoilt = spoil(tensor, garbage, name).append(axis, tensor);
-            let picks: Vec<usize> = (0..extent).map(|i| if i == probe { extent + i } else { i }).collect();
-            spoilt.select(axis, &picks)
-        });
-        Variant { setting, case, rows: self.pairs(axis, [(probe, probe)], extent), way: Way::Plain }
+        let rows = self.pairs(axis, [(probe, probe)], extent);
+        Variant::plain(setting, rows, move || {
+            self.replace(axis, |name, tensor| {
+                let spoilt = spoil(tensor, garbage, name).append(axis, tensor);
+                let picks: Vec<usize> = (0..extent).map(|i| if i == probe { extent + i } else { i }).collect();
+                spoilt.select(axis, &picks)
+            })
+        })
     }
 
     /// Up to `limit` entries of row axis `axis`, evenly spread, the first and the last among them.
@@ -463,7 +493,7 @@ fn sizes(limit: usize) -> Vec<usize> {
     sizes
 }
 
-fn batch(case: &Case, machine: &Machine) -> Vec<Variant> {
+fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     // The rows over and over, every copy held to the first: 1 to 9 and all around powers of two.
@@ -487,12 +517,12 @@ fn batch(case: &Case, machine: &Machine) -> Vec<Variant> {
         }
         // The next power of two above twice the batch, and one more.
         let more = (2 * extent).next_power_of_two() + 1 - extent;
-        variants.push(base.surround(format!("{prefix}more:{more}"), axis, 0, more, Garbage::Other));
+        variants.push(base.surround(format!("{prefix}more:{more}"), axis, [0, more], Garbage::Other));
     }
     variants
 }
 
-fn position(case: &Case, machine: &Machine) -> Vec<Variant> {
+fn position<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     for (axis, prefix) in base.axes() {
@@ -518,7 +548,7 @@ fn position(case: &Case, machine: &Machine) -> Vec<Variant> {
             if !seen.contains(&order) {
                 let variant = base.pick(format!("{prefix}{name}"), axis, &order);
                 // Rows may hold the same: then another order of them is no other question.
-                let same = |(name, tensor): (&String, &Tensor)| tensor.same_bits(&variant.case.inputs[name]);
+                let same = |(name, tensor): (&String, &Tensor)| tensor.same_bits(&variant.case().inputs[name]);
                 if !case.inputs.iter().all(same) {
                     variants.push(variant);
                 }
@@ -533,7 +563,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-fn neighbours(case: &Case, _: &Machine) -> Vec<Variant> {
+fn neighbours<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     for (axis, prefix) in base.axes().filter(|(axis, _)| base.extent(*axis) > 1) {
@@ -552,66 +582,67 @@ fn kinds(base: &Base) -> Vec<(Garbage, &'static str)> {
     if floats { GARBAGE.to_vec() } else { GARBAGE[..1].to_vec() }
 }
 
-fn padding(case: &Case, _: &Machine) -> Vec<Variant> {
+fn padding<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     for (axis, prefix) in base.axes() {
-        for (left, right) in [(1, 0), (0, 1), (3, 5), (0, 16)] {
+        for [left, right] in [[1, 0], [0, 1], [3, 5], [0, 16]] {
             for (garbage, name) in kinds(&base) {
                 let setting = format!("{prefix}left{left}-right{right}:{name}");
-                variants.push(base.surround(setting, axis, left, right, garbage));
+                variants.push(base.surround(setting, axis, [left, right], garbage));
             }
         }
     }
     if base.spec.class == Class::Attention {
-        keys(&base, &mut variants);
+        keys(base, &mut variants);
     }
     variants
 }
 
 /// Attention: more keys behind the last, and other content in keys that no query sees.
-fn keys(base: &Base, variants: &mut Vec<Variant>) {
-    let same: Vec<(usize, usize)> = (0..base.entries * base.inner).map(|row| (row, row)).collect();
+fn keys<'a>(base: Base<'a>, variants: &mut Vec<Variant<'a>>) {
+    let replaced = move |new: &dyn Fn(&str, &Tensor) -> Tensor| {
+        let mut case = base.case.clone();
+        for name in ["k", "v"] {
+            case.inputs.insert(name.into(), new(name, &base.case.inputs[name]));
+        }
+        case
+    };
     let keys = base.case.inputs["k"].shape()[1];
     let unseen = unseen_keys(base.case);
     for (garbage, name) in GARBAGE {
         for more in [1, 7, 256] {
-            let mut case = base.case.clone();
-            for input in ["k", "v"] {
-                let tensor = &base.case.inputs[input];
-                let picks: Vec<usize> = (0..more).map(|i| i % keys).collect();
-                let tail = spoil(&tensor.select(1, &picks), garbage, &format!("{input}/keys"));
-                case.inputs.insert(input.into(), tensor.append(1, &tail));
-            }
-            let setting = format!("keys+{more}:{name}");
-            variants.push(Variant { setting, case, rows: same.clone(), way: Way::Plain });
+            let make = move || {
+                replaced(&|input, tensor| {
+                    let picks: Vec<usize> = (0..more).map(|i| i % keys).collect();
+                    let tail = spoil(&tensor.select(1, &picks), garbage, &format!("{input}/keys"));
+                    tensor.append(1, &tail)
+                })
+            };
+            variants.push(Variant::plain(format!("keys+{more}:{name}"), base.same(), make));
         }
         if unseen.iter().any(|&unseen| unseen) {
-            let mut case = base.case.clone();
-            for input in ["k", "v"] {
-                let tensor = &base.case.inputs[input];
-                let width = tensor.len() / unseen.len();
-                let spoilt = spoil(tensor, garbage, &format!("{input}/unseen"));
-                let (kept, other) = (tensor.elements(), spoilt.elements());
-                let element = |i: usize| if unseen[i / width] { other.bits(i) } else { kept.bits(i) };
-                let size = tensor.dtype().size();
-                let bytes: Vec<u8> =
-                    (0..tensor.len()).flat_map(|i| element(i).to_le_bytes()[..size].to_vec()).collect();
-                let mixed = Tensor::from_bytes(tensor.dtype(), tensor.shape(), &bytes).expect("the same size");
-                case.inputs.insert(input.into(), mixed);
-            }
-            let setting = format!("unseen-keys:{name}");
-            variants.push(Variant { setting, case, rows: same.clone(), way: Way::Plain });
+            let unseen = unseen.clone();
+            let make = move || {
+                replaced(&|input, tensor| {
+                    // Rows of the tensor, and behind them as many of garbage.
+                    let count = unseen.len();
+                    let both = tensor.append(0, &spoil(tensor, garbage, &format!("{input}/unseen")));
+                    let rows: Vec<_> = (0..count).map(|i| Some(if unseen[i] { count + i } else { i })).collect();
+                    both.gather(tensor.len() / count, &rows, tensor.shape())
+                })
+            };
+            variants.push(Variant::plain(format!("unseen-keys:{name}"), base.same(), make));
         }
     }
 }
 
 /// Attention over pages of several sizes, in reverse order, every other page holding NaN.
-fn pages(case: &Case, _: &Machine) -> Vec<Variant> {
+fn pages<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let (batch, keys) = (base.entries, case.inputs["k"].shape()[1]);
     let sizes = [1, 3, 16, 256].into_iter().filter(|&size| size < 2 * keys || size == 1);
-    let variant = |size: usize| {
+    let make = move |size: usize| {
         let columns = keys.div_ceil(size);
         let used = batch * columns;
         let table: Vec<i32> = (0..used).map(|i| (2 * (used - 1 - i) + 1) as i32).collect();
@@ -630,14 +661,13 @@ fn pages(case: &Case, _: &Machine) -> Vec<Variant> {
             case.inputs.insert(name.into(), tensor.gather(tail.iter().product(), &rows, &shape));
         }
         case.inputs.insert("page_table".into(), Tensor::i32(&[batch, columns], table));
-        let rows = (0..base.entries * base.inner).map(|row| (row, row)).collect();
-        Variant { setting: format!("size{size}"), case, rows, way: Way::Plain }
+        case
     };
-    sizes.map(variant).collect()
+    sizes.map(|size| Variant::plain(format!("size{size}"), base.same(), move || make(size))).collect()
 }
 
 /// Attention over packed sequences: queries and keys one behind the other, without padding.
-fn packing(case: &Case, _: &Machine) -> Vec<Variant> {
+fn packing<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let (batch, queries, keys) = (base.entries, base.inner, case.inputs["k"].shape()[1]);
     let kv_len = case.inputs["kv_len"].as_i32().expect("checked");
@@ -668,7 +698,7 @@ fn packing(case: &Case, _: &Machine) -> Vec<Variant> {
         case.inputs.insert("k_start".into(), starts(&|b| kv_len[b] as usize));
         case.inputs.remove("kv_len");
         let rows = rows.into_iter().enumerate().map(|(packed, row)| (row, packed)).collect();
-        Variant { setting: setting.into(), case, rows, way: Way::Plain }
+        Variant::plain(setting.into(), rows, || case)
     };
     [("all", 0)].into_iter().chain(ragged).map(variant).collect()
 }
@@ -694,21 +724,23 @@ fn unseen_keys(case: &Case) -> Vec<bool> {
 }
 
 /// The case under another configuration or parameter; all rows stay where they are.
-fn again(case: &Case, setting: String, change: impl FnOnce(&mut Case)) -> Variant {
-    let base = Base::new(case);
-    let mut case = case.clone();
-    change(&mut case);
-    Variant { setting, case, rows: base.same(), way: Way::Plain }
+fn again<'a>(case: &'a Case, setting: String, change: impl FnOnce(&mut Case) + 'a) -> Variant<'a> {
+    Variant::plain(setting, Base::new(case).same(), || {
+        let mut case = case.clone();
+        change(&mut case);
+        case
+    })
 }
 
-fn threads(case: &Case, machine: &Machine) -> Vec<Variant> {
+fn threads<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let counts = machine.threads.iter().filter(|&&n| case.config.threads != Some(n));
-    counts.map(|&n| again(case, n.to_string(), |case| case.config.threads = Some(n))).collect()
+    counts.map(|&n| again(case, n.to_string(), move |case| case.config.threads = Some(n))).collect()
 }
 
-fn isa(case: &Case, machine: &Machine) -> Vec<Variant> {
+fn isa<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let isas = machine.isas.iter().filter(|isa| case.config.isa.as_ref() != Some(isa));
-    isas.map(|isa| again(case, isa.clone(), |case| case.config.isa = Some(isa.clone()))).collect()
+    let isas = isas.cloned();
+    isas.map(|isa| again(case, isa.clone(), |case| case.config.isa = Some(isa))).collect()
 }
 
 /// FNV-1a.
@@ -716,7 +748,7 @@ fn hash(name: &str) -> u64 {
     name.bytes().fold(0xCBF2_9CE4_8422_2325u64, |hash, b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01B3))
 }
 
-fn budget(case: &Case, machine: &Machine) -> Vec<Variant> {
+fn budget<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let Some(smallest) = machine.smallest_budget else { return Vec::new() };
     // Another budget for every case, the same in every run.
     let random = smallest + ((hash(&case.name) ^ machine.seed) % (8 * smallest as u64 + (64 << 10))) as usize;
@@ -727,48 +759,43 @@ fn budget(case: &Case, machine: &Machine) -> Vec<Variant> {
         ("loose", 16 * smallest + (1 << 20)),
     ];
     let name = |kind: &str, bytes: usize| format!("{kind}:{bytes}");
-    settings.map(|(kind, bytes)| again(case, name(kind, bytes), |case| case.config.budget = Some(bytes))).into()
+    settings.map(|(kind, bytes)| again(case, name(kind, bytes), move |case| case.config.budget = Some(bytes))).into()
 }
 
-fn repeat(case: &Case, _: &Machine) -> Vec<Variant> {
+fn repeat<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     vec![again(case, "again".into(), |_| {})]
 }
 
 /// What was asked before may have left something behind: a buffer of other numbers, a larger one, a smaller one.
-fn order(case: &Case, _: &Machine) -> Vec<Variant> {
+fn order<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
-    let first = base.pick(String::new(), 0, &[0]).case;
+    let first = base.picked(0, &[0]);
     let (garbage, _) = *kinds(&base).last().expect("there is a kind");
-    let more = base.surround(String::new(), 0, 1, 2 * base.entries + 7, Garbage::Other).case;
+    let more = base.surrounded(0, [1, 2 * base.entries + 7], Garbage::Other);
     let spoilt = base.replace(0, |name, tensor| spoil(tensor, garbage, name));
-    let after = |setting: &str, before: Vec<Case>| Variant {
-        setting: setting.into(),
-        case: case.clone(),
-        rows: base.same(),
-        way: Way::After(before),
-    };
+    let after = |setting: &str, before| Variant { way: Way::After(before), ..again(case, setting.into(), |_| {}) };
     vec![after("after:one-row", vec![first.clone()]), after("after:other-larger-one", vec![spoilt, more, first])]
 }
 
-fn restart(case: &Case, _: &Machine) -> Vec<Variant> {
+fn restart<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     vec![Variant { way: Way::Fresh, ..again(case, "new-process".into(), |_| {}) }]
 }
 
-fn soak(case: &Case, _: &Machine) -> Vec<Variant> {
+fn soak<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     vec![Variant { way: Way::Soak, ..again(case, "over-and-over".into(), |_| {}) }]
 }
 
-fn layout(case: &Case, machine: &Machine) -> Vec<Variant> {
-    let layouts = machine.layouts.iter();
-    layouts.map(|layout| again(case, layout.clone(), |case| case.config.layout = Some(layout.clone()))).collect()
+fn layout<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
+    let layouts = machine.layouts.iter().cloned();
+    layouts.map(|layout| again(case, layout.clone(), |case| case.config.layout = Some(layout))).collect()
 }
 
 /// Several sequences whose page tables name the same pages for the first half of their keys.
-fn prefix(case: &Case, _: &Machine) -> Vec<Variant> {
+fn prefix<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let (batch, keys) = (base.entries, case.inputs["k"].shape()[1]);
     let sizes = [1, 4, 16].into_iter().filter(|&size| keys >= 2 * size);
-    let variant = |size: usize| {
+    let make = move |size: usize| {
         let columns = keys.div_ceil(size);
         // Whole pages of the first half are shared; behind them every sequence has its own.
         let shared = keys / size / 2;
@@ -793,7 +820,7 @@ fn prefix(case: &Case, _: &Machine) -> Vec<Variant> {
             }
         }
         let twice: Vec<usize> = (0..2 * batch).map(|b| b % batch).collect();
-        let mut case = base.pick(String::new(), 0, &twice).case;
+        let mut case = base.picked(0, &twice);
         case.op = PAGED.into();
         for name in ["k", "v"] {
             let tensor = &base.case.inputs[name];
@@ -802,20 +829,21 @@ fn prefix(case: &Case, _: &Machine) -> Vec<Variant> {
             case.inputs.insert(name.into(), tensor.gather(tail.iter().product(), &rows, &shape));
         }
         case.inputs.insert("page_table".into(), Tensor::i32(&[2 * batch, columns], table));
-        let rows = base.pairs(0, twice.iter().enumerate().map(|(v, &b)| (b, v)), 2 * batch);
-        Variant { setting: format!("hit:size{size}"), case, rows, way: Way::Plain }
+        case
     };
-    sizes.map(variant).collect()
+    let rows = base.pairs(0, (0..2 * batch).map(|v| (v % batch, v)), 2 * batch);
+    sizes.map(|size| Variant::plain(format!("hit:size{size}"), rows.clone(), move || make(size))).collect()
 }
 
 /// The shares of 2, 4 and 8 ranks: columns of the weights, columns of both operands, heads.
-fn ranks(case: &Case, _: &Machine) -> Vec<Variant> {
+fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
     let mut split = |setting: String, parts: Vec<Case>, join: Join| {
         let mut parts = parts.into_iter();
         let case = parts.next().expect("there is a rank");
-        variants.push(Variant { setting, case, rows: base.same(), way: Way::Parts(parts.collect(), join) });
+        let way = Way::Parts(parts.collect(), join);
+        variants.push(Variant { way, ..Variant::plain(setting, base.same(), || case) });
     };
     let cut = |count: usize, ranks: usize| (0..ranks).map(move |r| (r * count / ranks, (r + 1) * count / ranks));
     if case.op == "gemm" {
@@ -867,7 +895,7 @@ fn ranks(case: &Case, _: &Machine) -> Vec<Variant> {
 }
 
 /// Attention: queries one at a time or a few at a time; with a causal mask, over the keys that are there by then.
-fn query_chunks(case: &Case) -> Vec<Variant> {
+fn query_chunks(case: &Case) -> Vec<Variant<'_>> {
     let base = Base::new(case);
     let (queries, keys) = (base.inner, case.inputs["k"].shape()[1]);
     let ints = |name: &str| case.inputs[name].as_i32().expect("checked").to_vec();
@@ -899,13 +927,14 @@ fn query_chunks(case: &Case) -> Vec<Variant> {
             let mut parts = (0..queries).step_by(chunk).map(part);
             let case = parts.next().expect("a case has a query");
             let setting = if chunk == 1 { "decode".to_string() } else { format!("chunk:{chunk}") };
-            Variant { setting, case, rows: base.same(), way: Way::Parts(parts.collect(), Join::Along(1)) }
+            let way = Way::Parts(parts.collect(), Join::Along(1));
+            Variant { way, ..Variant::plain(setting, base.same(), || case) }
         })
         .collect()
 }
 
 /// Schedules, each with another page size and order beside it.
-fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
+fn schedule<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     if case.inputs.contains_key("q_pos") {
         return query_chunks(case);
     }
@@ -922,7 +951,7 @@ fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
     all.filter(|schedule| schedule != current)
         .zip(pages.into_iter().cycle())
         .map(|(schedule, (size, order))| {
-            again(case, format!("{schedule}/{size}-{order}"), |case| {
+            again(case, format!("{schedule}/{size}-{order}"), move |case| {
                 case.params.insert("schedule".into(), schedule);
                 case.params.insert("page_size".into(), size.into());
                 case.params.insert("page_order".into(), order.into());
@@ -931,10 +960,10 @@ fn schedule(case: &Case, _: &Machine) -> Vec<Variant> {
         .collect()
 }
 
-fn grouping(case: &Case, _: &Machine) -> Vec<Variant> {
+fn grouping<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let alone = case.params.get("batch").is_some_and(|batch| batch == "alone");
     let other = if alone { "together" } else { "alone" };
-    vec![again(case, other.into(), |case| drop(case.params.insert("batch".into(), other.into())))]
+    vec![again(case, other.into(), move |case| drop(case.params.insert("batch".into(), other.into())))]
 }
 
 #[cfg(test)]
@@ -971,19 +1000,19 @@ mod tests {
                     let name = format!("{} {} {}", case.name, axis.name, variant.setting);
                     assert!(settings.insert(variant.setting.clone()), "{name}: twice");
                     // The forms of attention that only axes ask for have no specification of their own.
-                    let own = variant.case.op == case.op;
+                    let own = variant.case().op == case.op;
                     if own {
-                        spec.validate(&variant.case).unwrap_or_else(|e| panic!("{name}: {e}"));
+                        spec.validate(variant.case()).unwrap_or_else(|e| panic!("{name}: {e}"));
                     }
                     assert!(!variant.rows.is_empty(), "{name}: no rows");
                     let whole = own && !matches!(variant.way, Way::Parts(..));
-                    let held = if whole { spec.rows(&variant.case) } else { usize::MAX };
+                    let held = if whole { spec.rows(variant.case()) } else { usize::MAX };
                     for other in variant.way.others() {
                         spec.validate(other).unwrap_or_else(|e| panic!("{name}: {e}"));
                     }
                     let rows = (spec.rows(&case), held);
                     assert!(variant.rows.iter().all(|(b, v)| *b < rows.0 && *v < rows.1), "{name}: rows {rows:?}");
-                    let same = same_question(&case, &variant.case);
+                    let same = same_question(&case, variant.case());
                     let asked_alike = ["repeat", "order", "restart", "soak"].contains(&axis.name);
                     assert_eq!(same, asked_alike, "{name}: identical to its base");
                     *count.entry((spec.name, axis.name)).or_insert(0) += 1;
@@ -1009,7 +1038,7 @@ mod tests {
                         continue;
                     }
                     for input in spec.inputs.iter().filter(|input| input.rows == spec.row_axes) {
-                        let (a, b) = (&case.inputs[input.name], &variant.case.inputs[input.name]);
+                        let (a, b) = (&case.inputs[input.name], &variant.case().inputs[input.name]);
                         let width = a.len() / spec.rows(&case);
                         for &(base, found) in &variant.rows {
                             let same = (0..width).all(|i| a.bits(base * width + i) == b.bits(found * width + i));
@@ -1036,9 +1065,9 @@ mod tests {
                 // Sums of f32 parts are rounded; only the parts that stand side by side are the oracle's own.
                 let settings = if axis.applies(spec) { (axis.variants)(&case, &machine()) } else { Vec::new() };
                 for variant in settings.into_iter().filter(|v| !matches!(v.way, Way::Parts(_, Join::Tree { .. }))) {
-                    let mut found = spec.oracle(&variant.case).unwrap();
+                    let mut found = spec.oracle(variant.case()).unwrap();
                     if let Way::Parts(others, join) = &variant.way {
-                        let parts = std::iter::once(&variant.case).chain(others).map(|part| {
+                        let parts = std::iter::once(variant.case()).chain(others).map(|part| {
                             let references = spec.oracle(part).unwrap();
                             let rounded = spec.outputs.iter().map(|output| {
                                 (

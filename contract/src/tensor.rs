@@ -1,6 +1,5 @@
 //! A tensor whose element type is known at run time.
 
-use crate::round;
 use half::{bf16, f16};
 use std::ops::{Deref, DerefMut};
 
@@ -44,6 +43,29 @@ impl<T: Copy> Array<T> {
             picks.clone().for_each(|pick| room.extend_from_slice(&entries[pick * inner..][..inner]));
         }
         Array::of(room, &shape)
+    }
+
+    fn gather(&self, width: usize, rows: &[Option<usize>], nothing: T, shape: &[usize]) -> Array<T> {
+        let mut room = Vec::with_capacity(rows.len() * width);
+        for row in rows {
+            match row {
+                Some(row) => room.extend_from_slice(&self[row * width..][..width]),
+                None => room.resize(room.len() + width, nothing),
+            }
+        }
+        Array::of(room, shape)
+    }
+
+    fn repeated(&self, shape: &[usize]) -> Array<T> {
+        let count = shape.iter().product();
+        assert!(count == 0 || !self.is_empty(), "nothing makes no elements");
+        let mut room = Vec::with_capacity(count);
+        room.extend_from_slice(&self[..count.min(self.len())]);
+        // What is there is a whole number of times the elements.
+        while room.len() < count {
+            room.extend_from_within(..room.len().min(count - room.len()));
+        }
+        Array::of(room, shape)
     }
 
     fn append(&self, axis: usize, next: &Array<T>) -> Array<T> {
@@ -243,11 +265,7 @@ impl Tensor {
 
     /// The elements over and over, as many as `shape` takes. Panics when there are none and `shape` takes some.
     pub fn repeated(&self, shape: &[usize]) -> Tensor {
-        map!(self, a => {
-            let count = shape.iter().product();
-            let room: Vec<_> = a.iter().copied().cycle().take(count).collect();
-            Array::of(room, shape)
-        })
+        map!(self, a => a.repeated(shape))
     }
 
     /// `self` followed by `next` along `axis`. Panics when their dtypes or their other extents differ.
@@ -291,15 +309,14 @@ impl Tensor {
     }
 
     /// Rows of `self`, seen as `[len / width, width]`, in the order of `rows`, as a tensor of `shape`; NaN (for i32, 0) where
-    /// there is no row.
+    /// there is no row. Panics when `shape` takes more or fewer elements.
     pub fn gather(&self, width: usize, rows: &[Option<usize>], shape: &[usize]) -> Tensor {
-        let nan = if self.dtype() == DType::I32 { 0 } else { round::to_bits(f64::NAN, self.dtype()) };
-        let elements = self.elements();
-        let element = |row: &Option<usize>, i: usize| row.map_or(nan, |row| elements.bits(row * width + i));
-        let size = self.dtype().size();
-        let bits = rows.iter().flat_map(|row| (0..width).map(move |i| element(row, i)));
-        let bytes: Vec<u8> = bits.flat_map(|bits| bits.to_le_bytes().into_iter().take(size)).collect();
-        Tensor::from_bytes(self.dtype(), shape, &bytes).expect("as many elements as rows of `width`")
+        match self {
+            Tensor::Bf16(a) => Tensor::Bf16(a.gather(width, rows, bf16::NAN, shape)),
+            Tensor::Fp16(a) => Tensor::Fp16(a.gather(width, rows, f16::NAN, shape)),
+            Tensor::Fp32(a) => Tensor::Fp32(a.gather(width, rows, f32::NAN, shape)),
+            Tensor::I32(a) => Tensor::I32(a.gather(width, rows, 0, shape)),
+        }
     }
 
     /// The little-endian bytes of the elements in row-major order.

@@ -404,19 +404,20 @@ impl Judge<'_> {
                 }
             };
             // A form of the op that only an axis asks for is not required.
-            let own_form = variant.case.op == base.case.op && !matches!(variant.way, Way::Parts(_, Join::Tree { .. }));
+            let own_form =
+                variant.case().op == base.case.op && !matches!(variant.way, Way::Parts(_, Join::Tree { .. }));
             if answer.status == Status::Unsupported && !own_form {
                 let reason = format!("{} = {}: {}", axis.name, variant.setting, answer.reason);
                 return Outcome { setting: Some(variant.setting), ..Outcome::of(Verdict::Unsupported { reason }) };
             }
-            if variant.case.op == axis::PACKED {
+            if variant.case().op == axis::PACKED {
                 answer.outputs.values_mut().for_each(|tensor| *tensor = tensor.with_leading_axis());
             }
             if answer.status != Status::Ok {
                 let outcome = Outcome::error(format!("{}: {}", variant.setting, answer.reason));
                 return Outcome { setting: Some(variant.setting), ..outcome };
             }
-            if let Some(layout) = variant.case.config.layout.as_ref().filter(|layout| **layout != answer.layout) {
+            if let Some(layout) = variant.case().config.layout.as_ref().filter(|layout| **layout != answer.layout) {
                 let reason = format!("{layout}: the answer does not say that the inputs were laid out so (`layout`)");
                 return Outcome { setting: Some(variant.setting), ..Outcome::error(reason) };
             }
@@ -452,16 +453,16 @@ impl Judge<'_> {
     /// Why the implementation cannot be asked so.
     fn ask(&self, variant: &Variant) -> Result<Answer, String> {
         match &variant.way {
-            Way::Plain | Way::Soak => Ok(self.implementation.run(&variant.case)),
-            Way::Fresh => self.implementation.fresh(&variant.case).ok_or("it cannot be started anew here".to_string()),
+            Way::Plain | Way::Soak => Ok(self.implementation.run(variant.case())),
+            Way::Fresh => self.implementation.fresh(variant.case()).ok_or("it cannot be started anew here".to_string()),
             Way::After(before) => {
-                let cases: Vec<&Case> = before.iter().chain([&variant.case]).collect();
+                let cases: Vec<&Case> = before.iter().chain([variant.case()]).collect();
                 Ok(self.implementation.in_order(&cases).pop().expect("as many answers as cases"))
             }
             Way::Parts(others, join) => {
                 let mut parts = Vec::new();
                 let mut answer = None;
-                for case in [&variant.case].into_iter().chain(others) {
+                for case in [variant.case()].into_iter().chain(others) {
                     let mut part = self.implementation.run(case);
                     if part.status != Status::Ok {
                         return Ok(part);
@@ -694,7 +695,7 @@ pub fn stale_waivers(contract: &Contract, rows: &str, implementation: &str, reco
 
 /// A setting that asks exactly what the base asked shows nothing, unless asking again is the point.
 fn another_question(axis: &Axis, base: &Case, variant: &Variant) -> Result<(), String> {
-    let case = &variant.case;
+    let case = variant.case();
     let same_inputs = base.inputs.len() == case.inputs.len()
         && base.inputs.iter().all(|(name, a)| case.inputs.get(name).is_some_and(|b| a.same_bits(b)));
     let same = base.op == case.op && base.params == case.params && base.config == case.config && same_inputs;

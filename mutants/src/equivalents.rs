@@ -70,7 +70,7 @@ impl Equivalent {
         if let Way::After(before) = &variant.way {
             before.iter().for_each(|case| drop(self.ours.run(case)));
         }
-        let answers: Vec<Answer> = [&variant.case].into_iter().chain(parts).map(|part| self.ours.run(part)).collect();
+        let answers: Vec<Answer> = [variant.case()].into_iter().chain(parts).map(|part| self.ours.run(part)).collect();
         if answers.iter().any(|answer| answer.status != Status::Ok) {
             return None;
         }
@@ -86,7 +86,7 @@ impl Equivalent {
         let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes)?;
         let leading = &case.inputs[input.name].shape()[..spec.row_axes];
         for tensor in whole.outputs.values_mut() {
-            if variant.case.op == axis::PACKED {
+            if variant.case().op == axis::PACKED {
                 *tensor = tensor.with_leading_axis();
             }
             let behind = tensor.shape()[spec.row_axes..].to_vec();
