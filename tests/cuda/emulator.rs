@@ -1,4 +1,5 @@
-//! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file.
+//! A device for tests: the kernels' own text, compiled by the host's C++ compiler against `machine.cuh` beside this file, and
+//! linked with `machine.cpp`.
 
 use samebits_ops::Error;
 use samebits_ops::device::{Arguments, Build, Clock, Driver, HEADERS, Launch, units};
@@ -11,7 +12,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-const MACHINE: &str = include_str!("machine.cuh");
+/// What kernels see of the machine, and the machine.
+const MACHINE: [(&str, &str); 2] =
+    [("machine.cuh", include_str!("machine.cuh")), ("machine.cpp", include_str!("machine.cpp"))];
 
 /// One change of a kernel's text: what stands in which file, and what stands there instead.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +52,7 @@ struct State {
 
 impl Drop for State {
     fn drop(&mut self) {
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let delete: extern "C" fn(*mut c_void) = unsafe { std::mem::transmute(self.memory.find("emulator_delete")) };
         delete(self.world);
     }
@@ -66,7 +69,7 @@ unsafe impl Send for State {}
 
 impl State {
     fn lend(&self, address: u64, bytes: usize) {
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let lend: extern "C" fn(*mut c_void, u64, u64) =
             unsafe { std::mem::transmute(self.memory.find("emulator_lend")) };
         lend(self.world, address, bytes as u64);
@@ -115,8 +118,8 @@ impl Emulator {
             let found: usize = found.sum();
             assert_eq!(found, 1, "`{}` stands {found} times in {}", change.from, change.file);
         }
-        let memory = Library::build(&[], "memory", "#define EMULATOR_MEMORY\n#include \"machine.cuh\"\n", &[])?;
-        // SAFETY: the type is that of machine.cuh.
+        let memory = Library::build(&[], "memory", "", &[])?;
+        // SAFETY: the type is that of machine.cpp.
         let new: extern "C" fn() -> *mut c_void = unsafe { std::mem::transmute(memory.find("emulator_new")) };
         let state = State {
             world: new(),
@@ -178,7 +181,7 @@ impl Driver for Emulator {
         if state.held.values().sum::<usize>() + bytes > self.room {
             return None;
         }
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let allocate: extern "C" fn(*mut c_void, u64) -> u64 =
             unsafe { std::mem::transmute(state.memory.find("emulator_allocate")) };
         let address = Some(allocate(state.world, bytes as u64)).filter(|&address| address != 0)?;
@@ -188,7 +191,7 @@ impl Driver for Emulator {
 
     unsafe fn free(&self, address: u64) {
         let mut state = self.state();
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let free: extern "C" fn(*mut c_void, u64) = unsafe { std::mem::transmute(state.memory.find("emulator_free")) };
         free(state.world, address);
         state.held.remove(&address);
@@ -206,7 +209,7 @@ impl Driver for Emulator {
     unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
         let state = self.state();
         type Copy = extern "C" fn(*mut c_void, u64, u64, u64) -> c_int;
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let copy: Copy = unsafe { std::mem::transmute(state.memory.find("emulator_copy")) };
         match copy(state.world, from, to, bytes as u64) {
             0 => Ok(()),
@@ -250,7 +253,7 @@ impl Driver for Emulator {
             return Ok(());
         }
         type Write = extern "C" fn(*mut c_void, u64, *const u8, u64) -> c_int;
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let write: Write = unsafe { std::mem::transmute(state.memory.find("emulator_write")) };
         match write(state.world, address, bytes.as_ptr(), bytes.len() as u64) {
             0 => Ok(()),
@@ -261,7 +264,7 @@ impl Driver for Emulator {
     unsafe fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), Error> {
         let state = self.state();
         type Read = extern "C" fn(*mut c_void, u64, *mut u8, u64) -> c_int;
-        // SAFETY: the type is that of machine.cuh.
+        // SAFETY: the type is that of machine.cpp.
         let read: Read = unsafe { std::mem::transmute(state.memory.find("emulator_read")) };
         match read(state.world, address, bytes.as_mut_ptr(), bytes.len() as u64) {
             0 => Ok(()),
@@ -314,7 +317,7 @@ impl Library {
             read += 1;
         }
         let mut options: Vec<String> =
-            ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC", "-shared"]
+            ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC"]
                 .map(String::from)
                 .to_vec();
         options.push("-ftls-model=initial-exec".into());
@@ -322,21 +325,21 @@ impl Library {
             // fma as an instruction; without it the library's fmaf is as right, and slow.
             options.push("-mfma".into());
         }
+        let machine = machine(&compiler, &options)?;
         options.extend(definitions.iter().cloned());
 
         let mut hasher = DefaultHasher::new();
-        (&files, &options, &compiler).hash(&mut hasher);
-        let folder =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator").join(format!("{name}-{:016x}", hasher.finish()));
+        (&files, &options, &machine).hash(&mut hasher);
+        let folder = emulator_folder().join(format!("{name}-{:016x}", hasher.finish()));
         let library = folder.join("unit.so");
         if !library.exists() {
             // Tests run side by side and may want the same one: each builds in a folder of its own.
             static BUILDS: AtomicUsize = AtomicUsize::new(0);
             let build = BUILDS.fetch_add(1, Ordering::Relaxed);
             let building = folder.with_extension(format!("{}-{build}", std::process::id()));
-            let header = system_header(&compiler, &options)?;
-            options.extend(["-include".into(), header.to_str().expect("paths of the build are UTF-8").into()]);
-            compile(&compiler, &building, &files, &options)?;
+            let [header, object] = ["machine.hpp", "machine.o"].map(|file| machine.join(file).display().to_string());
+            let all = ["-include", &header, "-shared", "unit.cpp", &object, "-o", "unit.so"];
+            compile(&compiler, &building, &files, &options, &all)?;
             std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
             std::fs::rename(building.join("unit.so"), &library).map_err(|e| format!("{}: {e}", library.display()))?;
             let _ = std::fs::remove_dir_all(&building);
@@ -353,43 +356,39 @@ impl Library {
     }
 }
 
-/// A header with what machine.cuh includes of the system, compiled once for all units: it takes a third of a unit's time.
-/// Definitions of a unit do not reach it. Where the compiler has no use for the result, it reads the text.
-fn system_header(compiler: &str, options: &[String]) -> Result<PathBuf, String> {
-    static HEADER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+fn emulator_folder() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulator")
+}
+
+/// The folder with `machine.cuh` as a compiled header, `machine.hpp`, and `machine.cpp` as an object, `machine.o`: made once,
+/// as together they take twice the time of a small kernel. Definitions of a kernel do not reach them. Where the compiler has
+/// no use for the compiled header, it reads the text.
+fn machine(compiler: &str, options: &[String]) -> Result<PathBuf, String> {
+    static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let make = || {
-        let options: Vec<&String> = options.iter().filter(|option| !option.starts_with("-D")).collect();
-        let text: String =
-            MACHINE.lines().filter(|line| line.starts_with("#include <")).flat_map(|l| [l, "\n"]).collect();
         let mut hasher = DefaultHasher::new();
-        (&text, &options, compiler).hash(&mut hasher);
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulator-header-{:016x}", hasher.finish()));
-        let header = folder.join("system.hpp");
-        let fail = |e: std::io::Error| format!("{}: {e}", folder.display());
+        (MACHINE, options, compiler).hash(&mut hasher);
+        let folder = emulator_folder().join(format!("machine-{:016x}", hasher.finish()));
         if !folder.exists() {
             let building = folder.with_extension(std::process::id().to_string());
-            std::fs::create_dir_all(&building).map_err(fail)?;
-            std::fs::write(building.join("system.hpp"), text).map_err(fail)?;
-            let mut command = Command::new(compiler);
-            command.current_dir(&building).args(options).args([
-                "-x",
-                "c++-header",
-                "system.hpp",
-                "-o",
-                "system.hpp.gch",
-            ]);
-            let made = command.output().map_err(|e| format!("{compiler}: {e}"))?;
-            if !made.status.success() {
-                return Err(String::from_utf8_lossy(&made.stderr).into_owned());
-            }
+            let mut files = MACHINE.map(|(name, text)| (name.to_string(), text.to_string())).to_vec();
+            files.push(("machine.hpp".into(), MACHINE[0].1.into()));
+            compile(
+                compiler,
+                &building,
+                &files,
+                options,
+                &["-x", "c++-header", "machine.hpp", "-o", "machine.hpp.gch"],
+            )?;
+            compile(compiler, &building, &[], options, &["-O2", "-c", "machine.cpp", "-o", "machine.o"])?;
             // Another process may have been as quick.
             if std::fs::rename(&building, &folder).is_err() {
-                std::fs::remove_dir_all(&building).map_err(fail)?;
+                std::fs::remove_dir_all(&building).map_err(|e| format!("{}: {e}", building.display()))?;
             }
         }
-        Ok(header)
+        Ok(folder)
     };
-    HEADER.get_or_init(make).clone()
+    FOLDER.get_or_init(make).clone()
 }
 
 /// The files that `text` includes beside those of the system.
@@ -400,8 +399,8 @@ fn included(text: &str) -> Vec<String> {
 
 /// The text of a file of the kernels, with its changes.
 fn changed(file: &str, changes: &[Change]) -> String {
-    if file == "machine.cuh" {
-        return MACHINE.into();
+    if let Some((_, text)) = MACHINE.iter().find(|(name, _)| *name == file) {
+        return text.to_string();
     }
     let (_, text) = texts().into_iter().find(|(name, _)| *name == file).expect("a kernel includes files of kernels");
     let changes = changes.iter().filter(|change| change.file == file);
@@ -417,13 +416,20 @@ fn compiler() -> Result<String, String> {
     found.map(str::to_string).ok_or("no C++ compiler: install g++, or name one in CXX; the emulator needs it".into())
 }
 
-fn compile(compiler: &str, folder: &PathBuf, files: &[(String, String)], options: &[String]) -> Result<(), String> {
+/// Runs the compiler in `folder`, with `files` written to it.
+fn compile(
+    compiler: &str,
+    folder: &Path,
+    files: &[(String, String)],
+    options: &[String],
+    more: &[&str],
+) -> Result<(), String> {
     let fail = |e: std::io::Error| format!("{}: {e}", folder.display());
     std::fs::create_dir_all(folder).map_err(fail)?;
     for (name, text) in files {
         std::fs::write(folder.join(name), text).map_err(fail)?;
     }
-    let output = Command::new(compiler).current_dir(folder).args(options).args(["unit.cpp", "-o", "unit.so"]).output();
+    let output = Command::new(compiler).current_dir(folder).args(options).args(more).output();
     let output = output.map_err(|e| format!("{compiler}: {e}"))?;
     if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
 }
