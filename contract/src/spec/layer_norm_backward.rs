@@ -87,7 +87,8 @@ fn of_row(x: &[f64], g: &[Product], eps: f64) -> Vec<(f64, f64)> {
     let product = |(h, g): (&Product, &Product)| {
         let value = h.value * g.value;
         let error = |a: f64, b_error: f64| if a == 0.0 || !a.is_finite() { 0.0 } else { a.abs() * b_error };
-        let rounding = if value == 0.0 && h.error == 0.0 { 0.0 } else { FLOOR };
+        let exact_zero = |factor: &Product| factor.value == 0.0 && factor.error == 0.0;
+        let rounding = if exact_zero(h) || exact_zero(g) { 0.0 } else { FLOOR };
         Product { value, error: error(g.value, h.error) + error(h.value, g.error) + rounding }
     };
     let (a, b) = (mean(g), mean(&h.iter().zip(g).map(product).collect::<Vec<_>>()));
