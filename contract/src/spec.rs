@@ -18,6 +18,7 @@ pub use samebits_schema::Error;
 
 mod add;
 mod add_rms_norm;
+mod add_rms_norm_backward;
 mod argmax;
 mod attention;
 mod chain;
@@ -27,10 +28,12 @@ mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
 mod layer_norm;
+mod layer_norm_backward;
 mod linear_logprob;
 mod logprob;
 mod norm_rope;
 mod rms_norm;
+mod rms_norm_backward;
 mod rope;
 mod rope_backward;
 mod route;
@@ -218,8 +221,11 @@ pub fn all() -> &'static [Spec] {
     static ALL: &[Spec] = &[
         gemm::SPEC,
         rms_norm::SPEC,
+        rms_norm_backward::SPEC,
         add_rms_norm::SPEC,
+        add_rms_norm_backward::SPEC,
         layer_norm::SPEC,
+        layer_norm_backward::SPEC,
         attention::SPEC,
         logprob::SPEC,
         linear_logprob::SPEC,

@@ -56,9 +56,12 @@ pub use logprob::softmax::softmax;
 pub use moe::combine::{Combine, combine};
 pub use moe::route::{GroupWorth, Route, Scoring, route};
 pub use norm::add_rms_norm::add_rms_norm;
+pub use norm::add_rms_norm_backward::add_rms_norm_backward;
 pub use norm::layer_norm::{LayerNorm, layer_norm};
+pub use norm::layer_norm_backward::layer_norm_backward;
 pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
+pub use norm::rms_norm_backward::rms_norm_backward;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use rope::rope_backward::rope_backward;
 pub use samebits_schema::{Attributes, DType};
@@ -87,9 +90,12 @@ pub mod device {
     pub use crate::moe::combine::{combine_at, on_device as combine};
     pub use crate::moe::route::{on_device as route, route_to};
     pub use crate::norm::add_rms_norm::on_device as add_rms_norm;
+    pub use crate::norm::add_rms_norm_backward::on_device as add_rms_norm_backward;
     pub use crate::norm::layer_norm::on_device as layer_norm;
+    pub use crate::norm::layer_norm_backward::on_device as layer_norm_backward;
     pub use crate::norm::norm_rope::on_device as norm_rope;
     pub use crate::norm::rms_norm::on_device as rms_norm;
+    pub use crate::norm::rms_norm_backward::on_device as rms_norm_backward;
     pub use crate::rope::rope::{Rotations, on_device as rope};
     pub use crate::rope::rope_backward::on_device as rope_backward;
 }

@@ -54,6 +54,26 @@ impl Lanes {
         self.add_rest(s, rest, 0.0, step);
     }
 
+    /// Adds the products `a[i] * b[i]`, each fused into its lane. Lengths are as for [`Lanes::add`].
+    #[inline(always)]
+    pub fn add_products<S: Simd, T: Storage>(&mut self, s: S, a: &[f32], b: &[T]) {
+        for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
+            for (at, lanes) in (0..a.len()).step_by(S::LANES).zip(self.0.chunks_exact_mut(S::LANES)) {
+                // The pad's product -0 leaves every lane as it is, one that is -0 too.
+                let (a, b) = (load_at(s, a, at, -0.0), load_at(s, b, at, T::default()));
+                let acc = s.fma(a, b, load_at(s, lanes, 0, 0.0));
+                // SAFETY: `lanes` holds LANES elements.
+                unsafe { s.store(acc, lanes.as_mut_ptr()) };
+            }
+        }
+    }
+
+    /// The sum of `len` products: a lane may have become -0, which the +0 of a lane without elements changes.
+    #[inline(always)]
+    pub fn fold_products<S: Simd>(self, s: S, len: usize) -> f32 {
+        self.fold(s, len.max(LANES))
+    }
+
     #[inline(always)]
     fn add_blocks<S: Simd, T: Storage, P: Step>(&mut self, s: S, blocks: &[T], step: P) {
         // AVX-512 holds all lanes in half its registers; AVX2 holds a quarter of them.

@@ -10,6 +10,7 @@ use std::ops::Bound::{Excluded, Included, Unbounded};
 
 pub mod add;
 pub mod add_rms_norm;
+pub mod add_rms_norm_backward;
 pub mod argmax;
 pub mod attention;
 pub mod chain;
@@ -19,12 +20,14 @@ pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
 pub mod layer_norm;
+pub mod layer_norm_backward;
 pub mod linear_logprob;
 pub mod logprob;
 pub mod norm_rope;
 pub mod packed_attention;
 pub mod paged_attention;
 pub mod rms_norm;
+pub mod rms_norm_backward;
 pub mod rope;
 pub mod rope_backward;
 pub mod route;
@@ -39,8 +42,11 @@ pub mod softmax;
 pub static OPS: &[&Op] = &[
     &gemm::OP,
     &rms_norm::OP,
+    &rms_norm_backward::OP,
     &add_rms_norm::OP,
+    &add_rms_norm_backward::OP,
     &layer_norm::OP,
+    &layer_norm_backward::OP,
     &attention::OP,
     &paged_attention::OP,
     &packed_attention::OP,

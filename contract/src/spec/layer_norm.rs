@@ -13,16 +13,11 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
-    let mut x = maker.values("x", maker.fill, r * n, n);
-    match maker.fill {
-        // A mean far above the spread: the mean of the squares less the square of the mean has no bit of the variance.
-        Fill::Cancel => x.iter_mut().for_each(|v| *v = 100.0 + *v / 4.0),
-        // Rows that are exactly 1 and -1 after the norm without eps, so that the outputs are w and -w, and bias; and NaN.
-        Fill::Classes => {
-            let kinds = [[1.0, -1.0], [-2.0, 2.0], [-1.0, 1.0], [f64::NAN, 1.0]];
-            x = (0..r * n).map(|i| kinds[i / n % kinds.len()][i % n % 2]).collect();
-        }
-        _ => super::rms_norm::near_root(maker, &mut x),
+    let mut x = values(maker, r, n);
+    // Rows that are exactly 1 and -1 after the norm without eps, so that the outputs are w and -w, and bias; and NaN.
+    if maker.fill == Fill::Classes {
+        let kinds = [[1.0, -1.0], [-2.0, 2.0], [-1.0, 1.0], [f64::NAN, 1.0]];
+        x = (0..r * n).map(|i| kinds[i / n % kinds.len()][i % n % 2]).collect();
     }
     let mut inputs = maker.floats([("x", vec![r, n], x)]);
     for name in ["w", "bias"].into_iter().filter(|name| maker.has(name)) {
@@ -35,6 +30,17 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         inputs.extend(maker.floats([(name, vec![n], values)]));
     }
     inputs
+}
+
+/// The elements of x, of all fills but [`Fill::Classes`].
+pub(super) fn values(maker: &Maker, r: usize, n: usize) -> Vec<f64> {
+    let mut x = maker.values("x", maker.fill, r * n, n);
+    match maker.fill {
+        // A mean far above the spread: the mean of the squares less the square of the mean has no bit of the variance.
+        Fill::Cancel => x.iter_mut().for_each(|v| *v = 100.0 + *v / 4.0),
+        _ => super::rms_norm::near_root(maker, &mut x),
+    }
+    x
 }
 
 fn compute(c: &Checked) -> References {
@@ -52,17 +58,17 @@ fn compute(c: &Checked) -> References {
 
 /// Mean and scale of a row, and their errors in units of 2^-24.
 #[derive(Clone, Copy)]
-struct Norm {
+pub(super) struct Norm {
     mean: f64,
     /// Of the mean, absolute; 0 where nothing rounds.
     mean_error: f64,
-    r: f64,
-    /// Of r, relative.
-    r_error: f64,
+    pub r: f64,
+    /// Of r, relative; infinite where nothing is claimed of the row.
+    pub r_error: f64,
 }
 
 impl Norm {
-    fn of(x: &[f64], eps: f64) -> Norm {
+    pub fn of(x: &[f64], eps: f64) -> Norm {
         let n = x.len() as f64;
         let (sum, size) = sum_of(x.iter().copied());
         let mean = sum / n;
@@ -81,17 +87,22 @@ impl Norm {
         Norm { mean, mean_error, r: 1.0 / variance.sqrt(), r_error }
     }
 
-    /// Value and condition of the element `x`.
-    fn element(&self, x: f64, w: Option<f64>, bias: Option<f64>) -> (f64, f64) {
+    /// How far `x` is from the mean, the error of that, and whether its sign is known.
+    pub fn difference(&self, x: f64) -> (f64, f64, bool) {
         let d = x - self.mean;
         let exact = self.mean_error == 0.0 && f32_of(d) == d;
-        let d_error = if exact { 0.0 } else { self.mean_error + d.abs() };
+        let error = if exact { 0.0 } else { self.mean_error + d.abs() };
+        (d, error, exact || d.abs() > error * round::pow2(-14))
+    }
+
+    /// Value and condition of the element `x`.
+    fn element(&self, x: f64, w: Option<f64>, bias: Option<f64>) -> (f64, f64) {
+        // With the sign of the normed value is known what a weight of 0 or infinity makes of it.
+        let (d, d_error, certain) = self.difference(x);
         let normed = d * self.r;
         let weighed = w.map_or(normed, |w| normed * w);
         let value = bias.map_or(weighed, |bias| weighed + bias);
         let weight = w.unwrap_or(1.0);
-        // Whether the sign of the normed value is known, and with it what a weight of 0 or infinity makes of it.
-        let certain = exact || d.abs() > d_error * round::pow2(-14);
         let condition = match () {
             _ if normed.is_nan() => 0.0,
             _ if self.r_error == f64::INFINITY => f64::INFINITY,

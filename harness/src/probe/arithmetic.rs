@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 17] = [
+pub const HANDS_ON: [&str; 20] = [
     "gemm",
     "combine",
     "attention",
@@ -34,6 +34,9 @@ pub const HANDS_ON: [&str; 17] = [
     "gelu_mul_backward",
     "softcap_backward",
     "rope_backward",
+    "rms_norm_backward",
+    "add_rms_norm_backward",
+    "layer_norm_backward",
 ];
 
 const CANONICAL: &str = "the canonical NaN";
@@ -337,6 +340,25 @@ impl Probe<'_> {
                 self.one(op, &eps, vec![("x", x), ("residual", residual), ("w", make(&[4], &[v; 4]))], "y")
             }
             "layer_norm" => self.one(op, &eps, vec![("x", make(&[1, 2], &[1., -1.])), ("w", make(&[2], &[v; 2]))], "y"),
+            // An infinity takes all of its row, and itself is NaN. Beside a row without eps whose scale is 1, v stands where x
+            // is 0.
+            "rms_norm_backward" | "layer_norm_backward" if v.is_infinite() => Ok(None),
+            "rms_norm_backward" => {
+                let (x, dy) = (make(&[1, 4], &[0.0, 0.0, 0.0, 2.0]), make(&[1, 4], &[v, v, v, 0.0]));
+                self.one(op, &eps, vec![("x", x), ("w", make(&[4], &[1.0; 4])), ("dy", dy)], "dx")
+            }
+            "layer_norm_backward" => {
+                let x = make(&[1, 8], &[0.0, 0.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0]);
+                let dy = make(&[1, 8], &[v, -v, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+                self.one(op, &eps, vec![("x", x), ("dy", dy)], "dx")
+            }
+            // A gradient of -0 changes nothing that is added to it.
+            "add_rms_norm_backward" => {
+                let (sum, dy) = (make(&[1, 4], &[1.0; 4]), make(&[1, 4], &[-0.0; 4]));
+                let inputs =
+                    vec![("sum", sum), ("w", make(&[4], &[1.0; 4])), ("dy", dy), ("dsum", make(&[1, 4], &[v; 4]))];
+                self.one(op, &eps, inputs, "dx")
+            }
             "rope" => self.one(op, &[], vec![("x", make(&[1, 1, 2], &[v, 1.0])), ("pos", int(0))], "y"),
             "rope_backward" => self.one(op, &[], vec![("dy", make(&[1, 1, 2], &[v, -1.0])), ("pos", int(0))], "dx"),
             "norm_rope" => {

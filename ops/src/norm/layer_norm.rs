@@ -17,7 +17,7 @@ use samebits_schema::Call;
 
 /// Differences kept between their squares and the product: a part of a first cache, a multiple of 256. Those of a longer
 /// row are computed twice.
-const KEPT: usize = 4096;
+pub(super) const KEPT: usize = 4096;
 
 /// Dimensions and parameters of `layer_norm`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -113,7 +113,7 @@ pub(crate) const OP: Entry = Entry {
 
 impl LayerNorm {
     /// The parameters of a call.
-    fn of(call: &Call) -> LayerNorm {
+    pub(super) fn of(call: &Call) -> LayerNorm {
         // The schema keeps it finite in f32.
         let eps = call.float("eps") as f32;
         LayerNorm { rows: call.dim("R"), n: call.dim("N"), eps }
@@ -186,14 +186,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let mut kept = [0f32; KEPT];
         for row in self.first..self.first + count {
             let x = self.x.row(row);
-            // The pad +0 leaves a lane, which is never -0, as it is.
-            let mean = s.splat(lane_sum(s, x, I::default(), Add) / n as f32);
-            let mut lanes = Lanes::new();
-            for x in x.chunks(KEPT) {
-                differences(s, x, mean, &mut kept);
-                lanes.add(s, &kept[..x.len()], Square);
-            }
-            let r = s.splat(1.0 / (lanes.fold(s, n) / n as f32 + self.shape.eps).sqrt());
+            let (mean, r) = moments(s, x, self.shape.eps, &mut kept);
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {
                     differences(s, x, mean, &mut kept);
@@ -206,9 +199,23 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     }
 }
 
+/// The mean of a row and its scale r, all lanes alike. The differences of a row that is not longer than `kept` are there.
+#[inline(always)]
+pub(super) fn moments<S: Simd, I: Element>(s: S, x: &[I], eps: f32, kept: &mut [f32; KEPT]) -> (S::F, S::F) {
+    let n = x.len();
+    // The pad +0 leaves a lane, which is never -0, as it is.
+    let mean = s.splat(lane_sum(s, x, I::default(), Add) / n as f32);
+    let mut lanes = Lanes::new();
+    for x in x.chunks(KEPT) {
+        differences(s, x, mean, kept);
+        lanes.add(s, &kept[..x.len()], Square);
+    }
+    (mean, s.splat(1.0 / (lanes.fold(s, n) / n as f32 + eps).sqrt()))
+}
+
 /// `d[i] = x[i] - mean`
 #[inline(always)]
-fn differences<S: Simd, I: Element>(s: S, x: &[I], mean: S::F, d: &mut [f32]) {
+pub(super) fn differences<S: Simd, I: Element>(s: S, x: &[I], mean: S::F, d: &mut [f32]) {
     let two = 2 * S::LANES;
     let whole = x.len() - x.len() % two;
     for at in (0..whole).step_by(two) {

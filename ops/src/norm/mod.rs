@@ -1,11 +1,23 @@
-//! Normalisation of rows, alone or with the op beside it.
+//! Normalisation of rows, alone or with the op beside it, and its gradients.
 
 pub(crate) mod add_rms_norm;
+pub(crate) mod add_rms_norm_backward;
+mod gradient;
 pub(crate) mod layer_norm;
+pub(crate) mod layer_norm_backward;
 pub(crate) mod norm_rope;
 pub(crate) mod rms_norm;
+pub(crate) mod rms_norm_backward;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&add_rms_norm::OP, &layer_norm::OP, &norm_rope::OP, &rms_norm::OP];
+pub(crate) const OPS: &[&Entry] = &[
+    &add_rms_norm::OP,
+    &add_rms_norm_backward::OP,
+    &layer_norm::OP,
+    &layer_norm_backward::OP,
+    &norm_rope::OP,
+    &rms_norm::OP,
+    &rms_norm_backward::OP,
+];

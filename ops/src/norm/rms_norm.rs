@@ -213,9 +213,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
 #[derive(Clone, Copy)]
 pub(crate) struct Scale<S: Simd> {
     rounding: Rounding,
-    r: S::F,
+    pub(super) r: S::F,
     /// 1 or -0, which changes no weight.
-    offset: S::F,
+    pub(super) offset: S::F,
 }
 
 impl<S: Simd> Scale<S> {

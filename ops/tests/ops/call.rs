@@ -243,6 +243,8 @@ fn large_outputs_have_the_bits_of_small_ones() {
         "rms_norm",
         "add_rms_norm",
         "layer_norm",
+        "rms_norm_backward",
+        "layer_norm_backward",
     ];
     let mut random = Random(11);
     // More than a part of a row that is kept, and less.

@@ -4,6 +4,7 @@ mod call;
 mod experts;
 #[cfg(unix)]
 mod guard;
+mod norm_gradients;
 mod page;
 
 use samebits_ops::{Cpu, Element, Isa};

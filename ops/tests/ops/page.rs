@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use samebits_ops::*;
 
 /// A storage type by its bits.
-trait Stored: Element {
+pub(crate) trait Stored: Element {
     /// Bits of the exponent and of the mantissa.
     const FORM: (u32, u32);
     fn stored(self) -> u32;
@@ -34,7 +34,7 @@ impl Stored for f32 {
     }
 }
 
-fn bits<T: Stored>(values: &[T]) -> Vec<u32> {
+pub(crate) fn bits<T: Stored>(values: &[T]) -> Vec<u32> {
     values.iter().map(|v| v.stored()).collect()
 }
 
@@ -58,7 +58,7 @@ fn wide_of<T: Stored>(bits: u32) -> f32 {
     (if sign == 1 { -size } else { size }) as f32
 }
 
-fn widened<T: Stored>(values: &[T]) -> Vec<f32> {
+pub(crate) fn widened<T: Stored>(values: &[T]) -> Vec<f32> {
     values.iter().map(|&v| wide(v)).collect()
 }
 
@@ -95,7 +95,7 @@ fn budgets(cpu: &Cpu, seed: u64, mut run: impl FnMut(&Cpu) -> Result<(), Error>)
 }
 
 /// Deterministic values of very different size: `spread` is the range of exponents, and a few are 0, -0 or subnormal.
-fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
+pub(crate) fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -144,7 +144,7 @@ fn gemm_page<I: Stored>(m: usize, n: usize, k: usize, x: &[I], w: &[I], bias: Op
     (0..m * n).map(|i| element(i / n, i % n)).collect()
 }
 
-fn all_rounded<O: Stored>(values: &[f32]) -> Vec<u32> {
+pub(crate) fn all_rounded<O: Stored>(values: &[f32]) -> Vec<u32> {
     values.iter().map(|&v| rounded::<O>(v)).collect()
 }
 
@@ -285,7 +285,7 @@ fn rope_page(shape: &Rope, inv_freq: &[f32], pos: &[i32], x: &[f32]) -> Vec<Opti
     y
 }
 
-fn lanes(terms: impl Iterator<Item = (usize, f32)>, step: impl Fn(f32, f32) -> f32) -> f32 {
+pub(crate) fn lanes<T>(terms: impl Iterator<Item = (usize, T)>, step: impl Fn(f32, T) -> f32) -> f32 {
     let mut lane = [0f32; 256];
     terms.for_each(|(i, v)| lane[i % 256] = step(lane[i % 256], v));
     for h in [128, 64, 32, 16, 8, 4, 2, 1] {
@@ -412,7 +412,7 @@ impl Packed {
 }
 
 /// Cases per property: enough for every test run; `PROPTEST_CASES` asks for more.
-fn cases() -> u32 {
+pub(crate) fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(24)
 }
 

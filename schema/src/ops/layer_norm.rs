@@ -16,7 +16,7 @@ pub static OP: Op = Op {
     ..Op::PLAIN
 };
 
-const EPS: Attribute = Attribute::float(
+pub(super) const EPS: Attribute = Attribute::float(
     "eps",
     Included(0.0),
     Included(f32::MAX as f64),

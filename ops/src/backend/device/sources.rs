@@ -39,12 +39,13 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 9] = headers![
+pub static HEADERS: [(&str, &str); 10] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
     "machine.cuh",
     "math.cuh",
+    "moments.cuh",
     "rank.cuh",
     "reduce.cuh",
     "rotate.cuh",
