@@ -29,6 +29,7 @@ mod gemm;
 mod layer_norm;
 mod linear_logprob;
 mod logprob;
+mod logprob_backward;
 mod norm_rope;
 mod rms_norm;
 mod rope;
@@ -40,6 +41,7 @@ mod silu_mul_backward;
 mod softcap;
 mod softcap_backward;
 mod softmax;
+mod softmax_backward;
 
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
 const FLOOR: f64 = f32::MIN_POSITIVE as f64;
@@ -222,8 +224,10 @@ pub fn all() -> &'static [Spec] {
         layer_norm::SPEC,
         attention::SPEC,
         logprob::SPEC,
+        logprob_backward::SPEC,
         linear_logprob::SPEC,
         softmax::SPEC,
+        softmax_backward::SPEC,
         silu_mul::SPEC,
         silu_mul_backward::SPEC,
         gelu_mul::SPEC,

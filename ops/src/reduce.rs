@@ -54,6 +54,19 @@ impl Lanes {
         self.add_rest(s, rest, 0.0, step);
     }
 
+    /// Adds the products `a * b`, each by an `fma`. Their number is a multiple of 256 unless it is the last part; `pad` is -0,
+    /// whose products leave a lane of -0, too, as it is.
+    #[inline(always)]
+    pub fn add_products<S: Simd, T: Storage>(&mut self, s: S, a: &[f32], b: &[T], pad: T) {
+        for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
+            for (at, lanes) in (0..a.len()).step_by(S::LANES).zip(self.0.chunks_exact_mut(S::LANES)) {
+                let acc = s.fma(load_at(s, a, at, 0.0), load_at(s, b, at, pad), load_at(s, lanes, 0, 0.0));
+                // SAFETY: `lanes` holds LANES elements.
+                unsafe { s.store(acc, lanes.as_mut_ptr()) };
+            }
+        }
+    }
+
     #[inline(always)]
     fn add_blocks<S: Simd, T: Storage, P: Step>(&mut self, s: S, blocks: &[T], step: P) {
         // AVX-512 holds all lanes in half its registers; AVX2 holds a quarter of them.
@@ -80,7 +93,7 @@ impl Lanes {
     pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
         let lanes = &mut self.0;
         let mut h = LANES / 2;
-        // Lanes without elements are +0, and no lane is -0: adding them changes nothing.
+        // Lanes without elements are +0. Adding them changes nothing but a -0, which products leave that underflow.
         while h >= len && h > 0 {
             h /= 2;
         }
@@ -98,7 +111,7 @@ impl Lanes {
             }
             h /= 2;
         }
-        lanes[0]
+        if len < LANES { lanes[0] + 0.0 } else { lanes[0] }
     }
 }
 

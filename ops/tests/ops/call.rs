@@ -137,7 +137,7 @@ fn shape_of(input: &Input, large: bool) -> Vec<usize> {
 fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Random) -> (Vec<Tensor>, Call) {
     let forms: Vec<(&'static Input, Vec<usize>)> =
         op.inputs.iter().map(|input| (input, shape_of(input, large))).collect();
-    let of = |input: &Input| if input.is_float() { dtype } else { DType::I32 };
+    let of = |input: &Input| input.dtype_beside(dtype);
     let given: Vec<Given> =
         forms.iter().map(|(input, shape)| Given { name: input.name, dtype: of(input), shape }).collect();
     let attributes =
