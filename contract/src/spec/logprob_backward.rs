@@ -23,9 +23,14 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         let logits = softmax_backward::turned(maker, "logits", [maker.fill, Fill::Normal], r, v);
         inputs.extend(maker.floats([("logits", vec![r, v], logits)]));
     }
-    let lse: Vec<f64> = inputs["logits"].to_f64().chunks(v).map(level).collect();
+    let sharp = maker.fill == Fill::Sharp;
+    // A sharp row shows the exponential of each logit but that of the target, the first.
+    let small = |row: &[f64]| row.iter().all(|z| *z < 64.0);
+    let lse = |row: &[f64]| if sharp && small(row) { 0.0 } else { level(row) };
+    let lse: Vec<f64> = inputs["logits"].to_f64().chunks(v).map(lse).collect();
     let gradient = |name: &str| match maker.fill {
-        Fill::Peaky | Fill::Sharp => maker.values(name, Fill::Normal, r, 1),
+        Fill::Sharp => vec![-1.0; r],
+        Fill::Peaky => maker.values(name, Fill::Normal, r, 1),
         fill if turns => softmax_backward::turned(&wide, name, [Fill::Normal, fill], r, 1),
         fill => wide.values(name, fill, r, 1),
     };

@@ -21,7 +21,9 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         false => softmax::make(maker),
     };
     let dy = match maker.fill {
-        Fill::Peaky | Fill::Sharp => maker.values("dy", Fill::Normal, r * n, n),
+        Fill::Peaky => maker.values("dy", Fill::Normal, r * n, n),
+        // A pair of shares has their product, see `sharp.rs`.
+        Fill::Sharp => (0..r * n).map(|i| if i % n == 0 { 1.0 } else { 0.0 }).collect(),
         fill if in_turns(fill) => turned(maker, "dy", [Fill::Normal, fill], r, n),
         fill => maker.values("dy", fill, r * n, n),
     };
