@@ -267,55 +267,59 @@ fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f3
     z.iter().enumerate().map(element).collect()
 }
 
-/// Every cell of `special` takes the place of an element of `values`, somewhere.
+/// What rows seldom hold.
+const SPECIAL: [f32; 7] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38, -3e38, 1e-40];
+
+/// Every number of `special` takes the place of an element of `values`, somewhere.
 fn strew<I: Element>(values: &mut [I], seed: u64, special: &[f32]) {
     for (i, &v) in special.iter().enumerate() {
         values[(seed.rotate_left(13 * i as u32 + 7) % values.len() as u64) as usize] = I::narrow(v);
     }
 }
 
-fn check_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+/// Rows of `values`, widened.
+fn rows_of<I: Stored>(values: &[I], n: usize) -> Vec<Vec<f32>> {
+    widened(values).chunks(n).map(<[f32]>::to_vec).collect()
+}
+
+fn check_softmax_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
     let (mut x, mut dy): (Vec<I>, Vec<I>) = (values(seed, rows * n, spread), values(seed + 1, rows * n, spread));
     strew(&mut x, seed, &special[..special.len() / 2]);
     strew(&mut dy, seed + 1, &special[special.len() / 2..]);
-    let rows_of = |v: &[I]| widened(v).chunks(n).map(<[f32]>::to_vec).collect::<Vec<_>>();
-    let (wide_x, wide_dy) = (rows_of(&x), rows_of(&dy));
-    let of_rows = |rows: Vec<Vec<f32>>| all_rounded::<O>(&rows.concat());
-    let expected = of_rows(wide_x.iter().zip(&wide_dy).map(|(x, dy)| softmax_backward_page(x, dy)).collect());
+    let pairs = rows_of(&x, n).into_iter().zip(rows_of(&dy, n));
+    let expected: Vec<f32> = pairs.flat_map(|(x, dy)| softmax_backward_page(&x, &dy)).collect();
+    for cpu in cpus() {
+        let mut dx = vec![O::narrow(f32::NAN); rows * n];
+        softmax_backward(&cpu, rows, n, &x, &dy, &mut dx).unwrap();
+        assert_eq!(bits(&dx), all_rounded::<O>(&expected), "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
+    }
+}
+
+fn check_logprob_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+    let mut logits: Vec<I> = values(seed, rows * n, spread);
+    strew(&mut logits, seed, special);
+    let z = rows_of(&logits, n);
     let temperature = [1.0, 0.7, 1.3][seed as usize % 3];
     let shape = Logprob { rows, vocab: n, temperature };
     let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % (n as u64 + 1)) as i32 - 1).collect();
-    let [_, mut lse] = logprob_page(n, temperature, &wide_x.concat(), &target);
+    let [_, mut lse] = logprob_page(n, temperature, &z.concat(), &target);
     let (mut dlogprob, mut dlse): (Vec<f32>, Vec<f32>) = (values(seed + 2, rows, 5), values(seed + 3, rows, 5));
-    if !special.is_empty() {
-        // Any number may stand in the place of lse.
-        strew(&mut lse, seed + 2, &special[..1]);
-        strew(&mut dlogprob, seed + 3, &special[special.len() - 1..]);
-        strew(&mut dlse, seed + 4, &special[..1]);
+    // Any number may stand in the place of lse.
+    for (&v, values) in special.iter().zip([&mut lse, &mut dlogprob, &mut dlse]) {
+        strew(values, seed, &[v]);
     }
     for with in [true, false] {
         let page = |r: usize| {
             let gradients = [dlogprob[r], if with { dlse[r] } else { 0.0 }];
-            logprob_backward_page(&wide_x[r], target[r], lse[r], gradients, temperature)
+            logprob_backward_page(&z[r], target[r], lse[r], gradients, temperature)
         };
-        let expected_logits = of_rows((0..rows).map(page).collect());
+        let expected = all_rounded::<O>(&(0..rows).flat_map(page).collect::<Vec<_>>());
         let gradients = LogprobGradients { dlogprob: &dlogprob, dlse: with.then_some(&dlse[..]) };
         for cpu in cpus() {
-            let mut dx = vec![O::narrow(f32::NAN); rows * n];
-            logprob_backward(&cpu, &shape, &x, &target, &lse, gradients, &mut dx).unwrap();
-            assert_eq!(
-                bits(&dx),
-                expected_logits,
-                "{cpu:?} logprob_backward of {rows}x{n}, {} to {}",
-                I::NAME,
-                O::NAME
-            );
+            let mut dlogits = vec![O::narrow(f32::NAN); rows * n];
+            logprob_backward(&cpu, &shape, &logits, &target, &lse, gradients, &mut dlogits).unwrap();
+            assert_eq!(bits(&dlogits), expected, "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
         }
-    }
-    for cpu in cpus() {
-        let mut dx = vec![O::narrow(f32::NAN); rows * n];
-        softmax_backward(&cpu, rows, n, &x, &dy, &mut dx).unwrap();
-        assert_eq!(bits(&dx), expected, "{cpu:?} softmax_backward of {rows}x{n}, {} to {}", I::NAME, O::NAME);
     }
 }
 
@@ -629,18 +633,46 @@ proptest! {
     }
 
     #[test]
-    fn gradients_of_softmax_and_logprob_are_the_page(
-        rows in 1usize..4, n in prop_oneof![3 => 1usize..700, 1 => 1usize..3000, 1 => 8180usize..8700], spread in 1u32..7,
-        seed: u64, special in prop::collection::vec(
-            prop::sample::select(vec![f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38, -3e38, 1e-40]), 0..4,
-        ),
+    fn softmax_backward_is_the_page(
+        rows in 1usize..4, n in prop_oneof![3 => 1usize..700, 1 => 1usize..3000, 1 => 8180usize..8700], spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..4),
     ) {
         let seed = seed >> 3;
-        check_backward::<bf16, bf16>(rows, n, spread, seed, &special);
-        check_backward::<bf16, f32>(rows, n, spread, seed, &special);
-        check_backward::<f32, bf16>(rows, n, spread, seed, &special);
-        check_backward::<f32, f32>(rows, n, spread, seed, &special);
-        check_backward::<f16, f16>(rows, n, spread, seed, &special);
+        check_softmax_backward::<bf16, bf16>(rows, n, spread, seed, &special);
+        check_softmax_backward::<bf16, f32>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f32, bf16>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f32, f32>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f16, f16>(rows, n, spread, seed, &special);
+    }
+
+    #[test]
+    fn logprob_backward_is_the_page(
+        rows in 1usize..4, n in 1usize..1500, spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..4),
+    ) {
+        let seed = seed >> 3;
+        check_logprob_backward::<bf16, bf16>(rows, n, spread, seed, &special);
+        check_logprob_backward::<bf16, f32>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f32, bf16>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f32, f32>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f16, f16>(rows, n, spread, seed, &special);
+    }
+
+    /// Gradients so small that their products underflow, zeros of both signs behind them: a lane may be -0, and with every
+    /// lane the sum.
+    #[test]
+    fn products_that_underflow_to_minus_zero(n in prop_oneof![1usize..300, 2040usize..2060, 4090usize..4200], seed: u64) {
+        let x = vec![0f32; n];
+        // Without one of the first elements of a segment its lane is +0.
+        let (first, whole) = (|i: usize| i % (16 * n.div_ceil(128)) < 256, seed % 2 == 0);
+        let given = |i: usize| first(i) && (whole || seed.rotate_left(i as u32) % 37 > 0);
+        let dy: Vec<f32> = (0..n).map(|i| if given(i) { -1e-45 } else { -0.0 }).collect();
+        let expected = all_rounded::<f32>(&softmax_backward_page(&x, &dy));
+        for cpu in cpus() {
+            let mut dx = vec![f32::NAN; n];
+            softmax_backward(&cpu, 1, n, &x, &dy, &mut dx).unwrap();
+            prop_assert_eq!(bits(&dx), expected.clone(), "{:?}", cpu);
+        }
     }
 
     /// Weights of like size take fewer bits where there is a kernel for it; some far smaller and far larger ones are
