@@ -199,6 +199,39 @@ const SHAPES: &[(&str, Make)] = &[
         cases.extend(ramps(dtype, out));
         cases
     }),
+    ("softmax_backward", |dtype, out| {
+        let of = |n: usize, rows: usize| {
+            let make =
+                Maker::new("softmax_backward", dtype, out).float("x", &[rows, n], 3.0).float("dy", &[rows, n], 2.0);
+            // One row that is NaN through x alone, one through dy alone, one where nothing is.
+            make.special("x", n).set("dy", (rows - 1) * n, f32::INFINITY)
+        };
+        let mut cases: Vec<Case> = [1, 33, 128, 129, 2056, 5000].map(|n| of(n, 7).case()).to_vec();
+        // Products that underflow to -0 in every lane but the one that is left out.
+        for n in [2048, 2047] {
+            let make = Maker::new("softmax_backward", dtype, out).float("x", &[2, n], 0.0).float("dy", &[2, n], 0.0);
+            let least = [-1e-45, -1e-40, -6e-8]
+                [[DType::Fp32, DType::Bf16, DType::Fp16].iter().position(|d| *d == dtype).unwrap_or(0)];
+            cases.push((0..2 * n - 8).fold(make, |make, i| make.set("dy", i, least)).case());
+        }
+        cases
+    }),
+    ("logprob_backward", |dtype, out| {
+        let mut cases = Vec::new();
+        for n in [1, 7, 8, 129, 2047, 2048, 2057, 5000] {
+            for (temperature, spread) in [("1", 3.0), ("0.7", 3.0), ("1.3", 200.0)] {
+                let make = || Maker::new("logprob_backward", dtype, out).float("logits", &[7, n], spread);
+                let make = || make().fp32("lse", &[0.0, 2.5, 9.0, -3.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
+                let make = || make().fp32("dlogprob", &[1.0, -0.3, 0.0, f32::INFINITY, 2.0, 1e-39, -4.0]);
+                let make = || make().ints("target", &[7], &[0, n as i32 - 1, -1, -100, 0, 0, n as i32 / 2]);
+                let make = || make().param("temperature", temperature);
+                cases.push(make().case());
+                let dlse = [0.5, -0.0, f32::NAN, 3.0, 0.0, -1e38, f32::NEG_INFINITY];
+                cases.push(make().special("logits", n).fp32("dlse", &dlse).case());
+            }
+        }
+        cases
+    }),
     ("linear_logprob", |dtype, out| {
         let of = |(m, v, k): (usize, usize, usize)| {
             let target: Vec<i32> = (0..m as i32).map(|i| i * 7 % (v as i32 + 1) - 1).collect();
@@ -519,6 +552,12 @@ impl Maker {
             sum * spread * 1.2
         });
         self.values.insert(name.into(), (shape.to_vec(), values.collect()));
+        self
+    }
+
+    /// One f32 for each row, whatever the other floats are.
+    fn fp32(mut self, name: &str, values: &[f32]) -> Maker {
+        self.case.inputs.insert(name.into(), Tensor::fp32(&[values.len()], values.to_vec()));
         self
     }
 

@@ -467,6 +467,19 @@ mod tests {
         w / (pow2(-n) + w)
     }
 
+    /// The gradient of the second element from that of the first share: minus the product of the shares.
+    fn pair_backward(c: &[f32; 8], x: f32) -> f32 {
+        let (m, i) = split(c, x);
+        let n = i.max(0);
+        let (w, one) = (m * pow2(i - n), pow2(-n));
+        w / (one + w) * -(one / (one + w))
+    }
+
+    fn exponential(c: &[f32; 8], x: f32) -> f32 {
+        let (m, i) = split(c, x);
+        m * pow2(i)
+    }
+
     /// The logarithm is close enough to that of the page: f64 keeps 29 bits more than it shows.
     fn alone(c: &[f32; 8], x: f32) -> f32 {
         let (m, i) = split(c, x);
@@ -492,6 +505,8 @@ mod tests {
     #[test]
     fn every_bit_of_every_constant_shows() {
         shows(&PAIR, pair, &[]);
+        shows(&PAIR, pair_backward, &[]);
+        shows(&PAIR, exponential, &[]);
         shows(&SILU, |c, g| g * sigmoid(c, g), &[]);
         shows(&SIGMOID, sigmoid, &[]);
         shows(&GELU, gelu, &[]);

@@ -31,6 +31,7 @@ mod layer_norm;
 mod layer_norm_backward;
 mod linear_logprob;
 mod logprob;
+mod logprob_backward;
 mod norm_rope;
 mod rms_norm;
 mod rms_norm_backward;
@@ -43,6 +44,7 @@ mod silu_mul_backward;
 mod softcap;
 mod softcap_backward;
 mod softmax;
+mod softmax_backward;
 
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
 const FLOOR: f64 = f32::MIN_POSITIVE as f64;
@@ -228,8 +230,10 @@ pub fn all() -> &'static [Spec] {
         layer_norm_backward::SPEC,
         attention::SPEC,
         logprob::SPEC,
+        logprob_backward::SPEC,
         linear_logprob::SPEC,
         softmax::SPEC,
+        softmax_backward::SPEC,
         silu_mul::SPEC,
         silu_mul_backward::SPEC,
         gelu_mul::SPEC,

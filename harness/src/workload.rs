@@ -327,7 +327,7 @@ impl Plan {
                     _ => shape.push(extents[axis]),
                 }
             }
-            inputs.push((input, if input.is_float() { dtype } else { DType::I32 }, shape));
+            inputs.push((input, input.dtype_beside(dtype), shape));
         }
         let params: BTreeMap<String, String> = given
             .iter()

@@ -79,6 +79,21 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     s.scale(m, i)
 }
 
+/// `e^x`, or +0 where its exponent is negligible beside that of 1.
+#[inline(always)]
+pub fn exp_or_nothing<S: Simd>(s: S, x: S::F) -> S::F {
+    let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    // What lies below is nothing as well; a NaN stays.
+    let x = s.max(s.splat(-SMALL), x);
+    if s.all_within(s.splat(-SMALL), x, s.splat(NORMAL)) {
+        let (m, i) = exp_split_small(s, x, c_hi, c_lo);
+        return weight(s, m, i, s.splat(0.0));
+    }
+    let (m, i) = exp_split(s, x, c_hi, c_lo);
+    // i is integral; that of a NaN is NaN, and so is its m.
+    s.select_ge(s.splat(NEGLIGIBLE - 1.0), i, s.splat(0.0), s.scale(m, i))
+}
+
 /// `1 + e^-x`, whose reciprocal is the sigmoid of x.
 #[inline(always)]
 pub fn one_plus_exp_neg<S: Simd>(s: S, x: S::F) -> S::F {

@@ -54,7 +54,7 @@ impl Lanes {
         self.add_rest(s, rest, 0.0, step);
     }
 
-    /// Adds the products `a[i] * b[i]`, each fused into its lane. Lengths are as for [`Lanes::add`].
+    /// Adds the products `a[i] * b[i]`, each by an `fma`. Their number is a multiple of 256 unless it is the last part.
     #[inline(always)]
     pub fn add_products<S: Simd, T: Storage>(&mut self, s: S, a: &[f32], b: &[T]) {
         for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
@@ -66,12 +66,6 @@ impl Lanes {
                 unsafe { s.store(acc, lanes.as_mut_ptr()) };
             }
         }
-    }
-
-    /// The sum of `len` products: a lane may have become -0, which the +0 of a lane without elements changes.
-    #[inline(always)]
-    pub fn fold_products<S: Simd>(self, s: S, len: usize) -> f32 {
-        self.fold(s, len.max(LANES))
     }
 
     #[inline(always)]
@@ -100,7 +94,7 @@ impl Lanes {
     pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
         let lanes = &mut self.0;
         let mut h = LANES / 2;
-        // Lanes without elements are +0, and no lane is -0: adding them changes nothing.
+        // Lanes without elements are +0. Adding them changes nothing but a -0, which products leave that underflow.
         while h >= len && h > 0 {
             h /= 2;
         }
@@ -118,7 +112,7 @@ impl Lanes {
             }
             h /= 2;
         }
-        lanes[0]
+        if len < LANES { lanes[0] + 0.0 } else { lanes[0] }
     }
 }
 

@@ -97,6 +97,16 @@ impl Input {
         Input { optional: true, ..self }
     }
 
+    /// The same, of f32 whatever the other floats are.
+    pub(crate) const fn fp32(self) -> Input {
+        Input { dtypes: &[DType::Fp32], group: None, ..self }
+    }
+
+    /// The dtype that it has where the float inputs of the call have `dtype`, as far as it may.
+    pub fn dtype_beside(&self, dtype: DType) -> DType {
+        if self.dtypes.contains(&dtype) { dtype } else { self.dtypes[0] }
+    }
+
     /// Whether it holds floats.
     pub fn is_float(&self) -> bool {
         self.dtypes.iter().all(|dtype| dtype.is_float())

@@ -23,6 +23,7 @@ pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod linear_logprob;
 pub mod logprob;
+pub mod logprob_backward;
 pub mod norm_rope;
 pub mod packed_attention;
 pub mod paged_attention;
@@ -37,6 +38,7 @@ pub mod silu_mul_backward;
 pub mod softcap;
 pub mod softcap_backward;
 pub mod softmax;
+pub mod softmax_backward;
 
 /// All ops, in the order tables print them.
 pub static OPS: &[&Op] = &[
@@ -51,8 +53,10 @@ pub static OPS: &[&Op] = &[
     &paged_attention::OP,
     &packed_attention::OP,
     &logprob::OP,
+    &logprob_backward::OP,
     &linear_logprob::OP,
     &softmax::OP,
+    &softmax_backward::OP,
     &silu_mul::OP,
     &silu_mul_backward::OP,
     &gelu_mul::OP,

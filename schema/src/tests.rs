@@ -64,9 +64,7 @@ fn call(op: &str, attributes: &[(&str, &str)], inputs: &[Tensor], out: DType) ->
 }
 
 fn fp32(op: &str, attributes: &[(&str, &str)], inputs: &[(&'static str, &'static [usize])]) -> Result<Call, Error> {
-    let index = |name: &str| {
-        if find(op).unwrap().input(name).is_some_and(|i| !i.is_float()) { DType::I32 } else { DType::Fp32 }
-    };
+    let index = |name: &str| find(op).unwrap().input(name).map_or(DType::Fp32, |i| i.dtype_beside(DType::Fp32));
     let inputs: Vec<Tensor> = inputs.iter().map(|&(name, shape)| (name, index(name), shape)).collect();
     call(op, attributes, &inputs, DType::Fp32)
 }

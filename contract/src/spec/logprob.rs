@@ -20,7 +20,7 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 /// Without explicit `target` every fifth target is ignored (-1, -100 in turn).
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, v) = (maker.dim("R"), maker.dim("V"));
     let mut logits = maker.values("logits", maker.fill, r * v, v);
     // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
@@ -88,7 +88,7 @@ fn compute(c: &Checked) -> References {
 }
 
 /// A scaled logit; one that f32 cannot hold is infinite.
-fn scaled(x: f64) -> f64 {
+pub(super) fn scaled(x: f64) -> f64 {
     if f32_of(x).is_infinite() { f32_of(x) } else { x }
 }
 

@@ -19,7 +19,7 @@ pub(super) const SPEC: Spec = Spec {
     compute,
 };
 
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     let mut x = maker.values("x", maker.fill, r * n, n);
     // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
@@ -47,41 +47,41 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 
 fn compute(c: &Checked) -> References {
     let (r, n) = (c.dim("R"), c.dim("N"));
-    let mut elements = Vec::with_capacity(r * n);
-    for row in c.floats("x").chunks(n) {
-        if row.iter().any(|v| v.is_nan() || *v == f64::INFINITY) || row.iter().all(|v| *v == f64::NEG_INFINITY) {
-            elements.extend(row.iter().map(|_| (f64::NAN, 0.0)));
-            continue;
-        }
-        let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        if super::logprob::exponent_overflows(top) {
-            elements.extend(row.iter().map(|_| (0.0, f64::INFINITY)));
-            continue;
-        }
-        let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        // Errors in the exponents move weight between elements that differ; equal elements err alike.
-        let (mut others, mut others_error, mut spread) = (0.0, 0.0, 0.0);
-        for (weight, &v) in weights.iter().zip(row) {
-            spread += weight / total * exponent_error(v);
-            if v != top {
-                others += weight / total;
-                others_error += weight / total * exponent_error(v);
-            }
-        }
-        for (weight, &v) in weights.iter().zip(row) {
-            if v == f64::NEG_INFINITY {
-                elements.push((0.0, 0.0));
-                continue;
-            }
-            let share = weight / total;
-            let moved =
-                share * if v == top { others * exponent_error(v) + others_error } else { exponent_error(v) + spread };
-            // A weight below 2^-100 of the largest is dropped.
-            elements.push((share, share + moved + round::pow2(-76)));
+    let elements: Vec<_> = c.floats("x").chunks(n).flat_map(shares).collect();
+    one("y", Reference::new(vec![r, n], elements))
+}
+
+/// Value and condition of each share of a row.
+pub(super) fn shares(row: &[f64]) -> Vec<(f64, f64)> {
+    if row.iter().any(|v| v.is_nan() || *v == f64::INFINITY) || row.iter().all(|v| *v == f64::NEG_INFINITY) {
+        return vec![(f64::NAN, 0.0); row.len()];
+    }
+    let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    if super::logprob::exponent_overflows(top) {
+        return vec![(0.0, f64::INFINITY); row.len()];
+    }
+    let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    // Errors in the exponents move weight between elements that differ; equal elements err alike.
+    let (mut others, mut others_error, mut spread) = (0.0, 0.0, 0.0);
+    for (weight, &v) in weights.iter().zip(row) {
+        spread += weight / total * exponent_error(v);
+        if v != top {
+            others += weight / total;
+            others_error += weight / total * exponent_error(v);
         }
     }
-    one("y", Reference::new(vec![r, n], elements))
+    let element = |(weight, &v): (&f64, &f64)| {
+        if v == f64::NEG_INFINITY {
+            return (0.0, 0.0);
+        }
+        let share = weight / total;
+        let moved =
+            share * if v == top { others * exponent_error(v) + others_error } else { exponent_error(v) + spread };
+        // A weight below 2^-100 of the largest is dropped.
+        (share, share + moved + round::pow2(-76))
+    };
+    weights.iter().zip(row).map(element).collect()
 }
 
 /// What the error of the exponent of `exp(x)` is proportional to: its fraction, and from 2^21 on x itself.

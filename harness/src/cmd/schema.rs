@@ -181,7 +181,10 @@ fn markdown(ops: &[&Op]) -> String {
     for op in ops {
         let inputs = op.inputs.iter().map(|input| {
             let optional = if input.optional { "optional " } else { "" };
-            let dtype = if input.is_float() { "" } else { " I32" };
+            let dtype = match input.dtypes {
+                [dtype] => format!(" {dtype}"),
+                _ => String::new(),
+            };
             format!("{optional}`{}{}`{dtype}", input.name, axes(input.axes))
         });
         let parameters = op.attributes.iter().map(|attribute| format!("`{}`", attribute.name));

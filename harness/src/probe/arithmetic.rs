@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 20] = [
+pub const HANDS_ON: [&str; 21] = [
     "gemm",
     "combine",
     "attention",
@@ -37,6 +37,7 @@ pub const HANDS_ON: [&str; 20] = [
     "rms_norm_backward",
     "add_rms_norm_backward",
     "layer_norm_backward",
+    "logprob_backward",
 ];
 
 const CANONICAL: &str = "the canonical NaN";
@@ -289,6 +290,18 @@ impl Probe<'_> {
             ("add", [a, b]) => {
                 self.one(op, &[], vec![("a", self.make(&[1, 1], &[*a])), ("b", self.make(&[1, 1], &[*b]))], "y")
             }
+            // The gradients of both outputs, at an element that has a probability of 1 and is not the target.
+            ("logprob_backward", [a, b]) => {
+                let one = |v: f64| Tensor::fp32(&[1], vec![v as f32]);
+                let inputs = vec![
+                    ("logits", self.make(&[1, 2], &[0.0; 2])),
+                    ("target", Tensor::i32(&[1], vec![1])),
+                    ("lse", one(0.0)),
+                    ("dlogprob", one(-b)),
+                    ("dlse", one(*a)),
+                ];
+                self.one(op, &[], inputs, "dlogits")
+            }
             // Two terms are all there are.
             ("add", [a, b, c]) if self.hold(&[a + b]) && self.dtype == DType::Fp32 => self.sum(op, &[a + b, *c]),
             _ => Ok(None),
@@ -328,7 +341,7 @@ impl Probe<'_> {
         match op {
             "gemm" | "combine" => self.dot(op, &[v], &[1.0]),
             "attention" => self.mean(&[v]),
-            "add" => self.sum(op, &[v, -0.0]),
+            "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
             "softcap_backward" => {
                 self.one(op, &[], vec![("x", make(&[1, 1], &[0.0])), ("dy", make(&[1, 1], &[v]))], "dx")

@@ -303,6 +303,6 @@ fn scaled_weight<S: Simd, const SMALL: bool>(s: S, x: S::F, scale: f32, n: f32) 
 
 /// The sum of the 8 segments of a row.
 #[inline(always)]
-fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
+pub(super) fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
     ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 }

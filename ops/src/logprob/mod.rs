@@ -1,10 +1,13 @@
-//! Softmax of rows, and what is made of its denominator.
+//! Softmax of rows, what is made of its denominator, and gradients of both.
 
 pub(crate) mod linear_logprob;
 pub(crate) mod logprob;
+pub(crate) mod logprob_backward;
 pub(crate) mod softmax;
+pub(crate) mod softmax_backward;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&linear_logprob::OP, &logprob::OP, &softmax::OP];
+pub(crate) const OPS: &[&Entry] =
+    &[&linear_logprob::OP, &logprob::OP, &logprob_backward::OP, &softmax::OP, &softmax_backward::OP];

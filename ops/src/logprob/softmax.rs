@@ -16,7 +16,7 @@ use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
-const KEPT: usize = 8192;
+pub(super) const KEPT: usize = 8192;
 
 /// `x[R,N] -> y[R,N]`, row-major; `rows` is R, `n` is N.
 ///

@@ -173,7 +173,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 sum.add(s, &g[..x.len()], Add);
                 products.add_products(s, &g[..x.len()], &h[..x.len()]);
             }
-            let [a, b] = [sum.fold(s, n), products.fold_products(s, n)].map(|sum| s.splat(sum / n as f32));
+            let [a, b] = [sum.fold(s, n), products.fold(s, n)].map(|sum| s.splat(sum / n as f32));
             let slope = Slope { r, factor: s.neg(b), a };
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {

@@ -224,7 +224,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 weigh(s, dy, Some(w), offset, &mut kept);
                 lanes.add_products(s, &kept[..x.len()], x);
             }
-            let c = s.splat(lanes.fold_products(s, n) / n as f32);
+            let c = s.splat(lanes.fold(s, n) / n as f32);
             let slope = Slope { r, factor: s.neg(s.mul(s.mul(c, r), r)), a: s.splat(0.0) };
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {

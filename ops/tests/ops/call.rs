@@ -137,7 +137,7 @@ fn shape_of(input: &Input, large: bool) -> Vec<usize> {
 fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Random) -> (Vec<Tensor>, Call) {
     let forms: Vec<(&'static Input, Vec<usize>)> =
         op.inputs.iter().map(|input| (input, shape_of(input, large))).collect();
-    let of = |input: &Input| if input.is_float() { dtype } else { DType::I32 };
+    let of = |input: &Input| input.dtype_beside(dtype);
     let given: Vec<Given> =
         forms.iter().map(|(input, shape)| Given { name: input.name, dtype: of(input), shape }).collect();
     let attributes =
@@ -240,6 +240,8 @@ fn large_outputs_have_the_bits_of_small_ones() {
         "softcap",
         "scale",
         "softmax",
+        "softmax_backward",
+        "logprob_backward",
         "rms_norm",
         "add_rms_norm",
         "layer_norm",
@@ -251,14 +253,16 @@ fn large_outputs_have_the_bits_of_small_ones() {
     for n in [1000, 5004] {
         let rows = (32 << 20) / 2 / n + 3;
         let data: Vec<bf16> = (0..rows * n + 64).map(|_| bf16::narrow(random.normal())).collect();
+        let wide: Vec<f32> = data[..rows + 64].iter().map(|v| v.widen()).collect();
         for name in names.into_iter().chain(["rope", "norm_rope"]) {
             let op = samebits_schema::find(name).expect("an op of the schema");
             let some = |cpu: &Cpu, rows: std::ops::Range<usize>| {
-                let positions: Vec<i32> = rows.clone().map(|row| row as i32).collect();
+                // Targets are below n.
+                let positions: Vec<i32> = rows.clone().map(|row| (row % n) as i32).collect();
                 let shape = |axes: &[&str]| match axes {
-                    [REST] | ["R", "N"] => vec![rows.len(), n],
+                    [REST] | ["R", "N" | "V"] => vec![rows.len(), n],
                     ["T", "H", "D"] => vec![rows.len(), 2, n / 2],
-                    ["T"] => vec![rows.len()],
+                    ["T" | "R"] => vec![rows.len()],
                     ["D"] => vec![n / 2],
                     ["N"] => vec![n],
                     axes => panic!("{name} has axes {axes:?}"),
@@ -266,10 +270,16 @@ fn large_outputs_have_the_bits_of_small_ones() {
                 let shapes: Vec<Vec<usize>> = op.inputs.iter().map(|input| shape(input.axes)).collect();
                 let inputs = op.inputs.iter().zip(&shapes).enumerate().map(|(i, (input, shape))| {
                     // Every input has values of its own.
-                    let from = if shape.len() > 1 { rows.start * n } else { 0 } + 7 * i;
-                    let tensor = match input.is_float() {
-                        true => TensorRef::new(&data[from..][..shape.iter().product()], shape),
-                        false => TensorRef::new(&positions, shape),
+                    let from = 7 * i
+                        + match input.axes {
+                            ["R"] => rows.start,
+                            ["N" | "D"] => 0,
+                            _ => rows.start * n,
+                        };
+                    let tensor = match input.dtype_beside(DType::Bf16) {
+                        DType::Bf16 => TensorRef::new(&data[from..][..shape.iter().product()], shape),
+                        DType::Fp32 => TensorRef::new(&wide[from..][..shape.iter().product()], shape),
+                        _ => TensorRef::new(&positions, shape),
                     };
                     (input.name, tensor.expect("the shape fits"))
                 });

@@ -171,6 +171,13 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let shape = Logprob { temperature: 0.7, ..Logprob::new(3, n) };
             logprob(&r.cpu, &shape, &r.floats::<I>(3 * n), &target, &mut logp, &mut lse)
         }),
+        ("logprob_backward", |r, n| {
+            let (target, lse, dlogprob) = (r.ints([0, n as i32 - 1, -1].into_iter()), r.floats(3), r.floats(3));
+            let dlse = r.floats(3);
+            let gradients = LogprobGradients { dlogprob: &dlogprob, dlse: Some(&dlse) };
+            let shape = Logprob { temperature: 0.7, ..Logprob::new(3, n) };
+            logprob_backward(&r.cpu, &shape, &r.floats::<I>(3 * n), &target, &lse, gradients, &mut r.room::<O>(3 * n))
+        }),
         ("embedding", |r, n| {
             embedding(&r.cpu, n, &r.floats::<I>(4 * n), &r.ints([3, 0, 3].into_iter()), &mut r.room::<O>(3 * n))
         }),

@@ -225,6 +225,104 @@ fn weights_page(row: &[f32]) -> Option<(f32, f32, Vec<f32>)> {
     Some((n, l, weights))
 }
 
+/// softmax_backward of a row, before the last rounding.
+fn softmax_backward_page(x: &[f32], dy: &[f32]) -> Vec<f32> {
+    let weights = weights_page(x).filter(|(n, ..)| n.is_finite());
+    let p: Vec<f32> = match weights {
+        Some((_, l, weights)) => weights.into_iter().map(|w| w / l).collect(),
+        None => vec![f32::NAN; x.len()],
+    };
+    let sum = join(std::array::from_fn(|i| {
+        let range = segment(x.len(), i);
+        let mut lane = [0f32; 256];
+        for (k, j) in range.enumerate() {
+            lane[k % 256] = p[j].mul_add(dy[j], lane[k % 256]);
+        }
+        for h in [128, 64, 32, 16, 8, 4, 2, 1] {
+            (0..h).for_each(|l| lane[l] += lane[l + h]);
+        }
+        lane[0]
+    }));
+    p.iter().zip(dy).map(|(p, dy)| p * (dy - sum)).collect()
+}
+
+/// logprob_backward of a row, before the last rounding.
+fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f32; 2], temperature: f64) -> Vec<f32> {
+    let inverse = (1.0 / temperature) as f32;
+    let dlogprob = if target < 0 { 0.0 } else { dlogprob };
+    let element = |(j, z): (usize, &f32)| {
+        let d = z * inverse - lse;
+        let (m, i) = exp_split(d, LOG2E_HI, LOG2E_LO);
+        let p = if i < -100.0 {
+            0.0
+        } else {
+            let i = if i.is_nan() { i } else { i.clamp(-252.0, 252.0) };
+            let h = (i / 2.0).floor();
+            (m * f32::exp2(h)) * f32::exp2(i - h)
+        };
+        let c = dlse - dlogprob;
+        let g = if j as i64 == i64::from(target) { p.mul_add(c, dlogprob) } else { p * c };
+        g * inverse
+    };
+    z.iter().enumerate().map(element).collect()
+}
+
+/// What rows seldom hold.
+const SPECIAL: [f32; 7] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38, -3e38, 1e-40];
+
+/// Every number of `special` takes the place of an element of `values`, somewhere.
+fn strew<I: Element>(values: &mut [I], seed: u64, special: &[f32]) {
+    for (i, &v) in special.iter().enumerate() {
+        values[(seed.rotate_left(13 * i as u32 + 7) % values.len() as u64) as usize] = I::narrow(v);
+    }
+}
+
+/// Rows of `values`, widened.
+fn rows_of<I: Stored>(values: &[I], n: usize) -> Vec<Vec<f32>> {
+    widened(values).chunks(n).map(<[f32]>::to_vec).collect()
+}
+
+fn check_softmax_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+    let (mut x, mut dy): (Vec<I>, Vec<I>) = (values(seed, rows * n, spread), values(seed + 1, rows * n, spread));
+    strew(&mut x, seed, &special[..special.len() / 2]);
+    strew(&mut dy, seed + 1, &special[special.len() / 2..]);
+    let pairs = rows_of(&x, n).into_iter().zip(rows_of(&dy, n));
+    let expected: Vec<f32> = pairs.flat_map(|(x, dy)| softmax_backward_page(&x, &dy)).collect();
+    for cpu in cpus() {
+        let mut dx = vec![O::narrow(f32::NAN); rows * n];
+        softmax_backward(&cpu, rows, n, &x, &dy, &mut dx).unwrap();
+        assert_eq!(bits(&dx), all_rounded::<O>(&expected), "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
+    }
+}
+
+fn check_logprob_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+    let mut logits: Vec<I> = values(seed, rows * n, spread);
+    strew(&mut logits, seed, special);
+    let z = rows_of(&logits, n);
+    let temperature = [1.0, 0.7, 1.3][seed as usize % 3];
+    let shape = Logprob { rows, vocab: n, temperature };
+    let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % (n as u64 + 1)) as i32 - 1).collect();
+    let [_, mut lse] = logprob_page(n, temperature, &z.concat(), &target);
+    let (mut dlogprob, mut dlse): (Vec<f32>, Vec<f32>) = (values(seed + 2, rows, 5), values(seed + 3, rows, 5));
+    // Any number may stand in the place of lse.
+    for (&v, values) in special.iter().zip([&mut lse, &mut dlogprob, &mut dlse]) {
+        strew(values, seed, &[v]);
+    }
+    for with in [true, false] {
+        let page = |r: usize| {
+            let gradients = [dlogprob[r], if with { dlse[r] } else { 0.0 }];
+            logprob_backward_page(&z[r], target[r], lse[r], gradients, temperature)
+        };
+        let expected = all_rounded::<O>(&(0..rows).flat_map(page).collect::<Vec<_>>());
+        let gradients = LogprobGradients { dlogprob: &dlogprob, dlse: with.then_some(&dlse[..]) };
+        for cpu in cpus() {
+            let mut dlogits = vec![O::narrow(f32::NAN); rows * n];
+            logprob_backward(&cpu, &shape, &logits, &target, &lse, gradients, &mut dlogits).unwrap();
+            assert_eq!(bits(&dlogits), expected, "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
+        }
+    }
+}
+
 /// `[logprob, lse]` of every row of `vocab` logits.
 fn logprob_page(vocab: usize, temperature: f64, logits: &[f32], target: &[i32]) -> [Vec<f32>; 2] {
     let inverse = (1.0 / temperature) as f32;
@@ -531,6 +629,49 @@ proptest! {
             };
             let expected: Vec<f32> = x.chunks(vocab).flat_map(share).collect();
             prop_assert_eq!(bits(&y), all_rounded::<f32>(&expected), "{:?}", cpu);
+        }
+    }
+
+    #[test]
+    fn softmax_backward_is_the_page(
+        rows in 1usize..4, n in prop_oneof![3 => 1usize..700, 1 => 1usize..3000, 1 => 8180usize..8700], spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..4),
+    ) {
+        let seed = seed >> 3;
+        check_softmax_backward::<bf16, bf16>(rows, n, spread, seed, &special);
+        check_softmax_backward::<bf16, f32>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f32, bf16>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f32, f32>(rows, n, spread, seed, &special);
+        check_softmax_backward::<f16, f16>(rows, n, spread, seed, &special);
+    }
+
+    #[test]
+    fn logprob_backward_is_the_page(
+        rows in 1usize..4, n in 1usize..1500, spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..4),
+    ) {
+        let seed = seed >> 3;
+        check_logprob_backward::<bf16, bf16>(rows, n, spread, seed, &special);
+        check_logprob_backward::<bf16, f32>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f32, bf16>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f32, f32>(rows, n, spread, seed, &special);
+        check_logprob_backward::<f16, f16>(rows, n, spread, seed, &special);
+    }
+
+    /// Gradients so small that their products underflow, zeros of both signs behind them: a lane may be -0, and with every
+    /// lane the sum.
+    #[test]
+    fn products_that_underflow_to_minus_zero(n in prop_oneof![1usize..300, 2040usize..2060, 4090usize..4200], seed: u64) {
+        let x = vec![0f32; n];
+        // Without one of the first elements of a segment its lane is +0.
+        let (first, whole) = (|i: usize| i % (16 * n.div_ceil(128)) < 256, seed % 2 == 0);
+        let given = |i: usize| first(i) && (whole || seed.rotate_left(i as u32) % 37 > 0);
+        let dy: Vec<f32> = (0..n).map(|i| if given(i) { -1e-45 } else { -0.0 }).collect();
+        let expected = all_rounded::<f32>(&softmax_backward_page(&x, &dy));
+        for cpu in cpus() {
+            let mut dx = vec![f32::NAN; n];
+            softmax_backward(&cpu, 1, n, &x, &dy, &mut dx).unwrap();
+            prop_assert_eq!(bits(&dx), expected.clone(), "{:?}", cpu);
         }
     }
 

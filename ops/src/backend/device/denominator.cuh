@@ -84,6 +84,13 @@ DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale,
     return Denominator{n, join_warps(fold_lanes(lanes), room)};
 }
 
+// The share of an element of the row, NaN where there is none.
+DEVICE float share(float x, const Denominator &d) {
+    if (d.sum != d.sum || d.sum == 0.0f) return NOT_A_NUMBER;
+    Split s = exp_split(x, LOG2E_HI, LOG2E_LO);
+    return __fdiv_rn(weight(s.m, s.i, d.n), d.sum);
+}
+
 DEVICE float lse_of(const Denominator &d) {
     if (d.sum == 0.0f) return -INFINITE;
     if (d.sum != d.sum) return NOT_A_NUMBER;
