@@ -377,7 +377,6 @@ fn softcap_by_hand() {
     assert!((condition / FLOOR - 65.0).abs() < 1e-6, "{condition}");
 }
 
-/// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.
 /// Where a slope may be rounded to 0, or to either side of it, an infinity and the sign of a zero are unknown.
 #[test]
 fn lost_slopes_by_hand() {
@@ -386,9 +385,9 @@ fn lost_slopes_by_hand() {
         judged(&case(op, params, &inputs), output)[0].1
     };
     let silu = |gate, up| condition("silu_mul_backward", &[], &[("gate", gate), ("up", up), ("dy", 1.0)], "dgate");
-    // The slope is 0 at -1.27846; beside that, 1.4 and 2.3 times 2^-16 of what it was added from.
+    // The slope is 0 at -1.27846; beside that, 0.9 and 1.4 times 2^-16 of what it was added from.
     for (gate, unknown) in
-        [(-1.278_464_5, true), (-1.278_414_5, true), (-1.278_38, false), (-1.0, false), (-88.0, true)]
+        [(-1.278_464_5, true), (-1.278_434_5, true), (-1.278_414_5, false), (-1.0, false), (-88.0, true)]
     {
         for up in [0.0, f32::INFINITY] {
             assert_eq!(silu(gate, up).is_infinite(), unknown, "{gate} {up}");
@@ -401,28 +400,6 @@ fn lost_slopes_by_hand() {
 }
 
 /// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.
-/// Where a slope may be rounded to 0, or to either side of it, an infinity and the sign of a zero are unknown.
-#[test]
-fn lost_slopes_by_hand() {
-    let condition = |op, params: &[(&str, &str)], inputs: &[(&str, f32)], output| {
-        let inputs: Vec<_> = inputs.iter().map(|&(name, v)| (name, f32s(&[1, 1], &[v]))).collect();
-        judged(&case(op, params, &inputs), output)[0].1
-    };
-    let silu = |gate, up| condition("silu_mul_backward", &[], &[("gate", gate), ("up", up), ("dy", 1.0)], "dgate");
-    // The slope is 0 at -1.27846; beside that, 1.4 and 2.3 times 2^-16 of what it was added from.
-    for (gate, unknown) in
-        [(-1.278_464_5, true), (-1.278_414_5, true), (-1.278_38, false), (-1.0, false), (-88.0, true)]
-    {
-        for up in [0.0, f32::INFINITY] {
-            assert_eq!(silu(gate, up).is_infinite(), unknown, "{gate} {up}");
-        }
-    }
-    // The tangent of 6 is 1 less 1.2e-5, which is left of the square of a rounded tangent or is not.
-    let softcap = |x| condition("softcap_backward", &["x", "dy"], &[x, f32::INFINITY]);
-    assert_eq!(softcap(5.99 * 30.0), 0.0);
-    assert!(softcap(180.0).is_infinite() && softcap(6.5 * 30.0).is_infinite());
-}
-
 #[test]
 fn linear_logprob_by_hand() {
     let of = |temperature: &str, w: &[[f32; 3]]| {
