@@ -299,9 +299,9 @@ const FAULTS: [Fault; 5] = [
     },
     Fault {
         name: "approximate_division",
-        unit: "softmax",
-        from: "__fdiv_rn(weight(s.m, s.i, d.n), d.sum)",
-        to: "__fdividef(weight(s.m, s.i, d.n), d.sum)",
+        unit: "attention",
+        from: "__fdiv_rn(total, l)",
+        to: "__fdividef(total, l)",
         says: "div.approx",
     },
     Fault {
