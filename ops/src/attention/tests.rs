@@ -342,6 +342,8 @@ fn many_rows_are_plain() {
     check(window, Form::Padded, [3, 5], &[(&positions(0), 40)]);
     check(shape([25, 1], [0, 5], 1.0), Form::Padded, DENSE, &[(&[4], 5)]);
     check(shape([25, 1], [5, 0], 1.0), Form::Padded, DENSE, &[(&[4], 5)]);
+    // No key, and no page where one could stand.
+    check(shape([25, 1], [16, 16], 1.0), Form::Paged(8), DENSE, &[(&[4], 0)]);
 }
 
 /// Few query rows to a key head, and many, that see the end of one block and the start of the next, after `change`.
@@ -369,6 +371,8 @@ fn scores_that_are_not_finite() {
     };
     check_changed(shape, |case| minus(case, &|j| j % 9 == 3 || j > 265));
     check_changed(shape, |case| minus(case, &|_| true));
+    // Of one key, that only the last query sees.
+    check_changed(shape, |case| minus(case, &|j| j == 269));
     // One query makes them +inf.
     check_changed(shape, |case| {
         minus(case, &|j| j == 250);
@@ -382,10 +386,23 @@ fn scores_that_are_not_finite() {
             case.query(0, 3)[0] = value;
         });
     }
+    // Every query sees it, in a block before the last.
+    check_changed(shape, |case| case.key(0, 245, 1)[15] = nan);
     check_changed(Attention { softcap: Some(2.0), ..shape }, |case| {
         minus(case, &|j| j % 9 == 3);
         (0..case.kv_len[0] as usize).for_each(|j| case.value(0, j, 0).fill(bf16::ONE));
         case.query(0, 3)[0] = inf;
+    });
+    // The factor is 0, and -inf times 0 is NaN.
+    check_changed(Attention { softcap: Some(2.0), scale: 0.0, ..shape }, |case| minus(case, &|j| j == 245));
+}
+
+/// The first key is seen by the first query only, the last key by the last one.
+#[test]
+fn values_that_are_not_finite_are_added_where_they_are_seen() {
+    check_changed(shape([4, 2], [16, 16], 3.0), |case: &mut Case<bf16>| {
+        let first = case.q_pos[0] as usize - 29;
+        [first, 269].into_iter().for_each(|j| case.value(0, j, 1).fill(bf16::INFINITY));
     });
 }
 
@@ -463,7 +480,7 @@ fn slow_paths_are_counted_and_refused() {
     let small = power(-120);
     // Few rows meet three panels of 32 keys; many are two tiles, which meet two blocks.
     type Change<'a> = &'a dyn Fn(&mut Case<bf16>);
-    let changes: [(Change, [usize; 2]); 6] = [
+    let changes: [(Change, [usize; 2]); 7] = [
         (&|_| (), [0, 0]),
         (&|case| case.key(0, 40, 1)[3] = small, [1, 2]),
         (&|case| case.key(0, 42, 1)[3] = small, [1, 2]),
@@ -471,6 +488,8 @@ fn slow_paths_are_counted_and_refused() {
         (&|case| (case.query(0, 2)[0], case.key(0, 40, 1)[3]) = (power(-15), power(-97)), [0, 0]),
         (&|case| case.query(0, 2)[5] = small, [3, 2]),
         (&|case| case.query(0, 0)[5] = bf16::from_bits(1), [3, 2]),
+        // Scores that are kept are not made again to find out whether one is NaN.
+        (&|case| (case.query(0, 2)[5], case.key(0, 40, 1)[3]) = (small, bf16::NAN), [3, 2]),
     ];
     for (queries, keys, many) in [(1, 70, false), (6, 70, false), (20, 300, true)] {
         for (change, amount) in changes {
@@ -486,6 +505,41 @@ fn slow_paths_are_counted_and_refused() {
                 }
             }
         }
+    }
+    // The only tile is slow; without dimensions nothing is small.
+    for (head_dim, amount) in [(16, 1), (0, 0)] {
+        let mut case = Case::<bf16>::new(shape([25, 1], [head_dim, 16], 1.0), Form::Padded, DENSE, &[(&[4], 5)]);
+        case.q.fill(small);
+        for isa in both_ways() {
+            let amount = if isa.dots_pay() { amount } else { 0 };
+            let dots = isa.dots_pay() && amount == 0;
+            check_slow_paths(&case, isa, amount, [dots, !dots]);
+        }
+    }
+}
+
+/// Two queries of a tile see keys far apart: those between are NaN here, and no score is made again for their sake.
+#[test]
+fn scores_that_nobody_sees_cost_nothing() {
+    let shape = Attention { causal: true, window: Some(9), ..shape([8, 1], [16, 16], 1.0) };
+    let mut nan = Case::<bf16>::new(shape, Form::Padded, DENSE, &[(&[20, 20, 20, 90], 91)]);
+    nan.q.fill(bf16::from_bits(1));
+    let mut finite = nan.clone();
+    finite.k.iter_mut().filter(|k| k.is_nan()).for_each(|k| *k = bf16::ONE);
+    let (mut out, mut lse) = (vec![0f32; 4 * 8 * 16], vec![0f32; 4 * 8]);
+    for isa in both_ways() {
+        let mut slow_paths = |case: &Case<bf16>| {
+            let mut counts = vec![];
+            on_every_plan(isa, 1, |cpu| {
+                case.run(cpu, [&case.q, &case.k, &case.v], &mut out, &mut lse)?;
+                counts.push(cpu.ledger().count(Counter::SlowPaths));
+                Ok(())
+            });
+            counts
+        };
+        let counts = slow_paths(&finite);
+        assert_eq!(counts.iter().any(|&count| count > 0), isa.dots_pay(), "{isa}");
+        assert_eq!(slow_paths(&nan), counts, "{isa}");
     }
 }
 
@@ -563,15 +617,37 @@ fn plans_go_from_the_preferred_one_to_the_smallest() {
     let many = |queries: usize, keys: usize| {
         let q_pos = vec![0; queries];
         let case = Case::new(shape([2, 1], [1, 1], 1.0), Form::Padded, DENSE, &[(&q_pos, keys)]);
-        case.plans(3, 40, plans)
+        case.plans(7, 40, plans)
     };
     // Keys are shared, or not.
-    let mut expected = vec![[32, 300, 48, 3], [32, 300, 48, 3], [16, 300, 48, 3]];
-    expected.extend([256, 128, 64, 32, 16].map(|keys| [16, keys, 48, 3]));
-    expected.extend([8, 4, 2, 1].map(|rows| [rows, 16, 48, 3]));
-    expected.extend([[1, 16, 32, 3], [1, 16, 16, 3], [1, 16, 16, 1]]);
+    let mut expected = vec![[32, 300, 48, 7], [32, 300, 48, 7], [16, 300, 48, 7]];
+    expected.extend([256, 128, 64, 32, 16].map(|keys| [16, keys, 48, 7]));
+    expected.extend([8, 4, 2, 1].map(|rows| [rows, 16, 48, 7]));
+    expected.extend([[1, 16, 32, 7], [1, 16, 16, 7], [1, 16, 16, 3], [1, 16, 16, 1]]);
     assert_eq!(many(17, 300), expected);
-    assert_eq!(many(16, 20)[..4], [[32, 20, 48, 3], [16, 20, 48, 3], [16, 32, 48, 3], [16, 16, 48, 3]]);
-    assert_eq!(many(8, 3)[..3], [[16, 3, 48, 3], [16, 16, 48, 3], [8, 16, 48, 3]]);
+    assert_eq!(many(16, 20)[..4], [[32, 20, 48, 7], [16, 20, 48, 7], [16, 32, 48, 7], [16, 16, 48, 7]]);
+    assert_eq!(many(8, 3)[..3], [[16, 3, 48, 7], [16, 16, 48, 7], [8, 16, 48, 7]]);
     assert_eq!(many(9, 3)[0][0], 32);
+}
+
+/// Scores, queries of a dimension, 64 keys or values or as many as there are scores of, and two sums of each column.
+#[test]
+fn tiles_have_the_room_that_they_use() {
+    let case = Case::new(shape([2, 1], [1, 1], 1.0), Form::Padded, DENSE, &[(&[0; 17], 300)]);
+    let room = |job: &Job<bf16>| -> Vec<usize> {
+        successors(Some(Tiles::preferred(job)), Tiles::smaller).map(|plan| plan.need().slot).collect()
+    };
+    let of = |width: usize, keys: usize, part: usize, rows: usize| width * keys + width + part * 48 + 2 * rows * 48;
+    let expected = [
+        of(32, 300, 64, 32),
+        of(32, 300, 64, 32),
+        of(16, 300, 64, 16),
+        of(16, 256, 64, 16),
+        of(16, 128, 64, 16),
+        of(16, 64, 64, 16),
+        of(16, 32, 32, 16),
+        of(16, 16, 16, 16),
+        of(16, 16, 16, 8),
+    ];
+    assert_eq!(case.plans(1, 40, room)[..expected.len()], expected);
 }
