@@ -2,12 +2,15 @@
 //! each architecture, holds no arithmetic that a compiler may change, and takes the registers and memory that were recorded.
 //!
 //! NVRTC is found by `ci/nvrtc`, which sets SAMEBITS_NVRTC=1: then a missing compiler is an error, else the trials say that
-//! they were not run. SAMEBITS_NVRTC=all, of ci/nightly, compiles every pair of types.
+//! they were not run. The record names what each unit was compiled from: its text and headers, the options, the compiler
+//! and this file. A unit that is the recorded one is not compiled again; SAMEBITS_NVRTC=all, of ci/nightly, compiles all of
+//! them, and every pair of types. The planted faults are compiled every time.
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use samebits_ops::device::cuda::{Compiled, compile, compiler_version};
-use samebits_ops::device::{Build, Unit, units};
-use std::collections::BTreeMap;
+use samebits_ops::device::cuda::{Compiled, compile, compiler_version, options};
+use samebits_ops::device::{Build, HEADERS, Unit, units};
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -18,18 +21,34 @@ const RECORDED: [[&str; 2]; 2] = [["bf16", "bf16"], ["fp32", "fp32"]];
 /// conversions, which these hold too; SAMEBITS_NVRTC=all compiles them.
 const OTHERS: [[&str; 2]; 1] = [["fp16", "fp16"]];
 
+/// Lines of the record: `unit NAME` with the digest of what it was compiled from, and `ARCH IN OUT KERNEL` with its resources.
 type Resources = BTreeMap<String, String>;
+
+/// What the environment asks for.
+fn mode() -> Option<String> {
+    std::env::var("SAMEBITS_NVRTC").ok()
+}
 
 fn main() {
     let arguments = Arguments::from_args();
-    let required = std::env::var_os("SAMEBITS_NVRTC").is_some();
+    let required = mode().is_some();
     let version = compiler_version();
+    let kept = Arc::new(std::fs::read_to_string(record_path()).map(|text| parse(&text)).unwrap_or_default());
     let found: Arc<Mutex<Resources>> = Arc::default();
+    let mut again = Vec::new();
     let mut trials = Vec::new();
     let mut add = |name: String, trial: Box<dyn FnOnce() -> Result<(), Failed> + Send>| {
         trials.push(Trial::test(name, trial).with_ignored_flag(version.is_err() && !required));
     };
     for unit in units() {
+        let (name, digest) = (format!("unit {}", unit.name), digest(unit, version.as_deref().unwrap_or("none")));
+        if mode().as_deref() != Some("all") && kept.get(&name) == Some(&digest) {
+            let (kept, found) = (kept.clone(), found.clone());
+            add(format!("{}::as_recorded", unit.name), Box::new(move || as_recorded(unit, &kept, &found)));
+            continue;
+        }
+        again.push(unit.name);
+        found.lock().expect("no panic while holding the lock").insert(name, digest);
         for arch in ARCHS {
             let found = found.clone();
             add(format!("{}::{arch}", unit.name), Box::new(move || kernels(unit, arch, &found)));
@@ -40,6 +59,11 @@ fn main() {
         add(format!("faults::{}", fault.name), Box::new(move || caught(&fault)));
     }
     add("faults::a_changed_record".into(), Box::new(changed_record));
+    add("faults::a_changed_header".into(), Box::new(changed_header));
+    match again.len() {
+        0 => println!("no unit differs from the record: none is compiled again (SAMEBITS_NVRTC=all compiles them)"),
+        n => println!("{n} of {} units are compiled: {}", units().count(), again.join(", ")),
+    }
     let mut conclusion = libtest_mimic::run(&arguments, trials);
     // The record can be compared once everything has been compiled.
     let whole = arguments.filter.is_none() && version.is_ok() && !conclusion.has_failed();
@@ -48,6 +72,51 @@ fn main() {
         conclusion.num_failed += 1;
     }
     conclusion.exit();
+}
+
+/// Name and text of the headers that `text` includes, themselves and what they include.
+fn headers(text: &str, into: &mut BTreeSet<(&'static str, &'static str)>) {
+    for (name, header) in HEADERS {
+        if text.contains(&format!("#include \"{name}\"")) && into.insert((name, header)) {
+            headers(header, into);
+        }
+    }
+}
+
+/// Of everything that a unit's assembly, its resources and the verdict over them depend on.
+fn digest(unit: &'static Unit, version: &str) -> String {
+    let mut parts =
+        vec![version.to_string(), include_str!("nvrtc.rs").into(), unit.kernels.join(" "), unit.source.into()];
+    let types = RECORDED.into_iter().chain(OTHERS);
+    parts.extend(types.flat_map(|[input, output]| options(&build(unit, input, output, unit.has_product), "")));
+    let mut included = BTreeSet::new();
+    headers(unit.source, &mut included);
+    parts.extend(included.into_iter().flat_map(|(name, text)| [name.to_string(), text.to_string()]));
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Keys of the resources of a unit.
+fn keys(unit: &Unit) -> impl Iterator<Item = String> {
+    let of_types =
+        |[input, output]: [&str; 2]| unit.kernels.iter().map(move |kernel| format!("{input} {output} {kernel}"));
+    ARCHS
+        .into_iter()
+        .flat_map(move |arch| RECORDED.into_iter().flat_map(of_types).map(move |key| format!("{arch} {key}")))
+}
+
+/// Takes the lines of a unit from the record; an error where it lacks one.
+fn as_recorded(unit: &Unit, kept: &Resources, found: &Mutex<Resources>) -> Result<(), Failed> {
+    let mut found = found.lock().expect("no panic while holding the lock");
+    for key in keys(unit).chain([format!("unit {}", unit.name)]) {
+        let resources = kept.get(&key).ok_or_else(|| format!("the record lacks `{key}`"))?;
+        found.insert(key, resources.clone());
+    }
+    Ok(())
 }
 
 fn build(unit: &'static Unit, input: &'static str, output: &'static str, tf32: bool) -> Build {
@@ -70,7 +139,7 @@ fn kernels(unit: &'static Unit, arch: &str, found: &Mutex<Resources>) -> Result<
 /// Compiles other combinations of types, and TF32, for sm_90.
 fn other_types(unit: &'static Unit) -> Result<(), Failed> {
     let types = ["bf16", "fp16", "fp32"];
-    let all = std::env::var("SAMEBITS_NVRTC").as_deref() == Ok("all");
+    let all = mode().as_deref() == Some("all");
     for input in types {
         for output in types {
             let build = build(unit, input, output, false);
@@ -239,24 +308,35 @@ fn record(found: &Resources, version: &str) -> Result<(), String> {
     let mut text = format!("nvrtc {version}\n");
     found.iter().for_each(|(kernel, resources)| text += &format!("{kernel}: {resources}\n"));
     let path = record_path();
-    if std::env::var("SAMEBITS_NVRTC").as_deref() == Ok("record") {
+    if mode().as_deref() == Some("record") {
         return std::fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()));
     }
     let kept = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     compare(&kept, &text)
 }
 
-/// An error that names the first difference. Another compiler may take other registers, so it has nothing to compare.
+/// The lines of a record but the first, which names the compiler.
+fn parse(text: &str) -> Resources {
+    let lines = text.lines().skip(1).filter_map(|line| line.split_once(": "));
+    lines.map(|(key, value)| (key.to_string(), value.to_string())).collect()
+}
+
+/// An error that names the first difference. Another compiler may take other registers, so it has nothing to compare. A unit
+/// whose text alone differs from the record's is as good.
 fn compare(kept: &str, found: &str) -> Result<(), String> {
     if kept.lines().next() != found.lines().next() {
         eprintln!("resources: NOT COMPARED, {} is recorded and {} is here", first(kept), first(found));
         return Ok(());
     }
-    let different = kept.lines().zip(found.lines()).find(|(kept, found)| kept != found);
+    let lines = |text: &str| -> Vec<String> {
+        let units = |line: &&str| !line.starts_with("unit ");
+        text.lines().filter(units).map(String::from).collect()
+    };
+    let (kept, found) = (lines(kept), lines(found));
     let fix = "if that is meant, SAMEBITS_NVRTC=record ci/nvrtc writes the record anew";
-    match different {
+    match kept.iter().zip(&found).find(|(kept, found)| kept != found) {
         Some((kept, found)) => Err(format!("recorded `{kept}`, found `{found}`; {fix}")),
-        None if kept.lines().count() != found.lines().count() => Err(format!("other kernels than recorded; {fix}")),
+        None if kept.len() != found.len() => Err(format!("other kernels than recorded; {fix}")),
         None => Ok(()),
     }
 }
@@ -274,6 +354,26 @@ fn changed_record() -> Result<(), Failed> {
     for found in [kept.replace("40", "41"), kept.replace("b: registers 40\n", "")] {
         if compare(kept, &found).is_ok() {
             return Err("a changed record is not seen".into());
+        }
+    }
+    Ok(())
+}
+
+fn changed_header() -> Result<(), Failed> {
+    let unit = units().find(|unit| unit.name == "silu_mul").expect("there is one");
+    let mut included = BTreeSet::new();
+    headers(unit.source, &mut included);
+    let names: Vec<&str> = included.iter().map(|(name, _)| *name).collect();
+    // elementwise.cuh by itself, element.cuh and machine.cuh through it.
+    if !["element.cuh", "elementwise.cuh", "machine.cuh", "math.cuh"].iter().all(|name| names.contains(name)) {
+        return Err(format!("of the headers of silu_mul only {names:?} are found").into());
+    }
+    // What a text includes and nobody finds would not be in the digest.
+    for (name, text) in HEADERS.into_iter().chain(units().map(|unit| (unit.name, unit.source))) {
+        let asked = text.matches("#include \"").count();
+        let known = HEADERS.iter().filter(|(name, _)| text.contains(&format!("#include \"{name}\""))).count();
+        if asked != known {
+            return Err(format!("{name} includes {asked} headers, of which {known} are known").into());
         }
     }
     Ok(())

@@ -30,7 +30,8 @@ pub(crate) struct Entry {
     pub prepare: Option<Prepare>,
 }
 
-/// The ops of each folder. No static: of a static, unit tests would compile every kernel.
+/// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
+/// which `tests/ops` makes instead.
 const FOLDERS: [&[&Entry]; 8] = [
     crate::attention::OPS,
     crate::elementwise::OPS,
@@ -58,8 +59,10 @@ fn find(op: &str) -> Result<&'static Entry, Error> {
 pub(crate) struct Arguments<'c, 'a> {
     /// Extents and attributes, with their defaults.
     pub call: &'c Call,
-    inputs: &'c [(&'c str, TensorRef<'a>)],
-    outputs: Vec<(&'c str, TensorMut<'a>)>,
+    /// By name.
+    pub inputs: &'c [(&'c str, TensorRef<'a>)],
+    /// By name; those that the op has taken are gone.
+    pub outputs: Vec<(&'c str, TensorMut<'a>)>,
 }
 
 impl<'a> Arguments<'_, 'a> {

@@ -1,6 +1,6 @@
 //! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
 
-use crate::simd::{MAX_LANES, Simd, Storage, load_at, load_two, store_two};
+use crate::simd::{Kernel, MAX_LANES, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
 const LANES: usize = 256;
@@ -16,17 +16,32 @@ pub trait Step: Copy {
 /// The `lanes` sum over `x`. `pad` stands for elements past the end and must leave a lane as it is.
 #[inline(always)]
 pub fn lane_sum<S: Simd, T: Storage, P: Step>(s: S, x: &[T], pad: T, step: P) -> f32 {
-    let mut lanes = Lanes([0.0; LANES]);
-    let blocks = &x[..x.len() - x.len() % LANES];
-    lanes.add_blocks(s, blocks, step);
-    if T::IS_BF16 && !blocks.is_empty() {
-        for two in lanes.0.chunks_exact_mut(2 * S::LANES) {
-            let (odd, even) = load_two(s, two, false);
-            store_two(s, s.interleave(odd, even), two);
+    s.enter(LaneSum { x, pad, step })
+}
+
+struct LaneSum<'a, T, P> {
+    x: &'a [T],
+    pad: T,
+    step: P,
+}
+
+impl<T: Storage, P: Step> Kernel for LaneSum<'_, T, P> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let LaneSum { x, pad, step } = self;
+        let mut lanes = Lanes([0.0; LANES]);
+        let blocks = &x[..x.len() - x.len() % LANES];
+        lanes.add_blocks(s, blocks, step);
+        if T::IS_BF16 && !blocks.is_empty() {
+            for two in lanes.0.chunks_exact_mut(2 * S::LANES) {
+                let (odd, even) = load_two(s, two, false);
+                store_two(s, s.interleave(odd, even), two);
+            }
         }
+        lanes.add_rest(s, &x[blocks.len()..], pad, step);
+        lanes.fold(s, x.len())
     }
-    lanes.add_rest(s, &x[blocks.len()..], pad, step);
-    lanes.fold(s, x.len())
 }
 
 /// A `lanes` sum of f32 that are made part by part.
@@ -92,7 +107,20 @@ impl Lanes {
     /// The sum of the `len` elements: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
     #[inline(always)]
     pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
-        let lanes = &mut self.0;
+        s.enter(Fold { lanes: &mut self.0, len })
+    }
+}
+
+struct Fold<'a> {
+    lanes: &'a mut [f32; LANES],
+    len: usize,
+}
+
+impl Kernel for Fold<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let Fold { lanes, len } = self;
         let mut h = LANES / 2;
         // Lanes without elements are +0. Adding them changes nothing but a -0, which products leave that underflow.
         while h >= len && h > 0 {

@@ -184,6 +184,63 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
 /// So many bytes ahead of the work memory is asked for: what one element costs leaves the processor's own look-ahead behind.
 const AHEAD: usize = 6 << 10;
 
+/// Elements between which memory is asked for: a line of bf16, and at least two vectors.
+#[inline(always)]
+pub(super) fn line<S: Simd>() -> usize {
+    (2 * S::LANES).max(32)
+}
+
+/// How many of `len` elements are whole lines.
+#[inline(always)]
+pub(super) fn whole_lines<S: Simd>(len: usize) -> usize {
+    len - len % line::<S>()
+}
+
+/// What [`Pointwise::first`] makes of the elements of a; with `PAIRS` in the order of [`load_two`] as far as they are whole
+/// lines.
+struct Firsts<'a, P, I, const PAIRS: bool> {
+    op: P,
+    a: &'a [I],
+    firsts: &'a mut [f32],
+}
+
+impl<P: Pointwise, I: Element, const PAIRS: bool> Kernel for Firsts<'_, P, I, PAIRS> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Firsts { op, a, firsts } = self;
+        let (two, eight, s4) = (2 * S::LANES, 8 * S::LANES, Unrolled(Unrolled(s)));
+        let whole = whole_lines::<S>(a.len());
+        // For one lane eight would only be more to compile.
+        let many = if S::LANES > 1 { whole - whole % eight } else { 0 };
+        for at in (0..many).step_by(eight) {
+            let (p0, rest) = a[at..][..eight].split_at(two);
+            let (p1, rest) = rest.split_at(two);
+            let (p2, p3) = rest.split_at(two);
+            let low = (load_two(s, p0, PAIRS), load_two(s, p1, PAIRS));
+            let high = (load_two(s, p2, PAIRS), load_two(s, p3, PAIRS));
+            store_two(s4, op.first(Unrolled(s4), (low, high)), &mut firsts[at..][..eight]);
+        }
+        for at in (many..whole).step_by(two) {
+            let made = op.first(Unrolled(s), load_two(s, &a[at..][..two], PAIRS));
+            store_two(s, made, &mut firsts[at..][..two]);
+        }
+        for at in (whole..a.len()).step_by(S::LANES) {
+            narrow_at(s, op.first(s, load_at(s, a, at, I::default())), firsts, at);
+        }
+    }
+}
+
+/// [`Pointwise::first`] of every element of a, in the order in which [`load_two`] takes them from `I` to `O`.
+#[inline(always)]
+pub(super) fn make_firsts<S: Simd, I: Element, O: Element>(s: S, op: impl Pointwise, a: &[I], firsts: &mut [f32]) {
+    if const { I::IS_BF16 && O::IS_BF16 } {
+        s.enter(Firsts::<_, _, true> { op, a, firsts });
+    } else {
+        s.enter(Firsts::<_, _, false> { op, a, firsts });
+    }
+}
+
 /// `y[i] = op(a[i], b[i])`, last rounding; the lengths are equal. `firsts` has room for a block if the op has a
 /// [`Pointwise::first`].
 #[inline(always)]
@@ -196,29 +253,14 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
     firsts: &mut [f32],
 ) {
     let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
-    // Elements between which memory is asked for: a line of bf16.
-    let line = two.max(32);
-    let whole = y.len() - y.len() % line;
-    for from in (0..whole).step_by(BLOCK) {
-        let block = from..whole.min(from + BLOCK);
+    for from in (0..y.len()).step_by(BLOCK) {
+        let block = from..y.len().min(from + BLOCK);
         let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
         if P::FIRST {
-            let (s4, eight) = (Unrolled(Unrolled(s)), 8 * S::LANES);
-            let many = a.len() - a.len() % eight;
-            for at in (0..many).step_by(eight) {
-                let (p0, rest) = a[at..][..eight].split_at(two);
-                let (p1, rest) = rest.split_at(two);
-                let (p2, p3) = rest.split_at(two);
-                let low = (load_two(s, p0, pairs), load_two(s, p1, pairs));
-                let high = (load_two(s, p2, pairs), load_two(s, p3, pairs));
-                store_two(s4, op.first(Unrolled(s4), (low, high)), &mut firsts[at..][..eight]);
-            }
-            for at in (many..a.len()).step_by(two) {
-                let (a0, a1) = load_two(s, &a[at..][..two], pairs);
-                store_two(s, (op.first(s, a0), op.first(s, a1)), &mut firsts[at..][..two]);
-            }
+            make_firsts::<S, I, O>(s, op, a, &mut firsts[..a.len()]);
         }
-        for from in (0..a.len()).step_by(line) {
+        let (whole, line) = (whole_lines::<S>(y.len()), line::<S>());
+        for from in (0..whole).step_by(line) {
             let (a, b, y) = (&a[from..][..line], &b[from..][..line], &mut y[from..][..line]);
             prefetch_at(a, AHEAD);
             prefetch_at(b, AHEAD);
@@ -232,9 +274,10 @@ pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
                 narrow_two(s, made, &mut y[at..][..two], pairs);
             }
         }
-    }
-    for at in (whole..y.len()).step_by(S::LANES) {
-        let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
-        narrow_at(s, op.apply(s, a, op.first(s, a), b), y, at);
+        for at in (whole..y.len()).step_by(S::LANES) {
+            let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
+            let first = if P::FIRST { load_at(s, &firsts[..y.len()], at, 0.0) } else { a };
+            narrow_at(s, op.apply(s, a, first, b), y, at);
+        }
     }
 }

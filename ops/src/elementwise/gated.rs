@@ -3,10 +3,10 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
 use crate::element::{typed, typed_pair};
-use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, pointwise};
+use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, line, make_firsts, whole_lines};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
@@ -119,22 +119,6 @@ struct Part<'a, P, I, O> {
     large: bool,
 }
 
-/// The sigmoid of an activation.
-#[derive(Clone, Copy)]
-struct Sigmoid<P>(P);
-
-impl<P: Gated> Pointwise for Sigmoid<P> {
-    const FIRST: bool = true;
-    #[inline(always)]
-    fn first<S: Simd>(self, s: S, gate: S::F) -> S::F {
-        self.0.first(s, gate)
-    }
-    #[inline(always)]
-    fn apply<S: Simd>(self, s: S, _: S::F, first: S::F, _: S::F) -> S::F {
-        s.div(s.splat(1.0), first)
-    }
-}
-
 /// So many bytes ahead of the work memory is asked for.
 const AHEAD: usize = 4 << 10;
 
@@ -143,35 +127,34 @@ impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Part { op, inputs: [gate, up, dy], outputs: [dgate, dup], large } = self;
-        let (all, two) = (gate.len(), 2 * S::LANES);
-        // Elements between which memory is asked for: a line of bf16.
-        let line = two.max(32);
+        let (all, two, pairs) = (gate.len(), 2 * S::LANES, paired::<I, O>());
         let (mut dgates, mut dups) = (Stream::<O>::new(dgate, large), Stream::<O>::new(dup, large));
-        let (mut firsts, mut sigmoids) = ([0f32; BLOCK], [0f32; BLOCK]);
+        let mut firsts = [0f32; BLOCK];
         for from in (0..all).step_by(BLOCK) {
             let len = BLOCK.min(all - from);
             let (gate, up, dy) = (&gate[from..][..len], &up[from..][..len], &dy[from..][..len]);
             let (dgate, dup) = (dgates.room(len), dups.room(len));
-            pointwise(s, Sigmoid(op), gate, gate, &mut sigmoids[..len], &mut firsts);
-            let whole = len - len % line;
+            let firsts = &mut firsts[..len];
+            make_firsts::<S, I, O>(s, op, gate, firsts);
+            let (whole, line) = (whole_lines::<S>(len), line::<S>());
             for from in (0..whole).step_by(line) {
-                prefetch_at(&gate[from..], AHEAD);
-                prefetch_at(&up[from..], AHEAD);
-                prefetch_at(&dy[from..], AHEAD);
+                prefetch_at(&gate[from..][..line], AHEAD);
+                prefetch_at(&up[from..][..line], AHEAD);
+                prefetch_at(&dy[from..][..line], AHEAD);
                 for at in (from..from + line).step_by(two) {
-                    let (g0, g1) = load_two(s, &gate[at..][..two], false);
-                    let (u0, u1) = load_two(s, &up[at..][..two], false);
-                    let (d0, d1) = load_two(s, &dy[at..][..two], false);
-                    let (s0, s1) = load_two(s, &sigmoids[at..][..two], false);
-                    let (m0, m1) = (both(s, op, [g0, u0, d0], s0), both(s, op, [g1, u1, d1], s1));
-                    narrow_two(s, (m0.0, m1.0), &mut dgate[at..][..two], false);
-                    narrow_two(s, (m0.1, m1.1), &mut dup[at..][..two], false);
+                    let (g0, g1) = load_two(s, &gate[at..][..two], pairs);
+                    let (u0, u1) = load_two(s, &up[at..][..two], pairs);
+                    let (d0, d1) = load_two(s, &dy[at..][..two], pairs);
+                    let (f0, f1) = load_two(s, &firsts[at..][..two], false);
+                    let (m0, m1) = (both(s, op, [g0, u0, d0], f0), both(s, op, [g1, u1, d1], f1));
+                    narrow_two(s, (m0.0, m1.0), &mut dgate[at..][..two], pairs);
+                    narrow_two(s, (m0.1, m1.1), &mut dup[at..][..two], pairs);
                 }
             }
             for at in (whole..len).step_by(S::LANES) {
                 let (g, u) = (load_at(s, gate, at, I::default()), load_at(s, up, at, I::default()));
-                let (d, sigmoid) = (load_at(s, dy, at, I::default()), load_at(s, &sigmoids[..len], at, 0.0));
-                let made = both(s, op, [g, u, d], sigmoid);
+                let (d, first) = (load_at(s, dy, at, I::default()), load_at(s, firsts, at, 1.0));
+                let made = both(s, op, [g, u, d], first);
                 narrow_at(s, made.0, dgate, at);
                 narrow_at(s, made.1, dup, at);
             }
@@ -185,7 +168,8 @@ impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
 
 /// dgate and dup before the last rounding.
 #[inline(always)]
-fn both<S: Simd, P: Gated>(s: S, op: P, [gate, up, dy]: [S::F; 3], sigmoid: S::F) -> (S::F, S::F) {
+fn both<S: Simd, P: Gated>(s: S, op: P, [gate, up, dy]: [S::F; 3], first: S::F) -> (S::F, S::F) {
+    let sigmoid = s.div(s.splat(1.0), first);
     (s.mul(s.mul(dy, up), op.slope(s, gate, sigmoid)), s.mul(dy, s.mul(gate, sigmoid)))
 }
 

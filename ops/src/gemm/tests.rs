@@ -1,7 +1,8 @@
 //! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
 
-use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
-use crate::{Backend, Counter, Cpu, DType, Element, Error, Isa, TensorRef};
+use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed, prepare};
+use crate::call::Arguments;
+use crate::{Counter, Cpu, DType, Element, Error, Isa, TensorRef};
 use half::{bf16, f16};
 use samebits_schema::{Attributes, Given, find, validate};
 
@@ -267,6 +268,7 @@ fn a_weight_is_packed_where_that_is_of_use() {
         let attributes = Attributes::new().with("tf32", tf32);
         let call = validate(find("gemm").expect("an op"), &given, attributes, DType::Fp32).unwrap();
         let inputs = [("x", TensorRef::of(&[1f32; 4], &[2, 2])), ("w", w)];
-        assert_eq!(cpu.prepare(&call, &inputs).unwrap().is_some(), of_use);
+        let args = Arguments { call: &call, inputs: &inputs, outputs: Vec::new() };
+        assert_eq!(prepare(&cpu, &args).unwrap().is_some(), of_use);
     }
 }

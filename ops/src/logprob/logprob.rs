@@ -241,21 +241,7 @@ const TILE: usize = 1024;
 /// The reference point of the row `x * scale`, and the sum that a row without weights has: NaN or +0.
 #[inline(always)]
 pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32, Option<f32>) {
-    let four = 4 * S::LANES;
-    let s4 = Unrolled(Unrolled(s));
-    let mut largest = s4.splat(f32::NEG_INFINITY);
-    let mut invalid = false;
-    let vectors = x.chunks_exact(four);
-    let rest = vectors.remainder();
-    for x in vectors {
-        let x = load_two(Unrolled(s), x, I::IS_BF16);
-        invalid |= s4.any_nan_or_inf(x);
-        largest = s4.max(x, largest);
-    }
-    let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
-    store_two(Unrolled(s), largest, &mut lanes[..four]);
-    let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
-    invalid |= rest.iter().any(|x| x.widen().is_nan());
+    let (largest, invalid) = s.enter(Largest(x));
     // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
     // exponent.
     let largest = largest * scale;
@@ -272,20 +258,61 @@ pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32,
     }
 }
 
+/// The largest element, and whether one is NaN; a +inf may count as one.
+struct Largest<'a, I>(&'a [I]);
+
+impl<I: Element> Kernel for Largest<'_, I> {
+    type Output = (f32, bool);
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> (f32, bool) {
+        let (four, s4) = (4 * S::LANES, Unrolled(Unrolled(s)));
+        let mut largest = s4.splat(f32::NEG_INFINITY);
+        let mut invalid = false;
+        let vectors = self.0.chunks_exact(four);
+        let rest = vectors.remainder();
+        for x in vectors {
+            let x = load_two(Unrolled(s), x, I::IS_BF16);
+            invalid |= s4.any_nan_or_inf(x);
+            largest = s4.max(x, largest);
+        }
+        let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
+        store_two(Unrolled(s), largest, &mut lanes[..four]);
+        let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
+        (largest, invalid | rest.iter().any(|x| x.widen().is_nan()))
+    }
+}
+
 /// The weights `w` of `x * scale` under the reference point n; -inf has weight +0.
 #[inline(always)]
 pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
-    if is_small(s, s.splat(n)) {
-        weights_of::<S, I, true>(s, x, scale, n, w)
-    } else {
-        weights_of::<S, I, false>(s, x, scale, n, w)
+    s.enter(Weights { x, scale, n, w });
+}
+
+struct Weights<'a, I> {
+    x: &'a [I],
+    scale: f32,
+    n: f32,
+    w: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for Weights<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Weights { x, scale, n, w } = self;
+        if is_small(s, s.splat(n)) {
+            weights_of::<S, I, true>(s, x, scale, n, w)
+        } else {
+            weights_of::<S, I, false>(s, x, scale, n, w)
+        }
     }
 }
 
 #[inline(always)]
 fn weights_of<S: Simd, I: Element, const SMALL: bool>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
     let (eight, s4) = (8 * S::LANES, Unrolled(Unrolled(s)));
-    let whole = x.len() - x.len() % eight;
+    // For one lane eight would only be more to compile.
+    let whole = if S::LANES > 1 { x.len() - x.len() % eight } else { 0 };
     for at in (0..whole).step_by(eight) {
         let x = load_two(s4, &x[at..][..eight], false);
         store_two(s4, scaled_weight::<_, SMALL>(Unrolled(s4), x, scale, n), &mut w[at..][..eight]);

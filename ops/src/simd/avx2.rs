@@ -34,6 +34,11 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
 
     #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: a token exists only where the machine has the instructions.
+        unsafe { enter(kernel) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_set1_ps(x) }

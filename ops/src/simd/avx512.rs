@@ -33,6 +33,11 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
 
     #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: a token exists only where the machine has the instructions.
+        unsafe { enter(kernel) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_set1_ps(x) }

@@ -157,6 +157,11 @@ impl Simd for Emulated {
     type F = Floats;
     const LANES: usize = 16;
 
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: an `Emulated` exists only where the machine has the instructions.
+        unsafe { enter(kernel) }
+    }
     of_base! {
         splat(x: f32) -> Floats
         add(a: Floats, b: Floats) -> Floats
@@ -342,76 +347,76 @@ impl Simd512 for Emulated {
     fn setr_epi32(self, words: [i32; 16]) -> Words {
         Words(words.map(|word| word as u32))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn and_si512(self, a: Words, b: Words) -> Words {
         Words::of(|i| a.0[i] & b.0[i])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn add_epi32(self, a: Words, b: Words) -> Words {
         Words::of(|i| a.0[i].wrapping_add(b.0[i]))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn sub_epi16(self, a: Words, b: Words) -> Words {
         a.halves(b, u16::wrapping_sub)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn min_epu16(self, a: Words, b: Words) -> Words {
         a.halves(b, u16::min)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn reduce_min_epu16(self, v: Words) -> u16 {
         v.0.into_iter().fold(u16::MAX, |least, word| least.min(word as u16).min((word >> 16) as u16))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn slli_epi32<const N: u32>(self, v: Words) -> Words {
         v.map(|word| word << N)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn srli_epi32<const N: u32>(self, v: Words) -> Words {
         v.map(|word| word >> N)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn srli_epi16<const N: u32>(self, v: Words) -> Words {
         v.halves(v, |half, _| half >> N)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn rol_epi32<const N: i32>(self, v: Words) -> Words {
         v.map(|word| word.rotate_left(N as u32))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpacklo_epi8(self, a: Words, b: Words) -> Words {
         Words::unpack_bytes(a, b, 0)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpackhi_epi8(self, a: Words, b: Words) -> Words {
         Words::unpack_bytes(a, b, 8)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpacklo_epi32(self, a: Words, b: Words) -> Words {
         Words::unpack_words(a, b, 0)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpackhi_epi32(self, a: Words, b: Words) -> Words {
         Words::unpack_words(a, b, 2)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpacklo_epi64(self, a: Words, b: Words) -> Words {
         Words::unpack_halves(a, b, 0)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn unpackhi_epi64(self, a: Words, b: Words) -> Words {
         Words::unpack_halves(a, b, 2)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shuffle_epi8(self, table: Words, which: Words) -> Words {
         let (table, which) = (table.bytes(), which.bytes());
         Words::of_bytes(|i| if which[i] < 0x80 { table[i / 16 * 16 + usize::from(which[i] & 15)] } else { 0 })
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shuffle_epi32<const WHICH: i32>(self, v: Words) -> Words {
         Words::of(|i| v.0[i / 4 * 4 + (WHICH >> (2 * (i % 4)) & 3) as usize])
     }
-    #[inline(always)]
+    #[inline(never)]
     fn shuffle_i32x4<const WHICH: i32>(self, a: Words, b: Words) -> Words {
         Words::of(|i| if i < 8 { a } else { b }.0[4 * (WHICH >> (2 * (i / 4)) & 3) as usize + i % 4])
     }
@@ -426,7 +431,7 @@ impl Simd512 for Emulated {
         let (a, b) = (self.lanes(a), self.lanes(b));
         self.vector(std::array::from_fn(|i| if i < 8 { a[i] } else { b[i - 8] }))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn mask_blend_epi16(self, mask: u32, a: Words, b: Words) -> Words {
         let half = |set: u32| if set & 1 == 0 { 0 } else { 0xFFFF };
         Words::of(|i| {
@@ -450,13 +455,13 @@ impl Simd512 for Emulated {
         // SAFETY: the caller's promise.
         Words(unsafe { p.cast::<[u32; 16]>().read_unaligned() })
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn loadu_halves(self, low: *const u32, high: *const u32) -> Words {
         // SAFETY: the caller's promise.
         let halves = unsafe { [low, high].map(|p| p.cast::<[u32; 8]>().read_unaligned()) };
         Words::of(|i| halves[i / 8][i % 8])
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn broadcast_i32x4(self, p: *const u32) -> Words {
         // SAFETY: the caller's promise.
         let quarter = unsafe { p.cast::<[u32; 4]>().read_unaligned() };
@@ -467,14 +472,14 @@ impl Simd512 for Emulated {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<[u32; 16]>().write_unaligned(v.0) }
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn mask_storeu_epi32(self, p: *mut u32, mask: u16, v: Words) {
         for (i, word) in v.0.into_iter().enumerate().filter(|(i, _)| mask >> i & 1 == 1) {
             // SAFETY: the caller's promise.
             unsafe { p.add(i).write_unaligned(word) };
         }
     }
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn cvtepi32_storeu_epi16(self, p: *mut u16, v: Words) {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<[u16; 16]>().write_unaligned(v.0.map(|word| word as u16)) }

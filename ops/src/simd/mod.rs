@@ -31,6 +31,11 @@ pub trait Simd: Copy + Send + Sync {
     /// How many f32 it holds.
     const LANES: usize;
 
+    /// Runs another kernel with the same instructions, as a function of its own: compiled once for all who call it.
+    #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) -> K::Output {
+        kernel.run(self)
+    }
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::F;
     /// `a + b`.

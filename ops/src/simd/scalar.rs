@@ -19,6 +19,10 @@ impl Simd for Scalar {
     const LANES: usize = 1;
 
     #[inline(always)]
+    fn enter<K: Kernel>(self, kernel: K) -> K::Output {
+        enter(kernel)
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> f32 {
         x
     }
