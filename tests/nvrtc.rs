@@ -41,14 +41,14 @@ fn main() {
         trials.push(Trial::test(name, trial).with_ignored_flag(version.is_err() && !required));
     };
     for unit in units() {
-        let (name, digest) = (format!("unit {}", unit.name), digest(unit, version.as_deref().unwrap_or("none")));
-        if mode().as_deref() != Some("all") && kept.get(&name) == Some(&digest) {
-            let (kept, found) = (kept.clone(), found.clone());
-            add(format!("{}::as_recorded", unit.name), Box::new(move || as_recorded(unit, &kept, &found)));
+        let recorded = version.as_deref().ok().and_then(|version| as_recorded(unit, version, &kept));
+        if mode().as_deref() != Some("all")
+            && let Some(lines) = recorded
+        {
+            found.lock().expect("no panic while holding the lock").extend(lines);
             continue;
         }
         again.push(unit.name);
-        found.lock().expect("no panic while holding the lock").insert(name, digest);
         for arch in ARCHS {
             let found = found.clone();
             add(format!("{}::{arch}", unit.name), Box::new(move || kernels(unit, arch, &found)));
@@ -60,14 +60,15 @@ fn main() {
     }
     add("faults::a_changed_record".into(), Box::new(changed_record));
     add("faults::a_changed_header".into(), Box::new(changed_header));
-    match again.len() {
-        0 => println!("no unit differs from the record: none is compiled again (SAMEBITS_NVRTC=all compiles them)"),
-        n => println!("{n} of {} units are compiled: {}", units().count(), again.join(", ")),
-    }
+    add("faults::another_record".into(), Box::new(another_record));
+    let units = units().count();
+    println!("{} of {units} units are those of {RECORD}; compiled: {}", units - again.len(), again.join(" "));
     let mut conclusion = libtest_mimic::run(&arguments, trials);
     // The record can be compared once everything has been compiled.
     let whole = arguments.filter.is_none() && version.is_ok() && !conclusion.has_failed();
-    if whole && let Err(e) = record(&found.lock().expect("no panic while holding the lock"), &version.expect("is ok")) {
+    if whole
+        && let Err(e) = record(&mut found.lock().expect("no panic while holding the lock"), &version.expect("is ok"))
+    {
         eprintln!("resources: {e}");
         conclusion.num_failed += 1;
     }
@@ -83,10 +84,11 @@ fn headers(text: &str, into: &mut BTreeSet<(&'static str, &'static str)>) {
     }
 }
 
-/// Of everything that a unit's assembly, its resources and the verdict over them depend on.
-fn digest(unit: &'static Unit, version: &str) -> String {
+/// Of everything that a unit's assembly, its resources and the verdict over them depend on, and of the resources.
+fn digest(unit: &'static Unit, version: &str, resources: &Resources) -> String {
     let mut parts =
         vec![version.to_string(), include_str!("nvrtc.rs").into(), unit.kernels.join(" "), unit.source.into()];
+    parts.extend(resources.iter().flat_map(|(key, value)| [key.clone(), value.clone()]));
     let types = RECORDED.into_iter().chain(OTHERS);
     parts.extend(types.flat_map(|[input, output]| options(&build(unit, input, output, unit.has_product), "")));
     let mut included = BTreeSet::new();
@@ -101,22 +103,21 @@ fn digest(unit: &'static Unit, version: &str) -> String {
 }
 
 /// Keys of the resources of a unit.
-fn keys(unit: &Unit) -> impl Iterator<Item = String> {
-    let of_types =
-        |[input, output]: [&str; 2]| unit.kernels.iter().map(move |kernel| format!("{input} {output} {kernel}"));
-    ARCHS
-        .into_iter()
-        .flat_map(move |arch| RECORDED.into_iter().flat_map(of_types).map(move |key| format!("{arch} {key}")))
+fn keys(unit: &Unit) -> Vec<String> {
+    let types = RECORDED.map(|types| types.join(" "));
+    let builds = ARCHS.iter().flat_map(|arch| types.iter().map(move |types| format!("{arch} {types}")));
+    builds.flat_map(|build| unit.kernels.iter().map(move |kernel| format!("{build} {kernel}"))).collect()
 }
 
-/// Takes the lines of a unit from the record; an error where it lacks one.
-fn as_recorded(unit: &Unit, kept: &Resources, found: &Mutex<Resources>) -> Result<(), Failed> {
-    let mut found = found.lock().expect("no panic while holding the lock");
-    for key in keys(unit).chain([format!("unit {}", unit.name)]) {
-        let resources = kept.get(&key).ok_or_else(|| format!("the record lacks `{key}`"))?;
-        found.insert(key, resources.clone());
-    }
-    Ok(())
+/// The resources of a unit, if they are all there.
+fn of_unit(unit: &Unit, lines: &Resources) -> Option<Resources> {
+    keys(unit).into_iter().map(|key| lines.get(&key).map(|value| (key, value.clone()))).collect()
+}
+
+/// The lines of a unit in the record, if they were made from what it is now.
+fn as_recorded(unit: &'static Unit, version: &str, kept: &Resources) -> Option<Resources> {
+    let lines = of_unit(unit, kept)?;
+    (kept.get(&format!("unit {}", unit.name)) == Some(&digest(unit, version, &lines))).then_some(lines)
 }
 
 fn build(unit: &'static Unit, input: &'static str, output: &'static str, tf32: bool) -> Build {
@@ -299,12 +300,18 @@ fn resources(unit: &Unit, compiled: &Compiled) -> Result<Vec<(String, String)>, 
     }
 }
 
+const RECORD: &str = "tests/cuda/resources.txt";
+
 fn record_path() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/cuda/resources.txt")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(RECORD)
 }
 
 /// Compares with the record, or writes it where SAMEBITS_NVRTC is `record`.
-fn record(found: &Resources, version: &str) -> Result<(), String> {
+fn record(found: &mut Resources, version: &str) -> Result<(), String> {
+    for unit in units() {
+        let lines = of_unit(unit, found).ok_or_else(|| format!("{} was not compiled for all", unit.name))?;
+        found.insert(format!("unit {}", unit.name), digest(unit, version, &lines));
+    }
     let mut text = format!("nvrtc {version}\n");
     found.iter().for_each(|(kernel, resources)| text += &format!("{kernel}: {resources}\n"));
     let path = record_path();
@@ -357,6 +364,27 @@ fn changed_record() -> Result<(), Failed> {
         }
     }
     Ok(())
+}
+
+/// A record of other text, another compiler or other resources is not taken for that of a unit.
+fn another_record() -> Result<(), Failed> {
+    let [add, scale] = ["add", "scale"].map(|name| units().find(|unit| unit.name == name).expect("there is one"));
+    let mut lines: Resources = keys(add).into_iter().map(|key| (key, "registers 32".to_string())).collect();
+    lines.insert("unit add".into(), digest(add, "1", &lines));
+    let (mut other, mut fewer) = (lines.clone(), lines.clone());
+    *other.values_mut().next().expect("there are some") = "registers 33".into();
+    fewer.pop_first();
+    let of_scale = lines.iter().map(|(key, value)| (key.replace("add", "scale"), value.clone())).collect();
+    match [
+        as_recorded(add, "1", &lines).is_some(),
+        as_recorded(add, "2", &lines).is_none(),
+        as_recorded(add, "1", &other).is_none(),
+        as_recorded(add, "1", &fewer).is_none(),
+        as_recorded(scale, "1", &of_scale).is_none(),
+    ] {
+        [true, true, true, true, true] => Ok(()),
+        held => Err(format!("taken, and not taken in four cases: {held:?}").into()),
+    }
 }
 
 fn changed_header() -> Result<(), Failed> {
