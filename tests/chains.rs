@@ -6,7 +6,6 @@ use samebits_contract::fill::Fill;
 use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_harness::dump::{Divergence, Reader, Writer, compare};
-use samebits_harness::machine;
 use samebits_models::{Audit, Model, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Serving, Stop};
 use samebits_mutants::{ModelMutant, ModelMutation};
 use samebits_ops::{Cpu, Isa};
@@ -77,7 +76,7 @@ fn what_was_sampled_is_scored_the_same_to_the_bit() {
         let expected = rollout(&model, &Cpu::best(), &sampling, &SERVINGS[0]);
         assert_eq!(expected.len(), 16, "{name}");
         for (i, serving) in SERVINGS[1..].iter().enumerate() {
-            let isas: Vec<Isa> = machine::isas().collect();
+            let isas: Vec<Isa> = Isa::of_machine().collect();
             let cpu = Cpu::new(isas[isas.len() - 1 - i % isas.len()], 1 + i % 2, usize::MAX).unwrap();
             assert_eq!(rollout(&model, &cpu, &sampling, serving), expected, "{name}: {serving:?} {cpu:?}");
         }

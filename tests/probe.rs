@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn main() {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name);
+    let isas = Isa::of_machine().map(Isa::name);
     let by_isa = isas
         .map(|isa| trial(format!("our_ops_do_what_the_page_says::{isa}"), move || our_ops_do_what_the_page_says(isa)));
     let tests: [(&str, fn()); 4] = [

@@ -47,7 +47,7 @@ fn main() {
     }
     let end = libtest_mimic::run(&arguments, trials);
     if end.num_passed > 0 && end.num_filtered_out == 0 && !end.has_failed() {
-        println!("instruction sets: {}", machine::covered(&machine::isas().collect::<Vec<_>>()));
+        println!("instruction sets: {}", machine::covered(&Isa::of_machine().collect::<Vec<_>>()));
     }
     end.exit();
 }

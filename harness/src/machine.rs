@@ -8,12 +8,6 @@ use std::collections::BTreeMap;
 /// The compiler that built this program, for example `rustc 1.95.0 (59807616e 2026-04-14)`.
 pub const TOOLCHAIN: &str = env!("SAMEBITS_RUSTC");
 
-/// The instruction sets that a run covers: those of this machine and, in a build that emulates (for tests alone), those that
-/// it lacks.
-pub fn isas() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| isa.available() && !isa.emulates().is_some_and(Isa::available))
-}
-
 /// Which of these instruction sets are real and which are emulated, in words.
 pub fn covered(isas: &[Isa]) -> String {
     let names = |isas: Vec<Isa>| isas.into_iter().map(Isa::name).collect::<Vec<_>>().join(", ");
@@ -27,7 +21,7 @@ pub fn covered(isas: &[Isa]) -> String {
 /// Instruction sets and thread counts for the axes; the first instruction set is where the base runs. The thread
 /// counts go beyond the cores on purpose.
 pub fn axes(base: Isa) -> Machine {
-    let others = isas().filter(|isa| *isa != base);
+    let others = Isa::of_machine().filter(|isa| *isa != base);
     let isas = [base].into_iter().chain(others).map(|isa| isa.name().to_string()).collect();
     let cores = cores();
     let mut threads = vec![1, 2, 3, cores, 2 * cores + 1];
@@ -72,7 +66,7 @@ pub fn processor() -> String {
 /// What `run.json` keeps about the machine and the build. `isas` are real; what a build emulates besides is named apart.
 pub fn facts() -> BTreeMap<String, String> {
     let names = |isas: Vec<Isa>| isas.into_iter().map(Isa::name).collect::<Vec<_>>().join(" ");
-    let (emulated, real): (Vec<Isa>, Vec<Isa>) = isas().partition(|isa| isa.emulates().is_some());
+    let (emulated, real): (Vec<Isa>, Vec<Isa>) = Isa::of_machine().partition(|isa| isa.emulates().is_some());
     let mut facts = BTreeMap::from([
         ("cores".to_string(), cores().to_string()),
         ("cpu".to_string(), processor()),

@@ -122,7 +122,7 @@ fn every_thread_count_budget_and_isa_gives_the_same_bits() {
                 model.forward_run(cpu, &sequences, Run { schedule, page_size: 5, ..Run::default() }).unwrap()
             };
             let expected = run(&Cpu::best(), Schedule::Prefill);
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+            for isa in Isa::of_machine() {
                 for (threads, budget) in [(1, usize::MAX), (2, usize::MAX), (2, 1 << 18)] {
                     let cpu = Cpu::new(isa, threads, budget).unwrap();
                     for schedule in [Schedule::Chunk(9), Schedule::Mixed] {

@@ -6,7 +6,7 @@ use samebits_ops::*;
 const BEFORE: f32 = 77.0;
 
 fn cpus() -> Vec<Cpu> {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    let isas = Isa::of_machine();
     isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
 }
 

@@ -2,7 +2,7 @@
 
 use super::attention::{Attention, BLOCK, Job, Keys, Sequences};
 use super::{decode::Streams, prefill::Tiles};
-use crate::gemm::tests::{bits, isas, number, on_every_plan, plain};
+use crate::gemm::tests::{bits, number, on_every_plan, plain};
 use crate::math::{exp_split, lse, tanh, weight};
 use crate::simd::scalar::Scalar;
 use crate::workspace::Plan;
@@ -282,7 +282,7 @@ impl<I: Element> Case<I> {
 /// and the emulated one takes the way that this machine does not.
 fn both_ways() -> impl Iterator<Item = Isa> {
     let emulated = |isa: &Isa| isa.available() && isa.emulates().is_some() && isa.has_dot();
-    isas().filter(move |isa| !emulated(isa)).chain(Isa::ALL.into_iter().filter(emulated))
+    Isa::of_machine().filter(move |isa| !emulated(isa)).chain(Isa::ALL.into_iter().filter(emulated))
 }
 
 fn check(shape: Attention, form: Form, gaps: [usize; 2], sequences: &[Sequence]) {

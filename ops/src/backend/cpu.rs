@@ -88,6 +88,11 @@ impl Isa {
         }
     }
 
+    /// Those of this machine and, where some are emulated, those that it lacks.
+    pub fn of_machine() -> impl Iterator<Item = Isa> {
+        Isa::ALL.into_iter().filter(|isa| isa.available() && !isa.emulates().is_some_and(Isa::available))
+    }
+
     /// The most capable instruction set of this machine, none that is emulated.
     pub fn best() -> Isa {
         let real = |isa: &Isa| isa.available() && isa.emulates().is_none();

@@ -17,12 +17,6 @@ fn numbers<T: Element>(seed: usize, len: usize) -> Vec<T> {
     (seed..seed + len).map(|seed| T::narrow(number(seed).to_f32())).collect()
 }
 
-/// Those of this machine, and an emulated one where the machine lacks what it emulates.
-pub(crate) fn isas() -> impl Iterator<Item = Isa> {
-    let lacks = |isa: Isa| isa.emulates().is_none_or(|real| !real.available());
-    Isa::ALL.into_iter().filter(move |&isa| isa.available() && lacks(isa))
-}
-
 /// The sum between these bounds, as docs/NUMERICS.md has it.
 pub(crate) fn plain(bounds: &[usize], x: impl Fn(usize) -> f32, w: impl Fn(usize) -> f32) -> f32 {
     let chain = |two: &[usize]| (two[0]..two[1]).fold(0f32, |sum, k| x(k).mul_add(w(k), sum));
@@ -121,7 +115,7 @@ const SIZES: [[usize; 3]; 14] = [
 
 #[test]
 fn every_plan_makes_plain_chains() {
-    let isas: Vec<Isa> = isas().collect();
+    let isas: Vec<Isa> = Isa::of_machine().collect();
     for [m, n, k] in SIZES {
         let (x, w, bias) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k), numbers::<bf16>(7, n));
         check::<_, f32>(&isas, [m, n, k], &x, &w, (k % 2 == 0).then_some(&bias));
@@ -161,7 +155,7 @@ fn small(size: [usize; 3]) -> [Vec<bf16>; 2] {
 fn small_operands_are_not_flushed() {
     for size in [[24, 40, 300], [30, 70, 64], [25, 33, 1100]] {
         let [x, w] = small(size);
-        check::<_, f32>(&isas().collect::<Vec<_>>(), size, &x, &w, None);
+        check::<_, f32>(&Isa::of_machine().collect::<Vec<_>>(), size, &x, &w, None);
     }
 }
 
@@ -213,7 +207,7 @@ fn slow_paths_are_counted_and_refused() {
 #[test]
 fn the_kernels_that_ran_are_named() {
     let (x, k) = ([bf16::from_f32(2f32.powi(-60)); 4], 4);
-    for isa in isas() {
+    for isa in Isa::of_machine() {
         let [dot, plain] = [isa.name(), isa.without_dot().name()];
         for (n, small, ran) in [(1, 0, &[dot][..]), (1, 1, &[plain]), (40, 8, &[dot, plain])] {
             let w: Vec<bf16> = (0..n * k).map(|i| if i / k < n - small { bf16::ONE } else { x[0] }).collect();
@@ -227,7 +221,7 @@ fn the_kernels_that_ran_are_named() {
 
 #[test]
 fn a_packed_weight_holds_every_bit() {
-    for isa in isas() {
+    for isa in Isa::of_machine() {
         let [n, k] = [56, 67];
         let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
         let w = numbers::<bf16>(0, n * k);

@@ -1,11 +1,12 @@
 //! Packed operands against their definition, element by element: what stands around outputs does not change.
 
 use super::*;
-use crate::gemm::tests::{isas, number};
+use crate::Isa;
+use crate::gemm::tests::number;
 use half::f16;
 
 fn cpus() -> Vec<Cpu> {
-    isas().map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()).collect()
+    Isa::of_machine().map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()).collect()
 }
 
 /// What stands in outputs before.

@@ -214,7 +214,7 @@ fn a_view_gives_the_bits_of_a_copy_for_every_op() {
                 let scalar = Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap();
                 let expected =
                     bits(&scalar, &call, &tensors, Layout::RowMajor).unwrap_or_else(|e| panic!("{}: {e}", op.name));
-                for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+                for isa in Isa::of_machine() {
                     for (layout, threads) in [(Layout::RowMajor, 2), (Layout::Gaps, 1), (Layout::HeadsFirst, 2)] {
                         let cpu = Cpu::new(isa, threads, usize::MAX).unwrap();
                         let found = bits(&cpu, &call, &tensors, layout).unwrap_or_else(|e| panic!("{}: {e}", op.name));
@@ -299,7 +299,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
                 cpu.call(name, attributes, &inputs, outputs.collect()).unwrap_or_else(|e| panic!("{name}: {e}"));
                 made
             };
-            for isa in Isa::ALL.into_iter().filter(|isa| isa.available() && *isa != Isa::Scalar) {
+            for isa in Isa::of_machine().filter(|isa| *isa != Isa::Scalar) {
                 let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
                 let large = some(&cpu, 0..rows);
                 for from in (0..rows).step_by(rows / 3) {

@@ -332,7 +332,7 @@ const EDGES: [usize; 24] =
 
 fn rounds() -> Vec<Round> {
     let mut rounds = Vec::new();
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+    for isa in Isa::of_machine() {
         for threads in [1, 3] {
             for guard in [Guard::Behind, Guard::Before] {
                 rounds.push(Round { cpu: Cpu::new(isa, threads, usize::MAX).unwrap(), guard });

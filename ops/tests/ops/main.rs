@@ -14,7 +14,7 @@ compile_error!("the tests need a feature: cargo test -p samebits-ops --features 
 
 /// Every way to run that this machine has.
 fn cpus() -> Vec<Cpu> {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    let isas = Isa::of_machine();
     isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
 }
 

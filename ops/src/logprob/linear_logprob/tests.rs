@@ -1,7 +1,7 @@
 //! One pass over a product against the product and `logprob` in a row, on every plan.
 
 use super::{LinearLogprob, linear_logprob, linear_logprob_packed};
-use crate::gemm::tests::{bits, isas, number, on_every_plan, product};
+use crate::gemm::tests::{bits, number, on_every_plan, product};
 use crate::{Counter, Cpu, Element, Error, Isa, Logprob, PackedWeight, logprob};
 use half::bf16;
 
@@ -66,7 +66,11 @@ impl<T: Element> Case<T> {
     fn packed(&self) -> Vec<Option<PackedWeight>> {
         let LinearLogprob { vocab, k, .. } = self.shape;
         let of = |isa| PackedWeight::pack(&Cpu::new(isa, 1, usize::MAX).unwrap(), vocab, k, &self.w).unwrap();
-        [None, Some(Isa::Scalar)].into_iter().chain([isas().find(|isa| isa.has_dot())]).map(|isa| isa.map(of)).collect()
+        [None, Some(Isa::Scalar)]
+            .into_iter()
+            .chain([Isa::of_machine().find(|isa| isa.has_dot())])
+            .map(|isa| isa.map(of))
+            .collect()
     }
 
     fn expected(&self) -> [Vec<u32>; 2] {
@@ -83,7 +87,7 @@ impl<T: Element> Case<T> {
         let expected = self.expected();
         let mut out = [vec![0f32; self.shape.rows], vec![0f32; self.shape.rows]];
         for packed in self.packed() {
-            for isa in isas() {
+            for isa in Isa::of_machine() {
                 for threads in [1, 3] {
                     on_every_plan(isa, threads, |cpu| {
                         out.iter_mut().for_each(|out| out.fill(7e7));
@@ -121,7 +125,7 @@ fn rows_of_any_range_are_gemm_and_logprob() {
 /// Runs a case strictly and not: as many slow paths are counted as are refused.
 fn check_slow_paths(case: &Case<bf16>, amount: impl Fn(Isa) -> usize) {
     let expected = case.expected();
-    for (isa, packed) in isas().flat_map(|isa| case.packed().into_iter().map(move |packed| (isa, packed))) {
+    for (isa, packed) in Isa::of_machine().flat_map(|isa| case.packed().into_iter().map(move |packed| (isa, packed))) {
         let amount = amount(isa);
         let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
         let mut out = [vec![0f32; case.shape.rows], vec![0f32; case.shape.rows]];
@@ -184,7 +188,7 @@ fn lanes_are_those_of_the_segment() {
     let w = (0..2 * vocab).map(|i| if i % 2 == 0 { number(i).to_f32() } else { level(i / 2) }).collect();
     let case = Case { shape, x, w, target: vec![-1; rows] };
     let expected = case.expected();
-    for isa in isas() {
+    for isa in Isa::of_machine() {
         let mut out = [vec![0f32; rows], vec![0f32; rows]];
         case.run(&Cpu::new(isa, 1, usize::MAX).unwrap(), None, &mut out).unwrap();
         assert_eq!(out.each_ref().map(|out| bits(out)), expected, "{isa}");
