@@ -170,6 +170,7 @@ const SHAPES: &[(&str, Make)] = &[
     ("rope", |dtype, out| rotated("rope", dtype, out)),
     ("rope_backward", |dtype, out| rotated("rope_backward", dtype, out)),
     ("norm_rope", |dtype, out| rotated("norm_rope", dtype, out)),
+    ("norm_rope_backward", |dtype, out| rotated("norm_rope_backward", dtype, out)),
     ("embedding", |dtype, out| {
         let of = |dim: usize| {
             let make = Maker::new("embedding", dtype, out);
@@ -434,8 +435,11 @@ fn rotated(op: &'static str, dtype: DType, out: DType) -> Vec<Case> {
         for (heads, dim) in [(3, 2), (2, 10), (1, 64), (2, 128), (3, 300)] {
             let input = if op == "rope_backward" { "dy" } else { "x" };
             let mut make = Maker::new(op, dtype, out).float(input, &[4, heads, dim], 1.0);
-            if op == "norm_rope" {
+            if op.starts_with("norm_rope") {
                 make = make.float("w", &[dim], 1.0);
+            }
+            if op == "norm_rope_backward" {
+                make = make.float("dy", &[4, heads, dim], 1.0);
             }
             cases.push(make.ints("pos", &[4], &[0, 5, 1000, 70000]).param("pairing", pairing).case());
         }

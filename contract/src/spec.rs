@@ -33,6 +33,7 @@ mod linear_logprob;
 mod logprob;
 mod logprob_backward;
 mod norm_rope;
+mod norm_rope_backward;
 mod rms_norm;
 mod rms_norm_backward;
 mod rope;
@@ -244,6 +245,7 @@ pub fn all() -> &'static [Spec] {
         rope::SPEC,
         rope_backward::SPEC,
         norm_rope::SPEC,
+        norm_rope_backward::SPEC,
         add::SPEC,
         embedding::SPEC,
         argmax::SPEC,

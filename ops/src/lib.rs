@@ -62,6 +62,7 @@ pub use norm::add_rms_norm_backward::add_rms_norm_backward;
 pub use norm::layer_norm::{LayerNorm, layer_norm};
 pub use norm::layer_norm_backward::layer_norm_backward;
 pub use norm::norm_rope::{NormRope, norm_rope};
+pub use norm::norm_rope_backward::norm_rope_backward;
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use norm::rms_norm_backward::rms_norm_backward;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
@@ -98,6 +99,7 @@ pub mod device {
     pub use crate::norm::layer_norm::on_device as layer_norm;
     pub use crate::norm::layer_norm_backward::on_device as layer_norm_backward;
     pub use crate::norm::norm_rope::on_device as norm_rope;
+    pub use crate::norm::norm_rope_backward::on_device as norm_rope_backward;
     pub use crate::norm::rms_norm::on_device as rms_norm;
     pub use crate::norm::rms_norm_backward::on_device as rms_norm_backward;
     pub use crate::rope::rope::{Rotations, on_device as rope};

@@ -25,6 +25,7 @@ pub mod linear_logprob;
 pub mod logprob;
 pub mod logprob_backward;
 pub mod norm_rope;
+pub mod norm_rope_backward;
 pub mod packed_attention;
 pub mod paged_attention;
 pub mod rms_norm;
@@ -67,6 +68,7 @@ pub static OPS: &[&Op] = &[
     &rope::OP,
     &rope_backward::OP,
     &norm_rope::OP,
+    &norm_rope_backward::OP,
     &add::OP,
     &embedding::OP,
     &argmax::OP,

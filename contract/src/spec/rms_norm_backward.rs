@@ -14,17 +14,21 @@ pub(super) const SPEC: Spec = Spec {
 /// `name` is what the op calls the input of the norm.
 pub(super) fn make(maker: &Maker, name: &str) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
-    let dy = gradients(maker, "dy", r * n, n);
+    let [x, w, dy] = rows(maker, r, n);
+    maker.floats([(name, vec![r, n], x), ("w", vec![n], w), ("dy", vec![r, n], dy)])
+}
+
+/// x, w and dy.
+pub(super) fn rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 3] {
     if maker.fill == Fill::Classes {
         let (x, dy) = known_rows(maker, r, n);
         let mut w = vec![1.0; n];
         w[n - 1] = 89.0;
-        return maker.floats([(name, vec![r, n], x), ("w", vec![n], w), ("dy", vec![r, n], dy)]);
+        return [x, w, dy];
     }
     let mut x = maker.values("x", maker.fill, r * n, n);
     rms_norm::near_root(maker, &mut x);
-    let w = maker.values("w", Fill::Normal, n, n);
-    maker.floats([(name, vec![r, n], x), ("w", vec![n], w), ("dy", vec![r, n], dy)])
+    [x, maker.values("w", Fill::Normal, n, n), gradients(maker, "dy", r * n, n)]
 }
 
 /// Gradients of ordinary size beside an x near the end of the range.
@@ -52,7 +56,12 @@ fn known_rows(maker: &Maker, r: usize, n: usize) -> (Vec<f64>, Vec<f64>) {
 
 fn compute(c: &Checked) -> References {
     let shape = vec![c.dim("R"), c.dim("N")];
-    one("dx", Reference::new(shape, elements(c, &c.floats("x"), &c.floats("dy"))))
+    one("dx", Reference::new(shape, elements(c, &c.floats("x"), &exact(c.floats("dy")))))
+}
+
+/// Gradients without an error.
+pub(super) fn exact(dy: Vec<f64>) -> Vec<Product> {
+    dy.into_iter().map(|value| Product { value, error: 0.0 }).collect()
 }
 
 /// A product that is rounded to f32, and its error in units of 2^-24; infinite where it may overflow.
@@ -74,10 +83,21 @@ impl Product {
         };
         Product { value, error }
     }
+
+    /// The product by a b of this relative error.
+    fn times(self, b: f64, b_error: f64) -> Product {
+        let product = Product::of(self.value, b, b_error);
+        let inherited = match self.error {
+            0.0 => 0.0,
+            error if error.is_infinite() => error,
+            error => error * b.abs() + FLOOR,
+        };
+        Product { error: product.error + inherited, ..product }
+    }
 }
 
 /// Value and condition of every element of the rows `x` with the gradients `dy`, under the parameters and w of `c`.
-pub(super) fn elements(c: &Checked, x: &[f64], dy: &[f64]) -> Vec<(f64, f64)> {
+pub(super) fn elements(c: &Checked, x: &[f64], dy: &[Product]) -> Vec<(f64, f64)> {
     let (eps, offset) = (f32_of(c.float("eps")), c.flag("weight_offset"));
     let weight = |w: f64| {
         let weight = if offset { w + 1.0 } else { w };
@@ -85,8 +105,8 @@ pub(super) fn elements(c: &Checked, x: &[f64], dy: &[f64]) -> Vec<(f64, f64)> {
     };
     let w: Vec<(f64, f64)> = c.floats("w").into_iter().map(weight).collect();
     let rows = x.chunks(w.len()).zip(dy.chunks(w.len()));
-    let of_row = |(x, dy): (&[f64], &[f64])| {
-        let g: Vec<Product> = dy.iter().zip(&w).map(|(&dy, &(w, error))| Product::of(dy, w, error)).collect();
+    let of_row = |(x, dy): (&[f64], &[Product])| {
+        let g: Vec<Product> = dy.iter().zip(&w).map(|(dy, &(w, error))| dy.times(w, error)).collect();
         let row = Row::of(x, &g, eps);
         x.iter().zip(&g).map(|(&x, &g)| row.element(x, g)).collect::<Vec<_>>()
     };

@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 21] = [
+pub const HANDS_ON: [&str; 22] = [
     "gemm",
     "combine",
     "attention",
@@ -37,6 +37,7 @@ pub const HANDS_ON: [&str; 21] = [
     "rms_norm_backward",
     "add_rms_norm_backward",
     "layer_norm_backward",
+    "norm_rope_backward",
     "logprob_backward",
 ];
 
@@ -355,10 +356,14 @@ impl Probe<'_> {
             "layer_norm" => self.one(op, &eps, vec![("x", make(&[1, 2], &[1., -1.])), ("w", make(&[2], &[v; 2]))], "y"),
             // An infinity takes all of its row, and itself is NaN. Beside a row without eps whose scale is 1, v stands where x
             // is 0.
-            "rms_norm_backward" | "layer_norm_backward" if v.is_infinite() => Ok(None),
+            "rms_norm_backward" | "layer_norm_backward" | "norm_rope_backward" if v.is_infinite() => Ok(None),
             "rms_norm_backward" => {
                 let (x, dy) = (make(&[1, 4], &[0.0, 0.0, 0.0, 2.0]), make(&[1, 4], &[v, v, v, 0.0]));
                 self.one(op, &eps, vec![("x", x), ("w", make(&[4], &[1.0; 4])), ("dy", dy)], "dx")
+            }
+            "norm_rope_backward" => {
+                let (x, dy) = (make(&[1, 1, 4], &[0.0, 2.0, 0.0, 0.0]), make(&[1, 1, 4], &[v, 0.0, -1.0, 0.0]));
+                self.one(op, &eps, vec![("x", x), ("w", make(&[4], &[1.0; 4])), ("dy", dy), ("pos", int(0))], "dx")
             }
             "layer_norm_backward" => {
                 let x = make(&[1, 8], &[0.0, 0.0, 2.0, -2.0, 0.0, 0.0, 0.0, 0.0]);

@@ -7,7 +7,7 @@ use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 
 /// `g[i] = dy[i] * (w[i] + offset)`; dy itself where there is no w. An offset of -0 changes no weight.
 #[inline(always)]
-pub(super) fn weigh<S: Simd, I: Element>(s: S, dy: &[I], w: Option<&[I]>, offset: S::F, g: &mut [f32]) {
+pub(super) fn weigh<S: Simd, D: Element, I: Element>(s: S, dy: &[D], w: Option<&[I]>, offset: S::F, g: &mut [f32]) {
     let (g, two) = (&mut g[..dy.len()], 2 * S::LANES);
     let whole = dy.len() - dy.len() % two;
     for at in (0..whole).step_by(two) {
@@ -19,7 +19,7 @@ pub(super) fn weigh<S: Simd, I: Element>(s: S, dy: &[I], w: Option<&[I]>, offset
         store_two(s, g01, &mut g[at..][..two]);
     }
     for at in (whole..dy.len()).step_by(S::LANES) {
-        let dy = load_at(s, dy, at, I::default());
+        let dy = load_at(s, dy, at, D::default());
         let weighed = w.map_or(dy, |w| s.mul(dy, s.add(load_at(s, w, at, I::default()), offset)));
         narrow_at(s, weighed, g, at);
     }

@@ -6,6 +6,7 @@ mod gradient;
 pub(crate) mod layer_norm;
 pub(crate) mod layer_norm_backward;
 pub(crate) mod norm_rope;
+pub(crate) mod norm_rope_backward;
 pub(crate) mod rms_norm;
 pub(crate) mod rms_norm_backward;
 
@@ -18,6 +19,7 @@ pub(crate) const OPS: &[&Entry] = &[
     &layer_norm::OP,
     &layer_norm_backward::OP,
     &norm_rope::OP,
+    &norm_rope_backward::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
 ];

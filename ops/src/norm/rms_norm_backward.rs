@@ -19,7 +19,7 @@ use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
 
 /// Weighed gradients kept between their sum and the result, a multiple of 256. Those of a longer row are made twice.
-const KEPT: usize = 4096;
+pub(super) const KEPT: usize = 4096;
 
 /// The op, and what it calls the input of the norm.
 pub(super) type Names = [&'static str; 2];
@@ -211,30 +211,43 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (n, count) = (self.shape.n, self.dx.len() / self.shape.n.max(1));
+        let count = self.dx.len() / self.shape.n.max(1);
         let mut stream = Stream::<O>::new(self.dx, self.large);
         let mut kept = [0f32; KEPT];
         for row in self.first..self.first + count {
             let [x, dy] = self.x.each_ref().map(|x| x.row(row));
             let dsum = self.dsum.as_ref().map(|dsum| dsum.row(row));
-            let Scale { r, offset, .. } = Scale::of_row(s, self.shape, x);
-            let mut lanes = Lanes::new();
-            for (part, x) in x.chunks(KEPT).enumerate() {
-                let [dy, w] = [dy, self.w].map(|row| &row[part * KEPT..][..x.len()]);
-                weigh(s, dy, Some(w), offset, &mut kept);
-                lanes.add_products(s, &kept[..x.len()], x);
-            }
-            let c = s.splat(lanes.fold(s, n) / n as f32);
-            let slope = Slope { r, factor: s.neg(s.mul(s.mul(c, r), r)), a: s.splat(0.0) };
-            for (part, x) in x.chunks(KEPT).enumerate() {
-                if n > KEPT {
-                    let [dy, w] = [dy, self.w].map(|row| &row[part * KEPT..][..x.len()]);
-                    weigh(s, dy, Some(w), offset, &mut kept);
-                }
-                let dsum = dsum.map(|dsum| &dsum[part * KEPT..][..x.len()]);
-                slope.row(s, x, &kept[..x.len()], dsum, &mut stream);
-            }
+            gradient_of_row(s, self.shape, [x, self.w], dy, dsum, &mut kept, &mut stream);
         }
         stream.end(s);
+    }
+}
+
+/// One row of x and dy, and w: dx as the next elements of `stream`.
+#[inline(always)]
+pub(super) fn gradient_of_row<S: Simd, I: Element, D: Element, O: Element>(
+    s: S,
+    shape: &RmsNorm,
+    [x, w]: [&[I]; 2],
+    dy: &[D],
+    dsum: Option<&[I]>,
+    kept: &mut [f32; KEPT],
+    stream: &mut Stream<O>,
+) {
+    let Scale { r, offset, .. } = Scale::of_row(s, shape, x);
+    let mut lanes = Lanes::new();
+    for (part, x) in x.chunks(KEPT).enumerate() {
+        let from = part * KEPT;
+        weigh(s, &dy[from..][..x.len()], Some(&w[from..][..x.len()]), offset, kept);
+        lanes.add_products(s, &kept[..x.len()], x);
+    }
+    let c = s.splat(lanes.fold(s, x.len()) / x.len() as f32);
+    let slope = Slope { r, factor: s.neg(s.mul(s.mul(c, r), r)), a: s.splat(0.0) };
+    for (part, x_part) in x.chunks(KEPT).enumerate() {
+        let (from, len) = (part * KEPT, x_part.len());
+        if x.len() > KEPT {
+            weigh(s, &dy[from..][..len], Some(&w[from..][..len]), offset, kept);
+        }
+        slope.row(s, x_part, &kept[..len], dsum.map(|dsum| &dsum[from..][..len]), stream);
     }
 }

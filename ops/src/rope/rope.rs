@@ -177,7 +177,7 @@ pub(super) fn on_slices<I: Element, O: Element>(
     run(cpu, names, shape, table, TensorRef::of(x, &extents), TensorMut::of(y, &extents))
 }
 
-fn check_even(op: &'static str, dim: usize) -> Result<(), Error> {
+pub(crate) fn check_even(op: &'static str, dim: usize) -> Result<(), Error> {
     if dim.is_multiple_of(2) {
         return Ok(());
     }

@@ -254,7 +254,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
         let rows = (32 << 20) / 2 / n + 3;
         let data: Vec<bf16> = (0..rows * n + 64).map(|_| bf16::narrow(random.normal())).collect();
         let wide: Vec<f32> = data[..rows + 64].iter().map(|v| v.widen()).collect();
-        for name in names.into_iter().chain(["rope", "norm_rope"]) {
+        for name in names.into_iter().chain(["rope", "norm_rope", "norm_rope_backward"]) {
             let op = samebits_schema::find(name).expect("an op of the schema");
             let some = |cpu: &Cpu, rows: std::ops::Range<usize>| {
                 // Targets are below n.

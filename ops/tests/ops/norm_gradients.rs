@@ -106,6 +106,47 @@ proptest! {
     }
 }
 
+/// Heads of three tokens, turned back by the op that turns them back alone.
+fn check_heads<I: Stored, O: Stored>(heads: usize, dim: usize, spread: u32, seed: u64, flags: u32) {
+    let tokens = 3;
+    let (x, mut dy): (Vec<I>, Vec<I>) =
+        (values(seed, tokens * heads * dim, spread), values(seed + 1, tokens * heads * dim, spread));
+    let w: Vec<I> = values(seed + 2, dim, 2);
+    dy[seed as usize % dim] = I::narrow([1.0, f32::NAN, f32::INFINITY, -0.0][flags as usize % 4]);
+    let pairing = if flags & 4 == 4 { Pairing::Half } else { Pairing::Interleaved };
+    let (eps, weight_offset) = ([0.0, 1e-6, 0.5][flags as usize % 3], flags & 8 == 8);
+    let shape = NormRope { tokens, heads, dim, eps, rounding: Rounding::Once, weight_offset, pairing };
+    let norm = RmsNorm { rows: tokens * heads, n: dim, eps, rounding: Rounding::Once, weight_offset };
+    for cpu in cpus() {
+        let back = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[0, 5, 70_000]).reversed();
+        let mut turned = vec![0f32; dy.len()];
+        rope_backward(&cpu, &Rope { tokens, heads, dim, pairing }, &back, &dy, &mut turned).unwrap();
+        let expected = all_rounded::<O>(&rms_norm_page(&norm, [&widened(&x), &widened(&w), &turned], None));
+        let mut dx = vec![O::narrow(f32::NAN); x.len()];
+        norm_rope_backward(&cpu, &shape, &back, &x, &w, &dy, &mut dx).unwrap();
+        assert_eq!(bits(&dx), expected, "{} to {} {cpu:?} {heads}x{dim} {flags:b}", I::NAME, O::NAME);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn gradients_of_normalised_heads_are_the_page(
+        heads in 1usize..4,
+        half in prop_oneof![4 => 1usize..200, 1 => 2045usize..2055],
+        spread in prop::sample::select(vec![1u32, 5, 30]),
+        seed: u64,
+        flags in 0u32..16,
+    ) {
+        let seed = seed >> 3;
+        check_heads::<bf16, bf16>(heads, 2 * half, spread, seed, flags);
+        check_heads::<f32, f32>(heads, 2 * half, spread, seed, flags);
+        check_heads::<f32, bf16>(heads, 2 * half, spread, seed, flags);
+        check_heads::<f16, bf16>(heads, 2 * half, spread.min(5), seed, flags);
+    }
+}
+
 /// Rows that are read in several parts, and of more than one part of the last.
 #[test]
 fn gradients_of_long_rows_are_the_page() {

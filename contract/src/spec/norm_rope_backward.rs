@@ -1,0 +1,33 @@
+//! `norm_rope_backward`: the inputs of its cases and its oracle.
+use super::rms_norm_backward::Product;
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    op: &samebits_schema::norm_rope_backward::OP,
+    class: Class::Reduction,
+    fills: norm_rope::SPEC.fills,
+    table: include_str!("../../ops/norm_rope_backward.toml"),
+    make,
+    compute,
+};
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (t, h, d) = (maker.dim("T"), maker.dim("H"), maker.dim("D"));
+    let [x, w, dy] = rms_norm_backward::rows(maker, t * h, d);
+    let mut inputs = maker.floats([("x", vec![t, h, d], x), ("w", vec![d], w), ("dy", vec![t, h, d], dy)]);
+    inputs.insert("pos".into(), rope::positions(maker));
+    inputs
+}
+
+/// The gradients turned back in f64, then the norm of each head: what rounding does to them is a part of the gradients' error.
+/// Where one is beyond f32, nothing is claimed of the head.
+fn compute(c: &Checked) -> References {
+    let exact: Vec<_> = c.floats("dy").into_iter().map(|v| (v, 0.0)).collect();
+    let turned = rope::elements(c, &exact, -1.0).into_iter().map(|(value, error)| {
+        let beyond = error > 0.0 && value.is_finite() && value.abs() > HUGE;
+        Product { value, error: if beyond { f64::INFINITY } else { error } }
+    });
+    let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
+    let elements = rms_norm_backward::elements(c, &c.floats("x"), &turned.collect::<Vec<_>>());
+    one("dx", Reference::new(shape, elements))
+}
