@@ -783,6 +783,22 @@ proptest! {
     }
 }
 
+/// A row longer than what is kept of one, whose weights add up to less than 1.
+#[test]
+fn gradients_of_a_long_row_of_two_shares() {
+    let n = 9000;
+    let share = |i: usize| [(7, -0.2), (8000, -3.0)].into_iter().find_map(|(at, x)| (at == i).then_some(x));
+    let x: Vec<f32> = (0..n).map(|i| share(i).unwrap_or(-300.0)).collect();
+    let dy: Vec<f32> = values(3, n, 2);
+    assert!(weights_page(&x).expect("the row is finite").1 < 1.0);
+    let expected = all_rounded::<f32>(&softmax_backward_page(&x, &dy));
+    for cpu in cpus() {
+        let mut dx = vec![f32::NAN; n];
+        softmax_backward(&cpu, 1, n, &x, &dy, &mut dx).unwrap();
+        assert_eq!(bits(&dx), expected, "{cpu:?}");
+    }
+}
+
 /// A row whose first logits are added, stay near after a second step, and lie more than 2^100 below its last: their weights
 /// are lost, so the row is summed again; and rows with infinities of both signs and NaN.
 #[test]
