@@ -160,7 +160,7 @@ fn gradients_of_long_rows_are_the_page() {
 /// not seen in it.
 #[test]
 fn sums_of_negative_zeros_keep_their_sign() {
-    for n in [300, 511, 512] {
+    for n in [256, 300, 511, 512] {
         let (x, w, dsum) = (vec![1e-30f32; n], vec![1f32; n], vec![-0f32; n]);
         let dy: Vec<f32> = (0..n).map(|i| if i < 256 { -1e-30 } else { -0.0 }).collect();
         assert!(sum_of_products(&dy, &x).is_sign_negative());
