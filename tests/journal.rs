@@ -48,7 +48,8 @@ fn broken(output: &Output, parts: &[&str]) {
     }
 }
 
-/// Killed at some moments (SAMEBITS_KILLS, 4 where it is not set, 40 in ci/nightly), each time resumed, the run ends with the records that it has without any interruption.
+/// Killed at some moments (SAMEBITS_KILLS, 4 where it is not set, 40 in ci/nightly), each time resumed, the run ends with the
+/// records that it has without any interruption.
 #[test]
 fn killed_at_random_moments() {
     let kills_to_make =

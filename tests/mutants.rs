@@ -158,11 +158,11 @@ impl Bench {
         let selection = Selection { ops, dtypes: DTYPES.to_vec(), judgments, axes, ..Selection::all(slice) };
         let judge = self.judge_of(implementation);
         let mut records = Vec::new();
-        let of_others = |group: &Vec<samebits_harness::judge::Trial>| {
+        let is_taken = |group: &Vec<samebits_harness::judge::Trial>| {
             let model = group.first().and_then(|trial| trial.case.params.get("model"));
             model.is_none_or(|model| MODELS.contains(&&model[..]))
         };
-        for group in plan(&self.contract, implementation.name(), &selection).into_iter().filter(of_others) {
+        for group in plan(&self.contract, implementation.name(), &selection).into_iter().filter(is_taken) {
             records.extend(judge.group(&group));
             if records.iter().any(enough) {
                 break;

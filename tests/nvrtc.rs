@@ -33,7 +33,7 @@ fn main() {
     let arguments = Arguments::from_args();
     let required = mode().is_some();
     let version = compiler_version();
-    let kept = Arc::new(std::fs::read_to_string(record_path()).map(|text| parse(&text)).unwrap_or_default());
+    let kept = std::fs::read_to_string(record_path()).map(|text| parse(&text)).unwrap_or_default();
     let found: Arc<Mutex<Resources>> = Arc::default();
     let mut again = Vec::new();
     let mut trials = Vec::new();

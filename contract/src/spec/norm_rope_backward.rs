@@ -22,8 +22,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 /// The gradients turned back in f64, then the norm of each head: what rounding does to them is a part of the gradients' error.
 /// Where one is beyond f32, nothing is claimed of the head.
 fn compute(c: &Checked) -> References {
-    let exact: Vec<_> = c.floats("dy").into_iter().map(|v| (v, 0.0)).collect();
-    let turned = rope::elements(c, &exact, -1.0).into_iter().map(|(value, error)| {
+    let turned = rope_backward::turned(c).into_iter().map(|(value, error)| {
         let beyond = error > 0.0 && value.is_finite() && value.abs() > HUGE;
         Product { value, error: if beyond { f64::INFINITY } else { error } }
     });

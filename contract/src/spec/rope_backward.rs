@@ -10,9 +10,13 @@ pub(super) const SPEC: Spec = Spec {
     compute,
 };
 
-/// Turned back.
 fn compute(c: &Checked) -> References {
     let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
+    one("dx", Reference::new(shape, turned(c)))
+}
+
+/// Value and condition of dy turned back.
+pub(super) fn turned(c: &Checked) -> Vec<(f64, f64)> {
     let exact: Vec<_> = c.floats("dy").into_iter().map(|v| (v, 0.0)).collect();
-    one("dx", Reference::new(shape, rope::elements(c, &exact, -1.0)))
+    rope::elements(c, &exact, -1.0)
 }
