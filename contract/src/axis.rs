@@ -3,11 +3,15 @@
 //! A variant is a case of its own and a pairing of rows: row `base` of the base case's answer must equal row `variant`
 //! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened.
 
-use crate::case::Case;
+use crate::case::{Answer, Case, Status};
+use crate::compare;
 use crate::fill::{Fill, Maker};
 use crate::round;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::{DType, Tensor};
+use crate::verdict::Evidence;
+use samebits_schema::Output;
+use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
 
@@ -40,6 +44,8 @@ pub struct Variant<'a> {
     case: LazyCell<Case, Make<'a>>,
     /// Which rows of the base must equal which rows of the variant.
     pub rows: Vec<(usize, usize)>,
+    /// Whether outputs that are made of all rows must be equal too.
+    pub sums: bool,
     /// How the case is asked.
     pub way: Way,
 }
@@ -48,7 +54,42 @@ type Make<'a> = Box<dyn FnOnce() -> Case + 'a>;
 
 impl<'a> Variant<'a> {
     fn plain(setting: String, rows: Vec<(usize, usize)>, make: impl FnOnce() -> Case + 'a) -> Variant<'a> {
-        Variant { setting, case: LazyCell::new(Box::new(make)), rows, way: Way::Plain }
+        Variant { setting, case: LazyCell::new(Box::new(make)), rows, sums: true, way: Way::Plain }
+    }
+
+    /// The answer to the variant, where `ask` has that to a case: to the whole, if it is asked in parts, or to the first part
+    /// that has none.
+    pub fn answer(&self, mut ask: impl FnMut(&Case) -> Answer) -> Answer {
+        let mut answer = ask(self.case());
+        let Way::Parts(others, join) = &self.way else { return answer };
+        let mut parts = Vec::new();
+        for case in others {
+            if answer.status != Status::Ok {
+                return answer;
+            }
+            parts.push(std::mem::take(&mut answer.outputs));
+            answer = ask(&join.after(&parts[parts.len() - 1], case));
+        }
+        if answer.status != Status::Ok {
+            return answer;
+        }
+        parts.push(std::mem::take(&mut answer.outputs));
+        match join.whole(parts) {
+            Ok(outputs) => Answer { outputs, ..answer },
+            Err(reason) => Answer::error(reason),
+        }
+    }
+
+    /// Holds an output of the variant to that of the base; the number of elements compared.
+    ///
+    /// # Errors
+    /// Evidence of the first difference.
+    pub fn compare(&self, spec: &Spec, output: &Output, base: &Tensor, found: &Tensor) -> Result<usize, Box<Evidence>> {
+        match (output.has_rows, self.sums) {
+            (true, _) => compare::bits(output.name, spec.row_axes, base, found, &self.rows),
+            (false, true) => compare::bits(output.name, 0, base, found, &[(0, 0)]),
+            (false, false) => Ok(0),
+        }
     }
 
     /// What to run; made when it is first asked for, as all settings of an axis take many times the room of the case.
@@ -77,6 +118,9 @@ pub enum Way {
 pub enum Join {
     /// Side by side along this axis of every output.
     Along(usize),
+    /// Each goes on with this output of the one before as its `carry`, so that the last one has the whole; of other outputs,
+    /// rows one behind the other.
+    Carry(&'static str),
     /// The f32 partial sums `y` of a matrix product, added as the tree of its segments; then the bias, then rounded.
     Tree {
         /// The bias of the whole.
@@ -97,18 +141,39 @@ impl Way {
 }
 
 impl Join {
+    /// The part `case` as it is asked after a part with the outputs `before`.
+    pub fn after<'a>(&self, before: &BTreeMap<String, Tensor>, case: &'a Case) -> Cow<'a, Case> {
+        match self {
+            Join::Carry(name) => {
+                let mut case = case.clone();
+                case.inputs.extend(before.get(*name).map(|sum| ("carry".to_string(), sum.clone())));
+                Cow::Owned(case)
+            }
+            _ => Cow::Borrowed(case),
+        }
+    }
+
     /// The outputs of the whole; `parts` are in order, and there is at least one.
     ///
     /// # Errors
     /// When the outputs do not fit together.
     pub fn whole(&self, parts: Vec<BTreeMap<String, Tensor>>) -> Result<BTreeMap<String, Tensor>, String> {
         match self {
-            Join::Along(axis) => {
+            Join::Along(_) | Join::Carry(_) => {
+                let (axis, carried) = match self {
+                    Join::Along(axis) => (axis, ""),
+                    Join::Carry(name) => (&0, *name),
+                    Join::Tree { .. } => unreachable!("it is another arm"),
+                };
                 let mut parts = parts.into_iter();
                 let mut whole = parts.next().ok_or("there are no parts")?;
                 for part in parts {
                     for (name, tensor) in &mut whole {
                         let next = part.get(name).ok_or_else(|| format!("a part lacks `{name}`"))?;
+                        if name == carried {
+                            *tensor = next.clone();
+                            continue;
+                        }
                         let others = |t: &Tensor| {
                             let mut shape = t.shape().to_vec();
                             if *axis < shape.len() {
@@ -174,6 +239,9 @@ pub struct Axis {
 #[derive(Clone, Copy, PartialEq)]
 enum Applies {
     Ops,
+    Rows,
+    Padding,
+    Tokens,
     Attention,
     Ranks,
     Steps,
@@ -195,25 +263,37 @@ pub fn all() -> &'static [Axis] {
             name: "batch",
             why: "How many other rows are computed at the same time says nothing about a row.",
             variants: batch,
-            applies: Applies::Ops,
+            applies: Applies::Rows,
         },
         Axis {
             name: "position",
             why: "A row means the same wherever it stands among the others.",
             variants: position,
-            applies: Applies::Ops,
+            applies: Applies::Rows,
         },
         Axis {
             name: "neighbours",
             why: "What the other rows hold, NaN and infinity included, does not leak.",
             variants: neighbours,
-            applies: Applies::Ops,
+            applies: Applies::Rows,
         },
         Axis {
             name: "padding",
             why: "Rows and keys that only fill up a shape are never read into a result.",
             variants: padding,
-            applies: Applies::Ops,
+            applies: Applies::Padding,
+        },
+        Axis {
+            name: "micro_batch",
+            why: "A sum over tokens is one sum, however few of them a call brings.",
+            variants: micro_batch,
+            applies: Applies::Tokens,
+        },
+        Axis {
+            name: "accumulation",
+            why: "In how many steps a sum over tokens is made, and that a step brought none, is bookkeeping.",
+            variants: accumulation,
+            applies: Applies::Tokens,
         },
         Axis {
             name: "pages",
@@ -316,6 +396,9 @@ impl Axis {
             Applies::Ranks => spec.name == "gemm" || spec.class == Class::Attention,
             Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain),
             Applies::Ops => spec.class != Class::Chain,
+            Applies::Rows => spec.class != Class::Chain && spec.has_rows(),
+            Applies::Padding => spec.class != Class::Chain && (spec.has_rows() || spec.input("mask").is_some()),
+            Applies::Tokens => spec.carried().is_some(),
             Applies::Chains => spec.class == Class::Chain,
         }
     }
@@ -397,43 +480,76 @@ impl<'a> Base<'a> {
     fn pick(self, setting: String, axis: usize, picks: &[usize]) -> Variant<'a> {
         let rows = self.pairs(axis, picks.iter().enumerate().map(|(v, &b)| (b, v)), picks.len());
         let picks = picks.to_vec();
-        Variant::plain(setting, rows, move || self.picked(axis, &picks))
+        Variant { sums: false, ..Variant::plain(setting, rows, move || self.picked(axis, &picks)) }
     }
 
     fn picked(&self, axis: usize, picks: &[usize]) -> Case {
         self.replace(axis, |_, tensor| tensor.select(axis, picks))
     }
 
-    /// `left` entries of garbage before and `right` behind those of row axis `axis`.
+    /// `left` entries of garbage before and `right` behind those of row axis `axis`; where there can be a mask, none of them
+    /// are tokens.
     fn surround(self, setting: String, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Variant<'a> {
         let extent = self.extent(axis);
         let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
-        Variant::plain(setting, rows, move || self.surrounded(axis, [left, right], garbage))
+        let sums = self.spec.input("mask").is_some();
+        Variant { sums, ..Variant::plain(setting, rows, move || self.surrounded(axis, [left, right], garbage)) }
     }
 
     fn surrounded(&self, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Case {
         let extent = self.extent(axis);
-        self.replace(axis, |name, tensor| {
+        let wider = |name: &str, tensor: &Tensor| {
             let filler = |count: usize, side: &str| {
                 let picks: Vec<usize> = (0..count).map(|i| i % extent).collect();
-                spoil(&tensor.select(axis, &picks), garbage, &format!("{name}/{side}"))
+                let rows = tensor.select(axis, &picks);
+                let none = || Tensor::i32(rows.shape(), vec![0; rows.len()]);
+                if name == "mask" { none() } else { spoil(&rows, garbage, &format!("{name}/{side}")) }
             };
             let before = if left > 0 { filler(left, "left").append(axis, tensor) } else { tensor.clone() };
             if right > 0 { before.append(axis, &filler(right, "right")) } else { before }
-        })
+        };
+        let mut case = self.replace(axis, wider);
+        if self.spec.input("mask").is_some() && !self.case.inputs.contains_key("mask") {
+            let all =
+                Tensor::i32(&[self.entries, self.inner][..self.spec.row_axes], vec![1; self.entries * self.inner]);
+            case.inputs.insert("mask".into(), wider("mask", &all));
+        }
+        case
     }
 
     /// Everything but entry `probe` of row axis `axis` replaced by garbage.
     fn isolate(self, setting: String, axis: usize, probe: usize, garbage: Garbage) -> Variant<'a> {
         let extent = self.extent(axis);
         let rows = self.pairs(axis, [(probe, probe)], extent);
-        Variant::plain(setting, rows, move || {
+        let make = move || {
             self.replace(axis, |name, tensor| {
                 let spoilt = spoil(tensor, garbage, name).append(axis, tensor);
                 let picks: Vec<usize> = (0..extent).map(|i| if i == probe { extent + i } else { i }).collect();
                 spoilt.select(axis, &picks)
             })
-        })
+        };
+        Variant { sums: false, ..Variant::plain(setting, rows, make) }
+    }
+
+    /// The case cut before these entries of the first row axis: calls that go on with each other's sum, each with
+    /// `padding` entries of NaN before its own.
+    fn cut(self, setting: String, borders: &[usize], padding: usize) -> Variant<'a> {
+        let part = |(from, to): (usize, usize)| {
+            let mut part = self.replace(0, |_, tensor| tensor.range(0, from, to));
+            if self.spec.attribute("token_offset").is_some() {
+                let given = self.case.params.get("token_offset").map_or(0, |text| text.parse().expect("checked"));
+                let mask = self.case.inputs.get("mask").and_then(Tensor::as_i32);
+                let before = mask.map_or(from, |mask| mask[..from].iter().filter(|&&token| token != 0).count());
+                part.params.insert("token_offset".into(), (given + before).to_string());
+            }
+            if padding > 0 { Base::new(&part).surrounded(0, [padding, 0], Garbage::Nan) } else { part }
+        };
+        let starts = [0].into_iter().chain(borders.iter().copied());
+        let ends = borders.iter().copied().chain([self.entries]);
+        let mut parts = starts.zip(ends).map(part);
+        let first = parts.next().expect("there is a first part");
+        let way = Way::Parts(parts.collect(), Join::Carry(self.spec.carried().expect("it has a carry").name));
+        Variant { way, ..Variant::plain(setting, self.same(), || first) }
     }
 
     /// Up to `limit` entries of row axis `axis`, evenly spread, the first and the last among them.
@@ -595,6 +711,46 @@ fn padding<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     }
     if base.spec.class == Class::Attention {
         keys(base, &mut variants);
+    }
+    variants
+}
+
+/// As few tokens in each call as there are sequences in a micro-batch, without padding and with.
+fn micro_batch<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
+    let base = Base::new(case);
+    let sizes = [1, 2, 3, 7, 64, 65].into_iter().filter(|&size| size < base.entries && base.entries <= 64 * size);
+    let borders = |size: usize| (size..base.entries).step_by(size).collect::<Vec<usize>>();
+    let mut variants: Vec<Variant> = sizes.clone().map(|size| base.cut(size.to_string(), &borders(size), 0)).collect();
+    if !base.spec.has_rows() {
+        variants.extend(sizes.map(|size| base.cut(format!("{size}:padded"), &borders(size), 2)));
+    }
+    variants
+}
+
+/// In two to eight steps, in steps of different sizes, and with a step that is padding alone.
+fn accumulation<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
+    let base = Base::new(case);
+    let n = base.entries;
+    let steps = [2, 3, 4, 8].into_iter().filter(|&steps| steps <= n);
+    let even = |steps: usize| (1..steps).map(|step| step * n / steps).collect::<Vec<usize>>();
+    let mut variants: Vec<Variant> = steps.map(|steps| base.cut(steps.to_string(), &even(steps), 0)).collect();
+    if n > 3 {
+        variants.push(base.cut("uneven".into(), &[1, n - 2], 0));
+    }
+    if n > 1 && !base.spec.has_rows() {
+        let mut idle = base.cut("idle".into(), &[n / 2], 0);
+        if let Way::Parts(others, _) = &mut idle.way {
+            let mut padding = others[0].clone();
+            let rows = base.spec.inputs.iter().filter(|input| input.rows > 0);
+            for input in rows {
+                if let Some(tensor) = padding.inputs.get_mut(input.name) {
+                    *tensor = spoil(tensor, Garbage::Nan, input.name);
+                }
+            }
+            padding.inputs.insert("mask".into(), Tensor::i32(&[n - n / 2], vec![0; n - n / 2]));
+            others.insert(0, padding);
+        }
+        variants.push(idle);
     }
     variants
 }
@@ -771,7 +927,9 @@ fn order<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let first = base.picked(0, &[0]);
     let (garbage, _) = *kinds(&base).last().expect("there is a kind");
-    let more = base.surrounded(0, [1, 2 * base.entries + 7], Garbage::Other);
+    // Four times as many rows stay a power of two, which `fold` wants.
+    let around = if base.spec.has_rows() { [1, 2 * base.entries + 7] } else { [base.entries, 2 * base.entries] };
+    let more = base.surrounded(0, around, Garbage::Other);
     let spoilt = base.replace(0, |name, tensor| spoil(tensor, garbage, name));
     let after = |setting: &str, before| Variant { way: Way::After(before), ..again(case, setting.into(), |_| {}) };
     vec![after("after:one-row", vec![first.clone()]), after("after:other-larger-one", vec![spoilt, more, first])]
@@ -1087,7 +1245,8 @@ mod tests {
                     for output in spec.outputs {
                         let dtype = spec.output_dtype(output, case.out);
                         let (want, have) = (base[output.name].rounded(dtype), found[output.name].rounded(dtype));
-                        crate::compare::bits(output.name, spec.row_axes, &want, &have, &variant.rows)
+                        variant
+                            .compare(spec, output, &want, &have)
                             .unwrap_or_else(|e| panic!("{} {axis} {}: {}", case.name, variant.setting, e.message));
                     }
                 }

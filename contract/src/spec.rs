@@ -24,18 +24,23 @@ mod attention;
 mod chain;
 mod combine;
 mod embedding;
+mod embedding_dw;
+mod fold;
 mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
 mod layer_norm;
 mod layer_norm_backward;
+mod layer_norm_dw;
 mod linear_logprob;
 mod logprob;
 mod logprob_backward;
 mod norm_rope;
 mod norm_rope_backward;
+mod norm_rope_dw;
 mod rms_norm;
 mod rms_norm_backward;
+mod rms_norm_dw;
 mod rope;
 mod rope_backward;
 mod route;
@@ -46,6 +51,7 @@ mod softcap;
 mod softcap_backward;
 mod softmax;
 mod softmax_backward;
+mod token_sum;
 
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
 const FLOOR: f64 = f32::MIN_POSITIVE as f64;
@@ -225,10 +231,12 @@ pub fn all() -> &'static [Spec] {
         gemm::SPEC,
         rms_norm::SPEC,
         rms_norm_backward::SPEC,
+        rms_norm_dw::SPEC,
         add_rms_norm::SPEC,
         add_rms_norm_backward::SPEC,
         layer_norm::SPEC,
         layer_norm_backward::SPEC,
+        layer_norm_dw::SPEC,
         attention::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
@@ -246,11 +254,15 @@ pub fn all() -> &'static [Spec] {
         rope_backward::SPEC,
         norm_rope::SPEC,
         norm_rope_backward::SPEC,
+        norm_rope_dw::SPEC,
         add::SPEC,
         embedding::SPEC,
+        embedding_dw::SPEC,
         argmax::SPEC,
         route::SPEC,
         combine::SPEC,
+        token_sum::SPEC,
+        fold::SPEC,
         chain::SPEC,
     ];
     ALL

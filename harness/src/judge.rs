@@ -430,7 +430,7 @@ impl Judge<'_> {
             let spec = trial.case.spec();
             let differs = spec.outputs.iter().find_map(|output| {
                 let (expected, found) = (&base.answer.outputs[output.name], &answer.outputs[output.name]);
-                compare::bits(output.name, spec.row_axes, expected, found, &variant.rows).err()
+                variant.compare(spec, output, expected, found).err()
             });
             failed.extend(differs.map(|evidence| (variant.setting, evidence)));
         }
@@ -453,28 +453,11 @@ impl Judge<'_> {
     /// Why the implementation cannot be asked so.
     fn ask(&self, variant: &Variant) -> Result<Answer, String> {
         match &variant.way {
-            Way::Plain | Way::Soak => Ok(self.implementation.run(variant.case())),
+            Way::Plain | Way::Soak | Way::Parts(..) => Ok(variant.answer(|case| self.implementation.run(case))),
             Way::Fresh => self.implementation.fresh(variant.case()).ok_or("it cannot be started anew here".to_string()),
             Way::After(before) => {
                 let cases: Vec<&Case> = before.iter().chain([variant.case()]).collect();
                 Ok(self.implementation.in_order(&cases).pop().expect("as many answers as cases"))
-            }
-            Way::Parts(others, join) => {
-                let mut parts = Vec::new();
-                let mut answer = None;
-                for case in [variant.case()].into_iter().chain(others) {
-                    let mut part = self.implementation.run(case);
-                    if part.status != Status::Ok {
-                        return Ok(part);
-                    }
-                    parts.push(std::mem::take(&mut part.outputs));
-                    answer.get_or_insert(part);
-                }
-                let answer = answer.expect("the variant's own case is a part");
-                match join.whole(parts) {
-                    Ok(outputs) => Ok(Answer { outputs, ..answer }),
-                    Err(reason) => Ok(Answer::error(reason)),
-                }
             }
         }
     }
@@ -742,9 +725,10 @@ fn differs(trial: &Trial, expected: &Answer, found: &Answer) -> Option<Box<Evide
     let spec = trial.case.spec();
     spec.outputs.iter().find_map(|output| {
         let (expected, found) = (&expected.outputs[output.name], &found.outputs[output.name]);
-        let rows = found.shape()[..spec.row_axes.min(found.shape().len())].iter().product();
+        let row_axes = output.rows(spec.row_axes);
+        let rows = found.shape()[..row_axes.min(found.shape().len())].iter().product();
         let all: Vec<(usize, usize)> = (0..rows).map(|row| (row, row)).collect();
-        compare::bits(output.name, spec.row_axes, expected, found, &all).err()
+        compare::bits(output.name, row_axes, expected, found, &all).err()
     })
 }
 

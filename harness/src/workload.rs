@@ -319,14 +319,8 @@ impl Plan {
                 "1" => {}
                 other => return Err(format!("{field}{}={other}: use 0 or 1", input.name)),
             }
-            let mut shape = Vec::new();
-            for &axis in input.axes {
-                match (axis, axis.strip_suffix("+1")) {
-                    (REST, _) => shape.extend([extents["R"], extents["N"]]),
-                    (_, Some(axis)) => shape.push(extents[axis] + 1),
-                    _ => shape.push(extents[axis]),
-                }
-            }
+            let rest = ["R", "N"].map(|axis| extents.get(axis).copied().unwrap_or(1));
+            let shape = input.shape(|axis| extents[axis], &rest);
             inputs.push((input, input.dtype_beside(dtype), shape));
         }
         let params: BTreeMap<String, String> = given
@@ -387,6 +381,7 @@ impl Plan {
     fn integers(&self, input: &Input, count: usize) -> Vec<i32> {
         let call = &self.call;
         match input.holds {
+            Holds::Mask => vec![1; count],
             Holds::Below(axis) => (0..count).map(|i| (i * 7919 % call.dim(axis)) as i32).collect(),
             Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
             Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),

@@ -66,26 +66,23 @@ impl Equivalent {
         }
         let variants = (axis.variants)(case, &machine);
         let variant = variants.into_iter().find(|variant| variant.setting.starts_with(&self.setting))?;
-        let parts: &[Case] = if matches!(variant.way, Way::Parts(..)) { variant.way.others() } else { &[] };
         if let Way::After(before) = &variant.way {
             before.iter().for_each(|case| drop(self.ours.run(case)));
         }
-        let answers: Vec<Answer> = [variant.case()].into_iter().chain(parts).map(|part| self.ours.run(part)).collect();
-        if answers.iter().any(|answer| answer.status != Status::Ok) {
+        let mut whole = variant.answer(|case| self.ours.run(case));
+        if whole.status != Status::Ok {
             return None;
-        }
-        let mut whole = answers[0].clone();
-        if let Way::Parts(_, join) = &variant.way {
-            whole.outputs = join.whole(answers.into_iter().map(|answer| answer.outputs).collect()).ok()?;
         }
         let mut places: Vec<Option<usize>> = vec![None; spec.rows(case)];
         variant.rows.iter().for_each(|&(base, found)| places[base] = Some(found));
-        if places.contains(&None) {
+        let has_sums = spec.outputs.iter().any(|output| !output.has_rows);
+        if places.contains(&None) || has_sums && !variant.sums {
             return None;
         }
         let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes)?;
         let leading = &case.inputs[input.name].shape()[..spec.row_axes];
-        for tensor in whole.outputs.values_mut() {
+        let of_rows = |name: &str| spec.output(name).is_some_and(|output| output.has_rows);
+        for (_, tensor) in whole.outputs.iter_mut().filter(|(name, _)| of_rows(name)) {
             if variant.case().op == axis::PACKED {
                 *tensor = tensor.with_leading_axis();
             }

@@ -1,7 +1,7 @@
 use crate::Error;
 use crate::attribute::{Attributes, Value};
 use crate::dtype::DType;
-use crate::op::{Op, Output, OutputDType, REST, axes};
+use crate::op::{Op, Output, OutputDType, REST, axes, constant};
 
 /// An input as a call gives it: its form without its elements.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +36,9 @@ pub struct Dims {
 impl Dims {
     /// The extent of an axis; `None` where no input of the call has it.
     pub fn get(&self, axis: &str) -> Option<usize> {
+        if let Some(extent) = constant(axis) {
+            return Some(extent);
+        }
         if let Some(axis) = axis.strip_suffix("+1") {
             return self.get(axis)?.checked_add(1);
         }
@@ -55,7 +58,7 @@ impl std::ops::Index<&str> for Dims {
     fn index(&self, axis: &str) -> &usize {
         match self.bound.iter().find(|(name, _)| *name == axis) {
             Some((_, extent)) => extent,
-            None => panic!("no input has an axis {axis}"),
+            None => panic!("no input binds an axis {axis}"),
         }
     }
 }
@@ -240,6 +243,9 @@ pub fn validate(op: &'static Op, inputs: &[Given], attributes: Attributes, out: 
                 }
                 Some(axis) => (axis, extent - 1),
             };
+            if let Some(constant) = constant(axis).filter(|constant| *constant != extent) {
+                return invalid(format!("input `{name}`: shape {shape:?} has {extent} where {constant} must be"));
+            }
             match dims.get(axis) {
                 None => dims.bound.push((axis, extent)),
                 Some(bound) if bound == extent => {}

@@ -7,6 +7,8 @@ use crate::call::Call;
 pub enum Holds {
     /// Any floats.
     Floats,
+    /// 0 for padding, anything else for a token.
+    Mask,
     /// A position: 0 or more.
     Position,
     /// An entry of this axis.
@@ -35,7 +37,7 @@ impl Holds {
     pub fn range(self, call: &Call) -> (i64, i64) {
         let extent = |axis: &str| i64::try_from(call.dim(axis)).unwrap_or(i64::MAX);
         match self {
-            Holds::Floats => (i64::from(i32::MIN), i64::from(i32::MAX)),
+            Holds::Floats | Holds::Mask => (i64::from(i32::MIN), i64::from(i32::MAX)),
             Holds::Position => (0, i64::from(i32::MAX)),
             Holds::Below(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
             Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),

@@ -44,7 +44,8 @@ impl Role {
 pub struct Input {
     /// Its name on the wire.
     pub name: &'static str,
-    /// Names of its axes. Equal names have equal extents; `B+1` is one more than B; [`REST`] may stand last.
+    /// Names of its axes. Equal names have equal extents; `B+1` is one more than B; a number is that extent; [`REST`] may
+    /// stand last.
     pub axes: &'static [&'static str],
     /// What it is to the op.
     pub role: Role,
@@ -82,6 +83,16 @@ impl Input {
         Input::float(name, axes, Role::Gradient).rows(1)
     }
 
+    /// Which of the T rows are tokens, where a call does not say that all are.
+    pub(crate) const fn mask(axes: &'static [&'static str]) -> Input {
+        Input::index("mask", axes, Holds::Mask).optional()
+    }
+
+    /// What the sum that an op returns starts from; +0 where it is left out.
+    pub(crate) const fn carry(axes: &'static [&'static str]) -> Input {
+        Input::float("carry", axes, Role::State).fp32().optional()
+    }
+
     /// An i32 input whose first axis is the logical rows.
     pub(crate) const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
         Input { dtypes: &[DType::I32], group: None, holds, ..Input::float(name, axes, Role::Index) }.rows(1)
@@ -105,6 +116,20 @@ impl Input {
     /// The dtype that it has where the float inputs of the call have `dtype`, as far as it may.
     pub fn dtype_beside(&self, dtype: DType) -> DType {
         if self.dtypes.contains(&dtype) { dtype } else { self.dtypes[0] }
+    }
+
+    /// Its shape where `extent` says what extents the named axes have, and `rest` those that [`REST`] stands for.
+    pub fn shape(&self, extent: impl Fn(&str) -> usize, rest: &[usize]) -> Vec<usize> {
+        let mut shape = Vec::with_capacity(self.axes.len());
+        for &axis in self.axes {
+            match (axis, constant(axis), axis.strip_suffix("+1")) {
+                (REST, ..) => shape.extend(rest),
+                (_, Some(extent), _) => shape.push(extent),
+                (.., Some(axis)) => shape.push(extent(axis) + 1),
+                _ => shape.push(extent(axis)),
+            }
+        }
+        shape
     }
 
     /// Whether it holds floats.
@@ -144,17 +169,29 @@ pub struct Output {
     pub axes: &'static [&'static str],
     /// Its dtype.
     pub dtype: OutputDType,
+    /// Whether its leading axes are the logical rows. Where not, it is made of all rows, as a sum over them.
+    pub has_rows: bool,
 }
 
 impl Output {
     /// An output of dtype `out`.
     pub(crate) const fn out(name: &'static str, axes: &'static [&'static str]) -> Output {
-        Output { name, axes, dtype: OutputDType::Out }
+        Output { name, axes, dtype: OutputDType::Out, has_rows: true }
     }
 
     /// An output of a dtype of its own.
     pub(crate) const fn fixed(name: &'static str, axes: &'static [&'static str], dtype: DType) -> Output {
-        Output { name, axes, dtype: OutputDType::Fixed(dtype) }
+        Output { name, axes, dtype: OutputDType::Fixed(dtype), has_rows: true }
+    }
+
+    /// A sum over the rows that are tokens, of f32.
+    pub(crate) const fn token_sum(name: &'static str, axes: &'static [&'static str]) -> Output {
+        Output { has_rows: false, ..Output::fixed(name, axes, DType::Fp32) }
+    }
+
+    /// How many of its leading axes are logical rows in an op that has `row_axes`.
+    pub fn rows(&self, row_axes: usize) -> usize {
+        if self.has_rows { row_axes } else { 0 }
     }
 
     /// The dtype it always has, if it does not follow `out`.
@@ -179,7 +216,7 @@ pub struct Op {
     pub attributes: &'static [Attribute],
     /// Output tensors.
     pub outputs: &'static [Output],
-    /// How many leading axes of every output are logical rows: 1, or 2 where a row is (sequence, position).
+    /// How many leading axes of every output that has rows are logical rows: 1, or 2 where a row is (sequence, position).
     pub row_axes: usize,
     /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
     pub refused: &'static str,
@@ -227,16 +264,27 @@ impl Op {
         self.outputs.iter().find(|output| output.name == name)
     }
 
-    /// The names of its axes as inputs bind them, each once, in order; [`REST`] where a tensor has it.
+    /// The names of its axes as inputs bind them, each once, in order; [`REST`] where a tensor has it. Numbers are no names.
     pub fn axes(&self) -> Vec<&'static str> {
         let mut axes = Vec::new();
         for axis in self.inputs.iter().flat_map(|input| input.axes) {
             let axis = axis.strip_suffix("+1").unwrap_or(axis);
-            if !axes.contains(&axis) {
+            if constant(axis).is_none() && !axes.contains(&axis) {
                 axes.push(axis);
             }
         }
         axes
+    }
+
+    /// Whether an output has a row for each logical row.
+    pub fn has_rows(&self) -> bool {
+        self.outputs.iter().any(|output| output.has_rows)
+    }
+
+    /// The output that a call with an input `carry` goes on with: the one of the same axes.
+    pub fn carried(&self) -> Option<&'static Output> {
+        let carry = self.input("carry")?;
+        self.outputs.iter().find(|output| output.axes == carry.axes)
     }
 
     /// The values of `out` that make a difference: all floats, or fp32 alone where every output has a dtype of its own.
@@ -268,6 +316,11 @@ impl Op {
         let outputs = self.outputs.iter().map(|output| format!("{}{}", output.name, axes(output.axes)));
         format!("{} -> {}", inputs.collect::<Vec<_>>().join(", "), outputs.collect::<Vec<_>>().join(", "))
     }
+}
+
+/// The extent of an axis that is a number.
+pub(crate) fn constant(axis: &str) -> Option<usize> {
+    axis.parse().ok()
 }
 
 /// For example `[M,K]`.

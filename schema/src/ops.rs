@@ -16,20 +16,25 @@ pub mod attention;
 pub mod chain;
 pub mod combine;
 pub mod embedding;
+pub mod embedding_dw;
+pub mod fold;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
 pub mod layer_norm;
 pub mod layer_norm_backward;
+pub mod layer_norm_dw;
 pub mod linear_logprob;
 pub mod logprob;
 pub mod logprob_backward;
 pub mod norm_rope;
 pub mod norm_rope_backward;
+pub mod norm_rope_dw;
 pub mod packed_attention;
 pub mod paged_attention;
 pub mod rms_norm;
 pub mod rms_norm_backward;
+pub mod rms_norm_dw;
 pub mod rope;
 pub mod rope_backward;
 pub mod route;
@@ -40,16 +45,19 @@ pub mod softcap;
 pub mod softcap_backward;
 pub mod softmax;
 pub mod softmax_backward;
+pub mod token_sum;
 
 /// All ops, in the order tables print them.
 pub static OPS: &[&Op] = &[
     &gemm::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
+    &rms_norm_dw::OP,
     &add_rms_norm::OP,
     &add_rms_norm_backward::OP,
     &layer_norm::OP,
     &layer_norm_backward::OP,
+    &layer_norm_dw::OP,
     &attention::OP,
     &paged_attention::OP,
     &packed_attention::OP,
@@ -69,11 +77,15 @@ pub static OPS: &[&Op] = &[
     &rope_backward::OP,
     &norm_rope::OP,
     &norm_rope_backward::OP,
+    &norm_rope_dw::OP,
     &add::OP,
     &embedding::OP,
+    &embedding_dw::OP,
     &argmax::OP,
     &route::OP,
     &combine::OP,
+    &token_sum::OP,
+    &fold::OP,
     &chain::OP,
 ];
 

@@ -1,7 +1,7 @@
 //! Random calls of any op, for tests that want them: extents, dtypes and attributes that [`validate`] accepts, and
 //! integers that [`check_indexes`](crate::check_indexes) accepts wherever there are any.
 
-use crate::{Attribute, Attributes, Call, DType, Given, Holds, Kind, Op, REST, validate};
+use crate::{Attribute, Attributes, Call, DType, Given, Holds, Kind, Op, validate};
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
@@ -71,15 +71,7 @@ pub fn sample(op: &'static Op, random: &mut Random) -> Sample {
             }
             let any = random.pick(input.dtypes);
             let dtype = input.group.map_or(any, |group| *groups.entry(group).or_insert(any));
-            let mut shape = Vec::new();
-            for &axis in input.axes {
-                match (axis, axis.strip_suffix("+1")) {
-                    (REST, _) => shape.extend(&rest),
-                    (_, Some(axis)) => shape.push(extents[axis] + 1),
-                    _ => shape.push(extents[axis]),
-                }
-            }
-            inputs.push((input.name, dtype, shape));
+            inputs.push((input.name, dtype, input.shape(|axis| extents[axis], &rest)));
         }
         let mut attributes = BTreeMap::new();
         for attribute in op.attributes().filter(|_| random.below(2) == 0).collect::<Vec<_>>() {
@@ -123,6 +115,9 @@ fn value(attribute: &Attribute, size: usize, random: &mut Random) -> Option<Stri
 /// `len` integers for an index input of `call`. They are as the input asks, but where nothing fits, as a row of a table
 /// without rows.
 pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> Vec<i32> {
+    if holds == Holds::Mask {
+        return (0..len).map(|_| random.pick(&[0, 1, 1, -1, 7])).collect();
+    }
     let (least, largest) = holds.range(call);
     // Small ones: positions beyond all keys and targets far below 0 say nothing more.
     let (least, largest) = (least.max(-3), largest.clamp(0, 40));

@@ -39,9 +39,11 @@ fn forms_are_whole() {
             assert!(named.iter().all(|axis| axes.contains(axis)), "{what} holds entries of an axis that there is not");
         }
         for output in op.outputs {
-            let bound = output.axes.iter().filter(|axis| axes.contains(axis)).count();
+            let bound = output.axes.iter().filter(|axis| axes.contains(axis) || axis.parse::<usize>().is_ok()).count();
             assert!(bound == output.axes.len() || op.needs_more(), "{name} `{}`: an axis is not bound", output.name);
         }
+        let carried = op.carried().and_then(Output::fixed_dtype);
+        assert!(op.input("carry").is_none() || carried == Some(DType::Fp32), "{name}: nothing goes on from `carry`");
         for attribute in op.attributes() {
             let DefaultValue::Is(text) = attribute.default else { continue };
             assert!(attribute.parse(text).is_ok(), "{name} `{}`: the default {text} is refused", attribute.name);

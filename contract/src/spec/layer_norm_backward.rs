@@ -71,17 +71,19 @@ fn mean(terms: &[Product]) -> Product {
     Product { value, error: (size + of_terms) / n + rounding }
 }
 
+/// An element less the mean, times r, with its error in units of 2^-24; and whether its sign is known.
+pub(super) fn normed(norm: &Norm, x: f64) -> (Product, bool) {
+    let (d, d_error, certain) = norm.difference(x);
+    let value = d * norm.r;
+    let exact = value == 0.0 && d_error == 0.0;
+    let error = if exact { 0.0 } else { d_error * norm.r + value.abs() * (norm.r_error + 1.0) + FLOOR };
+    (Product { value, error }, certain)
+}
+
 /// Value and condition of every element of the row `x` with the weighed gradients `g`.
 fn of_row(x: &[f64], g: &[Product], eps: f64) -> Vec<(f64, f64)> {
     let norm = Norm::of(x, eps);
-    let normed = |&x: &f64| {
-        let (d, d_error, certain) = norm.difference(x);
-        let value = d * norm.r;
-        let exact = value == 0.0 && d_error == 0.0;
-        let error = if exact { 0.0 } else { d_error * norm.r + value.abs() * (norm.r_error + 1.0) + FLOOR };
-        (Product { value, error }, certain)
-    };
-    let (h, certain): (Vec<Product>, Vec<bool>) = x.iter().map(normed).unzip();
+    let (h, certain): (Vec<Product>, Vec<bool>) = x.iter().map(|&x| normed(&norm, x)).unzip();
     // The signs of h decide what becomes of an infinity.
     let certain = certain.into_iter().all(|certain| certain);
     let product = |(h, g): (&Product, &Product)| {

@@ -19,14 +19,17 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// The gradients turned back in f64, then the norm of each head: what rounding does to them is a part of the gradients' error.
-/// Where one is beyond f32, nothing is claimed of the head.
+/// The gradients turned back in f64, then the norm of each head.
 fn compute(c: &Checked) -> References {
+    let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
+    one("dx", Reference::new(shape, rms_norm_backward::elements(c, &c.floats("x"), &turned(c))))
+}
+
+/// dy turned back in f64: what rounding does to it is its error. Where it is beyond f32, nothing is claimed.
+pub(super) fn turned(c: &Checked) -> Vec<Product> {
     let turned = rope_backward::turned(c).into_iter().map(|(value, error)| {
         let beyond = error > 0.0 && value.is_finite() && value.abs() > HUGE;
         Product { value, error: if beyond { f64::INFINITY } else { error } }
     });
-    let shape = vec![c.dim("T"), c.dim("H"), c.dim("D")];
-    let elements = rms_norm_backward::elements(c, &c.floats("x"), &turned.collect::<Vec<_>>());
-    one("dx", Reference::new(shape, elements))
+    turned.collect()
 }

@@ -72,13 +72,8 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
             let normed = v * scale;
             let mut size = (normed * weight).abs() * lost;
             let value = if hf {
-                let kept = round::round(normed, DType::Bf16);
-                // An f32 error can carry x*r over a tie of this rounding, and then a whole bf16 ulp appears.
-                let step = round::ulp(normed, DType::Bf16);
-                let to_tie = step / 2.0 - (kept - normed).abs();
-                if to_tie <= roundings(n) * round::pow2(-24) * (normed.abs() * lost + FLOOR) {
-                    size += step * weight.abs() * round::pow2(24);
-                }
+                let (kept, step) = to_hf(normed, lost, n);
+                size += step * weight.abs();
                 kept * weight
             } else {
                 normed * weight
@@ -94,6 +89,16 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
         }
     }
     elements
+}
+
+/// x * r, of which r has this relative error, as `hf` rounds it. An f32 error can carry it over a tie of this rounding, and
+/// then a whole bf16 ulp appears, here in units of 2^-24: the second number, 0 where that is out of question.
+pub(super) fn to_hf(normed: f64, r_error: f64, n: usize) -> (f64, f64) {
+    let kept = round::round(normed, DType::Bf16);
+    let step = round::ulp(normed, DType::Bf16);
+    let to_tie = step / 2.0 - (kept - normed).abs();
+    let near = to_tie <= roundings(n) * round::pow2(-24) * (normed.abs() * r_error + FLOOR);
+    (kept, if near { step * round::pow2(24) } else { 0.0 })
 }
 
 /// How often a sum of `n` elements rounds at most: for each element of a lane, for each fold, and some.

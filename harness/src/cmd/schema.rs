@@ -113,6 +113,7 @@ fn output_dtype(output: &Output) -> String {
 /// The integers that an index input may hold, in words.
 fn integers(input: &Input) -> Option<String> {
     Some(match input.holds {
+        Holds::Mask => "0: padding; anything else: a token".into(),
         Holds::Position => "0 or more".into(),
         Holds::Below(axis) => format!("0 to {axis} - 1"),
         Holds::BelowOrIgnored(axis) => format!("below {axis}; negative ones are ignored"),

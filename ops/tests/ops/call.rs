@@ -123,14 +123,7 @@ fn extent(axis: &str, large: bool) -> usize {
 }
 
 fn shape_of(input: &Input, large: bool) -> Vec<usize> {
-    let axis = |axis: &&str| match axis.strip_suffix("+1") {
-        Some(axis) => extent(axis, large) + 1,
-        None => extent(axis, large),
-    };
-    match input.axes {
-        [REST] => vec![3, 4, if large { 83 } else { 16 }],
-        axes => axes.iter().map(axis).collect(),
-    }
+    input.shape(|axis| extent(axis, large), &[3, 4, if large { 83 } else { 16 }])
 }
 
 /// Inputs of a call of `op`, and the call.

@@ -11,7 +11,7 @@ pub static OP: Op = Op {
         Input::weight("bias", &["N"]).optional(),
     ],
     attributes: &[K_OFFSET, K_TOTAL, TF32],
-    outputs: &[Output { name: "y", axes: &["M", "N"], dtype: OutputDType::OutOrFp32(is_partial) }],
+    outputs: &[Output { dtype: OutputDType::OutOrFp32(is_partial), ..Output::out("y", &["M", "N"]) }],
     refused: "columns that are not whole segments forming a subtree of the eight of `k_total`",
     check,
     operations: |call| 2.0 * call.elements(&["M", "N", "K"]),
