@@ -31,6 +31,7 @@ mod rope;
 mod simd;
 mod tensor;
 mod through_f32;
+mod token;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
@@ -49,6 +50,7 @@ pub use gemm::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
 pub use half::{bf16, f16};
 pub use index::argmax::argmax;
 pub use index::embedding::{embedding, embedding_packed};
+pub use index::embedding_dw::embedding_dw;
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
 pub use logprob::linear_logprob::{LinearLogprob, linear_logprob, linear_logprob_packed};
 pub use logprob::logprob::{Logprob, logprob};
@@ -61,16 +63,22 @@ pub use norm::add_rms_norm::add_rms_norm;
 pub use norm::add_rms_norm_backward::add_rms_norm_backward;
 pub use norm::layer_norm::{LayerNorm, layer_norm};
 pub use norm::layer_norm_backward::layer_norm_backward;
+pub use norm::layer_norm_dw::layer_norm_dw;
 pub use norm::norm_rope::{NormRope, norm_rope};
 pub use norm::norm_rope_backward::norm_rope_backward;
+pub use norm::norm_rope_dw::norm_rope_dw;
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use norm::rms_norm_backward::rms_norm_backward;
+pub use norm::rms_norm_dw::rms_norm_dw;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use rope::rope_backward::rope_backward;
 pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
 pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, Tensor, TensorMut, TensorRef};
+pub use token::chains::{CHAINS, Tokens};
+pub use token::fold::fold;
+pub use token::token_sum::token_sum;
 
 /// The same ops on a device.
 pub mod device {

@@ -80,11 +80,7 @@ pub(super) fn tokens(c: &Checked, rows: usize) -> Vec<usize> {
 }
 
 /// A chain for each element of an output of this shape, whose first axis has the terms that `rows_of` gives, from `carry` on.
-pub(super) fn chains<'a>(
-    c: &Checked,
-    shape: Vec<usize>,
-    rows_of: impl Fn(usize) -> Vec<&'a [Product]>,
-) -> Reference {
+pub(super) fn chains<'a>(c: &Checked, shape: Vec<usize>, rows_of: impl Fn(usize) -> Vec<&'a [Product]>) -> Reference {
     let carry = c.case.inputs.get("carry").map(Tensor::to_f64);
     let n = shape[1];
     let elements = (0..shape[0]).flat_map(|row| {

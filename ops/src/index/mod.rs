@@ -2,8 +2,9 @@
 
 pub(crate) mod argmax;
 pub(crate) mod embedding;
+pub(crate) mod embedding_dw;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&argmax::OP, &embedding::OP];
+pub(crate) const OPS: &[&Entry] = &[&argmax::OP, &embedding::OP, &embedding_dw::OP];

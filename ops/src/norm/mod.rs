@@ -5,10 +5,13 @@ pub(crate) mod add_rms_norm_backward;
 mod gradient;
 pub(crate) mod layer_norm;
 pub(crate) mod layer_norm_backward;
+pub(crate) mod layer_norm_dw;
 pub(crate) mod norm_rope;
 pub(crate) mod norm_rope_backward;
+pub(crate) mod norm_rope_dw;
 pub(crate) mod rms_norm;
 pub(crate) mod rms_norm_backward;
+pub(crate) mod rms_norm_dw;
 
 use crate::call::Entry;
 
@@ -18,8 +21,11 @@ pub(crate) const OPS: &[&Entry] = &[
     &add_rms_norm_backward::OP,
     &layer_norm::OP,
     &layer_norm_backward::OP,
+    &layer_norm_dw::OP,
     &norm_rope::OP,
     &norm_rope_backward::OP,
+    &norm_rope_dw::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
+    &rms_norm_dw::OP,
 ];

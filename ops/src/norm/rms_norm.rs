@@ -228,16 +228,22 @@ impl<S: Simd> Scale<S> {
         Scale { rounding: shape.rounding, r, offset: s.splat(if shape.weight_offset { 1.0 } else { -0.0 }) }
     }
 
-    /// The elements `x` of the row with their weights, before the last rounding.
+    /// The elements `x` of the row, scaled, for `HF` rounded to bf16.
     #[inline(always)]
-    fn apply<const HF: bool>(self, s: S, x: S::F, w: S::F) -> S::F {
-        let (scaled, w) = (s.mul(x, self.r), s.add(w, self.offset));
+    pub(super) fn normed<const HF: bool>(self, s: S, x: S::F) -> S::F {
+        let scaled = s.mul(x, self.r);
         if !HF {
-            return s.mul(scaled, w);
+            return scaled;
         }
         let mut rounded = [bf16::ZERO; crate::simd::MAX_LANES];
         narrow_at(s, scaled, &mut rounded, 0);
-        s.mul(w, load_at(s, &rounded, 0, bf16::ZERO))
+        load_at(s, &rounded, 0, bf16::ZERO)
+    }
+
+    /// The elements `x` of the row with their weights, before the last rounding.
+    #[inline(always)]
+    fn apply<const HF: bool>(self, s: S, x: S::F, w: S::F) -> S::F {
+        s.mul(self.normed::<HF>(s, x), s.add(w, self.offset))
     }
 
     /// The row `x` with the weights `w`, last rounding, as the next elements of `stream`. What lies at `next` is asked for

@@ -6,6 +6,7 @@ mod experts;
 mod guard;
 mod norm_gradients;
 mod page;
+mod token_sums;
 
 use samebits_ops::{Cpu, Element, Isa};
 

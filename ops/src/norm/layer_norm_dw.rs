@@ -1,0 +1,88 @@
+//! Gradient of the weight of layer normalisation: `x[R,N], dy[R,N], mask[R]?, carry[64,N]? (f32) -> dw[64,N]` (f32).
+//!
+//! Formula: `dw[t mod 64] += dy[t] * h`, `h = (x[t] - mean) * r` with mean and r of `layer_norm`, over the rows that are
+//! tokens, t counted without padding from `token_offset` on. The gradient of bias is `token_sum` of dy.
+//! Order: 64 chains of fma over tokens, ascending, from carry or +0.
+//! Rounding: difference and h once to f32; every fma once.
+
+use crate::call::Entry;
+use crate::element::typed;
+use crate::norm::layer_norm::{KEPT, moments};
+use crate::simd::{Kernel, Simd};
+use crate::tensor::Rows;
+use crate::token::chains::{Tokens, Turns, add_products, begin};
+use crate::{Cpu, Element, Error, LayerNorm, TensorRef, check_len};
+
+const NAME: &str = "layer_norm_dw";
+
+/// Adds the gradients of [`layer_norm`](crate::layer_norm)'s w that the rows of `x[R,N]` and `dy[R,N]` make, as far as they
+/// are tokens, to the 64 sums `dw[64,N]`, which go on from what they hold.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match.
+///
+/// ```
+/// use samebits_ops::{Cpu, LayerNorm, Tokens, layer_norm_dw};
+///
+/// let shape = LayerNorm { rows: 1, n: 2, eps: 0.0 };
+/// let mut dw = [0f32; 128];
+/// layer_norm_dw(&Cpu::best(), &shape, Tokens::default(), &[6f32, 2.0], &[1.0, 3.0], &mut dw)?;
+/// assert_eq!(dw[..2], [1.0, -3.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn layer_norm_dw<I: Element>(
+    cpu: &Cpu,
+    shape: &LayerNorm,
+    tokens: Tokens,
+    x: &[I],
+    dy: &[I],
+    dw: &mut [f32],
+) -> Result<(), Error> {
+    let extents = [shape.rows, shape.n];
+    check_len(NAME, "x", "[R,N]", x.len(), &extents)?;
+    check_len(NAME, "dy", "[R,N]", dy.len(), &extents)?;
+    run(cpu, shape, tokens, [x, dy].map(|rows| TensorRef::of(rows, &extents)), dw)
+}
+
+/// Rows of any layout.
+fn run(cpu: &Cpu, shape: &LayerNorm, tokens: Tokens, [x, dy]: [TensorRef; 2], dw: &mut [f32]) -> Result<(), Error> {
+    typed!(x.dtype() => I, {
+        let rows = [x.rows::<I>(), dy.rows::<I>()];
+        tokens.sum(cpu, [NAME, "dw"], [shape.rows, 1, shape.n], dw, |turns, dw| cpu.dispatch(Part { shape, rows, turns, dw }))
+    })
+}
+
+/// layer_norm_dw, by name.
+pub(crate) const OP: Entry = Entry {
+    name: NAME,
+    cpu: |cpu, args| {
+        let tokens = Tokens::of(args)?;
+        let (rows, dw) = begin(cpu, args, ["x", "dy"], "dw")?;
+        run(cpu, &LayerNorm::of(args.call), tokens, rows, dw)
+    },
+    device: None,
+    unit: None,
+    prepare: None,
+};
+
+/// Some chains.
+struct Part<'a, I> {
+    shape: &'a LayerNorm,
+    /// x and dy.
+    rows: [Rows<'a, I>; 2],
+    turns: Turns<'a>,
+    dw: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for Part<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let (n, mut differences) = (self.shape.n, [0f32; KEPT]);
+        while let Some((row, chain)) = self.turns.next() {
+            let [x, dy] = self.rows.each_ref().map(|rows| rows.row(row));
+            let (mean, r) = moments(s, x, self.shape.eps, &mut differences);
+            add_products(s, dy, x, |x| s.mul(s.sub(x, mean), r), &mut self.dw[chain * n..][..n]);
+        }
+    }
+}

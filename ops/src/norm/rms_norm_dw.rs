@@ -1,0 +1,99 @@
+//! Gradient of the weight of root mean square normalisation:
+//! `x[R,N], dy[R,N], mask[R]?, carry[64,N]? (f32) -> dw[64,N]` (f32).
+//!
+//! Formula: `dw[t mod 64] += dy[t] * h`, `h = x[t] * r` with r of `rms_norm`, over the rows that are tokens, t counted without
+//! padding from `token_offset` on.
+//! Order: 64 chains of fma over tokens, ascending, from carry or +0.
+//! Rounding: h once to f32, or for hf to bf16; every fma once.
+
+use crate::call::Entry;
+use crate::element::typed;
+use crate::norm::rms_norm::Scale;
+use crate::simd::{Kernel, Simd};
+use crate::tensor::Rows;
+use crate::token::chains::{Tokens, Turns, add_products, begin};
+use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorRef, check_len};
+
+const NAME: &str = "rms_norm_dw";
+
+/// Adds the gradients of [`rms_norm`](crate::rms_norm)'s w that the rows of `x[R,N]` and `dy[R,N]` make, as far as they are
+/// tokens, to the 64 sums `dw[64,N]`, which go on from what they hold. `shape.weight_offset` changes nothing.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match.
+///
+/// ```
+/// use samebits_ops::{Cpu, RmsNorm, Rounding, Tokens, rms_norm_dw};
+///
+/// let shape = RmsNorm { rows: 1, n: 2, eps: 0.0, rounding: Rounding::Once, weight_offset: false };
+/// let mut dw = [0f32; 128];
+/// rms_norm_dw(&Cpu::best(), &shape, Tokens::default(), &[2f32, -2.0], &[1.0, 3.0], &mut dw)?;
+/// assert_eq!(dw[..2], [1.0, -3.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn rms_norm_dw<I: Element>(
+    cpu: &Cpu,
+    shape: &RmsNorm,
+    tokens: Tokens,
+    x: &[I],
+    dy: &[I],
+    dw: &mut [f32],
+) -> Result<(), Error> {
+    let extents = [shape.rows, shape.n];
+    check_len(NAME, "x", "[R,N]", x.len(), &extents)?;
+    check_len(NAME, "dy", "[R,N]", dy.len(), &extents)?;
+    run(cpu, shape, tokens, [x, dy].map(|rows| TensorRef::of(rows, &extents)), dw)
+}
+
+/// Rows of any layout.
+fn run(cpu: &Cpu, shape: &RmsNorm, tokens: Tokens, [x, dy]: [TensorRef; 2], dw: &mut [f32]) -> Result<(), Error> {
+    typed!(x.dtype() => I, {
+        let rows = [x.rows::<I>(), dy.rows::<I>()];
+        tokens.sum(cpu, [NAME, "dw"], [shape.rows, 1, shape.n], dw, |turns, dw| cpu.dispatch(Part { shape, rows, turns, dw }))
+    })
+}
+
+/// rms_norm_dw, by name.
+pub(crate) const OP: Entry = Entry {
+    name: NAME,
+    cpu: |cpu, args| {
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"));
+        let tokens = Tokens::of(args)?;
+        let (rows, dw) = begin(cpu, args, ["x", "dy"], "dw")?;
+        run(cpu, &shape, tokens, rows, dw)
+    },
+    device: None,
+    unit: None,
+    prepare: None,
+};
+
+/// Some chains.
+struct Part<'a, I> {
+    shape: &'a RmsNorm,
+    /// x and dy.
+    rows: [Rows<'a, I>; 2],
+    turns: Turns<'a>,
+    dw: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for Part<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let n = self.shape.n;
+        while let Some((row, chain)) = self.turns.next() {
+            let [x, dy] = self.rows.each_ref().map(|rows| rows.row(row));
+            add_row(s, self.shape, x, dy, &mut self.dw[chain * n..][..n]);
+        }
+    }
+}
+
+/// One row of x and dy, added to `dw`.
+#[inline(always)]
+pub(super) fn add_row<S: Simd, I: Element, D: Element>(s: S, shape: &RmsNorm, x: &[I], dy: &[D], dw: &mut [f32]) {
+    let scale = Scale::of_row(s, shape, x);
+    match shape.rounding {
+        Rounding::Once => add_products(s, dy, x, |x| scale.normed::<false>(s, x), dw),
+        Rounding::Hf => add_products(s, dy, x, |x| scale.normed::<true>(s, x), dw),
+    }
+}
