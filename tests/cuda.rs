@@ -171,6 +171,26 @@ const SHAPES: &[(&str, Make)] = &[
     ("rope_backward", |dtype, out| rotated("rope_backward", dtype, out)),
     ("norm_rope", |dtype, out| rotated("norm_rope", dtype, out)),
     ("norm_rope_backward", |dtype, out| rotated("norm_rope_backward", dtype, out)),
+    ("token_sum", |dtype, _| token_sums("token_sum", &["x"], dtype)),
+    ("rms_norm_dw", |dtype, _| token_sums("rms_norm_dw", &["x", "dy"], dtype)),
+    ("layer_norm_dw", |dtype, _| token_sums("layer_norm_dw", &["x", "dy"], dtype)),
+    ("norm_rope_dw", norm_rope_dws),
+    ("embedding_dw", |dtype, _| {
+        let of = |(dim, mask): (usize, bool)| {
+            let make = Maker::new("embedding_dw", dtype, DType::Fp32).float("dy", &[40, dim], 1.0).special("dy", dim);
+            let tokens: Vec<i32> = (0..40).map(|t| t * t % 7).collect();
+            let carry: Vec<f32> = (0..9 * dim).map(|i| i as f32 * 0.37 - 5.0).collect();
+            let make = make.ints("tokens", &[40], &tokens).fp32_of("carry", &[9, dim], &carry);
+            if mask { make.ints("mask", &[40], &counted(40)).case() } else { make.case() }
+        };
+        [(1, false), (8, true), (13, false), (300, true), (1100, false)].map(of).to_vec()
+    }),
+    ("fold", |dtype, out| {
+        let of = |(rows, n): (usize, usize)| {
+            Maker::new("fold", dtype, out).float("x", &[rows, n], 1.0).special("x", n).case()
+        };
+        [(1, 5), (2, 130), (8, 1), (64, 129), (256, 40)].map(of).to_vec()
+    }),
     ("embedding", |dtype, out| {
         let of = |dim: usize| {
             let make = Maker::new("embedding", dtype, out);
@@ -276,6 +296,53 @@ const SHAPES: &[(&str, Make)] = &[
     }),
     ("attention", attentions),
 ];
+
+/// A mask that counts two of three rows, and some twice over.
+fn counted(rows: usize) -> Vec<i32> {
+    (0..rows as i32).map(|row| (row * 5 + 1) % 3 * -2).collect()
+}
+
+/// Fewer rows than chains and more, of widths around vectors and blocks, with a mask, a carry and an offset, and without.
+fn token_sums(op: &'static str, inputs: &[&'static str], dtype: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (rows, n) in [(1, 1), (5, 33), (70, 257), (150, 8), (3, 2049), (66, 4104)] {
+        let make = || {
+            let make = Maker::new(op, dtype, DType::Fp32);
+            inputs.iter().fold(make, |make, input| make.float(input, &[rows, n], 1.0)).special("x", n)
+        };
+        cases.push(make().case());
+        let carry: Vec<f32> = (0..64 * n).map(|i| i as f32 * 0.37 - 5.0).collect();
+        let make = make().ints("mask", &[rows], &counted(rows)).fp32_of("carry", &[64, n], &carry);
+        cases.push(make.param("token_offset", "1000003").case());
+    }
+    cases.into_iter().map(|case| hf(case, op)).collect()
+}
+
+/// The case with the other rounding, where it has a carry and its op has the choice.
+fn hf(mut case: Case, op: &str) -> Case {
+    let choice = samebits_schema::find(op).and_then(|op| op.attribute("rounding"));
+    if choice.is_some() && case.inputs.contains_key("carry") {
+        case.params.insert("rounding".into(), "hf".into());
+    }
+    case
+}
+
+fn norm_rope_dws(dtype: DType, _: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (tokens, heads, dim) in [(3, 2, 2), (40, 3, 10), (5, 65, 64), (9, 2, 300)] {
+        let make = || {
+            let make = Maker::new("norm_rope_dw", dtype, DType::Fp32).float("x", &[tokens, heads, dim], 1.0);
+            let positions: Vec<i32> = (0..tokens as i32).map(|t| t * t * 977 % 70_001).collect();
+            make.float("dy", &[tokens, heads, dim], 1.0).special("dy", dim).ints("pos", &[tokens], &positions)
+        };
+        cases.push(make().case());
+        let carry: Vec<f32> = (0..64 * dim).map(|i| i as f32 * 0.37 - 5.0).collect();
+        let make = make().ints("mask", &[tokens], &counted(tokens)).fp32_of("carry", &[64, dim], &carry);
+        let case = make.param("token_offset", "77").param("pairing", "interleaved").case();
+        cases.push(hf(case, "norm_rope_dw"));
+    }
+    cases
+}
 
 /// Logits that climb by 2^80 within every segment, so that a thread's reference point moves while its sums stay within reach
 /// of the last: in whole vectors and, where rows are not aligned, one by one.
@@ -562,8 +629,12 @@ impl Maker {
     }
 
     /// One f32 for each row, whatever the other floats are.
-    fn fp32(mut self, name: &str, values: &[f32]) -> Maker {
-        self.case.inputs.insert(name.into(), Tensor::fp32(&[values.len()], values.to_vec()));
+    fn fp32(self, name: &str, values: &[f32]) -> Maker {
+        self.fp32_of(name, &[values.len()], values)
+    }
+
+    fn fp32_of(mut self, name: &str, shape: &[usize], values: &[f32]) -> Maker {
+        self.case.inputs.insert(name.into(), Tensor::fp32(shape, values.to_vec()));
         self
     }
 

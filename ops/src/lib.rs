@@ -95,6 +95,7 @@ pub mod device {
     pub use crate::gemm::device::{gemm, gemm_experts, gemm_rows};
     pub use crate::index::argmax::on_device as argmax;
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
+    pub use crate::index::embedding_dw::on_device as embedding_dw;
     pub use crate::logprob::linear_logprob::device::linear_logprob;
     pub use crate::logprob::logprob::on_device as logprob;
     pub use crate::logprob::logprob_backward::{DeviceGradients as LogprobGradients, on_device as logprob_backward};
@@ -106,12 +107,18 @@ pub mod device {
     pub use crate::norm::add_rms_norm_backward::on_device as add_rms_norm_backward;
     pub use crate::norm::layer_norm::on_device as layer_norm;
     pub use crate::norm::layer_norm_backward::on_device as layer_norm_backward;
+    pub use crate::norm::layer_norm_dw::on_device as layer_norm_dw;
     pub use crate::norm::norm_rope::on_device as norm_rope;
     pub use crate::norm::norm_rope_backward::on_device as norm_rope_backward;
+    pub use crate::norm::norm_rope_dw::on_device as norm_rope_dw;
     pub use crate::norm::rms_norm::on_device as rms_norm;
     pub use crate::norm::rms_norm_backward::on_device as rms_norm_backward;
+    pub use crate::norm::rms_norm_dw::on_device as rms_norm_dw;
     pub use crate::rope::rope::{Rotations, on_device as rope};
     pub use crate::rope::rope_backward::on_device as rope_backward;
+    pub use crate::token::device::Tokens;
+    pub use crate::token::fold::on_device as fold;
+    pub use crate::token::token_sum::on_device as token_sum;
 }
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had

@@ -300,6 +300,14 @@ inline float __shfl_sync(unsigned mask, float v, int from) {
 inline bool __any_sync(unsigned mask, bool v) { return emulator_shuffle("ballot", mask, v, 0) != 0; }
 inline unsigned __ballot_sync(unsigned mask, bool v) { return emulator_shuffle("ballot", mask, v, 0); }
 
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
+inline unsigned __brev(unsigned v) {
+    unsigned reversed = 0;
+    for (int bit = 0; bit < 32; bit++) reversed |= (v >> bit & 1u) << (31 - bit);
+    return reversed;
+}
+
 inline unsigned __float_as_uint(float v) { return emulator_bits(v); }
 inline float __uint_as_float(unsigned bits) { return emulator_float(bits); }
 inline long long __double_as_longlong(double v) {

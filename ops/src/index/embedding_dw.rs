@@ -4,11 +4,13 @@
 //! Order: a chain of additions for each element, tokens ascending, from carry.
 //! Rounding: every addition once to f32.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::token::chains::begin;
+use crate::token::device;
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 const NAME: &str = "embedding_dw";
@@ -66,6 +68,9 @@ fn run(cpu: &Cpu, dy: TensorRef, tokens: &[i32], mask: Option<&[i32]>, dw: &mut 
     });
 }
 
+/// Its kernel.
+const UNIT: Unit = Unit::of(NAME, include_str!("embedding_dw.cu"), &["embedding_dw"]);
+
 /// embedding_dw, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -77,10 +82,58 @@ pub(crate) const OP: Entry = Entry {
         run(cpu, dy, tokens, mask, dw);
         Ok(())
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (dy, tokens, dw) = (args.input("dy"), args.input("tokens"), args.output("dw"));
+        let (dim, carry) = (args.call.dim("D"), args.input("carry").device::<f32>(NAME, "carry")?);
+        device::with_mask(on, args, |mask| {
+            typed!(dy.dtype() => I, {
+                let (dy, dw) = (dy.device::<I>(NAME, "dy")?, dw.device(NAME, "dw")?);
+                match tokens.as_indices() {
+                    Some(tokens) => on_device(on, dim, dy, tokens, mask, carry, dw),
+                    None => {
+                        let tokens = Indices::new(on, NAME, args.integers("tokens")?, args.call.dim("V"))?;
+                        on_device(on, dim, dy, &tokens, mask, carry, dw)
+                    }
+                }
+            })
+        })
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`embedding_dw`] on a device, from `carry[V,D]`, of tokens that stand there.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; [`Error::Value`] when tokens may be outside the table; errors of the
+/// device.
+pub fn on_device<I: Stored>(
+    on: &Device,
+    dim: usize,
+    dy: &Buffer<I>,
+    tokens: &Indices,
+    mask: Option<&Buffer<i32>>,
+    carry: &Buffer<f32>,
+    dw: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let vocab = tokens.limit();
+    check_len(NAME, "dy", "[T,D]", dy.len(), &[tokens.len(), dim])?;
+    mask.map_or(Ok(()), |mask| check_len(NAME, "mask", "[T]", mask.len(), &[tokens.len()]))?;
+    check_len(NAME, "carry", "[V,D]", carry.len(), &[vocab, dim])?;
+    check_len(NAME, "dw", "[V,D]", dw.len(), &[vocab, dim])?;
+    if dw.is_empty() {
+        return Ok(());
+    }
+    let arguments = Arguments::new().buffer(dy).buffer(tokens.buffer(on)?);
+    let arguments = match mask {
+        Some(mask) => arguments.buffer(mask).int(1),
+        None => arguments.null().int(0),
+    };
+    let arguments = arguments.buffer(carry).buffer(dw).long(tokens.len()).long(vocab).long(dim);
+    let grid = [vocab.div_ceil(4), 1, 1];
+    // SAFETY: lengths were checked; a warp takes a row of the table, and the kernel leaves rows behind the last alone.
+    unsafe { on.launch(Build::of::<I, f32>(NAME), NAME, grid, 128, 0, &arguments) }
+}
 
 /// Some rows of the table, from `first` on.
 struct Part<'a, I> {

@@ -1,25 +1,7 @@
 // Gradient of normalised and rotated heads: x[T,H,D], w[D], dy[T,H,D] -> dx[T,H,D]: norm_rope_backward.rs. A warp takes a
 // head: dy turned back in f32 is the gradient of rms_norm_backward, one last rounding.
-#include "rotate.cuh"
 #include "scale.cuh"
-
-// A head's dy and its angles, whose sines have the other sign.
-struct Turned {
-    GLOBAL(const In) dy;
-    GLOBAL(const float) cosines;
-    GLOBAL(const float) sines;
-    int half;
-    int interleaved;
-
-    // Element i, as one of its pair.
-    DEVICE float of(int i) const {
-        int pair = interleaved ? i / 2 : i % half;
-        int first = interleaved ? 2 * pair : pair, second = interleaved ? first + 1 : pair + half;
-        float x1 = widen(static_cast<In>(dy[first])), x2 = widen(static_cast<In>(dy[second]));
-        rotate(x1, x2, cosines[pair], sines[pair]);
-        return narrow<fp32>(i == first ? x1 : x2);
-    }
-};
+#include "turned.cuh"
 
 // Gradients times weights of eight elements from `at`; -0 behind the head's end.
 DEVICE Eight weigh(const Turned &turned, const Eight &weights, int at, int dim, float offset) {

@@ -4,13 +4,15 @@
 //! Formula: dy is turned back by its position; then `rms_norm_dw` over heads, those of a token side by side.
 //! Order and rounding: bit for bit `rope_backward` with an f32 output, then `rms_norm_dw` of `[T*H, D]` with that as its dy.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::norm::rms_norm_dw::add_row;
-use crate::rope::rope::{check_even, prepare, rotate_head, with_table};
+use crate::rope::rope::{Rotations, check_even, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::token::chains::{Tokens, Turns, begin};
+use crate::token::device;
 use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorRef, check_len};
 
 const NAME: &str = "norm_rope_dw";
@@ -70,6 +72,9 @@ fn run(
     })
 }
 
+/// Its kernel.
+const UNIT: Unit = Unit::of(NAME, include_str!("norm_rope_dw.cu"), &["norm_rope_dw"]);
+
 /// norm_rope_dw, by name. The tables of its calls are [reversed](RopeTable::reversed).
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -78,10 +83,58 @@ pub(crate) const OP: Entry = Entry {
         let (rows, dw) = begin(cpu, args, ["x", "dy"], "dw")?;
         with_table(cpu, args, |back| run(cpu, &shape, back, tokens, rows, dw))
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (shape, dw) = (NormRope::of(args.call), args.output("dw"));
+        let [x, dy] = ["x", "dy"].map(|name| args.input(name));
+        with_rotations(on, args, |back| {
+            device::with_tokens(on, args, |tokens, carry| {
+                typed!(x.dtype() => I, {
+                    let (x, dy) = (x.device(NAME, "x")?, dy.device(NAME, "dy")?);
+                    on_device::<I>(on, &shape, back, tokens, [x, dy], carry, dw.device(NAME, "dw")?)
+                })
+            })
+        })
+    }),
+    unit: Some(&UNIT),
     prepare: Some(prepare),
 };
+
+/// [`norm_rope_dw`] on a device, from `carry[64,D]` or +0; the first two are x and dy. `back` is a copy of
+/// [`RopeTable::reversed`].
+///
+/// # Errors
+/// As [`norm_rope_dw`]; errors of the device.
+pub fn on_device<I: Stored>(
+    on: &Device,
+    shape: &NormRope,
+    back: &Rotations,
+    tokens: device::Tokens,
+    [x, dy]: [&Buffer<I>; 2],
+    carry: Option<&Buffer<f32>>,
+    dw: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let NormRope { tokens: count, heads, dim, eps, rounding, pairing, .. } = *shape;
+    check_even(NAME, dim)?;
+    back.check(NAME, count, dim)?;
+    check_len(NAME, "x", "[T,H,D]", x.len(), &[count, heads, dim])?;
+    check_len(NAME, "dy", "[T,H,D]", dy.len(), &[count, heads, dim])?;
+    tokens.check([NAME, "dw"], [count, dim], carry, dw)?;
+    if dim == 0 {
+        return Ok(());
+    }
+    let inputs = Arguments::new().buffer(x).buffer(dy).buffer(&back.cos).buffer(&back.sin);
+    let arguments = tokens
+        .arguments(inputs, carry, dw)
+        .long(count * heads)
+        .int(int(NAME, "H", heads)?)
+        .int(int(NAME, "D", dim)?)
+        .int(tokens.start(heads))
+        .float(eps)
+        .int(rounding.hf())
+        .int(pairing.interleaved());
+    // SAFETY: lengths were checked, those of the table too, and these are the kernel's arguments.
+    unsafe { device::launch(on, Build::of::<I, f32>(NAME), NAME, dim, &arguments) }
+}
 
 /// Some chains.
 struct Part<'a, I> {

@@ -163,7 +163,13 @@ impl RmsNorm {
         // The schema keeps it finite in f32.
         let eps = call.float("eps") as f32;
         let rounding = if call.word("rounding") == "hf" { Rounding::Hf } else { Rounding::Once };
-        RmsNorm { rows, n, eps, rounding, weight_offset: call.flag("weight_offset") }
+        RmsNorm {
+            rows,
+            n,
+            eps,
+            rounding,
+            weight_offset: call.op.attribute("weight_offset").is_some() && call.flag("weight_offset"),
+        }
     }
 }
 

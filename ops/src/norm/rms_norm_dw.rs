@@ -6,12 +6,14 @@
 //! Order: 64 chains of fma over tokens, ascending, from carry or +0.
 //! Rounding: h once to f32, or for hf to bf16; every fma once.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::norm::rms_norm::Scale;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::token::chains::{Tokens, Turns, add_products, begin};
+use crate::token::device;
 use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorRef, check_len};
 
 const NAME: &str = "rms_norm_dw";
@@ -53,6 +55,9 @@ fn run(cpu: &Cpu, shape: &RmsNorm, tokens: Tokens, [x, dy]: [TensorRef; 2], dw: 
     })
 }
 
+/// Its kernel.
+const UNIT: Unit = Unit::of(NAME, include_str!("rms_norm_dw.cu"), &["rms_norm_dw"]);
+
 /// rms_norm_dw, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -62,10 +67,44 @@ pub(crate) const OP: Entry = Entry {
         let (rows, dw) = begin(cpu, args, ["x", "dy"], "dw")?;
         run(cpu, &shape, tokens, rows, dw)
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let shape = RmsNorm::of(args.call, args.call.dim("R"), args.call.dim("N"));
+        let ([x, dy], dw) = (["x", "dy"].map(|name| args.input(name)), args.output("dw"));
+        device::with_tokens(on, args, |tokens, carry| {
+            typed!(x.dtype() => I, {
+                let (x, dy) = (x.device(NAME, "x")?, dy.device(NAME, "dy")?);
+                on_device::<I>(on, &shape, tokens, [x, dy], carry, dw.device(NAME, "dw")?)
+            })
+        })
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`rms_norm_dw`] on a device, from `carry[64,N]` or +0; the first two are x and dy.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device<I: Stored>(
+    on: &Device,
+    shape: &RmsNorm,
+    tokens: device::Tokens,
+    [x, dy]: [&Buffer<I>; 2],
+    carry: Option<&Buffer<f32>>,
+    dw: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let RmsNorm { rows, n, eps, rounding, .. } = *shape;
+    check_len(NAME, "x", "[R,N]", x.len(), &[rows, n])?;
+    check_len(NAME, "dy", "[R,N]", dy.len(), &[rows, n])?;
+    tokens.check([NAME, "dw"], [rows, n], carry, dw)?;
+    if n == 0 {
+        return Ok(());
+    }
+    let arguments = tokens.arguments(Arguments::new().buffer(x).buffer(dy), carry, dw);
+    let arguments = arguments.long(rows).long(n).int(tokens.start(1)).float(eps).int(rounding.hf());
+    // SAFETY: lengths were checked, and these are the kernel's arguments.
+    unsafe { device::launch(on, Build::of::<I, f32>(NAME), NAME, n, &arguments) }
+}
 
 /// Some chains.
 struct Part<'a, I> {

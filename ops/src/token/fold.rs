@@ -4,6 +4,7 @@
 //! Order: for h in C/2, C/4, .., 1: `x[c] = x[c] + x[c + h]` for every c < h.
 //! Rounding: every addition once to f32; last rounding.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
@@ -37,13 +38,18 @@ pub fn fold<I: Element, O: Element>(cpu: &Cpu, x: &[I], y: &mut [O]) -> Result<(
     run(cpu, TensorRef::of(x, &[rows, n]), TensorMut::of(y, &[n]))
 }
 
+fn check_rows(rows: usize) -> Result<(), Error> {
+    match rows.is_power_of_two() {
+        true => Ok(()),
+        false => Err(value_error(NAME, format!("C = {rows} must be a power of two"))),
+    }
+}
+
 /// Rows of any layout.
 fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     x.on_host(NAME, "x")?;
     let rows = x.shape()[0];
-    if !rows.is_power_of_two() {
-        return Err(value_error(NAME, format!("C = {rows} must be a power of two")));
-    }
+    check_rows(rows)?;
     let shift = usize::BITS - rows.trailing_zeros();
     typed!(y.dtype() => O, {
         cpu.chunks(y.host::<O>(NAME, "y")?, TILE, |tile, y| {
@@ -63,14 +69,38 @@ fn run(cpu: &Cpu, x: TensorRef, y: TensorMut) -> Result<(), Error> {
     })
 }
 
+/// Its kernel.
+const UNIT: Unit = Unit::of(NAME, include_str!("fold.cu"), &["fold"]);
+
 /// fold, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
     cpu: |cpu, args| run(cpu, args.input("x"), args.output("y")),
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (x, y) = (args.input("x"), args.output("y"));
+        typed!(x.dtype() => I, typed!(y.dtype() => O, {
+            on_device::<I, O>(on, x.device(NAME, "x")?, y.device(NAME, "y")?)
+        }))
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`fold`] on a device.
+///
+/// # Errors
+/// As [`fold`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(device: &Device, x: &Buffer<I>, y: &mut Buffer<O>) -> Result<(), Error> {
+    let (n, rows) = (y.len(), x.len().checked_div(y.len()).unwrap_or(1));
+    check_len(NAME, "x", "[C,N]", x.len(), &[rows, n])?;
+    check_rows(int(NAME, "C", rows)? as usize)?;
+    if n == 0 {
+        return Ok(());
+    }
+    let arguments = Arguments::new().buffer(x).buffer(y).long(n).int(rows.trailing_zeros() as i32);
+    // SAFETY: lengths were checked; a thread takes a column, and the kernel leaves columns behind the last alone.
+    unsafe { device.launch(Build::of::<I, O>(NAME), NAME, [n.div_ceil(128), 1, 1], 128, 0, &arguments) }
+}
 
 /// Each of the sums that wait, the lowest level first, plus `sum`, which becomes theirs.
 struct Add<'a> {

@@ -1,6 +1,7 @@
 //! Sums over tokens, whose order belongs to the logical batch: any cut into calls has the same bits.
 
 pub(crate) mod chains;
+pub(crate) mod device;
 pub(crate) mod fold;
 pub(crate) mod token_sum;
 

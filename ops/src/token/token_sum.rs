@@ -4,11 +4,13 @@
 //! Order: 64 chains of additions, tokens ascending, from carry or +0.
 //! Rounding: every addition once to f32.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
 use crate::token::chains::{Tokens, Turns, begin};
+use crate::token::device;
 use crate::{Cpu, Element, Error, TensorRef, check_len};
 
 const NAME: &str = "token_sum";
@@ -34,6 +36,9 @@ fn run(cpu: &Cpu, tokens: Tokens, x: TensorRef, sum: &mut [f32]) -> Result<(), E
     })
 }
 
+/// Its kernel.
+const UNIT: Unit = Unit::of(NAME, include_str!("token_sum.cu"), &["token_sum"]);
+
 /// token_sum, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -42,10 +47,41 @@ pub(crate) const OP: Entry = Entry {
         let ([x], sum) = begin(cpu, args, ["x"], "sum")?;
         run(cpu, tokens, x, sum)
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (n, x, sum) = (args.call.dim("N"), args.input("x"), args.output("sum"));
+        device::with_tokens(on, args, |tokens, carry| {
+            typed!(x.dtype() => I, {
+                on_device::<I>(on, n, tokens, x.device(NAME, "x")?, carry, sum.device(NAME, "sum")?)
+            })
+        })
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`token_sum`] on a device, from `carry[64,N]` or +0.
+///
+/// # Errors
+/// [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device<I: Stored>(
+    on: &Device,
+    n: usize,
+    tokens: device::Tokens,
+    x: &Buffer<I>,
+    carry: Option<&Buffer<f32>>,
+    sum: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let rows = x.len().checked_div(n).unwrap_or(0);
+    check_len(NAME, "x", "[R,N]", x.len(), &[rows, n])?;
+    tokens.check([NAME, "sum"], [rows, n], carry, sum)?;
+    if n == 0 {
+        return Ok(());
+    }
+    let arguments = tokens.arguments(Arguments::new().buffer(x), carry, sum);
+    let arguments = arguments.long(rows).long(n).int(tokens.start(1));
+    // SAFETY: lengths were checked, and these are the kernel's arguments.
+    unsafe { device::launch(on, Build::of::<I, f32>(NAME), NAME, n, &arguments) }
+}
 
 /// Some chains.
 struct Part<'a, I> {

@@ -8,13 +8,14 @@ struct Scale {
     float offset;
     bool hf;
 
-    // x * r * w, before the last rounding.
-    DEVICE float of(float x, float w) const {
+    // x * r, for hf rounded to bf16.
+    DEVICE float normed(float x) const {
         float scaled = __fmul_rn(x, r);
-        float weight = __fadd_rn(w, offset);
-        if (!hf) return __fmul_rn(scaled, weight);
-        return __fmul_rn(weight, widen(narrow<bf16>(scaled)));
+        return hf ? widen(narrow<bf16>(scaled)) : scaled;
     }
+
+    // x * r * w, before the last rounding.
+    DEVICE float of(float x, float w) const { return __fmul_rn(normed(x), __fadd_rn(w, offset)); }
 };
 
 // r = 1 / sqrt(squares / n + eps)
