@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 22] = [
+pub const HANDS_ON: [&str; 28] = [
     "gemm",
     "combine",
     "attention",
@@ -39,7 +39,16 @@ pub const HANDS_ON: [&str; 22] = [
     "layer_norm_backward",
     "norm_rope_backward",
     "logprob_backward",
+    "fold",
+    "token_sum",
+    "rms_norm_dw",
+    "layer_norm_dw",
+    "norm_rope_dw",
+    "embedding_dw",
 ];
+
+/// Those that sum over tokens.
+const TOKEN_SUMS: [&str; 5] = ["token_sum", "rms_norm_dw", "layer_norm_dw", "norm_rope_dw", "embedding_dw"];
 
 const CANONICAL: &str = "the canonical NaN";
 const NEAREST: &str = "to nearest, ties to even";
@@ -107,7 +116,7 @@ impl Probe<'_> {
             found("163840 times 10", self.sum(op, &vec![10.0; 163_840])?.map(|sum| sum.text()), "1638400");
         }
         // A sum begins with +0, and that is what -0 is added to.
-        let sums = ["gemm", "combine", "attention"].contains(&op);
+        let sums = ["gemm", "combine", "attention"].contains(&op) || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
         found("NaN", self.hand_on(op, f64::NAN)?.map(|y| y.text()), CANONICAL);
@@ -124,8 +133,8 @@ impl Probe<'_> {
     fn accumulator(&self, op: &str) -> Result<Option<String>, String> {
         // fp16 has no numbers below 2^-24, but products of two.
         let lowest = match (self.dtype, op) {
-            (DType::Fp16, "attention") => 24,
-            (DType::Fp16, _) => 36,
+            (DType::Fp16, "gemm" | "combine") => 36,
+            (DType::Fp16, _) => 24,
             _ => 60,
         };
         let mut kept = 0;
@@ -288,6 +297,15 @@ impl Probe<'_> {
             }
             _ if !self.hold(terms) => Ok(None),
             ("attention", _) => self.mean(terms),
+            ("fold", _) => {
+                // Halves are added first, the later terms behind the earlier ones. -0 changes no sum.
+                let half = terms.len().next_power_of_two() / 2;
+                let place = |i: usize| if half == 0 { 0 } else { i / 2 + i % 2 * half };
+                let mut x = vec![-0.0; (2 * half).max(1)];
+                terms.iter().enumerate().for_each(|(i, term)| x[place(i)] = *term);
+                self.one(op, &[], vec![("x", self.make(&[x.len(), 1], &x))], "y")
+            }
+            _ if TOKEN_SUMS.contains(&op) => self.token_sum(op, terms),
             ("add", [a, b]) => {
                 self.one(op, &[], vec![("a", self.make(&[1, 1], &[*a])), ("b", self.make(&[1, 1], &[*b]))], "y")
             }
@@ -341,6 +359,7 @@ impl Probe<'_> {
         let eps = [("eps", "0".to_string())];
         match op {
             "gemm" | "combine" => self.dot(op, &[v], &[1.0]),
+            _ if op == "fold" || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
@@ -398,6 +417,30 @@ impl Probe<'_> {
             _ => vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))],
         };
         self.one(op, &[], inputs, "y")
+    }
+
+    /// The sum of `terms` over tokens of one chain, the first element of each. A norm without eps of equal elements is 1, and
+    /// at position 0 nothing is turned back.
+    fn token_sum(&self, op: &str, terms: &[f64]) -> Result<Option<Number>, String> {
+        // Every 64th token is one of the chain.
+        let apart = if op == "embedding_dw" { 1 } else { 64 };
+        let (tokens, width) = ((terms.len() - 1) * apart + 1, if op == "token_sum" { 1 } else { 2 });
+        let mut dy = vec![0.0; tokens * width];
+        terms.iter().enumerate().for_each(|(i, term)| dy[i * apart * width] = *term);
+        let shape = if op == "norm_rope_dw" { vec![tokens, 1, width] } else { vec![tokens, width] };
+        let norm = |second: f64| self.make(&shape, &[1.0, second].repeat(tokens));
+        let (rows, zeros) = (self.make(&shape, &dy), Tensor::i32(&[tokens], vec![0; tokens]));
+        let eps = [("eps", "0".to_string())];
+        match op {
+            "token_sum" => self.one(op, &[], vec![("x", rows)], "sum"),
+            "embedding_dw" => {
+                let carry = Tensor::fp32(&[1, 2], vec![0.0; 2]);
+                self.one(op, &[], vec![("dy", rows), ("tokens", zeros), ("carry", carry)], "dw")
+            }
+            "layer_norm_dw" => self.one(op, &eps, vec![("x", norm(-1.0)), ("dy", rows)], "dw"),
+            "norm_rope_dw" => self.one(op, &eps, vec![("x", norm(1.0)), ("dy", rows), ("pos", zeros)], "dw"),
+            _ => self.one(op, &eps, vec![("x", norm(1.0)), ("dy", rows)], "dw"),
+        }
     }
 
     /// The sum of `terms` by attention: values under equal weights, as many as a power of two, times their number.
