@@ -16,6 +16,7 @@ mod models;
 mod mutation;
 mod plain;
 mod rows;
+mod tokens;
 mod violations;
 
 pub use equivalents::{EQUIVALENTS, Equivalent};

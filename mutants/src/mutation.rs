@@ -5,7 +5,7 @@
 
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
-use crate::{attention, chain, elements, gemm, plain, rows};
+use crate::{attention, chain, elements, gemm, plain, rows, tokens};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
@@ -43,7 +43,7 @@ pub enum Others {
 
 /// All mutations.
 pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
-    [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, chain::MUTATIONS]
+    [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS, chain::MUTATIONS]
         .into_iter()
         .flatten()
 }

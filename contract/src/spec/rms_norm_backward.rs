@@ -143,7 +143,7 @@ impl Row {
         let overflows = squares > HUGE && x.iter().all(|v| v.is_finite())
             || g.iter().any(|g| g.error.is_infinite())
             || c_error.is_infinite()
-            || c.is_finite() && (c.abs() * r).max(k.abs()) > HUGE;
+            || c.is_finite() && k.abs() > HUGE;
         if overflows || r_error > round::pow2(16) {
             r_error = f64::INFINITY;
         }

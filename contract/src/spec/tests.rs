@@ -399,6 +399,121 @@ fn lost_slopes_by_hand() {
     assert!([192.0, 208.0].into_iter().all(|x| softcap(x).is_infinite()));
 }
 
+/// What rounding leaves of a product: nothing to round, a half of the last place beside what an operand had, or no claim.
+#[test]
+fn products_by_hand() {
+    use super::rms_norm_backward::Product;
+    let of = |a: f64, b: f64, b_error: f64| {
+        let Product { value, error } = Product::of(a, b, b_error);
+        (value, error)
+    };
+    let odd = 1.0 + round::pow2(-20);
+    for (found, expected) in [
+        (of(0.0, 3.0, 1.0), (0.0, 0.0)),
+        (of(3.0, 0.0, 1.0), (0.0, 0.0)),
+        (of(1e-200, 1e-200, 1.0), (0.0, FLOOR)),
+        (of(1e-200, 1e-200, 0.0), (0.0, 0.0)),
+        (of(f64::INFINITY, 2.0, 1.0), (f64::INFINITY, 0.0)),
+        (of(3.0, 2.0, 0.0), (6.0, 0.0)),
+        (of(3.0, 2.0, 1.0), (6.0, 12.0 + FLOOR)),
+        (of(odd, odd, 0.0), (odd * odd, odd * odd + FLOOR)),
+        (of(2e38, 2.0, 0.0), (4e38, f64::INFINITY)),
+        (of(HUGE, 1.0, 1.0), (HUGE, 2.0 * HUGE + FLOOR)),
+    ] {
+        assert_eq!(found, expected);
+    }
+}
+
+/// Where nothing may be claimed of a gradient, and where a NaN is certain.
+#[test]
+fn lost_gradients_by_hand() {
+    let conditions = |op, params: &[(&str, &str)], inputs: &[(&str, &[f32])]| {
+        let inputs: Vec<_> = inputs
+            .iter()
+            .map(|&(name, v)| (name, if name == "w" { f32s(&[v.len()], v) } else { f32s(&[1, v.len()], v) }))
+            .collect();
+        judged(&case(op, params, &inputs), "dx").into_iter().map(|(_, condition)| condition).collect::<Vec<f64>>()
+    };
+    let rms = |x: &[f32], dy: &[f32]| {
+        conditions("rms_norm_backward", &[("eps", "0")], &[("x", x), ("w", &vec![1.0; x.len()]), ("dy", dy)])
+    };
+    // The mean of the products times r twice is beyond f32; squares lose more bits than 16.
+    assert_eq!(rms(&[1e-15], &[1e38]), [f64::INFINITY]);
+    let tiny = 1.7 * (-72f32).exp2();
+    assert_eq!(rms(&[tiny; 4], &[1.0, 2.0, 3.0, 4.0]), [f64::INFINITY; 4]);
+    // Squares that lose some bits are less certain than those that lose none.
+    let dy = [1.0, 2.0, 3.0, 5.0];
+    let [ordinary, small] =
+        [1.0, (-60f32).exp2()].map(|size| rms(&[size, -size, size, size], &dy)[0] * f64::from(size));
+    assert!(small > 1.001 * ordinary, "{small} {ordinary}");
+
+    // Where the sign of a normed value is not known, an infinity may become NaN; beside a NaN all are NaN.
+    let layer = |dy: [f32; 4]| conditions("layer_norm_backward", &[], &[("x", &[0.1, 0.3, 0.2, 0.2]), ("dy", &dy)]);
+    assert!(layer([f32::INFINITY, 1.0, 1.0, 1.0]).contains(&f64::INFINITY));
+    assert_eq!(layer([f32::NAN, 1.0, 1.0, 1.0]), [0.0; 4]);
+
+    // Infinity times a share that may be cut off; beside a NaN all are NaN.
+    let softmax = |dy: [f32; 2]| conditions("softmax_backward", &[], &[("x", &[0.0, -69.0]), ("dy", &dy)]);
+    assert_eq!(softmax([1.0, f32::INFINITY]), [f64::INFINITY; 2]);
+    assert_eq!(softmax([f32::NAN, f32::INFINITY]), [0.0; 2]);
+}
+
+/// Sums over tokens: which rows they are made of, and what is known of them.
+#[test]
+fn token_sums_by_hand() {
+    let ints = |values: &[i32]| Tensor::i32(&[values.len()], values.to_vec());
+    // Rows 0 and 2 of three go to chains 62 and 63, the next one to chain 0.
+    let carry = |at: usize, v: f32| {
+        let mut carry = vec![-0f32; 64];
+        carry[at] = v;
+        f32s(&[64, 1], &carry)
+    };
+    let sum = |carried: Tensor, x: &[f32], mask: &[i32]| {
+        let inputs = [("x", f32s(&[x.len(), 1], x)), ("mask", ints(mask)), ("carry", carried)];
+        judged(&case("token_sum", &[("token_offset", "62")], &inputs), "sum")
+    };
+    let found = sum(carry(63, 0.5), &[1.0, f32::NAN, 2.0, -0.0], &[1, 0, -3, 1]);
+    assert_eq!((found[62], found[63]), ((1.0, 0.0), (2.5, 0.0)));
+    assert!(found[0].0 == 0.0 && found[0].0.is_sign_negative(), "a sum of -0 alone");
+    assert!(found[1].0.is_sign_negative(), "a chain without a token");
+    let third = 1.0 / 3.0;
+    let (value, condition) = sum(carry(62, third), &[1.0], &[1])[62];
+    assert!((value, condition) == (1.0 + f64::from(third), 1.0 + f64::from(third) + 2.0 * FLOOR));
+    assert_eq!(sum(carry(62, f32::MAX), &[f32::MAX, 1.0], &[1, 1])[62], (f64::INFINITY, 0.0));
+    assert!(sum(carry(62, 0.5), &[f32::NAN], &[1])[62].0.is_nan());
+
+    // The heads of two tokens of three, from chain 6 on.
+    let heads: Vec<f32> = (0..12).map(|i| if i % 2 == 0 { (i + 1) as f32 } else { 0.0 }).collect();
+    let inputs = [
+        ("x", f32s(&[3, 2, 2], &[1.0; 12])),
+        ("dy", f32s(&[3, 2, 2], &heads)),
+        ("pos", ints(&[0; 3])),
+        ("mask", ints(&[1, 0, 1])),
+    ];
+    let dw = judged(&case("norm_rope_dw", &[("eps", "0"), ("token_offset", "3")], &inputs), "dw");
+    let first: Vec<f64> = dw.iter().step_by(2).map(|(value, _)| *value).collect();
+    assert_eq!(first[5..11], [0.0, 1.0, 3.0, 9.0, 11.0, 0.0]);
+
+    // An infinite gradient beside a normed value that may be 0 decides nothing; 0 beside what is uncertain is 0.
+    let inputs =
+        [("x", f32s(&[1, 4], &[0.1, 0.3, 0.2, 0.2])), ("dy", f32s(&[1, 4], &[0.0, 1.0, f32::INFINITY, f32::NAN]))];
+    let dw = judged(&case("layer_norm_dw", &[], &inputs), "dw");
+    assert!(dw[0] == (0.0, 0.0) && dw[1].1 > 0.0 && dw[2].1.is_infinite() && dw[3].0.is_nan());
+
+    let fold = |x: &[f32]| judged(&case("fold", &[], &[("x", f32s(&[x.len(), 1], x))]), "y")[0];
+    assert_eq!((fold(&[1.0, 2.0, 4.0, 8.0]), fold(&[0.1])), ((15.0, 0.0), (f64::from(0.1f32), 0.0)));
+    assert!(fold(&[-0.0, -0.0]).0.is_sign_negative() && fold(&[-0.0, 0.0]).0.is_sign_positive());
+    assert_eq!(fold(&[f32::MAX, -f32::MAX]).1, f64::INFINITY);
+
+    let inputs = [
+        ("dy", f32s(&[3, 1], &[1.0, 2.0, 4.0])),
+        ("tokens", ints(&[1, 0, 1])),
+        ("mask", ints(&[1, 1, 1])),
+        ("carry", f32s(&[2, 1], &[8.0, 16.0])),
+    ];
+    assert_eq!(judged(&case("embedding_dw", &[], &inputs), "dw"), [(10.0, 0.0), (21.0, 0.0)]);
+}
+
 /// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.
 #[test]
 fn linear_logprob_by_hand() {

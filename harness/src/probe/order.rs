@@ -21,11 +21,16 @@ pub enum Op {
     Logprob,
     /// The sum over experts, whose weights are all ones.
     Combine,
+    /// The sum over tokens of a vector, folded.
+    TokenSum,
+    /// The sum over tokens of a row of a table.
+    EmbeddingDw,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Op; 6] = [Op::Gemm, Op::Attention, Op::RmsNorm, Op::Softmax, Op::Logprob, Op::Combine];
+    pub const ALL: [Op; 8] =
+        [Op::Gemm, Op::Attention, Op::RmsNorm, Op::Softmax, Op::Logprob, Op::Combine, Op::TokenSum, Op::EmbeddingDw];
 
     /// The op called `name`.
     pub fn find(name: &str) -> Option<Op> {
@@ -43,7 +48,7 @@ impl Op {
 
     /// Whether the terms have signs.
     fn cancels(self) -> bool {
-        matches!(self, Op::Gemm | Op::Attention | Op::Combine)
+        matches!(self, Op::Gemm | Op::Attention | Op::Combine | Op::TokenSum | Op::EmbeddingDw)
     }
 
     /// The op's stem.
@@ -55,6 +60,8 @@ impl Op {
             Op::Softmax => "softmax",
             Op::Logprob => "logprob",
             Op::Combine => "combine",
+            Op::TokenSum => "token_sum",
+            Op::EmbeddingDw => "embedding_dw",
         }
     }
 
@@ -62,7 +69,8 @@ impl Op {
     pub fn declared(self, n: usize) -> Option<Tree> {
         match self {
             Op::Gemm => Tree::segments(n, Tree::chain),
-            Op::Combine => Tree::chain(0, n),
+            Op::Combine | Op::EmbeddingDw => Tree::chain(0, n),
+            Op::TokenSum => Tree::tokens(n),
             Op::Attention => Tree::blocks(n),
             Op::RmsNorm => Tree::lanes(0, n),
             Op::Softmax | Op::Logprob => Tree::segments(n, Tree::lanes),
@@ -129,6 +137,26 @@ impl Probe<'_> {
                 let y = answer.outputs.get("y").filter(|y| y.len() == m).ok_or("the answer lacks `y`")?;
                 Ok((0..m).map(|row| y.value(row)).collect())
             }
+            Op::TokenSum | Op::EmbeddingDw => {
+                // Every sum is a column.
+                let columns: Vec<f64> =
+                    (0..n).flat_map(|term| (0..m).map(move |row| row * n + term)).map(|i| flat[i]).collect();
+                let terms = make(&[n, m], &columns);
+                let sums = match op {
+                    Op::TokenSum => {
+                        let answer = self.ask("token_sum", DType::Fp32, &[], vec![("x", terms)])?;
+                        let chains = answer.outputs.get("sum").ok_or("the answer lacks `sum`")?;
+                        self.ask("fold", DType::Fp32, &[], vec![("x", chains.clone())])?.outputs.remove("y")
+                    }
+                    _ => {
+                        let (tokens, carry) = (Tensor::i32(&[n], vec![0; n]), Tensor::fp32(&[1, m], vec![0.0; m]));
+                        let inputs = vec![("dy", terms), ("tokens", tokens), ("carry", carry)];
+                        self.ask("embedding_dw", DType::Fp32, &[], inputs)?.outputs.remove("dw")
+                    }
+                };
+                let sums = sums.filter(|sums| sums.len() == m).ok_or("the answer lacks its sums")?;
+                Ok((0..m).map(|column| sums.value(column)).collect())
+            }
             Op::RmsNorm | Op::Softmax | Op::Logprob => Err("its terms are never negative".into()),
         }
     }
@@ -154,7 +182,9 @@ impl Probe<'_> {
             // Two blocks of keys, where the output holds the sum of so many units.
             Op::Attention if self.out == DType::Fp32 => 512,
             Op::Attention => 128,
-            Op::Combine => 9,
+            Op::Combine | Op::EmbeddingDw => 9,
+            // Two chains of three terms, the others of two.
+            Op::TokenSum => 130,
             // Sixteen lanes of two terms, the others of one.
             Op::RmsNorm => 272,
             // Segments of 16 lanes, the last one of 8.

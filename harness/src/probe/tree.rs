@@ -40,9 +40,18 @@ impl Tree {
 
     /// The sum `lanes` over `from..to`: 256 lanes of chains, folded by halves.
     pub fn lanes(from: usize, to: usize) -> Option<Tree> {
+        Tree::strided(from, to, 256)
+    }
+
+    /// The sum over 64 chains of tokens, folded by halves.
+    pub fn tokens(n: usize) -> Option<Tree> {
+        Tree::strided(0, n, 64)
+    }
+
+    fn strided(from: usize, to: usize, count: usize) -> Option<Tree> {
         let lane =
-            |l: usize| (from + l..to).step_by(256).map(Tree::Leaf).reduce(|sum, term| Tree::Node(vec![sum, term]));
-        let mut lanes: Vec<Option<Tree>> = (0..256).map(lane).collect();
+            |l: usize| (from + l..to).step_by(count).map(Tree::Leaf).reduce(|sum, term| Tree::Node(vec![sum, term]));
+        let mut lanes: Vec<Option<Tree>> = (0..count).map(lane).collect();
         while lanes.len() > 1 {
             let upper = lanes.split_off(lanes.len() / 2);
             lanes = lanes.into_iter().zip(upper).map(|(a, b)| Tree::sum(a, b)).collect();
