@@ -278,8 +278,8 @@ impl Bench {
         let ours = CpuImplementation::new(cpu);
         let machine = Machine { threads: vec![2, 5], ..self.machine.clone() };
         let right = Equivalent::new(ours, axis, setting, machine);
-        // One op of every class; the others would say the same again.
-        let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul"].map(String::from).to_vec();
+        // One op of every class, and a sum over tokens; the others would say the same again.
+        let ops = ["gemm", "rms_norm", "attention", "logprob", "silu_mul", "token_sum"].map(String::from).to_vec();
         let judge = self.judge_of(&right);
         // The small cases, or those by default where the small ones have nothing to rearrange.
         let selections = [Slice::Quick, Slice::Default].map(|slice| Selection {

@@ -24,7 +24,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Each call sums its own tokens from +0, and the sum of the calls before is added to that.",
         op: "token_sum",
         caught_by: "invariance:micro_batch",
-        also_red: Others::Are(&["golden", "invariance:accumulation"]),
+        also_red: Others::Are(&["accuracy", "golden"]),
         answer: |mutant, case| added_to_carry(mutant, case, "sum"),
     },
     Mutation {
