@@ -619,7 +619,7 @@ const MUTANTS: [Mutant; 28] = [
     Mutant {
         name: "missing_block_barrier",
         change: Change {
-            file: "gemm.cu",
+            file: "tile.cuh",
             from: "            left_of_segment = steps_of_segment;\n        }\n        __syncthreads();",
             to: "            left_of_segment = steps_of_segment;\n        }",
         },
@@ -705,7 +705,7 @@ const MUTANTS: [Mutant; 28] = [
     },
     Mutant {
         name: "one_row_too_many",
-        change: Change { file: "gemm.cu", from: "if (row >= m) continue;", to: "if (row > m) continue;" },
+        change: Change { file: "tile.cuh", from: "if (row >= m) continue;", to: "if (row > m) continue;" },
         shapes: "gemm_tiles",
         says: "writes outside",
     },
@@ -721,7 +721,7 @@ const MUTANTS: [Mutant; 28] = [
     },
     Mutant {
         name: "tail_padded_with_plus_zero",
-        change: Change { file: "gemm.cu", from: "float pad = left ? -0.0f : 0.0f;", to: "float pad = 0.0f;" },
+        change: Change { file: "tile.cuh", from: "float pad = left ? -0.0f : 0.0f;", to: "float pad = 0.0f;" },
         shapes: "gemm_tiles",
         says: "elements differ",
     },

@@ -27,6 +27,7 @@ mod embedding;
 mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
+mod gemm_dx;
 mod layer_norm;
 mod layer_norm_backward;
 mod linear_logprob;
@@ -223,6 +224,7 @@ impl Deref for Spec {
 pub fn all() -> &'static [Spec] {
     static ALL: &[Spec] = &[
         gemm::SPEC,
+        gemm_dx::SPEC,
         rms_norm::SPEC,
         rms_norm_backward::SPEC,
         add_rms_norm::SPEC,

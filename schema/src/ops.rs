@@ -19,6 +19,7 @@ pub mod embedding;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
+pub mod gemm_dx;
 pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod linear_logprob;
@@ -44,6 +45,7 @@ pub mod softmax_backward;
 /// All ops, in the order tables print them.
 pub static OPS: &[&Op] = &[
     &gemm::OP,
+    &gemm_dx::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
     &add_rms_norm::OP,

@@ -122,6 +122,59 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
     }
 }
 
+/// Lays rows of one length, one for each of `k` steps, as pairs of steps: `out[p * stride + c]` is pair p of column c; an
+/// odd end is filled with `pad`. Other places of `out` keep what they hold.
+pub fn vnni_of_columns<'a>(
+    cpu: &Cpu,
+    k: usize,
+    row: impl Fn(usize) -> &'a [bf16],
+    pad: bf16,
+    out: &mut [u32],
+    stride: usize,
+) {
+    if k % 2 == 1 {
+        let out = &mut out[k / 2 * stride..];
+        row(k - 1).iter().zip(out).for_each(|(last, out)| *out = pair(*last, pad));
+    }
+    cpu.dispatch(PairsOfRows { pairs: k / 2, row, out, stride });
+}
+
+struct PairsOfRows<'a, F> {
+    pairs: usize,
+    row: F,
+    out: &'a mut [u32],
+    stride: usize,
+}
+
+impl<'a, F: Fn(usize) -> &'a [bf16]> Kernel for PairsOfRows<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let PairsOfRows { pairs, row, out, stride } = self;
+        for p in 0..pairs {
+            let (earlier, later, out) = (row(2 * p), row(2 * p + 1), &mut out[p * stride..]);
+            let columns = earlier.len();
+            let pairs = out[..columns].iter_mut().zip(earlier).zip(&later[..columns]);
+            pairs.for_each(|((out, earlier), later)| *out = pair(*earlier, *later));
+        }
+    }
+}
+
+/// Lays rows of one length, one for each of `k` steps, as f32: `out[p * stride + c]` is element c of row p. Other places of
+/// `out` keep what they hold.
+pub fn f32_of_columns<'a, I: Element>(
+    cpu: &Cpu,
+    k: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    stride: usize,
+) {
+    for p in 0..k {
+        f32_row(cpu, row(p), tf32, &mut out[p * stride..]);
+    }
+}
+
 /// Writes one row as adjacent pairs, an odd end filled with `pad`, and returns its [`least_magnitude`].
 pub fn vnni_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
     let whole = row.len() / 2;

@@ -100,6 +100,49 @@ fn rows_of_every_type_become_floats() {
     rows_become_floats::<f16>();
 }
 
+fn columns_become_floats<I: Element>() {
+    for (cpu, tf32) in cpus().into_iter().flat_map(|cpu| [(cpu.recording(), Tf32::Disabled), (cpu, Tf32::Enabled)]) {
+        for (columns, k) in [1, 5, 16, 32].into_iter().flat_map(|columns| [0, 1, 2, 7].map(|k| (columns, k))) {
+            let x: Vec<I> = (0..columns * k).map(|i| I::narrow(float(i))).collect();
+            let row = |p: usize| &x[p * columns..][..columns];
+            for stride in [columns, columns + 3] {
+                let lay_out = |out: &mut [u32]| f32_of_columns(&cpu, k, row, tf32, as_floats_mut(out), stride);
+                let what = format!("{} {} {tf32:?} {columns} columns of {k}, stride {stride}", cpu.isa(), I::NAME);
+                assert_laid_out([columns, k, stride], lay_out, |p, c| plain(row(p)[c], tf32), &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn columns_of_every_type_become_floats() {
+    columns_become_floats::<f32>();
+    columns_become_floats::<bf16>();
+    columns_become_floats::<f16>();
+}
+
+#[test]
+fn columns_become_pairs() {
+    for cpu in cpus() {
+        for (columns, k) in [1, 7, 16, 31, 32].into_iter().flat_map(|columns| [0, 1, 2, 3, 6, 35].map(|k| (columns, k)))
+        {
+            // Rows begin in the middle of a word.
+            let data: Vec<bf16> = (0..k * columns + 1).map(number).collect();
+            let row = |p: usize| &data[1 + p * columns..][..columns];
+            let pad = number(9);
+            let expected = |p: usize, c: usize| {
+                let later = if 2 * p + 1 < k { row(2 * p + 1)[c] } else { pad };
+                u32::from(row(2 * p)[c].to_bits()) << 16 | u32::from(later.to_bits())
+            };
+            for stride in [columns, columns + 3] {
+                let lay_out = |out: &mut [u32]| vnni_of_columns(&cpu, k, row, pad, out, stride);
+                let what = format!("{} {columns} columns of {k}, stride {stride}", cpu.isa());
+                assert_laid_out([columns, k.div_ceil(2), stride], lay_out, expected, &what);
+            }
+        }
+    }
+}
+
 #[test]
 fn outputs_that_are_too_short_are_refused() {
     for cpu in cpus() {

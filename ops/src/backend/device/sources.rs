@@ -39,7 +39,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 10] = headers![
+pub static HEADERS: [(&str, &str); 11] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
@@ -49,7 +49,8 @@ pub static HEADERS: [(&str, &str); 10] = headers![
     "rank.cuh",
     "reduce.cuh",
     "rotate.cuh",
-    "scale.cuh"
+    "scale.cuh",
+    "tile.cuh"
 ];
 
 /// A unit and what its text is compiled for.
