@@ -424,16 +424,17 @@ impl<'a, I: Element> Matrix<'a, I> {
         if self.side == Side::Rows {
             return pack_rows(cpu, self.rows, first, columns, operand, out);
         }
-        let (out, end) = out.split_at_mut(out.len() - LINE);
+        let (words, end) = out.split_at_mut(out.len() - LINE);
         if I::IS_BF16 {
+            // What stands beside the last outputs is no weight.
             if columns < PANEL {
-                out.fill(0);
+                words.fill(0);
             }
             let row = |term: usize| bf16_slice(self.piece(term, first, columns)).expect("bf16");
-            vnni_of_columns(cpu, terms, row, operand.pad, out, PANEL);
-            end[0] = least_of_vnni(cpu, out).to_bits();
+            vnni_of_columns(cpu, terms, row, operand.pad, words, PANEL);
+            end[0] = least_of_vnni(cpu, words).to_bits();
         } else {
-            let out = as_floats_mut(out);
+            let out = as_floats_mut(words);
             if terms % 2 == 1 {
                 out[terms * PANEL..].fill(0.0);
             }

@@ -301,6 +301,19 @@ fn a_packed_weight_holds_every_bit() {
     }
 }
 
+/// A panel that is not full stands where a full one of weights that `VDPBF16PS` would flush stood before.
+#[test]
+fn what_stands_beside_the_last_outputs_is_no_weight() {
+    let (m, n, tiny) = (13, 40, bf16::from_bits(3));
+    for isa in Isa::of_machine() {
+        let (cpu, mut dx) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; m * 64]);
+        gemm_dx(&cpu, &GemmDx::new(m, n, 64), &numbers::<bf16>(0, m * n), &vec![tiny; n * 64], &mut dx).unwrap();
+        cpu.ledger().forbid(Counter::SlowPaths);
+        let (dy, w) = (numbers::<bf16>(0, m * n), numbers::<bf16>(7, n * 33));
+        gemm_dx(&cpu, &GemmDx::new(m, n, 33), &dy, &w, &mut dx[..m * 33]).unwrap();
+    }
+}
+
 /// A square weight fits both ways; the one that it was not packed for is refused.
 #[test]
 fn a_weight_packed_for_another_op_is_refused() {
