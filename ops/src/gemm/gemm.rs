@@ -418,28 +418,30 @@ pub(crate) struct Matrix<'a, I> {
 }
 
 impl<'a, I: Element> Matrix<'a, I> {
-    /// Packs the panel of the outputs from `first` on, of which there are `columns`; of all `terms`.
-    pub(crate) fn pack(&self, cpu: &Cpu, terms: usize, first: usize, columns: usize, tf32: Tf32, out: &mut [u32]) {
-        let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
+    /// Packs the panels of some outputs, of all `terms`.
+    pub(crate) fn pack(&self, cpu: &Cpu, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
+        let size = panel_words(terms, I::IS_BF16);
+        let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
         if self.side == Side::Rows {
-            return pack_rows(cpu, self.rows, first, columns, operand, out);
-        }
-        let (words, end) = out.split_at_mut(out.len() - LINE);
-        if I::IS_BF16 {
+            let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
+            panels.for_each(|(at, out)| pack_rows(cpu, self.rows, at, PANEL.min(outputs.end - at), operand, out));
+        } else if I::IS_BF16 {
+            let end = size - LINE;
             // What stands beside the last outputs is no weight.
-            if columns < PANEL {
-                words.fill(0);
+            panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
+            let row = |term: usize| bf16_slice(self.piece(term, outputs.clone())).expect("bf16");
+            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, out, size);
+            for panel in out.chunks_exact_mut(size) {
+                panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
             }
-            let row = |term: usize| bf16_slice(self.piece(term, first, columns)).expect("bf16");
-            vnni_of_columns(cpu, terms, row, operand.pad, words, PANEL);
-            end[0] = least_of_vnni(cpu, words).to_bits();
         } else {
-            let out = as_floats_mut(words);
-            if terms % 2 == 1 {
-                out[terms * PANEL..].fill(0.0);
+            f32_of_columns(cpu, terms, |term| self.piece(term, outputs.clone()), tf32, as_floats_mut(out), size);
+            for panel in out.chunks_exact_mut(size) {
+                if terms % 2 == 1 {
+                    panel[terms * PANEL..][..PANEL].fill(0);
+                }
+                panel[size - LINE] = f32::NAN.to_bits();
             }
-            f32_of_columns(cpu, terms, |term| self.piece(term, first, columns), tf32, out, PANEL);
-            end[0] = f32::NAN.to_bits();
         }
     }
 
@@ -448,7 +450,8 @@ impl<'a, I: Element> Matrix<'a, I> {
         match self.side {
             Side::Rows => f32_of_rows(cpu, columns, steps, |c| &self.rows.row(first + c)[from..], tf32, out, PANEL),
             Side::Columns => {
-                f32_of_columns(cpu, steps, |step| self.piece(from + step, first, columns), tf32, out, PANEL);
+                let row = |step: usize| self.piece(from + step, first..first + columns);
+                f32_of_columns(cpu, steps, row, tf32, out, out.len());
             }
         }
     }
@@ -458,23 +461,25 @@ impl<'a, I: Element> Matrix<'a, I> {
         match self.side {
             Side::Rows => least_of_rows(cpu, self.rows, first, columns),
             Side::Columns => (0..terms)
-                .map(|term| least_magnitude(cpu, bf16_slice(self.piece(term, first, columns)).expect("bf16")))
+                .map(|term| least_magnitude(cpu, bf16_slice(self.piece(term, first..first + columns)).expect("bf16")))
                 .fold(f32::INFINITY, f32::min),
         }
     }
 
-    /// Factors of `columns` outputs from `first` on that stand in one row.
+    /// Factors of some outputs that stand in one row.
     #[inline(always)]
-    fn piece(&self, term: usize, first: usize, columns: usize) -> &'a [I] {
-        &self.rows.row(term)[first..][..columns]
+    fn piece(&self, term: usize, outputs: Range<usize>) -> &'a [I] {
+        &self.rows.row(term)[outputs]
     }
 }
 
 /// Packs the panels of some outputs of w into `out`, in parallel.
 fn pack_panels<I: Element>(cpu: &Cpu, w: Matrix<I>, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
-    cpu.chunks(out, panel_words(terms, I::IS_BF16), |panel, out| {
-        let first = outputs.start + panel * PANEL;
-        w.pack(cpu, terms, first, PANEL.min(outputs.end - first), tf32, out);
+    // Several panels share the lines and pages of the rows that they are pieces of.
+    let together = if w.side == Side::Columns { 4 } else { 1 };
+    cpu.chunks(out, together * panel_words(terms, I::IS_BF16), |number, out| {
+        let first = outputs.start + number * together * PANEL;
+        w.pack(cpu, terms, first..outputs.end.min(first + together * PANEL), tf32, out);
     });
 }
 

@@ -443,7 +443,8 @@ impl<I: Element> Block<'_, I> {
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
-                    w.pack(cpu, product.shape.k, panel * PANEL, columns, product.shape.tf32, laid_out);
+                    let outputs = panel * PANEL..panel * PANEL + columns;
+                    w.pack(cpu, product.shape.k, outputs, product.shape.tf32, laid_out);
                     held = Panels::one(laid_out, k, I::IS_BF16);
                     Some(held.panel(0, &mut []))
                 }

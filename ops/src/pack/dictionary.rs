@@ -80,7 +80,7 @@ pub fn pack(cpu: &Cpu, [n, k]: [usize; 2], w: Matrix<bf16>) -> Result<Option<Mem
         }
         let rows = PANEL.min(n - panel * PANEL);
         let mut pairs = vec![0; size];
-        w.pack(cpu, k, panel * PANEL, rows, Tf32::Disabled, &mut pairs);
+        w.pack(cpu, k, panel * PANEL..panel * PANEL + rows, Tf32::Disabled, &mut pairs);
         let least = pairs[size - LINE];
         // Columns and pairs of k that only fill up the panel repeat others, so that they cause no escapes.
         pairs.truncate(form.pairs * PANEL);
