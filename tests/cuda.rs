@@ -753,8 +753,8 @@ const MUTANTS: [Mutant; 30] = [
         name: "row_of_w_too_many",
         change: Change {
             file: "tile.cuh",
-            from: "at + step < k ? n - output : 0",
-            to: "at + step <= k ? n - output : 0",
+            from: "at + step < k ? n - n0 - output : 0",
+            to: "at + step <= k ? n - n0 - output : 0",
         },
         shapes: "gemm_dx",
         says: "reads outside",

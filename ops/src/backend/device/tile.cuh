@@ -41,9 +41,9 @@ DEVICE void gemm_tile(GLOBAL(const In) x, GLOBAL(const In) w, GLOBAL(const In) b
             bool left = task < BM * 2;
             if (COLUMNS && !left) {
                 // Eight outputs of one step.
-                int step = (task - BM * 2) / (BN / 8);
-                long long output = n0 + (task - BM * 2) % (BN / 8) * 8;
-                next[l] = load_up_to8<In>(w + (at + step) * n + output, at + step < k ? n - output : 0, aligned, 0.0f);
+                int step = (task - BM * 2) / (BN / 8), output = (task - BM * 2) % (BN / 8) * 8;
+                long long count = at + step < k ? n - n0 - output : 0;
+                next[l] = load_up_to8<In>(w + (at + step) * n + n0 + output, count, aligned, 0.0f);
                 continue;
             }
             int row = left ? task / 2 : task / 2 - BM;
