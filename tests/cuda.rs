@@ -294,6 +294,20 @@ const SHAPES: &[(&str, Make)] = &[
         }
         cases
     }),
+    ("gemm_dx", |dtype, out| {
+        // Rows, outputs and terms: w in vectors and one by one, parts, and the large tiles.
+        let mut shapes = vec![(17, 5, 33), (65, 72, 129), (20, 130, 300), (33, 1, 1), (64, 64, 16), (18, 9, 0)];
+        shapes.extend([(3, 70, 256), (129, 8200, 17)]);
+        let of = |shape| products_of("gemm_dx", shape, dtype, out);
+        let mut cases: Vec<Case> = shapes.into_iter().flat_map(of).collect();
+        // As for gemm, of a sum that ends in the first half of a step.
+        if dtype != DType::Fp16 {
+            let make = Maker::new("gemm_dx", dtype, out).float("dy", &[17, 117], 0.0).float("w", &[117, 5], 0.0);
+            let make = (0..117).fold(make, |make, n| make.set("dy", n, -1e-30).set("w", 5 * n, 1e-30));
+            cases.push(make.case());
+        }
+        cases
+    }),
     ("attention", attentions),
 ];
 
@@ -515,15 +529,25 @@ fn rotated(op: &'static str, dtype: DType, out: DType) -> Vec<Case> {
 }
 
 fn products((m, n, k): (usize, usize, usize), dtype: DType, out: DType) -> Vec<Case> {
-    let plain = || Maker::new("gemm", dtype, out).float("x", &[m, k], 1.0).float("w", &[n, k], 1.0);
-    let mut cases = vec![plain().case(), plain().float("bias", &[n], 1.0).case()];
+    let biased = Maker::new("gemm", dtype, out).float("x", &[m, k], 1.0).float("w", &[n, k], 1.0);
+    let mut cases = products_of("gemm", (m, n, k), dtype, out);
+    cases.push(biased.float("bias", &[n], 1.0).case());
+    cases
+}
+
+/// Products of m rows, n outputs and k terms.
+fn products_of(op: &str, (m, n, k): (usize, usize, usize), dtype: DType, out: DType) -> Vec<Case> {
+    let (x, w, sum) = if op == "gemm" { ("x", [n, k], "k") } else { ("dy", [k, n], "n") };
+    let plain = || Maker::new(op, dtype, out).float(x, &[m, k], 1.0).float("w", &w, 1.0);
+    let mut cases = vec![plain().case()];
     if dtype == DType::Fp32 {
         cases.push(plain().param("tf32", "enabled").case());
     }
     // One rank's part: the last two segments, and the first four.
     if k > 0 && k.is_multiple_of(256) {
-        cases.push(plain().param("k_total", &(4 * k).to_string()).param("k_offset", &(3 * k).to_string()).case());
-        cases.push(plain().param("k_total", &(2 * k).to_string()).case());
+        let [total, offset] = ["total", "offset"].map(|name| format!("{sum}_{name}"));
+        cases.push(plain().param(&total, &(4 * k).to_string()).param(&offset, &(3 * k).to_string()).case());
+        cases.push(plain().param(&total, &(2 * k).to_string()).case());
     }
     cases
 }
@@ -686,11 +710,11 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 28] = [
+const MUTANTS: [Mutant; 30] = [
     Mutant {
         name: "missing_block_barrier",
         change: Change {
-            file: "gemm.cu",
+            file: "tile.cuh",
             from: "            left_of_segment = steps_of_segment;\n        }\n        __syncthreads();",
             to: "            left_of_segment = steps_of_segment;\n        }",
         },
@@ -776,7 +800,7 @@ const MUTANTS: [Mutant; 28] = [
     },
     Mutant {
         name: "one_row_too_many",
-        change: Change { file: "gemm.cu", from: "if (row >= m) continue;", to: "if (row > m) continue;" },
+        change: Change { file: "tile.cuh", from: "if (row >= m) continue;", to: "if (row > m) continue;" },
         shapes: "gemm_tiles",
         says: "writes outside",
     },
@@ -792,8 +816,24 @@ const MUTANTS: [Mutant; 28] = [
     },
     Mutant {
         name: "tail_padded_with_plus_zero",
-        change: Change { file: "gemm.cu", from: "float pad = left ? -0.0f : 0.0f;", to: "float pad = 0.0f;" },
+        change: Change { file: "tile.cuh", from: "float pad = left ? -0.0f : 0.0f;", to: "float pad = 0.0f;" },
         shapes: "gemm_tiles",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "row_of_w_too_many",
+        change: Change {
+            file: "tile.cuh",
+            from: "at + step < k ? n - n0 - output : 0",
+            to: "at + step <= k ? n - n0 - output : 0",
+        },
+        shapes: "gemm_dx",
+        says: "reads outside",
+    },
+    Mutant {
+        name: "outputs_exchanged",
+        change: Change { file: "tile.cuh", from: "output + 4 * i,", to: "output + 4 * (1 - i)," },
+        shapes: "gemm_dx",
         says: "elements differ",
     },
     Mutant {

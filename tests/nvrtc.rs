@@ -421,8 +421,8 @@ const FAULTS: [Fault; 5] = [
     Fault {
         name: "contractible_sum",
         unit: "gemm",
-        from: "sums[i * TN + j] = __fmaf_rn(a[i], b[j], sums[i * TN + j]);",
-        to: "sums[i * TN + j] = a[i] * b[j] + sums[i * TN + j];",
+        from: "sums[row * PER + p] = __fmaf_rn(all[j], own[p][j], sums[row * PER + p]);",
+        to: "sums[row * PER + p] = all[j] * own[p][j] + sums[row * PER + p];",
         says: "contraction would change",
     },
     Fault {

@@ -121,8 +121,10 @@ pub enum Join {
     /// Each goes on with this output of the one before as its `carry`, so that the last one has the whole; of other outputs,
     /// rows one behind the other.
     Carry(&'static str),
-    /// The f32 partial sums `y` of a matrix product, added as the tree of its segments; then the bias, then rounded.
+    /// The f32 partial sums of a matrix product, added as the tree of its segments; then the bias, then rounded.
     Tree {
+        /// The output that they are.
+        output: &'static str,
         /// The bias of the whole.
         bias: Option<Tensor>,
         /// The dtype of the whole.
@@ -193,10 +195,10 @@ impl Join {
                 }
                 Ok(whole)
             }
-            Join::Tree { bias, out } => {
+            Join::Tree { output, bias, out } => {
                 let mut sums: Vec<(Vec<usize>, Vec<f32>)> = Vec::new();
                 for part in &parts {
-                    let y = part.get("y").ok_or("a part lacks `y`")?;
+                    let y = part.get(*output).ok_or_else(|| format!("a part lacks `{output}`"))?;
                     if y.dtype() != DType::Fp32 || sums.first().is_some_and(|(shape, _)| shape != y.shape()) {
                         return Err(format!(
                             "a partial sum is {} {:?}; it must be fp32, all of one shape",
@@ -219,7 +221,7 @@ impl Join {
                     Some(bias) => f64::from(v + bias.value(i % columns) as f32),
                     None => f64::from(v),
                 });
-                Ok(BTreeMap::from([("y".to_string(), round::tensor(*out, &shape, &whole.collect::<Vec<_>>()))]))
+                Ok(BTreeMap::from([(output.to_string(), round::tensor(*out, &shape, &whole.collect::<Vec<_>>()))]))
             }
         }
     }
@@ -393,7 +395,7 @@ impl Axis {
         match self.applies {
             Applies::Both => true,
             Applies::Attention => spec.class == Class::Attention,
-            Applies::Ranks => spec.name == "gemm" || spec.class == Class::Attention,
+            Applies::Ranks => Product::of(spec.name).is_some() || spec.class == Class::Attention,
             Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain),
             Applies::Ops => spec.class != Class::Chain,
             Applies::Rows => spec.class != Class::Chain && spec.has_rows(),
@@ -993,7 +995,30 @@ fn prefix<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     sizes.map(|size| Variant::plain(format!("hit:size{size}"), rows.clone(), move || make(size))).collect()
 }
 
-/// The shares of 2, 4 and 8 ranks: columns of the weights, columns of both operands, heads.
+/// A matrix product that ranks share: its names for what is cut, and the axes of w for its outputs and for its sum. The
+/// sum is the second axis of the other operand.
+struct Product {
+    x: &'static str,
+    outputs: usize,
+    terms: usize,
+    offset: &'static str,
+    total: &'static str,
+    output: &'static str,
+}
+
+impl Product {
+    fn of(op: &str) -> Option<Product> {
+        match op {
+            "gemm" => Some(Product { x: "x", outputs: 0, terms: 1, offset: "k_offset", total: "k_total", output: "y" }),
+            "gemm_dx" => {
+                Some(Product { x: "dy", outputs: 1, terms: 0, offset: "n_offset", total: "n_total", output: "dx" })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The shares of 2, 4 and 8 ranks: outputs of a product, terms of its sums, heads.
 fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
     let mut variants = Vec::new();
@@ -1004,14 +1029,14 @@ fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
         variants.push(Variant { way, ..Variant::plain(setting, base.same(), || case) });
     };
     let cut = |count: usize, ranks: usize| (0..ranks).map(move |r| (r * count / ranks, (r + 1) * count / ranks));
-    if case.op == "gemm" {
-        let (n, k) = (case.inputs["w"].shape()[0], case.inputs["w"].shape()[1]);
-        let partial = case.params.contains_key("k_total");
+    if let Some(Product { x, outputs, terms, offset, total, output }) = Product::of(&case.op) {
+        let (n, k) = (case.inputs["w"].shape()[outputs], case.inputs["w"].shape()[terms]);
+        let partial = case.params.contains_key(total);
         for ranks in [2, 4, 8] {
             if n >= ranks {
                 let part = |(from, to)| {
                     let mut part = case.clone();
-                    part.inputs.insert("w".into(), case.inputs["w"].range(0, from, to));
+                    part.inputs.insert("w".into(), case.inputs["w"].range(outputs, from, to));
                     if let Some(bias) = case.inputs.get("bias") {
                         part.inputs.insert("bias".into(), bias.range(0, from, to));
                     }
@@ -1022,16 +1047,16 @@ fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
             if k % 128 == 0 && !partial {
                 let part = |(from, to): (usize, usize)| {
                     let mut part = case.clone();
-                    for name in ["x", "w"] {
-                        part.inputs.insert(name.into(), case.inputs[name].range(1, from, to));
+                    for (name, axis) in [(x, 1), ("w", terms)] {
+                        part.inputs.insert(name.into(), case.inputs[name].range(axis, from, to));
                     }
                     part.inputs.remove("bias");
                     part.out = DType::Fp32;
-                    part.params.insert("k_offset".into(), from.to_string());
-                    part.params.insert("k_total".into(), k.to_string());
+                    part.params.insert(offset.into(), from.to_string());
+                    part.params.insert(total.into(), k.to_string());
                     part
                 };
-                let join = Join::Tree { bias: case.inputs.get("bias").cloned(), out: case.out };
+                let join = Join::Tree { output, bias: case.inputs.get("bias").cloned(), out: case.out };
                 split(format!("sum:{ranks}"), cut(k, ranks).map(part).collect(), join);
             }
         }

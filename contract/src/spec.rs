@@ -29,6 +29,7 @@ mod fold;
 mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
+mod gemm_dx;
 mod layer_norm;
 mod layer_norm_backward;
 mod layer_norm_dw;
@@ -229,6 +230,7 @@ impl Deref for Spec {
 pub fn all() -> &'static [Spec] {
     static ALL: &[Spec] = &[
         gemm::SPEC,
+        gemm_dx::SPEC,
         rms_norm::SPEC,
         rms_norm_backward::SPEC,
         rms_norm_dw::SPEC,

@@ -202,6 +202,15 @@ def gemm(r):
     return ["y"], lambda: [F.linear(x, w, bias)], ""
 
 
+def gemm_dx(r):
+    dy = r.input("dy", 2)
+    w = r.input("w", 2, [dy.shape[1], None])
+    r.params.pop("n_offset", None)
+    if r.params.pop("n_total", str(dy.shape[1])) != str(dy.shape[1]):
+        dy, w = dy.float(), w.float()
+    return ["dx"], lambda: [dy @ w], ""
+
+
 def rms_norm(r):
     x = r.input("x", 2)
     w = r.input("w", 1, [x.shape[1]])
@@ -373,7 +382,8 @@ def argmax(r):
 OPS = {
     f.__name__: f
     for f in (
-        gemm, rms_norm, add_rms_norm, attention, logprob, linear_logprob, softmax, silu_mul, rope, add, embedding, argmax
+        gemm, gemm_dx, rms_norm, add_rms_norm, attention, logprob, linear_logprob, softmax, silu_mul, rope, add, embedding,
+        argmax,
     )
 }
 

@@ -114,6 +114,33 @@ fn gemm_is_refused_before_it_writes() {
 }
 
 #[test]
+fn gemm_dx_is_refused_before_it_writes() {
+    let n = 64;
+    for (m, k) in [(1, 40), (5, 7), (40, 70), (100, 33)] {
+        let (dy, w, shape) = (numbers(m * n), numbers(n * k), GemmDx::new(m, n, k));
+        let (mut small_dy, mut small_w) = (dy.clone(), w.clone());
+        small_dy[m * n - 1] = subnormal();
+        small_w[n * k - 1] = subnormal();
+        for cpu in cpus() {
+            for (dy, w, slow) in [(&dy, &w, false), (&small_dy, &w, true), (&dy, &small_w, true)] {
+                let plain = held(&cpu, [m * k, 0], |cpu, dx, _| gemm_dx(cpu, &shape, dy, w, dx));
+                let packed = PackedWeight::pack_for_dx(&cpu, n, k, w).unwrap();
+                let of_packed = held(&cpu, [m * k, 0], |cpu, dx, _| gemm_dx_packed(cpu, &shape, dy, &packed, dx));
+                let (dy, w) = (spread(dy, n), spread(w, k));
+                let of_views = held(&cpu, [m * k, 0], |cpu, dx, _| {
+                    let view = |x, rows, n| TensorRef::strided(x, &[rows, n], &[stride(n), 1]).unwrap();
+                    let inputs = [("dy", view(&dy, m, n)), ("w", view(&w, n, k))];
+                    call(cpu, "gemm_dx", Attributes::new(), &inputs, [("dx", dx, vec![m, k])])
+                });
+                let expected = slow && flushes(&cpu, m == 100);
+                assert_eq!([plain, of_packed, of_views].map(|taken| taken > 0), [expected; 3], "{cpu:?} {m}x{n}x{k}");
+                assert_eq!(of_views, plain, "{cpu:?} {m}x{n}x{k}");
+            }
+        }
+    }
+}
+
+#[test]
 fn attention_is_refused_before_it_writes() {
     // Decode, and prefill with keys that tiles share.
     for (queries, keys) in [(1, 600), (3, 40), (40, 300)] {
@@ -237,6 +264,11 @@ fn extents_that_overflow_are_errors() {
                 assert_eq!(gemm(cpu, &shape, &none, &none, None, &mut y[..0]).is_ok(), expected, "{a} {b} {c}");
                 let part = Gemm { k_offset: b, k_total: c, ..Gemm::new(1, 1, a) };
                 assert!(gemm(cpu, &part, &x, &x, None, &mut y).is_err());
+                let shape = GemmDx::new(a, c, b);
+                assert!(gemm_dx(cpu, &shape, &x, &x, &mut y).is_err());
+                assert_eq!(gemm_dx(cpu, &shape, &none, &none, &mut y[..0]).is_ok(), expected, "{a} {b} {c}");
+                let part = GemmDx { n_offset: b, n_total: c, ..GemmDx::new(1, a, 1) };
+                assert!(gemm_dx(cpu, &part, &x, &x, &mut y).is_err());
                 let shape = Rope { tokens: a, heads: b, dim: c, pairing: Pairing::Half };
                 let table = RopeTable::new(cpu, &[], &[]);
                 assert!(rope(cpu, &shape, &table, &x, &mut y).is_err());

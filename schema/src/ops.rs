@@ -21,6 +21,7 @@ pub mod fold;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
+pub mod gemm_dx;
 pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod layer_norm_dw;
@@ -50,6 +51,7 @@ pub mod token_sum;
 /// All ops, in the order tables print them.
 pub static OPS: &[&Op] = &[
     &gemm::OP,
+    &gemm_dx::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
     &rms_norm_dw::OP,

@@ -106,6 +106,14 @@ fn refusals_name_the_field_and_the_fix() {
         (gemm(&[("k_total", "-6")], &[X, W]), "param `k_total`: `-6` is not a whole number of at least 0"),
         (gemm(&[("k_offset", "18446744073709551615")], &[X, W]), "beyond k_total 3"),
         (
+            refused(fp32("gemm_dx", &[("n_total", "6")], &[("dy", &[2, 4]), W])),
+            "param `n_offset`: rows of w 0..4 of 6 are no subtree of its eight segments of 16",
+        ),
+        (
+            refused(fp32("gemm_dx", &[("n_total", "3")], &[("dy", &[2, 4]), W])),
+            "param `n_total`: n_offset 0 + N 4 is beyond n_total 3",
+        ),
+        (
             refused(call("gemm", &[], &[("x", DType::I32, &[2, 3]), bf16("w", &[4, 3])], DType::Fp32)),
             "input `x`: dtype is i32; it must be bf16, fp16 or fp32",
         ),
@@ -224,16 +232,23 @@ fn call_of_gemm(out: DType, k_total: &str) -> Call {
 /// Ranks that a product of 100 columns, in segments of 16, can be dealt to.
 #[test]
 fn parts_of_a_product_are_subtrees() {
-    let ranks = |total: usize| -> Vec<(usize, usize)> {
+    let ranks = |op: &'static Op, total: usize| -> Vec<(usize, usize)> {
         let total_text = total.to_string();
         let all = (0..=total).flat_map(|from| (from + 1..=total).map(move |to| (from, to)));
         let accepted = |&(from, to): &(usize, usize)| {
-            let (x, w) = ([1, to - from], [1, to - from]);
-            let given = [("x", &x), ("w", &w)].map(|(name, shape)| Given { name, dtype: DType::Fp32, shape });
-            let text = [("k_offset", from.to_string()), ("k_total", total_text.clone())];
-            let text = text.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
-            let attributes = Attributes::parse(&gemm::OP, &text).unwrap();
-            validate(&gemm::OP, &given, attributes, DType::Fp32).is_ok()
+            let (sum, inputs) = match op.name {
+                "gemm" => ("k", [("x", [1, to - from]), ("w", [1, to - from])]),
+                _ => ("n", [("dy", [1, to - from]), ("w", [to - from, 1])]),
+            };
+            let given = inputs.each_ref().map(|(name, shape)| Given { name, dtype: DType::Fp32, shape });
+            let text = [("offset", from.to_string()), ("total", total_text.clone())];
+            let text = text.into_iter().map(|(name, value)| (format!("{sum}_{name}"), value)).collect();
+            let attributes = Attributes::parse(op, &text).unwrap();
+            let call = validate(op, &given, attributes, DType::Bf16);
+            // A part is f32 whatever `out` says.
+            let dtype = if to - from == total { DType::Bf16 } else { DType::Fp32 };
+            assert!(call.as_ref().is_ok_and(|call| call.outputs()[0].dtype == dtype) || call.is_err());
+            call.is_ok()
         };
         all.filter(accepted).collect()
     };
@@ -252,8 +267,10 @@ fn parts_of_a_product_are_subtrees() {
         (80, 96),
         (96, 100),
     ];
-    assert_eq!(ranks(100), hundred);
-    assert_eq!(ranks(128).len(), 15);
+    for op in [&gemm::OP, &gemm_dx::OP] {
+        assert_eq!(ranks(op, 100), hundred);
+        assert_eq!(ranks(op, 128).len(), 15);
+    }
 }
 
 #[test]
@@ -349,12 +366,13 @@ fn samples_are_accepted() {
             empty += usize::from(drawn.inputs.iter().any(|(_, _, shape)| shape.contains(&0)));
             given += usize::from(!drawn.attributes.is_empty());
             partial += usize::from(op.name == "gemm" && gemm::is_partial(&drawn.call));
+            partial += usize::from(op.name == "gemm_dx" && gemm_dx::is_partial(&drawn.call));
         }
         assert!(
             fit > 250 && empty > 10 && given > 50,
             "{}: {fit} fit, {empty} empty, {given} with attributes",
             op.name
         );
-        assert!(partial > 3 || op.name != "gemm", "{partial} partial sums");
+        assert!(partial > 3 || !op.name.starts_with("gemm"), "{}: {partial} partial sums", op.name);
     }
 }

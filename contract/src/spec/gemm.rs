@@ -12,32 +12,38 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (m, n, k) = (maker.dim("M"), maker.dim("N"), maker.dim("K"));
-    let (x, w) = match maker.fill {
+    let (x, w) = operands(maker, "x", [m, n, k]);
+    let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![n, k], w)]);
+    if maker.has("bias") {
+        inputs.extend(maker.floats([("bias", vec![n], maker.values("bias", Fill::Normal, n, n))]));
+    }
+    inputs
+}
+
+/// `x[m,k]`, which goes by `name`, and `w[n,k]`.
+pub(super) fn operands(maker: &Maker, name: &str, [m, n, k]: [usize; 3]) -> (Vec<f64>, Vec<f64>) {
+    match maker.fill {
         // Neighbours along k are equal in x and nearly opposite in w, so the sum is far below its terms.
         Fill::Cancel => {
-            let (mut x, mut w) = (maker.values("x", Fill::Normal, m * k, k), maker.values("w", Fill::Normal, n * k, k));
+            let (mut x, mut w) =
+                (maker.values(name, Fill::Normal, m * k, k), maker.values("w", Fill::Normal, n * k, k));
             x.chunks_mut(k).for_each(|row| row.chunks_exact_mut(2).for_each(|p| p[1] = p[0]));
             w.chunks_mut(k).for_each(|row| row.chunks_exact_mut(2).for_each(|p| p[1] = -p[0] * (1.0 + p[1] / 256.0)));
             (x, w)
         }
         // Sums among the subnormals: one operand is tiny, the other ordinary.
-        Fill::Tiny => (maker.values("x", Fill::Tiny, m * k, k), maker.values("w", Fill::Normal, n * k, k)),
+        Fill::Tiny => (maker.values(name, Fill::Tiny, m * k, k), maker.values("w", Fill::Normal, n * k, k)),
         // Sums of up to some hundred terms come near the largest f32; fp16 only overflows in the last rounding.
         Fill::NearOverflow => {
-            let mut x = maker.values("x", Fill::NearOverflow, m * k, k);
+            let mut x = maker.values(name, Fill::NearOverflow, m * k, k);
             if maker.dtype != DType::Fp16 {
                 x.iter_mut().for_each(|v| *v *= round::pow2(-8));
             }
             (x, maker.values("w", Fill::Normal, n * k, k))
         }
         Fill::Classes => classes(maker, m, n, k),
-        fill => (maker.values("x", fill, m * k, k), maker.values("w", fill, n * k, k)),
-    };
-    let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![n, k], w)]);
-    if maker.has("bias") {
-        inputs.extend(maker.floats([("bias", vec![n], maker.values("bias", Fill::Normal, n, n))]));
+        fill => (maker.values(name, fill, m * k, k), maker.values("w", fill, n * k, k)),
     }
-    inputs
 }
 
 /// Sums that are exact in every order: rows of one border or of a few terms at scattered columns, zeros elsewhere,
@@ -77,14 +83,18 @@ fn row_of(values: &mut [f64], value: f64) {
 
 fn compute(c: &Checked) -> References {
     let (m, n, k) = (c.dim("M"), c.dim("N"), c.dim("K"));
-    let (x, w) = (c.operands("x"), c.operands("w"));
     let partial = c.count("k_total") != k;
     let bias = c.case.inputs.get("bias").filter(|_| !partial).map(Tensor::to_f64);
+    one("y", product([m, n, k], &c.operands("x"), &c.operands("w"), bias.as_deref()))
+}
+
+/// `x[m,k] * w[n,k]^T + bias[n]`.
+pub(super) fn product([m, n, k]: [usize; 3], x: &[f64], w: &[f64], bias: Option<&[f64]>) -> Reference {
     let element = |i: usize, j: usize| {
         let terms = x[i * k..][..k].iter().zip(&w[j * k..][..k]).map(|(a, b)| a * b);
-        sum_of(terms.chain(bias.as_ref().map(|bias| bias[j])))
+        sum_of(terms.chain(bias.map(|bias| bias[j])))
     };
-    one("y", Reference::new(vec![m, n], (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j))))
+    Reference::new(vec![m, n], (0..m).flat_map(|i| (0..n).map(move |j| (i, j))).map(|(i, j)| element(i, j)))
 }
 
 /// The sum of products and what its error is proportional to. Nothing rounds, in whatever order, where every sum of

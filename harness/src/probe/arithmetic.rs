@@ -16,8 +16,9 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 28] = [
+pub const HANDS_ON: [&str; 29] = [
     "gemm",
+    "gemm_dx",
     "combine",
     "attention",
     "add",
@@ -103,7 +104,7 @@ impl Probe<'_> {
             found("just above a tie", self.above_a_tie(op)?, "up");
         }
         found("overflow", self.overflow(op)?, "to infinity");
-        if op == "gemm" && self.out == DType::Fp32 {
+        if is_product(op) && self.out == DType::Fp32 {
             // Beyond the range of fp16, and a long sum.
             let term = round::round(60_000.0, self.dtype);
             let exact = term * 2.0;
@@ -116,7 +117,7 @@ impl Probe<'_> {
             found("163840 times 10", self.sum(op, &vec![10.0; 163_840])?.map(|sum| sum.text()), "1638400");
         }
         // A sum begins with +0, and that is what -0 is added to.
-        let sums = ["gemm", "combine", "attention"].contains(&op) || TOKEN_SUMS.contains(&op);
+        let sums = is_product(op) || ["combine", "attention"].contains(&op) || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
         found("NaN", self.hand_on(op, f64::NAN)?.map(|y| y.text()), CANONICAL);
@@ -133,7 +134,7 @@ impl Probe<'_> {
     fn accumulator(&self, op: &str) -> Result<Option<String>, String> {
         // fp16 has no numbers below 2^-24, but products of two.
         let lowest = match (self.dtype, op) {
-            (DType::Fp16, "gemm" | "combine") => 36,
+            (DType::Fp16, "gemm" | "gemm_dx" | "combine") => 36,
             (DType::Fp16, _) => 24,
             _ => 60,
         };
@@ -180,7 +181,7 @@ impl Probe<'_> {
     }
 
     fn products(&self, op: &str) -> Result<Option<String>, String> {
-        if !["gemm", "combine"].contains(&op) {
+        if !is_product(op) && op != "combine" {
             return Ok(None);
         }
         let pow = round::pow2;
@@ -284,7 +285,7 @@ impl Probe<'_> {
     /// The sum of `terms` as `op` adds them; `None` where it adds nothing, or its inputs do not hold them.
     fn sum(&self, op: &str, terms: &[f64]) -> Result<Option<Number>, String> {
         match (op, terms) {
-            ("gemm" | "combine", _) => {
+            ("gemm" | "gemm_dx" | "combine", _) => {
                 // Terms too small for fp16 are products.
                 let small = |term: f64| term != 0.0 && term.abs() < round::pow2(-13) && self.dtype == DType::Fp16;
                 let factors: Vec<f64> =
@@ -333,7 +334,7 @@ impl Probe<'_> {
             return Ok(None);
         }
         match op {
-            "gemm" | "combine" => self.dot(op, &[a], &[b]),
+            "gemm" | "gemm_dx" | "combine" => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
             // Where the sigmoid is 1.
             "silu_mul" | "gelu_mul" if b >= 64.0 => {
@@ -358,7 +359,7 @@ impl Probe<'_> {
         // A norm without eps of equal elements is 1, and at position 0 nothing is rotated: beside -0 stands what adds -0.
         let eps = [("eps", "0".to_string())];
         match op {
-            "gemm" | "combine" => self.dot(op, &[v], &[1.0]),
+            "gemm" | "gemm_dx" | "combine" => self.dot(op, &[v], &[1.0]),
             _ if op == "fold" || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
@@ -409,14 +410,15 @@ impl Probe<'_> {
     /// The sum of the products of `x` and `w`, with `x` among the activations.
     fn dot(&self, op: &str, x: &[f64], w: &[f64]) -> Result<Option<Number>, String> {
         let k = x.len();
-        let inputs = match op {
+        let (inputs, output) = match op {
             "combine" => {
                 let row = Tensor::i32(&[1, k], (0..k as i32).collect());
-                vec![("x", self.make(&[k, 1], x)), ("weight", self.make(&[1, k], w)), ("row", row)]
+                (vec![("x", self.make(&[k, 1], x)), ("weight", self.make(&[1, k], w)), ("row", row)], "y")
             }
-            _ => vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))],
+            "gemm_dx" => (vec![("dy", self.make(&[1, k], x)), ("w", self.make(&[k, 1], w))], "dx"),
+            _ => (vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))], "y"),
         };
-        self.one(op, &[], inputs, "y")
+        self.one(op, &[], inputs, output)
     }
 
     /// The sum of `terms` over tokens of one chain, the first element of each. A norm without eps of equal elements is 1, and
@@ -493,6 +495,11 @@ impl Probe<'_> {
         let bytes: Vec<u8> = values.iter().flat_map(|&v| bits(v).to_le_bytes()[..self.dtype.size()].to_vec()).collect();
         Tensor::from_bytes(self.dtype, shape, &bytes).expect("as many bytes as the shape takes")
     }
+}
+
+/// Whether an op is a matrix product.
+fn is_product(op: &str) -> bool {
+    ["gemm", "gemm_dx"].contains(&op)
 }
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.

@@ -177,8 +177,8 @@ pub(crate) unsafe fn launch_gemm<I: Stored, O: Stored>(
     bias: Option<(&Buffer<I>, usize)>,
     (y, y_at): (&Buffer<O>, usize),
 ) -> Result<(), Error> {
-    let Gemm { m, n, k, k_total, tf32, .. } = *shape;
-    let segments = int("gemm", "segments", shape.bounds()?.len() - 1)?;
+    let Gemm { m, n, k, tf32, .. } = *shape;
+    let segments = shape.bounds()?.len() - 1;
     if m == 0 || n == 0 {
         return Ok(());
     }
@@ -187,18 +187,49 @@ pub(crate) unsafe fn launch_gemm<I: Stored, O: Stored>(
         Some((bias, at)) => arguments.buffer_from(bias, at).int(1),
         None => arguments.null().int(0),
     };
-    let arguments = arguments.buffer_from(y, y_at).long(m).long(n).long(k).long(segment_length(k_total)).int(segments);
-    let build = Build { tf32: tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>("gemm") };
+    let arguments = arguments.buffer_from(y, y_at);
+    let build = build::<I, O>("gemm", tf32);
     // The copies of the kernels for few rows are 16 bytes each.
     let skinny = SKINNY.iter().find(|skinny| m <= skinny.rows && k > 0 && (k * size_of::<I>()).is_multiple_of(16));
     if let Some(skinny) = skinny {
+        let arguments = sizes(shape, segments, arguments)?;
         let grid = [n.div_ceil(32 * skinny.per), 1, 1];
         // SAFETY: the caller's promise.
         return unsafe { device.launch(build, skinny.name, grid, 256, skinny.shared(), &arguments) };
     }
+    // SAFETY: the caller's promise.
+    unsafe { launch_tiles(device, build, UNIT.kernels, shape, segments, arguments) }
+}
+
+/// A product's unit as it is compiled for these types and this policy.
+pub(super) fn build<I: Stored, O: Stored>(unit: &'static str, tf32: Tf32) -> Build {
+    Build { tf32: tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(unit) }
+}
+
+/// What a kernel is told after its operands.
+fn sizes(shape: &Gemm, segments: usize, operands: Arguments) -> Result<Arguments, Error> {
+    let Gemm { m, n, k, k_total, .. } = *shape;
+    let segments = int("gemm", "segments", segments)?;
+    Ok(operands.long(m).long(n).long(k).long(segment_length(k_total)).int(segments))
+}
+
+/// Starts the tiles of a product that has elements, by the first two of `kernels`, of 128 and of 64 rows and columns.
+///
+/// # Safety
+/// The operands are as long as the shape says.
+pub(super) unsafe fn launch_tiles(
+    device: &Device,
+    build: Build,
+    kernels: &[&'static str],
+    shape: &Gemm,
+    segments: usize,
+    operands: Arguments,
+) -> Result<(), Error> {
+    let Gemm { m, n, .. } = *shape;
+    let arguments = sizes(shape, segments, operands)?;
     // Large tiles where there are enough of them to go round.
     let tiles = m.div_ceil(128) * n.div_ceil(128);
-    let (kernel, side) = if m > 64 && tiles >= 128 { ("gemm_tile128", 128) } else { ("gemm_tile64", 64) };
+    let (kernel, side) = if m > 64 && tiles >= 128 { (kernels[0], 128) } else { (kernels[1], 64) };
     // SAFETY: the caller's promise.
     unsafe { device.launch(build, kernel, [n.div_ceil(side), m.div_ceil(side), 1], 256, 0, &arguments) }
 }

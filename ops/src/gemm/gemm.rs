@@ -14,7 +14,8 @@ use crate::gemm::tile::{
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_columns, f32_of_rows, f32_row, least_magnitude,
+    least_of_vnni, vnni_of_columns, vnni_of_rows,
 };
 use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -25,6 +26,7 @@ use half::bf16;
 use samebits_schema::Call;
 use std::iter::successors;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
@@ -57,29 +59,37 @@ impl Gemm {
 
     /// The bounds of the segments here, relative to `k_offset`: 9 for the whole, 5, 3 or 2 for a subtree.
     pub(crate) fn bounds(&self) -> Result<Vec<usize>, Error> {
-        let length = segment_length(self.k_total);
-        let end = self.k_offset.checked_add(self.k).filter(|&end| end <= self.k_total).ok_or_else(|| {
-            value_error("gemm", format!("columns {}+{} exceed k_total {}", self.k_offset, self.k, self.k_total))
-        })?;
-        let bound = |segment: usize| segment.saturating_mul(length).min(self.k_total);
-        for count in [8, 4, 2, 1] {
-            for first in (0..8usize).step_by(count) {
-                if (first.saturating_mul(length), bound(first + count)) == (self.k_offset, end) {
-                    return Ok((first..=first + count)
-                        .map(|segment| bound(segment).max(self.k_offset) - self.k_offset)
-                        .collect());
-                }
+        bounds("gemm", ["columns", "k_total"], [self.k_offset, self.k, self.k_total])
+    }
+}
+
+/// The bounds of the segments between `offset` and `offset + count` of a sum of `total`, relative to `offset`. `names` are
+/// what terms stand in and what says how many there are.
+pub(super) fn bounds(
+    op: &'static str,
+    [terms, total_name]: [&str; 2],
+    [offset, count, total]: [usize; 3],
+) -> Result<Vec<usize>, Error> {
+    let length = segment_length(total);
+    let end = offset
+        .checked_add(count)
+        .filter(|&end| end <= total)
+        .ok_or_else(|| value_error(op, format!("{terms} {offset}+{count} exceed {total_name} {total}")))?;
+    let bound = |segment: usize| segment.saturating_mul(length).min(total);
+    for count in [8, 4, 2, 1] {
+        for first in (0..8usize).step_by(count) {
+            if (first.saturating_mul(length), bound(first + count)) == (offset, end) {
+                return Ok((first..=first + count).map(|segment| bound(segment).max(offset) - offset).collect());
             }
         }
-        Err(value_error(
-            "gemm",
-            format!(
-                "columns {}..{end} of {} are not a subtree of the eight segments of {length}; \
-                 use 1, 2, 4 or 8 equal ranks with k_total a multiple of 128",
-                self.k_offset, self.k_total
-            ),
-        ))
     }
+    Err(value_error(
+        op,
+        format!(
+            "{terms} {offset}..{end} of {total} are not a subtree of the eight segments of {length}; \
+             use 1, 2, 4 or 8 equal ranks with {total_name} a multiple of 128"
+        ),
+    ))
 }
 
 /// Elements per segment of a sum of `n`: `16 * ceil(n / 128)`.
@@ -168,19 +178,32 @@ fn sliced<I: Element, O: Element>(
 /// Rows of x and w of any layout.
 fn run(cpu: &Cpu, shape: &Gemm, [x, w]: [TensorRef; 2], bias: Option<TensorRef>, y: TensorMut) -> Result<(), Error> {
     x.on_host("gemm", "x")?;
-    if w.shape() != [shape.n, shape.k] {
-        return Err(value_error("gemm", format!("w is {:?}; it must be [{}, {}]", w.shape(), shape.n, shape.k)));
-    }
-    if w.as_packed().is_some() && shape.tf32 == Tf32::Enabled {
-        return Err(value_error("gemm", "a packed weight is whole; TF32 reads the matrix"));
-    }
+    check_weight("gemm", [shape.n, shape.k], shape.tf32, w)?;
     typed!(x.dtype() => I, {
         let bias = bias.map(|bias| bias.dense::<I>("gemm", "bias")).transpose()?;
         let (bounds, w) = (&shape.bounds()?, Weight::of("gemm", w)?);
-        let product = Product { cpu, shape: *shape, x: x.rows::<I>(), w, bias, bounds };
+        let product = Product { cpu, says: &SAYS, shape: *shape, x: x.rows::<I>(), w, bias, bounds };
         typed!(y.dtype() => O, product.run(y.host::<O>("gemm", "y")?))
     })
 }
+
+/// What is wrong with the weight `w[N,K]` of a product.
+pub(super) fn check_weight(op: &'static str, [n, k]: [usize; 2], tf32: Tf32, w: TensorRef) -> Result<(), Error> {
+    if w.shape() != [n, k] {
+        return Err(value_error(op, format!("w is {:?}; it must be [{n}, {k}]", w.shape())));
+    }
+    if w.as_packed().is_some() && tf32 == Tf32::Enabled {
+        return Err(value_error(op, "a packed weight is whole; TF32 reads the matrix"));
+    }
+    Ok(())
+}
+
+/// What gemm says of itself.
+pub(crate) const SAYS: Says = Says {
+    op: "gemm",
+    lays_out: "gemm lays its weight out; pack it once and call gemm_packed",
+    flushes: "gemm: operands so small that VDPBF16PS would flush them",
+};
 
 /// gemm, by name.
 pub(crate) const OP: Entry = Entry {
@@ -216,21 +239,29 @@ impl Gemm {
 
 /// The weight `w` of a product, packed; none under TF32.
 pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, Error> {
+    packed(cpu, args, Side::Rows)
+}
+
+/// The weight `w` of a product whose outputs are a side of it.
+pub(super) fn packed(cpu: &Cpu, args: &Arguments, outputs: Side) -> Result<Option<Prepared>, Error> {
     let w = args.input("w");
     if args.call.tf32() || w.as_packed().is_some() {
         return Ok(None);
     }
     w.on_host(args.op(), "w")?;
-    let [n, k] = *w.shape() else { return Ok(None) };
-    Ok(Some(Prepared::Weight("w", PackedWeight::of(cpu, n, k, w)?)))
+    Ok(Some(Prepared::Weight("w", PackedWeight::of(cpu, outputs, w)?)))
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
-/// earlier k in the high half. A `Cpu` with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see
-/// `pack/dictionary.rs`), from which every one comes back as it was.
+/// earlier k in the high half. One packed for [`gemm_dx`](crate::gemm_dx()) is that of the transpose. A `Cpu` with
+/// `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see `pack/dictionary.rs`), from which every one comes back as
+/// it was.
 pub struct PackedWeight {
-    n: usize,
-    k: usize,
+    /// Outputs and terms of a product.
+    outputs: usize,
+    terms: usize,
+    /// What the outputs are of the matrix.
+    side: Side,
     /// Of the matrix.
     dtype: DType,
     form: Form,
@@ -262,11 +293,24 @@ impl PackedWeight {
     /// [`Error::Length`] when `w` is not N * K long; [`Error::Memory`] when the system has no room for it.
     pub fn pack<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
         check_len("gemm", "w", "[N,K]", w.len(), &[n, k])?;
-        PackedWeight::of(cpu, n, k, TensorRef::of(w, &[n, k]))
+        PackedWeight::of(cpu, Side::Rows, TensorRef::of(w, &[n, k]))
+    }
+
+    /// [`PackedWeight::pack`] for [`gemm_dx_packed`](crate::gemm_dx_packed).
+    ///
+    /// # Errors
+    /// As [`PackedWeight::pack`].
+    pub fn pack_for_dx<I: Element>(cpu: &Cpu, n: usize, k: usize, w: &[I]) -> Result<PackedWeight, Error> {
+        check_len("gemm_dx", "w", "[N,K]", w.len(), &[n, k])?;
+        PackedWeight::of(cpu, Side::Columns, TensorRef::of(w, &[n, k]))
     }
 
     /// Packs a matrix of any layout on the host.
-    fn of(cpu: &Cpu, n: usize, k: usize, w: TensorRef) -> Result<PackedWeight, Error> {
+    fn of(cpu: &Cpu, side: Side, w: TensorRef) -> Result<PackedWeight, Error> {
+        let &[n, k] = w.shape() else {
+            return Err(value_error("gemm", format!("w is {:?}; it must be [N, K]", w.shape())));
+        };
+        let [outputs, terms] = side.of(n, k);
         let (dtype, pairs) = (w.dtype(), w.dtype() == DType::Bf16);
         if dtype == DType::Fp16 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
@@ -275,26 +319,28 @@ impl PackedWeight {
             && pairs
             && n > 0
             && k > 0
-            && let Some(memory) = dictionary::pack(cpu, n, w.rows())?
+            && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix { rows: w.rows(), side })?
         {
-            return Ok(PackedWeight { n, k, dtype, form: Form::Dictionary, memory });
+            return Ok(PackedWeight { outputs, terms, side, dtype, form: Form::Dictionary, memory });
         }
-        let size = panel_words(k, pairs);
-        let words = size.saturating_mul(n.div_ceil(PANEL));
+        let size = panel_words(terms, pairs);
+        let words = size.saturating_mul(outputs.div_ceil(PANEL));
         let mut memory = Memory::new(words).ok_or(Error::Memory { op: "gemm", bytes: words.saturating_mul(4) })?;
         let out: &mut [u32] = &mut memory;
-        typed!(dtype => I, pack_panels(cpu, w.rows::<I>(), 0, n, Tf32::Disabled, out));
-        Ok(PackedWeight { n, k, dtype, form: Form::of(pairs), memory })
+        typed!(dtype => I, {
+            pack_panels(cpu, Matrix { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
+        });
+        Ok(PackedWeight { outputs, terms, side, dtype, form: Form::of(pairs), memory })
     }
 
     /// Rows N.
     pub fn n(&self) -> usize {
-        self.n
+        self.side.of(self.outputs, self.terms)[0]
     }
 
     /// Columns K.
     pub fn k(&self) -> usize {
-        self.k
+        self.side.of(self.outputs, self.terms)[1]
     }
 
     /// Dtype of the matrix that was packed.
@@ -309,21 +355,31 @@ impl PackedWeight {
 
     /// Calls `put(k, w[row][k])` for every k.
     pub(crate) fn unpack_row(&self, row: usize, mut put: impl FnMut(usize, f32)) {
-        let (panel, column) = (self.panels().panel(row / PANEL, &mut []).right, row % PANEL);
-        let of_pair = |k: usize, pair: u32| if k.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
-        for k in 0..self.k {
-            let value = match panel {
-                Right::F32(floats, _) => floats[k * PANEL + column],
-                Right::Vnni(words, _) => f32::from_bits(of_pair(k, words[k / 2 * PANEL + column])),
-                Right::Dictionary(coded) => f32::from_bits(of_pair(k, coded.pair(k / 2, column))),
-                Right::Bf16(..) => unreachable!("packed weights are not narrow"),
-            };
-            put(k, value);
+        let panels = self.panels();
+        let of_pair = |term: usize, pair: u32| if term.is_multiple_of(2) { pair & 0xFFFF_0000 } else { pair << 16 };
+        let value = |panel: Right, term: usize, column: usize| match panel {
+            Right::F32(floats, _) => floats[term * PANEL + column],
+            Right::Vnni(words, _) => f32::from_bits(of_pair(term, words[term / 2 * PANEL + column])),
+            Right::Dictionary(coded) => f32::from_bits(of_pair(term, coded.pair(term / 2, column))),
+            Right::Bf16(..) => unreachable!("packed weights are not narrow"),
+        };
+        match self.side {
+            Side::Rows => {
+                let (panel, column) = (panels.panel(row / PANEL, &mut []).right, row % PANEL);
+                (0..self.terms).for_each(|k| put(k, value(panel, k, column)));
+            }
+            Side::Columns => {
+                for first in (0..self.outputs).step_by(PANEL) {
+                    let panel = panels.panel(first / PANEL, &mut []).right;
+                    let columns = 0..PANEL.min(self.outputs - first);
+                    columns.for_each(|column| put(first + column, value(panel, row, column)));
+                }
+            }
         }
     }
 
     pub(crate) fn panels(&self) -> Panels<'_> {
-        Panels { words: &self.memory, n: self.n, k: self.k, form: self.form }
+        Panels { words: &self.memory, n: self.outputs, k: self.terms, form: self.form }
     }
 }
 
@@ -338,17 +394,93 @@ pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
     if pairs { k.div_ceil(2) } else { k.div_ceil(2).saturating_mul(2) }
 }
 
-/// Packs the panels of `count` rows of w from `first` on into `out`, in parallel.
-fn pack_panels<I: Element>(cpu: &Cpu, w: Rows<I>, first: usize, count: usize, tf32: Tf32, out: &mut [u32]) {
-    cpu.chunks(out, panel_words(w.n(), I::IS_BF16), |panel, out| {
-        pack_w(cpu, w, first + panel * PANEL, PANEL.min(count - panel * PANEL), tf32, out);
-    });
+/// What the outputs of a product are of its weight: in the rows or the columns of w stand the factors of one.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Side {
+    /// gemm: `w[outputs, terms]`.
+    Rows,
+    /// gemm_dx: `w[terms, outputs]`.
+    Columns,
 }
 
-/// Packs one panel: `columns` rows of w from `first` on.
-pub(crate) fn pack_w<I: Element>(cpu: &Cpu, w: Rows<I>, first: usize, columns: usize, tf32: Tf32, out: &mut [u32]) {
-    let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
-    pack_rows(cpu, w, first, columns, operand, out);
+impl Side {
+    /// Rows and columns of the matrix from outputs and terms of the product; or the other way round.
+    pub(super) fn of(self, a: usize, b: usize) -> [usize; 2] {
+        if self == Side::Rows { [a, b] } else { [b, a] }
+    }
+}
+
+/// A weight as it stands in memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a, I> {
+    pub rows: Rows<'a, I>,
+    pub side: Side,
+}
+
+impl<'a, I: Element> Matrix<'a, I> {
+    /// Packs the panels of some outputs, of all `terms`.
+    pub(crate) fn pack(&self, cpu: &Cpu, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
+        let size = panel_words(terms, I::IS_BF16);
+        let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
+        if self.side == Side::Rows {
+            let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
+            panels.for_each(|(at, out)| pack_rows(cpu, self.rows, at, PANEL.min(outputs.end - at), operand, out));
+        } else if I::IS_BF16 {
+            let end = size - LINE;
+            // What stands beside the last outputs is no weight.
+            panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
+            let row = |term: usize| bf16_slice(self.piece(term, outputs.clone())).expect("bf16");
+            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, out, size);
+            for panel in out.chunks_exact_mut(size) {
+                panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
+            }
+        } else {
+            f32_of_columns(cpu, terms, |term| self.piece(term, outputs.clone()), tf32, as_floats_mut(out), size);
+            for panel in out.chunks_exact_mut(size) {
+                if terms % 2 == 1 {
+                    panel[terms * PANEL..][..PANEL].fill(0);
+                }
+                panel[size - LINE] = f32::NAN.to_bits();
+            }
+        }
+    }
+
+    /// Lays `steps` terms from `from` on of the outputs from `first` on side by side as f32.
+    fn widen(&self, cpu: &Cpu, [from, steps]: [usize; 2], [first, columns]: [usize; 2], tf32: Tf32, out: &mut [f32]) {
+        match self.side {
+            Side::Rows => f32_of_rows(cpu, columns, steps, |c| &self.rows.row(first + c)[from..], tf32, out, PANEL),
+            Side::Columns => {
+                let row = |step: usize| self.piece(from + step, first..first + columns);
+                f32_of_columns(cpu, steps, row, tf32, out, out.len());
+            }
+        }
+    }
+
+    /// The smallest nonzero magnitude of the bf16 factors of `columns` outputs from `first` on.
+    fn least(&self, cpu: &Cpu, terms: usize, first: usize, columns: usize) -> f32 {
+        match self.side {
+            Side::Rows => least_of_rows(cpu, self.rows, first, columns),
+            Side::Columns => (0..terms)
+                .map(|term| least_magnitude(cpu, bf16_slice(self.piece(term, first..first + columns)).expect("bf16")))
+                .fold(f32::INFINITY, f32::min),
+        }
+    }
+
+    /// Factors of some outputs that stand in one row.
+    #[inline(always)]
+    fn piece(&self, term: usize, outputs: Range<usize>) -> &'a [I] {
+        &self.rows.row(term)[outputs]
+    }
+}
+
+/// Packs the panels of some outputs of w into `out`, in parallel.
+fn pack_panels<I: Element>(cpu: &Cpu, w: Matrix<I>, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
+    // Several panels share the lines and pages of the rows that they are pieces of.
+    let together = if w.side == Side::Columns { 4 } else { 1 };
+    cpu.chunks(out, together * panel_words(terms, I::IS_BF16), |number, out| {
+        let first = outputs.start + number * together * PANEL;
+        w.pack(cpu, terms, first..outputs.end.min(first + together * PANEL), tf32, out);
+    });
 }
 
 /// How rows are packed.
@@ -452,18 +584,36 @@ impl Panel<'_> {
 pub(crate) enum Weight<'a, I> {
     /// Packed beforehand.
     Packed(Panels<'a>),
-    /// Rows, packed on the way.
-    Plain(Rows<'a, I>),
+    /// Packed on the way.
+    Plain(Matrix<'a, I>),
 }
 
 impl<'a, I: Element> Weight<'a, I> {
-    /// The weight `w` of `op`, whose matrix has elements I.
+    /// The weight `w` of `op`, whose matrix has elements I, and whose rows have the factors of an output each.
     pub(crate) fn of(op: &'static str, w: TensorRef<'a>) -> Result<Weight<'a, I>, Error> {
+        Weight::of_side(op, w, Side::Rows)
+    }
+
+    /// The same where a side of it has.
+    pub(super) fn of_side(op: &'static str, w: TensorRef<'a>, side: Side) -> Result<Weight<'a, I>, Error> {
         match w.as_packed() {
-            Some(packed) => Ok(Weight::Packed(packed.panels())),
-            None => w.on_host(op, "w").map(|()| Weight::Plain(w.rows())),
+            Some(packed) if packed.side == side => Ok(Weight::Packed(packed.panels())),
+            Some(_) => {
+                let how = if side == Side::Rows { "pack" } else { "pack_for_dx" };
+                Err(value_error(op, format!("`w` is packed for another op; use PackedWeight::{how}")))
+            }
+            None => w.on_host(op, "w").map(|()| Weight::Plain(Matrix { rows: w.rows(), side })),
         }
     }
+}
+
+/// What a product says where it is not what was asked for.
+pub(crate) struct Says {
+    pub op: &'static str,
+    /// That it lays its weight out.
+    pub lays_out: &'static str,
+    /// That it leaves `VDPBF16PS`.
+    pub flushes: &'static str,
 }
 
 /// Rows of a block at most: with 2048 steps of k they are in the second cache of 1 MiB.
@@ -554,6 +704,8 @@ impl Plan for Tiling {
 /// One matrix product, ready to run.
 pub(crate) struct Product<'a, I> {
     pub cpu: &'a Cpu,
+    pub says: &'static Says,
+    /// Rows of x, outputs and terms.
     pub shape: Gemm,
     pub x: Rows<'a, I>,
     pub w: Weight<'a, I>,
@@ -606,19 +758,18 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Writes the product to `y[M,N]`.
-    fn run<O: Element>(&self, y: &mut [O]) -> Result<(), Error> {
-        let Product { cpu, shape: Gemm { m, n, .. }, .. } = *self;
+    pub(super) fn run<O: Element>(&self, y: &mut [O]) -> Result<(), Error> {
+        let Product { cpu, says, shape: Gemm { m, n, .. }, .. } = *self;
         if m == 0 || n == 0 {
             return Ok(());
         }
         if matches!(self.w, Weight::Plain(_)) {
-            cpu.ledger().note(Counter::Layouts, 1, "gemm lays its weight out; pack it once and call gemm_packed")?;
+            cpu.ledger().note(Counter::Layouts, 1, says.lays_out)?;
         }
         let plans = successors(Some(self.preferred()), Tiling::smaller);
-        let (plan, mut workspace) = choose(cpu, "gemm", plans)?;
+        let (plan, mut workspace) = choose(cpu, says.op, plans)?;
         if plan.steps == 0 && plan.x_pairs && cpu.ledger().forbids(Counter::SlowPaths) {
-            let place = "gemm: operands so small that VDPBF16PS would flush them";
-            cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(plan.height), place)?;
+            cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(plan.height), says.flushes)?;
         }
         let (shared, slots) = workspace.split();
         let y = SharedOut::new(y);
@@ -630,13 +781,13 @@ impl<I: Element> Product<'_, I> {
     /// How many tiles of `height` rows of x and a panel will leave `VDPBF16PS`. Packing finds the same on its way, when
     /// parts of y are written already.
     fn slow_tiles(&self, height: usize) -> usize {
-        let Product { cpu, shape: Gemm { m, n, .. }, x, w, .. } = *self;
+        let Product { cpu, shape: Gemm { m, n, k, .. }, x, w, .. } = *self;
         let rows: Vec<_> =
             (0..m).step_by(height).map(|first| least_of_rows(cpu, x, first, height.min(m - first))).collect();
         let slow = |panel: usize| {
             let least = match w {
                 Weight::Packed(group) => group.panel(panel, &mut []).least,
-                Weight::Plain(w) => least_of_rows(cpu, w, panel * PANEL, PANEL.min(n - panel * PANEL)),
+                Weight::Plain(w) => w.least(cpu, k, panel * PANEL, PANEL.min(n - panel * PANEL)),
             };
             rows.iter().filter(|&&row| !dot_is_exact(row, least)).count()
         };
@@ -680,7 +831,8 @@ impl<I: Element> Product<'_, I> {
                     panels = plan.panels.min(all - first_panel);
                     let rows = (panels * PANEL).min(n - first_panel * PANEL);
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
-                    pack_panels(cpu, w, first_panel * PANEL, rows, tf32, words);
+                    let first = first_panel * PANEL;
+                    pack_panels(cpu, w, k, first..first + rows, tf32, words);
                     Panels { words, n: rows, k, form: Form::of(I::IS_BF16) }
                 }
             };
@@ -854,7 +1006,7 @@ impl<I: Element> Product<'_, I> {
         piece: &mut [u32],
         out: &mut [f32],
     ) {
-        let Product { cpu, shape: Gemm { n, k, tf32, .. }, bounds, .. } = *self;
+        let Product { cpu, shape: Gemm { n, tf32, .. }, bounds, .. } = *self;
         let (left, wide) = as_floats_mut(piece).split_at_mut(steps * rows);
         let mut room;
         let (steps, decoded): (usize, &mut [f32]) = match right {
@@ -885,8 +1037,7 @@ impl<I: Element> Product<'_, I> {
                     (Some(Right::F32(floats, _)), _) => Right::F32(&floats[from * PANEL..], PANEL),
                     (None, Weight::Plain(w)) => {
                         let columns = PANEL.min(n - panel * PANEL);
-                        let row = |c: usize| &w.row(panel * PANEL + c)[from..k];
-                        f32_of_rows(cpu, columns, len, row, tf32, wide, PANEL);
+                        w.widen(cpu, [from, len], [panel * PANEL, columns], tf32, wide);
                         Right::F32(wide, PANEL)
                     }
                     _ => unreachable!("a packed weight has panels of pairs or f32"),

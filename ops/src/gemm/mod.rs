@@ -2,12 +2,13 @@
 
 pub(crate) mod device;
 pub(crate) mod gemm;
+pub(crate) mod gemm_dx;
 pub(crate) mod tile;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&gemm::OP];
+pub(crate) const OPS: &[&Entry] = &[&gemm::OP, &gemm_dx::OP];
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -1,6 +1,7 @@
 //! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
 
 use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed, prepare};
+use super::gemm_dx::{GemmDx, gemm_dx, gemm_dx_packed};
 use crate::call::Arguments;
 use crate::{Counter, Cpu, DType, Element, Error, Isa, TensorRef};
 use half::{bf16, f16};
@@ -128,6 +129,54 @@ fn every_plan_makes_plain_chains() {
     }
 }
 
+/// The matrix whose rows are the columns of rows of `columns`.
+fn transposed<T: Copy>(rows: &[T], columns: usize) -> Vec<T> {
+    (0..columns).flat_map(|column| rows.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+/// [`check`] of the gradient, where outputs are the columns of the weight `w[terms, outputs]`.
+fn check_gradient<I: Element, O: Element>(isas: &[Isa], [m, outputs, terms]: [usize; 3], dy: &[I], w: &[I]) {
+    let sums = product([m, outputs, terms], dy, &transposed(w, outputs));
+    let expected = bits(&sums.into_iter().map(O::narrow).collect::<Vec<_>>());
+    let pack =
+        |isa: &Isa| PackedWeight::pack_for_dx(&Cpu::new(*isa, 2, usize::MAX).unwrap(), terms, outputs, w).unwrap();
+    let packed = [Some(Isa::Scalar), isas.iter().copied().find(|isa| isa.has_dot())].map(|isa| isa.as_ref().map(pack));
+    // A call before leaves NaN in the workspace.
+    let [dy_nan, w_nan] = [m * terms, terms * outputs].map(|len| vec![I::narrow(f32::NAN); len]);
+    let (shape, mut dx) = (GemmDx::new(m, terms, outputs), vec![O::default(); m * outputs]);
+    let ways = [None, packed[0].as_ref(), packed[1].as_ref()].into_iter().flat_map(|way| [(way, 1), (way, 3)]);
+    for (isa, (packed, threads)) in isas.iter().flat_map(|isa| ways.clone().map(move |way| (*isa, way))) {
+        on_every_plan(isa, threads, |cpu| {
+            if packed.is_none() {
+                gemm_dx(cpu, &shape, &dy_nan, &w_nan, &mut dx)?;
+            }
+            dx.fill(O::narrow(7e7));
+            match packed {
+                None => gemm_dx(cpu, &shape, dy, w, &mut dx)?,
+                Some(packed) => gemm_dx_packed(cpu, &shape, dy, packed, &mut dx)?,
+            }
+            let of = packed.map(|packed| packed.bytes());
+            assert_eq!(bits(&dx), expected, "{isa} {shape:?} {of:?} {:?}", cpu.ledger().plans());
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn every_plan_of_the_gradient_makes_plain_chains() {
+    let isas: Vec<Isa> = Isa::of_machine().collect();
+    for [m, outputs, terms] in
+        [[1, 33, 0], [2, 70, 1], [5, 63, 33], [13, 56, 67], [25, 33, 100], [40, 33, 515], [131, 63, 9]]
+    {
+        let (dy, w) = (numbers::<bf16>(0, m * terms), numbers::<bf16>(m * terms, terms * outputs));
+        check_gradient::<_, f32>(&isas, [m, outputs, terms], &dy, &w);
+        let [dy, w] = [&dy, &w].map(|values| values.iter().map(|v| v.to_f32()).collect::<Vec<f32>>());
+        check_gradient::<_, bf16>(&isas, [m, outputs, terms], &dy, &w);
+        let [dy, w] = [dy, w].map(|values| values.into_iter().map(f16::from_f32).collect::<Vec<f16>>());
+        check_gradient::<_, f32>(&isas, [m, outputs, terms], &dy, &w);
+    }
+}
+
 /// Where `VDPBF16PS` is the slower one, coded panels are unpacked for multiply-adds: an emulated instruction set takes the way
 /// that this machine does not.
 #[test]
@@ -156,6 +205,7 @@ fn small_operands_are_not_flushed() {
     for size in [[24, 40, 300], [30, 70, 64], [25, 33, 1100]] {
         let [x, w] = small(size);
         check::<_, f32>(&Isa::of_machine().collect::<Vec<_>>(), size, &x, &w, None);
+        check_gradient::<_, f32>(&Isa::of_machine().collect::<Vec<_>>(), size, &x, &transposed(&w, size[2]));
     }
 }
 
@@ -231,11 +281,14 @@ fn a_packed_weight_holds_every_bit() {
             PackedWeight::pack(&cpu, n, k, &w).unwrap(),
             PackedWeight::pack(&cpu, n, k, &floats).unwrap(),
             PackedWeight::pack(&cpu, n, k, &narrow).unwrap(),
+            PackedWeight::pack_for_dx(&cpu, n, k, &w).unwrap(),
+            PackedWeight::pack_for_dx(&cpu, n, k, &floats).unwrap(),
         ];
         // fp16 alone is converted.
         assert_eq!(cpu.ledger().count(Counter::Conversions), 1);
+        assert!(packed.iter().all(|packed| (packed.n(), packed.k()) == (n, k)));
         let widened: Vec<f32> = narrow.iter().map(|w| w.to_f32()).collect();
-        for (packed, expected) in packed.iter().zip([&floats, &floats, &widened]) {
+        for (packed, expected) in packed.iter().zip([&floats, &floats, &widened, &floats, &floats]) {
             for row in 0..n {
                 let mut found = vec![0f32; k];
                 packed.unpack_row(row, |k, value| found[k] = value);
@@ -246,6 +299,50 @@ fn a_packed_weight_holds_every_bit() {
         assert_eq!(packed[1].bytes(), 2 * 4 * (32 * 68 + 16));
         assert_eq!(packed[0].bytes() == 2 * 4 * (32 * 34 + 16), !isa.has_dot());
     }
+}
+
+/// A panel that is not full stands where a full one of weights that `VDPBF16PS` would flush stood before.
+#[test]
+fn what_stands_beside_the_last_outputs_is_no_weight() {
+    let (m, n, tiny) = (13, 40, bf16::from_bits(3));
+    for isa in Isa::of_machine() {
+        let (cpu, mut dx) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; m * 64]);
+        gemm_dx(&cpu, &GemmDx::new(m, n, 64), &numbers::<bf16>(0, m * n), &vec![tiny; n * 64], &mut dx).unwrap();
+        cpu.ledger().forbid(Counter::SlowPaths);
+        let (dy, w) = (numbers::<bf16>(0, m * n), numbers::<bf16>(7, n * 33));
+        gemm_dx(&cpu, &GemmDx::new(m, n, 33), &dy, &w, &mut dx[..m * 33]).unwrap();
+    }
+}
+
+/// A square weight fits both ways; the one that it was not packed for is refused.
+#[test]
+fn a_weight_packed_for_another_op_is_refused() {
+    let (cpu, x, mut y) = (Cpu::best(), [1f32; 4], [0f32; 4]);
+    let [of_gemm, of_dx] = [PackedWeight::pack, PackedWeight::pack_for_dx].map(|pack| pack(&cpu, 2, 2, &x).unwrap());
+    let refused = gemm_packed(&cpu, &Gemm::new(2, 2, 2), &x, &of_dx, None, &mut y).unwrap_err().to_string();
+    assert!(refused.contains("`w` is packed for another op; use PackedWeight::pack"), "{refused}");
+    let refused = gemm_dx_packed(&cpu, &GemmDx::new(2, 2, 2), &x, &of_gemm, &mut y).unwrap_err().to_string();
+    assert!(refused.contains("`w` is packed for another op; use PackedWeight::pack_for_dx"), "{refused}");
+    assert_eq!(y, [0.0; 4]);
+}
+
+/// A part that is no subtree is refused by the names of the op's own fields.
+#[test]
+fn parts_are_refused_by_name() {
+    let (cpu, x, mut y) = (Cpu::best(), [1f32; 16], [0f32; 1]);
+    for (n_offset, n_total, why) in [
+        (16, 24, "rows of w 16+16 exceed n_total 24"),
+        (
+            8,
+            64,
+            "rows of w 8..24 of 64 are not a subtree of the eight segments of 16; use 1, 2, 4 or 8 equal ranks with n_total",
+        ),
+    ] {
+        let shape = GemmDx { n_offset, n_total, ..GemmDx::new(1, 16, 1) };
+        let refused = gemm_dx(&cpu, &shape, &x, &x, &mut y).unwrap_err().to_string();
+        assert!(refused.contains(why) && refused.contains("gemm_dx"), "{refused}");
+    }
+    assert_eq!(y, [0.0]);
 }
 
 /// TF32 reads the matrix as it is, and what is packed is not packed again.

@@ -14,7 +14,7 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
 use crate::gemm::gemm::{
-    Gemm, PackedWeight, Panels, Product, Ran, SharedOut, Tally, Weight, pack_w, panel_words, prepare, row_words,
+    Gemm, PackedWeight, Panels, Product, Ran, SAYS, SharedOut, Tally, Weight, panel_words, prepare, row_words,
 };
 use crate::gemm::tile::{MAX_ROWS, PANEL, TILE_ROWS};
 use crate::logprob::logprob::{check_targets, inverse};
@@ -141,7 +141,7 @@ fn run(cpu: &Cpu, x: TensorRef, w: TensorRef, rows: Rows) -> Result<(), Error> {
     x.on_host("linear_logprob", "x")?;
     typed!(x.dtype() => I, {
         let w = Weight::of("linear_logprob", w)?;
-        total(&Product { cpu, shape, x: x.rows::<I>(), w, bias: None, bounds: &shape.bounds()? }, rows)
+        total(&Product { cpu, says: &SAYS, shape, x: x.rows::<I>(), w, bias: None, bounds: &shape.bounds()? }, rows)
     })
 }
 
@@ -443,7 +443,8 @@ impl<I: Element> Block<'_, I> {
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
-                    pack_w(cpu, w, panel * PANEL, columns, product.shape.tf32, laid_out);
+                    let outputs = panel * PANEL..panel * PANEL + columns;
+                    w.pack(cpu, product.shape.k, outputs, product.shape.tf32, laid_out);
                     held = Panels::one(laid_out, k, I::IS_BF16);
                     Some(held.panel(0, &mut []))
                 }

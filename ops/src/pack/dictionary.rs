@@ -11,9 +11,8 @@
 //!
 //! [`DictionaryPanel::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) sums with them.
 
-use crate::gemm::gemm::{SharedOut, pack_w, panel_words};
+use crate::gemm::gemm::{Matrix, SharedOut, panel_words};
 use crate::gemm::tile::PANEL;
-use crate::tensor::Rows;
 use crate::workspace::memory::{LINE, Memory};
 use crate::{Cpu, Error, Tf32};
 use half::bf16;
@@ -63,12 +62,11 @@ impl Form {
     }
 }
 
-/// `w[N,K]` coded, in parallel; `None` where escapes are many.
+/// A weight of so many outputs and terms coded, in parallel; `None` where escapes are many.
 ///
 /// # Errors
 /// [`Error::Memory`] when the system has no room for it.
-pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error> {
-    let k = w.n();
+pub fn pack(cpu: &Cpu, [n, k]: [usize; 2], w: Matrix<bf16>) -> Result<Option<Memory>, Error> {
     let form = Form::of(n, k);
     let bytes = form.words().saturating_mul(4);
     let mut memory = Memory::new(form.words()).ok_or(Error::Memory { op: "gemm", bytes })?;
@@ -82,7 +80,7 @@ pub fn pack(cpu: &Cpu, n: usize, w: Rows<bf16>) -> Result<Option<Memory>, Error>
         }
         let rows = PANEL.min(n - panel * PANEL);
         let mut pairs = vec![0; size];
-        pack_w(cpu, w, panel * PANEL, rows, Tf32::Disabled, &mut pairs);
+        w.pack(cpu, k, panel * PANEL..panel * PANEL + rows, Tf32::Disabled, &mut pairs);
         let least = pairs[size - LINE];
         // Columns and pairs of k that only fill up the panel repeat others, so that they cause no escapes.
         pairs.truncate(form.pairs * PANEL);
@@ -233,4 +231,4 @@ impl<'a> DictionaryPanel<'a> {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

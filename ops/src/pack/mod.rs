@@ -122,6 +122,69 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
     }
 }
 
+/// Lays rows of one length, one for each of `k` steps, as pairs of steps, in panels of [`PANEL`] columns, `size` words from
+/// one panel to the next: `out[c / PANEL * size + p * PANEL + c % PANEL]` is pair p of column c; an odd end is filled with
+/// `pad`. Other places of `out` keep what they hold.
+pub fn vnni_of_columns<'a>(
+    cpu: &Cpu,
+    k: usize,
+    row: impl Fn(usize) -> &'a [bf16],
+    pad: bf16,
+    out: &mut [u32],
+    size: usize,
+) {
+    if k % 2 == 1 {
+        for (c, last) in row(k - 1).iter().enumerate() {
+            out[c / PANEL * size + k / 2 * PANEL + c % PANEL] = pair(*last, pad);
+        }
+    }
+    cpu.dispatch(PairsOfColumns { pairs: k / 2, row, out, size });
+}
+
+struct PairsOfColumns<'a, F> {
+    pairs: usize,
+    row: F,
+    out: &'a mut [u32],
+    size: usize,
+}
+
+impl<'a, F: Fn(usize) -> &'a [bf16]> Kernel for PairsOfColumns<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let PairsOfColumns { pairs, row, out, size } = self;
+        for p in 0..pairs {
+            let (earlier, later) = (row(2 * p), row(2 * p + 1));
+            for at in (0..earlier.len()).step_by(PANEL) {
+                let columns = PANEL.min(earlier.len() - at);
+                let (earlier, later) = (&earlier[at..][..columns], &later[at..][..columns]);
+                let out = &mut out[at / PANEL * size + p * PANEL..][..columns];
+                out.iter_mut()
+                    .zip(earlier)
+                    .zip(later)
+                    .for_each(|((out, earlier), later)| *out = pair(*earlier, *later));
+            }
+        }
+    }
+}
+
+/// Lays rows of one length, one for each of `k` steps, as f32, in panels as [`vnni_of_columns`] does:
+/// `out[c / PANEL * size + p * PANEL + c % PANEL]` is element c of row p.
+pub fn f32_of_columns<'a, I: Element>(
+    cpu: &Cpu,
+    k: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    size: usize,
+) {
+    for p in 0..k {
+        for (panel, piece) in row(p).chunks(PANEL).enumerate() {
+            f32_row(cpu, piece, tf32, &mut out[panel * size + p * PANEL..]);
+        }
+    }
+}
+
 /// Writes one row as adjacent pairs, an odd end filled with `pad`, and returns its [`least_magnitude`].
 pub fn vnni_of_row(cpu: &Cpu, row: &[bf16], pad: bf16, out: &mut [u32]) -> f32 {
     let whole = row.len() / 2;

@@ -100,6 +100,63 @@ fn rows_of_every_type_become_floats() {
     rows_become_floats::<f16>();
 }
 
+/// Holds panels of `k` steps of rows of `columns`, `size` apart, to `expected(step, column)`.
+fn assert_panels(
+    [columns, k, size]: [usize; 3],
+    lay_out: impl Fn(&mut [u32]),
+    expected: impl Fn(usize, usize) -> u32,
+    what: &str,
+) {
+    let mut out = vec![BEFORE; columns.div_ceil(PANEL) * size];
+    lay_out(&mut out);
+    for (i, found) in out.into_iter().enumerate() {
+        let (step, column) = (i % size / PANEL, i / size * PANEL + i % PANEL);
+        let expected = if step < k && column < columns { expected(step, column) } else { BEFORE };
+        assert_eq!(found, expected, "{what}: step {step}, column {column}");
+    }
+}
+
+const COLUMNS: [usize; 7] = [1, 7, 16, 31, 32, 33, 100];
+
+fn columns_become_floats<I: Element>() {
+    for (cpu, tf32) in cpus().into_iter().flat_map(|cpu| [(cpu.recording(), Tf32::Disabled), (cpu, Tf32::Enabled)]) {
+        for (columns, k) in COLUMNS.into_iter().flat_map(|columns| [0, 1, 2, 7].map(|k| (columns, k))) {
+            let x: Vec<I> = (0..columns * k).map(|i| I::narrow(float(i))).collect();
+            let row = |p: usize| &x[p * columns..][..columns];
+            let size = (k + 1) * PANEL;
+            let lay_out = |out: &mut [u32]| f32_of_columns(&cpu, k, row, tf32, as_floats_mut(out), size);
+            let what = format!("{} {} {tf32:?} {columns} columns of {k}", cpu.isa(), I::NAME);
+            assert_panels([columns, k, size], lay_out, |p, c| plain(row(p)[c], tf32), &what);
+        }
+    }
+}
+
+#[test]
+fn columns_of_every_type_become_floats() {
+    columns_become_floats::<f32>();
+    columns_become_floats::<bf16>();
+    columns_become_floats::<f16>();
+}
+
+#[test]
+fn columns_become_pairs() {
+    for cpu in cpus() {
+        for (columns, k) in COLUMNS.into_iter().flat_map(|columns| [0, 1, 2, 3, 6, 35].map(|k| (columns, k))) {
+            // Rows begin in the middle of a word.
+            let data: Vec<bf16> = (0..k * columns + 1).map(number).collect();
+            let row = |p: usize| &data[1 + p * columns..][..columns];
+            let (pad, size) = (number(9), (k + 1) * PANEL);
+            let expected = |p: usize, c: usize| {
+                let later = if 2 * p + 1 < k { row(2 * p + 1)[c] } else { pad };
+                u32::from(row(2 * p)[c].to_bits()) << 16 | u32::from(later.to_bits())
+            };
+            let lay_out = |out: &mut [u32]| vnni_of_columns(&cpu, k, row, pad, out, size);
+            let what = format!("{} {columns} columns of {k}", cpu.isa());
+            assert_panels([columns, k.div_ceil(2), size], lay_out, expected, &what);
+        }
+    }
+}
+
 #[test]
 fn outputs_that_are_too_short_are_refused() {
     for cpu in cpus() {

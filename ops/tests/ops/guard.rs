@@ -192,6 +192,16 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             }
             Ok(())
         }),
+        // n is N: odd ones, and K and M around tiles.
+        ("gemm_dx", |r, n| {
+            for (m, k) in [(1, 1), (1, 17), (3, 33), (7, 9), (17, 65), (25, 31)] {
+                let (dy, w, shape) = (r.floats::<I>(m * n), r.floats(n * k), GemmDx::new(m, n, k));
+                gemm_dx(&r.cpu, &shape, &dy, &w, &mut r.room::<O>(m * k))?;
+                let packed = PackedWeight::pack_for_dx(&r.cpu, n, k, &w)?;
+                gemm_dx_packed(&r.cpu, &shape, &dy, &packed, &mut r.room::<O>(m * k))?;
+            }
+            Ok(())
+        }),
         // n is the number of keys, and with it the head dimension changes.
         ("attention", |r, keys| {
             let (batch, q_heads, kv_heads) = (2, 4, 2);

@@ -82,7 +82,7 @@ fn rounded<T: Stored>(value: f32) -> u32 {
 
 /// `cpu` under the smallest budget that `run` accepts, and some between it and plenty. One byte less is refused, with the
 /// smallest plan named.
-fn budgets(cpu: &Cpu, seed: u64, mut run: impl FnMut(&Cpu) -> Result<(), Error>) -> Vec<Cpu> {
+pub(crate) fn budgets(cpu: &Cpu, seed: u64, mut run: impl FnMut(&Cpu) -> Result<(), Error>) -> Vec<Cpu> {
     let with = |budget: usize| Cpu::new(cpu.isa(), cpu.threads(), budget).unwrap();
     let smallest = match run(&with(0)) {
         Ok(()) => return vec![with(0)],
@@ -121,12 +121,12 @@ pub(crate) fn values<T: Element>(seed: u64, len: usize, spread: u32) -> Vec<T> {
         .collect()
 }
 
-fn join(s: [f32; 8]) -> f32 {
+pub(crate) fn join(s: [f32; 8]) -> f32 {
     ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
 }
 
 /// Segment `i` of a sum of `n`.
-fn segment(n: usize, i: usize) -> std::ops::Range<usize> {
+pub(crate) fn segment(n: usize, i: usize) -> std::ops::Range<usize> {
     let length = 16 * n.div_ceil(128);
     (i * length).min(n)..((i + 1) * length).min(n)
 }

@@ -2,9 +2,10 @@
 
 use super::*;
 use crate::gemm::tests::{number, plain};
-use crate::pack::dictionary::{Form, pack};
+use crate::pack::dictionary::Form;
+use crate::pack::dictionary::tests::packed;
 use crate::simd::words::{Kernel512, Simd512};
-use crate::{Cpu, Isa, TensorRef};
+use crate::{Cpu, Isa};
 use half::bf16;
 
 fn cpus(fits: impl Fn(Isa) -> bool) -> Vec<Cpu> {
@@ -157,7 +158,7 @@ fn tiles_of_coded_panels_are_plain_chains() {
             // Of two panels the second is taken: what is read before or behind it is another number.
             let n = 2 * PANEL;
             let weights: Vec<bf16> = (0..n * k).map(|i| escaped(i / k, i % k, escapes)).collect();
-            let memory = pack(&cpu, n, TensorRef::of(&weights, &[n, k]).rows()).unwrap().expect("few escapes");
+            let memory = packed(&cpu, n, k, &weights).expect("few escapes");
             let mut words = memory.to_vec();
             words.extend([NAN; AROUND]);
             let (coded, _) = DictionaryPanel::panel(Form::of(n, k), &words, 1);
@@ -211,7 +212,7 @@ fn segments_of_coded_panels_are_whole_blocks() {
     for cpu in cpus(Isa::has_dot) {
         let (n, k) = (PANEL, 12);
         let weights: Vec<bf16> = (0..n * k).map(|i| w(i / k, i % k)).collect();
-        let memory = pack(&cpu, n, TensorRef::of(&weights, &[n, k]).rows()).unwrap().expect("few escapes");
+        let memory = packed(&cpu, n, k, &weights).expect("few escapes");
         let (coded, _) = DictionaryPanel::panel(Form::of(n, k), &memory, 0);
         for (bounds, taken) in [([0, 8, 12], true), ([0, 6, 12], false), ([2, 8, 12], false)] {
             let (left, mut out) = (left_pairs(1, k, 1, 1), [0f32; PANEL]);

@@ -1,6 +1,7 @@
 //! Coded panels against the weights that they hold, and which blocks are escapes.
 
 use super::*;
+use crate::gemm::gemm::Side;
 use crate::gemm::tests::number;
 use crate::{Isa, TensorRef};
 
@@ -13,8 +14,8 @@ fn weights(n: usize, k: usize, small: &[(usize, usize)]) -> Vec<bf16> {
     w
 }
 
-fn packed(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Option<Memory> {
-    pack(cpu, n, TensorRef::of(w, &[n, k]).rows()).unwrap()
+pub(crate) fn packed(cpu: &Cpu, n: usize, k: usize, w: &[bf16]) -> Option<Memory> {
+    pack(cpu, [n, k], Matrix { rows: TensorRef::of(w, &[n, k]).rows(), side: Side::Rows }).unwrap()
 }
 
 /// Places of small weights in so many blocks of a panel, the last one and others all over it; not among the weights of every
