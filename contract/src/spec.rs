@@ -23,6 +23,7 @@ mod argmax;
 mod attention;
 mod chain;
 mod combine;
+mod combine_backward;
 mod embedding;
 mod gelu_mul;
 mod gelu_mul_backward;
@@ -251,6 +252,7 @@ pub fn all() -> &'static [Spec] {
         argmax::SPEC,
         route::SPEC,
         combine::SPEC,
+        combine_backward::SPEC,
         chain::SPEC,
     ];
     ALL

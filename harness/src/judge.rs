@@ -430,7 +430,8 @@ impl Judge<'_> {
             let spec = trial.case.spec();
             let differs = spec.outputs.iter().find_map(|output| {
                 let (expected, found) = (&base.answer.outputs[output.name], &answer.outputs[output.name]);
-                compare::bits(output.name, spec.row_axes, expected, found, &variant.rows).err()
+                let rows = variant.pairs(spec, output, &base.case);
+                compare::bits(output.name, spec.row_axes, expected, found, &rows).err()
             });
             failed.extend(differs.map(|evidence| (variant.setting, evidence)));
         }

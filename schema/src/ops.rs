@@ -15,6 +15,7 @@ pub mod argmax;
 pub mod attention;
 pub mod chain;
 pub mod combine;
+pub mod combine_backward;
 pub mod embedding;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
@@ -74,6 +75,7 @@ pub static OPS: &[&Op] = &[
     &argmax::OP,
     &route::OP,
     &combine::OP,
+    &combine_backward::OP,
     &chain::OP,
 ];
 

@@ -3,6 +3,7 @@ use crate::case::Config;
 use crate::record::Judgment;
 use crate::table::Contract;
 use crate::wire;
+use samebits_schema::Holds;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -502,13 +503,21 @@ fn gradients_are_finite_differences() {
         let forward = find(spec.gradient_of.unwrap()).unwrap();
         let mut inputs: BTreeMap<&str, Tensor> = BTreeMap::new();
         for input in forward.inputs.iter().chain(spec.inputs) {
-            let extent = |axis: &&str| if *axis == "D" { 6 } else { 3 };
+            // Rows of x for three experts of each of three tokens.
+            let extent = |axis: &&str| match *axis {
+                "D" => 6,
+                "R" => 9,
+                _ => 3,
+            };
             let axes = if input.axes == [REST] { &["R", "N"] } else { input.axes };
             let shape: Vec<usize> = axes.iter().map(extent).collect();
             let mut number = || (random.below(768) as f32 - 384.0) / 256.0;
             let tensor = match input.is_float() {
                 true => f32s(&shape, &(0..shape.iter().product()).map(|_| number()).collect::<Vec<_>>()),
-                false => Tensor::i32(&shape, (0..3).collect()),
+                false => {
+                    let most = if matches!(input.holds, Holds::Distinct(_)) { 9 } else { 3 };
+                    Tensor::i32(&shape, (0..shape.iter().product::<usize>() as i32).map(|i| i * 4 % most).collect())
+                }
             };
             inputs.insert(input.name, tensor);
         }
