@@ -273,6 +273,7 @@ const SHAPES: &[(&str, Make)] = &[
     }),
     ("route", routes),
     ("combine", combines),
+    ("combine_backward", combine_gradients),
     ("gemm_tiles", |dtype, out| {
         let mut shapes = vec![(17, 5, 33), (65, 70, 129), (20, 130, 300), (33, 1, 1), (64, 64, 16), (18, 9, 0)];
         // More than 64 rows and 128 tiles of 128: the large tiles, at the smallest K that has two steps.
@@ -474,6 +475,26 @@ fn combines(dtype: DType, out: DType) -> Vec<Case> {
         };
         cases.push(make().case());
         cases.push(make().float("shared", &[tokens, n], 1.0).case());
+    }
+    cases
+}
+
+fn combine_gradients(dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (tokens, chosen, more, n) in
+        [(1, 1, 0, 1), (3, 2, 1, 40), (2, 3, 4, 257), (5, 6, 1, 1031), (2, 8, 0, 2048), (4, 0, 3, 9)]
+    {
+        let (count, rows) = (tokens * chosen, tokens * chosen + more);
+        let row: Vec<i32> = (0..count).map(|i| (i * 11 % rows) as i32).collect();
+        let make =
+            Maker::new("combine_backward", dtype, out).float("x", &[rows, n], 2.0).float("dy", &[tokens, n], 1.0);
+        cases.push(make.ints("row", &[tokens, chosen], &row).float("weight", &[tokens, chosen], 1.0).case());
+    }
+    // Products that underflow to -0 in each lane.
+    if dtype != DType::Fp16 {
+        let make = Maker::new("combine_backward", dtype, out).float("x", &[1, 300], 0.0).float("dy", &[1, 300], 0.0);
+        let make = make.ints("row", &[1, 1], &[0]).float("weight", &[1, 1], 1.0);
+        cases.push((0..300).fold(make, |make, i| make.set("x", i, -1e-30).set("dy", i, 1e-30)).case());
     }
     cases
 }
@@ -710,7 +731,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 30] = [
+const MUTANTS: [Mutant; 32] = [
     Mutant {
         name: "missing_block_barrier",
         change: Change {
@@ -960,6 +981,26 @@ const MUTANTS: [Mutant; 30] = [
             to: "acc.v[i] = __fmaf_rn(weight[token * chosen], v.v[i], acc.v[i]);",
         },
         shapes: "combine",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "rows_that_nobody_names_left_as_they_were",
+        change: Change {
+            file: "combine_backward.cu",
+            from: "if (at < len) store_up_to8",
+            to: "if (at < 0) store_up_to8",
+        },
+        shapes: "combine_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_a_weight_in_reverse",
+        change: Change {
+            file: "combine_backward.cu",
+            from: "for (long long at = first; at < n; at += 256) {",
+            to: "for (long long at = first + (n - 1) / 256 * 256; at >= 0; at -= 256) {\n        if (at >= n) continue;",
+        },
+        shapes: "combine_backward",
         says: "elements differ",
     },
     Mutant {

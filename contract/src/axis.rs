@@ -1,7 +1,8 @@
 //! What may vary around a logical row without moving a bit of it.
 //!
 //! A variant is a case of its own and a pairing of rows: row `base` of the base case's answer must equal row `variant`
-//! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened.
+//! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened. Where rows
+//! name entries of an axis as their own ([`Op::owned`]), these go with them: a variant keeps them at other places.
 
 use crate::case::{Answer, Case, Status};
 use crate::compare;
@@ -10,7 +11,7 @@ use crate::round;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::{DType, Tensor};
 use crate::verdict::Evidence;
-use samebits_schema::Output;
+use samebits_schema::{Op, Output};
 use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -80,13 +81,20 @@ impl<'a> Variant<'a> {
         }
     }
 
-    /// Holds an output of the variant to that of the base; the number of elements compared.
+    /// Holds an output of the variant to that of the base, the answer to `case`; the number of elements compared.
     ///
     /// # Errors
     /// Evidence of the first difference.
-    pub fn compare(&self, spec: &Spec, output: &Output, base: &Tensor, found: &Tensor) -> Result<usize, Box<Evidence>> {
+    pub fn compare(
+        &self,
+        spec: &Spec,
+        output: &Output,
+        case: &Case,
+        base: &Tensor,
+        found: &Tensor,
+    ) -> Result<usize, Box<Evidence>> {
         match (output.has_rows, self.sums) {
-            (true, _) => compare::bits(output.name, spec.row_axes, base, found, &self.rows),
+            (true, _) => compare::bits(output.name, spec.row_axes, base, found, &self.pairs(spec, output, case)),
             (false, true) => compare::bits(output.name, 0, base, found, &[(0, 0)]),
             (false, false) => Ok(0),
         }
@@ -95,6 +103,53 @@ impl<'a> Variant<'a> {
     /// What to run; made when it is first asked for, as all settings of an axis take many times the room of the case.
     pub fn case(&self) -> &Case {
         &self.case
+    }
+
+    /// Which entries of the first axes of `output` must be equal, in the answer to `base` and in that to the variant. Where rows
+    /// own the entries, these are theirs; those that nobody owns are all alike.
+    pub fn pairs(&self, op: &Op, output: &Output, base: &Case) -> Cow<'_, [(usize, usize)]> {
+        let Some((names, _)) = op.owned().filter(|(_, axis)| output.axes[0] == *axis) else {
+            return Cow::Borrowed(&self.rows);
+        };
+        let (of_base, of_variant) = (Owned::of(base), Owned::of(self.case()));
+        let (of_base, of_variant) = (of_base.expect("it has an owner"), of_variant.expect("it has an owner"));
+        let each = base.inputs[names.name].shape()[1..].iter().product::<usize>();
+        let own = self.rows.iter().flat_map(|&(b, v)| (0..each).map(move |i| (b * each + i, v * each + i)));
+        let mut pairs: Vec<(usize, usize)> = own.map(|(b, v)| (of_base.places[b], of_variant.places[v])).collect();
+        let (of_base, of_variant) = (of_base.others(), of_variant.others());
+        if let (Some(&first), Some(&of_variant_first)) = (of_base.first(), of_variant.first()) {
+            pairs.extend(of_base.iter().map(|&other| (other, of_variant_first)));
+            pairs.extend(of_variant.iter().map(|&other| (first, other)));
+        }
+        Cow::Owned(pairs)
+    }
+}
+
+/// The entries of an axis that rows own.
+struct Owned {
+    /// The axis, and the input that names its entries.
+    axis: &'static str,
+    names: &'static str,
+    /// How many entries there are.
+    extent: usize,
+    /// Those that are named, in the order of the rows.
+    places: Vec<usize>,
+}
+
+impl Owned {
+    fn of(case: &Case) -> Option<Owned> {
+        let op = samebits_schema::find(&case.op)?;
+        let (names, axis) = op.owned()?;
+        let beside = op.inputs.iter().find(|input| input.axes[0] == axis)?;
+        let extent = case.inputs[beside.name].shape()[0];
+        let places = case.inputs[names.name].as_i32()?.iter().map(|&place| place as usize).collect();
+        Some(Owned { axis, names: names.name, extent, places })
+    }
+
+    /// The entries that nobody names.
+    fn others(&self) -> Vec<usize> {
+        let named: std::collections::BTreeSet<&usize> = self.places.iter().collect();
+        (0..self.extent).filter(|place| !named.contains(place)).collect()
     }
 }
 
@@ -442,11 +497,29 @@ impl<'a> Base<'a> {
         if axis == 0 { self.entries } else { self.inner }
     }
 
-    /// The case with every input that has row axis `axis` replaced.
+    /// The case with every input that has row axis `axis` replaced. What rows own goes with them: it is replaced as if it stood
+    /// in its row, and then stands from the last place to the second, the first being nobody's and NaN.
     fn replace(&self, axis: usize, new: impl Fn(&str, &Tensor) -> Tensor) -> Case {
-        let has = |name: &str| self.spec.inputs.iter().any(|input| input.name == name && input.rows > axis);
+        let owned = Owned::of(self.case);
         let inputs = self.case.inputs.iter().map(|(name, tensor)| {
-            let tensor = if has(name) { new(name, tensor) } else { tensor.clone() };
+            let input = self.spec.inputs.iter().find(|input| input.name == name).expect("the case is checked");
+            let tensor = match &owned {
+                Some(owned) if owned.names == name => {
+                    let kept = new(name, tensor);
+                    Tensor::i32(kept.shape(), (1..=kept.len() as i32).rev().collect())
+                }
+                Some(owned) if owned.axis == input.axes[0] => {
+                    let width = tensor.len() / owned.extent;
+                    let each = owned.places.len() / self.entries;
+                    let places: Vec<Option<usize>> = owned.places.iter().map(|&place| Some(place)).collect();
+                    let made = new(name, &tensor.gather(width, &places, &[self.entries, each, width]));
+                    let count = made.len() / width;
+                    let turned: Vec<Option<usize>> = std::iter::once(None).chain((0..count).rev().map(Some)).collect();
+                    made.gather(width, &turned, &[&[count + 1], &tensor.shape()[1..]].concat())
+                }
+                _ if input.rows > axis => new(name, tensor),
+                _ => tensor.clone(),
+            };
             (name.clone(), tensor)
         });
         let Case { name, op, out, params, config, .. } = self.case;
@@ -569,7 +642,8 @@ impl<'a> Base<'a> {
 
     /// Elements of the largest input that holds entries of the first row axis, per entry.
     fn width(&self) -> usize {
-        let inputs = self.spec.inputs.iter().filter(|input| input.rows > 0);
+        let owned = self.spec.owned().map(|(_, axis)| axis);
+        let inputs = self.spec.inputs.iter().filter(|input| input.rows > 0 || input.axes.first().copied() == owned);
         let held = inputs.filter_map(|input| self.case.inputs.get(input.name));
         held.map(|tensor| tensor.len() / self.entries).max().unwrap_or(1).max(1)
     }
@@ -1220,7 +1294,10 @@ mod tests {
                     if matches!(variant.way, Way::Parts(..)) {
                         continue;
                     }
-                    for input in spec.inputs.iter().filter(|input| input.rows == spec.row_axes) {
+                    // What owned entries are called may change.
+                    let names = spec.owned().map(|(names, _)| names.name);
+                    let inputs = spec.inputs.iter().filter(|input| input.rows == spec.row_axes);
+                    for input in inputs.filter(|input| names != Some(input.name)) {
                         let Some(a) = case.inputs.get(input.name) else { continue };
                         let (b, width) = (&variant.case().inputs[input.name], a.len() / spec.rows(&case));
                         for &(base, found) in &variant.rows {
@@ -1271,7 +1348,7 @@ mod tests {
                         let dtype = spec.output_dtype(output, case.out);
                         let (want, have) = (base[output.name].rounded(dtype), found[output.name].rounded(dtype));
                         variant
-                            .compare(spec, output, &want, &have)
+                            .compare(spec, output, &case, &want, &have)
                             .unwrap_or_else(|e| panic!("{} {axis} {}: {}", case.name, variant.setting, e.message));
                     }
                 }

@@ -23,6 +23,7 @@ mod argmax;
 mod attention;
 mod chain;
 mod combine;
+mod combine_backward;
 mod embedding;
 mod embedding_dw;
 mod fold;
@@ -263,6 +264,7 @@ pub fn all() -> &'static [Spec] {
         argmax::SPEC,
         route::SPEC,
         combine::SPEC,
+        combine_backward::SPEC,
         token_sum::SPEC,
         fold::SPEC,
         chain::SPEC,

@@ -430,7 +430,7 @@ impl Judge<'_> {
             let spec = trial.case.spec();
             let differs = spec.outputs.iter().find_map(|output| {
                 let (expected, found) = (&base.answer.outputs[output.name], &answer.outputs[output.name]);
-                variant.compare(spec, output, expected, found).err()
+                variant.compare(spec, output, &base.case, expected, found).err()
             });
             failed.extend(differs.map(|evidence| (variant.setting, evidence)));
         }

@@ -383,6 +383,9 @@ impl Plan {
         match input.holds {
             Holds::Mask => vec![1; count],
             Holds::Below(axis) => (0..count).map(|i| (i * 7919 % call.dim(axis)) as i32).collect(),
+            // Two of them meet only where 7919, a prime, divides the extent.
+            Holds::Distinct(axis) if call.dim(axis) % 7919 == 0 => (0..count as i32).collect(),
+            Holds::Distinct(axis) => (0..count).map(|i| (i * 7919 % call.dim(axis)) as i32).collect(),
             Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
             Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),
             Holds::Length(_) => vec![input.holds.range(call).1 as i32; count],
@@ -425,8 +428,9 @@ fn moved(call: &Call, inputs: &[(&'static Input, DType, Vec<usize>)]) -> f64 {
         shape.iter().map(|&extent| extent as f64).product::<f64>() * dtype.size() as f64
     };
     let read = inputs.iter().map(|(input, dtype, shape)| {
-        let picks =
-            inputs.iter().find(|(other, _, _)| matches!(other.holds, Holds::Below(axis) if axis == input.axes[0]));
+        let picks = inputs.iter().find(
+            |(other, _, _)| matches!(other.holds, Holds::Below(axis) | Holds::Distinct(axis) if axis == input.axes[0]),
+        );
         let share = match picks {
             Some((_, _, picks)) => picks.iter().product::<usize>().min(shape[0]) as f64 / shape[0] as f64,
             None => 1.0,
@@ -571,6 +575,7 @@ mod tests {
             let extent = |axis: &str| match axis {
                 "B" | "Hkv" | "Z" => 2,
                 "P" => 6,
+                "R" => 12,
                 "S" => 9,
                 "T" => 3,
                 _ => 4,

@@ -59,7 +59,7 @@ impl Equivalent {
     /// The outputs of the variant with the rows of the base, where the variant answers for all of them.
     pub fn rearranged(&self, case: &Case) -> Option<Answer> {
         let spec = spec::find(&case.op)?;
-        spec.validate(case).ok()?;
+        let call = spec.validate(case).ok()?.call;
         let axis = axis::find(self.axis).filter(|axis| axis.applies(spec))?;
         let mut machine = self.machine.clone();
         if self.axis == "budget" {
@@ -76,21 +76,28 @@ impl Equivalent {
         if whole.status != Status::Ok {
             return None;
         }
-        let mut places: Vec<Option<usize>> = vec![None; spec.rows(case)];
-        variant.rows.iter().for_each(|&(base, found)| places[base] = Some(found));
         let has_sums = spec.outputs.iter().any(|output| !output.has_rows);
-        if places.contains(&None) || has_sums && !variant.sums {
+        if has_sums && !variant.sums {
             return None;
         }
         let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes)?;
-        let leading = &case.inputs[input.name].shape()[..spec.row_axes];
-        let of_rows = |name: &str| spec.output(name).is_some_and(|output| output.has_rows);
-        for (_, tensor) in whole.outputs.iter_mut().filter(|(name, _)| of_rows(name)) {
+        let rows = case.inputs[input.name].shape()[..spec.row_axes].to_vec();
+        for output in spec.outputs.iter().filter(|output| output.has_rows) {
+            let tensor = whole.outputs.get_mut(output.name)?;
             if variant.case().op == axis::PACKED {
                 *tensor = tensor.with_leading_axis();
             }
+            let leading = match spec.owned() {
+                Some((_, axis)) if output.axes[0] == axis => vec![call.dim(axis)],
+                _ => rows.clone(),
+            };
+            let mut places: Vec<Option<usize>> = vec![None; leading.iter().product()];
+            variant.pairs(spec, output, case).iter().for_each(|&(base, found)| places[base] = Some(found));
+            if places.contains(&None) {
+                return None;
+            }
             let behind = tensor.shape()[spec.row_axes..].to_vec();
-            let shape = [leading, &behind].concat();
+            let shape = [leading, behind.clone()].concat();
             let gathered = tensor.gather(behind.iter().product(), &places, &shape);
             *tensor = gathered;
         }

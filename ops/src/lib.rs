@@ -59,6 +59,7 @@ pub use logprob::logprob_backward::{LogprobGradients, logprob_backward};
 pub use logprob::softmax::softmax;
 pub use logprob::softmax_backward::softmax_backward;
 pub use moe::combine::{Combine, combine};
+pub use moe::combine_backward::combine_backward;
 pub use moe::route::{GroupWorth, Route, Scoring, route};
 pub use norm::add_rms_norm::add_rms_norm;
 pub use norm::add_rms_norm_backward::add_rms_norm_backward;
@@ -104,6 +105,7 @@ pub mod device {
     pub use crate::logprob::softmax::on_device as softmax;
     pub use crate::logprob::softmax_backward::on_device as softmax_backward;
     pub use crate::moe::combine::{combine_at, on_device as combine};
+    pub use crate::moe::combine_backward::{combine_backward_at, on_device as combine_backward};
     pub use crate::moe::route::{on_device as route, route_to};
     pub use crate::norm::add_rms_norm::on_device as add_rms_norm;
     pub use crate::norm::add_rms_norm_backward::on_device as add_rms_norm_backward;

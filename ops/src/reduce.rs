@@ -72,14 +72,22 @@ impl Lanes {
     /// Adds the products `a[i] * b[i]`, each by an `fma`. Their number is a multiple of 256 unless it is the last part.
     #[inline(always)]
     pub fn add_products<S: Simd, T: Storage>(&mut self, s: S, a: &[f32], b: &[T]) {
-        for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
-            for (at, lanes) in (0..a.len()).step_by(S::LANES).zip(self.0.chunks_exact_mut(S::LANES)) {
-                // The pad's product -0 leaves every lane as it is, one that is -0 too.
-                let (a, b) = (load_at(s, a, at, -0.0), load_at(s, b, at, T::default()));
-                let acc = s.fma(a, b, load_at(s, lanes, 0, 0.0));
-                // SAFETY: `lanes` holds LANES elements.
-                unsafe { s.store(acc, lanes.as_mut_ptr()) };
+        let whole = a.len() - a.len() % LANES;
+        for tile in (0..whole).step_by(TILE) {
+            let end = whole.min(tile + TILE);
+            if S::LANES == 16 {
+                sweep_products::<S, T, 8>(s, &a[tile..end], &b[tile..end], &mut self.0);
+            } else {
+                sweep_products::<S, T, 4>(s, &a[tile..end], &b[tile..end], &mut self.0);
             }
+        }
+        let (a, b) = (&a[whole..], &b[whole..]);
+        for (at, lanes) in (0..a.len()).step_by(S::LANES).zip(self.0.chunks_exact_mut(S::LANES)) {
+            // The pad's product -0 leaves every lane as it is, one that is -0 too.
+            let (a, b) = (load_at(s, a, at, -0.0), load_at(s, b, at, T::default()));
+            let acc = s.fma(a, b, load_at(s, lanes, 0, 0.0));
+            // SAFETY: `lanes` holds LANES elements.
+            unsafe { s.store(acc, lanes.as_mut_ptr()) };
         }
     }
 
@@ -181,6 +189,27 @@ fn sweep<S: Simd, T: Storage, P: Step, const GROUP: usize>(s: S, blocks: &[T], s
             for (acc, x) in acc.iter_mut().zip(part.chunks_exact(two)) {
                 let (x0, x1) = load_two(s, x, T::IS_BF16);
                 *acc = (step.step(s, acc.0, x0), step.step(s, acc.1, x1));
+            }
+        }
+        for (acc, lanes) in acc.iter().zip(lanes.chunks_exact_mut(two)) {
+            store_two(s, *acc, lanes);
+        }
+    }
+}
+
+/// The same with the products of whole blocks of `a` and `b`, as many elements of both.
+#[inline(always)]
+fn sweep_products<S: Simd, T: Storage, const GROUP: usize>(s: S, a: &[f32], b: &[T], lanes: &mut [f32; LANES]) {
+    let two = 2 * S::LANES;
+    for (group, lanes) in lanes.chunks_exact_mut(GROUP * two).enumerate() {
+        let mut acc = [(s.splat(0.0), s.splat(0.0)); GROUP];
+        for (acc, lanes) in acc.iter_mut().zip(lanes.chunks_exact(two)) {
+            *acc = load_two(s, lanes, false);
+        }
+        for block in (group * GROUP * two..a.len()).step_by(LANES) {
+            for (acc, at) in acc.iter_mut().zip((block..).step_by(two)) {
+                let ((a0, a1), (b0, b1)) = (load_two(s, &a[at..][..two], false), load_two(s, &b[at..][..two], false));
+                *acc = (s.fma(a0, b0, acc.0), s.fma(a1, b1, acc.1));
             }
         }
         for (acc, lanes) in acc.iter().zip(lanes.chunks_exact_mut(two)) {

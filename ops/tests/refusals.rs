@@ -274,6 +274,10 @@ fn extents_that_overflow_are_errors() {
                 assert!(rope(cpu, &shape, &table, &x, &mut y).is_err());
                 let shape = Combine { tokens: a, chosen: b, rows: c, n: 8 };
                 assert!(combine(cpu, &shape, &x, &[0], &[1.0], None, &mut y).is_err() || [a, b, c] == [1; 3]);
+                let (mut weight, row) = ([0.0], [0]);
+                let inputs: [&[bf16]; 2] = [&x, &x];
+                let refused = combine_backward(cpu, &shape, inputs, &row, &[1.0], &mut y, &mut weight).is_err();
+                assert!(refused || [a, b, c] == [1; 3]);
                 if [a, b, c] == [1; 3] {
                     y.fill(BEFORE);
                 }

@@ -13,6 +13,8 @@ pub enum Holds {
     Position,
     /// An entry of this axis.
     Below(&'static str),
+    /// An entry of this axis, each once at most: what inputs and outputs have there belongs to the row that names it.
+    Distinct(&'static str),
     /// An entry of this axis, or a negative number, which is ignored.
     BelowOrIgnored(&'static str),
     /// A number of entries: 0 to the product of these axes.
@@ -39,7 +41,7 @@ impl Holds {
         match self {
             Holds::Floats | Holds::Mask => (i64::from(i32::MIN), i64::from(i32::MAX)),
             Holds::Position => (0, i64::from(i32::MAX)),
-            Holds::Below(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
+            Holds::Below(axis) | Holds::Distinct(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
             Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),
             Holds::Length(axes) => (0, axes.iter().fold(1, |product, axis| extent(axis).saturating_mul(product))),
             Holds::Starts(axis) => (0, extent(axis)),
@@ -51,7 +53,7 @@ impl Holds {
 /// input by its name, and `None` where the call leaves it out.
 ///
 /// # Errors
-/// [`Error::Invalid`]: the first element that is out of its range, and the range.
+/// [`Error::Invalid`]: the first element that is out of its range, and the range; what stands twice and may not.
 pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32]>) -> Result<(), Error> {
     for input in call.op.inputs.iter().filter(|input| !input.is_float()) {
         let Some(values) = integers(input.name) else { continue };
@@ -69,6 +71,12 @@ pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32
             let use_ = if least > largest { "nothing fits".into() } else { format!("use {least} to {largest}") };
             return Err(Error::Invalid(format!("input `{}`: element {i} is {value}; {use_}", input.name)));
         }
+        if let Holds::Distinct(_) = input.holds
+            && let Some((i, value)) = repeated(values)
+        {
+            let rule = format!("element {i} is {value}, as one before it; each may stand once");
+            return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
+        }
         if let Holds::Starts(axis) = input.holds {
             let end = largest;
             let ends = [values.first(), values.last()].map(|value| value.copied().map(i64::from));
@@ -79,4 +87,12 @@ pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32
         }
     }
     Ok(())
+}
+
+/// The first element that one before it equals.
+fn repeated(values: &[i32]) -> Option<(usize, i32)> {
+    let mut order: Vec<usize> = (0..values.len()).collect();
+    order.sort_unstable_by_key(|&i| (values[i], i));
+    let again = order.windows(2).filter(|two| values[two[0]] == values[two[1]]).map(|two| two[1]);
+    again.min().map(|i| (i, values[i]))
 }

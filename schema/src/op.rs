@@ -216,7 +216,8 @@ pub struct Op {
     pub attributes: &'static [Attribute],
     /// Output tensors.
     pub outputs: &'static [Output],
-    /// How many leading axes of every output that has rows are logical rows: 1, or 2 where a row is (sequence, position).
+    /// How many leading axes of every output that has rows are logical rows: 1, or 2 where a row is (sequence, position). An
+    /// output whose first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
     pub row_axes: usize,
     /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
     pub refused: &'static str,
@@ -252,6 +253,14 @@ impl Op {
     /// The attribute called `name`.
     pub fn attribute(&self, name: &str) -> Option<&'static Attribute> {
         self.attributes().find(|attribute| attribute.name == name)
+    }
+
+    /// The input whose rows name entries of an axis as their own, and that axis.
+    pub fn owned(&self) -> Option<(&'static Input, &'static str)> {
+        self.inputs.iter().find_map(|input| match input.holds {
+            Holds::Distinct(axis) => Some((input, axis)),
+            _ => None,
+        })
     }
 
     /// The input called `name`.

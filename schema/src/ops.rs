@@ -15,6 +15,7 @@ pub mod argmax;
 pub mod attention;
 pub mod chain;
 pub mod combine;
+pub mod combine_backward;
 pub mod embedding;
 pub mod embedding_dw;
 pub mod fold;
@@ -86,6 +87,7 @@ pub static OPS: &[&Op] = &[
     &argmax::OP,
     &route::OP,
     &combine::OP,
+    &combine_backward::OP,
     &token_sum::OP,
     &fold::OP,
     &chain::OP,

@@ -119,6 +119,14 @@ pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> V
         return (0..len).map(|_| random.pick(&[0, 1, 1, -1, 7])).collect();
     }
     let (least, largest) = holds.range(call);
+    if let Holds::Distinct(_) = holds {
+        let mut all: Vec<i32> = (0..=largest as i32).collect();
+        for i in 0..len.min(all.len()) {
+            let other = i + random.below(all.len() - i);
+            all.swap(i, other);
+        }
+        return all[..len].to_vec();
+    }
     // Small ones: positions beyond all keys and targets far below 0 say nothing more.
     let (least, largest) = (least.max(-3), largest.clamp(0, 40));
     let mut all: Vec<i32> =

@@ -28,7 +28,9 @@ fn forms_are_whole() {
             let open = input.axes.iter().position(|axis| *axis == REST);
             assert!(open.is_none_or(|at| at + 1 == input.axes.len()), "{what}: {REST} stands last");
             let named: Vec<&str> = match input.holds {
-                Holds::Below(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => vec![axis],
+                Holds::Below(axis) | Holds::Distinct(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => {
+                    vec![axis]
+                }
                 Holds::Length(axes) => axes.to_vec(),
                 Holds::Pages { pages, size, lengths } => {
                     assert!(op.input(lengths).is_some_and(|input| !input.is_float()), "{what}");
@@ -311,6 +313,14 @@ fn integers_are_held_to_their_axes() {
     assert!(error.contains("nothing fits"), "{error}");
     assert_eq!(check("logprob", &[("target", &[2], &[-7, 2])], &[("logits", &[2, 3])]), Ok(()));
     assert!(check("logprob", &[("target", &[2], &[-7, 3])], &[("logits", &[2, 3])]).is_err());
+
+    let scatter = |row: &'static [i32], rows: &'static [usize]| {
+        check("combine_backward", &[("row", &[2, 2], row)], &[("x", rows), ("weight", &[2, 2]), ("dy", &[2, 3])])
+    };
+    assert_eq!(scatter(&[3, 0, 4, 1], &[5, 3]), Ok(()));
+    assert_eq!(scatter(&[3, 0, 4, 5], &[5, 3]).unwrap_err(), "input `row`: element 3 is 5; use 0 to 4");
+    let twice = scatter(&[3, 0, 0, 3], &[5, 3]).unwrap_err();
+    assert_eq!(twice, "input `row`: element 2 is 0, as one before it; each may stand once");
 
     // Two sequences on three pages of two rows; the second table entry of the second one is not reached.
     let pages: &[(&str, &[usize])] = &[("q", &[2, 1, 1, 4]), ("k", &[3, 2, 1, 4]), ("v", &[3, 2, 1, 4])];

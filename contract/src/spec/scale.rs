@@ -25,10 +25,16 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 
 fn compute(c: &Checked) -> References {
     let factor = f32_of(c.float("factor"));
-    let elements = c.floats("x").into_iter().map(|x| {
-        let value = x * factor;
-        // A product that f32 holds is exact.
-        if f32_of(value) == value || !x.is_finite() { (value, 0.0) } else { (value, value.abs() + FLOOR) }
-    });
+    let elements = c.floats("x").into_iter().map(|x| product(x, factor));
     one("y", Reference::new(c.case.inputs["x"].shape().to_vec(), elements))
+}
+
+/// Value and condition of a product. One that f32 holds is exact.
+pub(super) fn product(x: f64, factor: f64) -> (f64, f64) {
+    let value = x * factor;
+    if f32_of(value) == value || !x.is_finite() || !factor.is_finite() {
+        (value, 0.0)
+    } else {
+        (value, value.abs() + FLOOR)
+    }
 }

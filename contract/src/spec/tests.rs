@@ -3,6 +3,7 @@ use crate::case::Config;
 use crate::record::Judgment;
 use crate::table::Contract;
 use crate::wire;
+use samebits_schema::Holds;
 use std::fmt::Write;
 use std::path::Path;
 
@@ -617,14 +618,23 @@ fn gradients_are_finite_differences() {
         let forward = find(spec.gradient_of.unwrap()).unwrap();
         let mut inputs: BTreeMap<&str, Tensor> = BTreeMap::new();
         for input in forward.inputs.iter().chain(spec.inputs) {
-            let shape = input.shape(|axis| if axis == "D" { 6 } else { 3 }, &[3, 3]);
+            // Rows of x for three experts of each of three tokens.
+            let extent = |axis: &str| match axis {
+                "D" => 6,
+                "R" if spec.owned().is_some() => 9,
+                _ => 3,
+            };
+            let shape = input.shape(extent, &[3, 3]);
             let count = shape.iter().product();
             let mut number = || (random.below(768) as f32 - 384.0) / 256.0;
             let tensor = match (input.name, input.is_float()) {
                 ("carry", _) => f32s(&shape, &vec![0.0; count]),
                 ("mask", _) => Tensor::i32(&shape, vec![1; count]),
                 (_, true) => f32s(&shape, &(0..count).map(|_| number()).collect::<Vec<_>>()),
-                (_, false) => Tensor::i32(&shape, (0..3).collect()),
+                (_, false) => {
+                    let most = if matches!(input.holds, Holds::Distinct(_)) { 9 } else { 3 };
+                    Tensor::i32(&shape, (0..count as i32).map(|i| i * 4 % most).collect())
+                }
             };
             inputs.insert(input.name, tensor);
         }

@@ -116,6 +116,7 @@ fn integers(input: &Input) -> Option<String> {
         Holds::Mask => "0: padding; anything else: a token".into(),
         Holds::Position => "0 or more".into(),
         Holds::Below(axis) => format!("0 to {axis} - 1"),
+        Holds::Distinct(axis) => format!("0 to {axis} - 1, none twice"),
         Holds::BelowOrIgnored(axis) => format!("below {axis}; negative ones are ignored"),
         Holds::Length(axes) => format!("0 to {}", axes.join(" ")),
         Holds::Starts(axis) => format!("ascending from 0 to {axis}"),
@@ -131,6 +132,7 @@ fn refused(op: &Op) -> String {
         let name = input.name;
         Some(match input.holds {
             Holds::Below(axis) => format!("`{name}` outside 0..{axis}"),
+            Holds::Distinct(axis) => format!("`{name}` outside 0..{axis}, or twice the same"),
             Holds::BelowOrIgnored(axis) => format!("`{name}` of {axis} or more"),
             Holds::Length(axes) => format!("`{name}` outside 0..={}", axes.join(" ")),
             Holds::Starts(axis) => format!("`{name}` that does not ascend from 0 to {axis}"),

@@ -16,10 +16,11 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 29] = [
+pub const HANDS_ON: [&str; 30] = [
     "gemm",
     "gemm_dx",
     "combine",
+    "combine_backward",
     "attention",
     "add",
     "scale",
@@ -336,6 +337,12 @@ impl Probe<'_> {
         match op {
             "gemm" | "gemm_dx" | "combine" => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
+            "combine_backward" => {
+                let one = |v: f64| self.make(&[1, 1], &[v]);
+                let inputs =
+                    vec![("x", one(0.0)), ("row", Tensor::i32(&[1, 1], vec![0])), ("weight", one(b)), ("dy", one(a))];
+                self.one(op, &[], inputs, "dx")
+            }
             // Where the sigmoid is 1.
             "silu_mul" | "gelu_mul" if b >= 64.0 => {
                 self.one(op, &[], vec![("gate", self.make(&[1, 1], &[b])), ("up", self.make(&[1, 1], &[a]))], "y")

@@ -5,11 +5,12 @@
 //! Rounding: every step once to f32; last rounding.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
-use crate::call::Entry;
+use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::{Cpu, DType, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use samebits_schema::Call;
 
 /// Dimensions of the sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,35 +85,15 @@ const UNIT: Unit = Unit::of("combine", include_str!("combine.cu"), &["combine"])
 pub(crate) const OP: Entry = Entry {
     name: "combine",
     cpu: |cpu, args| {
-        let dim = |axis: &str| args.call.dim(axis);
-        let shape = Combine { tokens: dim("T"), chosen: dim("K"), rows: dim("R"), n: dim("N") };
-        let (row, weight) = (args.integers("row")?, args.input("weight"));
-        // K numbers a token, and mostly f32 already.
-        let weight: Vec<f32> = typed!(weight.dtype() => I, {
-            weight.on_host("combine", "weight")?;
-            let rows = weight.rows::<I>();
-            (0..shape.tokens).flat_map(|t| rows.row(t)).map(|weight| weight.widen()).collect()
-        });
-        check_rows(row, shape.rows)?;
+        let (shape, row, weight) = (Combine::of(args.call), args.integers("row")?, weights(args)?);
+        check_rows("combine", row, shape.rows)?;
         run(cpu, &shape, args.input("x"), (row, &weight), args.optional("shared"), args.output("y"))
     },
     device: Some(|on, args| {
-        let dim = |axis: &str| args.call.dim(axis);
-        let shape = Combine { tokens: dim("T"), chosen: dim("K"), rows: dim("R"), n: dim("N") };
-        let (x, row, weight) = (args.input("x"), args.input("row"), args.input("weight"));
+        let (shape, mut made) = (Combine::of(args.call), None);
+        let (x, row, weight) = (args.input("x"), args.input("row"), weights_on_device(on, args, &mut made)?);
         let (shared, y) = (args.optional("shared"), args.output("y"));
         typed!(x.dtype() => I, typed!(y.dtype() => O, {
-            let widened;
-            let weight = if weight.dtype() == DType::Fp32 {
-                weight.device::<f32>("combine", "weight")?
-            } else {
-                // K numbers a token.
-                let mut narrow = vec![I::default(); shape.tokens * shape.chosen];
-                weight.device::<I>("combine", "weight")?.download(on, &mut narrow)?;
-                let wide: Vec<f32> = narrow.into_iter().map(|weight| weight.widen()).collect();
-                widened = on.upload("combine", &wide)?;
-                &widened
-            };
             let shared = shared.map(|shared| shared.device::<I>("combine", "shared")).transpose()?;
             let (x, y) = (x.device::<I>("combine", "x")?, y.device::<O>("combine", "y")?);
             match row.as_indices() {
@@ -124,6 +105,43 @@ pub(crate) const OP: Entry = Entry {
     unit: Some(&UNIT),
     prepare: None,
 };
+
+impl Combine {
+    /// The extents of a call.
+    pub(super) fn of(call: &Call) -> Combine {
+        let [tokens, chosen, rows, n] = ["T", "K", "R", "N"].map(|axis| call.dim(axis));
+        Combine { tokens, chosen, rows, n }
+    }
+}
+
+/// The weights of a call in f32: K numbers a token, and mostly f32 already.
+pub(super) fn weights(args: &CallArguments) -> Result<Vec<f32>, Error> {
+    let weight = args.input("weight");
+    weight.on_host(args.op(), "weight")?;
+    Ok(typed!(weight.dtype() => I, {
+        let rows = weight.rows::<I>();
+        (0..rows.count()).flat_map(|t| rows.row(t)).map(|weight| weight.widen()).collect()
+    }))
+}
+
+/// The same on a device, in `made` where they are narrower.
+pub(super) fn weights_on_device<'m, 'a: 'm>(
+    device: &Device,
+    args: &CallArguments<'_, 'a>,
+    made: &'m mut Option<Buffer<f32>>,
+) -> Result<&'m Buffer<f32>, Error> {
+    let (op, weight) = (args.op(), args.input("weight"));
+    typed!(weight.dtype() => I, {
+        if weight.dtype() == DType::Fp32 {
+            return weight.device::<f32>(op, "weight");
+        }
+        let weight = weight.device::<I>(op, "weight")?;
+        let mut narrow = vec![I::default(); weight.len()];
+        weight.download(device, &mut narrow)?;
+        let wide: Vec<f32> = narrow.into_iter().map(|weight| weight.widen()).collect();
+        Ok(made.insert(device.upload(op, &wide)?))
+    })
+}
 
 /// [`combine`] on a device; rows come from the host, which checks them.
 ///
@@ -181,13 +199,13 @@ pub(crate) fn check(shape: &Combine, lens: [usize; 3], row: &[i32], shared: Opti
     let Combine { tokens, chosen, rows, .. } = *shape;
     check_len("combine", "row", "[T,K]", row.len(), &[tokens, chosen])?;
     check_lens(shape, lens, shared)?;
-    check_rows(row, rows)
+    check_rows("combine", row, rows)
 }
 
 /// Every row is one of x.
-fn check_rows(row: &[i32], rows: usize) -> Result<(), Error> {
+pub(super) fn check_rows(op: &'static str, row: &[i32], rows: usize) -> Result<(), Error> {
     match row.iter().position(|&row| usize::try_from(row).map_or(true, |row| row >= rows)) {
-        Some(i) => Err(value_error("combine", format!("row element {i} is {}; x has {rows} rows", row[i]))),
+        Some(i) => Err(value_error(op, format!("row element {i} is {}; x has {rows} rows", row[i]))),
         None => Ok(()),
     }
 }

@@ -122,14 +122,20 @@ fn extent(axis: &str, large: bool) -> usize {
     }
 }
 
-fn shape_of(input: &Input, large: bool) -> Vec<usize> {
-    input.shape(|axis| extent(axis, large), &[3, 4, if large { 83 } else { 16 }])
+fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
+    let extent = |axis: &str| match axis {
+        // Few choices for each token, and a row for each.
+        "K" if op.owned().is_some() => 3,
+        _ if op.owned().is_some_and(|(_, owned)| owned == axis) => 3 * extent("T", large) + 2,
+        _ => extent(axis, large),
+    };
+    input.shape(extent, &[3, 4, if large { 83 } else { 16 }])
 }
 
 /// Inputs of a call of `op`, and the call.
 fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Random) -> (Vec<Tensor>, Call) {
     let forms: Vec<(&'static Input, Vec<usize>)> =
-        op.inputs.iter().map(|input| (input, shape_of(input, large))).collect();
+        op.inputs.iter().map(|input| (input, shape_of(op, input, large))).collect();
     let of = |input: &Input| input.dtype_beside(dtype);
     let given: Vec<Given> =
         forms.iter().map(|(input, shape)| Given { name: input.name, dtype: of(input), shape }).collect();
@@ -142,6 +148,7 @@ fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Ran
         let most = most.min(least.max(0) + (1 << 20));
         let ints = (0..count).map(|i| match input.holds {
             Holds::Starts(_) => (most as usize * i / (count - 1)) as i32,
+            Holds::Distinct(_) => most as i32 - i as i32,
             _ => (least.max(0) + (random.next() % (most - least.max(0) + 1).max(1) as u64) as i64) as i32,
         });
         let ints = if input.is_float() { Vec::new() } else { ints.collect() };

@@ -3,8 +3,9 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, embedding, embedding_packed, f16,
-    gelu_mul, gelu_mul_backward, route, scale, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
+    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, combine_backward, embedding,
+    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, scale, silu_mul, silu_mul_backward, softcap,
+    softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -159,6 +160,84 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
     }
 }
 
+/// `lanes(a * b)` of chains.
+fn dot<A: Element, B: Element>(a: &[A], b: &[B]) -> f32 {
+    let mut lanes = [0f32; 256];
+    for (i, (a, b)) in a.iter().zip(b).enumerate() {
+        lanes[i % 256] = a.widen().mul_add(b.widen(), lanes[i % 256]);
+    }
+    for h in [128, 64, 32, 16, 8, 4, 2, 1] {
+        (0..h).for_each(|l| lanes[l] += lanes[l + h]);
+    }
+    lanes[0]
+}
+
+/// As many rows as are named and `more`; in every fourth call one of them has no place in f32.
+fn check_combine_backward<I: Element, O: Element>([tokens, chosen, n, more]: [usize; 4], seed: u64) {
+    let rows = tokens * chosen + more;
+    let (mut x, dy): (Vec<I>, Vec<I>) = (values(seed, rows * n, 3.0), values(seed ^ 1, tokens * n, 3.0));
+    if let Some(x) = x.last_mut().filter(|_| seed.is_multiple_of(4)) {
+        *x = I::narrow(f32::NAN);
+    }
+    let weight: Vec<f32> = values(seed ^ 2, tokens * chosen, 1.0);
+    let mut row: Vec<i32> = (0..rows as i32).collect();
+    row.sort_by_key(|&row| (seed >> 8).wrapping_mul(2 * row as u64 + 1).rotate_left(17));
+    row.truncate(tokens * chosen);
+    let mut dx = vec![O::narrow(0.0); rows * n];
+    let mut dweight = Vec::new();
+    for (i, &row) in row.iter().enumerate() {
+        let (dy, from) = (&dy[i / chosen * n..][..n], row as usize * n);
+        for (dx, dy) in dx[from..][..n].iter_mut().zip(dy) {
+            *dx = O::narrow(weight[i] * dy.widen());
+        }
+        dweight.push(f32::narrow(dot(dy, &x[from..][..n])));
+    }
+    for cpu in cpus() {
+        let (mut found, mut found_weight) = (vec![O::narrow(f32::NAN); dx.len()], vec![f32::NAN; dweight.len()]);
+        let shape = Combine { tokens, chosen, rows, n };
+        combine_backward(&cpu, &shape, [&x, &dy], &row, &weight, &mut found, &mut found_weight).unwrap();
+        assert_eq!(bits(&found_weight), bits(&dweight), "{cpu:?} {shape:?}");
+        assert_eq!(bits(&found), bits(&dx), "{cpu:?} {shape:?}");
+    }
+}
+
+/// Products that underflow to -0 in every lane; where a lane has none, it is +0.
+#[test]
+fn a_gradient_of_a_weight_may_be_minus_zero() {
+    for (n, expected) in [(255, 0.0f32), (256, -0.0), (300, -0.0)] {
+        for cpu in cpus() {
+            let (shape, mut dx, mut dweight) = (Combine { tokens: 1, chosen: 1, rows: 1, n }, vec![0f32; n], [7f32]);
+            let inputs = [&vec![-1e-30f32; n][..], &vec![1e-30; n]];
+            combine_backward(&cpu, &shape, inputs, &[0], &[1.0], &mut dx, &mut dweight).unwrap();
+            assert_eq!(dweight[0].to_bits(), expected.to_bits(), "{cpu:?} {n}");
+        }
+    }
+}
+
+/// An output of 32 MiB is written past the caches, in parts of a row.
+#[test]
+fn a_large_gradient_of_combine_has_the_bits_of_rows() {
+    let (tokens, chosen, n) = (1100, 3, 5085);
+    let rows = tokens * chosen + 1;
+    let (x, dy): (Vec<bf16>, Vec<bf16>) = (values(1, rows * n, 3.0), values(2, tokens * n, 3.0));
+    let weight: Vec<f32> = values(3, tokens * chosen, 1.0);
+    let row: Vec<i32> = (0..tokens * chosen).map(|i| (i * 7919 % rows) as i32).collect();
+    for cpu in cpus() {
+        let (mut dx, mut dweight) = (vec![bf16::NAN; rows * n + 1], vec![f32::NAN; row.len()]);
+        let shape = Combine { tokens, chosen, rows, n };
+        combine_backward(&cpu, &shape, [&x, &dy], &row, &weight, &mut dx[1..], &mut dweight).unwrap();
+        let mut named = vec![false; rows];
+        for (i, row) in row.iter().map(|&row| row as usize).enumerate() {
+            let (dy, dx) = (&dy[i / chosen * n..][..n], &dx[1 + row * n..][..n]);
+            assert!(dx.iter().zip(dy).all(|(dx, dy)| *dx == bf16::narrow(weight[i] * dy.widen())), "{cpu:?} {i}");
+            named[row] = true;
+        }
+        for other in (0..rows).filter(|&row| !named[row]) {
+            assert!(dx[1 + other * n..][..n].iter().all(|dx| dx.to_bits() == 0), "{cpu:?} {other}");
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
@@ -208,6 +287,17 @@ proptest! {
             combine(&cpu, &Combine { tokens, chosen, rows, n }, &x, &row, &weight, added.as_deref(), &mut y).unwrap();
             prop_assert_eq!(bits(&y), bits(&expected), "{:?}", cpu);
         }
+    }
+
+    #[test]
+    fn combine_backward_is_the_page(
+        tokens in 1usize..5, chosen in 0usize..5, n in prop_oneof![1usize..200, 250usize..260, 1000usize..1100], more in 0usize..4,
+        seed: u64,
+    ) {
+        check_combine_backward::<bf16, bf16>([tokens, chosen, n, more], seed);
+        check_combine_backward::<f32, f32>([tokens, chosen, n, more], seed);
+        check_combine_backward::<f32, bf16>([tokens, chosen, n, more], seed);
+        check_combine_backward::<f16, f32>([tokens, chosen, n, more], seed);
     }
 
     #[test]
@@ -264,4 +354,14 @@ fn wrong_shapes_and_values_are_refused() {
     let shape = Combine { tokens: 1, chosen: 1, rows: 1, n: 2 };
     let line = combine(&cpu, &shape, &[1f32; 2], &[1], &[1.0], None, &mut y).unwrap_err().to_string();
     assert!(line.contains("row element 0 is 1; x has 1 rows"), "{line}");
+    let shape = Combine { tokens: 1, chosen: 2, rows: 2, n: 1 };
+    for (row, expected) in
+        [([0, 2], "row element 1 is 2; x has 2 rows"), ([1, 1], "row element 1 is 1, which is named twice")]
+    {
+        let (mut dx, mut dweight) = ([7f32; 2], [7f32; 2]);
+        let line = combine_backward(&cpu, &shape, [&[1f32; 2], &[1.0][..]], &row, &[1.0; 2], &mut dx, &mut dweight);
+        let line = line.unwrap_err().to_string();
+        assert!(line.contains(expected), "{line}");
+        assert_eq!((dx, dweight), ([7.0; 2], [7.0; 2]));
+    }
 }

@@ -144,6 +144,12 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let (x, row, weight) = (r.floats::<I>(5 * n), r.ints([4, 0, 3, 1, 2, 4].into_iter()), r.floats::<f32>(6));
             combine(&r.cpu, &shape, &x, &row, &weight, Some(&r.floats(3 * n)), &mut r.room::<O>(3 * n))
         }),
+        ("combine_backward", |r, n| {
+            let shape = Combine { tokens: 2, chosen: 2, rows: 5, n };
+            let inputs: [&[I]; 2] = [&r.floats(5 * n), &r.floats(2 * n)];
+            let (row, weight) = (r.ints([4, 0, 3, 1].into_iter()), r.floats::<f32>(4));
+            combine_backward(&r.cpu, &shape, inputs, &row, &weight, &mut r.room::<O>(5 * n), &mut r.room(4))
+        }),
         ("softmax", |r, n| softmax(&r.cpu, 3, n, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         ("rms_norm", |r, n| {
             rms_norm(&r.cpu, &norm(3, n, r), &r.floats::<I>(3 * n), &r.floats(n), &mut r.room::<O>(3 * n))

@@ -78,6 +78,11 @@ impl Indices {
         self.limit
     }
 
+    /// Whether none comes twice, for a kernel that writes where they say.
+    pub(crate) fn is_distinct(&self) -> bool {
+        self.distinct
+    }
+
     /// What a kernel that `device` starts now reads.
     pub(crate) fn buffer(&self, device: &Device) -> Result<&Buffer<i32>, Error> {
         if self.capture.is_some() && self.capture != device.inner.capturing() {
