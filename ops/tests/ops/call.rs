@@ -111,7 +111,7 @@ fn extent(axis: &str, large: bool) -> usize {
         ("S", true) => 301,
         ("P", _) => 7,
         ("Z", _) => 8,
-        ("C", _) => 3,
+        ("C", _) => 4,
         ("E", _) => 16,
         ("D" | "K", false) => 32,
         ("D", true) => 64,
