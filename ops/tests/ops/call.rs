@@ -1,5 +1,6 @@
 //! Calls by name: every op of the schema, its inputs laid out in every way, on every instruction set.
 
+use crate::cpus;
 use samebits_ops::{Attributes, Backend, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, bf16, f16};
 use samebits_schema::{Call, Given, Holds, Input, OPS, Op, REST, validate};
 
@@ -338,4 +339,20 @@ fn what_does_not_fit_is_named() {
     assert!(outside.contains("needs 15 elements of 12"), "{outside}");
     let unknown = cpu.call("no_op", Attributes::new(), &[], Vec::new()).unwrap_err().to_string();
     assert!(unknown.contains("no_op"), "{unknown}");
+}
+
+/// An input with gaps beside one without, of types that no kernel is compiled for.
+#[test]
+fn inputs_may_lie_differently() {
+    let (dense, gaps) = ([1f32, 2.0, 3.0, 4.0, 5.0, 6.0], [10f32, 20.0, 30.0, 9.0, 40.0, 50.0, 60.0, 9.0]);
+    let dense = TensorRef::new(&dense, &[2, 3]).unwrap();
+    let gaps = TensorRef::strided(&gaps, &[2, 3], &[4, 1]).unwrap();
+    for cpu in cpus() {
+        for (a, b) in [(dense, gaps), (gaps, dense)] {
+            let mut y = [f16::NAN; 6];
+            let outputs = vec![("y", TensorMut::new(&mut y, &[2, 3]).unwrap())];
+            cpu.call("add", Attributes::new(), &[("a", a), ("b", b)], outputs).unwrap();
+            assert_eq!(y.map(f32::from), [11.0, 22.0, 33.0, 44.0, 55.0, 66.0]);
+        }
+    }
 }

@@ -108,7 +108,7 @@ fn check<I: Stored>(tokens: usize, heads: usize, n: usize, spread: u32, seed: u6
             layer_norm_dw(&cpu, &shape, tokens, &x[of(rows.clone())], &dy[of(rows)], dw).unwrap();
         });
         assert_eq!(found, [&of_layer[..]; 2], "layer_norm_dw {what}");
-        if n % 2 == 0 {
+        if n.is_multiple_of(2) {
             let positions: Vec<i32> = (0..tokens).map(|t| (t * t * 31 % 70_001) as i32).collect();
             let back = |rows: std::ops::Range<usize>| {
                 RopeTable::new(&cpu, &inv_freq(10_000.0, n), &positions[rows]).reversed()
