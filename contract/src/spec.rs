@@ -40,6 +40,7 @@ mod rms_norm_backward;
 mod rope;
 mod rope_backward;
 mod route;
+mod route_backward;
 mod scale;
 mod silu_mul;
 mod silu_mul_backward;
@@ -251,6 +252,7 @@ pub fn all() -> &'static [Spec] {
         embedding::SPEC,
         argmax::SPEC,
         route::SPEC,
+        route_backward::SPEC,
         combine::SPEC,
         combine_backward::SPEC,
         chain::SPEC,

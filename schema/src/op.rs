@@ -179,8 +179,8 @@ pub struct Op {
     pub attributes: &'static [Attribute],
     /// Output tensors.
     pub outputs: &'static [Output],
-    /// How many leading axes of every output are logical rows: 1, or 2 where a row is (sequence, position). An output whose
-    /// first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
+    /// How many leading axes of every output are logical rows: 1, or 2 where a row is (sequence, position). An output
+    /// whose first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
     pub row_axes: usize,
     /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
     pub refused: &'static str,

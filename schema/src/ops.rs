@@ -34,6 +34,7 @@ pub mod rms_norm_backward;
 pub mod rope;
 pub mod rope_backward;
 pub mod route;
+pub mod route_backward;
 pub mod scale;
 pub mod silu_mul;
 pub mod silu_mul_backward;
@@ -74,6 +75,7 @@ pub static OPS: &[&Op] = &[
     &embedding::OP,
     &argmax::OP,
     &route::OP,
+    &route_backward::OP,
     &combine::OP,
     &combine_backward::OP,
     &chain::OP,
