@@ -272,6 +272,7 @@ const SHAPES: &[(&str, Make)] = &[
         cases
     }),
     ("route", routes),
+    ("route_backward", route_gradients),
     ("combine", combines),
     ("combine_backward", combine_gradients),
     ("gemm_tiles", |dtype, out| {
@@ -459,6 +460,26 @@ fn routes(dtype: DType, out: DType) -> Vec<Case> {
                 make = make.float("bias", &[experts], 0.5);
             }
             cases.push(params.iter().fold(make, |make, (name, value)| make.param(name, value)).case());
+        }
+    }
+    cases
+}
+
+fn route_gradients(dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (experts, chosen) in [(1, 1), (8, 8), (33, 5), (64, 6), (160, 8)] {
+        for (scoring, normalise) in [("softmax", "0"), ("softmax", "1"), ("sigmoid", "0"), ("sigmoid", "1")] {
+            let make = Maker::new("route_backward", dtype, out).float("logits", &[9, experts], 4.0);
+            let rank =
+                |i: usize| if i % experts * 7 % experts < chosen { (i % experts * 7 % experts) as i32 } else { -1 };
+            let rank: Vec<i32> = (0..9 * experts).map(rank).collect();
+            let make = make.special("logits", experts).ints("rank", &[9, experts], &rank).param("scale", "2.5");
+            let make =
+                make.param("chosen", &chosen.to_string()).param("scoring", scoring).param("normalise", normalise);
+            let mut case = make.case();
+            let dweight = (0..9 * experts).map(|i| (i * 37 % 101) as f32 / 16.0 - 3.0).collect();
+            case.inputs.insert("dweight".into(), Tensor::fp32(&[9, experts], dweight));
+            cases.push(case);
         }
     }
     cases
@@ -991,7 +1012,7 @@ const MUTANTS: [Mutant; 32] = [
             to: "if (at < 0) store_up_to8",
         },
         shapes: "combine_backward",
-        says: "elements differ",
+        says: "reads what no kernel has written",
     },
     Mutant {
         name: "gradient_of_a_weight_in_reverse",

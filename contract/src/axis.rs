@@ -1,8 +1,8 @@
 //! What may vary around a logical row without moving a bit of it.
 //!
 //! A variant is a case of its own and a pairing of rows: row `base` of the base case's answer must equal row `variant`
-//! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened. Where rows
-//! name entries of an axis as their own ([`Op::owned`]), these go with them: a variant keeps them at other places.
+//! of the variant's answer, bit for bit. Logical rows are the leading `row_axes` axes of the outputs, flattened. Where
+//! rows name entries of an axis as their own ([`Op::owned`]), these go with them: a variant keeps them at other places.
 
 use crate::case::{Answer, Case, Status};
 use crate::compare;
@@ -105,8 +105,8 @@ impl<'a> Variant<'a> {
         &self.case
     }
 
-    /// Which entries of the first axes of `output` must be equal, in the answer to `base` and in that to the variant. Where rows
-    /// own the entries, these are theirs; those that nobody owns are all alike.
+    /// Which entries of the first axes of `output` must be equal, in the answer to `base` and in that to the variant.
+    /// Where rows own the entries, these are theirs; those that nobody owns are all alike.
     pub fn pairs(&self, op: &Op, output: &Output, base: &Case) -> Cow<'_, [(usize, usize)]> {
         let Some((names, _)) = op.owned().filter(|(_, axis)| output.axes[0] == *axis) else {
             return Cow::Borrowed(&self.rows);
@@ -497,8 +497,8 @@ impl<'a> Base<'a> {
         if axis == 0 { self.entries } else { self.inner }
     }
 
-    /// The case with every input that has row axis `axis` replaced. What rows own goes with them: it is replaced as if it stood
-    /// in its row, and then stands from the last place to the second, the first being nobody's and NaN.
+    /// The case with every input that has row axis `axis` replaced. What rows own goes with them: it is replaced as if
+    /// it stood in its row, and then stands from the last place to the second, the first being nobody's and NaN.
     fn replace(&self, axis: usize, new: impl Fn(&str, &Tensor) -> Tensor) -> Case {
         let owned = Owned::of(self.case);
         let inputs = self.case.inputs.iter().map(|(name, tensor)| {
@@ -663,8 +663,8 @@ fn spoil(tensor: &Tensor, garbage: Garbage, key: &str) -> Tensor {
         return Tensor::i32(tensor.shape(), values);
     }
     let largest = round::from_bits(round::to_bits(f64::INFINITY, dtype) - 1, dtype);
-    let (shape, ints) = (BTreeMap::new(), BTreeMap::new());
-    let maker = Maker { key, dtype, fill: Fill::Normal, shape: &shape, ints: &ints };
+    let (shape, ints, params) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let maker = Maker { key, dtype, fill: Fill::Normal, shape: &shape, ints: &ints, params: &params };
     // A few, over and over: drawing and rounding each element would take most of the time of a run.
     let values = match garbage {
         Garbage::Other => maker.values("garbage", Fill::Normal, tensor.len().min(4093), tensor.len()),

@@ -97,12 +97,19 @@ pub struct Maker<'a> {
     pub shape: &'a BTreeMap<String, usize>,
     /// Integer inputs given in full.
     pub ints: &'a BTreeMap<String, Vec<i32>>,
+    /// Parameters of the case as they stand in its table.
+    pub params: &'a BTreeMap<String, String>,
 }
 
 impl Maker<'_> {
     /// Extent of an axis. Panics when the shape lacks it; the loader checks.
     pub fn dim(&self, axis: &str) -> usize {
         *self.shape.get(axis).unwrap_or_else(|| panic!("{}: the shape lacks {axis}", self.key))
+    }
+
+    /// A parameter that counts something, `otherwise` where the case does not give it.
+    pub fn count(&self, param: &str, otherwise: usize) -> usize {
+        self.params.get(param).map_or(otherwise, |text| text.parse().expect("the loader checks parameters"))
     }
 
     /// Whether the optional input `name` is asked for.
@@ -276,7 +283,8 @@ mod tests {
     use super::*;
 
     fn maker<'a>(dtype: DType, shape: &'a BTreeMap<String, usize>, ints: &'a BTreeMap<String, Vec<i32>>) -> Maker<'a> {
-        Maker { key: "op/x/case", dtype, fill: Fill::Normal, shape, ints }
+        static NONE: BTreeMap<String, String> = BTreeMap::new();
+        Maker { key: "op/x/case", dtype, fill: Fill::Normal, shape, ints, params: &NONE }
     }
 
     #[test]

@@ -46,6 +46,7 @@ mod rms_norm_dw;
 mod rope;
 mod rope_backward;
 mod route;
+mod route_backward;
 mod scale;
 mod silu_mul;
 mod silu_mul_backward;
@@ -263,6 +264,7 @@ pub fn all() -> &'static [Spec] {
         embedding_dw::SPEC,
         argmax::SPEC,
         route::SPEC,
+        route_backward::SPEC,
         combine::SPEC,
         combine_backward::SPEC,
         token_sum::SPEC,

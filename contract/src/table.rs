@@ -330,7 +330,8 @@ impl CaseSpec {
     /// The case with inputs of another draw for every `seed`; 0 is the draw that goldens hold.
     pub fn build_seeded(&self, seed: u64) -> Case {
         let key = if seed == 0 { self.group.clone() } else { format!("{}#{seed}", self.group) };
-        let maker = Maker { key: &key, dtype: self.dtype, fill: self.fill, shape: &self.shape, ints: &self.ints };
+        let (shape, ints, params) = (&self.shape, &self.ints, &self.params);
+        let maker = Maker { key: &key, dtype: self.dtype, fill: self.fill, shape, ints, params };
         let inputs = if self.vector.is_some() { BTreeMap::new() } else { (self.spec().make)(&maker) };
         Case {
             name: self.name.clone(),

@@ -386,6 +386,10 @@ impl Plan {
             // Two of them meet only where 7919, a prime, divides the extent.
             Holds::Distinct(axis) if call.dim(axis).is_multiple_of(7919) => (0..count as i32).collect(),
             Holds::Distinct(axis) => (0..count).map(|i| (i * 7919 % call.dim(axis)) as i32).collect(),
+            Holds::Ranks(axis) => {
+                let (_, last) = input.holds.range(call);
+                (0..count).map(|i| (i % call.dim(axis)) as i64).map(|i| if i <= last { i as i32 } else { -1 }).collect()
+            }
             Holds::BelowOrIgnored(axis) => (0..count).map(|i| (i % call.dim(axis)) as i32).collect(),
             Holds::Pages { pages, .. } => (0..count).map(|i| (i % call.dim(pages)) as i32).collect(),
             Holds::Length(_) => vec![input.holds.range(call).1 as i32; count],

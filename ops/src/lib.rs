@@ -61,6 +61,7 @@ pub use logprob::softmax_backward::softmax_backward;
 pub use moe::combine::{Combine, combine};
 pub use moe::combine_backward::combine_backward;
 pub use moe::route::{GroupWorth, Route, Scoring, route};
+pub use moe::route_backward::route_backward;
 pub use norm::add_rms_norm::add_rms_norm;
 pub use norm::add_rms_norm_backward::add_rms_norm_backward;
 pub use norm::layer_norm::{LayerNorm, layer_norm};
@@ -107,6 +108,7 @@ pub mod device {
     pub use crate::moe::combine::{combine_at, on_device as combine};
     pub use crate::moe::combine_backward::{combine_backward_at, on_device as combine_backward};
     pub use crate::moe::route::{on_device as route, route_to};
+    pub use crate::moe::route_backward::{on_device as route_backward, route_backward_at};
     pub use crate::norm::add_rms_norm::on_device as add_rms_norm;
     pub use crate::norm::add_rms_norm_backward::on_device as add_rms_norm_backward;
     pub use crate::norm::layer_norm::on_device as layer_norm;

@@ -17,6 +17,9 @@ pub enum Holds {
     Distinct(&'static str),
     /// An entry of this axis, or a negative number, which is ignored.
     BelowOrIgnored(&'static str),
+    /// Rows over this axis, the last one of the input, in which each rank from 0 to `chosen` - 1 stands once, and -1
+    /// elsewhere.
+    Ranks(&'static str),
     /// A number of entries: 0 to the product of these axes.
     Length(&'static [&'static str]),
     /// Where each sequence starts on this axis, and its end: ascending from 0 to the extent.
@@ -43,6 +46,7 @@ impl Holds {
             Holds::Position => (0, i64::from(i32::MAX)),
             Holds::Below(axis) | Holds::Distinct(axis) | Holds::Pages { pages: axis, .. } => (0, extent(axis) - 1),
             Holds::BelowOrIgnored(axis) => (i64::from(i32::MIN), extent(axis) - 1),
+            Holds::Ranks(_) => (-1, i64::try_from(call.count("chosen")).unwrap_or(i64::MAX) - 1),
             Holds::Length(axes) => (0, axes.iter().fold(1, |product, axis| extent(axis).saturating_mul(product))),
             Holds::Starts(axis) => (0, extent(axis)),
         }
@@ -76,6 +80,18 @@ pub fn check_indexes<'a>(call: &Call, integers: impl Fn(&str) -> Option<&'a [i32
         {
             let rule = format!("element {i} is {value}, as one before it; each may stand once");
             return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
+        }
+        if let Holds::Ranks(axis) = input.holds {
+            let (extent, chosen) = (call.dim(axis), call.count("chosen"));
+            // As many as there are ranks, and none twice.
+            let whole = |row: &[i32]| {
+                let ranks: Vec<i32> = row.iter().copied().filter(|rank| *rank >= 0).collect();
+                ranks.len() == chosen && repeated(&ranks).is_none()
+            };
+            if let Some(row) = values.chunks(extent.max(1)).position(|row| !whole(row)) {
+                let rule = format!("row {row} must have each rank from 0 to {largest} once, and -1 elsewhere");
+                return Err(Error::Invalid(format!("input `{}`: {rule}", input.name)));
+            }
         }
         if let Holds::Starts(axis) = input.holds {
             let end = largest;

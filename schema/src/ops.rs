@@ -40,6 +40,7 @@ pub mod rms_norm_dw;
 pub mod rope;
 pub mod rope_backward;
 pub mod route;
+pub mod route_backward;
 pub mod scale;
 pub mod silu_mul;
 pub mod silu_mul_backward;
@@ -86,6 +87,7 @@ pub static OPS: &[&Op] = &[
     &embedding_dw::OP,
     &argmax::OP,
     &route::OP,
+    &route_backward::OP,
     &combine::OP,
     &combine_backward::OP,
     &token_sum::OP,

@@ -120,12 +120,11 @@ pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> V
     }
     let (least, largest) = holds.range(call);
     if let Holds::Distinct(_) = holds {
-        let mut all: Vec<i32> = (0..=largest as i32).collect();
-        for i in 0..len.min(all.len()) {
-            let other = i + random.below(all.len() - i);
-            all.swap(i, other);
-        }
-        return all[..len].to_vec();
+        return shuffled((0..=largest as i32).collect(), random)[..len].to_vec();
+    }
+    if let Holds::Ranks(axis) = holds {
+        let row: Vec<i32> = (0..call.dim(axis) as i64).map(|i| if i <= largest { i as i32 } else { -1 }).collect();
+        return (0..len / row.len()).flat_map(|_| shuffled(row.clone(), random)).collect();
     }
     // Small ones: positions beyond all keys and targets far below 0 say nothing more.
     let (least, largest) = (least.max(-3), largest.clamp(0, 40));
@@ -135,6 +134,15 @@ pub fn integers(call: &Call, holds: Holds, len: usize, random: &mut Random) -> V
         all.sort_unstable();
         all[last] = i32::try_from(call.dim(axis)).unwrap_or(i32::MAX);
         all[0] = 0;
+    }
+    all
+}
+
+/// The same in any order.
+fn shuffled(mut all: Vec<i32>, random: &mut Random) -> Vec<i32> {
+    for i in 0..all.len() {
+        let other = i + random.below(all.len() - i);
+        all.swap(i, other);
     }
     all
 }

@@ -31,6 +31,10 @@ fn forms_are_whole() {
                 Holds::Below(axis) | Holds::Distinct(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => {
                     vec![axis]
                 }
+                Holds::Ranks(axis) => {
+                    assert!(op.attribute("chosen").is_some() && input.axes.last() == Some(&axis), "{what}");
+                    vec![axis]
+                }
                 Holds::Length(axes) => axes.to_vec(),
                 Holds::Pages { pages, size, lengths } => {
                     assert!(op.input(lengths).is_some_and(|input| !input.is_float()), "{what}");
@@ -321,6 +325,22 @@ fn integers_are_held_to_their_axes() {
     assert_eq!(scatter(&[3, 0, 4, 5], &[5, 3]).unwrap_err(), "input `row`: element 3 is 5; use 0 to 4");
     let twice = scatter(&[3, 0, 0, 3], &[5, 3]).unwrap_err();
     assert_eq!(twice, "input `row`: element 2 is 0, as one before it; each may stand once");
+
+    let ranks = |rank: &'static [i32]| {
+        let (logits, dweight) = (("logits", DType::Fp32, &[2, 3][..]), ("dweight", DType::Fp32, &[2, 3][..]));
+        let inputs = [logits, dweight, ("rank", DType::I32, &[2, 3])];
+        let call = call("route_backward", &[("chosen", "2")], &inputs, DType::Fp32).unwrap();
+        check_indexes(&call, |name| Some(rank).filter(|_| name == "rank")).map_err(|e| e.to_string())
+    };
+    assert_eq!(ranks(&[1, -1, 0, 0, 1, -1]), Ok(()));
+    assert_eq!(ranks(&[1, -1, 0, 0, 2, -1]).unwrap_err(), "input `rank`: element 4 is 2; use -1 to 1");
+    for row in [[0, 0, -1], [0, -1, -1], [0, 1, 1]] {
+        let all: &'static [i32] = Box::leak([&[1, -1, 0][..], &row].concat().into_boxed_slice());
+        assert_eq!(
+            ranks(all).unwrap_err(),
+            "input `rank`: row 1 must have each rank from 0 to 1 once, and -1 elsewhere"
+        );
+    }
 
     // Two sequences on three pages of two rows; the second table entry of the second one is not reached.
     let pages: &[(&str, &[usize])] = &[("q", &[2, 1, 1, 4]), ("k", &[3, 2, 1, 4]), ("v", &[3, 2, 1, 4])];

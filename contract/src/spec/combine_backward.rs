@@ -24,8 +24,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
                     let turn = |p: &mut [f64]| p[1] = -p[0] * (1.0 + p[1] / 256.0);
                     x.chunks_mut(n).for_each(|row| row.chunks_exact_mut(2).for_each(turn));
                 }
-                // Sums of products with ordinary numbers: among the subnormals, and near the largest f32. Fp16 only overflows in the
-                // last rounding.
+                // Sums of products with ordinary numbers: among the subnormals, and near the largest f32. Fp16 only
+                // overflows in the last rounding.
                 Fill::Tiny | Fill::NearOverflow => {
                     x = maker.values("x", Fill::Normal, r * n, n);
                     if fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
@@ -51,8 +51,8 @@ fn rows(maker: &Maker, len: usize, limit: usize) -> Vec<i32> {
     rows
 }
 
-/// Weight, dy and x. The last three tokens have borders in dy, under weights that make those of other dtypes of them. The
-/// others have a few numbers there, which rows of x take one by one or add up to the largest f32.
+/// Weight, dy and x. The last three tokens have borders in dy, under weights that make those of other dtypes of them.
+/// The others have a few numbers there, which rows of x take one by one or add up to the largest f32.
 fn classes(maker: &Maker, [r, n, t, k]: [usize; 4]) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
     let pow = round::pow2;
     let tiny = if maker.dtype == DType::Fp16 { pow(-20) } else { pow(-100) };

@@ -11,7 +11,7 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 /// In every other row two logits are equal, so that the lowest index among equals is asked for.
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (t, e) = (maker.dim("T"), maker.dim("E"));
     let mut logits = maker.values("logits", maker.fill, t * e, e);
     if maker.fill == Fill::Sharp {

@@ -16,11 +16,12 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 30] = [
+pub const HANDS_ON: [&str; 31] = [
     "gemm",
     "gemm_dx",
     "combine",
     "combine_backward",
+    "route_backward",
     "attention",
     "add",
     "scale",
@@ -374,6 +375,15 @@ impl Probe<'_> {
             "softcap_backward" => {
                 self.one(op, &[], vec![("x", make(&[1, 1], &[0.0])), ("dy", make(&[1, 1], &[v]))], "dx")
             }
+            // Where the slope of a sigmoid is a quarter.
+            "route_backward" => {
+                let inputs = vec![
+                    ("logits", make(&[1, 1], &[0.0])),
+                    ("rank", Tensor::i32(&[1, 1], vec![0])),
+                    ("dweight", Tensor::fp32(&[1, 1], vec![v as f32])),
+                ];
+                self.one(op, &[("scoring", "sigmoid".into())], inputs, "dlogits")
+            }
             "embedding" => self.one(op, &[], vec![("w", make(&[1, 1], &[v])), ("tokens", int(0))], "y"),
             "rms_norm" => self.one(op, &eps, vec![("x", make(&[1, 4], &[1.0; 4])), ("w", make(&[4], &[v; 4]))], "y"),
             "add_rms_norm" => {
@@ -511,7 +521,11 @@ fn is_product(op: &str) -> bool {
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.
 fn gain(op: &str) -> f64 {
-    if ["silu_mul", "gelu_mul"].contains(&op) { 64.0 } else { 1.0 }
+    match op {
+        "silu_mul" | "gelu_mul" => 64.0,
+        "route_backward" => 0.25,
+        _ => 1.0,
+    }
 }
 
 /// How `1 + ulp/2`, `1 + 3ulp/4`, `-1 - 3ulp/4` and `1 + ulp + ulp/2` were rounded to multiples of `ulp`.

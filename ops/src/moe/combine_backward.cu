@@ -9,8 +9,8 @@ KERNEL(128, 8) combine_backward_clear(GLOBAL(Out) dx, long long len) {
 }
 
 KERNEL(128, 8)
-combine_backward(GLOBAL(const In) x, GLOBAL(const int) row, GLOBAL(const float) weight, GLOBAL(const In) dy, GLOBAL(Out) dx,
-                 GLOBAL(float) dweight, long long count, int chosen, long long n) {
+combine_backward(GLOBAL(const In) x, GLOBAL(const int) row, GLOBAL(const float) weight, GLOBAL(const In) dy,
+                 GLOBAL(Out) dx, GLOBAL(float) dweight, long long count, int chosen, long long n) {
     long long first = threadIdx.x % 32 * 8;
     long long choice = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (choice >= count) return;

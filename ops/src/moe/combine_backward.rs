@@ -1,4 +1,5 @@
-//! Gradient of the weighted sum of expert outputs: `x[R,N], row[T,K], weight[T,K], dy[T,N] -> dx[R,N], dweight[T,K]` (f32).
+//! Gradient of the weighted sum of expert outputs: `x[R,N], row[T,K], weight[T,K], dy[T,N] -> dx[R,N], dweight[T,K]`
+//! (f32).
 //!
 //! Formula: `dx[row[t][r]] = weight[t][r] * dy[t]`, `dweight[t][r] = sum of dy[t] * x[row[t][r]]`.
 //! Order: every element of dx alone, +0 in a row that is not named; dweight is a `lanes` sum, each lane a chain:
@@ -17,8 +18,8 @@ use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
 const NAME: &str = "combine_backward";
 
-/// The gradients `dx[R,N]` and `dweight[T,K]` of [`combine`](crate::combine()) from that of y, `dy[T,N]`, row-major. No row may
-/// be named twice; dx of one that is not named is +0. The gradient of shared is dy.
+/// The gradients `dx[R,N]` and `dweight[T,K]` of [`combine`](crate::combine()) from that of y, `dy[T,N]`, row-major. No
+/// row may be named twice; dx of one that is not named is +0. The gradient of shared is dy.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when a row is outside `0..R` or named twice.
@@ -273,7 +274,7 @@ pub fn combine_backward_at<I: Stored, O: Stored>(
     let arguments =
         Arguments::new().buffer(x).buffer(row.buffer(device)?).buffer(weight).buffer(dy).buffer(dx).buffer(dweight);
     let arguments = arguments.long(row.len()).int(int(NAME, "K", chosen)?).long(n);
-    // SAFETY: lengths were checked, every row is below the limit and none comes twice; a warp takes a choice, and the kernel
-    // leaves those behind the last alone.
+    // SAFETY: lengths were checked, every row is below the limit and none comes twice; a warp takes a choice, and the
+    // kernel leaves those behind the last alone.
     unsafe { device.launch(build, NAME, [row.len().div_ceil(4), 1, 1], 128, 0, &arguments) }
 }

@@ -109,7 +109,7 @@ fn run(
     (index, weight): (&mut [i32], &mut [f32]),
 ) -> Result<(), Error> {
     let Route { tokens, experts, chosen, .. } = *shape;
-    let scale = check_choice(shape)?;
+    let scale = check_choice("route", shape)?;
     logits.on_host("route", "logits")?;
     if tokens == 0 {
         return Ok(());
@@ -123,7 +123,7 @@ fn run(
                 let logits = logits.rows::<I>();
                 for (t, scores) in scores.chunks_exact_mut(experts).enumerate() {
                     for (score, logit) in scores.iter_mut().zip(logits.row(t)) {
-                        *score = f32::narrow(sigmoid(Scalar, logit.widen()));
+                        *score = sigmoid_of(*logit);
                     }
                 }
             }
@@ -296,13 +296,13 @@ pub(crate) fn check(shape: &Route, [logits, index, weight]: [usize; 3], bias: Op
     if let Some(bias) = bias {
         check_len("route", "bias", "[E]", bias, &[experts])?;
     }
-    check_choice(shape)
+    check_choice("route", shape)
 }
 
 /// Checks the parameters: `f32(scale)`.
-fn check_choice(shape: &Route) -> Result<f32, Error> {
+pub(super) fn check_choice(op: &'static str, shape: &Route) -> Result<f32, Error> {
     let Route { experts, chosen, groups, top_groups, group_worth, .. } = *shape;
-    let bad = |what: String| Err(value_error("route", what));
+    let bad = |what: String| Err(value_error(op, what));
     if chosen == 0 || chosen > experts || i32::try_from(experts).is_err() {
         return bad(format!("{chosen} of {experts} experts; choose at least 1 and at most all"));
     }
@@ -321,6 +321,11 @@ fn check_choice(shape: &Route) -> Result<f32, Error> {
         return bad(format!("scale is {}; it must be finite in f32", shape.scale));
     }
     Ok(scale)
+}
+
+/// The sigmoid of a logit.
+pub(super) fn sigmoid_of<I: Element>(logit: I) -> f32 {
+    f32::narrow(sigmoid(Scalar, logit.widen()))
 }
 
 /// Chooses for one token.

@@ -149,6 +149,10 @@ fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Ran
         let most = most.min(least.max(0) + (1 << 20));
         let ints = (0..count).map(|i| match input.holds {
             Holds::Starts(_) => (most as usize * i / (count - 1)) as i32,
+            Holds::Ranks(_) => {
+                let i = (i % shape[shape.len() - 1]) as i64;
+                if i <= most { i as i32 } else { -1 }
+            }
             Holds::Distinct(_) => most as i32 - i as i32,
             _ => (least.max(0) + (random.next() % (most - least.max(0) + 1).max(1) as u64) as i64) as i32,
         });

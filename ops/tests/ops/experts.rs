@@ -4,8 +4,8 @@ use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
     Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, combine_backward, embedding,
-    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, scale, silu_mul, silu_mul_backward, softcap,
-    softcap_backward, softmax,
+    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, silu_mul, silu_mul_backward,
+    softcap, softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -98,6 +98,44 @@ fn largest(values: &[f32], left: &[bool]) -> usize {
     best.unwrap()
 }
 
+/// route_backward of these scores.
+fn route_gradient(shape: &Route, scores: &[f32], index: &[i32], dweight: &[f32]) -> Vec<f32> {
+    let mut dlogits = Vec::new();
+    for (token, scores) in scores.chunks(shape.experts).enumerate() {
+        let index = &index[token * shape.chosen..][..shape.chosen];
+        let s: Vec<f32> = index.iter().map(|&expert| scores[expert as usize]).collect();
+        let mut a: Vec<f32> =
+            dweight[token * shape.chosen..][..s.len()].iter().map(|d| d * shape.scale as f32).collect();
+        if shape.normalise {
+            let mut sum = 0f32;
+            for s in &s {
+                sum += s;
+            }
+            if shape.scoring == Scoring::Sigmoid {
+                sum += 1e-20;
+            }
+            let mut common = 0f32;
+            for (a, s) in a.iter().zip(&s) {
+                common = a.mul_add(s / sum, common);
+            }
+            a = a.into_iter().map(|a| (a - common) / sum).collect();
+        }
+        let mut whole = 0f32;
+        for (a, s) in a.iter().zip(&s) {
+            whole = a.mul_add(*s, whole);
+        }
+        dlogits.extend((0..shape.experts).map(|expert| {
+            let (rank, s) = (index.iter().position(|&chosen| chosen as usize == expert), scores[expert]);
+            match (shape.scoring, rank.map(|rank| a[rank])) {
+                (Scoring::Softmax, a) => s * (a.unwrap_or(0.0) - whole),
+                (Scoring::Sigmoid, Some(a)) => a * (s * (1.0 - s)),
+                (Scoring::Sigmoid, None) => 0.0,
+            }
+        }));
+    }
+    dlogits
+}
+
 fn check_route(shape: &Route, seed: u64, biased: bool) {
     let Route { tokens, experts, chosen, .. } = *shape;
     let mut logits: Vec<f32> = values(seed, tokens * experts, 4.0);
@@ -153,10 +191,15 @@ fn check_route(shape: &Route, seed: u64, biased: bool) {
             index.push(expert as i32);
         }
     }
+    let dweight: Vec<f32> = values(seed ^ 3, weight.len(), 2.0);
+    let dlogits = route_gradient(shape, &scores, &index, &dweight);
     for cpu in cpus() {
         let (mut i, mut w) = (vec![0; index.len()], vec![0f32; weight.len()]);
         route(&cpu, shape, &logits, bias.as_deref(), &mut i, &mut w).unwrap();
         assert_eq!((i, bits(&w)), (index.clone(), bits(&weight)), "{cpu:?} {shape:?}");
+        let mut found = vec![f32::NAN; logits.len()];
+        route_backward(&cpu, shape, &logits, &index, &dweight, &mut found).unwrap();
+        assert_eq!(bits(&found), bits(&dlogits), "{cpu:?} {shape:?}");
     }
 }
 
@@ -291,7 +334,8 @@ proptest! {
 
     #[test]
     fn combine_backward_is_the_page(
-        tokens in 1usize..5, chosen in 0usize..5, n in prop_oneof![1usize..200, 250usize..260, 1000usize..1100], more in 0usize..4,
+        tokens in 1usize..5, chosen in 0usize..5, more in 0usize..4,
+        n in prop_oneof![1usize..200, 250usize..260, 1000usize..1100],
         seed: u64,
     ) {
         check_combine_backward::<bf16, bf16>([tokens, chosen, n, more], seed);
@@ -348,6 +392,15 @@ fn wrong_shapes_and_values_are_refused() {
         let line = run(wrong).unwrap_err().to_string();
         assert!(line.contains(expected), "{line}");
     }
+    let backward = |index: &[i32]| {
+        let mut dlogits = [7f32; 6];
+        let line = route_backward(&cpu, &shape, &[0f32; 6], index, &[1.0; 2], &mut dlogits).unwrap_err().to_string();
+        assert_eq!(dlogits, [7.0; 6]);
+        line
+    };
+    assert!(backward(&[6, 0]).contains("index element 0 is 6 of 6 experts"));
+    assert!(backward(&[0, -1]).contains("index element 1 is -1"));
+    assert!(backward(&[3, 3]).contains("index element 1 is 3, which its token has twice"));
     let mut y = [0f32; 2];
     assert!(softcap(&cpu, 0.0, &[1f32; 2], &mut y).unwrap_err().to_string().contains("must be positive"));
     assert!(scale(&cpu, f64::INFINITY, &[1f32; 2], &mut y).unwrap_err().to_string().contains("must be finite"));

@@ -139,6 +139,23 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let (logits, bias) = (r.floats::<I>(3 * experts), r.floats(experts));
             route(&r.cpu, &shape, &logits, Some(&bias), &mut r.room(3 * chosen), &mut r.room(3 * chosen))
         }),
+        ("route_backward", |r, n| {
+            let (experts, chosen) = (n, 2.min(n));
+            let shape = Route {
+                tokens: 3,
+                experts,
+                chosen,
+                scoring: if n.is_multiple_of(2) { Scoring::Softmax } else { Scoring::Sigmoid },
+                groups: 1,
+                top_groups: 1,
+                group_worth: GroupWorth::Max,
+                normalise: true,
+                scale: 1.0,
+            };
+            let index = r.ints((0..3 * chosen).map(|i| (experts - 1 - i % chosen) as i32));
+            let (logits, dweight) = (r.floats::<I>(3 * experts), r.floats::<f32>(3 * chosen));
+            route_backward(&r.cpu, &shape, &logits, &index, &dweight, &mut r.room(3 * experts))
+        }),
         ("combine", |r, n| {
             let shape = Combine { tokens: 3, chosen: 2, rows: 5, n };
             let (x, row, weight) = (r.floats::<I>(5 * n), r.ints([4, 0, 3, 1, 2, 4].into_iter()), r.floats::<f32>(6));

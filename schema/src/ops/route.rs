@@ -13,9 +13,9 @@ pub static OP: Op = Op {
     ..Op::PLAIN
 };
 
-const CHOSEN: Attribute = Attribute::count("chosen", 1, "1", "how many experts a token has");
+pub(super) const CHOSEN: Attribute = Attribute::count("chosen", 1, "1", "how many experts a token has");
 
-const SCORING: Attribute = Attribute::choice("scoring", &["softmax", "sigmoid"], "how logits become scores");
+pub(super) const SCORING: Attribute = Attribute::choice("scoring", &["softmax", "sigmoid"], "how logits become scores");
 
 const GROUPS: Attribute = Attribute::count("groups", 1, "1", "groups of experts of one size");
 
@@ -27,9 +27,9 @@ const GROUP_WORTH: Attribute = Attribute::choice(
     "what a group is worth: its best score, or the sum of its best two",
 );
 
-const NORMALISE: Attribute = Attribute::flag("normalise", "`1`: weights are divided by their sum");
+pub(super) const NORMALISE: Attribute = Attribute::flag("normalise", "`1`: weights are divided by their sum");
 
-const SCALE: Attribute = Attribute::float(
+pub(super) const SCALE: Attribute = Attribute::float(
     "scale",
     Included(-(f32::MAX as f64)),
     Included(f32::MAX as f64),
@@ -38,14 +38,9 @@ const SCALE: Attribute = Attribute::float(
 );
 
 fn check(call: &Call) -> Result<(), Error> {
+    check_chosen(call)?;
     let (experts, chosen) = (call.dim("E"), call.count("chosen"));
     let (groups, top) = (call.count("groups"), call.count("top_groups"));
-    if i32::try_from(experts).is_err() {
-        return invalid(format!("input `logits`: E = {experts}; a rank is an i32, use at most 2^31 - 1"));
-    }
-    if chosen > experts {
-        return invalid(format!("param `chosen`: {chosen} of {experts} experts; choose at most all"));
-    }
     if !experts.is_multiple_of(groups) {
         return invalid(format!("param `groups`: {experts} experts do not make {groups} groups of one size"));
     }
@@ -55,6 +50,18 @@ fn check(call: &Call) -> Result<(), Error> {
     }
     if call.word("group_worth") == "top_two" && groups > 1 && size < 2 {
         return invalid(format!("param `group_worth`: a group of {size} has no two experts; use max"));
+    }
+    Ok(())
+}
+
+/// As many experts as are chosen, and ranks for them.
+pub(super) fn check_chosen(call: &Call) -> Result<(), Error> {
+    let (experts, chosen) = (call.dim("E"), call.count("chosen"));
+    if i32::try_from(experts).is_err() {
+        return invalid(format!("input `logits`: E = {experts}; a rank is an i32, use at most 2^31 - 1"));
+    }
+    if chosen > experts {
+        return invalid(format!("param `chosen`: {chosen} of {experts} experts; choose at most all"));
     }
     Ok(())
 }
