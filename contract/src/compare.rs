@@ -159,6 +159,7 @@ pub fn accuracy(
         rounded += usize::from(judged.correct);
         measure.max_abs = measure.max_abs.max(judged.error);
         measure.of_bound = measure.of_bound.max(judged.of_bound);
+        measure.spread.count(judged.ulp, judged.of_bound);
         if let Some(ulp) = judged.ulp {
             ulps.push(ulp);
         }

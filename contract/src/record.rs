@@ -65,6 +65,50 @@ pub struct Measure {
     pub max_abs: f64,
     /// Largest error as a share of the bound it was held to; at most 1 passes.
     pub of_bound: f64,
+    /// How the errors of all outputs are distributed; records from before there was one have none.
+    #[serde(default, skip_serializing_if = "Spread::is_empty")]
+    pub spread: Spread,
+}
+
+/// Elements by the size of their error.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spread {
+    /// By |found - oracle| in ulp of the output dtype: up to each of [`Spread::ULP`], and beyond the last. Elements without a
+    /// distance, as NaN, are left out.
+    pub ulp: [u64; Spread::ULP.len() + 1],
+    /// By the share of the bound that the error takes: up to each of [`Spread::SHARE`], and beyond the bound.
+    pub share: [u64; Spread::SHARE.len() + 1],
+}
+
+impl Spread {
+    /// Upper ends, each included, of the classes by ulp.
+    pub const ULP: [f64; 9] = [0.0, 0.125, 0.25, 0.375, 0.5, 1.0, 4.0, 16.0, 256.0];
+    /// Upper ends, each included, of the classes by share.
+    pub const SHARE: [f64; 11] = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0];
+
+    /// Whether nothing was counted.
+    pub fn is_empty(&self) -> bool {
+        *self == Spread::default()
+    }
+
+    /// Counts one element.
+    pub fn count(&mut self, ulp: Option<f64>, share: f64) {
+        if let Some(ulp) = ulp {
+            self.ulp[class(&Spread::ULP, ulp)] += 1;
+        }
+        self.share[class(&Spread::SHARE, share)] += 1;
+    }
+
+    /// Adds what another one counted.
+    pub fn add(&mut self, other: &Spread) {
+        self.ulp.iter_mut().zip(other.ulp).for_each(|(count, more)| *count += more);
+        self.share.iter_mut().zip(other.share).for_each(|(count, more)| *count += more);
+    }
+}
+
+/// The first class that holds `value`; the last where none does, as for a NaN.
+fn class(ends: &[f64], value: f64) -> usize {
+    ends.iter().position(|end| value <= *end).unwrap_or(ends.len())
 }
 
 /// One judgment on one case of one implementation: a line of `records.jsonl`.
@@ -176,4 +220,33 @@ pub struct Attempt {
     pub bytes: u64,
     /// SHA-256 of those bytes, in hex.
     pub sha256: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_is_counted_once_in_the_class_of_its_error() {
+        let mut spread = Spread::default();
+        assert!(spread.is_empty());
+        for (ulp, share) in [(Some(0.0), 0.0), (Some(0.5), 1.0), (Some(0.51), 1.0001), (Some(1e9), f64::INFINITY)] {
+            spread.count(ulp, share);
+        }
+        spread.count(None, f64::NAN);
+        assert_eq!(spread.ulp, [1, 0, 0, 0, 1, 1, 0, 0, 0, 1]);
+        assert_eq!(spread.share, [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 3]);
+        let mut twice = spread.clone();
+        twice.add(&spread);
+        assert_eq!((twice.ulp[4], twice.share[11]), (2, 6));
+    }
+
+    /// What was written before there was a spread is read, and writes none.
+    #[test]
+    fn measures_without_a_spread_stay_as_they_are() {
+        let old = r#"{"samples":1,"max_ulp":0.5,"p99_ulp":0.5,"correctly_rounded":1.0,"max_abs":0.0,"of_bound":0.5}"#;
+        let measure: Measure = serde_json::from_str(old).unwrap();
+        assert!(measure.spread.is_empty());
+        assert_eq!(serde_json::to_string(&measure).unwrap(), old);
+    }
 }

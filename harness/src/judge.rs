@@ -10,7 +10,7 @@ use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::compare::{self, Bound};
 use samebits_contract::fill::Fill;
-use samebits_contract::record::{Judgment, Measure, Record, SCHEMA};
+use samebits_contract::record::{Judgment, Measure, Record, SCHEMA, Spread};
 use samebits_contract::spec::{Class, References};
 use samebits_contract::table::{CaseSpec, Contract, Exception, Row, Slice};
 use samebits_contract::tensor::{DType, Tensor};
@@ -317,9 +317,10 @@ impl Judge<'_> {
         Outcome { setting, ..Outcome::of(Verdict::Pass) }
     }
 
-    /// Every output against the oracle; the record keeps the measure closest to its bound.
+    /// Every output against the oracle; the record keeps the measure closest to its bound, and how the errors of all are spread.
     fn accuracy(&self, trial: &Trial, base: &Base, references: &References) -> Outcome {
         let mut outcome = Outcome::of(Verdict::Pass);
+        let mut spread = Spread::default();
         for output in trial.case.spec().outputs {
             let dtype = trial.case.spec().output_dtype(output, trial.case.out);
             // Integers have no error to bound: they are right or wrong.
@@ -332,12 +333,16 @@ impl Judge<'_> {
             };
             let found = &base.answer.outputs[output.name];
             let (measure, evidence) = compare::accuracy(output.name, dtype, found, &references[output.name], &bound);
+            spread.add(&measure.spread);
             if outcome.measure.as_ref().is_none_or(|worst| measure.of_bound > worst.of_bound) {
                 outcome.measure = Some(measure);
             }
             if let (Some(evidence), Verdict::Pass) = (evidence, &outcome.verdict) {
                 outcome.verdict = Verdict::Fail(evidence);
             }
+        }
+        if let Some(measure) = &mut outcome.measure {
+            measure.spread = spread;
         }
         outcome
     }

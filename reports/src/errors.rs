@@ -1,17 +1,15 @@
-//! Where the errors are: a heat map of them by case and dtypes, how they are distributed, and which kernels ran.
+//! Where the errors are: how they are spread, a heat map of them by case and dtypes, and which kernels ran.
 
 use crate::describe::number;
-use crate::html::escaped;
-use samebits_contract::record::{Measure, Record};
+use crate::grid;
+use crate::html::{escaped, op_header};
+use samebits_contract::record::{Measure, Record, Spread};
 use samebits_contract::tensor::DType;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// Steps of the heat map: shares of the bound from which on a cell has the next colour.
 const STEPS: [f64; 5] = [0.1, 0.25, 0.5, 0.75, 1.0];
-
-/// Bars of a distribution: shares of the bound, the last one beyond it.
-const BINS: usize = 11;
 
 fn step(share: f64) -> usize {
     // What cannot be compared is worst.
@@ -36,45 +34,79 @@ pub fn section(records: &[Record]) -> String {
     let implementations: BTreeSet<&str> = measured.iter().map(|(r, _)| r.implementation.as_str()).collect();
     for implementation in implementations {
         let mine: Vec<_> = measured.iter().filter(|(r, _)| r.implementation == implementation).copied().collect();
-        html.push_str(&distributions(implementation, &mine));
         html.push_str(&heat(implementation, &mine));
     }
     html
 }
 
-/// One row of bars per op: how many measurements lie at which share of their bound.
-fn distributions(implementation: &str, measured: &[(&Record, &Measure)]) -> String {
-    let mut ops: BTreeMap<&str, [usize; BINS]> = BTreeMap::new();
-    for (record, measure) in measured {
-        let share = measure.of_bound;
-        let bin = if share.is_nan() || share > 1.0 { BINS - 1 } else { ((share * 10.0) as usize).min(BINS - 2) };
-        ops.entry(&record.op).or_default()[bin] += 1;
+/// For every op and its dtypes, how many elements have which error: in ulp, and as a share of the bound.
+pub fn pictures(records: &[Record]) -> String {
+    let groups = grid::accuracy(records);
+    let with_spread = groups.iter().filter(|(_, found)| !found.spread.is_empty());
+    let implementations: BTreeSet<&str> =
+        with_spread.clone().map(|((implementation, ..), _)| *implementation).collect();
+    if implementations.is_empty() {
+        return "<p>No record says how its errors are spread.</p>".into();
     }
-    let mut html = format!(
-        "<div class=\"scroll\"><table class=\"distribution\"><caption>{}: how far errors reach into their bounds</caption><thead><tr>\
-         <th scope=\"col\">op</th>",
-        escaped(implementation)
-    );
-    for bin in 0..BINS {
-        let name = if bin == BINS - 1 { "beyond".to_string() } else { format!("{}%", 10 * (bin + 1)) };
-        let _ = write!(html, "<th scope=\"col\">{name}</th>");
-    }
-    html.push_str("</tr></thead><tbody>");
-    for (op, bins) in ops {
-        let most = bins.iter().copied().max().unwrap_or(1).max(1);
-        let _ = write!(html, "<tr><th scope=\"row\">{}</th>", escaped(op));
-        for (bin, count) in bins.iter().enumerate() {
-            let height = (100 * count).div_ceil(most);
-            let over = if bin == BINS - 1 && *count > 0 { " over" } else { "" };
-            let text = if *count > 0 { count.to_string() } else { String::new() };
+    let mut html = String::new();
+    for implementation in implementations {
+        let _ = write!(
+            html,
+            "<div class=\"scroll\"><table class=\"spread\"><caption>{}</caption><thead><tr><th scope=\"col\">op</th>\
+             <th scope=\"col\">in → out</th><th scope=\"col\">error in ulp{}</th><th scope=\"col\">share of the bound{}</th></tr></thead><tbody>",
+            escaped(implementation),
+            scale(&Spread::ULP),
+            scale(&Spread::SHARE),
+        );
+        for ((_, op, dtype, out), found) in with_spread.clone().filter(|((name, ..), _)| *name == implementation) {
+            let Spread { ulp, share } = &found.spread;
             let _ = write!(
                 html,
-                "<td><i class=\"column{over}\" aria-hidden=\"true\"><b style=\"height:{height}%\"></b></i><span>{text}</span></td>"
+                "<tr>{}<td>{dtype} → {out}</td><td>{}</td><td>{}</td></tr>",
+                op_header(*op),
+                bars(ulp, &Spread::ULP, "ulp", false),
+                bars(share, &Spread::SHARE, "of the bound", true)
             );
         }
-        html.push_str("</tr>");
+        html.push_str("</tbody></table></div>");
     }
-    html + "</tbody></table></div>"
+    html
+}
+
+/// The upper ends of the classes, below the header of a column of [`bars`].
+fn scale(ends: &[f64]) -> String {
+    let mut html = String::from("<span class=\"scale\">");
+    for end in ends {
+        let _ = write!(html, "<small>{end}</small>");
+    }
+    html + "<small>more</small></span>"
+}
+
+/// A bar for each class of errors. What lies beyond the last end is red where that is a failure.
+fn bars(counts: &[u64], ends: &[f64], unit: &str, is_bound: bool) -> String {
+    let total: u64 = counts.iter().sum();
+    let class = |bin: usize| match ends.get(bin) {
+        Some(0.0) => format!("no error, 0 {unit}"),
+        Some(end) => format!("up to {end} {unit}"),
+        None => format!("more than {} {unit}", ends[bin - 1]),
+    };
+    // For those who do not see the picture, and in print: the counts.
+    let words: Vec<String> = (0..counts.len())
+        .filter(|&bin| counts[bin] > 0)
+        .map(|bin| format!("{}: {}", class(bin), counts[bin]))
+        .collect();
+    let words = words.join("; ");
+    let mut html = format!("<span class=\"bars\" role=\"img\" aria-label=\"{words}\" title=\"{words}\">");
+    for (bin, &count) in counts.iter().enumerate() {
+        let over = if is_bound && bin == ends.len() && count > 0 { " class=\"over\"" } else { "" };
+        let _ = write!(html, "<b{over} style=\"height:{:.0}%\"></b>", height(count, total));
+    }
+    html + "</span>"
+}
+
+/// The height in percent of `count` of `total`: the square root of the share, at least 6, so that one element is seen.
+fn height(count: u64, total: u64) -> f64 {
+    if count == 0 { 0.0 } else { (100.0 * (count as f64 / total as f64).sqrt()).max(6.0) }
 }
 
 /// By input and output dtype: the largest error in ulp, and the largest share of a bound.
@@ -165,14 +197,47 @@ mod tests {
         let measured = records.iter().filter(|r| r.measure.is_some()).count();
         assert!(measured > 0);
         let html = section(&records);
-        assert!(html.contains("class=\"heat\"") && html.contains("class=\"distribution\""));
+        assert!(html.contains("class=\"heat\""));
         let hot = records.iter_mut().find(|r| r.measure.is_some()).unwrap();
         hot.measure.as_mut().unwrap().of_bound = 7.0;
         hot.op = "<script>".into();
         let html = section(&records);
-        assert!(html.contains("number heat5\"") && html.contains("column over") && !html.contains("<script>"));
+        assert!(html.contains("number heat5\"") && !html.contains("<script>"));
         records.iter_mut().for_each(|r| r.measure = None);
         assert!(section(&records).contains("No record"));
         assert!(kernels(&records).contains("&lt;script&gt;"));
+    }
+
+    #[test]
+    fn pictures_count_every_element_and_mark_what_is_beyond_the_bound() {
+        let mut records = synthetic::folder().records;
+        let html = pictures(&records);
+        assert!(html.contains("no error, 0 ulp: 2; up to 0.125 ulp: 256; up to 0.25 ulp: 256"), "{html}");
+        assert!(
+            html.contains("up to 0.1 of the bound: 1020; up to 1 of the bound: 4") && !html.contains("class=\"over\"")
+        );
+        let measure = records.iter_mut().find_map(|r| r.measure.as_mut()).unwrap();
+        measure.spread.count(None, f64::NAN);
+        assert!(pictures(&records).contains("class=\"over\""));
+        records.iter_mut().for_each(|r| r.measure = None);
+        assert!(pictures(&records).contains("No record"));
+        assert_eq!([height(0, 9), height(9, 9), height(1, 4), height(1, u64::MAX)], [0.0, 100.0, 50.0, 6.0]);
+    }
+
+    /// A gradient follows the op whose gradient it is, and is marked.
+    #[test]
+    fn gradients_stand_below_their_op() {
+        let mut records: Vec<Record> =
+            synthetic::folder().records.into_iter().filter(|r| r.measure.is_some()).collect();
+        let mut of_ops = Vec::new();
+        for op in ["rope_backward", "softmax", "gemm_dx", "rope", "gemm", "linear_logprob"] {
+            records[0].op = op.into();
+            of_ops.push(records[0].clone());
+        }
+        let html = pictures(&of_ops);
+        let order = ["gemm", "gemm_dx", "linear_logprob", "rope", "rope_backward", "softmax"]
+            .map(|op| html.find(&format!(">{op}</th>")).unwrap());
+        assert!(order.is_sorted(), "{order:?}");
+        assert_eq!(html.matches("class=\"gradient\"").count(), 2);
     }
 }

@@ -1,7 +1,7 @@
 //! Records grouped the ways the reports print them, always in the same order.
 
 use crate::Counts;
-use samebits_contract::record::{Judgment, Measure, Record};
+use samebits_contract::record::{Judgment, Measure, Record, Spread};
 use samebits_contract::tensor::DType;
 use samebits_contract::verdict::Verdict;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,12 +11,21 @@ pub fn implementations(records: &[Record]) -> BTreeSet<&str> {
     records.iter().map(|r| r.implementation.as_str()).collect()
 }
 
-/// An op as a sort key: by name, with whole models (`chain`) last.
-pub type Op<'a> = (bool, &'a str);
+/// An op in the order of tables: by name, gradients behind their forward, whole models (`chain`) last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Op<'a> {
+    is_chain: bool,
+    /// The op itself, or the one whose gradient it is.
+    forward: &'a str,
+    pub is_gradient: bool,
+    pub name: &'a str,
+}
 
-/// The sort key of a record's op.
+/// The op of a record.
 pub fn op(record: &Record) -> Op<'_> {
-    (record.op == "chain", &record.op)
+    let name = record.op.as_str();
+    let forward = samebits_contract::spec::find(name).and_then(|spec| spec.op.gradient_of);
+    Op { is_chain: name == "chain", forward: forward.unwrap_or(name), is_gradient: forward.is_some(), name }
 }
 
 /// Counts by judgment, in the order of [`Judgment::ALL`].
@@ -83,6 +92,7 @@ pub struct Accuracy {
     /// Over all samples; NaN when there are none.
     pub correctly_rounded: f64,
     pub of_bound: f64,
+    pub spread: Spread,
 }
 
 /// Accuracy by implementation, op, input dtype and output dtype, from every record that carries a measure.
@@ -103,6 +113,8 @@ fn summed(measures: &[&Measure]) -> Accuracy {
     };
     let samples = measures.iter().map(|m| m.samples).sum();
     let rounded: f64 = measures.iter().map(|m| m.correctly_rounded * m.samples as f64).sum();
+    let mut spread = Spread::default();
+    measures.iter().for_each(|measure| spread.add(&measure.spread));
     Accuracy {
         records: measures.len(),
         samples,
@@ -110,6 +122,7 @@ fn summed(measures: &[&Measure]) -> Accuracy {
         worst_p99_ulp: largest(|m| m.p99_ulp),
         correctly_rounded: rounded / samples as f64,
         of_bound: largest(|m| m.of_bound),
+        spread,
     }
 }
 
@@ -140,6 +153,7 @@ mod tests {
             p99_ulp: 0.25,
             max_abs: 0.0,
             of_bound: 0.5,
+            spread: Default::default(),
         };
         let (a, b) = (measure(300, 1.0, 0.5), measure(100, 0.5, 0.75));
         let sum = summed(&[&a, &b]);

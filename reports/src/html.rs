@@ -25,6 +25,7 @@ pub fn document(folder: &RunFolder) -> String {
         ("facts", facts(folder)),
         ("matrix", matrix(&folder.records)),
         ("accuracy", accuracy(&folder.records)),
+        ("pictures", crate::errors::pictures(&folder.records)),
         ("errors", crate::errors::section(&folder.records)),
         ("kernels", crate::errors::kernels(&folder.records)),
         ("unsupported", unsupported(&folder.records)),
@@ -114,16 +115,22 @@ fn matrix(records: &[Record]) -> String {
             let _ = write!(html, "<th scope=\"col\">{}{axis}</th>", judgment.name());
         }
         html.push_str("</tr></thead><tbody>");
-        for ((_, op), row) in grid::by_axis(records, implementation) {
-            let _ = write!(html, "<tr><th scope=\"row\">{}</th>", escaped(op));
+        for (op, row) in grid::by_axis(records, implementation) {
+            let _ = write!(html, "<tr>{}", op_header(op));
             for column in &columns {
-                html.push_str(&cell(implementation, op, column, row.get(column)));
+                html.push_str(&cell(implementation, op.name, column, row.get(column)));
             }
             html.push_str("</tr>");
         }
         html.push_str("</tbody></table></div>");
     }
     html
+}
+
+/// The header of an op's row; a gradient stands behind its forward and says what it is.
+pub(crate) fn op_header(op: grid::Op) -> String {
+    let class = if op.is_gradient { " class=\"gradient\" title=\"a gradient\"" } else { "" };
+    format!("<th scope=\"row\"{class}>{}</th>", escaped(op.name))
 }
 
 fn cell(implementation: &str, op: &str, column: &Column, counts: Option<&Counts>) -> String {
@@ -165,16 +172,16 @@ fn accuracy(records: &[Record]) -> String {
          <th scope=\"col\">max ulp</th><th scope=\"col\">largest p99 ulp</th>\
          <th scope=\"col\">correctly rounded</th><th scope=\"col\">largest error / bound</th></tr></thead><tbody>",
     );
-    for ((implementation, (_, op), dtype, out), found) in groups {
+    for ((implementation, op, dtype, out), found) in groups {
         html.push_str("<tr>");
         if !one {
             let _ = write!(html, "<td>{}</td>", escaped(implementation));
         }
         let _ = write!(
             html,
-            "<th scope=\"row\">{}</th><td>{dtype} → {out}</td><td class=\"number\">{}</td><td class=\"number\">{}</td>\
+            "{}<td>{dtype} → {out}</td><td class=\"number\">{}</td><td class=\"number\">{}</td>\
              <td class=\"number\">{}</td>{}{}</tr>",
-            escaped(op),
+            op_header(op),
             found.samples,
             number(found.max_ulp),
             number(found.worst_p99_ulp),
@@ -205,12 +212,12 @@ fn unsupported(records: &[Record]) -> String {
          <th scope=\"col\">implementation</th><th scope=\"col\">op</th><th scope=\"col\">in → out</th>\
          <th scope=\"col\">reason</th></tr></thead><tbody>",
     );
-    for (Unsupported { implementation, op: (_, op), dtype, out, reason }, count) in groups {
+    for (Unsupported { implementation, op, dtype, out, reason }, count) in groups {
         let _ = write!(
             html,
             "<tr><td class=\"number\">{count}</td><td>{}</td><th scope=\"row\">{}</th><td>{dtype} → {out}</td><td>{}</td></tr>",
             escaped(implementation),
-            escaped(op),
+            escaped(op.name),
             escaped(reason)
         );
     }

@@ -21,8 +21,8 @@ pub fn document(folder: &RunFolder) -> String {
     for record in records {
         by_suite.entry((record.implementation.as_str(), grid::op(record))).or_default().push(record);
     }
-    for ((implementation, (_, op)), records) in by_suite {
-        let mut suite = TestSuite::new(one_line(&format!("{implementation}/{op}")));
+    for ((implementation, op), records) in by_suite {
+        let mut suite = TestSuite::new(one_line(&format!("{implementation}/{}", op.name)));
         suite.add_property(Property::new("contract", one_line(&run.contract)));
         suite.add_property(Property::new("rows", one_line(&run.rows)));
         suite.set_time(records.iter().map(|r| duration(r.seconds)).sum());

@@ -31,9 +31,9 @@ pub fn document(folder: &RunFolder) -> String {
         row(&mut text, &header);
         let _ = writeln!(text, "|{}", " --- |".repeat(header.len()));
         let mut totals = grid::ByJudgment::default();
-        for (((_, op), dtype), counts) in grid::by_judgment(records, implementation) {
+        for ((op, dtype), counts) in grid::by_judgment(records, implementation) {
             let cells = counts.map(|c| cell(&c));
-            row(&mut text, &[&[op.to_string(), dtype.name().into()], &cells[..]].concat());
+            row(&mut text, &[&[op.name.to_string(), dtype.name().into()], &cells[..]].concat());
             for (total, counts) in totals.iter_mut().zip(counts) {
                 *total += counts;
             }
@@ -58,9 +58,9 @@ pub fn document(folder: &RunFolder) -> String {
         row(&mut text, &["records", "implementation", "op", "dtypes", "reason"].map(String::from));
         let _ = writeln!(text, "| --- | --- | --- | --- | --- |");
     }
-    for (Unsupported { implementation, op: (_, op), dtype, out, reason }, count) in unsupported.iter().take(SHOWN) {
+    for (Unsupported { implementation, op, dtype, out, reason }, count) in unsupported.iter().take(SHOWN) {
         let dtypes = format!("{dtype} -> {out}");
-        row(&mut text, &[count.to_string(), (*implementation).into(), (*op).into(), dtypes, (*reason).into()]);
+        row(&mut text, &[count.to_string(), (*implementation).into(), op.name.into(), dtypes, (*reason).into()]);
     }
 
     let accuracy = grid::accuracy(records);
@@ -79,12 +79,12 @@ pub fn document(folder: &RunFolder) -> String {
         row(&mut text, &names.map(String::from));
         let _ = writeln!(text, "| --- | --- | --- | --: | --: | --: | --: | --: |");
     }
-    for ((implementation, (_, op), dtype, out), found) in accuracy {
+    for ((implementation, op, dtype, out), found) in accuracy {
         row(
             &mut text,
             &[
                 implementation.into(),
-                op.into(),
+                op.name.into(),
                 format!("{dtype} -> {out}"),
                 found.samples.to_string(),
                 number(found.max_ulp),

@@ -131,7 +131,9 @@ pub fn record(line: &[u8]) -> Result<Record, String> {
     }
     let bytes = serde_json::to_vec(&value).expect("a JSON value serialises");
     let mut record: Record = parse(&bytes).map_err(|_| error)?;
-    if let Some(Measure { samples: _, max_ulp, p99_ulp, correctly_rounded, max_abs, of_bound }) = &mut record.measure {
+    if let Some(Measure { samples: _, max_ulp, p99_ulp, correctly_rounded, max_abs, of_bound, spread: _ }) =
+        &mut record.measure
+    {
         for (field, number) in [
             ("max_ulp", max_ulp),
             ("p99_ulp", p99_ulp),

@@ -2,7 +2,7 @@
 
 use crate::RunFolder;
 use samebits_contract::compare::ChainMeasure;
-use samebits_contract::record::{Judgment, Measure, Record, Run, SCHEMA};
+use samebits_contract::record::{Judgment, Measure, Record, Run, SCHEMA, Spread};
 use samebits_contract::tensor::DType;
 use samebits_contract::verdict::{Evidence, Verdict};
 use std::collections::BTreeMap;
@@ -60,6 +60,7 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
             correctly_rounded: 0.999_999,
             max_abs: 0.0039,
             of_bound: 0.93,
+            spread: spread(),
         }),
         chain: (op == "chain" && judgment == Judgment::Accuracy).then_some(ChainMeasure {
             samples: 2_560,
@@ -74,6 +75,13 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
         }),
         seconds: 0.0125,
     }
+}
+
+/// Of 512 elements, half an ulp at most, two of them near the bound.
+fn spread() -> Spread {
+    let mut spread = Spread::default();
+    (0..512).for_each(|i| spread.count(Some(f64::from(i) / 1024.0), if i < 510 { 0.05 } else { 0.93 }));
+    spread
 }
 
 fn run(planned: usize) -> Run {

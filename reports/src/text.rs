@@ -21,8 +21,8 @@ pub fn table(folder: &RunFolder) -> String {
         let mut rows = vec![vec!["op".to_string(), "in".to_string()]];
         rows[0].extend(Judgment::ALL.map(|j| j.name().to_string()));
         let mut totals = grid::ByJudgment::default();
-        for (((_, op), dtype), counts) in grid::by_judgment(records, implementation) {
-            let mut row = vec![one_line(op), dtype.name().to_string()];
+        for ((op, dtype), counts) in grid::by_judgment(records, implementation) {
+            let mut row = vec![one_line(op.name), dtype.name().to_string()];
             row.extend(counts.iter().map(cell));
             rows.push(row);
             for (total, counts) in totals.iter_mut().zip(counts) {
@@ -48,8 +48,8 @@ pub fn table(folder: &RunFolder) -> String {
     if !unsupported.is_empty() {
         let _ = writeln!(text, "\nunsupported{}", of(unsupported.len()));
     }
-    for (Unsupported { implementation, op: (_, op), dtype, out, reason }, count) in unsupported.iter().take(SHOWN) {
-        let line = one_line(&format!("{count} x {op} {dtype} -> {out}, {implementation}: {reason}"));
+    for (Unsupported { implementation, op, dtype, out, reason }, count) in unsupported.iter().take(SHOWN) {
+        let line = one_line(&format!("{count} x {} {dtype} -> {out}, {implementation}: {reason}", op.name));
         let _ = writeln!(text, "  {line}");
     }
 
