@@ -151,6 +151,8 @@ pub fn lse(n: f32, l: f32) -> f32 {
 mod tests {
     use super::*;
     use crate::simd::scalar::Scalar;
+    use crate::simd::{Kernel, load_at, narrow_at};
+    use crate::{Cpu, Element, Isa};
 
     #[test]
     fn constants_are_those_of_the_page() {
@@ -183,6 +185,38 @@ mod tests {
         assert!(exp(Scalar, f32::NAN).is_nan());
         assert_eq!(exp(Scalar, -0.0), 1.0);
         assert!(exp(Scalar, -100.0) > 0.0, "gradual underflow");
+    }
+
+    struct OrNothing<'a>(&'a [f32], &'a mut [f32]);
+
+    impl Kernel for OrNothing<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for at in (0..self.0.len()).step_by(S::LANES) {
+                narrow_at(s, exp_or_nothing(s, load_at(s, self.0, at, 0.0)), self.1, at);
+            }
+        }
+    }
+
+    /// Exponents about the last one that counts, alone and beside numbers that leave the quick way.
+    #[test]
+    fn what_is_negligible_is_nothing_whatever_stands_beside_it() {
+        let ln2 = std::f32::consts::LN_2;
+        let mut x: Vec<f32> = (0..32).map(|i| -(97.0 + 0.25 * i as f32) * ln2).collect();
+        x.extend((0..32).map(|i| if i % 5 == 0 { 87.0 } else { -(97.0 + 0.25 * i as f32) * ln2 }));
+        x.extend([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -1e30, -80.0, 0.0, 88.0, -70.0]);
+        let expected = x.iter().map(|&x| {
+            let (_, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
+            if i < NEGLIGIBLE { 0.0 } else { exp(Scalar, x) }
+        });
+        let expected: Vec<u32> = expected.map(|y| f32::narrow(y).to_bits()).collect();
+        assert!(expected.contains(&0) && expected[..12].iter().all(|y| *y != 0));
+        for isa in Isa::of_machine() {
+            let mut y = vec![0f32; x.len()];
+            Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(OrNothing(&x, &mut y));
+            assert_eq!(y.iter().map(|y| y.to_bits()).collect::<Vec<_>>(), expected, "{isa}");
+        }
     }
 
     #[test]

@@ -217,3 +217,40 @@ fn sweep_products<S: Simd, T: Storage, const GROUP: usize>(s: S, a: &[f32], b: &
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cpu, Isa};
+
+    struct Products<'a>(&'a [f32], &'a [f32]);
+
+    impl Kernel for Products<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> f32 {
+            let mut lanes = Lanes::new();
+            lanes.add_products(s, self.0, self.1);
+            lanes.fold(s, self.0.len())
+        }
+    }
+
+    /// More elements than two tiles hold.
+    #[test]
+    fn products_of_a_long_row() {
+        let n = 2 * TILE + LANES + 3;
+        let values = |step: usize| (0..n).map(|i| ((i * step % 1009) as f32 - 504.0) / 67.0).collect::<Vec<f32>>();
+        let (a, b) = (values(7919), values(104_729));
+        let mut lanes = [0f32; LANES];
+        (0..n).for_each(|i| lanes[i % LANES] = a[i].mul_add(b[i], lanes[i % LANES]));
+        let mut h = LANES / 2;
+        while h > 0 {
+            (0..h).for_each(|lane| lanes[lane] += lanes[lane + h]);
+            h /= 2;
+        }
+        for isa in Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            assert_eq!(cpu.dispatch(Products(&a, &b)).to_bits(), lanes[0].to_bits(), "{isa}");
+        }
+    }
+}

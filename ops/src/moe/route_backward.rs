@@ -288,3 +288,35 @@ pub fn route_backward_at<I: Stored>(
     // the last alone.
     unsafe { device.launch(Build::of::<I, f32>(NAME), NAME, [tokens.div_ceil(4), 1, 1], 128, 0, &arguments) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank beyond the last stands in nobody's place, the next row's neither.
+    #[test]
+    fn ranks_are_those_of_the_chosen_once_each() {
+        let shape = Route {
+            tokens: 2,
+            experts: 3,
+            chosen: 2,
+            scoring: Scoring::Softmax,
+            groups: 1,
+            top_groups: 1,
+            group_worth: GroupWorth::Max,
+            normalise: false,
+            scale: 1.0,
+        };
+        assert_eq!(index_of(&shape, &[1, -1, 0, 0, 1, -1]).unwrap(), [2, 0, 0, 1]);
+        for (rank, why) in [
+            ([0, 2, 1, -1, 0, 1], "element 1 is 2"),
+            ([0, 1, -1, 0, -1, 2], "element 5 is 2"),
+            ([0, 0, 1, 0, 1, -1], "element 1 is 0"),
+            ([0, -2, 1, 0, 1, -1], "element 1 is -2"),
+            ([0, 1, -1, -1, 0, -1], "row 1 of rank has no 1"),
+        ] {
+            let line = index_of(&shape, &rank).unwrap_err().to_string();
+            assert!(line.contains(why), "{line}");
+        }
+    }
+}
