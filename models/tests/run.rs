@@ -24,7 +24,7 @@ fn tokens(name: &str) -> Vec<i32> {
 }
 
 /// A checkpoint of every family; with SAMEBITS_CHECKPOINTS=all, as in ci/nightly, every checkpoint. The others of a family
-/// differ in how positions turn, which no schedule changes; `conformance` and `chains` run them all.
+/// differ in how positions turn, which no schedule changes; `conformance` runs them all.
 fn checkpoints() -> Vec<String> {
     let dir = fs::read_dir(checkpoint("")).unwrap();
     let mut names: Vec<String> = dir.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();

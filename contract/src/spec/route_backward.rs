@@ -78,7 +78,7 @@ fn known(value: f64, condition: f64, size: f64) -> (f64, f64) {
 }
 
 /// A chain of products of numbers with errors.
-fn sum_of_products(a: &[(f64, f64)], b: &[(f64, f64)]) -> (f64, f64) {
+pub(super) fn sum_of_products(a: &[(f64, f64)], b: &[(f64, f64)]) -> (f64, f64) {
     let terms = || a.iter().zip(b);
     let sum = terms().map(|(a, b)| a.0 * b.0).sum();
     let size: f64 = terms().map(|(a, b)| (a.0 * b.0).abs()).sum();
@@ -86,7 +86,7 @@ fn sum_of_products(a: &[(f64, f64)], b: &[(f64, f64)]) -> (f64, f64) {
     known(sum, moved + a.len() as f64 * (size + FLOOR), size)
 }
 
-fn difference(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
+pub(super) fn difference(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     let value = a.0 - b.0;
     known(value, a.1 + b.1 + value.abs(), a.0.abs() + b.0.abs())
 }
@@ -96,7 +96,7 @@ fn product(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     known(value, a.1 * b.0.abs() + a.0.abs() * b.1 + value.abs() + FLOOR, value.abs())
 }
 
-fn quotient(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
+pub(super) fn quotient(a: (f64, f64), b: (f64, f64)) -> (f64, f64) {
     let value = a.0 / b.0;
     known(value, a.1 / b.0 + value.abs() * (b.1 / b.0 + 1.0) + FLOOR, value.abs())
 }

@@ -302,6 +302,24 @@ fn judged(case: &Case, output: &str) -> Vec<(f64, f64)> {
     std::iter::zip(reference.value.iter().copied(), reference.condition.iter().copied()).collect()
 }
 
+/// What a product with an uncertain number is uncertain by.
+#[test]
+fn terms_by_hand() {
+    let error =
+        |dy: f64, value: f64, error: f64| token_sum::term(dy, rms_norm_backward::Product { value, error }).error;
+    assert_eq!((error(2.0, 3.0, 1.0), error(2.0, 3.0, f64::INFINITY)), (2.0, f64::INFINITY));
+    // 0 and NaN take all there is; infinity does, where the sign is certain.
+    assert_eq!((error(0.0, 3.0, 1.0), error(f64::NAN, 3.0, 1.0), error(f64::INFINITY, 0.0, 0.0)), (0.0, 0.0, 0.0));
+    assert_eq!(error(f64::INFINITY, round::pow2(-14), 1.0), f64::INFINITY);
+    assert_eq!(error(f64::INFINITY, round::pow2(-13), 1.0), 0.0);
+
+    assert_eq!(route_backward::sum_of_products(&[(FLOOR, 0.0)], &[(1.0, 0.0)]), (FLOOR, 2.0 * FLOOR));
+    assert_eq!(route_backward::quotient((0.0, 0.0), (1.0, 0.0)), (0.0, FLOOR));
+    let half = HUGE * 0.75;
+    assert_eq!(route_backward::difference((half, 0.0), (half, 0.0)), (0.0, f64::INFINITY));
+    assert_eq!(route_backward::difference((1.0, 2.0), (3.0, 4.0)), (-2.0, 8.0));
+}
+
 /// Within 1e-7.
 fn near(found: impl IntoIterator<Item = f64>, expected: &[f64]) -> bool {
     let found: Vec<f64> = found.into_iter().collect();
@@ -500,6 +518,17 @@ fn token_sums_by_hand() {
         [("x", f32s(&[1, 4], &[0.1, 0.3, 0.2, 0.2])), ("dy", f32s(&[1, 4], &[0.0, 1.0, f32::INFINITY, f32::NAN]))];
     let dw = judged(&case("layer_norm_dw", &[], &inputs), "dw");
     assert!(dw[0] == (0.0, 0.0) && dw[1].1 > 0.0 && dw[2].1.is_infinite() && dw[3].0.is_nan());
+
+    // A mean square of half the smallest normal number may have lost as much as it has; a single element has a row.
+    let dw = |x: &[f32]| {
+        let inputs = [("x", f32s(&[1, x.len()], x)), ("dy", f32s(&[1, x.len()], &vec![1.0; x.len()]))];
+        judged(&case("rms_norm_dw", &[("eps", "0")], &inputs), "dw")[0]
+    };
+    assert!(dw(&[round::pow2(-63) as f32, 0.0]).1 > 4.0 * 2f64.sqrt());
+    assert_eq!(dw(&[2.0]), (1.0, 0.0));
+    // Squares that overflow leave no r, whatever the gradient is.
+    let inputs = [("x", f32s(&[1, 2], &[f32::MAX, -f32::MAX])), ("dy", f32s(&[1, 2], &[1.0, 1.0]))];
+    assert_eq!(judged(&case("layer_norm_dw", &[], &inputs), "dw")[0].1, f64::INFINITY);
 
     let fold = |x: &[f32]| judged(&case("fold", &[], &[("x", f32s(&[x.len(), 1], x))]), "y")[0];
     assert_eq!((fold(&[1.0, 2.0, 4.0, 8.0]), fold(&[0.1])), ((15.0, 0.0), (f64::from(0.1f32), 0.0)));
