@@ -209,6 +209,22 @@ fn small_operands_are_not_flushed() {
     }
 }
 
+/// Panels of ordinary columns say so: their products are left to `VDPBF16PS`.
+#[test]
+fn the_gradient_of_ordinary_operands_takes_no_slow_path() {
+    let [m, outputs, terms] = [24, 40, 300];
+    let (dy, w) = (numbers::<bf16>(0, m * terms), numbers::<bf16>(m * terms, terms * outputs));
+    // Emulated ones too: so many rows are left to multiply-adds where those are faster.
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+        let (cpu, mut dx) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; m * outputs]);
+        cpu.ledger().forbid(Counter::SlowPaths);
+        let packed = PackedWeight::pack_for_dx(&cpu, terms, outputs, &w).unwrap();
+        let shape = GemmDx::new(m, terms, outputs);
+        gemm_dx(&cpu, &shape, &dy, &w, &mut dx).unwrap();
+        gemm_dx_packed(&cpu, &shape, &dy, &packed, &mut dx).unwrap();
+    }
+}
+
 #[test]
 fn slow_paths_are_counted_and_refused() {
     let [m, n, k] = [30, 70, 64];
