@@ -45,8 +45,9 @@ pub struct Variant<'a> {
     case: LazyCell<Case, Make<'a>>,
     /// Which rows of the base must equal which rows of the variant.
     pub rows: Vec<(usize, usize)>,
-    /// Whether outputs that are made of all rows must be equal too.
-    pub sums: bool,
+    /// How many leading axes of an output must be logical rows for it to be held: 0, or more where the variant changes what
+    /// outputs with fewer are sums over.
+    pub held: usize,
     /// How the case is asked.
     pub way: Way,
 }
@@ -55,7 +56,7 @@ type Make<'a> = Box<dyn FnOnce() -> Case + 'a>;
 
 impl<'a> Variant<'a> {
     fn plain(setting: String, rows: Vec<(usize, usize)>, make: impl FnOnce() -> Case + 'a) -> Variant<'a> {
-        Variant { setting, case: LazyCell::new(Box::new(make)), rows, sums: true, way: Way::Plain }
+        Variant { setting, case: LazyCell::new(Box::new(make)), rows, held: 0, way: Way::Plain }
     }
 
     /// The answer to the variant, where `ask` has that to a case: to the whole, if it is asked in parts, or to the first part
@@ -93,11 +94,11 @@ impl<'a> Variant<'a> {
         base: &Tensor,
         found: &Tensor,
     ) -> Result<usize, Box<Evidence>> {
-        match (output.has_rows, self.sums) {
-            (true, _) => compare::bits(output.name, spec.row_axes, base, found, &self.pairs(spec, output, case)),
-            (false, true) => compare::bits(output.name, 0, base, found, &[(0, 0)]),
-            (false, false) => Ok(0),
+        if output.rows < self.held {
+            return Ok(0);
         }
+        let found = shortened(spec, output, base.shape(), found);
+        compare::bits(output.name, output.rows, base, &found, &self.pairs(spec, output, case))
     }
 
     /// What to run; made when it is first asked for, as all settings of an axis take many times the room of the case.
@@ -105,11 +106,26 @@ impl<'a> Variant<'a> {
         &self.case
     }
 
-    /// Which entries of the first axes of `output` must be equal, in the answer to `base` and in that to the variant.
-    /// Where rows own the entries, these are theirs; those that nobody owns are all alike.
+    /// Which entries of the first axes of `output` must be equal, in the answer to `base` and in that to the variant: its
+    /// logical rows. Where rows own the entries, these are theirs; those that nobody owns are all alike.
     pub fn pairs(&self, op: &Op, output: &Output, base: &Case) -> Cow<'_, [(usize, usize)]> {
         let Some((names, _)) = op.owned().filter(|(_, axis)| output.axes[0] == *axis) else {
-            return Cow::Borrowed(&self.rows);
+            if output.rows == op.row_axes {
+                return Cow::Borrowed(&self.rows);
+            }
+            if output.rows == 0 {
+                return Cow::Borrowed(&[(0, 0)]);
+            }
+            // What rows have in common that differ in the other axes.
+            let [each, of_variant] = [base, self.case()].map(|case| {
+                let input =
+                    op.inputs.iter().find(|input| input.rows == op.row_axes).expect("an input has all row axes");
+                case.inputs[input.name].shape()[output.rows..op.row_axes].iter().product::<usize>()
+            });
+            let mut pairs: Vec<_> = self.rows.iter().map(|(b, v)| (b / each, v / of_variant)).collect();
+            pairs.sort_unstable();
+            pairs.dedup();
+            return Cow::Owned(pairs);
         };
         let (of_base, of_variant) = (Owned::of(base), Owned::of(self.case()));
         let (of_base, of_variant) = (of_base.expect("it has an owner"), of_variant.expect("it has an owner"));
@@ -122,6 +138,15 @@ impl<'a> Variant<'a> {
             pairs.extend(of_variant.iter().map(|&other| (first, other)));
         }
         Cow::Owned(pairs)
+    }
+}
+
+/// `output` of a variant, without what belongs to keys behind those of the base, whose output has this shape.
+pub fn shortened<'t>(op: &Op, output: &Output, base: &[usize], found: &'t Tensor) -> Cow<'t, Tensor> {
+    let keys = base.get(output.rows).filter(|_| (1..op.row_axes).contains(&output.rows));
+    match keys.filter(|keys| found.shape().get(output.rows).is_some_and(|extent| extent > keys)) {
+        Some(&keys) => Cow::Owned(found.range(output.rows, 0, keys)),
+        None => Cow::Borrowed(found),
     }
 }
 
@@ -555,7 +580,7 @@ impl<'a> Base<'a> {
     fn pick(self, setting: String, axis: usize, picks: &[usize]) -> Variant<'a> {
         let rows = self.pairs(axis, picks.iter().enumerate().map(|(v, &b)| (b, v)), picks.len());
         let picks = picks.to_vec();
-        Variant { sums: false, ..Variant::plain(setting, rows, move || self.picked(axis, &picks)) }
+        Variant { held: axis + 1, ..Variant::plain(setting, rows, move || self.picked(axis, &picks)) }
     }
 
     fn picked(&self, axis: usize, picks: &[usize]) -> Case {
@@ -567,8 +592,8 @@ impl<'a> Base<'a> {
     fn surround(self, setting: String, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Variant<'a> {
         let extent = self.extent(axis);
         let rows = self.pairs(axis, (0..extent).map(|b| (b, left + b)), left + extent + right);
-        let sums = self.spec.input("mask").is_some();
-        Variant { sums, ..Variant::plain(setting, rows, move || self.surrounded(axis, [left, right], garbage)) }
+        let held = if self.spec.input("mask").is_some() { 0 } else { axis + 1 };
+        Variant { held, ..Variant::plain(setting, rows, move || self.surrounded(axis, [left, right], garbage)) }
     }
 
     fn surrounded(&self, axis: usize, [left, right]: [usize; 2], garbage: Garbage) -> Case {
@@ -603,7 +628,7 @@ impl<'a> Base<'a> {
                 spoilt.select(axis, &picks)
             })
         };
-        Variant { sums: false, ..Variant::plain(setting, rows, make) }
+        Variant { held: axis + 1, ..Variant::plain(setting, rows, make) }
     }
 
     /// The case cut before these entries of the first row axis: calls that go on with each other's sum, each with

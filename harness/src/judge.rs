@@ -730,10 +730,9 @@ fn differs(trial: &Trial, expected: &Answer, found: &Answer) -> Option<Box<Evide
     let spec = trial.case.spec();
     spec.outputs.iter().find_map(|output| {
         let (expected, found) = (&expected.outputs[output.name], &found.outputs[output.name]);
-        let row_axes = output.rows(spec.row_axes);
-        let rows = found.shape()[..row_axes.min(found.shape().len())].iter().product();
+        let rows = found.shape()[..output.rows.min(found.shape().len())].iter().product();
         let all: Vec<(usize, usize)> = (0..rows).map(|row| (row, row)).collect();
-        compare::bits(output.name, row_axes, expected, found, &all).err()
+        compare::bits(output.name, output.rows, expected, found, &all).err()
     })
 }
 

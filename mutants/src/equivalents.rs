@@ -76,27 +76,26 @@ impl Equivalent {
         if whole.status != Status::Ok {
             return None;
         }
-        let has_sums = spec.outputs.iter().any(|output| !output.has_rows);
-        if has_sums && !variant.sums {
+        if spec.outputs.iter().any(|output| output.rows < variant.held) {
             return None;
         }
         let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes)?;
-        let rows = case.inputs[input.name].shape()[..spec.row_axes].to_vec();
-        for output in spec.outputs.iter().filter(|output| output.has_rows) {
+        for output in spec.outputs.iter().filter(|output| output.rows > 0) {
             let tensor = whole.outputs.get_mut(output.name)?;
             if variant.case().op == axis::PACKED {
                 *tensor = tensor.with_leading_axis();
             }
             let leading = match spec.owned() {
                 Some((_, axis)) if output.axes[0] == axis => vec![call.dim(axis)],
-                _ => rows.clone(),
+                _ => case.inputs[input.name].shape()[..output.rows].to_vec(),
             };
+            *tensor = axis::shortened(spec, output, &call.output_shape(output)?, tensor).into_owned();
             let mut places: Vec<Option<usize>> = vec![None; leading.iter().product()];
             variant.pairs(spec, output, case).iter().for_each(|&(base, found)| places[base] = Some(found));
             if places.contains(&None) {
                 return None;
             }
-            let behind = tensor.shape()[spec.row_axes..].to_vec();
+            let behind = tensor.shape()[output.rows..].to_vec();
             let shape = [leading, behind.clone()].concat();
             let gathered = tensor.gather(behind.iter().product(), &places, &shape);
             *tensor = gathered;

@@ -169,29 +169,30 @@ pub struct Output {
     pub axes: &'static [&'static str],
     /// Its dtype.
     pub dtype: OutputDType,
-    /// Whether its leading axes are the logical rows. Where not, it is made of all rows, as a sum over them.
-    pub has_rows: bool,
+    /// How many of its leading axes are logical rows. Where they are fewer than [`Op::row_axes`], it is made of all rows
+    /// that have them in common, as a sum over tokens (0) or over the queries of a sequence (1).
+    pub rows: usize,
 }
 
 impl Output {
-    /// An output of dtype `out`.
+    /// An output of dtype `out` whose first axis is the logical rows.
     pub(crate) const fn out(name: &'static str, axes: &'static [&'static str]) -> Output {
-        Output { name, axes, dtype: OutputDType::Out, has_rows: true }
+        Output { name, axes, dtype: OutputDType::Out, rows: 1 }
     }
 
-    /// An output of a dtype of its own.
+    /// The same of a dtype of its own.
     pub(crate) const fn fixed(name: &'static str, axes: &'static [&'static str], dtype: DType) -> Output {
-        Output { name, axes, dtype: OutputDType::Fixed(dtype), has_rows: true }
+        Output { name, axes, dtype: OutputDType::Fixed(dtype), rows: 1 }
     }
 
     /// A sum over the rows that are tokens, of f32.
     pub(crate) const fn token_sum(name: &'static str, axes: &'static [&'static str]) -> Output {
-        Output { has_rows: false, ..Output::fixed(name, axes, DType::Fp32) }
+        Output::fixed(name, axes, DType::Fp32).rows(0)
     }
 
-    /// How many of its leading axes are logical rows in an op that has `row_axes`.
-    pub fn rows(&self, row_axes: usize) -> usize {
-        if self.has_rows { row_axes } else { 0 }
+    /// The same with `rows` leading axes of logical rows.
+    pub(crate) const fn rows(self, rows: usize) -> Output {
+        Output { rows, ..self }
     }
 
     /// The dtype it always has, if it does not follow `out`.
@@ -216,8 +217,7 @@ pub struct Op {
     pub attributes: &'static [Attribute],
     /// Output tensors.
     pub outputs: &'static [Output],
-    /// How many leading axes of every output that has rows are logical rows: 1, or 2 where a row is (sequence, position). An
-    /// output whose first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
+    /// How many axes make a logical row: 1, or 2 where a row is (sequence, position). An output whose first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
     pub row_axes: usize,
     /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
     pub refused: &'static str,
@@ -287,7 +287,7 @@ impl Op {
 
     /// Whether an output has a row for each logical row.
     pub fn has_rows(&self) -> bool {
-        self.outputs.iter().any(|output| output.has_rows)
+        self.outputs.iter().any(|output| output.rows == self.row_axes)
     }
 
     /// The output that a call with an input `carry` goes on with: the one of the same axes.

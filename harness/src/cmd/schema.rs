@@ -99,7 +99,7 @@ fn attribute_object(attribute: &Attribute) -> Value {
 }
 
 fn output_object(output: &Output) -> Value {
-    json!({ "name": output.name, "axes": output.axes, "dtype": output_dtype(output), "has_rows": output.has_rows })
+    json!({ "name": output.name, "axes": output.axes, "dtype": output_dtype(output), "rows": output.rows })
 }
 
 fn output_dtype(output: &Output) -> String {

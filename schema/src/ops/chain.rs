@@ -24,7 +24,7 @@ pub static OP: Op = Op {
             "in which order pages are given out",
         ),
     ],
-    outputs: &[Output::fixed("logits", &["B", "T", "V"], DType::Fp32)],
+    outputs: &[Output::fixed("logits", &["B", "T", "V"], DType::Fp32).rows(2)],
     row_axes: 2,
     refused: "another `schedule`; N = 0",
     check,

@@ -6,7 +6,7 @@ pub static OP: Op = Op {
     name: "fold",
     about: "the sum of C rows, the upper half added to the lower until one is left",
     inputs: &[Input::gradient("x", &["C", "N"])],
-    outputs: &[Output { has_rows: false, ..Output::out("y", &["N"]) }],
+    outputs: &[Output::out("y", &["N"]).rows(0)],
     refused: "C that is no power of two",
     check,
     operations: |call| call.elements(&["C", "N"]),

@@ -15,7 +15,10 @@ pub static OP: Op = Op {
         Input::index("kv_len", &["B"], Holds::Length(&["C", "Z"])),
     ],
     attributes: ATTRIBUTES,
-    outputs: &[Output::out("out", &["B", "T", "Hq", "E"]), Output::fixed("lse", &["B", "T", "Hq"], DType::Fp32)],
+    outputs: &[
+        Output::out("out", &["B", "T", "Hq", "E"]).rows(2),
+        Output::fixed("lse", &["B", "T", "Hq"], DType::Fp32).rows(2),
+    ],
     row_axes: 2,
     refused: "Hkv = 0; Hq not a multiple of Hkv; Z = 0",
     check,
