@@ -35,6 +35,7 @@ mod token;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
+pub use attention::attention_backward::{AttentionOutputs, QkvGradients, QueryRows, attention_backward};
 pub use backend::cpu::{Cpu, Isa};
 pub use call::{Backend, Calls, Prepared};
 pub use element::{Element, Tf32};

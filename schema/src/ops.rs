@@ -13,6 +13,7 @@ pub mod add_rms_norm;
 pub mod add_rms_norm_backward;
 pub mod argmax;
 pub mod attention;
+pub mod attention_backward;
 pub mod chain;
 pub mod combine;
 pub mod combine_backward;
@@ -65,6 +66,7 @@ pub static OPS: &[&Op] = &[
     &attention::OP,
     &paged_attention::OP,
     &packed_attention::OP,
+    &attention_backward::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,

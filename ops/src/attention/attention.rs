@@ -276,6 +276,17 @@ fn with_places<T>(args: &Arguments, work: impl FnOnce(&Attention, &Sequences) ->
 }
 
 impl Attention {
+    /// The keys that a position sees, of a sequence of `kv_len` of them.
+    pub(super) fn seen_from(&self, position: i32, kv_len: i32) -> Range {
+        let (p, len) = (i64::from(position), kv_len as usize);
+        let to = if self.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
+        let from = self.window.map_or(0, |window| {
+            let window = i64::try_from(window).unwrap_or(i64::MAX);
+            p.saturating_sub(window).saturating_add(1).max(0) as usize
+        });
+        Range { from: from.min(to), to }
+    }
+
     /// The parameters of a call.
     pub(crate) fn of(call: &Call, batch: usize, keys: usize) -> Attention {
         Attention {
@@ -340,7 +351,7 @@ pub(crate) fn check_tensors(shape: &Attention, packed: bool, padded: bool, lens:
 }
 
 /// Checks the parameters and makes the factors.
-fn factors(shape: &Attention) -> Result<Factors, Error> {
+pub(crate) fn factors(shape: &Attention) -> Result<Factors, Error> {
     let Attention { q_heads, kv_heads, scale, window, softcap, .. } = *shape;
     let bad = |what: String| Err(value_error("attention", what));
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
@@ -539,13 +550,7 @@ impl<I: Element> Job<'_, I> {
 
     /// The keys that row t of q sees, of sequence b.
     pub(super) fn range(&self, b: usize, t: usize) -> Range {
-        let (p, len) = (i64::from(self.q_pos[t]), self.kv_len[b] as usize);
-        let to = if self.shape.causal { (p + 1).clamp(0, len as i64) as usize } else { len };
-        let from = self.shape.window.map_or(0, |window| {
-            let window = i64::try_from(window).unwrap_or(i64::MAX);
-            p.saturating_sub(window).saturating_add(1).max(0) as usize
-        });
-        Range { from: from.min(to), to }
+        self.shape.seen_from(self.q_pos[t], self.kv_len[b])
     }
 
     /// From the first to the last key that some query of sequence b sees.

@@ -1,6 +1,8 @@
-//! Attention: one op with two strategies, prefill and decode.
+//! Attention: one op with two strategies, prefill and decode; and its gradient.
 
 pub(crate) mod attention;
+pub(crate) mod attention_backward;
+mod backward_tiles;
 mod decode;
 pub(crate) mod device;
 pub(crate) mod dot_rows;
@@ -9,7 +11,7 @@ mod prefill;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED];
+pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED, &attention_backward::OP];
 
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,6 @@
 //! The ops from outside the crate, in one program: each kernel is compiled for it once.
 
+mod attention_gradient;
 mod call;
 mod experts;
 mod gemm_dx;

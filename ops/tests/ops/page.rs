@@ -178,7 +178,7 @@ fn check_gemm<I: Stored, O: Stored>(m: usize, n: usize, k: usize, spread: u32, s
 }
 
 /// `(m, i)` as section 2 defines them.
-fn exp_split(x: f32, c_hi: f32, c_lo: f32) -> (f32, f32) {
+pub(crate) fn exp_split(x: f32, c_hi: f32, c_lo: f32) -> (f32, f32) {
     let t = x * c_hi;
     let i = t.round_ties_even();
     let f = if t.abs() >= 4_194_304.0 { 0.0 } else { x.mul_add(c_lo, x.mul_add(c_hi, -i)) };
@@ -191,8 +191,8 @@ fn weight(m: f32, i: f32, n: f32) -> f32 {
     if i - n < -100.0 { 0.0 } else { m * f32::exp2(i - n) }
 }
 
-const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
-const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
+pub(crate) const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
+pub(crate) const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
 
 /// The logarithm of `l * 2^n`, as section 3 computes it.
 fn lse_of(n: f32, l: f32) -> f32 {
@@ -246,20 +246,26 @@ fn softmax_backward_page(x: &[f32], dy: &[f32]) -> Vec<f32> {
     p.iter().zip(dy).map(|(p, dy)| p * (dy - sum)).collect()
 }
 
+/// `e^x`.
+pub(crate) fn exp(x: f32) -> f32 {
+    let (m, i) = exp_split(x, LOG2E_HI, LOG2E_LO);
+    let i = if i.is_nan() { i } else { i.clamp(-252.0, 252.0) };
+    let h = (i / 2.0).floor();
+    (m * f32::exp2(h)) * f32::exp2(i - h)
+}
+
+/// `e^x`, or +0 where its exponent is below -100.
+pub(crate) fn exp_or_nothing(x: f32) -> f32 {
+    if exp_split(x, LOG2E_HI, LOG2E_LO).1 < -100.0 { 0.0 } else { exp(x) }
+}
+
 /// logprob_backward of a row, before the last rounding.
 fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f32; 2], temperature: f64) -> Vec<f32> {
     let inverse = (1.0 / temperature) as f32;
     let dlogprob = if target < 0 { 0.0 } else { dlogprob };
     let element = |(j, z): (usize, &f32)| {
         let d = z * inverse - lse;
-        let (m, i) = exp_split(d, LOG2E_HI, LOG2E_LO);
-        let p = if i < -100.0 {
-            0.0
-        } else {
-            let i = if i.is_nan() { i } else { i.clamp(-252.0, 252.0) };
-            let h = (i / 2.0).floor();
-            (m * f32::exp2(h)) * f32::exp2(i - h)
-        };
+        let p = exp_or_nothing(d);
         let c = dlse - dlogprob;
         let g = if j as i64 == i64::from(target) { p.mul_add(c, dlogprob) } else { p * c };
         g * inverse
@@ -268,10 +274,10 @@ fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f3
 }
 
 /// What rows seldom hold.
-const SPECIAL: [f32; 7] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38, -3e38, 1e-40];
+pub(crate) const SPECIAL: [f32; 7] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38, -3e38, 1e-40];
 
 /// Every number of `special` takes the place of an element of `values`, somewhere.
-fn strew<I: Element>(values: &mut [I], seed: u64, special: &[f32]) {
+pub(crate) fn strew<I: Element>(values: &mut [I], seed: u64, special: &[f32]) {
     for (i, &v) in special.iter().enumerate() {
         values[(seed.rotate_left(13 * i as u32 + 7) % values.len() as u64) as usize] = I::narrow(v);
     }

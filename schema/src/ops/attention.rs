@@ -41,12 +41,16 @@ pub(super) const ATTRIBUTES: &[Attribute] = &[
 
 /// Of the pairs of a query and a key that it sees, two of each element of k and of v.
 pub(super) fn operations(call: &Call, batch: usize, queries: usize, keys: usize) -> f64 {
+    2.0 * pairs(call, batch, queries, keys) * (call.dim("D") + call.dim("E")) as f64
+}
+
+/// The pairs of a query, of all heads, and a key that it sees.
+pub(super) fn pairs(call: &Call, batch: usize, queries: usize, keys: usize) -> f64 {
     let seen = |t: usize| {
         let last = if call.flag("causal") { (keys + t + 1).saturating_sub(queries) } else { keys };
         if call.count("window") > 0 { last.min(call.count("window")) } else { last }
     };
-    let pairs = (batch * call.dim("Hq")) as f64 * (0..queries).map(|t| seen(t) as f64).sum::<f64>();
-    2.0 * pairs * (call.dim("D") + call.dim("E")) as f64
+    (batch * call.dim("Hq")) as f64 * (0..queries).map(|t| seen(t) as f64).sum::<f64>()
 }
 
 pub(super) fn check(call: &Call) -> Result<(), Error> {

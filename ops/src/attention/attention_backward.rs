@@ -1,0 +1,296 @@
+//! Gradient of attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], out[B,T,Hq,E], lse[B,T,Hq], dout[B,T,Hq,E], q_pos[B,T],
+//! kv_len[B], mask[B,T]? -> dq[B,T,Hq,D], dk[B,S,Hkv,D], dv[B,S,Hkv,E]`.
+//!
+//! Formula: `p = e^(scale * q k - lse)` of the keys a query sees, `g = p * (dout v - dout out)`; `dq = scale * sum of g k`
+//! over keys, `dk = scale * sum of g q` and `dv = sum of p dout` over queries and the query heads of a group.
+//! Order: the score is a chain over d, `dout v` and `dout out` are chains over e. dq: keys in blocks of absolute multiples of
+//! 256, chains within a block, blocks added ascending from +0. dk and dv: for each query head a chain over the rows that
+//! are tokens, ascending; heads added ascending from +0. Pairs that are not visible take no step.
+//! Rounding: `d = fma(s, lo, fma(s, hi, -lse))` with `hi + lo = scale`; p is `e^d` or +0 where its exponent is below -100;
+//! `g = p * (dp - delta)`; sums of dq and dk times `f32(scale)`; last rounding.
+//! Softcap: `t = tanh(s * f32(scale/cap))`, `d = cap * t - lse`, and g times `fma(-t, t, 1)`.
+//! Special: a visible score of -inf counts as invisible; no terms give +0.
+
+use super::attention::{Attention, Qkv, Range, Sequences, check_places, factors};
+use super::backward_tiles::{self, Tiles};
+use crate::call::Entry;
+use crate::element::typed;
+use crate::gemm::gemm::SharedOut;
+use crate::tensor::{Heads, Rows};
+use crate::workspace::choose;
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len};
+use std::iter::successors;
+
+/// What [`attention`](crate::attention()) returned, and the gradient of `out`, row-major: `AttentionOutputs<[I], [f32]>` are
+/// slices, buffers stand on a device.
+#[derive(Debug)]
+pub struct AttentionOutputs<'a, X: ?Sized, L: ?Sized> {
+    /// `out[B,T,Hq,E]`, of the dtype of q.
+    pub out: &'a X,
+    /// `lse[B,T,Hq]`.
+    pub lse: &'a L,
+    /// `dout[B,T,Hq,E]`, of the dtype of q.
+    pub dout: &'a X,
+}
+
+impl<X: ?Sized, L: ?Sized> Clone for AttentionOutputs<'_, X, L> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+// Derived, it would ask for slices that are `Copy`.
+impl<X: ?Sized, L: ?Sized> Copy for AttentionOutputs<'_, X, L> {}
+
+/// Where the queries of each sequence stand and which of them are tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct QueryRows<'a> {
+    /// Position of each query in its sequence, `[B,T]`.
+    pub q_pos: &'a [i32],
+    /// Keys of each sequence that hold data: `[B]`, each in `0..=S`, at most 2^24.
+    pub kv_len: &'a [i32],
+    /// `[B,T]`, 0 for padding, which dk and dv do not read; `None` where all rows are tokens.
+    pub mask: Option<&'a [i32]>,
+}
+
+/// The gradients that [`attention_backward`] makes, row-major and of one dtype.
+#[derive(Debug)]
+pub struct QkvGradients<'a, Y: ?Sized> {
+    /// `dq[B,T,Hq,D]`.
+    pub dq: &'a mut Y,
+    /// `dk[B,S,Hkv,D]`.
+    pub dk: &'a mut Y,
+    /// `dv[B,S,Hkv,E]`.
+    pub dv: &'a mut Y,
+}
+
+/// The gradients of q, k and v from that of [`attention`](crate::attention())'s `out`. dk and dv are sums over the rows that
+/// are tokens, of all query heads of a group; dq is there for every row. The workspace grows with `B * Hq * T`, and where
+/// the budget allows with `T * D + S * (D + E)` for each thread, never with `T * S`.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] as [`attention`](crate::attention());
+/// [`Error::Budget`] below the smallest plan (one query and 32 keys).
+///
+/// ```
+/// use samebits_ops::{Attention, AttentionOutputs, Cpu, QkvGradients, QueryRows, Qkv, attention_backward};
+///
+/// // One query that sees two keys alike: the gradient of each value is half of that of the output.
+/// let (q, k, v) = ([0f32; 2], [1f32, 2.0, 3.0, 4.0], [2f32, 4.0, 4.0, 8.0]);
+/// let shape = Attention::causal([1, 1, 2], [1, 1], 2);
+/// let qkv = Qkv { q: &q[..], k: &k, v: &v };
+/// let given = AttentionOutputs { out: &[3f32, 6.0][..], lse: &[2f32.ln()][..], dout: &[1.0, 0.0] };
+/// let rows = QueryRows { q_pos: &[1], kv_len: &[2], mask: None };
+/// let (mut dq, mut dk, mut dv) = ([9f32; 2], [9f32; 4], [9f32; 4]);
+/// let gradients = QkvGradients { dq: &mut dq[..], dk: &mut dk, dv: &mut dv };
+/// attention_backward(&Cpu::best(), &shape, &rows, qkv, given, gradients)?;
+/// assert!((dv[0] - 0.5).abs() < 1e-6 && dv[1] == 0.0 && (dv[2] - 0.5).abs() < 1e-6);
+/// // The second value is larger: the query would turn to its key.
+/// assert!(dq[0] > 0.0 && dk == [0.0; 4]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn attention_backward<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &Attention,
+    rows: &QueryRows,
+    Qkv { q, k, v }: Qkv<[I]>,
+    AttentionOutputs { out, lse, dout }: AttentionOutputs<[I], [f32]>,
+    QkvGradients { dq, dk, dv }: QkvGradients<[O]>,
+) -> Result<(), Error> {
+    let lens = [q.len(), k.len(), v.len(), out.len(), lse.len(), dout.len(), dq.len(), dk.len(), dv.len()];
+    let parameters = check(shape, rows, lens)?;
+    let [queries, keys, values, outputs, sums] = extents(shape);
+    let tensors = [(q, &queries), (k, &keys), (v, &values), (out, &outputs), (dout, &outputs)];
+    let tensors = tensors.map(|(x, extents)| TensorRef::of(x, extents));
+    let lse = TensorRef::of(lse, &sums[..3]);
+    let gradients = [(dq, &queries), (dk, &keys), (dv, &values)].map(|(y, extents)| TensorMut::of(y, extents));
+    run(cpu, shape, rows, parameters, tensors, lse, gradients)
+}
+
+/// Extents of q, k, v and out, and of lse in the first three.
+fn extents(shape: &Attention) -> [[usize; 4]; 5] {
+    let Attention { batch, queries, keys, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    [
+        [batch, queries, q_heads, head_dim],
+        [batch, keys, kv_heads, head_dim],
+        [batch, keys, kv_heads, value_dim],
+        [batch, queries, q_heads, value_dim],
+        [batch, queries, q_heads, 1],
+    ]
+}
+
+/// What scores are multiplied with.
+#[derive(Clone, Copy)]
+pub(crate) struct Parameters {
+    /// `(cap, f32(scale / cap))`.
+    pub cap: Option<(f32, f32)>,
+    /// `hi` and `lo`; hi is `f32(scale)`.
+    pub scale: (f32, f32),
+}
+
+/// Checks a call, whatever it runs on. The lengths are those of q, k, v, out, lse, dout, dq, dk and dv.
+fn check(shape: &Attention, rows: &QueryRows, lens: [usize; 9]) -> Result<Parameters, Error> {
+    let parameters = parameters(shape)?;
+    let [queries, keys, values, outputs, sums] = extents(shape);
+    let forms = [
+        ("q", "[B,T,Hq,D]", queries),
+        ("k", "[B,S,Hkv,D]", keys),
+        ("v", "[B,S,Hkv,E]", values),
+        ("out", "[B,T,Hq,E]", outputs),
+        ("lse", "[B,T,Hq]", sums),
+        ("dout", "[B,T,Hq,E]", outputs),
+        ("dq", "[B,T,Hq,D]", queries),
+        ("dk", "[B,S,Hkv,D]", keys),
+        ("dv", "[B,S,Hkv,E]", values),
+    ];
+    for ((name, form, extents), len) in forms.into_iter().zip(lens) {
+        check_len("attention_backward", name, form, len, &extents)?;
+    }
+    check_rows(shape, rows)?;
+    Ok(parameters)
+}
+
+/// Checks the parameters and makes what follows from them.
+fn parameters(shape: &Attention) -> Result<Parameters, Error> {
+    let cap = factors(shape)?.cap;
+    let hi = shape.scale as f32;
+    Ok(Parameters { cap, scale: (hi, (shape.scale - f64::from(hi)) as f32) })
+}
+
+/// Checks where queries stand.
+fn check_rows(shape: &Attention, rows: &QueryRows) -> Result<(), Error> {
+    let QueryRows { q_pos, kv_len, mask } = *rows;
+    let each = [shape.batch, shape.queries];
+    check_len("attention_backward", "q_pos", "[B,T]", q_pos.len(), &each)?;
+    if let Some(mask) = mask {
+        check_len("attention_backward", "mask", "[B,T]", mask.len(), &each)?;
+    }
+    check_places(shape, &Sequences::padded(q_pos, kv_len))
+}
+
+/// q, k, v, out and dout, lse, and dq, dk and dv, of a call that was checked.
+fn run(
+    cpu: &Cpu,
+    shape: &Attention,
+    rows: &QueryRows,
+    parameters: Parameters,
+    tensors: [TensorRef; 5],
+    lse: TensorRef,
+    gradients: [TensorMut; 3],
+) -> Result<(), Error> {
+    const NAME: &str = "attention_backward";
+    for (tensor, name) in tensors.iter().zip(["q", "k", "v", "out", "dout"]) {
+        tensor.on_host(NAME, name)?;
+    }
+    lse.on_host(NAME, "lse")?;
+    let [dq, dk, dv] = gradients;
+    typed!(tensors[0].dtype() => I, typed!(dq.dtype() => O, {
+        let [q, k, v, out, dout] = tensors.map(|tensor| tensor.heads::<I>());
+        let job = Job { cpu, shape, rows, parameters, q, k, v, out, dout, lse: lse.rows::<f32>(), order: Order::of(shape, rows) };
+        let (dq, dk, dv) = (dq.host::<O>(NAME, "dq")?, dk.host::<O>(NAME, "dk")?, dv.host::<O>(NAME, "dv")?);
+        job.run(&Gradients { dq: SharedOut::new(dq), dk: SharedOut::new(dk), dv: SharedOut::new(dv) })
+    }))
+}
+
+/// attention_backward, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "attention_backward",
+    cpu: |cpu, args| {
+        let shape = Attention::of(args.call, args.call.dim("B"), args.call.dim("S"));
+        let mask = args.optional("mask").map(|mask| mask.dense("attention_backward", "mask")).transpose()?;
+        let rows = QueryRows { q_pos: args.integers("q_pos")?, kv_len: args.integers("kv_len")?, mask };
+        let parameters = parameters(&shape)?;
+        check_rows(&shape, &rows)?;
+        let tensors = ["q", "k", "v", "out", "dout"].map(|name| args.input(name));
+        let lse = args.input("lse");
+        let gradients = ["dq", "dk", "dv"].map(|name| args.output(name));
+        run(cpu, &shape, &rows, parameters, tensors, lse, gradients)
+    },
+    device: None,
+    unit: None,
+    prepare: None,
+};
+
+/// The order in which rows of a sequence are gone through: tokens, ascending, and then the others.
+pub(super) struct Order {
+    /// Rows of each sequence, `[B,T]`; none where all are tokens.
+    rows: Option<Vec<u32>>,
+    /// Tokens of each sequence where not all are.
+    tokens: Vec<usize>,
+    queries: usize,
+}
+
+impl Order {
+    fn of(shape: &Attention, rows: &QueryRows) -> Order {
+        let queries = shape.queries;
+        let Some(mask) = rows.mask.filter(|mask| mask.contains(&0)) else {
+            return Order { rows: None, tokens: Vec::new(), queries };
+        };
+        let (mut order, mut tokens) = (Vec::with_capacity(mask.len()), Vec::with_capacity(shape.batch));
+        for mask in mask.chunks(queries) {
+            let before = order.len();
+            order.extend((0..queries as u32).filter(|&t| mask[t as usize] != 0));
+            tokens.push(order.len() - before);
+            order.extend((0..queries as u32).filter(|&t| mask[t as usize] == 0));
+        }
+        Order { rows: Some(order), tokens, queries }
+    }
+
+    /// How many rows of sequence b are tokens.
+    pub(super) fn tokens(&self, b: usize) -> usize {
+        self.tokens.get(b).copied().unwrap_or(self.queries)
+    }
+
+    /// The i-th row of sequence b.
+    pub(super) fn row(&self, b: usize, i: usize) -> usize {
+        self.rows.as_ref().map_or(i, |rows| rows[b * self.queries + i] as usize)
+    }
+}
+
+/// One call: what every task reads.
+pub(super) struct Job<'a, I> {
+    pub(super) cpu: &'a Cpu,
+    pub(super) shape: &'a Attention,
+    rows: &'a QueryRows<'a>,
+    pub(super) parameters: Parameters,
+    pub(super) q: Heads<'a, I>,
+    pub(super) k: Heads<'a, I>,
+    pub(super) v: Heads<'a, I>,
+    pub(super) out: Heads<'a, I>,
+    pub(super) dout: Heads<'a, I>,
+    pub(super) lse: Rows<'a, f32>,
+    pub(super) order: Order,
+}
+
+/// The outputs.
+pub(super) struct Gradients<'a, O> {
+    pub(super) dq: SharedOut<'a, O>,
+    pub(super) dk: SharedOut<'a, O>,
+    pub(super) dv: SharedOut<'a, O>,
+}
+
+impl<I: Element> Job<'_, I> {
+    fn run<O: Element>(&self, gradients: &Gradients<O>) -> Result<(), Error> {
+        let plans = successors(Some(Tiles::preferred(self)), Tiles::smaller);
+        let (plan, mut workspace) = choose(self.cpu, "attention_backward", plans)?;
+        let (shared, slots) = workspace.split();
+        backward_tiles::run(self, &plan, shared, slots, gradients);
+        self.cpu.ledger().ran(self.cpu.isa().without_dot().name());
+        Ok(())
+    }
+
+    /// The keys that row t of sequence b sees.
+    pub(super) fn range(&self, b: usize, t: usize) -> Range {
+        self.shape.seen_from(self.rows.q_pos[b * self.shape.queries + t], self.rows.kv_len[b])
+    }
+
+    /// Keys of sequence b that hold data.
+    pub(super) fn keys(&self, b: usize) -> usize {
+        self.rows.kv_len[b] as usize
+    }
+
+    /// How q, k, v and dout are read.
+    pub(super) fn tf32(&self) -> Tf32 {
+        self.shape.tf32
+    }
+}
