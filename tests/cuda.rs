@@ -311,6 +311,7 @@ const SHAPES: &[(&str, Make)] = &[
         cases
     }),
     ("attention", attentions),
+    ("attention_backward", attention_gradients),
 ];
 
 /// A mask that counts two of three rows, and some twice over.
@@ -642,6 +643,40 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
     cases
 }
 
+fn attention_gradients(dtype: DType, out: DType) -> Vec<Case> {
+    type Params = &'static [(&'static str, &'static str)];
+    let forms: [([usize; 3], (usize, usize), (usize, usize), Params); 5] = [
+        ([1, 1, 5], (1, 1), (8, 8), &[]),
+        ([2, 3, 270], (4, 2), (33, 20), &[("causal", "1"), ("window", "260")]),
+        ([1, 259, 3], (2, 1), (5, 7), &[("causal", "1"), ("tf32", "enabled")]),
+        ([1, 2, 9], (1, 1), (258, 3), &[("softcap", "20"), ("scale", "0.3")]),
+        ([1, 2, 3], (1, 1), (0, 3), &[]),
+    ];
+    let mut cases = Vec::new();
+    for ([b, t, s], (hq, hkv), (d, e), params) in forms {
+        let kv_len: Vec<i32> = (0..b).map(|i| (s - i) as i32).collect();
+        let q_pos: Vec<i32> = (0..b * t).map(|i| (s + i % t).saturating_sub(t) as i32).collect();
+        let make = Maker::new("attention_backward", dtype, out).float("q", &[b, t, hq, d], 2.0);
+        let make = make.float("k", &[b, s, hkv, d], 2.0).float("v", &[b, s, hkv, e], 1.0);
+        let make = make.float("out", &[b, t, hq, e], 1.0).float("dout", &[b, t, hq, e], 1.0);
+        let lse: Vec<f32> = (0..b * t * hq).map(|i| (i * 37 % 64) as f32 / 16.0).collect();
+        let make = make.fp32_of("lse", &[b, t, hq], &lse).ints("q_pos", &[b, t], &q_pos).ints("kv_len", &[b], &kv_len);
+        let make = params.iter().fold(make, |make, (name, value)| make.param(name, value));
+        let mask: Vec<i32> = (0..b * t).map(|i| i32::from(i % 5 != 1)).collect();
+        cases.push(if t > 2 { make.ints("mask", &[b, t], &mask) } else { make }.case());
+    }
+    // Keys that do not count and rows that are no tokens: infinite and NaN; scores of -inf, +inf and NaN.
+    for (at, value) in [(0, f32::NAN), (3, f32::INFINITY), (5, f32::NEG_INFINITY)] {
+        let make = Maker::new("attention_backward", dtype, out).float("q", &[1, 3, 1, 8], 1.0);
+        let make = make.float("k", &[1, 9, 1, 8], 1.0).float("v", &[1, 9, 1, 8], 1.0).set("k", at * 8, value);
+        let make = make.float("out", &[1, 3, 1, 8], 1.0).float("dout", &[1, 3, 1, 8], 1.0).set("q", 8, f32::NAN);
+        let make = make.set("k", 8 * 8, f32::NAN).set("v", 8 * 8, f32::INFINITY).set("dout", 8, f32::NAN);
+        let make = make.fp32_of("lse", &[1, 3, 1], &[0.5, f32::NAN, 1.5]).param("causal", "1");
+        cases.push(make.ints("q_pos", &[1, 3], &[4, 5, 8]).ints("kv_len", &[1], &[8]).ints("mask", &[1, 3], &[1, 0, 7]).case());
+    }
+    cases
+}
+
 /// Makes a request; contents follow from names and indices.
 struct Maker {
     case: Case,
@@ -752,7 +787,27 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 32] = [
+const MUTANTS: [Mutant; 34] = [
+    Mutant {
+        name: "gradient_of_keys_without_barrier",
+        change: Change {
+            file: "attention_backward.cu",
+            from: "            changes[thread] = g;\n            __syncthreads();",
+            to: "            changes[thread] = g;",
+        },
+        shapes: "attention_backward",
+        says: "reads what nobody has written",
+    },
+    Mutant {
+        name: "gradient_of_a_query_in_one_chain",
+        change: Change {
+            file: "attention_backward.cu",
+            from: "            float sum = 0.0f;\n            for (int i = 0; i < count; i++) {\n                if (!visible[i]) continue;\n                long long at = ((batch",
+            to: "            float sum = total;\n            total = 0.0f;\n            for (int i = 0; i < count; i++) {\n                if (!visible[i]) continue;\n                long long at = ((batch",
+        },
+        shapes: "attention_backward",
+        says: "elements differ",
+    },
     Mutant {
         name: "missing_block_barrier",
         change: Change {

@@ -474,9 +474,9 @@ impl Axis {
     pub fn applies(&self, spec: &Spec) -> bool {
         match self.applies {
             Applies::Both => true,
-            Applies::Attention => spec.class == Class::Attention,
+            Applies::Attention => spec.class == Class::Attention && spec.gradient_of.is_none(),
             Applies::Ranks => Product::of(spec.name).is_some() || spec.class == Class::Attention,
-            Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain),
+            Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain) && spec.gradient_of.is_none(),
             Applies::Ops => spec.class != Class::Chain,
             Applies::Rows => spec.class != Class::Chain && spec.has_rows(),
             Applies::Padding => spec.class != Class::Chain && (spec.has_rows() || spec.input("mask").is_some()),
@@ -1164,9 +1164,16 @@ fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
         for ranks in [2, 4, 8].into_iter().filter(|ranks| kv_heads % ranks == 0) {
             let part = |rank: usize| {
                 let mut part = case.clone();
-                for (name, heads) in [("q", heads), ("k", kv_heads), ("v", kv_heads)] {
-                    let share = heads / ranks;
-                    part.inputs.insert(name.into(), case.inputs[name].range(2, rank * share, (rank + 1) * share));
+                let of = |axis: &&str| match *axis {
+                    "Hq" => Some(heads),
+                    "Hkv" => Some(kv_heads),
+                    _ => None,
+                };
+                for input in base.spec.inputs {
+                    if let Some(share) = input.axes.get(2).and_then(of).map(|heads| heads / ranks) {
+                        let tensor = case.inputs[input.name].range(2, rank * share, (rank + 1) * share);
+                        part.inputs.insert(input.name.into(), tensor);
+                    }
                 }
                 part
             };

@@ -21,6 +21,7 @@ mod add_rms_norm;
 mod add_rms_norm_backward;
 mod argmax;
 mod attention;
+mod attention_backward;
 mod chain;
 mod combine;
 mod combine_backward;
@@ -242,6 +243,7 @@ pub fn all() -> &'static [Spec] {
         layer_norm_backward::SPEC,
         layer_norm_dw::SPEC,
         attention::SPEC,
+        attention_backward::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,

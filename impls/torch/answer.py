@@ -142,15 +142,15 @@ class Request:
         self.op, self.out, self.tensors, self.params = op, out, tensors, params
         self.layout = layout
 
-    def input(self, name, axes, like=None):
-        """The float input `name` with `axes` axes (any number if None) in the dtype that is computed in."""
+    def input(self, name, axes, like=None, dtype=None):
+        """The float input `name` with `axes` axes (any number if None) in `dtype` or the one that is computed in."""
         tensor = self.tensors.pop(name, None)
         if tensor is None:
             fail(f"input `{name}`: missing")
         if not tensor.dtype.is_floating_point:
             fail(f"input `{name}`: dtype is i32; it must be bf16, fp16 or fp32")
         self.shape(name, tensor, axes, like)
-        return laid_out(tensor.to(DEVICE, self.out), self.layout)
+        return laid_out(tensor.to(DEVICE, dtype or self.out), self.layout)
 
     def whole(self, name, axes, like=None):
         tensor = self.tensors.pop(name, None)
@@ -285,6 +285,46 @@ def attention(r):
     return ["out", "lse"], call, "heads before positions", finish
 
 
+def attention_backward(r):
+    q = r.input("q", 4)
+    batch, queries, heads, dim = q.shape
+    k = r.input("k", 4, [batch, None, None, dim])
+    keys, kv_heads = k.shape[1:3]
+    v = r.input("v", 4, [batch, keys, kv_heads])
+    rows = [batch, queries, heads]
+    out, dout = r.input("out", 4, [*rows, v.shape[3]]), r.input("dout", 4, [*rows, v.shape[3]])
+    lse = r.input("lse", 3, rows, torch.float32)
+    q_pos, kv_len = r.whole("q_pos", 2, [batch, queries]), r.whole("kv_len", 1, [batch])
+    if "mask" in r.tensors and not bool((r.whole("mask", 2, [batch, queries]) != 0).all()):
+        raise Unsupported("input `mask`: rows that are no tokens are not offered")
+    if kv_heads == 0 or heads % kv_heads:
+        fail(f"input `q`: Hq = {heads} must be a multiple of Hkv = {kv_heads}")
+    scale = r.number("scale", 1 / math.sqrt(max(dim, 1)), 0)
+    causal = r.choice("causal", "0", ("0", "1", "false", "true")) in ("1", "true")
+    r.only("window", "0", "0")
+    if r.number("softcap", 0, 0):
+        raise Unsupported("param `softcap`: only 0 is offered")
+    last = torch.arange(keys - queries, keys, device=DEVICE)
+    if not bool((kv_len == keys).all()) or causal and (queries != keys or not bool((q_pos == last).all())):
+        raise Unsupported("input `kv_len`: only whole sequences are offered")
+    group = heads // kv_heads
+    # Heads before positions, as torch wants them; its backward knows no groups of heads.
+    q, out, dout = (t.transpose(1, 2) if r.layout else t.transpose(1, 2).contiguous() for t in (q, out, dout))
+    k, v = (t.transpose(1, 2) if r.layout else t.transpose(1, 2).contiguous() for t in (k, v))
+    lse = lse.transpose(1, 2).contiguous()
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def call():
+        wide_k, wide_v = (t.repeat_interleave(group, 1) if group > 1 else t for t in (k, v))
+        dq, dk, dv = backward(dout, q, wide_k, wide_v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
+        if group > 1:
+            dk, dv = (t.unflatten(1, (kv_heads, group)).sum(2) for t in (dk, dv))
+        return [dq, dk, dv]
+
+    finish = lambda outputs: [t.transpose(1, 2) for t in outputs]
+    return ["dq", "dk", "dv"], call, "heads before positions", finish
+
+
 def log_softmax_of(logits, target):
     logp = torch.log_softmax(logits.float(), -1).gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
     # A negative target is to be ignored.
@@ -382,8 +422,8 @@ def argmax(r):
 OPS = {
     f.__name__: f
     for f in (
-        gemm, gemm_dx, rms_norm, add_rms_norm, attention, logprob, linear_logprob, softmax, silu_mul, rope, add, embedding,
-        argmax,
+        gemm, gemm_dx, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob, softmax, silu_mul,
+        rope, add, embedding, argmax,
     )
 }
 

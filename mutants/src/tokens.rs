@@ -18,7 +18,70 @@ fn added_to_carry(mutant: &Mutant, case: &Case, name: &str) -> Answer {
     answer
 }
 
+/// The gradients of attention, with those of keys and values as the sum of two: of the first half of the rows and the second.
+fn rows_in_halves(mutant: &Mutant, case: &Case) -> Answer {
+    let mut whole = mutant.honest.run(case);
+    let shape = case.inputs["q_pos"].shape();
+    let given = |row: usize| case.inputs.get("mask").is_none_or(|mask| mask.value(row) != 0.0);
+    let half = |second: bool| {
+        let mine = |row: usize| (row % shape[1] >= shape[1] / 2) == second && given(row);
+        let mask = (0..shape[0] * shape[1]).map(|row| i32::from(mine(row))).collect();
+        mutant.asked(case, |case| drop(case.inputs.insert("mask".into(), Tensor::i32(shape, mask))))
+    };
+    let [first, second] = [half(false), half(true)];
+    for (name, tensor) in whole.outputs.iter_mut().filter(|(name, _)| *name != "dq") {
+        let [first, second] = [&first, &second].map(|answer| answer.outputs[name].to_f64());
+        let sums: Vec<f64> = first.into_iter().zip(second).map(|(a, b)| f64::from(a as f32 + b as f32)).collect();
+        *tensor = round::tensor(tensor.dtype(), tensor.shape(), &sums);
+    }
+    whole
+}
+
+/// The same with the heads of every group in reverse.
+fn heads_in_reverse(mutant: &Mutant, case: &Case) -> Answer {
+    let (heads, kv_heads) = (case.inputs["q"].shape()[2], case.inputs["k"].shape()[2]);
+    let group = heads / kv_heads;
+    let order: Vec<usize> = (0..heads).map(|head| head / group * group + group - 1 - head % group).collect();
+    let mut answer = mutant.asked(case, |case| {
+        for name in ["q", "out", "lse", "dout"] {
+            let turned = case.inputs[name].select(2, &order);
+            case.inputs.insert(name.into(), turned);
+        }
+    });
+    if let Some(dq) = answer.outputs.get_mut("dq") {
+        *dq = dq.select(2, &order);
+    }
+    answer
+}
+
 pub const MUTATIONS: &[Mutation] = &[
+    Mutation {
+        name: "padding_in_gradients_of_keys",
+        about: "Query rows that are no tokens add to the gradients of keys and values.",
+        op: "attention_backward",
+        caught_by: "invariance:padding",
+        also_red: Others::Are(&["accuracy", "golden", "invariance:batch"]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("mask"))),
+    },
+    Mutation {
+        name: "rows_of_gradients_dealt_to_threads",
+        about: "Two threads sum half of the rows each for the gradients of keys and values.",
+        op: "attention_backward",
+        caught_by: "invariance:threads",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| match case.config.threads {
+            Some(2..) => rows_in_halves(mutant, case),
+            _ => mutant.honest.run(case),
+        },
+    },
+    Mutation {
+        name: "heads_of_gradients_in_reverse",
+        about: "The last query head of a group is added first to the gradients of keys and values.",
+        op: "attention_backward",
+        caught_by: "golden",
+        also_red: Others::Are(&[]),
+        answer: heads_in_reverse,
+    },
     Mutation {
         name: "partial_sums_added",
         about: "Each call sums its own tokens from +0, and the sum of the calls before is added to that.",

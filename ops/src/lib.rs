@@ -86,6 +86,7 @@ pub use token::token_sum::token_sum;
 
 /// The same ops on a device.
 pub mod device {
+    pub use crate::attention::attention_backward::on_device as attention_backward;
     pub use crate::attention::device::{AttentionMetadata, attention, attention_at};
     pub use crate::backend::device::*;
     pub use crate::elementwise::add::on_device as add;

@@ -21,7 +21,7 @@ pub(super) const SPEC: Spec = Spec {
 
 /// Without explicit `kv_len` the keys are ragged: entry b has S - 3b of them (at least one). Without explicit `q_pos`
 /// the queries are the last T positions of the keys, as in a prefill or a decode step.
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let dim = |axis: &str| maker.dim(axis);
     let (b, t, s, hq, hkv, d, e) = (dim("B"), dim("T"), dim("S"), dim("Hq"), dim("Hkv"), dim("D"), dim("E"));
     let mut q = maker.values("q", Fill::Normal, b * t * hq * d, d);
@@ -123,7 +123,7 @@ fn compute(c: &Checked) -> References {
 }
 
 /// The scaled score (NaN for +inf too) and what its error is proportional to.
-fn score(query: &[f64], key: &[f64], scale: f64, cap: f64) -> (f64, f64) {
+pub(super) fn score(query: &[f64], key: &[f64], scale: f64, cap: f64) -> (f64, f64) {
     let (mut dot, mut size) = (0.0, 0.0);
     for (a, b) in query.iter().zip(key) {
         dot += a * b;

@@ -96,7 +96,7 @@ pub(super) fn chains<'a>(c: &Checked, shape: Vec<usize>, rows_of: impl Fn(usize)
 }
 
 /// Value and condition of a chain from `start`.
-fn chain(start: f64, terms: &[Product]) -> (f64, f64) {
+pub(super) fn chain(start: f64, terms: &[Product]) -> (f64, f64) {
     let values = || [start].into_iter().chain(terms.iter().map(|term| term.value));
     let (sum, size) = sum_of(values());
     let of_terms: f64 = terms.iter().map(|term| term.error).sum();

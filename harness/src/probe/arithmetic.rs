@@ -16,13 +16,14 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 31] = [
+pub const HANDS_ON: [&str; 32] = [
     "gemm",
     "gemm_dx",
     "combine",
     "combine_backward",
     "route_backward",
     "attention",
+    "attention_backward",
     "add",
     "scale",
     "embedding",
@@ -119,7 +120,7 @@ impl Probe<'_> {
             found("163840 times 10", self.sum(op, &vec![10.0; 163_840])?.map(|sum| sum.text()), "1638400");
         }
         // A sum begins with +0, and that is what -0 is added to.
-        let sums = is_product(op) || ["combine", "attention"].contains(&op) || TOKEN_SUMS.contains(&op);
+        let sums = is_product(op) || ["combine", "attention", "attention_backward"].contains(&op) || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
         found("NaN", self.hand_on(op, f64::NAN)?.map(|y| y.text()), CANONICAL);
@@ -300,6 +301,7 @@ impl Probe<'_> {
             }
             _ if !self.hold(terms) => Ok(None),
             ("attention", _) => self.mean(terms),
+            ("attention_backward", _) => self.values_gradient(terms),
             ("fold", _) => {
                 // Halves are added first, the later terms behind the earlier ones. -0 changes no sum.
                 let half = terms.len().next_power_of_two() / 2;
@@ -370,6 +372,7 @@ impl Probe<'_> {
             "gemm" | "gemm_dx" | "combine" => self.dot(op, &[v], &[1.0]),
             _ if op == "fold" || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
+            "attention_backward" => self.values_gradient(&[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
             "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
             "softcap_backward" => {
@@ -477,6 +480,23 @@ impl Probe<'_> {
         ];
         let mean = self.one("attention", &[], inputs, "out")?;
         Ok(mean.map(|mean| Number { value: mean.value * keys as f64, ..mean }))
+    }
+
+    /// dv of one key that each query sees with a weight of 1: a sum of their gradients.
+    fn values_gradient(&self, terms: &[f64]) -> Result<Option<Number>, String> {
+        let queries = terms.len();
+        let none = |rows: usize| self.make(&[1, rows, 1, 1], &vec![0.0; rows]);
+        let inputs = vec![
+            ("q", none(queries)),
+            ("k", none(1)),
+            ("v", none(1)),
+            ("out", none(queries)),
+            ("lse", Tensor::fp32(&[1, queries, 1], vec![0.0; queries])),
+            ("dout", self.make(&[1, queries, 1, 1], terms)),
+            ("q_pos", Tensor::i32(&[1, queries], vec![0; queries])),
+            ("kv_len", Tensor::i32(&[1], vec![1])),
+        ];
+        self.one("attention_backward", &[], inputs, "dv")
     }
 
     /// The first number of `output`; `None` where the request is not offered.

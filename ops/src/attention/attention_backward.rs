@@ -13,11 +13,13 @@
 
 use super::attention::{Attention, Qkv, Range, Sequences, check_places, factors};
 use super::backward_tiles::{self, Tiles};
+use crate::backend::device::workspace::choose as choose_on_device;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::SharedOut;
 use crate::tensor::{Heads, Rows};
-use crate::workspace::choose;
+use crate::workspace::{Need, Plan, choose};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len};
 use std::iter::successors;
 
@@ -206,10 +208,105 @@ pub(crate) const OP: Entry = Entry {
         let gradients = ["dq", "dk", "dv"].map(|name| args.output(name));
         run(cpu, &shape, &rows, parameters, tensors, lse, gradients)
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        const NAME: &str = "attention_backward";
+        let shape = Attention::of(args.call, args.call.dim("B"), args.call.dim("S"));
+        let mask = args.optional("mask").map(|mask| mask.dense(NAME, "mask")).transpose()?;
+        let rows = QueryRows { q_pos: args.integers("q_pos")?, kv_len: args.integers("kv_len")?, mask };
+        let [q, k, v, out, dout] = ["q", "k", "v", "out", "dout"].map(|name| args.input(name));
+        let lse = args.input("lse").device::<f32>(NAME, "lse")?;
+        let [dq, dk, dv] = ["dq", "dk", "dv"].map(|name| args.output(name));
+        typed!(q.dtype() => I, typed!(dq.dtype() => O, {
+            let qkv = Qkv { q: q.device::<I>(NAME, "q")?, k: k.device(NAME, "k")?, v: v.device(NAME, "v")? };
+            let (out, dout) = (out.device(NAME, "out")?, dout.device(NAME, "dout")?);
+            let (dq, dk, dv) = (dq.device::<O>(NAME, "dq")?, dk.device(NAME, "dk")?, dv.device(NAME, "dv")?);
+            on_device(on, &shape, &rows, qkv, AttentionOutputs { out, lse, dout }, QkvGradients { dq, dk, dv })
+        }))
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// Its kernels.
+const UNIT: Unit = Unit {
+    has_product: true,
+    ..Unit::of(
+        "attention_backward",
+        include_str!("attention_backward.cu"),
+        &["attention_backward_deltas", "attention_backward_dq", "attention_backward_dkv"],
+    )
+};
+
+/// Threads of a block, and pairs or columns that it takes.
+const PAIRS: usize = 256;
+
+/// The workspace on a device: a delta for each row and head.
+struct Deltas(usize);
+
+impl Plan for Deltas {
+    fn need(&self) -> Need {
+        Need { shared: self.0.max(1), slot: 0, workers: 1, pairs: 0 }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        [("rows", 1), ("keys", PAIRS), ("", 0)]
+    }
+}
+
+/// [`attention_backward`] on a device. Where the sequences stand comes from the host, which checks it.
+///
+/// # Errors
+/// As [`attention_backward`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Attention,
+    rows: &QueryRows,
+    Qkv { q, k, v }: Qkv<Buffer<I>>,
+    AttentionOutputs { out, lse, dout }: AttentionOutputs<Buffer<I>, Buffer<f32>>,
+    QkvGradients { dq, dk, dv }: QkvGradients<Buffer<O>>,
+) -> Result<(), Error> {
+    let op = "attention_backward";
+    let lens = [q.len(), k.len(), v.len(), out.len(), lse.len(), dout.len(), dq.len(), dk.len(), dv.len()];
+    let Parameters { cap, scale: (hi, lo) } = check(shape, rows, lens)?;
+    let Attention { batch, queries, keys, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
+    let (all, mask) = (lse.len(), rows.mask.unwrap_or(&[]));
+    let indices = device.upload(op, &[rows.q_pos, rows.kv_len, mask].concat())?;
+    let (_, deltas) = choose_on_device(device, op, [Deltas(all)])?;
+    let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(op) };
+    // 0 says that there is none.
+    let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
+    let flags = [shape.causal, cap.is_some(), rows.mask.is_some()].map(usize::from);
+    let ints = [queries, keys, q_heads, kv_heads, head_dim, value_dim].into_iter().chain(flags);
+    let ints = ints.map(|value| int(op, "an extent", value)).collect::<Result<Vec<_>, _>>()?;
+    let (cap, factor) = cap.unwrap_or((0.0, 0.0));
+    let mut call = Vec::from(window.to_ne_bytes());
+    call.extend(ints.iter().flat_map(|value| value.to_ne_bytes()));
+    call.extend([cap, factor, hi, lo].iter().flat_map(|value| value.to_ne_bytes()));
+    // A struct with an i64 is whole multiples of one.
+    call.resize(call.len().next_multiple_of(8), 0);
+    let given = || {
+        let arguments = Arguments::new().layout(&call).buffer(q).buffer(k).buffer(v).buffer(lse).buffer(dout);
+        arguments.buffer_from(&deltas, 0).buffer_from(&indices, 0).buffer_from(&indices, batch * queries)
+    };
+    let of_deltas = Arguments::new().buffer(out).buffer(dout).buffer_from(&deltas, 0).long(all).int(value_dim as i32);
+    let columns = |dim: usize| dim.div_ceil(PAIRS).max(1);
+    // SAFETY: everything was checked together; a block takes a row or a key and leaves columns behind the last alone.
+    unsafe {
+        if all > 0 {
+            device.launch(build, "attention_backward_deltas", [all.div_ceil(256), 1, 1], 256, 0, &of_deltas)?;
+        }
+        if !dq.is_empty() {
+            let grid = [all, columns(head_dim), 1];
+            device.launch(build, "attention_backward_dq", grid, PAIRS as u32, 0, &given().buffer(dq))?;
+        }
+        let grid = [batch * keys * kv_heads, columns(head_dim.max(value_dim)), 1];
+        if grid[0] > 0 && head_dim.max(value_dim) > 0 {
+            let arguments = given().buffer_from(&indices, batch * (queries + 1)).buffer(dk).buffer(dv);
+            device.launch(build, "attention_backward_dkv", grid, PAIRS as u32, 0, &arguments)?;
+        }
+    }
+    Ok(())
+}
 
 /// The order in which rows of a sequence are gone through: tokens, ascending, and then the others.
 pub(super) struct Order {

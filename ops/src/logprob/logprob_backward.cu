@@ -2,12 +2,6 @@
 // A row is `parts` blocks, a thread takes eight elements.
 #include "math.cuh"
 
-// e^d, or +0 where its exponent is below -100. That of a NaN is NaN.
-DEVICE float exponential_or_nothing(float d) {
-    Split s = exp_split(d, LOG2E_HI, LOG2E_LO);
-    return s.i < NEGLIGIBLE ? 0.0f : scaled(s.m, s.i);
-}
-
 KERNEL(256, 4) logprob_backward(
     GLOBAL(const In) logits, GLOBAL(const int) target, GLOBAL(const float) lse, GLOBAL(const float) dlogprob,
     GLOBAL(const float) dlse, int has_dlse, GLOBAL(Out) dlogits, long long vocab, long long parts, float scale

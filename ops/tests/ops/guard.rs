@@ -263,6 +263,34 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             }
             Ok(())
         }),
+        // n is the number of keys, and with it the head dimension changes.
+        ("attention_backward", |r, keys| {
+            let (batch, q_heads, kv_heads) = (2, 4, 2);
+            let (head_dim, value_dim) = (1 + keys % 37, 1 + keys % 41);
+            let (causal, softcap) = (keys % 2 == 1, (keys % 5 == 0).then_some(3.0));
+            for queries in [1, keys.min(30)] {
+                let shape = Attention {
+                    value_dim,
+                    causal,
+                    softcap,
+                    ..Attention::causal([batch, queries, keys], [q_heads, kv_heads], head_dim)
+                };
+                let (queries_of, keys_of) = (batch * queries * q_heads, batch * keys * kv_heads);
+                let (q, k) = (r.floats::<I>(queries_of * head_dim), r.floats(keys_of * head_dim));
+                let (v, lse) = (r.floats(keys_of * value_dim), r.floats::<f32>(queries_of));
+                let (out, dout) = (r.floats(queries_of * value_dim), r.floats(queries_of * value_dim));
+                let q_pos = r.ints((0..batch * queries).map(|i| (keys - queries + i % queries) as i32));
+                let kv_len = r.ints([keys as i32, keys as i32 - 1].into_iter());
+                let mask = r.ints((0..batch * queries).map(|i| (i % 3) as i32));
+                let rows = QueryRows { q_pos: &q_pos, kv_len: &kv_len, mask: Some(&*mask) };
+                let (mut dq, mut dk) = (r.room::<O>(queries_of * head_dim), r.room(keys_of * head_dim));
+                let mut dv = r.room(keys_of * value_dim);
+                let given = AttentionOutputs { out: &*out, lse: &*lse, dout: &dout };
+                let gradients = QkvGradients { dq: &mut *dq, dk: &mut dk, dv: &mut dv };
+                attention_backward(&r.cpu, &shape, &rows, Qkv { q: &*q, k: &k, v: &v }, given, gradients)?;
+            }
+            Ok(())
+        }),
         // n is V.
         ("linear_logprob", |r, vocab| {
             for (rows, k) in [(1, 33), (5, 16), (13, 7)] {

@@ -60,6 +60,12 @@ DEVICE float exponential(float x) {
     return scaled(s.m, s.i);
 }
 
+// e^d, or +0 where its exponent is below -100. That of a NaN is NaN.
+DEVICE float exponential_or_nothing(float d) {
+    Split s = exp_split(d, LOG2E_HI, LOG2E_LO);
+    return s.i < NEGLIGIBLE ? 0.0f : scaled(s.m, s.i);
+}
+
 // 1 / (1 + e^-x). Beyond |x| = 176 the exponential is +0 or infinite already, so x may be clamped there; that keeps the
 // rounding to an integer within the reach of one addition. A NaN becomes a number here: whoever multiplies by x as
 // well, as silu_mul does, has it back.
