@@ -672,7 +672,9 @@ fn attention_gradients(dtype: DType, out: DType) -> Vec<Case> {
         let make = make.float("out", &[1, 3, 1, 8], 1.0).float("dout", &[1, 3, 1, 8], 1.0).set("q", 8, f32::NAN);
         let make = make.set("k", 8 * 8, f32::NAN).set("v", 8 * 8, f32::INFINITY).set("dout", 8, f32::NAN);
         let make = make.fp32_of("lse", &[1, 3, 1], &[0.5, f32::NAN, 1.5]).param("causal", "1");
-        cases.push(make.ints("q_pos", &[1, 3], &[4, 5, 8]).ints("kv_len", &[1], &[8]).ints("mask", &[1, 3], &[1, 0, 7]).case());
+        cases.push(
+            make.ints("q_pos", &[1, 3], &[4, 5, 8]).ints("kv_len", &[1], &[8]).ints("mask", &[1, 3], &[1, 0, 7]).case(),
+        );
     }
     cases
 }

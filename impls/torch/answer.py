@@ -461,7 +461,8 @@ def run(tensors, metadata):
         raise Unsupported("param `profile`: only ieee is offered")
     if params.pop("tf32", "disabled") != "disabled":
         raise Unsupported("param `tf32`: only disabled is offered")
-    floats = {t.dtype for t in tensors.values() if t.dtype.is_floating_point}
+    # The log-sum-exp is f32 whatever the others are.
+    floats = {t.dtype for name, t in tensors.items() if t.dtype.is_floating_point and name != "lse"}
     if len(floats) > 1:
         raise Unsupported("inputs of different dtypes are not offered")
     given = floats.pop() if floats else torch.float32

@@ -13,7 +13,7 @@ use super::attention::{BLOCK, Range, add_to};
 use super::attention_backward::{Gradients, Job};
 use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
-use crate::pack::{as_floats_mut, f32_of_rows, f32_row};
+use crate::pack::{as_floats_mut, f32_of_rows};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::workspace::{Need, Plan};
@@ -38,7 +38,8 @@ pub struct Tiles {
     /// Keys at a time, a multiple of [`PANEL`]; a block where tasks are whole.
     keys: usize,
     workers: usize,
-    /// Facts of the call: D and E, T and S, and how many rows have a delta.
+    /// Facts of the call: query heads of a group, D and E, T and S, and how many rows have a delta.
+    group: usize,
     head_dim: usize,
     value_dim: usize,
     all_rows: usize,
@@ -55,6 +56,7 @@ impl Tiles {
             rows: ROWS.min(shape.queries.next_multiple_of(GROUP)).max(1),
             keys: BLOCK.min(shape.keys.next_multiple_of(PANEL)).max(PANEL),
             workers: threads,
+            group: shape.q_heads / shape.kv_heads,
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
             all_rows: shape.queries,
@@ -88,8 +90,9 @@ impl Tiles {
     fn words(&self) -> [usize; 13] {
         let Tiles { rows, keys, head_dim, value_dim, .. } = *self;
         let [d, e] = self.columns();
-        // Totals: of all rows and keys, or of a tile.
+        // Totals: of all rows and keys, or of a tile. A head by itself needs none for keys.
         let (all_rows, all_keys) = if self.whole { (self.all_rows, self.all_keys) } else { (rows, keys) };
+        let all_keys = if self.group == 1 { 0 } else { all_keys };
         let weights = rows * self.stride();
         [
             keys * head_dim,
@@ -307,22 +310,29 @@ impl<I: Element> Task<'_, I> {
         let mut room = Room::of(plan, slot);
         let shape = job.shape;
         let [d, e] = plan.columns();
-        let (rows, keys) = (self.rows.len(), self.keys.len());
-        if self.dkv {
-            room.all_dk[..keys * d].fill(0.0);
-            room.all_dv[..keys * e].fill(0.0);
-        }
-        let held = self.keys.start..self.keys.end.min(job.keys(self.b)).max(self.keys.start);
+        let (rows, end) = (self.rows.len(), self.keys.end.min(job.keys(self.b)));
+        room.all_dk.fill(0.0);
+        room.all_dv.fill(0.0);
         for head in self.heads.clone() {
             if self.dq {
                 room.all_dq[..rows * d].fill(0.0);
                 room.dq.fill(0.0);
             }
-            for from in held.clone().step_by(plan.keys) {
-                let piece = from..held.end.min(from + plan.keys);
-                self.piece(head, piece.clone(), held.end, &mut room);
+            // Keys that hold no data have gradients as well, where those are made.
+            let keys = self.keys.start..if self.dkv { self.keys.end } else { end };
+            for from in keys.clone().step_by(plan.keys) {
+                let to = keys.end.min(from + plan.keys);
                 if self.dkv {
-                    let (at, count) = (from - self.keys.start, piece.len());
+                    room.dk.fill(0.0);
+                    room.dv.fill(0.0);
+                }
+                if from < end {
+                    self.piece(head, from..to.min(end), end, &mut room);
+                }
+                let (at, count) = (from - self.keys.start, to - from);
+                if self.dkv && self.heads.len() == 1 {
+                    self.finish_keys(from..to, room.dk, room.dv, gradients);
+                } else if self.dkv {
                     add_to(job.cpu, &mut room.all_dk[at * d..][..count * d], &room.dk[..count * d]);
                     add_to(job.cpu, &mut room.all_dv[at * e..][..count * e], &room.dv[..count * e]);
                 }
@@ -335,33 +345,34 @@ impl<I: Element> Task<'_, I> {
                 job.cpu.dispatch(Finish { total, factor: job.parameters.scale.0, out });
             }
         }
-        if !self.dkv {
-            return;
+        if self.dkv && self.heads.len() != 1 {
+            self.finish_keys(self.keys.clone(), room.all_dk, room.all_dv, gradients);
         }
-        for (i, j) in self.keys.clone().enumerate() {
+    }
+
+    /// Writes dk and dv of some keys.
+    fn finish_keys<O: Element>(&self, keys: std::ops::Range<usize>, dk: &[f32], dv: &[f32], gradients: &Gradients<O>) {
+        let (shape, [d, e]) = (self.job.shape, self.plan.columns());
+        for (i, j) in keys.enumerate() {
             let at = (self.b * shape.keys + j) * shape.kv_heads + self.kv_head;
             // SAFETY: each (key, key head) is one task's.
-            let [dk, dv] = unsafe {
+            let [dk_out, dv_out] = unsafe {
                 [
                     gradients.dk.part(at * shape.head_dim, shape.head_dim),
                     gradients.dv.part(at * shape.value_dim, shape.value_dim),
                 ]
             };
-            let factor = job.parameters.scale.0;
-            job.cpu.dispatch(Finish { total: &room.all_dk[i * d..][..d], factor, out: dk });
+            let factor = self.job.parameters.scale.0;
+            self.job.cpu.dispatch(Finish { total: &dk[i * d..][..d], factor, out: dk_out });
             // A product with 1 is exact.
-            job.cpu.dispatch(Finish { total: &room.all_dv[i * e..][..e], factor: 1.0, out: dv });
+            self.job.cpu.dispatch(Finish { total: &dv[i * e..][..e], factor: 1.0, out: dv_out });
         }
     }
 
-    /// What the rows of a head make of some keys: chains of dk and dv, from +0, and terms of dq. The last key is before `end`.
+    /// What the rows of a head make of some keys: chains of dk and dv, and terms of dq. The last key of all is before `end`.
     fn piece(&self, head: usize, piece: std::ops::Range<usize>, end: usize, room: &mut Room) {
         let Task { job, plan, .. } = *self;
         let [d, e] = plan.columns();
-        if self.dkv {
-            room.dk.fill(0.0);
-            room.dv.fill(0.0);
-        }
         // Laid out when a tile sees one of them.
         let mut keys_are_finite = None;
         for first in self.rows.clone().step_by(plan.rows) {
@@ -374,17 +385,18 @@ impl<I: Element> Task<'_, I> {
                 let rows_are_finite = self.lay_rows_out(head, first, &seen, room);
                 self.products(&seen, room);
                 let finite = (keys_are_finite || !self.dq) && (rows_are_finite || !self.dkv);
-                let skipped = if finite { Skipped::default() } else { self.skipped(&seen, room) };
+                let skipped = (!finite).then(|| self.skipped(&seen, room));
                 let (p, g, stride) = (&mut *room.p, &mut *room.g, plan.stride());
                 let (cap, scale) = (job.parameters.cap, job.parameters.scale);
                 weigh(job.cpu, Weigh { p, g, stride, rows: &seen.rows[..seen.count], columns: sees, cap, scale });
-                if finite {
-                    self.add_tiles(&seen, room);
-                } else {
+                if let Some(skipped) = &skipped {
                     let (dq, dkv) = (self.dq, self.dkv);
-                    let kernel = OneByOne { seen: &seen, skipped: &skipped, room, stride, columns: [d, e], dq, dkv };
-                    one_by_one(job.cpu, kernel);
+                    one_by_one(job.cpu, OneByOne { seen: &seen, skipped, room, stride, columns: [d, e], dq, dkv });
+                } else {
+                    self.add_tiles(&seen, room);
                 }
+            } else if plan.whole {
+                continue;
             }
             // A chain of dq ends with its block.
             if self.dq && (piece.end.is_multiple_of(BLOCK) || piece.end == end) {
@@ -431,22 +443,19 @@ impl<I: Element> Task<'_, I> {
         if !self.dq {
             return true;
         }
-        for (j, out) in room.keys.chunks_mut(d.max(1)).take(piece.len()).enumerate() {
-            lay_row_out(job.cpu, job.k.get(row(j), kv_head), tf32, out);
-        }
-        all_finite(job.cpu, &room.keys[..piece.len() * d])
+        lay_out(job.cpu, [piece.len(); 2], |j: usize| job.k.get(row(j), kv_head), tf32, d, room.keys)
     }
 
     /// Lays the queries and gradients of a tile out; whether those of tokens are finite.
     fn lay_rows_out(&self, head: usize, first: usize, seen: &Seen, room: &mut Room) -> bool {
         let Task { job, plan, b, .. } = *self;
         let [d, e] = plan.columns();
-        for r in 0..seen.count {
-            let row = b * job.shape.queries + job.order.row(b, first + r);
-            lay_row_out(job.cpu, job.q.get(row, head), job.tf32(), &mut room.queries[r * d..][..d]);
-            lay_row_out(job.cpu, job.dout.get(row, head), job.tf32(), &mut room.douts[r * e..][..e]);
-        }
-        all_finite(job.cpu, &room.queries[..seen.tokens * d]) && all_finite(job.cpu, &room.douts[..seen.tokens * e])
+        let row = |r: usize| b * job.shape.queries + job.order.row(b, first + r);
+        let Seen { count, tokens, .. } = *seen;
+        let (query, gradient) = (|r: usize| job.q.get(row(r), head), |r: usize| job.dout.get(row(r), head));
+        // Both, whatever the first says.
+        lay_out(job.cpu, [count, tokens], query, job.tf32(), d, room.queries)
+            & lay_out(job.cpu, [count, tokens], gradient, job.tf32(), e, room.douts)
     }
 
     /// Scores, and the chains of `dout * v`, of all pairs that may be visible.
@@ -478,7 +487,7 @@ impl<I: Element> Task<'_, I> {
 
     /// Visible pairs whose score is -inf; with softcap there are none.
     fn skipped(&self, seen: &Seen, room: &Room) -> Skipped {
-        let mut skipped = Skipped::default();
+        let mut skipped = Skipped([[0; BLOCK / 64]; ROWS]);
         for (r, row) in seen.rows[..seen.count].iter().enumerate().filter(|_| self.job.parameters.cap.is_none()) {
             let scores = &room.p[r * self.plan.stride()..];
             for j in (row.sees.from..row.sees.to).filter(|&j| scores[j] == f32::NEG_INFINITY) {
@@ -520,32 +529,53 @@ impl<I: Element> Task<'_, I> {
 /// A bit for each row of a tile and key of a piece.
 struct Skipped([[u64; BLOCK / 64]; ROWS]);
 
-impl Default for Skipped {
-    fn default() -> Skipped {
-        Skipped([[0; BLOCK / 64]; ROWS])
-    }
+/// Lays rows out as f32, each filled up with +0 to `columns`; whether the first `counts[1]` of `counts[0]` have no NaN and
+/// no infinity.
+fn lay_out<'a, I: Element>(
+    cpu: &Cpu,
+    counts: [usize; 2],
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    columns: usize,
+    out: &mut [f32],
+) -> bool {
+    cpu.dispatch(LayOut { counts, row, tf32, columns, out })
 }
 
-/// Lays a row out as f32, filled up with +0. Not generic beyond its element, so that it is compiled once.
-fn lay_row_out<I: Element>(cpu: &Cpu, row: &[I], tf32: Tf32, out: &mut [f32]) {
-    f32_row(cpu, row, tf32, out);
-    out[row.len()..].fill(0.0);
+struct LayOut<'o, F> {
+    counts: [usize; 2],
+    row: F,
+    tf32: Tf32,
+    columns: usize,
+    out: &'o mut [f32],
 }
 
-/// Whether there is no NaN and no infinity.
-fn all_finite(cpu: &Cpu, x: &[f32]) -> bool {
-    cpu.dispatch(AllFinite { x })
-}
-
-struct AllFinite<'a> {
-    x: &'a [f32],
-}
-
-impl Kernel for AllFinite<'_> {
+impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for LayOut<'_, F> {
     type Output = bool;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> bool {
-        (0..self.x.len()).step_by(S::LANES).all(|at| !s.any_nan_or_inf(s.abs(load_at(s, self.x, at, 0.0))))
+        let LayOut { counts: [count, checked], row, tf32, columns, out } = self;
+        let mut finite = true;
+        for r in 0..count {
+            let (row, out) = (row(r), &mut out[r * columns..][..columns]);
+            assert!(row.len() <= columns);
+            let whole = row.len() - row.len() % S::LANES;
+            for at in (0..whole).step_by(S::LANES) {
+                // SAFETY: at + LANES <= whole, which is at most the length of both.
+                unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
+            }
+            for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
+                *out = v.widen();
+            }
+            out[row.len()..].fill(0.0);
+            if tf32 == Tf32::Enabled {
+                out.iter_mut().for_each(|v| *v = tf32.operand(*v));
+            }
+            for at in (0..columns).step_by(S::LANES).take_while(|_| r < checked) {
+                finite &= !s.any_nan_or_inf(s.abs(load_at(s, out, at, 0.0)));
+            }
+        }
+        finite
     }
 }
 
@@ -581,14 +611,18 @@ impl Kernel for Weigh<'_> {
                 continue;
             }
             // Whole vectors: what they make of other keys is overwritten.
+            assert!(to <= stride - BESIDE && p.len() == stride && g.len() == stride);
             let mut at = from - from % S::LANES;
             while at < to {
-                if to - at > S::LANES && at + 4 * S::LANES <= stride {
-                    row.weigh(four, p, g, at, cap, scale);
-                    at += 4 * S::LANES;
-                } else {
-                    row.weigh(s, p, g, at, cap, scale);
-                    at += S::LANES;
+                // SAFETY: `at` is a multiple of LANES below `to`, and BESIDE at least LANES.
+                unsafe {
+                    if to - at > S::LANES && at + 4 * S::LANES <= stride {
+                        row.weigh(four, p.as_mut_ptr().add(at), g.as_mut_ptr().add(at), cap, scale);
+                        at += 4 * S::LANES;
+                    } else {
+                        row.weigh(s, p.as_mut_ptr().add(at), g.as_mut_ptr().add(at), cap, scale);
+                        at += S::LANES;
+                    }
                 }
             }
             for side in [p, g] {
@@ -601,17 +635,13 @@ impl Kernel for Weigh<'_> {
 
 impl Row {
     /// p and g of a vector of keys.
+    ///
+    /// # Safety
+    /// A vector starts at both places.
     #[inline(always)]
-    fn weigh<S: Simd>(
-        &self,
-        s: S,
-        p: &mut [f32],
-        g: &mut [f32],
-        at: usize,
-        cap: Option<(f32, f32)>,
-        (hi, lo): (f32, f32),
-    ) {
-        let (score, dp) = (load_at(s, p, at, 0.0), load_at(s, g, at, 0.0));
+    unsafe fn weigh<S: Simd>(&self, s: S, p: *mut f32, g: *mut f32, cap: Option<(f32, f32)>, (hi, lo): (f32, f32)) {
+        // SAFETY: the caller's promise.
+        let (score, dp) = unsafe { (s.load(p), s.load(g)) };
         let difference = s.sub(dp, s.splat(self.delta));
         let (weight, change) = match cap {
             Some((cap, factor)) => {
@@ -628,8 +658,11 @@ impl Row {
                 (visible(weight), visible(s.mul(weight, difference)))
             }
         };
-        narrow_at(s, weight, p, at);
-        narrow_at(s, change, g, at);
+        // SAFETY: the caller's promise.
+        unsafe {
+            s.store(weight, p);
+            s.store(change, g);
+        }
     }
 }
 
@@ -695,7 +728,9 @@ impl<O: Element> Kernel for Finish<'_, O> {
     fn run<S: Simd>(self, s: S) {
         let total = &self.total[..self.out.len()];
         for at in (0..total.len()).step_by(S::LANES) {
-            narrow_at(s, s.mul(load_at(s, total, at, 0.0), s.splat(self.factor)), self.out, at);
+            // A chain that nothing was added to may be -0.
+            let total = s.add(s.splat(0.0), load_at(s, total, at, 0.0));
+            narrow_at(s, s.mul(total, s.splat(self.factor)), self.out, at);
         }
     }
 }
