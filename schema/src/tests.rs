@@ -47,6 +47,11 @@ fn forms_are_whole() {
         for output in op.outputs {
             let bound = output.axes.iter().filter(|axis| axes.contains(axis) || axis.parse::<usize>().is_ok()).count();
             assert!(bound == output.axes.len() || op.needs_more(), "{name} `{}`: an axis is not bound", output.name);
+            // Its rows are those of the inputs that have all row axes, as far as it has them.
+            let rows = op.inputs.iter().find(|input| input.rows == op.row_axes).expect("there is one");
+            let owned = op.owned().is_some_and(|(_, axis)| output.axes[0] == axis);
+            let same = output.rows <= op.row_axes && output.axes[..output.rows] == rows.axes[..output.rows];
+            assert!(same || owned || output.axes == [REST], "{name} `{}`: its rows", output.name);
         }
         let carried = op.carried().and_then(Output::fixed_dtype);
         assert!(op.input("carry").is_none() || carried == Some(DType::Fp32), "{name}: nothing goes on from `carry`");
