@@ -801,11 +801,11 @@ const MUTANTS: [Mutant; 34] = [
         says: "reads what nobody has written",
     },
     Mutant {
-        name: "gradient_of_a_query_in_one_chain",
+        name: "gradient_window_one_too_wide",
         change: Change {
             file: "attention_backward.cu",
-            from: "            float sum = 0.0f;\n            for (int i = 0; i < count; i++) {\n                if (!visible[i]) continue;\n                long long at = ((batch",
-            to: "            float sum = total;\n            total = 0.0f;\n            for (int i = 0; i < count; i++) {\n                if (!visible[i]) continue;\n                long long at = ((batch",
+            from: "key > position - call.window",
+            to: "key >= position - call.window",
         },
         shapes: "attention_backward",
         says: "elements differ",

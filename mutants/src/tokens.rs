@@ -18,7 +18,8 @@ fn added_to_carry(mutant: &Mutant, case: &Case, name: &str) -> Answer {
     answer
 }
 
-/// The gradients of attention, with those of keys and values as the sum of two: of the first half of the rows and the second.
+/// The gradients of attention, with those of keys and values as the sum of two: of the first half of the rows and the
+/// second.
 fn rows_in_halves(mutant: &Mutant, case: &Case) -> Answer {
     let mut whole = mutant.honest.run(case);
     let shape = case.inputs["q_pos"].shape();

@@ -67,8 +67,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs
 }
 
-/// What attention returns as lse, as a multiple of 2^-16, which no two mathematics libraries tell apart. That of sharp scores
-/// is 0: every p is the exponential of its score.
+/// What attention returns as lse, as a multiple of 2^-16, which no two mathematics libraries tell apart. That of sharp
+/// scores is 0: every p is the exponential of its score.
 fn levels(maker: &Maker, inputs: &BTreeMap<String, Tensor>, [b, t, s, hq, hkv, d]: [usize; 6]) -> Vec<f64> {
     let number = |name: &str| maker.params.get(name).map(|text| text.parse::<f64>().expect("the loader checks"));
     let parameters = Parameters {

@@ -1,7 +1,8 @@
 // Gradient of attention: attention_backward.rs. q, k, v, out, lse, dout -> dq, dk, dv.
 //
-// A block makes p and g of 256 pairs, a thread each, and then adds them up, a thread for each column: the keys of a block
-// of 256 for a row of dq, some rows of a query head for a key of dk and dv. What is not visible is left out of the sums.
+// A block makes p and g of 256 pairs, a thread each, and then adds them up, a thread for each column: the keys of a
+// block of 256 for a row of dq, some rows of a query head for a key of dk and dv. What is not visible is left out of
+// the sums.
 #include "math.cuh"
 
 #define PAIRS 256
@@ -18,7 +19,9 @@ struct Call {
 // A chain of products of two rows.
 DEVICE float chain(GLOBAL(const In) a, GLOBAL(const In) b, int count) {
     float sum = 0.0f;
-    for (int i = 0; i < count; i++) sum = __fmaf_rn(operand(static_cast<In>(a[i])), operand(static_cast<In>(b[i])), sum);
+    for (int i = 0; i < count; i++) {
+        sum = __fmaf_rn(operand(static_cast<In>(a[i])), operand(static_cast<In>(b[i])), sum);
+    }
     return sum;
 }
 

@@ -1,13 +1,13 @@
-//! Gradient of attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], out[B,T,Hq,E], lse[B,T,Hq], dout[B,T,Hq,E], q_pos[B,T],
-//! kv_len[B], mask[B,T]? -> dq[B,T,Hq,D], dk[B,S,Hkv,D], dv[B,S,Hkv,E]`.
+//! Gradient of attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], out[B,T,Hq,E], lse[B,T,Hq], dout[B,T,Hq,E],
+//! q_pos[B,T], kv_len[B], mask[B,T]? -> dq[B,T,Hq,D], dk[B,S,Hkv,D], dv[B,S,Hkv,E]`.
 //!
-//! Formula: `p = e^(scale * q k - lse)` of the keys a query sees, `g = p * (dout v - dout out)`; `dq = scale * sum of g k`
-//! over keys, `dk = scale * sum of g q` and `dv = sum of p dout` over queries and the query heads of a group.
-//! Order: the score is a chain over d, `dout v` and `dout out` are chains over e. dq: keys in blocks of absolute multiples of
-//! 256, chains within a block, blocks added ascending from +0. dk and dv: for each query head a chain over the rows that
-//! are tokens, ascending; heads added ascending from +0. Pairs that are not visible take no step.
-//! Rounding: `d = fma(s, lo, fma(s, hi, -lse))` with `hi + lo = scale`; p is `e^d` or +0 where its exponent is below -100;
-//! `g = p * (dp - delta)`; sums of dq and dk times `f32(scale)`; last rounding.
+//! Formula: `p = e^(scale * q k - lse)` of the keys a query sees, `g = p * (dout v - dout out)`; dq is scale times the
+//! sum of `g k` over keys, dk scale times that of `g q` and dv that of `p dout`, over queries and the heads of a group.
+//! Order: the score is a chain over d, `dout v` and `dout out` are chains over e. dq: keys in blocks of absolute
+//! multiples of 256, chains within a block, blocks added ascending from +0. dk and dv: for each query head a chain over
+//! the rows that are tokens, ascending; heads added ascending from +0. Pairs that are not visible take no step.
+//! Rounding: `d = fma(s, lo, fma(s, hi, -lse))` with `hi + lo = scale`; p is `e^d` or +0 where its exponent is below
+//! -100; `g = p * (dp - delta)`; sums of dq and dk times `f32(scale)`; last rounding.
 //! Softcap: `t = tanh(s * f32(scale/cap))`, `d = cap * t - lse`, and g times `fma(-t, t, 1)`.
 //! Special: a visible score of -inf counts as invisible; no terms give +0.
 
@@ -23,8 +23,8 @@ use crate::workspace::{Need, Plan, choose};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len};
 use std::iter::successors;
 
-/// What [`attention`](crate::attention()) returned, and the gradient of `out`, row-major: `AttentionOutputs<[I], [f32]>` are
-/// slices, buffers stand on a device.
+/// What [`attention`](crate::attention()) returned, and the gradient of `out`, row-major: `AttentionOutputs<[I],
+/// [f32]>` are slices, buffers stand on a device.
 #[derive(Debug)]
 pub struct AttentionOutputs<'a, X: ?Sized, L: ?Sized> {
     /// `out[B,T,Hq,E]`, of the dtype of q.
@@ -66,9 +66,9 @@ pub struct QkvGradients<'a, Y: ?Sized> {
     pub dv: &'a mut Y,
 }
 
-/// The gradients of q, k and v from that of [`attention`](crate::attention())'s `out`. dk and dv are sums over the rows that
-/// are tokens, of all query heads of a group; dq is there for every row. The workspace grows with `B * Hq * T`, and where
-/// the budget allows with `T * D + S * (D + E)` for each thread, never with `T * S`.
+/// The gradients of q, k and v from that of [`attention`](crate::attention())'s `out`. dk and dv are sums over the rows
+/// that are tokens, of all query heads of a group; dq is there for every row. The workspace grows with `B * Hq * T`,
+/// and where the budget allows with `T * D + S * (D + E)` for each thread, never with `T * S`.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] as [`attention`](crate::attention());
@@ -188,7 +188,8 @@ fn run(
     let [dq, dk, dv] = gradients;
     typed!(tensors[0].dtype() => I, typed!(dq.dtype() => O, {
         let [q, k, v, out, dout] = tensors.map(|tensor| tensor.heads::<I>());
-        let job = Job { cpu, shape, rows, parameters, q, k, v, out, dout, lse: lse.rows::<f32>(), order: Order::of(shape, rows) };
+        let (lse, order) = (lse.rows::<f32>(), Order::of(shape, rows));
+        let job = Job { cpu, shape, rows, parameters, q, k, v, out, dout, lse, order };
         let (dq, dk, dv) = (dq.host::<O>(NAME, "dq")?, dk.host::<O>(NAME, "dk")?, dv.host::<O>(NAME, "dv")?);
         job.run(&Gradients { dq: SharedOut::new(dq), dk: SharedOut::new(dk), dv: SharedOut::new(dv) })
     }))

@@ -1,13 +1,13 @@
-//! The gradient of attention in tiles of query rows and blocks of keys: a tile has p and g of its pairs in the second cache,
-//! and three products go over them, `dv += p^T dout`, `dk += g^T q` and `dq += g k`.
+//! The gradient of attention in tiles of query rows and blocks of keys: a tile has p and g of its pairs in the second
+//! cache, and three products go over them, `dv += p^T dout`, `dk += g^T q` and `dq += g k`.
 //!
-//! A chain of dk or dv goes on from tile to tile, rows ascending; one of dq ends with its block of 256 keys. Where a call has
-//! enough (sequence, key head) pairs for the threads, each is one task, which makes all three from one p and g. Where it has
-//! not, or the budget is small, some keys are a task that makes dk and dv, and a tile of rows one that makes dq: p and g are
-//! made twice, and nothing is kept beside a tile.
+//! A chain of dk or dv goes on from tile to tile, rows ascending; one of dq ends with its block of 256 keys. Where a
+//! call has enough (sequence, key head) pairs for the threads, each is one task, which makes all three from one p and
+//! g. Where it has not, or the budget is small, some keys are a task that makes dk and dv, and a tile of rows one that
+//! makes dq: p and g are made twice, and nothing is kept beside a tile.
 //!
-//! Pairs that are not visible have +0 for p and g. As a sum begins with +0 and its last step adds to +0, such a step changes
-//! nothing, unless it multiplies an infinity or NaN: then they are left out one by one.
+//! Pairs that are not visible have +0 for p and g. As a sum begins with +0 and its last step adds to +0, such a step
+//! changes nothing, unless it multiplies an infinity or NaN: then they are left out one by one.
 
 use super::attention::{BLOCK, Range, add_to};
 use super::attention_backward::{Gradients, Job};
@@ -369,7 +369,8 @@ impl<I: Element> Task<'_, I> {
         }
     }
 
-    /// What the rows of a head make of some keys: chains of dk and dv, and terms of dq. The last key of all is before `end`.
+    /// What the rows of a head make of some keys: chains of dk and dv, and terms of dq. The last key of all is before
+    /// `end`.
     fn piece(&self, head: usize, piece: std::ops::Range<usize>, end: usize, room: &mut Room) {
         let Task { job, plan, .. } = *self;
         let [d, e] = plan.columns();
@@ -529,8 +530,8 @@ impl<I: Element> Task<'_, I> {
 /// A bit for each row of a tile and key of a piece.
 struct Skipped([[u64; BLOCK / 64]; ROWS]);
 
-/// Lays rows out as f32, each filled up with +0 to `columns`; whether the first `counts[1]` of `counts[0]` have no NaN and
-/// no infinity.
+/// Lays rows out as f32, each filled up with +0 to `columns`; whether the first `counts[1]` of `counts[0]` have no NaN
+/// and no infinity.
 fn lay_out<'a, I: Element>(
     cpu: &Cpu,
     counts: [usize; 2],

@@ -1,5 +1,5 @@
-//! The gradient of attention against the plainest loops of docs/NUMERICS.md: the same bits on every instruction set, thread
-//! count and budget, with NaN in all that nobody sees.
+//! The gradient of attention against the plainest loops of docs/NUMERICS.md: the same bits on every instruction set,
+//! thread count and budget, with NaN in all that nobody sees.
 
 use crate::cpus;
 use crate::page::{SPECIAL, Stored, all_rounded, bits, budgets, cases, exp, exp_or_nothing, strew, values, widened};
@@ -101,8 +101,8 @@ fn page<I: Stored>(shape: &Attention, given: &Given<I>) -> [Vec<f32>; 3] {
     [dq, dk, dv]
 }
 
-/// Inputs of a call: queries are the last of their keys or anywhere, lse is that of the scores, some rows are padding, and
-/// what nobody sees is NaN.
+/// Inputs of a call: queries are the last of their keys or anywhere, lse is that of the scores, some rows are padding,
+/// and what nobody sees is NaN.
 fn given<I: Stored>(shape: &Attention, spread: u32, seed: u64, special: &[f32]) -> Given<I> {
     let Attention { batch, queries, keys, q_heads, kv_heads, head_dim: d, value_dim: e, .. } = *shape;
     let rows = batch * queries;

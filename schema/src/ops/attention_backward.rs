@@ -2,8 +2,8 @@
 use super::attention::{ATTRIBUTES, check, pairs};
 use super::*;
 
-/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], out[B,T,Hq,E], lse[B,T,Hq], dout[B,T,Hq,E], q_pos[B,T], kv_len[B], mask[B,T]?
-/// -> dq[B,T,Hq,D], dk[B,S,Hkv,D], dv[B,S,Hkv,E]`
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], out[B,T,Hq,E], lse[B,T,Hq], dout[B,T,Hq,E], q_pos[B,T], kv_len[B],
+/// mask[B,T]? -> dq[B,T,Hq,D], dk[B,S,Hkv,D], dv[B,S,Hkv,E]`
 pub static OP: Op = Op {
     name: "attention_backward",
     about: "the gradients of q, k and v from that of attention's out; out and lse are what attention returned",
