@@ -2,6 +2,7 @@
 
 mod call;
 mod experts;
+mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
