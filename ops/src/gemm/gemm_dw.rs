@@ -26,8 +26,8 @@ use std::iter::successors;
 use std::ops::Range;
 
 const NAME: &str = "gemm_dw";
-/// Tokens of a block, at most: a panel of so many is 32 KiB.
-const TOKENS: usize = 256;
+/// Tokens of a block, at most: what is read and written of dw for them is then a small part of what is computed.
+const TOKENS: usize = 512;
 /// Tiles of dy that pass over a panel, at most.
 const TILES: usize = 8;
 

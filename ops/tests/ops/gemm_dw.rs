@@ -122,7 +122,8 @@ fn refusals_write_nothing() {
     let Err(Error::Budget { smallest, .. }) = gemm_dw(&small, &shape, None, &x, &x, &mut dw) else { panic!("it fits") };
     assert!(smallest <= 2048, "{smallest}");
     let inputs = ["x", "dy"].map(|name| (name, TensorRef::new(&x, &[3, 2]).unwrap()));
-    let by_name = small.call("gemm_dw", Attributes::new(), &inputs, vec![("dw", TensorMut::new(&mut dw, &[2, 2]).unwrap())]);
+    let by_name =
+        small.call("gemm_dw", Attributes::new(), &inputs, vec![("dw", TensorMut::new(&mut dw, &[2, 2]).unwrap())]);
     assert!(matches!(by_name, Err(Error::Budget { .. })));
     gemm_dw(&cpu, &shape, Some(&[0; 3]), &[f32::NAN; 6], &[f32::NAN; 6], &mut dw).unwrap();
     assert_eq!(bits(&dw), bits(&[-0f32; 4]));
