@@ -780,7 +780,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 32] = [
+const MUTANTS: [Mutant; 34] = [
     Mutant {
         name: "missing_block_barrier",
         change: Change {
