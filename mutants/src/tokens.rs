@@ -82,7 +82,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Tokens are taken in pairs, and the last one of an odd number has no other.",
         op: "gemm_dw",
         caught_by: "invariance:micro_batch",
-        also_red: Others::Are(&["accuracy", "golden", "invariance:accumulation"]),
+        also_red: Others::Are(&["accuracy", "golden", "arithmetic", "invariance:accumulation"]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
                 let tokens = case.inputs["x"].shape()[0];
