@@ -16,6 +16,10 @@ DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const i
     int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     long long n0 = static_cast<long long>(blockIdx.y) * SIDE, k0 = static_cast<long long>(blockIdx.x) * SIDE;
     bool dy_aligned = aligned16(dy) && n % Pack<In>::COUNT == 0, x_aligned = aligned16(x) && k % Pack<In>::COUNT == 0;
+    GLOBAL(const In) dy_square = dy + n0;
+    GLOBAL(const In) x_square = x + k0;
+    int rows = static_cast<int>(min(n - n0, static_cast<long long>(SIDE)));
+    int columns = static_cast<int>(min(k - k0, static_cast<long long>(SIDE)));
 
     float sums[T * T];
 #pragma unroll
@@ -38,12 +42,10 @@ DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const i
             long long t = at + task / GROUPS % STEP;
             bool of_dy = task < STEP * GROUPS, token = t < tokens;
             if (token && has_mask) token = mask[t] != 0;
-            long long column = (of_dy ? n0 : k0) + group * 8, width = of_dy ? n : k;
-            long long count = token ? width - column : 0;
             if (of_dy) {
-                next[l] = load_up_to8<In>(dy + t * n + column, count, dy_aligned, -0.0f);
+                next[l] = load_up_to8<In>(dy_square + t * n + group * 8, token ? rows - group * 8 : 0, dy_aligned, -0.0f);
             } else {
-                next[l] = load_up_to8<In>(x + t * k + column, count, x_aligned, 0.0f);
+                next[l] = load_up_to8<In>(x_square + t * k + group * 8, token ? columns - group * 8 : 0, x_aligned, 0.0f);
             }
         }
     };
