@@ -310,9 +310,37 @@ const SHAPES: &[(&str, Make)] = &[
         }
         cases
     }),
+    ("gemm_dw", |dtype, _| gemm_dws(dtype)),
     ("attention", attentions),
     ("attention_backward", attention_gradients),
 ];
+
+/// Tokens, rows and columns: in vectors and one by one, around steps of 16 tokens, and the large tiles; masks, and carries of
+/// -0 that no token changes.
+fn gemm_dws(dtype: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (number, (tokens, n, k)) in
+        [(1, 1, 1), (33, 5, 17), (17, 65, 72), (40, 64, 8), (18, 129, 8200), (20, 13, 9)].into_iter().enumerate()
+    {
+        let make = Maker::new("gemm_dw", dtype, DType::Fp32).float("x", &[tokens, k], 1.0);
+        let make = make.float("dy", &[tokens, n], 1.0).special("dy", n);
+        if number % 2 == 0 {
+            cases.push(make.case());
+            continue;
+        }
+        let carry: Vec<f32> = (0..n * k).map(|i| i as f32 * 0.37 - 5.0).collect();
+        cases.push(make.ints("mask", &[tokens], &counted(tokens)).fp32_of("carry", &[n, k], &carry).case());
+        let make =
+            Maker::new("gemm_dw", dtype, DType::Fp32).float("x", &[tokens, k], 1.0).float("dy", &[tokens, n], 1.0);
+        let make = make.ints("mask", &[tokens], &vec![0; tokens]).fp32_of("carry", &[n, k], &vec![-0.0; n * k]);
+        cases.push(make.case());
+    }
+    if dtype == DType::Fp32 {
+        let make = Maker::new("gemm_dw", dtype, DType::Fp32).float("x", &[19, 9], 1.0).float("dy", &[19, 6], 1.0);
+        cases.push(make.param("tf32", "enabled").case());
+    }
+    cases
+}
 
 /// A mask that counts two of three rows, and some twice over.
 fn counted(rows: usize) -> Vec<i32> {
@@ -933,6 +961,18 @@ const MUTANTS: [Mutant; 34] = [
         name: "outputs_exchanged",
         change: Change { file: "tile.cuh", from: "output + 4 * i,", to: "output + 4 * (1 - i)," },
         shapes: "gemm_dx",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "padding_multiplied_by_plus_zero",
+        change: Change { file: "gemm_dw.cu", from: "dy_aligned, -0.0f", to: "dy_aligned, 0.0f" },
+        shapes: "gemm_dw",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "padding_read_as_a_token",
+        change: Change { file: "gemm_dw.cu", from: "mask[t] != 0;", to: "mask[t] != 7;" },
+        shapes: "gemm_dw",
         says: "elements differ",
     },
     Mutant {

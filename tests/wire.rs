@@ -366,7 +366,7 @@ fn reasons_name_the_field_and_the_fix() {
     use Status::{Error, Unsupported};
     for (header, data, status, parts) in [
         (alone(r#""out":"fp32""#), 4, Error, &["`op`", "missing"][..]),
-        (alone(r#""op":"conv""#), 4, Unsupported, &["`conv`", "gemm, gemm_dx, rms_norm"]),
+        (alone(r#""op":"conv""#), 4, Unsupported, &["`conv`", "gemm, gemm_dx, gemm_dw, rms_norm"]),
         (alone(r#""op":"add""#), 4, Error, &["input `b`", "missing"]),
         (alone(r#""op":"softmax""#), 4, Error, &["input `a`", "takes x"]),
         (add("", two), 12, Error, &["input `b`", "[1, 2]", "[1, 1]"]),

@@ -31,6 +31,7 @@ mod fold;
 mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
+mod gemm_dw;
 mod gemm_dx;
 mod layer_norm;
 mod layer_norm_backward;
@@ -234,6 +235,7 @@ pub fn all() -> &'static [Spec] {
     static ALL: &[Spec] = &[
         gemm::SPEC,
         gemm_dx::SPEC,
+        gemm_dw::SPEC,
         rms_norm::SPEC,
         rms_norm_backward::SPEC,
         rms_norm_dw::SPEC,

@@ -211,6 +211,15 @@ def gemm_dx(r):
     return ["dx"], lambda: [dy @ w], ""
 
 
+def gemm_dw(r):
+    x = r.input("x", 2)
+    dy = r.input("dy", 2, [x.shape[0], None])
+    for name in ("mask", "carry"):
+        if name in r.tensors:
+            raise Unsupported(f"input `{name}`: only products without it are offered")
+    return ["dw"], lambda: [dy.T @ x], "", lambda outputs: [outputs[0].float()]
+
+
 def rms_norm(r):
     x = r.input("x", 2)
     w = r.input("w", 1, [x.shape[1]])
@@ -422,8 +431,8 @@ def argmax(r):
 OPS = {
     f.__name__: f
     for f in (
-        gemm, gemm_dx, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob, softmax, silu_mul,
-        rope, add, embedding, argmax,
+        gemm, gemm_dx, gemm_dw, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob, softmax,
+        silu_mul, rope, add, embedding, argmax,
     )
 }
 

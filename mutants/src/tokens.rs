@@ -142,6 +142,25 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "last_odd_token_dropped",
+        about: "Tokens are taken in pairs, and the last one of an odd number has no other.",
+        op: "gemm_dw",
+        caught_by: "invariance:micro_batch",
+        also_red: Others::Are(&["accuracy", "golden", "arithmetic", "invariance:accumulation"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let tokens = case.inputs["x"].shape()[0];
+                let mask = case.inputs.get("mask").and_then(Tensor::as_i32).map_or(vec![1; tokens], <[i32]>::to_vec);
+                let counted: Vec<usize> = (0..tokens).filter(|&t| mask[t] != 0).collect();
+                if counted.len() % 2 == 1 {
+                    let last = counted[counted.len() - 1];
+                    let kept = (0..tokens).map(|t| if t == last { 0 } else { mask[t] }).collect();
+                    case.inputs.insert("mask".into(), Tensor::i32(&[tokens], kept));
+                }
+            })
+        },
+    },
+    Mutation {
         name: "rows_in_order_of_arrival",
         about: "Several threads add their rows as they come: the last ones first.",
         op: "token_sum",

@@ -48,6 +48,7 @@ pub use elementwise::silu_mul_backward::silu_mul_backward;
 pub use elementwise::softcap::softcap;
 pub use elementwise::softcap_backward::softcap_backward;
 pub use gemm::gemm::{Gemm, PackedWeight, gemm, gemm_packed};
+pub use gemm::gemm_dw::{GemmDw, gemm_dw};
 pub use gemm::gemm_dx::{GemmDx, gemm_dx, gemm_dx_packed};
 pub use half::{bf16, f16};
 pub use index::argmax::argmax;
@@ -98,6 +99,7 @@ pub mod device {
     pub use crate::elementwise::softcap::on_device as softcap;
     pub use crate::elementwise::softcap_backward::on_device as softcap_backward;
     pub use crate::gemm::device::{gemm, gemm_experts, gemm_rows};
+    pub use crate::gemm::gemm_dw::on_device as gemm_dw;
     pub use crate::gemm::gemm_dx::on_device as gemm_dx;
     pub use crate::index::argmax::on_device as argmax;
     pub use crate::index::embedding::{embedding_at, on_device as embedding};

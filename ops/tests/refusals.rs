@@ -267,6 +267,9 @@ fn extents_that_overflow_are_errors() {
                 let shape = GemmDx::new(a, c, b);
                 assert!(gemm_dx(cpu, &shape, &x, &x, &mut y).is_err());
                 assert_eq!(gemm_dx(cpu, &shape, &none, &none, &mut y[..0]).is_ok(), expected, "{a} {b} {c}");
+                assert!(gemm_dw(cpu, &GemmDw::new(c, a, b), None, &x, &x, &mut y).is_err());
+                let of_none = gemm_dw(cpu, &GemmDw::new(c, a, b), None, &none, &none, &mut y[..0]);
+                assert_eq!(of_none.is_ok(), expected, "{a} {b} {c}");
                 let part = GemmDx { n_offset: b, n_total: c, ..GemmDx::new(1, a, 1) };
                 assert!(gemm_dx(cpu, &part, &x, &x, &mut y).is_err());
                 let shape = Rope { tokens: a, heads: b, dim: c, pairing: Pairing::Half };

@@ -23,6 +23,7 @@ pub mod fold;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
+pub mod gemm_dw;
 pub mod gemm_dx;
 pub mod layer_norm;
 pub mod layer_norm_backward;
@@ -55,6 +56,7 @@ pub mod token_sum;
 pub static OPS: &[&Op] = &[
     &gemm::OP,
     &gemm_dx::OP,
+    &gemm_dw::OP,
     &rms_norm::OP,
     &rms_norm_backward::OP,
     &rms_norm_dw::OP,

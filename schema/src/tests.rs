@@ -408,6 +408,6 @@ fn samples_are_accepted() {
             "{}: {fit} fit, {empty} empty, {given} with attributes",
             op.name
         );
-        assert!(partial > 3 || !op.name.starts_with("gemm"), "{}: {partial} partial sums", op.name);
+        assert!(partial > 3 || !["gemm", "gemm_dx"].contains(&op.name), "{}: {partial} partial sums", op.name);
     }
 }

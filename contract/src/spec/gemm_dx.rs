@@ -22,6 +22,6 @@ fn compute(c: &Checked) -> References {
 }
 
 /// The transpose of rows of `columns` elements.
-fn transposed(rows: &[f64], columns: usize) -> Vec<f64> {
+pub(super) fn transposed(rows: &[f64], columns: usize) -> Vec<f64> {
     (0..columns).flat_map(|column| rows.iter().skip(column).step_by(columns).copied()).collect()
 }

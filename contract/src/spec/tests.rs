@@ -542,6 +542,19 @@ fn token_sums_by_hand() {
         ("carry", f32s(&[2, 1], &[8.0, 16.0])),
     ];
     assert_eq!(judged(&case("embedding_dw", &[], &inputs), "dw"), [(10.0, 0.0), (21.0, 0.0)]);
+
+    // Two tokens of three; TF32 rounds the operands and not the carry.
+    let fine = 1.0 + f32::EPSILON;
+    let inputs = [
+        ("x", f32s(&[3, 2], &[1.0, 2.0, f32::NAN, f32::NAN, 3.0, fine])),
+        ("dy", f32s(&[3, 1], &[10.0, f32::NAN, -1.0])),
+        ("mask", ints(&[1, 0, 5])),
+        ("carry", f32s(&[1, 2], &[0.5, fine])),
+    ];
+    let tf32 = judged(&case("gemm_dw", &[("tf32", "enabled")], &inputs), "dw");
+    assert_eq!([tf32[0], tf32[1]].map(|(value, _)| value), [7.5, f64::from(fine) + 19.0]);
+    let whole = judged(&case("gemm_dw", &[], &inputs), "dw");
+    assert_eq!((whole[0], whole[1].0), ((7.5, 0.0), 20.0));
 }
 
 /// A temperature divides the logits; a logit of which nothing is claimed decides nothing only where it has no weight.

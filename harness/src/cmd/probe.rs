@@ -91,7 +91,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         Some(Op::Gemm) if out == DType::Fp32 => &[33, 128, 300],
         Some(Op::Gemm) => &[33, 128, 256],
         Some(Op::Attention) => &[16, 512],
-        Some(Op::Combine | Op::EmbeddingDw) => &[9],
+        Some(Op::Combine | Op::EmbeddingDw | Op::GemmDw) => &[9],
         Some(Op::TokenSum) => &[33, 130],
         Some(Op::RmsNorm | Op::Softmax | Op::Logprob) => &[33, 300],
         None => &[],

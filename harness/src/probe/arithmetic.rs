@@ -19,6 +19,7 @@ pub fn hands_on(op: &str) -> bool {
 pub const HANDS_ON: [&str; 32] = [
     "gemm",
     "gemm_dx",
+    "gemm_dw",
     "combine",
     "combine_backward",
     "route_backward",
@@ -138,7 +139,7 @@ impl Probe<'_> {
     fn accumulator(&self, op: &str) -> Result<Option<String>, String> {
         // fp16 has no numbers below 2^-24, but products of two.
         let lowest = match (self.dtype, op) {
-            (DType::Fp16, "gemm" | "gemm_dx" | "combine") => 36,
+            (DType::Fp16, "gemm" | "gemm_dx" | "gemm_dw" | "combine") => 36,
             (DType::Fp16, _) => 24,
             _ => 60,
         };
@@ -289,7 +290,7 @@ impl Probe<'_> {
     /// The sum of `terms` as `op` adds them; `None` where it adds nothing, or its inputs do not hold them.
     fn sum(&self, op: &str, terms: &[f64]) -> Result<Option<Number>, String> {
         match (op, terms) {
-            ("gemm" | "gemm_dx" | "combine", _) => {
+            ("gemm" | "gemm_dx" | "gemm_dw" | "combine", _) => {
                 // Terms too small for fp16 are products.
                 let small = |term: f64| term != 0.0 && term.abs() < round::pow2(-13) && self.dtype == DType::Fp16;
                 let factors: Vec<f64> =
@@ -339,7 +340,7 @@ impl Probe<'_> {
             return Ok(None);
         }
         match op {
-            "gemm" | "gemm_dx" | "combine" => self.dot(op, &[a], &[b]),
+            "gemm" | "gemm_dx" | "gemm_dw" | "combine" => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
             "combine_backward" => {
                 let one = |v: f64| self.make(&[1, 1], &[v]);
@@ -370,7 +371,7 @@ impl Probe<'_> {
         // A norm without eps of equal elements is 1, and at position 0 nothing is rotated: beside -0 stands what adds -0.
         let eps = [("eps", "0".to_string())];
         match op {
-            "gemm" | "gemm_dx" | "combine" => self.dot(op, &[v], &[1.0]),
+            "gemm" | "gemm_dx" | "gemm_dw" | "combine" => self.dot(op, &[v], &[1.0]),
             _ if op == "fold" || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
@@ -437,6 +438,7 @@ impl Probe<'_> {
                 (vec![("x", self.make(&[k, 1], x)), ("weight", self.make(&[1, k], w)), ("row", row)], "y")
             }
             "gemm_dx" => (vec![("dy", self.make(&[1, k], x)), ("w", self.make(&[k, 1], w))], "dx"),
+            "gemm_dw" => (vec![("x", self.make(&[k, 1], x)), ("dy", self.make(&[k, 1], w))], "dw"),
             _ => (vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))], "y"),
         };
         self.one(op, &[], inputs, output)
@@ -537,7 +539,7 @@ impl Probe<'_> {
 
 /// Whether an op is a matrix product.
 fn is_product(op: &str) -> bool {
-    ["gemm", "gemm_dx"].contains(&op)
+    ["gemm", "gemm_dx", "gemm_dw"].contains(&op)
 }
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.

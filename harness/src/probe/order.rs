@@ -25,12 +25,23 @@ pub enum Op {
     TokenSum,
     /// The sum over tokens of a row of a table.
     EmbeddingDw,
+    /// The sum over tokens of a matrix product, whose other operand is all ones.
+    GemmDw,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Op; 8] =
-        [Op::Gemm, Op::Attention, Op::RmsNorm, Op::Softmax, Op::Logprob, Op::Combine, Op::TokenSum, Op::EmbeddingDw];
+    pub const ALL: [Op; 9] = [
+        Op::Gemm,
+        Op::Attention,
+        Op::RmsNorm,
+        Op::Softmax,
+        Op::Logprob,
+        Op::Combine,
+        Op::TokenSum,
+        Op::EmbeddingDw,
+        Op::GemmDw,
+    ];
 
     /// The op called `name`.
     pub fn find(name: &str) -> Option<Op> {
@@ -48,7 +59,7 @@ impl Op {
 
     /// Whether the terms have signs.
     fn cancels(self) -> bool {
-        matches!(self, Op::Gemm | Op::Attention | Op::Combine | Op::TokenSum | Op::EmbeddingDw)
+        matches!(self, Op::Gemm | Op::Attention | Op::Combine | Op::TokenSum | Op::EmbeddingDw | Op::GemmDw)
     }
 
     /// The op's stem.
@@ -62,6 +73,7 @@ impl Op {
             Op::Combine => "combine",
             Op::TokenSum => "token_sum",
             Op::EmbeddingDw => "embedding_dw",
+            Op::GemmDw => "gemm_dw",
         }
     }
 
@@ -69,7 +81,7 @@ impl Op {
     pub fn declared(self, n: usize) -> Option<Tree> {
         match self {
             Op::Gemm => Tree::segments(n, Tree::chain),
-            Op::Combine | Op::EmbeddingDw => Tree::chain(0, n),
+            Op::Combine | Op::EmbeddingDw | Op::GemmDw => Tree::chain(0, n),
             Op::TokenSum => Tree::tokens(n),
             Op::Attention => Tree::blocks(n),
             Op::RmsNorm => Tree::lanes(0, n),
@@ -137,7 +149,7 @@ impl Probe<'_> {
                 let y = answer.outputs.get("y").filter(|y| y.len() == m).ok_or("the answer lacks `y`")?;
                 Ok((0..m).map(|row| y.value(row)).collect())
             }
-            Op::TokenSum | Op::EmbeddingDw => {
+            Op::TokenSum | Op::EmbeddingDw | Op::GemmDw => {
                 // Every sum is a column.
                 let columns: Vec<f64> =
                     (0..n).flat_map(|term| (0..m).map(move |row| row * n + term)).map(|i| flat[i]).collect();
@@ -147,6 +159,10 @@ impl Probe<'_> {
                         let answer = self.ask("token_sum", DType::Fp32, &[], vec![("x", terms)])?;
                         let chains = answer.outputs.get("sum").ok_or("the answer lacks `sum`")?;
                         self.ask("fold", DType::Fp32, &[], vec![("x", chains.clone())])?.outputs.remove("y")
+                    }
+                    Op::GemmDw => {
+                        let inputs = vec![("x", terms), ("dy", make(&[n, 1], &vec![1.0; n]))];
+                        self.ask("gemm_dw", DType::Fp32, &[], inputs)?.outputs.remove("dw")
                     }
                     _ => {
                         let (tokens, carry) = (Tensor::i32(&[n], vec![0; n]), Tensor::fp32(&[1, m], vec![0.0; m]));
@@ -182,7 +198,7 @@ impl Probe<'_> {
             // Two blocks of keys, where the output holds the sum of so many units.
             Op::Attention if self.out == DType::Fp32 => 512,
             Op::Attention => 128,
-            Op::Combine | Op::EmbeddingDw => 9,
+            Op::Combine | Op::EmbeddingDw | Op::GemmDw => 9,
             // Two chains of three terms, the others of two.
             Op::TokenSum => 130,
             // Sixteen lanes of two terms, the others of one.

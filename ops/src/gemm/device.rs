@@ -225,11 +225,26 @@ pub(super) unsafe fn launch_tiles(
     segments: usize,
     operands: Arguments,
 ) -> Result<(), Error> {
-    let Gemm { m, n, .. } = *shape;
     let arguments = sizes(shape, segments, operands)?;
-    // Large tiles where there are enough of them to go round.
-    let tiles = m.div_ceil(128) * n.div_ceil(128);
-    let (kernel, side) = if m > 64 && tiles >= 128 { (kernels[0], 128) } else { (kernels[1], 64) };
     // SAFETY: the caller's promise.
-    unsafe { device.launch(build, kernel, [n.div_ceil(side), m.div_ceil(side), 1], 256, 0, &arguments) }
+    unsafe { launch_squares(device, build, kernels, [shape.m, shape.n], &arguments) }
+}
+
+/// Starts the first of two kernels, whose blocks have squares of 128 outputs, or the second, of 64, for so many rows and
+/// columns.
+///
+/// # Safety
+/// The arguments are those of the kernels, and buffers as long as they say.
+pub(super) unsafe fn launch_squares(
+    device: &Device,
+    build: Build,
+    kernels: &[&'static str],
+    [rows, columns]: [usize; 2],
+    arguments: &Arguments,
+) -> Result<(), Error> {
+    // Large tiles where there are enough of them to go round.
+    let tiles = rows.div_ceil(128) * columns.div_ceil(128);
+    let (kernel, side) = if rows > 64 && tiles >= 128 { (kernels[0], 128) } else { (kernels[1], 64) };
+    // SAFETY: the caller's promise.
+    unsafe { device.launch(build, kernel, [columns.div_ceil(side), rows.div_ceil(side), 1], 256, 0, arguments) }
 }

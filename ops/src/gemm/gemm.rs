@@ -1146,7 +1146,7 @@ impl<'a, O> SharedOut<'a, O> {
 ///
 /// # Safety
 /// No other thread touches these places of y.
-unsafe fn finish<O: Element>(
+pub(super) unsafe fn finish<O: Element>(
     cpu: &Cpu,
     sums: &[f32],
     bias: Option<&[f32; PANEL]>,

@@ -2,13 +2,14 @@
 
 pub(crate) mod device;
 pub(crate) mod gemm;
+pub(crate) mod gemm_dw;
 pub(crate) mod gemm_dx;
 pub(crate) mod tile;
 
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] = &[&gemm::OP, &gemm_dx::OP];
+pub(crate) const OPS: &[&Entry] = &[&gemm::OP, &gemm_dx::OP, &gemm_dw::OP];
 
 #[cfg(test)]
 pub(crate) mod tests;

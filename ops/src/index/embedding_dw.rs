@@ -9,7 +9,7 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
-use crate::token::chains::begin;
+use crate::token::chains::{begin, mask_of};
 use crate::token::device;
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
@@ -75,7 +75,7 @@ const UNIT: Unit = Unit::of(NAME, include_str!("embedding_dw.cu"), &["embedding_
 pub(crate) const OP: Entry = Entry {
     name: NAME,
     cpu: |cpu, args| {
-        let mask = args.optional("mask").map(|_| args.integers("mask")).transpose()?;
+        let mask = mask_of(args)?;
         let tokens = args.integers("tokens")?;
         check(tokens, mask, args.call.dim("V"))?;
         let ([dy], dw) = begin(cpu, args, ["dy"], "dw")?;

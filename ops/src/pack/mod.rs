@@ -4,7 +4,7 @@
 pub mod dictionary;
 
 use crate::gemm::tile::PANEL;
-use crate::simd::{self, Kernel, MAX_LANES, Simd};
+use crate::simd::{self, Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 
@@ -181,6 +181,53 @@ pub fn f32_of_columns<'a, I: Element>(
     for p in 0..k {
         for (panel, piece) in row(p).chunks(PANEL).enumerate() {
             f32_row(cpu, piece, tf32, &mut out[panel * size + p * PANEL..]);
+        }
+    }
+}
+
+/// Lays rows of one length, one for each of `k` steps, as f32, in tiles of `width` columns, `size` words from one tile to the
+/// next: `out[c / width * size + p * width + c % width]` is element c of row p. Behind the last step of a tile there is room
+/// for a vector; places that no element has, there and in columns that are missing, are overwritten.
+pub fn f32_tiles<'a, I: Element>(
+    cpu: &Cpu,
+    k: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    width: usize,
+    out: &mut [f32],
+    size: usize,
+) {
+    cpu.dispatch(WideTiles { k, row: &row, width, out: &mut *out, size });
+    if tf32 == Tf32::Enabled && k > 0 {
+        let tiles = out.chunks_mut(size).take(row(0).len().div_ceil(width));
+        tiles.flat_map(|tile| &mut tile[..k * width]).for_each(|v| *v = tf32.operand(*v));
+    }
+}
+
+struct WideTiles<'a, F> {
+    k: usize,
+    row: F,
+    width: usize,
+    out: &'a mut [f32],
+    size: usize,
+}
+
+impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for WideTiles<'_, F> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let WideTiles { k, row, width, out, size } = self;
+        for p in 0..k {
+            let row = row(p);
+            for (tile, first) in (0..row.len()).step_by(width).enumerate() {
+                // A vector may reach into the next step, which comes after it.
+                let out = &mut out[tile * size + p * width..];
+                for c in (0..width.min(row.len() - first)).step_by(S::LANES) {
+                    let v = load_at(s, row, first + c, I::default());
+                    // SAFETY: the slice has a vector.
+                    unsafe { s.store(v, out[c..][..S::LANES].as_mut_ptr()) };
+                }
+            }
         }
     }
 }

@@ -33,8 +33,7 @@ pub struct Tokens<'a> {
 impl<'a> Tokens<'a> {
     /// Those of a call by name.
     pub(crate) fn of(args: &Arguments<'_, 'a>) -> Result<Tokens<'a>, Error> {
-        let mask = args.optional("mask").map(|_| args.integers("mask")).transpose()?;
-        Ok(Tokens { mask, offset: args.call.count("token_offset") })
+        Ok(Tokens { mask: mask_of(args)?, offset: args.call.count("token_offset") })
     }
 
     /// Runs `work` for some chains at a time: with the turns of their rows, and the sums that those go into, of `dw[64,n]`.
@@ -132,6 +131,12 @@ pub(crate) fn begin<'a, const N: usize>(
     let carry = args.optional("carry");
     carry.map_or(Ok(()), |carry| carry.on_host(op, "carry"))?;
     let sums = args.output(output).host::<f32>(op, output)?;
+    carried(cpu, carry, sums);
+    Ok((tensors, sums))
+}
+
+/// Writes `carry`, which is on the host, or +0 where there is none.
+pub(crate) fn carried(cpu: &Cpu, carry: Option<TensorRef>, sums: &mut [f32]) {
     match carry {
         Some(carry) => {
             let rows = carry.rows::<f32>();
@@ -139,7 +144,11 @@ pub(crate) fn begin<'a, const N: usize>(
         }
         None => sums.fill(0.0),
     }
-    Ok((tensors, sums))
+}
+
+/// The mask of a call by name.
+pub(crate) fn mask_of<'a>(args: &Arguments<'_, 'a>) -> Result<Option<&'a [i32]>, Error> {
+    args.optional("mask").map(|_| args.integers("mask")).transpose()
 }
 
 /// `sum[i] = fma(dy[i], normed(x[i]), sum[i])`

@@ -225,6 +225,15 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             }
             Ok(())
         }),
+        // n is K: odd ones, and N and T around tiles.
+        ("gemm_dw", |r, k| {
+            for (tokens, n) in [(1, 1), (1, 17), (3, 33), (7, 12), (17, 65), (25, 31)] {
+                let (x, dy) = (r.floats::<I>(tokens * k), r.floats(tokens * n));
+                let mask = r.ints((0..tokens as i32).map(|t| t % 3));
+                gemm_dw(&r.cpu, &GemmDw::new(tokens, n, k), Some(&mask), &x, &dy, &mut r.room(n * k))?;
+            }
+            Ok(())
+        }),
         // n is the number of keys, and with it the head dimension changes.
         ("attention", |r, keys| {
             let (batch, q_heads, kv_heads) = (2, 4, 2);

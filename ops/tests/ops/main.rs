@@ -3,6 +3,7 @@
 mod attention_gradient;
 mod call;
 mod experts;
+mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
