@@ -32,6 +32,7 @@ mod simd;
 mod tensor;
 mod through_f32;
 mod token;
+mod train;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
@@ -82,6 +83,14 @@ pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, Tensor, TensorMut, T
 pub use token::chains::{CHAINS, Tokens};
 pub use token::fold::fold;
 pub use token::token_sum::token_sum;
+pub use train::adamw::{AdamW, adamw};
+pub use train::batch_loss::batch_loss;
+pub use train::clip_factor::clip_factor;
+pub use train::group_advantage::{Divide, group_advantage};
+pub use train::nll::nll;
+pub use train::policy_loss::{Kl, PolicyLoss, PolicyTokens, policy_loss};
+pub use train::sequences::{LossShape, Reduction};
+pub use train::square_sum::{NORM_BLOCK, square_sum};
 
 /// The same ops on a device.
 pub mod device {
