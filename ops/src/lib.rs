@@ -134,6 +134,13 @@ pub mod device {
     pub use crate::token::device::Tokens;
     pub use crate::token::fold::on_device as fold;
     pub use crate::token::token_sum::on_device as token_sum;
+    pub use crate::train::adamw::on_device as adamw;
+    pub use crate::train::batch_loss::on_device as batch_loss;
+    pub use crate::train::clip_factor::on_device as clip_factor;
+    pub use crate::train::group_advantage::on_device as group_advantage;
+    pub use crate::train::nll::on_device as nll;
+    pub use crate::train::policy_loss::{DeviceTokens as PolicyTokens, on_device as policy_loss};
+    pub use crate::train::square_sum::on_device as square_sum;
 }
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had

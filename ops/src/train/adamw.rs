@@ -6,6 +6,7 @@
 //! `w = fma(-rate, m / fma(sqrt(v), unbias, eps), w * keep)`. The constants are made in f64.
 //! Rounding: each constant and every step once to f32; rounded is w with the last rounding.
 
+use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit};
 use crate::call::{Arguments, Entry};
 use crate::element::typed;
 use crate::elementwise::frame::as_rows;
@@ -13,7 +14,7 @@ use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
-use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
+use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 const NAME: &str = "adamw";
 
@@ -157,6 +158,9 @@ fn run<O: Element>(
     });
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit::of(NAME, include_str!("adamw.cu"), &[NAME]);
+
 /// adamw, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -177,10 +181,69 @@ pub(crate) const OP: Entry = Entry {
         });
         Ok(())
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let [w, m, v, g] = ["w", "m", "v", "g"].map(|name| args.input(name));
+        let [w, m, v, g] = [w.device(NAME, "w")?, m.device(NAME, "m")?, v.device(NAME, "v")?, g.device(NAME, "g")?];
+        let factor = args.optional("factor").map(|factor| factor.device::<f32>(NAME, "factor")).transpose()?;
+        let constants = shape_of(args).constants(None)?;
+        let mut state = |name: &'static str| args.output(name).device::<f32>(NAME, name);
+        let state = [state("new_w")?, state("new_m")?, state("new_v")?];
+        let rounded = args.output("rounded");
+        typed!(rounded.dtype() => O, {
+            let rounded = rounded.device::<O>(NAME, "rounded")?;
+            launch(on, constants, Some([w, m, v]), g, factor, state, rounded)
+        })
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`adamw`] on a device, in place; what scales the gradient is `factor[1]`.
+///
+/// # Errors
+/// As [`adamw`]; errors of the device.
+pub fn on_device<O: Stored>(
+    on: &Device,
+    shape: &AdamW,
+    g: &Buffer<f32>,
+    factor: Option<&Buffer<f32>>,
+    state: [&mut Buffer<f32>; 3],
+    rounded: &mut Buffer<O>,
+) -> Result<(), Error> {
+    launch(on, shape.constants(None)?, None, g, factor, state, rounded)
+}
+
+/// Elements to a block of the kernel: 256 threads of 8 elements.
+const ELEMENTS_PER_BLOCK: usize = 256 * 8;
+
+/// Starts the kernel, in place or from `before`.
+fn launch<O: Stored>(
+    on: &Device,
+    c: Constants,
+    before: Option<[&Buffer<f32>; 3]>,
+    g: &Buffer<f32>,
+    factor: Option<&Buffer<f32>>,
+    [w, m, v]: [&mut Buffer<f32>; 3],
+    rounded: &mut Buffer<O>,
+) -> Result<(), Error> {
+    check(g.len(), [w.len(), m.len(), v.len(), rounded.len()])?;
+    let [old_w, old_m, old_v] = before.unwrap_or([w, m, v]);
+    check(g.len(), [old_w.len(), old_m.len(), old_v.len(), rounded.len()])?;
+    let arguments = device::Arguments::new().buffer(old_w).buffer(old_m).buffer(old_v).buffer(g);
+    let arguments = match factor {
+        Some(factor) => {
+            check_len(NAME, "factor", "[1]", factor.len(), &[1])?;
+            arguments.buffer(factor).int(1)
+        }
+        None => arguments.null().int(0),
+    };
+    let arguments = arguments.buffer(w).buffer(m).buffer(v).buffer(rounded).long(g.len());
+    let numbers = [c.b1, c.rest1, c.b2, c.rest2, c.eps, c.rate, c.unbias, c.keep];
+    let arguments = numbers.iter().fold(arguments, |arguments, &number| arguments.float(number));
+    let grid = [g.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
+    // SAFETY: all of them have as many elements as the kernel is told, and a factor is one.
+    unsafe { on.launch(Build::of::<f32, O>(NAME), NAME, grid, 256, 0, &arguments) }
+}
 
 fn shape_of(args: &Arguments) -> AdamW {
     let [lr, beta1, beta2] = ["lr", "beta1", "beta2"].map(|name| args.call.float(name));

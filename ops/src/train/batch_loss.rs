@@ -5,9 +5,10 @@
 //! groups are joined as `(g0 + g1)`, `(g2 + g3)`, .., then pairs of pairs.
 //! Rounding: every addition and the division once to f32.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
 use crate::train::sequences::check_denominator;
-use crate::{Cpu, Element, Error, value_error};
+use crate::{Cpu, Element, Error, check_len, value_error};
 
 const NAME: &str = "batch_loss";
 
@@ -45,6 +46,9 @@ fn check(groups: usize, denominator: f64) -> Result<f32, Error> {
     check_denominator(NAME, denominator)
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("batch_loss.cu"), &[NAME]) };
+
 /// batch_loss, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -54,7 +58,31 @@ pub(crate) const OP: Entry = Entry {
         loss[0] = batch_loss(cpu, args.call.count("groups"), args.call.float("denominator"), per_sequence)?;
         Ok(())
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (groups, denominator) = (args.call.count("groups"), args.call.float("denominator"));
+        let per_sequence = args.input("per_sequence").device(NAME, "per_sequence")?;
+        on_device(on, groups, denominator, per_sequence, args.output("loss").device(NAME, "loss")?)
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`batch_loss`] on a device, into `loss[1]`.
+///
+/// # Errors
+/// As [`batch_loss`]; [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device(
+    device: &Device,
+    groups: usize,
+    denominator: f64,
+    per_sequence: &Buffer<f32>,
+    loss: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let denominator = check(groups, denominator)?;
+    check_len(NAME, "loss", "[1]", loss.len(), &[1])?;
+    let groups = int(NAME, "groups", groups)?;
+    let arguments = Arguments::new().buffer(per_sequence).buffer(loss).long(per_sequence.len());
+    let arguments = arguments.int(groups).float(denominator);
+    // SAFETY: lengths were checked; groups end at the last sequence, and there are no more than the kernel has levels for.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [1, 1, 1], 256, 0, &arguments) }
+}

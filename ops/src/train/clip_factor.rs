@@ -5,8 +5,9 @@
 //! Rounding: additions and the root to f64, norm to f32; `norm + f32(1e-6)` and the division to f32.
 //! Special: a factor of NaN stays one.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::{Cpu, Element, Error, value_error};
+use crate::{Cpu, Element, Error, check_len, value_error};
 
 const NAME: &str = "clip_factor";
 
@@ -39,6 +40,9 @@ fn check(max_norm: f64) -> Result<f32, Error> {
     Ok(rounded)
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("clip_factor.cu"), &[NAME]) };
+
 /// clip_factor, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -49,7 +53,30 @@ pub(crate) const OP: Entry = Entry {
         (norm[0], factor[0]) = clip_factor(cpu, args.call.float("max_norm"), sum)?;
         Ok(())
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let [norm, factor] = ["norm", "factor"].map(|name| args.output(name));
+        let (norm, factor) = (norm.device(NAME, "norm")?, factor.device(NAME, "factor")?);
+        on_device(on, args.call.float("max_norm"), args.input("sum").device(NAME, "sum")?, norm, factor)
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`clip_factor`] on a device, into `norm[1]` and `factor[1]`.
+///
+/// # Errors
+/// As [`clip_factor`]; [`Error::Length`] when a buffer does not match; errors of the device.
+pub fn on_device(
+    device: &Device,
+    max_norm: f64,
+    sum: &Buffer<f32>,
+    norm: &mut Buffer<f32>,
+    factor: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let max_norm = check(max_norm)?;
+    check_len(NAME, "norm", "[1]", norm.len(), &[1])?;
+    check_len(NAME, "factor", "[1]", factor.len(), &[1])?;
+    let arguments = Arguments::new().buffer(sum).buffer(norm).buffer(factor).long(sum.len()).float(max_norm);
+    // SAFETY: lengths were checked.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [1, 1, 1], 256, 0, &arguments) }
+}

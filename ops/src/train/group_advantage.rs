@@ -4,7 +4,8 @@
 //! Order: `mean` is a chain of additions over S, the variance a chain of `fma(d, d, sum)` of `d = reward - mean`.
 //! Rounding: every step once to f32.
 
-use crate::call::Entry;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
+use crate::call::{self, Entry};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
@@ -48,6 +49,13 @@ pub fn group_advantage(
 }
 
 impl Divide {
+    fn of(args: &call::Arguments) -> Divide {
+        match args.call.word("divide_by") {
+            "one" => Divide::One,
+            _ => Divide::Deviation(args.call.float("eps")),
+        }
+    }
+
     /// `f32(eps)`, checked; `None` for one.
     fn eps(self) -> Result<Option<f32>, Error> {
         match self {
@@ -72,18 +80,42 @@ fn run(cpu: &Cpu, divide: Divide, reward: TensorRef, advantage: TensorMut) -> Re
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("group_advantage.cu"), &[NAME]) };
+
 /// group_advantage, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
-    cpu: |cpu, args| {
-        let eps = args.call.float("eps");
-        let divide = if args.call.word("divide_by") == "one" { Divide::One } else { Divide::Deviation(eps) };
-        run(cpu, divide, args.input("reward"), args.output("advantage"))
-    },
-    device: None,
-    unit: None,
+    cpu: |cpu, args| run(cpu, Divide::of(args), args.input("reward"), args.output("advantage")),
+    device: Some(|on, args| {
+        let (reward, advantage) = (args.input("reward"), args.output("advantage"));
+        let (reward, advantage) = (reward.device(NAME, "reward")?, advantage.device(NAME, "advantage")?);
+        on_device(on, args.call.dim("S"), Divide::of(args), reward, advantage)
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`group_advantage`] on a device.
+///
+/// # Errors
+/// As [`group_advantage`]; errors of the device.
+pub fn on_device(
+    device: &Device,
+    samples: usize,
+    divide: Divide,
+    reward: &Buffer<f32>,
+    advantage: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let prompts = reward.len().checked_div(samples).unwrap_or(0);
+    check_len(NAME, "reward", "[P,S]", reward.len(), &[prompts, samples])?;
+    check_len(NAME, "advantage", "[P,S]", advantage.len(), &[prompts, samples])?;
+    let eps = divide.eps()?;
+    let arguments = Arguments::new().buffer(reward).buffer(advantage).long(prompts).long(samples);
+    let arguments = arguments.int(i32::from(eps.is_some())).float(eps.unwrap_or(0.0));
+    // SAFETY: lengths were checked; a thread takes a prompt, and the kernel leaves those behind the last alone.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [prompts.div_ceil(128), 1, 1], 128, 0, &arguments) }
+}
 
 /// Some prompts, from `first` on.
 struct Part<'a> {

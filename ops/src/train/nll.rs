@@ -4,6 +4,7 @@
 //! Order: that of `sequences.rs`.
 //! Rounding: that of `sequences.rs`.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
 use crate::simd::Simd;
 use crate::train::sequences::{self, LossShape, TokenLoss};
@@ -42,6 +43,9 @@ pub fn nll(
     sequences::run(cpu, NAME, shape, Nll, [TensorRef::of(logprob, &extents); 3], count, outputs)
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("nll.cu"), &[NAME]) };
+
 /// nll, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -50,10 +54,36 @@ pub(crate) const OP: Entry = Entry {
         let outputs = ["per_sequence", "dlogprob"].map(|name| args.output(name));
         sequences::run(cpu, NAME, &shape, Nll, [logprob; 3], count, outputs)
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (shape, count) = (LossShape::of(args), args.integers("count")?);
+        let [sum, dlogprob] = ["per_sequence", "dlogprob"].map(|name| args.output(name));
+        let (sum, dlogprob) = (sum.device(NAME, "per_sequence")?, dlogprob.device(NAME, "dlogprob")?);
+        on_device(on, &shape, args.input("logprob").device(NAME, "logprob")?, count, sum, dlogprob)
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`nll`] on a device; which tokens count comes from the host.
+///
+/// # Errors
+/// As [`nll`]; errors of the device.
+pub fn on_device(
+    device: &Device,
+    shape: &LossShape,
+    logprob: &Buffer<f32>,
+    count: &[i32],
+    per_sequence: &mut Buffer<f32>,
+    dlogprob: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let tokens = [("logprob", logprob.len()), ("count", count.len()), ("dlogprob", dlogprob.len())];
+    let denominator = shape.check(NAME, &tokens, per_sequence.len())?;
+    let count = device.upload(NAME, count)?;
+    let arguments = Arguments::new().buffer(logprob).buffer(&count).buffer(per_sequence).buffer(dlogprob);
+    let arguments = shape.arguments(arguments, denominator);
+    // SAFETY: lengths were checked, and a block takes a sequence.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [shape.sequences, 1, 1], 256, 0, &arguments) }
+}
 
 #[derive(Clone, Copy)]
 struct Nll;

@@ -9,7 +9,8 @@
 //! Rounding: every step once to f32; `fma(beta, a - r, value)`, `fma(beta, (e - d) - 1, value)`, `fma(beta, 1 - e, slope)`.
 //! Special: comparisons with NaN are false, so that a NaN stays one.
 
-use crate::call::Entry;
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
+use crate::call::{self, Entry};
 use crate::math::exp;
 use crate::simd::Simd;
 use crate::train::sequences::{self, LossShape, TokenLoss};
@@ -149,6 +150,9 @@ fn run(
     }
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("policy_loss.cu"), &[NAME]) };
+
 /// policy_loss, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
@@ -161,12 +165,76 @@ pub(crate) const OP: Entry = Entry {
         let outputs = ["per_sequence", "dlogprob"].map(|name| args.output(name));
         run(cpu, &shape, loss.kl, numbers, advantage, inputs, count, outputs)
     },
-    device: None,
-    unit: None,
+    device: Some(|on, args| {
+        let (shape, loss, count) = (LossShape::of(args), loss_of(args), args.integers("count")?);
+        let tensor = |name: &'static str| args.input(name).device::<f32>(NAME, name);
+        let tokens = DeviceTokens {
+            logprob: tensor("logprob")?,
+            old_logprob: tensor("old_logprob")?,
+            advantage: tensor("advantage")?,
+            reference: args.optional("reference").map(|_| tensor("reference")).transpose()?,
+            count,
+        };
+        let [sum, dlogprob] = ["per_sequence", "dlogprob"].map(|name| args.output(name));
+        let (sum, dlogprob) = (sum.device(NAME, "per_sequence")?, dlogprob.device(NAME, "dlogprob")?);
+        on_device(on, &shape, &loss, tokens, sum, dlogprob)
+    }),
+    unit: Some(&UNIT),
     prepare: None,
 };
 
-fn loss_of(args: &crate::call::Arguments) -> PolicyLoss {
+/// [`PolicyTokens`] on a device; which tokens count comes from the host.
+#[derive(Clone, Copy)]
+pub struct DeviceTokens<'a> {
+    /// `[B,T]`: the log-probability of each token.
+    pub logprob: &'a Buffer<f32>,
+    /// `[B,T]`: what it was when the token was sampled.
+    pub old_logprob: &'a Buffer<f32>,
+    /// `[B]`: the advantage of each sequence.
+    pub advantage: &'a Buffer<f32>,
+    /// `[B,T]`: what it is in the reference model; for [`Kl::None`] there is none.
+    pub reference: Option<&'a Buffer<f32>>,
+    /// `[B,T]`: 0 for tokens that do not count, of which nothing is read.
+    pub count: &'a [i32],
+}
+
+/// [`policy_loss`] on a device.
+///
+/// # Errors
+/// As [`policy_loss`]; errors of the device.
+pub fn on_device(
+    device: &Device,
+    shape: &LossShape,
+    loss: &PolicyLoss,
+    tokens: DeviceTokens,
+    per_sequence: &mut Buffer<f32>,
+    dlogprob: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let DeviceTokens { logprob, old_logprob, advantage, reference, count } = tokens;
+    let lens = [
+        ("logprob", logprob.len()),
+        ("old_logprob", old_logprob.len()),
+        ("reference", reference.unwrap_or(logprob).len()),
+        ("count", count.len()),
+        ("dlogprob", dlogprob.len()),
+    ];
+    let denominator = shape.check(NAME, &lens, per_sequence.len())?;
+    check_len(NAME, "advantage", "[B]", advantage.len(), &[shape.sequences])?;
+    let [least, most, beta] = loss.numbers(reference.is_some())?;
+    let count = device.upload(NAME, count)?;
+    let arguments = Arguments::new().buffer(logprob).buffer(old_logprob).buffer(advantage);
+    let arguments = match reference {
+        Some(reference) => arguments.buffer(reference),
+        None => arguments.null(),
+    };
+    let arguments = shape.arguments(arguments.buffer(&count).buffer(per_sequence).buffer(dlogprob), denominator);
+    let kl = [Kl::None, Kl::K1, Kl::K3].iter().zip([0, 1, 3]).find(|(kl, _)| **kl == loss.kl).map_or(0, |(_, kl)| kl);
+    let arguments = arguments.float(least).float(most).int(kl).float(beta);
+    // SAFETY: lengths were checked, the kernel reads a reference only where there is one, and a block takes a sequence.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [shape.sequences, 1, 1], 256, 0, &arguments) }
+}
+
+fn loss_of(args: &call::Arguments) -> PolicyLoss {
     let kl = match args.call.word("kl") {
         "k1" => Kl::K1,
         "k3" => Kl::K3,

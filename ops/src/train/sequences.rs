@@ -6,10 +6,10 @@
 //! Rounding: every addition and division once to f32.
 //! Special: of a token that does not count nothing is read, its gradient is +0; a sequence without one that counts is +0.
 
+use crate::backend::device::Arguments;
 use crate::call;
 use crate::reduce::{Add, Lanes};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
-use crate::tensor::Rows;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
 /// What a sequence is worth.
@@ -55,6 +55,11 @@ impl LossShape {
         }
         check_len(op, "per_sequence", "[B]", sums, &[self.sequences])?;
         check_denominator(op, self.denominator)
+    }
+
+    /// `arguments` with those that all such kernels have.
+    pub(super) fn arguments(&self, arguments: Arguments, denominator: f32) -> Arguments {
+        arguments.long(self.length).int(i32::from(self.reduction == Reduction::Mean)).float(denominator)
     }
 }
 

@@ -4,6 +4,7 @@
 //! Order: `lanes`, each a chain.
 //! Rounding: every step once to f32.
 
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
 use crate::reduce::{Square, lane_sum};
 use crate::simd::{Kernel, Simd};
@@ -44,14 +45,29 @@ fn run(cpu: &Cpu, x: TensorRef, sum: TensorMut) -> Result<(), Error> {
     Ok(())
 }
 
+/// Its kernels.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of(NAME, include_str!("square_sum.cu"), &[NAME]) };
+
 /// square_sum, by name.
 pub(crate) const OP: Entry = Entry {
     name: NAME,
     cpu: |cpu, args| run(cpu, args.input("x"), args.output("sum")),
-    device: None,
-    unit: None,
+    device: Some(|on, args| on_device(on, args.input("x").device(NAME, "x")?, args.output("sum").device(NAME, "sum")?)),
+    unit: Some(&UNIT),
     prepare: None,
 };
+
+/// [`square_sum`] on a device.
+///
+/// # Errors
+/// As [`square_sum`]; errors of the device.
+pub fn on_device(device: &Device, x: &Buffer<f32>, sum: &mut Buffer<f32>) -> Result<(), Error> {
+    let (rows, n) = (sum.len(), x.len().checked_div(sum.len()).unwrap_or(0));
+    check_len(NAME, "x", "[R,N]", x.len(), &[rows, n])?;
+    let arguments = Arguments::new().buffer(x).buffer(sum).long(rows).long(n);
+    // SAFETY: lengths were checked; a warp takes a row, and the kernel leaves those behind the last alone.
+    unsafe { device.launch(Build::of::<f32, f32>(NAME), NAME, [rows.div_ceil(4), 1, 1], 128, 0, &arguments) }
+}
 
 /// Some rows, from `first` on.
 struct Part<'a> {

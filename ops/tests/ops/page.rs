@@ -178,7 +178,7 @@ fn check_gemm<I: Stored, O: Stored>(m: usize, n: usize, k: usize, spread: u32, s
 }
 
 /// `(m, i)` as section 2 defines them.
-fn exp_split(x: f32, c_hi: f32, c_lo: f32) -> (f32, f32) {
+pub(crate) fn exp_split(x: f32, c_hi: f32, c_lo: f32) -> (f32, f32) {
     let t = x * c_hi;
     let i = t.round_ties_even();
     let f = if t.abs() >= 4_194_304.0 { 0.0 } else { x.mul_add(c_lo, x.mul_add(c_hi, -i)) };
