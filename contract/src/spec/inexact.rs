@@ -116,7 +116,8 @@ impl Inexact {
     pub fn root(self) -> Inexact {
         let root = self.value.max(0.0).sqrt();
         match () {
-            _ if self.is_nan() || self.error == 0.0 && self.value < 0.0 => Inexact::exact(f64::NAN),
+            _ if self.is_nan() || self.value < 0.0 && self.has_sign() => Inexact::exact(f64::NAN),
+            _ if self.value < 0.0 => Inexact { value: f64::NAN, error: f64::INFINITY },
             _ if self.error == 0.0 => Inexact::rounded(self.value.sqrt(), 0.0),
             _ if self.has_sign() => Inexact::rounded(root, self.error / (2.0 * root)),
             _ => Inexact::rounded(root, self.error.sqrt() * round::pow2(12)),

@@ -124,7 +124,8 @@ impl Probe<'_> {
             found("163840 times 10", self.sum(op, &vec![10.0; 163_840])?.map(|sum| sum.text()), "1638400");
         }
         // A sum begins with +0, and that is what -0 is added to.
-        let sums = is_product(op) || ["combine", "attention", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op);
+        let sums =
+            is_product(op) || ["combine", "attention", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
         found("NaN", self.hand_on(op, f64::NAN)?.map(|y| y.text()), CANONICAL);

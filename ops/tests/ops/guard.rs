@@ -207,8 +207,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             nll(&r.cpu, &LossShape::new(3, n), &logprob, &count, &mut r.room(3), &mut r.room(3 * n))
         }),
         ("policy_loss", |r, n| {
-            let (logprob, old, reference, advantage) =
-                (r.floats(2 * n), r.floats(2 * n), r.floats(2 * n), r.floats(2));
+            let (logprob, old, reference, advantage) = (r.floats(2 * n), r.floats(2 * n), r.floats(2 * n), r.floats(2));
             let count = r.ints((0..2 * n as i32).map(|i| i % 5));
             let tokens = PolicyTokens {
                 logprob: &logprob,
