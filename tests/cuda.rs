@@ -515,9 +515,13 @@ fn routes(dtype: DType, out: DType) -> Vec<Case> {
     cases
 }
 
-/// `count` numbers around 0, others for each `salt`.
+/// `count` numbers in [-2, 2) of 24 bits, others for each `salt`.
 fn spread(count: usize, salt: usize) -> Vec<f32> {
-    (0..count).map(|i| ((i + 7 * salt) * 2_654_435_761 % 4093) as f32 / 1024.0 - 2.0).collect()
+    let number = |i: usize| {
+        let bits = (i as u32).wrapping_mul(2_654_435_761) ^ (salt as u32).wrapping_mul(0x9E37_79B9);
+        ((bits ^ bits >> 15).wrapping_mul(0x2C1B_3C6D) >> 8) as f32 / 4_194_304.0 - 2.0
+    };
+    (0..count).map(number).collect()
 }
 
 /// Sequences around a block, of which some tokens count, or all, or none.

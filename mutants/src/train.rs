@@ -14,7 +14,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The denominator is the number of tokens that count in this call, not that of the logical batch.",
         op: "nll",
         caught_by: "invariance:batch",
-        also_red: Others::Are(&["accuracy", "golden", "invariance:padding"]),
+        also_red: Others::Are(&["accuracy", "golden", "invariance:neighbours", "invariance:padding"]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
                 let count = case.inputs["count"].as_i32().expect("the contract has checked it");
