@@ -311,7 +311,8 @@ const SHAPES: &[(&str, Make)] = &[
     }),
     ("adamw", |_, out| {
         let of = |(n, factor): (usize, bool)| {
-            let mut make = Maker::new("adamw", DType::Fp32, out).param("step", "5").param("lr", "0.1").param("beta2", "0.5");
+            let mut make =
+                Maker::new("adamw", DType::Fp32, out).param("step", "5").param("lr", "0.1").param("beta2", "0.3");
             for (salt, name) in ["w", "m", "v", "g"].into_iter().enumerate() {
                 let mut values = spread(n, salt);
                 if name == "v" {

@@ -40,6 +40,9 @@ fn tokens(seed: u64, count: &[i32], spread: u32, special: f32) -> Vec<f32> {
     all.iter().zip(count).map(|(v, count)| if *count == 0 { f32::NAN } else { *v }).collect()
 }
 
+/// A loss on a processor, into its two outputs.
+type Run<'a> = dyn Fn(&Cpu, &mut [f32], &mut [f32]) -> Result<(), Error> + 'a;
+
 fn check_losses(sequences: usize, length: usize, spread: u32, seed: u64, flags: usize) {
     let reduction = if flags & 1 == 1 { Reduction::Mean } else { Reduction::Sum };
     let shape = LossShape { sequences, length, reduction, denominator: [1.0, 0.3, 1000.0][flags % 3] };
@@ -52,14 +55,13 @@ fn check_losses(sequences: usize, length: usize, spread: u32, seed: u64, flags: 
     let reference = tokens(seed + 2, &count, spread, special[flags / 25 % 5]);
     let advantage: Vec<f32> = values(seed + 3, sequences, spread);
     let expected = losses(&shape, &count, |i| (-logprob[i], -1.0));
-    let same =
-        |what: &str, expected: &[Vec<u32>; 2], run: &dyn Fn(&Cpu, &mut [f32], &mut [f32]) -> Result<(), Error>| {
-            for cpu in cpus() {
-                let (mut sum, mut slopes) = (vec![9f32; sequences], vec![9f32; count.len()]);
-                run(&cpu, &mut sum, &mut slopes).unwrap();
-                assert_eq!([bits(&sum), bits(&slopes)], *expected, "{what} {cpu:?} {shape:?} {flags}");
-            }
-        };
+    let same = |what: &str, expected: &[Vec<u32>; 2], run: &Run| {
+        for cpu in cpus() {
+            let (mut sum, mut slopes) = (vec![9f32; sequences], vec![9f32; count.len()]);
+            run(&cpu, &mut sum, &mut slopes).unwrap();
+            assert_eq!([bits(&sum), bits(&slopes)], *expected, "{what} {cpu:?} {shape:?} {flags}");
+        }
+    };
     same("nll", &expected, &|cpu, sum, slopes| nll(cpu, &shape, &logprob, &count, sum, slopes));
     for kl in [Kl::None, Kl::K1, Kl::K3] {
         let loss = PolicyLoss { low: 0.2, high: [0.2, 0.28, 1e30][flags % 3], kl, beta: 0.3 };
