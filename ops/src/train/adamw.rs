@@ -281,15 +281,9 @@ impl<O: Element> Kernel for Part<'_, O> {
             let (row, from) = ((first + done) / n, (first + done) % n);
             let len = BLOCK.min(n - from).min(all - done);
             let g = &g.row(row)[from..][..len];
-            let [w, m, v] = state.each_mut().map(|state| state.room(len));
-            if let Some(before) = before {
-                for (to, rows) in [&mut *w, &mut *m, &mut *v].into_iter().zip(before) {
-                    let x = &rows.row(row)[from..][..len];
-                    prefetch_at(x, AHEAD);
-                    to.copy_from_slice(x);
-                }
-            }
-            constants.step(s, g, [w, m, v], rounded.room(len));
+            let before = before.map(|before| before.map(|rows| &rows.row(row)[from..][..len]));
+            let state_room = state.each_mut().map(|state| state.room(len));
+            constants.step(s, g, before, state_room, rounded.room(len));
             for state in &mut state {
                 state.put(s, len);
             }
@@ -305,24 +299,34 @@ impl<O: Element> Kernel for Part<'_, O> {
 }
 
 impl Constants {
-    /// The step of some elements, in place.
+    /// The step of some elements, from `before` or in place.
     #[inline(always)]
-    fn step<S: Simd, O: Element>(&self, s: S, g: &[f32], [w, m, v]: [&mut [f32]; 3], rounded: &mut [O]) {
+    fn step<S: Simd, O: Element>(
+        &self,
+        s: S,
+        g: &[f32],
+        before: Option<[&[f32]; 3]>,
+        [w, m, v]: [&mut [f32]; 3],
+        rounded: &mut [O],
+    ) {
         let two = 2 * S::LANES;
         let whole = g.len() - g.len() % two;
         for at in (0..whole).step_by(two) {
-            let [w, m, v] = [&mut *w, &mut *m, &mut *v].map(|x| &mut x[at..][..two]);
+            let old = before.unwrap_or([&*w, &*m, &*v]).map(|x| &x[at..][..two]);
+            for x in old.iter().chain([&&g[at..][..two]]) {
+                prefetch_at(x, AHEAD);
+            }
             let (g0, g1) = load_two(s, &g[at..][..two], false);
-            let [(w0, w1), (m0, m1), (v0, v1)] = [&*w, &*m, &*v].map(|x| load_two(s, x, false));
+            let [(w0, w1), (m0, m1), (v0, v1)] = old.map(|x| load_two(s, x, false));
             let ([w0, m0, v0], [w1, m1, v1]) = (self.of(s, g0, [w0, m0, v0]), self.of(s, g1, [w1, m1, v1]));
-            narrow_two(s, (w0, w1), w, false);
-            narrow_two(s, (m0, m1), m, false);
-            narrow_two(s, (v0, v1), v, false);
+            narrow_two(s, (w0, w1), &mut w[at..][..two], false);
+            narrow_two(s, (m0, m1), &mut m[at..][..two], false);
+            narrow_two(s, (v0, v1), &mut v[at..][..two], false);
             narrow_two(s, (w0, w1), &mut rounded[at..][..two], false);
         }
         for at in (whole..g.len()).step_by(S::LANES) {
-            let state = [&*w, &*m, &*v].map(|x| load_at(s, x, at, 0.0));
-            let [new_w, new_m, new_v] = self.of(s, load_at(s, g, at, 0.0), state);
+            let old = before.unwrap_or([&*w, &*m, &*v]).map(|x| load_at(s, x, at, 0.0));
+            let [new_w, new_m, new_v] = self.of(s, load_at(s, g, at, 0.0), old);
             narrow_at(s, new_w, w, at);
             narrow_at(s, new_m, m, at);
             narrow_at(s, new_v, v, at);
