@@ -275,6 +275,57 @@ const SHAPES: &[(&str, Make)] = &[
     ("route_backward", route_gradients),
     ("combine", combines),
     ("combine_backward", combine_gradients),
+    ("nll", |_, _| losses("nll")),
+    ("policy_loss", |_, _| losses("policy_loss")),
+    ("batch_loss", |_, _| {
+        let of = |(count, groups): (usize, &str)| {
+            let make = Maker::new("batch_loss", DType::Fp32, DType::Fp32).fp32("per_sequence", &spread(count, 1));
+            make.param("groups", groups).param("denominator", "7").case()
+        };
+        [(1, "1"), (5, "4"), (300, "1"), (300, "16"), (3000, "1024"), (100, "512")].map(of).to_vec()
+    }),
+    ("group_advantage", |_, _| {
+        let of = |(prompts, samples): (usize, usize)| {
+            let mut reward = spread(prompts * samples, 2);
+            reward[0] = f32::NAN;
+            let make = Maker::new("group_advantage", DType::Fp32, DType::Fp32);
+            let make = make.fp32_of("reward", &[prompts, samples], &reward);
+            make.param("divide_by", if samples % 2 == 0 { "one" } else { "deviation" }).case()
+        };
+        [(1, 1), (3, 8), (130, 5), (2, 300)].map(of).to_vec()
+    }),
+    ("square_sum", |_, _| {
+        let of = |(rows, n): (usize, usize)| {
+            let mut x = spread(rows * n, 3);
+            x[n / 2] = f32::INFINITY;
+            Maker::new("square_sum", DType::Fp32, DType::Fp32).fp32_of("x", &[rows, n], &x).case()
+        };
+        [(1, 1), (5, 33), (3, 256), (2, 4099)].map(of).to_vec()
+    }),
+    ("clip_factor", |_, _| {
+        let of = |(count, most): (usize, &str)| {
+            let sums: Vec<f32> = spread(count, 4).into_iter().map(f32::abs).collect();
+            Maker::new("clip_factor", DType::Fp32, DType::Fp32).fp32("sum", &sums).param("max_norm", most).case()
+        };
+        [(1, "100"), (33, "1"), (2100, "0.3")].map(of).to_vec()
+    }),
+    ("adamw", |_, out| {
+        let of = |(n, factor): (usize, bool)| {
+            let mut make =
+                Maker::new("adamw", DType::Fp32, out).param("step", "5").param("lr", "0.1").param("beta2", "0.3");
+            for (salt, name) in ["w", "m", "v", "g"].into_iter().enumerate() {
+                let mut values = spread(n, salt);
+                if name == "v" {
+                    values.iter_mut().for_each(|v| *v = v.abs());
+                } else {
+                    values[n / 2] = [f32::NAN, f32::INFINITY, 0.0, -0.0][salt];
+                }
+                make = make.fp32(name, &values);
+            }
+            if factor { make.fp32("factor", &[0.37]).case() } else { make.case() }
+        };
+        [(1, false), (8, true), (13, false), (2049, true)].map(of).to_vec()
+    }),
     ("gemm_tiles", |dtype, out| {
         let mut shapes = vec![(17, 5, 33), (65, 70, 129), (20, 130, 300), (33, 1, 1), (64, 64, 16), (18, 9, 0)];
         // More than 64 rows and 128 tiles of 128: the large tiles, at the smallest K that has two steps.
@@ -490,6 +541,47 @@ fn routes(dtype: DType, out: DType) -> Vec<Case> {
             }
             cases.push(params.iter().fold(make, |make, (name, value)| make.param(name, value)).case());
         }
+    }
+    cases
+}
+
+/// `count` numbers in [-2, 2) of 24 bits, others for each `salt`.
+fn spread(count: usize, salt: usize) -> Vec<f32> {
+    let number = |i: usize| {
+        let bits = (i as u32).wrapping_mul(2_654_435_761) ^ (salt as u32).wrapping_mul(0x9E37_79B9);
+        ((bits ^ bits >> 15).wrapping_mul(0x2C1B_3C6D) >> 8) as f32 / 4_194_304.0 - 2.0
+    };
+    (0..count).map(number).collect()
+}
+
+/// Sequences around a block, of which some tokens count, or all, or none.
+fn losses(op: &'static str) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (i, (sequences, length)) in [(1, 1), (3, 40), (2, 256), (3, 257), (2, 1100)].into_iter().enumerate() {
+        let (shape, len) = ([sequences, length], sequences * length);
+        let drawn = (0..len as i32).map(|t| if i == 2 { 1 } else { t * t % 7 % 3 });
+        let count: Vec<i32> = drawn.enumerate().map(|(t, c)| if sequences > 2 && t < length { 0 } else { c }).collect();
+        let tokens = |salt: usize| -> Vec<f32> {
+            let values = spread(len, salt).into_iter().zip(&count);
+            values.map(|(v, count)| if *count == 0 { f32::NAN } else { v / 4.0 }).collect()
+        };
+        let mut make = Maker::new(op, DType::Fp32, DType::Fp32).ints("count", &shape, &count);
+        make = make.fp32_of("logprob", &shape, &tokens(1)).param("denominator", "13");
+        make = make.param("reduction", if i % 2 == 0 { "sum" } else { "mean" });
+        if op == "nll" {
+            cases.push(make.case());
+            continue;
+        }
+        let make = make.fp32_of("old_logprob", &shape, &tokens(2)).fp32("advantage", &spread(sequences, 5));
+        let mut plain = make.case();
+        plain.name += &format!(" {shape:?}");
+        for kl in ["k1", "k3"] {
+            let mut case = plain.clone();
+            case.inputs.insert("reference".into(), Tensor::fp32(&shape, tokens(3)));
+            case.params.extend([("kl".to_string(), kl.to_string()), ("beta".into(), "0.3".into())]);
+            cases.push(case);
+        }
+        cases.push(plain);
     }
     cases
 }
@@ -817,7 +909,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 34] = [
+const MUTANTS: [Mutant; 40] = [
     Mutant {
         name: "gradient_of_keys_without_barrier",
         change: Change {
@@ -836,6 +928,38 @@ const MUTANTS: [Mutant; 34] = [
             to: "key >= position - call.window",
         },
         shapes: "attention_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "tokens_numbered_anew",
+        change: Change { file: "sequences.cuh", from: "first = (first + all) % 256;", to: ";" },
+        shapes: "nll",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_lost_within_the_borders",
+        change: Change { file: "policy_loss.cu", from: "v < u ?", to: "v <= u ?" },
+        shapes: "policy_loss",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "groups_end_later",
+        change: Change {
+            file: "batch_loss.cu",
+            from: "at < (group + 1) * count / groups;",
+            to: "at < min(count, (group + 1) * count / groups + 1);",
+        },
+        shapes: "batch_loss",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "square_before_its_share",
+        change: Change {
+            file: "adamw.cu",
+            from: "__fmul_rn(__fmul_rn(rest2, gradient), gradient)",
+            to: "__fmul_rn(rest2, __fmul_rn(gradient, gradient))",
+        },
+        shapes: "adamw",
         says: "elements differ",
     },
     Mutant {

@@ -211,7 +211,7 @@ fn body(ptx: &str) -> Vec<&str> {
 }
 
 /// Arithmetic of floats that the kernels may hold. Everything else on a float type is refused.
-const ALLOWED: [&str; 32] = [
+const ALLOWED: [&str; 33] = [
     "fma.rn.f32",
     "mul.rn.f32",
     "add.rn.f32",
@@ -224,6 +224,7 @@ const ALLOWED: [&str; 32] = [
     "add.rn.f64",
     "sub.rn.f64",
     "div.rn.f64",
+    "sqrt.rn.f64",
     "neg.f32",
     "abs.f32",
     "min.f32",

@@ -375,6 +375,11 @@ pub fn gelu(len: usize) -> Vec<f64> {
     cycle(&GELU, len)
 }
 
+/// Arguments of an exponential that shows as it is.
+pub fn exponents(len: usize) -> Vec<f64> {
+    values(&PAIR).chain(values(&ALONE)).cycle().take(len).collect()
+}
+
 /// Inputs of `softcap` with a cap of 30.
 pub fn softcap(len: usize) -> Vec<f64> {
     cycle(&SOFTCAP, len)

@@ -16,13 +16,16 @@ use std::ops::Deref;
 
 pub use samebits_schema::Error;
 
+mod adamw;
 mod add;
 mod add_rms_norm;
 mod add_rms_norm_backward;
 mod argmax;
 mod attention;
 mod attention_backward;
+mod batch_loss;
 mod chain;
+mod clip_factor;
 mod combine;
 mod combine_backward;
 mod embedding;
@@ -33,15 +36,19 @@ mod gelu_mul_backward;
 mod gemm;
 mod gemm_dw;
 mod gemm_dx;
+mod group_advantage;
+mod inexact;
 mod layer_norm;
 mod layer_norm_backward;
 mod layer_norm_dw;
 mod linear_logprob;
 mod logprob;
 mod logprob_backward;
+mod nll;
 mod norm_rope;
 mod norm_rope_backward;
 mod norm_rope_dw;
+mod policy_loss;
 mod rms_norm;
 mod rms_norm_backward;
 mod rms_norm_dw;
@@ -56,6 +63,7 @@ mod softcap;
 mod softcap_backward;
 mod softmax;
 mod softmax_backward;
+mod square_sum;
 mod token_sum;
 
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
@@ -273,6 +281,13 @@ pub fn all() -> &'static [Spec] {
         combine_backward::SPEC,
         token_sum::SPEC,
         fold::SPEC,
+        nll::SPEC,
+        policy_loss::SPEC,
+        batch_loss::SPEC,
+        group_advantage::SPEC,
+        square_sum::SPEC,
+        clip_factor::SPEC,
+        adamw::SPEC,
         chain::SPEC,
     ];
     ALL
@@ -314,9 +329,13 @@ impl Spec {
         if self.gradient_of.is_some() { Direction::Gradient } else { Direction::Forward }
     }
 
-    /// The dtypes it takes.
+    /// The dtypes its float inputs may have together; those of a chain are of its weights.
     pub fn dtypes(&self) -> &'static [DType] {
-        &DType::FLOATS
+        let mut floats = self.inputs.iter().filter(|input| input.is_float());
+        match floats.next() {
+            Some(first) if first.group.is_none() && floats.all(|input| input.group.is_none()) => first.dtypes,
+            _ => &DType::FLOATS,
+        }
     }
 
     /// The extents that a case of a table gives: the axes of the inputs, R and N where these may have any shape.

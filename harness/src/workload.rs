@@ -587,7 +587,9 @@ mod tests {
             let axes = op.axes().into_iter().flat_map(|axis| if axis == REST { vec!["R", "N"] } else { vec![axis] });
             let optional = op.inputs.iter().filter(|input| input.optional).map(|input| (input.name, 1));
             let params = axes.map(|axis| (axis, extent(axis))).chain(optional);
-            let params: Vec<String> = params.map(|(name, value)| format!("{name} = {value}")).collect();
+            let mut params: Vec<String> = params.map(|(name, value)| format!("{name} = {value}")).collect();
+            // Nothing else reads a reference.
+            params.extend(op.attribute("kl").map(|_| "kl = \"k3\"".to_string()));
             let text = format!(
                 "agree.bf16 = 1\n[[workload]]\nname = \"a/b\"\nop = \"{}\"\nparams = {{ {} }}",
                 op.name,

@@ -17,6 +17,7 @@ mod mutation;
 mod plain;
 mod rows;
 mod tokens;
+mod train;
 mod violations;
 
 pub use equivalents::{EQUIVALENTS, Equivalent};

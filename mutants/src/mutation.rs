@@ -5,7 +5,7 @@
 
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
-use crate::{attention, chain, elements, gemm, plain, rows, tokens};
+use crate::{attention, chain, elements, gemm, plain, rows, tokens, train};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
@@ -43,9 +43,8 @@ pub enum Others {
 
 /// All mutations.
 pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
-    [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS, chain::MUTATIONS]
-        .into_iter()
-        .flatten()
+    let of_ops = [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS];
+    of_ops.into_iter().chain([train::MUTATIONS, chain::MUTATIONS]).flatten()
 }
 
 /// The plain loops that mutants begin from, without a mutation: no check may turn red.

@@ -32,7 +32,7 @@ pub(crate) struct Entry {
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 9] = [
+const FOLDERS: [&[&Entry]; 10] = [
     crate::attention::OPS,
     crate::elementwise::OPS,
     crate::gemm::OPS,
@@ -42,6 +42,7 @@ const FOLDERS: [&[&Entry]; 9] = [
     crate::norm::OPS,
     crate::rope::OPS,
     crate::token::OPS,
+    crate::train::OPS,
 ];
 
 /// Every op.

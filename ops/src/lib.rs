@@ -32,6 +32,7 @@ mod simd;
 mod tensor;
 mod through_f32;
 mod token;
+mod train;
 mod workspace;
 
 pub use attention::attention::{Attention, Keys, Qkv, Sequences, attention};
@@ -84,6 +85,14 @@ pub use tensor::{Layout, MAX_RANK, Scalar, Slice, SliceMut, Tensor, TensorMut, T
 pub use token::chains::{CHAINS, Tokens};
 pub use token::fold::fold;
 pub use token::token_sum::token_sum;
+pub use train::adamw::{AdamW, adamw};
+pub use train::batch_loss::batch_loss;
+pub use train::clip_factor::clip_factor;
+pub use train::group_advantage::{Divide, group_advantage};
+pub use train::nll::nll;
+pub use train::policy_loss::{Kl, PolicyLoss, PolicyTokens, policy_loss};
+pub use train::sequences::{LossShape, Reduction};
+pub use train::square_sum::{NORM_BLOCK, square_sum};
 
 /// The same ops on a device.
 pub mod device {
@@ -129,6 +138,13 @@ pub mod device {
     pub use crate::token::device::Tokens;
     pub use crate::token::fold::on_device as fold;
     pub use crate::token::token_sum::on_device as token_sum;
+    pub use crate::train::adamw::on_device as adamw;
+    pub use crate::train::batch_loss::on_device as batch_loss;
+    pub use crate::train::clip_factor::on_device as clip_factor;
+    pub use crate::train::group_advantage::on_device as group_advantage;
+    pub use crate::train::nll::on_device as nll;
+    pub use crate::train::policy_loss::{DeviceTokens as PolicyTokens, on_device as policy_loss};
+    pub use crate::train::square_sum::on_device as square_sum;
 }
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had

@@ -8,13 +8,16 @@ use crate::op::{Input, Op, Output, OutputDType, REST, Role};
 use crate::{Error, Kind};
 use std::ops::Bound::{Excluded, Included, Unbounded};
 
+pub mod adamw;
 pub mod add;
 pub mod add_rms_norm;
 pub mod add_rms_norm_backward;
 pub mod argmax;
 pub mod attention;
 pub mod attention_backward;
+pub mod batch_loss;
 pub mod chain;
+pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
 pub mod embedding;
@@ -25,17 +28,20 @@ pub mod gelu_mul_backward;
 pub mod gemm;
 pub mod gemm_dw;
 pub mod gemm_dx;
+pub mod group_advantage;
 pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod layer_norm_dw;
 pub mod linear_logprob;
 pub mod logprob;
 pub mod logprob_backward;
+pub mod nll;
 pub mod norm_rope;
 pub mod norm_rope_backward;
 pub mod norm_rope_dw;
 pub mod packed_attention;
 pub mod paged_attention;
+pub mod policy_loss;
 pub mod rms_norm;
 pub mod rms_norm_backward;
 pub mod rms_norm_dw;
@@ -50,6 +56,7 @@ pub mod softcap;
 pub mod softcap_backward;
 pub mod softmax;
 pub mod softmax_backward;
+pub mod square_sum;
 pub mod token_sum;
 
 /// All ops, in the order tables print them.
@@ -96,6 +103,13 @@ pub static OPS: &[&Op] = &[
     &combine_backward::OP,
     &token_sum::OP,
     &fold::OP,
+    &nll::OP,
+    &policy_loss::OP,
+    &batch_loss::OP,
+    &group_advantage::OP,
+    &square_sum::OP,
+    &clip_factor::OP,
+    &adamw::OP,
     &chain::OP,
 ];
 

@@ -91,6 +91,11 @@ fn refusals_name_the_field_and_the_fix() {
     let gemm = |attributes: &[(&str, &str)], inputs: &[(&'static str, &'static [usize])]| {
         refused(fp32("gemm", attributes, inputs))
     };
+    let policy = |kl: &str, more: &[(&'static str, &'static [usize])]| {
+        let tokens = ["logprob", "old_logprob", "count"].map(|name| (name, &[2, 3][..]));
+        let inputs = [&tokens[..], &[("advantage", &[2][..])], more].concat();
+        refused(fp32("policy_loss", &[("kl", kl)], &inputs))
+    };
     // Query heads, key heads and rows of a page.
     let heads = |[hq, hkv, z]: [usize; 3]| {
         let (q, k) = ([1, 1, hq, 4], [2, z, hkv, 4]);
@@ -124,6 +129,12 @@ fn refusals_name_the_field_and_the_fix() {
             refused(fp32("gemm_dx", &[("n_total", "3")], &[("dy", &[2, 4]), W])),
             "param `n_total`: n_offset 0 + N 4 is beyond n_total 3",
         ),
+        (
+            refused(fp32("batch_loss", &[("groups", "3")], &[("per_sequence", &[4])])),
+            "param `groups`: 3 must be a power of two, at most 65536",
+        ),
+        (policy("k3", &[]), "param `kl`: k3 is a distance from `reference`, which is missing; give it"),
+        (policy("none", &[("reference", &[2, 3])]), "param `kl`: none reads no reference"),
         (
             refused(call("gemm", &[], &[("x", DType::I32, &[2, 3]), bf16("w", &[4, 3])], DType::Fp32)),
             "input `x`: dtype is i32; it must be bf16, fp16 or fp32",

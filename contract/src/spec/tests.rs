@@ -750,3 +750,133 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
         }
     }
 }
+
+/// Values of losses, and how far off they may be: tokens that do not count are not read.
+#[test]
+fn losses_by_hand() {
+    let nan = f32::NAN;
+    let tokens = |name: &'static str, values: &[f32]| (name, f32s(&[2, 3], values));
+    let logprob = tokens("logprob", &[-1.0, nan, -2.0, nan, nan, nan]);
+    let inputs = [logprob.clone(), ("count", Tensor::i32(&[2, 3], vec![1, 0, -1, 0, 0, 0]))];
+    let nll = |params: &[(&str, &str)], output| judged(&case("nll", params, &inputs), output);
+    assert_eq!(nll(&[], "per_sequence"), [(3.0, 0.0), (0.0, 0.0)]);
+    assert_eq!(nll(&[("denominator", "4")], "dlogprob")[..3], [(-0.25, 0.0), (0.0, 0.0), (-0.25, 0.0)]);
+    let mean = [("reduction", "mean"), ("denominator", "3")];
+    assert_eq!(nll(&mean, "per_sequence"), [(1.5, 0.0), (0.0, 0.0)]);
+    // Half is exact, a sixth is not.
+    assert_eq!(nll(&mean, "dlogprob")[0], (-1.0 / 6.0, 1.0 / 6.0 + FLOOR));
+
+    let policy = |a: f32, advantage: f32, params: &[(&str, &str)], reference: Option<f32>| {
+        let one = |name: &'static str, value: f32| (name, f32s(&[1, 1], &[value]));
+        let mut inputs = vec![one("logprob", a), one("old_logprob", 0.0), ("advantage", f32s(&[1], &[advantage]))];
+        inputs.push(("count", Tensor::i32(&[1, 1], vec![1])));
+        inputs.extend(reference.map(|r| one("reference", r)));
+        let case = case("policy_loss", params, &inputs);
+        ["per_sequence", "dlogprob"].map(|output| judged(&case, output)[0])
+    };
+    let most = f64::from(1.2f32);
+    assert_eq!(policy(0.0, 2.0, &[], None), [(-2.0, 0.0), (-2.0, 0.0)]);
+    assert_eq!(policy(1.0, 1.0, &[], None), [(-most, 0.0), (0.0, 0.0)]);
+    assert_eq!(policy(-1.0, -1.0, &[], None), [(f64::from(0.8f32), 0.0), (0.0, 0.0)]);
+    let [(value, error), (slope, _)] = policy(1.0, -1.0, &[], None);
+    assert!(near([value, slope], &[1f64.exp(); 2]) && (2.0..20.0).contains(&error));
+    // Near a border a rounding decides on the slope.
+    let [(value, error), (_, slope_error)] = policy(1.2f32.ln(), 1.0, &[], None);
+    assert!((value + most).abs() < 1e-6 && error < 10.0 && slope_error.is_infinite());
+    assert!(policy(nan, 1.0, &[], None).iter().all(|(value, error)| value.is_nan() && *error == 0.0));
+    let near_k = |kl: &str, expected: [f64; 2]| {
+        let [(value, _), (slope, _)] = policy(-0.5, 0.0, &[("kl", kl), ("beta", "0.5")], Some(-1.0));
+        assert!(near([value, slope], &expected), "{kl}: {value} {slope}");
+    };
+    near_k("k1", [0.25, 0.5]);
+    near_k("k3", [0.5 * ((-0.5f64).exp() + 0.5 - 1.0), 0.5 * (1.0 - (-0.5f64).exp())]);
+
+    let batch = |groups: &str, values: &[f32]| {
+        let inputs = [("per_sequence", f32s(&[values.len()], values))];
+        judged(&case("batch_loss", &[("groups", groups), ("denominator", "2")], &inputs), "loss")[0]
+    };
+    assert_eq!((batch("1", &[1.0, 2.0, 4.0]), batch("4", &[1.0, 2.0, 4.0])), ((3.5, 0.0), (3.5, 0.0)));
+    assert!(batch("1", &[-0.0]).0.is_sign_positive());
+}
+
+/// The step: norms, factors, AdamW's first steps.
+#[test]
+fn the_step_by_hand() {
+    let rewards = [("reward", f32s(&[2, 2], &[3.0, 1.0, 1.0, 1.0]))];
+    let advantage = judged(&case("group_advantage", &[("eps", "0.5")], &rewards), "advantage");
+    assert!(near([advantage[0].0, advantage[1].0], &[1.0 / 1.5, -1.0 / 1.5]) && advantage[2] == (0.0, 0.0));
+    let bare = judged(&case("group_advantage", &[("divide_by", "one")], &rewards), "advantage");
+    assert_eq!(bare[..2], [(1.0, 0.0), (-1.0, 0.0)]);
+
+    let squares = case("square_sum", &[], &[("x", f32s(&[2, 2], &[3.0, 4.0, 0.1, 0.0]))]);
+    let squares = judged(&squares, "sum");
+    assert!(squares[0] == (25.0, 0.0) && squares[1].1 > 0.0);
+    let clip = |max: &str, sums: &[f32]| {
+        let case = case("clip_factor", &[("max_norm", max)], &[("sum", f32s(&[sums.len()], sums))]);
+        ["norm", "factor"].map(|output| judged(&case, output)[0])
+    };
+    assert_eq!(clip("6", &[9.0, 16.0]), [(5.0, 0.0), (1.0, 0.0)]);
+    let [norm, (factor, error)] = clip("1", &[9.0, 16.0]);
+    assert!(norm == (5.0, 0.0) && near([factor], &[1.0 / (5.0 + 1e-6)]) && error > 0.0);
+    assert!(clip("1", &[f32::INFINITY])[1] == (0.0, 0.0) && clip("1", &[f32::NAN])[1].0.is_nan());
+
+    let adamw = |params: &[(&str, &str)], [w, m, v, g]: [f32; 4], factor: Option<f32>| {
+        let mut inputs: Vec<(&str, Tensor)> =
+            [("w", w), ("m", m), ("v", v), ("g", g)].map(|(name, value)| (name, f32s(&[1, 1], &[value]))).into();
+        inputs.extend(factor.map(|factor| ("factor", f32s(&[1], &[factor]))));
+        let case = case("adamw", params, &inputs);
+        ["new_w", "new_m", "new_v"].map(|output| judged(&case, output)[0].0)
+    };
+    // Whatever the gradient, the first step is as long as the rate.
+    let [w, m, v] = adamw(&[("lr", "0.5"), ("eps", "0"), ("weight_decay", "0.5")], [2.0, 0.0, 0.0, 3.0], None);
+    assert!(near([w, m, v], &[2.0 * 0.75 - 0.5, 0.3, 0.009]));
+    let second = [("lr", "0.5"), ("eps", "0.25"), ("weight_decay", "0"), ("step", "2"), ("beta2", "0.99")];
+    let [w, m, v] = adamw(&second, [2.0, 1.0, 4.0, 6.0], Some(0.5));
+    let (m1, v1) = (0.9 + 0.1 * 3.0, 0.99 * 4.0 + 0.01 * 9.0f64);
+    let u = m1 / 0.19 / ((v1 / (1.0 - 0.99f64.powi(2))).sqrt() + 0.25);
+    assert!(near([w, m, v], &[2.0 - 0.5 * u, m1, v1]), "{w} {m} {v}");
+}
+
+/// The gradient of a loss is what moving each log-probability makes of the loss of the batch.
+#[test]
+fn gradients_of_losses_are_finite_differences() {
+    let mut random = samebits_schema::sample::Random::new(9);
+    let mut numbers = |count: usize| (0..count).map(|_| (random.below(768) as f32 - 384.0) / 256.0).collect::<Vec<_>>();
+    let (b, t) = (3, 4);
+    let [logprob, old, reference, advantage] = [b * t, b * t, b * t, b].map(&mut numbers);
+    let count = Tensor::i32(&[b, t], (0..(b * t) as i32).map(|i| i % 3).collect());
+    let policy: [&[(&str, &str)]; 4] = [
+        &[("denominator", "7")],
+        &[("low", "0.5"), ("high", "3"), ("reduction", "mean")],
+        &[("kl", "k1"), ("beta", "0.75"), ("reduction", "mean"), ("denominator", "3")],
+        &[("kl", "k3"), ("beta", "0.75"), ("denominator", "7")],
+    ];
+    let nll: [&[(&str, &str)]; 2] = [&[("denominator", "7")], &[("reduction", "mean"), ("denominator", "3")]];
+    let all = nll.map(|params| ("nll", params)).into_iter().chain(policy.map(|params| ("policy_loss", params)));
+    for (op, params) in all {
+        let of = |logprob: &[f32]| {
+            let mut inputs = vec![("logprob", f32s(&[b, t], logprob)), ("count", count.clone())];
+            if op == "policy_loss" {
+                inputs.extend([("old_logprob", f32s(&[b, t], &old)), ("advantage", f32s(&[b], &advantage))]);
+            }
+            if params.iter().any(|(name, _)| *name == "kl") {
+                inputs.push(("reference", f32s(&[b, t], &reference)));
+            }
+            case(op, params, &inputs)
+        };
+        let denominator: f64 =
+            params.iter().find(|(name, _)| *name == "denominator").map_or(1.0, |(_, d)| d.parse().unwrap());
+        let loss = |logprob: &[f32]| {
+            judged(&of(logprob), "per_sequence").iter().map(|(value, _)| value).sum::<f64>() / denominator
+        };
+        for (i, (found, _)) in judged(&of(&logprob), "dlogprob").into_iter().enumerate() {
+            let moved = |steps: f32| {
+                let mut logprob = logprob.clone();
+                logprob[i] += steps / 256.0;
+                loss(&logprob)
+            };
+            let slope = (8.0 * (moved(1.0) - moved(-1.0)) - (moved(2.0) - moved(-2.0))) / 12.0 * 256.0;
+            assert!((found - slope).abs() < 1e-6, "{op} {params:?} [{i}]: {found}, by differences {slope}");
+        }
+    }
+}

@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 32] = [
+pub const HANDS_ON: [&str; 38] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -50,6 +50,11 @@ pub const HANDS_ON: [&str; 32] = [
     "layer_norm_dw",
     "norm_rope_dw",
     "embedding_dw",
+    "nll",
+    "policy_loss",
+    "batch_loss",
+    "group_advantage",
+    "adamw",
 ];
 
 /// Those that sum over tokens.
@@ -121,8 +126,9 @@ impl Probe<'_> {
             found("163840 times 10", self.sum(op, &vec![10.0; 163_840])?.map(|sum| sum.text()), "1638400");
         }
         // A sum begins with +0, and that is what -0 is added to.
-        let sums =
-            is_product(op) || ["combine", "attention", "attention_backward"].contains(&op) || TOKEN_SUMS.contains(&op);
+        let sums = is_product(op)
+            || ["combine", "attention", "attention_backward", "nll", "batch_loss"].contains(&op)
+            || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
         found("NaN", self.hand_on(op, f64::NAN)?.map(|y| y.text()), CANONICAL);
@@ -313,6 +319,17 @@ impl Probe<'_> {
                 self.one(op, &[], vec![("x", self.make(&[x.len(), 1], &x))], "y")
             }
             _ if TOKEN_SUMS.contains(&op) => self.token_sum(op, terms),
+            ("batch_loss", _) => self.one(op, &[], vec![("per_sequence", self.make(&[terms.len()], terms))], "loss"),
+            // Lanes of one token each, which fold as the terms of `fold` do.
+            ("nll", _) => {
+                let half = terms.len().next_power_of_two() / 2;
+                let place = |i: usize| if half == 0 { 0 } else { i / 2 + i % 2 * half };
+                let mut logprob = vec![0.0; (2 * half).max(1)];
+                terms.iter().enumerate().for_each(|(i, term)| logprob[place(i)] = -*term);
+                let shape = [1, logprob.len()];
+                let count = Tensor::i32(&shape, vec![1; logprob.len()]);
+                self.one(op, &[], vec![("logprob", self.make(&shape, &logprob)), ("count", count)], "per_sequence")
+            }
             ("add", [a, b]) => {
                 self.one(op, &[], vec![("a", self.make(&[1, 1], &[*a])), ("b", self.make(&[1, 1], &[*b]))], "y")
             }
@@ -372,7 +389,7 @@ impl Probe<'_> {
         let eps = [("eps", "0".to_string())];
         match op {
             "gemm" | "gemm_dx" | "gemm_dw" | "combine" => self.dot(op, &[v], &[1.0]),
-            _ if op == "fold" || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
+            _ if ["fold", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
@@ -388,6 +405,25 @@ impl Probe<'_> {
                     ("dweight", Tensor::fp32(&[1, 1], vec![v as f32])),
                 ];
                 self.one(op, &[("scoring", "sigmoid".into())], inputs, "dlogits")
+            }
+            // Where the ratio is 1.
+            "policy_loss" => {
+                let zero = || make(&[1, 1], &[0.0]);
+                let (advantage, count) = (make(&[1], &[-v]), Tensor::i32(&[1, 1], vec![1]));
+                let inputs =
+                    vec![("logprob", zero()), ("old_logprob", zero()), ("advantage", advantage), ("count", count)];
+                self.one(op, &[], inputs, "dlogprob")
+            }
+            // A number beside its opposite, whose mean is 0; that of infinities is none.
+            "group_advantage" if v.is_infinite() => Ok(None),
+            "group_advantage" => {
+                self.one(op, &[("divide_by", "one".into())], vec![("reward", make(&[1, 2], &[v, -v]))], "advantage")
+            }
+            // A step of length 0.
+            "adamw" => {
+                let one = |v: f64| make(&[1, 1], &[v]);
+                let inputs = vec![("w", one(v)), ("m", one(0.0)), ("v", one(1.0)), ("g", one(0.0))];
+                self.one(op, &[("lr", "0".into())], inputs, "rounded")
             }
             "embedding" => self.one(op, &[], vec![("w", make(&[1, 1], &[v])), ("tokens", int(0))], "y"),
             "rms_norm" => self.one(op, &eps, vec![("x", make(&[1, 4], &[1.0; 4])), ("w", make(&[4], &[v; 4]))], "y"),

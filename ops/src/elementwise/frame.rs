@@ -54,7 +54,7 @@ pub fn elementwise(
 type Work<'a> = dyn Fn(&[f32], &[f32], &mut [f32]) + Sync + 'a;
 
 /// Tensors of one shape as rows, and how many elements a row has: where nothing has gaps everything is one row.
-pub(super) fn as_rows<'a, const N: usize>(inputs: [TensorRef<'a>; N], shape: &[usize]) -> ([TensorRef<'a>; N], usize) {
+pub(crate) fn as_rows<'a, const N: usize>(inputs: [TensorRef<'a>; N], shape: &[usize]) -> ([TensorRef<'a>; N], usize) {
     let flat = inputs.map(|x| x.as_one_row());
     if flat.iter().all(Option::is_some) {
         return (flat.map(|x| x.expect("looked at")), shape.iter().product());

@@ -69,6 +69,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn sqrt(self, a: __m256) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm256_sqrt_ps(a) }
+    }
+
+    #[inline(always)]
     fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm256_fmadd_ps(a, b, c) }

@@ -68,6 +68,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn sqrt(self, a: __m512) -> __m512 {
+        // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
+        unsafe { _mm512_sqrt_ps(a) }
+    }
+
+    #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: an `Avx512` exists only inside `enter`, where the machine has the instructions.
         unsafe { _mm512_fmadd_ps(a, b, c) }

@@ -168,6 +168,7 @@ impl Simd for Emulated {
         sub(a: Floats, b: Floats) -> Floats
         mul(a: Floats, b: Floats) -> Floats
         div(a: Floats, b: Floats) -> Floats
+        sqrt(a: Floats) -> Floats
         fma(a: Floats, b: Floats, c: Floats) -> Floats
         abs(a: Floats) -> Floats
         neg(a: Floats) -> Floats

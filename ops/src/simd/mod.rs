@@ -46,6 +46,8 @@ pub trait Simd: Copy + Send + Sync {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a / b`.
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The square root of `a`.
+    fn sqrt(self, a: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `|a|`.

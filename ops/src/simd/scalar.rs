@@ -43,6 +43,10 @@ impl Simd for Scalar {
         a / b
     }
     #[inline(always)]
+    fn sqrt(self, a: f32) -> f32 {
+        a.sqrt()
+    }
+    #[inline(always)]
     fn fma(self, a: f32, b: f32, c: f32) -> f32 {
         a.mul_add(b, c)
     }

@@ -56,6 +56,10 @@ impl<S: Simd> Simd for Unrolled<S> {
         (self.0.div(a.0, b.0), self.0.div(a.1, b.1))
     }
     #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        (self.0.sqrt(a.0), self.0.sqrt(a.1))
+    }
+    #[inline(always)]
     fn max(self, a: Self::F, b: Self::F) -> Self::F {
         (self.0.max(a.0, b.0), self.0.max(a.1, b.1))
     }

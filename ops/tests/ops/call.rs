@@ -140,8 +140,14 @@ fn draw(op: &'static Op, dtype: DType, out: DType, large: bool, random: &mut Ran
     let of = |input: &Input| input.dtype_beside(dtype);
     let given: Vec<Given> =
         forms.iter().map(|(input, shape)| Given { name: input.name, dtype: of(input), shape }).collect();
-    let attributes =
-        if op.attribute("chosen").is_some() { Attributes::new().with("chosen", 3) } else { Attributes::new() };
+    let mut attributes = Attributes::new();
+    if op.attribute("chosen").is_some() {
+        attributes = attributes.with("chosen", 3);
+    }
+    // Every input is given, and one that nothing reads is refused.
+    if op.attribute("kl").is_some() {
+        attributes = attributes.with("kl", "k3").with("beta", 0.5);
+    }
     let call = validate(op, &given, attributes, out).unwrap_or_else(|e| panic!("{}: {e}", op.name));
     let tensors = forms.into_iter().map(|(input, shape)| {
         let count = shape.iter().product();

@@ -201,6 +201,32 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let shape = Logprob { temperature: 0.7, ..Logprob::new(3, n) };
             logprob_backward(&r.cpu, &shape, &r.floats::<I>(3 * n), &target, &lse, gradients, &mut r.room::<O>(3 * n))
         }),
+        // n is T, and for the step a number of elements.
+        ("nll", |r, n| {
+            let (logprob, count) = (r.floats(3 * n), r.ints((0..3 * n as i32).map(|i| i % 3)));
+            nll(&r.cpu, &LossShape::new(3, n), &logprob, &count, &mut r.room(3), &mut r.room(3 * n))
+        }),
+        ("policy_loss", |r, n| {
+            let (logprob, old, reference, advantage) = (r.floats(2 * n), r.floats(2 * n), r.floats(2 * n), r.floats(2));
+            let count = r.ints((0..2 * n as i32).map(|i| i % 5));
+            let tokens = PolicyTokens {
+                logprob: &logprob,
+                old_logprob: &old,
+                advantage: &advantage,
+                reference: Some(&reference),
+                count: &count,
+            };
+            let loss = PolicyLoss { kl: Kl::K3, beta: 0.1, ..PolicyLoss::default() };
+            policy_loss(&r.cpu, &LossShape::new(2, n), &loss, tokens, &mut r.room(2), &mut r.room(2 * n))
+        }),
+        ("group_advantage", |r, n| {
+            group_advantage(&r.cpu, n, Divide::Deviation(1e-6), &r.floats(3 * n), &mut r.room(3 * n))
+        }),
+        ("square_sum", |r, n| square_sum(&r.cpu, &r.floats(3 * n), &mut r.room(3))),
+        ("adamw", |r, n| {
+            let (g, mut w, mut m, mut v) = (r.floats(n), r.floats(n), r.floats(n), r.floats(n));
+            adamw(&r.cpu, &AdamW::default(), &g, Some(0.5), [&mut w, &mut m, &mut v], &mut r.room::<O>(n))
+        }),
         ("embedding", |r, n| {
             embedding(&r.cpu, n, &r.floats::<I>(4 * n), &r.ints([3, 0, 3].into_iter()), &mut r.room::<O>(3 * n))
         }),

@@ -10,6 +10,7 @@ mod guard;
 mod norm_gradients;
 mod page;
 mod token_sums;
+mod train;
 
 use samebits_ops::{Cpu, Element, Isa};
 

@@ -39,7 +39,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 13] = headers![
+pub static HEADERS: [(&str, &str); 14] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
@@ -50,6 +50,7 @@ pub static HEADERS: [(&str, &str); 13] = headers![
     "reduce.cuh",
     "rotate.cuh",
     "scale.cuh",
+    "sequences.cuh",
     "tile.cuh",
     "tokens.cuh",
     "turned.cuh"

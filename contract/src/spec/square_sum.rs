@@ -1,0 +1,43 @@
+//! `square_sum`: the inputs of its cases and its oracle.
+use super::gemm::sum_of;
+use super::*;
+
+pub(super) const SPEC: Spec = Spec {
+    op: &samebits_schema::square_sum::OP,
+    class: Class::Reduction,
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    table: include_str!("../../ops/square_sum.toml"),
+    make,
+    compute,
+};
+
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let (r, n) = (maker.dim("R"), maker.dim("N"));
+    let x = match maker.fill {
+        // Squares among the subnormals, and near the largest f32.
+        Fill::Tiny | Fill::NearOverflow => {
+            let by = round::pow2(if maker.fill == Fill::Tiny { 62 } else { -70 });
+            maker.values("x", maker.fill, r * n, n).into_iter().map(|v| v * by).collect()
+        }
+        Fill::Classes => {
+            let pow = round::pow2;
+            // 2^24 - 1 is a sum of four squares.
+            let largest = [4095.0, 90.0, 9.0, 3.0].map(|v| v * pow(52));
+            let rows: [&[f64]; 6] =
+                [&[0.0], &[pow(-70)], &[pow(-63)], &largest, &[f64::NEG_INFINITY, 1.0], &[f64::NAN]];
+            let mut x = vec![-0.0; r * n];
+            for (row, values) in x.chunks_mut(n).zip(rows.iter().cycle()) {
+                row[..values.len()].copy_from_slice(values);
+            }
+            x
+        }
+        fill => maker.values("x", fill, r * n, n),
+    };
+    maker.floats([("x", vec![r, n], x)])
+}
+
+fn compute(c: &Checked) -> References {
+    let (r, n) = (c.dim("R"), c.dim("N"));
+    let x = c.floats("x");
+    one("sum", Reference::new(vec![r], x.chunks(n).map(|row| sum_of(row.iter().map(|x| x * x)))))
+}
