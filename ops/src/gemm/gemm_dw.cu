@@ -1,6 +1,6 @@
-// The gradient of the weight of a matrix product: x[T,K], dy[T,N], mask[T]?, carry[N,K]? -> dw[N,K]: gemm_dw.rs. A block takes
-// a square of dw, a thread a square of sums, which are chains of fma over the tokens from carry or +0; last rounding. Rows that
-// are no tokens are not read: their products are -0, which changes no sum.
+// The gradient of the weight of a matrix product: x[T,K], dy[T,N], mask[T]?, carry[N,K]? -> dw[N,K]: gemm_dw.rs. A block
+// takes a square of dw, a thread a square of sums, which are chains of fma over the tokens from carry or +0; last rounding.
+// Rows that are no tokens are not read: their products are -0, which changes no sum.
 #include "element.cuh"
 
 #define STEP 16
@@ -42,10 +42,11 @@ DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const i
             long long t = at + task / GROUPS % STEP;
             bool of_dy = task < STEP * GROUPS, token = t < tokens;
             if (token && has_mask) token = mask[t] != 0;
+            int count = token ? (of_dy ? rows : columns) - group * 8 : 0;
             if (of_dy) {
-                next[l] = load_up_to8<In>(dy_square + t * n + group * 8, token ? rows - group * 8 : 0, dy_aligned, -0.0f);
+                next[l] = load_up_to8<In>(dy_square + t * n + group * 8, count, dy_aligned, -0.0f);
             } else {
-                next[l] = load_up_to8<In>(x_square + t * k + group * 8, token ? columns - group * 8 : 0, x_aligned, 0.0f);
+                next[l] = load_up_to8<In>(x_square + t * k + group * 8, count, x_aligned, 0.0f);
             }
         }
     };
@@ -58,7 +59,10 @@ DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const i
             for (int i = 0; i < 2; i++) {
                 float v[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) v[j] = sizeof(In) == 4 ? operand(next[l].v[4 * i + j]) : next[l].v[4 * i + j];
+                for (int j = 0; j < 4; j++) {
+                    v[j] = next[l].v[4 * i + j];
+                    if (sizeof(In) == 4) v[j] = operand(v[j]);
+                }
                 store16(to + (buffer * STEP + step) * ROW + group * 8 + 4 * i,
                         make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                                    __float_as_uint(v[3])));

@@ -17,6 +17,27 @@ fn page<I: Stored>([n, k]: [usize; 2], mask: Option<&[i32]>, x: &[I], dy: &[I], 
     bits(&dw)
 }
 
+/// A call by name, which goes on from its carry and not from what dw holds.
+fn by_name<I: Stored>(
+    cpu: &Cpu,
+    [tokens, n, k]: [usize; 3],
+    mask: Option<&[i32]>,
+    [x, dy]: [&[I]; 2],
+    start: &[f32],
+    expected: &[u32],
+) {
+    let mut inputs = vec![
+        ("x", TensorRef::new(x, &[tokens, k]).unwrap()),
+        ("dy", TensorRef::new(dy, &[tokens, n]).unwrap()),
+        ("carry", TensorRef::new(start, &[n, k]).unwrap()),
+    ];
+    inputs.extend(mask.map(|mask| ("mask", TensorRef::new(mask, &[tokens]).unwrap())));
+    let mut dw = vec![7e7; n * k];
+    let output = TensorMut::new(&mut dw, &[n, k]).unwrap();
+    cpu.call("gemm_dw", Attributes::new(), &inputs, vec![("dw", output)]).unwrap();
+    assert_eq!(bits(&dw), expected, "{cpu:?} by name");
+}
+
 /// `flags`: 1 for a mask, 2 for a start that is not 0, 4 for special values in one row of dw, 8 for a start that
 /// `VDPBF16PS` would flush, 16 for a start of -0.
 fn check<I: Stored>([tokens, n, k]: [usize; 3], spread: u32, seed: u64, flags: u32) {
@@ -54,6 +75,7 @@ fn check<I: Stored>([tokens, n, k]: [usize; 3], spread: u32, seed: u64, flags: u
         };
         run(&cpu, &[]).unwrap();
         run(&cpu, &[tokens / 3, tokens / 3 + 1]).unwrap();
+        by_name(&cpu, [tokens, n, k], mask, [&x, &dy], &start, &expected);
         for tight in budgets(&cpu, seed, |cpu| run(cpu, &[])) {
             run(&tight, &[]).unwrap();
             assert!(tight.ledger().plans().iter().all(|plan| plan.bytes <= tight.budget()));
