@@ -798,7 +798,7 @@ const MUTANTS: [Mutant; 34] = [
             to: "            changes[thread] = g;",
         },
         shapes: "attention_backward",
-        says: "reads what nobody has written",
+        says: "races with a write",
     },
     Mutant {
         name: "gradient_window_one_too_wide",
