@@ -918,7 +918,7 @@ const MUTANTS: [Mutant; 40] = [
             to: "            changes[thread] = g;",
         },
         shapes: "attention_backward",
-        says: "reads what nobody has written",
+        says: "races with a write",
     },
     Mutant {
         name: "gradient_window_one_too_wide",
