@@ -146,8 +146,8 @@ fn given<I: Stored>(shape: &Attention, spread: u32, seed: u64, special: &[f32]) 
         lse.push((top + scores.iter().map(|s| (s - top).exp()).sum::<f64>().ln()) as f32);
     }
     let nan = I::narrow(f32::NAN);
-    for b in 0..batch {
-        for key in (b * keys + kv_len[b] as usize) * kv_heads..(b + 1) * keys * kv_heads {
+    for (b, &seen) in kv_len.iter().enumerate() {
+        for key in (b * keys + seen as usize) * kv_heads..(b + 1) * keys * kv_heads {
             k[key * d..][..d].fill(nan);
             v[key * e..][..e].fill(nan);
         }
