@@ -1,5 +1,10 @@
 //! Whole models in use: what was sampled is scored again bit for bit, and a mutant is traced to its layer.
 
+#[path = "chains/gradients.rs"]
+mod gradients;
+#[path = "chains/training.rs"]
+mod training;
+
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use samebits_contract::fill::Fill;

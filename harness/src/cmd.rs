@@ -11,6 +11,7 @@ pub mod diff;
 pub mod forward;
 pub mod generate;
 pub mod goldens;
+pub mod grad;
 pub mod list;
 pub mod measure;
 pub mod merge;
@@ -22,6 +23,7 @@ pub mod score;
 pub mod sweep;
 pub mod times;
 pub mod trace;
+pub mod train;
 
 use crate::checkpoints::Checkpoints;
 use crate::implementation::cuda::open_gpu;

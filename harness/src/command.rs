@@ -31,6 +31,10 @@ Examples:
   samebits rollout --model DIR --prompts prompts.txt --samples 4 --out rollout.jsonl
   samebits score --model DIR --rollout rollout.jsonl --schedule prefill --isa scalar
       samples texts, and computes their log-probabilities again on another schedule: 0 differ; with --device cuda on a GPU
+  samebits grad --model DIR --tokens tokens.safetensors --out gradient.safetensors --micro-batch 4
+      the gradient of every parameter, the same bits under every --micro-batch, --pad, --isa and --threads
+  samebits train --model DIR --data tokens.safetensors --steps 100 --batch 8 --out RUN
+      trains it; killed and started again, it ends with the same bits
   samebits trace default schedule=decode,isa=avx2 --model DIR --tokens tokens.safetensors
       the first place where two runs of a model part, if they do
 
@@ -61,6 +65,8 @@ enum Verb {
     Generate(cmd::generate::Args),
     Rollout(cmd::rollout::Args),
     Score(cmd::score::Args),
+    Grad(cmd::grad::Args),
+    Train(cmd::train::Args),
     Trace(cmd::trace::Args),
     Audit(cmd::audit::Args),
     Measure(cmd::measure::Args),
@@ -97,6 +103,8 @@ pub fn main() -> ExitCode {
         Verb::Generate(args) => cmd::generate::run(&args),
         Verb::Rollout(args) => cmd::rollout::run(&args),
         Verb::Score(args) => cmd::score::run(&args),
+        Verb::Grad(args) => cmd::grad::run(&args),
+        Verb::Train(args) => cmd::train::run(&args),
         Verb::Trace(args) => cmd::trace::run(&args),
         Verb::Audit(args) => cmd::audit::run(&args),
     })

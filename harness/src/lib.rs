@@ -8,6 +8,7 @@ pub mod clock;
 mod cmd;
 pub mod command;
 pub mod dump;
+mod examples;
 pub mod implementation;
 pub mod judge;
 pub mod machine;

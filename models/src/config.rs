@@ -238,13 +238,16 @@ impl Config {
     /// The attributes of the ops of a forward.
     pub(crate) fn attributes(&self) -> OpAttributes {
         let &Config { rms_eps, weight_offset, pairing, .. } = self;
-        let norm = Attributes::new().with("eps", f64::from(rms_eps)).with("weight_offset", weight_offset);
+        let eps = Attributes::new().with("eps", f64::from(rms_eps));
+        let norm = eps.clone().with("weight_offset", weight_offset);
         let pairing = if pairing == Pairing::Interleaved { "interleaved" } else { "half" };
         OpAttributes {
             none: Attributes::new(),
             latent_norm: Attributes::new().with("eps", f64::from(LATENT_EPS)),
             rope: Attributes::new().with("pairing", pairing),
             norm_rope: norm.clone().with("pairing", pairing),
+            norm_dw: eps.clone(),
+            norm_rope_dw: eps.with("pairing", pairing),
             norm,
             embed_scale: self.embed_scale.map(|factor| Attributes::new().with("factor", factor)),
             softcap: self.logit_softcap.map(|cap| Attributes::new().with("cap", cap)),
@@ -280,7 +283,7 @@ impl Config {
     }
 }
 
-/// The attributes of the ops of a forward, by what they are used for.
+/// The attributes of the ops of a forward and a reverse pass, by what they are used for.
 pub(crate) struct OpAttributes {
     /// Of ops without any.
     pub none: Attributes,
@@ -290,6 +293,9 @@ pub(crate) struct OpAttributes {
     pub latent_norm: Attributes,
     pub rope: Attributes,
     pub norm_rope: Attributes,
+    /// Of gradients of the weights of norms, of the residual stream and of heads.
+    pub norm_dw: Attributes,
+    pub norm_rope_dw: Attributes,
     /// Of the scaling of embedded tokens, where there is one.
     pub embed_scale: Option<Attributes>,
     /// Of the softcap of logits, where there is one.

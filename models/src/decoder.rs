@@ -30,7 +30,7 @@
 use crate::config::{Config, Mlp, OpAttributes};
 use crate::experts::{Mixture, PROJECTIONS};
 use crate::kv_cache::KvCache;
-use crate::linear::{Gated, Linear, Loader};
+use crate::linear::{Gated, Linear, Loader, Source, Vector};
 use crate::machine::{Machine, typed};
 use crate::pass::Pass;
 use crate::qkv::{Projections, Qkv};
@@ -39,7 +39,8 @@ use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Backend, Cpu, DType, Element, Tensor};
+use samebits_ops::{Backend, Cpu, DType, Element, Tensor, TensorRef};
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem::swap;
 
 /// Weights of a model, ready to run.
@@ -47,27 +48,34 @@ pub(crate) struct Decoder {
     pub config: Config,
     /// What products and attention read.
     pub dtype: DType,
-    attributes: OpAttributes,
+    pub attributes: OpAttributes,
     /// `[V, hidden]`; `None` where it is the output projection.
     embed: Option<Tensor>,
-    layers: Vec<Layer>,
-    final_norm: Tensor,
-    lm_head: Linear,
+    pub layers: Vec<Layer>,
+    pub final_norm: Vector,
+    pub lm_head: Linear,
+    /// Name and shape of every parameter.
+    pub parameters: BTreeMap<String, Vec<usize>>,
+    /// Names of what is read and is no parameter.
+    pub constants: BTreeSet<String>,
 }
 
-struct Layer {
-    input_norm: Tensor,
-    projections: Projections,
-    o: Linear,
+/// The name of the embedding table in a folder.
+pub(crate) const TABLE: &str = "model.embed_tokens";
+
+pub(crate) struct Layer {
+    pub input_norm: Vector,
+    pub projections: Projections,
+    pub o: Linear,
     /// Behind the attention.
-    post_attention_norm: Option<Tensor>,
-    mlp_norm: Tensor,
-    mlp: LayerMlp,
+    pub post_attention_norm: Option<Vector>,
+    pub mlp_norm: Vector,
+    pub mlp: LayerMlp,
     /// Behind the MLP.
-    post_mlp_norm: Option<Tensor>,
+    pub post_mlp_norm: Option<Vector>,
 }
 
-enum LayerMlp {
+pub(crate) enum LayerMlp {
     Dense(Box<Gated>),
     Sparse(Box<Mixture>),
 }
@@ -129,7 +137,7 @@ impl<'a> Runner<'a> {
         let may_record = hook.probe.is_none() && (c.experts.is_none() || inputs.choices.is_some());
         let (calls, gated) = (std::mem::take(&mut cache.forms.calls), Default::default());
         let (dtype, attributes) = (decoder.dtype, &decoder.attributes);
-        let mut pass = Pass { machine, config: c, dtype, attributes, hook, calls, gated };
+        let mut pass = Pass { machine, config: c, dtype, attributes, hook, calls, gated, kept: None };
         let recorded = match recorded {
             None if again && may_record => {
                 let mut logits = None;
@@ -174,25 +182,31 @@ impl Decoder {
             w.drop_prefix(&format!("model.layers.{}.", c.layers + extra));
         }
         // The largest tensors first: what is read of one is given back before the model has its whole size.
-        let (table, head) = ("model.embed_tokens.weight", "lm_head.weight");
-        let mut embed = Some(w.tensor(table, dtype, &[c.vocab, c.hidden])?);
+        let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
+        let mut embed = Some(w.tensor(&table, dtype, &[c.vocab, c.hidden])?);
         if c.tied && w.contains(head) {
             // Some tied folders store the table a second time: then it must be the same table.
             let path = w.path(head);
-            if !same_bits(&w.tensor(head, dtype, &[c.vocab, c.hidden])?, embed.as_ref().expect("it was just read")) {
+            let again = w.tensor(head, dtype, &[c.vocab, c.hidden])?;
+            w.parameters.remove(head);
+            if !same_bits(&again, embed.as_ref().expect("it was just read")) {
                 let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
                 return Err(ModelError::tensor(&path, head, why));
             }
         }
         let own = if c.tied { embed.take() } else { Some(w.tensor(head, dtype, &[c.vocab, c.hidden])?) };
-        let lm_head = Linear::pack(cpu, &own.expect("tied or its own"), None)?;
+        let source = Source::whole(if c.tied { TABLE } else { "lm_head" }.into(), c.vocab);
+        let lm_head = Linear::pack(cpu, source, &own.expect("tied or its own"), None)?;
         let mut layers = Vec::new();
         for layer in 0..c.layers {
             layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer })?);
         }
-        let final_norm = w.tensor("model.norm.weight", DType::Fp32, &[c.hidden])?;
+        let name = "model.norm.weight";
+        let final_norm = Vector { w: w.tensor(name, DType::Fp32, &[c.hidden])?, name: name.into() };
+        let (parameters, constants) = (std::mem::take(&mut w.parameters), std::mem::take(&mut w.constants));
         weights.finish()?;
-        Ok(Decoder { config: c.clone(), dtype, attributes: c.attributes(), embed, layers, final_norm, lm_head })
+        let (config, attributes) = (c.clone(), c.attributes());
+        Ok(Decoder { config, dtype, attributes, embed, layers, final_norm, lm_head, parameters, constants })
     }
 
     /// Takes the weights from the processor to a device.
@@ -210,7 +224,8 @@ impl Decoder {
             let always = [&mut layer.input_norm, &mut layer.mlp_norm];
             always.into_iter().chain(&mut layer.post_attention_norm).chain(&mut layer.post_mlp_norm)
         });
-        for tensor in of_layers.chain(&mut self.embed).chain([&mut self.final_norm]) {
+        let norms = of_layers.chain([&mut self.final_norm]).map(|norm| &mut norm.w);
+        for tensor in norms.chain(&mut self.embed) {
             *tensor = Backend::upload(device, tensor.view())?;
         }
         Ok(())
@@ -224,108 +239,179 @@ impl Decoder {
         inputs: &StepInputs,
         cache: &mut KvCache,
     ) -> Result<Tensor, ModelError> {
-        let (c, at, n) = (&self.config, &self.attributes, step.rows());
-        let (stream, narrow) = (DType::Fp32, self.dtype);
-        // Residual stream x, its normed form a, and what a block adds to it, y: [n, hidden].
-        let (mut x, mut y) = (pass.empty(stream, &[n, c.hidden])?, pass.empty(stream, &[n, c.hidden])?);
-        let mut sum = pass.empty(stream, &[n, c.hidden])?;
-        let mut a = pass.empty(narrow, &[n, c.hidden])?;
-        let mut heads = pass.empty(narrow, &[n, c.q_heads * c.value_dim])?;
-        let mut lse = pass.empty(stream, &[n, c.q_heads])?;
-
-        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), Tensor::view);
-        let tokens = inputs.tokens.view(&[n])?;
-        pass.op("embedding", &at.none, &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
-        if let Some(factor) = &at.embed_scale {
-            pass.op("scale", factor, &[("x", x.view())], [("y", sum.view_mut())])?;
-            swap(&mut x, &mut sum);
+        let c = &self.config;
+        let mut stream = self.embed(pass, step, inputs)?;
+        for i in 0..c.layers {
+            self.layer(i, pass, step, inputs, cache, &mut stream)?;
         }
-        pass.see(None, "embed", step, &mut x)?;
-        for (i, layer) in self.layers.iter().enumerate() {
-            // Attention block. The layer before has left what it adds to x in y.
-            if i == 0 {
-                norm(pass, &x, &layer.input_norm, &mut a)?;
-            } else {
-                add_norm(pass, [&x, &y], &layer.input_norm, &mut sum, &mut a)?;
-                swap(&mut x, &mut sum);
-                pass.see(Some(i - 1), "sum", step, &mut x)?;
-            }
-            pass.see(Some(i), "input_norm", step, &mut a)?;
-            let Qkv { mut q, mut k, mut v } = layer.projections.apply(pass, inputs.angles.tensor(), &a)?;
-            pass.see(Some(i), "q", step, &mut q)?;
-            pass.see(Some(i), "k", step, &mut k)?;
-            pass.see(Some(i), "v", step, &mut v)?;
-            let (shape, [keys, values]) = (shape(c, step, cache, i), &mut cache.layers[i]);
-            for (from, to, width) in [(&k, &mut *keys, c.k_width()), (&v, &mut *values, c.v_width())] {
-                let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
-                pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
-            }
-            let q_pos = pass.hook.positions(Some(i), step, &inputs.attention.q_pos)?;
-            let qkv = [&q, &*keys, &*values];
-            pass.machine.attention(&shape, &inputs.attention, &q_pos, qkv, [&mut heads, &mut lse])?;
-            pass.see(Some(i), "attention", step, &mut heads)?;
-            layer.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
-            pass.see(Some(i), "o", step, &mut y)?;
-            if let Some(w) = &layer.post_attention_norm {
-                norm(pass, &y, w, &mut sum)?;
-                swap(&mut y, &mut sum);
-                pass.see(Some(i), "post_attention_norm", step, &mut y)?;
-            }
-
-            // MLP block.
-            add_norm(pass, [&x, &y], &layer.mlp_norm, &mut sum, &mut a)?;
-            swap(&mut x, &mut sum);
-            pass.see(Some(i), "attention_sum", step, &mut x)?;
-            pass.see(Some(i), "mlp_norm", step, &mut a)?;
-            match &layer.mlp {
-                LayerMlp::Dense(mlp) => mlp.apply_to(pass, 0, a.view(), y.view_mut())?,
-                LayerMlp::Sparse(mixture) => mixture.apply(pass, step, i, inputs.choices.as_ref(), &a, &mut y)?,
-            }
-            pass.see(Some(i), "mlp", step, &mut y)?;
-            if let Some(w) = &layer.post_mlp_norm {
-                norm(pass, &y, w, &mut sum)?;
-                swap(&mut y, &mut sum);
-                pass.see(Some(i), "post_mlp_norm", step, &mut y)?;
-            }
-        }
-        pass.op("add", &at.none, &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
-        pass.see(Some(c.layers - 1), "sum", step, &mut sum)?;
-
+        self.last_sum(pass, step, &mut stream)?;
         let mut step = step;
         if let Some((last, left)) = &inputs.last {
             step = left;
-            x = pass.empty(stream, &[step.rows(), c.hidden])?;
+            let mut x = pass.empty(DType::Fp32, &[step.rows(), c.hidden])?;
             let from = Part { rows: Some(last), ..Part::whole(c.hidden) };
-            pass.machine.copy_rows([step.rows(), c.hidden], (&sum, from), (&mut x, Part::whole(c.hidden)))?;
-            swap(&mut x, &mut sum);
+            pass.machine.copy_rows([step.rows(), c.hidden], (&stream.x, from), (&mut x, Part::whole(c.hidden)))?;
+            stream.x = x;
         }
-        if !a.reshape(sum.shape()) {
-            a = pass.empty(narrow, sum.shape())?;
+        self.last_norm(pass, step, &mut stream)?;
+        self.logits(pass, stream.a.view())
+    }
+
+    /// The residual stream of a step's tokens, before the first layer.
+    pub fn embed(&self, pass: &mut Pass, step: &Step, inputs: &StepInputs) -> Result<Stream, ModelError> {
+        let (at, n) = (&self.attributes, step.rows());
+        let mut stream = Stream::new(pass, n)?;
+        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), Tensor::view);
+        let tokens = inputs.tokens.view(&[n])?;
+        let Stream { x, sum, .. } = &mut stream;
+        pass.op("embedding", &at.none, &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
+        if let Some(factor) = &at.embed_scale {
+            pass.op("scale", factor, &[("x", x.view())], [("y", sum.view_mut())])?;
+            swap(x, sum);
         }
-        norm(pass, &sum, &self.final_norm, &mut a)?;
-        pass.see(None, "final_norm", step, &mut a)?;
-        let logits = self.lm_head.apply(pass, a.view(), DType::Fp32)?;
-        let Some(cap) = &at.softcap else { return Ok(logits) };
+        pass.see(None, "embed", step, x)?;
+        Ok(stream)
+    }
+
+    /// Layer number `i`.
+    pub fn layer(
+        &self,
+        i: usize,
+        pass: &mut Pass,
+        step: &Step,
+        inputs: &StepInputs,
+        cache: &mut KvCache,
+        stream: &mut Stream,
+    ) -> Result<(), ModelError> {
+        let (c, n, layer) = (&self.config, step.rows(), &self.layers[i]);
+        let Stream { x, y, sum, a, heads, lse } = stream;
+        // Attention block. The layer before has left what it adds to x in y.
+        if i == 0 {
+            norm(pass, x, &layer.input_norm, a)?;
+        } else {
+            add_norm(pass, [x, y], &layer.input_norm, sum, a)?;
+            swap(x, sum);
+            pass.see(Some(i - 1), "sum", step, x)?;
+        }
+        pass.see(Some(i), "input_norm", step, a)?;
+        let Qkv { mut q, mut k, mut v } = layer.projections.apply(pass, inputs.angles.tensor(), a)?;
+        pass.see(Some(i), "q", step, &mut q)?;
+        pass.see(Some(i), "k", step, &mut k)?;
+        pass.see(Some(i), "v", step, &mut v)?;
+        let (shape, [keys, values]) = (shape(c, step, cache, i), &mut cache.layers[i]);
+        for (from, to, width) in [(&k, &mut *keys, c.k_width()), (&v, &mut *values, c.v_width())] {
+            let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
+            pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
+        }
+        let q_pos = pass.hook.positions(Some(i), step, &inputs.attention.q_pos)?;
+        pass.machine.attention(&shape, &inputs.attention, &q_pos, [&q, &*keys, &*values], [heads, lse])?;
+        pass.see(Some(i), "attention", step, heads)?;
+        pass.keep("sum", x)?;
+        pass.keep("input_norm", a)?;
+        for (name, values) in [("q", &q), ("k", &k), ("v", &v), ("attention", &*heads), ("lse", &*lse)] {
+            pass.keep(name, values)?;
+        }
+        layer.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
+        pass.see(Some(i), "o", step, y)?;
+        if let Some(w) = &layer.post_attention_norm {
+            pass.keep("o", y)?;
+            norm(pass, y, w, sum)?;
+            swap(y, sum);
+            pass.see(Some(i), "post_attention_norm", step, y)?;
+        }
+
+        // MLP block.
+        add_norm(pass, [x, y], &layer.mlp_norm, sum, a)?;
+        swap(x, sum);
+        pass.see(Some(i), "attention_sum", step, x)?;
+        pass.see(Some(i), "mlp_norm", step, a)?;
+        match &layer.mlp {
+            LayerMlp::Dense(mlp) => mlp.apply_to(pass, 0, a.view(), y.view_mut())?,
+            LayerMlp::Sparse(mixture) => mixture.apply(pass, step, i, inputs.choices.as_ref(), a, y)?,
+        }
+        pass.see(Some(i), "mlp", step, y)?;
+        pass.keep("attention_sum", x)?;
+        pass.keep("mlp_norm", a)?;
+        if let Some(w) = &layer.post_mlp_norm {
+            pass.keep("mlp", y)?;
+            norm(pass, y, w, sum)?;
+            swap(y, sum);
+            pass.see(Some(i), "post_mlp_norm", step, y)?;
+        }
+        Ok(())
+    }
+
+    /// Adds what the last layer has left in y to x.
+    pub fn last_sum(&self, pass: &mut Pass, step: &Step, stream: &mut Stream) -> Result<(), ModelError> {
+        let Stream { x, y, sum, .. } = stream;
+        pass.op("add", &self.attributes.none, &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
+        swap(x, sum);
+        pass.see(Some(self.config.layers - 1), "sum", step, x)
+    }
+
+    /// The normed form of x in a.
+    pub fn last_norm(&self, pass: &mut Pass, step: &Step, stream: &mut Stream) -> Result<(), ModelError> {
+        let Stream { x, a, .. } = stream;
+        if !a.reshape(x.shape()) {
+            *a = pass.empty(self.dtype, x.shape())?;
+        }
+        norm(pass, x, &self.final_norm, a)?;
+        pass.see(None, "final_norm", step, a)
+    }
+
+    /// `a[rows,hidden]` to logits `[rows,V]`.
+    pub fn logits(&self, pass: &mut Pass, a: TensorRef) -> Result<Tensor, ModelError> {
+        let logits = self.lm_head.apply(pass, a, DType::Fp32)?;
+        let Some(cap) = &self.attributes.softcap else { return Ok(logits) };
         let mut capped = pass.empty(DType::Fp32, logits.shape())?;
         pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
         Ok(capped)
     }
 }
 
+/// The rows of a step on their way through the layers.
+pub(crate) struct Stream {
+    /// The residual stream, `[n,hidden]`.
+    pub x: Tensor,
+    /// What a block adds to it.
+    pub y: Tensor,
+    /// Room for the next of either.
+    sum: Tensor,
+    /// The normed form of x, as products read it.
+    pub a: Tensor,
+    /// What attention makes: `[n,Hq * E]`, `[n,Hq]`.
+    heads: Tensor,
+    lse: Tensor,
+}
+
+impl Stream {
+    fn new(pass: &Pass, n: usize) -> Result<Stream, ModelError> {
+        let (c, stream, narrow) = (pass.config, DType::Fp32, pass.dtype);
+        Ok(Stream {
+            x: pass.empty(stream, &[n, c.hidden])?,
+            y: pass.empty(stream, &[n, c.hidden])?,
+            sum: pass.empty(stream, &[n, c.hidden])?,
+            a: pass.empty(narrow, &[n, c.hidden])?,
+            heads: pass.empty(narrow, &[n, c.q_heads * c.value_dim])?,
+            lse: pass.empty(stream, &[n, c.q_heads])?,
+        })
+    }
+}
+
 /// `y = norm(x)`
-fn norm(pass: &mut Pass, x: &Tensor, w: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
-    pass.op("rms_norm", &pass.attributes.norm, &[("x", x.view()), ("w", w.view())], [("y", y.view_mut())])
+fn norm(pass: &mut Pass, x: &Tensor, w: &Vector, y: &mut Tensor) -> Result<(), ModelError> {
+    pass.op("rms_norm", &pass.attributes.norm, &[("x", x.view()), ("w", w.w.view())], [("y", y.view_mut())])
 }
 
 /// `sum = x + residual`, `y = norm(sum)`
 fn add_norm(
     pass: &mut Pass,
     [x, residual]: [&Tensor; 2],
-    w: &Tensor,
+    w: &Vector,
     sum: &mut Tensor,
     y: &mut Tensor,
 ) -> Result<(), ModelError> {
-    let inputs = [("x", x.view()), ("residual", residual.view()), ("w", w.view())];
+    let inputs = [("x", x.view()), ("residual", residual.view()), ("w", w.w.view())];
     pass.op("add_rms_norm", &pass.attributes.norm, &inputs, [("sum", sum.view_mut()), ("y", y.view_mut())])
 }
 

@@ -5,6 +5,7 @@
 //! sum knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and
 //! the host need not know the choice.
 
+use crate::backward::Backward;
 use crate::config::{Config, Experts};
 use crate::linear::{Gated, Linear, Loader};
 use crate::machine::{Index, IndexOf};
@@ -12,7 +13,7 @@ use crate::pass::Pass;
 use crate::step::Step;
 use crate::{Family, ModelError};
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Backend, Cpu, DType, Tensor, TensorRef};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Scoring, Tensor, TensorRef};
 
 pub(crate) struct Mixture {
     sizes: Experts,
@@ -32,7 +33,8 @@ impl Mixture {
         };
         let router = loader.linear(&format!("{block}.gate"), sizes.count, hidden, false)?;
         let bias = format!("{block}.gate.e_score_correction_bias");
-        let choice_bias = sizes.choice_bias.then(|| loader.vector(&bias, sizes.count)).transpose()?;
+        // It decides the choice, which has no gradient: no parameter.
+        let choice_bias = sizes.choice_bias.then(|| loader.constant(&bias, sizes.count)).transpose()?;
         let experts = (0..sizes.count)
             .map(|e| loader.gated(&format!("{block}.experts.{e}"), names, sizes.width))
             .collect::<Result<_, _>>()?;
@@ -90,6 +92,12 @@ impl Mixture {
                 TensorRef::new(&rows, &[n, chosen])?
             }
         };
+        pass.keep("made", &made)?;
+        pass.keep("expert_weights", &weight)?;
+        pass.keep("router", &logits)?;
+        if pass.kept.is_some() {
+            pass.keep("experts", &Tensor::new(experts, &[n, chosen])?)?;
+        }
         let x = [("x", made.view()), ("row", rows), ("weight", weight.view())];
         let none = &pass.attributes.none;
         match &self.shared {
@@ -125,7 +133,78 @@ impl Mixture {
             self.experts.apply_to(pass, expert, gathered.rows(part.clone()), made.rows_mut(part))?;
             first += choices.len();
         }
+        pass.keep("gathered", &gathered)?;
         Ok(rows)
+    }
+
+    /// From `dy[n,hidden]` in f32: that of a, in f32. What was kept is taken from the end.
+    pub fn backward(&self, back: &mut Backward, a: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
+        let (chosen, mask, f32) = (self.sizes.chosen, back.mask, DType::Fp32);
+        let from_shared = match &self.shared {
+            None => None,
+            Some(shared) => Some(shared.backward(back, 0, a.view(), dy.view(), mask)?),
+        };
+        let (experts, logits) = (back.take("experts"), back.take("router"));
+        let (weight, made, gathered) = (back.take("expert_weights"), back.take("made"), back.take("gathered"));
+        let experts = experts.as_slice::<i32>().expect("they are numbers on the host");
+        let (order, rows) = by_expert(experts);
+        let rows = Tensor::new(rows, weight.shape())?;
+
+        let (mut dmade, mut dweight) = (back.pass.empty(f32, made.shape())?, back.pass.empty(f32, weight.shape())?);
+        let inputs = [("x", made.view()), ("row", rows.view()), ("weight", weight.view()), ("dy", dy.view())];
+        let outputs = [("dx", dmade.view_mut()), ("dweight", dweight.view_mut())];
+        back.pass.op("combine_backward", &back.pass.attributes.none, &inputs, outputs)?;
+
+        // Of an expert the tokens are those that chose it.
+        let mut dgathered = back.pass.empty(f32, gathered.shape())?;
+        let mask_of_rows: Vec<i32> = order.iter().map(|&choice| mask[choice / chosen]).collect();
+        let mut end = order.len();
+        for choices in order.chunk_by(|&a, &b| experts[a] == experts[b]).rev() {
+            let part = end - choices.len()..end;
+            let (expert, mask) = (experts[choices[0]] as usize, &mask_of_rows[part.clone()]);
+            let (x, dy) = (gathered.rows(part.clone()), dmade.rows(part.clone()));
+            let dx = self.experts.backward(back, expert, x, dy, mask)?;
+            end = part.start;
+            back.write_rows(&dx, &mut dgathered, part.start)?;
+        }
+        let mut from_experts = back.pass.empty(f32, a.shape())?;
+        let ones = Tensor::new(vec![1f32; experts.len()], weight.shape())?;
+        let mut inputs = vec![("x", dgathered.view()), ("row", rows.view()), ("weight", ones.view())];
+        inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
+        back.pass.op("combine", &back.pass.attributes.none, &inputs, [("y", from_experts.view_mut())])?;
+
+        let dlogits = self.route_backward(back, &logits, experts, &dweight)?;
+        let from_router = self.router.backward(back, 0, a.view(), dlogits.view(), mask, f32)?;
+        back.sum(from_router, from_experts)
+    }
+
+    /// From `dweight[n,K]` of the chosen: that of the router's logits.
+    fn route_backward(
+        &self,
+        back: &mut Backward,
+        logits: &Tensor,
+        experts: &[i32],
+        dweight: &Tensor,
+    ) -> Result<Tensor, ModelError> {
+        let Experts { count, chosen, scoring, normalise, scale, .. } = self.sizes;
+        let n = logits.shape()[0];
+        let (mut rank, mut spread) = (vec![-1; n * count], vec![0f32; n * count]);
+        let dweight = dweight.as_slice::<f32>().expect("it is f32, and on the host");
+        for (choice, (&expert, &dweight)) in experts.iter().zip(dweight).enumerate() {
+            let place = choice / chosen * count + expert as usize;
+            (rank[place], spread[place]) = ((choice % chosen) as i32, dweight);
+        }
+        let (rank, spread) = (Tensor::new(rank, &[n, count])?, Tensor::new(spread, &[n, count])?);
+        let scoring = if scoring == Scoring::Sigmoid { "sigmoid" } else { "softmax" };
+        let attributes = Attributes::new()
+            .with("chosen", chosen)
+            .with("scoring", scoring)
+            .with("normalise", normalise)
+            .with("scale", scale);
+        let mut dlogits = back.pass.empty(DType::Fp32, logits.shape())?;
+        let inputs = [("logits", logits.view()), ("rank", rank.view()), ("dweight", spread.view())];
+        back.pass.op("route_backward", &attributes, &inputs, [("dlogits", dlogits.view_mut())])?;
+        Ok(dlogits)
     }
 }
 

@@ -9,6 +9,7 @@
 //! a [`ModelError`], one line naming the file, the field or tensor, and what would be right.
 
 mod audit;
+mod backward;
 mod config;
 mod decoder;
 mod error;
@@ -16,6 +17,7 @@ mod experts;
 mod families;
 mod fields;
 mod generate;
+mod gradients;
 mod kv_cache;
 mod linear;
 mod machine;
@@ -28,8 +30,10 @@ mod rollout;
 mod rotary;
 mod schedule;
 mod step;
+mod sums;
 mod tokenizer;
 mod trace;
+mod train;
 mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
@@ -37,6 +41,7 @@ pub use config::{Activation, Config, Experts, Latent, Mlp};
 pub use error::ModelError;
 pub use families::Family;
 pub use generate::{Generation, Stop};
+pub use gradients::{Batch, GradientRun, Gradients, Loss, Padding};
 pub use kv_cache::PageOrder;
 pub use model::{Model, Precision};
 pub use rollout::{Sample, Sampling, Serving, Timing};
@@ -44,3 +49,4 @@ pub use rotary::{Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use tokenizer::Encoded;
 pub use trace::{Probe, Seen, Tripwire};
+pub use train::{Optimizer, StepReport, Trainer};

@@ -1,12 +1,15 @@
-//! Matrices of a layer: loaded, packed for the processor, or taken to a device.
+//! Matrices of a layer: loaded, packed for the processor, or taken to a device; their products, and the gradients of
+//! those.
 
 use crate::ModelError;
+use crate::backward::Backward;
 use crate::config::{Activation, Config};
 use crate::machine::{Index, Machine, empty, typed};
 use crate::pass::Pass;
 use crate::weights::Weights;
 use samebits_ops::device::{Device, Part};
 use samebits_ops::{Attributes, Backend, Cpu, DType, PackedWeight, Tensor, TensorMut, TensorRef};
+use std::sync::OnceLock;
 
 /// `x W^T + b`: one matrix `[n,k]`, or one for each expert.
 pub(crate) struct Linear {
@@ -14,6 +17,41 @@ pub(crate) struct Linear {
     k: usize,
     dtype: DType,
     weight: Matrices,
+    /// What each of them is in the folder.
+    sources: Vec<Source>,
+    /// Each of them packed for `gemm_dx`, from when that first reads it.
+    for_dx: Vec<OnceLock<PackedWeight>>,
+}
+
+/// Rows of a stored matrix and elements of its bias: of each of `groups` groups of `size` rows, `width` from row
+/// `start`.
+#[derive(Clone)]
+pub(crate) struct Source {
+    /// The matrix, without `.weight`.
+    pub name: String,
+    pub groups: usize,
+    pub size: usize,
+    pub start: usize,
+    pub width: usize,
+}
+
+impl Source {
+    /// All `n` rows.
+    pub fn whole(name: String, n: usize) -> Source {
+        Source { name, groups: 1, size: n, start: 0, width: n }
+    }
+
+    /// The rows, in the order in which a product has them.
+    pub fn rows(&self) -> impl Iterator<Item = usize> {
+        let &Source { groups, size, start, width, .. } = self;
+        (0..groups).flat_map(move |group| (0..width).map(move |row| group * size + start + row))
+    }
+}
+
+/// A vector of f32, and its name in the folder.
+pub(crate) struct Vector {
+    pub name: String,
+    pub w: Tensor,
 }
 
 /// Matrices of one size and their biases, where products read them.
@@ -26,22 +64,28 @@ enum Matrices {
 
 impl Linear {
     /// `w[n,k]` and `b[n]`, packed.
-    pub fn pack(cpu: &Cpu, w: &Tensor, bias: Option<Tensor>) -> Result<Linear, ModelError> {
+    pub fn pack(cpu: &Cpu, source: Source, w: &Tensor, bias: Option<Tensor>) -> Result<Linear, ModelError> {
         let &[n, k] = w.shape() else { panic!("it is a matrix") };
         let packed = typed!(w.dtype() => A, {
             PackedWeight::pack(cpu, n, k, w.as_slice::<A>().expect("it is on the host, and of this dtype"))?
         });
-        Ok(Linear { n, k, dtype: w.dtype(), weight: Matrices::Packed(vec![(packed, bias)]) })
+        let weight = Matrices::Packed(vec![(packed, bias)]);
+        Ok(Linear { n, k, dtype: w.dtype(), weight, sources: vec![source], for_dx: vec![OnceLock::new()] })
     }
 
     /// Those of several experts, packed, as one.
     fn stack(all: Vec<Linear>) -> Linear {
         let (n, k, dtype) = (all[0].n, all[0].k, all[0].dtype);
-        let packed = all.into_iter().flat_map(|linear| match linear.weight {
-            Matrices::Packed(packed) => packed,
-            Matrices::Device(_) => panic!("experts are stacked before they go to a device"),
-        });
-        Linear { n, k, dtype, weight: Matrices::Packed(packed.collect()) }
+        let (mut packed, mut sources, mut for_dx) = (Vec::new(), Vec::new(), Vec::new());
+        for linear in all {
+            let Matrices::Packed(weight) = linear.weight else {
+                panic!("experts are stacked before they go to a device")
+            };
+            packed.extend(weight);
+            sources.extend(linear.sources);
+            for_dx.extend(linear.for_dx);
+        }
+        Linear { n, k, dtype, weight: Matrices::Packed(packed), sources, for_dx }
     }
 
     /// Takes packed matrices to a device, row by row: their elements are what they were before they were packed.
@@ -50,10 +94,8 @@ impl Linear {
         let (count, n) = (packed.len(), self.n);
         let mut rows = empty(cpu, self.dtype, &[count * n, self.k])?;
         let mut biases = empty(cpu, self.dtype, &[count * n])?;
-        let all = Tensor::new((0..n as i32).collect(), &[n])?;
         for (i, (weight, bias)) in packed.iter().enumerate() {
-            let inputs = [("w", TensorRef::packed(weight)), ("tokens", all.view())];
-            cpu.call("embedding", Attributes::new(), &inputs, vec![("y", rows.rows_mut(i * n..(i + 1) * n))])?;
+            unpack(cpu, weight, rows.rows_mut(i * n..(i + 1) * n))?;
             if let Some(bias) = bias {
                 let to = Part { offset: i * n, ..Part::whole(n) };
                 Machine::copy_rows(cpu, [1, n], (bias, Part::whole(n)), (&mut biases, to))?;
@@ -95,11 +137,73 @@ impl Linear {
         }
     }
 
+    /// From `dy[M,N]` in f32, of x that one of the matrices was applied to: that of x, `[M,K]` of `dtype`. Those of the
+    /// matrix and its bias are added to what earlier tokens have left of them.
+    pub fn backward(
+        &self,
+        back: &mut Backward,
+        number: usize,
+        x: TensorRef,
+        dy: TensorRef,
+        mask: &[i32],
+        dtype: DType,
+    ) -> Result<Tensor, ModelError> {
+        let source = &self.sources[number];
+        if self.bias(number).is_some() {
+            back.add_bias(source, dy, mask)?;
+        }
+        let dy = back.rounded(dy)?;
+        back.add_matrix(source, x, dy.view(), mask)?;
+        self.input_gradient(back, number, dy.view(), dtype)
+    }
+
+    /// From `dy[M,N]` of what products read, `[M,K]`: that of x alone.
+    pub fn input_gradient(
+        &self,
+        back: &mut Backward,
+        number: usize,
+        dy: TensorRef,
+        dtype: DType,
+    ) -> Result<Tensor, ModelError> {
+        let mut dx = back.pass.empty(dtype, &[dy.shape()[0], self.k])?;
+        let inputs = [("dy", dy), ("w", TensorRef::packed(self.for_dx(back.cpu, number)?))];
+        let none = &back.pass.attributes.none;
+        back.pass.op("gemm_dx", none, &inputs, [("dx", dx.view_mut())])?;
+        Ok(dx)
+    }
+
+    /// One of the matrices, packed for `gemm_dx`.
+    fn for_dx(&self, cpu: &Cpu, number: usize) -> Result<&PackedWeight, ModelError> {
+        if let Some(packed) = self.for_dx[number].get() {
+            return Ok(packed);
+        }
+        let Matrices::Packed(all) = &self.weight else { panic!("gradients are made on the processor") };
+        let mut rows = empty(cpu, self.dtype, &[self.n, self.k])?;
+        unpack(cpu, &all[number].0, rows.view_mut())?;
+        let packed = typed!(self.dtype => A, {
+            PackedWeight::pack_for_dx(cpu, self.n, self.k, rows.as_slice::<A>().expect("it is on the host"))?
+        });
+        Ok(self.for_dx[number].get_or_init(|| packed))
+    }
+
+    /// What one of the matrices is in the folder.
+    pub fn source(&self, number: usize) -> &Source {
+        &self.sources[number]
+    }
+
     /// A row of x for every choice, each `every` times, by the matrix that was chosen.
     fn apply_chosen(&self, pass: &Pass, x: (&Tensor, usize), choice: &Index, y: &mut Tensor) -> Result<(), ModelError> {
         let Matrices::Device(all) = &self.weight else { panic!("the processor cuts products by expert") };
         Ok(pass.machine.chosen_product(x, choice, (&all.0, all.1.as_ref()), y)?)
     }
+}
+
+/// The rows of a packed matrix, bit for bit as they were.
+fn unpack(cpu: &Cpu, weight: &PackedWeight, rows: TensorMut) -> Result<(), ModelError> {
+    let n = rows.shape()[0];
+    let all = Tensor::new((0..n as i32).collect(), &[n])?;
+    let inputs = [("w", TensorRef::packed(weight)), ("tokens", all.view())];
+    Ok(cpu.call("embedding", Attributes::new(), &inputs, vec![("y", rows)])?)
 }
 
 /// `down(activation(gate(x)) * up(x))`, or as many as there are experts; only what a product reads is rounded.
@@ -170,9 +274,37 @@ impl Gated {
         widen(&self.up, pass, up)?;
         let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
         self.activate(pass, gate, up, product)?;
+        pass.keep("gate", gate)?;
+        pass.keep("up", up)?;
+        pass.keep("product", product)?;
         narrow(pass, product)?;
         pass.gated = kept;
         Ok(())
+    }
+
+    /// From `dy[M,hidden]` in f32, of what one of the MLPs made of `x[M,hidden]`: that of x, in f32.
+    pub fn backward(
+        &self,
+        back: &mut Backward,
+        number: usize,
+        x: TensorRef,
+        dy: TensorRef,
+        mask: &[i32],
+    ) -> Result<Tensor, ModelError> {
+        let (product, up, gate) = (back.take("product"), back.take("up"), back.take("gate"));
+        let dproduct = self.down.backward(back, number, product.view(), dy, mask, DType::Fp32)?;
+        let mut dgate = back.pass.empty(DType::Fp32, gate.shape())?;
+        let mut dup = back.pass.empty(DType::Fp32, gate.shape())?;
+        let op = match self.activation {
+            Activation::Silu => "silu_mul_backward",
+            Activation::Gelu => "gelu_mul_backward",
+        };
+        let inputs = [("gate", gate.view()), ("up", up.view()), ("dy", dproduct.view())];
+        let outputs = [("dgate", dgate.view_mut()), ("dup", dup.view_mut())];
+        back.pass.op(op, &back.pass.attributes.none, &inputs, outputs)?;
+        let from_gate = self.gate.backward(back, number, x, dgate.view(), mask, DType::Fp32)?;
+        let from_up = self.up.backward(back, number, x, dup.view(), mask, DType::Fp32)?;
+        back.sum(from_gate, from_up)
     }
 
     fn activate(&self, pass: &mut Pass, gate: &Tensor, up: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
@@ -200,8 +332,14 @@ impl Loader<'_, '_> {
     }
 
     /// A vector, in f32.
-    pub fn vector(&mut self, part: &str, n: usize) -> Result<Tensor, ModelError> {
-        self.weights.tensor(&self.name(part), DType::Fp32, &[n])
+    pub fn vector(&mut self, part: &str, n: usize) -> Result<Vector, ModelError> {
+        let name = self.name(part);
+        Ok(Vector { w: self.weights.tensor(&name, DType::Fp32, &[n])?, name })
+    }
+
+    /// The same of something that is no parameter.
+    pub fn constant(&mut self, part: &str, n: usize) -> Result<Tensor, ModelError> {
+        self.weights.constant(&self.name(part), &[n])
     }
 
     /// `w[n,k]` as it is stored.
@@ -216,7 +354,7 @@ impl Loader<'_, '_> {
     /// One matrix `[n,k]`.
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
         let w = self.matrix(part, n, k)?;
-        Linear::pack(self.cpu, &w, self.bias(part, n, bias)?)
+        Linear::pack(self.cpu, Source::whole(self.name(part), n), &w, self.bias(part, n, bias)?)
     }
 
     /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each.
@@ -232,12 +370,13 @@ impl Loader<'_, '_> {
         let n = groups * widths.iter().sum::<usize>();
         let whole = self.matrix(part, n, k)?;
         let bias = self.bias(part, n, bias)?;
-        self.cut(&whole, bias.as_ref(), 0, groups, widths)
+        self.cut(part, &whole, bias.as_ref(), 0, groups, widths)
     }
 
     /// [`Loader::parts`] of a matrix that has been read, from row `first` on.
     pub fn cut<const N: usize>(
         &self,
+        part: &str,
         whole: &Tensor,
         bias: Option<&Tensor>,
         first: usize,
@@ -248,8 +387,8 @@ impl Loader<'_, '_> {
         let mut start = first;
         let mut made = Vec::new();
         for width in widths {
-            let rows = (0..groups).flat_map(|group| (0..width).map(move |row| (group * size + start + row) as i32));
-            let rows = Index::Host(rows.collect());
+            let source = Source { name: self.name(part), groups, size, start, width };
+            let rows = Index::Host(source.rows().map(|row| row as i32).collect());
             let gather = |from: &Tensor, k: usize, shape: &[usize]| -> Result<Tensor, ModelError> {
                 let (mut to, n) = (empty(self.cpu, self.dtype, shape)?, groups * width);
                 let part = Part { rows: Some(&rows), ..Part::whole(k) };
@@ -258,7 +397,7 @@ impl Loader<'_, '_> {
             };
             let (n, k) = (groups * width, whole.shape()[1]);
             let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
-            made.push(Linear::pack(self.cpu, &gather(whole, k, &[n, k])?, bias)?);
+            made.push(Linear::pack(self.cpu, source, &gather(whole, k, &[n, k])?, bias)?);
             start += width;
         }
         Ok(made.try_into().ok().expect("one for each width"))
@@ -295,7 +434,7 @@ mod tests {
         let loader = Loader { config: model.config(), dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, layer: 0 };
         let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
         let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
-        let parts = loader.cut(&whole, Some(&bias), 0, 2, [1, 2]).unwrap();
+        let parts = loader.cut("q", &whole, Some(&bias), 0, 2, [1, 2]).unwrap();
         let biases = parts.map(|part| match part.weight {
             Matrices::Packed(packed) => packed[0].1.as_ref().unwrap().as_slice::<f32>().unwrap().to_vec(),
             Matrices::Device(_) => unreachable!(),

@@ -204,3 +204,20 @@ pub(crate) fn concat(
     }
     Ok(joined)
 }
+
+/// The other way round: the two parts of every head of `x[rows,heads * (a + b)]`, as `[rows,heads * a]` and
+/// `[rows,heads * b]`.
+pub(crate) fn split(
+    machine: &dyn Machine,
+    [rows, heads]: [usize; 2],
+    x: &Tensor,
+    widths: [usize; 2],
+) -> Result<[Tensor; 2], ModelError> {
+    let part = |width: usize, offset: usize| -> Result<Tensor, ModelError> {
+        let mut part = empty(machine, x.dtype(), &[rows, heads * width])?;
+        let from = Part { stride: widths[0] + widths[1], offset, ..Part::whole(width) };
+        machine.copy_rows([rows * heads, width], (x, from), (&mut part, Part::whole(width)))?;
+        Ok(part)
+    };
+    Ok([part(widths[0], 0)?, part(widths[1], widths[0])?])
+}

@@ -37,6 +37,14 @@ impl Precision {
             Precision::Fp32 => "fp32",
         }
     }
+
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Precision::Bf16 => DType::Bf16,
+            Precision::Fp16 => DType::Fp16,
+            Precision::Fp32 => DType::Fp32,
+        }
+    }
 }
 
 impl FromStr for Precision {
@@ -81,12 +89,7 @@ impl Model {
     ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
-        let dtype = match precision {
-            Precision::Bf16 => DType::Bf16,
-            Precision::Fp16 => DType::Fp16,
-            Precision::Fp32 => DType::Fp32,
-        };
-        let decoder = Arc::new(Decoder::load(&config, files, dtype, cpu)?);
+        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu)?);
         Ok(Model { dir: dir.into(), decoder, device: None, tokenizer: OnceLock::new() })
     }
 
@@ -115,6 +118,11 @@ impl Model {
     /// Sizes and parameters.
     pub fn config(&self) -> &Config {
         &self.decoder.config
+    }
+
+    /// Whether its weights are on a device.
+    pub(crate) fn is_on_device(&self) -> bool {
+        self.device.is_some()
     }
 
     /// The decoder where it runs.

@@ -17,6 +17,8 @@ pub(crate) struct Pass<'a, 'p> {
     pub calls: Calls,
     /// What a gated MLP computes on the way.
     pub gated: GatedBuffers,
+    /// What a reverse pass will read of what is computed, where there will be one: the last is read first.
+    pub kept: Option<Vec<(&'static str, Tensor)>>,
 }
 
 /// Gate, up and their product, kept for the next MLP: the system takes longer to hand out fresh pages than an op takes
@@ -45,6 +47,14 @@ impl Pass<'_, '_> {
             *kept = Some(self.empty(dtype, shape)?);
         }
         Ok(kept.as_mut().expect("it was just made"))
+    }
+
+    /// Keeps a copy for the reverse pass, where there will be one.
+    pub fn keep(&mut self, name: &'static str, values: &Tensor) -> Result<(), ModelError> {
+        if let Some(kept) = &mut self.kept {
+            kept.push((name, self.machine.upload(values.view())?));
+        }
+        Ok(())
     }
 
     /// Runs an op.

@@ -1,8 +1,8 @@
 //! Safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`.
 //!
 //! Every offset and size is checked against the file before a byte of data is read. A tensor leaves the set when it is
-//! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so that
-//! a model in memory is held once.
+//! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
+//! that a model in memory is held once.
 
 use crate::ModelError;
 use crate::fields::read_object;
@@ -26,6 +26,12 @@ pub(crate) struct Weights<'a> {
     tensors: BTreeMap<String, Stored>,
     /// What a missing tensor is missing from.
     source: PathBuf,
+    /// What stands in memory instead of a file.
+    memory: Option<&'a BTreeMap<String, Tensor>>,
+    /// Name and shape of what was taken by [`Weights::tensor`].
+    pub parameters: BTreeMap<String, Vec<usize>>,
+    /// Names of what was taken by [`Weights::constant`].
+    pub constants: BTreeSet<String>,
     /// Bytes of all tensors, and of those that have been taken.
     total: u64,
     taken: u64,
@@ -63,8 +69,21 @@ impl<'a> Weights<'a> {
     }
 
     fn empty(source: &Path) -> Weights<'a> {
-        let (shards, tensors) = (Vec::new(), BTreeMap::new());
-        Weights { shards, tensors, source: source.into(), total: 0, taken: 0, progress: Box::new(|_, _| {}) }
+        let (shards, tensors, parameters) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        let (source, constants, progress) = (source.into(), BTreeSet::new(), Box::new(|_, _| {}));
+        Weights { shards, tensors, source, memory: None, parameters, constants, total: 0, taken: 0, progress }
+    }
+
+    /// Those of a model in memory, each of floats on the host.
+    pub fn of(memory: &'a BTreeMap<String, Tensor>) -> Weights<'a> {
+        let place = Path::new("the model in memory");
+        let mut weights = Weights { memory: Some(memory), ..Weights::empty(place) };
+        let stored = |tensor: &Tensor| {
+            let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
+            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0 }
+        };
+        weights.tensors = memory.iter().map(|(name, tensor)| (name.clone(), stored(tensor))).collect();
+        weights
     }
 
     /// Calls `progress(taken, total)`, in bytes, whenever a part of a tensor has been read.
@@ -148,7 +167,12 @@ impl<'a> Weights<'a> {
 
     /// The file the tensor stands in, or should.
     pub fn path(&self, name: &str) -> PathBuf {
-        self.tensors.get(name).map_or(&self.source, |stored| &self.shards[stored.shard].0).clone()
+        self.tensors.get(name).map_or(&self.source, |stored| self.shard(stored)).clone()
+    }
+
+    /// The file that a tensor stands in.
+    fn shard(&self, stored: &Stored) -> &PathBuf {
+        self.shards.get(stored.shard).map_or(&self.source, |(path, _)| path)
     }
 
     /// Drops the tensors whose names begin so: they are no part of what is computed.
@@ -156,13 +180,13 @@ impl<'a> Weights<'a> {
         self.tensors.retain(|name, _| !name.starts_with(prefix));
     }
 
-    /// Takes a tensor, which must have this shape and finite elements, as `T`: exact, or rounded once where T is narrower
-    /// than what is stored.
+    /// Takes a tensor, which must have this shape and finite elements, as `T`: exact, or rounded once where T is
+    /// narrower than what is stored.
     pub fn take<T: Element>(&mut self, name: &str, shape: &[usize]) -> Result<Vec<T>, ModelError> {
         let stored = self.tensors.remove(name).ok_or_else(|| {
             ModelError::tensor(&self.source, name, format!("is missing; config.json asks for it with shape {shape:?}"))
         })?;
-        let path = self.shards[stored.shard].0.clone();
+        let path = self.shard(&stored).clone();
         if stored.shape != shape {
             let why = format!("has shape {:?}; config.json asks for {shape:?}", stored.shape);
             return Err(ModelError::tensor(&path, name, why));
@@ -179,13 +203,28 @@ impl<'a> Weights<'a> {
         Ok(data)
     }
 
-    /// [`Weights::take`] of a dtype.
+    /// Takes a parameter of the model, as [`Weights::take`] does.
     pub fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.parameters.insert(name.into(), shape.into());
         typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?))
+    }
+
+    /// Takes something that is no parameter, in f32.
+    pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.constants.insert(name.into());
+        Ok(Tensor::new(self.take::<f32>(name, shape)?, shape)?)
     }
 
     /// The elements of a tensor as `T`, finite or not.
     fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
+        if let Some(tensor) = self.memory.map(|memory| &memory[name]) {
+            let mut data: Vec<T> = buffer(tensor.shape())?;
+            typed!(tensor.dtype() => A, {
+                let from = tensor.as_slice::<A>().expect("it is on the host, and of this dtype");
+                from.iter().zip(&mut data).for_each(|(from, to)| *to = T::narrow(from.widen()));
+            });
+            return Ok(data);
+        }
         let (path, file) = &mut self.shards[stored.shard];
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -219,7 +258,7 @@ impl<'a> Weights<'a> {
         match self.tensors.first_key_value() {
             None => Ok(()),
             Some((name, stored)) => {
-                let path = &self.shards[stored.shard].0;
+                let path = self.shard(stored);
                 let why = match self.tensors.len() - 1 {
                     0 => "is not part of the model that config.json describes".into(),
                     more => format!("and {more} more are not part of the model that config.json describes"),

@@ -130,7 +130,11 @@ impl Tokens {
     }
 
     fn parse(bytes: &[u8]) -> Result<Tokens> {
-        let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
+        Tokens::of(&SafeTensors::deserialize(bytes).context("not a safetensors file")?)
+    }
+
+    /// Those of a file that has been read.
+    pub fn of(file: &SafeTensors) -> Result<Tokens> {
         let Ok(tensor) = file.tensor("tokens") else {
             bail!("tensor `tokens`: missing; store the tokens as I32 [B, T] under that name");
         };
@@ -139,15 +143,13 @@ impl Tokens {
             bail!("tensor `tokens`: shape {:?} must have the form [B, T]", tensor.shape());
         };
         ensure!(batch > 0 && len > 0, "tensor `tokens`: shape [{batch}, {len}] holds no tokens; give at least one");
-        let word = |c: &[u8]| i32::from_le_bytes([c[0], c[1], c[2], c[3]]);
-        let words = |data: &[u8]| data.chunks_exact(4).map(word).collect::<Vec<i32>>();
         let mask = match file.tensor("attention_mask") {
             Err(_) => None,
             Ok(mask) => {
                 let name = "tensor `attention_mask`";
                 ensure!(mask.dtype() == Dtype::I32, "{name}: dtype is {:?}; it must be I32", mask.dtype());
                 ensure!(mask.shape() == [batch, len], "{name}: shape {:?} must be that of tokens", mask.shape());
-                let mask = words(mask.data());
+                let mask = words(mask.data(), i32::from_le_bytes);
                 for (i, row) in mask.chunks_exact(len).enumerate() {
                     ensure!(row.iter().all(|m| [0, 1].contains(m)), "{name}: row {i} holds more than 0 and 1");
                     let edges = row.windows(2).filter(|two| two[0] != two[1]).count();
@@ -160,21 +162,36 @@ impl Tokens {
                 Some(mask)
             }
         };
-        Ok(Tokens { tokens: words(tensor.data()), mask, batch, len })
+        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len })
     }
 
     fn counts(&self, place: usize) -> bool {
         self.mask.as_ref().is_none_or(|mask| mask[place] == 1)
     }
 
+    /// Sequences and places of each.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.batch, self.len]
+    }
+
     /// The tokens that count, of each sequence.
     pub fn sequences(&self) -> Vec<Vec<i32>> {
-        let row = |b: usize| (b * self.len..(b + 1) * self.len).filter(|&i| self.counts(i)).map(|i| self.tokens[i]);
+        self.of_sequences(&self.tokens)
+    }
+
+    /// The values, one for each place, of the tokens that count.
+    pub fn of_sequences<T: Copy>(&self, values: &[T]) -> Vec<Vec<T>> {
+        let row = |b: usize| (b * self.len..(b + 1) * self.len).filter(|&i| self.counts(i)).map(|i| values[i]);
         (0..self.batch).map(|b| row(b).collect()).collect()
     }
 
-    /// Logits of all places from those of the tokens that count.
-    fn spread(&self, found: &[f32], vocab: usize) -> Vec<f32> {
+    /// The first place of a sequence whose token does not count and for which `is` holds.
+    pub fn outside(&self, is: impl Fn(usize) -> bool) -> Option<usize> {
+        (0..self.tokens.len()).find(|&place| !self.counts(place) && is(place))
+    }
+
+    /// Rows of all places, such as logits, from those of the tokens that count.
+    pub fn spread(&self, found: &[f32], vocab: usize) -> Vec<f32> {
         let mut logits = vec![0.0; self.tokens.len() * vocab];
         let places = (0..self.tokens.len()).filter(|&place| self.counts(place));
         for (place, row) in places.zip(found.chunks_exact(vocab)) {
@@ -182,4 +199,9 @@ impl Tokens {
         }
         logits
     }
+}
+
+/// Little-endian words.
+pub fn words<T>(data: &[u8], word: impl Fn([u8; 4]) -> T) -> Vec<T> {
+    data.as_chunks::<4>().0.iter().map(|bytes| word(*bytes)).collect()
 }

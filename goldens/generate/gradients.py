@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Gradients of the tiny checkpoints by torch's autograd in fp32, and how far its bf16 is from them.
+
+    python goldens/generate/gradients.py [--checkpoints tests/checkpoints] [--out tests/gradients] [NAME ...]
+
+For every checkpoint a file NAME.safetensors, an input of `samebits grad`: `tokens` and `mask` I32 [64, T], `advantages` F32 [64]
+and `old_logprob` F32 [64, T], 8 batches of 8 sequences each; and for each loss what is expected of every batch. Whole
+gradients would be larger than the models, so one of more than 160 elements is kept as a sketch: 16 inner products with
+vectors of +1 and -1 that follow from the index of an element and the number of the vector (`signs`). A sketch is linear,
+and the mean of its squares estimates the squared length of what was sketched: the sketch of an error is the error's.
+Kept are, under LOSS.PARAMETER, [8, n + 2]: of each batch the fp32 gradient or its sketch, its length, and the length of
+the error of the bf16 gradient, both exact. LOSS.loss [8], LOSS.per_sequence [64] and LOSS.logprob [64, T] are those of fp32.
+
+One error of one vector is a single draw, which may be long or short by chance; hence several batches. The losses are
+computed from the log-softmax of f32 logits in both runs. In mixtures, sequences are drawn until both runs choose the same
+experts, and fp32 runs with noise do: then an error is one of rounding, not of another choice. Needs torch and
+transformers (the recorded files: torch 2.15.0, transformers 5.23.0); no network.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
+# The one of phi3 is beyond its original positions.
+LENGTHS = {"phi3": 36, "mixtral": 12, "qwen3-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def signs(count):
+    """[SKETCH, count] of +1 and -1: of bit number row of splitmix64(index)."""
+    with numpy.errstate(over="ignore"):
+        z = numpy.arange(count, dtype=numpy.uint64) + numpy.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> numpy.uint64(31))
+    rows = numpy.arange(SKETCH, dtype=numpy.uint64)[:, None]
+    return torch.from_numpy(numpy.where((z[None, :] >> rows) & numpy.uint64(1), -1.0, 1.0))
+
+
+def load(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def run(model, data, loss):
+    """Loss, its sum by sequence, log-probabilities and gradients by name."""
+    tokens, mask = data["tokens"].long(), data["mask"].bool()
+    model.zero_grad()
+    logprob = logprobs(model, tokens)
+    if loss == "nll":
+        value = -logprob
+    else:
+        ratio = (logprob - data["old_logprob"]).exp()
+        advantages = data["advantages"][:, None]
+        value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    value = torch.where(mask, value, torch.zeros(()))
+    total = value.sum() / mask.sum()
+    total.backward()
+    gradients = {name: (torch.zeros(p.shape) if p.grad is None else p.grad.float()).double()
+                 for name, p in model.named_parameters()}
+    return total.detach()[None], value.sum(1).detach(), logprob.detach(), gradients
+
+
+def split(model, folder, gradients):
+    """Gradients of fused experts as those of the tensors in the folder."""
+    stored = load_file(folder / "model.safetensors")
+    found = {}
+    for name, gradient in gradients.items():
+        if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
+            base = name.rsplit(".", 1)[0]
+            mixtral = model.config.model_type == "mixtral"
+            if mixtral:
+                base = base.replace(".mlp.", ".block_sparse_moe.")
+            for expert in range(gradient.shape[0]):
+                if name.endswith("down_proj"):
+                    found[f"{base}.{expert}.{'w2' if mixtral else 'down_proj'}.weight"] = gradient[expert]
+                else:
+                    gate, up = gradient[expert].chunk(2)
+                    found[f"{base}.{expert}.{'w1' if mixtral else 'gate_proj'}.weight"] = gate
+                    found[f"{base}.{expert}.{'w3' if mixtral else 'up_proj'}.weight"] = up
+        else:
+            if model.config.model_type == "mixtral":
+                name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+            found[name] = gradient
+    for name, gradient in found.items():
+        assert name in stored and stored[name].shape == gradient.shape, name
+    missing = set(stored) - set(found)
+    assert all(name.endswith("e_score_correction_bias") for name in missing), missing
+    return found
+
+
+def inputs(name, folder):
+    """Sequences whose experts, in mixtures, are the same in bf16 and under noise of the size of its rounding."""
+    model, low = load(folder, torch.float32), load(folder, torch.bfloat16)
+    generator = torch.Generator().manual_seed(7)
+    length, vocab = LENGTHS.get(name, 20), model.config.vocab_size
+    kept = []
+    while len(kept) < SEQUENCES:
+        tokens = torch.randint(3, vocab, (1, length), generator=generator)
+        if name == "qwen3-adder":
+            tokens = addition(generator)
+        expected = routing(model, tokens)
+        if expected is None or torch.equal(expected, routing(low, tokens)) and all(
+                torch.equal(expected, routing(model, tokens, generator)) for _ in range(6)):
+            kept.append(tokens)
+    tokens = torch.cat(kept)
+    mask = (torch.rand(tokens.shape, generator=generator) < 0.7).int()
+    mask[:, 0] = 0
+    # The prompt of the second and the end of the third do not count.
+    mask[1, : length // 2] = 0
+    mask[2, -length // 3:] = 0
+    data = {"tokens": tokens.int(), "mask": mask, "advantages": torch.randn(SEQUENCES, generator=generator)}
+    with torch.no_grad():
+        logprob = logprobs(model, tokens)
+    noise = torch.randn(tokens.shape, generator=generator) * 0.3
+    # Far from where ratios are clipped: there a rounding would decide which tokens have a gradient.
+    near = ((noise + numpy.log(1.2)).abs() < 0.12) | ((noise + numpy.log(0.8)).abs() < 0.12)
+    noise = torch.where(near, torch.zeros(()), noise)
+    data["old_logprob"] = (logprob + noise) * mask
+    return data
+
+
+def addition(generator):
+    """A text that the one trained checkpoint knows: at others its log-probabilities are far too low to have an accuracy."""
+    a, b = torch.randint(50, 100, (2,), generator=generator).tolist()
+    return torch.tensor([[1] + [3 + "0123456789+-=".index(letter) for letter in f"{a}+{b}={a + b}"]])
+
+
+def logprobs(model, tokens):
+    """[B, T]: of each token given those before it."""
+    found = torch.zeros(tokens.shape)
+    logits = model(tokens).logits.float()
+    found[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    return found
+
+
+def routing(model, tokens, noise=None):
+    """The experts that every router chose, in ascending order; with `noise`, of a run with noise in every layer."""
+    chosen, hooks = [], []
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith(("TopKRouter", "TopkRouter")):
+            note = lambda module, args, out: chosen.append(out[-1].sort(dim=-1).values)
+            hooks.append(module.register_forward_hook(note))
+        elif noise and kind.endswith("DecoderLayer"):
+            disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
+            hooks.append(module.register_forward_hook(disturb))
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen) if chosen else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, default=Path("tests/checkpoints"))
+    parser.add_argument("--out", type=Path, default=Path("tests/gradients"))
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.mkdir(exist_ok=True)
+    for name in args.names or sorted(folder.name for folder in args.checkpoints.iterdir()):
+        folder = args.checkpoints / name
+        data = inputs(name, folder)
+        kept = {}
+        models = {dtype: load(folder, dtype) for dtype in [torch.float32, torch.bfloat16]}
+        for loss in ["nll", "policy"]:
+            for first in range(0, SEQUENCES, SEQUENCES // BATCHES):
+                batch = {key: value[first:first + SEQUENCES // BATCHES] for key, value in data.items()}
+                *values, exact = run(models[torch.float32], batch, loss)
+                exact = split(models[torch.float32], folder, exact)
+                low = split(models[torch.bfloat16], folder, run(models[torch.bfloat16], batch, loss)[3])
+                for key, value in zip(["loss", "per_sequence", "logprob"], values):
+                    kept.setdefault(f"{loss}.{key}", []).append(value)
+                for parameter, gradient in exact.items():
+                    error = (low[parameter] - gradient).norm()
+                    flat = gradient.flatten()
+                    flat = flat if len(flat) <= WHOLE else signs(len(flat)) @ flat
+                    row = torch.cat([flat, torch.stack([gradient.norm(), error])]).float()[None]
+                    kept.setdefault(f"{loss}.{parameter}", []).append(row)
+        kept = data | {key: torch.cat(values).contiguous() for key, values in kept.items()}
+        path = args.out / f"{name}.safetensors"
+        save_file({key: value.contiguous() for key, value in kept.items()}, path, metadata=VERSIONS)
+        print(f"{name}: {len(kept)} tensors, {path.stat().st_size // 1024} KiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+use super::{Loading, Machine, counting};
+use crate::examples::{Examples, LossOptions};
+use anyhow::{Context, Result, ensure};
+use samebits_contract::atomic_write;
+use samebits_contract::tensor::Tensor;
+use samebits_contract::wire::File;
+use samebits_models::{GradientRun, Model, Padding, Precision};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Computes a model's loss on some sequences and the gradient of every parameter
+///
+/// Reads `tokens`, i32 [B, T], from a safetensors file, and `attention_mask` as forward does. With `mask`, i32 [B, T],
+/// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
+/// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
+/// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
+/// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Hugging Face folder: config.json, model.safetensors (or shards with an index)
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+
+    /// Safetensors file with `tokens`, i32 [B, T]
+    #[arg(long, value_name = "FILE")]
+    tokens: PathBuf,
+
+    /// Safetensors file to write; it appears whole or not at all
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+
+    #[command(flatten)]
+    loss: LossOptions,
+
+    /// bf16: weights and what products read in bf16, as models are trained; fp32: nothing below fp32, the reference
+    #[arg(long, default_value = "bf16", value_name = "bf16|fp32")]
+    dtype: Precision,
+
+    #[command(flatten)]
+    how: How,
+
+    /// Most bytes of an op's workspace [default: no limit]
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<usize>,
+
+    #[command(flatten)]
+    machine: Machine,
+}
+
+/// How gradients are made: but for the groups, nothing here moves a bit.
+#[derive(clap::Args, Clone)]
+pub struct How {
+    /// Sequences that share a forward and a reverse pass
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    micro_batch: usize,
+
+    /// Rows of padding for each sequence, their embeddings NaN
+    #[arg(long, default_value = "none", value_name = "left:N|right:N|none")]
+    pad: Padding,
+
+    /// Let the sequences of a micro-batch stand one behind the other, padded once
+    #[arg(long)]
+    pack: bool,
+
+    /// How many groups the sequences are dealt to, a power of two: each has sums of its own, joined as a tree
+    #[arg(long, default_value_t = 1, value_name = "G")]
+    pub groups: usize,
+
+    /// How many ranks the groups are dealt to; they run one after the other
+    #[arg(long, default_value_t = 1, value_name = "R")]
+    ranks: usize,
+
+    /// Run each layer again for its reverse pass instead of keeping what it computed
+    #[arg(long)]
+    recompute: bool,
+}
+
+impl How {
+    /// The same for the models.
+    pub fn run(&self) -> GradientRun {
+        let &How { micro_batch, pad: padding, pack, ranks, recompute, .. } = self;
+        GradientRun { micro_batch, padding, pack, ranks, recompute }
+    }
+}
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let cpu = args.machine.cpu(args.budget)?;
+    let out = || format!("--out {}", args.out.display());
+    // Before the work, so that a wrong path costs nothing.
+    atomic_write::check(&args.out).with_context(out)?;
+    ensure!(args.dtype != Precision::Fp16, "--dtype fp16: gradients are made in bf16 or fp32");
+    let examples = Examples::read(&args.tokens, args.loss)?;
+    let loading = Loading::of(&args.model);
+    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
+    let [batch, len] = examples.tokens.shape();
+    let bar = counting(batch);
+    let found = model
+        .gradients(&cpu, &examples.all.batch(args.how.groups), &args.how.run(), |done| bar.set_position(done as u64))
+        .with_context(|| args.tokens.display().to_string())?;
+    bar.finish_and_clear();
+    let mut tensors = BTreeMap::new();
+    for (name, gradient) in found.parameters {
+        let shape = gradient.shape().to_vec();
+        tensors.insert(name, Tensor::fp32(&shape, gradient.into_vec().expect("gradients are f32")));
+    }
+    let logprob = examples.tokens.spread(&found.logprob.concat(), 1);
+    tensors.insert("loss".into(), Tensor::fp32(&[1], vec![found.loss]));
+    tensors.insert("per_sequence".into(), Tensor::fp32(&[batch], found.per_sequence));
+    tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
+    atomic_write::write(&args.out, &File { tensors, metadata: BTreeMap::new() }.encode()).with_context(out)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,254 @@
+use super::grad::How;
+use super::{Loading, Machine, counting};
+use crate::cmd::forward::words;
+use crate::examples::{Examples, LossOptions};
+use anyhow::{Context, Result, ensure};
+use safetensors::SafeTensors;
+use samebits_contract::atomic_write;
+use samebits_contract::tensor::Tensor;
+use samebits_contract::wire::File;
+use samebits_models::{Optimizer, Precision, StepReport, Trainer};
+use samebits_ops::{self as ops, Cpu, DType, bf16};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Trains a model: steps of AdamW over sequences in logical order
+///
+/// Reads sequences as `samebits grad` does; step n has the B that follow those of step n - 1, from the first again
+/// behind the last. Writes into a folder: steps.jsonl with loss, gradient norm and SHA-256 of all weights of each step,
+/// state.safetensors with weights and moments in f32, and behind the last step a Hugging Face folder's files. A run
+/// that was killed goes on from the state when it is started again, and ends with the same bits; with more --steps a
+/// finished one goes on too.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Hugging Face folder
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+
+    /// Safetensors file with `tokens`, i32 [B, T]
+    #[arg(long, value_name = "FILE")]
+    data: PathBuf,
+
+    /// Steps in all
+    #[arg(long, value_name = "N")]
+    steps: usize,
+
+    /// Sequences of a step
+    #[arg(long, value_name = "B")]
+    batch: usize,
+
+    /// Folder to write
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+
+    #[command(flatten)]
+    loss: LossOptions,
+
+    /// Learning rate
+    #[arg(long, default_value_t = 1e-5, value_name = "X")]
+    lr: f64,
+
+    /// How much of the first moment is kept
+    #[arg(long, default_value_t = 0.9, value_name = "X")]
+    beta1: f64,
+
+    /// How much of the second moment is kept
+    #[arg(long, default_value_t = 0.999, value_name = "X")]
+    beta2: f64,
+
+    /// Added to the root of the second moment
+    #[arg(long, default_value_t = 1e-8, value_name = "X")]
+    eps: f64,
+
+    /// Times --lr: the share of every weight that goes in a step
+    #[arg(long, default_value_t = 0.0, value_name = "X")]
+    weight_decay: f64,
+
+    /// Longer gradients are cut to this norm
+    #[arg(long, default_value_t = 1.0, value_name = "X")]
+    max_norm: f64,
+
+    /// bf16: what forwards read is weights rounded to bf16; fp32: nothing is
+    #[arg(long, default_value = "bf16", value_name = "bf16|fp32")]
+    dtype: Precision,
+
+    /// Steps from one write of the state to the next
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    save_every: usize,
+
+    #[command(flatten)]
+    how: How,
+
+    /// Most bytes of an op's workspace [default: no limit]
+    #[arg(long, value_name = "BYTES")]
+    budget: Option<usize>,
+
+    #[command(flatten)]
+    machine: Machine,
+}
+
+/// Files of a model folder that are taken over as they are.
+const KEPT: [&str; 9] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+];
+
+pub fn run(args: &Args) -> Result<ExitCode> {
+    let cpu = args.machine.cpu(args.budget)?;
+    ensure!(args.dtype != Precision::Fp16, "--dtype fp16: models are trained in bf16 or fp32");
+    ensure!(args.save_every > 0, "--save-every 0: give at least 1");
+    let place = |name: &str| args.out.join(name);
+    let at_out = || format!("--out {}", args.out.display());
+    atomic_write::create_folder(&args.out).with_context(at_out)?;
+    let (state, lines) = (place("state.safetensors"), place("steps.jsonl"));
+    let goes_on = state.exists();
+    ensure!(goes_on || !place("config.json").exists(), "{}: holds a model and no run; name another folder", at_out());
+    remove_leftovers(&args.out).with_context(at_out)?;
+    let examples = Examples::read(&args.data, args.loss)?;
+    let [sequences, _] = examples.tokens.shape();
+    let in_data = || args.data.display().to_string();
+    ensure!((1..=sequences).contains(&args.batch), "--batch {}: the file has {sequences} sequences", args.batch);
+
+    let loading = Loading::of(&args.model);
+    let mut trainer = Trainer::load(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
+    let settings = settings(args, &trainer)?;
+    let mut reports = Vec::new();
+    if goes_on {
+        reports = resume(&mut trainer, &cpu, &state, &lines, &settings)?;
+    }
+    let optimizer = Optimizer {
+        lr: args.lr,
+        beta1: args.beta1,
+        beta2: args.beta2,
+        eps: args.eps,
+        weight_decay: args.weight_decay,
+        max_norm: args.max_norm,
+    };
+    let bar = counting(args.steps * args.batch);
+    while trainer.step() < args.steps {
+        let done = trainer.step() * args.batch;
+        let numbers: Vec<usize> = (done..done + args.batch).map(|number| number % sequences).collect();
+        let picked = examples.all.pick(&numbers);
+        let at = |of_step: usize| bar.set_position((done + of_step) as u64);
+        let report = trainer
+            .advance(&cpu, &picked.batch(args.how.groups), &args.how.run(), &optimizer, at)
+            .with_context(in_data)?;
+        let StepReport { step, loss, norm, sha256 } = &report;
+        bar.suspend(|| writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}"))?;
+        reports.push(line(&report));
+        if step.is_multiple_of(args.save_every) || *step == args.steps {
+            // The lines first: a state has those of all its steps.
+            atomic_write::write(&lines, reports.concat().as_bytes()).with_context(at_out)?;
+            atomic_write::write(&state, &stored(&trainer, &settings).encode()).with_context(at_out)?;
+        }
+    }
+    bar.finish_and_clear();
+    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), of_contract(tensor))).collect();
+    let metadata = BTreeMap::from([("format".into(), "pt".into())]);
+    atomic_write::write(&place("model.safetensors"), &File { tensors, metadata }.encode()).with_context(at_out)?;
+    // config.json last: with it the folder is whole.
+    for name in KEPT.iter().rev().filter(|name| args.model.join(name).exists()) {
+        let from = args.model.join(name);
+        let bytes = std::fs::read(&from).with_context(|| from.display().to_string())?;
+        atomic_write::write(&place(name), &bytes).with_context(at_out)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Removes the files that a killed run was about to write.
+fn remove_leftovers(dir: &Path) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with(".samebits-") && name.ends_with(".tmp") {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// What decides the bits of a run but for how many steps it has.
+fn settings(args: &Args, trainer: &Trainer) -> Result<Value> {
+    let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
+    let data: String = Sha256::digest(&data).iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(json!({
+        "model": trainer.sha256(),
+        "data": data,
+        "batch": args.batch,
+        "groups": args.how.groups,
+        "loss": format!("{:?}", args.loss),
+        "dtype": args.dtype.name(),
+        "optimizer": [args.lr, args.beta1, args.beta2, args.eps, args.weight_decay, args.max_norm],
+    }))
+}
+
+/// A line of steps.jsonl.
+fn line(report: &StepReport) -> String {
+    let StepReport { step, loss, norm, sha256 } = report;
+    format!("{}\n", json!({"step": step, "loss": loss, "norm": norm, "sha256": sha256}))
+}
+
+/// The letters of weights and moments in the state.
+const LETTERS: [&str; 3] = ["w", "m", "v"];
+
+fn stored(trainer: &Trainer, settings: &Value) -> File {
+    let mut tensors = BTreeMap::new();
+    for (name, state) in trainer.state() {
+        for (letter, tensor) in LETTERS.iter().zip(state) {
+            tensors.insert(format!("{letter}.{name}"), of_contract(tensor));
+        }
+    }
+    let metadata = [("step".into(), trainer.step().to_string()), ("settings".into(), settings.to_string())];
+    File { tensors, metadata: BTreeMap::from(metadata) }
+}
+
+/// Goes on from the state of a folder; the lines of its steps.
+fn resume(trainer: &mut Trainer, cpu: &Cpu, path: &Path, lines: &Path, settings: &Value) -> Result<Vec<String>> {
+    let at = || path.display().to_string();
+    let bytes = std::fs::read(path).with_context(at)?;
+    let broken = || format!("{}: is no state of a run; remove it to begin anew", at());
+    let (_, header) = SafeTensors::read_metadata(&bytes).with_context(broken)?;
+    let field = |name: &str| header.metadata().as_ref().and_then(|fields| fields.get(name)).with_context(broken);
+    let step: usize = field("step")?.parse().with_context(broken)?;
+    let earlier: Value = serde_json::from_str(field("settings")?).with_context(broken)?;
+    for (name, value) in settings.as_object().into_iter().flatten() {
+        let before = &earlier[name];
+        ensure!(before == value, "{}: the run began with {name} {before}, not {value}; name another folder", at());
+    }
+    let file = SafeTensors::deserialize(&bytes).with_context(broken)?;
+    let mut state = BTreeMap::new();
+    for name in trainer.state().keys() {
+        let mut three = Vec::new();
+        for letter in LETTERS {
+            let tensor = file.tensor(&format!("{letter}.{name}")).with_context(broken)?;
+            three.push(ops::Tensor::new(words(tensor.data(), f32::from_le_bytes), tensor.shape())?);
+        }
+        state.insert(name.clone(), three.try_into().ok().expect("three letters"));
+    }
+    trainer.resume(cpu, step, state).with_context(at)?;
+    let text = std::fs::read_to_string(lines).with_context(|| lines.display().to_string())?;
+    let kept: Vec<String> = text.lines().take(step).map(|line| format!("{line}\n")).collect();
+    ensure!(kept.len() == step, "{}: has {} of {step} steps", lines.display(), kept.len());
+    Ok(kept)
+}
+
+/// A tensor on the host for a file.
+fn of_contract(tensor: &ops::Tensor) -> Tensor {
+    let shape = tensor.shape();
+    match tensor.dtype() {
+        DType::Bf16 => Tensor::bf16(shape, tensor.as_slice::<bf16>().expect("it is bf16, and on the host").to_vec()),
+        _ => Tensor::fp32(shape, tensor.as_slice::<f32>().expect("it is f32, and on the host").to_vec()),
+    }
+}

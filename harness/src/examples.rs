@@ -1,0 +1,123 @@
+//! What a model is trained on: a file of sequences, which of their tokens count, and what policies need of them.
+
+use crate::cmd::forward::{Tokens, words};
+use anyhow::{Context, Result, bail, ensure};
+use safetensors::{Dtype, SafeTensors};
+use samebits_models::{Batch, Loss};
+use std::path::Path;
+
+/// What is made of log-probabilities.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LossKind {
+    /// minus the mean of the log-probabilities that count
+    Nll,
+    /// the clipped policy gradient
+    Policy,
+}
+
+/// The options of the loss.
+#[derive(clap::Args, Clone, Copy, Debug)]
+pub struct LossOptions {
+    /// Minus the mean of the log-probabilities that count, or the clipped policy gradient, which reads `advantages`,
+    /// f32 [B], and `old_logprob`, f32 [B, T]
+    #[arg(long, default_value = "nll", value_name = "nll|policy")]
+    loss: LossKind,
+
+    /// policy: ratios count as at least 1 - X
+    #[arg(long, default_value_t = 0.2, value_name = "X")]
+    clip_low: f64,
+
+    /// policy: ratios count as at most 1 + X
+    #[arg(long, default_value_t = 0.2, value_name = "X")]
+    clip_high: f64,
+}
+
+/// A file of sequences.
+pub struct Examples {
+    /// Where they stand in it.
+    pub tokens: Tokens,
+    /// All of them.
+    pub all: Sequences,
+}
+
+/// Sequences in logical order.
+pub struct Sequences {
+    tokens: Vec<Vec<i32>>,
+    count: Vec<Vec<i32>>,
+    /// Advantages, and log-probabilities when they were sampled.
+    policy: Option<(Vec<f32>, Vec<Vec<f32>>)>,
+    options: LossOptions,
+}
+
+impl Sequences {
+    /// Those with these numbers.
+    pub fn pick(&self, numbers: &[usize]) -> Sequences {
+        let rows = |all: &[Vec<i32>]| numbers.iter().map(|&number| all[number].clone()).collect();
+        let policy = self.policy.as_ref().map(|(advantages, old)| {
+            let old = numbers.iter().map(|&number| old[number].clone()).collect();
+            (numbers.iter().map(|&number| advantages[number]).collect(), old)
+        });
+        Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options: self.options }
+    }
+
+    /// All of them as a batch of `groups` groups.
+    pub fn batch(&self, groups: usize) -> Batch<'_> {
+        let LossOptions { clip_low: low, clip_high: high, .. } = self.options;
+        let loss = match &self.policy {
+            None => Loss::Nll,
+            Some((advantages, old_logprob)) => Loss::Policy { advantages, old_logprob, low, high },
+        };
+        Batch { sequences: &self.tokens, count: &self.count, loss, groups }
+    }
+}
+
+impl Examples {
+    /// Reads `tokens` and `attention_mask` as `samebits forward`, `mask`, and what the loss needs besides.
+    ///
+    /// # Errors
+    /// A file that cannot be read; tensors that are missing, or of another dtype or shape.
+    pub fn read(path: &Path, options: LossOptions) -> Result<Examples> {
+        let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
+        Examples::parse(&bytes, options).with_context(|| path.display().to_string())
+    }
+
+    fn parse(bytes: &[u8], options: LossOptions) -> Result<Examples> {
+        let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
+        let tokens = Tokens::of(&file)?;
+        let [batch, len] = tokens.shape();
+        let sequences = tokens.sequences();
+        let count = match tensor(&file, "mask", Dtype::I32, &[batch, len]) {
+            Ok(data) => {
+                let mask = words(data, i32::from_le_bytes);
+                if let Some(place) = tokens.outside(|place| mask[place] != 0) {
+                    let at = [place / len, place % len];
+                    bail!("tensor `mask`: element {at:?} counts a token that attention_mask leaves out; write 0 there");
+                }
+                tokens.of_sequences(&mask)
+            }
+            Err(_) if file.tensor("mask").is_err() => {
+                sequences.iter().map(|tokens| (0..tokens.len()).map(|t| i32::from(t > 0)).collect()).collect()
+            }
+            Err(e) => return Err(e),
+        };
+        let policy = match options.loss {
+            LossKind::Nll => None,
+            LossKind::Policy => {
+                let advantages = words(tensor(&file, "advantages", Dtype::F32, &[batch])?, f32::from_le_bytes);
+                let old = words(tensor(&file, "old_logprob", Dtype::F32, &[batch, len])?, f32::from_le_bytes);
+                Some((advantages, tokens.of_sequences(&old)))
+            }
+        };
+        Ok(Examples { tokens, all: Sequences { tokens: sequences, count, policy, options } })
+    }
+}
+
+/// The data of a tensor of this form.
+fn tensor<'d>(file: &SafeTensors<'d>, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&'d [u8]> {
+    let Ok(tensor) = file.tensor(name) else {
+        bail!("tensor `{name}`: missing; store {dtype:?} {shape:?} under that name")
+    };
+    ensure!(tensor.dtype() == dtype, "tensor `{name}`: dtype is {:?}; it must be {dtype:?}", tensor.dtype());
+    ensure!(tensor.shape() == shape, "tensor `{name}`: shape {:?} must be {shape:?}", tensor.shape());
+    Ok(tensor.data())
+}

@@ -1,0 +1,426 @@
+//! Gradients of a whole model: sequences in logical order, cut into groups, ranks and micro-batches.
+//!
+//! Which sequences are a step's, their order, which of their tokens count, and how many groups they are dealt to is
+//! what the result depends on ([`Batch`]). How they are run ([`GradientRun`]) moves no bit of it: the rows of a
+//! micro-batch see each other in attention alone, where they are told apart by sequence, and sums over tokens go on
+//! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
+//! sum.
+
+use crate::backward::{Backward, Block};
+use crate::decoder::{Decoder, Runner};
+use crate::kv_cache::buffer;
+use crate::pass::Pass;
+use crate::step::{Rows, SequenceInput, Step, StepInputs};
+use crate::sums::{Sums, Tree};
+use crate::trace::TraceHook;
+use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
+use samebits_ops::{Attributes, Backend, Calls, Cpu, Prepared, Tensor, TensorMut, TensorRef};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::str::FromStr;
+
+/// The sequences of a step, in logical order.
+pub struct Batch<'a> {
+    /// Tokens of each sequence.
+    pub sequences: &'a [Vec<i32>],
+    /// For each of them 1 where its log-probability, given those before it, counts, else 0; 0 for the first of a
+    /// sequence.
+    pub count: &'a [Vec<i32>],
+    /// What is made of the log-probabilities.
+    pub loss: Loss<'a>,
+    /// How many groups the sequences are dealt to: a power of two.
+    pub groups: usize,
+}
+
+/// What is made of log-probabilities.
+#[derive(Clone, Copy)]
+pub enum Loss<'a> {
+    /// Minus their mean over all tokens that count.
+    Nll,
+    /// The clipped policy gradient, its mean over all tokens that count.
+    Policy {
+        /// By sequence.
+        advantages: &'a [f32],
+        /// Log-probabilities when they were sampled, by sequence and token.
+        old_logprob: &'a [Vec<f32>],
+        /// Ratios count as at least 1 - low.
+        low: f64,
+        /// Ratios count as at most 1 + high.
+        high: f64,
+    },
+}
+
+/// How gradients are made; nothing here may move a bit of them.
+#[derive(Clone, Copy, Debug)]
+pub struct GradientRun {
+    /// Sequences that share a forward and a reverse pass.
+    pub micro_batch: usize,
+    /// Rows of padding.
+    pub padding: Padding,
+    /// Whether sequences stand one behind the other, and not each in rows of its own that are as many for all.
+    pub pack: bool,
+    /// How many ranks the groups are dealt to; they run one after the other.
+    pub ranks: usize,
+    /// Whether layers are run again for their reverse pass, so that their activations need not be kept.
+    pub recompute: bool,
+}
+
+impl Default for GradientRun {
+    fn default() -> GradientRun {
+        GradientRun { micro_batch: 1, padding: Padding::None, pack: false, ranks: 1, recompute: false }
+    }
+}
+
+/// Rows of padding, whose embeddings are NaN: of each sequence, or once where sequences are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Padding {
+    /// None.
+    None,
+    /// Before the tokens.
+    Left(usize),
+    /// Behind them.
+    Right(usize),
+}
+
+impl FromStr for Padding {
+    type Err = ModelError;
+
+    fn from_str(text: &str) -> Result<Padding, ModelError> {
+        let number =
+            |prefix: &str| text.strip_prefix(prefix).and_then(|n| n.parse().ok()).filter(|&n| n <= MOST_PADDING);
+        match (text, number("left:"), number("right:")) {
+            ("none", ..) => Ok(Padding::None),
+            (_, Some(n), _) => Ok(Padding::Left(n)),
+            (_, _, Some(n)) => Ok(Padding::Right(n)),
+            _ => {
+                let why = format!("`{text}` is not left:N, right:N or none, with N at most {MOST_PADDING}");
+                Err(ModelError::input("padding", why))
+            }
+        }
+    }
+}
+
+/// More padding is a mistake.
+const MOST_PADDING: usize = 1 << 16;
+
+/// What [`Model::gradients`] makes.
+pub struct Gradients {
+    /// The gradient of every parameter in f32, under its name in the folder.
+    pub parameters: BTreeMap<String, Tensor>,
+    /// The loss.
+    pub loss: f32,
+    /// What each sequence adds to it before it is divided.
+    pub per_sequence: Vec<f32>,
+    /// The log-probability of each token of each sequence, +0 for the first ones.
+    pub logprob: Vec<Vec<f32>>,
+}
+
+impl Model {
+    /// The loss of a batch and the gradient of every parameter; `progress` is told how many sequences are done.
+    ///
+    /// # Errors
+    /// A batch without tokens that count or whose parts do not fit each other, tokens outside the vocabulary, more tokens
+    /// than the model has positions, groups that are no power of two or that the ranks do not divide, numbers that are
+    /// not finite; a model on a device; too little memory.
+    pub fn gradients(
+        &self,
+        cpu: &Cpu,
+        batch: &Batch,
+        run: &GradientRun,
+        progress: impl FnMut(usize),
+    ) -> Result<Gradients, ModelError> {
+        if self.is_on_device() {
+            return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
+        }
+        gradients(self.on(cpu).decoder, cpu, batch, run, progress)
+    }
+}
+
+/// [`Model::gradients`] of a decoder on the processor.
+pub(crate) fn gradients(
+    decoder: &Decoder,
+    cpu: &Cpu,
+    batch: &Batch,
+    run: &GradientRun,
+    mut progress: impl FnMut(usize),
+) -> Result<Gradients, ModelError> {
+    let on = Runner { decoder, machine: cpu, cpu };
+    let denominator = batch.check(&on, run)?;
+    let (mut done, mut per_sequence, mut logprob) = (0, Vec::new(), Vec::new());
+    let mut of_ranks = Tree::default();
+    for rank in 0..run.ranks {
+        let mut of_groups = Tree::default();
+        for group in rank * batch.groups / run.ranks..(rank + 1) * batch.groups / run.ranks {
+            let mut sums = Sums::default();
+            let Range { start, end } = batch.group(group);
+            for first in (start..end).step_by(run.micro_batch) {
+                let part = first..end.min(first + run.micro_batch);
+                done += part.len();
+                let found = micro_batch(&on, batch, part, denominator, run, &mut sums)?;
+                per_sequence.extend(found.0);
+                logprob.extend(found.1);
+                progress(done);
+            }
+            of_groups.push(cpu, sums.end(cpu)?)?;
+        }
+        of_ranks.push(cpu, of_groups.root())?;
+    }
+    let attributes = Attributes::new().with("groups", batch.groups).with("denominator", denominator);
+    let mut loss = [0f32];
+    let inputs = [("per_sequence", TensorRef::new(&per_sequence, &[per_sequence.len()])?)];
+    cpu.call("batch_loss", attributes, &inputs, vec![("loss", TensorMut::new(&mut loss, &[1])?)])?;
+    let parameters = of_ranks.root().finish(cpu, &decoder.parameters)?;
+    Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob })
+}
+
+impl Batch<'_> {
+    /// The sequences of a group.
+    fn group(&self, group: usize) -> Range<usize> {
+        let border = |group: usize| group * self.sequences.len() / self.groups;
+        border(group)..border(group + 1)
+    }
+
+    /// Refuses what cannot be run; the number of tokens that count.
+    fn check(&self, on: &Runner, run: &GradientRun) -> Result<f64, ModelError> {
+        let Batch { sequences, count, loss, groups } = *self;
+        let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
+        if !groups.is_power_of_two() || groups > MOST_GROUPS {
+            return bad("groups", format!("there are {groups}; give a power of two, at most {MOST_GROUPS}"));
+        }
+        if run.ranks == 0 || !groups.is_multiple_of(run.ranks) {
+            return bad("ranks", format!("{} ranks do not divide {groups} groups; each must hold as many", run.ranks));
+        }
+        if run.micro_batch == 0 {
+            return bad("micro batch", "it has no sequence; give at least 1".into());
+        }
+        if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
+            return bad("tokens", "a sequence has none, or there is no sequence; give at least one token".into());
+        }
+        for tokens in sequences {
+            on.config().check_tokens("tokens", tokens, tokens.len())?;
+        }
+        check_lengths("mask", sequences, count)?;
+        for (b, count) in count.iter().enumerate() {
+            if let Some(t) = count.iter().position(|c| ![0, 1].contains(c)) {
+                return bad("mask", format!("element [{b}, {t}] is {}; it must be 0 or 1", count[t]));
+            }
+            if count[0] != 0 {
+                return bad(
+                    "mask",
+                    format!("element [{b}, 0] is 1; nothing stands before a first token, so it must be 0"),
+                );
+            }
+        }
+        if let Loss::Policy { advantages, old_logprob, .. } = loss {
+            if advantages.len() != sequences.len() {
+                let why = format!("there are {}; give one for each of {} sequences", advantages.len(), sequences.len());
+                return bad("advantages", why);
+            }
+            if let Some(b) = advantages.iter().position(|a| !a.is_finite()) {
+                return bad("advantages", format!("element [{b}] is {}; it must be finite", advantages[b]));
+            }
+            check_lengths("old_logprob", sequences, old_logprob)?;
+            for (b, (old, count)) in old_logprob.iter().zip(count).enumerate() {
+                if let Some(t) = (0..old.len()).find(|&t| count[t] == 1 && !old[t].is_finite()) {
+                    return bad("old_logprob", format!("element [{b}, {t}] is {}; it must be finite", old[t]));
+                }
+            }
+        }
+        match count.iter().flatten().filter(|&&c| c == 1).count() {
+            0 => bad("mask", "no token counts, so there is no loss; mark at least one".into()),
+            counted => Ok(counted as f64),
+        }
+    }
+}
+
+/// More groups are a mistake.
+const MOST_GROUPS: usize = 1 << 16;
+
+fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]) -> Result<(), ModelError> {
+    if given.len() == sequences.len() && given.iter().zip(sequences).all(|(a, b)| a.len() == b.len()) {
+        return Ok(());
+    }
+    Err(ModelError::input(what, "it must have an element for each token"))
+}
+
+/// What padding is called.
+const PADDING: usize = usize::MAX;
+
+/// The rows of a micro-batch: its sequences, and padding as sequences of its own.
+struct Arranged {
+    /// Label and tokens, in the order of their rows.
+    pieces: Vec<(usize, usize)>,
+    blocks: Vec<Block>,
+}
+
+impl Arranged {
+    /// Sequences of these lengths.
+    fn new(lengths: &[usize], run: &GradientRun) -> Arranged {
+        let (left, right) = match run.padding {
+            Padding::None => (0, 0),
+            Padding::Left(n) => (n, 0),
+            Padding::Right(n) => (0, n),
+        };
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let (mut pieces, mut blocks) = (Vec::new(), Vec::new());
+        if run.pack {
+            let mut first = left;
+            pieces.push((PADDING, left));
+            for (label, &length) in lengths.iter().enumerate() {
+                pieces.push((label, length));
+                blocks.push(Block { first, stride: length, rows: length, lengths: vec![length] });
+                first += length;
+            }
+            pieces.push((PADDING, right));
+        } else {
+            for (label, &length) in lengths.iter().enumerate() {
+                pieces.extend([(PADDING, left), (label, length), (PADDING, longest - length + right)]);
+            }
+            let (stride, rows) = (left + longest + right, longest + right);
+            blocks.push(Block { first: left, stride, rows, lengths: lengths.to_vec() });
+        }
+        pieces.retain(|&(_, length)| length > 0);
+        Arranged { pieces, blocks }
+    }
+}
+
+/// Makes the rows of padding NaN where they enter the model.
+struct Spoil;
+
+impl Probe for Spoil {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        let width = seen.values.len() / seen.tokens.len().max(1);
+        for (row, &(label, _)) in seen.values.chunks_mut(width.max(1)).zip(seen.tokens) {
+            if label == PADDING {
+                row.fill(f32::NAN);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs some sequences forward and back: what each of them adds to the loss, and the log-probabilities of its tokens.
+/// What they add to the gradients goes into `sums`.
+fn micro_batch(
+    on: &Runner,
+    batch: &Batch,
+    part: Range<usize>,
+    denominator: f64,
+    run: &GradientRun,
+    sums: &mut Sums,
+) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+    let (decoder, c, sequences) = (on.decoder, on.config(), &batch.sequences[part.clone()]);
+    let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
+    let arranged = Arranged::new(&lengths, run);
+    let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
+
+    let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
+    let mut given = Vec::new();
+    let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
+    // The first row of each sequence.
+    let mut starts = vec![0; sequences.len()];
+    for &(label, length) in &arranged.pieces {
+        let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
+        given.push(SequenceInput { sequence: cache.open(length), label, tokens });
+        if label == PADDING {
+            targets.resize(targets.len() + length, -1);
+        } else {
+            starts[label] = mask.len();
+            targets.extend(&tokens[1..]);
+            targets.push(-1);
+        }
+        mask.resize(mask.len() + length, i32::from(label != PADDING));
+    }
+    let step = Step::of(on.machine, &given, &mut cache)?;
+    let inputs = StepInputs::new(on, &step, &given, &cache, &step.positions(), Rows::All, None)?;
+    let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
+
+    let mut spoil = Spoil;
+    let mut pass = Pass {
+        machine: on.machine,
+        config: c,
+        dtype: decoder.dtype,
+        attributes: &decoder.attributes,
+        hook: &mut TraceHook { probe: Some(&mut spoil) },
+        calls: Calls::default(),
+        gated: Default::default(),
+        kept: (!run.recompute).then(Vec::new),
+    };
+    let mut stream = decoder.embed(&mut pass, &step, &inputs)?;
+    pass.hook.probe = None;
+    let mut entered = Vec::new();
+    for i in 0..c.layers {
+        if run.recompute {
+            entered.push([&stream.x, &stream.y].map(|values| on.machine.upload(values.view())));
+        }
+        decoder.layer(i, &mut pass, &step, &inputs, &mut cache, &mut stream)?;
+    }
+    decoder.last_sum(&mut pass, &step, &mut stream)?;
+    decoder.last_norm(&mut pass, &step, &mut stream)?;
+    let [found, lse] = decoder.logprob(&mut pass, &stream.a, &targets)?;
+    let found = found.as_slice::<f32>().expect("they are f32, and on the host");
+
+    let mut logprob: Vec<Vec<f32>> = Vec::new();
+    for (&start, &length) in starts.iter().zip(&lengths) {
+        logprob.push([&[0.0], &found[start..start + length - 1]].concat());
+    }
+    let (per_sequence, dlogprob) = loss(&mut pass, batch, part, &logprob, denominator)?;
+    let mut drows = vec![0f32; mask.len()];
+    for (&start, dlogprob) in starts.iter().zip(&dlogprob) {
+        drows[start..start + dlogprob.len() - 1].copy_from_slice(&dlogprob[1..]);
+    }
+    let drows = Tensor::new(drows, &[mask.len()])?;
+
+    let angles = angles.reversed();
+    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &arranged.blocks, sums };
+    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &lse, &drows)?;
+    let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
+    for i in (0..c.layers).rev() {
+        if let Some([x, y]) = entered.pop() {
+            (stream.x, stream.y) = (x?, y?);
+            back.pass.kept = Some(Vec::new());
+            decoder.layer(i, &mut back.pass, &step, &inputs, &mut cache, &mut stream)?;
+        }
+        dx = decoder.layer_backward(i, &mut back, dx)?;
+    }
+    decoder.embed_backward(&mut back, inputs.tokens.view(&[mask.len()])?, dx)?;
+    assert!(back.pass.kept.is_some_and(|kept| kept.is_empty()), "the reverse pass takes all that was kept");
+    Ok((per_sequence, logprob))
+}
+
+/// What each of some sequences adds to the loss, and its gradient by the log-probability of each token.
+fn loss(
+    pass: &mut Pass,
+    batch: &Batch,
+    part: Range<usize>,
+    logprob: &[Vec<f32>],
+    denominator: f64,
+) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+    let longest = logprob.iter().map(Vec::len).max().unwrap_or(0);
+    let shape = [logprob.len(), longest];
+    let (count, logprobs) = (rectangle(&batch.count[part.clone()], longest), rectangle(logprob, longest));
+    let mut inputs = vec![("logprob", TensorRef::new(&logprobs, &shape)?), ("count", TensorRef::new(&count, &shape)?)];
+    let mut attributes = Attributes::new().with("denominator", denominator);
+    let old;
+    let op = match batch.loss {
+        Loss::Nll => "nll",
+        Loss::Policy { advantages, old_logprob, low, high } => {
+            old = rectangle(&old_logprob[part.clone()], longest);
+            inputs.push(("old_logprob", TensorRef::new(&old, &shape)?));
+            inputs.push(("advantage", TensorRef::new(&advantages[part], &shape[..1])?));
+            attributes = attributes.with("low", low).with("high", high);
+            "policy_loss"
+        }
+    };
+    let (mut per_sequence, mut dlogprob) = (Tensor::new(vec![0f32; shape[0]], &shape[..1])?, buffer::<f32>(&shape)?);
+    let outputs = [("per_sequence", per_sequence.view_mut()), ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?)];
+    pass.op(op, &attributes, &inputs, outputs)?;
+    let rows = dlogprob.chunks(longest.max(1)).zip(logprob).map(|(row, logprob)| row[..logprob.len()].to_vec());
+    Ok((per_sequence.into_vec().expect("it is f32, and on the host"), rows.collect()))
+}
+
+/// Rows of `width` elements; 0 behind those that are shorter.
+fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
+    let filled = |row: &Vec<T>| -> Vec<T> { (0..width).map(|i| row.get(i).copied().unwrap_or_default()).collect() };
+    rows.iter().flat_map(filled).collect()
+}

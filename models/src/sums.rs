@@ -1,0 +1,223 @@
+//! Gradients of parameters while tokens go by, and how groups of sequences are joined.
+//!
+//! A matrix is one chain over the tokens of a group, a vector 64 chains that are folded when the group ends. Both go on
+//! from where the tokens before left them, so how tokens are cut into micro-batches is not seen. A parameter that no
+//! token of a group reached is +0 there.
+
+use crate::ModelError;
+use crate::kv_cache::buffer;
+use crate::linear::Source;
+use crate::machine::empty;
+use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
+use std::collections::BTreeMap;
+
+/// The rows of a chain state.
+const CHAINS: usize = samebits_ops::CHAINS;
+
+/// What a sum is the gradient of: a parameter, or the rows of one that a product reads. A table that is read as one and
+/// as a matrix has a sum for each.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Of {
+    /// The parameter's name.
+    name: String,
+    /// The first of its rows.
+    start: usize,
+    /// Whether tokens looked it up.
+    looked_up: bool,
+}
+
+impl Of {
+    /// All of a parameter.
+    pub fn whole(name: &str) -> Of {
+        Of { name: name.into(), start: 0, looked_up: false }
+    }
+
+    /// A parameter that tokens look up.
+    pub fn table(name: &str) -> Of {
+        Of { looked_up: true, ..Of::whole(name) }
+    }
+
+    /// The matrix or the bias of a product; `part` is `weight` or `bias`.
+    pub fn source(source: &Source, part: &str) -> Of {
+        Of { start: source.start, ..Of::whole(&format!("{}.{part}", source.name)) }
+    }
+}
+
+/// The sums of a group so far.
+#[derive(Default)]
+pub(crate) struct Sums(BTreeMap<Of, Sum>);
+
+struct Sum {
+    /// `[N,K]`, or `[64,N]` of a vector.
+    state: Tensor,
+    /// The rows that it has of the parameter; `None` for all.
+    rows: Option<Source>,
+    /// Of a vector, how many tokens it has had.
+    tokens: Option<usize>,
+}
+
+impl Sums {
+    /// Goes on with a matrix of `shape`: `add` makes the next state of it from its state.
+    pub fn matrix(
+        &mut self,
+        cpu: &Cpu,
+        of: Of,
+        rows: Option<&Source>,
+        shape: [usize; 2],
+        add: impl FnOnce(TensorRef, &mut Tensor) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let sum = self.entry(of, rows, shape, None)?;
+        let mut next = empty(cpu, DType::Fp32, &shape)?;
+        add(sum.state.view(), &mut next)?;
+        sum.state = next;
+        Ok(())
+    }
+
+    /// Goes on with a vector of n elements by the rows that are tokens; `add` is also told how many came before.
+    pub fn vector(
+        &mut self,
+        cpu: &Cpu,
+        of: Of,
+        rows: Option<&Source>,
+        n: usize,
+        mask: &[i32],
+        add: impl FnOnce(TensorRef, usize, &mut Tensor) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let sum = self.entry(of, rows, [CHAINS, n], Some(0))?;
+        let before = sum.tokens.expect("it is a vector");
+        let mut next = empty(cpu, DType::Fp32, &[CHAINS, n])?;
+        add(sum.state.view(), before, &mut next)?;
+        sum.state = next;
+        sum.tokens = Some(before + mask.iter().filter(|&&m| m != 0).count());
+        Ok(())
+    }
+
+    fn entry(
+        &mut self,
+        of: Of,
+        rows: Option<&Source>,
+        shape: [usize; 2],
+        tokens: Option<usize>,
+    ) -> Result<&mut Sum, ModelError> {
+        if !self.0.contains_key(&of) {
+            let sum = Sum { state: zeros(&shape)?, rows: rows.cloned(), tokens };
+            self.0.insert(of.clone(), sum);
+        }
+        Ok(self.0.get_mut(&of).expect("it was just put there"))
+    }
+
+    /// The end of the group.
+    pub fn end(self, cpu: &Cpu) -> Result<Totals, ModelError> {
+        let mut totals = BTreeMap::new();
+        for (of, Sum { state, rows, tokens }) in self.0 {
+            let values = match tokens {
+                None => state,
+                Some(_) => {
+                    let mut folded = empty(cpu, DType::Fp32, &state.shape()[1..])?;
+                    let (none, y) = (Attributes::new(), vec![("y", folded.view_mut())]);
+                    cpu.call("fold", none, &[("x", state.view())], y)?;
+                    folded
+                }
+            };
+            totals.insert(of, Total { values, rows });
+        }
+        Ok(Totals(totals))
+    }
+}
+
+/// The sums of one group, or of several that have been joined.
+pub(crate) struct Totals(BTreeMap<Of, Total>);
+
+struct Total {
+    values: Tensor,
+    rows: Option<Source>,
+}
+
+/// Joins groups, or what ranks hold of them, as a balanced tree: `(g0 + g1) + (g2 + g3)` and so on. There must be a
+/// power of two of them. No more than one for each level is kept.
+#[derive(Default)]
+pub(crate) struct Tree(Vec<(u32, Totals)>);
+
+impl Tree {
+    /// The next in order.
+    pub fn push(&mut self, cpu: &Cpu, totals: Totals) -> Result<(), ModelError> {
+        let mut next = (0, totals);
+        while let Some((level, earlier)) = self.0.pop_if(|(level, _)| *level == next.0) {
+            next = (level + 1, earlier.join(cpu, next.1)?);
+        }
+        self.0.push(next);
+        Ok(())
+    }
+
+    /// All of them joined.
+    pub fn root(mut self) -> Totals {
+        assert_eq!(self.0.len(), 1, "a power of two of them");
+        self.0.pop().expect("there is one").1
+    }
+}
+
+impl Totals {
+    fn join(self, cpu: &Cpu, other: Totals) -> Result<Totals, ModelError> {
+        let (mut joined, mut others) = (BTreeMap::new(), other.0);
+        for (of, total) in self.0 {
+            let values = match others.remove(&of) {
+                Some(other) => add(cpu, &total.values, &other.values)?,
+                None => add(cpu, &total.values, &zeros(total.values.shape())?)?,
+            };
+            joined.insert(of, Total { values, rows: total.rows });
+        }
+        for (of, total) in others {
+            let values = add(cpu, &zeros(total.values.shape())?, &total.values)?;
+            joined.insert(of, Total { values, rows: total.rows });
+        }
+        Ok(Totals(joined))
+    }
+
+    /// The gradient of every one of `parameters`; +0 for one that no token reached.
+    pub fn finish(
+        self,
+        cpu: &Cpu,
+        parameters: &BTreeMap<String, Vec<usize>>,
+    ) -> Result<BTreeMap<String, Tensor>, ModelError> {
+        let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
+        for (of, Total { values, rows }) in self.0 {
+            let shape = &parameters[&of.name];
+            if values.shape() == shape {
+                let whole = match found.remove(&of.name) {
+                    // A table's two sums.
+                    Some(other) => add(cpu, &other, &values)?,
+                    None => values,
+                };
+                found.insert(of.name, whole);
+                continue;
+            }
+            let rows = rows.expect("it has some rows of the parameter");
+            if !found.contains_key(&of.name) {
+                found.insert(of.name.clone(), zeros(shape)?);
+            }
+            let whole = found.get_mut(&of.name).and_then(Tensor::as_slice_mut::<f32>).expect("it is on the host");
+            let values = values.as_slice::<f32>().expect("it is f32, and on the host");
+            let width: usize = shape[1..].iter().product();
+            for (row, values) in rows.rows().zip(values.chunks_exact(width)) {
+                whole[row * width..][..width].copy_from_slice(values);
+            }
+        }
+        for (name, shape) in parameters {
+            if !found.contains_key(name) {
+                found.insert(name.clone(), zeros(shape)?);
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A tensor of +0.
+pub(crate) fn zeros(shape: &[usize]) -> Result<Tensor, ModelError> {
+    Ok(Tensor::new(buffer::<f32>(shape)?, shape)?)
+}
+
+fn add(cpu: &Cpu, a: &Tensor, b: &Tensor) -> Result<Tensor, ModelError> {
+    let mut y = empty(cpu, DType::Fp32, a.shape())?;
+    cpu.call("add", Attributes::new(), &[("a", a.view()), ("b", b.view())], vec![("y", y.view_mut())])?;
+    Ok(y)
+}

@@ -1,0 +1,233 @@
+//! Training: gradients, their norm, and a step of AdamW on f32 weights.
+//!
+//! What the next forward reads is the weights rounded once, all of them, to the precision of the run. The model is
+//! packed anew from those after every step; nothing else of a step is kept, so a run that goes on from its weights and
+//! moments has the bits of one that never stopped.
+
+use crate::decoder::Decoder;
+use crate::gradients::gradients;
+use crate::kv_cache::buffer;
+use crate::sums::zeros;
+use crate::weights::Weights;
+use crate::{Batch, Config, GradientRun, ModelError, Precision};
+use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorMut, TensorRef};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The parameters of AdamW.
+#[derive(Clone, Copy, Debug)]
+pub struct Optimizer {
+    /// The learning rate.
+    pub lr: f64,
+    /// How much of the first moment is kept.
+    pub beta1: f64,
+    /// How much of the second moment is kept.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Times `lr`: the share of every weight that goes in a step.
+    pub weight_decay: f64,
+    /// Longer gradients are cut to this norm.
+    pub max_norm: f64,
+}
+
+/// A model in training.
+pub struct Trainer {
+    config: Config,
+    dtype: DType,
+    /// Weights and moments of every parameter, in f32.
+    state: BTreeMap<String, [Tensor; 3]>,
+    /// What the next forward reads: the parameters rounded, and what is none and stays.
+    tensors: BTreeMap<String, Tensor>,
+    /// Steps done.
+    step: usize,
+}
+
+/// What a step made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// Its number, from 1 on.
+    pub step: usize,
+    /// The loss before it.
+    pub loss: f32,
+    /// The norm of the gradient before it is cut.
+    pub norm: f32,
+    /// [`Trainer::sha256`] behind it.
+    pub sha256: String,
+}
+
+/// The elements of a block of the norm.
+const BLOCK: usize = 65536;
+
+impl Trainer {
+    /// Begins with the weights of the Hugging Face folder `dir`.
+    ///
+    /// # Errors
+    /// As [`Model::load`](crate::Model::load).
+    pub fn load(
+        dir: &Path,
+        precision: Precision,
+        cpu: &Cpu,
+        progress: impl FnMut(u64, u64),
+    ) -> Result<Trainer, ModelError> {
+        let config = Config::load(dir)?;
+        let dtype = precision.dtype();
+        // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
+        let decoder = Decoder::load(&config, Weights::open(dir)?.report_to(progress), dtype, cpu)?;
+        let mut weights = Weights::open(dir)?;
+        let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
+        let names: Vec<(String, Vec<usize>)> =
+            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
+        for (name, shape) in names {
+            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+            if decoder.parameters.contains_key(&name) {
+                tensors.insert(name.clone(), round(cpu, &values, dtype)?);
+                state.insert(name, [values, zeros(&shape)?, zeros(&shape)?]);
+            } else if decoder.constants.contains(&name) {
+                tensors.insert(name, values);
+            }
+        }
+        Ok(Trainer { config, dtype, state, tensors, step: 0 })
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> usize {
+        self.step
+    }
+
+    /// Weights and moments of every parameter, in f32.
+    pub fn state(&self) -> &BTreeMap<String, [Tensor; 3]> {
+        &self.state
+    }
+
+    /// What a folder of the model holds: parameters in the precision of the run, and what is none as it was, in f32.
+    pub fn tensors(&self) -> &BTreeMap<String, Tensor> {
+        &self.tensors
+    }
+
+    /// SHA-256 of all weights: their f32 elements, little endian, in the order of their names (bytes).
+    pub fn sha256(&self) -> String {
+        let mut digest = Sha256::new();
+        for [w, ..] in self.state.values() {
+            let elements = w.as_slice::<f32>().expect("weights are f32, and on the host");
+            let bytes: Vec<u8> = elements.iter().flat_map(|element| element.to_le_bytes()).collect();
+            digest.update(&bytes);
+        }
+        digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Goes on from weights and moments that [`Trainer::state`] gave behind step number `step`.
+    ///
+    /// # Errors
+    /// Parameters that are not those of the model.
+    pub fn resume(
+        &mut self,
+        cpu: &Cpu,
+        step: usize,
+        mut state: BTreeMap<String, [Tensor; 3]>,
+    ) -> Result<(), ModelError> {
+        for (name, own) in &self.state {
+            let fits = |given: &[Tensor; 3]| {
+                given.iter().zip(own).all(|(a, b)| (a.shape(), a.dtype()) == (b.shape(), b.dtype()) && a.is_on_host())
+            };
+            if !state.get(name).is_some_and(fits) {
+                return Err(ModelError::input("state", format!("`{name}` is missing or of another shape")));
+            }
+        }
+        if let Some(name) = state.keys().find(|name| !self.state.contains_key(*name)) {
+            return Err(ModelError::input("state", format!("`{name}` is no parameter of the model")));
+        }
+        for (name, [w, ..]) in &mut state {
+            self.tensors.insert(name.clone(), round(cpu, w, self.dtype)?);
+        }
+        (self.state, self.step) = (state, step);
+        Ok(())
+    }
+
+    /// The next step.
+    ///
+    /// # Errors
+    /// As [`Model::gradients`](crate::Model::gradients); parameters of the optimizer that are out of range; a loss or a norm
+    /// that is not finite. Weights and moments are then as they were.
+    pub fn advance(
+        &mut self,
+        cpu: &Cpu,
+        batch: &Batch,
+        run: &GradientRun,
+        optimizer: &Optimizer,
+        progress: impl FnMut(usize),
+    ) -> Result<StepReport, ModelError> {
+        let step = self.step + 1;
+        let decoder = Decoder::load(&self.config, Weights::of(&self.tensors), self.dtype, cpu)?;
+        let found = gradients(&decoder, cpu, batch, run, progress)?;
+        drop(decoder);
+        let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
+        if !found.loss.is_finite() || !norm.is_finite() {
+            let why =
+                format!("step {step} has loss {} and gradient norm {norm}; lower --lr or look at the data", found.loss);
+            return Err(ModelError::input("not finite", why));
+        }
+        let attributes = Attributes::new()
+            .with("lr", optimizer.lr)
+            .with("beta1", optimizer.beta1)
+            .with("beta2", optimizer.beta2)
+            .with("eps", optimizer.eps)
+            .with("weight_decay", optimizer.weight_decay)
+            .with("step", step);
+        let (mut state, mut rounded) = (BTreeMap::new(), Vec::new());
+        for (name, [w, m, v]) in &self.state {
+            let shape = w.shape();
+            let [mut new_w, mut new_m, mut new_v] = [zeros(shape)?, zeros(shape)?, zeros(shape)?];
+            let mut narrow = cpu.empty(self.dtype, shape)?;
+            let inputs = [
+                ("w", w.view()),
+                ("m", m.view()),
+                ("v", v.view()),
+                ("g", found.parameters[name].view()),
+                ("factor", TensorRef::new(&factor, &[1])?),
+            ];
+            let outputs = vec![
+                ("new_w", new_w.view_mut()),
+                ("new_m", new_m.view_mut()),
+                ("new_v", new_v.view_mut()),
+                ("rounded", narrow.view_mut()),
+            ];
+            cpu.call("adamw", attributes.clone(), &inputs, outputs)?;
+            state.insert(name.clone(), [new_w, new_m, new_v]);
+            rounded.push((name.clone(), narrow));
+        }
+        self.tensors.extend(rounded);
+        (self.state, self.step) = (state, step);
+        Ok(StepReport { step, loss: found.loss, norm, sha256: self.sha256() })
+    }
+}
+
+/// The norm of a gradient, and what it is multiplied with.
+fn clip(cpu: &Cpu, gradient: &BTreeMap<String, Tensor>, max_norm: f64) -> Result<(f32, [f32; 1]), ModelError> {
+    let mut sums: Vec<f32> = Vec::new();
+    for tensor in gradient.values() {
+        let values = tensor.as_slice::<f32>().expect("gradients are f32");
+        let (whole, rest) = values.split_at(values.len() / BLOCK * BLOCK);
+        for (values, shape) in
+            [(whole, [whole.len() / BLOCK, BLOCK]), (rest, [usize::from(!rest.is_empty()), rest.len()])]
+        {
+            let mut sum = buffer::<f32>(&shape[..1])?;
+            let outputs = vec![("sum", TensorMut::new(&mut sum, &shape[..1])?)];
+            cpu.call("square_sum", Attributes::new(), &[("x", TensorRef::new(values, &shape)?)], outputs)?;
+            sums.extend(sum);
+        }
+    }
+    let (mut norm, mut factor) = ([0f32], [0f32]);
+    let outputs = vec![("norm", TensorMut::new(&mut norm, &[1])?), ("factor", TensorMut::new(&mut factor, &[1])?)];
+    let attributes = Attributes::new().with("max_norm", max_norm);
+    cpu.call("clip_factor", attributes, &[("sum", TensorRef::new(&sums, &[sums.len()])?)], outputs)?;
+    Ok((norm[0], factor))
+}
+
+/// f32 with the last rounding to a dtype.
+fn round(cpu: &Cpu, values: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+    let mut y = cpu.empty(dtype, values.shape())?;
+    cpu.call("scale", Attributes::new(), &[("x", values.view())], vec![("y", y.view_mut())])?;
+    Ok(y)
+}
