@@ -764,8 +764,8 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
 }
 
 fn attention_gradients(dtype: DType, out: DType) -> Vec<Case> {
-    type Params = &'static [(&'static str, &'static str)];
-    let forms: [([usize; 3], (usize, usize), (usize, usize), Params); 5] = [
+    type Form = ([usize; 3], (usize, usize), (usize, usize), &'static [(&'static str, &'static str)]);
+    let forms: [Form; 5] = [
         ([1, 1, 5], (1, 1), (8, 8), &[]),
         ([2, 3, 270], (4, 2), (33, 20), &[("causal", "1"), ("window", "260")]),
         ([1, 259, 3], (2, 1), (5, 7), &[("causal", "1"), ("tf32", "enabled")]),
