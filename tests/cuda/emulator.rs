@@ -320,7 +320,6 @@ impl Library {
             ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-fvisibility=hidden", "-fPIC"]
                 .map(String::from)
                 .to_vec();
-        options.push("-ftls-model=initial-exec".into());
         if cfg!(target_arch = "x86_64") && samebits_ops::Isa::Avx2.available() {
             // fma as an instruction; without it the library's fmaf is as right, and slow.
             options.push("-mfma".into());
@@ -438,5 +437,10 @@ fn open(library: &Path) -> Result<Library, String> {
     let path = CString::new(library.to_str().expect("paths of the build are UTF-8")).expect("paths hold no zero");
     // SAFETY: the string ends in zero; the library's initialisers only make an empty world.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-    if handle.is_null() { Err(format!("{} cannot be opened", library.display())) } else { Ok(Library(handle)) }
+    if handle.is_null() {
+        // SAFETY: after a dlopen that failed it is a string that ends in zero, and stays until the next call of this thread.
+        let why = unsafe { CStr::from_ptr(libc::dlerror()) };
+        return Err(format!("{} cannot be opened: {}", library.display(), why.to_string_lossy()));
+    }
+    Ok(Library(handle))
 }
