@@ -19,6 +19,10 @@ enum Sink {
     Straight(File),
 }
 
+/// What the name of a file that is being written begins and ends with.
+const PREFIX: &str = ".samebits-";
+const SUFFIX: &str = ".tmp";
+
 impl AtomicFile {
     /// Starts to write to `path`. The opening of a pipe waits for its reader.
     ///
@@ -34,7 +38,7 @@ impl AtomicFile {
             return Ok(AtomicFile(Sink::Straight(straight(&place)?)));
         }
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".samebits-").suffix(".tmp");
+        builder.prefix(PREFIX).suffix(SUFFIX);
         // Temporary files are private by default; a result is as public as the user's umask lets it be.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
@@ -119,6 +123,21 @@ pub fn regular(path: &Path) -> io::Result<PathBuf> {
         }
         (place, _) => Ok(place),
     }
+}
+
+/// Removes the files in `folder` that a killed program was about to write there.
+///
+/// # Errors
+/// When the folder cannot be read or a file cannot be removed.
+pub fn remove_leftovers(folder: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with(PREFIX) && name.ends_with(SUFFIX) {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Removes the regular file that `path` leads to, if there is one; links, devices and pipes stay.

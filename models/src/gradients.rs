@@ -14,7 +14,9 @@ use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Sums, Tree};
 use crate::trace::TraceHook;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
-use samebits_ops::{Attributes, Backend, Calls, Cpu, Prepared, Tensor, TensorMut, TensorRef};
+use samebits_ops::{
+    Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
+};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::str::FromStr;
@@ -176,8 +178,7 @@ pub(crate) fn gradients(
 impl Batch<'_> {
     /// The sequences of a group.
     fn group(&self, group: usize) -> Range<usize> {
-        let border = |group: usize| group * self.sequences.len() / self.groups;
-        border(group)..border(group + 1)
+        sequences_of_group(self.sequences.len(), self.groups, group)
     }
 
     /// Refuses what cannot be run; the number of tokens that count.
@@ -232,9 +233,6 @@ impl Batch<'_> {
         }
     }
 }
-
-/// More groups are a mistake.
-const MOST_GROUPS: usize = 1 << 16;
 
 fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]) -> Result<(), ModelError> {
     if given.len() == sequences.len() && given.iter().zip(sequences).all(|(a, b)| a.len() == b.len()) {

@@ -78,6 +78,7 @@ pub use norm::rms_norm_backward::rms_norm_backward;
 pub use norm::rms_norm_dw::rms_norm_dw;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use rope::rope_backward::rope_backward;
+pub use samebits_schema::batch_loss::MOST_GROUPS;
 pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
@@ -86,7 +87,7 @@ pub use token::chains::{CHAINS, Tokens};
 pub use token::fold::fold;
 pub use token::token_sum::token_sum;
 pub use train::adamw::{AdamW, adamw};
-pub use train::batch_loss::batch_loss;
+pub use train::batch_loss::{batch_loss, sequences_of_group};
 pub use train::clip_factor::clip_factor;
 pub use train::group_advantage::{Divide, group_advantage};
 pub use train::nll::nll;

@@ -40,10 +40,6 @@ pub struct Args {
     #[command(flatten)]
     how: How,
 
-    /// Most bytes of an op's workspace [default: no limit]
-    #[arg(long, value_name = "BYTES")]
-    budget: Option<usize>,
-
     #[command(flatten)]
     machine: Machine,
 }
@@ -74,6 +70,10 @@ pub struct How {
     /// Run each layer again for its reverse pass instead of keeping what it computed
     #[arg(long)]
     recompute: bool,
+
+    /// Most bytes of an op's workspace [default: no limit]
+    #[arg(long, value_name = "BYTES")]
+    pub budget: Option<usize>,
 }
 
 impl How {
@@ -85,7 +85,7 @@ impl How {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let cpu = args.machine.cpu(args.budget)?;
+    let cpu = args.machine.cpu(args.how.budget)?;
     let out = || format!("--out {}", args.out.display());
     // Before the work, so that a wrong path costs nothing.
     atomic_write::check(&args.out).with_context(out)?;

@@ -2,6 +2,7 @@ use super::grad::How;
 use super::{Loading, Machine, counting};
 use crate::cmd::forward::words;
 use crate::examples::{Examples, LossOptions};
+use crate::run::sha256;
 use anyhow::{Context, Result, ensure};
 use safetensors::SafeTensors;
 use samebits_contract::atomic_write;
@@ -10,7 +11,6 @@ use samebits_contract::wire::File;
 use samebits_models::{Optimizer, Precision, StepReport, Trainer};
 use samebits_ops::{self as ops, Cpu, DType, bf16};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -83,10 +83,6 @@ pub struct Args {
     #[command(flatten)]
     how: How,
 
-    /// Most bytes of an op's workspace [default: no limit]
-    #[arg(long, value_name = "BYTES")]
-    budget: Option<usize>,
-
     #[command(flatten)]
     machine: Machine,
 }
@@ -105,7 +101,7 @@ const KEPT: [&str; 9] = [
 ];
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let cpu = args.machine.cpu(args.budget)?;
+    let cpu = args.machine.cpu(args.how.budget)?;
     ensure!(args.dtype != Precision::Fp16, "--dtype fp16: models are trained in bf16 or fp32");
     ensure!(args.save_every > 0, "--save-every 0: give at least 1");
     let place = |name: &str| args.out.join(name);
@@ -114,7 +110,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (state, lines) = (place("state.safetensors"), place("steps.jsonl"));
     let goes_on = state.exists();
     ensure!(goes_on || !place("config.json").exists(), "{}: holds a model and no run; name another folder", at_out());
-    remove_leftovers(&args.out).with_context(at_out)?;
+    atomic_write::remove_leftovers(&args.out).with_context(at_out)?;
     let examples = Examples::read(&args.data, args.loss)?;
     let [sequences, _] = examples.tokens.shape();
     let in_data = || args.data.display().to_string();
@@ -167,25 +163,12 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Removes the files that a killed run was about to write.
-fn remove_leftovers(dir: &Path) -> std::io::Result<()> {
-    for entry in std::fs::read_dir(dir)? {
-        let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with(".samebits-") && name.ends_with(".tmp") {
-            std::fs::remove_file(entry.path())?;
-        }
-    }
-    Ok(())
-}
-
 /// What decides the bits of a run but for how many steps it has.
 fn settings(args: &Args, trainer: &Trainer) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
-    let data: String = Sha256::digest(&data).iter().map(|byte| format!("{byte:02x}")).collect();
     Ok(json!({
         "model": trainer.sha256(),
-        "data": data,
+        "data": sha256(&data),
         "batch": args.batch,
         "groups": args.how.groups,
         "loss": format!("{:?}", args.loss),

@@ -9,11 +9,22 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
 use crate::train::sequences::check_denominator;
 use crate::{Cpu, Element, Error, check_len, value_error};
+use samebits_schema::batch_loss::MOST_GROUPS;
+use std::ops::Range;
 
 const NAME: &str = "batch_loss";
 
-/// Most groups there may be.
-const MOST_GROUPS: usize = 1 << 16;
+/// Which of `sequences` sequences group number `group` of `groups` has.
+///
+/// ```
+/// use samebits_ops::sequences_of_group;
+///
+/// assert_eq!([0, 1].map(|group| sequences_of_group(5, 2, group)), [0..2, 2..5]);
+/// ```
+pub fn sequences_of_group(sequences: usize, groups: usize, group: usize) -> Range<usize> {
+    let border = |group: usize| (group as u128 * sequences as u128 / groups as u128) as usize;
+    border(group)..border(group + 1)
+}
 
 /// The loss of the logical batch whose sequences are worth `per_sequence[B]`, dealt to `groups` groups: their sum over
 /// `denominator`.
@@ -30,8 +41,8 @@ const MOST_GROUPS: usize = 1 << 16;
 /// ```
 pub fn batch_loss(_: &Cpu, groups: usize, denominator: f64, per_sequence: &[f32]) -> Result<f32, Error> {
     let denominator = check(groups, denominator)?;
-    let border = |group: usize| (group as u128 * per_sequence.len() as u128 / groups as u128) as usize;
-    let sum = |group: usize| per_sequence[border(group)..border(group + 1)].iter().fold(0f32, |sum, value| sum + value);
+    let of = |group: usize| &per_sequence[sequences_of_group(per_sequence.len(), groups, group)];
+    let sum = |group: usize| of(group).iter().fold(0f32, |sum, value| sum + value);
     let mut sums: Vec<f32> = (0..groups).map(sum).collect();
     while sums.len() > 1 {
         sums = sums.chunks(2).map(|two| two[0] + two[1]).collect();

@@ -17,10 +17,13 @@ pub static OP: Op = Op {
 
 const GROUPS: Attribute = Attribute::count("groups", 1, "1", "how many groups the sequences are dealt to");
 
+/// Most groups that the sequences of a batch may be dealt to.
+pub const MOST_GROUPS: usize = 1 << 16;
+
 fn check(call: &Call) -> Result<(), Error> {
     let groups = call.count("groups");
-    if !groups.is_power_of_two() || groups > 1 << 16 {
-        return invalid(format!("param `groups`: {groups} must be a power of two, at most 65536"));
+    if !groups.is_power_of_two() || groups > MOST_GROUPS {
+        return invalid(format!("param `groups`: {groups} must be a power of two, at most {MOST_GROUPS}"));
     }
     Ok(())
 }
