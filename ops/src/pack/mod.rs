@@ -293,32 +293,49 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
 
 /// Writes one row as adjacent f32.
 pub fn f32_row<I: Element>(cpu: &Cpu, row: &[I], tf32: Tf32, out: &mut [f32]) {
-    let out = &mut out[..row.len()];
-    cpu.dispatch(Widen { row, out: &mut *out });
-    if tf32 == Tf32::Enabled {
-        out.iter_mut().for_each(|v| *v = tf32.operand(*v));
-    }
+    f32_rows(cpu, 1, |_| row, tf32, out, row.len());
 }
 
-/// `out[i] = row[i]`; both have one length.
-struct Widen<'a, I> {
-    row: &'a [I],
+/// Writes rows of one length as adjacent f32, row r from `out[r * stride]` on.
+pub fn f32_rows<'a, I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    stride: usize,
+) {
+    cpu.dispatch(Widen { rows, row, tf32, out, stride });
+}
+
+/// [`f32_rows`].
+struct Widen<'a, F> {
+    rows: usize,
+    row: F,
+    tf32: Tf32,
     out: &'a mut [f32],
+    stride: usize,
 }
 
-impl<I: Element> Kernel for Widen<'_, I> {
+impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for Widen<'_, F> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Widen { row, out } = self;
-        assert_eq!(row.len(), out.len());
-        let whole = row.len() - row.len() % S::LANES;
-        for at in (0..whole).step_by(S::LANES) {
-            // SAFETY: at + LANES <= whole, which is at most the length of both.
-            unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
-        }
-        for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
-            *out = v.widen();
+        let Widen { rows, row, tf32, out, stride } = self;
+        for r in 0..rows {
+            let row = row(r);
+            let out = &mut out[r * stride..][..row.len()];
+            let whole = row.len() - row.len() % S::LANES;
+            for at in (0..whole).step_by(S::LANES) {
+                // SAFETY: at + LANES <= whole, which is at most the length of both.
+                unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
+            }
+            for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
+                *out = v.widen();
+            }
+            if tf32 == Tf32::Enabled {
+                out.iter_mut().for_each(|v| *v = tf32.operand(*v));
+            }
         }
     }
 }
