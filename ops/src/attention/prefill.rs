@@ -1,4 +1,4 @@
-//! Many query rows to a key head: tiles of 16 or 32 rows, one row per lane. A tile keeps the scores of all its keys, or,
+//! Many query rows to a key head: tiles of 16, 32 or 48 rows, one row per lane. A tile keeps the scores of all its keys, or,
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
