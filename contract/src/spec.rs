@@ -25,6 +25,7 @@ mod attention;
 mod attention_backward;
 mod batch_loss;
 mod chain;
+mod chain_backward;
 mod clip_factor;
 mod combine;
 mod combine_backward;
@@ -289,6 +290,7 @@ pub fn all() -> &'static [Spec] {
         clip_factor::SPEC,
         adamw::SPEC,
         chain::SPEC,
+        chain_backward::SPEC,
     ];
     ALL
 }
@@ -331,6 +333,10 @@ impl Spec {
 
     /// The dtypes its float inputs may have together; those of a chain are of its weights.
     pub fn dtypes(&self) -> &'static [DType] {
+        if self.class == Class::Chain {
+            // Those of the attribute `dtype`.
+            return if self.gradient_of.is_some() { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS };
+        }
         let mut floats = self.inputs.iter().filter(|input| input.is_float());
         match floats.next() {
             Some(first) if first.group.is_none() && floats.all(|input| input.group.is_none()) => first.dtypes,

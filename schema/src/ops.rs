@@ -17,6 +17,7 @@ pub mod attention;
 pub mod attention_backward;
 pub mod batch_loss;
 pub mod chain;
+pub mod chain_backward;
 pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
@@ -111,6 +112,7 @@ pub static OPS: &[&Op] = &[
     &clip_factor::OP,
     &adamw::OP,
     &chain::OP,
+    &chain_backward::OP,
 ];
 
 /// The op called `name`.
