@@ -43,6 +43,7 @@ mod layer_norm;
 mod layer_norm_backward;
 mod layer_norm_dw;
 mod linear_logprob;
+mod linear_logprob_backward;
 mod logprob;
 mod logprob_backward;
 mod nll;
@@ -258,6 +259,7 @@ pub fn all() -> &'static [Spec] {
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,
+        linear_logprob_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
         silu_mul::SPEC,

@@ -295,33 +295,37 @@ impl Decoder {
         lse: &Tensor,
         dlogprob: &Tensor,
     ) -> Result<Tensor, ModelError> {
-        let (n, head) = (targets.len(), &self.lm_head);
+        let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
+        let Some(cap) = &at.softcap else {
+            let Backward { pass, sums, cpu, mask, .. } = back;
+            let (source, shape) = (head.source(0), [self.config.vocab, self.config.hidden]);
+            let (target, mask) = (TensorRef::new(targets, &[n])?, TensorRef::new(mask, &[n])?);
+            sums.matrix(cpu, Of::source(source, "weight"), Some(source), shape, |carry, next| {
+                let rows = [("target", target), ("lse", lse.view()), ("dlogprob", dlogprob.view()), ("mask", mask)];
+                let inputs = [&[("x", a.view()), ("w", head.matrix(0)), ("carry", carry)], &rows[..]].concat();
+                let outputs = [("dx", da.view_mut()), ("dw", next.view_mut())];
+                pass.op("linear_logprob_backward", &at.none, &inputs, outputs)
+            })?;
+            return Ok(da);
+        };
         for rows in tiles(n) {
             // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
-            let (at, few) = (&self.attributes, rows.len());
+            let few = rows.len();
             let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-            let mut dlogits =
-                back.pass.empty(if at.softcap.is_some() { DType::Fp32 } else { self.dtype }, logits.shape())?;
-            let mut capped = None;
-            if let Some(cap) = &at.softcap {
-                let mut y = back.pass.empty(DType::Fp32, logits.shape())?;
-                back.pass.op("softcap", cap, &[("x", logits.view())], [("y", y.view_mut())])?;
-                capped = Some(y);
-            }
+            let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+            let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
+            back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
             let inputs = [
-                ("logits", capped.as_ref().unwrap_or(&logits).view()),
+                ("logits", capped.view()),
                 ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
                 ("lse", lse.rows(rows.clone())),
                 ("dlogprob", dlogprob.rows(rows.clone())),
             ];
-            back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dlogits.view_mut())])?;
-            if let Some(cap) = &at.softcap {
-                let mut dx = back.pass.empty(self.dtype, logits.shape())?;
-                let inputs = [("x", logits.view()), ("dy", dlogits.view())];
-                back.pass.op("softcap_backward", cap, &inputs, [("dx", dx.view_mut())])?;
-                dlogits = dx;
-            }
+            back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
+            let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
+            let inputs = [("x", logits.view()), ("dy", dcapped.view())];
+            back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
             let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
             back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
             let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;

@@ -34,6 +34,7 @@ pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod layer_norm_dw;
 pub mod linear_logprob;
+pub mod linear_logprob_backward;
 pub mod logprob;
 pub mod logprob_backward;
 pub mod nll;
@@ -80,6 +81,7 @@ pub static OPS: &[&Op] = &[
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,
+    &linear_logprob_backward::OP,
     &softmax::OP,
     &softmax_backward::OP,
     &silu_mul::OP,

@@ -72,6 +72,20 @@ pub fn f32_of_rows<'a, I: Element>(
     }
 }
 
+/// Writes some columns of a panel of `steps` words each as rows, one behind the other: what [`f32_of_rows`] and
+/// [`vnni_of_rows`] (with `SWAP`) made of them.
+pub fn rows_of_panel<const SWAP: bool>(
+    cpu: &Cpu,
+    panel: &[u32],
+    steps: usize,
+    columns: std::ops::Range<usize>,
+    out: &mut [u32],
+) {
+    let row = |step: usize| panel[step * PANEL..][columns.clone()].as_ptr();
+    let (words, ahead) = (columns.len(), Prefetch::NONE);
+    cpu.dispatch(Interleave::<_, SWAP> { rows: steps, words, row, out, stride: steps, ahead });
+}
+
 /// Steps of k that [`f32_of_rows`] widens at a time.
 const STEPS: usize = 64;
 
@@ -455,6 +469,27 @@ pub fn as_words_mut(floats: &mut [f32]) -> &mut [u32] {
 pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
+}
+
+/// f32 as words.
+pub fn as_words(floats: &[f32]) -> &[u32] {
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts(floats.as_ptr().cast::<u32>(), floats.len()) }
+}
+
+/// The same words as elements of any type.
+pub fn as_elements_mut<T: Element>(words: &mut [u32]) -> &mut [T] {
+    let len = size_of_val(words) / size_of::<T>();
+    // SAFETY: a storage type is no larger than a word and not more aligned, and every bit pattern is a value of it.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<T>(), len) }
+}
+
+/// Elements that begin and end with a word, as words.
+pub fn as_words_of<T: Element>(elements: &mut [T]) -> &mut [u32] {
+    // SAFETY: storage types have no padding, and every bit pattern is a value of both.
+    let (before, words, behind) = unsafe { elements.align_to_mut::<u32>() };
+    assert!(before.is_empty() && behind.is_empty(), "elements that begin and end with a word");
+    words
 }
 
 #[cfg(test)]

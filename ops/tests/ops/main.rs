@@ -7,6 +7,7 @@ mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
+mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
 mod token_sums;
