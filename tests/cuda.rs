@@ -936,7 +936,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 40] = [
+const MUTANTS: [Mutant; 44] = [
     Mutant {
         name: "gradient_of_keys_without_barrier",
         change: Change {

@@ -27,6 +27,7 @@ if "--deterministic" in sys.argv[1:]:
 VERSION = f"torch {torch.__version__}"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
+PER_ROW = ("lse", "dlogprob")
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
@@ -492,8 +493,8 @@ def run(tensors, metadata):
         raise Unsupported("param `profile`: only ieee is offered")
     if params.pop("tf32", "disabled") != "disabled":
         raise Unsupported("param `tf32`: only disabled is offered")
-    # The log-sum-exp is f32 whatever the others are.
-    floats = {t.dtype for name, t in tensors.items() if t.dtype.is_floating_point and name != "lse"}
+    # What has a number for each row is f32 whatever the others are.
+    floats = {t.dtype for name, t in tensors.items() if t.dtype.is_floating_point and name not in PER_ROW}
     if len(floats) > 1:
         raise Unsupported("inputs of different dtypes are not offered")
     given = floats.pop() if floats else torch.float32
