@@ -17,15 +17,15 @@
 //! Every sum over tokens is given the mask of the rows, so rows that are padding leave nothing, whatever they hold.
 //! Rows do not see each other anywhere else but in attention, which is called for the rows of sequences alone.
 
-use crate::ModelError;
 use crate::decoder::{Decoder, LayerMlp, TABLE};
 use crate::linear::{Source, Vector};
 use crate::machine::typed;
 use crate::pass::Pass;
 use crate::qkv::Qkv;
 use crate::sums::{Of, Sums, zeros};
+use crate::{Config, ModelError};
 use samebits_ops::device::Part;
-use samebits_ops::{Attributes, Cpu, DType, RopeTable, Tensor, TensorRef};
+use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, embedding_dw, gemm_dw};
 use std::ops::Range;
 
 /// A reverse pass over the rows of a micro-batch.
@@ -115,11 +115,11 @@ impl Backward<'_, '_> {
 
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
-        let Backward { pass, sums, cpu, .. } = self;
-        let (shape, mask) = ([dy.shape()[1], x.shape()[1]], TensorRef::new(mask, &[mask.len()])?);
-        sums.matrix(cpu, Of::source(source, "weight"), Some(source), shape, |carry, next| {
-            let inputs = [("x", x), ("dy", dy), ("mask", mask), ("carry", carry)];
-            pass.op("gemm_dw", &pass.attributes.none, &inputs, [("dw", next.view_mut())])
+        let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
+        let dw = self.sums.matrix(Of::source(source, "weight"), Some(source), [n, k])?;
+        typed!(x.dtype() => A, {
+            let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
+            Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
         })
     }
 
@@ -378,20 +378,16 @@ impl Decoder {
     }
 
     /// From that of the residual stream before the first layer.
-    pub fn embed_backward(&self, back: &mut Backward, tokens: TensorRef, mut dx: Tensor) -> Result<(), ModelError> {
+    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
         if let Some(factor) = &self.attributes.embed_scale {
             let mut scaled = back.pass.empty(DType::Fp32, dx.shape())?;
             back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
             dx = scaled;
         }
-        let name = format!("{TABLE}.weight");
-        let shape = [self.config.vocab, self.config.hidden];
-        let Backward { pass, sums, cpu, mask, .. } = back;
-        let mask = TensorRef::new(mask, &[mask.len()])?;
-        sums.matrix(cpu, Of::table(&name), None, shape, |carry, next| {
-            let inputs = [("dy", dx.view()), ("tokens", tokens), ("mask", mask), ("carry", carry)];
-            pass.op("embedding_dw", &pass.attributes.none, &inputs, [("dw", next.view_mut())])
-        })
+        let Config { vocab, hidden, .. } = self.config;
+        let dw = back.sums.matrix(Of::table(&format!("{TABLE}.weight")), None, [vocab, hidden])?;
+        let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
+        Ok(embedding_dw(back.cpu, hidden, dx, tokens, Some(back.mask), dw)?)
     }
 }
 

@@ -633,7 +633,7 @@ impl<'a> TensorRef<'a> {
     }
 
     /// All elements, where they are on the host in row-major order.
-    pub(crate) fn contiguous<T: Scalar>(&self) -> Option<&'a [T]> {
+    pub fn contiguous<T: Scalar>(&self) -> Option<&'a [T]> {
         let Data::Host(slice) = self.data else { return None };
         let count = self.layout.count()?;
         let elements = T::of(slice)?;
