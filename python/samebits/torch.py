@@ -18,7 +18,7 @@ import torch
 
 from . import _native
 
-__all__ = ["differentiable", "ops"]
+__all__ = ["accumulate", "differentiable", "ops"]
 
 _library = torch.library.Library("samebits", "DEF")
 ops = torch.ops.samebits
@@ -116,8 +116,9 @@ def _fake(op: dict[str, Any]) -> Callable[..., Any]:
 class _Call:
     """A call that is gone back through: what it took and gave, and the gradients of what it gave."""
 
-    def __init__(self, op, tensors, inputs, gradients, attributes):
+    def __init__(self, op, tensors, inputs, gradients, attributes, carried):
         self.op, self.tensors, self.inputs, self.gradients, self.attributes = op, tensors, inputs, gradients, attributes
+        self.carried = carried
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,7 +131,7 @@ class _Call:
         return {key: value for key, value in self.attributes.items() if key in known}
 
     def apply(self, name: str) -> dict[str, torch.Tensor]:
-        """The outputs of the gradient op `name`, by their names."""
+        """What the gradient op `name` makes, by the inputs that it is the gradient of."""
         args = []
         for i in _SCHEMA[name]["inputs"]:
             stem = i["name"]
@@ -139,25 +140,44 @@ class _Call:
             elif stem[:1] == "d" and stem[1:] in self.gradients:
                 dtype = torch.float32 if i["group"] is None else self.dtype
                 args.append(self.gradients[stem[1:]].to(dtype))
-            elif stem == "carry" and not i["optional"]:
-                like = next(iter(self.gradients.values()))
-                shape = next(shape for s, (shape, _, _) in self.inputs.items() if s == "w")
-                args.append(like.new_zeros(shape, dtype=torch.float32))
             else:
                 args.append(None)
+        outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
+        if any(i["name"] == "carry" for i in _SCHEMA[name]["inputs"]) and outputs == ["dw"]:
+            return self.sum("w", name, *args)
         made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
         made = made if isinstance(made, (tuple, list)) else (made,)
-        outputs = zip(_SCHEMA[name]["outputs"], made)
-        return {o["name"]: ops.fold(tensor) if o["axes"][:1] == ["64"] else tensor for o, tensor in outputs}
+        return {o[1:]: tensor for o, tensor in zip(outputs, made)}
+
+    def sum(self, of: str, name: str, *args: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The gradient of input `of`, the sum over tokens that op `name` makes; none where `accumulate` goes on with it."""
+        attributes = self.own(name)
+        begun = self.carried.get(of)
+        if begun is not None:
+            begun.go_on(name, args, attributes)
+            return {}
+        if name == "embedding_dw":
+            attributes["carry"] = args[0].new_zeros(self.inputs[of][0], dtype=torch.float32)
+        return {of: _joined(name, _sum(name, args, attributes))}
+
+
+def _sum(name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> torch.Tensor:
+    inputs = [i["name"] for i in _SCHEMA[name]["inputs"]]
+    given = {i: tensor for i, tensor in zip(inputs, args) if tensor is not None}
+    return getattr(ops, name)(**given, **attributes)
+
+
+def _joined(name: str, sums: torch.Tensor) -> torch.Tensor:
+    """The sum that the 64 chains of a vector make; that of a matrix is one already."""
+    return ops.fold(sums) if _SCHEMA[name]["outputs"][0]["axes"][0] == "64" else sums
 
 
 def _bias(call: _Call) -> dict[str, torch.Tensor]:
-    return {"bias": ops.fold(ops.token_sum(call.gradients["y"]))}
+    return call.sum("bias", "token_sum", call.gradients["y"])
 
 
 def _norm_of_sum(call: _Call) -> dict[str, torch.Tensor]:
-    sums = ops.rms_norm_dw(call.tensors["sum"], call.gradients["y"].to(call.dtype), **call.own("rms_norm_dw"))
-    return {"w": ops.fold(sums)}
+    return call.sum("w", "rms_norm_dw", call.tensors["sum"], call.gradients["y"].to(call.dtype))
 
 
 def _linear_logprob(call: _Call) -> dict[str, torch.Tensor]:
@@ -165,7 +185,7 @@ def _linear_logprob(call: _Call) -> dict[str, torch.Tensor]:
     logits = ops.gemm(x, w, dtype=torch.float32)
     d = {name: gradient.float() for name, gradient in call.gradients.items()}
     dz = ops.logprob_backward(logits, target, lse, d["logprob"], d["lse"], **call.own("logprob_backward"), dtype=x.dtype)
-    return {"x": ops.gemm_dx(dz, w), "w": ops.gemm_dw(x, dz)}
+    return {"x": ops.gemm_dx(dz, w), **call.sum("w", "gemm_dw", x, dz)}
 
 
 # Beside what the schema's gradient ops give: the gradients of inputs, as functions of a call, and what they read.
@@ -192,6 +212,117 @@ def differentiable() -> list[str]:
     return [name for name in _SCHEMA if _GRADIENT_OPS[name] or name in _FURTHER]
 
 
+# --- sums over the tokens of several backward calls
+
+
+class _Sum:
+    """The sum over tokens for a parameter, from one backward call to the next."""
+
+    def __init__(self, parameter: str) -> None:
+        self.parameter = parameter
+        self.name, self.sums, self.tokens, self.open = "", None, 0, 0
+
+    def go_on(self, name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> None:
+        if _active is None or not self.open:
+            raise RuntimeError(f"accumulate: `{self.parameter}` is gone back through outside of its block, or twice")
+        self.open -= 1
+        axes = _SCHEMA[name]["inputs"][0]["axes"]
+        if any(attribute["name"] == "token_offset" for attribute in _SCHEMA[name]["attributes"]):
+            attributes["token_offset"] = self.tokens
+        if self.sums is not None:
+            attributes["carry"] = self.sums
+        self.name, self.sums = name, _sum(name, args, attributes)
+        self.tokens += math.prod(args[0].shape[: args[0].dim() - len(axes) + 1])
+
+
+class accumulate:
+    """Around all micro-batches of a step, forwards and backwards: `.grad` of every parameter of `model` has, when the block
+    ends, the bits that one batch of all of them has within such a block.
+
+        with samebits.torch.accumulate(model):
+            for part in parts:
+                loss(model(part)).backward()
+        optimizer.step()
+
+    Parts are in the order of the batch, each whole sequences. The sums over tokens are carried in f32 from one backward call
+    to the next and rounded to the dtype of the parameter once, at the end. What cannot be carried is refused by name, in
+    the backward call: a parameter that reaches another operator than those of samebits, or through one (a cast, a
+    transpose); one that an operator reads twice before it is gone back through; one that has a gradient already.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._named.items()}
+        self._sums: dict[tuple[str, str], _Sum] = {}
+        self._hooks: list[Any] = []
+
+    def begin(self, name: str, given: dict[str, Any]) -> dict[str, _Sum]:
+        """The sums that this call of operator `name` goes on with, by its inputs."""
+        carried: dict[str, _Sum] = {}
+        for i, tensor in given.items():
+            parameter = self._names.get(id(tensor))
+            if parameter is None:
+                continue
+            one = self._sums.setdefault((parameter, name), _Sum(parameter))
+            if name == "embedding" and one.sums is None:
+                one.sums = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+            if torch._C._current_graph_task_id() != -1:
+                # A forward that is run again inside a backward call: the first one is counted.
+                if one.open == 0:
+                    raise RuntimeError(f"accumulate: `{parameter}` is recomputed in a way that cannot be followed; use_reentrant=False")
+            else:
+                one.open += 1
+                if one.open > 1:
+                    raise RuntimeError(
+                        f"accumulate: `{parameter}` is read by {name} twice before a backward call; its sum cannot be carried"
+                    )
+            carried[i] = one
+        return carried
+
+    def __enter__(self) -> accumulate:
+        global _active
+        if _active is not None:
+            raise RuntimeError("accumulate: a block is open already")
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                raise RuntimeError(f"accumulate: `{name}` has a gradient already; clear it first")
+        for name, parameter in self._named.items():
+            self._hooks.append(parameter.register_hook(_refusal(name)))
+        _active = self
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        global _active
+        _active = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        sums, self._sums = self._sums, {}
+        if kind is not None:
+            return
+        # Of a table that is a matrix as well: the product's sum, then that of its look-ups.
+        order = sorted(sums, key=lambda key: (key[1] == "embedding", list(_SCHEMA).index(key[1])))
+        whole: dict[str, torch.Tensor] = {}
+        for key in order:
+            if sums[key].name:
+                found = _joined(sums[key].name, sums[key].sums)
+                whole[key[0]] = whole[key[0]] + found if key[0] in whole else found
+        for name, gradient in whole.items():
+            parameter = self._named[name]
+            parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
+
+
+_active: accumulate | None = None
+
+
+def _refusal(name: str) -> Callable[[Any], None]:
+    def refuse(gradient: Any) -> None:
+        if gradient is not None:
+            raise RuntimeError(f"accumulate: `{name}` is read by another operator, or through one; its sum cannot be carried")
+
+    return refuse
+
+
 def _register_gradients(op: dict[str, Any]) -> None:
     name = op["name"]
     inputs, outputs = [i["name"] for i in op["inputs"]], [o["name"] for o in op["outputs"]]
@@ -210,23 +341,24 @@ def _register_gradients(op: dict[str, Any]) -> None:
             i: (tensor.shape, tensor.dtype, at) for at, (i, tensor) in enumerate(given.items()) if tensor is not None
         }
         ctx.attributes = {k: v for k, v in keyword_only_inputs.items() if k != "dtype"}
+        ctx.carried = _active.begin(name, given) if _active else {}
         if others := [tensor for o, tensor in results.items() if o not in taken]:
             ctx.mark_non_differentiable(*others)
 
     def backward(ctx, *gradients):
         tensors = dict(zip([*keep_inputs, *keep_outputs], ctx.saved_tensors))
         gradients = {o: gradient for o, gradient in zip(outputs, gradients) if o in taken}
-        call = _Call(op, tensors, ctx.inputs, gradients, ctx.attributes)
+        call = _Call(op, tensors, ctx.inputs, gradients, ctx.attributes, ctx.carried)
         needed = {i for i, (_, dtype, at) in ctx.inputs.items() if ctx.needs_input_grad[at] and dtype.is_floating_point}
         found: dict[str, torch.Tensor] = {}
         for g in _GRADIENT_OPS[name]:
             of = {i for o in _SCHEMA[g]["outputs"] if (i := o["name"][1:]) in inputs}
             of |= {also for i in of for also in _ALSO.get((name, i), ())}
             if of & needed:
-                for o, gradient in call.apply(g).items():
-                    for i in (o[1:], *_ALSO.get((name, o[1:]), ())):
-                        found[i] = gradient
-        if needed - found.keys() and name in _FURTHER:
+                for i, gradient in call.apply(g).items():
+                    for also in (i, *_ALSO.get((name, i), ())):
+                        found[also] = gradient
+        if name in _FURTHER and needed - found.keys():
             found |= {i: gradient for i, gradient in _FURTHER[name][1](call).items() if i not in found and i in needed}
         results = []
         for i in inputs:

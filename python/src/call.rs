@@ -6,7 +6,7 @@ use crate::library::{Library, parse_dtype};
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyString, PyTuple};
-use samebits_ops::{Attributes, Backend, DType, Error, Layout, Scalar, TensorMut, TensorRef, bf16, f16};
+use samebits_ops::{Attributes, Backend, DType, Error, TensorMut, TensorRef, bf16, f16};
 use samebits_schema::{Call, Given, Input, Kind, Op, OutputDType, REST, Value, validate};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -379,24 +379,19 @@ macro_rules! typed {
 /// # Safety
 /// What `view` reaches can be read and is not written while the tensor is used.
 unsafe fn tensor(view: &View) -> Result<TensorRef<'_>, Error> {
-    unsafe fn of<T: Scalar>(view: &View) -> Result<TensorRef<'_>, Error> {
+    typed!(view.dtype => T, {
         // SAFETY: as the caller promises; `View` has looked at the alignment.
         let data = unsafe { std::slice::from_raw_parts(view.data.cast::<T>(), view.reach()) };
         TensorRef::strided(data, view.shape(), view.strides())
-    }
-    // SAFETY: as the caller promises.
-    unsafe { typed!(view.dtype => T, of::<T>(view)) }
+    })
 }
 
 /// # Safety
 /// What `view` reaches can be written and is nobody else's while the tensor is used.
 unsafe fn tensor_mut(view: &View) -> Result<TensorMut<'_>, Error> {
-    unsafe fn of<T: Scalar>(view: &View) -> Result<TensorMut<'_>, Error> {
+    typed!(view.dtype => T, {
         // SAFETY: as the caller promises; `View` has looked at the alignment.
         let data = unsafe { std::slice::from_raw_parts_mut(view.data.cast::<T>(), view.reach()) };
         TensorMut::new(data, view.shape())
-    }
-    Layout::contiguous(view.shape())?;
-    // SAFETY: as the caller promises.
-    unsafe { typed!(view.dtype => T, of::<T>(view)) }
+    })
 }
