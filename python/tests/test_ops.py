@@ -126,6 +126,20 @@ def test_any_library_with_dlpack(versioned, dtype):
     assert same(ops.add(y, y).torch(), ops.add(y.torch(), y.torch()))
 
 
+def test_classes_made_from_torch_tensors():
+    class Own(torch.Tensor):
+        pass
+
+    x, w = floats((5, 64), "bfloat16", 1), floats((64,), "bfloat16", 2)
+    y = ops.rms_norm(x.as_subclass(Own), torch.nn.Parameter(w, requires_grad=False))
+    assert type(y) is torch.Tensor and same(y, ops.rms_norm(x, w))
+    leaf = x.clone().requires_grad_().as_subclass(Own)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        ops.rms_norm(leaf, w)
+    with torch.no_grad():
+        assert same(ops.rms_norm(leaf.detach(), w), y)
+
+
 def test_array_libraries_get_their_own():
     class Array(Foreign):
         def __array_namespace__(self):

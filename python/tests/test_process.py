@@ -72,7 +72,7 @@ def test_fork_while_other_threads_compute():
         for other in others:
             other.start()
         try:
-            for _ in range(20):
+            for _ in range(300):
                 assert in_child(lambda: same(ops.gemm(X, W), expected), 30) == 0
         finally:
             stop.set()
@@ -126,7 +126,7 @@ def test_several_threads_of_python(threads):
 
 
 def test_the_lock_of_the_interpreter_is_released():
-    x, w = floats((1024, 2048), "float32", 1), floats((2048, 2048), "float32", 2)
+    x, w = floats((128, 2048), "float32", 1), floats((2048, 2048), "float32", 2)
     counted, stop = [0], threading.Event()
 
     def count():
@@ -184,14 +184,13 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.skipif(
-    not (Path(samebits.__file__).parent / "repository").is_dir(), reason="the wheel alone carries the goldens"
+    not (Path(sys.executable).parent / "samebits").exists(), reason="not installed: no program starts the command again"
 )
 def test_check_outside_of_the_repository(tmp_path):
     done = run("check", "--slice", "quick", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:]
     assert (tmp_path / "samebits-report" / "report.html").is_file()
-    # The contract's own processes start, too: the axis asks for them.
-    assert "untested" not in done.stdout.splitlines()[-2] or " 0 untested" in done.stdout
+    assert "untested" not in done.stdout
 
 
 def test_check_is_a_function(tmp_path, monkeypatch):

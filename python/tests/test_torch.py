@@ -328,6 +328,8 @@ def test_export():
             return ops.rms_norm(x, self.w)
 
     rows = torch.export.Dim("rows", min=2, max=64)
-    program = torch.export.export(Block(), (torch.ones(4, 64),), dynamic_shapes={"x": {0: rows}})
-    x = floats((7, 64), "float32", 1)
+    program = torch.export.export(Block(), (torch.ones(4, 3, 64),), dynamic_shapes={"x": {0: rows}})
+    x = floats((7, 3, 64), "float32", 1)
     assert same(program.module()(x), Block()(x))
+    (node,) = [node for node in program.graph.nodes if node.target is ops.rms_norm.default]
+    assert node.meta["val"].dim() == 3 and node.meta["val"].shape[1:] == (3, 64)
