@@ -128,3 +128,9 @@ def test_blocks_do_not_nest():
     model = torch.nn.Linear(16, 8)
     with samebits.torch.accumulate(model), pytest.raises(RuntimeError, match="a block is open already"):
         samebits.torch.accumulate(model).__enter__()
+
+
+def test_compiled_code_is_refused():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda w, x: ops.gemm(x, w).sum(), backend="aot_eager")
+    refused(lambda w, x: compiled(w, x).backward(), "accumulate: `w` is read by another operator, or through one")
