@@ -366,3 +366,14 @@ fn inputs_may_lie_differently() {
         }
     }
 }
+
+#[test]
+fn no_elements_may_have_any_strides() {
+    for cpu in cpus() {
+        let x = TensorRef::strided(&[0f32; 0], &[3, 0], &[5, 1]).unwrap();
+        let mut sum = [7.0f32; 3];
+        let outputs = vec![("sum", TensorMut::new(&mut sum, &[3]).unwrap())];
+        cpu.call("square_sum", Attributes::new(), &[("x", x)], outputs).unwrap();
+        assert_eq!(sum, [0.0; 3]);
+    }
+}

@@ -3,6 +3,8 @@
 mod attention_gradient;
 mod call;
 mod experts;
+#[cfg(unix)]
+mod fork;
 mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
