@@ -160,7 +160,7 @@ impl Trainer {
     ) -> Result<StepReport, ModelError> {
         let step = self.step + 1;
         let decoder = Decoder::load(&self.config, Weights::of(&self.tensors), self.dtype, cpu)?;
-        let found = gradients(&decoder, cpu, batch, run, progress)?;
+        let found = gradients(&decoder, cpu, batch, run, None, progress)?;
         drop(decoder);
         let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
