@@ -250,7 +250,7 @@ fn gradients_are_traced() {
     let (code, text) = trace(&dump, "loss=nll");
     assert_eq!(code, Some(0), "{text}");
     for (other, first) in [
-        ("loss=nll,dtype=fp32", "first difference: layers.0.input_norm\n  sequence 0"),
+        ("loss=nll,dtype=fp32", "first difference: embed\n  sequence 0"),
         ("loss=policy", "first difference: dlogprob\n  sequence 0"),
         ("loss=nll,groups=4", "first difference: parameters.model.embed_tokens.weight\n  row"),
     ] {
