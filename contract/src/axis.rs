@@ -984,7 +984,7 @@ fn recompute<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
 /// Whole groups on 1, 2, 4 and 8 ranks.
 fn groups<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let groups: usize = case.params.get("groups").map_or(1, |groups| groups.parse().expect("checked"));
-    let ranks = [1, 2, 4, 8].into_iter().filter(|&ranks| groups > 1 && groups % ranks == 0);
+    let ranks = [1, 2, 4, 8].into_iter().filter(|&ranks| groups > 1 && groups.is_multiple_of(ranks));
     let ranks: Vec<String> = ranks.map(|ranks| format!("micro_batch={},ranks={ranks}", 1 + ranks % 3)).collect();
     ways(case, &ranks.iter().map(String::as_str).collect::<Vec<_>>())
 }

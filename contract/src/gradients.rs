@@ -165,7 +165,7 @@ impl Recorded {
                     _ => (&mut measure.max_dloss, bound.max_dloss, "error / max(1, |value|)"),
                 };
                 *largest = differences.fold(*largest, largest_of);
-                if let Some(limit) = limit.filter(|limit| !(*largest <= *limit)) {
+                if let Some(limit) = limit.filter(|limit| beyond(*largest, *limit)) {
                     let message = format!("{name}: largest {what} is {largest:.3e}; the bound is {limit:e}");
                     note(message, format!("{what} <= {limit:e}"), *largest, name);
                 }
@@ -187,7 +187,7 @@ impl Recorded {
                 // Nothing is a share of nothing: a gradient of zeros has no error.
                 let share = if error == 0.0 { 0.0 } else { error / of };
                 *largest = largest_of(*largest, share);
-                if let Some(limit) = limit.filter(|limit| !(share <= *limit)) {
+                if let Some(limit) = limit.filter(|limit| beyond(share, *limit)) {
                     let message = format!("{}: {what} is {share:.3e}; the bound is {limit:e}", parameter.name);
                     note(message, format!("{what} <= {limit:e}"), share, "gradients");
                 }
@@ -198,6 +198,11 @@ impl Recorded {
             Some(evidence) => Err((evidence, measure)),
         }
     }
+}
+
+/// A NaN is beyond every limit.
+fn beyond(value: f64, limit: f64) -> bool {
+    value.is_nan() || value > limit
 }
 
 /// The larger one; NaN where one is.
@@ -306,7 +311,7 @@ mod tests {
             let tensor = answers[1].get_mut(name).unwrap();
             let mut values: Vec<f32> = tensor.to_f64().into_iter().map(|v| v as f32).collect();
             values[index] += value;
-            *tensor = Tensor::fp32(&tensor.shape().to_vec(), values);
+            *tensor = Tensor::fp32(tensor.shape(), values);
             recorded.measure(&answers.each_ref(), &BOUND).map(|_| ()).map_err(|(evidence, _)| evidence.message)
         };
         // The root of two batches' squares is 0.71.

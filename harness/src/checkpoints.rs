@@ -46,6 +46,8 @@ pub type MakeProbe = dyn Fn(&Config) -> Box<dyn Probe> + Send + Sync;
 pub struct Checkpoints {
     dir: Option<PathBuf>,
     probe: Box<MakeProbe>,
+    /// Whether gradients are shown to it too: their outputs are looked at, and to show every value costs a copy of it.
+    all_shown: bool,
     loaded: Arc<Mutex<BTreeMap<Key, Arc<Model>>>>,
 }
 
@@ -61,12 +63,12 @@ impl Checkpoints {
     /// says what is missing.
     pub fn new(dir: Option<PathBuf>) -> Checkpoints {
         // A value that is not finite would only be seen in the logits, if at all.
-        Checkpoints { dir, probe: Box::new(|_| Box::new(Tripwire)), loaded: Arc::default() }
+        Checkpoints { dir, probe: Box::new(|_| Box::new(Tripwire)), all_shown: false, loaded: Arc::default() }
     }
 
-    /// The same models, whose forwards on the processor are shown to what `probe` makes.
+    /// The same models, whose runs on the processor, gradients too, are shown to what `probe` makes.
     pub fn with_probe(&self, probe: Box<MakeProbe>) -> Checkpoints {
-        Checkpoints { dir: self.dir.clone(), probe, loaded: self.loaded.clone() }
+        Checkpoints { dir: self.dir.clone(), probe, all_shown: true, loaded: self.loaded.clone() }
     }
 
     /// The folder of the model called `name`.
@@ -232,6 +234,11 @@ impl Checkpoints {
             return Err(Failure::Text(format!("chain: logit {i} is {}; the weights overflow", logits[i])));
         }
         Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
+    }
+
+    /// What a run of gradients is shown to.
+    pub(crate) fn probe_of_gradients(&self, config: &Config) -> Option<Box<dyn Probe>> {
+        self.all_shown.then(|| (self.probe)(config))
     }
 
     pub(crate) fn model(

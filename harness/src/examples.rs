@@ -32,6 +32,13 @@ pub struct LossOptions {
     clip_high: f64,
 }
 
+impl LossOptions {
+    /// A loss with ratios that are clipped as by default.
+    pub fn of(loss: LossKind) -> LossOptions {
+        LossOptions { loss, clip_low: 0.2, clip_high: 0.2 }
+    }
+}
+
 /// A file of sequences.
 pub struct Examples {
     /// Where they stand in it.

@@ -6,7 +6,7 @@ use samebits_contract::gradients::{Recorded, inputs};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{Batch, GradientRun, Loss, Precision};
+use samebits_models::{Batch, GradientRun, Loss, ModelError, Precision, Probe};
 use samebits_ops::Cpu;
 use samebits_schema::Call;
 use std::collections::BTreeMap;
@@ -77,15 +77,10 @@ impl Checkpoints {
             },
             _ => Loss::Nll,
         };
-        let run = GradientRun {
-            micro_batch: call.count("micro_batch"),
-            padding: call.word("pad").parse()?,
-            pack: call.flag("pack"),
-            ranks: call.count("ranks"),
-            recompute: call.flag("recompute"),
-        };
         let sequences = Batch { sequences: &tokens, count: &count, loss, groups: call.count("groups") };
-        let found = model.gradients(cpu, &sequences, &run, |_| {})?;
+        let mut probe = self.probe_of_gradients(model.config());
+        let probe = probe.as_mut().map(|probe| &mut **probe as &mut dyn Probe);
+        let found = model.gradients(cpu, &sequences, &run_of(call)?, probe, |_| {})?;
         let mut gradients = Vec::new();
         for (name, gradient) in &found.parameters {
             let values = gradient.as_slice::<f32>().expect("gradients are f32, and on the host");
@@ -105,6 +100,17 @@ impl Checkpoints {
     }
 }
 
+/// How a call of `chain_backward` is to be run.
+fn run_of(call: &Call) -> Result<GradientRun, ModelError> {
+    Ok(GradientRun {
+        micro_batch: call.count("micro_batch"),
+        padding: call.word("pad").parse()?,
+        pack: call.flag("pack"),
+        ranks: call.count("ranks"),
+        recompute: call.flag("recompute"),
+    })
+}
+
 /// The first elements of every row of `len`, as many as its sequence is long.
 fn rows<T: Copy>(values: &[T], len: usize, lengths: &[usize]) -> Vec<Vec<T>> {
     values.chunks(len.max(1)).zip(lengths).map(|(row, &length)| row[..length].to_vec()).collect()
@@ -113,4 +119,31 @@ fn rows<T: Copy>(values: &[T], len: usize, lengths: &[usize]) -> Vec<Vec<T>> {
 /// The loss of a case.
 fn loss_of(params: &BTreeMap<String, String>) -> &str {
     params.get("loss").map_or("nll", String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use samebits_contract::spec::check_form;
+    use samebits_models::Padding;
+
+    /// What no bit of an answer shows: that a case is run as it says.
+    #[test]
+    fn a_case_is_run_as_it_says() {
+        let run = |params: &[(&str, &str)]| {
+            let mut case = samebits_contract::table::Contract::load(None)
+                .unwrap()
+                .case("chain_backward/bf16/ragged-normal-fp32")
+                .unwrap()
+                .build();
+            case.params.extend(params.iter().map(|(name, value)| (name.to_string(), value.to_string())));
+            let GradientRun { micro_batch, padding, pack, ranks, recompute } =
+                run_of(&check_form(&case).unwrap()).unwrap();
+            (micro_batch, padding, pack, ranks, recompute)
+        };
+        assert_eq!(run(&[]), (1, Padding::None, false, 1, false));
+        assert_eq!(run(&[("micro_batch", "3"), ("pad", "left:2")]), (3, Padding::Left(2), false, 1, false));
+        assert_eq!(run(&[("pack", "1"), ("pad", "right:4")]), (1, Padding::Right(4), true, 1, false));
+        assert_eq!(run(&[("recompute", "1"), ("groups", "4"), ("ranks", "2")]), (1, Padding::None, false, 2, true));
+    }
 }

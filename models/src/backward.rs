@@ -22,6 +22,7 @@ use crate::linear::{Source, Vector};
 use crate::machine::typed;
 use crate::pass::Pass;
 use crate::qkv::Qkv;
+use crate::step::Step;
 use crate::sums::{Of, Sums, zeros};
 use crate::{Config, ModelError};
 use samebits_ops::device::Part;
@@ -33,6 +34,8 @@ use std::ops::Range;
 pub(crate) struct Backward<'a, 'p> {
     /// The pass of the forward, with what it kept.
     pub pass: Pass<'a, 'p>,
+    /// Its rows.
+    pub step: &'a Step,
     pub cpu: &'a Cpu,
     /// The rotations back.
     pub angles: &'a RopeTable,
@@ -75,6 +78,11 @@ impl Backward<'_, '_> {
         let (found, values) = kept.expect("the forward kept what its reverse takes");
         assert_eq!(found, name, "the reverse pass takes in the other order what the forward kept");
         values
+    }
+
+    /// Shows the gradient of a site, as [`Pass::see`].
+    pub fn see(&mut self, layer: Option<usize>, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
+        self.pass.see(layer, site, self.step, values)
     }
 
     /// A gradient as products read it.
@@ -333,12 +341,15 @@ impl Decoder {
             let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
             back.write_rows(&dx, &mut da, rows.start)?;
         }
+        back.see(None, "dfinal_norm", &mut da)?;
         Ok(da)
     }
 
     /// From that of a behind the last norm: that of the residual stream x before it.
     pub fn last_norm_backward(&self, back: &mut Backward, x: &Tensor, da: &Tensor) -> Result<Tensor, ModelError> {
-        back.stream_norm(&self.final_norm, x, da)
+        let mut dx = back.stream_norm(&self.final_norm, x, da)?;
+        back.see(Some(self.config.layers - 1), "dsum", &mut dx)?;
+        Ok(dx)
     }
 
     /// From that of the sum of the residual stream and what layer i adds to it last: that of the stream that enters the
@@ -350,33 +361,49 @@ impl Decoder {
             None => None,
             Some(norm) => {
                 let y = back.take("mlp");
-                Some(back.stream_norm(norm, &y, &dsum)?)
+                let mut dy = back.stream_norm(norm, &y, &dsum)?;
+                back.see(Some(i), "dmlp", &mut dy)?;
+                Some(dy)
             }
         };
         let dy = dy.as_ref().unwrap_or(&dsum);
         let (a, x) = (back.take("mlp_norm"), back.take("attention_sum"));
-        let da = match &layer.mlp {
+        let mut da = match &layer.mlp {
             LayerMlp::Dense(mlp) => mlp.backward(back, 0, a.view(), dy.view(), mask)?,
-            LayerMlp::Sparse(mixture) => mixture.backward(back, &a, dy)?,
+            LayerMlp::Sparse(mixture) => mixture.backward(back, i, &a, dy)?,
         };
-        let dx = back.stream_sum(&layer.mlp_norm, &x, &da, &dsum)?;
+        back.see(Some(i), "dmlp_norm", &mut da)?;
+        let mut dx = back.stream_sum(&layer.mlp_norm, &x, &da, &dsum)?;
+        back.see(Some(i), "dattention_sum", &mut dx)?;
 
         // Attention block.
         let dy = match &layer.post_attention_norm {
             None => None,
             Some(norm) => {
                 let y = back.take("o");
-                Some(back.stream_norm(norm, &y, &dx)?)
+                let mut dy = back.stream_norm(norm, &y, &dx)?;
+                back.see(Some(i), "do", &mut dy)?;
+                Some(dy)
             }
         };
         let dy = dy.as_ref().unwrap_or(&dx);
         let (lse, heads) = (back.take("lse"), back.take("attention"));
         let (v, k, q) = (back.take("v"), back.take("k"), back.take("q"));
         let (a, x) = (back.take("input_norm"), back.take("sum"));
-        let dheads = layer.o.backward(back, 0, heads.view(), dy.view(), mask, self.dtype)?;
-        let dqkv = back.attention(i, &Qkv { q, k, v }, [&heads, &lse, &dheads])?;
-        let da = layer.projections.backward(back, dqkv, &a)?;
-        back.stream_sum(&layer.input_norm, &x, &da, &dx)
+        let mut dheads = layer.o.backward(back, 0, heads.view(), dy.view(), mask, self.dtype)?;
+        back.see(Some(i), "dattention", &mut dheads)?;
+        let mut dqkv = back.attention(i, &Qkv { q, k, v }, [&heads, &lse, &dheads])?;
+        for (site, values) in [("dq", &mut dqkv.q), ("dk", &mut dqkv.k), ("dv", &mut dqkv.v)] {
+            back.see(Some(i), site, values)?;
+        }
+        let mut da = layer.projections.backward(back, dqkv, &a)?;
+        back.see(Some(i), "dinput_norm", &mut da)?;
+        let mut dx = back.stream_sum(&layer.input_norm, &x, &da, &dx)?;
+        match i.checked_sub(1) {
+            Some(before) => back.see(Some(before), "dsum", &mut dx)?,
+            None => back.see(None, "dembed", &mut dx)?,
+        }
+        Ok(dx)
     }
 
     /// From that of the residual stream before the first layer.

@@ -138,7 +138,7 @@ impl Mixture {
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32. What was kept is taken from the end.
-    pub fn backward(&self, back: &mut Backward, a: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
+    pub fn backward(&self, back: &mut Backward, layer: usize, a: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
         let (chosen, mask, f32) = (self.sizes.chosen, back.mask, DType::Fp32);
         let from_shared = match &self.shared {
             None => None,
@@ -154,6 +154,7 @@ impl Mixture {
         let inputs = [("x", made.view()), ("row", rows.view()), ("weight", weight.view()), ("dy", dy.view())];
         let outputs = [("dx", dmade.view_mut()), ("dweight", dweight.view_mut())];
         back.pass.op("combine_backward", &back.pass.attributes.none, &inputs, outputs)?;
+        back.see(Some(layer), "dexpert_weights", &mut dweight)?;
 
         // Of an expert the tokens are those that chose it.
         let mut dgathered = back.pass.empty(f32, gathered.shape())?;
@@ -173,7 +174,8 @@ impl Mixture {
         inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
         back.pass.op("combine", &back.pass.attributes.none, &inputs, [("y", from_experts.view_mut())])?;
 
-        let dlogits = self.route_backward(back, &logits, experts, &dweight)?;
+        let mut dlogits = self.route_backward(back, &logits, experts, &dweight)?;
+        back.see(Some(layer), "drouter", &mut dlogits)?;
         let from_router = self.router.backward(back, 0, a.view(), dlogits.view(), mask, f32)?;
         back.sum(from_router, from_experts)
     }

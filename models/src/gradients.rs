@@ -118,7 +118,9 @@ pub struct Gradients {
 }
 
 impl Model {
-    /// The loss of a batch and the gradient of every parameter; `progress` is told how many sequences are done.
+    /// The loss of a batch and the gradient of every parameter; `progress` is told how many sequences are done. `probe` is
+    /// shown what is computed for every micro-batch, forward and back, padding left out, and then the gradients of all
+    /// parameters; what it changes is gone on with.
     ///
     /// # Errors
     /// A batch without tokens that count or whose parts do not fit each other, tokens outside the vocabulary, more tokens
@@ -129,12 +131,13 @@ impl Model {
         cpu: &Cpu,
         batch: &Batch,
         run: &GradientRun,
+        probe: Option<&mut dyn Probe>,
         progress: impl FnMut(usize),
     ) -> Result<Gradients, ModelError> {
         if self.is_on_device() {
             return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
         }
-        gradients(self.on(cpu).decoder, cpu, batch, run, progress)
+        gradients(self.on(cpu).decoder, cpu, batch, run, probe, progress)
     }
 }
 
@@ -144,6 +147,7 @@ pub(crate) fn gradients(
     cpu: &Cpu,
     batch: &Batch,
     run: &GradientRun,
+    mut probe: Option<&mut dyn Probe>,
     mut progress: impl FnMut(usize),
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
@@ -158,7 +162,8 @@ pub(crate) fn gradients(
             for first in (start..end).step_by(run.micro_batch) {
                 let part = first..end.min(first + run.micro_batch);
                 done += part.len();
-                let found = micro_batch(&on, batch, part, denominator, run, &mut sums)?;
+                let shown = Shown { probe: again(&mut probe), first };
+                let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
                 logprob.extend(found.1);
                 progress(done);
@@ -171,7 +176,15 @@ pub(crate) fn gradients(
     let mut loss = [0f32];
     let inputs = [("per_sequence", TensorRef::new(&per_sequence, &[per_sequence.len()])?)];
     cpu.call("batch_loss", attributes, &inputs, vec![("loss", TensorMut::new(&mut loss, &[1])?)])?;
-    let parameters = of_ranks.root().finish(cpu, &decoder.parameters)?;
+    let mut parameters = of_ranks.root().finish(cpu, &decoder.parameters)?;
+    if let Some(probe) = probe {
+        for (name, gradient) in &mut parameters {
+            let rows = if gradient.shape().len() > 1 { gradient.shape()[0] } else { 1 };
+            let tokens: Vec<(usize, usize)> = (0..rows).map(|row| (0, row)).collect();
+            let values = gradient.as_slice_mut::<f32>().expect("it is f32, and on the host");
+            probe.see(&mut Seen { layer: None, site: &format!("parameters.{name}"), tokens: &tokens, values })?;
+        }
+    }
     Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob })
 }
 
@@ -212,7 +225,8 @@ impl Batch<'_> {
                 );
             }
         }
-        if let Loss::Policy { advantages, old_logprob, .. } = loss {
+        if let Loss::Policy { advantages, old_logprob, low, high } = loss {
+            check_clip(on.cpu, low, high)?;
             if advantages.len() != sequences.len() {
                 let why = format!("there are {}; give one for each of {} sequences", advantages.len(), sequences.len());
                 return bad("advantages", why);
@@ -232,6 +246,25 @@ impl Batch<'_> {
             counted => Ok(counted as f64),
         }
     }
+}
+
+/// Lets the op judge the limits of ratios, of which it is told only behind a forward.
+fn check_clip(cpu: &Cpu, low: f64, high: f64) -> Result<(), ModelError> {
+    let (zeros, shape) = ([0f32], [1, 1]);
+    let value = || TensorRef::new(&zeros, &shape);
+    let advantage = TensorRef::new(&zeros, &shape[..1])?;
+    let inputs = [
+        ("logprob", value()?),
+        ("old_logprob", value()?),
+        ("advantage", advantage),
+        ("count", TensorRef::new(&[0i32], &shape)?),
+    ];
+    let (mut per_sequence, mut dlogprob) = ([0f32], [0f32]);
+    let outputs = vec![
+        ("per_sequence", TensorMut::new(&mut per_sequence, &shape[..1])?),
+        ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?),
+    ];
+    Ok(cpu.call("policy_loss", Attributes::new().with("low", low).with("high", high), &inputs, outputs)?)
 }
 
 fn check_lengths<T>(what: &'static str, sequences: &[Vec<i32>], given: &[Vec<T>]) -> Result<(), ModelError> {
@@ -282,16 +315,39 @@ impl Arranged {
     }
 }
 
-/// Makes the rows of padding NaN where they enter the model.
-struct Spoil;
+/// The same probe for a while.
+fn again<'s>(probe: &'s mut Option<&mut dyn Probe>) -> Option<&'s mut dyn Probe> {
+    match probe {
+        Some(probe) => Some(&mut **probe),
+        None => None,
+    }
+}
 
-impl Probe for Spoil {
+/// Makes the rows of padding NaN where they enter the model, and shows a probe all others.
+struct Shown<'p> {
+    probe: Option<&'p mut dyn Probe>,
+    /// The number of the first sequence of the micro-batch.
+    first: usize,
+}
+
+impl Probe for Shown<'_> {
     fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
-        let width = seen.values.len() / seen.tokens.len().max(1);
-        for (row, &(label, _)) in seen.values.chunks_mut(width.max(1)).zip(seen.tokens) {
-            if label == PADDING {
-                row.fill(f32::NAN);
+        let width = (seen.values.len() / seen.tokens.len().max(1)).max(1);
+        let rows = || seen.tokens.iter().enumerate();
+        if seen.site == "embed" {
+            for (row, _) in rows().filter(|(_, (label, _))| *label == PADDING) {
+                seen.values[row * width..][..width].fill(f32::NAN);
             }
+        }
+        let Some(probe) = &mut self.probe else { return Ok(()) };
+        let there: Vec<usize> = rows().filter(|(_, (label, _))| *label != PADDING).map(|(row, _)| row).collect();
+        let number = |&row: &usize| (self.first + seen.tokens[row].0, seen.tokens[row].1);
+        let tokens: Vec<(usize, usize)> = there.iter().map(number).collect();
+        let mut values: Vec<f32> =
+            there.iter().flat_map(|&row| &seen.values[row * width..][..width]).copied().collect();
+        probe.see(&mut Seen { layer: seen.layer, site: seen.site, tokens: &tokens, values: &mut values })?;
+        for (&row, values) in there.iter().zip(values.chunks_exact(width)) {
+            seen.values[row * width..][..width].copy_from_slice(values);
         }
         Ok(())
     }
@@ -302,9 +358,9 @@ impl Probe for Spoil {
 fn micro_batch(
     on: &Runner,
     batch: &Batch,
-    part: Range<usize>,
-    denominator: f64,
+    (part, denominator): (Range<usize>, f64),
     run: &GradientRun,
+    mut shown: Shown,
     sums: &mut Sums,
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
     let (decoder, c, sequences) = (on.decoder, on.config(), &batch.sequences[part.clone()]);
@@ -333,19 +389,21 @@ fn micro_batch(
     let inputs = StepInputs::new(on, &step, &given, &cache, &step.positions(), Rows::All, None)?;
     let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
 
-    let mut spoil = Spoil;
+    let is_seen = shown.probe.is_some();
     let mut pass = Pass {
         machine: on.machine,
         config: c,
         dtype: decoder.dtype,
         attributes: &decoder.attributes,
-        hook: &mut TraceHook { probe: Some(&mut spoil) },
+        hook: &mut TraceHook { probe: Some(&mut shown) },
         calls: Calls::default(),
         gated: Default::default(),
         kept: (!run.recompute).then(Vec::new),
     };
     let mut stream = decoder.embed(&mut pass, &step, &inputs)?;
-    pass.hook.probe = None;
+    if !is_seen {
+        pass.hook.probe = None;
+    }
     let mut entered = Vec::new();
     for i in 0..c.layers {
         if run.recompute {
@@ -355,7 +413,8 @@ fn micro_batch(
     }
     decoder.last_sum(&mut pass, &step, &mut stream)?;
     decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let [found, lse] = decoder.logprob(&mut pass, &stream.a, &targets)?;
+    let [mut found, lse] = decoder.logprob(&mut pass, &stream.a, &targets)?;
+    pass.see(None, "logprob", &step, &mut found)?;
     let found = found.as_slice::<f32>().expect("they are f32, and on the host");
 
     let mut logprob: Vec<Vec<f32>> = Vec::new();
@@ -367,10 +426,12 @@ fn micro_batch(
     for (&start, dlogprob) in starts.iter().zip(&dlogprob) {
         drows[start..start + dlogprob.len() - 1].copy_from_slice(&dlogprob[1..]);
     }
-    let drows = Tensor::new(drows, &[mask.len()])?;
+    let mut drows = Tensor::new(drows, &[mask.len()])?;
+    pass.see(None, "dlogprob", &step, &mut drows)?;
 
     let angles = angles.reversed();
-    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &arranged.blocks, sums };
+    let blocks = &arranged.blocks;
+    let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks, sums };
     let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &lse, &drows)?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers).rev() {
@@ -422,4 +483,29 @@ fn loss(
 fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
     let filled = |row: &Vec<T>| -> Vec<T> { (0..width).map(|i| row.get(i).copied().unwrap_or_default()).collect() };
     rows.iter().flat_map(filled).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Padding and packing decide where rows stand.
+    #[test]
+    fn sequences_stand_where_the_run_says() {
+        let made = |padding: Padding, pack: bool| {
+            let arranged = Arranged::new(&[3, 1], &GradientRun { padding, pack, ..GradientRun::default() });
+            let rows = |(label, length): &(usize, usize)| {
+                let name = if *label == PADDING { "-".to_string() } else { label.to_string() };
+                name.repeat(*length)
+            };
+            let firsts = arranged.blocks.iter().map(|block| (block.first, block.stride, block.lengths.len()));
+            (arranged.pieces.iter().map(rows).collect::<String>(), firsts.collect::<Vec<_>>())
+        };
+        assert_eq!(made(Padding::None, false), ("0001--".into(), vec![(0, 3, 2)]));
+        assert_eq!(made(Padding::Left(2), false), ("--000--1--".into(), vec![(2, 5, 2)]));
+        assert_eq!(made(Padding::Right(1), false), ("000-1---".into(), vec![(0, 4, 2)]));
+        assert_eq!(made(Padding::None, true), ("0001".into(), vec![(0, 3, 1), (3, 1, 1)]));
+        assert_eq!(made(Padding::Left(2), true), ("--0001".into(), vec![(2, 3, 1), (5, 1, 1)]));
+        assert_eq!(made(Padding::Right(1), true), ("0001-".into(), vec![(0, 3, 1), (3, 1, 1)]));
+    }
 }

@@ -24,9 +24,10 @@ pub struct Seen<'a> {
     pub layer: Option<usize>,
     /// The site: `positions`, `embed`, `input_norm`, `q`, `k`, `v`, `attention`, `o`, `mlp_norm`, `router`, `mlp`,
     /// `sum`, .., `logits`. The `positions` of no layer rotate queries and keys, those of a layer are where its
-    /// attention takes its queries to stand.
-    pub site: &'static str,
-    /// Sequence and position of each token, as the caller numbers its sequences.
+    /// attention takes its queries to stand. In a reverse pass `dX` is the gradient of site X, and `parameters.NAME`
+    /// that of a parameter.
+    pub site: &'a str,
+    /// Sequence and position of each token, as the caller numbers its sequences; of a parameter 0 and the row.
     pub tokens: &'a [(usize, usize)],
     /// Values, a row for each token. Positions and experts are whole numbers.
     pub values: &'a mut [f32],

@@ -167,7 +167,7 @@ impl Trainer {
         // What it refuses is refused before anything is written.
         adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
         let decoder = Decoder::load(&self.config, Weights::of(&self.tensors), self.dtype, cpu)?;
-        let mut found = gradients(&decoder, cpu, batch, run, progress)?;
+        let mut found = gradients(&decoder, cpu, batch, run, None, progress)?;
         drop(decoder);
         let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {

@@ -11,6 +11,7 @@ mod chain;
 mod elements;
 mod equivalents;
 mod gemm;
+mod gradients;
 mod memory;
 mod models;
 mod mutation;

@@ -3,7 +3,7 @@
 use samebits_models::{Config, ModelError, Probe, Seen};
 use std::ops::Range;
 
-/// What is wrong with a forward. A chunk is what one step takes of a sequence.
+/// What is wrong with a forward, or with a run of gradients. A chunk is what one step takes of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelMutation {
     /// In layer 1, key and value of the first token of every chunk but the first are zeros: what a page holds that nobody
@@ -19,6 +19,8 @@ pub enum ModelMutation {
     SharedCacheEntry,
     /// In layers with a window, that of the first token of every chunk but the first stands one position too early.
     WindowAtChunkBorder,
+    /// What attention makes is a little larger in a layer that is run again for its reverse.
+    RecomputedAttention,
 }
 
 /// A probe that shows every site to another one, and makes it wrong for what the forward goes on with.
@@ -29,6 +31,8 @@ pub struct ModelMutant<P> {
     /// The router's scores, or by token the order of the ranks: what a site leaves for the next.
     scores: Vec<f32>,
     order: Vec<Vec<usize>>,
+    /// The layers that a micro-batch has been through.
+    attended: Vec<usize>,
     /// The other one. It sees what was made right although it will be read wrong; a wrong choice of experts, which is made
     /// wrong, it sees as it is.
     pub beside: P,
@@ -38,7 +42,7 @@ impl<P: Probe> ModelMutant<P> {
     /// For models of `config`.
     pub fn new(mutation: ModelMutation, config: &Config, beside: P) -> ModelMutant<P> {
         let windowed = config.windows.iter().map(Option::is_some).collect();
-        ModelMutant { mutation, windowed, scores: Vec::new(), order: Vec::new(), beside }
+        ModelMutant { mutation, windowed, scores: Vec::new(), order: Vec::new(), attended: Vec::new(), beside }
     }
 }
 
@@ -114,6 +118,13 @@ impl<P> ModelMutant<P> {
                     })
                     .collect();
                 reorder(seen.values, &self.order);
+            }
+            (ModelMutation::RecomputedAttention, "embed", _) => self.attended.clear(),
+            (ModelMutation::RecomputedAttention, "attention", Some(layer)) => {
+                if self.attended.contains(&layer) {
+                    seen.values.iter_mut().for_each(|value| *value += *value / 128.0);
+                }
+                self.attended.push(layer);
             }
             (ModelMutation::ExpertsByArrival, "expert_weights", _) if rows > 1 => reorder(seen.values, &self.order),
             _ => {}

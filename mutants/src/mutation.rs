@@ -5,7 +5,7 @@
 
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
-use crate::{attention, chain, elements, gemm, plain, rows, tokens, train};
+use crate::{attention, chain, elements, gemm, gradients, plain, rows, tokens, train};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
@@ -44,7 +44,7 @@ pub enum Others {
 /// All mutations.
 pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
     let of_ops = [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS];
-    of_ops.into_iter().chain([train::MUTATIONS, chain::MUTATIONS]).flatten()
+    of_ops.into_iter().chain([train::MUTATIONS, chain::MUTATIONS, gradients::MUTATIONS]).flatten()
 }
 
 /// The plain loops that mutants begin from, without a mutation: no check may turn red.
@@ -80,6 +80,19 @@ pub const PLAIN: &[Mutation] = &[
         caught_by: "",
         also_red: Others::Are(&[]),
         answer: |mutant, case| attention::in_every_form(case, |case| mutant.honest.run(case)),
+    },
+    Mutation {
+        name: "gradients_in_another_way",
+        about: "Gradients of models in micro-batches of two, packed between padding, every layer run again.",
+        op: "chain_backward",
+        caught_by: "",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let way = [("micro_batch", "2"), ("pad", "right:3"), ("pack", "1"), ("recompute", "1")];
+                case.params.extend(way.map(|(name, value)| (name.to_string(), value.to_string())));
+            })
+        },
     },
 ];
 

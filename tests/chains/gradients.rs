@@ -1,9 +1,12 @@
 //! The verb `grad`. How near its gradients are to torch's, and that they are the same bits however they are made, is judged by
 //! `samebits check --op chain_backward`.
 
-use super::{checkpoint, samebits};
+use super::{checkpoint, load, samebits};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
+use samebits_harness::dump::{Reader, Writer, compare};
+use samebits_models::{Batch, GradientRun, Gradients, Loss, Model, ModelError, Padding, Probe, Seen};
+use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -129,4 +132,139 @@ fn the_verb_writes_the_same_file_or_one_line() {
     broken(&none, &["--loss", "policy"], "tensor `old_logprob`: missing");
     let outside = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().2[..4].fill(9));
     broken(&outside, &[], "the vocabulary is 0 to 159");
+}
+
+/// Notes which sites it is shown and of how many tokens.
+#[derive(Default)]
+struct Shown(Vec<(String, usize)>);
+
+impl Probe for Shown {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        self.0.push((seen.name(), seen.tokens.len()));
+        Ok(())
+    }
+}
+
+const SEQUENCES: [&[i32]; 4] = [&[3, 9, 4, 7, 5], &[8, 3], &[6], &[5, 5, 6, 1]];
+
+/// The gradients of some sequences, all of whose tokens count, shown to `probe`.
+fn shown(model: &Model, run: &GradientRun, clip: Option<f64>, probe: &mut dyn Probe) -> Result<Gradients, ModelError> {
+    let sequences = SEQUENCES.map(<[i32]>::to_vec);
+    let count = SEQUENCES.map(|tokens| (0..tokens.len()).map(|t| i32::from(t > 0)).collect::<Vec<i32>>());
+    let old = SEQUENCES.map(|tokens| vec![-1.0; tokens.len()]);
+    let policy = clip.map(|low| Loss::Policy { advantages: &[1.0; 4], old_logprob: &old, low, high: 0.2 });
+    let batch = Batch { sequences: &sequences, count: &count, loss: policy.unwrap_or(Loss::Nll), groups: 1 };
+    model.gradients(&Cpu::best(), &batch, run, Some(probe), |_| {})
+}
+
+/// No bit says whether a micro-batch has three sequences and whether layers run again; what is seen on the way does. (Where
+/// padding and packed sequences stand is tested in `models/src/gradients.rs`, that options arrive in `harness`.)
+#[test]
+fn micro_batches_and_recomputation_are_what_runs() {
+    let model = load(&checkpoint("gemma2"));
+    let sites = |run: &GradientRun| {
+        let mut seen = Shown::default();
+        shown(&model, run, None, &mut seen).unwrap();
+        let of = |site: &str| seen.0.iter().filter(|(name, _)| name == site).map(|(_, n)| *n).collect::<Vec<_>>();
+        (of("embed"), of("layers.1.attention"), of("layers.1.dq"))
+    };
+    let run = GradientRun::default();
+    let each = vec![5, 2, 1, 4];
+    assert_eq!(sites(&run), (each.clone(), each.clone(), each.clone()));
+    let three = GradientRun { micro_batch: 3, padding: Padding::Left(2), ..run };
+    assert_eq!(sites(&three), (vec![8, 4], vec![8, 4], vec![8, 4]));
+    let again = GradientRun { recompute: true, ..run };
+    assert_eq!(sites(&again), (each.clone(), vec![5, 5, 2, 2, 1, 1, 4, 4], each));
+    // A wrong limit costs no forward.
+    let mut seen = Shown::default();
+    let refused = shown(&model, &run, Some(2.0), &mut seen).err().unwrap().to_string();
+    assert!(refused.contains("`low`") && seen.0.is_empty(), "{refused}: {:?}", seen.0);
+}
+
+/// A dump that has one element of a site one bit off.
+struct Faulty<'a> {
+    writer: Writer,
+    site: &'a str,
+}
+
+impl Probe for Faulty<'_> {
+    fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        if seen.name() == self.site && seen.tokens.contains(&(3, 2)) {
+            let row = seen.tokens.iter().position(|token| *token == (3, 2)).unwrap();
+            let width = seen.values.len() / seen.tokens.len();
+            let value = &mut seen.values[row * width + 1.min(width - 1)];
+            *value = f32::from_bits(value.to_bits() ^ 1 << 16);
+        }
+        self.writer.see(seen)
+    }
+}
+
+/// A fault in one place of the reverse pass is named there, however the run around it was cut, and what is no fault is none.
+#[test]
+fn a_fault_of_the_reverse_pass_is_named_where_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, faults) in [
+        ("gemma2", &["dlogprob", "layers.1.dmlp", "layers.1.dattention_sum", "layers.0.dk", "dembed"][..]),
+        ("deepseek-v3", &["layers.1.drouter", "layers.1.dattention", "layers.0.dinput_norm"]),
+    ] {
+        let model = load(&checkpoint(name));
+        let dump = |file: &str, site: &str, run: &GradientRun| {
+            let path = dir.path().join(file);
+            let mut probe = Faulty { writer: Writer::create(&path, 1 << 30).unwrap(), site };
+            shown(&model, run, None, &mut probe).unwrap();
+            probe.writer.finish().unwrap();
+            Reader::open(&path).unwrap()
+        };
+        let run = GradientRun::default();
+        let other = GradientRun { micro_batch: 3, padding: Padding::Left(2), pack: true, recompute: true, ranks: 1 };
+        let mut right = dump("right", "", &run);
+        let same = compare(&mut right, &mut dump("other", "", &other), 0.0).unwrap();
+        assert_eq!(same.divergence, None, "{name}");
+        assert!(same.skipped.is_empty() && same.sites > 40, "{name}: {} sites", same.sites);
+        for site in faults {
+            let found = compare(&mut right, &mut dump("wrong", site, &other), 0.0).unwrap().divergence.unwrap();
+            // `dlogprob` has one element for a token.
+            let element = usize::from(*site != "dlogprob");
+            assert_eq!((&found.site[..], found.token, found.element), (*site, (3, 2), element), "{name}");
+        }
+    }
+}
+
+#[test]
+fn gradients_are_traced() {
+    let dir = tempfile::tempdir().unwrap();
+    let [model, tokens] = [checkpoint("llama-linear"), recorded("llama-linear")];
+    let [model, tokens] = [&model, &tokens].map(|path| path.to_str().unwrap());
+    let trace = |a: &str, b: &str| {
+        let found = samebits(&["trace", a, b, "--model", model, "--tokens", tokens]);
+        let text = [found.stdout, found.stderr].map(|text| String::from_utf8_lossy(&text).to_string()).concat();
+        (found.status.code(), text)
+    };
+    let (code, text) =
+        trace("loss=policy", "loss=policy,micro-batch=7,pad=right:2,pack=true,recompute=true,isa=scalar,threads=3");
+    assert_eq!(code, Some(0), "{text}");
+    let dump = dir.path().join("dump");
+    let [dump, out] = [&dump, &dir.path().join("out")].map(|path| path.to_str().unwrap().to_string());
+    let args = ["grad", "--model", model, "--tokens", tokens, "--out", &out, "--dump", &dump, "--micro-batch", "64"];
+    assert!(samebits(&args).status.success());
+    let (code, text) = trace(&dump, "loss=nll");
+    assert_eq!(code, Some(0), "{text}");
+    for (other, first) in [
+        ("loss=nll,dtype=fp32", "first difference: embed\n  sequence 0"),
+        ("loss=policy", "first difference: dlogprob\n  sequence 0"),
+        ("loss=nll,groups=4", "first difference: parameters.model.embed_tokens.weight\n  row"),
+    ] {
+        let (code, text) = trace(&dump, other);
+        assert!(code == Some(1) && text.contains(first), "{other}: {text}");
+    }
+    for (other, part) in [
+        ("micro-batch=3", "no such setting"),
+        ("loss=nll,schedule=decode", "no such setting of gradients"),
+        ("loss=mean", "use nll or policy"),
+        ("loss=nll,dtype=fp16", "bf16 or fp32"),
+        ("loss=nll,groups=3", "power of two"),
+    ] {
+        let (code, text) = trace(&dump, other);
+        assert!(code == Some(2) && text.contains(part) && text.lines().count() == 1, "{other}: {text}");
+    }
 }

@@ -21,7 +21,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let mut length: Vec<i32> = maker.below("length", b, t).iter().map(|fewer| t as i32 - fewer).collect();
     length[b - 1] = 1;
     length[0] = t as i32;
-    let there = |i: usize| i % t > 0 && ((i % t) as i32) < length[i / t];
+    let there = |i: usize| !i.is_multiple_of(t) && ((i % t) as i32) < length[i / t];
     let drawn = maker.below("count", b * t, 3).into_iter().enumerate();
     let count = drawn.map(|(i, c)| i32::from(there(i) && c > 0)).collect();
     let mut inputs = BTreeMap::from([

@@ -1,10 +1,11 @@
 use super::{Loading, Machine, counting};
+use crate::dump::Writer;
 use crate::examples::{Examples, LossOptions};
 use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{GradientRun, Model, Padding, Precision};
+use samebits_models::{GradientRun, Model, ModelError, Padding, Precision};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -39,6 +40,15 @@ pub struct Args {
 
     #[command(flatten)]
     how: How,
+
+    /// Also write everything that was computed on the way, forward and back, for `samebits trace`; it appears whole or not
+    /// at all
+    #[arg(long, value_name = "FILE")]
+    dump: Option<PathBuf>,
+
+    /// Most bytes of the dump
+    #[arg(long, default_value_t = 8 << 30, value_name = "BYTES")]
+    cap: u64,
 
     #[command(flatten)]
     machine: Machine,
@@ -89,17 +99,32 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let out = || format!("--out {}", args.out.display());
     // Before the work, so that a wrong path costs nothing.
     atomic_write::check(&args.out).with_context(out)?;
+    if let Some(dump) = &args.dump {
+        atomic_write::check(dump).with_context(|| format!("--dump {}", dump.display()))?;
+    }
     ensure!(args.dtype != Precision::Fp16, "--dtype fp16: gradients are made in bf16 or fp32");
     let examples = Examples::read(&args.tokens, args.loss)?;
     let loading = Loading::of(&args.model);
     let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
     let [batch, len] = examples.tokens.shape();
+    let mut writer = match &args.dump {
+        None => None,
+        Some(path) => Some(Writer::create(path, args.cap).with_context(|| format!("--dump {}", path.display()))?),
+    };
+    let probe = writer.as_mut().map(|writer| writer as _);
     let bar = counting(batch);
-    let found = model
-        .gradients(&cpu, &examples.all.batch(args.how.groups), &args.how.run(), |done| bar.set_position(done as u64))
-        .with_context(|| args.tokens.display().to_string())?;
+    let (sequences, run) = (examples.all.batch(args.how.groups), args.how.run());
+    let found =
+        model.gradients(&cpu, &sequences, &run, probe, |done| bar.set_position(done as u64)).map_err(|e| match e {
+            // The dump's, which names itself.
+            ModelError::File { .. } => e.into(),
+            _ => anyhow::Error::new(e).context(args.tokens.display().to_string()),
+        })?;
     bar.finish_and_clear();
+    if let (Some(writer), Some(path)) = (writer, &args.dump) {
+        writer.finish().with_context(|| format!("--dump {}", path.display()))?;
+    }
     let mut tensors = BTreeMap::new();
     for (name, gradient) in found.parameters {
         let shape = gradient.shape().to_vec();
@@ -111,4 +136,30 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
     atomic_write::write(&args.out, &File { tensors, metadata: BTreeMap::new() }.encode()).with_context(out)?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        how: How,
+    }
+
+    /// What no bit of the file shows: that it is made as the options say.
+    #[test]
+    fn options_reach_the_run() {
+        let run = |words: &[&str]| {
+            let line = Line::try_parse_from([&["grad"], words].concat()).unwrap();
+            let GradientRun { micro_batch, padding, pack, ranks, recompute } = line.how.run();
+            (micro_batch, padding, pack, ranks, recompute)
+        };
+        assert_eq!(run(&[]), (1, Padding::None, false, 1, false));
+        assert_eq!(run(&["--micro-batch", "3", "--pad", "left:2"]), (3, Padding::Left(2), false, 1, false));
+        assert_eq!(run(&["--pack", "--pad", "right:4"]), (1, Padding::Right(4), true, 1, false));
+        assert_eq!(run(&["--recompute", "--ranks", "2"]), (1, Padding::None, false, 2, true));
+    }
 }

@@ -1,9 +1,10 @@
 use super::forward::Tokens;
 use super::{Loading, Machine, Target, open_target, place};
 use crate::dump::{Comparison, Reader, Writer, compare};
+use crate::examples::{Examples, LossKind, LossOptions};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
-use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
+use samebits_models::{GradientRun, Grouping, Model, PageOrder, Precision, Run, Schedule};
 use samebits_ops::{Cpu, Isa};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -11,13 +12,15 @@ use std::process::ExitCode;
 
 /// Compares two runs of a model and names the first place where they part
 ///
-/// A and B are dumps (of `samebits forward --dump`, or of goldens/generate/dump.py for transformers), or settings of a run
-/// over --model and --tokens: words joined by commas, such as `schedule=chunk:3,isa=scalar`; `default` for none. They are
-/// compared site by site, in the order in which they were computed: the first one that differs is where the difference was
-/// made, because everything it was made from is equal. Ends with 1 where they differ.
+/// A and B are dumps (of `samebits forward --dump` or `samebits grad --dump`, or of goldens/generate/dump.py for transformers),
+/// or settings of a run over --model and --tokens: words joined by commas, such as `schedule=chunk:3,isa=scalar`; `default` for
+/// none. With `loss=nll` or `loss=policy` it is a run of gradients, such as `loss=nll,micro-batch=3,pad=left:2`. They are
+/// compared site by site, in the order in which they were computed, gradients of parameters last: the first one that differs is
+/// where the difference was made, because everything it was made from is equal. Ends with 1 where they differ.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype, device
+    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype, device; of gradients loss, micro-batch, pad,
+    /// pack, groups, ranks, recompute, budget, isa, threads, dtype
     a: String,
 
     /// The same for the other run
@@ -70,6 +73,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
 /// Runs the model as `settings` say and dumps it.
 fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
+    if settings.split(',').any(|word| word.starts_with("loss=")) {
+        return dump_gradients(args, settings, path);
+    }
     let default = args.machine.cpu(None)?;
     let (mut isa, mut threads, mut dtype) = (default.isa(), default.threads(), Precision::Bf16);
     let (mut run, mut target) = (Run::default(), Target::Cpu);
@@ -88,7 +94,10 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
             "threads" => threads = count()?,
             "dtype" => dtype = value.parse()?,
             "device" => target = Target::from_str(value, false).map_err(|_| anyhow!("{word}: use cpu or cuda"))?,
-            _ => bail!("{word}: no such setting; use schedule, batch, pages, order, isa, threads, dtype or device"),
+            _ => bail!(
+                "{word}: no such setting; use schedule, batch, pages, order, isa, threads, dtype or device; with \
+                     loss=nll or loss=policy those of gradients"
+            ),
         }
     }
     let (Some(model), Some(tokens)) = (&args.model, &args.tokens) else {
@@ -108,6 +117,59 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
     writer.finish().with_context(|| path.display().to_string())
 }
 
+/// The same for gradients.
+fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
+    let default = args.machine.cpu(None)?;
+    let (mut isa, mut threads, mut budget, mut dtype) = (default.isa(), default.threads(), usize::MAX, Precision::Bf16);
+    let (mut run, mut groups, mut loss) = (GradientRun::default(), 1, LossKind::Nll);
+    for word in settings.split(',') {
+        let (key, value) = word.split_once('=').with_context(|| {
+            format!("{settings}: `{word}` is no setting of gradients; use loss=nll, micro-batch=3, ..")
+        })?;
+        let count =
+            || value.parse::<usize>().ok().filter(|&n| n > 0).with_context(|| format!("{word}: give 1 or more"));
+        let flag = || value.parse::<bool>().with_context(|| format!("{word}: give true or false"));
+        match key {
+            "loss" => loss = LossKind::from_str(value, false).map_err(|_| anyhow!("{word}: use nll or policy"))?,
+            "micro-batch" => run.micro_batch = count()?,
+            "pad" => run.padding = value.parse()?,
+            "pack" => run.pack = flag()?,
+            "groups" => groups = count()?,
+            "ranks" => run.ranks = count()?,
+            "recompute" => run.recompute = flag()?,
+            "budget" => budget = count()?,
+            "isa" => isa = value.parse::<Isa>()?,
+            "threads" => threads = count()?,
+            "dtype" => dtype = value.parse()?,
+            _ => bail!(
+                "{word}: no such setting of gradients; use loss, micro-batch, pad, pack, groups, ranks, recompute, budget, isa, \
+                 threads or dtype"
+            ),
+        }
+    }
+    ensure!(dtype != Precision::Fp16, "{settings}: gradients are made in bf16 or fp32");
+    let (Some(model), Some(tokens)) = (&args.model, &args.tokens) else {
+        bail!("{settings}: is not a file; for settings give --model and --tokens");
+    };
+    let cpu = Cpu::new(isa, threads, budget)?;
+    let examples = Examples::read(tokens, LossOptions::of(loss))?;
+    let loading = Loading::of(model);
+    let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
+    drop(loading);
+    let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
+    let batch = examples.all.batch(groups);
+    model.gradients(&cpu, &batch, &run, Some(&mut writer), |_| {}).with_context(|| settings.to_string())?;
+    writer.finish().with_context(|| path.display().to_string())
+}
+
+/// Where in a site something stands.
+fn place_of(site: &str, (sequence, position): (usize, usize)) -> String {
+    match site.starts_with("parameters.") {
+        true => format!("row {position}"),
+        false => format!("sequence {sequence}, position {position}"),
+    }
+}
+
 fn text(found: &Comparison) -> String {
     let mut text = match &found.divergence {
         None => format!("the same: {} sites, {} values", found.sites, found.values),
@@ -118,10 +180,7 @@ fn text(found: &Comparison) -> String {
             };
             [
                 format!("first difference: {}", d.site),
-                format!(
-                    "  sequence {}, position {}, element {}: {:e} and {:e}",
-                    d.token.0, d.token.1, d.element, d.a, d.b
-                ),
+                format!("  {}, element {}: {:e} and {:e}", place_of(&d.site, d.token), d.element, d.a, d.b),
                 format!(
                     "  {} of {} values there differ, by at most {:.3e} of the largest",
                     d.count.0, d.count.1, d.relative
