@@ -422,3 +422,63 @@ fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
     let filled = |row: &Vec<T>| -> Vec<T> { (0..width).map(|i| row.get(i).copied().unwrap_or_default()).collect() };
     rows.iter().flat_map(filled).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Precision;
+    use std::path::Path;
+
+    /// Runs of groups and of micro-batches, each of other rows: more than are a tile of logits, with padding before or
+    /// behind them, in one row or not, once more for the reverse pass or not.
+    #[test]
+    fn how_rows_are_arranged_moves_no_bit() {
+        let cpu = Cpu::best();
+        let lengths = [40, 45, 1, 44, 39, 45, 45, 41];
+        let sequences = lengths.map(|n| (0..n).map(|t| (n * 31 + t * 7) as i32 % 160).collect::<Vec<i32>>());
+        let count = lengths.map(|n| (0..n).map(|t| i32::from(t % 3 > 0)).collect::<Vec<i32>>());
+        let old_logprob = lengths.map(|n| (0..n).map(|t| t as f32 / -9.0).collect::<Vec<f32>>());
+        let advantages = lengths.map(|n| n as f32 / 16.0 - 2.5);
+        let policy = Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5 };
+        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy)] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let made = |groups: usize, run: GradientRun| {
+                let batch = Batch { sequences: &sequences, count: &count, loss, groups };
+                let mut done = Vec::new();
+                let found = model.gradients(&cpu, &batch, &run, |sequences| done.push(sequences)).unwrap();
+                assert!(found.logprob.iter().map(Vec::len).eq(lengths) && found.per_sequence.len() == lengths.len());
+                assert!(found.logprob.iter().all(|logprob| logprob[0] == 0.0) && found.loss.is_finite());
+                let parameters = found.parameters.values().flat_map(|t| t.as_slice::<f32>().unwrap());
+                let all = parameters.chain(&found.per_sequence).chain(found.logprob.iter().flatten());
+                (all.chain([&found.loss]).map(|v| v.to_bits()).collect::<Vec<u32>>(), done)
+            };
+            let plain = GradientRun::default();
+            assert!(!plain.pack && !plain.recompute);
+            let (one, done) = made(1, plain);
+            assert_eq!(done, [1, 2, 3, 4, 5, 6, 7, 8]);
+            for (run, expected) in [
+                (GradientRun { micro_batch: 8, ..plain }, &[8][..]),
+                (GradientRun { micro_batch: 5, padding: Padding::Left(3), recompute: true, ..plain }, &[5, 8]),
+                (GradientRun { micro_batch: 3, padding: Padding::Right(2), ..plain }, &[3, 6, 8]),
+                (GradientRun { micro_batch: 7, padding: Padding::Right(4), pack: true, ..plain }, &[7, 8]),
+                (GradientRun { micro_batch: 4, padding: Padding::Left(1), pack: true, recompute: true, ..plain }, &[4, 8]),
+            ] {
+                let (found, done) = made(1, run);
+                assert!(found == one && done == expected, "{name} {run:?} {done:?}");
+            }
+            let (four, _) = made(4, plain);
+            assert!(made(4, GradientRun { ranks: 2, micro_batch: 2, ..plain }).0 == four, "{name}");
+        }
+    }
+
+    /// Of rows with labels, those of padding become NaN.
+    #[test]
+    fn padding_is_spoilt() {
+        let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
+        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
+        assert_eq!(values.map(f32::is_nan), [true, true, false, false, true, true]);
+        assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
+        assert!("right:65537".parse::<Padding>().is_err());
+    }
+}
