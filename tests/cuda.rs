@@ -153,7 +153,8 @@ fn shapes(name: &str, dtype: DType, out: DType) -> Vec<Case> {
 fn every_op_has_shapes() -> Result<(), Failed> {
     let cases = named_shapes().into_iter().flat_map(|name| shapes(name, DType::Bf16, DType::Bf16));
     let known: BTreeSet<String> = cases.map(|case| case.op).collect();
-    let missing = OPS.iter().map(|op| op.name).filter(|name| !known.contains(*name) && *name != "chain");
+    let of_device = OPS.iter().filter(|op| !op.needs_more()).map(|op| op.name);
+    let missing = of_device.filter(|name| !known.contains(*name));
     match missing.collect::<Vec<_>>().as_slice() {
         [] => Ok(()),
         missing => Err(format!("SHAPES has nothing of {missing:?}").into()),
@@ -271,6 +272,7 @@ const SHAPES: &[(&str, Make)] = &[
         cases.push(wide_logits(dtype, out));
         cases
     }),
+    ("linear_logprob_backward", logprob_gradients),
     ("route", routes),
     ("route_backward", route_gradients),
     ("combine", combines),
@@ -491,6 +493,31 @@ fn pointwise(op: &'static str, param: &str, numbers: [&str; 2], dtype: DType, ou
 fn wide_logits(dtype: DType, out: DType) -> Case {
     let make = Maker::new("linear_logprob", dtype, out).float("x", &[4, 16], 4.0).float("w", &[300, 16], 4.0);
     make.ints("target", &[4], &[0, 299, -1, 150]).param("temperature", "0.9").case()
+}
+
+/// Rows and vocabularies around blocks and segments, with a carry and padding or without, in the room that there is and in
+/// less.
+fn logprob_gradients(dtype: DType, out: DType) -> Vec<Case> {
+    let sizes = [(1, 1, 3), (5, 40, 33), (33, 300, 17), (40, 1100, 24), (3, 2049, 8), (70, 130, 65)];
+    let mut cases = Vec::new();
+    for (number, (m, v, k)) in sizes.into_iter().enumerate() {
+        let op = "linear_logprob_backward";
+        let make = Maker::new(op, dtype, out).float("x", &[m, k], 1.0).float("w", &[v, k], 1.0);
+        let target: Vec<i32> = (0..m as i32).map(|i| i * 7 % (v as i32 + 1) - 1).collect();
+        let make = make.ints("target", &[m], &target).fp32("lse", &spread(m, 3)).fp32("dlogprob", &spread(m, 4));
+        if number % 2 == 0 {
+            cases.push(make.case());
+            continue;
+        }
+        let make = make.fp32("dlse", &spread(m, 5)).ints("mask", &[m], &counted(m)).param("temperature", "0.7");
+        let case = make.special("x", k).fp32_of("carry", &[v, k], &spread(v * k, 6)).case();
+        for budget in [8 * k * 4 + 4000, 4 * (16 * (m + 16) + 64 * m * k)] {
+            let config = Config { budget: Some(budget), ..Config::default() };
+            cases.push(Case { config, ..case.clone() });
+        }
+        cases.push(case);
+    }
+    cases
 }
 
 /// Choices with groups and without, scores that tie, a bias, and rows of special values.
@@ -909,7 +936,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 40] = [
+const MUTANTS: [Mutant; 44] = [
     Mutant {
         name: "gradient_of_keys_without_barrier",
         change: Change {
@@ -1253,6 +1280,38 @@ const MUTANTS: [Mutant; 40] = [
             to: "sums.v[j] = kept ? sums.v[j] : 0.0f;",
         },
         shapes: "linear_logprob",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_a_target_of_another_tile",
+        change: Change { file: "linear_logprob_backward.cu", from: "from + column == index", to: "column == index" },
+        shapes: "linear_logprob_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradients_summed_before_their_rounding",
+        change: Change {
+            file: "linear_logprob_backward.cu",
+            from: "square[(y + i) * (SIDE + 1) + x] = widen(value);",
+            to: "square[(y + i) * (SIDE + 1) + x] = __fmul_rn(widen(value), 1.00390625f);",
+        },
+        shapes: "linear_logprob_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "square_that_is_read_before_it_is_written",
+        change: Change { file: "linear_logprob_backward.cu", from: "    __syncthreads();\n    long long row", to: "    long long row" },
+        shapes: "linear_logprob_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "segments_joined_by_a_difference",
+        change: Change {
+            file: "linear_logprob_backward.cu",
+            from: "sums[at] = __fadd_rn(earlier[at], sums[at]);",
+            to: "sums[at] = __fsub_rn(earlier[at], sums[at]);",
+        },
+        shapes: "linear_logprob_backward",
         says: "elements differ",
     },
 ];

@@ -34,7 +34,7 @@ fn every_file_is_whole() {
 fn the_cases_of_slice_default_are_blessed_and_no_others() {
     let contract = Contract::load(None).unwrap();
     let wanted = contract.cases(Slice::Exhaustive).filter(|case| case.blessed());
-    let wanted: BTreeSet<(String, bool)> = wanted.map(|c| (c.name.clone(), c.slice == Slice::Quick)).collect();
+    let wanted: BTreeSet<(String, bool)> = wanted.map(|c| (c.name.clone(), c.kept_whole())).collect();
     let store = store();
     let found: BTreeSet<(String, bool)> = store.entries().map(|e| (e.case.clone(), e.sha256.is_some())).collect();
     let missing: Vec<_> = wanted.difference(&found).collect();

@@ -324,10 +324,13 @@ enum Applies {
     Rows,
     Padding,
     Tokens,
+    MicroBatch,
     Attention,
+    Packing,
     Ranks,
     Steps,
     Chains,
+    Gradients,
     Both,
 }
 
@@ -369,7 +372,7 @@ pub fn all() -> &'static [Axis] {
             name: "micro_batch",
             why: "A sum over tokens is one sum, however few of them a call brings.",
             variants: micro_batch,
-            applies: Applies::Tokens,
+            applies: Applies::MicroBatch,
         },
         Axis {
             name: "accumulation",
@@ -387,7 +390,7 @@ pub fn all() -> &'static [Axis] {
             name: "packing",
             why: "Sequences one behind the other and sequences padded to one length are the same sequences.",
             variants: packing,
-            applies: Applies::Attention,
+            applies: Applies::Packing,
         },
         Axis {
             name: "prefix",
@@ -461,6 +464,18 @@ pub fn all() -> &'static [Axis] {
             variants: grouping,
             applies: Applies::Chains,
         },
+        Axis {
+            name: "recompute",
+            why: "Whether a layer's values are kept for its reverse or made again is a matter of memory.",
+            variants: recompute,
+            applies: Applies::Gradients,
+        },
+        Axis {
+            name: "groups",
+            why: "How many machines share the groups of a batch is not part of the batch.",
+            variants: groups,
+            applies: Applies::Gradients,
+        },
     ]
 }
 
@@ -472,16 +487,22 @@ pub fn find(name: &str) -> Option<&'static Axis> {
 impl Axis {
     /// Whether the axis means anything for an op.
     pub fn applies(&self, spec: &Spec) -> bool {
+        let attention = spec.class == Class::Attention && spec.gradient_of.is_none();
+        let chain = spec.class == Class::Chain;
+        let gradients = chain && spec.gradient_of.is_some();
         match self.applies {
             Applies::Both => true,
-            Applies::Attention => spec.class == Class::Attention && spec.gradient_of.is_none(),
+            Applies::Attention => attention,
+            Applies::Packing => attention || gradients,
             Applies::Ranks => Product::of(spec.name).is_some() || spec.class == Class::Attention,
-            Applies::Steps => matches!(spec.class, Class::Attention | Class::Chain) && spec.gradient_of.is_none(),
-            Applies::Ops => spec.class != Class::Chain,
-            Applies::Rows => spec.class != Class::Chain && spec.has_rows(),
-            Applies::Padding => spec.class != Class::Chain && (spec.has_rows() || spec.input("mask").is_some()),
+            Applies::Steps => attention || chain && !gradients,
+            Applies::Ops => !chain,
+            Applies::Rows => !chain && spec.has_rows(),
+            Applies::Padding => gradients || !chain && (spec.has_rows() || spec.input("mask").is_some()),
             Applies::Tokens => spec.carried().is_some(),
-            Applies::Chains => spec.class == Class::Chain,
+            Applies::MicroBatch => gradients || spec.carried().is_some(),
+            Applies::Chains => chain && !gradients,
+            Applies::Gradients => gradients,
         }
     }
 }
@@ -801,6 +822,9 @@ fn kinds(base: &Base) -> Vec<(Garbage, &'static str)> {
 
 fn padding<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
+    if base.spec.class == Class::Chain {
+        return ways(case, &["pad=left:3", "micro_batch=3,pad=right:2", "micro_batch=B,pad=left:1"]);
+    }
     let mut variants = Vec::new();
     for (axis, prefix) in base.axes() {
         for [left, right] in [[1, 0], [0, 1], [3, 5], [0, 16]] {
@@ -819,6 +843,9 @@ fn padding<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
 /// As few tokens in each call as there are sequences in a micro-batch, without padding and with.
 fn micro_batch<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
+    if base.spec.class == Class::Chain {
+        return ways(case, &["micro_batch=1", "micro_batch=2", "micro_batch=3", "micro_batch=B"]);
+    }
     let sizes = [1, 2, 3, 7, 64, 65].into_iter().filter(|&size| size < base.entries && base.entries <= 64 * size);
     let borders = |size: usize| (size..base.entries).step_by(size).collect::<Vec<usize>>();
     let mut variants: Vec<Variant> = sizes.clone().map(|size| base.cut(size.to_string(), &borders(size), 0)).collect();
@@ -923,9 +950,51 @@ fn pages<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     sizes.map(|size| Variant::plain(format!("size{size}"), base.same(), move || make(size))).collect()
 }
 
+/// The gradients of a model made in other ways, each the parameters that it changes; `B` is the number of sequences.
+fn ways<'a>(case: &'a Case, ways: &[&str]) -> Vec<Variant<'a>> {
+    let sequences = Base::new(case).entries;
+    let mut variants = Vec::new();
+    for way in ways {
+        let way = way.replace("=B", &format!("={sequences}"));
+        let changes: Vec<(String, String)> = way
+            .split(',')
+            .map(|change| change.split_once('=').expect("name=value"))
+            .map(|(name, value)| (name.to_string(), value.to_string()))
+            .collect();
+        let spec = spec::find(&case.op).expect("the case is checked");
+        let differs = |(name, value): &(String, String)| {
+            let default = spec.attribute(name).map(|attribute| attribute.default);
+            match (case.params.get(name), default) {
+                (Some(current), _) => current != value,
+                (None, Some(samebits_schema::DefaultValue::Is(default))) => default != value,
+                (None, _) => true,
+            }
+        };
+        if changes.iter().any(differs) {
+            variants.push(again(case, way, move |case| case.params.extend(changes)));
+        }
+    }
+    variants
+}
+
+fn recompute<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
+    ways(case, &["recompute=1", "micro_batch=B,pad=right:1,recompute=1"])
+}
+
+/// Whole groups on 1, 2, 4 and 8 ranks.
+fn groups<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
+    let groups: usize = case.params.get("groups").map_or(1, |groups| groups.parse().expect("checked"));
+    let ranks = [1, 2, 4, 8].into_iter().filter(|&ranks| groups > 1 && groups % ranks == 0);
+    let ranks: Vec<String> = ranks.map(|ranks| format!("micro_batch={},ranks={ranks}", 1 + ranks % 3)).collect();
+    ways(case, &ranks.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
 /// Attention over packed sequences: queries and keys one behind the other, without padding.
 fn packing<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
+    if base.spec.class == Class::Chain {
+        return ways(case, &["micro_batch=3,pack=1", "micro_batch=B,pack=1,pad=left:2", "pack=1,pad=right:5"]);
+    }
     let (batch, queries, keys) = (base.entries, base.inner, case.inputs["k"].shape()[1]);
     let kv_len = case.inputs["kv_len"].as_i32().expect("checked");
     // All sequences; and, so that their lengths differ, without the last query of the first.
@@ -1346,7 +1415,7 @@ mod tests {
     #[test]
     fn the_oracle_is_invariant() {
         let contract = Contract::load(None).unwrap();
-        for case_spec in contract.cases(Slice::Quick).filter(|case| case.op != "chain") {
+        for case_spec in contract.cases(Slice::Quick).filter(|case| case.spec().class != Class::Chain) {
             if case_spec.out != DType::Fp32 {
                 continue;
             }

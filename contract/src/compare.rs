@@ -1,5 +1,6 @@
 //! Comparison of outputs: raw bits, accuracy against a reference, and logits of whole models.
 
+use crate::gradients::GradientBound;
 use crate::record::Measure;
 use crate::round;
 use crate::spec::Reference;
@@ -32,6 +33,8 @@ pub enum Bound {
     },
     /// For logits of a whole model.
     Chain(ChainBound),
+    /// For its gradients.
+    Gradient(GradientBound),
 }
 
 /// Limits on the logits of a whole model; an absent limit is not asked for.
@@ -143,7 +146,7 @@ pub fn accuracy(
     if found.shape() != reference.shape {
         return refuse(format!("{output}: shape {:?} where {:?} was expected", found.shape(), reference.shape));
     }
-    if let Bound::Chain(_) = bound {
+    if let Bound::Chain(_) | Bound::Gradient(_) = bound {
         return refuse(format!("{output}: a bound on whole models cannot be held by one op; fix the contract's rows"));
     }
     let mut measure = Measure::default();
@@ -416,7 +419,7 @@ pub fn hold_chain(
 }
 
 /// Evidence about an output as a whole.
-fn whole(output: &str, message: String) -> Box<Evidence> {
+pub(crate) fn whole(output: &str, message: String) -> Box<Evidence> {
     Box::new(Evidence { message, output: output.to_string(), count: 1, total: 1, ..Evidence::default() })
 }
 

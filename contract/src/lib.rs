@@ -10,6 +10,7 @@ pub mod case;
 pub mod compare;
 pub mod coverage;
 pub mod fill;
+pub mod gradients;
 mod load;
 pub mod number_class;
 mod print;

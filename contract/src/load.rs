@@ -4,6 +4,7 @@ use crate::axis;
 use crate::compare::{Bound, ChainBound};
 use crate::coverage::Uncovered;
 use crate::fill::Fill;
+use crate::gradients::GradientBound;
 use crate::number_class::NumberClass;
 use crate::record::Judgment;
 use crate::soak::Soak;
@@ -278,6 +279,10 @@ struct RawThreshold {
     mean_dlogp: Option<f64>,
     approx_kl: Option<f64>,
     clip_fraction: Option<f64>,
+    error_of_length: Option<f64>,
+    error_of_recorded: Option<f64>,
+    sketch_of_recorded: Option<f64>,
+    max_dloss: Option<f64>,
     source: String,
     samples: u64,
     date: String,
@@ -528,7 +533,7 @@ fn thresholds(main: &Source, raw: &RawContract, sets: &[RowSet]) -> Result<BTree
                         let message = format!("`{}` compares no outputs and has no threshold", judgment.name());
                         return Err(main.fail(at, message));
                     }
-                    fitting(main, at, &bound, class, judgment)?;
+                    fitting(main, at, &bound, (class, *direction), judgment)?;
                     let threshold = Threshold { bound, provenance: provenance.clone(), line: main.line(at) };
                     let what = cell(class, *direction, dtype, judgment);
                     if let Some(other) = table.insert((row.rows.clone(), class, *direction, dtype, judgment), threshold)
@@ -569,16 +574,24 @@ fn cell(class: Class, direction: Direction, dtype: DType, judgment: Judgment) ->
 }
 
 /// Sameness has no tolerance, and whole models have bounds of their own.
-fn fitting(main: &Source, at: usize, bound: &Bound, class: Class, judgment: Judgment) -> Result<(), ContractError> {
-    let (bits, chain) = (matches!(bound, Bound::Bits), matches!(bound, Bound::Chain(_)));
-    let fits = match judgment {
-        Judgment::Accuracy => chain == (class == Class::Chain),
-        _ => bits,
+fn fitting(
+    main: &Source,
+    at: usize,
+    bound: &Bound,
+    (class, direction): (Class, Direction),
+    judgment: Judgment,
+) -> Result<(), ContractError> {
+    let fits = match (judgment, class, direction) {
+        (Judgment::Accuracy, Class::Chain, Direction::Forward) => matches!(bound, Bound::Chain(_)),
+        (Judgment::Accuracy, Class::Chain, Direction::Gradient) => matches!(bound, Bound::Gradient(_)),
+        (Judgment::Accuracy, ..) => matches!(bound, Bound::Ulp { .. } | Bound::AtolRtol { .. }),
+        _ => matches!(bound, Bound::Bits),
     };
     if fits {
         return Ok(());
     }
-    let rule = "invariance and golden are `bits = true`; accuracy is a numeric bound, for class chain one on logits";
+    let rule = "invariance and golden are `bits = true`; accuracy is a numeric bound, for class chain one on \
+                logits or gradients";
     Err(main.fail(at, format!("{} x {}: this kind of bound does not fit; {rule}", class.name(), judgment.name())))
 }
 
@@ -592,15 +605,23 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         approx_kl: row.approx_kl,
         clip_fraction: row.clip_fraction,
     };
+    let gradient = GradientBound {
+        error_of_length: row.error_of_length,
+        error_of_recorded: row.error_of_recorded,
+        sketch_of_recorded: row.sketch_of_recorded,
+        max_dloss: row.max_dloss,
+        max_dlogp: None,
+    };
     let kinds = [
         row.bits.is_some(),
         row.ulp.is_some() || row.condition_factor.is_some() || row.p99_ulp.is_some() || row.correctly_rounded.is_some(),
         row.atol.is_some() || row.rtol.is_some(),
         chain != ChainBound::default(),
+        gradient != GradientBound::default(),
     ];
     let bound = match (kinds, row) {
-        ([true, false, false, false], RawThreshold { bits: Some(true), .. }) => Bound::Bits,
-        ([false, true, false, false], RawThreshold { ulp: Some(ulp), condition_factor: Some(factor), .. }) => {
+        ([true, false, false, false, false], RawThreshold { bits: Some(true), .. }) => Bound::Bits,
+        ([false, true, false, false, false], RawThreshold { ulp: Some(ulp), condition_factor: Some(factor), .. }) => {
             Bound::Ulp {
                 ulp: *ulp,
                 condition_factor: *factor,
@@ -608,12 +629,19 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
                 correctly_rounded: row.correctly_rounded,
             }
         }
-        ([false, false, true, false], RawThreshold { atol: Some(atol), rtol: Some(rtol), .. }) => {
+        ([false, false, true, false, false], RawThreshold { atol: Some(atol), rtol: Some(rtol), .. }) => {
             Bound::AtolRtol { atol: *atol, rtol: *rtol }
         }
-        ([false, false, false, true], _) => Bound::Chain(chain),
+        ([false, false, false, true, false], _) => Bound::Chain(chain),
+        // Log-probabilities are limited in either.
+        ([false, false, false, _, true], _)
+            if chain == (ChainBound { max_dlogp: row.max_dlogp, ..ChainBound::default() }) =>
+        {
+            Bound::Gradient(GradientBound { max_dlogp: row.max_dlogp, ..gradient })
+        }
         _ => {
-            let kinds = "`bits = true`, `ulp` with `condition_factor`, `atol` with `rtol`, or limits on logits";
+            let kinds =
+                "`bits = true`, `ulp` with `condition_factor`, `atol` with `rtol`, limits on logits, or on gradients";
             return Err(main.fail(at, format!("a [[threshold]] has one kind of bound: {kinds}")));
         }
     };
@@ -631,6 +659,10 @@ fn threshold_bound(main: &Source, at: usize, row: &RawThreshold) -> Result<Bound
         row.mean_dlogp,
         row.approx_kl,
         row.clip_fraction,
+        row.error_of_length,
+        row.error_of_recorded,
+        row.sketch_of_recorded,
+        row.max_dloss,
     ];
     finite(main, at, &numbers)?;
     Ok(bound)

@@ -1,6 +1,7 @@
 //! The contract as text.
 
 use crate::compare::{Bound, ChainBound};
+use crate::gradients::GradientBound;
 use crate::record::Judgment;
 use crate::spec::{self, Class, Direction};
 use crate::table::{Contract, Provenance, Row, Slice};
@@ -23,6 +24,7 @@ impl fmt::Display for Bound {
             }
             Bound::AtolRtol { atol, rtol } => write!(f, "atol {atol:e} + rtol {rtol:e}"),
             Bound::Chain(bound) => bound.fmt(f),
+            Bound::Gradient(bound) => bound.fmt(f),
         }
     }
 }
@@ -38,12 +40,27 @@ impl fmt::Display for ChainBound {
             ("approx KL <= {}", self.approx_kl),
             ("clip fraction <= {}", self.clip_fraction),
         ];
-        let shown: Vec<_> = limits
-            .into_iter()
-            .filter_map(|(text, limit)| limit.map(|limit| text.replace("{}", &limit.to_string())))
-            .collect();
-        f.write_str(&shown.join(", "))
+        show_limits(f, &limits)
     }
+}
+
+impl fmt::Display for GradientBound {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let limits = [
+            ("error <= {} of the gradient", self.error_of_length),
+            ("<= {} of recorded", self.error_of_recorded),
+            ("<= {} of recorded by a sketch", self.sketch_of_recorded),
+            ("max |dlogp| <= {}", self.max_dlogp),
+            ("max loss error <= {}", self.max_dloss),
+        ];
+        show_limits(f, &limits)
+    }
+}
+
+fn show_limits(f: &mut fmt::Formatter<'_>, limits: &[(&str, Option<f64>)]) -> fmt::Result {
+    let shown: Vec<_> =
+        limits.iter().filter_map(|(text, limit)| limit.map(|limit| text.replace("{}", &limit.to_string()))).collect();
+    f.write_str(&shown.join(", "))
 }
 
 impl fmt::Display for Provenance {

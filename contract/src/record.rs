@@ -1,6 +1,7 @@
 //! One judged fact as one JSON line, and the facts of the run as a whole.
 
 use crate::compare::ChainMeasure;
+use crate::gradients::GradientMeasure;
 use crate::tensor::DType;
 use crate::verdict::Verdict;
 use serde::{Deserialize, Serialize};
@@ -122,7 +123,7 @@ pub struct Record {
     pub rows: String,
     /// The implementation, for example `ours/cpu`.
     pub implementation: String,
-    /// The op's stem, or `chain` for a model.
+    /// The op's stem, or `chain` and `chain_backward` for a model.
     pub op: String,
     /// Threshold class: elementwise, reduction, logprob, attention, chain.
     pub class: String,
@@ -156,6 +157,9 @@ pub struct Record {
     /// Error of a whole model's logits, for accuracy of a chain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chain: Option<ChainMeasure>,
+    /// Error of a whole model's gradients, for accuracy of those.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gradient: Option<GradientMeasure>,
     /// Wall time of the judgment in seconds; the only field that differs between two equal runs.
     pub seconds: f64,
 }

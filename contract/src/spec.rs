@@ -25,6 +25,7 @@ mod attention;
 mod attention_backward;
 mod batch_loss;
 mod chain;
+mod chain_backward;
 mod clip_factor;
 mod combine;
 mod combine_backward;
@@ -42,6 +43,7 @@ mod layer_norm;
 mod layer_norm_backward;
 mod layer_norm_dw;
 mod linear_logprob;
+mod linear_logprob_backward;
 mod logprob;
 mod logprob_backward;
 mod nll;
@@ -257,6 +259,7 @@ pub fn all() -> &'static [Spec] {
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,
+        linear_logprob_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
         silu_mul::SPEC,
@@ -289,6 +292,7 @@ pub fn all() -> &'static [Spec] {
         clip_factor::SPEC,
         adamw::SPEC,
         chain::SPEC,
+        chain_backward::SPEC,
     ];
     ALL
 }
@@ -331,6 +335,10 @@ impl Spec {
 
     /// The dtypes its float inputs may have together; those of a chain are of its weights.
     pub fn dtypes(&self) -> &'static [DType] {
+        if self.class == Class::Chain {
+            // Those of the attribute `dtype`.
+            return if self.gradient_of.is_some() { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS };
+        }
         let mut floats = self.inputs.iter().filter(|input| input.is_float());
         match floats.next() {
             Some(first) if first.group.is_none() && floats.all(|input| input.group.is_none()) => first.dtypes,

@@ -316,6 +316,13 @@ impl CaseSpec {
         self.slice <= Slice::Default && self.vector.is_none()
     }
 
+    /// Whether its golden is its outputs, and not hashes of them: for what every test runs, but for gradients, which are as
+    /// large as their model.
+    pub fn kept_whole(&self) -> bool {
+        let spec = self.spec();
+        self.slice == Slice::Quick && !(spec.class == Class::Chain && spec.direction() == Direction::Gradient)
+    }
+
     /// The op's specification.
     pub fn spec(&self) -> &'static Spec {
         spec::find(&self.op).expect("the loader knows the op")

@@ -5,7 +5,9 @@
 use crate::case::{Answer, Case, Config, Status};
 use crate::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::Dtype;
+use serde_json::json;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 
@@ -63,15 +65,13 @@ pub struct File {
 impl File {
     /// The file's bytes; equal files give equal bytes.
     pub fn encode(&self) -> Vec<u8> {
-        let stored: Vec<(&String, Dtype, Vec<u8>)> =
-            self.tensors.iter().map(|(name, t)| (name, stored_dtype(t.dtype()), t.to_bytes())).collect();
-        let views = stored.iter().map(|(name, dtype, bytes)| {
-            let view =
-                TensorView::new(*dtype, self.tensors[*name].shape().to_vec(), bytes).expect("length matches shape");
-            (name.as_str(), view)
-        });
-        let bytes = safetensors::serialize(views, None).expect("sizes fit in memory");
-        with_metadata(&bytes, &self.metadata)
+        let (mut bytes, forms) = (Vec::new(), self.tensors.iter().map(|(name, t)| (&name[..], t.dtype(), t.shape())));
+        write_tensors(&mut bytes, forms.collect(), &self.metadata, |name, bytes| {
+            bytes.extend(self.tensors[name].to_bytes());
+            Ok(())
+        })
+        .expect("memory takes it");
+        bytes
     }
 
     /// Reads a file; every tensor must have a dtype of the contract.
@@ -144,24 +144,32 @@ pub fn read_header(bytes: &[u8]) -> Result<Header, WireError> {
     Ok(Header { metadata, tensors: tensors.into_iter().map(|(_, stored)| stored).collect() })
 }
 
-/// Rewrites the header of `bytes` with `metadata` in sorted order (the writer's own map has no fixed order).
-fn with_metadata(bytes: &[u8], metadata: &BTreeMap<String, String>) -> Vec<u8> {
-    let length = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
-    let (header, data) = bytes[8..].split_at(length);
-    let tensors: serde_json::Map<String, serde_json::Value> =
-        serde_json::from_slice(header).expect("the header just written is JSON");
-    let mut merged = serde_json::Map::new();
+/// Writes a file of tensors of these names, dtypes and shapes; `data` writes the elements of one, little endian, row by row.
+///
+/// # Errors
+/// Those of writing.
+pub fn write_tensors<W: Write>(
+    out: &mut W,
+    mut forms: Vec<(&str, DType, &[usize])>,
+    metadata: &BTreeMap<String, String>,
+    mut data: impl FnMut(&str, &mut W) -> io::Result<()>,
+) -> io::Result<()> {
+    // As the library orders them: wider elements first, then by name.
+    forms.sort_by_key(|&(name, dtype, _)| (Reverse(stored_dtype(dtype)), name));
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
     if !metadata.is_empty() {
-        merged.insert("__metadata__".into(), serde_json::json!(metadata));
+        header.insert("__metadata__".into(), json!(metadata));
     }
-    merged.extend(tensors);
-    let mut text = serde_json::to_vec(&merged).expect("strings serialise");
+    for &(name, dtype, shape) in &forms {
+        let start = end;
+        end += shape.iter().product::<usize>() * dtype.size();
+        header.insert(name.into(), json!({"dtype": stored_dtype(dtype), "shape": shape, "data_offsets": [start, end]}));
+    }
+    let mut text = serde_json::to_vec(&header).expect("strings serialise");
     text.resize(text.len().next_multiple_of(8), b' ');
-    let mut file = Vec::with_capacity(8 + text.len() + data.len());
-    file.extend((text.len() as u64).to_le_bytes());
-    file.extend(text);
-    file.extend(data);
-    file
+    out.write_all(&(text.len() as u64).to_le_bytes())?;
+    out.write_all(&text)?;
+    forms.iter().try_for_each(|(name, ..)| data(name, out))
 }
 
 fn stored_dtype(dtype: DType) -> Dtype {

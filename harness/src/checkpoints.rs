@@ -15,8 +15,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Why there are no logits.
-enum Failure {
+/// The op that answers with gradients of a whole model.
+pub(crate) const GRADIENTS: &str = "chain_backward";
+
+/// Why there are no logits or gradients.
+pub(crate) enum Failure {
     Model(ModelError),
     Text(String),
 }
@@ -67,7 +70,7 @@ impl Checkpoints {
     }
 
     /// The folder of the model called `name`.
-    fn folder(&self, name: &str) -> Result<PathBuf, String> {
+    pub(crate) fn folder(&self, name: &str) -> Result<PathBuf, String> {
         let dir = self.dir.as_ref().ok_or("no checkpoints at hand; run inside the repository or give --root")?;
         if Path::new(name).components().count() != 1 || name.starts_with('.') {
             return Err(format!("model `{name}`: name one folder of {}", dir.display()));
@@ -131,6 +134,8 @@ impl Checkpoints {
             if dtype != Some(spec.dtype) {
                 return Err(format!("vectors/{name}.safetensors: not of {}, as the case says", spec.dtype));
             }
+        } else if spec.fill == Fill::Recorded && spec.op == GRADIENTS {
+            case.inputs = self.batches(spec)?.swap_remove(0);
         } else if spec.fill == Fill::Recorded {
             let mut reference = self.reference(&spec.params["model"])?;
             let tokens =
@@ -154,26 +159,38 @@ impl Checkpoints {
         Ok(Recorded { fp32, same_dtype })
     }
 
-    /// Answers a chain case: `tokens[B,T] -> logits[B,T,V]`.
+    /// Whether cases of this op are answered here.
+    pub fn answers(op: &str) -> bool {
+        ["chain", GRADIENTS].contains(&op)
+    }
+
+    /// Answers a case of a whole model: logits, or gradients.
     pub fn answer(&self, cpu: &Cpu, case: &Case) -> Answer {
         self.answer_on(cpu, None, case)
     }
 
     /// The same on a device where there is one. Models are copied to the first device that asks.
     pub fn answer_on(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Answer {
-        let spec = find("chain").expect("the contract knows chains");
-        match spec.validate(case) {
+        let spec = find(&case.op).expect("it was asked whether the op is answered here");
+        let call = match spec.validate(case) {
             Err(Error::Unsupported(reason)) => return Answer::unsupported(reason),
             Err(e) => return Answer::error(e.reason()),
-            Ok(_) => {}
-        }
-        match self.logits(cpu, device, case) {
-            Ok(logits) => {
+            Ok(checked) => checked.call,
+        };
+        let outputs = match device {
+            Some(_) if case.op == GRADIENTS => {
+                return Answer::unsupported(format!("{}: gradients of models are made on the processor", case.op));
+            }
+            _ if case.op == GRADIENTS => self.gradients(cpu, case, &call),
+            _ => self.logits(cpu, device, case).map(|logits| BTreeMap::from([("logits".to_string(), logits)])),
+        };
+        match outputs {
+            Ok(outputs) => {
                 let kernel = match device {
-                    None => format!("chain/{}", cpu.isa()),
-                    Some(device) => format!("chain/cuda:{}", device.ledger().kernels().join("+")),
+                    None => format!("{}/{}", case.op, cpu.isa()),
+                    Some(device) => format!("{}/cuda:{}", case.op, device.ledger().kernels().join("+")),
                 };
-                Answer::ok(kernel, BTreeMap::from([("logits".to_string(), logits)]))
+                Answer::ok(kernel, outputs)
             }
             Err(Failure::Text(reason)) => Answer::error(reason),
             Err(Failure::Model(e)) => {
@@ -217,7 +234,7 @@ impl Checkpoints {
         Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
     }
 
-    fn model(
+    pub(crate) fn model(
         &self,
         name: &str,
         precision: Precision,

@@ -204,12 +204,13 @@ impl Place {
         Ok(Contract::load(self.contract.as_deref())?)
     }
 
-    /// The repository: `--root`, or the nearest folder upwards that looks like it.
+    /// The repository: `--root`, or the nearest folder upwards that looks like it, or what the program carries of it.
     pub fn root(&self) -> Option<PathBuf> {
         let here = || std::env::current_dir().ok();
         self.root
             .clone()
             .or_else(|| here()?.ancestors().find(|dir| dir.join("contract/ws1.toml").is_file()).map(Path::to_path_buf))
+            .or_else(|| crate::command::repository().map(Path::to_path_buf))
     }
 
     /// The folder of checkpoints that chain cases name.

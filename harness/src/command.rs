@@ -2,8 +2,11 @@
 
 use crate::cmd;
 use clap::{Parser, Subcommand};
+use std::ffi::OsString;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 /// Holds implementations of neural network ops to one contract: the same bits, whatever the batch, the tile, the
 /// thread count or the instruction set.
@@ -74,9 +77,52 @@ enum Verb {
     Times(cmd::times::Args),
 }
 
+/// How the command was called, where it is not a program of its own but a part of one.
+pub struct Called {
+    /// What starts the command again, with arguments behind it.
+    pub program: PathBuf,
+    /// What stands behind the program's name.
+    pub arguments: Vec<OsString>,
+    /// The folder that is read for a repository where none is at hand: contract/, goldens/, tests/checkpoints/ and
+    /// tests/vectors/.
+    pub repository: Option<PathBuf>,
+}
+
+static CALLED: OnceLock<Called> = OnceLock::new();
+
+/// What starts this command again.
+pub(crate) fn program() -> std::io::Result<PathBuf> {
+    CALLED.get().map_or_else(std::env::current_exe, |called| Ok(called.program.clone()))
+}
+
+/// The arguments of this command.
+pub(crate) fn arguments() -> Vec<String> {
+    match CALLED.get() {
+        None => std::env::args().skip(1).collect(),
+        Some(called) => called.arguments.iter().map(|argument| argument.to_string_lossy().into()).collect(),
+    }
+}
+
+/// What is read for a repository where none is at hand.
+pub(crate) fn repository() -> Option<&'static Path> {
+    CALLED.get()?.repository.as_deref()
+}
+
+/// [`main`] as a part of another program, once in its life: 0, 1 or 2.
+pub fn called(called: Called) -> u8 {
+    let words = std::iter::once("samebits".into()).chain(called.arguments.clone()).collect();
+    assert!(CALLED.set(called).is_ok(), "the command is called once");
+    let code = run(words);
+    (0..=2).find(|&number| code == ExitCode::from(number)).unwrap_or(2)
+}
+
 /// Runs the verb that the command line names: 0, 1 or 2, as `--help` says.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    run(std::env::args_os().collect())
+}
+
+fn run(words: Vec<OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(words) {
         Ok(cli) => cli,
         // --help and --version.
         Err(e) if !e.use_stderr() => return end(e.print().map(|()| ExitCode::SUCCESS).map_err(Into::into)),

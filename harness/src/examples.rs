@@ -60,6 +60,11 @@ impl Sequences {
         Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options: self.options }
     }
 
+    /// Tokens of all of them.
+    pub fn tokens(&self) -> usize {
+        self.tokens.iter().map(Vec::len).sum()
+    }
+
     /// All of them as a batch of `groups` groups.
     pub fn batch(&self, groups: usize) -> Batch<'_> {
         let LossOptions { clip_low: low, clip_high: high, .. } = self.options;

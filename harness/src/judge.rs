@@ -3,13 +3,14 @@
 //! Nothing here knows how an implementation works; it is asked cases and its answers are compared. A group of cases
 //! shares inputs, so the oracle and the base answers are computed once for all judgments of the group.
 
-use crate::checkpoints::Checkpoints;
+use crate::checkpoints::{Checkpoints, GRADIENTS};
 use crate::implementation::Implementation;
 use crate::probe::{self, Finding, Probe};
 use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::compare::{self, Bound};
 use samebits_contract::fill::Fill;
+use samebits_contract::gradients::GradientMeasure;
 use samebits_contract::record::{Judgment, Measure, Record, SCHEMA, Spread};
 use samebits_contract::spec::{Class, References};
 use samebits_contract::table::{CaseSpec, Contract, Exception, Row, Slice};
@@ -167,11 +168,12 @@ struct Outcome {
     setting: Option<String>,
     measure: Option<Measure>,
     chain: Option<compare::ChainMeasure>,
+    gradient: Option<GradientMeasure>,
 }
 
 impl Outcome {
     fn of(verdict: Verdict) -> Outcome {
-        Outcome { verdict, setting: None, measure: None, chain: None }
+        Outcome { verdict, setting: None, measure: None, chain: None, gradient: None }
     }
 
     fn error(reason: impl Into<String>) -> Outcome {
@@ -252,6 +254,7 @@ impl Judge<'_> {
             Status::Ok => {}
         }
         match trial.judgment {
+            Judgment::Accuracy if trial.case.op == GRADIENTS => self.gradients(trial, base),
             Judgment::Accuracy if trial.case.spec().class == Class::Chain => self.chain(trial, base),
             Judgment::Accuracy => {
                 let oracle =
@@ -369,6 +372,37 @@ impl Judge<'_> {
             (Err(evidence), _) => Outcome::of(Verdict::Fail(evidence)),
             (_, Err(evidence)) => Outcome::error(format!("the recorded run: {}", evidence.message)),
         }
+    }
+
+    /// Gradients of every recorded batch, of which the case is the first, against those of torch.
+    fn gradients(&self, trial: &Trial, base: &Base) -> Outcome {
+        let bound = self.contract.bound(self.rows, trial.row, trial.case, trial.case.dtype, Judgment::Accuracy);
+        let Some(Bound::Gradient(bound)) = bound else {
+            return Outcome::error(format!("row set `{}` has no gradient bound for {}", self.rows, trial.case.dtype));
+        };
+        let recorded = self.checkpoints.recorded_gradients(trial.case);
+        let (recorded, batches) =
+            match recorded.and_then(|recorded| Ok((recorded, self.checkpoints.batches(trial.case)?))) {
+                Ok(both) => both,
+                Err(reason) => return Outcome::untested(reason),
+            };
+        let mut others = Vec::new();
+        for (number, inputs) in batches.into_iter().enumerate().skip(1) {
+            let answer = self.implementation.run(&Case { inputs, ..base.case.clone() });
+            if answer.status != Status::Ok {
+                return Outcome::error(format!("batch {number}: {}", answer.reason));
+            }
+            if let Err(reason) = complete(trial.case, &answer) {
+                return Outcome::error(format!("batch {number}: {reason}"));
+            }
+            others.push(answer.outputs);
+        }
+        let answers: Vec<_> = std::iter::once(&base.answer.outputs).chain(&others).collect();
+        let (verdict, measure) = match recorded.measure(&answers, &bound) {
+            Ok(measure) => (Verdict::Pass, measure),
+            Err((evidence, measure)) => (Verdict::Fail(evidence), measure),
+        };
+        Outcome { gradient: Some(measure), ..Outcome::of(verdict) }
     }
 
     /// Every setting of one axis against the base answer, bit for bit.
@@ -637,6 +671,7 @@ fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Tria
         verdict,
         measure: outcome.measure,
         chain: outcome.chain,
+        gradient: outcome.gradient,
         seconds: 0.0,
     }
 }

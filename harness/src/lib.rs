@@ -9,6 +9,7 @@ mod cmd;
 pub mod command;
 pub mod dump;
 mod examples;
+mod gradients;
 pub mod implementation;
 pub mod judge;
 pub mod machine;

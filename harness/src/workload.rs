@@ -356,7 +356,7 @@ impl Plan {
             let tensor = if dtype.is_float() {
                 // Far apart, so that two inputs do not begin alike.
                 let seed = (index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-                drawn(*dtype, shape, seed, self.limit(input))
+                drawn(*dtype, shape, seed, self.limit(input), self.level(input))
             } else {
                 Tensor::i32(shape, self.integers(input, count))
             };
@@ -374,6 +374,16 @@ impl Plan {
         match input.role {
             Role::Weight if targets => 8.0 / (self.call.dim("K") as f32).sqrt(),
             _ => 1.0,
+        }
+    }
+
+    /// What stands in the middle of an input. The lse of logits that are a product is about theirs, so that probabilities
+    /// have the size of a model's: their logarithms are about normal.
+    fn level(&self, input: &Input) -> f32 {
+        let weighed = self.call.op.inputs.iter().any(|input| input.role == Role::Weight);
+        match self.call.dims.get("V") {
+            Some(vocab) if input.name == "lse" && weighed => (vocab as f32).ln() + 32.0 / 9.0,
+            _ => 0.0,
         }
     }
 
@@ -445,11 +455,11 @@ fn moved(call: &Call, inputs: &[(&'static Input, DType, Vec<usize>)]) -> f64 {
 }
 
 /// Numbers from [-limit, limit) that do not repeat soon.
-fn drawn(dtype: DType, shape: &[usize], seed: u64, limit: f32) -> Tensor {
+fn drawn(dtype: DType, shape: &[usize], seed: u64, limit: f32, level: f32) -> Tensor {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / 8_388_608.0 - 1.0) * limit
+        ((state >> 40) as f32 / 8_388_608.0 - 1.0) * limit + level
     };
     let count = shape.iter().product::<usize>();
     let mut bytes = Vec::with_capacity(count * dtype.size());

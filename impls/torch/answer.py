@@ -27,6 +27,7 @@ if "--deterministic" in sys.argv[1:]:
 VERSION = f"torch {torch.__version__}"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32}
+PER_ROW = ("lse", "dlogprob")
 NAMES = {dtype: name for name, dtype in STORED.items()}
 
 
@@ -374,6 +375,28 @@ def linear_logprob(r):
     return ["logprob", "lse"], call, "", finish
 
 
+def linear_logprob_backward(r):
+    x = r.input("x", 2)
+    rows = [x.shape[0]]
+    w = r.input("w", 2, [None, x.shape[1]])
+    target = targets(r, x.shape[0], w.shape[0])
+    lse, dlogprob = (r.input(name, 1, rows, torch.float32)[:, None] for name in ("lse", "dlogprob"))
+    if r.number("temperature", 1) != 1:
+        raise Unsupported("param `temperature`: only 1 is offered")
+    for name in ("dlse", "mask", "carry"):
+        if name in r.tensors:
+            raise Unsupported(f"input `{name}`: only gradients without it are offered")
+    dlogprob = dlogprob.masked_fill(target[:, None] < 0, 0)
+
+    def call():
+        # What autograd runs, in less memory: each step in the place of the one before.
+        dz = F.linear(x, w).float().sub_(lse).exp_().mul_(-dlogprob)
+        dz = dz.scatter_add_(1, target.clamp(min=0)[:, None], dlogprob).to(x.dtype)
+        return [dz @ w, dz.T @ x]
+
+    return ["dx", "dw"], call, "", lambda outputs: [outputs[0], outputs[1].float()]
+
+
 def softmax(r):
     x = r.input("x", 2)
     return ["y"], lambda: [torch.softmax(x, -1)], ""
@@ -431,8 +454,8 @@ def argmax(r):
 OPS = {
     f.__name__: f
     for f in (
-        gemm, gemm_dx, gemm_dw, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob, softmax,
-        silu_mul, rope, add, embedding, argmax,
+        gemm, gemm_dx, gemm_dw, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob,
+        linear_logprob_backward, softmax, silu_mul, rope, add, embedding, argmax,
     )
 }
 
@@ -470,8 +493,8 @@ def run(tensors, metadata):
         raise Unsupported("param `profile`: only ieee is offered")
     if params.pop("tf32", "disabled") != "disabled":
         raise Unsupported("param `tf32`: only disabled is offered")
-    # The log-sum-exp is f32 whatever the others are.
-    floats = {t.dtype for name, t in tensors.items() if t.dtype.is_floating_point and name != "lse"}
+    # What has a number for each row is f32 whatever the others are.
+    floats = {t.dtype for name, t in tensors.items() if t.dtype.is_floating_point and name not in PER_ROW}
     if len(floats) > 1:
         raise Unsupported("inputs of different dtypes are not offered")
     given = floats.pop() if floats else torch.float32

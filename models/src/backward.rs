@@ -17,15 +17,15 @@
 //! Every sum over tokens is given the mask of the rows, so rows that are padding leave nothing, whatever they hold.
 //! Rows do not see each other anywhere else but in attention, which is called for the rows of sequences alone.
 
-use crate::ModelError;
 use crate::decoder::{Decoder, LayerMlp, TABLE};
 use crate::linear::{Source, Vector};
 use crate::machine::typed;
 use crate::pass::Pass;
 use crate::qkv::Qkv;
 use crate::sums::{Of, Sums, zeros};
+use crate::{Config, ModelError};
 use samebits_ops::device::Part;
-use samebits_ops::{Attributes, Cpu, DType, RopeTable, Tensor, TensorRef};
+use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, embedding_dw, gemm_dw};
 use std::ops::Range;
 
 /// A reverse pass over the rows of a micro-batch.
@@ -115,11 +115,11 @@ impl Backward<'_, '_> {
 
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
-        let Backward { pass, sums, cpu, .. } = self;
-        let (shape, mask) = ([dy.shape()[1], x.shape()[1]], TensorRef::new(mask, &[mask.len()])?);
-        sums.matrix(cpu, Of::source(source, "weight"), Some(source), shape, |carry, next| {
-            let inputs = [("x", x), ("dy", dy), ("mask", mask), ("carry", carry)];
-            pass.op("gemm_dw", &pass.attributes.none, &inputs, [("dw", next.view_mut())])
+        let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
+        let dw = self.sums.matrix(Of::source(source, "weight"), Some(source), [n, k])?;
+        typed!(x.dtype() => A, {
+            let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
+            Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
         })
     }
 
@@ -295,33 +295,37 @@ impl Decoder {
         lse: &Tensor,
         dlogprob: &Tensor,
     ) -> Result<Tensor, ModelError> {
-        let (n, head) = (targets.len(), &self.lm_head);
+        let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
+        let Some(cap) = &at.softcap else {
+            let Backward { pass, sums, cpu, mask, .. } = back;
+            let (source, shape) = (head.source(0), [self.config.vocab, self.config.hidden]);
+            let (target, mask) = (TensorRef::new(targets, &[n])?, TensorRef::new(mask, &[n])?);
+            sums.matrix(cpu, Of::source(source, "weight"), Some(source), shape, |carry, next| {
+                let rows = [("target", target), ("lse", lse.view()), ("dlogprob", dlogprob.view()), ("mask", mask)];
+                let inputs = [&[("x", a.view()), ("w", head.matrix(0)), ("carry", carry)], &rows[..]].concat();
+                let outputs = [("dx", da.view_mut()), ("dw", next.view_mut())];
+                pass.op("linear_logprob_backward", &at.none, &inputs, outputs)
+            })?;
+            return Ok(da);
+        };
         for rows in tiles(n) {
             // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
-            let (at, few) = (&self.attributes, rows.len());
+            let few = rows.len();
             let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-            let mut dlogits =
-                back.pass.empty(if at.softcap.is_some() { DType::Fp32 } else { self.dtype }, logits.shape())?;
-            let mut capped = None;
-            if let Some(cap) = &at.softcap {
-                let mut y = back.pass.empty(DType::Fp32, logits.shape())?;
-                back.pass.op("softcap", cap, &[("x", logits.view())], [("y", y.view_mut())])?;
-                capped = Some(y);
-            }
+            let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+            let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
+            back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
             let inputs = [
-                ("logits", capped.as_ref().unwrap_or(&logits).view()),
+                ("logits", capped.view()),
                 ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
                 ("lse", lse.rows(rows.clone())),
                 ("dlogprob", dlogprob.rows(rows.clone())),
             ];
-            back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dlogits.view_mut())])?;
-            if let Some(cap) = &at.softcap {
-                let mut dx = back.pass.empty(self.dtype, logits.shape())?;
-                let inputs = [("x", logits.view()), ("dy", dlogits.view())];
-                back.pass.op("softcap_backward", cap, &inputs, [("dx", dx.view_mut())])?;
-                dlogits = dx;
-            }
+            back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
+            let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
+            let inputs = [("x", logits.view()), ("dy", dcapped.view())];
+            back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
             let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
             back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
             let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
@@ -374,20 +378,16 @@ impl Decoder {
     }
 
     /// From that of the residual stream before the first layer.
-    pub fn embed_backward(&self, back: &mut Backward, tokens: TensorRef, mut dx: Tensor) -> Result<(), ModelError> {
+    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
         if let Some(factor) = &self.attributes.embed_scale {
             let mut scaled = back.pass.empty(DType::Fp32, dx.shape())?;
             back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
             dx = scaled;
         }
-        let name = format!("{TABLE}.weight");
-        let shape = [self.config.vocab, self.config.hidden];
-        let Backward { pass, sums, cpu, mask, .. } = back;
-        let mask = TensorRef::new(mask, &[mask.len()])?;
-        sums.matrix(cpu, Of::table(&name), None, shape, |carry, next| {
-            let inputs = [("dy", dx.view()), ("tokens", tokens), ("mask", mask), ("carry", carry)];
-            pass.op("embedding_dw", &pass.attributes.none, &inputs, [("dw", next.view_mut())])
-        })
+        let Config { vocab, hidden, .. } = self.config;
+        let dw = back.sums.matrix(Of::table(&format!("{TABLE}.weight")), None, [vocab, hidden])?;
+        let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
+        Ok(embedding_dw(back.cpu, hidden, dx, tokens, Some(back.mask), dw)?)
     }
 }
 

@@ -381,7 +381,8 @@ fn micro_batch(
         }
         dx = decoder.layer_backward(i, &mut back, dx)?;
     }
-    decoder.embed_backward(&mut back, inputs.tokens.view(&[mask.len()])?, dx)?;
+    let tokens: Vec<i32> = given.iter().flat_map(|input| input.tokens).copied().collect();
+    decoder.embed_backward(&mut back, &tokens, dx)?;
     assert!(back.pass.kept.is_some_and(|kept| kept.is_empty()), "the reverse pass takes all that was kept");
     Ok((per_sequence, logprob))
 }

@@ -57,20 +57,10 @@ struct Sum {
 }
 
 impl Sums {
-    /// Goes on with a matrix of `shape`: `add` makes the next state of it from its state.
-    pub fn matrix(
-        &mut self,
-        cpu: &Cpu,
-        of: Of,
-        rows: Option<&Source>,
-        shape: [usize; 2],
-        add: impl FnOnce(TensorRef, &mut Tensor) -> Result<(), ModelError>,
-    ) -> Result<(), ModelError> {
+    /// A matrix of `shape`, to be gone on with in place: most of them are too large to be copied for some tokens.
+    pub fn matrix(&mut self, of: Of, rows: Option<&Source>, shape: [usize; 2]) -> Result<&mut [f32], ModelError> {
         let sum = self.entry(of, rows, shape, None)?;
-        let mut next = empty(cpu, DType::Fp32, &shape)?;
-        add(sum.state.view(), &mut next)?;
-        sum.state = next;
-        Ok(())
+        Ok(sum.state.as_slice_mut().expect("it is f32, and on the host"))
     }
 
     /// Goes on with a vector of n elements by the rows that are tokens; `add` is also told how many came before.

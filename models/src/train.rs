@@ -7,10 +7,11 @@
 use crate::decoder::Decoder;
 use crate::gradients::gradients;
 use crate::kv_cache::buffer;
+use crate::machine::typed;
 use crate::sums::zeros;
 use crate::weights::Weights;
 use crate::{Batch, Config, GradientRun, ModelError, Precision};
-use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorMut, TensorRef};
+use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -111,8 +112,10 @@ impl Trainer {
         let mut digest = Sha256::new();
         for [w, ..] in self.state.values() {
             let elements = w.as_slice::<f32>().expect("weights are f32, and on the host");
-            let bytes: Vec<u8> = elements.iter().flat_map(|element| element.to_le_bytes()).collect();
-            digest.update(&bytes);
+            for elements in elements.chunks(BLOCK) {
+                let bytes: Vec<u8> = elements.iter().flat_map(|element| element.to_le_bytes()).collect();
+                digest.update(&bytes);
+            }
         }
         digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -159,52 +162,35 @@ impl Trainer {
         progress: impl FnMut(usize),
     ) -> Result<StepReport, ModelError> {
         let step = self.step + 1;
+        let Optimizer { lr, beta1, beta2, eps, weight_decay, max_norm } = *optimizer;
+        let shape = AdamW { lr, beta1, beta2, eps, weight_decay, step };
+        // What it refuses is refused before anything is written.
+        adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
         let decoder = Decoder::load(&self.config, Weights::of(&self.tensors), self.dtype, cpu)?;
-        let found = gradients(&decoder, cpu, batch, run, progress)?;
+        let mut found = gradients(&decoder, cpu, batch, run, progress)?;
         drop(decoder);
-        let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
+        let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
             let why =
                 format!("step {step} has loss {} and gradient norm {norm}; lower --lr or look at the data", found.loss);
             return Err(ModelError::input("not finite", why));
         }
-        let attributes = Attributes::new()
-            .with("lr", optimizer.lr)
-            .with("beta1", optimizer.beta1)
-            .with("beta2", optimizer.beta2)
-            .with("eps", optimizer.eps)
-            .with("weight_decay", optimizer.weight_decay)
-            .with("step", step);
-        let (mut state, mut rounded) = (BTreeMap::new(), Vec::new());
-        for (name, [w, m, v]) in &self.state {
-            let shape = w.shape();
-            let [mut new_w, mut new_m, mut new_v] = [zeros(shape)?, zeros(shape)?, zeros(shape)?];
-            let mut narrow = cpu.empty(self.dtype, shape)?;
-            let inputs = [
-                ("w", w.view()),
-                ("m", m.view()),
-                ("v", v.view()),
-                ("g", found.parameters[name].view()),
-                ("factor", TensorRef::new(&factor, &[1])?),
-            ];
-            let outputs = vec![
-                ("new_w", new_w.view_mut()),
-                ("new_m", new_m.view_mut()),
-                ("new_v", new_v.view_mut()),
-                ("rounded", narrow.view_mut()),
-            ];
-            cpu.call("adamw", attributes.clone(), &inputs, outputs)?;
-            state.insert(name.clone(), [new_w, new_m, new_v]);
-            rounded.push((name.clone(), narrow));
+        for (name, state) in &mut self.state {
+            let g = found.parameters.remove(name).expect("every parameter has one");
+            let g = g.as_slice::<f32>().expect("gradients are f32");
+            let state = state.each_mut().map(|values| values.as_slice_mut::<f32>().expect("they are f32, on the host"));
+            let rounded = self.tensors.get_mut(name).expect("every parameter is read");
+            typed!(self.dtype => A, {
+                adamw(cpu, &shape, g, Some(factor), state, rounded.as_slice_mut::<A>().expect("it has this dtype"))?;
+            });
         }
-        self.tensors.extend(rounded);
-        (self.state, self.step) = (state, step);
+        self.step = step;
         Ok(StepReport { step, loss: found.loss, norm, sha256: self.sha256() })
     }
 }
 
 /// The norm of a gradient, and what it is multiplied with.
-fn clip(cpu: &Cpu, gradient: &BTreeMap<String, Tensor>, max_norm: f64) -> Result<(f32, [f32; 1]), ModelError> {
+fn clip(cpu: &Cpu, gradient: &BTreeMap<String, Tensor>, max_norm: f64) -> Result<(f32, f32), ModelError> {
     let mut sums: Vec<f32> = Vec::new();
     for tensor in gradient.values() {
         let values = tensor.as_slice::<f32>().expect("gradients are f32");
@@ -222,7 +208,7 @@ fn clip(cpu: &Cpu, gradient: &BTreeMap<String, Tensor>, max_norm: f64) -> Result
     let outputs = vec![("norm", TensorMut::new(&mut norm, &[1])?), ("factor", TensorMut::new(&mut factor, &[1])?)];
     let attributes = Attributes::new().with("max_norm", max_norm);
     cpu.call("clip_factor", attributes, &[("sum", TensorRef::new(&sums, &[sums.len()])?)], outputs)?;
-    Ok((norm[0], factor))
+    Ok((norm[0], factor[0]))
 }
 
 /// f32 with the last rounding to a dtype.

@@ -14,7 +14,12 @@ impl Cpu {
         match (count, self.pool()) {
             (0, _) => {}
             (1, _) | (_, None) => work(0),
-            (_, Some(pool)) => pool.run(count, work),
+            (_, Some(own)) if own.process == std::process::id() => own.run(count, work),
+            // The child of a fork: the workers stayed behind. Where none can be started, the caller does the work of all.
+            _ => match pool(self.threads()) {
+                Ok(pool) => pool.run(count, work),
+                Err(_) => (0..count).for_each(work),
+            },
         }
     }
 
@@ -130,6 +135,8 @@ impl Drop for Ended<'_> {
 /// awake for a moment: a worker for the next op, the caller for the workers. Only where each thread has a core.
 pub(crate) struct Pool {
     workers: rayon::ThreadPool,
+    /// The process that they are threads of.
+    process: u32,
     /// How many ops there were: who waits for the next one sees it move.
     ops: AtomicUsize,
     awake: bool,
@@ -173,11 +180,13 @@ impl Pool {
     }
 }
 
-/// The pool for so many threads, one for the whole process: an axis over threads uses it again.
+/// The pool for so many threads, one for the whole process: an axis over threads uses it again. Those of a process that
+/// forked stay in the list of its child, because workers that are not there cannot be ended.
 pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
-    static POOLS: OnceLock<Mutex<HashMap<usize, Arc<Pool>>>> = OnceLock::new();
+    static POOLS: OnceLock<Mutex<HashMap<(u32, usize), Arc<Pool>>>> = OnceLock::new();
+    let process = std::process::id();
     let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
-    if let Some(pool) = pools.get(&threads) {
+    if let Some(pool) = pools.get(&(process, threads)) {
         return Ok(pool.clone());
     }
     let workers = rayon::ThreadPoolBuilder::new()
@@ -186,6 +195,6 @@ pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
         .build()
         .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
     let awake = std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get());
-    let pool = Pool { workers, ops: AtomicUsize::new(0), awake };
-    Ok(pools.entry(threads).or_insert(Arc::new(pool)).clone())
+    let pool = Pool { workers, process, ops: AtomicUsize::new(0), awake };
+    Ok(pools.entry((process, threads)).or_insert(Arc::new(pool)).clone())
 }

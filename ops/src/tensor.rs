@@ -50,14 +50,18 @@ impl Layout {
         if strides.len() != shape.len() {
             return bad(format!("{} strides for {} axes", strides.len(), shape.len()));
         }
+        let mut layout = Layout { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
+        layout.shape[..shape.len()].copy_from_slice(shape);
+        // Where there are no elements strides lead nowhere, and what they say may be anything.
+        if shape.contains(&0) {
+            return Ok(layout);
+        }
         if let (Some(&extent), Some(&stride)) = (shape.last(), strides.last())
             && extent > 1
             && stride != 1
         {
             return bad(format!("the last axis has stride {stride}; it must be contiguous"));
         }
-        let mut layout = Layout { rank: shape.len(), shape: [1; MAX_RANK], strides: [0; MAX_RANK] };
-        layout.shape[..shape.len()].copy_from_slice(shape);
         layout.strides[..shape.len()].copy_from_slice(strides);
         Ok(layout)
     }
@@ -633,7 +637,7 @@ impl<'a> TensorRef<'a> {
     }
 
     /// All elements, where they are on the host in row-major order.
-    pub(crate) fn contiguous<T: Scalar>(&self) -> Option<&'a [T]> {
+    pub fn contiguous<T: Scalar>(&self) -> Option<&'a [T]> {
         let Data::Host(slice) = self.data else { return None };
         let count = self.layout.count()?;
         let elements = T::of(slice)?;

@@ -11,7 +11,7 @@ pub fn implementations(records: &[Record]) -> BTreeSet<&str> {
     records.iter().map(|r| r.implementation.as_str()).collect()
 }
 
-/// An op in the order of tables: by name, gradients behind their forward, whole models (`chain`) last.
+/// An op in the order of tables: by name, gradients behind their forward, whole models (`chain`) and their gradients last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Op<'a> {
     is_chain: bool,
@@ -25,7 +25,12 @@ pub struct Op<'a> {
 pub fn op(record: &Record) -> Op<'_> {
     let name = record.op.as_str();
     let forward = samebits_contract::spec::find(name).and_then(|spec| spec.op.gradient_of);
-    Op { is_chain: name == "chain", forward: forward.unwrap_or(name), is_gradient: forward.is_some(), name }
+    Op {
+        is_chain: forward.unwrap_or(name) == "chain",
+        forward: forward.unwrap_or(name),
+        is_gradient: forward.is_some(),
+        name,
+    }
 }
 
 /// Counts by judgment, in the order of [`Judgment::ALL`].

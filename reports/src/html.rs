@@ -246,6 +246,10 @@ fn data(records: &[Record]) -> String {
             let chain = r.chain.as_ref().map(|c| {
                 json!([c.samples, c.rms, c.max, c.largest, c.tokens, c.max_dlogp, c.approx_kl, c.clip_fraction])
             });
+            let gradient = r.gradient.as_ref().map(|g| {
+                let of_recorded = g.error_of_recorded.max(g.sketch_of_recorded);
+                json!([g.parameters, g.batches, g.error_of_length, of_recorded, g.max_dlogp, g.max_dloss])
+            });
             let mut index = |text: &str| strings.index(text);
             json!([
                 index(&r.implementation),
@@ -262,6 +266,7 @@ fn data(records: &[Record]) -> String {
                 detail,
                 measure,
                 chain,
+                gradient,
                 r.seconds,
             ])
         })
@@ -281,6 +286,7 @@ fn data(records: &[Record]) -> String {
         "detail",
         "measure",
         "chain",
+        "gradient",
         "seconds",
     ];
     // The judgments and verdicts in their usual order, for the filters.

@@ -73,6 +73,7 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
             approx_kl: 2e-5,
             clip_fraction: 0.0,
         }),
+        gradient: None,
         seconds: 0.0125,
     }
 }

@@ -142,6 +142,22 @@ impl Input {
         format!("{}{} of {}", self.name, axes(self.axes), self.dtype_names())
     }
 
+    /// The integers that it may hold, in words; `None` for floats.
+    pub fn integers(&self) -> Option<String> {
+        Some(match self.holds {
+            Holds::Floats => return None,
+            Holds::Mask => "0: padding; anything else: a token".into(),
+            Holds::Position => "0 or more".into(),
+            Holds::Below(axis) => format!("0 to {axis} - 1"),
+            Holds::Distinct(axis) => format!("0 to {axis} - 1, none twice"),
+            Holds::BelowOrIgnored(axis) => format!("below {axis}; negative ones are ignored"),
+            Holds::Ranks(_) => "in each row 0 to `chosen` - 1 once, and -1 elsewhere".into(),
+            Holds::Length(axes) => format!("0 to {}", axes.join(" ")),
+            Holds::Starts(axis) => format!("ascending from 0 to {axis}"),
+            Holds::Pages { pages, lengths, .. } => format!("0 to {pages} - 1 where `{lengths}` reaches"),
+        })
+    }
+
     /// For example `bf16, fp16 or fp32`.
     pub fn dtype_names(&self) -> String {
         list(&self.dtypes.iter().map(|dtype| dtype.name()).collect::<Vec<_>>(), "or")
@@ -314,6 +330,25 @@ impl Op {
         self.inputs.iter().all(|input| input.is_float() && known(input.axes))
             && self.outputs.iter().all(|output| output.fixed_dtype().is_none() && known(output.axes))
             && !self.needs_more()
+    }
+
+    /// What is refused beyond shapes, dtypes and the ranges of attributes, in words; empty where nothing is.
+    pub fn refusals(&self) -> String {
+        let own = Some(self.refused.to_string()).filter(|refused| !refused.is_empty());
+        let integers = self.inputs.iter().filter_map(|input| {
+            let name = input.name;
+            Some(match input.holds {
+                Holds::Below(axis) => format!("`{name}` outside 0..{axis}"),
+                Holds::Distinct(axis) => format!("`{name}` outside 0..{axis}, or twice the same"),
+                Holds::BelowOrIgnored(axis) => format!("`{name}` of {axis} or more"),
+                Holds::Ranks(_) => format!("`{name}` without each rank once in a row"),
+                Holds::Length(axes) => format!("`{name}` outside 0..={}", axes.join(" ")),
+                Holds::Starts(axis) => format!("`{name}` that does not ascend from 0 to {axis}"),
+                Holds::Pages { pages, .. } => format!("`{name}` outside 0..{pages} where in use"),
+                Holds::Floats | Holds::Mask | Holds::Position => return None,
+            })
+        });
+        own.into_iter().chain(integers).collect::<Vec<_>>().join("; ")
     }
 
     /// For example `x[M,K], w[N,K], bias[N]? -> y[M,N]`.

@@ -17,6 +17,7 @@ pub mod attention;
 pub mod attention_backward;
 pub mod batch_loss;
 pub mod chain;
+pub mod chain_backward;
 pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
@@ -33,6 +34,7 @@ pub mod layer_norm;
 pub mod layer_norm_backward;
 pub mod layer_norm_dw;
 pub mod linear_logprob;
+pub mod linear_logprob_backward;
 pub mod logprob;
 pub mod logprob_backward;
 pub mod nll;
@@ -79,6 +81,7 @@ pub static OPS: &[&Op] = &[
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,
+    &linear_logprob_backward::OP,
     &softmax::OP,
     &softmax_backward::OP,
     &silu_mul::OP,
@@ -111,6 +114,7 @@ pub static OPS: &[&Op] = &[
     &clip_factor::OP,
     &adamw::OP,
     &chain::OP,
+    &chain_backward::OP,
 ];
 
 /// The op called `name`.

@@ -96,6 +96,10 @@ fn refusals_name_the_field_and_the_fix() {
         let inputs = [&tokens[..], &[("advantage", &[2][..])], more].concat();
         refused(fp32("policy_loss", &[("kl", kl)], &inputs))
     };
+    let chain_backward = |attributes: &[(&str, &str)], more: &[(&'static str, &'static [usize])]| {
+        let inputs = [&[("tokens", &[2, 3][..]), ("count", &[2, 3][..])], more].concat();
+        fp32("chain_backward", &[&[("model", "m"), ("dtype", "bf16")], attributes].concat(), &inputs)
+    };
     // Query heads, key heads and rows of a page.
     let heads = |[hq, hkv, z]: [usize; 3]| {
         let (q, k) = ([1, 1, hq, 4], [2, z, hkv, 4]);
@@ -133,6 +137,20 @@ fn refusals_name_the_field_and_the_fix() {
             refused(fp32("batch_loss", &[("groups", "3")], &[("per_sequence", &[4])])),
             "param `groups`: 3 must be a power of two, at most 65536",
         ),
+        (
+            refused(chain_backward(&[("groups", "8"), ("ranks", "3")], &[])),
+            "param `ranks`: 3 do not divide 8 groups; each must hold as many",
+        ),
+        (refused(chain_backward(&[("groups", "6")], &[])), "param `groups`: 6 must be a power of two, at most 65536"),
+        (
+            refused(chain_backward(&[("pad", "up:1")], &[])),
+            "param `pad`: `up:1` is not none, left:N or right:N with N at most 65535",
+        ),
+        (
+            refused(chain_backward(&[("loss", "policy")], &[("advantage", &[2])])),
+            "input `old_logprob`: missing; loss = policy reads it",
+        ),
+        (refused(chain_backward(&[], &[("advantage", &[2])])), "input `advantage`: loss = nll reads none"),
         (policy("k3", &[]), "param `kl`: k3 is a distance from `reference`, which is missing; give it"),
         (policy("none", &[("reference", &[2, 3])]), "param `kl`: none reads no reference"),
         (

@@ -13,7 +13,7 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 /// Without explicit `target` every fifth target is ignored. Peaky: logits so far apart that weights are cut.
-fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (m, v, k) = (maker.dim("M"), maker.dim("V"), maker.dim("K"));
     let fill = |tensor: &str, fill: Fill, len: usize| maker.values(tensor, fill, len, k);
     let (mut x, mut w) = match maker.fill {

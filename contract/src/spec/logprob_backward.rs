@@ -42,7 +42,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 }
 
 /// What logprob returns at temperature 1, as a multiple of 2^-16, which no two mathematics libraries tell apart.
-fn level(row: &[f64]) -> f64 {
+pub(super) fn level(row: &[f64]) -> f64 {
     match logprob::log_sum(row) {
         (_, condition) if condition.is_infinite() => f64::NAN,
         (level, _) => (level * round::pow2(16)).round_ties_even() * round::pow2(-16),
@@ -85,7 +85,7 @@ fn compute(c: &Checked) -> References {
 }
 
 /// Value and condition of `(e^(x - level) * c + own) * inverse`.
-fn element(x: f64, level: f64, c: f64, own: f64, inverse: f64) -> (f64, f64) {
+pub(super) fn element(x: f64, level: f64, c: f64, own: f64, inverse: f64) -> (f64, f64) {
     let d = x - level;
     // The exponent, at -100 of which a probability is cut off.
     let exponent = d * std::f64::consts::LOG2_E;

@@ -656,7 +656,8 @@ fn oracles_are_as_recorded() {
 #[test]
 fn gradients_are_finite_differences() {
     let mut random = samebits_schema::sample::Random::new(5);
-    for spec in all().iter().filter(|spec| spec.direction() == Direction::Gradient) {
+    let of_ops = |spec: &&Spec| spec.direction() == Direction::Gradient && spec.class != Class::Chain;
+    for spec in all().iter().filter(of_ops) {
         let forward = find(spec.gradient_of.unwrap()).unwrap();
         let mut inputs: BTreeMap<&str, Tensor> = BTreeMap::new();
         for input in forward.inputs.iter().chain(spec.inputs) {

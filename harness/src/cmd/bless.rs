@@ -3,7 +3,7 @@ use crate::implementation::{Implementation, cpu::CpuImplementation};
 use crate::machine;
 use anyhow::{Result, bail, ensure};
 use samebits_contract::case::Status;
-use samebits_contract::table::{CaseSpec, Slice, today};
+use samebits_contract::table::{CaseSpec, today};
 use samebits_goldens::{Provenance, Store};
 use samebits_ops::{Cpu, Isa};
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let case = checkpoints.fill(spec, 0).map_err(anyhow::Error::msg)?;
         let answer = implementation.run(&case);
         ensure!(answer.status == Status::Ok, "{}: {}", spec.name, answer.reason);
-        let answers = if spec.slice == Slice::Quick { &mut whole } else { &mut hashed };
+        let answers = if spec.kept_whole() { &mut whole } else { &mut hashed };
         answers.insert(spec.name.clone(), answer.outputs);
     }
     let asked = whole.len() + hashed.len();

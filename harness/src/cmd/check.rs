@@ -100,7 +100,7 @@ pub fn open(
     ensure!(name == "ours/cpu", "--impl {name}: it has no `command` and is not built into this program");
     let axes = machine::axes(cpu.isa());
     let ours = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
-    let ours = ours.with_program(std::env::current_exe().context("this program's own path")?);
+    let ours = ours.with_program(crate::command::program().context("this program's own path")?);
     Ok((Box::new(ours), Machine { layouts: entry.layouts.clone(), ..axes }))
 }
 
@@ -208,7 +208,7 @@ pub fn judge(args: &Args) -> Result<()> {
         contract_name: format!("{} {}", contract.name, contract.version),
         contract: contract.digest().to_string(),
         rows: rows.to_string(),
-        arguments: std::env::args().skip(1).collect(),
+        arguments: crate::command::arguments(),
         started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         complete: false,
         planned,

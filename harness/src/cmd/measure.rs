@@ -214,7 +214,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
     let mut measured = Measured {
         schema: SCHEMA,
         tool: format!("samebits {}", env!("CARGO_PKG_VERSION")),
-        arguments: std::env::args().skip(1).collect(),
+        arguments: crate::command::arguments(),
         started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         seconds: 0.0,
         complete: false,
@@ -258,7 +258,7 @@ fn compare(args: &Args, file: Option<&std::path::Path>) -> Result<ExitCode> {
 
 /// This program as one that answers over the wire.
 fn ours(isa: Option<Isa>) -> Result<Side> {
-    let program = std::env::current_exe().context("this program does not know its own path")?;
+    let program = crate::command::program().context("this program does not know its own path")?;
     let path = program.to_str().context("this program's own path is not text; move it")?;
     let isa = isa.map_or(String::new(), |isa| format!(" --isa {isa}"));
     Ok(Side::new("samebits", &format!("'{}' answer{isa}", path.replace('\'', r"'\''")), None, BTreeMap::new()))

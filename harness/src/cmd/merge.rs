@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         stale.extend(stale_waivers(&contract, &first.rows, name, &whole));
     }
     let seconds = parts.values().map(|part| part.run.seconds).sum();
-    let mut run = Run { complete: false, sealed: None, arguments: std::env::args().skip(1).collect(), ..first };
+    let mut run = Run { complete: false, sealed: None, arguments: crate::command::arguments(), ..first };
     run.plan.shard = String::new();
     run.planned = parts.values().map(|part| part.run.planned).sum();
     for (number, part) in &parts {

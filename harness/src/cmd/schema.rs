@@ -1,5 +1,5 @@
 use anyhow::{Result, bail};
-use samebits_schema::{Attribute, DefaultValue, Holds, Input, Kind, OPS, Op, Output, OutputDType, find};
+use samebits_schema::{Attribute, DefaultValue, Input, Kind, OPS, Op, Output, OutputDType, find};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::ops::Bound;
@@ -52,7 +52,7 @@ fn object(op: &Op) -> Value {
         "inputs": op.inputs.iter().map(input_object).collect::<Vec<_>>(),
         "attributes": op.attributes().map(attribute_object).collect::<Vec<_>>(),
         "outputs": op.outputs.iter().map(output_object).collect::<Vec<_>>(),
-        "refused": refused(op),
+        "refused": op.refusals(),
     })
 }
 
@@ -66,7 +66,7 @@ fn input_object(input: &Input) -> Value {
         "optional": input.optional,
         "rows": input.rows,
     });
-    if let Some(range) = integers(input) {
+    if let Some(range) = input.integers() {
         object["integers"] = range.into();
     }
     object
@@ -110,41 +110,6 @@ fn output_dtype(output: &Output) -> String {
     }
 }
 
-/// The integers that an index input may hold, in words.
-fn integers(input: &Input) -> Option<String> {
-    Some(match input.holds {
-        Holds::Mask => "0: padding; anything else: a token".into(),
-        Holds::Position => "0 or more".into(),
-        Holds::Below(axis) => format!("0 to {axis} - 1"),
-        Holds::Distinct(axis) => format!("0 to {axis} - 1, none twice"),
-        Holds::BelowOrIgnored(axis) => format!("below {axis}; negative ones are ignored"),
-        Holds::Ranks(_) => "in each row 0 to `chosen` - 1 once, and -1 elsewhere".into(),
-        Holds::Length(axes) => format!("0 to {}", axes.join(" ")),
-        Holds::Starts(axis) => format!("ascending from 0 to {axis}"),
-        Holds::Pages { pages, lengths, .. } => format!("0 to {pages} - 1 where `{lengths}` reaches"),
-        _ => return None,
-    })
-}
-
-/// What is refused beyond shapes, dtypes and the ranges of parameters, in words.
-fn refused(op: &Op) -> String {
-    let own = Some(op.refused.to_string()).filter(|refused| !refused.is_empty());
-    let integers = op.inputs.iter().filter_map(|input| {
-        let name = input.name;
-        Some(match input.holds {
-            Holds::Below(axis) => format!("`{name}` outside 0..{axis}"),
-            Holds::Distinct(axis) => format!("`{name}` outside 0..{axis}, or twice the same"),
-            Holds::BelowOrIgnored(axis) => format!("`{name}` of {axis} or more"),
-            Holds::Ranks(_) => format!("`{name}` without each rank once in a row"),
-            Holds::Length(axes) => format!("`{name}` outside 0..={}", axes.join(" ")),
-            Holds::Starts(axis) => format!("`{name}` that does not ascend from 0 to {axis}"),
-            Holds::Pages { pages, .. } => format!("`{name}` outside 0..{pages} where in use"),
-            _ => return None,
-        })
-    });
-    own.into_iter().chain(integers).collect::<Vec<_>>().join("; ")
-}
-
 fn default(attribute: &Attribute) -> String {
     match attribute.default {
         DefaultValue::Is(value) => format!("`{value}`"),
@@ -161,7 +126,7 @@ fn text(op: &Op) -> String {
     let mut text = format!("{}: {}\n  {}\n", op.name, op.about, op.form());
     for input in op.inputs {
         let optional = if input.optional { ", optional" } else { "" };
-        let integers = integers(input).map(|range| format!(", {range}")).unwrap_or_default();
+        let integers = input.integers().map(|range| format!(", {range}")).unwrap_or_default();
         let facts = format!("{}, {}{optional}{integers}", input.role.name(), input.dtype_names());
         text += &format!("  input      {}: {facts}\n", input.name);
     }
@@ -172,8 +137,8 @@ fn text(op: &Op) -> String {
     for output in op.outputs {
         text += &format!("  output     {}: {}\n", output.name, output_dtype(output));
     }
-    if !refused(op).is_empty() {
-        text += &format!("  refused    {}\n", refused(op));
+    if !op.refusals().is_empty() {
+        text += &format!("  refused    {}\n", op.refusals());
     }
     text
 }
@@ -197,7 +162,7 @@ fn markdown(ops: &[&Op]) -> String {
             let dtype = output.fixed_dtype().map(|dtype| format!(" {dtype}")).unwrap_or_default();
             format!("`{}{}`{dtype}", output.name, axes(output.axes))
         });
-        let cells = [joined(inputs.collect()), joined(parameters.collect()), joined(outputs.collect()), refused(op)]
+        let cells = [joined(inputs.collect()), joined(parameters.collect()), joined(outputs.collect()), op.refusals()]
             .join(" | ");
         page += &format!("| `{}` | {} | {cells} |\n", op.name, op.about);
     }

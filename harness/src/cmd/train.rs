@@ -5,16 +5,16 @@ use crate::examples::{Examples, LossOptions};
 use crate::run::sha256;
 use anyhow::{Context, Result, ensure};
 use safetensors::SafeTensors;
-use samebits_contract::atomic_write;
-use samebits_contract::tensor::Tensor;
-use samebits_contract::wire::File;
+use samebits_contract::atomic_write::{self, AtomicFile};
+use samebits_contract::wire::write_tensors;
 use samebits_models::{Optimizer, Precision, StepReport, Trainer};
-use samebits_ops::{self as ops, Cpu, DType, bf16};
+use samebits_ops::{self as ops, Cpu, bf16};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Instant;
 
 /// Trains a model: steps of AdamW over sequences in logical order
 ///
@@ -80,6 +80,10 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_name = "N")]
     save_every: usize,
 
+    /// Also seconds and tokens of each step, on stderr
+    #[arg(long)]
+    times: bool,
+
     #[command(flatten)]
     how: How,
 
@@ -138,22 +142,29 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         let numbers: Vec<usize> = (done..done + args.batch).map(|number| number % sequences).collect();
         let picked = examples.all.pick(&numbers);
         let at = |of_step: usize| bar.set_position((done + of_step) as u64);
+        let started = Instant::now();
         let report = trainer
             .advance(&cpu, &picked.batch(args.how.groups), &args.how.run(), &optimizer, at)
             .with_context(in_data)?;
         let StepReport { step, loss, norm, sha256 } = &report;
         bar.suspend(|| writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}"))?;
+        if args.times {
+            let (seconds, tokens) = (started.elapsed().as_secs_f64(), picked.tokens());
+            let rate = tokens as f64 / seconds.max(1e-9);
+            bar.suspend(|| eprintln!("step {step}: {tokens} tokens in {seconds:.3} s ({rate:.1}/s)"));
+        }
         reports.push(line(&report));
         if step.is_multiple_of(args.save_every) || *step == args.steps {
             // The lines first: a state has those of all its steps.
             atomic_write::write(&lines, reports.concat().as_bytes()).with_context(at_out)?;
-            atomic_write::write(&state, &stored(&trainer, &settings).encode()).with_context(at_out)?;
+            let metadata = [("step".into(), step.to_string()), ("settings".into(), settings.to_string())];
+            save(&state, &named_state(&trainer), &metadata.into()).with_context(at_out)?;
         }
     }
     bar.finish_and_clear();
-    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), of_contract(tensor))).collect();
+    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
-    atomic_write::write(&place("model.safetensors"), &File { tensors, metadata }.encode()).with_context(at_out)?;
+    save(&place("model.safetensors"), &tensors, &metadata).with_context(at_out)?;
     // config.json last: with it the folder is whole.
     for name in KEPT.iter().rev().filter(|name| args.model.join(name).exists()) {
         let from = args.model.join(name);
@@ -186,15 +197,11 @@ fn line(report: &StepReport) -> String {
 /// The letters of weights and moments in the state.
 const LETTERS: [&str; 3] = ["w", "m", "v"];
 
-fn stored(trainer: &Trainer, settings: &Value) -> File {
-    let mut tensors = BTreeMap::new();
-    for (name, state) in trainer.state() {
-        for (letter, tensor) in LETTERS.iter().zip(state) {
-            tensors.insert(format!("{letter}.{name}"), of_contract(tensor));
-        }
-    }
-    let metadata = [("step".into(), trainer.step().to_string()), ("settings".into(), settings.to_string())];
-    File { tensors, metadata: BTreeMap::from(metadata) }
+fn named_state(trainer: &Trainer) -> BTreeMap<String, &ops::Tensor> {
+    let named = trainer.state().iter().flat_map(|(name, state)| {
+        LETTERS.iter().zip(state).map(move |(letter, tensor)| (format!("{letter}.{name}"), tensor))
+    });
+    named.collect()
 }
 
 /// Goes on from the state of a folder; the lines of its steps.
@@ -227,11 +234,23 @@ fn resume(trainer: &mut Trainer, cpu: &Cpu, path: &Path, lines: &Path, settings:
     Ok(kept)
 }
 
-/// A tensor on the host for a file.
-fn of_contract(tensor: &ops::Tensor) -> Tensor {
-    let shape = tensor.shape();
-    match tensor.dtype() {
-        DType::Bf16 => Tensor::bf16(shape, tensor.as_slice::<bf16>().expect("it is bf16, and on the host").to_vec()),
-        _ => Tensor::fp32(shape, tensor.as_slice::<f32>().expect("it is f32, and on the host").to_vec()),
-    }
+/// Writes tensors that are on the host to a file, a piece at a time: there is no room for all of them twice.
+fn save(path: &Path, tensors: &BTreeMap<String, &ops::Tensor>, metadata: &BTreeMap<String, String>) -> Result<()> {
+    let mut file = AtomicFile::create(path)?;
+    let forms = tensors.iter().map(|(name, tensor)| (&name[..], tensor.dtype(), tensor.shape())).collect();
+    write_tensors(&mut file, forms, metadata, |name, file| match tensors[name].as_slice::<bf16>() {
+        Some(elements) => write_elements(file, elements, bf16::to_le_bytes),
+        None => write_elements(file, tensors[name].as_slice::<f32>().expect("it is bf16 or f32"), f32::to_le_bytes),
+    })?;
+    Ok(file.commit()?)
+}
+
+fn write_elements<T: Copy, const N: usize>(
+    file: &mut AtomicFile,
+    elements: &[T],
+    bytes: impl Fn(T) -> [u8; N],
+) -> io::Result<()> {
+    elements
+        .chunks(1 << 18)
+        .try_for_each(|part| file.write_all(&part.iter().flat_map(|&element| bytes(element)).collect::<Vec<u8>>()))
 }

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(600);
 /// The built-in CPU ops under a default [`Cpu`]; a case's own [`Config`] overrides it.
 pub struct CpuImplementation {
     cpu: Cpu,
-    /// The models that `chain` may name; none for a program that only offers ops.
+    /// The models that `chain` and `chain_backward` may name; none for a program that only offers ops.
     checkpoints: Option<Arc<Checkpoints>>,
     /// The program whose `answer` verb gives the same ops in a process of its own.
     program: Option<PathBuf>,
@@ -31,7 +31,7 @@ impl CpuImplementation {
         CpuImplementation { cpu, checkpoints: None, program: None }
     }
 
-    /// Also answers op `chain`, for the models of `checkpoints`.
+    /// Also answers the ops `chain` and `chain_backward`, for the models of `checkpoints`.
     pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CpuImplementation {
         CpuImplementation { checkpoints: Some(checkpoints), ..self }
     }
@@ -57,7 +57,8 @@ impl CpuImplementation {
             Ok(cpu) => cpu.recording(),
             Err(refusal) => return refusal.answer(),
         };
-        let answer = if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+        let models = self.checkpoints.as_ref().filter(|_| Checkpoints::answers(&case.op));
+        let answer = if let Some(checkpoints) = models {
             checkpoints.answer(&cpu, case)
         } else {
             let answer = on_cpu(&cpu, case, clock).map(|outputs| Answer::ok(kernel(&cpu, case), outputs));

@@ -15,7 +15,7 @@ pub struct CudaImplementation {
     device: Result<Device, String>,
     /// Makes the tables of rope.
     cpu: Cpu,
-    /// The models that `chain` may name; none for a program that only offers ops.
+    /// The models that `chain` and `chain_backward` may name; none for a program that only offers ops.
     checkpoints: Option<Arc<Checkpoints>>,
     version: String,
 }
@@ -50,7 +50,7 @@ impl CudaImplementation {
         CudaImplementation::new(device, cpu)
     }
 
-    /// Also answers op `chain`, for the models of `checkpoints`.
+    /// Also answers the ops `chain` and `chain_backward`, for the models of `checkpoints`.
     pub fn with_checkpoints(self, checkpoints: Arc<Checkpoints>) -> CudaImplementation {
         CudaImplementation { checkpoints: Some(checkpoints), ..self }
     }
@@ -69,7 +69,8 @@ impl CudaImplementation {
         };
         // Instruction sets and threads are the processor's.
         let device = device.with_budget(case.config.budget.unwrap_or(device.budget()));
-        let answer = if let (Some(checkpoints), "chain") = (&self.checkpoints, case.op.as_str()) {
+        let models = self.checkpoints.as_ref().filter(|_| Checkpoints::answers(&case.op));
+        let answer = if let Some(checkpoints) = models {
             checkpoints.answer_on(&self.cpu, Some(&device), case)
         } else {
             let kernel = || format!("{}/cuda:{}", case.op, device.ledger().kernels().join("+"));

@@ -1,4 +1,4 @@
-//! Many query rows to a key head: tiles of 16 or 32 rows, one row per lane. A tile keeps the scores of all its keys, or,
+//! Many query rows to a key head: tiles of 16, 32 or 48 rows, one row per lane. A tile keeps the scores of all its keys, or,
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
@@ -6,10 +6,10 @@ use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, prefetch, vnni_of_row,
-    vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, prefetch,
+    prefetch_at, vnni_of_row, vnni_of_rows,
 };
-use crate::simd::unroll::{eight, of_eight, vectors};
+use crate::simd::unroll::{Unrolled, eight, of_eight, vectors};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
@@ -17,7 +17,7 @@ use crate::{Cpu, Element};
 use half::bf16;
 
 /// Most query rows of a tile: one row of scores per lane of a panel.
-const ROWS: usize = 32;
+const ROWS: usize = 48;
 /// Keys or values laid out at a time.
 const PART: usize = 64;
 /// Keys between a value and the one asked of memory beside it.
@@ -26,7 +26,7 @@ const AHEAD: usize = 32;
 /// How a call is cut into tiles.
 #[derive(Clone, Copy)]
 pub struct Tiles {
-    /// Lanes of a row of scores: 16 or 32.
+    /// Lanes of a row of scores: 16, 32 or 48.
     width: usize,
     /// Query rows of a tile, at most `width`.
     rows: usize,
@@ -52,7 +52,12 @@ impl Tiles {
     pub fn preferred<I: Element>(job: &Job<I>) -> Tiles {
         let shape = job.shape;
         let most = job.most_queries() * job.group();
-        let width = if most <= 16 { 16 } else { ROWS };
+        // The 12 rows at which values are summed fill 48; vectors of 16 lanes go over scores two by two.
+        let width = match most {
+            ..=16 => 16,
+            33.. if job.cpu.isa().lanes() == 8 => ROWS,
+            _ => 32,
+        };
         let query_pairs = job.dots() && job.cpu.isa().dots_pay();
         Tiles {
             width,
@@ -77,7 +82,7 @@ impl Tiles {
         let plan = *self;
         Some(match plan {
             Tiles { shared_keys: true, .. } => Tiles { shared_keys: false, ..plan },
-            Tiles { width: ROWS, .. } => Tiles { width: 16, rows: 16, ..plan },
+            Tiles { width: 17.., .. } => Tiles { width: 16, rows: 16, ..plan },
             Tiles { span: 0, .. } => Tiles { span: plan.keys.clamp(16, BLOCK).next_power_of_two(), ..plan },
             Tiles { span: 17.., .. } => Tiles { span: plan.span / 2, ..plan },
             Tiles { rows: 2.., .. } => Tiles { rows: plan.rows / 2, ..plan },
@@ -360,9 +365,12 @@ impl<I: Element> RowTile<'_, I> {
                         Some(keys) => as_floats(&keys[first * plan.f32_words..]),
                         None => {
                             let wide = as_floats_mut(part);
-                            for (j, wide) in (0..rows).zip(wide.chunks_exact_mut(plan.f32_words.max(1))) {
+                            let key = |j: usize| {
                                 prefetch(job.key(b, (from + first + j + AHEAD).min(keys.to - 1), kv_head));
-                                f32_row(cpu, job.key(b, from + first + j, kv_head), job.shape.tf32, wide);
+                                job.key(b, from + first + j, kv_head)
+                            };
+                            f32_rows(cpu, rows, key, job.shape.tf32, wide, plan.f32_words);
+                            for wide in wide.chunks_exact_mut(plan.f32_words.max(1)).take(rows) {
                                 wide[job.shape.head_dim..].fill(0.0);
                             }
                             &*wide
@@ -431,7 +439,7 @@ impl<I: Element> RowTile<'_, I> {
         acc: &mut [f32],
     ) {
         let RowTile { job, plan, b, kv_head, .. } = *self;
-        let (e, width, stride) = (job.shape.value_dim, plan.width, plan.columns);
+        let (width, stride) = (plan.width, plan.columns);
         let count = value_columns.to - value_columns.from;
         let columns = count.next_multiple_of(16);
         if count == 0 {
@@ -447,14 +455,17 @@ impl<I: Element> RowTile<'_, I> {
         while from < keys.to {
             let block_end = (from / BLOCK + 1) * BLOCK;
             // What lies in one piece of memory, and, where values are widened, in one part.
-            let to = if in_place.is_some() { job.run_end(from) } else { from + plan.part() };
-            let to = to.min(block_end).min(keys.to);
+            let most = if in_place.is_some() { usize::MAX } else { from + plan.part() };
+            let to = job.run_end(from).min(most).min(block_end).min(keys.to);
             if in_place.is_none() {
-                for (j, wide) in (from..to).zip(as_floats_mut(part).chunks_exact_mut(columns)) {
-                    let value = |j: usize| &job.value(b, j, kv_head)[..e][value_columns.from..value_columns.to];
-                    prefetch(value((j + AHEAD).min(keys.to - 1)));
-                    f32_row(job.cpu, value(j), job.shape.tf32, wide);
-                }
+                let values = &job.value(b, from, kv_head)[value_columns.from..];
+                let value = |j: usize| {
+                    let value = &values[j * job.v.row_stride()..][..count];
+                    // It may be any address: of values that lie elsewhere nothing is found ahead.
+                    prefetch_at(value, AHEAD * job.v.row_stride() * size_of::<I>());
+                    value
+                };
+                f32_rows(job.cpu, to - from, value, job.shape.tf32, as_floats_mut(part), columns);
             }
             let wide: &[f32] = as_floats(part);
             let mut accumulate = |first: usize, rows: usize, keys_part: Range| {
@@ -553,6 +564,14 @@ impl Kernel for BlockStatistics<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        // Each score waits for the one before it: two vectors of rows go side by side where there are as many.
+        if self.plan.width.is_multiple_of(2 * S::LANES) { self.all(Unrolled(s)) } else { self.all(s) }
+    }
+}
+
+impl BlockStatistics<'_> {
+    #[inline(always)]
+    fn all<S: Simd>(self, s: S) {
         let BlockStatistics { scores, plan, rows, keys, ranges, cap, seen } = self;
         let width = plan.width;
         let (mut from, mut to) = ([0f32; ROWS], [0f32; ROWS]);
@@ -571,8 +590,10 @@ impl Kernel for BlockStatistics<'_> {
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
         let lowest = s.splat(f32::NEG_INFINITY);
         for lane in (0..width).step_by(S::LANES) {
-            let (first, last) = (load_at(s, &from[..], lane, 0.0), load_at(s, &to[..], lane, 0.0));
-            let (mut max, mut sum) = (load_at(s, &seen.largest, lane, 0.0), load_at(s, &seen.sum, lane, 0.0));
+            // SAFETY: lane + LANES <= width <= ROWS.
+            let at = |rows: &[f32; ROWS]| unsafe { s.load(rows[lane..][..S::LANES].as_ptr()) };
+            let (first, last) = (at(&from), at(&to));
+            let (mut max, mut sum) = (at(&seen.largest), at(&seen.sum));
             // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
             for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
                 if !masked && cap.is_none() {

@@ -14,8 +14,8 @@ use crate::gemm::tile::{
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_columns, f32_of_rows, f32_row, least_magnitude,
-    least_of_vnni, vnni_of_columns, vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, as_words, as_words_of, bf16_slice, f32_of_columns, f32_of_rows, f32_row,
+    least_magnitude, least_of_vnni, rows_of_panel, vnni_of_columns, vnni_of_rows,
 };
 use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -378,6 +378,43 @@ impl PackedWeight {
         }
     }
 
+    /// Writes rows of a matrix that was packed by its rows, from `first` on, as they were, in parallel; each worker has a
+    /// slot of [`PackedWeight::slot`] words.
+    pub(crate) fn unpack_rows<I: Element>(&self, cpu: &Cpu, slots: &mut [&mut [u32]], first: usize, out: &mut [I]) {
+        assert!(self.side == Side::Rows, "a panel has rows");
+        let (panels, k, rows) = (self.panels(), self.terms, out.len() / self.terms.max(1));
+        let out = SharedOut::new(out);
+        let count = (first + rows).div_ceil(PANEL) - first / PANEL;
+        cpu.each_in(slots.iter_mut(), count, |slot, number| {
+            let panel = first / PANEL + number;
+            let rows = first.max(panel * PANEL)..(first + rows).min((panel + 1) * PANEL);
+            // SAFETY: every panel has rows of its own.
+            let out = unsafe { out.part((rows.start - first) * k, rows.len() * k) };
+            let columns = rows.start - panel * PANEL..rows.end - panel * PANEL;
+            let right = match panels.panel(panel, &mut []).right {
+                Right::Dictionary(coded) if cpu.isa().has_dot() => unpack(cpu, &coded, slot),
+                right => right,
+            };
+            match right {
+                // The words of two rows of pairs meet where k is odd.
+                Right::Vnni(pairs, _) if k.is_multiple_of(2) => {
+                    rows_of_panel::<true>(cpu, pairs, k / 2, columns, as_words_of(out));
+                }
+                Right::F32(floats, _) if self.dtype == DType::Fp32 => {
+                    rows_of_panel::<false>(cpu, as_words(floats), k, columns, as_words_of(out));
+                }
+                _ => rows.zip(out.chunks_mut(k)).for_each(|(row, out)| {
+                    self.unpack_row(row, |k, value| out[k] = I::narrow(value));
+                }),
+            }
+        });
+    }
+
+    /// Words that [`PackedWeight::unpack_rows`] needs of each worker.
+    pub(crate) fn slot(&self) -> usize {
+        if matches!(self.form, Form::Dictionary) { panel_words(self.terms, true) } else { 0 }
+    }
+
     pub(crate) fn panels(&self) -> Panels<'_> {
         Panels { words: &self.memory, n: self.outputs, k: self.terms, form: self.form }
     }
@@ -623,7 +660,7 @@ const FEWEST_ROWS: usize = 13;
 
 /// How a product is cut into tiles.
 #[derive(Clone, Copy)]
-struct Tiling {
+pub(crate) struct Tiling {
     k: usize,
     /// Rows of a tile.
     height: usize,
@@ -633,7 +670,7 @@ struct Tiling {
     panels: usize,
     /// 0 when whole rows are packed; else each worker packs this many steps of k at a time, again for every tile.
     steps: usize,
-    workers: usize,
+    pub workers: usize,
     /// Whether x and w are packed as pairs.
     x_pairs: bool,
     w_pairs: bool,
@@ -658,7 +695,7 @@ impl Tiling {
     }
 
     /// The next smaller plan: fewer operands at a time, then pieces of k, then fewer workers, then one row.
-    fn smaller(&self) -> Option<Tiling> {
+    pub fn smaller(&self) -> Option<Tiling> {
         let plan = *self;
         if plan.steps == 0 && (plan.tiles > 1 || plan.panels > 1) {
             let halve = |count: usize| count.div_ceil(2);
@@ -726,7 +763,8 @@ impl<I: Element> Product<'_, I> {
         self.dots() && tiles > 1 && self.coded()
     }
 
-    fn preferred(&self) -> Tiling {
+    /// The largest plan.
+    pub(crate) fn preferred(&self) -> Tiling {
         // Few rows are one tall tile, so that each weight is read once.
         let Gemm { m, n, k, .. } = self.shape;
         let blocks = self.block_height();
@@ -768,20 +806,29 @@ impl<I: Element> Product<'_, I> {
         }
         let plans = successors(Some(self.preferred()), Tiling::smaller);
         let (plan, mut workspace) = choose(cpu, says.op, plans)?;
-        if plan.steps == 0 && plan.x_pairs && cpu.ledger().forbids(Counter::SlowPaths) {
-            cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(plan.height), says.flushes)?;
+        if cpu.ledger().forbids(Counter::SlowPaths) {
+            cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(&plan), says.flushes)?;
         }
         let (shared, slots) = workspace.split();
-        let y = SharedOut::new(y);
-        let slow = if plan.steps > 0 { self.streamed(&plan, slots, &y) } else { self.packed(&plan, shared, slots, &y) };
-        cpu.ledger().add(Counter::SlowPaths, slow);
+        self.run_in(&plan, shared, slots, y);
         Ok(())
     }
 
-    /// How many tiles of `height` rows of x and a panel will leave `VDPBF16PS`. Packing finds the same on its way, when
-    /// parts of y are written already.
-    fn slow_tiles(&self, height: usize) -> usize {
+    /// Writes the product to `y[M,N]`, which has elements, in the workspace of a plan for as many rows and outputs or more.
+    pub(crate) fn run_in<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &mut [O]) {
+        let y = SharedOut::new(y);
+        let slow = if plan.steps > 0 { self.streamed(plan, slots, &y) } else { self.packed(plan, shared, slots, &y) };
+        self.cpu.ledger().add(Counter::SlowPaths, slow);
+    }
+
+    /// How many tiles of rows of x and a panel will leave `VDPBF16PS`. Packing finds the same on its way, when parts of y are
+    /// written already.
+    pub(crate) fn slow_tiles(&self, plan: &Tiling) -> usize {
+        if plan.steps > 0 || !plan.x_pairs {
+            return 0;
+        }
         let Product { cpu, shape: Gemm { m, n, k, .. }, x, w, .. } = *self;
+        let height = plan.height;
         let rows: Vec<_> =
             (0..m).step_by(height).map(|first| least_of_rows(cpu, x, first, height.min(m - first))).collect();
         let slow = |panel: usize| {

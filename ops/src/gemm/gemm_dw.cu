@@ -1,13 +1,13 @@
 // The gradient of the weight of a matrix product: x[T,K], dy[T,N], mask[T]?, carry[N,K]? -> dw[N,K]: gemm_dw.rs. A block
 // takes a square of dw, a thread a square of sums, which are chains of fma over the tokens from carry or +0; last rounding.
-// Rows that are no tokens are not read: their products are -0, which changes no sum.
+// Rows that are no tokens are not read: their products are -0, which changes no sum. carry and dw may be one.
 #include "element.cuh"
 
 #define STEP 16
 
 template <int SIDE, int T>
 DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const int) mask, int has_mask,
-                         GLOBAL(const float) carry, int has_carry, GLOBAL(float) dw, long long tokens, long long n,
+                         REREAD(const float) carry, int has_carry, REREAD(float) dw, long long tokens, long long n,
                          long long k) {
     // Rows of a tile in shared memory; groups of eight elements that each thread brings in for one step.
     const int ROW = SIDE + 4, GROUPS = SIDE / 8, LOADS = 2 * STEP * GROUPS / 256;
@@ -111,8 +111,8 @@ DEVICE void gemm_dw_tile(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const i
 
 #define TILES(name, side, t, resident)                                                                                 \
     KERNEL(256, resident)                                                                                              \
-    name(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const int) mask, int has_mask, GLOBAL(const float) carry,     \
-         int has_carry, GLOBAL(float) dw, long long tokens, long long n, long long k) {                                \
+    name(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(const int) mask, int has_mask, REREAD(const float) carry,     \
+         int has_carry, REREAD(float) dw, long long tokens, long long n, long long k) {                                \
         gemm_dw_tile<side, t>(x, dy, mask, has_mask, carry, has_carry, dw, tokens, n, k);                              \
     }
 

@@ -109,7 +109,8 @@ fn run(
     let (shared, slots) = workspace.split();
     typed!(x.dtype() => I, {
         let counted = counted.as_deref();
-        Sums { cpu, shape: *shape, plan, tokens, counted, x: x.rows::<I>(), dy: dy.rows::<I>() }.run(shared, slots, dw);
+        let dy = Factors::Rows(dy.rows::<I>());
+        Sums { cpu, shape: *shape, plan, tokens, counted, x: x.rows::<I>(), dy }.run(shared, slots, dw);
     });
     Ok(())
 }
@@ -160,7 +161,7 @@ pub fn on_device<I: Stored>(
     carry: Option<&Buffer<f32>>,
     dw: &mut Buffer<f32>,
 ) -> Result<(), Error> {
-    let GemmDw { tokens, n, k, tf32 } = *shape;
+    let GemmDw { tokens, n, k, .. } = *shape;
     check_len(NAME, "x", "[T,K]", x.len(), &[tokens, k])?;
     check_len(NAME, "dy", "[T,N]", dy.len(), &[tokens, n])?;
     mask.map_or(Ok(()), |mask| check_len(NAME, "mask", "[T]", mask.len(), &[tokens]))?;
@@ -178,33 +179,43 @@ pub fn on_device<I: Stored>(
         Some(carry) => arguments.buffer(carry).int(1),
         None => arguments.null().int(0),
     };
-    let arguments = arguments.buffer(dw).long(tokens).long(n).long(k);
     // SAFETY: lengths were checked, and these are the kernels' arguments.
+    unsafe { launch::<I>(on, shape, arguments.buffer(dw)) }
+}
+
+/// Starts the kernels with x, dy, mask, carry and dw, of which the last two may be one; dw has elements.
+///
+/// # Safety
+/// The operands are as long as the shape says.
+pub(crate) unsafe fn launch<I: Stored>(on: &Device, shape: &GemmDw, operands: Arguments) -> Result<(), Error> {
+    let GemmDw { tokens, n, k, tf32 } = *shape;
+    let arguments = operands.long(tokens).long(n).long(k);
+    // SAFETY: the caller's promise.
     unsafe { device::launch_squares(on, device::build::<I, f32>(NAME, tf32), UNIT.kernels, [n, k], &arguments) }
 }
 
 /// How much is laid out at a time.
 #[derive(Clone, Copy)]
-struct Cut {
+pub(crate) struct Cut {
     /// Tokens of a block.
     tokens: usize,
     /// Panels of x.
     panels: usize,
     /// Tiles of dy of each worker, and rows of a tile.
     tiles: usize,
-    height: usize,
-    workers: usize,
+    pub height: usize,
+    pub workers: usize,
 }
 
 impl Cut {
-    fn preferred(cpu: &Cpu, shape: &GemmDw, tokens: usize) -> Cut {
+    pub fn preferred(cpu: &Cpu, shape: &GemmDw, tokens: usize) -> Cut {
         let height = shape.n.min(TILE_ROWS);
         let (tokens, tiles) = (tokens.min(TOKENS), shape.n.div_ceil(height).min(TILES));
         Cut { tokens, panels: shape.k.div_ceil(PANEL), tiles, height, workers: cpu.threads() }
     }
 
     /// Fewer tiles, panels, tokens, workers, then fewer rows.
-    fn smaller(&self) -> Option<Cut> {
+    pub fn smaller(&self) -> Option<Cut> {
         let plan = *self;
         Some(match plan {
             Cut { panels: 65.., .. } => Cut { panels: plan.panels.div_ceil(2), ..plan },
@@ -240,19 +251,28 @@ impl Plan for Cut {
 }
 
 /// The sums of a call, ready to run.
-struct Sums<'a, I> {
-    cpu: &'a Cpu,
-    shape: GemmDw,
-    plan: Cut,
+pub(crate) struct Sums<'a, I> {
+    pub cpu: &'a Cpu,
+    pub shape: GemmDw,
+    pub plan: Cut,
     /// How many tokens there are, and which rows they are where some are padding.
-    tokens: usize,
-    counted: Option<&'a [usize]>,
-    x: Rows<'a, I>,
-    dy: Rows<'a, I>,
+    pub tokens: usize,
+    pub counted: Option<&'a [usize]>,
+    pub x: Rows<'a, I>,
+    pub dy: Factors<'a, I>,
+}
+
+/// The factors of the rows of dw.
+pub(crate) enum Factors<'a, I> {
+    /// A row of them for each token.
+    Rows(Rows<'a, I>),
+    /// Tiles of the plan's height, `stride` apart, as [`f32_tiles`] lays them out for all tokens.
+    Tiles(&'a [f32], usize),
 }
 
 impl<I: Element> Sums<'_, I> {
-    fn run(&self, shared: &mut [u32], mut slots: Vec<&mut [u32]>, dw: &mut [f32]) {
+    /// Adds all tokens to dw.
+    pub fn run(&self, shared: &mut [u32], mut slots: Vec<&mut [u32]>, dw: &mut [f32]) {
         let Sums { cpu, shape: GemmDw { k, .. }, plan, tokens, .. } = *self;
         let dw = SharedOut::new(dw);
         for from in (0..tokens).step_by(plan.tokens) {
@@ -274,12 +294,11 @@ impl<I: Element> Sums<'_, I> {
                 let tasks = Tasks::new(self, panels);
                 let sum = |slot: &mut &mut [u32], task: usize| {
                     let (rows, panels) = tasks.of(self, task);
-                    self.lay_out_tiles(block.clone(), rows.clone(), slot);
+                    let tiles = self.tiles(block.clone(), rows.clone(), slot);
                     let read = |panel: usize| {
                         // SAFETY: all panels are laid out, and nobody writes them until the last task has ended.
                         as_floats(unsafe { packed.read(panel * plan.panel(), PANEL * steps) })
                     };
-                    let tiles = as_floats(slot);
                     for panel in panels {
                         self.panel(steps, rows.clone(), columns(panel), tiles, read(panel), &dw);
                     }
@@ -297,11 +316,17 @@ impl<I: Element> Sums<'_, I> {
         self.counted.map_or(number, |counted| counted[number])
     }
 
-    /// Lays out some columns of dy, of the tokens of a block.
-    fn lay_out_tiles(&self, block: Range<usize>, rows: Range<usize>, slot: &mut [u32]) {
-        let Cut { height, .. } = self.plan;
-        let row = |step: usize| &self.dy.row(self.row(block.start + step))[rows.clone()];
-        f32_tiles(self.cpu, block.len(), row, self.shape.tf32, height, as_floats_mut(slot), self.plan.tile());
+    /// The tiles of some rows of dw, of the tokens of a block, and from one to the next.
+    fn tiles<'t>(&'t self, block: Range<usize>, rows: Range<usize>, slot: &'t mut [u32]) -> (&'t [f32], usize) {
+        let (height, size) = (self.plan.height, self.plan.tile());
+        match self.dy {
+            Factors::Rows(dy) => {
+                let row = |step: usize| &dy.row(self.row(block.start + step))[rows.clone()];
+                f32_tiles(self.cpu, block.len(), row, self.shape.tf32, height, as_floats_mut(slot), size);
+                (as_floats(slot), size)
+            }
+            Factors::Tiles(all, stride) => (&all[rows.start / height * stride + block.start * height..], stride),
+        }
     }
 
     /// Adds the products of `steps` tokens to some columns of some rows of dw.
@@ -310,7 +335,7 @@ impl<I: Element> Sums<'_, I> {
         steps: usize,
         rows: Range<usize>,
         columns: Range<usize>,
-        tiles: &[f32],
+        (tiles, stride): (&[f32], usize),
         panel: &[f32],
         dw: &SharedOut<f32>,
     ) {
@@ -324,7 +349,7 @@ impl<I: Element> Sums<'_, I> {
             dw.prefetch_rows(place(first) + LINE, count, k);
         };
         ask(rows.start);
-        for (tile, first) in tiles.chunks(self.plan.tile()).zip(rows.clone().step_by(height)) {
+        for (tile, first) in tiles.chunks(stride).zip(rows.clone().step_by(height)) {
             let count = height.min(rows.end - first);
             ask(first + height);
             let sums = &mut sums[..count * PANEL];

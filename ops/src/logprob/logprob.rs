@@ -14,7 +14,7 @@ use crate::gemm::gemm::segment_length;
 use crate::math::{LOG2E_HI, LOG2E_LO, is_small, lse, weigh};
 use crate::reduce::{Add, Lanes};
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, store_two};
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, prefetch_second, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// Dimensions and parameter of `logprob`.
@@ -83,7 +83,13 @@ fn run(
     logits.on_host("logprob", "logits")?;
     typed!(logits.dtype() => I, {
         let logits = logits.rows::<I>();
-        cpu.chunks(lse, 1, |row, lse| lse[0] = cpu.dispatch(Total { x: logits.row(row), scale }).lse());
+        let chunk = cpu.rows_per_chunk(lse.len(), vocab);
+        cpu.chunks(lse, chunk, |i, lse| {
+            for (j, lse) in lse.iter_mut().enumerate().map(|(j, lse)| (i * chunk + j, lse)) {
+                let next = if (j + 1) % chunk != 0 && j + 1 < target.len() { logits.row(j + 1) } else { &[] };
+                *lse = cpu.dispatch(Total { x: logits.row(j), scale, next }).lse();
+            }
+        });
         for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
             *out = match usize::try_from(target) {
                 Ok(target) => f32::narrow(logits.row(row)[target].widen() * scale - lse[row]),
@@ -210,6 +216,8 @@ impl Denominator {
 pub(crate) struct Total<'a, I> {
     pub x: &'a [I],
     pub scale: f32,
+    /// What is read next: memory brings it to the second cache while weights are computed. It may be empty.
+    pub next: &'a [I],
 }
 
 impl<I: Element> Kernel for Total<'_, I> {
@@ -222,11 +230,17 @@ impl<I: Element> Kernel for Total<'_, I> {
         }
         let mut tile = [0f32; TILE];
         let mut part = [0f32; 8];
+        let mut next = self.next;
         for (part, segment) in part.iter_mut().zip(self.x.chunks(segment_length(self.x.len()))) {
             let mut lanes = Lanes::new();
             for x in segment.chunks(TILE) {
                 let tile = &mut tile[..x.len()];
-                weights(s, x, self.scale, n, tile);
+                for (x, w) in x.chunks(ASKED).zip(tile.chunks_mut(ASKED)) {
+                    let (asked, rest) = next.split_at(x.len().min(next.len()));
+                    asked.chunks(64 / size_of::<I>()).for_each(|line| prefetch_second(line.as_ptr()));
+                    next = rest;
+                    weights(s, x, self.scale, n, w);
+                }
                 lanes.add(s, tile, Add);
             }
             *part = lanes.fold(s, segment.len());
@@ -237,6 +251,8 @@ impl<I: Element> Kernel for Total<'_, I> {
 
 /// Weights that stay in the first cache until they are added; a multiple of 256.
 const TILE: usize = 1024;
+/// Elements whose lines of the next row are asked for at a time: more would fill the queue of misses.
+const ASKED: usize = 128;
 
 /// The reference point of the row `x * scale`, and the sum that a row without weights has: NaN or +0.
 #[inline(always)]

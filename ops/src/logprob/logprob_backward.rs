@@ -86,7 +86,7 @@ fn run(cpu: &Cpu, temperature: f64, logits: TensorRef, given: Given, dlogits: Te
         let (per_chunk, large) = (cpu.rows_per_chunk(logits.count(), vocab), is_large(cpu, dlogits));
         cpu.chunks(dlogits, per_chunk * vocab, |chunk, dlogits| {
             let first = chunk * per_chunk;
-            cpu.dispatch(Part { logits, first, given: given.from(first), scale, dlogits, large });
+            cpu.dispatch(Part { logits, first, column: 0, given: given.from(first), scale, dlogits, large });
         });
         Ok(())
     }, else typed!(dlogits.dtype() => O, {
@@ -95,7 +95,7 @@ fn run(cpu: &Cpu, temperature: f64, logits: TensorRef, given: Given, dlogits: Te
         through_f32::rows(cpu, "logprob_backward", dlogits, vocab, &|row, dlogits| {
             let logits = f32_row(cpu, &logits, row);
             let logits = TensorRef::of(&logits, &[1, vocab]).rows::<f32>();
-            cpu.dispatch(Part { logits, first: 0, given: given.from(row), scale, dlogits, large: false });
+            cpu.dispatch(Part { logits, first: 0, column: 0, given: given.from(row), scale, dlogits, large: false });
         })
     }))
 }
@@ -178,16 +178,16 @@ pub fn on_device<I: Stored, O: Stored>(
 
 /// What is known of each row.
 #[derive(Clone, Copy)]
-struct Given<'a> {
-    target: &'a [i32],
-    lse: &'a [f32],
-    dlogprob: &'a [f32],
-    dlse: Option<&'a [f32]>,
+pub(super) struct Given<'a> {
+    pub target: &'a [i32],
+    pub lse: &'a [f32],
+    pub dlogprob: &'a [f32],
+    pub dlse: Option<&'a [f32]>,
 }
 
 impl<'a> Given<'a> {
     /// The same without the rows before `row`.
-    fn from(&self, row: usize) -> Given<'a> {
+    pub fn from(&self, row: usize) -> Given<'a> {
         let Given { target, lse, dlogprob, dlse } = *self;
         Given {
             target: &target[row..],
@@ -198,14 +198,16 @@ impl<'a> Given<'a> {
     }
 }
 
-/// Some rows, from `first` on, which is the first that is `given`.
-struct Part<'a, I, O> {
-    logits: Rows<'a, I>,
-    first: usize,
-    given: Given<'a>,
-    scale: f32,
-    dlogits: &'a mut [O],
-    large: bool,
+/// Some rows, from `first` on, which is the first that is `given`; where they are a part of the vocabulary, it begins at
+/// `column`.
+pub(super) struct Part<'a, I, O> {
+    pub logits: Rows<'a, I>,
+    pub first: usize,
+    pub column: usize,
+    pub given: Given<'a>,
+    pub scale: f32,
+    pub dlogits: &'a mut [O],
+    pub large: bool,
 }
 
 impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
@@ -225,7 +227,8 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 let dlogits = stream.room(vocab - from);
                 let len = dlogits.len();
                 row.others(s, from, dlogits);
-                if let Some(target) = target.filter(|target| (from..from + len).contains(target)) {
+                let here = target.and_then(|target| target.checked_sub(self.column));
+                if let Some(target) = here.filter(|target| (from..from + len).contains(target)) {
                     let p = row.share(Scalar, row.z[target].widen());
                     dlogits[target - from] = O::narrow(p.mul_add(c, dlogprob) * self.scale);
                 }

@@ -1,6 +1,7 @@
 //! Softmax of rows, what is made of its denominator, and gradients of both.
 
 pub(crate) mod linear_logprob;
+pub(crate) mod linear_logprob_backward;
 pub(crate) mod logprob;
 pub(crate) mod logprob_backward;
 pub(crate) mod softmax;
@@ -9,5 +10,11 @@ pub(crate) mod softmax_backward;
 use crate::call::Entry;
 
 /// What is called by name.
-pub(crate) const OPS: &[&Entry] =
-    &[&linear_logprob::OP, &logprob::OP, &logprob_backward::OP, &softmax::OP, &softmax_backward::OP];
+pub(crate) const OPS: &[&Entry] = &[
+    &linear_logprob::OP,
+    &linear_logprob_backward::OP,
+    &logprob::OP,
+    &logprob_backward::OP,
+    &softmax::OP,
+    &softmax_backward::OP,
+];

@@ -117,8 +117,11 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let mut kept = [0f32; KEPT];
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
             let whole_row = x.len() <= KEPT;
-            let Denominator { n, sum } =
-                if whole_row { Denominator::of_row(s, x, 1.0, &mut kept) } else { s.enter(Total { x, scale: 1.0 }) };
+            let Denominator { n, sum } = if whole_row {
+                Denominator::of_row(s, x, 1.0, &mut kept)
+            } else {
+                s.enter(Total { x, scale: 1.0, next: &[] })
+            };
             for x in x.chunks(KEPT) {
                 let w = &mut kept[..x.len()];
                 if sum.is_nan() || sum == 0.0 {

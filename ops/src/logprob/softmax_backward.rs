@@ -138,7 +138,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             let (x, dy) = (self.x.row(row), self.dy.row(row));
             let total = match whole_row {
                 true => Denominator::of_row(s, x, 1.0, &mut kept),
-                false => s.enter(Total { x, scale: 1.0 }),
+                false => s.enter(Total { x, scale: 1.0, next: &[] }),
             };
             if whole_row {
                 divide(s, &total, &mut kept[..n]);

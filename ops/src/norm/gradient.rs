@@ -3,7 +3,7 @@
 
 use crate::Element;
 use crate::simd::stream::Stream;
-use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, store_two};
+use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, prefetch, store_two};
 
 /// `g[i] = dy[i] * (w[i] + offset)`; dy itself where there is no w. An offset of -0 changes no weight.
 #[inline(always)]
@@ -42,23 +42,30 @@ impl<S: Simd> Slope<S> {
         dsum.map_or(dx, |dsum| s.add(dx, dsum))
     }
 
-    /// Elements that stand side by side, last rounding, as the next of `stream`.
+    /// Elements that stand side by side, last rounding, as the next of `stream`. What lies at `next` is asked for
+    /// meanwhile, as far as these are long.
     #[inline(always)]
-    pub fn row<H: Element, I: Element, O: Element>(
+    pub fn row<H: Element, I: Element, O: Element, const NEXT: usize>(
         self,
         s: S,
         h: &[H],
         g: &[f32],
         dsum: Option<&[I]>,
         stream: &mut Stream<O>,
+        next: [*const I; NEXT],
     ) {
-        let (mut from, two) = (0, 2 * S::LANES);
+        let (mut from, two, line) = (0, 2 * S::LANES, 64 / size_of::<I>());
         while from < h.len() {
             let dx = stream.room(h.len() - from);
             let len = dx.len();
             let (h, g, dsum) = (&h[from..][..len], &g[from..][..len], dsum.map(|dsum| &dsum[from..][..len]));
             let whole = len - len % two;
             for at in (0..whole).step_by(two) {
+                for next in next {
+                    for line in (at..at + two).step_by(line) {
+                        prefetch(next.wrapping_add(from + line));
+                    }
+                }
                 let (h, g) = (load_two(s, &h[at..][..two], false), load_two(s, &g[at..][..two], false));
                 let dsum = dsum.map(|dsum| load_two(s, &dsum[at..][..two], false));
                 let dx01 =

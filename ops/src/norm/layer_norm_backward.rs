@@ -175,13 +175,16 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             }
             let [a, b] = [sum.fold(s, n), products.fold(s, n)].map(|sum| s.splat(sum / n as f32));
             let slope = Slope { r, factor: s.neg(b), a };
+            // While this row comes from the cache, the next ones come from memory.
+            let next = self.x.each_ref().map(|x| x.address(row + 1));
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {
                     normed(s, x, mean, r, &mut h);
                     let (dy, w) = (&dy[part * KEPT..][..x.len()], self.w.map(|w| &w[part * KEPT..][..x.len()]));
                     weigh(s, dy, w, none, &mut g);
                 }
-                slope.row::<f32, I, O>(s, &h[..x.len()], &g[..x.len()], None, &mut stream);
+                let next = next.map(|next| next.wrapping_add(part * KEPT));
+                slope.row(s, &h[..x.len()], &g[..x.len()], None, &mut stream, next);
             }
         }
         stream.end(s);

@@ -8,7 +8,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::norm::rms_norm::ROWS;
-use crate::norm::rms_norm_backward::{KEPT, gradient_of_row};
+use crate::norm::rms_norm_backward::{KEPT, Row, gradient_of_row};
 use crate::rope::rope::{Rotations, check_even, f32_heads, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, Simd};
@@ -183,7 +183,8 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         for head in 0..tokens * heads {
             let [x, dy] = self.heads.each_ref().map(|rows| rows.row(self.head + head));
             rotate_head(s, pairing, self.back.row(self.first + head / heads), dy, &mut turned);
-            gradient_of_row(s, &norm, [x, self.w], &turned, None, &mut kept, &mut stream);
+            let row = Row { x, w: self.w, dy: &turned[..], dsum: None, next: [] };
+            gradient_of_row(s, &norm, row, &mut kept, &mut stream);
         }
         stream.end(s);
     }

@@ -216,24 +216,43 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let mut kept = [0f32; KEPT];
         for row in self.first..self.first + count {
             let [x, dy] = self.x.each_ref().map(|x| x.row(row));
-            let dsum = self.dsum.as_ref().map(|dsum| dsum.row(row));
-            gradient_of_row(s, self.shape, [x, self.w], dy, dsum, &mut kept, &mut stream);
+            // While this row comes from the cache, the next ones come from memory.
+            let [x_next, dy_next] = self.x.each_ref().map(|x| x.address(row + 1));
+            match &self.dsum {
+                None => {
+                    let row = Row { x, w: self.w, dy, dsum: None, next: [x_next, dy_next] };
+                    gradient_of_row(s, self.shape, row, &mut kept, &mut stream);
+                }
+                Some(dsum) => {
+                    let next = [x_next, dy_next, dsum.address(row + 1)];
+                    let row = Row { x, w: self.w, dy, dsum: Some(dsum.row(row)), next };
+                    gradient_of_row(s, self.shape, row, &mut kept, &mut stream);
+                }
+            }
         }
         stream.end(s);
     }
 }
 
-/// One row of x and dy, and w: dx as the next elements of `stream`.
+/// A row of x and dy, and w; what is asked for while it is written.
+pub(super) struct Row<'a, I, D, const NEXT: usize> {
+    pub x: &'a [I],
+    pub w: &'a [I],
+    pub dy: &'a [D],
+    pub dsum: Option<&'a [I]>,
+    pub next: [*const I; NEXT],
+}
+
+/// dx of a row as the next elements of `stream`.
 #[inline(always)]
-pub(super) fn gradient_of_row<S: Simd, I: Element, D: Element, O: Element>(
+pub(super) fn gradient_of_row<S: Simd, I: Element, D: Element, O: Element, const NEXT: usize>(
     s: S,
     shape: &RmsNorm,
-    [x, w]: [&[I]; 2],
-    dy: &[D],
-    dsum: Option<&[I]>,
+    row: Row<I, D, NEXT>,
     kept: &mut [f32; KEPT],
     stream: &mut Stream<O>,
 ) {
+    let Row { x, w, dy, dsum, next } = row;
     let Scale { r, offset, .. } = Scale::of_row(s, shape, x);
     let mut lanes = Lanes::new();
     for (part, x) in x.chunks(KEPT).enumerate() {
@@ -248,6 +267,7 @@ pub(super) fn gradient_of_row<S: Simd, I: Element, D: Element, O: Element>(
         if x.len() > KEPT {
             weigh(s, &dy[from..][..len], Some(&w[from..][..len]), offset, kept);
         }
-        slope.row(s, x_part, &kept[..len], dsum.map(|dsum| &dsum[from..][..len]), stream);
+        let next = next.map(|next| next.wrapping_add(from));
+        slope.row(s, x_part, &kept[..len], dsum.map(|dsum| &dsum[from..][..len]), stream, next);
     }
 }

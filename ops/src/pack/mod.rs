@@ -72,6 +72,20 @@ pub fn f32_of_rows<'a, I: Element>(
     }
 }
 
+/// Writes some columns of a panel of `steps` words each as rows, one behind the other: what [`f32_of_rows`] and
+/// [`vnni_of_rows`] (with `SWAP`) made of them.
+pub fn rows_of_panel<const SWAP: bool>(
+    cpu: &Cpu,
+    panel: &[u32],
+    steps: usize,
+    columns: std::ops::Range<usize>,
+    out: &mut [u32],
+) {
+    let row = |step: usize| panel[step * PANEL..][columns.clone()].as_ptr();
+    let (words, ahead) = (columns.len(), Prefetch::NONE);
+    cpu.dispatch(Interleave::<_, SWAP> { rows: steps, words, row, out, stride: steps, ahead });
+}
+
 /// Steps of k that [`f32_of_rows`] widens at a time.
 const STEPS: usize = 64;
 
@@ -293,32 +307,49 @@ fn reduce_min<S: Simd>(s: S, v: S::F) -> f32 {
 
 /// Writes one row as adjacent f32.
 pub fn f32_row<I: Element>(cpu: &Cpu, row: &[I], tf32: Tf32, out: &mut [f32]) {
-    let out = &mut out[..row.len()];
-    cpu.dispatch(Widen { row, out: &mut *out });
-    if tf32 == Tf32::Enabled {
-        out.iter_mut().for_each(|v| *v = tf32.operand(*v));
-    }
+    f32_rows(cpu, 1, |_| row, tf32, out, row.len());
 }
 
-/// `out[i] = row[i]`; both have one length.
-struct Widen<'a, I> {
-    row: &'a [I],
+/// Writes rows of one length as adjacent f32, row r from `out[r * stride]` on.
+pub fn f32_rows<'a, I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    row: impl Fn(usize) -> &'a [I],
+    tf32: Tf32,
+    out: &mut [f32],
+    stride: usize,
+) {
+    cpu.dispatch(Widen { rows, row, tf32, out, stride });
+}
+
+/// [`f32_rows`].
+struct Widen<'a, F> {
+    rows: usize,
+    row: F,
+    tf32: Tf32,
     out: &'a mut [f32],
+    stride: usize,
 }
 
-impl<I: Element> Kernel for Widen<'_, I> {
+impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for Widen<'_, F> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Widen { row, out } = self;
-        assert_eq!(row.len(), out.len());
-        let whole = row.len() - row.len() % S::LANES;
-        for at in (0..whole).step_by(S::LANES) {
-            // SAFETY: at + LANES <= whole, which is at most the length of both.
-            unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
-        }
-        for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
-            *out = v.widen();
+        let Widen { rows, row, tf32, out, stride } = self;
+        for r in 0..rows {
+            let row = row(r);
+            let out = &mut out[r * stride..][..row.len()];
+            let whole = row.len() - row.len() % S::LANES;
+            for at in (0..whole).step_by(S::LANES) {
+                // SAFETY: at + LANES <= whole, which is at most the length of both.
+                unsafe { s.store(I::load_lanes(s, row.as_ptr().add(at)), out.as_mut_ptr().add(at)) };
+            }
+            for (v, out) in row[whole..].iter().zip(&mut out[whole..]) {
+                *out = v.widen();
+            }
+            if tf32 == Tf32::Enabled {
+                out.iter_mut().for_each(|v| *v = tf32.operand(*v));
+            }
         }
     }
 }
@@ -438,6 +469,27 @@ pub fn as_words_mut(floats: &mut [f32]) -> &mut [u32] {
 pub fn as_floats_mut(words: &mut [u32]) -> &mut [f32] {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<f32>(), words.len()) }
+}
+
+/// f32 as words.
+pub fn as_words(floats: &[f32]) -> &[u32] {
+    // SAFETY: as above.
+    unsafe { std::slice::from_raw_parts(floats.as_ptr().cast::<u32>(), floats.len()) }
+}
+
+/// The same words as elements of any type.
+pub fn as_elements_mut<T: Element>(words: &mut [u32]) -> &mut [T] {
+    let len = size_of_val(words) / size_of::<T>();
+    // SAFETY: a storage type is no larger than a word and not more aligned, and every bit pattern is a value of it.
+    unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<T>(), len) }
+}
+
+/// Elements that begin and end with a word, as words.
+pub fn as_words_of<T: Element>(elements: &mut [T]) -> &mut [u32] {
+    // SAFETY: storage types have no padding, and every bit pattern is a value of both.
+    let (before, words, behind) = unsafe { elements.align_to_mut::<u32>() };
+    assert!(before.is_empty() && behind.is_empty(), "elements that begin and end with a word");
+    words
 }
 
 #[cfg(test)]

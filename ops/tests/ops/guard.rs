@@ -339,6 +339,19 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             }
             Ok(())
         }),
+        ("linear_logprob_backward", |r, vocab| {
+            for (m, k) in [(1, 33), (5, 16), (13, 7)] {
+                let (x, w, mask) = (r.floats::<I>(m * k), r.floats(vocab * k), r.ints((0..m as i32).map(|row| row % 3)));
+                let target = r.ints((0..m as i32).map(|row| vocab as i32 - 1 - row.min(vocab as i32)));
+                let (lse, dlogprob, dlse) = (r.floats::<f32>(m), r.floats::<f32>(m), r.floats::<f32>(m));
+                let gradients = LogprobGradients { dlogprob: &dlogprob, dlse: Some(&*dlse) };
+                let rows = LogprobRows { target: &target, lse: &lse, gradients, mask: Some(&*mask) };
+                let shape = LinearLogprob { rows: m, vocab, k, temperature: 0.7 };
+                let (mut dx, mut dw) = (r.room::<O>(m * k), r.room(vocab * k));
+                linear_logprob_backward(&r.cpu, &shape, &x, &w, &rows, &mut dx, &mut dw)?;
+            }
+            Ok(())
+        }),
     ]
 }
 

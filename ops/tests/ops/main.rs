@@ -3,10 +3,13 @@
 mod attention_gradient;
 mod call;
 mod experts;
+#[cfg(unix)]
+mod fork;
 mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
+mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
 mod token_sums;

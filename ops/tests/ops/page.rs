@@ -132,7 +132,7 @@ pub(crate) fn segment(n: usize, i: usize) -> std::ops::Range<usize> {
 }
 
 /// Before the last rounding.
-fn gemm_page<I: Stored>(m: usize, n: usize, k: usize, x: &[I], w: &[I], bias: Option<&[I]>) -> Vec<f32> {
+pub(crate) fn gemm_page<I: Stored>(m: usize, n: usize, k: usize, x: &[I], w: &[I], bias: Option<&[I]>) -> Vec<f32> {
     let (x, w) = (widened(x), widened(w));
     let element = |r: usize, c: usize| {
         let sums = std::array::from_fn(|i| {
@@ -260,7 +260,7 @@ pub(crate) fn exp_or_nothing(x: f32) -> f32 {
 }
 
 /// logprob_backward of a row, before the last rounding.
-fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f32; 2], temperature: f64) -> Vec<f32> {
+pub(crate) fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f32; 2], temperature: f64) -> Vec<f32> {
     let inverse = (1.0 / temperature) as f32;
     let dlogprob = if target < 0 { 0.0 } else { dlogprob };
     let element = |(j, z): (usize, &f32)| {
@@ -330,7 +330,7 @@ fn check_logprob_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u
 }
 
 /// `[logprob, lse]` of every row of `vocab` logits.
-fn logprob_page(vocab: usize, temperature: f64, logits: &[f32], target: &[i32]) -> [Vec<f32>; 2] {
+pub(crate) fn logprob_page(vocab: usize, temperature: f64, logits: &[f32], target: &[i32]) -> [Vec<f32>; 2] {
     let inverse = (1.0 / temperature) as f32;
     let (mut logprobs, mut lses) = (Vec::new(), Vec::new());
     for (row, &target) in logits.chunks(vocab).zip(target) {

@@ -138,6 +138,14 @@
         ["largest |logit|", finite(largest)], ["next tokens", tokens.toLocaleString("en")],
         ["max |Δ log-probability|", finite(dlogp)], ["approx KL", finite(kl)], ["clip fraction", finite(clip)]]));
     }
+    const gradient = record[C.gradient];
+    if (gradient) {
+      const [parameters, batches, length, recorded, dlogp, loss] = gradient;
+      box.append(element("h3", {}, "Gradients against those of torch"), facts([
+        ["parameters", parameters.toLocaleString("en")], ["batches", batches.toLocaleString("en")],
+        ["largest error / length", finite(length)], ["largest error / that of torch's bf16", finite(recorded)],
+        ["max |Δ log-probability|", finite(dlogp)], ["largest error of a loss", finite(loss)]]));
+    }
     box.append(element("h3", {}, "Record"), facts([
       ["case", text(record, "case")], ["implementation", text(record, "implementation")], ["op", text(record, "op")],
       ["class", text(record, "class")], ["in → out", dtypes(record)],

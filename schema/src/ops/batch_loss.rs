@@ -15,7 +15,7 @@ pub static OP: Op = Op {
     ..Op::PLAIN
 };
 
-const GROUPS: Attribute = Attribute::count("groups", 1, "1", "how many groups the sequences are dealt to");
+pub(super) const GROUPS: Attribute = Attribute::count("groups", 1, "1", "how many groups the sequences are dealt to");
 
 /// Most groups that the sequences of a batch may be dealt to.
 pub const MOST_GROUPS: usize = 1 << 16;

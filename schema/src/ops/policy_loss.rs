@@ -21,7 +21,7 @@ pub static OP: Op = Op {
     ..Op::PLAIN
 };
 
-const LOW: Attribute = Attribute::float(
+pub(super) const LOW: Attribute = Attribute::float(
     "low",
     Included(0.0),
     Included(1.0),
@@ -29,7 +29,7 @@ const LOW: Attribute = Attribute::float(
     "ratios count as at least 1 - low; read as f64, the difference rounded to f32",
 );
 
-const HIGH: Attribute = Attribute::float(
+pub(super) const HIGH: Attribute = Attribute::float(
     "high",
     Included(0.0),
     Included(1e30),

@@ -7,6 +7,7 @@ use super::{Left, Order, PANEL, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
 use crate::simd::{Kernel, Simd, prefetch};
+use std::mem::MaybeUninit;
 
 /// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of a first cache.
 const STEPS_IN_CACHE: usize = 512;
@@ -282,8 +283,8 @@ unsafe fn fma_chains<
     out: *mut f32,
 ) {
     let zero = s.splat(0.0);
-    // Finished subtrees: a binary counter, one place per level of the tree.
-    let mut stack = [[[zero; VECTORS]; ROWS]; 3];
+    // Finished subtrees: a binary counter, one place per level of the tree. Zeros would be written each time.
+    let mut stack = [const { MaybeUninit::<[[S::F; VECTORS]; ROWS]>::uninit() }; 3];
     let whole = [0, tile.order.end()];
     let bounds = match tile.order {
         Order::Tree(bounds) => bounds,
@@ -306,21 +307,23 @@ unsafe fn fma_chains<
         };
         let mut level = 0;
         while i >> level & 1 == 1 {
+            // SAFETY: bit `level` of i is set, so an earlier segment left its sums in this place.
+            let before = unsafe { stack[level].assume_init_ref() };
             for r in 0..ROWS {
                 for v in 0..VECTORS {
-                    sums[r][v] = s.add(stack[level][r][v], sums[r][v]);
+                    sums[r][v] = s.add(before[r][v], sums[r][v]);
                 }
             }
             level += 1;
         }
+        if i + 1 < segments {
+            stack[level].write(sums);
+            continue;
+        }
         for r in 0..ROWS {
             for v in 0..VECTORS {
-                if i + 1 < segments {
-                    stack[level][r][v] = sums[r][v];
-                } else {
-                    // SAFETY: `Tile::check` bounded the output.
-                    unsafe { s.store(sums[r][v], out.add(r * tile.out_stride + v * S::LANES)) };
-                }
+                // SAFETY: `Tile::check` bounded the output.
+                unsafe { s.store(sums[r][v], out.add(r * tile.out_stride + v * S::LANES)) };
             }
         }
     }

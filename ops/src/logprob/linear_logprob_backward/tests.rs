@@ -1,0 +1,208 @@
+//! Tiles of the vocabulary against the four ops in a row, on every plan.
+
+use super::*;
+use crate::gemm::tests::{bits, number, on_every_plan, product};
+use crate::{GemmDx, Isa, Logprob, gemm_dw, gemm_dx, logprob, logprob_backward};
+use half::{bf16, f16};
+
+/// Hidden states, a weight, and what is given of each row: targets, some of them none, gradients, and some rows padding.
+struct Case<T> {
+    shape: LinearLogprob,
+    x: Vec<T>,
+    w: Vec<T>,
+    target: Vec<i32>,
+    lse: Vec<f32>,
+    dlogprob: Vec<f32>,
+    dlse: Option<Vec<f32>>,
+    mask: Option<Vec<i32>>,
+    carry: Vec<f32>,
+}
+
+impl<T: Element> Case<T> {
+    /// The larger, the more a logit's share is of its row.
+    fn new([rows, vocab, k]: [usize; 3], temperature: f64, size: f32) -> Case<T> {
+        let values = |from: usize, len: usize| (from..from + len).map(|i| T::narrow(number(i).to_f32() * size)).collect();
+        let wide = |from: usize, len: usize| (from..from + len).map(|i| number(i).to_f32()).collect::<Vec<f32>>();
+        let (x, w): (Vec<T>, Vec<T>) = (values(0, rows * k), values(rows * k, vocab * k));
+        let target: Vec<i32> = (0..rows).map(|r| (r * 37 % (vocab + 1)) as i32 - 1).collect();
+        let logits = product([rows, vocab, k], &x, &w);
+        let (mut logp, mut lse) = (vec![0f32; rows], vec![0f32; rows]);
+        let of_rows = Logprob { temperature, ..Logprob::new(rows, vocab) };
+        logprob(&scalar(), &of_rows, &logits, &target, &mut logp, &mut lse).unwrap();
+        let shape = LinearLogprob { temperature, ..LinearLogprob::new(rows, vocab, k) };
+        let (dlse, mask) = (Some(wide(7, rows)), Some((0..rows as i32).map(|r| r % 3).collect()));
+        let (dlogprob, carry) = (wide(3, rows), wide(11, vocab * k));
+        let mut case = Case { shape, x, w, target, lse, dlogprob, dlse, mask, carry };
+        if rows % 2 == 1 {
+            (case.dlse, case.mask) = (None, None);
+        }
+        case
+    }
+
+    /// dx and dw of the ops in a row.
+    fn expected<O: Element>(&self) -> [Vec<u32>; 2] {
+        let LinearLogprob { rows, vocab, k, temperature } = self.shape;
+        let logits = product([rows, vocab, k], &self.x, &self.w);
+        let mut dz = vec![T::default(); rows * vocab];
+        let of_rows = Logprob { temperature, ..Logprob::new(rows, vocab) };
+        let gradients = LogprobGradients { dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
+        logprob_backward(&scalar(), &of_rows, &logits, &self.target, &self.lse, gradients, &mut dz).unwrap();
+        let (mut dx, mut dw) = (vec![O::default(); rows * k], self.carry.clone());
+        gemm_dx(&scalar(), &GemmDx::new(rows, vocab, k), &dz, &self.w, &mut dx).unwrap();
+        gemm_dw(&scalar(), &GemmDw::new(rows, vocab, k), self.mask.as_deref(), &self.x, &dz, &mut dw).unwrap();
+        [bits(&dx), bits(&dw)]
+    }
+
+    fn run<O: Element>(
+        &self,
+        cpu: &Cpu,
+        packed: Option<&PackedWeight>,
+        dx: &mut [O],
+        dw: &mut [f32],
+    ) -> Result<(), Error> {
+        let LinearLogprob { rows, vocab, k, temperature } = self.shape;
+        dw.copy_from_slice(&self.carry);
+        let gradients = LogprobGradients { dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
+        let given = LogprobRows { target: &self.target, lse: &self.lse, gradients, mask: self.mask.as_deref() };
+        let Some(packed) = packed else {
+            return linear_logprob_backward(cpu, &self.shape, &self.x, &self.w, &given, dx, dw);
+        };
+        let (scale, bounds) = (inverse(NAME, temperature)?, Gemm::new(rows, vocab, k).bounds()?);
+        let given = Given { target: &self.target, lse: &self.lse, dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
+        let (x, w) = (TensorRef::of(&self.x, &[rows, k]).rows(), Source::of(TensorRef::packed(packed))?);
+        let mask = self.mask.as_deref();
+        Backward::<T> { cpu, sizes: [rows, vocab, k], x, w, given, mask, scale, bounds }.run(dx, dw, |_, _| ())
+    }
+
+    /// None, and packed by the scalar instruction set and by one that packs in fewer bits.
+    fn packed(&self) -> Vec<Option<PackedWeight>> {
+        let LinearLogprob { vocab, k, .. } = self.shape;
+        let cpu = |isa| Cpu::new(isa, 1, usize::MAX).unwrap();
+        let by = |isa| PackedWeight::pack(&cpu(isa), vocab, k, &self.w).unwrap();
+        let coded = Isa::of_machine().find(|isa| isa.has_dot()).map(by);
+        [None, Some(by(Isa::Scalar))].into_iter().chain(coded.map(Some)).collect()
+    }
+
+    fn check<O: Element>(&self) {
+        let LinearLogprob { rows, vocab, k, .. } = self.shape;
+        let expected = self.expected::<O>();
+        let (mut dx, mut dw) = (vec![O::default(); rows * k], vec![0f32; vocab * k]);
+        for packed in self.packed() {
+            for isa in Isa::of_machine() {
+                for threads in [1, 3] {
+                    on_every_plan(isa, threads, |cpu| {
+                        dx.fill(O::narrow(7e7));
+                        self.run(cpu, packed.as_ref(), &mut dx, &mut dw)?;
+                        let plan = &cpu.ledger().plans()[0];
+                        let same = [bits(&dx), bits(&dw)] == expected;
+                        assert!(same, "{isa} {:?} {:?} {plan}", self.shape, packed.as_ref().map(|w| w.bytes()));
+                        Ok(())
+                    });
+                }
+            }
+        }
+    }
+}
+
+fn scalar() -> Cpu {
+    Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap()
+}
+
+/// Rows that fill tiles and that do not, vocabularies of fewer than eight segments, segments that begin within a panel, more
+/// rows and columns than are in hand at a time.
+const SIZES: [[usize; 3]; 7] =
+    [[1, 1, 3], [3, 33, 5], [20, 33, 6], [13, 300, 34], [7, 2049, 4], [1, 17, 515], [515, 40, 3]];
+
+#[test]
+fn every_plan_is_the_ops_in_a_row() {
+    for size in SIZES {
+        Case::<bf16>::new(size, 1.0, 1.0).check::<f32>();
+        Case::<bf16>::new(size, 0.7, 4.0).check::<bf16>();
+    }
+    Case::<f16>::new([14, 70, 9], 1.3, 1.0).check::<f16>();
+    Case::<f16>::new([5, 300, 8], 1.0, 1.0).check::<f32>();
+    Case::<f32>::new([26, 140, 21], 0.7, 2.0).check::<f32>();
+    Case::<f32>::new([3, 40, 33], 1.0, 1.0).check::<bf16>();
+}
+
+/// Two rows of a wide vocabulary, whose segments are several tiles of the largest plan.
+#[test]
+fn chains_go_on_from_tile_to_tile() {
+    let case = Case::<bf16>::new([2, 8 * 1200, 3], 1.0, 1.0);
+    let expected = case.expected::<f32>();
+    for isa in Isa::of_machine() {
+        let (mut dx, mut dw) = (vec![7e7f32; 6], vec![0f32; 8 * 1200 * 3]);
+        case.run(&Cpu::new(isa, 2, usize::MAX).unwrap(), None, &mut dx, &mut dw).unwrap();
+        assert_eq!([bits(&dx), bits(&dw)], expected, "{isa}");
+    }
+}
+
+/// NaN, infinities and rows that are no tokens: dw has nothing of what padding holds.
+#[test]
+fn special_values_go_where_the_ops_bring_them() {
+    let mut case = Case::<bf16>::new([20, 70, 6], 1.0, 1.0);
+    for (row, value) in [(0, f32::NAN), (3, f32::INFINITY), (6, f32::NAN), (4, f32::NEG_INFINITY), (7, 3e38)] {
+        case.x[row * 6] = bf16::from_f32(value);
+    }
+    (case.lse[8], case.dlogprob[10], case.carry[5]) = (f32::NEG_INFINITY, f32::INFINITY, -0.0);
+    case.w[13] = bf16::NEG_INFINITY;
+    case.check::<f32>();
+    // Only padding: dw is what it goes on from.
+    case.mask = Some(vec![0; 20]);
+    case.check::<bf16>();
+}
+
+/// Tiles that leave `VDPBF16PS` are counted, and refused before anything is written.
+#[test]
+fn tiles_that_would_be_flushed_are_counted_and_refused() {
+    let mut case = Case::<bf16>::new([5, 70, 6], 1.0, 1.0);
+    case.x[7] = bf16::from_f32(2f32.powi(-120));
+    let expected = case.expected::<f32>();
+    for isa in Isa::of_machine() {
+        for packed in case.packed() {
+            let (mut dx, mut dw) = (vec![7e7f32; 30], vec![0f32; 420]);
+            let cpu = Cpu::new(isa, 2, usize::MAX).unwrap();
+            case.run(&cpu, packed.as_ref(), &mut dx, &mut dw).unwrap();
+            assert_eq!([bits(&dx), bits(&dw)], expected, "{isa}");
+            // Five segments have columns, one panel each.
+            let count = cpu.ledger().count(Counter::SlowPaths);
+            assert_eq!(count, if isa.has_dot() { 5 } else { 0 }, "{isa}");
+            let strict = Cpu::new(isa, 2, usize::MAX).unwrap();
+            strict.ledger().forbid(Counter::SlowPaths);
+            dx.fill(7e7);
+            match case.run(&strict, packed.as_ref(), &mut dx, &mut dw) {
+                Ok(()) => assert_eq!((count, bits(&dx)), (0, expected[0].clone()), "{isa}"),
+                Err(Error::Forbidden { amount, .. }) => {
+                    assert_eq!(amount as u64, count);
+                    assert!(dx.iter().all(|dx| *dx == 7e7) && bits(&dw) == bits(&case.carry), "{isa}");
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_has_a_gradient_too() {
+    for [rows, vocab, k] in [[0, 3, 2], [3, 0, 2], [3, 2, 0]] {
+        let cpu = scalar();
+        let (x, w) = (vec![1f32; rows * k], vec![1f32; vocab * k]);
+        let (mut dx, mut dw) = (vec![9f32; rows * k], vec![3f32; vocab * k]);
+        let (target, lse) = (vec![-1; rows], vec![0f32; rows]);
+        let gradients = LogprobGradients { dlogprob: &lse, dlse: None };
+        let given = LogprobRows { target: &target, lse: &lse, gradients, mask: None };
+        linear_logprob_backward(&cpu, &LinearLogprob::new(rows, vocab, k), &x, &w, &given, &mut dx, &mut dw).unwrap();
+        assert!(dx.iter().all(|dx| dx.to_bits() == 0) && dw.iter().all(|dw| *dw == 3.0), "{rows} {vocab} {k}");
+    }
+}
+
+#[test]
+fn a_weight_of_another_type_or_for_another_op_is_refused() {
+    let case = Case::<bf16>::new([2, 3, 4], 1.0, 1.0);
+    let wide = PackedWeight::pack(&scalar(), 3, 4, &[1f32; 12]).unwrap();
+    let for_dx = PackedWeight::pack_for_dx(&scalar(), 3, 4, &case.w).unwrap();
+    for (packed, why) in [(wide, "packed from fp32"), (for_dx, "packed for another op")] {
+        let error = case.run(&scalar(), Some(&packed), &mut [0f32; 8], &mut [0f32; 12]).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}

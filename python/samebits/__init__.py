@@ -1,0 +1,26 @@
+"""Neural network ops with the same bits for any batch, chunk, thread count and instruction set.
+
+`samebits.ops` has every op as a function over tensors of torch, numpy or any library with DLPack; `samebits.torch` has
+them as operators of torch with gradients. `samebits.check()` is the command `samebits check`.
+"""
+
+import os
+
+from . import ops
+from ._native import Cpu, Tensor, __version__, after_fork, get_cpu, set_cpu
+
+__all__ = ["Cpu", "Tensor", "__version__", "check", "get_cpu", "ops", "set_cpu"]
+
+# The child of a fork has no threads but its own.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=after_fork)
+
+
+def check(*arguments: str) -> int:
+    """Runs `samebits check` with these arguments, in a process of its own, and returns its exit code: 0 if the contract
+    holds, 1 if it does not, 2 if the run itself is broken.
+    """
+    import subprocess
+    import sys
+
+    return subprocess.call([sys.executable, "-m", "samebits", "check", *arguments])

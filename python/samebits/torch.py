@@ -1,0 +1,398 @@
+"""Every op as an operator of torch, `torch.ops.samebits.NAME`, with shapes for tracing and with gradients.
+
+    import samebits.torch
+    y = samebits.torch.ops.rms_norm(x, w, eps=1e-5)
+
+Parameters are those of `samebits.ops`, but for `into`. A tensor that lies in a way that the op does not take is copied.
+A gradient is what the gradient ops of the schema make of it, each a sum over the tokens of the call: one backward call is
+one whole logical batch. Gradients come in and go out in the dtype of the tensor that they are the gradient of, rounded
+once. An operator without a gradient op, and a gradient of a gradient, raise NotImplementedError in the backward call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import torch
+
+from . import _native
+
+__all__ = ["accumulate", "differentiable", "ops"]
+
+_library = torch.library.Library("samebits", "DEF")
+ops = torch.ops.samebits
+
+_SCHEMA: dict[str, dict[str, Any]] = {op["name"]: op for op in _native.schema()}
+_KINDS = {"count": "SymInt", "float": "float", "flag": "bool", "choice": "str", "text": "str"}
+
+
+def _signature(op: dict[str, Any]) -> str:
+    """The operator's schema as torch reads it."""
+    parts = [f"Tensor? {i['name']}=None" if i["optional"] else f"Tensor {i['name']}" for i in op["inputs"]]
+    parts.append("*")
+    for attribute in op["attributes"]:
+        kind, default = _KINDS[attribute["kind"]], attribute["default"]
+        mark = "?" if default is None else ""
+        text = f'"{default}"' if isinstance(default, str) else repr(default)
+        parts.append(f"{kind}{mark} {attribute['name']}={text}")
+    parts.append("ScalarType? dtype=None")
+    outputs = ", ".join("Tensor" for _ in op["outputs"])
+    return f"{op['name']}({', '.join(parts)}) -> {outputs if len(op['outputs']) == 1 else f'({outputs})'}"
+
+
+# --- shapes
+
+
+def _forms(op: dict[str, Any], given: list[tuple[dict[str, Any], torch.Tensor]], attributes: dict[str, Any], dtype: Any):
+    """Shape and dtype of the outputs. With extents that are numbers the call is checked as the op does it."""
+    sizes = [size for _, tensor in given for size in tensor.shape]
+    sizes += [value for value in attributes.values() if isinstance(value, torch.SymInt)]
+    # Whether a product is a part of one, only numbers tell.
+    part = any(o["partial"] for o in op["outputs"]) and any(
+        a["kind"] == "count" and a["default"] is None and attributes.get(a["name"]) is not None for a in op["attributes"]
+    )
+    if part or not any(isinstance(size, torch.SymInt) for size in sizes):
+        inputs = [(i["name"], _name(tensor.dtype), [int(size) for size in tensor.shape]) for i, tensor in given]
+        numbers = {k: int(v) if isinstance(v, torch.SymInt) else v for k, v in attributes.items()}
+        return _native.forms(op["name"], inputs, numbers, dtype)
+    extents: dict[str, Any] = {}
+    leading: dict[str, list[Any]] = {}
+    rest: list[Any] = []
+    for i, tensor in given:
+        axes, shape = list(i["axes"]), list(tensor.shape)
+        if axes and axes[-1] == "..":
+            axes.pop()
+            rest, shape = shape[len(axes) :], shape[: len(axes)]
+        elif axes and len(shape) > len(axes):
+            several = shape[: len(shape) - len(axes) + 1]
+            leading.setdefault(axes[0], several)
+            shape = [math.prod(several), *shape[len(several) :]]
+        if len(shape) != len(axes):
+            raise ValueError(f"{op['name']}: input `{i['name']}` must have the form [{','.join(i['axes'])}]")
+        for axis, extent in zip(axes, shape):
+            if axis.endswith("+1"):
+                axis, extent = axis[:-2], extent - 1
+            if axis.isdigit():
+                torch._check(extent == int(axis))
+            elif axis in extents:
+                torch._check(extents[axis] == extent)
+            else:
+                extents[axis] = extent
+    floats = [tensor.dtype for _, tensor in given if tensor.dtype.is_floating_point]
+    out = dtype or (floats[0] if floats else torch.float32)
+    forms = []
+    for output in op["outputs"]:
+        shape = []
+        for axis in output["axes"]:
+            if axis == "..":
+                shape += rest
+            else:
+                shape.append(int(axis) if axis.isdigit() else extents[axis])
+        first = output["axes"][0] if output["axes"] else None
+        if first in leading:
+            shape[:1] = leading[first]
+        forms.append((shape, output["dtype"] or _name(out)))
+    return forms
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fake(op: dict[str, Any]) -> Callable[..., Any]:
+    def fake(*args, dtype=None, **attributes):
+        given = [(i, tensor) for i, tensor in zip(op["inputs"], args) if tensor is not None]
+        forms = _forms(op, given, attributes, dtype)
+        made = tuple(given[0][1].new_empty(shape, dtype=getattr(torch, name)) for shape, name in forms)
+        return made[0] if len(made) == 1 else made
+
+    return fake
+
+
+# --- gradients
+
+
+class _Call:
+    """A call that is gone back through: what it took and gave, and the gradients of what it gave."""
+
+    def __init__(self, op, tensors, inputs, gradients, attributes, carried):
+        self.op, self.tensors, self.inputs, self.gradients, self.attributes = op, tensors, inputs, gradients, attributes
+        self.carried = carried
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the float inputs."""
+        return next(dtype for _, dtype, _ in self.inputs.values() if dtype.is_floating_point)
+
+    def own(self, name: str) -> dict[str, Any]:
+        """The attributes that the op `name` has as well."""
+        known = {attribute["name"] for attribute in _SCHEMA[name]["attributes"]}
+        return {key: value for key, value in self.attributes.items() if key in known}
+
+    def apply(self, name: str) -> dict[str, torch.Tensor]:
+        """What the gradient op `name` makes, by the inputs that it is the gradient of."""
+        args = []
+        for i in _SCHEMA[name]["inputs"]:
+            stem = i["name"]
+            if stem in self.tensors:
+                args.append(self.tensors[stem])
+            elif stem[:1] == "d" and stem[1:] in self.gradients:
+                dtype = torch.float32 if i["group"] is None else self.dtype
+                args.append(self.gradients[stem[1:]].to(dtype))
+            else:
+                args.append(None)
+        outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
+        if any(i["name"] == "carry" for i in _SCHEMA[name]["inputs"]) and outputs == ["dw"]:
+            return self.sum("w", name, *args)
+        made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        return {o[1:]: tensor for o, tensor in zip(outputs, made)}
+
+    def sum(self, of: str, name: str, *args: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """The gradient of input `of`, the sum over tokens that op `name` makes; none where `accumulate` goes on with it."""
+        attributes = self.own(name)
+        begun = self.carried.get(of)
+        if begun is not None:
+            begun.go_on(name, args, attributes)
+            return {}
+        if name == "embedding_dw":
+            attributes["carry"] = args[0].new_zeros(self.inputs[of][0], dtype=torch.float32)
+        return {of: _joined(name, _sum(name, args, attributes))}
+
+
+def _sum(name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> torch.Tensor:
+    inputs = [i["name"] for i in _SCHEMA[name]["inputs"]]
+    given = {i: tensor for i, tensor in zip(inputs, args) if tensor is not None}
+    return getattr(ops, name)(**given, **attributes)
+
+
+def _joined(name: str, sums: torch.Tensor) -> torch.Tensor:
+    """The sum that the 64 chains of a vector make; that of a matrix is one already."""
+    return ops.fold(sums) if _SCHEMA[name]["outputs"][0]["axes"][0] == "64" else sums
+
+
+def _bias(call: _Call) -> dict[str, torch.Tensor]:
+    return call.sum("bias", "token_sum", call.gradients["y"])
+
+
+def _norm_of_sum(call: _Call) -> dict[str, torch.Tensor]:
+    return call.sum("w", "rms_norm_dw", call.tensors["sum"], call.gradients["y"].to(call.dtype))
+
+
+def _linear_logprob(call: _Call) -> dict[str, torch.Tensor]:
+    x, w, target, lse = (call.tensors[name] for name in ("x", "w", "target", "lse"))
+    logits = ops.gemm(x, w, dtype=torch.float32)
+    d = {name: gradient.float() for name, gradient in call.gradients.items()}
+    dz = ops.logprob_backward(logits, target, lse, d["logprob"], d["lse"], **call.own("logprob_backward"), dtype=x.dtype)
+    return {"x": ops.gemm_dx(dz, w), **call.sum("w", "gemm_dw", x, dz)}
+
+
+# Beside what the schema's gradient ops give: the gradients of inputs, as functions of a call, and what they read.
+_FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Tensor]]]] = {
+    "gemm": ((), _bias),
+    "layer_norm": ((), _bias),
+    "add_rms_norm": (("sum",), _norm_of_sum),
+    "add": ((), lambda call: {"a": call.gradients["y"], "b": call.gradients["y"]}),
+    "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
+    "combine": ((), lambda call: {"shared": call.gradients["y"]}),
+    "linear_logprob": (("x", "w", "target", "lse"), _linear_logprob),
+}
+# What one output of a gradient op is the gradient of, where the names do not say it.
+_ALSO = {("add_rms_norm", "x"): ("residual",)}
+
+_GRADIENT_OPS: dict[str, list[str]] = {name: [] for name in _SCHEMA}
+for _op in _SCHEMA.values():
+    if _op["gradient_of"]:
+        _GRADIENT_OPS[_op["gradient_of"]].append(_op["name"])
+
+
+def differentiable() -> list[str]:
+    """The operators that have gradients."""
+    return [name for name in _SCHEMA if _GRADIENT_OPS[name] or name in _FURTHER]
+
+
+# --- sums over the tokens of several backward calls
+
+
+class _Sum:
+    """The sum over tokens for a parameter, from one backward call to the next."""
+
+    def __init__(self, parameter: str) -> None:
+        self.parameter = parameter
+        self.name, self.sums, self.tokens, self.open = "", None, 0, 0
+
+    def go_on(self, name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> None:
+        if _active is None or not self.open:
+            raise RuntimeError(f"accumulate: `{self.parameter}` is gone back through outside of its block, or twice")
+        self.open -= 1
+        axes = _SCHEMA[name]["inputs"][0]["axes"]
+        if any(attribute["name"] == "token_offset" for attribute in _SCHEMA[name]["attributes"]):
+            attributes["token_offset"] = self.tokens
+        if self.sums is not None:
+            attributes["carry"] = self.sums
+        self.name, self.sums = name, _sum(name, args, attributes)
+        self.tokens += math.prod(args[0].shape[: args[0].dim() - len(axes) + 1])
+
+
+class accumulate:
+    """Around all micro-batches of a step, forwards and backwards: `.grad` of every parameter of `model` has, when the block
+    ends, the bits that one batch of all of them has within such a block.
+
+        with samebits.torch.accumulate(model):
+            for part in parts:
+                loss(model(part)).backward()
+        optimizer.step()
+
+    Parts are in the order of the batch, each whole sequences. The sums over tokens are carried in f32 from one backward call
+    to the next and rounded to the dtype of the parameter once, at the end. What cannot be carried is refused by name, in
+    the backward call: a parameter that reaches another operator than those of samebits, or through one (a cast, a
+    transpose); one that an operator reads twice before it is gone back through; one that has a gradient already.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._named.items()}
+        self._sums: dict[tuple[str, str], _Sum] = {}
+        self._hooks: list[Any] = []
+
+    def begin(self, name: str, given: dict[str, Any]) -> dict[str, _Sum]:
+        """The sums that this call of operator `name` goes on with, by its inputs."""
+        carried: dict[str, _Sum] = {}
+        for i, tensor in given.items():
+            parameter = self._names.get(id(tensor))
+            if parameter is None:
+                continue
+            one = self._sums.setdefault((parameter, name), _Sum(parameter))
+            if name == "embedding" and one.sums is None:
+                one.sums = tensor.new_zeros(tensor.shape, dtype=torch.float32)
+            if torch._C._current_graph_task_id() != -1:
+                # A forward that is run again inside a backward call: the first one is counted.
+                if one.open == 0:
+                    raise RuntimeError(f"accumulate: `{parameter}` is recomputed in a way that cannot be followed; use_reentrant=False")
+            else:
+                one.open += 1
+                if one.open > 1:
+                    raise RuntimeError(
+                        f"accumulate: `{parameter}` is read by {name} twice before a backward call; its sum cannot be carried"
+                    )
+            carried[i] = one
+        return carried
+
+    def __enter__(self) -> accumulate:
+        global _active
+        if _active is not None:
+            raise RuntimeError("accumulate: a block is open already")
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                raise RuntimeError(f"accumulate: `{name}` has a gradient already; clear it first")
+        for name, parameter in self._named.items():
+            self._hooks.append(parameter.register_hook(_refusal(name)))
+        _active = self
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        global _active
+        _active = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        sums, self._sums = self._sums, {}
+        if kind is not None:
+            return
+        # Of a table that is a matrix as well: the product's sum, then that of its look-ups.
+        order = sorted(sums, key=lambda key: (key[1] == "embedding", list(_SCHEMA).index(key[1])))
+        whole: dict[str, torch.Tensor] = {}
+        for key in order:
+            if sums[key].name:
+                found = _joined(sums[key].name, sums[key].sums)
+                whole[key[0]] = whole[key[0]] + found if key[0] in whole else found
+        for name, gradient in whole.items():
+            parameter = self._named[name]
+            parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
+
+
+_active: accumulate | None = None
+
+
+def _refusal(name: str) -> Callable[[Any], None]:
+    def refuse(gradient: Any) -> None:
+        if gradient is not None:
+            raise RuntimeError(f"accumulate: `{name}` is read by another operator, or through one; its sum cannot be carried")
+
+    return refuse
+
+
+def _register_gradients(op: dict[str, Any]) -> None:
+    name = op["name"]
+    inputs, outputs = [i["name"] for i in op["inputs"]], [o["name"] for o in op["outputs"]]
+    # What gradient ops read of the call, and which gradients they take.
+    saved = {i["name"] for g in _GRADIENT_OPS[name] for i in _SCHEMA[g]["inputs"]}
+    saved |= set(_FURTHER[name][0]) if name in _FURTHER else set()
+    taken = {o for o in outputs if f"d{o}" in saved} if _GRADIENT_OPS[name] else set(outputs)
+    keep_inputs, keep_outputs = [i for i in inputs if i in saved], [o for o in outputs if o in saved]
+
+    def setup_context(ctx, inputs: tuple, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        made = output if isinstance(output, (tuple, list)) else (output,)
+        given = dict(zip([i["name"] for i in op["inputs"]], inputs))
+        results = dict(zip(outputs, made))
+        ctx.save_for_backward(*[given[i] for i in keep_inputs], *[results[o] for o in keep_outputs])
+        ctx.inputs = {
+            i: (tensor.shape, tensor.dtype, at) for at, (i, tensor) in enumerate(given.items()) if tensor is not None
+        }
+        ctx.attributes = {k: v for k, v in keyword_only_inputs.items() if k != "dtype"}
+        ctx.carried = _active.begin(name, given) if _active else {}
+        if others := [tensor for o, tensor in results.items() if o not in taken]:
+            ctx.mark_non_differentiable(*others)
+
+    def backward(ctx, *gradients):
+        tensors = dict(zip([*keep_inputs, *keep_outputs], ctx.saved_tensors))
+        gradients = {o: gradient for o, gradient in zip(outputs, gradients) if o in taken}
+        call = _Call(op, tensors, ctx.inputs, gradients, ctx.attributes, ctx.carried)
+        needed = {i for i, (_, dtype, at) in ctx.inputs.items() if ctx.needs_input_grad[at] and dtype.is_floating_point}
+        found: dict[str, torch.Tensor] = {}
+        for g in _GRADIENT_OPS[name]:
+            of = {i for o in _SCHEMA[g]["outputs"] if (i := o["name"][1:]) in inputs}
+            of |= {also for i in of for also in _ALSO.get((name, i), ())}
+            if of & needed:
+                for i, gradient in call.apply(g).items():
+                    for also in (i, *_ALSO.get((name, i), ())):
+                        found[also] = gradient
+        if name in _FURTHER and needed - found.keys():
+            found |= {i: gradient for i, gradient in _FURTHER[name][1](call).items() if i not in found and i in needed}
+        results = []
+        for i in inputs:
+            if i not in needed or i not in found:
+                results.append(None)
+                continue
+            shape, dtype, _ = ctx.inputs[i]
+            results.append(found[i].to(dtype).reshape(shape))
+        return tuple(results)
+
+    torch.library.register_autograd(f"samebits::{name}", backward, setup_context=setup_context, lib=_library)
+
+
+def _refuse_gradients(op: dict[str, Any]) -> None:
+    name = op["name"]
+
+    def backward(ctx, *gradients):
+        raise NotImplementedError(f"{name}: it has no gradient op; detach its inputs, or use its outputs without gradients")
+
+    torch.library.register_autograd(f"samebits::{name}", backward, lib=_library)
+
+
+def _on_cuda(op: dict[str, Any]) -> Callable[..., Any]:
+    def refuse(*args, **attributes):
+        raise NotImplementedError(f"{op['name']}: its inputs are on a CUDA device; this build computes on the processor")
+
+    return refuse
+
+
+_kernels = _native.kernels()
+for _op in _SCHEMA.values():
+    _library.define(_signature(_op), tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_op["name"], _kernels[_op["name"]], "CPU")
+    _library.impl(_op["name"], _on_cuda(_op), "CUDA")
+    torch.library.register_fake(f"samebits::{_op['name']}", _fake(_op), lib=_library)
+for _op in _SCHEMA.values():
+    (_register_gradients if _op["name"] in differentiable() else _refuse_gradients)(_op)

@@ -1,0 +1,207 @@
+"""Threads, forks, the interpreter's lock, and the command."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import samebits
+import torch
+from conftest import floats, same
+from samebits import _native, ops
+from torch.utils.data import DataLoader, Dataset
+
+X, W = floats((128, 512), "bfloat16", 1), floats((256, 512), "bfloat16", 2)
+
+
+def in_child(work, seconds=60):
+    """What `work` returns in the child of a fork of this process; fails where it hangs."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() else 3
+        finally:
+            os._exit(code)
+    os.close(write)
+    os.close(read)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hangs"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_fork(threads):
+    with samebits.Cpu(threads=threads) as cpu:
+        expected = ops.gemm(X, W)
+
+        def work():
+            again = same(ops.gemm(X, W), expected)
+            # And in the child of the child.
+            further = in_child(lambda: same(ops.gemm(X, W), expected), 20) == 0
+            with cpu:
+                held = same(ops.gemm(X, W), expected)
+            return again and further and held and samebits.get_cpu().threads == threads
+
+        assert in_child(work) == 0
+        assert same(ops.gemm(X, W), expected)
+
+
+def test_fork_while_other_threads_compute():
+    expected = ops.gemm(X, W)
+    stop = threading.Event()
+
+    def compute():
+        while not stop.is_set():
+            ops.gemm(X, W)
+
+    with samebits.Cpu(threads=2):
+        others = [threading.Thread(target=compute) for _ in range(3)]
+        for other in others:
+            other.start()
+        try:
+            for _ in range(300):
+                assert in_child(lambda: same(ops.gemm(X, W), expected), 30) == 0
+        finally:
+            stop.set()
+            for other in others:
+                other.join()
+
+
+def _of_rank(rank):
+    return ops.gemm(X, W).sum(dtype=torch.float64).item() + 0 * rank
+
+
+def test_multiprocessing_fork():
+    with samebits.Cpu(threads=2):
+        expected = _of_rank(0)
+        with multiprocessing.get_context("fork").Pool(3) as pool:
+            assert pool.map_async(_of_rank, range(12)).get(timeout=60) == [expected] * 12
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return ops.gemm(X[row : row + 1], W)[0]
+
+
+def test_workers_of_a_data_loader():
+    with samebits.Cpu(threads=2):
+        expected = ops.gemm(X[:8], W)
+        loader = DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=60)
+        assert same(torch.cat(list(loader)), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_several_threads_of_python(threads):
+    with samebits.Cpu(threads=threads):
+        expected = ops.gemm(X, W)
+        wrong = []
+
+        def compute():
+            for _ in range(40):
+                if not same(ops.gemm(X, W), expected):
+                    wrong.append(1)
+
+        all_threads = [threading.Thread(target=compute) for _ in range(6)]
+        for thread in all_threads:
+            thread.start()
+        for thread in all_threads:
+            thread.join()
+        assert not wrong
+
+
+def test_the_lock_of_the_interpreter_is_released():
+    x, w = floats((128, 2048), "float32", 1), floats((2048, 2048), "float32", 2)
+    counted, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=count)
+    with samebits.Cpu(isa="scalar", threads=1):
+        other.start()
+        try:
+            before = counted[0]
+            ops.gemm(x, w)
+            during = counted[0] - before
+        finally:
+            stop.set()
+            other.join()
+    # One that waits for the lock is let in once, at the end.
+    assert during > 5
+
+
+# --- the module and the command
+
+
+def test_stubs_are_current():
+    assert subprocess.call([sys.executable, "-m", "samebits.stubs", "--check"]) == 0
+
+
+def test_signatures():
+    import inspect
+
+    signature = inspect.signature(ops.rms_norm)
+    assert list(signature.parameters)[:3] == ["x", "w", "eps"]
+    assert signature.parameters["eps"].default == 1e-6
+    assert signature.parameters["eps"].kind is inspect.Parameter.KEYWORD_ONLY
+    for name in ops.__all__:
+        inspect.signature(getattr(ops, name))
+
+
+def test_numpy_and_torch_are_not_needed():
+    code = "import sys, samebits; assert not {'torch', 'numpy'} & set(sys.modules); print(samebits.get_cpu().threads)"
+    assert int(subprocess.check_output([sys.executable, "-c", code])) >= 1
+
+
+def run(*arguments, folder):
+    command = [sys.executable, "-m", "samebits", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_command(tmp_path):
+    assert run("--version", folder=tmp_path).stdout == f"samebits {samebits.__version__}\n"
+    broken = run("check", "--op", "nothing", folder=tmp_path)
+    assert broken.returncode == 2 and broken.stderr.startswith("samebits: --op nothing")
+    assert "rms_norm" in run("schema", folder=tmp_path).stdout
+
+
+@pytest.mark.skipif(
+    not (Path(sys.executable).parent / "samebits").exists(), reason="not installed: no program starts the command again"
+)
+def test_check_outside_of_the_repository(tmp_path):
+    done = run("check", "--slice", "quick", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (tmp_path / "samebits-report" / "report.html").is_file()
+    assert "untested" not in done.stdout
+
+
+def test_check_is_a_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert samebits.check("--op", "nothing") == 2
+
+
+def test_the_command_runs_once_in_a_process():
+    code = (
+        "from samebits import _native; a = _native.command('x', ['--version'], None); assert a == 0\n"
+        "try: _native.command('x', ['--version'], None)\n"
+        "except NotImplementedError: print('refused')"
+    )
+    assert "refused" in subprocess.check_output([sys.executable, "-c", code], text=True)
