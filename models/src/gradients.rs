@@ -463,7 +463,10 @@ mod tests {
                 (GradientRun { micro_batch: 5, padding: Padding::Left(3), recompute: true, ..plain }, &[5, 8]),
                 (GradientRun { micro_batch: 3, padding: Padding::Right(2), ..plain }, &[3, 6, 8]),
                 (GradientRun { micro_batch: 7, padding: Padding::Right(4), pack: true, ..plain }, &[7, 8]),
-                (GradientRun { micro_batch: 4, padding: Padding::Left(1), pack: true, recompute: true, ..plain }, &[4, 8]),
+                (
+                    GradientRun { micro_batch: 4, padding: Padding::Left(1), pack: true, recompute: true, ..plain },
+                    &[4, 8],
+                ),
             ] {
                 let (found, done) = made(1, run);
                 assert!(found == one && done == expected, "{name} {run:?} {done:?}");
@@ -473,12 +476,53 @@ mod tests {
         }
     }
 
+    /// Ratios are cut where the loss says.
+    #[test]
+    fn borders_of_ratios_are_those_of_the_loss() {
+        let cpu = Cpu::best();
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/qwen3");
+        let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
+        let loss = |low: f64, high: f64| {
+            // Every ratio is far above 1, or far below.
+            let loss =
+                Loss::Policy { advantages: &[1.0, -1.0], old_logprob: &[vec![-60.0; 3], vec![30.0; 3]], low, high };
+            let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
+            let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
+            model.gradients(&cpu, &batch, &GradientRun::default(), |_| ()).unwrap().per_sequence
+        };
+        assert_eq!(loss(0.25, 0.5), [-3.0, 1.5]);
+        assert_eq!(loss(0.5, 2.0), [-6.0, 1.0]);
+    }
+
+    /// Padding stands before or behind each sequence, or all of them; what a shorter one lacks, behind it.
+    #[test]
+    fn rows_stand_where_the_run_says() {
+        let of = |padding, pack| {
+            let arranged = Arranged::new(&[2, 3], &GradientRun { padding, pack, ..GradientRun::default() });
+            let block = |block: Block| (block.first, block.stride, block.rows, block.lengths);
+            (arranged.pieces, arranged.blocks.into_iter().map(block).collect::<Vec<_>>())
+        };
+        let p = PADDING;
+        assert_eq!(of(Padding::None, false), (vec![(0, 2), (p, 1), (1, 3)], vec![(0, 3, 3, vec![2, 3])]));
+        let left = vec![(p, 4), (0, 2), (p, 1), (p, 4), (1, 3)];
+        assert_eq!(of(Padding::Left(4), false), (left, vec![(4, 7, 3, vec![2, 3])]));
+        let right = vec![(0, 2), (p, 5), (1, 3), (p, 4)];
+        assert_eq!(of(Padding::Right(4), false), (right, vec![(0, 7, 7, vec![2, 3])]));
+        let packed = |first: usize| vec![(first, 2, 2, vec![2]), (first + 2, 3, 3, vec![3])];
+        assert_eq!(of(Padding::None, true), (vec![(0, 2), (1, 3)], packed(0)));
+        assert_eq!(of(Padding::Left(4), true), (vec![(p, 4), (0, 2), (1, 3)], packed(4)));
+        assert_eq!(of(Padding::Right(4), true), (vec![(0, 2), (1, 3), (p, 4)], packed(0)));
+    }
+
     /// Of rows with labels, those of padding become NaN.
     #[test]
     fn padding_is_spoilt() {
         let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
         Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
         assert_eq!(values.map(f32::is_nan), [true, true, false, false, true, true]);
+        let mut alone = [1f32; 3];
+        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
+        assert!(alone.iter().all(|v| v.is_nan()));
         assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
         assert!("right:65537".parse::<Padding>().is_err());
     }

@@ -234,14 +234,9 @@ mod tests {
         let cpu = Cpu::best();
         let mut sums = Sums::default();
         for before in [0.0f32, 3.0, 6.0] {
-            let add = |carry: TensorRef, next: &mut Tensor| {
-                let to = vec![("y", next.view_mut())];
-                cpu.call("scale", Attributes::new().with("factor", 2.0), &[("x", carry)], to)?;
-                assert_eq!(bits(next), expected(&[2.0 * before; 2]));
-                next.as_slice_mut::<f32>().unwrap().fill(before + 3.0);
-                Ok(())
-            };
-            sums.matrix(&cpu, Of::whole("m"), None, [2, 1], add).unwrap();
+            let state = sums.matrix(Of::whole("m"), None, [2, 1]).unwrap();
+            assert_eq!(state, [before; 2]);
+            state.fill(before + 3.0);
         }
         let mut seen = Vec::new();
         for mask in [&[1, 0, 2][..], &[0, 1], &[1]] {
@@ -266,9 +261,8 @@ mod tests {
         let cpu = Cpu::best();
         let mut tree = Tree::default();
         let group = |values: &[(&str, f32)]| {
-            let total = |&(name, value): &(&str, f32)| {
-                (Of::whole(name), Total { values: tensor(&[value], &[1]), rows: None })
-            };
+            let total =
+                |&(name, value): &(&str, f32)| (Of::whole(name), Total { values: tensor(&[value], &[1]), rows: None });
             Totals(values.iter().map(total).collect())
         };
         for values in [

@@ -164,15 +164,21 @@ fn shape([batch, queries, keys]: [usize; 3], heads: [usize; 2], [head_dim, value
 fn gradients_are_plain_on_every_plan() {
     Case::<bf16>::new(shape([2, 99, 40], [2, 1], [20, 5]), &[40, 33], true).check::<f32>();
     Case::<f32>::new(shape([3, 5, 270], [1, 1], [3, 17]), &[270, 0, 258], false).check::<bf16>();
-    let not_causal = Attention { causal: false, ..shape([1, 27, 70], [3, 3], [16, 16]) };
+    let not_causal = Attention { causal: false, ..shape([1, 27, 70], [3, 3], [16, 70]) };
     Case::<bf16>::new(not_causal, &[70], true).check::<bf16>();
+    for [queries, keys, d, e] in [[0, 5, 4, 4], [5, 0, 4, 4], [5, 6, 0, 4], [5, 6, 4, 0]] {
+        Case::<f32>::new(shape([2, queries, keys], [2, 1], [d, e]), &[keys as i32; 2], false).check::<f32>();
+    }
 }
 
 /// A window, a softcap, TF32, each where rows see some keys of a block alone.
 #[test]
 fn gradients_of_windows_and_caps_are_plain() {
     let window = Attention { window: Some(9), ..shape([1, 40, 300], [2, 1], [4, 4]) };
-    Case::<bf16>::new(window, &[299], false).check::<f32>();
+    let mut case = Case::<bf16>::new(window, &[299], false);
+    // Some of the rows between see nothing of what the others see.
+    case.q_pos.iter_mut().step_by(4).for_each(|p| *p = 5);
+    case.check::<f32>();
     let cap = Attention { softcap: Some(2.5), ..shape([1, 26, 34], [2, 2], [8, 8]) };
     Case::<bf16>::new(cap, &[34], true).check::<f32>();
     let tf32 = Attention { tf32: Tf32::Enabled, ..shape([1, 25, 33], [2, 1], [7, 9]) };
@@ -184,13 +190,13 @@ fn gradients_of_windows_and_caps_are_plain() {
 #[test]
 fn gradients_beside_infinities_are_plain() {
     for (at, cap) in [(0, None), (1, None), (2, None), (3, None), (1, Some(2.5))] {
-        let shape = Attention { softcap: cap, ..shape([1, 29, 40], [2, 1], [5, 6]) };
-        let mut case = Case::<f32>::new(shape, &[38], true);
+        let shape = Attention { softcap: cap, ..shape([1, 29, 90], [2, 1], [5, 6]) };
+        let mut case = Case::<f32>::new(shape, &[88], true);
         let (d, e) = (shape.head_dim, shape.value_dim);
         match at {
             // Scores of -inf beside finite ones, and of both infinities.
             0 => case.q[d..2 * d].fill(f32::NEG_INFINITY),
-            1 => case.k[17 * d] = f32::INFINITY,
+            1 => [64, 70].into_iter().for_each(|j| case.k[j * d] = f32::INFINITY),
             2 => case.v[20 * e] = f32::NEG_INFINITY,
             // In padding alone.
             _ => {

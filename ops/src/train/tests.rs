@@ -43,10 +43,9 @@ fn losses_without_parameters_are_plain() {
 #[test]
 fn a_step_in_place_is_plain() {
     let own = AdamW { lr: 0.03, beta1: 0.7, beta2: 0.95, eps: 1e-6, weight_decay: 0.1, step: 6 };
-    for (shape, [lr, beta1, beta2, eps, decay], step) in [
-        (AdamW::default(), [1e-3, 0.9, 0.999, 1e-8, 0.01], 1),
-        (own, [0.03, 0.7, 0.95, 1e-6, 0.1], 6),
-    ] {
+    for (shape, [lr, beta1, beta2, eps, decay], step) in
+        [(AdamW::default(), [1e-3, 0.9, 0.999, 1e-8, 0.01], 1), (own, [0.03, 0.7, 0.95, 1e-6, 0.1], 6)]
+    {
         let power = |base: f64| (0..step).fold(1.0, |power, _| power * base);
         let (rate, unbias) = ((lr / (1.0 - power(beta1))) as f32, (1.0 / (1.0 - power(beta2)).sqrt()) as f32);
         let [b1, b2, rest1, rest2] = [beta1, beta2, 1.0 - beta1, 1.0 - beta2].map(|constant| constant as f32);
