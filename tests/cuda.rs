@@ -1300,7 +1300,11 @@ const MUTANTS: [Mutant; 44] = [
     },
     Mutant {
         name: "square_that_is_read_before_it_is_written",
-        change: Change { file: "linear_logprob_backward.cu", from: "    __syncthreads();\n    long long row", to: "    long long row" },
+        change: Change {
+            file: "linear_logprob_backward.cu",
+            from: "    __syncthreads();\n    long long row",
+            to: "    long long row",
+        },
         shapes: "linear_logprob_backward",
         says: "elements differ",
     },

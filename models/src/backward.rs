@@ -25,7 +25,8 @@ use crate::qkv::Qkv;
 use crate::sums::{Of, Sums, zeros};
 use crate::{Config, ModelError};
 use samebits_ops::device::Part;
-use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, embedding_dw, gemm_dw};
+use samebits_ops::{Attributes, Cpu, DType, GemmDw, LinearLogprob, LogprobGradients, LogprobRows, RopeTable, Tensor};
+use samebits_ops::{TensorRef, embedding_dw, gemm_dw, linear_logprob_backward_packed};
 use std::ops::Range;
 
 /// A reverse pass over the rows of a micro-batch.
@@ -298,15 +299,16 @@ impl Decoder {
         let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
         let Some(cap) = &at.softcap else {
-            let Backward { pass, sums, cpu, mask, .. } = back;
-            let (source, shape) = (head.source(0), [self.config.vocab, self.config.hidden]);
-            let (target, mask) = (TensorRef::new(targets, &[n])?, TensorRef::new(mask, &[n])?);
-            sums.matrix(cpu, Of::source(source, "weight"), Some(source), shape, |carry, next| {
-                let rows = [("target", target), ("lse", lse.view()), ("dlogprob", dlogprob.view()), ("mask", mask)];
-                let inputs = [&[("x", a.view()), ("w", head.matrix(0)), ("carry", carry)], &rows[..]].concat();
-                let outputs = [("dx", da.view_mut()), ("dw", next.view_mut())];
-                pass.op("linear_logprob_backward", &at.none, &inputs, outputs)
-            })?;
+            let (source, shape) = (head.source(0), LinearLogprob::new(n, self.config.vocab, self.config.hidden));
+            let dw = back.sums.matrix(Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
+            let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
+            let gradients = LogprobGradients { dlogprob, dlse: None };
+            let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };
+            let dx = da.as_slice_mut::<f32>().expect("f32, and on the host");
+            typed!(a.dtype() => A, {
+                let x = a.as_slice::<A>().expect("of this dtype, and on the host");
+                linear_logprob_backward_packed(back.cpu, &shape, x, head.packed(0), &rows, dx, dw)?;
+            });
             return Ok(da);
         };
         for rows in tiles(n) {

@@ -114,6 +114,12 @@ impl Linear {
         }
     }
 
+    /// The same, packed; on the processor.
+    pub fn packed(&self, number: usize) -> &PackedWeight {
+        let Matrices::Packed(packed) = &self.weight else { panic!("it is on a device") };
+        &packed[number].0
+    }
+
     fn bias(&self, number: usize) -> Option<TensorRef<'_>> {
         match &self.weight {
             Matrices::Packed(packed) => packed[number].1.as_ref().map(Tensor::view),

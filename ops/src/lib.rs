@@ -57,7 +57,7 @@ pub use index::embedding::{embedding, embedding_packed};
 pub use index::embedding_dw::embedding_dw;
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
 pub use logprob::linear_logprob::{LinearLogprob, linear_logprob, linear_logprob_packed};
-pub use logprob::linear_logprob_backward::{LogprobRows, linear_logprob_backward};
+pub use logprob::linear_logprob_backward::{LogprobRows, linear_logprob_backward, linear_logprob_backward_packed};
 pub use logprob::logprob::{Logprob, logprob};
 pub use logprob::logprob_backward::{LogprobGradients, logprob_backward};
 pub use logprob::softmax::softmax;
@@ -116,9 +116,7 @@ pub mod device {
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
     pub use crate::index::embedding_dw::on_device as embedding_dw;
     pub use crate::logprob::linear_logprob::device::linear_logprob;
-    pub use crate::logprob::linear_logprob_backward::device::{
-        DeviceRows as LogprobRows, linear_logprob_backward,
-    };
+    pub use crate::logprob::linear_logprob_backward::device::{DeviceRows as LogprobRows, linear_logprob_backward};
     pub use crate::logprob::logprob::on_device as logprob;
     pub use crate::logprob::logprob_backward::{DeviceGradients as LogprobGradients, on_device as logprob_backward};
     pub use crate::logprob::softmax::on_device as softmax;

@@ -22,9 +22,7 @@ use crate::through_f32::convert;
 use crate::token::chains::mask_of;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
-use crate::{
-    Counter, Cpu, Element, Error, LinearLogprob, LogprobGradients, TensorRef, Tf32, check_len, value_error,
-};
+use crate::{Counter, Cpu, Element, Error, LinearLogprob, LogprobGradients, TensorRef, Tf32, check_len, value_error};
 use std::iter::successors;
 use std::ops::Range;
 
@@ -84,14 +82,61 @@ pub fn linear_logprob_backward<I: Element, O: Element>(
     dx: &mut [O],
     dw: &mut [f32],
 ) -> Result<(), Error> {
+    check_len(NAME, "w", "[V,K]", w.len(), &[shape.vocab, shape.k])?;
+    let w = TensorRef::of(w, &[shape.vocab, shape.k]).rows();
+    of_slices(cpu, shape, x, Source::Rows(w), rows, dx, dw)
+}
+
+/// [`linear_logprob_backward`] with a weight packed beforehand: the same bits.
+///
+/// # Errors
+/// As [`linear_logprob_backward`]; [`Error::Value`] when the weight is not `[V,K]`, or not of the dtype of x.
+///
+/// ```
+/// use samebits_ops::{Cpu, LinearLogprob, LogprobGradients, LogprobRows, PackedWeight};
+/// use samebits_ops::{linear_logprob_backward_packed, linear_logprob_packed};
+///
+/// let (cpu, shape) = (Cpu::best(), LinearLogprob::new(1, 2, 2));
+/// let (x, w) = ([2f32, 3.0], PackedWeight::pack(&cpu, 2, 2, &[1f32, 0.0, 1.0, 0.0])?);
+/// let (mut logp, mut lse, mut dx, mut dw) = ([9f32], [9f32], [9f32; 2], [0f32; 4]);
+/// linear_logprob_packed(&cpu, &shape, &x, &w, &[1], &mut logp, &mut lse)?;
+/// let gradients = LogprobGradients { dlogprob: &[1.0], dlse: None };
+/// let rows = LogprobRows { target: &[1], lse: &lse, gradients, mask: None };
+/// linear_logprob_backward_packed(&cpu, &shape, &x, &w, &rows, &mut dx, &mut dw)?;
+/// assert!((dw[2] - 1.0).abs() < 1e-6 && (dw[1] + 1.5).abs() < 1e-6);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn linear_logprob_backward_packed<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &LinearLogprob,
+    x: &[I],
+    w: &PackedWeight,
+    rows: &LogprobRows,
+    dx: &mut [O],
+    dw: &mut [f32],
+) -> Result<(), Error> {
+    if [w.n(), w.k()] != [shape.vocab, shape.k] {
+        let what = format!("w is [{}, {}]; it must be [{}, {}]", w.n(), w.k(), shape.vocab, shape.k);
+        return Err(value_error(NAME, what));
+    }
+    of_slices(cpu, shape, x, Source::of(TensorRef::packed(w))?, rows, dx, dw)
+}
+
+/// Of rows that stand one behind the other, with a weight that is `[V,K]`.
+fn of_slices<I: Element, O: Element>(
+    cpu: &Cpu,
+    shape: &LinearLogprob,
+    x: &[I],
+    w: Source<I>,
+    rows: &LogprobRows,
+    dx: &mut [O],
+    dw: &mut [f32],
+) -> Result<(), Error> {
     let LinearLogprob { rows: m, vocab, k, temperature } = *shape;
     let LogprobRows { target, lse, gradients: LogprobGradients { dlogprob, dlse }, mask } = *rows;
-    for (name, found, shape, extents) in [
-        ("x", x.len(), "[M,K]", [m, k]),
-        ("w", w.len(), "[V,K]", [vocab, k]),
-        ("dx", dx.len(), "[M,K]", [m, k]),
-        ("dw", dw.len(), "[V,K]", [vocab, k]),
-    ] {
+    for (name, found, shape, extents) in
+        [("x", x.len(), "[M,K]", [m, k]), ("dx", dx.len(), "[M,K]", [m, k]), ("dw", dw.len(), "[V,K]", [vocab, k])]
+    {
         check_len(NAME, name, shape, found, &extents)?;
     }
     let optional = [("dlse", dlse.map(<[f32]>::len)), ("mask", mask.map(<[i32]>::len))];
@@ -100,10 +145,10 @@ pub fn linear_logprob_backward<I: Element, O: Element>(
     for (name, found) in given.into_iter().chain(optional) {
         check_len(NAME, name, "[M]", found, &[m])?;
     }
-    let (x, w) = (TensorRef::of(x, &[m, k]), Source::Rows(TensorRef::of(w, &[vocab, k]).rows::<I>()));
+    let x = TensorRef::of(x, &[m, k]).rows::<I>();
     let given = Given { target, lse, dlogprob, dlse };
     let (scale, bounds) = (inverse(NAME, temperature)?, Gemm::new(m, vocab, k).bounds()?);
-    let call = Backward { cpu, sizes: [m, vocab, k], x: x.rows::<I>(), w, given, mask, scale, bounds };
+    let call = Backward { cpu, sizes: [m, vocab, k], x, w, given, mask, scale, bounds };
     call.run(dx, dw, |_, _| ())
 }
 
@@ -167,9 +212,7 @@ impl<'a, I: Element> Source<'a, I> {
         match w.as_packed() {
             None => Ok(Source::Rows(w.rows())),
             Some(packed) if packed.dtype() == I::slice(&[]).dtype() => Ok(Source::Packed(packed)),
-            Some(packed) => {
-                Err(value_error(NAME, format!("`w` was packed from {}; x is {}", packed.dtype(), I::NAME)))
-            }
+            Some(packed) => Err(value_error(NAME, format!("`w` was packed from {}; x is {}", packed.dtype(), I::NAME))),
         }
     }
 }
@@ -376,7 +419,15 @@ impl<I: Element> Backward<'_, I> {
             cpu.chunks(gradients, each * columns, |some, dlogits| {
                 let first_here = some * each;
                 let given = given.from(first + first_here);
-                cpu.dispatch(Part { logits, first: first_here, column: tile.start, given, scale, dlogits, large: false });
+                cpu.dispatch(Part {
+                    logits,
+                    first: first_here,
+                    column: tile.start,
+                    given,
+                    scale,
+                    dlogits,
+                    large: false,
+                });
             });
         }
         let gradients = TensorRef::of(&*gradients, &[count, columns]).rows::<I>();
