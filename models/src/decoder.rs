@@ -462,6 +462,23 @@ mod tests {
         assert!(!same_bits(&table(0.0), &table(-0.0)));
     }
 
+    /// Some tied folders store the table a second time: it has one gradient.
+    #[test]
+    fn a_table_that_is_stored_twice_is_one_parameter() {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/gemma2");
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(from.join("config.json"), dir.path().join("config.json")).unwrap();
+        let file = std::fs::read(from.join("model.safetensors")).unwrap();
+        let stored = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let table = "model.embed_tokens.weight";
+        let twice = ("lm_head.weight".to_string(), stored.tensor(table).unwrap());
+        let tensors = stored.tensors().into_iter().chain([twice]);
+        safetensors::serialize_to_file(tensors, None, &dir.path().join("model.safetensors")).unwrap();
+        let config = Config::load(dir.path()).unwrap();
+        let decoder = Decoder::load(&config, Weights::open(dir.path()).unwrap(), DType::Bf16, &Cpu::best()).unwrap();
+        assert!(decoder.parameters.contains_key(table) && !decoder.parameters.contains_key("lm_head.weight"));
+    }
+
     #[test]
     fn the_last_row_of_each_sequence_has_the_same_logits_alone() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");

@@ -488,24 +488,103 @@ fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Precision;
+    use std::path::Path;
 
-    /// Padding and packing decide where rows stand.
+    /// Runs of groups and of micro-batches, each of other rows: more than are a tile of logits, with padding before or
+    /// behind them, in one row or not, once more for the reverse pass or not.
     #[test]
-    fn sequences_stand_where_the_run_says() {
-        let made = |padding: Padding, pack: bool| {
-            let arranged = Arranged::new(&[3, 1], &GradientRun { padding, pack, ..GradientRun::default() });
-            let rows = |(label, length): &(usize, usize)| {
-                let name = if *label == PADDING { "-".to_string() } else { label.to_string() };
-                name.repeat(*length)
+    fn how_rows_are_arranged_moves_no_bit() {
+        let cpu = Cpu::best();
+        let lengths = [40, 45, 1, 44, 39, 45, 45, 41];
+        let sequences = lengths.map(|n| (0..n).map(|t| (n * 31 + t * 7) as i32 % 160).collect::<Vec<i32>>());
+        let count = lengths.map(|n| (0..n).map(|t| i32::from(t % 3 > 0)).collect::<Vec<i32>>());
+        let old_logprob = lengths.map(|n| (0..n).map(|t| t as f32 / -9.0).collect::<Vec<f32>>());
+        let advantages = lengths.map(|n| n as f32 / 16.0 - 2.5);
+        let policy = Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5 };
+        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy)] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let made = |groups: usize, run: GradientRun| {
+                let batch = Batch { sequences: &sequences, count: &count, loss, groups };
+                let mut done = Vec::new();
+                let found = model.gradients(&cpu, &batch, &run, None, |sequences| done.push(sequences)).unwrap();
+                assert!(found.logprob.iter().map(Vec::len).eq(lengths) && found.per_sequence.len() == lengths.len());
+                assert!(found.logprob.iter().all(|logprob| logprob[0] == 0.0) && found.loss.is_finite());
+                let parameters = found.parameters.values().flat_map(|t| t.as_slice::<f32>().unwrap());
+                let all = parameters.chain(&found.per_sequence).chain(found.logprob.iter().flatten());
+                (all.chain([&found.loss]).map(|v| v.to_bits()).collect::<Vec<u32>>(), done)
             };
-            let firsts = arranged.blocks.iter().map(|block| (block.first, block.stride, block.lengths.len()));
-            (arranged.pieces.iter().map(rows).collect::<String>(), firsts.collect::<Vec<_>>())
+            let plain = GradientRun::default();
+            assert!(!plain.pack && !plain.recompute);
+            let (one, done) = made(1, plain);
+            assert_eq!(done, [1, 2, 3, 4, 5, 6, 7, 8]);
+            for (run, expected) in [
+                (GradientRun { micro_batch: 8, ..plain }, &[8][..]),
+                (GradientRun { micro_batch: 5, padding: Padding::Left(3), recompute: true, ..plain }, &[5, 8]),
+                (GradientRun { micro_batch: 3, padding: Padding::Right(2), ..plain }, &[3, 6, 8]),
+                (GradientRun { micro_batch: 7, padding: Padding::Right(4), pack: true, ..plain }, &[7, 8]),
+                (
+                    GradientRun { micro_batch: 4, padding: Padding::Left(1), pack: true, recompute: true, ..plain },
+                    &[4, 8],
+                ),
+            ] {
+                let (found, done) = made(1, run);
+                assert!(found == one && done == expected, "{name} {run:?} {done:?}");
+            }
+            let (four, _) = made(4, plain);
+            assert!(made(4, GradientRun { ranks: 2, micro_batch: 2, ..plain }).0 == four, "{name}");
+        }
+    }
+
+    /// Ratios are cut where the loss says.
+    #[test]
+    fn borders_of_ratios_are_those_of_the_loss() {
+        let cpu = Cpu::best();
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/qwen3");
+        let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
+        let loss = |low: f64, high: f64| {
+            // Every ratio is far above 1, or far below.
+            let loss =
+                Loss::Policy { advantages: &[1.0, -1.0], old_logprob: &[vec![-60.0; 3], vec![30.0; 3]], low, high };
+            let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
+            let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
+            model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap().per_sequence
         };
-        assert_eq!(made(Padding::None, false), ("0001--".into(), vec![(0, 3, 2)]));
-        assert_eq!(made(Padding::Left(2), false), ("--000--1--".into(), vec![(2, 5, 2)]));
-        assert_eq!(made(Padding::Right(1), false), ("000-1---".into(), vec![(0, 4, 2)]));
-        assert_eq!(made(Padding::None, true), ("0001".into(), vec![(0, 3, 1), (3, 1, 1)]));
-        assert_eq!(made(Padding::Left(2), true), ("--0001".into(), vec![(2, 3, 1), (5, 1, 1)]));
-        assert_eq!(made(Padding::Right(1), true), ("0001-".into(), vec![(0, 3, 1), (3, 1, 1)]));
+        assert_eq!(loss(0.25, 0.5), [-3.0, 1.5]);
+        assert_eq!(loss(0.5, 2.0), [-6.0, 1.0]);
+    }
+
+    /// Padding stands before or behind each sequence, or all of them; what a shorter one lacks, behind it.
+    #[test]
+    fn rows_stand_where_the_run_says() {
+        let of = |padding, pack| {
+            let arranged = Arranged::new(&[2, 3], &GradientRun { padding, pack, ..GradientRun::default() });
+            let block = |block: Block| (block.first, block.stride, block.rows, block.lengths);
+            (arranged.pieces, arranged.blocks.into_iter().map(block).collect::<Vec<_>>())
+        };
+        let p = PADDING;
+        assert_eq!(of(Padding::None, false), (vec![(0, 2), (p, 1), (1, 3)], vec![(0, 3, 3, vec![2, 3])]));
+        let left = vec![(p, 4), (0, 2), (p, 1), (p, 4), (1, 3)];
+        assert_eq!(of(Padding::Left(4), false), (left, vec![(4, 7, 3, vec![2, 3])]));
+        let right = vec![(0, 2), (p, 5), (1, 3), (p, 4)];
+        assert_eq!(of(Padding::Right(4), false), (right, vec![(0, 7, 7, vec![2, 3])]));
+        let packed = |first: usize| vec![(first, 2, 2, vec![2]), (first + 2, 3, 3, vec![3])];
+        assert_eq!(of(Padding::None, true), (vec![(0, 2), (1, 3)], packed(0)));
+        assert_eq!(of(Padding::Left(4), true), (vec![(p, 4), (0, 2), (1, 3)], packed(4)));
+        assert_eq!(of(Padding::Right(4), true), (vec![(0, 2), (1, 3), (p, 4)], packed(0)));
+    }
+
+    /// Of rows with labels, those of padding become NaN.
+    #[test]
+    fn padding_is_spoilt() {
+        let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
+        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
+        assert_eq!(values.map(f32::is_nan), [true, true, false, false, true, true]);
+        let mut alone = [1f32; 3];
+        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
+        assert!(alone.iter().all(|v| v.is_nan()));
+        assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
+        assert!("right:65537".parse::<Padding>().is_err());
     }
 }

@@ -211,3 +211,95 @@ fn add(cpu: &Cpu, a: &Tensor, b: &Tensor) -> Result<Tensor, ModelError> {
     cpu.call("add", Attributes::new(), &[("a", a.view()), ("b", b.view())], vec![("y", y.view_mut())])?;
     Ok(y)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(values: &[f32], shape: &[usize]) -> Tensor {
+        Tensor::new(values.to_vec(), shape).unwrap()
+    }
+
+    fn bits(tensor: &Tensor) -> Vec<u32> {
+        tensor.as_slice::<f32>().unwrap().iter().map(|v| v.to_bits()).collect()
+    }
+
+    fn expected(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|v| v.to_bits()).collect()
+    }
+
+    /// A matrix goes on from its state, a vector from its chains and the tokens that it has had.
+    #[test]
+    fn sums_go_on_from_where_they_were() {
+        let cpu = Cpu::best();
+        let mut sums = Sums::default();
+        for before in [0.0f32, 3.0, 6.0] {
+            let state = sums.matrix(Of::whole("m"), None, [2, 1]).unwrap();
+            assert_eq!(state, [before; 2]);
+            state.fill(before + 3.0);
+        }
+        let mut seen = Vec::new();
+        for mask in [&[1, 0, 2][..], &[0, 1], &[1]] {
+            let add = |_: TensorRef, before: usize, next: &mut Tensor| {
+                seen.push(before);
+                next.as_slice_mut::<f32>().unwrap().fill(seen.len() as f32);
+                Ok(())
+            };
+            sums.vector(&cpu, Of::whole("v"), None, 2, mask, add).unwrap();
+        }
+        assert_eq!(seen, [0, 2, 3]);
+        let parameters = BTreeMap::from([("m".to_string(), vec![2, 1]), ("v".to_string(), vec![2])]);
+        let found = sums.end(&cpu).unwrap().finish(&cpu, &parameters).unwrap();
+        assert_eq!(bits(&found["m"]), expected(&[9.0; 2]));
+        // The fold of 64 chains of 3.
+        assert_eq!(bits(&found["v"]), expected(&[192.0; 2]));
+    }
+
+    /// Groups are joined as pairs, and pairs of pairs; what a group has not is +0 there.
+    #[test]
+    fn groups_are_joined_as_a_tree() {
+        let cpu = Cpu::best();
+        let mut tree = Tree::default();
+        let group = |values: &[(&str, f32)]| {
+            let total =
+                |&(name, value): &(&str, f32)| (Of::whole(name), Total { values: tensor(&[value], &[1]), rows: None });
+            Totals(values.iter().map(total).collect())
+        };
+        for values in [
+            &[("all", 1e8), ("first", -0.0)][..],
+            &[("all", 1.0)],
+            &[("all", -1e8)],
+            &[("all", 1.0), ("last", -0.0), ("number", 5.0)],
+        ] {
+            tree.push(&cpu, group(values)).unwrap();
+        }
+        let names = ["all", "first", "last", "never", "number"];
+        let parameters = names.map(|name| (name.to_string(), vec![1])).into();
+        let found = tree.root().finish(&cpu, &parameters).unwrap();
+        // In a row it would be 1; alone, -0 would stay.
+        for (name, value) in names.into_iter().zip([0.0, 0.0, 0.0, 0.0, 5.0]) {
+            assert_eq!(bits(&found[name]), expected(&[value]), "{name}");
+        }
+    }
+
+    /// The sums of some rows of a parameter are put to those rows, and a table's two sums are added.
+    #[test]
+    fn gradients_are_whole_parameters() {
+        let cpu = Cpu::best();
+        let source = |start, width| Source { name: "p".into(), groups: 2, size: 3, start, width };
+        let total = |values: &[f32], shape: &[usize], rows| Total { values: tensor(values, shape), rows };
+        let (first, rest) = (source(0, 1), source(1, 2));
+        let totals = Totals(BTreeMap::from([
+            (Of::source(&first, "weight"), total(&[1.0, 2.0, 3.0, 4.0], &[2, 2], Some(first))),
+            (Of::source(&rest, "weight"), total(&[5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0], &[4, 2], Some(rest))),
+            (Of::whole("table"), total(&[1.0, 2.0], &[2], None)),
+            (Of::table("table"), total(&[0.5, 4.0], &[2], None)),
+        ]));
+        let parameters = BTreeMap::from([("p.weight".to_string(), vec![6, 2]), ("table".to_string(), vec![2])]);
+        let found = totals.finish(&cpu, &parameters).unwrap();
+        assert_eq!(found.len(), 2);
+        let rows = [1.0, 2.0, 5.0, 6.0, 7.0, 8.0, 3.0, 4.0, 9.0, 10.0, 11.0, 12.0];
+        assert_eq!(bits(&found["p.weight"]), expected(&rows));
+        assert_eq!(bits(&found["table"]), expected(&[1.5, 6.0]));
+    }
+}

@@ -217,3 +217,137 @@ fn round(cpu: &Cpu, values: &Tensor, dtype: DType) -> Result<Tensor, ModelError>
     cpu.call("scale", Attributes::new(), &[("x", values.view())], vec![("y", y.view_mut())])?;
     Ok(y)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Loss;
+    use samebits_ops::{AdamW, adamw, bf16, clip_factor, square_sum};
+
+    type State = BTreeMap<String, [Tensor; 3]>;
+
+    fn trainer(cpu: &Cpu) -> Trainer {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/deepseek-v3");
+        Trainer::load(&dir, Precision::Bf16, cpu, |_, _| ()).unwrap()
+    }
+
+    /// Six tokens in two groups.
+    fn batch<T>(loss: Loss, then: impl FnOnce(&Batch) -> T) -> T {
+        let (sequences, count) = ([vec![1, 2, 3, 4], vec![5, 6]], [vec![0, 1, 0, 1], vec![0, 1]]);
+        then(&Batch { sequences: &sequences, count: &count, loss, groups: 2 })
+    }
+
+    fn advance(trainer: &mut Trainer, cpu: &Cpu, loss: Loss) -> Result<StepReport, ModelError> {
+        let optimizer = Optimizer { lr: 0.01, beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.1, max_norm: 0.5 };
+        batch(loss, |batch| trainer.advance(cpu, batch, &GradientRun::default(), &optimizer, |_| ()))
+    }
+
+    fn floats(tensor: &Tensor) -> Vec<f32> {
+        tensor.as_slice::<f32>().unwrap().to_vec()
+    }
+
+    fn copy(state: &State) -> State {
+        let of = |tensor: &Tensor| Tensor::new(floats(tensor), tensor.shape()).unwrap();
+        state.iter().map(|(name, tensors)| (name.clone(), tensors.each_ref().map(of))).collect()
+    }
+
+    fn bits(state: &State) -> Vec<u32> {
+        state.values().flatten().flat_map(floats).map(f32::to_bits).collect()
+    }
+
+    /// A step is AdamW of every parameter, by the gradients of the rounded weights and the norm of all of them; a run that
+    /// goes on from what another left is that one.
+    #[test]
+    fn a_step_is_adamw_of_every_parameter() {
+        let cpu = Cpu::best();
+        let (mut trainer, mut other) = (trainer(&cpu), self::trainer(&cpu));
+        assert_eq!(trainer.step(), 0);
+        let constants = trainer.tensors.keys().filter(|name| !trainer.state.contains_key(*name)).count();
+        assert_eq!((constants, trainer.tensors.len() - constants), (1, trainer.state.len()));
+        for step in 1..=2 {
+            let decoder = Decoder::load(&trainer.config, Weights::of(&trainer.tensors), DType::Bf16, &cpu).unwrap();
+            let found = batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
+            let found = found.unwrap();
+            let mut sums = vec![0f32; found.parameters.len()];
+            for (gradient, sum) in found.parameters.values().zip(sums.chunks_mut(1)) {
+                square_sum(&cpu, gradient.as_slice().unwrap(), sum).unwrap();
+            }
+            let (norm, factor) = clip_factor(&cpu, 0.5, &sums).unwrap();
+            assert!(factor < 1.0);
+            let mut expected = copy(trainer.state());
+            let shape = AdamW { lr: 0.01, beta1: 0.8, beta2: 0.9, eps: 1e-6, weight_decay: 0.1, step };
+            let mut digest = Sha256::new();
+            for (name, tensors) in &mut expected {
+                let [w, m, v] = tensors.each_mut().map(|tensor| tensor.as_slice_mut::<f32>().unwrap());
+                let gradient = found.parameters[name].as_slice::<f32>().unwrap();
+                let mut rounded = vec![bf16::ZERO; w.len()];
+                adamw(&cpu, &shape, gradient, Some(factor), [&mut *w, m, v], &mut rounded).unwrap();
+                w.iter().for_each(|w| digest.update(w.to_le_bytes()));
+            }
+            let report = advance(&mut trainer, &cpu, Loss::Nll).unwrap();
+            let sha256 = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(report, StepReport { step, loss: found.loss, norm, sha256 });
+            assert_eq!(bits(trainer.state()), bits(&expected));
+            for (name, [w, ..]) in &expected {
+                let rounded: Vec<bf16> = floats(w).into_iter().map(bf16::from_f32).collect();
+                assert!(trainer.tensors[name].as_slice::<bf16>().unwrap() == rounded, "{name}");
+            }
+            other.resume(&cpu, step - 1, copy(other.state())).unwrap();
+            assert_eq!(advance(&mut other, &cpu, Loss::Nll).unwrap(), report);
+            // From the weights alone: what was rounded is made anew.
+            let state = copy(other.state());
+            other = self::trainer(&cpu);
+            other.resume(&cpu, step, state).unwrap();
+            assert_eq!((other.step(), bits(other.state())), (step, bits(trainer.state())));
+        }
+    }
+
+    /// A norm is that of the blocks of each tensor, and of what is left behind them.
+    #[test]
+    fn norms_are_made_of_blocks() {
+        let cpu = Cpu::best();
+        let values = |len: usize| (0..len).map(|i| (i * 7919 % 1009) as f32 / 1009.0 - 0.3).collect::<Vec<f32>>();
+        let tensors = [("a", 2 * BLOCK + 5), ("b", BLOCK), ("c", 7)].map(|(name, len)| (name, values(len)));
+        let mut sums = Vec::new();
+        for block in tensors.iter().flat_map(|(_, values)| values.chunks(BLOCK)) {
+            let mut sum = [0f32];
+            square_sum(&cpu, block, &mut sum).unwrap();
+            sums.extend(sum);
+        }
+        let tensor =
+            |(name, values): (&str, Vec<f32>)| (name.to_string(), Tensor::new(values.clone(), &[values.len()]));
+        let gradient = tensors.into_iter().map(tensor).map(|(name, tensor)| (name, tensor.unwrap())).collect();
+        let (norm, factor) = clip_factor(&cpu, 2.0, &sums).unwrap();
+        assert!(sums.len() == 5 && norm > 100.0);
+        assert_eq!(clip(&cpu, &gradient, 2.0).unwrap(), (norm, factor));
+    }
+
+    /// What is refused leaves weights, moments and steps as they were.
+    #[test]
+    fn refusals_leave_the_state() {
+        let cpu = Cpu::best();
+        let mut trainer = trainer(&cpu);
+        let before = bits(trainer.state());
+        let mut refused = |change: &dyn Fn(&mut State), part: &str| {
+            let mut state = copy(trainer.state());
+            change(&mut state);
+            let error = trainer.resume(&cpu, 3, state).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        };
+        let name = "model.norm.weight";
+        refused(&|state| drop(state.remove(name)), "`model.norm.weight` is missing or of another shape");
+        refused(&|state| state.get_mut(name).unwrap()[1] = zeros(&[1]).unwrap(), "is missing or of another shape");
+        let halves = |len: usize| Tensor::new(vec![bf16::ZERO; len], &[len]).unwrap();
+        refused(&|state| state.get_mut(name).unwrap()[2] = halves(48), "is missing or of another shape");
+        refused(
+            &|state| drop(state.insert("other".into(), [(); 3].map(|()| zeros(&[1]).unwrap()))),
+            "`other` is no parameter of the model",
+        );
+        // The loss is finite, the norm is not.
+        let old = [vec![0.0; 4], vec![0.0; 2]];
+        let loss = Loss::Policy { advantages: &[-1e30; 2], old_logprob: &old, low: 1.0, high: 1.0 };
+        let error = advance(&mut trainer, &cpu, loss).unwrap_err().to_string();
+        assert!(error.contains("step 1 has loss") && error.contains("norm inf"), "{error}");
+        assert_eq!((trainer.step(), bits(trainer.state())), (0, before));
+    }
+}

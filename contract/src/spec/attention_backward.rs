@@ -295,3 +295,71 @@ fn times_both(a: Product, b: Product) -> Product {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::softmax::exponent_error;
+
+    fn parts(x: Product) -> (f64, f64) {
+        (x.value, x.error)
+    }
+
+    fn near((value, error): (f64, f64), expected: [f64; 2]) -> bool {
+        (value - expected[0]).abs() <= 1e-12 * expected[0].abs() && (error - expected[1]).abs() <= 1e-12 * expected[1]
+    }
+
+    /// With softcap: what is left of an error of the score behind tanh, and what the exponential makes of it.
+    #[test]
+    fn errors_of_capped_pairs_by_hand() {
+        let of = Parameters { scale: 0.5, cap: 2.0, causal: false, window: 0 };
+        let pair = |query: &[f64], key: &[f64]| {
+            let Pair { p, g } = pair(query, key, 0.0, (3.0, 0.0), (1.0, 0.0), &of).unwrap();
+            [parts(p), parts(g)]
+        };
+        // Nothing was rounded.
+        assert_eq!(pair(&[0.0], &[1.0]), [(1.0, 0.0), (2.0, 0.0)]);
+        // A score of 0 that is made of terms: an error of half of their size, 2, twice, and that of `cap * t`.
+        let of_p = exponent_error(0.0) + (1.0 * 2.0 + 0.0 + 2.0) + 0.0 + 1.0;
+        let found = pair(&[2.0, -2.0], &[1.0, 1.0]);
+        assert!(near(found[0], [1.0, of_p]), "{found:?}");
+        // The slope is 1 with an error of 1.
+        assert!(near(found[1], [2.0, (2.0 * of_p + 2.0 + FLOOR) + 2.0 + 2.0 + FLOOR]), "{found:?}");
+        // 3 times 1/4 is what tanh is given; its error is 1.5 times 1/2 of the slope, and 2.
+        let (t, slope) = (0.75f64.tanh(), 1.0 - 0.75f64.tanh().powi(2));
+        let (d, p) = (2.0 * t, (2.0 * t).exp());
+        let of_p = p * (exponent_error(d) + (slope * 1.5 + d + 2.0) + 2.0 * d + 1.0);
+        let of_slope = 2.0 * t * (2.0 + slope * 1.5 / 2.0) + slope;
+        let of_g = 2.0 * of_p + 2.0 * p + FLOOR;
+        let found = pair(&[3.0], &[1.0]);
+        assert!(near(found[0], [p, of_p]), "{found:?}");
+        let g = 2.0 * p * slope;
+        assert!(near(found[1], [g, of_g * slope + of_slope * 2.0 * p + g + FLOOR]), "{found:?}");
+    }
+
+    /// Beside an infinity a number counts with its sign; where it may be 0 nothing is claimed.
+    #[test]
+    fn products_of_inexact_numbers_by_hand() {
+        let both = |[a, of_a]: [f64; 2], [b, of_b]: [f64; 2]| {
+            let of = |value, error| Product { value, error };
+            let [found, other] =
+                [times_both(of(a, of_a), of(b, of_b)), times_both(of(b, of_b), of(a, of_a))].map(parts);
+            assert_eq!((found.0.to_bits(), found.1), (other.0.to_bits(), other.1));
+            found
+        };
+        let (infinite, most) = ([f64::INFINITY, 0.0], round::pow2(14));
+        assert_eq!(both(infinite, [1.0, most]), (0.0, f64::INFINITY));
+        for (b, error) in [(1.0, most - 1.0), (1.0, 2.0), (-1.0, 0.0)] {
+            assert_eq!(both(infinite, [b, error]), (b * f64::INFINITY, 0.0));
+        }
+        assert_eq!(both(infinite, [0.0, 0.5]), (0.0, f64::INFINITY));
+        let (value, error) = both(infinite, [0.0, 0.0]);
+        assert!(value.is_nan() && error == 0.0);
+        let (value, error) = both([0.0, f64::INFINITY], [f64::NAN, 0.0]);
+        assert!(value.is_nan() && error == 0.0);
+        // Exact where both are and f32 holds the product.
+        assert_eq!(both([2.0, 0.0], [3.0, 0.0]), (6.0, 0.0));
+        assert_eq!(both([2.0, 0.0], [3.0, 1.0]), (6.0, 2.0 + 6.0 + FLOOR));
+        assert_eq!(both([0.0, 1.0], [0.0, 1.0]), (0.0, FLOOR));
+    }
+}

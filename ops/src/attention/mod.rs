@@ -14,4 +14,6 @@ use crate::call::Entry;
 pub(crate) const OPS: &[&Entry] = &[&attention::OP, &attention::PACKED, &attention::PAGED, &attention_backward::OP];
 
 #[cfg(test)]
+mod backward_tests;
+#[cfg(test)]
 mod tests;

@@ -1,9 +1,10 @@
 //! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
 
 use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed, prepare};
+use super::gemm_dw::{GemmDw, gemm_dw};
 use super::gemm_dx::{GemmDx, gemm_dx, gemm_dx_packed};
 use crate::call::Arguments;
-use crate::{Counter, Cpu, DType, Element, Error, Isa, TensorRef};
+use crate::{Backend, Counter, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, Tf32};
 use half::{bf16, f16};
 use samebits_schema::{Attributes, Given, find, validate};
 
@@ -175,6 +176,64 @@ fn every_plan_of_the_gradient_makes_plain_chains() {
         let [dy, w] = [dy, w].map(|values| values.into_iter().map(f16::from_f32).collect::<Vec<f16>>());
         check_gradient::<_, f32>(&isas, [m, outputs, terms], &dy, &w);
     }
+}
+
+/// Chains over the tokens that count, from what dw holds.
+fn check_weight_gradient<I: Element>([tokens, n, k]: [usize; 3], padded: bool, tf32: Tf32) {
+    let (mut x, mut dy) = (numbers::<I>(0, tokens * k), numbers::<I>(tokens * k, tokens * n));
+    if tf32 == Tf32::Enabled {
+        // More digits than are read.
+        x.iter_mut().chain(&mut dy).for_each(|v| *v = I::narrow(v.widen() * 1.0007));
+    }
+    let mask: Vec<i32> = (0..tokens).map(|t| (t % 3) as i32).collect();
+    for t in (0..tokens).filter(|t| padded && t % 3 == 0) {
+        x[t * k..][..k].fill(I::narrow(f32::NAN));
+        dy[t * n..][..n].fill(I::narrow(f32::NAN));
+    }
+    let mask = padded.then_some(&mask[..]);
+    let start = numbers::<f32>(7, n * k);
+    let mut expected = start.clone();
+    for t in (0..tokens).filter(|&t| mask.is_none_or(|mask| mask[t] != 0)) {
+        for (i, sum) in expected.iter_mut().enumerate() {
+            let [x, dy] = [x[t * k + i % k], dy[t * n + i / k]].map(|v| match tf32 {
+                Tf32::Enabled => f32::from_bits((v.widen().to_bits() + 0x1000) & !0x1FFF),
+                Tf32::Disabled => v.widen(),
+            });
+            *sum = dy.mul_add(x, *sum);
+        }
+    }
+    let expected = bits(&expected);
+    // A call before leaves NaN in the workspace.
+    let [x_nan, dy_nan] = [tokens * k, tokens * n].map(|len| vec![I::narrow(f32::NAN); len]);
+    let (shape, mut dw) = (GemmDw { tf32, ..GemmDw::new(tokens, n, k) }, vec![0f32; n * k]);
+    for (isa, threads) in Isa::of_machine().flat_map(|isa| [(isa, 1), (isa, 3)]) {
+        on_every_plan(isa, threads, |cpu| {
+            gemm_dw(cpu, &shape, mask, &x_nan, &dy_nan, &mut dw)?;
+            dw.copy_from_slice(&start);
+            gemm_dw(cpu, &shape, mask, &x, &dy, &mut dw)?;
+            assert_eq!(bits(&dw), expected, "{isa} {shape:?} {:?}", cpu.ledger().plans());
+            Ok(())
+        });
+    }
+}
+
+/// Several tiles to a task, several blocks of tokens, and more panels than are laid out at a time.
+#[test]
+fn every_plan_of_the_gradient_of_a_weight_makes_plain_chains() {
+    check_weight_gradient::<bf16>([530, 13, 40], false, Tf32::Disabled);
+    check_weight_gradient::<bf16>([17, 107, 33], true, Tf32::Disabled);
+    check_weight_gradient::<f32>([9, 5, 2100], true, Tf32::Disabled);
+    check_weight_gradient::<f32>([15, 30, 70], false, Tf32::Enabled);
+    check_weight_gradient::<f32>([1, 5, 40], false, Tf32::Enabled);
+    check_weight_gradient::<f16>([1, 1, 1], false, Tf32::Disabled);
+    // Without a token a call by name has what it goes on from.
+    let (x, carry, mut dw) = ([f32::NAN; 6], [1f32, -0.0, 3.0, 4.0], [7f32; 4]);
+    let [x, dy] = ["x", "dy"].map(|name| (name, TensorRef::new(&x, &[3, 2]).unwrap()));
+    let (mask, carry_of) = (TensorRef::new(&[0i32; 3], &[3]).unwrap(), TensorRef::new(&carry, &[2, 2]).unwrap());
+    let output = TensorMut::new(&mut dw, &[2, 2]).unwrap();
+    let inputs = [x, dy, ("mask", mask), ("carry", carry_of)];
+    Cpu::best().call("gemm_dw", Attributes::new(), &inputs, vec![("dw", output)]).unwrap();
+    assert_eq!(bits(&dw), bits(&carry));
 }
 
 /// Where `VDPBF16PS` is the slower one, coded panels are unpacked for multiply-adds: an emulated instruction set takes the way

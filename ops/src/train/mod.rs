@@ -14,3 +14,6 @@ use crate::call::Entry;
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] =
     &[&nll::OP, &policy_loss::OP, &batch_loss::OP, &group_advantage::OP, &square_sum::OP, &clip_factor::OP, &adamw::OP];
+
+#[cfg(test)]
+mod tests;
