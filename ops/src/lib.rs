@@ -116,9 +116,7 @@ pub mod device {
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
     pub use crate::index::embedding_dw::on_device as embedding_dw;
     pub use crate::logprob::linear_logprob::device::linear_logprob;
-    pub use crate::logprob::linear_logprob_backward::device::{
-        DeviceRows as LogprobRows, linear_logprob_backward,
-    };
+    pub use crate::logprob::linear_logprob_backward::device::{DeviceRows as LogprobRows, linear_logprob_backward};
     pub use crate::logprob::logprob::on_device as logprob;
     pub use crate::logprob::logprob_backward::{DeviceGradients as LogprobGradients, on_device as logprob_backward};
     pub use crate::logprob::softmax::on_device as softmax;

@@ -100,7 +100,12 @@ fn compute(c: &Checked) -> References {
     let dx = Reference::new(vec![m, k], dx.collect::<Vec<_>>());
     let counted = tokens(c, m);
     let terms: Vec<Vec<Product>> = (0..v)
-        .map(|j| counted.iter().flat_map(|&t| x[t * k..][..k].iter().map(|&x| term(x, dz[t * v + j])).collect::<Vec<_>>()).collect())
+        .map(|j| {
+            counted
+                .iter()
+                .flat_map(|&t| x[t * k..][..k].iter().map(|&x| term(x, dz[t * v + j])).collect::<Vec<_>>())
+                .collect()
+        })
         .collect();
     let dw = chains(c, vec![v, k], |row| terms[row].chunks(k).collect());
     BTreeMap::from([("dx".to_string(), dx), ("dw".to_string(), dw)])

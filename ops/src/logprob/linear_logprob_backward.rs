@@ -22,9 +22,7 @@ use crate::through_f32::convert;
 use crate::token::chains::mask_of;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
-use crate::{
-    Counter, Cpu, Element, Error, LinearLogprob, LogprobGradients, TensorRef, Tf32, check_len, value_error,
-};
+use crate::{Counter, Cpu, Element, Error, LinearLogprob, LogprobGradients, TensorRef, Tf32, check_len, value_error};
 use std::iter::successors;
 use std::ops::Range;
 
@@ -167,9 +165,7 @@ impl<'a, I: Element> Source<'a, I> {
         match w.as_packed() {
             None => Ok(Source::Rows(w.rows())),
             Some(packed) if packed.dtype() == I::slice(&[]).dtype() => Ok(Source::Packed(packed)),
-            Some(packed) => {
-                Err(value_error(NAME, format!("`w` was packed from {}; x is {}", packed.dtype(), I::NAME)))
-            }
+            Some(packed) => Err(value_error(NAME, format!("`w` was packed from {}; x is {}", packed.dtype(), I::NAME))),
         }
     }
 }
@@ -376,7 +372,15 @@ impl<I: Element> Backward<'_, I> {
             cpu.chunks(gradients, each * columns, |some, dlogits| {
                 let first_here = some * each;
                 let given = given.from(first + first_here);
-                cpu.dispatch(Part { logits, first: first_here, column: tile.start, given, scale, dlogits, large: false });
+                cpu.dispatch(Part {
+                    logits,
+                    first: first_here,
+                    column: tile.start,
+                    given,
+                    scale,
+                    dlogits,
+                    large: false,
+                });
             });
         }
         let gradients = TensorRef::of(&*gradients, &[count, columns]).rows::<I>();

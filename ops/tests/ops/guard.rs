@@ -341,7 +341,8 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         }),
         ("linear_logprob_backward", |r, vocab| {
             for (m, k) in [(1, 33), (5, 16), (13, 7)] {
-                let (x, w, mask) = (r.floats::<I>(m * k), r.floats(vocab * k), r.ints((0..m as i32).map(|row| row % 3)));
+                let (x, w, mask) =
+                    (r.floats::<I>(m * k), r.floats(vocab * k), r.ints((0..m as i32).map(|row| row % 3)));
                 let target = r.ints((0..m as i32).map(|row| vocab as i32 - 1 - row.min(vocab as i32)));
                 let (lse, dlogprob, dlse) = (r.floats::<f32>(m), r.floats::<f32>(m), r.floats::<f32>(m));
                 let gradients = LogprobGradients { dlogprob: &dlogprob, dlse: Some(&*dlse) };

@@ -26,7 +26,8 @@ impl<I: Stored> Given<I> {
     fn new([rows, vocab, k]: [usize; 3], spread: u32, seed: u64, special: &[f32]) -> Given<I> {
         let (mut x, mut w): (Vec<I>, Vec<I>) = (values(seed, rows * k, spread), values(seed + 1, vocab * k, spread));
         let temperature = [1.0, 0.7, 1.3][seed as usize % 3];
-        let target: Vec<i32> = (0..rows).map(|r| (seed.rotate_left(r as u32) % (vocab as u64 + 1)) as i32 - 1).collect();
+        let target: Vec<i32> =
+            (0..rows).map(|r| (seed.rotate_left(r as u32) % (vocab as u64 + 1)) as i32 - 1).collect();
         let [_, mut lse] = logprob_page(vocab, temperature, &gemm_page(rows, vocab, k, &x, &w, None), &target);
         let (mut dlogprob, mut dlse): (Vec<f32>, Vec<f32>) = (values(seed + 2, rows, 5), values(seed + 3, rows, 5));
         for (i, &v) in special.iter().enumerate() {
@@ -40,7 +41,7 @@ impl<I: Stored> Given<I> {
         }
         let mask: Vec<i32> = values::<f32>(seed + 4, rows, 1).iter().map(|v| i32::from(*v > -0.3) * 7).collect();
         let shape = LinearLogprob { rows, vocab, k, temperature };
-        let (dlse, mask) = ((seed % 2 == 0).then_some(dlse), (seed % 5 > 1).then_some(mask));
+        let (dlse, mask) = (seed.is_multiple_of(2).then_some(dlse), (seed % 5 > 1).then_some(mask));
         Given { shape, x, w, target, lse, dlogprob, dlse, mask, start: values(seed + 5, vocab * k, spread) }
     }
 
@@ -71,7 +72,13 @@ impl<I: Stored> Given<I> {
     }
 
     /// Some rows of the call, which go on from what dw holds.
-    fn run<O: Stored>(&self, cpu: &Cpu, rows: std::ops::Range<usize>, dx: &mut [O], dw: &mut [f32]) -> Result<(), Error> {
+    fn run<O: Stored>(
+        &self,
+        cpu: &Cpu,
+        rows: std::ops::Range<usize>,
+        dx: &mut [O],
+        dw: &mut [f32],
+    ) -> Result<(), Error> {
         let (k, part) = (self.shape.k, rows.clone());
         let dlse = self.dlse.as_ref().map(|dlse| &dlse[part.clone()]);
         let gradients = LogprobGradients { dlogprob: &self.dlogprob[part.clone()], dlse };

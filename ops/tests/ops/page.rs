@@ -260,7 +260,13 @@ pub(crate) fn exp_or_nothing(x: f32) -> f32 {
 }
 
 /// logprob_backward of a row, before the last rounding.
-pub(crate) fn logprob_backward_page(z: &[f32], target: i32, lse: f32, [dlogprob, dlse]: [f32; 2], temperature: f64) -> Vec<f32> {
+pub(crate) fn logprob_backward_page(
+    z: &[f32],
+    target: i32,
+    lse: f32,
+    [dlogprob, dlse]: [f32; 2],
+    temperature: f64,
+) -> Vec<f32> {
     let inverse = (1.0 / temperature) as f32;
     let dlogprob = if target < 0 { 0.0 } else { dlogprob };
     let element = |(j, z): (usize, &f32)| {
