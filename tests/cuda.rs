@@ -1306,7 +1306,7 @@ const MUTANTS: [Mutant; 44] = [
             to: "    long long row",
         },
         shapes: "linear_logprob_backward",
-        says: "elements differ",
+        says: "reads what nobody has written",
     },
     Mutant {
         name: "segments_joined_by_a_difference",

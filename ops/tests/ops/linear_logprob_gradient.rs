@@ -41,7 +41,7 @@ impl<I: Stored> Given<I> {
         }
         let mask: Vec<i32> = values::<f32>(seed + 4, rows, 1).iter().map(|v| i32::from(*v > -0.3) * 7).collect();
         let shape = LinearLogprob { rows, vocab, k, temperature };
-        let (dlse, mask) = ((seed % 2 == 0).then_some(dlse), (seed % 5 > 1).then_some(mask));
+        let (dlse, mask) = (seed.is_multiple_of(2).then_some(dlse), (seed % 5 > 1).then_some(mask));
         Given { shape, x, w, target, lse, dlogprob, dlse, mask, start: values(seed + 5, vocab * k, spread) }
     }
 
