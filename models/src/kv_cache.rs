@@ -6,7 +6,7 @@
 use crate::ModelError;
 use crate::machine::{Machine, empty};
 use crate::step::Forms;
-use samebits_ops::{DType, Element, Tensor};
+use samebits_ops::{DType, Element, Tensor, ask_for_huge_pages};
 use std::str::FromStr;
 
 /// The pages of all sequences, and the keys and values that stand in them.
@@ -243,6 +243,7 @@ pub(crate) fn grow<T: Element>(data: &mut Vec<T>, dims: &[usize]) -> Result<(), 
     let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     match count.map(|n| data.try_reserve_exact(n.saturating_sub(data.len())).map(|()| n)) {
         Some(Ok(n)) => {
+            ask_for_huge_pages(data);
             data.resize(n, T::default());
             Ok(())
         }

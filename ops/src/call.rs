@@ -7,6 +7,7 @@ use crate::backend::device::{Buffer, Device, Graph, Unit};
 use crate::gemm::gemm::PackedWeight;
 use crate::rope::rope::{RopeTable, Rotations};
 use crate::tensor::{Scalar, Tensor, TensorMut, TensorRef};
+use crate::workspace::memory::ask_for_huge_pages;
 use crate::{Cpu, Error, bf16, f16, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
 
@@ -404,17 +405,26 @@ macro_rules! typed_scalar {
 /// The name of copies in errors.
 const TENSOR: &str = "tensor";
 
-/// Zeros on the host.
-fn zeros<T: Scalar>(shape: &[usize]) -> Result<Tensor, Error> {
+/// Room on the host for a tensor, and how many elements that is.
+fn room<T: Scalar>(shape: &[usize]) -> Result<(Vec<T>, usize), Error> {
     let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
     let mut data: Vec<T> = Vec::new();
     match count.map(|count| data.try_reserve_exact(count).map(|()| count)) {
-        Some(Ok(count)) => data.resize(count, T::default()),
+        Some(Ok(count)) => {
+            ask_for_huge_pages(&mut data);
+            Ok((data, count))
+        }
         _ => {
             let bytes = count.unwrap_or(usize::MAX).saturating_mul(size_of::<T>());
-            return Err(Error::Memory { op: TENSOR, bytes });
+            Err(Error::Memory { op: TENSOR, bytes })
         }
     }
+}
+
+/// Zeros on the host.
+fn zeros<T: Scalar>(shape: &[usize]) -> Result<Tensor, Error> {
+    let (mut data, count) = room::<T>(shape)?;
+    data.resize(count, T::default());
     Tensor::new(data, shape)
 }
 
@@ -424,7 +434,11 @@ impl Backend for Cpu {
     }
 
     fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
-        typed_scalar!(host.dtype() => T, Tensor::new(host.dense::<T>(TENSOR, "host")?.to_vec(), host.shape()))
+        typed_scalar!(host.dtype() => T, {
+            let (elements, (mut data, _)) = (host.dense::<T>(TENSOR, "host")?, room::<T>(host.shape())?);
+            data.extend_from_slice(elements);
+            Tensor::new(data, host.shape())
+        })
     }
 
     fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {

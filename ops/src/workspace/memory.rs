@@ -6,6 +6,30 @@ use std::ops::{Deref, DerefMut};
 /// would otherwise miss the address cache on every page.
 const MAPPED: usize = 1 << 20;
 
+/// Room of a vector from this many bytes on is worth huge pages.
+#[cfg(target_os = "linux")]
+const ROOM: usize = 4 << 20;
+
+/// Asks for huge pages for the room of a vector behind its elements, which nothing should have touched yet, where there is
+/// much of it: the system takes longer to hand out small pages than most ops take to fill them. Only speed depends on it.
+pub fn ask_for_huge_pages<T>(data: &mut Vec<T>) {
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let room = data.spare_capacity_mut();
+        let (start, bytes) = (room.as_mut_ptr().cast::<u8>(), size_of_val(room));
+        let head = start.align_offset(PAGE);
+        if bytes < ROOM || head > bytes {
+            return;
+        }
+        // SAFETY: these pages lie within the room of the vector, and the advice changes nothing of what is in them; a system
+        // that has other pages or no huge ones refuses.
+        unsafe { libc::madvise(start.add(head).cast(), (bytes - head) / PAGE * PAGE, libc::MADV_HUGEPAGE) };
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = data;
+}
+
 /// One cache line of words.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
