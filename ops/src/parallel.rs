@@ -180,10 +180,13 @@ impl Pool {
     }
 }
 
+/// By process and number of threads.
+type Pools = HashMap<(u32, usize), Arc<Pool>>;
+
 /// The pool for so many threads, one for the whole process: an axis over threads uses it again. Those of a process that
 /// forked stay in the list of its child, because workers that are not there cannot be ended.
 pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
-    static POOLS: OnceLock<Mutex<HashMap<(u32, usize), Arc<Pool>>>> = OnceLock::new();
+    static POOLS: OnceLock<Mutex<Pools>> = OnceLock::new();
     let process = std::process::id();
     let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
     if let Some(pool) = pools.get(&(process, threads)) {
