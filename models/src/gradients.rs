@@ -579,10 +579,11 @@ mod tests {
     #[test]
     fn padding_is_spoilt() {
         let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
-        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
+        let mut shown = Shown { probe: None, first: 0 };
+        shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
         assert_eq!(values.map(f32::is_nan), [true, true, false, false, true, true]);
         let mut alone = [1f32; 3];
-        Spoil.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
+        shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
         assert!(alone.iter().all(|v| v.is_nan()));
         assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
         assert!("right:65537".parse::<Padding>().is_err());

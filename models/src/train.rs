@@ -266,7 +266,8 @@ mod tests {
         assert_eq!((constants, trainer.tensors.len() - constants), (1, trainer.state.len()));
         for step in 1..=2 {
             let decoder = Decoder::load(&trainer.config, Weights::of(&trainer.tensors), DType::Bf16, &cpu).unwrap();
-            let found = batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
+            let found =
+                batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
             let found = found.unwrap();
             let mut sums = vec![0f32; found.parameters.len()];
             for (gradient, sum) in found.parameters.values().zip(sums.chunks_mut(1)) {
