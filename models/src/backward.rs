@@ -306,7 +306,30 @@ impl Decoder {
     ) -> Result<Tensor, ModelError> {
         let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        let Some(cap) = &at.softcap else {
+        if let Some(cap) = &at.softcap {
+            for rows in tiles(n) {
+                // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
+                let few = rows.len();
+                let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
+                let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+                let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
+                back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
+                let inputs = [
+                    ("logits", capped.view()),
+                    ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
+                    ("lse", lse.rows(rows.clone())),
+                    ("dlogprob", dlogprob.rows(rows.clone())),
+                ];
+                back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
+                let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
+                let inputs = [("x", logits.view()), ("dy", dcapped.view())];
+                back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
+                let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
+                back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
+                let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
+                back.write_rows(&dx, &mut da, rows.start)?;
+            }
+        } else {
             let (source, shape) = (head.source(0), LinearLogprob::new(n, self.config.vocab, self.config.hidden));
             let dw = back.sums.matrix(Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
             let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
@@ -317,29 +340,6 @@ impl Decoder {
                 let x = a.as_slice::<A>().expect("of this dtype, and on the host");
                 linear_logprob_backward_packed(back.cpu, &shape, x, head.packed(0), &rows, dx, dw)?;
             });
-            return Ok(da);
-        };
-        for rows in tiles(n) {
-            // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
-            let few = rows.len();
-            let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-            let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
-            let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
-            back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
-            let inputs = [
-                ("logits", capped.view()),
-                ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
-                ("lse", lse.rows(rows.clone())),
-                ("dlogprob", dlogprob.rows(rows.clone())),
-            ];
-            back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
-            let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
-            let inputs = [("x", logits.view()), ("dy", dcapped.view())];
-            back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
-            let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
-            back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
-            let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
-            back.write_rows(&dx, &mut da, rows.start)?;
         }
         back.see(None, "dfinal_norm", &mut da)?;
         Ok(da)

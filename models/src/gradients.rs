@@ -575,6 +575,84 @@ mod tests {
         assert_eq!(of(Padding::Right(4), true), (vec![(0, 2), (1, 3), (p, 4)], packed(0)));
     }
 
+    /// Notes what it is shown: layer, site, tokens and elements of each; adds `more` to the first element of one token at a
+    /// site.
+    struct Notes {
+        seen: Vec<String>,
+        at: (Option<usize>, &'static str, (usize, usize)),
+        more: f32,
+    }
+
+    impl Probe for Notes {
+        fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+            let layer = seen.layer.map_or("-".to_string(), |layer| layer.to_string());
+            let tokens: String = seen.tokens.iter().map(|(b, t)| format!(" {b}.{t}")).collect();
+            self.seen.push(format!("{layer} {}:{tokens} {}", seen.site, seen.values.len()));
+            if (seen.layer, seen.site) == (self.at.0, self.at.1)
+                && let Some(row) = seen.tokens.iter().position(|token| *token == self.at.2)
+            {
+                seen.values[row * seen.values.len() / seen.tokens.len()] += self.more;
+            }
+            Ok(())
+        }
+    }
+
+    /// All values of a reverse pass are shown, from its end to its beginning and then the parameters, of tokens alone; and
+    /// what a probe makes of one goes on, whatever padding stands around it.
+    #[test]
+    fn a_reverse_pass_is_shown() {
+        let (sequences, count) = ([vec![1, 2, 3], vec![4, 5]], [vec![0, 1, 1], vec![0, 1]]);
+        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 1 };
+        let together = GradientRun { micro_batch: 2, ..GradientRun::default() };
+        let padded = GradientRun { padding: Padding::Left(2), ..together };
+        let all = ["dmlp_norm", "dattention_sum", "dattention", "dq", "dk", "dv", "dinput_norm"];
+        for name in ["gemma2", "qwen3-moe"] {
+            let cpu = Cpu::best();
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let made = |run: &GradientRun, at, more| {
+                let mut notes = Notes { seen: Vec::new(), at, more };
+                let found = model.gradients(&cpu, &batch, run, Some(&mut notes), |_| ()).unwrap();
+                let bits = found.parameters.values().flat_map(|t| t.as_slice::<f32>().unwrap()).map(|v| v.to_bits());
+                (bits.collect::<Vec<u32>>(), notes.seen)
+            };
+            let (plain, seen) = made(&together, (None, "", (0, 0)), 0.0);
+            assert_eq!(seen, made(&padded, (None, "", (0, 0)), 0.0).1);
+            let reverse: Vec<&str> =
+                seen.iter().map(String::as_str).skip_while(|s| !s.starts_with("- logprob:")).collect();
+            let (mut sites, parameters) = (vec!["- logprob".to_string()], ["- parameters.".to_string()]);
+            sites.extend(["- dlogprob", "- dfinal_norm"].map(String::from));
+            for layer in (0..model.config().layers).rev() {
+                // Gemma has norms behind both parts, Qwen experts in all layers but the first.
+                let own = match name {
+                    "gemma2" => vec!["dsum", "dmlp", all[0], all[1], "do"],
+                    _ if layer > 0 => vec!["dsum", "dexpert_weights", "drouter", all[0], all[1]],
+                    _ => vec!["dsum", all[0], all[1]],
+                };
+                sites.extend(own.iter().chain(&all[2..]).map(|site| format!("{layer} {site}")));
+            }
+            sites.push("- dembed".into());
+            for (site, found) in sites.iter().chain(parameters.iter().cycle()).zip(&reverse) {
+                let whole = if site == "- parameters." {
+                    found.starts_with(site)
+                } else {
+                    found.starts_with(&format!("{site}: 0.0 0.1 0.2 1.0 1.1 "))
+                };
+                assert!(whole, "{name}: {site}, and not {found}");
+            }
+            let rows = |parameter: &str| {
+                let found =
+                    reverse.iter().find(|site| site.starts_with(&format!("- parameters.{parameter}:"))).unwrap();
+                found.matches('.').count() - parameter.matches('.').count() - 1
+            };
+            assert_eq!((rows("model.embed_tokens.weight"), rows("model.norm.weight")), (160, 1));
+            for at in [(Some(0), "dattention_sum", (0, 2)), (Some(1), "dsum", (1, 1)), (None, "dlogprob", (0, 1))] {
+                let changed = made(&together, at, 0.5).0;
+                assert!(changed != plain && changed == made(&padded, at, 0.5).0, "{name} {at:?}");
+            }
+        }
+    }
+
     /// Of rows with labels, those of padding become NaN.
     #[test]
     fn padding_is_spoilt() {

@@ -143,28 +143,38 @@ class _Call:
             else:
                 args.append(None)
         outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
-        if any(i["name"] == "carry" for i in _SCHEMA[name]["inputs"]) and outputs == ["dw"]:
+        if any(i["name"] == "carry" for i in _SCHEMA[name]["inputs"]) and "dw" in outputs:
             return self.sum("w", name, *args)
         made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
         made = made if isinstance(made, (tuple, list)) else (made,)
         return {o[1:]: tensor for o, tensor in zip(outputs, made)}
 
     def sum(self, of: str, name: str, *args: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The gradient of input `of`, the sum over tokens that op `name` makes; none where `accumulate` goes on with it."""
+        """What op `name` makes: the gradient of input `of`, a sum over tokens, unless `accumulate` goes on with it; and those
+        that it makes beside it."""
         attributes = self.own(name)
+        if len(_SCHEMA[name]["outputs"]) > 1:
+            attributes["dtype"] = self.dtype
         begun = self.carried.get(of)
         if begun is not None:
-            begun.go_on(name, args, attributes)
-            return {}
+            return begun.go_on(name, args, attributes)
         if name == "embedding_dw":
             attributes["carry"] = args[0].new_zeros(self.inputs[of][0], dtype=torch.float32)
-        return {of: _joined(name, _sum(name, args, attributes))}
+        sums, others = _sum(name, args, attributes)
+        return {of: _joined(name, sums), **others}
 
 
-def _sum(name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> torch.Tensor:
-    inputs = [i["name"] for i in _SCHEMA[name]["inputs"]]
+def _sum(
+    name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum over tokens that op `name` makes, and what it makes beside it, by the inputs that it is the gradient of."""
+    inputs, outputs = ([one["name"] for one in _SCHEMA[name][side]] for side in ("inputs", "outputs"))
     given = {i: tensor for i, tensor in zip(inputs, args) if tensor is not None}
-    return getattr(ops, name)(**given, **attributes)
+    made = getattr(ops, name)(**given, **attributes)
+    if len(outputs) == 1:
+        return made, {}
+    others = {o[1:]: tensor for o, tensor in zip(outputs, made)}
+    return others.pop("w"), others
 
 
 def _joined(name: str, sums: torch.Tensor) -> torch.Tensor:
@@ -180,14 +190,6 @@ def _norm_of_sum(call: _Call) -> dict[str, torch.Tensor]:
     return call.sum("w", "rms_norm_dw", call.tensors["sum"], call.gradients["y"].to(call.dtype))
 
 
-def _linear_logprob(call: _Call) -> dict[str, torch.Tensor]:
-    x, w, target, lse = (call.tensors[name] for name in ("x", "w", "target", "lse"))
-    logits = ops.gemm(x, w, dtype=torch.float32)
-    d = {name: gradient.float() for name, gradient in call.gradients.items()}
-    dz = ops.logprob_backward(logits, target, lse, d["logprob"], d["lse"], **call.own("logprob_backward"), dtype=x.dtype)
-    return {"x": ops.gemm_dx(dz, w), **call.sum("w", "gemm_dw", x, dz)}
-
-
 # Beside what the schema's gradient ops give: the gradients of inputs, as functions of a call, and what they read.
 _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Tensor]]]] = {
     "gemm": ((), _bias),
@@ -196,7 +198,6 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "add": ((), lambda call: {"a": call.gradients["y"], "b": call.gradients["y"]}),
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
-    "linear_logprob": (("x", "w", "target", "lse"), _linear_logprob),
 }
 # What one output of a gradient op is the gradient of, where the names do not say it.
 _ALSO = {("add_rms_norm", "x"): ("residual",)}
@@ -222,7 +223,10 @@ class _Sum:
         self.parameter = parameter
         self.name, self.sums, self.tokens, self.open = "", None, 0, 0
 
-    def go_on(self, name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]) -> None:
+    def go_on(
+        self, name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Goes on with the tokens of a call; what the op makes beside the sum."""
         if _active is None or not self.open:
             raise RuntimeError(f"accumulate: `{self.parameter}` is gone back through outside of its block, or twice")
         self.open -= 1
@@ -231,8 +235,9 @@ class _Sum:
             attributes["token_offset"] = self.tokens
         if self.sums is not None:
             attributes["carry"] = self.sums
-        self.name, self.sums = name, _sum(name, args, attributes)
+        self.name, (self.sums, others) = name, _sum(name, args, attributes)
         self.tokens += math.prod(args[0].shape[: args[0].dim() - len(axes) + 1])
+        return others
 
 
 class accumulate:

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::gemm::tests::{bits, number, on_every_plan, product};
-use crate::{GemmDx, Isa, Logprob, gemm_dw, gemm_dx, logprob, logprob_backward};
+use crate::{Attributes, Backend, GemmDx, Isa, Logprob, TensorMut, gemm_dw, gemm_dx, logprob, logprob_backward};
 use half::{bf16, f16};
 
 /// Hidden states, a weight, and what is given of each row: targets, some of them none, gradients, and some rows padding.
@@ -61,22 +61,35 @@ impl<T: Element> Case<T> {
         dx: &mut [O],
         dw: &mut [f32],
     ) -> Result<(), Error> {
-        let LinearLogprob { rows, vocab, k, temperature } = self.shape;
+        let LinearLogprob { rows, k, .. } = self.shape;
+        if let Some(packed) = packed {
+            return self.by_name(cpu, TensorRef::of(&self.x, &[rows, k]), TensorRef::packed(packed), dx, dw);
+        }
         dw.copy_from_slice(&self.carry);
         let gradients = LogprobGradients { dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
         let given = LogprobRows { target: &self.target, lse: &self.lse, gradients, mask: self.mask.as_deref() };
-        let Some(packed) = packed else {
-            return linear_logprob_backward(cpu, &self.shape, &self.x, &self.w, &given, dx, dw);
-        };
-        let (scale, bounds) = (inverse(NAME, temperature)?, Gemm::new(rows, vocab, k).bounds()?);
-        let given =
-            Given { target: &self.target, lse: &self.lse, dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
-        let (x, w) = (TensorRef::of(&self.x, &[rows, k]).rows(), Source::of(TensorRef::packed(packed))?);
-        let mask = self.mask.as_deref();
-        // As a call by name does.
+        linear_logprob_backward(cpu, &self.shape, &self.x, &self.w, &given, dx, dw)
+    }
+
+    /// By name, from `carry`; `dw` holds nothing before.
+    fn by_name<O: Element>(
+        &self,
+        cpu: &Cpu,
+        x: TensorRef,
+        w: TensorRef,
+        dx: &mut [O],
+        dw: &mut [f32],
+    ) -> Result<(), Error> {
+        let LinearLogprob { rows, vocab, k, temperature } = self.shape;
         dw.fill(7e7);
-        let begin = |rows: Range<usize>, dw: &mut [f32]| dw.copy_from_slice(&self.carry[rows.start * k..rows.end * k]);
-        Backward::<T> { cpu, sizes: [rows, vocab, k], x, w, given, mask, scale, bounds }.run(dx, dw, begin)
+        let per_row = |values| TensorRef::of::<f32>(values, &[rows]);
+        let (target, carry) = (TensorRef::of(&self.target, &[rows]), TensorRef::of(&self.carry, &[vocab, k]));
+        let mut inputs = vec![("x", x), ("w", w), ("target", target), ("lse", per_row(&self.lse)), ("carry", carry)];
+        inputs.push(("dlogprob", per_row(&self.dlogprob)));
+        inputs.extend(self.dlse.as_ref().map(|dlse| ("dlse", per_row(dlse))));
+        inputs.extend(self.mask.as_ref().map(|mask| ("mask", TensorRef::of(mask, &[rows]))));
+        let outputs = vec![("dx", TensorMut::new(dx, &[rows, k])?), ("dw", TensorMut::new(dw, &[vocab, k])?)];
+        cpu.call(NAME, Attributes::new().with("temperature", temperature), &inputs, outputs)
     }
 
     /// None, and packed by the scalar instruction set and by one that packs in fewer bits.
@@ -188,8 +201,81 @@ fn tiles_that_would_be_flushed_are_counted_and_refused() {
     }
 }
 
+/// On every plan as many as without a limit on them, and nothing is written.
+#[test]
+fn tiles_that_would_be_flushed_are_counted_on_every_plan() {
+    let mut case = Case::<bf16>::new([20, 70, 6], 1.0, 1.0);
+    case.x[7] = bf16::from_f32(2f32.powi(-120));
+    for isa in Isa::of_machine().filter(|isa| isa.has_dot()) {
+        on_every_plan(isa, 2, |cpu| {
+            let (mut dx, mut dw) = (vec![7e7f32; 120], vec![0f32; 420]);
+            cpu.ledger().forbid(Counter::SlowPaths);
+            let Error::Forbidden { amount, .. } = case.run(cpu, None, &mut dx, &mut dw).err().expect("some would be")
+            else {
+                return case.run(cpu, None, &mut dx, &mut dw);
+            };
+            assert!(dx.iter().all(|dx| *dx == 7e7) && bits(&dw) == bits(&case.carry), "{isa}");
+            let free = Cpu::new(isa, 2, cpu.budget()).unwrap();
+            case.run(&free, None, &mut dx, &mut dw)?;
+            assert_eq!(amount as u64, free.ledger().count(Counter::SlowPaths), "{isa} {:?}", free.ledger().plans());
+            Ok(())
+        });
+    }
+}
+
+/// Views whose rows have others between them.
+#[test]
+fn rows_may_stand_apart() {
+    for size in [[20, 33, 6], [13, 300, 34]] {
+        let case = Case::<bf16>::new(size, 0.7, 1.0);
+        let [rows, vocab, k] = size;
+        let apart = |values: &[bf16]| -> Vec<bf16> {
+            values.chunks(k).flat_map(|row| row.iter().copied().chain([bf16::NAN; 3])).collect()
+        };
+        let (x, w, expected) = (apart(&case.x), apart(&case.w), case.expected::<f32>());
+        let (mut dx, mut dw) = (vec![0f32; rows * k], vec![0f32; vocab * k]);
+        for isa in Isa::of_machine() {
+            on_every_plan(isa, 2, |cpu| {
+                dx.fill(7e7);
+                let [x, w] = [(&x, rows), (&w, vocab)].map(|(v, n)| TensorRef::strided(v, &[n, k], &[k + 3, 1]));
+                case.by_name(cpu, x?, w?, &mut dx, &mut dw)?;
+                assert_eq!([bits(&dx), bits(&dw)], expected, "{isa}");
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn a_weight_may_be_packed_beforehand() {
+    let case = Case::<bf16>::new([20, 33, 6], 1.0, 1.0);
+    let packed = PackedWeight::pack(&scalar(), 33, 6, &case.w).unwrap();
+    let (mut dx, mut dw) = (vec![7e7f32; 120], case.carry.clone());
+    let gradients = LogprobGradients { dlogprob: &case.dlogprob, dlse: case.dlse.as_deref() };
+    let given = LogprobRows { target: &case.target, lse: &case.lse, gradients, mask: case.mask.as_deref() };
+    linear_logprob_backward_packed(&scalar(), &case.shape, &case.x, &packed, &given, &mut dx, &mut dw).unwrap();
+    assert_eq!([bits(&dx), bits(&dw)], case.expected::<f32>());
+    // A weight of another shape, of another type, or for another op.
+    let narrower = PackedWeight::pack(&scalar(), 33, 5, &case.w[..165]).unwrap();
+    let wide = PackedWeight::pack(&scalar(), 33, 6, &[1f32; 198]).unwrap();
+    let for_dx = PackedWeight::pack_for_dx(&scalar(), 33, 6, &case.w).unwrap();
+    let others =
+        [(narrower, "w is [33, 5]; it must be [33, 6]"), (wide, "packed from fp32"), (for_dx, "packed for another op")];
+    for (packed, why) in others {
+        let refused =
+            linear_logprob_backward_packed(&scalar(), &case.shape, &case.x, &packed, &given, &mut dx, &mut dw);
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+}
+
 #[test]
 fn nothing_has_a_gradient_too() {
+    // By name dw is what it goes on from.
+    let (case, mut dw) = (Case::<f32>::new([0, 3, 2], 1.0, 1.0), [0f32; 6]);
+    let (x, w) = (TensorRef::of(&case.x, &[0, 2]), TensorRef::of(&case.w, &[3, 2]));
+    case.by_name::<f32>(&scalar(), x, w, &mut [], &mut dw).unwrap();
+    assert_eq!(bits(&dw), bits(&case.carry));
     for [rows, vocab, k] in [[0, 3, 2], [3, 0, 2], [3, 2, 0]] {
         let cpu = scalar();
         let (x, w) = (vec![1f32; rows * k], vec![1f32; vocab * k]);
@@ -199,16 +285,5 @@ fn nothing_has_a_gradient_too() {
         let given = LogprobRows { target: &target, lse: &lse, gradients, mask: None };
         linear_logprob_backward(&cpu, &LinearLogprob::new(rows, vocab, k), &x, &w, &given, &mut dx, &mut dw).unwrap();
         assert!(dx.iter().all(|dx| dx.to_bits() == 0) && dw.iter().all(|dw| *dw == 3.0), "{rows} {vocab} {k}");
-    }
-}
-
-#[test]
-fn a_weight_of_another_type_or_for_another_op_is_refused() {
-    let case = Case::<bf16>::new([2, 3, 4], 1.0, 1.0);
-    let wide = PackedWeight::pack(&scalar(), 3, 4, &[1f32; 12]).unwrap();
-    let for_dx = PackedWeight::pack_for_dx(&scalar(), 3, 4, &case.w).unwrap();
-    for (packed, why) in [(wide, "packed from fp32"), (for_dx, "packed for another op")] {
-        let error = case.run(&scalar(), Some(&packed), &mut [0f32; 8], &mut [0f32; 12]).unwrap_err().to_string();
-        assert!(error.contains(why), "{error}");
     }
 }
