@@ -727,6 +727,52 @@ def linear_logprob(
     """
     ...
 
+def linear_logprob_backward(
+    x: T,
+    w: T,
+    target: T,
+    lse: T,
+    dlogprob: T,
+    dlse: T | None = None,
+    mask: T | None = None,
+    carry: T | None = None,
+    *,
+    temperature: float = 1.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The gradients of x and w from those of linear_logprob's outputs; lse is what it returned; the logits and their gradients are never stored.
+
+    A gradient of `linear_logprob`.
+
+    Inputs:
+        x[M,K]: bf16, fp16 or fp32
+        w[V,K]: bf16, fp16 or fp32
+        target[M]: i32; below V; negative ones are ignored
+        lse[M]: fp32
+        dlogprob[M]: fp32
+        dlse[M]: fp32, optional
+        mask[M]: i32; 0: padding; anything else: a token, optional
+        carry[V,K]: fp32, optional
+
+    Attributes:
+        temperature (1.0): logits are multiplied with its inverse; read as f64; a finite number from 3e-39 to 1e45
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[M,K]: dtype
+        dw[V,K]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `target` of V or more
+        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def softmax(
     x: T,
     *,

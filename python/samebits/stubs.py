@@ -9,13 +9,13 @@ PLACE = pathlib.Path(__file__).with_name("ops.pyi")
 
 
 def main() -> int:
-    """Exit code 1 where `--check` finds a difference."""
+    """`--check`: exit code 1 where they differ. A path: where to write them, of a checkout for example."""
     if "--check" in sys.argv[1:]:
         if PLACE.read_text() == _native.stubs():
             return 0
         print(f"{PLACE} is not what the schema says; run python -m samebits.stubs", file=sys.stderr)
         return 1
-    PLACE.write_text(_native.stubs())
+    Path(sys.argv[1] if len(sys.argv) > 1 else PLACE).write_text(_native.stubs())
     return 0
 
 
