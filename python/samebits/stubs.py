@@ -15,7 +15,7 @@ def main() -> int:
             return 0
         print(f"{PLACE} is not what the schema says; run python -m samebits.stubs", file=sys.stderr)
         return 1
-    Path(sys.argv[1] if len(sys.argv) > 1 else PLACE).write_text(_native.stubs())
+    pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else PLACE).write_text(_native.stubs())
     return 0
 
 

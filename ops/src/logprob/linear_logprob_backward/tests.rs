@@ -210,10 +210,8 @@ fn tiles_that_would_be_flushed_are_counted_on_every_plan() {
         on_every_plan(isa, 2, |cpu| {
             let (mut dx, mut dw) = (vec![7e7f32; 120], vec![0f32; 420]);
             cpu.ledger().forbid(Counter::SlowPaths);
-            let Error::Forbidden { amount, .. } = case.run(cpu, None, &mut dx, &mut dw).err().expect("some would be")
-            else {
-                return case.run(cpu, None, &mut dx, &mut dw);
-            };
+            let refused = case.run(cpu, None, &mut dx, &mut dw).expect_err("some would be");
+            let Error::Forbidden { amount, .. } = refused else { return Err(refused) };
             assert!(dx.iter().all(|dx| *dx == 7e7) && bits(&dw) == bits(&case.carry), "{isa}");
             let free = Cpu::new(isa, 2, cpu.budget()).unwrap();
             case.run(&free, None, &mut dx, &mut dw)?;
