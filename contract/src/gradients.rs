@@ -1,8 +1,8 @@
 //! Gradients of whole models against those that torch computed for the same sequences.
 //!
 //! Recorded are batches of sequences, and for each of them the fp32 gradient of every parameter and how far torch's own
-//! bf16 is from it (`goldens/generate/gradients.py`). A gradient of more than [`WHOLE`] elements is recorded as a sketch:
-//! inner products with vectors of +1 and -1. A sketch is linear, and the mean of its squares estimates a squared length.
+//! bf16 is from it (`goldens/generate/gradients.py`). A large gradient is recorded as a sketch: inner
+//! products with vectors of +1 and -1. A sketch is linear, and the mean of its squares estimates a squared length.
 //! One error of one vector is a single draw, which may be long or short by chance: errors are root mean squares over all
 //! batches.
 
