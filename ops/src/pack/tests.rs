@@ -228,3 +228,11 @@ fn a_prefetch_ends_with_its_lines() {
     assert_eq!((ahead.lines(), ahead.bounds()), (0, None));
     assert_eq!((Prefetch::default().lines(), Prefetch::NONE.bounds()), (0, None));
 }
+
+#[test]
+fn words_are_as_many_elements_as_fit() {
+    let mut words = [0x3F80_4000u32, 0x4040_4080, 0];
+    assert_eq!(as_elements_mut::<f32>(&mut words).len(), 3);
+    let halves = as_elements_mut::<bf16>(&mut words);
+    assert_eq!(halves.iter().map(|v| v.to_f32()).collect::<Vec<_>>(), [2.0, 1.0, 4.0, 3.0, 0.0, 0.0]);
+}
