@@ -128,8 +128,8 @@ fn scalar() -> Cpu {
 
 /// Rows that fill tiles and that do not, vocabularies of fewer than eight segments, segments that begin within a panel, more
 /// rows and columns than are in hand at a time.
-const SIZES: [[usize; 3]; 7] =
-    [[1, 1, 3], [3, 33, 5], [20, 33, 6], [13, 300, 34], [7, 2049, 4], [1, 17, 515], [515, 40, 3]];
+const SIZES: [[usize; 3]; 8] =
+    [[1, 1, 3], [4, 40, 1], [3, 33, 5], [20, 33, 6], [13, 300, 34], [7, 2049, 4], [1, 17, 515], [515, 40, 3]];
 
 #[test]
 fn every_plan_is_the_ops_in_a_row() {
