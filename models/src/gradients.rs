@@ -634,7 +634,7 @@ mod tests {
             sites.push("- dembed".into());
             for (site, found) in sites.iter().chain(parameters.iter().cycle()).zip(&reverse) {
                 let whole = if site == "- parameters." {
-                    found.starts_with(site)
+                    found.starts_with(site) && found.contains(": 0.0")
                 } else {
                     found.starts_with(&format!("{site}: 0.0 0.1 0.2 1.0 1.1 "))
                 };
