@@ -15,6 +15,9 @@ pub enum LossKind {
     Policy,
 }
 
+/// How far ratios may be from 1 where nothing else is said.
+const CLIP: f64 = 0.2;
+
 /// The options of the loss.
 #[derive(clap::Args, Clone, Copy, Debug)]
 pub struct LossOptions {
@@ -24,18 +27,18 @@ pub struct LossOptions {
     loss: LossKind,
 
     /// policy: ratios count as at least 1 - X
-    #[arg(long, default_value_t = 0.2, value_name = "X")]
+    #[arg(long, default_value_t = CLIP, value_name = "X")]
     clip_low: f64,
 
     /// policy: ratios count as at most 1 + X
-    #[arg(long, default_value_t = 0.2, value_name = "X")]
+    #[arg(long, default_value_t = CLIP, value_name = "X")]
     clip_high: f64,
 }
 
 impl LossOptions {
     /// A loss with ratios that are clipped as by default.
     pub fn of(loss: LossKind) -> LossOptions {
-        LossOptions { loss, clip_low: 0.2, clip_high: 0.2 }
+        LossOptions { loss, clip_low: CLIP, clip_high: CLIP }
     }
 }
 

@@ -108,20 +108,17 @@ fn bf16(value: f32) -> f32 {
     round::round(f64::from(value), DType::Bf16) as f32
 }
 
+/// What else sees another sum of micro-batches: some settings of every axis have several.
+const ALL_BUT_MICRO_BATCH: &[&str] =
+    &["accuracy", "golden", "invariance:groups", "invariance:packing", "invariance:padding", "invariance:recompute"];
+
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "denominator_of_the_micro_batch",
         about: "The loss of a micro-batch is the mean over its own tokens, and that of the batch the mean of these.",
         op: "chain_backward",
         caught_by: "invariance:micro_batch",
-        also_red: Others::Are(&[
-            "accuracy",
-            "golden",
-            "invariance:groups",
-            "invariance:packing",
-            "invariance:padding",
-            "invariance:recompute",
-        ]),
+        also_red: Others::Are(ALL_BUT_MICRO_BATCH),
         answer: |mutant, case| {
             let mut loss = 0.0;
             let mut answer = with_gradients(mutant, case, || {
@@ -158,14 +155,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "Between two micro-batches the sum of gradients is kept in bf16.",
         op: "chain_backward",
         caught_by: "invariance:micro_batch",
-        also_red: Others::Are(&[
-            "accuracy",
-            "golden",
-            "invariance:groups",
-            "invariance:packing",
-            "invariance:padding",
-            "invariance:recompute",
-        ]),
+        also_red: Others::Are(ALL_BUT_MICRO_BATCH),
         answer: |mutant, case| accumulated(mutant, case, bf16),
     },
     Mutation {

@@ -85,9 +85,10 @@ fn run(
         let logits = logits.rows::<I>();
         let chunk = cpu.rows_per_chunk(lse.len(), vocab);
         cpu.chunks(lse, chunk, |i, lse| {
-            for (j, lse) in lse.iter_mut().enumerate().map(|(j, lse)| (i * chunk + j, lse)) {
-                let next = if (j + 1) % chunk != 0 && j + 1 < target.len() { logits.row(j + 1) } else { &[] };
-                *lse = cpu.dispatch(Total { x: logits.row(j), scale, next }).lse();
+            let end = i * chunk + lse.len();
+            for (row, lse) in (i * chunk..end).zip(lse) {
+                let next = if row + 1 < end { logits.row(row + 1) } else { &[] };
+                *lse = cpu.dispatch(Total { x: logits.row(row), scale, next }).lse();
             }
         });
         for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {

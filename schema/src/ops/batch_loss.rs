@@ -20,7 +20,8 @@ pub(super) const GROUPS: Attribute = Attribute::count("groups", 1, "1", "how man
 /// Most groups that the sequences of a batch may be dealt to.
 pub const MOST_GROUPS: usize = 1 << 16;
 
-fn check(call: &Call) -> Result<(), Error> {
+/// Of batch_loss, and of the gradients of a model.
+pub(super) fn check(call: &Call) -> Result<(), Error> {
     let groups = call.count("groups");
     if !groups.is_power_of_two() || groups > MOST_GROUPS {
         return invalid(format!("param `groups`: {groups} must be a power of two, at most {MOST_GROUPS}"));

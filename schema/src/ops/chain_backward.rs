@@ -1,5 +1,5 @@
 //! The gradients of whole models.
-use super::batch_loss::{GROUPS, MOST_GROUPS};
+use super::batch_loss::{self, GROUPS};
 use super::policy_loss::{HIGH, LOW};
 use super::*;
 
@@ -51,9 +51,7 @@ pub static OP: Op = Op {
 
 fn check(call: &Call) -> Result<(), Error> {
     let (groups, ranks, pad) = (call.count("groups"), call.count("ranks"), call.word("pad"));
-    if !groups.is_power_of_two() || groups > MOST_GROUPS {
-        return invalid(format!("param `groups`: {groups} must be a power of two, at most {MOST_GROUPS}"));
-    }
+    batch_loss::check(call)?;
     if !groups.is_multiple_of(ranks) {
         return invalid(format!("param `ranks`: {ranks} do not divide {groups} groups; each must hold as many"));
     }
