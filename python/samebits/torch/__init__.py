@@ -16,7 +16,7 @@ from typing import Any, Callable
 
 import torch
 
-from . import _native
+from .. import _native
 
 __all__ = ["accumulate", "differentiable", "ops"]
 
