@@ -774,6 +774,48 @@ mod tests {
         }
     }
 
+    /// Sequences that go by with a loss made elsewhere, on ranks whose sums are joined: the gradients of the batch.
+    #[test]
+    fn sums_of_parts_and_of_ranks_are_those_of_the_batch() {
+        let cpu = Cpu::best();
+        for (name, lengths) in [("mixtral", &[5, 7, 1, 6, 4, 5, 2, 8][..]), ("qwen3", &[6, 3, 9])] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let of = |n: usize| (0..n).map(|t| (n * 31 + t * 7) as i32 % 96).collect::<Vec<i32>>();
+            let sequences: Vec<Vec<i32>> = lengths.iter().map(|&n| of(n)).collect();
+            let count: Vec<Vec<i32>> =
+                lengths.iter().map(|&n| (0..n).map(|t| i32::from(t % 3 > 0)).collect()).collect();
+            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 4 };
+            let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
+            let logprob = model.logprobs(&cpu, &sequences, &GradientRun { micro_batch: 3, ..Default::default() });
+            assert!(logprob.unwrap() == expected.logprob);
+            let denominator = count.iter().flatten().sum::<i32>().into();
+            for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
+                let run = GradientRun { micro_batch: 2, recompute, ..GradientRun::default() };
+                let mut partials = Vec::new();
+                for rank in 0..ranks {
+                    let mut sums = Accumulator::new(Some(lengths.len()), 4, rank, ranks).unwrap();
+                    let first = batch.group(rank * 4 / ranks).start;
+                    let last = batch.group((rank + 1) * 4 / ranks - 1).end;
+                    for first in (first..last).step_by(part) {
+                        let of_part = first..last.min(first + part);
+                        let forward = sums.forward(&model, &cpu, &sequences[of_part.clone()], &run).unwrap();
+                        assert!(forward.logprob == expected.logprob[of_part.clone()]);
+                        let (_, dlogprob) = loss(&cpu, &batch, of_part, &forward.logprob, denominator).unwrap();
+                        sums.reverse(&cpu, forward, &dlogprob).unwrap();
+                    }
+                    partials.push(Partial::of_tensors(sums.partial(&cpu).unwrap().tensors()).unwrap());
+                }
+                let found = Partial::join(&cpu, partials).unwrap().finish(&cpu, &model).unwrap();
+                let bits = |of: &BTreeMap<String, Tensor>| -> Vec<u32> {
+                    of.values().flat_map(|t| t.as_slice::<f32>().unwrap()).map(|v| v.to_bits()).collect()
+                };
+                assert!(found.keys().eq(expected.parameters.keys()));
+                assert!(bits(&found) == bits(&expected.parameters), "{name} {ranks} {part}");
+            }
+        }
+    }
+
     /// Ratios are cut where the loss says.
     #[test]
     fn borders_of_ratios_are_those_of_the_loss() {

@@ -105,6 +105,7 @@ class Stream(Iterator[Token]):
         if not self._open:
             return []
         self._open = False
+        self._told.clear()
         return [self._sample(*one) for one in self._engine.end(self._request)]
 
     def __del__(self) -> None:

@@ -378,8 +378,9 @@ def test_a_gradient_that_is_not_finite_is_refused_and_nothing_changes():
 # --- ranks, and the example
 
 
-def example(*arguments):
-    run = [sys.executable, str(ROOT / "examples/grpo.py"), *map(str, arguments)]
+def example(*arguments, ranks=None):
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    run = [sys.executable, *several, str(ROOT / "examples/grpo.py"), *map(str, arguments)]
     return subprocess.run(run, capture_output=True, text=True)
 
 
@@ -388,8 +389,12 @@ SHORT = ["--steps", 2, "--prompts", 6, "--samples", 4, "--tests", 20, "--goal", 
 
 def test_the_example_ends_with_the_same_bits():
     ends = []
-    for how in [["--micro-batch", 1, "--threads", 1], ["--micro-batch", 4, "--threads", 2], ["--micro-batch", 16]]:
-        done = example(*SHORT, *how)
+    for ranks, how in [
+        (None, ["--micro-batch", 1, "--threads", 1]),
+        (None, ["--micro-batch", 16, "--threads", 2]),
+        (2, ["--micro-batch", 4, "--ranks"]),
+    ]:
+        done = example(*SHORT, *how, ranks=ranks)
         assert done.returncode == 0, done.stdout + done.stderr
         steps = [line for line in done.stdout.splitlines() if line.startswith("step")]
         assert len(steps) == 2 and all(" mismatch 0 kl 0 " in line for line in steps)

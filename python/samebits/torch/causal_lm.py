@@ -306,8 +306,8 @@ def _loss(op: str, logprob: torch.Tensor, inputs: dict[str, Any], attributes: di
     inputs["count"] = count if count.dtype == torch.int32 else count.to(torch.int32)
     attributes = {name: value for name, value in attributes.items() if value is not None}
     with torch.no_grad():
-        inputs = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
-    return _Loss.apply(logprob, op, inputs, attributes, groups)
+        inputs = {name: tensor.detach().contiguous() for name, tensor in inputs.items() if tensor is not None}
+    return _Loss.apply(logprob.contiguous(), op, inputs, attributes, groups)
 
 
 def nll(
