@@ -89,7 +89,7 @@ impl Model {
     ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu)?);
+        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu, true)?);
         Ok(Model { dir: dir.into(), decoder, device: None, tokenizer: OnceLock::new() })
     }
 

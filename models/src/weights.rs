@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -27,7 +28,7 @@ pub(crate) struct Weights<'a> {
     /// What a missing tensor is missing from.
     source: PathBuf,
     /// What stands in memory instead of a file.
-    memory: Option<&'a BTreeMap<String, Tensor>>,
+    memory: Option<&'a BTreeMap<String, Arc<Tensor>>>,
     /// Name and shape of what was taken by [`Weights::tensor`].
     pub parameters: BTreeMap<String, Vec<usize>>,
     /// Names of what was taken by [`Weights::constant`].
@@ -75,7 +76,7 @@ impl<'a> Weights<'a> {
     }
 
     /// Those of a model in memory, each of floats on the host.
-    pub fn of(memory: &'a BTreeMap<String, Tensor>) -> Weights<'a> {
+    pub fn of(memory: &'a BTreeMap<String, Arc<Tensor>>) -> Weights<'a> {
         let place = Path::new("the model in memory");
         let mut weights = Weights { memory: Some(memory), ..Weights::empty(place) };
         let stored = |tensor: &Tensor| {
@@ -192,14 +193,7 @@ impl<'a> Weights<'a> {
             return Err(ModelError::tensor(&path, name, why));
         }
         let data: Vec<T> = self.read(name, &stored)?;
-        if let Some(index) = data.iter().position(|x| !x.widen().is_finite()) {
-            let count = data.iter().filter(|x| !x.widen().is_finite()).count();
-            let (at, value, total) = (coordinates(index, shape), data[index].widen(), data.len());
-            let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
-            // A finite weight that does not fit the dtype asked for.
-            let why = if stored.dtype == dtype_of::<T>() { why } else { format!("read as {}: {why}", T::NAME) };
-            return Err(ModelError::tensor(&path, name, why));
-        }
+        check_finite(&path, name, &stored, &data)?;
         Ok(data)
     }
 
@@ -207,6 +201,20 @@ impl<'a> Weights<'a> {
     pub fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.parameters.insert(name.into(), shape.into());
         typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?))
+    }
+
+    /// Takes a parameter that is a matrix: of a model in memory that holds it in this dtype nothing is copied.
+    pub fn matrix(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Arc<Tensor>, ModelError> {
+        let there = self.memory.and_then(|memory| memory.get(name)).filter(|there| there.dtype() == dtype);
+        let Some(there) = there.filter(|there| there.shape() == shape && self.contains(name)) else {
+            return self.tensor(name, dtype, shape).map(Arc::new);
+        };
+        let stored = self.tensors.remove(name).expect("it is there");
+        typed!(dtype => A, {
+            check_finite(&self.source, name, &stored, there.as_slice::<A>().expect("on the host, and of this dtype"))?;
+        });
+        self.parameters.insert(name.into(), shape.into());
+        Ok(there.clone())
     }
 
     /// Takes something that is no parameter, in f32.
@@ -267,6 +275,22 @@ impl<'a> Weights<'a> {
             }
         }
     }
+}
+
+/// Refuses elements of a tensor that are not finite.
+fn check_finite<T: Element>(path: &Path, name: &str, stored: &Stored, data: &[T]) -> Result<(), ModelError> {
+    let finite = |x: &T| x.widen().is_finite();
+    // Without a way out in the middle, so that it is as fast as memory.
+    if data.chunks(4096).all(|some| some.iter().fold(true, |all, x| all & finite(x))) {
+        return Ok(());
+    }
+    let index = data.iter().position(|x| !finite(x)).expect("one is not finite");
+    let count = data.iter().filter(|x| !finite(x)).count();
+    let (at, value, total) = (coordinates(index, &stored.shape), data[index].widen(), data.len());
+    let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
+    // A finite weight that does not fit the dtype asked for.
+    let why = if stored.dtype == dtype_of::<T>() { why } else { format!("read as {}: {why}", T::NAME) };
+    Err(ModelError::tensor(path, name, why))
 }
 
 /// Little-endian words of N bytes as `T`.
