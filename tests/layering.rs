@@ -162,7 +162,10 @@ fn an_example_is_another_project() {
         ours.packages.iter().flat_map(|package| &package.dependencies).map(|d| d.name.as_str()).collect();
     // What is no folder is a program in Python.
     let found = std::fs::read_dir(root().join("examples")).unwrap().map(|entry| entry.unwrap().path());
-    let found: Vec<String> = found.filter(|path| path.is_dir()).map(|path| format!("examples/{}", path.file_name().unwrap().display())).collect();
+    let found: Vec<String> = found
+        .filter(|path| path.is_dir())
+        .map(|path| format!("examples/{}", path.file_name().unwrap().display()))
+        .collect();
     assert!(found.iter().any(|example| example == "examples/candle"), "{found:?}");
     for example in &found {
         let theirs = metadata(example);

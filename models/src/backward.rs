@@ -17,6 +17,7 @@
 //! Every sum over tokens is given the mask of the rows, so rows that are padding leave nothing, whatever they hold.
 //! Rows do not see each other anywhere else but in attention, which is called for the rows of sequences alone.
 
+use crate::ModelError;
 use crate::decoder::{Decoder, LayerMlp, TABLE};
 use crate::linear::{Source, Vector};
 use crate::machine::typed;
@@ -24,10 +25,9 @@ use crate::pass::Pass;
 use crate::qkv::Qkv;
 use crate::step::Step;
 use crate::sums::{Of, Sums, zeros};
-use crate::{Config, ModelError};
 use samebits_ops::device::Part;
 use samebits_ops::{Attributes, Cpu, DType, GemmDw, LinearLogprob, LogprobGradients, LogprobRows, RopeTable, Tensor};
-use samebits_ops::{TensorRef, embedding_dw, gemm_dw, linear_logprob_backward_packed};
+use samebits_ops::{TensorRef, embedding_dw, gemm_dw, linear_logprob_backward, linear_logprob_backward_packed};
 use std::ops::Range;
 
 /// A reverse pass over the rows of a micro-batch.
@@ -125,7 +125,7 @@ impl Backward<'_, '_> {
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
         let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
-        let dw = self.sums.matrix(Of::source(source, "weight"), Some(source), [n, k])?;
+        let dw = self.sums.matrix(self.cpu, Of::source(source, "weight"), Some(source), [n, k])?;
         typed!(x.dtype() => A, {
             let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
             Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
@@ -221,7 +221,7 @@ impl Backward<'_, '_> {
             .with("causal", shape.causal)
             .with("window", shape.window.unwrap_or(0))
             .with("softcap", shape.softcap.unwrap_or(0.0));
-        let gradient = |[heads, dim]: [usize; 2]| zeros(&[n, heads * dim]);
+        let gradient = |[heads, dim]: [usize; 2]| zeros(self.cpu, &[n, heads * dim]);
         let mut all = Qkv { q: gradient(q)?, k: gradient(k)?, v: gradient(v)? };
         for block in self.blocks {
             let (batch, rows) = (block.lengths.len(), block.rows);
@@ -331,14 +331,20 @@ impl Decoder {
             }
         } else {
             let (source, shape) = (head.source(0), LinearLogprob::new(n, self.config.vocab, self.config.hidden));
-            let dw = back.sums.matrix(Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
+            let dw = back.sums.matrix(back.cpu, Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
             let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
             let gradients = LogprobGradients { dlogprob, dlse: None };
             let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };
             let dx = da.as_slice_mut::<f32>().expect("f32, and on the host");
             typed!(a.dtype() => A, {
                 let x = a.as_slice::<A>().expect("of this dtype, and on the host");
-                linear_logprob_backward_packed(back.cpu, &shape, x, head.packed(0), &rows, dx, dw)?;
+                match head.packed(0) {
+                    Some(w) => linear_logprob_backward_packed(back.cpu, &shape, x, w, &rows, dx, dw)?,
+                    None => {
+                        let w = head.matrix(0).contiguous::<A>().expect("gradients are made on the processor");
+                        linear_logprob_backward(back.cpu, &shape, x, w, &rows, dx, dw)?;
+                    }
+                }
             });
         }
         back.see(None, "dfinal_norm", &mut da)?;
@@ -413,10 +419,10 @@ impl Decoder {
             back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
             dx = scaled;
         }
-        let Config { vocab, hidden, .. } = self.config;
-        let dw = back.sums.matrix(Of::table(&format!("{TABLE}.weight")), None, [vocab, hidden])?;
+        let hidden = self.config.hidden;
+        let (dw, rows) = back.sums.table(Of::table(&format!("{TABLE}.weight")), hidden, tokens)?;
         let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
-        Ok(embedding_dw(back.cpu, hidden, dx, tokens, Some(back.mask), dw)?)
+        Ok(embedding_dw(back.cpu, hidden, dx, &rows, Some(back.mask), dw)?)
     }
 }
 

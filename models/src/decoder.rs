@@ -42,6 +42,7 @@ use samebits_ops::device::{Device, Part};
 use samebits_ops::{Backend, Cpu, DType, Element, Tensor, TensorRef};
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::swap;
+use std::sync::Arc;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder {
@@ -50,7 +51,7 @@ pub(crate) struct Decoder {
     pub dtype: DType,
     pub attributes: OpAttributes,
     /// `[V, hidden]`; `None` where it is the output projection.
-    embed: Option<Tensor>,
+    embed: Option<Arc<Tensor>>,
     pub layers: Vec<Layer>,
     pub final_norm: Vector,
     pub lm_head: Linear,
@@ -174,8 +175,15 @@ impl<'a> Runner<'a> {
 }
 
 impl Decoder {
-    /// Takes every tensor that `config` describes out of `weights` and packs the matrices.
-    pub fn load(config: &Config, mut weights: Weights, dtype: DType, cpu: &Cpu) -> Result<Decoder, ModelError> {
+    /// Takes every tensor that `config` describes out of `weights`. `packs` says whether matrices are packed, which pays
+    /// where they are read more often than in a step of training; else those that are in memory stay where they are.
+    pub fn load(
+        config: &Config,
+        mut weights: Weights,
+        dtype: DType,
+        cpu: &Cpu,
+        packs: bool,
+    ) -> Result<Decoder, ModelError> {
         let c = config;
         let w = &mut weights;
         for extra in 0..c.extra_layers {
@@ -183,7 +191,7 @@ impl Decoder {
         }
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
-        let mut embed = Some(w.tensor(&table, dtype, &[c.vocab, c.hidden])?);
+        let mut embed = Some(w.matrix(&table, dtype, &[c.vocab, c.hidden])?);
         if c.tied && w.contains(head) {
             // Some tied folders store the table a second time: then it must be the same table.
             let path = w.path(head);
@@ -194,12 +202,12 @@ impl Decoder {
                 return Err(ModelError::tensor(&path, head, why));
             }
         }
-        let own = if c.tied { embed.take() } else { Some(w.tensor(head, dtype, &[c.vocab, c.hidden])?) };
+        let own = if c.tied { embed.take() } else { Some(w.matrix(head, dtype, &[c.vocab, c.hidden])?) };
         let source = Source::whole(if c.tied { TABLE } else { "lm_head" }.into(), c.vocab);
-        let lm_head = Linear::pack(cpu, source, &own.expect("tied or its own"), None)?;
+        let lm_head = Linear::new(cpu, source, own.expect("tied or its own"), None, packs)?;
         let mut layers = Vec::new();
         for layer in 0..c.layers {
-            layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer })?);
+            layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?);
         }
         let name = "model.norm.weight";
         let final_norm = Vector { w: w.tensor(name, DType::Fp32, &[c.hidden])?, name: name.into() };
@@ -225,8 +233,11 @@ impl Decoder {
             always.into_iter().chain(&mut layer.post_attention_norm).chain(&mut layer.post_mlp_norm)
         });
         let norms = of_layers.chain([&mut self.final_norm]).map(|norm| &mut norm.w);
-        for tensor in norms.chain(&mut self.embed) {
+        for tensor in norms {
             *tensor = Backend::upload(device, tensor.view())?;
+        }
+        if let Some(embed) = &mut self.embed {
+            *embed = Arc::new(Backend::upload(device, embed.view())?);
         }
         Ok(())
     }
@@ -261,7 +272,7 @@ impl Decoder {
     pub fn embed(&self, pass: &mut Pass, step: &Step, inputs: &StepInputs) -> Result<Stream, ModelError> {
         let (at, n) = (&self.attributes, step.rows());
         let mut stream = Stream::new(pass, n)?;
-        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), Tensor::view);
+        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), |embed| embed.view());
         let tokens = inputs.tokens.view(&[n])?;
         let Stream { x, sum, .. } = &mut stream;
         pass.op("embedding", &at.none, &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
@@ -308,9 +319,11 @@ impl Decoder {
         pass.see(Some(i), "attention", step, heads)?;
         pass.keep("sum", x)?;
         pass.keep("input_norm", a)?;
-        for (name, values) in [("q", &q), ("k", &k), ("v", &v), ("attention", &*heads), ("lse", &*lse)] {
-            pass.keep(name, values)?;
+        for (name, values) in [("q", q), ("k", k), ("v", v)] {
+            pass.keep_own(name, values);
         }
+        pass.keep("attention", heads)?;
+        pass.keep("lse", lse)?;
         layer.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
         pass.see(Some(i), "o", step, y)?;
         if let Some(w) = &layer.post_attention_norm {
@@ -475,7 +488,8 @@ mod tests {
         let tensors = stored.tensors().into_iter().chain([twice]);
         safetensors::serialize_to_file(tensors, None, &dir.path().join("model.safetensors")).unwrap();
         let config = Config::load(dir.path()).unwrap();
-        let decoder = Decoder::load(&config, Weights::open(dir.path()).unwrap(), DType::Bf16, &Cpu::best()).unwrap();
+        let decoder = Decoder::load(&config, Weights::open(dir.path()).unwrap(), DType::Bf16, &Cpu::best(), true);
+        let decoder = decoder.unwrap();
         assert!(decoder.parameters.contains_key(table) && !decoder.parameters.contains_key("lm_head.weight"));
     }
 

@@ -9,7 +9,7 @@ use crate::pass::Pass;
 use crate::weights::Weights;
 use samebits_ops::device::{Device, Part};
 use samebits_ops::{Attributes, Backend, Cpu, DType, PackedWeight, Tensor, TensorMut, TensorRef};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// `x W^T + b`: one matrix `[n,k]`, or one for each expert.
 pub(crate) struct Linear {
@@ -58,34 +58,48 @@ pub(crate) struct Vector {
 enum Matrices {
     /// On the processor, packed.
     Packed(Vec<(PackedWeight, Option<Tensor>)>),
+    /// On the processor, row by row; a product lays them out.
+    Rows(Vec<(Arc<Tensor>, Option<Tensor>)>),
     /// On a device, row by row and one behind the other.
     Device(Box<(Tensor, Option<Tensor>)>),
 }
 
 impl Linear {
-    /// `w[n,k]` and `b[n]`, packed.
-    pub fn pack(cpu: &Cpu, source: Source, w: &Tensor, bias: Option<Tensor>) -> Result<Linear, ModelError> {
+    /// `w[n,k]` and `b[n]`, packed or as they are.
+    pub fn new(
+        cpu: &Cpu,
+        source: Source,
+        w: Arc<Tensor>,
+        bias: Option<Tensor>,
+        packs: bool,
+    ) -> Result<Linear, ModelError> {
         let &[n, k] = w.shape() else { panic!("it is a matrix") };
-        let packed = typed!(w.dtype() => A, {
-            PackedWeight::pack(cpu, n, k, w.as_slice::<A>().expect("it is on the host, and of this dtype"))?
-        });
-        let weight = Matrices::Packed(vec![(packed, bias)]);
-        Ok(Linear { n, k, dtype: w.dtype(), weight, sources: vec![source], for_dx: vec![OnceLock::new()] })
+        let dtype = w.dtype();
+        let weight = match packs {
+            true => typed!(dtype => A, {
+                let w = w.as_slice::<A>().expect("it is on the host, and of this dtype");
+                Matrices::Packed(vec![(PackedWeight::pack(cpu, n, k, w)?, bias)])
+            }),
+            false => Matrices::Rows(vec![(w, bias)]),
+        };
+        Ok(Linear { n, k, dtype, weight, sources: vec![source], for_dx: vec![OnceLock::new()] })
     }
 
     /// Those of several experts, packed, as one.
     fn stack(all: Vec<Linear>) -> Linear {
         let (n, k, dtype) = (all[0].n, all[0].k, all[0].dtype);
-        let (mut packed, mut sources, mut for_dx) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut packed, mut rows, mut sources, mut for_dx) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for linear in all {
-            let Matrices::Packed(weight) = linear.weight else {
-                panic!("experts are stacked before they go to a device")
-            };
-            packed.extend(weight);
+            match linear.weight {
+                Matrices::Packed(weight) => packed.extend(weight),
+                Matrices::Rows(weight) => rows.extend(weight),
+                Matrices::Device(_) => panic!("experts are stacked before they go to a device"),
+            }
             sources.extend(linear.sources);
             for_dx.extend(linear.for_dx);
         }
-        Linear { n, k, dtype, weight: Matrices::Packed(packed), sources, for_dx }
+        let weight = if rows.is_empty() { Matrices::Packed(packed) } else { Matrices::Rows(rows) };
+        Linear { n, k, dtype, weight, sources, for_dx }
     }
 
     /// Takes packed matrices to a device, row by row: their elements are what they were before they were packed.
@@ -110,19 +124,21 @@ impl Linear {
     pub fn matrix(&self, number: usize) -> TensorRef<'_> {
         match &self.weight {
             Matrices::Packed(packed) => TensorRef::packed(&packed[number].0),
+            Matrices::Rows(rows) => rows[number].0.view(),
             Matrices::Device(all) => all.0.rows(number * self.n..(number + 1) * self.n),
         }
     }
 
-    /// The same, packed; on the processor.
-    pub fn packed(&self, number: usize) -> &PackedWeight {
-        let Matrices::Packed(packed) = &self.weight else { panic!("it is on a device") };
-        &packed[number].0
+    /// The same where it is packed.
+    pub fn packed(&self, number: usize) -> Option<&PackedWeight> {
+        let Matrices::Packed(packed) = &self.weight else { return None };
+        Some(&packed[number].0)
     }
 
     fn bias(&self, number: usize) -> Option<TensorRef<'_>> {
         match &self.weight {
             Matrices::Packed(packed) => packed[number].1.as_ref().map(Tensor::view),
+            Matrices::Rows(rows) => rows[number].1.as_ref().map(Tensor::view),
             Matrices::Device(all) => all.1.as_ref().map(|bias| bias.rows(number * self.n..(number + 1) * self.n)),
         }
     }
@@ -172,20 +188,23 @@ impl Linear {
         dtype: DType,
     ) -> Result<Tensor, ModelError> {
         let mut dx = back.pass.empty(dtype, &[dy.shape()[0], self.k])?;
-        let inputs = [("dy", dy), ("w", TensorRef::packed(self.for_dx(back.cpu, number)?))];
+        let w = match &self.weight {
+            Matrices::Packed(packed) => TensorRef::packed(self.for_dx(back.cpu, number, &packed[number].0)?),
+            _ => self.matrix(number),
+        };
+        let inputs = [("dy", dy), ("w", w)];
         let none = &back.pass.attributes.none;
         back.pass.op("gemm_dx", none, &inputs, [("dx", dx.view_mut())])?;
         Ok(dx)
     }
 
-    /// One of the matrices, packed for `gemm_dx`.
-    fn for_dx(&self, cpu: &Cpu, number: usize) -> Result<&PackedWeight, ModelError> {
+    /// One of the packed matrices, packed for `gemm_dx`.
+    fn for_dx(&self, cpu: &Cpu, number: usize, weight: &PackedWeight) -> Result<&PackedWeight, ModelError> {
         if let Some(packed) = self.for_dx[number].get() {
             return Ok(packed);
         }
-        let Matrices::Packed(all) = &self.weight else { panic!("gradients are made on the processor") };
         let mut rows = empty(cpu, self.dtype, &[self.n, self.k])?;
-        unpack(cpu, &all[number].0, rows.view_mut())?;
+        unpack(cpu, weight, rows.view_mut())?;
         let packed = typed!(self.dtype => A, {
             PackedWeight::pack_for_dx(cpu, self.n, self.k, rows.as_slice::<A>().expect("it is on the host"))?
         });
@@ -280,10 +299,13 @@ impl Gated {
         widen(&self.up, pass, up)?;
         let product = pass.room(&mut kept.product, pass.dtype, &shape)?;
         self.activate(pass, gate, up, product)?;
-        pass.keep("gate", gate)?;
-        pass.keep("up", up)?;
-        pass.keep("product", product)?;
         narrow(pass, product)?;
+        if pass.kept.is_some() {
+            for (name, values) in [("gate", kept.gate.take()), ("up", kept.up.take()), ("product", kept.product.take())]
+            {
+                pass.keep_own(name, values.expect("it was just made"));
+            }
+        }
         pass.gated = kept;
         Ok(())
     }
@@ -330,6 +352,8 @@ pub(crate) struct Loader<'a, 'w> {
     pub cpu: &'a Cpu,
     pub weights: &'a mut Weights<'w>,
     pub layer: usize,
+    /// Whether matrices are packed.
+    pub packs: bool,
 }
 
 impl Loader<'_, '_> {
@@ -349,8 +373,8 @@ impl Loader<'_, '_> {
     }
 
     /// `w[n,k]` as it is stored.
-    pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Tensor, ModelError> {
-        self.weights.tensor(&self.name(&format!("{part}.weight")), self.dtype, &[n, k])
+    pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Arc<Tensor>, ModelError> {
+        self.weights.matrix(&self.name(&format!("{part}.weight")), self.dtype, &[n, k])
     }
 
     fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
@@ -360,7 +384,7 @@ impl Loader<'_, '_> {
     /// One matrix `[n,k]`.
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
         let w = self.matrix(part, n, k)?;
-        Linear::pack(self.cpu, Source::whole(self.name(part), n), &w, self.bias(part, n, bias)?)
+        Linear::new(self.cpu, Source::whole(self.name(part), n), w, self.bias(part, n, bias)?, self.packs)
     }
 
     /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each.
@@ -403,7 +427,8 @@ impl Loader<'_, '_> {
             };
             let (n, k) = (groups * width, whole.shape()[1]);
             let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
-            made.push(Linear::pack(self.cpu, source, &gather(whole, k, &[n, k])?, bias)?);
+            let w = Arc::new(gather(whole, k, &[n, k])?);
+            made.push(Linear::new(self.cpu, source, w, bias, self.packs)?);
             start += width;
         }
         Ok(made.try_into().ok().expect("one for each width"))
@@ -437,13 +462,14 @@ mod tests {
         let cpu = Cpu::best();
         let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
         let mut weights = Weights::open(&dir).unwrap();
-        let loader = Loader { config: model.config(), dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, layer: 0 };
+        let (config, dtype) = (model.config(), DType::Fp32);
+        let loader = Loader { config, dtype, cpu: &cpu, weights: &mut weights, layer: 0, packs: true };
         let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
         let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
         let parts = loader.cut("q", &whole, Some(&bias), 0, 2, [1, 2]).unwrap();
         let biases = parts.map(|part| match part.weight {
             Matrices::Packed(packed) => packed[0].1.as_ref().unwrap().as_slice::<f32>().unwrap().to_vec(),
-            Matrices::Device(_) => unreachable!(),
+            _ => unreachable!(),
         });
         assert_eq!(biases, [vec![0.0, 3.0], vec![1.0, 2.0, 4.0, 5.0]]);
     }

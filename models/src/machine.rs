@@ -179,13 +179,18 @@ pub(crate) struct IndexOf {
 /// # Errors
 /// Too little memory.
 pub(crate) fn empty(machine: &dyn Machine, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
-    machine.empty(dtype, shape).map_err(|error| match error {
+    machine.empty(dtype, shape).map_err(|error| no_room(error, dtype, shape))
+}
+
+/// What is said where such a tensor could not be made.
+pub(crate) fn no_room(error: Error, dtype: DType, shape: &[usize]) -> ModelError {
+    match error {
         Error::Memory { .. } => {
             let why = format!("a {dtype} tensor of shape {shape:?} does not fit; pass fewer tokens");
             ModelError::input("memory", why)
         }
         error => error.into(),
-    })
+    }
 }
 
 /// Two parts of `rows` heads, one behind the other in each head; each part comes with its width and how many heads

@@ -104,7 +104,7 @@ impl Model {
     ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu)?);
+        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu, true)?);
         Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
     }
 
@@ -115,7 +115,7 @@ impl Model {
     /// As [`Model::load`].
     pub fn load_rounded(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
         let (config, dtype) = (Config::load(dir)?, precision.dtype());
-        let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu)?;
+        let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu, true)?;
         Ok(Model { dir: Some(dir.into()), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
     }
 
@@ -132,7 +132,7 @@ impl Model {
         cpu: &Cpu,
     ) -> Result<Model, ModelError> {
         let dtype = precision.dtype();
-        let decoder = Decoder::load(config, Weights::of(tensors).rounded_to(dtype), dtype, cpu)?;
+        let decoder = Decoder::load(config, Weights::of(tensors).rounded_to(dtype), dtype, cpu, true)?;
         Ok(Model { dir: dir.map(Path::to_owned), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
     }
 
@@ -145,7 +145,7 @@ impl Model {
             return Err(ModelError::input("device", "weights are packed on the processor; load the model there"));
         }
         let weights = Weights::of(tensors).rounded_to(self.decoder.dtype);
-        self.decoder = Decoder::load(self.config(), weights, self.decoder.dtype, cpu)?.into();
+        self.decoder = Decoder::load(self.config(), weights, self.decoder.dtype, cpu, true)?.into();
         Ok(())
     }
 

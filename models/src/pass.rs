@@ -57,6 +57,13 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
+    /// [`Pass::keep`] of what the forward has no more use for: it is not copied.
+    pub fn keep_own(&mut self, name: &'static str, values: Tensor) {
+        if let Some(kept) = &mut self.kept {
+            kept.push((name, values));
+        }
+    }
+
     /// Runs an op.
     pub fn op<const N: usize>(
         &mut self,

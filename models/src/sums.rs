@@ -2,15 +2,15 @@
 //!
 //! A matrix is one chain over the tokens of a group, a vector 64 chains that are folded when the group ends. Both go on
 //! from where the tokens before left them, so how tokens are cut into micro-batches is not seen. A parameter that no
-//! token of a group reached is +0 there.
+//! token of a group reached is +0 there. Of a table only the rows are held that tokens looked up.
 
-use crate::kv_cache::buffer;
+use crate::kv_cache::grow;
 use crate::linear::Source;
-use crate::machine::empty;
+use crate::machine::{empty, no_room};
 use crate::{Model, ModelError};
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
-use serde_json::json;
-use std::collections::BTreeMap;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The rows of a chain state.
 const CHAINS: usize = samebits_ops::CHAINS;
@@ -51,17 +51,53 @@ pub(crate) struct Sums(BTreeMap<Of, Sum>);
 struct Sum {
     /// `[N,K]`, or `[64,N]` of a vector.
     state: Tensor,
-    /// The rows that it has of the parameter; `None` for all.
-    rows: Option<Source>,
+    has: Has,
     /// Of a vector, how many tokens it has had.
     tokens: Option<usize>,
 }
 
+/// Which rows of its parameter a sum has.
+#[derive(Clone)]
+enum Has {
+    All,
+    Some(Source),
+    /// Those of tokens that were looked up, and where each stands; the others are +0.
+    LookedUp(BTreeMap<i32, usize>),
+}
+
 impl Sums {
     /// A matrix of `shape`, to be gone on with in place: most of them are too large to be copied for some tokens.
-    pub fn matrix(&mut self, of: Of, rows: Option<&Source>, shape: [usize; 2]) -> Result<&mut [f32], ModelError> {
-        let sum = self.entry(of, rows, shape, None)?;
+    pub fn matrix(
+        &mut self,
+        cpu: &Cpu,
+        of: Of,
+        rows: Option<&Source>,
+        shape: [usize; 2],
+    ) -> Result<&mut [f32], ModelError> {
+        let sum = self.entry(cpu, of, rows, shape, None)?;
         Ok(sum.state.as_slice_mut().expect("it is f32, and on the host"))
+    }
+
+    /// The rows of a table of `width` that tokens have looked up, these `tokens` among them, to be gone on with in place;
+    /// and which of the rows is that of each.
+    pub fn table(&mut self, of: Of, width: usize, tokens: &[i32]) -> Result<(&mut [f32], Vec<i32>), ModelError> {
+        if !self.0.contains_key(&of) {
+            let sum = Sum { state: nothing(width)?, has: Has::LookedUp(BTreeMap::new()), tokens: None };
+            self.0.insert(of.clone(), sum);
+        }
+        let Sum { state, has: Has::LookedUp(rows), .. } = self.0.get_mut(&of).expect("it was just put there") else {
+            panic!("it is a table");
+        };
+        let mut numbers = Vec::new();
+        for &token in tokens {
+            let next = rows.len();
+            numbers.push(*rows.entry(token).or_insert(next) as i32);
+        }
+        let earlier = std::mem::replace(state, nothing(width)?);
+        let mut data = earlier.into_vec::<f32>().expect("it is f32, and on the host");
+        grow(&mut data, &[rows.len(), width])?;
+        *state = Tensor::new(data, &[rows.len(), width])?;
+        Ok((state.as_slice_mut().expect("it is f32, and on the host"), numbers))
     }
 
     /// Goes on with a vector of n elements by the rows that are tokens; `add` is also told how many came before.
@@ -74,7 +110,7 @@ impl Sums {
         mask: &[i32],
         add: impl FnOnce(TensorRef, usize, &mut Tensor) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
-        let sum = self.entry(of, rows, [CHAINS, n], Some(0))?;
+        let sum = self.entry(cpu, of, rows, [CHAINS, n], Some(0))?;
         let before = sum.tokens.expect("it is a vector");
         let mut next = empty(cpu, DType::Fp32, &[CHAINS, n])?;
         add(sum.state.view(), before, &mut next)?;
@@ -85,13 +121,14 @@ impl Sums {
 
     fn entry(
         &mut self,
+        cpu: &Cpu,
         of: Of,
         rows: Option<&Source>,
         shape: [usize; 2],
         tokens: Option<usize>,
     ) -> Result<&mut Sum, ModelError> {
         if !self.0.contains_key(&of) {
-            let sum = Sum { state: zeros(&shape)?, rows: rows.cloned(), tokens };
+            let sum = Sum { state: zeros(cpu, &shape)?, has: rows.cloned().map_or(Has::All, Has::Some), tokens };
             self.0.insert(of.clone(), sum);
         }
         Ok(self.0.get_mut(&of).expect("it was just put there"))
@@ -100,7 +137,7 @@ impl Sums {
     /// The end of the group.
     pub fn end(self, cpu: &Cpu) -> Result<Totals, ModelError> {
         let mut totals = BTreeMap::new();
-        for (of, Sum { state, rows, tokens }) in self.0 {
+        for (of, Sum { state, has, tokens }) in self.0 {
             let values = match tokens {
                 None => state,
                 Some(_) => {
@@ -110,7 +147,7 @@ impl Sums {
                     folded
                 }
             };
-            totals.insert(of, Total { values, rows });
+            totals.insert(of, Total { values, has });
         }
         Ok(Totals(totals))
     }
@@ -121,7 +158,7 @@ pub(crate) struct Totals(BTreeMap<Of, Total>);
 
 struct Total {
     values: Tensor,
-    rows: Option<Source>,
+    has: Has,
 }
 
 /// Joins groups, or what ranks hold of them, as a balanced tree: `(g0 + g1) + (g2 + g3)` and so on. There must be a
@@ -150,16 +187,18 @@ impl Tree {
 impl Totals {
     fn join(self, cpu: &Cpu, other: Totals) -> Result<Totals, ModelError> {
         let (mut joined, mut others) = (BTreeMap::new(), other.0);
-        for (of, total) in self.0 {
-            let values = match others.remove(&of) {
-                Some(other) => add(cpu, &total.values, &other.values)?,
-                None => add(cpu, &total.values, &zeros(total.values.shape())?)?,
-            };
-            joined.insert(of, Total { values, rows: total.rows });
+        for (of, mut total) in self.0 {
+            let mut other = others.remove(&of).map_or_else(|| total.nothing(cpu), Ok)?;
+            if let (Has::LookedUp(a), Has::LookedUp(b)) = (&total.has, &other.has) {
+                let tokens: BTreeSet<i32> = a.keys().chain(b.keys()).copied().collect();
+                let rows: BTreeMap<i32, usize> = tokens.into_iter().zip(0..).collect();
+                (total, other) = (total.spread(cpu, &rows)?, other.spread(cpu, &rows)?);
+            }
+            joined.insert(of, Total { values: add(cpu, &total.values, &other.values)?, has: total.has });
         }
         for (of, total) in others {
-            let values = add(cpu, &zeros(total.values.shape())?, &total.values)?;
-            joined.insert(of, Total { values, rows: total.rows });
+            let values = add(cpu, &total.nothing(cpu)?.values, &total.values)?;
+            joined.insert(of, Total { values, has: total.has });
         }
         Ok(Totals(joined))
     }
@@ -171,20 +210,24 @@ impl Totals {
         parameters: &BTreeMap<String, Vec<usize>>,
     ) -> Result<BTreeMap<String, Tensor>, ModelError> {
         let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
-        for (of, Total { values, rows }) in self.0 {
+        for (of, Total { values, has }) in self.0 {
             let shape = &parameters[&of.name];
-            if values.shape() == shape {
-                let whole = match found.remove(&of.name) {
-                    // A table's two sums.
-                    Some(other) => add(cpu, &other, &values)?,
-                    None => values,
-                };
-                found.insert(of.name, whole);
-                continue;
-            }
-            let rows = rows.expect("it has some rows of the parameter");
+            let rows = match has {
+                Has::LookedUp(rows) => {
+                    // What a product has read of the table came before.
+                    let mut whole = found.remove(&of.name).map_or_else(|| zeros(cpu, shape), Ok)?;
+                    add_rows(cpu, &mut whole, &values, &rows)?;
+                    found.insert(of.name, whole);
+                    continue;
+                }
+                Has::Some(rows) if values.shape() != shape => rows,
+                _ => {
+                    found.insert(of.name, values);
+                    continue;
+                }
+            };
             if !found.contains_key(&of.name) {
-                found.insert(of.name.clone(), zeros(shape)?);
+                found.insert(of.name.clone(), zeros(cpu, shape)?);
             }
             let whole = found.get_mut(&of.name).and_then(Tensor::as_slice_mut::<f32>).expect("it is on the host");
             let values = values.as_slice::<f32>().expect("it is f32, and on the host");
@@ -195,7 +238,7 @@ impl Totals {
         }
         for (name, shape) in parameters {
             if !found.contains_key(name) {
-                found.insert(name.clone(), zeros(shape)?);
+                found.insert(name.clone(), zeros(cpu, shape)?);
             }
         }
         Ok(found)
@@ -208,8 +251,12 @@ pub struct Partial(pub(crate) Totals);
 impl Partial {
     /// The sums in f32 by name, for another rank; a name also says which rows of which parameter a sum is of.
     pub fn tensors(self) -> BTreeMap<String, Tensor> {
-        let named = |(of, Total { values, rows }): (Of, Total)| {
-            let rows = rows.map(|rows| json!([rows.name, rows.groups, rows.size, rows.start, rows.width]));
+        let named = |(of, Total { values, has }): (Of, Total)| {
+            let rows = match has {
+                Has::All => Value::Null,
+                Has::Some(rows) => json!([rows.name, rows.groups, rows.size, rows.start, rows.width]),
+                Has::LookedUp(rows) => json!(rows),
+            };
             (json!([of.name, of.start, of.looked_up, rows]).to_string(), values)
         };
         self.0.0.into_iter().map(named).collect()
@@ -222,10 +269,10 @@ impl Partial {
     pub fn of_tensors(tensors: BTreeMap<String, Tensor>) -> Result<Partial, ModelError> {
         let mut totals = BTreeMap::new();
         for (text, values) in tensors {
-            let (of, rows) = named(&text)
-                .filter(|_| values.as_slice::<f32>().is_some())
+            let (of, has) = named(&text)
+                .filter(|(_, has)| values.as_slice::<f32>().is_some() && has.fits(values.shape()))
                 .ok_or_else(|| ModelError::input("partial", format!("`{text}` is no f32 sum that a rank gives")))?;
-            totals.insert(of, Total { values, rows });
+            totals.insert(of, Total { values, has });
         }
         Ok(Partial(Totals(totals)))
     }
@@ -257,16 +304,77 @@ impl Partial {
 }
 
 /// What a name of [`Partial::tensors`] says.
-fn named(text: &str) -> Option<(Of, Option<Source>)> {
+fn named(text: &str) -> Option<(Of, Has)> {
     type Rows = (String, usize, usize, usize, usize);
-    let (name, start, looked_up, rows): (String, usize, bool, Option<Rows>) = serde_json::from_str(text).ok()?;
-    let rows = rows.map(|(name, groups, size, start, width)| Source { name, groups, size, start, width });
-    Some((Of { name, start, looked_up }, rows))
+    let (name, start, looked_up, rows): (String, usize, bool, Value) = serde_json::from_str(text).ok()?;
+    let has = match (looked_up, rows) {
+        (true, rows) => Has::LookedUp(serde_json::from_value(rows).ok()?),
+        (false, Value::Null) => Has::All,
+        (false, rows) => {
+            let (name, groups, size, start, width) = serde_json::from_value::<Rows>(rows).ok()?;
+            Has::Some(Source { name, groups, size, start, width })
+        }
+    };
+    Some((Of { name, start, looked_up }, has))
+}
+
+impl Has {
+    /// Whether a sum of this shape can have these rows: those that were looked up are numbered, and each is there.
+    fn fits(&self, shape: &[usize]) -> bool {
+        let Has::LookedUp(rows) = self else { return true };
+        let numbers: BTreeSet<usize> = rows.values().copied().collect();
+        shape.len() == 2 && shape[0] == rows.len() && numbers.iter().copied().eq(0..rows.len())
+    }
+}
+
+impl Total {
+    /// +0 in its place.
+    fn nothing(&self, cpu: &Cpu) -> Result<Total, ModelError> {
+        Ok(Total { values: zeros(cpu, self.values.shape())?, has: self.has.clone() })
+    }
+
+    /// The same with these rows of a table, all of its own among them.
+    fn spread(self, cpu: &Cpu, rows: &BTreeMap<i32, usize>) -> Result<Total, ModelError> {
+        let Has::LookedUp(own) = self.has else { panic!("it is a table") };
+        let width = self.values.shape()[1];
+        let mut values = zeros(cpu, &[rows.len(), width])?;
+        let to = values.as_slice_mut::<f32>().expect("it is f32, and on the host");
+        let from = self.values.as_slice::<f32>().expect("it is f32, and on the host");
+        for (token, row) in own {
+            to[rows[&token] * width..][..width].copy_from_slice(&from[row * width..][..width]);
+        }
+        Ok(Total { values, has: Has::LookedUp(rows.clone()) })
+    }
+}
+
+/// Adds rows to those of `whole` that they are, and +0 to all others.
+fn add_rows(cpu: &Cpu, whole: &mut Tensor, values: &Tensor, rows: &BTreeMap<i32, usize>) -> Result<(), ModelError> {
+    let width = values.shape()[1];
+    let values = values.as_slice::<f32>().expect("it is f32, and on the host");
+    let mut rest = whole.as_slice_mut::<f32>().expect("it is f32, and on the host");
+    // It makes +0 of -0.
+    let add_zero = |values: &mut [f32]| values.iter_mut().for_each(|value| *value += 0.0);
+    let mut first = 0;
+    for (&token, &row) in rows {
+        let (before, from_token) = rest.split_at_mut((token as usize - first) * width);
+        let (own, behind) = from_token.split_at_mut(width);
+        add_zero(before);
+        let earlier = own.to_vec();
+        samebits_ops::add(cpu, &earlier, &values[row * width..][..width], own)?;
+        (rest, first) = (behind, token as usize + 1);
+    }
+    add_zero(rest);
+    Ok(())
 }
 
 /// A tensor of +0.
-pub(crate) fn zeros(shape: &[usize]) -> Result<Tensor, ModelError> {
-    Ok(Tensor::new(buffer::<f32>(shape)?, shape)?)
+pub(crate) fn zeros(cpu: &Cpu, shape: &[usize]) -> Result<Tensor, ModelError> {
+    cpu.zeros(DType::Fp32, shape).map_err(|error| no_room(error, DType::Fp32, shape))
+}
+
+/// No rows yet.
+fn nothing(width: usize) -> Result<Tensor, ModelError> {
+    Ok(Tensor::new(Vec::<f32>::new(), &[0, width])?)
 }
 
 fn add(cpu: &Cpu, a: &Tensor, b: &Tensor) -> Result<Tensor, ModelError> {
@@ -297,7 +405,7 @@ mod tests {
         let cpu = Cpu::best();
         let mut sums = Sums::default();
         for before in [0.0f32, 3.0, 6.0] {
-            let state = sums.matrix(Of::whole("m"), None, [2, 1]).unwrap();
+            let state = sums.matrix(&cpu, Of::whole("m"), None, [2, 1]).unwrap();
             assert_eq!(state, [before; 2]);
             state.fill(before + 3.0);
         }
@@ -324,8 +432,9 @@ mod tests {
         let cpu = Cpu::best();
         let mut tree = Tree::default();
         let group = |values: &[(&str, f32)]| {
-            let total =
-                |&(name, value): &(&str, f32)| (Of::whole(name), Total { values: tensor(&[value], &[1]), rows: None });
+            let total = |&(name, value): &(&str, f32)| {
+                (Of::whole(name), Total { values: tensor(&[value], &[1]), has: Has::All })
+            };
             Totals(values.iter().map(total).collect())
         };
         for values in [
@@ -350,19 +459,50 @@ mod tests {
     fn gradients_are_whole_parameters() {
         let cpu = Cpu::best();
         let source = |start, width| Source { name: "p".into(), groups: 2, size: 3, start, width };
-        let total = |values: &[f32], shape: &[usize], rows| Total { values: tensor(values, shape), rows };
+        let total = |values: &[f32], shape: &[usize], has| Total { values: tensor(values, shape), has };
         let (first, rest) = (source(0, 1), source(1, 2));
         let totals = Totals(BTreeMap::from([
-            (Of::source(&first, "weight"), total(&[1.0, 2.0, 3.0, 4.0], &[2, 2], Some(first))),
-            (Of::source(&rest, "weight"), total(&[5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0], &[4, 2], Some(rest))),
-            (Of::whole("table"), total(&[1.0, 2.0], &[2], None)),
-            (Of::table("table"), total(&[0.5, 4.0], &[2], None)),
+            (Of::source(&first, "weight"), total(&[1.0, 2.0, 3.0, 4.0], &[2, 2], Has::Some(first))),
+            (
+                Of::source(&rest, "weight"),
+                total(&[5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0], &[4, 2], Has::Some(rest)),
+            ),
+            (Of::whole("table"), total(&[-0.0, 1.0, 2.0, -0.0], &[4, 1], Has::All)),
+            (Of::table("table"), total(&[4.0, 0.5], &[2, 1], Has::LookedUp([(2, 0), (1, 1)].into()))),
         ]));
-        let parameters = BTreeMap::from([("p.weight".to_string(), vec![6, 2]), ("table".to_string(), vec![2])]);
+        let parameters = BTreeMap::from([("p.weight".to_string(), vec![6, 2]), ("table".to_string(), vec![4, 1])]);
         let found = totals.finish(&cpu, &parameters).unwrap();
         assert_eq!(found.len(), 2);
         let rows = [1.0, 2.0, 5.0, 6.0, 7.0, 8.0, 3.0, 4.0, 9.0, 10.0, 11.0, 12.0];
         assert_eq!(bits(&found["p.weight"]), expected(&rows));
-        assert_eq!(bits(&found["table"]), expected(&[1.5, 6.0]));
+        // As if what is added were +0 where no token looked.
+        assert_eq!(bits(&found["table"]), expected(&[0.0, 1.5, 6.0, 0.0]));
+    }
+
+    /// A table goes on with the rows that it has, whichever come in between; groups join those of each.
+    #[test]
+    fn tables_hold_the_rows_that_were_looked_up() {
+        let cpu = Cpu::best();
+        let group = |looked_up: &[&[i32]]| {
+            let mut sums = Sums::default();
+            for (before, tokens) in looked_up.iter().enumerate() {
+                let (rows, numbers) = sums.table(Of::table("t"), 2, tokens).unwrap();
+                for (token, number) in tokens.iter().zip(numbers) {
+                    let row = &mut rows[2 * number as usize..][..2];
+                    assert!(before > 0 || row == [0.0; 2] || tokens.iter().filter(|t| *t == token).count() > 1);
+                    row.iter_mut().for_each(|value| *value += *token as f32);
+                }
+            }
+            sums.end(&cpu).unwrap()
+        };
+        let parameters = BTreeMap::from([("t".to_string(), vec![6, 2])]);
+        let one = group(&[&[4, 1, 4], &[5, 1]]).finish(&cpu, &parameters).unwrap();
+        let rows = |of: [f32; 6]| expected(&of.map(|value| [value; 2]).concat());
+        assert_eq!(bits(&one["t"]), rows([0.0, 2.0, 0.0, 0.0, 8.0, 5.0]));
+        let mut tree = Tree::default();
+        tree.push(&cpu, group(&[&[4, 1], &[5]])).unwrap();
+        tree.push(&cpu, group(&[&[3, 4, 4]])).unwrap();
+        let two = tree.root().finish(&cpu, &parameters).unwrap();
+        assert_eq!(bits(&two["t"]), rows([0.0, 1.0, 0.0, 3.0, 12.0, 5.0]));
     }
 }

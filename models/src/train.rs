@@ -1,8 +1,8 @@
 //! Training: gradients, their norm, and a step of AdamW on f32 weights.
 //!
-//! What the next forward reads is the weights rounded once, all of them, to the precision of the run. The model is
-//! packed anew from those after every step; nothing else of a step is kept, so a run that goes on from its weights and
-//! moments has the bits of one that never stopped.
+//! What the next forward reads is the weights rounded once, all of them, to the precision of the run, where they stand;
+//! nothing else of a step is kept, so a run that goes on from its weights and moments has the bits of one that never
+//! stopped.
 
 use crate::decoder::Decoder;
 use crate::gradients::gradients;
@@ -15,6 +15,8 @@ use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Tensor, TensorMut, Te
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 /// The parameters of AdamW.
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +42,7 @@ pub struct Trainer {
     /// Weights and moments of every parameter, in f32.
     state: BTreeMap<String, [Tensor; 3]>,
     /// What the next forward reads: the parameters rounded, and what is none and stays.
-    tensors: BTreeMap<String, Tensor>,
+    tensors: BTreeMap<String, Arc<Tensor>>,
     /// Steps done.
     step: usize,
 }
@@ -75,15 +77,19 @@ impl Trainer {
         let config = Config::load(dir)?;
         let dtype = precision.dtype();
         // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
-        let decoder = Decoder::load(&config, Weights::open(dir)?.report_to(progress), dtype, cpu)?;
+        let files = Weights::open(dir)?.report_to(progress);
+        let Decoder { parameters, constants, .. } = Decoder::load(&config, files, dtype, cpu, false)?;
+        let mut weights = Weights::open(dir)?;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
-        for (name, values) in Weights::read_all(dir)? {
-            if decoder.parameters.contains_key(&name) {
-                tensors.insert(name.clone(), round(cpu, &values, dtype)?);
-                let (m, v) = (zeros(values.shape())?, zeros(values.shape())?);
-                state.insert(name, [values, m, v]);
-            } else if decoder.constants.contains(&name) {
-                tensors.insert(name, values);
+        let names: Vec<(String, Vec<usize>)> =
+            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
+        for (name, shape) in names {
+            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+            if parameters.contains_key(&name) {
+                tensors.insert(name.clone(), Arc::new(round(cpu, &values, dtype)?));
+                state.insert(name, [values, zeros(cpu, &shape)?, zeros(cpu, &shape)?]);
+            } else if constants.contains(&name) {
+                tensors.insert(name, Arc::new(values));
             }
         }
         Ok(Trainer { config, dtype, state, tensors, step: 0 })
@@ -100,21 +106,13 @@ impl Trainer {
     }
 
     /// What a folder of the model holds: parameters in the precision of the run, and what is none as it was, in f32.
-    pub fn tensors(&self) -> &BTreeMap<String, Tensor> {
+    pub fn tensors(&self) -> &BTreeMap<String, Arc<Tensor>> {
         &self.tensors
     }
 
     /// SHA-256 of all weights: their f32 elements, little endian, in the order of their names (bytes).
     pub fn sha256(&self) -> String {
-        let mut digest = Sha256::new();
-        for [w, ..] in self.state.values() {
-            let elements = w.as_slice::<f32>().expect("weights are f32, and on the host");
-            for elements in elements.chunks(BLOCK) {
-                let bytes: Vec<u8> = elements.iter().flat_map(|element| element.to_le_bytes()).collect();
-                digest.update(&bytes);
-            }
-        }
-        digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        sha256(self.state.values().map(|[w, ..]| w.as_slice::<f32>().expect("weights are f32, and on the host")))
     }
 
     /// Goes on from weights and moments that [`Trainer::state`] gave behind step number `step`.
@@ -139,7 +137,7 @@ impl Trainer {
             return Err(ModelError::input("state", format!("`{name}` is no parameter of the model")));
         }
         for (name, [w, ..]) in &mut state {
-            self.tensors.insert(name.clone(), round(cpu, w, self.dtype)?);
+            self.tensors.insert(name.clone(), Arc::new(round(cpu, w, self.dtype)?));
         }
         (self.state, self.step) = (state, step);
         Ok(())
@@ -163,7 +161,7 @@ impl Trainer {
         let shape = AdamW { lr, beta1, beta2, eps, weight_decay, step };
         // What it refuses is refused before anything is written.
         adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
-        let decoder = Decoder::load(&self.config, Weights::of(&views(&self.tensors)), self.dtype, cpu)?;
+        let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
         let mut found = gradients(&decoder, cpu, batch, run, None, progress)?;
         drop(decoder);
         let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
@@ -172,22 +170,42 @@ impl Trainer {
                 format!("step {step} has loss {} and gradient norm {norm}; lower --lr or look at the data", found.loss);
             return Err(ModelError::input("not finite", why));
         }
-        for (name, state) in &mut self.state {
-            let g = found.parameters.remove(name).expect("every parameter has one");
-            let g = g.as_slice::<f32>().expect("gradients are f32");
-            let state = state.each_mut().map(|values| values.as_slice_mut::<f32>().expect("they are f32, on the host"));
-            let rounded = self.tensors.get_mut(name).expect("every parameter is read");
-            typed!(self.dtype => A, {
-                adamw(cpu, &shape, g, Some(factor), state, rounded.as_slice_mut::<A>().expect("it has this dtype"))?;
-            });
-        }
+        let sha256 = std::thread::scope(|scope| {
+            // A step waits for memory and a digest computes, so another thread makes that of what is done.
+            let (done, weights) = channel();
+            let beside = if cpu.threads() > 1 { Ok(scope.spawn(|| sha256(weights))) } else { Err(weights) };
+            for (name, state) in &mut self.state {
+                let g = found.parameters.remove(name).expect("every parameter has one");
+                let g = g.as_slice::<f32>().expect("gradients are f32");
+                let [w, m, v] = state.each_mut().map(|values| values.as_slice_mut::<f32>().expect("f32, on the host"));
+                let rounded = self.tensors.get_mut(name).and_then(Arc::get_mut);
+                let rounded = rounded.expect("every parameter is read, and the decoder is gone");
+                typed!(self.dtype => A, {
+                    let rounded = rounded.as_slice_mut::<A>().expect("it has this dtype");
+                    adamw(cpu, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
+                });
+                done.send(&*w).expect("the other end waits for all");
+            }
+            drop(done);
+            Ok::<String, ModelError>(match beside {
+                Ok(thread) => thread.join().expect("a digest of what is there"),
+                Err(weights) => sha256(weights),
+            })
+        })?;
         self.step = step;
-        Ok(StepReport { step, loss: found.loss, norm, sha256: self.sha256() })
+        Ok(StepReport { step, loss: found.loss, norm, sha256 })
     }
 }
 
-fn views(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, TensorRef<'_>> {
-    tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect()
+/// SHA-256 of f32 elements, little endian.
+fn sha256<'a>(all: impl IntoIterator<Item = &'a [f32]>) -> String {
+    let (mut digest, mut bytes) = (Sha256::new(), vec![[0; 4]; BLOCK]);
+    for elements in all.into_iter().flat_map(|elements| elements.chunks(BLOCK)) {
+        let bytes = &mut bytes[..elements.len()];
+        bytes.iter_mut().zip(elements).for_each(|(bytes, element)| *bytes = element.to_le_bytes());
+        digest.update(bytes.as_flattened());
+    }
+    digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The norm of a gradient, and what it is multiplied with.
@@ -266,11 +284,12 @@ mod tests {
         let constants = trainer.tensors.keys().filter(|name| !trainer.state.contains_key(*name)).count();
         assert_eq!((constants, trainer.tensors.len() - constants), (1, trainer.state.len()));
         for step in 1..=2 {
-            let tensors = views(&trainer.tensors);
-            let decoder = Decoder::load(&trainer.config, Weights::of(&tensors), DType::Bf16, &cpu).unwrap();
+            let decoder =
+                Decoder::load(&trainer.config, Weights::shared(&trainer.tensors), DType::Bf16, &cpu, false).unwrap();
             let found =
                 batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
             let found = found.unwrap();
+            drop(decoder);
             let mut sums = vec![0f32; found.parameters.len()];
             for (gradient, sum) in found.parameters.values().zip(sums.chunks_mut(1)) {
                 square_sum(&cpu, gradient.as_slice().unwrap(), sum).unwrap();
@@ -339,11 +358,14 @@ mod tests {
         };
         let name = "model.norm.weight";
         refused(&|state| drop(state.remove(name)), "`model.norm.weight` is missing or of another shape");
-        refused(&|state| state.get_mut(name).unwrap()[1] = zeros(&[1]).unwrap(), "is missing or of another shape");
+        refused(
+            &|state| state.get_mut(name).unwrap()[1] = zeros(&cpu, &[1]).unwrap(),
+            "is missing or of another shape",
+        );
         let halves = |len: usize| Tensor::new(vec![bf16::ZERO; len], &[len]).unwrap();
         refused(&|state| state.get_mut(name).unwrap()[2] = halves(48), "is missing or of another shape");
         refused(
-            &|state| drop(state.insert("other".into(), [(); 3].map(|()| zeros(&[1]).unwrap()))),
+            &|state| drop(state.insert("other".into(), [(); 3].map(|()| zeros(&cpu, &[1]).unwrap()))),
             "`other` is no parameter of the model",
         );
         // The loss is finite, the norm is not.

@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 const WHOLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -27,7 +28,7 @@ pub(crate) struct Weights<'a> {
     /// What a missing tensor is missing from.
     source: PathBuf,
     /// What stands in memory instead of a file.
-    memory: Option<&'a BTreeMap<String, TensorRef<'a>>>,
+    memory: BTreeMap<String, InMemory<'a>>,
     /// What every parameter is rounded to before it is read, if only to be widened again.
     rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
@@ -40,6 +41,9 @@ pub(crate) struct Weights<'a> {
     /// Called with both whenever they change.
     progress: Box<dyn FnMut(u64, u64) + 'a>,
 }
+
+/// A tensor in memory; shared, where whoever holds it allows that.
+type InMemory<'a> = (TensorRef<'a>, Option<&'a Arc<Tensor>>);
 
 /// Where a tensor stands.
 #[derive(Debug, PartialEq)]
@@ -77,7 +81,7 @@ impl<'a> Weights<'a> {
             shards,
             tensors,
             source,
-            memory: None,
+            memory: BTreeMap::new(),
             rounded: None,
             parameters,
             constants,
@@ -88,14 +92,23 @@ impl<'a> Weights<'a> {
     }
 
     /// Those of a model in memory, each of floats on the host.
-    pub fn of(memory: &'a BTreeMap<String, TensorRef<'a>>) -> Weights<'a> {
-        let place = Path::new("the model in memory");
-        let mut weights = Weights { memory: Some(memory), ..Weights::empty(place) };
+    pub fn of(memory: &BTreeMap<String, TensorRef<'a>>) -> Weights<'a> {
+        Weights::in_memory(memory.iter().map(|(name, tensor)| (name.clone(), (tensor.clone(), None))).collect())
+    }
+
+    /// The same, of which [`Weights::matrix`] copies nothing.
+    pub fn shared(memory: &'a BTreeMap<String, Arc<Tensor>>) -> Weights<'a> {
+        Weights::in_memory(memory.iter().map(|(name, tensor)| (name.clone(), (tensor.view(), Some(tensor)))).collect())
+    }
+
+    fn in_memory(memory: BTreeMap<String, InMemory<'a>>) -> Weights<'a> {
+        let mut weights = Weights::empty(Path::new("the model in memory"));
         let stored = |tensor: &TensorRef| {
             let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
             Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0 }
         };
-        weights.tensors = memory.iter().map(|(name, tensor)| (name.clone(), stored(tensor))).collect();
+        weights.tensors = memory.iter().map(|(name, (tensor, _))| (name.clone(), stored(tensor))).collect();
+        weights.memory = memory;
         weights
     }
 
@@ -223,14 +236,7 @@ impl<'a> Weights<'a> {
             return Err(ModelError::tensor(&path, name, why));
         }
         let data: Vec<T> = self.read(name, &stored)?;
-        if let Some(index) = data.iter().position(|x| !x.widen().is_finite()) {
-            let count = data.iter().filter(|x| !x.widen().is_finite()).count();
-            let (at, value, total) = (coordinates(index, shape), data[index].widen(), data.len());
-            let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
-            // A finite weight that does not fit the dtype asked for.
-            let why = if stored.dtype == dtype_of::<T>() { why } else { format!("read as {}: {why}", T::NAME) };
-            return Err(ModelError::tensor(&path, name, why));
-        }
+        check_finite(&path, name, &stored, &data)?;
         Ok(data)
     }
 
@@ -247,6 +253,23 @@ impl<'a> Weights<'a> {
         typed!(dtype => A, Ok(Tensor::new(rounded.into_iter().map(A::narrow).collect::<Vec<A>>(), shape)?))
     }
 
+    /// Takes a parameter that is a matrix: of a model in memory that holds it in this dtype nothing is copied.
+    pub fn matrix(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Arc<Tensor>, ModelError> {
+        let shared = self.memory.get(name).and_then(|(_, shared)| *shared).filter(|_| self.contains(name));
+        let as_it_is = |there: &&Arc<Tensor>| {
+            there.dtype() == dtype && there.shape() == shape && self.rounded.is_none_or(|rounded| rounded == dtype)
+        };
+        let Some(there) = shared.filter(as_it_is) else {
+            return self.tensor(name, dtype, shape).map(Arc::new);
+        };
+        let stored = self.tensors.remove(name).expect("it is there");
+        typed!(dtype => A, {
+            check_finite(&self.source, name, &stored, there.as_slice::<A>().expect("on the host, and of this dtype"))?;
+        });
+        self.parameters.insert(name.into(), shape.into());
+        Ok(there.clone())
+    }
+
     /// Takes something that is no parameter, in f32.
     pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.constants.insert(name.into());
@@ -255,7 +278,7 @@ impl<'a> Weights<'a> {
 
     /// The elements of a tensor as `T`, finite or not.
     fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
-        if let Some(tensor) = self.memory.map(|memory| &memory[name]) {
+        if let Some((tensor, _)) = self.memory.get(name) {
             let mut data: Vec<T> = buffer(tensor.shape())?;
             typed!(tensor.dtype() => A, {
                 let Some(from) = tensor.contiguous::<A>() else {
@@ -308,6 +331,22 @@ impl<'a> Weights<'a> {
             }
         }
     }
+}
+
+/// Refuses elements of a tensor that are not finite.
+fn check_finite<T: Element>(path: &Path, name: &str, stored: &Stored, data: &[T]) -> Result<(), ModelError> {
+    let finite = |x: &T| x.widen().is_finite();
+    // Without a way out in the middle, so that it is as fast as memory.
+    if data.chunks(4096).all(|some| some.iter().fold(true, |all, x| all & finite(x))) {
+        return Ok(());
+    }
+    let index = data.iter().position(|x| !finite(x)).expect("one is not finite");
+    let count = data.iter().filter(|x| !finite(x)).count();
+    let (at, value, total) = (coordinates(index, &stored.shape), data[index].widen(), data.len());
+    let why = format!("element {at:?} is {value} ({count} of {total} are not finite); weights must be finite");
+    // A finite weight that does not fit the dtype asked for.
+    let why = if stored.dtype == dtype_of::<T>() { why } else { format!("read as {}: {why}", T::NAME) };
+    Err(ModelError::tensor(path, name, why))
 }
 
 /// Little-endian words of N bytes as `T`.

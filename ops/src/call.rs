@@ -10,6 +10,7 @@ use crate::tensor::{Scalar, Tensor, TensorMut, TensorRef};
 use crate::workspace::memory::ask_for_huge_pages;
 use crate::{Cpu, Error, bf16, f16, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
+use std::mem::MaybeUninit;
 
 /// Runs an op on a backend.
 type Run<B> = fn(&B, &mut Arguments) -> Result<(), Error>;
@@ -421,23 +422,42 @@ fn room<T: Scalar>(shape: &[usize]) -> Result<(Vec<T>, usize), Error> {
     }
 }
 
-/// Zeros on the host.
-fn zeros<T: Scalar>(shape: &[usize]) -> Result<Tensor, Error> {
+/// Fewer elements are not worth a second thread.
+const FEWEST_PER_THREAD: usize = 1 << 18;
+
+/// A tensor on the host: a copy of `from`, which has as many elements, or zeros; in parallel, because half of the time or more is
+/// the system's, which hands out pages as they are touched.
+fn filled<T: Scalar>(cpu: &Cpu, shape: &[usize], from: Option<&[T]>) -> Result<Tensor, Error> {
     let (mut data, count) = room::<T>(shape)?;
-    data.resize(count, T::default());
+    assert!(from.is_none_or(|from| from.len() == count), "as many elements");
+    let size = cpu.elements_per_chunk(count).max(FEWEST_PER_THREAD);
+    cpu.chunks(&mut data.spare_capacity_mut()[..count], size, |chunk, part| match from {
+        Some(from) => drop(part.write_copy_of_slice(&from[chunk * size..][..part.len()])),
+        None => part.fill(MaybeUninit::new(T::default())),
+    });
+    // SAFETY: there is room for `count` elements, and every chunk of them has been written.
+    unsafe { data.set_len(count) };
     Tensor::new(data, shape)
+}
+
+impl Cpu {
+    /// A tensor of zeros on the host.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the system has no room for it; [`Error::Value`] for too many axes.
+    pub fn zeros(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
+        typed_scalar!(dtype => T, filled::<T>(self, shape, None))
+    }
 }
 
 impl Backend for Cpu {
     fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, Error> {
-        typed_scalar!(dtype => T, zeros::<T>(shape))
+        self.zeros(dtype, shape)
     }
 
     fn upload(&self, host: TensorRef) -> Result<Tensor, Error> {
         typed_scalar!(host.dtype() => T, {
-            let (elements, (mut data, _)) = (host.dense::<T>(TENSOR, "host")?, room::<T>(host.shape())?);
-            data.extend_from_slice(elements);
-            Tensor::new(data, host.shape())
+            filled(self, host.shape(), Some(host.dense::<T>(TENSOR, "host")?))
         })
     }
 
@@ -482,7 +502,9 @@ impl Backend for Device {
     fn download(&self, tensor: TensorRef) -> Result<Tensor, Error> {
         typed_scalar!(tensor.dtype() => T, {
             let buffer: &Buffer<T> = tensor.device(TENSOR, "tensor")?;
-            let mut host = zeros::<T>(tensor.shape())?;
+            let (mut data, count) = room::<T>(tensor.shape())?;
+            data.resize(count, T::default());
+            let mut host = Tensor::new(data, tensor.shape())?;
             buffer.download(self, host.as_slice_mut().expect("it is on the host"))?;
             Ok(host)
         })

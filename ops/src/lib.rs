@@ -95,7 +95,7 @@ pub use train::nll::nll;
 pub use train::policy_loss::{Kl, PolicyLoss, PolicyTokens, policy_loss};
 pub use train::sequences::{LossShape, Reduction};
 pub use train::square_sum::{NORM_BLOCK, square_sum};
-pub use workspace::memory::ask_for_huge_pages;
+pub use workspace::memory::{ask_for_huge_pages, keep_freed_memory};
 
 /// The same ops on a device.
 pub mod device {

@@ -1,17 +1,17 @@
 use super::grad::How;
 use super::{Loading, Machine, counting};
-use crate::cmd::forward::words;
 use crate::examples::{Examples, LossOptions};
 use crate::run::sha256;
 use anyhow::{Context, Result, ensure};
-use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
 use samebits_models::{FOLDER_FILES, Optimizer, Precision, StepReport, Trainer};
 use samebits_ops::{self as ops, Cpu, bf16};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -107,6 +107,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let in_data = || args.data.display().to_string();
     ensure!((1..=sequences).contains(&args.batch), "--batch {}: the file has {sequences} sequences", args.batch);
 
+    ops::keep_freed_memory();
     let loading = Loading::of(&args.model);
     let mut trainer = Trainer::load(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
@@ -149,7 +150,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     bar.finish_and_clear();
-    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+    let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
     save(&place("model.safetensors"), &tensors, &metadata).with_context(at_out)?;
     // config.json last: with it the folder is whole.
@@ -194,9 +195,9 @@ fn named_state(trainer: &Trainer) -> BTreeMap<String, &ops::Tensor> {
 /// Goes on from the state of a folder; the lines of its steps.
 fn resume(trainer: &mut Trainer, cpu: &Cpu, path: &Path, lines: &Path, settings: &Value) -> Result<Vec<String>> {
     let at = || path.display().to_string();
-    let bytes = std::fs::read(path).with_context(at)?;
+    let mut file = File::open(path).with_context(at)?;
     let broken = || format!("{}: is no state of a run; remove it to begin anew", at());
-    let (_, header) = SafeTensors::read_metadata(&bytes).with_context(broken)?;
+    let (header, data) = read_header(&mut file).with_context(broken)?;
     let field = |name: &str| header.metadata().as_ref().and_then(|fields| fields.get(name)).with_context(broken);
     let step: usize = field("step")?.parse().with_context(broken)?;
     let earlier: Value = serde_json::from_str(field("settings")?).with_context(broken)?;
@@ -204,13 +205,12 @@ fn resume(trainer: &mut Trainer, cpu: &Cpu, path: &Path, lines: &Path, settings:
         let before = &earlier[name];
         ensure!(before == value, "{}: the run began with {name} {before}, not {value}; name another folder", at());
     }
-    let file = SafeTensors::deserialize(&bytes).with_context(broken)?;
     let mut state = BTreeMap::new();
     for name in trainer.state().keys() {
         let mut three = Vec::new();
         for letter in LETTERS {
-            let tensor = file.tensor(&format!("{letter}.{name}")).with_context(broken)?;
-            three.push(ops::Tensor::new(words(tensor.data(), f32::from_le_bytes), tensor.shape())?);
+            let info = header.info(&format!("{letter}.{name}")).with_context(broken)?;
+            three.push(read_tensor(&mut file, data, info).with_context(broken)?);
         }
         state.insert(name.clone(), three.try_into().ok().expect("three letters"));
     }
@@ -219,6 +219,33 @@ fn resume(trainer: &mut Trainer, cpu: &Cpu, path: &Path, lines: &Path, settings:
     let kept: Vec<String> = text.lines().take(step).map(|line| format!("{line}\n")).collect();
     ensure!(kept.len() == step, "{}: has {} of {step} steps", lines.display(), kept.len());
     Ok(kept)
+}
+
+/// The header of a safetensors file, and where its data begins.
+fn read_header(file: &mut File) -> Result<(Metadata, u64)> {
+    let mut length = [0; 8];
+    file.read_exact(&mut length)?;
+    let data = u64::from_le_bytes(length).checked_add(8).context("a header without end")?;
+    ensure!(data <= file.metadata()?.len(), "its header does not end");
+    let mut header = vec![0; (data - 8) as usize];
+    file.read_exact(&mut header)?;
+    Ok((serde_json::from_slice(&header)?, data))
+}
+
+/// A tensor of f32, a piece at a time.
+fn read_tensor(file: &mut File, data: u64, info: &TensorInfo) -> Result<ops::Tensor> {
+    let (start, end) = info.data_offsets;
+    let count = info.shape.iter().try_fold(4usize, |bytes, &extent| bytes.checked_mul(extent));
+    ensure!(info.dtype == Dtype::F32 && end.checked_sub(start) == count, "a tensor of another size than its shape");
+    ensure!(end as u64 <= file.metadata()?.len() - data, "a tensor behind the end");
+    file.seek(SeekFrom::Start(data + start as u64))?;
+    let (mut values, mut bytes) = (Vec::with_capacity((end - start) / 4), vec![[0; 4]; 1 << 18]);
+    while values.len() < (end - start) / 4 {
+        let piece = ((end - start) / 4 - values.len()).min(bytes.len());
+        file.read_exact(bytes[..piece].as_flattened_mut())?;
+        values.extend(bytes[..piece].iter().map(|bytes| f32::from_le_bytes(*bytes)));
+    }
+    Ok(ops::Tensor::new(values, &info.shape)?)
 }
 
 /// Writes tensors that are on the host to a file, a piece at a time: there is no room for all of them twice.

@@ -483,7 +483,14 @@ impl<'a, I: Element> Matrix<'a, I> {
     }
 
     /// Lays `steps` terms from `from` on of the outputs from `first` on side by side as f32.
-    fn widen(&self, cpu: &Cpu, [from, steps]: [usize; 2], [first, columns]: [usize; 2], tf32: Tf32, out: &mut [f32]) {
+    pub(crate) fn widen(
+        &self,
+        cpu: &Cpu,
+        [from, steps]: [usize; 2],
+        [first, columns]: [usize; 2],
+        tf32: Tf32,
+        out: &mut [f32],
+    ) {
         match self.side {
             Side::Rows => f32_of_rows(cpu, columns, steps, |c| &self.rows.row(first + c)[from..], tf32, out, PANEL),
             Side::Columns => {
@@ -609,6 +616,15 @@ pub(crate) struct Panel<'a> {
 }
 
 impl Panel<'_> {
+    /// Unpacks a coded panel into its slot, if it has one.
+    pub(crate) fn unpack(&mut self, cpu: &Cpu) {
+        if let Right::Dictionary(coded) = self.right
+            && !self.slot.is_empty()
+        {
+            self.right = unpack(cpu, &coded, std::mem::take(&mut self.slot));
+        }
+    }
+
     /// From now on tiles read the slot, which holds the pairs.
     fn unpacked(&mut self) {
         let words = std::mem::take(&mut self.slot);

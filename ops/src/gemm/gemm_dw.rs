@@ -27,7 +27,7 @@ use std::ops::Range;
 
 const NAME: &str = "gemm_dw";
 /// Tokens of a block, at most: what is read and written of dw for them is then a small part of what is computed.
-const TOKENS: usize = 512;
+const TOKENS: usize = 1024;
 /// Tiles of dy that pass over a panel, at most.
 const TILES: usize = 8;
 
@@ -374,8 +374,9 @@ struct Tasks {
 impl Tasks {
     fn new<I>(sums: &Sums<I>, panels: usize) -> Tasks {
         let groups = sums.shape.n.div_ceil(sums.plan.tiles * sums.plan.height);
-        // So many that the one which ends last is a small part of all, where there are several threads.
-        let enough = if sums.cpu.threads() > 1 { 32 * sums.cpu.threads() } else { 1 };
+        // So many that the one which ends last is a small part of all, where there are several threads; each lays its tiles
+        // out once more.
+        let enough = if sums.cpu.threads() > 1 { 12 * sums.cpu.threads() } else { 1 };
         Tasks { panels, groups, runs: enough.div_ceil(groups).min(panels) }
     }
 

@@ -218,7 +218,7 @@ impl Blocks {
         Some(match plan {
             Blocks { tiles: 2.., .. } => {
                 let tiles = plan.tiles.div_ceil(2);
-                Blocks { tiles, unpack: plan.unpack && tiles > 1, ..plan }
+                Blocks { tiles, unpack: plan.unpack && (tiles > 1 || !plan.x_pairs), ..plan }
             }
             Blocks { steps: 0, .. } => {
                 let (steps, height) = (plan.k.clamp(16, 1024).next_multiple_of(16), plan.height.min(TILE_ROWS));
@@ -276,15 +276,18 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         cpu.ledger().note(Counter::Layouts, 1, place)?;
     }
     let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
-    let tiles = m.min(BLOCK_ROWS).div_ceil(height);
+    // Where multiply-adds are faster, many rows are left to them; rows of f32 take twice the room.
+    let x_pairs = product.dots() && (m <= MAX_ROWS || cpu.isa().dots_pay());
+    let tiles = m.min(if x_pairs == product.dots() { BLOCK_ROWS } else { BLOCK_ROWS / 2 }).div_ceil(height);
     let preferred = Blocks {
         k,
         height,
         tiles,
         steps: 0,
         workers: cpu.threads().min(8),
-        x_pairs: product.dots(),
-        w_pairs: I::IS_BF16,
+        x_pairs,
+        // Beside rows of f32 a weight that is laid out here is so, too.
+        w_pairs: I::IS_BF16 && (x_pairs || w_packed || !product.dots()),
         w_packed,
         unpack: product.unpacks(tiles),
         rows: m,
@@ -438,14 +441,26 @@ impl<I: Element> Block<'_, I> {
         for panel in start / PANEL..end.div_ceil(PANEL) {
             let held;
             let mut operand = match product.w {
-                Weight::Packed(group) if plan.unpack => Some(group.panel(panel, laid_out)),
+                Weight::Packed(group) if plan.unpack => {
+                    let mut operand = group.panel(panel, laid_out);
+                    if !plan.x_pairs {
+                        operand.unpack(cpu);
+                    }
+                    Some(operand)
+                }
                 Weight::Packed(group) => Some(group.panel(panel, &mut [])),
                 Weight::Plain(_) if plan.steps > 0 => None,
                 Weight::Plain(w) => {
                     let columns = PANEL.min(vocab - panel * PANEL);
                     let outputs = panel * PANEL..panel * PANEL + columns;
-                    w.pack(cpu, product.shape.k, outputs, product.shape.tf32, laid_out);
-                    held = Panels::one(laid_out, k, I::IS_BF16);
+                    match plan.w_pairs || !I::IS_BF16 {
+                        true => w.pack(cpu, k, outputs, product.shape.tf32, laid_out),
+                        false => {
+                            let wide = as_floats_mut(laid_out);
+                            w.widen(cpu, [0, k], [outputs.start, columns], product.shape.tf32, wide);
+                        }
+                    }
+                    held = Panels::one(laid_out, k, plan.w_pairs);
                     Some(held.panel(0, &mut []))
                 }
             };

@@ -28,7 +28,7 @@ use std::ops::Range;
 
 const NAME: &str = "linear_logprob_backward";
 /// Rows in hand at a time, at most: what is read and written of dw for them is then a small part of what is computed.
-const MOST_ROWS: usize = 512;
+const MOST_ROWS: usize = 1024;
 /// Columns of a tile of the vocabulary, at most.
 const MOST_COLUMNS: usize = 1024;
 /// Tiles are not made smaller than this as long as there is the other extent to give up.

@@ -218,6 +218,9 @@ pub fn f32_tiles<'a, I: Element>(
     }
 }
 
+/// How many rows ahead of its work [`f32_tiles`] asks for memory.
+const ROWS_AHEAD: usize = 8;
+
 struct WideTiles<'a, F> {
     k: usize,
     row: F,
@@ -232,6 +235,10 @@ impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for WideTiles<'_, F> {
     fn run<S: Simd>(self, s: S) {
         let WideTiles { k, row, width, out, size } = self;
         for p in 0..k {
+            // Pieces of rows are too far from each other for the processor to guess.
+            if p + ROWS_AHEAD < k {
+                prefetch(row(p + ROWS_AHEAD));
+            }
             let row = row(p);
             for (tile, first) in (0..row.len()).step_by(width).enumerate() {
                 // A vector may reach into the next step, which comes after it.
