@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--tests", type=int, default=400, help="questions that it is judged by, before and after")
-    parser.add_argument("--goal", type=float, default=0.9, help="the share of right answers that is asked for at the end")
+    parser.add_argument("--goal", type=float, default=0.9, help="the share of right answers at the end; 0: any")
     return parser.parse_args()
 
 
@@ -94,7 +94,6 @@ def main() -> int:
     before = right(engine, tests)
     say(f"damaged: {before:.1%} of {len(tests)} answers are right")
 
-    mismatches = 0
     for step in range(1, args.steps + 1):
         questions = [question(draw) for _ in range(args.prompts)]
         samples = engine.generate([q for q, _ in questions], args.samples, max_tokens=6, temperature=1.0, seed=step)
@@ -137,7 +136,6 @@ def main() -> int:
             torch.distributed.all_reduce(totals)
             torch.distributed.all_reduce(per_sequence)  # every rank has +0 for the others'
         mismatch, tokens, kl = totals.tolist()
-        mismatches += int(mismatch)
         optimizer.step()
         optimizer.zero_grad()
         engine.update(model)
@@ -158,7 +156,7 @@ def main() -> int:
     say(f"sha256 {samebits.torch.sha256(model)}")
     if args.ranks:
         torch.distributed.destroy_process_group()
-    return int(mismatches > 0 or not before < 0.5 or not after >= args.goal)
+    return int(args.goal > 0 and not before < 0.5 < args.goal <= after)
 
 
 if __name__ == "__main__":
