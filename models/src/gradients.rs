@@ -138,17 +138,17 @@ impl Model {
         if self.is_on_device() {
             return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
         }
-        gradients(self.on(cpu).decoder, cpu, batch, run, probe, progress)
+        gradients(self.on(cpu).decoder, cpu, batch, run, (probe, None), progress)
     }
 }
 
-/// [`Model::gradients`] of a decoder on the processor.
+/// [`Model::gradients`] of a decoder on the processor. The first gradient of the shape of `spare` takes its place.
 pub(crate) fn gradients(
     decoder: &Decoder,
     cpu: &Cpu,
     batch: &Batch,
     run: &GradientRun,
-    mut probe: Option<&mut dyn Probe>,
+    (mut probe, mut spare): (Option<&mut dyn Probe>, Option<Tensor>),
     mut progress: impl FnMut(usize),
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
@@ -158,7 +158,7 @@ pub(crate) fn gradients(
     for rank in 0..run.ranks {
         let mut of_groups = Tree::default();
         for group in rank * batch.groups / run.ranks..(rank + 1) * batch.groups / run.ranks {
-            let mut sums = Sums::default();
+            let mut sums = Sums::new(spare.take());
             let Range { start, end } = batch.group(group);
             for first in (start..end).step_by(run.micro_batch) {
                 let part = first..end.min(first + run.micro_batch);

@@ -46,7 +46,11 @@ impl Of {
 
 /// The sums of a group so far.
 #[derive(Default)]
-pub(crate) struct Sums(BTreeMap<Of, Sum>);
+pub(crate) struct Sums {
+    all: BTreeMap<Of, Sum>,
+    /// A tensor that nobody reads any more, to be written over.
+    spare: Option<Tensor>,
+}
 
 struct Sum {
     /// `[N,K]`, or `[64,N]` of a vector.
@@ -66,6 +70,11 @@ enum Has {
 }
 
 impl Sums {
+    /// No sums yet; the first of the shape of `spare` takes its place.
+    pub fn new(spare: Option<Tensor>) -> Sums {
+        Sums { spare, ..Sums::default() }
+    }
+
     /// A matrix of `shape`, to be gone on with in place: most of them are too large to be copied for some tokens.
     pub fn matrix(
         &mut self,
@@ -81,11 +90,11 @@ impl Sums {
     /// The rows of a table of `width` that tokens have looked up, these `tokens` among them, to be gone on with in place;
     /// and which of the rows is that of each.
     pub fn table(&mut self, of: Of, width: usize, tokens: &[i32]) -> Result<(&mut [f32], Vec<i32>), ModelError> {
-        if !self.0.contains_key(&of) {
+        if !self.all.contains_key(&of) {
             let sum = Sum { state: nothing(width)?, has: Has::LookedUp(BTreeMap::new()), tokens: None };
-            self.0.insert(of.clone(), sum);
+            self.all.insert(of.clone(), sum);
         }
-        let Sum { state, has: Has::LookedUp(rows), .. } = self.0.get_mut(&of).expect("it was just put there") else {
+        let Sum { state, has: Has::LookedUp(rows), .. } = self.all.get_mut(&of).expect("it was just put there") else {
             panic!("it is a table");
         };
         let mut numbers = Vec::new();
@@ -127,17 +136,24 @@ impl Sums {
         shape: [usize; 2],
         tokens: Option<usize>,
     ) -> Result<&mut Sum, ModelError> {
-        if !self.0.contains_key(&of) {
-            let sum = Sum { state: zeros(cpu, &shape)?, has: rows.cloned().map_or(Has::All, Has::Some), tokens };
-            self.0.insert(of.clone(), sum);
+        if !self.all.contains_key(&of) {
+            let state = match self.spare.take_if(|spare| spare.shape() == shape) {
+                Some(mut spare) => {
+                    spare.as_slice_mut::<f32>().expect("it is f32, and on the host").fill(0.0);
+                    spare
+                }
+                None => zeros(cpu, &shape)?,
+            };
+            let sum = Sum { state, has: rows.cloned().map_or(Has::All, Has::Some), tokens };
+            self.all.insert(of.clone(), sum);
         }
-        Ok(self.0.get_mut(&of).expect("it was just put there"))
+        Ok(self.all.get_mut(&of).expect("it was just put there"))
     }
 
     /// The end of the group.
     pub fn end(self, cpu: &Cpu) -> Result<Totals, ModelError> {
         let mut totals = BTreeMap::new();
-        for (of, Sum { state, has, tokens }) in self.0 {
+        for (of, Sum { state, has, tokens }) in self.all {
             let values = match tokens {
                 None => state,
                 Some(_) => {
@@ -403,12 +419,13 @@ mod tests {
     #[test]
     fn sums_go_on_from_where_they_were() {
         let cpu = Cpu::best();
-        let mut sums = Sums::default();
+        let mut sums = Sums::new(Some(tensor(&[7.0; 2], &[2, 1])));
         for before in [0.0f32, 3.0, 6.0] {
             let state = sums.matrix(&cpu, Of::whole("m"), None, [2, 1]).unwrap();
             assert_eq!(state, [before; 2]);
             state.fill(before + 3.0);
         }
+        assert!(sums.spare.is_none(), "the matrix has taken its place");
         let mut seen = Vec::new();
         for mask in [&[1, 0, 2][..], &[0, 1], &[1]] {
             let add = |_: TensorRef, before: usize, next: &mut Tensor| {

@@ -45,6 +45,9 @@ pub struct Trainer {
     tensors: BTreeMap<String, Arc<Tensor>>,
     /// Steps done.
     step: usize,
+    /// The gradient that the head had in the last step: the first of a reverse pass, which is there together with all
+    /// that was kept of the forward, so what a step holds at most does not grow. The system takes long to hand so much out again.
+    spare: Option<Tensor>,
 }
 
 /// What a step made.
@@ -92,7 +95,7 @@ impl Trainer {
                 tensors.insert(name, Arc::new(values));
             }
         }
-        Ok(Trainer { config, dtype, state, tensors, step: 0 })
+        Ok(Trainer { config, dtype, state, tensors, step: 0, spare: None })
     }
 
     /// Steps done.
@@ -162,7 +165,8 @@ impl Trainer {
         // What it refuses is refused before anything is written.
         adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
         let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
-        let mut found = gradients(&decoder, cpu, batch, run, None, progress)?;
+        let spare = self.spare.take();
+        let mut found = gradients(&decoder, cpu, batch, run, (None, spare), progress)?;
         drop(decoder);
         let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
@@ -175,8 +179,8 @@ impl Trainer {
             let (done, weights) = channel();
             let beside = if cpu.threads() > 1 { Ok(scope.spawn(|| sha256(weights))) } else { Err(weights) };
             for (name, state) in &mut self.state {
-                let g = found.parameters.remove(name).expect("every parameter has one");
-                let g = g.as_slice::<f32>().expect("gradients are f32");
+                let gradient = found.parameters.remove(name).expect("every parameter has one");
+                let g = gradient.as_slice::<f32>().expect("gradients are f32");
                 let [w, m, v] = state.each_mut().map(|values| values.as_slice_mut::<f32>().expect("f32, on the host"));
                 let rounded = self.tensors.get_mut(name).and_then(Arc::get_mut);
                 let rounded = rounded.expect("every parameter is read, and the decoder is gone");
@@ -185,6 +189,9 @@ impl Trainer {
                     adamw(cpu, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
                 });
                 done.send(&*w).expect("the other end waits for all");
+                if self.spare.is_none() && gradient.shape() == [self.config.vocab, self.config.hidden] {
+                    self.spare = Some(gradient);
+                }
             }
             drop(done);
             Ok::<String, ModelError>(match beside {
@@ -286,8 +293,9 @@ mod tests {
         for step in 1..=2 {
             let decoder =
                 Decoder::load(&trainer.config, Weights::shared(&trainer.tensors), DType::Bf16, &cpu, false).unwrap();
-            let found =
-                batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
+            let found = batch(Loss::Nll, |batch| {
+                gradients(&decoder, &cpu, batch, &GradientRun::default(), (None, None), |_| ())
+            });
             let found = found.unwrap();
             drop(decoder);
             let mut sums = vec![0f32; found.parameters.len()];
