@@ -5,11 +5,12 @@ training have the same bits.
     python examples/grpo.py --micro-batch 4 --threads 1
     torchrun --nproc-per-node 2 examples/grpo.py --ranks
 
-The model of tests/checkpoints/qwen3-adder gets noise on its weights until less than half of its answers are right. Then
-each step samples answers with `samebits.Engine`, computes their log-probabilities again with the same engine, and trains
-`samebits.torch.CausalLM` with the clipped policy gradient and AdamW. Before the first update on a batch the three
-log-probabilities of a token are one number: the ratio is 1, the KL divergence 0, and nothing has to be corrected. The last
-line has the SHA-256 of the parameters, which depends neither on --micro-batch, nor on --threads, nor on --ranks.
+The model of tests/checkpoints/qwen3-adder gets so much noise on the weights of its last layer that less than half of its
+answers are right. Then each step samples answers with `samebits.Engine`, computes their log-probabilities again with the
+same engine, and trains `samebits.torch.CausalLM` with the clipped policy gradient and AdamW. Before the first update on a
+batch the three log-probabilities of a token are one number: the ratio is 1, the KL divergence 0, and nothing has to be
+corrected. The last line has the SHA-256 of the parameters, which depends neither on --micro-batch, nor on --threads, nor
+on --ranks.
 
 Exit code 1 where a bit differs, or the adder does not add again.
 """
@@ -31,15 +32,15 @@ FOLDER = Path(__file__).resolve().parent.parent / "tests/checkpoints/qwen3-adder
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40, help="steps of training")
+    parser.add_argument("--steps", type=int, default=26, help="steps of training")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--micro-batch", type=int, default=16, help="answers that share a forward")
     parser.add_argument("--threads", type=int, default=None, help="all cores without it")
     parser.add_argument("--groups", type=int, default=4, help="groups that a batch is dealt to; it changes the bits")
     parser.add_argument("--ranks", action="store_true", help="as a process of torchrun, each with groups of its own")
-    parser.add_argument("--noise", type=float, default=0.5, help="what is added to weights, in units of their deviation")
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--noise", type=float, default=3.7, help="what is added to weights, in units of their deviation")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--tests", type=int, default=400, help="questions that it is judged by, before and after")
@@ -55,8 +56,9 @@ def question(draw: random.Random) -> tuple[str, str]:
 def damage(model: samebits.torch.CausalLM, noise: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        last = f"model.layers.{model.config['num_hidden_layers'] - 1}."
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if name.startswith(last) and parameter.dim() == 2:
                 parameter += torch.randn(parameter.shape, generator=generator) * parameter.std() * noise
 
 

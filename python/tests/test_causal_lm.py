@@ -385,7 +385,7 @@ def example(*arguments, ranks=None):
     return subprocess.run(run, capture_output=True, text=True)
 
 
-SHORT = ["--steps", 2, "--prompts", 6, "--samples", 4, "--tests", 20, "--goal", 0, "--noise", 0.2]
+SHORT = ["--steps", 2, "--prompts", 6, "--samples", 4, "--tests", 20, "--goal", 0, "--noise", 1.5]
 
 
 def test_the_example_ends_with_the_same_bits():
