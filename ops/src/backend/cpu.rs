@@ -115,6 +115,11 @@ impl Isa {
         self.emulates().unwrap_or(self) == Isa::Avx512Bf16
     }
 
+    /// Whether bf16 weights are packed in 12 bits for it: its kernels of few rows read them so.
+    pub(crate) fn reads_coded(self) -> bool {
+        self.has_dot() || self.lanes() == 8
+    }
+
     /// Whether `VDPBF16PS` multiplies more than multiply-adds of f32 do: AMD's twice as much, Intel's half as much. Where it
     /// does not, many rows are left to those. Tests emulate the one that the machine is not.
     pub fn dots_pay(self) -> bool {

@@ -254,8 +254,8 @@ pub(super) fn packed(cpu: &Cpu, args: &Arguments, outputs: Side) -> Result<Optio
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
 /// earlier k in the high half. One packed for [`gemm_dx`](crate::gemm_dx()) is that of the transpose. A `Cpu` with
-/// `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see `pack/dictionary.rs`), from which every one comes back as
-/// it was.
+/// AVX2 alone or with `VDPBF16PS` packs bf16 weights of like size in 12 bits each (see `pack/dictionary.rs`), from which every
+/// one comes back as it was.
 pub struct PackedWeight {
     /// Outputs and terms of a product.
     outputs: usize,
@@ -315,7 +315,7 @@ impl PackedWeight {
         if dtype == DType::Fp16 {
             cpu.ledger().note(Counter::Conversions, 1, "PackedWeight::pack widens fp16 to f32; store bf16")?;
         }
-        if cpu.isa().has_dot()
+        if cpu.isa().reads_coded()
             && pairs
             && n > 0
             && k > 0
@@ -392,7 +392,7 @@ impl PackedWeight {
             let out = unsafe { out.part((rows.start - first) * k, rows.len() * k) };
             let columns = rows.start - panel * PANEL..rows.end - panel * PANEL;
             let right = match panels.panel(panel, &mut []).right {
-                Right::Dictionary(coded) if cpu.isa().has_dot() => unpack(cpu, &coded, slot),
+                Right::Dictionary(coded) if cpu.isa().reads_coded() => unpack(cpu, &coded, slot),
                 right => right,
             };
             match right {
@@ -789,7 +789,7 @@ impl<I: Element> Product<'_, I> {
         let tiles = m.div_ceil(height);
         let workers = self.cpu.threads();
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
-        let unpack = if blocks.is_some() { self.coded() } else { self.unpacks(tiles) };
+        let unpack = if blocks.is_some() { self.coded() && self.dots() } else { self.unpacks(tiles) };
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
         Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack, block }
     }
@@ -798,11 +798,11 @@ impl<I: Element> Product<'_, I> {
     fn block_height(&self) -> Option<usize> {
         let (m, isa) = (self.shape.m, self.cpu.isa());
         let multiply_adds = !self.dots() || !isa.dots_pay();
-        // Panels of f32 feed tiles of 16 lanes as they stand: to lay them out would cost 3%.
+        // Panels of f32 feed tiles of 16 lanes as they stand.
         let gains = I::IS_BF16 || isa.lanes() < 16;
         // Rows that only fill the last tile are to take an eighth of the time at most.
         let pays = |height: &usize| m >= FEWEST_ROWS && m.next_multiple_of(*height) <= m + m / 8;
-        let readable = !self.coded() || isa.has_dot();
+        let readable = !self.coded() || isa.reads_coded();
         block_rows(isa).filter(pays).filter(|_| multiply_adds && gains && readable)
     }
 
@@ -932,7 +932,7 @@ impl<I: Element> Product<'_, I> {
                         let unpacked = if plan.unpack { panel_words(k, true) } else { 0 };
                         let (slot, scratch) = slot.split_at_mut(unpacked);
                         let right = match group.panel(panel, &mut []).right {
-                            Right::Dictionary(coded) => unpack(cpu, &coded, slot),
+                            Right::Dictionary(coded) if plan.unpack => unpack(cpu, &coded, slot),
                             right => right,
                         };
                         let (left, scratch) = (as_floats(left), as_floats_mut(scratch));
@@ -1003,7 +1003,8 @@ impl<I: Element> Product<'_, I> {
         let (tile, end) = tile.split_at(tile.len() - LINE);
         let (right, order) = (panel.right, Order::Tree(self.bounds));
         let dot = pairs && dot_is_exact(f32::from_bits(end[0]), panel.least);
-        if !pairs && !matches!(right, Right::Dictionary(_)) {
+        let reads = cpu.isa().lanes() == 8 || !matches!(right, Right::Dictionary(_));
+        if !pairs && reads {
             let left = Left { data: as_floats(tile), row_stride: 1, step: rows };
             fma_tile(cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride: PANEL });
         } else if dot {
@@ -1017,7 +1018,7 @@ impl<I: Element> Product<'_, I> {
                 dot_tile(cpu, tile);
             }
         } else {
-            // Other instruction sets widen coded panels as they go.
+            // Instruction sets that no weight is coded for widen coded panels as they go.
             tally.slow += usize::from(pairs);
             self.slow_tile(right, number, first, out);
         }

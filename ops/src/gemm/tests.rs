@@ -372,7 +372,7 @@ fn a_packed_weight_holds_every_bit() {
         }
         // Two panels of whole pairs, and a line for each.
         assert_eq!(packed[1].bytes(), 2 * 4 * (32 * 68 + 16));
-        assert_eq!(packed[0].bytes() == 2 * 4 * (32 * 34 + 16), !isa.has_dot());
+        assert_eq!(packed[0].bytes() == 2 * 4 * (32 * 34 + 16), !isa.reads_coded());
     }
 }
 

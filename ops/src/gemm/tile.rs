@@ -42,7 +42,7 @@ pub enum Right<'a> {
     /// VNNI form: pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
     Vnni(&'a [u32], usize),
-    /// The same in 12 bits a weight, for [`dot_tile`] alone.
+    /// The same in 12 bits a weight, for whom [`crate::Isa::reads_coded`] names.
     Dictionary(DictionaryPanel<'a>),
     /// bf16, and memory that is asked for on the way, a line at a step.
     Bf16(&'a [half::bf16], usize, Prefetch),

@@ -9,13 +9,15 @@
 //! low halves of its bytes. A block with a weight that is not in the table is an escape: its 16-bit pairs stand behind all
 //! panels. A matrix with many escapes is not coded.
 //!
-//! [`DictionaryPanel::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) sums with them.
+//! [`DictionaryPanel::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) and, on 8 lanes,
+//! [`fma_tile`](crate::gemm::tile::fma_tile) sum with them.
 
 use crate::gemm::gemm::{Matrix, SharedOut, panel_words};
 use crate::gemm::tile::PANEL;
 use crate::workspace::memory::{LINE, Memory};
 use crate::{Cpu, Error, Tf32};
 use half::bf16;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Words of a block: 2 pairs of k of 32 columns.
@@ -160,6 +162,17 @@ fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], escapes: &mut 
     Some(())
 }
 
+/// Pair `step` of a block and a column.
+pub fn decoded(table: &[u32; 4], block: &[u32; BLOCK], step: usize, column: usize) -> u32 {
+    let byte = |words: &[u32], at: usize| words[at / 4].to_le_bytes()[at % 4];
+    let half = |half: usize| {
+        let at = place(column, half);
+        let code = usize::from(byte(block, 128 + at) >> (4 * step) & 15);
+        u32::from(byte(table, code)) << 8 | u32::from(byte(block, 64 * step + at))
+    };
+    half(1) << 16 | half(0)
+}
+
 /// A panel of coded weights.
 #[derive(Clone, Copy)]
 pub struct DictionaryPanel<'a> {
@@ -193,6 +206,11 @@ impl<'a> DictionaryPanel<'a> {
         self.blocks
     }
 
+    /// One of them.
+    pub fn block(&self, number: usize) -> &'a [u32; BLOCK] {
+        self.blocks[number * BLOCK..].first_chunk().expect("a block")
+    }
+
     /// [`ESCAPE`] words for each escape.
     pub fn escapes(&self) -> &'a [u32] {
         self.escapes
@@ -209,13 +227,28 @@ impl<'a> DictionaryPanel<'a> {
         if let Ok(escape) = self.escape_numbers().binary_search(&(block as u32)) {
             return self.escapes[escape * ESCAPE + step * PANEL + column];
         }
-        let byte = |at: usize| self.blocks[block * BLOCK + at / 4].to_le_bytes()[at % 4];
-        let half = |half: usize| {
-            let at = place(column, half);
-            let code = usize::from(byte(128 + at) >> (4 * step) & 15);
-            u32::from(self.head[code / 4].to_le_bytes()[code % 4]) << 8 | u32::from(byte(64 * step + at))
-        };
-        half(1) << 16 | half(0)
+        decoded(self.table(), self.block(block), step, column)
+    }
+
+    /// Runs of pairs, from an even one on: those that blocks hold, and each escape, with its words.
+    pub fn runs(self, pairs: Range<usize>) -> impl Iterator<Item = (Range<usize>, Option<&'a [u32]>)> {
+        let numbers = self.escape_numbers();
+        let (mut at, end) = (pairs.start, pairs.end);
+        let mut escape = numbers.partition_point(|&block| (block as usize) < at / 2);
+        std::iter::from_fn(move || {
+            let from = at;
+            let next = numbers.get(escape).map_or(end, |&block| (2 * block as usize).min(end));
+            if from == end {
+                return None;
+            }
+            if next > from {
+                at = next;
+                return Some((from..next, None));
+            }
+            at = (from + 2).min(end);
+            escape += 1;
+            Some((from..at, Some(&self.escapes[(escape - 1) * ESCAPE..][..ESCAPE])))
+        })
     }
 
     /// Elements `from..from + len` of k as f32, 32 columns side by side; `from` is even. An odd `len` is followed by the

@@ -272,8 +272,9 @@ impl Simd for Avx2 {
             let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             let mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(count as i32), lane);
             for (j, column) in column.into_iter().enumerate() {
-                // A store under a mask takes ten times as long on Zen.
-                if count >= 8 {
+                // A store under a mask takes ten times as long on Zen. Where columns lie side by side, what a whole one writes
+                // too much is where the next ones stand, but for the last.
+                if count >= 8 || count == stride && j * stride + 8 <= 8 * stride {
                     _mm256_storeu_si256(to.add(j * stride).cast(), column);
                 } else {
                     _mm256_maskstore_epi32(to.add(j * stride).cast(), mask, column);
@@ -331,12 +332,35 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn load_pairs(self, p: *const u32) -> (__m256, __m256) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        self.split_pairs(unsafe { _mm256_loadu_ps(p.cast()) })
+    }
+
+    #[inline(always)]
+    fn split_pairs(self, pairs: __m256) -> (__m256, __m256) {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
-            let pairs = _mm256_loadu_si256(p.cast());
+            let pairs = _mm256_castps_si256(pairs);
             (
                 _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xFFFF_0000_u32 as i32))),
                 _mm256_castsi256_ps(_mm256_slli_epi32::<16>(pairs)),
             )
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn coded_pairs(self, table: *const u32, block: *const u32, step: usize, vector: usize) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; a block has two lines of low
+        // bytes and one of codes, the rest is the caller's promise.
+        unsafe {
+            // Bytes of columns 0 to 7 and 16 to 23 stand in the first half of a line.
+            let half = block.add(vector % 2 * 8);
+            let (low, codes) =
+                (_mm256_loadu_si256(half.add(step * 16).cast()), _mm256_loadu_si256(half.add(32).cast()));
+            let codes = if step == 1 { _mm256_srli_epi16::<4>(codes) } else { codes };
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.cast()));
+            let high = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+            let pairs = if vector < 2 { _mm256_unpacklo_epi8(low, high) } else { _mm256_unpackhi_epi8(low, high) };
+            _mm256_castsi256_ps(pairs)
         }
     }
 }

@@ -19,6 +19,7 @@ pub mod unroll;
 pub mod words;
 
 use crate::backend::cpu::{Cpu, Isa};
+use crate::pack::dictionary::{self, BLOCK};
 use half::{bf16, f16};
 
 /// Most lanes any instruction set has; sizes stack buffers.
@@ -129,6 +130,32 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_pairs(self, p: *const u32) -> (Self::F, Self::F);
+    /// Pairs as they stand, widened as [`Simd::load_pairs`] does. Not of vectors that are unrolled.
+    #[inline(always)]
+    fn split_pairs(self, pairs: Self::F) -> (Self::F, Self::F) {
+        let mut words = [0u32; MAX_LANES];
+        assert!(Self::LANES <= MAX_LANES);
+        // SAFETY: there are as many as the vector has.
+        unsafe {
+            self.store(pairs, words.as_mut_ptr().cast());
+            self.load_pairs(words.as_ptr())
+        }
+    }
+    /// The pairs of `LANES` columns from `vector * LANES` on, of pair `step` of a coded block, as they stand. Not of vectors that
+    /// are unrolled.
+    /// # Safety
+    /// `table` is valid for reading 4 words, `block` for a [`BLOCK`]; step and vector are in it.
+    #[inline(always)]
+    unsafe fn coded_pairs(self, table: *const u32, block: *const u32, step: usize, vector: usize) -> Self::F {
+        assert!(Self::LANES <= MAX_LANES);
+        // SAFETY: the caller's promise, and there are as many words as the vector has.
+        unsafe {
+            let (table, block) = (&*table.cast(), &*block.cast::<[u32; BLOCK]>());
+            let column = |i: usize| dictionary::decoded(table, block, step, vector * Self::LANES + i);
+            let words: [u32; MAX_LANES] = std::array::from_fn(|i| if i < Self::LANES { column(i) } else { 0 });
+            self.load(words.as_ptr().cast())
+        }
+    }
     /// Copies 64 bytes past the caches; [`Simd::fence`] must follow before another thread may look.
     /// # Safety
     /// `from` is valid for reading and `to` for writing 64 bytes; `to` is a multiple of 64.

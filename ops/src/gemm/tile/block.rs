@@ -9,11 +9,16 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::{PANEL, Right};
+use crate::pack::dictionary::BLOCK;
 use crate::simd::{Kernel, Simd, prefetch};
 use crate::{Cpu, Isa};
 
 /// Steps of k that are in the first cache at a time: 16 KiB of a panel, half of the smallest such cache.
 const STEPS: usize = 128;
+/// Steps between requests for memory, and lines of a panel at each. With a request for both sides at every step the loop waits
+/// for them: 83% of the peak instead of 98%.
+const UNROLLED: usize = 4;
+const LINES: usize = 2;
 /// Words of a cache line.
 const LINE: usize = 16;
 /// Levels of the tree of segments that wait at a time.
@@ -41,7 +46,7 @@ pub struct Block<'a> {
     pub stride: usize,
     /// How many there are.
     pub tiles: usize,
-    /// f32 or VNNI form, [`PANEL`] columns.
+    /// f32, VNNI form or, on 8 lanes, coded, [`PANEL`] columns.
     pub right: Right<'a>,
     /// Bounds of the segments: 2, 3, 5 or 9 of them; all but the last are even.
     pub bounds: &'a [usize],
@@ -61,7 +66,14 @@ pub fn fma_block<'s>(cpu: &Cpu, block: Block<'s>) -> &'s [f32] {
     let right = match block.right {
         Right::F32(data, PANEL) => data.len() / PANEL,
         Right::Vnni(data, PANEL) => data.len() / PANEL * 2,
-        _ => panic!("a block takes whole panels of f32 or pairs"),
+        Right::Dictionary(coded) => {
+            assert!(
+                bounds.iter().all(|bound| bound % 4 == 0 || *bound == end),
+                "segments of coded panels are whole blocks"
+            );
+            2 * coded.pairs()
+        }
+        _ => panic!("a block takes whole panels"),
     };
     assert!(end <= right, "right operand too short");
     let rows = tiles * rows;
@@ -118,10 +130,9 @@ struct Place {
     right: *const f32,
     sums: *mut f32,
     waiting: *mut f32,
-    /// What is asked for meanwhile: the same piece of the next tile, and a line of the panel, with so many words to the next
-    /// line at every step.
+    /// What is asked for meanwhile: the same piece of the next tile, and lines of the panel from one to another.
     next: *const f32,
-    ahead: (*const u32, usize),
+    ahead: [*const u32; 2],
 }
 
 impl Sums<'_, '_> {
@@ -135,7 +146,9 @@ impl Sums<'_, '_> {
             let mut at = from;
             loop {
                 let steps = STEPS.min(to - at);
-                let (ahead, lines) = lay_out(s, right, at, steps, room);
+                let (piece_at, ahead, lines) = lay_out(s, right, at, steps, room);
+                // Each call asks for a share of the lines.
+                let share = lines.div_ceil(tiles * (PANEL / columns));
                 let (first, last) = (at == from, at + steps == to);
                 let piece = Piece { steps, first, last, segment, segments, level };
                 for tile in 0..tiles {
@@ -145,17 +158,14 @@ impl Sums<'_, '_> {
                         let (out, call) = (tile * ROWS * PANEL + part * columns, tile * (PANEL / columns) + part);
                         let place = Place {
                             left: left.as_ptr().wrapping_add(tile * stride + at * ROWS),
-                            right: room.as_ptr().wrapping_add(part * columns),
+                            right: piece_at.wrapping_add(part * columns),
                             sums: sums.as_mut_ptr().wrapping_add(out),
                             waiting: waiting.as_mut_ptr().wrapping_add(out),
                             next: left.as_ptr().wrapping_add(next_tile * stride + next_at * ROWS),
-                            ahead: match call * STEPS < lines {
-                                true => (ahead.wrapping_add(call * STEPS * LINE), LINE),
-                                false => (ahead, 0),
-                            },
+                            ahead: [call, call + 1].map(|call| ahead.wrapping_add((call * share).min(lines) * LINE)),
                         };
-                        // SAFETY: `fma_block` has checked that the tile has this piece; the room holds it, and sums and
-                        // what waits have a place for every row of every tile.
+                        // SAFETY: `fma_block` has checked that the tile has this piece; the panel or the room holds it, and
+                        // sums and what waits have a place for every row of every tile.
                         unsafe { place.add::<S, ROWS>(s, piece) };
                     }
                 }
@@ -187,19 +197,34 @@ impl Place {
                     }
                 }
             }
-            let (mut left, mut right, mut next, (mut ahead, line)) = (self.left, self.right, self.next, self.ahead);
-            for _ in 0..piece.steps {
-                let columns = [s.load(right), s.load(right.add(S::LANES))];
-                prefetch(next);
-                prefetch(ahead);
-                for r in 0..ROWS {
-                    let x = s.splat(*left.add(r));
-                    for v in 0..2 {
-                        sums[r][v] = s.fma(x, columns[v], sums[r][v]);
+            let (mut left, mut right, mut next, [mut ahead, until]) = (self.left, self.right, self.next, self.ahead);
+            macro_rules! step {
+                ($i:expr) => {{
+                    let (left, right) = (left.add($i * ROWS), right.add($i * PANEL));
+                    let columns = [s.load(right), s.load(right.add(S::LANES))];
+                    for r in 0..ROWS {
+                        let x = s.splat(*left.add(r));
+                        for v in 0..2 {
+                            sums[r][v] = s.fma(x, columns[v], sums[r][v]);
+                        }
                     }
+                }};
+            }
+            for _ in 0..piece.steps / UNROLLED {
+                for line in 0..(UNROLLED * ROWS).div_ceil(LINE) {
+                    prefetch(next.wrapping_add(line * LINE));
                 }
-                (left, right) = (left.add(ROWS), right.add(PANEL));
-                (next, ahead) = (next.wrapping_add(ROWS), ahead.wrapping_add(line));
+                for line in 0..LINES {
+                    prefetch(ahead.wrapping_add(line * LINE));
+                }
+                for i in 0..UNROLLED {
+                    step!(i);
+                }
+                (left, right) = (left.add(UNROLLED * ROWS), right.add(UNROLLED * PANEL));
+                (next, ahead) = (next.wrapping_add(UNROLLED * ROWS), ahead.wrapping_add(LINES * LINE).min(until));
+            }
+            for i in 0..piece.steps % UNROLLED {
+                step!(i);
             }
             let mut level = 0;
             while piece.last && piece.segment >> level & 1 == 1 {
@@ -222,36 +247,59 @@ impl Place {
     }
 }
 
-/// Writes `steps` steps of k from `at` of a checked panel into the room, and returns where the steps behind them stand, and
-/// how many lines of memory as many of them take.
+/// Where `steps` steps of k from `at` of a checked panel stand as f32, which is the room where the panel holds something else;
+/// where the steps behind them stand, and how many lines of memory as many of them take.
 #[inline(always)]
-fn lay_out<S: Simd>(s: S, right: Right, at: usize, steps: usize, room: &mut [f32]) -> (*const u32, usize) {
+fn lay_out<S: Simd>(s: S, right: Right, at: usize, steps: usize, room: &mut [f32]) -> (*const f32, *const u32, usize) {
+    let pairs = steps.div_ceil(2);
+    let room = &mut room[..2 * pairs * PANEL];
+    macro_rules! put {
+        ($pair:expr, $column:expr, $two:expr) => {{
+            let (first, second) = $two;
+            let out = room.as_mut_ptr().add(2 * $pair * PANEL + $column);
+            s.store(first, out);
+            s.store(second, out.add(PANEL));
+        }};
+    }
     match right {
         Right::F32(data, _) => {
             let piece = &data[at * PANEL..][..steps * PANEL];
-            for (i, out) in room[..steps * PANEL].chunks_exact_mut(S::LANES).enumerate() {
-                // SAFETY: both have `steps` whole rows of PANEL, a multiple of LANES.
-                unsafe { s.store(s.load(piece.as_ptr().add(i * S::LANES)), out.as_mut_ptr()) };
-            }
-            (data.as_ptr().wrapping_add((at + steps) * PANEL).cast(), steps * PANEL / LINE)
+            (piece.as_ptr(), piece.as_ptr_range().end.cast(), steps * PANEL / LINE)
         }
         Right::Vnni(data, _) => {
-            let pairs = steps.div_ceil(2);
             let piece = &data[at / 2 * PANEL..][..pairs * PANEL];
-            let room = &mut room[..2 * pairs * PANEL];
             for pair in 0..pairs {
                 for column in (0..PANEL).step_by(S::LANES) {
                     // SAFETY: `piece` has as many pairs, and the room two rows of PANEL for each.
-                    unsafe {
-                        let (first, second) = s.load_pairs(piece.as_ptr().add(pair * PANEL + column));
-                        let out = room.as_mut_ptr().add(2 * pair * PANEL + column);
-                        s.store(first, out);
-                        s.store(second, out.add(PANEL));
+                    unsafe { put!(pair, column, s.load_pairs(piece.as_ptr().add(pair * PANEL + column))) };
+                }
+            }
+            (room.as_ptr(), piece.as_ptr_range().end, pairs * PANEL / LINE)
+        }
+        Right::Dictionary(coded) if S::LANES == 8 => {
+            for (run, words) in coded.runs(at / 2..at / 2 + pairs) {
+                for pair in run.clone() {
+                    for vector in 0..PANEL / S::LANES {
+                        let column = vector * S::LANES;
+                        // SAFETY: an escape has two pairs, the others are in their blocks; the room has two rows of PANEL for each.
+                        unsafe {
+                            let words = match words {
+                                Some(words) => s.load(words.as_ptr().add((pair - run.start) * PANEL + column).cast()),
+                                None => s.coded_pairs(
+                                    coded.table().as_ptr(),
+                                    coded.block(pair / 2).as_ptr(),
+                                    pair % 2,
+                                    vector,
+                                ),
+                            };
+                            put!(pair - at / 2, column, s.split_pairs(words));
+                        }
                     }
                 }
             }
-            (data.as_ptr().wrapping_add((at / 2 + pairs) * PANEL), pairs * PANEL / LINE)
+            let blocks = &coded.blocks()[at / 4 * BLOCK..][..pairs.div_ceil(2) * BLOCK];
+            (room.as_ptr(), blocks.as_ptr_range().end, blocks.len() / LINE)
         }
-        _ => unreachable!("a block takes panels of f32 or pairs"),
+        _ => unreachable!("a block takes whole panels that the instruction set reads"),
     }
 }

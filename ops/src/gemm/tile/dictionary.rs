@@ -7,8 +7,8 @@
 use super::PANEL;
 use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE};
 use crate::pack::prefetch as prefetch_all;
-use crate::simd::prefetch;
 use crate::simd::words::{Kernel512, Simd512};
+use crate::simd::{Kernel, Simd, prefetch};
 use crate::workspace::memory::LINE;
 use std::mem::MaybeUninit;
 
@@ -22,6 +22,38 @@ unsafe fn decode<S: Simd512>(s: S, coded: &DictionaryPanel, low: *const u32, cod
     let (table, low) = unsafe { (s.broadcast_i32x4(coded.table().as_ptr()), s.loadu_si512(low)) };
     let high = s.shuffle_epi8(table, s.and_si512(codes, s.set1_epi8(15)));
     [s.unpacklo_epi8(low, high), s.unpackhi_epi8(low, high)]
+}
+
+/// Writes the pairs of a panel as they stand where it is not coded, for every instruction set.
+pub struct Unpack<'a> {
+    pub coded: &'a DictionaryPanel<'a>,
+    /// 32 words for each pair.
+    pub slot: &'a mut [u32],
+}
+
+impl Kernel for Unpack<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Unpack { coded, slot } = self;
+        for (run, words) in coded.runs(0..coded.pairs()) {
+            let slot = &mut slot[run.start * PANEL..run.end * PANEL];
+            if let Some(words) = words {
+                slot.copy_from_slice(&words[..slot.len()]);
+                continue;
+            }
+            for (pair, slot) in run.zip(slot.chunks_exact_mut(PANEL)) {
+                for (vector, out) in slot.chunks_exact_mut(S::LANES).enumerate() {
+                    // SAFETY: there are LANES places, and a pair is in its block.
+                    unsafe {
+                        let pairs =
+                            s.coded_pairs(coded.table().as_ptr(), coded.block(pair / 2).as_ptr(), pair % 2, vector);
+                        s.store(pairs, out.as_mut_ptr().cast());
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// So many bytes ahead blocks are asked for.

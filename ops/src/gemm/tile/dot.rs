@@ -3,7 +3,7 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::dictionary::{DictionaryChains, DictionaryRow};
+use super::dictionary::{DictionaryChains, DictionaryRow, Unpack};
 use super::{Order, PANEL, Right, TILE_ROWS, Tile};
 use crate::Cpu;
 use crate::pack::dictionary::DictionaryPanel;
@@ -46,9 +46,13 @@ pub fn dot_unpacking(cpu: &Cpu, tile: Tile<'_, u32>, slot: &mut [u32]) {
     unsafe { cpu.dispatch_dot(kernel) };
 }
 
-/// The pairs of a coded panel, as [`Right::Vnni`] has them; `cpu` [has](crate::Isa::has_dot) what coded panels need.
+/// The pairs of a coded panel, as [`Right::Vnni`] has them; `cpu` [reads](crate::Isa::reads_coded) coded panels.
 pub fn unpack<'s>(cpu: &Cpu, coded: &DictionaryPanel, slot: &'s mut [u32]) -> Right<'s> {
     assert!(slot.len() >= coded.pairs() * PANEL);
+    if !cpu.isa().has_dot() {
+        cpu.dispatch(Unpack { coded, slot });
+        return Right::Vnni(slot, PANEL);
+    }
     let bounds = [0, 2 * coded.pairs()];
     // No rows: what is left is the pairs.
     let (left, out, kept) = (std::ptr::null(), std::ptr::null_mut(), slot.as_mut_ptr());

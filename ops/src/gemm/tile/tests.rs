@@ -143,7 +143,7 @@ fn escaped(column: usize, k: usize, escapes: &[usize]) -> bf16 {
 
 #[test]
 fn tiles_of_coded_panels_are_plain_chains() {
-    for cpu in cpus(Isa::has_dot) {
+    for cpu in cpus(Isa::reads_coded) {
         for (k, escapes) in [
             (0, &[][..]),
             (1, &[]),
@@ -172,23 +172,30 @@ fn tiles_of_coded_panels_are_plain_chains() {
                 let sums = all_plain(&bounds, [most, PANEL], w);
                 for (rows, step) in (1..=most).flat_map(|rows| [(rows, rows), (rows, rows + 1)]) {
                     let left = left_pairs(rows, k, 1, step);
-                    for unpacking in [false, true].into_iter().filter(|unpacking| !unpacking || rows == TILE_ROWS) {
+                    let dots = cpu.isa().has_dot();
+                    for unpacking in
+                        [false, true].into_iter().filter(|unpacking| !unpacking || dots && rows == TILE_ROWS)
+                    {
                         let out_stride = PANEL + 3;
                         let mut out = around((rows - 1) * out_stride + PANEL, BEFORE);
                         let mut slot = around(coded.pairs() * PANEL, NAN);
                         let (size, slot_size) = (out.len(), slot.len());
-                        let tile = Tile {
-                            left: Left { data: inner(&left), row_stride: 1, step },
-                            right: Right::Dictionary(coded),
-                            order: Order::Tree(&bounds),
-                            rows,
-                            columns: PANEL,
-                            out: &mut out[AROUND..size - AROUND],
-                            out_stride,
-                        };
-                        match unpacking {
-                            true => dot_unpacking(&cpu, tile, &mut slot[AROUND..slot_size - AROUND]),
-                            false => dot_tile(&cpu, tile),
+                        let (right, order) = (Right::Dictionary(coded), Order::Tree(&bounds));
+                        let tile_out = &mut out[AROUND..size - AROUND];
+                        if dots {
+                            let left = Left { data: inner(&left), row_stride: 1, step };
+                            let tile = Tile { left, right, order, rows, columns: PANEL, out: tile_out, out_stride };
+                            match unpacking {
+                                true => dot_unpacking(&cpu, tile, &mut slot[AROUND..slot_size - AROUND]),
+                                false => dot_tile(&cpu, tile),
+                            }
+                        } else {
+                            let left = left_floats(rows, k, k.next_multiple_of(2), 1, step);
+                            let left = Left { data: inner(&left), row_stride: 1, step };
+                            fma_tile(
+                                &cpu,
+                                Tile { left, right, order, rows, columns: PANEL, out: tile_out, out_stride },
+                            );
                         }
                         let what = format!("{} k {k} {bounds:?}: {rows} rows, step {step} {unpacking}", cpu.isa());
                         let sum = |row: usize, column: usize| sums[row * PANEL + column];
@@ -200,6 +207,20 @@ fn tiles_of_coded_panels_are_plain_chains() {
                             assert_eq!(found, expected, "{what}: pair {}, column {}", at / PANEL, at % PANEL);
                         }
                     }
+                    let height = block_rows(cpu.isa()).expect("vectors");
+                    if dots || !rows.is_multiple_of(height) {
+                        continue;
+                    }
+                    let (tiles, stride) = (rows / height, k * height + step);
+                    let mut left = around((tiles - 1) * stride + k * height, f32::NAN);
+                    for (row, k) in (0..rows).flat_map(|row| (0..k).map(move |k| (row, k))) {
+                        left[AROUND + row / height * stride + k * height + row % height] = x(row, k).to_f32();
+                    }
+                    let mut scratch = vec![f32::NAN; block_words(rows)];
+                    let (left, right, scratch) = (inner(&left), Right::Dictionary(coded), &mut scratch[..]);
+                    let found = fma_block(&cpu, Block { left, stride, tiles, right, bounds: &bounds, scratch });
+                    let found: Vec<u32> = found.iter().map(|sum| sum.to_bits()).collect();
+                    assert_eq!(found, sums[..rows * PANEL], "{} k {k} {bounds:?}: a block of {rows}", cpu.isa());
                 }
             }
         }
@@ -209,7 +230,7 @@ fn tiles_of_coded_panels_are_plain_chains() {
 /// A block of two pairs is in one segment.
 #[test]
 fn segments_of_coded_panels_are_whole_blocks() {
-    for cpu in cpus(Isa::has_dot) {
+    for cpu in cpus(Isa::reads_coded) {
         let (n, k) = (PANEL, 12);
         let weights: Vec<bf16> = (0..n * k).map(|i| w(i / k, i % k)).collect();
         let memory = packed(&cpu, n, k, &weights).expect("few escapes");
@@ -217,9 +238,15 @@ fn segments_of_coded_panels_are_whole_blocks() {
         for (bounds, taken) in [([0, 8, 12], true), ([0, 6, 12], false), ([2, 8, 12], false)] {
             let (left, mut out) = (left_pairs(1, k, 1, 1), [0f32; PANEL]);
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let left = Left { data: inner(&left), row_stride: 1, step: 1 };
                 let (right, order) = (Right::Dictionary(coded), Order::Tree(&bounds));
-                dot_tile(&cpu, Tile { left, right, order, rows: 1, columns: PANEL, out: &mut out, out_stride: PANEL });
+                let (rows, columns, out, out_stride) = (1, PANEL, &mut out[..], PANEL);
+                if cpu.isa().has_dot() {
+                    let left = Left { data: inner(&left), row_stride: 1, step: 1 };
+                    dot_tile(&cpu, Tile { left, right, order, rows, columns, out, out_stride });
+                } else {
+                    let left = Left { data: &[1f32; 12][..], row_stride: 1, step: 1 };
+                    fma_tile(&cpu, Tile { left, right, order, rows, columns, out, out_stride });
+                }
             }));
             assert_eq!(run.is_ok(), taken, "{bounds:?}");
         }

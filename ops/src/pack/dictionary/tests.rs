@@ -78,7 +78,7 @@ fn a_coded_matrix_holds_every_bit() {
 
 #[test]
 fn an_unpacked_panel_holds_every_bit() {
-    for cpu in Isa::of_machine().filter(|isa| isa.has_dot()).map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()) {
+    for cpu in Isa::of_machine().filter(|isa| isa.reads_coded()).map(|isa| Cpu::new(isa, 1, usize::MAX).unwrap()) {
         for (n, k, count) in [(32usize, 128, 0), (70, 896, 3), (33, 259, 1), (1, 1, 0), (64, 512, 9)] {
             let small: Vec<_> = (0..n.div_ceil(PANEL)).flat_map(|panel| places(n, k, panel, count)).collect();
             let memory = packed(&cpu, n, k, &weights(n, k, &small)).expect("few escapes");
