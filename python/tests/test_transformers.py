@@ -70,13 +70,13 @@ def differing(model):
     for count, at, left, right in ((1, 0, 6, 0), (1, 0, 0, 6), (2, 1, 0, 0), (7, 3, 6, 0), (8, 0, 0, 6), (BATCH, BATCH - 1, 0, 0)):
         batch = torch.cat([rows[1 : 1 + at], rows[:1], rows[1 + at : count]])
         found[f"row {at} of {count}, padded {left} {right}"] = prefill(model, batch, left, right)[at : at + 1]
-    found["decode"] = decode(model, rows[:1])
+    found["decode"] = decode(model, rows[:1], LENGTH - 3)
     found["decode of 3"] = decode(model, rows[:3])[:1]
     with torch.inference_mode():
-        found["inference_mode"] = prefill(model, rows)[:1]
+        found["inference_mode"] = prefill(model, rows[:2])[:1]
     try:
         torch.set_num_threads(1)
-        found["one thread"] = prefill(model, rows)[:1]
+        found["one thread"] = prefill(model, rows[:7])[:1]
     finally:
         torch.set_num_threads(threads)
     return [name for name, logits in found.items() if not same(logits, alone)]
@@ -139,7 +139,9 @@ def test_gradients_do_not_depend_on_micro_batches(family, dtype):
     truth = gradients(wide, 8, False)
     errors, others = (torch.stack([(found[name] - truth[name]).norm() for name in truth]) for found in (whole, plain))
     assert no_larger(errors, others)
-    assert all(errors <= torch.stack([truth[name].norm() for name in truth]) / 8)
+    # A wrong one would be off by its own size.
+    sizes = torch.stack([truth[name].norm() for name in truth])
+    assert (errors / sizes).max() <= 2 * (others / sizes).max()
 
 
 def test_recomputation_moves_no_gradient():
