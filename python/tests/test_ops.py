@@ -193,6 +193,11 @@ def test_leading_axes():
     target = torch.zeros((2, 3, 5), dtype=torch.int32)
     logprob, lse = ops.logprob(y, target)
     assert logprob.shape == lse.shape == (2, 3, 5)
+    tokens, carry = torch.arange(30, dtype=torch.int32).reshape(2, 3, 5) % 9, torch.zeros(9, 16)
+    assert same(ops.embedding_dw(x, tokens, carry), ops.embedding_dw(x.reshape(30, 16), tokens.flatten(), carry))
+    assert same(ops.token_sum(x), ops.token_sum(x.reshape(30, 16)))
+    for name in ("rms_norm_dw", "layer_norm_dw"):
+        assert same(getattr(ops, name)(x, x), getattr(ops, name)(x.reshape(30, 16), x.reshape(30, 16)))
     assert ops.rms_norm(torch.zeros(0, 16), torch.ones(16)).shape == (0, 16)
     assert ops.rms_norm(torch.zeros(3, 0, 16), torch.ones(16)).shape == (3, 0, 16)
 

@@ -57,11 +57,11 @@ fn check(tokens: &[i32], mask: Option<&[i32]>, vocab: usize) -> Result<(), Error
 
 /// Rows of dy of any layout; tokens have been checked.
 fn run(cpu: &Cpu, dy: TensorRef, tokens: &[i32], mask: Option<&[i32]>, dw: &mut [f32]) {
-    let dim = dy.shape()[1];
-    let vocab = dw.len().checked_div(dim).unwrap_or(0);
-    let per_chunk = vocab.div_ceil(4 * cpu.threads());
     typed!(dy.dtype() => I, {
         let dy = dy.rows::<I>();
+        let dim = dy.n();
+        let vocab = dw.len().checked_div(dim).unwrap_or(0);
+        let per_chunk = vocab.div_ceil(4 * cpu.threads());
         cpu.chunks(dw, per_chunk * dim, |chunk, dw| {
             cpu.dispatch(Part { dim, dy, tokens, mask, first: chunk * per_chunk, dw });
         });

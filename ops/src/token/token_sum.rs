@@ -29,9 +29,9 @@ pub fn token_sum<I: Element>(cpu: &Cpu, n: usize, tokens: Tokens, x: &[I], sum: 
 
 /// Rows of any layout.
 fn run(cpu: &Cpu, tokens: Tokens, x: TensorRef, sum: &mut [f32]) -> Result<(), Error> {
-    let (count, n) = (x.shape()[0], x.shape()[1]);
     typed!(x.dtype() => I, {
         let x = x.rows::<I>();
+        let (count, n) = (x.count(), x.n());
         tokens.sum(cpu, [NAME, "sum"], [count, 1, n], sum, |turns, sum| cpu.dispatch(Part { n, x, turns, sum }))
     })
 }

@@ -18,7 +18,10 @@ import torch
 
 from .. import _native
 
-__all__ = ["AdamW", "CausalLM", "accumulate", "differentiable", "nll", "ops", "policy_loss", "sha256"]
+__all__ = [
+    "AdamW", "CausalLM", "accumulate", "batch_invariant", "differentiable", "disable", "enable", "nll", "ops", "policy_loss",
+    "sha256", "uncovered",
+]
 
 _library = torch.library.Library("samebits", "DEF")
 ops = torch.ops.samebits
@@ -183,6 +186,8 @@ def _joined(name: str, sums: torch.Tensor) -> torch.Tensor:
 
 
 def _bias(call: _Call) -> dict[str, torch.Tensor]:
+    if "bias" not in call.inputs:
+        return {}
     return call.sum("bias", "token_sum", call.gradients["y"])
 
 
@@ -223,13 +228,17 @@ class _Sum:
         self.parameter = parameter
         self.name, self.sums, self.tokens, self.open = "", None, 0, 0
 
+    def follow(self) -> None:
+        """A call is gone back through."""
+        if _active is None or not self.open:
+            raise RuntimeError(f"accumulate: `{self.parameter}` is gone back through outside of its block, or twice")
+        self.open -= 1
+
     def go_on(
         self, name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Goes on with the tokens of a call; what the op makes beside the sum."""
-        if _active is None or not self.open:
-            raise RuntimeError(f"accumulate: `{self.parameter}` is gone back through outside of its block, or twice")
-        self.open -= 1
+        self.follow()
         axes = _SCHEMA[name]["inputs"][0]["axes"]
         if any(attribute["name"] == "token_offset" for attribute in _SCHEMA[name]["attributes"]):
             attributes["token_offset"] = self.tokens
@@ -238,6 +247,13 @@ class _Sum:
         self.name, (self.sums, others) = name, _sum(name, args, attributes)
         self.tokens += math.prod(args[0].shape[: args[0].dim() - len(axes) + 1])
         return others
+
+    def stack(self, shape: torch.Size) -> torch.Tensor:
+        """The sums of gemm_dw for a stack of matrices `[E,K,N]`, to go on with in place."""
+        self.follow()
+        if self.sums is None:
+            self.name, self.sums = "gemm_dw", torch.zeros(shape[0], shape[2], shape[1], dtype=torch.float32).transpose(1, 2)
+        return self.sums
 
 
 class accumulate:
@@ -252,16 +268,44 @@ class accumulate:
     Parts are in the order of the batch, each whole sequences. The sums over tokens are carried in f32 from one backward call
     to the next and rounded to the dtype of the parameter once, at the end. What cannot be carried is refused by name, in
     the backward call: a parameter that reaches another operator than those of samebits, or through one (a cast, a
-    transpose); one that an operator reads twice before it is gone back through; one that has a gradient already.
+    transpose), outside of `batch_invariant`; one that an operator reads twice before it is gone back through; one that has a
+    gradient already.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
+        # What is made of parameters alone, by how: as it was made, the leaf that stands for it, and what it was made of.
+        self._derived: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._sums: dict[tuple[str, str], _Sum] = {}
         self._hooks: list[Any] = []
         # They sum themselves.
         self._models = [module.accumulate() for module in model.modules() if isinstance(module, CausalLM)]
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether it is a parameter, or made of parameters alone."""
+        return id(tensor) in self._names
+
+    def derive(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls a function of torch. Where parameters are all that it takes, what it gives is followed: its sums are carried, and
+        go back through the function once, when the block ends.
+        """
+        values = [*args, *kwargs.values()]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        made = func(*args, **kwargs)
+        if not tensors or not isinstance(made, torch.Tensor) or not made.requires_grad or not torch.is_grad_enabled():
+            return made
+        if not all(map(self.knows, tensors)) or any(made is tensor for tensor in tensors):
+            return made
+        words = [self._names[id(value)] if isinstance(value, torch.Tensor) else repr(value) for value in values]
+        name = f"{', '.join(words)} through {func!r}"
+        if name in self._derived:
+            self._names.pop(id(self._derived[name][1]), None)
+        leaf = made.detach().requires_grad_()
+        self._hooks.append(leaf.register_hook(_refusal(self._names[id(tensors[0])].split(" through ")[0])))
+        self._derived[name] = made, leaf, {self._names[id(tensor)]: tensor for tensor in tensors}
+        self._names[id(leaf)] = name
+        return leaf
 
     def begin(self, name: str, given: dict[str, Any]) -> dict[str, _Sum]:
         """The sums that this call of operator `name` goes on with, by its inputs."""
@@ -318,6 +362,11 @@ class accumulate:
             if sums[key].name:
                 found = _joined(sums[key].name, sums[key].sums)
                 whole[key[0]] = whole[key[0]] + found if key[0] in whole else found
+        for name, (made, _, sources) in reversed(self._derived.items()):
+            if name in whole:
+                gradient = whole.pop(name).to(made.dtype).reshape(made.shape)
+                for of, part in zip(sources, torch.autograd.grad(made, list(sources.values()), gradient)):
+                    whole[of] = whole[of] + part.float() if of in whole else part.float()
         for name, gradient in whole.items():
             parameter = self._named[name]
             parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
@@ -409,3 +458,4 @@ for _op in _SCHEMA.values():
     (_register_gradients if _op["name"] in differentiable() else _refuse_gradients)(_op)
 
 from .causal_lm import AdamW, CausalLM, nll, policy_loss, sha256  # noqa: E402
+from .invariant import batch_invariant, disable, enable, uncovered  # noqa: E402

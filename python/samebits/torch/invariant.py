@@ -1,0 +1,461 @@
+"""`with batch_invariant():` gives any model the arithmetic of samebits: what torch sums within is summed by ops here.
+
+Two modes of torch do it, in the thread that enters the block. The upper one sees functions as Python calls them, whole and
+with their parameters: linear, attention, norms, look-ups. The lower one sees every operator that torch comes to, forward
+and backward. There each is one of four kinds: it is computed by ours; it moves, compares or computes element by element in
+operations that IEEE rounds; it computes an element with a function whose last bit torch lets depend on where the element
+stands, and is laid out so that it does not; or it is none of these, is counted, and refused if `strict`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from typing import Any, Callable
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import samebits.torch as _ours
+
+from .attention import masked_attention
+from .covered import COVERED, FUNCTIONS, PASSES, any_floats, kernels, laid_out, plain, product
+
+__all__ = ["batch_invariant", "disable", "enable", "uncovered"]
+
+F = torch.nn.functional
+
+# --- the lower mode
+
+
+class _State:
+    """Of a block: whether it is open, and what it refuses."""
+
+    def __init__(self, strict: bool) -> None:
+        self.open, self.strict = True, strict
+
+
+_counts: Counter[str] = Counter()
+
+
+def uncovered() -> dict[str, int]:
+    """The operators that may sum and are not covered, and how often they ran since the outermost block began: this block, or
+    the last one.
+    """
+    return dict(_counts)
+
+
+def _report(mode: _Below, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if tensors and all(t.device.type == "meta" for t in tensors):
+        return func(*args, **kwargs)
+    if mode.state.strict:
+        raise RuntimeError(
+            f"batch_invariant: {func} is not covered here: its sums, or what it draws, may depend on the batch; leave strict out to count it"
+        )
+    _counts[str(func)] += 1
+    return func(*args, **kwargs)
+
+
+def _moves(mode, func, args, kwargs):
+    return func(*args, **kwargs)
+
+
+def _in_place(name: str, made: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+    """What was made, where the caller wants it."""
+    if out is not None:
+        return out.resize_(made.shape).copy_(made)
+    return args[0].copy_(made) if name.endswith("_") else made
+
+
+def _function(mode, func, args, kwargs):
+    if not any_floats((*args, *kwargs.values())):
+        return func(*args, **kwargs)
+    name = func.overloadpacket.__name__
+    out = kwargs.pop("out", None)
+    if name.endswith("_") or out is not None:
+        return _in_place(name, laid_out(getattr(torch.ops.aten, name.rstrip("_")), args, kwargs), args, kwargs, out)
+    if "grad_input" in kwargs:
+        return _report(mode, func, args, kwargs)
+    return laid_out(func, args, kwargs)
+
+
+def _covered(mode, func, args, kwargs):
+    name = func.overloadpacket.__name__
+    handler = COVERED[name.rstrip("_")]
+    out = kwargs.get("out")
+    rest = kwargs if out is None else {k: v for k, v in kwargs.items() if k != "out"}
+    floats = any_floats((*args, *rest.values()))
+    made = handler(*args, **rest) if floats or name == "sum" or name == "sort" else ...
+    if made is ...:
+        return func(*args, **kwargs)
+    if made is NotImplemented:
+        return _report(mode, func, args, kwargs)
+    return _in_place(name, made, args, kwargs, out)
+
+
+def _composed(mode, func, args, kwargs):
+    """What torch takes apart later, or did not because no gradient can be asked for (torch.inference_mode)."""
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def _unknown(mode, func, args, kwargs):
+    if any_floats((*args, *(kwargs or {}).values())):
+        return _report(mode, func, args, kwargs)
+    made = func(*args, **kwargs)
+    if any_floats(made if isinstance(made, (tuple, list)) else (made,)):
+        _counts[str(func)] += 1
+    return made
+
+
+_kinds: dict[Any, Callable[..., Any]] = {}
+
+
+def _kind(func: Any) -> Callable[..., Any]:
+    """How to treat an operator."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return _unknown
+    if func.namespace in ("samebits", "prim", "profiler"):
+        return _moves
+    name = func.overloadpacket.__name__.rstrip("_")
+    if func.namespace != "aten":
+        name = ""
+    if name in COVERED:
+        return _covered
+    if name in FUNCTIONS:
+        return _function
+    if name in PASSES or func.is_view:
+        return _moves
+    whole = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return _composed if whole else _unknown
+
+
+class _Below(TorchDispatchMode):
+    def __init__(self, state: _State) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind(func)
+        if not self.state.open or (types and any(issubclass(t, torch._subclasses.FakeTensor) for t in types)):
+            kind = _moves
+        # What is called from here is no function of the caller's.
+        with torch._C.DisableTorchFunction():
+            return kind(self, func, args, kwargs)
+
+
+# --- the upper mode
+
+
+def _known(tensor: Any) -> bool:
+    return _ours._active is not None and _ours._active.knows(tensor)
+
+
+def _op(name: str, *args: torch.Tensor | None, **attributes: Any) -> Any:
+    """An op of ours, recorded where a gradient is wanted."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args):
+        return getattr(_ours.ops, name)(*args, **attributes)
+    return kernels[name](*args, **attributes)
+
+
+def _linear(x, weight, bias=None):
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+    given = [t for t in (x, weight, bias) if t is not None]
+    if not plain(*given) or weight.dim() != 2 or x.dim() == 0 or 0 in (*x.shape, *weight.shape):
+        return NotImplemented
+    return _op("gemm", x, weight, bias) if x.dim() > 1 else _op("gemm", x[None], weight, bias)[0]
+
+
+def _matmul(a, b):
+    if torch.is_autocast_enabled("cpu") or not plain(a, b) or 0 in (a.dim(), b.dim()):
+        return NotImplemented
+    # What is folded into one product, and what not, torch decides by how operands lie.
+    if b.dim() == 1:
+        return _matmul(a, b[:, None])[..., 0]
+    if a.dim() == 1:
+        return _matmul(a[None], b)[..., 0, :]
+    if b.dim() == 2:
+        if _known(b):
+            return _linear(a, _ours._active.derive(torch.t, (b,), {}))
+        return torch.mm(a.reshape(-1, a.shape[-1]), b).reshape(*a.shape[:-1], b.shape[1])
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    one = a.expand(*shape, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
+    other = b.expand(*shape, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+    return torch.bmm(one, other).reshape(*shape, a.shape[-2], b.shape[-1])
+
+
+def _addmm_of_parameter(bias, a, b, *, beta=1, alpha=1):
+    if not _known(b) or beta != 1 or alpha != 1:
+        return NotImplemented
+    return _linear(a, _ours._active.derive(torch.t, (b,), {}), bias)
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    several = query.dim() == 4 and query.shape[1] != key.shape[1]
+    fits = query.dim() == key.dim() == value.dim() and query.dim() in (3, 4) and query.shape[0] == key.shape[0]
+    if not fits or not plain(query, key, value) or dropout_p or (several and not enable_gqa) or 0 in (*query.shape, *key.shape):
+        return NotImplemented
+    if query.dim() == 3:
+        query, key, value = query[:, None], key[:, None], value[:, None]
+        attn_mask = attn_mask[:, None] if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
+        return _attention(query, key, value, attn_mask, 0.0, is_causal, scale)[:, 0]
+    while attn_mask is not None and attn_mask.dim() < 4:
+        attn_mask = attn_mask[None]
+    return masked_attention(query, key, value, attn_mask, is_causal, scale)
+
+
+def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
+    wanted = torch.is_grad_enabled() and weight.requires_grad and input.numel() > 0
+    if not wanted or max_norm is not None or scale_grad_by_freq or sparse or not plain(weight):
+        return NotImplemented
+    y = _ours.ops.embedding(weight, input.int())
+    if padding_idx is not None:
+        y = torch.where((input == padding_idx % weight.shape[0])[..., None], y.detach(), y)
+    return y
+
+
+def _layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    given = [t for t in (input, weight, bias) if t is not None]
+    if len(normalized_shape) != 1 or not plain(*given) or input.numel() == 0:
+        return NotImplemented
+    return _op("layer_norm", input, weight, bias, eps=eps)
+
+
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    given = [t for t in (input, weight) if t is not None]
+    if len(normalized_shape) != 1 or not plain(*given) or input.numel() == 0:
+        return NotImplemented
+    weight = torch.ones(normalized_shape[0], dtype=input.dtype) if weight is None else weight
+    return _op("rms_norm", input, weight, eps=torch.finfo(input.dtype).eps if eps is None else eps)
+
+
+class _Grouped(torch.autograd.Function):
+    """Products of groups of rows, each with a matrix of its own: `x[S,K]`, `w[E,K,N]`, and where each group ends."""
+
+    @staticmethod
+    def forward(ctx, x, w, ends, carried):
+        ctx.save_for_backward(x, w)
+        ctx.ends, ctx.carried = ends, carried
+        made = torch.zeros(x.shape[0], w.shape[2], dtype=x.dtype)
+        for e, (start, end) in enumerate(zip([0, *ends], ends)):
+            if end > start:
+                made[start:end] = product(x[start:end], w[e])
+        return made
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dx = torch.zeros_like(x)
+        one = ctx.carried
+        sums = torch.zeros(w.transpose(1, 2).shape, dtype=torch.float32).transpose(1, 2) if one is None else one.stack(w.shape)
+        for e, (start, end) in enumerate(zip([0, *ctx.ends], ctx.ends)):
+            if end > start:
+                dx[start:end] = product(dy[start:end], w[e].t())
+                sums[e] = kernels["gemm_dw"](x[start:end], dy[start:end], carry=sums[e].t()).t()
+        return dx, sums.to(w.dtype) if one is None else None, None, None
+
+
+def _grouped_mm(mat_a, mat_b, *, offs=None, bias=None, out_dtype=None):
+    if not plain(mat_a, mat_b) or mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
+        return NotImplemented
+    if out_dtype not in (None, mat_a.dtype) or 0 in (*mat_a.shape, *mat_b.shape):
+        return NotImplemented
+    carried = _ours._active.begin("gemm", {"w": mat_b}).get("w") if _ours._active else None
+    return _Grouped.apply(mat_a, mat_b, offs.tolist(), carried)
+
+
+class _Shared(torch.autograd.Function):
+    """x times or plus a parameter that all tokens share, whose gradient goes on from one backward call to the next."""
+
+    @staticmethod
+    def forward(ctx, x, parameter, times, carried):
+        ctx.save_for_backward(x, parameter)
+        ctx.times, ctx.carried = times, carried
+        return x * parameter if times else x + parameter
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, parameter = ctx.saved_tensors
+        rows = dy.float() * x.float() if ctx.times else dy
+        ctx.carried.go_on("token_sum", (rows.reshape(-1, parameter.numel()),), {})
+        return (dy * parameter if ctx.times else dy).to(x.dtype), None, None, None
+
+
+def _shared(times: bool) -> Callable[..., Any]:
+    def handler(a, b, **other):
+        x, parameter = (a, b) if _known(b) else (b, a)
+        if not _known(parameter) or other or not isinstance(x, torch.Tensor) or _known(x):
+            return NotImplemented
+        shape = list(parameter.shape)
+        while shape and shape[0] == 1:
+            shape.pop(0)
+        tail = list(x.shape[x.dim() - len(shape) :]) if len(shape) <= x.dim() else None
+        if tail != shape or parameter.dim() > x.dim() or not x.is_floating_point() or not torch.is_grad_enabled():
+            return NotImplemented
+        return _Shared.apply(x, parameter, times, _ours._active.begin("token_sum", {"x": parameter})["x"])
+
+    return handler
+
+
+_times, _plus = _shared(True), _shared(False)
+_T = torch.Tensor
+# By function of torch as Python calls it.
+_ABOVE: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.scaled_dot_product_attention: _attention,
+    F.embedding: _embedding,
+    torch.embedding: lambda weight, input, padding_idx=-1, *rest: NotImplemented,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    torch.matmul: _matmul,
+    _T.matmul: _matmul,
+    _T.__matmul__: _matmul,
+    _T.__rmatmul__: lambda a, b: _matmul(b, a),
+}
+for _name in ("grouped_mm", "_grouped_mm"):
+    for _home in (F, torch):
+        if hasattr(_home, _name):
+            _ABOVE[getattr(_home, _name)] = _grouped_mm
+# While `accumulate` carries sums.
+_CARRIED: dict[Any, Callable[..., Any]] = {
+    torch.addmm: _addmm_of_parameter,
+    torch.mm: lambda a, b: _matmul(a, b) if _known(b) else NotImplemented,
+    **{f: _times for f in (torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__, _T.__rmul__)},
+    **{f: _plus for f in (torch.add, _T.add, _T.__add__, _T.__radd__)},
+}
+
+
+class _Above(TorchFunctionMode):
+    def __init__(self, state: _State) -> None:
+        super().__init__()
+        self.state = state
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.state.open:
+            return func(*args, **kwargs)
+        if func in (_T.backward, torch.autograd.backward):
+            return self.back(*args, **kwargs)
+        carries = _ours._active is not None
+        handler = _ABOVE.get(func) or (_CARRIED.get(func) if carries else None)
+        if handler is not None:
+            made = handler(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        return _ours._active.derive(func, args, kwargs) if carries else func(*args, **kwargs)
+
+    def back(self, tensors, gradients=None, retain_graph=None, create_graph=False, grad_variables=None, inputs=None, **other):
+        """torch.autograd.backward. What is computed again on the way is seen as it was the first time: the engine keeps the modes
+        that it is called under.
+        """
+        tupled = lambda one: (one,) if isinstance(one, torch.Tensor) else tuple(one)
+        tensors, gradients = tupled(tensors), other.get("gradient", other.get("grad_tensors", gradients))
+        gradients = (None,) * len(tensors) if gradients is None else tupled(gradients)
+        gradients = torch.autograd._make_grads(tensors, gradients, is_grads_batched=False)
+        keep = create_graph if retain_graph is None else retain_graph
+        inputs = () if inputs is None else tupled(inputs)
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                tensors, gradients, keep, create_graph, inputs, allow_unreachable=True, accumulate_grad=True
+            )
+
+
+# --- blocks
+
+_open = 0
+
+
+class batch_invariant:
+    """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode.
+
+        with samebits.torch.batch_invariant():
+            logits = model(tokens).logits
+
+    Backward calls belong into the block as well. It holds for the thread that enters it. An operator that is not covered runs
+    as it is and is counted (`uncovered`); with `strict` it raises RuntimeError.
+    """
+
+    def __init__(self, strict: bool = False) -> None:
+        self._strict = strict
+        self._before: list[bool | None] = []
+
+    def __enter__(self) -> batch_invariant:
+        global _open
+        if _open == 0:
+            _counts.clear()
+        _open += 1
+        # The inner one of two blocks says what is refused.
+        modes = getattr(_here, "modes", None)
+        self._before.append(modes[0].state.strict if modes else None)
+        if modes:
+            modes[0].state.strict = self._strict
+        else:
+            _enter(_State(self._strict))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _open
+        before = self._before.pop()
+        if before is None:
+            for mode in reversed(_here.modes):
+                mode.__exit__(*error)
+            _here.modes[0].state.open = False
+            _here.modes = None
+        else:
+            _here.modes[0].state.strict = before
+        _open -= 1
+
+
+# The modes of this thread.
+_here = threading.local()
+
+
+def _enter(state: _State) -> None:
+    _here.modes = (_Below(state), _Above(state))
+    for mode in _here.modes:
+        mode.__enter__()
+
+
+_enabled: list[batch_invariant] = []
+_profile: Any = None
+_state: _State | None = None
+
+
+def _in_thread(frame: Any, event: str, arg: Any) -> None:
+    """In a thread that begins, before anything else runs there."""
+    sys.setprofile(_profile)
+    if _state is not None:
+        _enter(_state)
+
+
+def enable(strict: bool = False) -> None:
+    """`batch_invariant` from now on, until `disable`: for this thread, and those that `threading` starts meanwhile."""
+    global _profile, _state
+    _enabled.append(batch_invariant(strict).__enter__())
+    if _state is None:
+        _state, _profile = _here.modes[0].state, threading.getprofile()
+        threading.setprofile(_in_thread)
+
+
+def disable() -> None:
+    """The end of the last `enable`, in the thread that called it."""
+    global _state
+    if not _enabled:
+        raise RuntimeError("disable: there was no enable")
+    _enabled.pop().__exit__(None, None, None)
+    if not _enabled:
+        _state = None
+        threading.setprofile(_profile)
