@@ -31,6 +31,8 @@ mod combine;
 mod combine_backward;
 mod embedding;
 mod embedding_dw;
+mod entropy;
+mod entropy_backward;
 mod fold;
 mod gelu_mul;
 mod gelu_mul_backward;
@@ -260,6 +262,8 @@ pub fn all() -> &'static [Spec] {
         logprob_backward::SPEC,
         linear_logprob::SPEC,
         linear_logprob_backward::SPEC,
+        entropy::SPEC,
+        entropy_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
         silu_mul::SPEC,
