@@ -15,7 +15,7 @@ use crate::sums::{Sums, Tree};
 use crate::trace::TraceHook;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
 use samebits_ops::{
-    Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
+    Attributes, Backend, Calls, Cpu, DType, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -49,7 +49,19 @@ pub enum Loss<'a> {
         low: f64,
         /// Ratios count as at most 1 + high.
         high: f64,
+        /// So many times the mean entropy of what tokens that count were drawn from is subtracted.
+        entropy: f64,
     },
+}
+
+impl Loss<'_> {
+    /// How often the mean entropy is subtracted.
+    fn entropy(&self) -> f64 {
+        match *self {
+            Loss::Nll => 0.0,
+            Loss::Policy { entropy, .. } => entropy,
+        }
+    }
 }
 
 /// How gradients are made; nothing here may move a bit of them.
@@ -103,7 +115,7 @@ impl FromStr for Padding {
 }
 
 /// More padding is a mistake.
-const MOST_PADDING: usize = 1 << 16;
+const MOST_PADDING: usize = u16::MAX as usize;
 
 /// What [`Model::gradients`] makes.
 pub struct Gradients {
@@ -225,8 +237,11 @@ impl Batch<'_> {
                 );
             }
         }
-        if let Loss::Policy { advantages, old_logprob, low, high } = loss {
+        if let Loss::Policy { advantages, old_logprob, low, high, entropy } = loss {
             check_clip(on.cpu, low, high)?;
+            if !(entropy as f32).is_finite() {
+                return bad("entropy", format!("its coefficient is {entropy}; it must be finite"));
+            }
             if advantages.len() != sequences.len() {
                 let why = format!("there are {}; give one for each of {} sequences", advantages.len(), sequences.len());
                 return bad("advantages", why);
@@ -413,26 +428,45 @@ fn micro_batch(
     }
     decoder.last_sum(&mut pass, &step, &mut stream)?;
     decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let [mut found, lse] = decoder.logprob(&mut pass, &stream.a, &targets)?;
-    pass.see(None, "logprob", &step, &mut found)?;
-    let found = found.as_slice::<f32>().expect("they are f32, and on the host");
-
-    let mut logprob: Vec<Vec<f32>> = Vec::new();
-    for (&start, &length) in starts.iter().zip(&lengths) {
-        logprob.push([&[0.0], &found[start..start + length - 1]].concat());
+    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, batch.loss.entropy() != 0.0)?;
+    pass.see(None, "logprob", &step, &mut of_rows.logprob)?;
+    if let Some(entropy) = &mut of_rows.entropy {
+        pass.see(None, "entropy", &step, entropy)?;
     }
-    let (per_sequence, dlogprob) = loss(&mut pass, batch, part, &logprob, denominator)?;
-    let mut drows = vec![0f32; mask.len()];
-    for (&start, dlogprob) in starts.iter().zip(&dlogprob) {
-        drows[start..start + dlogprob.len() - 1].copy_from_slice(&dlogprob[1..]);
-    }
-    let mut drows = Tensor::new(drows, &[mask.len()])?;
+    // A row knows of the token behind it.
+    let by_token = |rows: &Tensor| -> Vec<Vec<f32>> {
+        let rows = rows.as_slice::<f32>().expect("they are f32, and on the host");
+        let sequences = starts.iter().zip(&lengths);
+        sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
+    };
+    let by_row = |tokens: &[Vec<f32>]| {
+        let mut rows = vec![0f32; mask.len()];
+        for (&start, of_sequence) in starts.iter().zip(tokens) {
+            rows[start..start + of_sequence.len() - 1].copy_from_slice(&of_sequence[1..]);
+        }
+        Tensor::new(rows, &[mask.len()])
+    };
+    let logprob = by_token(&of_rows.logprob);
+    let (mut per_sequence, dlogprob) = loss(&mut pass, batch, part.clone(), &logprob, denominator)?;
+    let mut drows = by_row(&dlogprob)?;
     pass.see(None, "dlogprob", &step, &mut drows)?;
+    let mut dentropy = None;
+    if let Some(entropy) = &of_rows.entropy {
+        let term = entropy_term(&mut pass, batch, part, &by_token(entropy), denominator)?;
+        let n = [per_sequence.len()];
+        let (a, b) = (Tensor::new(per_sequence, &n)?, Tensor::new(term.0, &n)?);
+        let mut sum = pass.empty(DType::Fp32, &n)?;
+        pass.op("add", &decoder.attributes.none, &[("a", a.view()), ("b", b.view())], [("y", sum.view_mut())])?;
+        per_sequence = sum.into_vec().expect("it is f32, and on the host");
+        let mut rows = by_row(&term.1)?;
+        pass.see(None, "dentropy", &step, &mut rows)?;
+        dentropy = Some(rows);
+    }
 
     let angles = angles.reversed();
     let blocks = &arranged.blocks;
     let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks, sums };
-    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &lse, &drows)?;
+    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers).rev() {
         if let Some([x, y]) = entered.pop() {
@@ -464,7 +498,7 @@ fn loss(
     let old;
     let op = match batch.loss {
         Loss::Nll => "nll",
-        Loss::Policy { advantages, old_logprob, low, high } => {
+        Loss::Policy { advantages, old_logprob, low, high, .. } => {
             old = rectangle(&old_logprob[part.clone()], longest);
             inputs.push(("old_logprob", TensorRef::new(&old, &shape)?));
             inputs.push(("advantage", TensorRef::new(&advantages[part], &shape[..1])?));
@@ -477,6 +511,28 @@ fn loss(
     pass.op(op, &attributes, &inputs, outputs)?;
     let rows = dlogprob.chunks(longest.max(1)).zip(logprob).map(|(row, logprob)| row[..logprob.len()].to_vec());
     Ok((per_sequence.into_vec().expect("it is f32, and on the host"), rows.collect()))
+}
+
+/// What entropies of tokens add to what each of some sequences adds to the loss, and the gradient by each entropy: `nll` of
+/// them in the place of log-probabilities, times the coefficient.
+fn entropy_term(
+    pass: &mut Pass,
+    batch: &Batch,
+    part: Range<usize>,
+    entropy: &[Vec<f32>],
+    denominator: f64,
+) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+    let factor = Attributes::new().with("factor", batch.loss.entropy());
+    let mean = Batch { loss: Loss::Nll, ..*batch };
+    let (per_sequence, gradients) = loss(pass, &mean, part, entropy, denominator)?;
+    let mut scaled = |values: Vec<f32>| -> Result<Vec<f32>, ModelError> {
+        let n = [values.len()];
+        let x = Tensor::new(values, &n)?;
+        let mut y = pass.empty(DType::Fp32, x.shape())?;
+        pass.op("scale", &factor, &[("x", x.view())], [("y", y.view_mut())])?;
+        Ok(y.into_vec().expect("it is f32, and on the host"))
+    };
+    Ok((scaled(per_sequence)?, gradients.into_iter().map(scaled).collect::<Result<_, _>>()?))
 }
 
 /// Rows of `width` elements; 0 behind those that are shorter.
@@ -501,8 +557,13 @@ mod tests {
         let count = lengths.map(|n| (0..n).map(|t| i32::from(t % 3 > 0)).collect::<Vec<i32>>());
         let old_logprob = lengths.map(|n| (0..n).map(|t| t as f32 / -9.0).collect::<Vec<f32>>());
         let advantages = lengths.map(|n| n as f32 / 16.0 - 2.5);
-        let policy = Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5 };
-        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy)] {
+        let policy =
+            Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5, entropy: 0.0 };
+        let mut entropy = policy;
+        if let Loss::Policy { entropy, .. } = &mut entropy {
+            *entropy = 0.25;
+        }
+        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy), ("qwen3", entropy), ("gemma2", entropy)] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
             let made = |groups: usize, run: GradientRun| {
@@ -545,8 +606,13 @@ mod tests {
         let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
         let loss = |low: f64, high: f64| {
             // Every ratio is far above 1, or far below.
-            let loss =
-                Loss::Policy { advantages: &[1.0, -1.0], old_logprob: &[vec![-60.0; 3], vec![30.0; 3]], low, high };
+            let loss = Loss::Policy {
+                advantages: &[1.0, -1.0],
+                old_logprob: &[vec![-60.0; 3], vec![30.0; 3]],
+                low,
+                high,
+                entropy: 0.0,
+            };
             let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
             let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
             model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap().per_sequence
@@ -663,7 +729,7 @@ mod tests {
         let mut alone = [1f32; 3];
         shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
         assert!(alone.iter().all(|v| v.is_nan()));
-        assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
-        assert!("right:65537".parse::<Padding>().is_err());
+        assert_eq!("left:65535".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
+        assert!("right:65536".parse::<Padding>().is_err());
     }
 }
