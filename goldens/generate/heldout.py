@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Gradients of models that are not in the repository: against torch's, and the same bits in every way to run.
 
-    python goldens/generate/heldout.py [--samebits PROGRAM] [--work DIR] [--shapes N] [FAMILY ...]
+    python goldens/generate/heldout.py [--samebits PROGRAM] [--work DIR] [--batches N] [FAMILY[:NUMBER] ...]
 
-For every family N tiny models with random weights in shapes of their own (`SHAPES`: odd sizes, other heads, tied and not,
-windows, biases, other positions), each with BATCHES batches of sequences and masks. Of each model and loss one line: the
+For every family three tiny models with random weights in shapes of their own (`SHAPES`: odd sizes, other heads, tied and not,
+windows, biases, other positions), each with some batches of sequences and masks. Of each model and loss one line: the
 largest ratio, over parameters, of the error of samebits' bf16 gradient to that of torch's bf16, both against torch's fp32
-and both root mean squares over the batches, with the parameter; the largest error of samebits' fp32 gradient as a share of its
+and both root mean squares over the batches, with the parameter (the error of a log-probability is one draw that a whole sequence
+shares, so one of few batches may be large by chance); the largest error of samebits' fp32 gradient as a share of its
 length; and in how many ways to run the gradient file has the bytes of the plain way. Exit code 1 where a ratio is above 1, an
 error above 1e-4 or a file differs. Routing is the same in all runs, as in gradients.py. Nothing is recorded. Needs torch
 and transformers; no network.
@@ -26,7 +27,7 @@ from safetensors.torch import load_file, save_file
 import checkpoints
 import gradients
 
-BATCHES, SEQUENCES = 4, 8
+SEQUENCES = 8
 COMMON = dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 # Sizes that all families take, by number.
 SIZES = [
@@ -100,7 +101,7 @@ def grad(program, model, tokens, out, *words):
     return out
 
 
-def make(family, number, folder):
+def make(family, number, folder, batches):
     """A model in a folder, and its batches."""
     generator = torch.Generator().manual_seed(977 * number + len(family))
     torch.manual_seed(number)
@@ -114,13 +115,13 @@ def make(family, number, folder):
     exact, low = load(torch.float32), load(torch.bfloat16)
     length = 11 if gradients.routing(exact, torch.tensor([[1, 5, 6]])) is not None else 19
     kept = []
-    for _ in range(4000):
+    for _ in range(1000 * batches):
         tokens = torch.randint(3, sizes["vocab_size"], (1, length), generator=generator)
         expected = gradients.routing(exact, tokens)
         if expected is None or torch.equal(expected, gradients.routing(low, tokens)) and all(
                 torch.equal(expected, gradients.routing(exact, tokens, generator)) for _ in range(4)):
             kept.append(tokens)
-        if len(kept) == BATCHES * SEQUENCES:
+        if len(kept) == batches * SEQUENCES:
             break
     else:
         raise SystemExit(f"{family} {number}: too few sequences whose experts are sure")
@@ -128,13 +129,13 @@ def make(family, number, folder):
     return exact, low, data
 
 
-def held_out(family, number, program, work):
+def held_out(family, number, batches, program, work):
     folder = work / f"{family}-{number}"
-    exact, low, data = make(family, number, folder)
+    exact, low, data = make(family, number, folder, batches)
     good = True
     for loss, words in LOSSES.items():
         squares, ways = {}, 0
-        for first in range(0, BATCHES * SEQUENCES, SEQUENCES):
+        for first in range(0, batches * SEQUENCES, SEQUENCES):
             batch = {key: value[first:first + SEQUENCES].contiguous() for key, value in data.items()}
             tokens = work / "tokens.safetensors"
             save_file(batch, tokens)
@@ -171,15 +172,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samebits", default="target/release/samebits")
     parser.add_argument("--work", type=Path, help="keeps the models there")
-    parser.add_argument("--shapes", type=int, default=len(SIZES))
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all of " + ", ".join(SHAPES))
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("models", nargs="*", metavar="FAMILY[:NUMBER]", help="default: all of " + ", ".join(SHAPES))
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as own:
         work = args.work or Path(own)
         work.mkdir(exist_ok=True, parents=True)
-        runs = [(family, number) for family in args.families or SHAPES for number in range(args.shapes)]
-        good = [held_out(family, number, args.samebits, work) for family, number in runs]
+        models = [model.split(":") for model in args.models or SHAPES]
+        runs = [(family, number) for family, *one in models for number in map(int, one or range(len(SIZES)))]
+        good = [held_out(family, number, args.batches, args.samebits, work) for family, number in runs]
     sys.exit(0 if all(good) else 1)
 
 
