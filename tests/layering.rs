@@ -109,6 +109,29 @@ fn the_table_of_crates_is_true() {
     }
 }
 
+/// The lines of `[section]` in a manifest.
+fn section<'a>(manifest: &'a str, section: &str) -> BTreeSet<&'a str> {
+    let lines = manifest.lines().skip_while(|line| line.trim() != section).skip(1);
+    lines.take_while(|line| !line.starts_with('[')).filter(|line| line.contains(" = ")).collect()
+}
+
+/// Python's module is a workspace of its own and must be compiled as the command is, so that both compute alike and share what
+/// they are compiled from.
+#[test]
+fn profiles_of_both_workspaces_agree() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).expect(path);
+    let (ours, pythons, lock) = (read("Cargo.toml"), read("python/Cargo.toml"), read("python/Cargo.lock"));
+    for name in ["[profile.release]", "[profile.release.package]", "[profile.dev]", "[profile.dev.package]"] {
+        let packages = name.ends_with("package]");
+        let has = |line: &&str| {
+            !packages || lock.contains(&format!("name = \"{}\"", line.split(' ').next().unwrap_or_default()))
+        };
+        let wanted: BTreeSet<&str> = section(&ours, name).into_iter().filter(has).collect();
+        assert!(!wanted.is_empty(), "no {name} in Cargo.toml");
+        assert_eq!(section(&pythons, name), wanted, "{name} of python/Cargo.toml");
+    }
+}
+
 /// A test target without libtest runs what its `main` lists: a `#[test]` there would be compiled and never run.
 #[test]
 fn no_test_is_left_out() {
@@ -137,8 +160,9 @@ fn an_example_is_another_project() {
     let members: BTreeSet<&str> = ours.packages.iter().map(|package| package.name.as_str()).collect();
     let fetched: BTreeSet<&str> =
         ours.packages.iter().flat_map(|package| &package.dependencies).map(|d| d.name.as_str()).collect();
+    // What is no folder is a program in Python.
     let found = std::fs::read_dir(root().join("examples")).unwrap().map(|entry| entry.unwrap().path());
-    let found: Vec<String> = found.map(|path| format!("examples/{}", path.file_name().unwrap().display())).collect();
+    let found: Vec<String> = found.filter(|path| path.is_dir()).map(|path| format!("examples/{}", path.file_name().unwrap().display())).collect();
     assert!(found.iter().any(|example| example == "examples/candle"), "{found:?}");
     for example in &found {
         let theirs = metadata(example);
