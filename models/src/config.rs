@@ -167,6 +167,14 @@ impl Config {
         Ok(config)
     }
 
+    /// Reads the text of a `config.json`.
+    ///
+    /// # Errors
+    /// As [`Config::load`].
+    pub fn parse(text: &str) -> Result<Config, ModelError> {
+        Config::read(&Fields::parse(text)?)
+    }
+
     /// Reads what all families share, lets the family read what is its own, and refuses the rest.
     pub(crate) fn read(fields: &Fields) -> Result<Config, ModelError> {
         let family = Family::read(fields)?;

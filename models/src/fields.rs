@@ -91,6 +91,16 @@ impl Fields {
         Ok(Fields::new(path, map))
     }
 
+    /// The fields of an object in memory.
+    pub fn parse(text: &str) -> Result<Fields, ModelError> {
+        let path = PathBuf::from("config");
+        match serde_json::from_str(text) {
+            Ok(Value::Object(map)) => Ok(Fields::new(path, map)),
+            Ok(_) => Err(ModelError::file(&path, "is not a JSON object")),
+            Err(e) => Err(ModelError::file(&path, format!("is not JSON: {e}"))),
+        }
+    }
+
     pub fn new(path: PathBuf, map: Map<String, Value>) -> Fields {
         Fields { path, map, asked: RefCell::default() }
     }

@@ -31,6 +31,20 @@ pub enum Stop {
     MaxTokens,
     /// The model has no further position.
     MaxPositions,
+    /// It was ended from outside.
+    Ended,
+}
+
+impl Stop {
+    /// `eos`, `max_tokens`, `max_positions` or `ended`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stop::Eos => "eos",
+            Stop::MaxTokens => "max_tokens",
+            Stop::MaxPositions => "max_positions",
+            Stop::Ended => "ended",
+        }
+    }
 }
 
 /// Continues `prompt` by the likeliest token until eos, `max_tokens` or the last position.

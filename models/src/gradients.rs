@@ -6,20 +6,21 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
-use crate::backward::{Backward, Block};
-use crate::decoder::{Decoder, Runner};
-use crate::kv_cache::buffer;
+use crate::backward::{Backward, Block, Logprobs};
+use crate::decoder::{Decoder, Runner, Stream};
+use crate::kv_cache::{KvCache, buffer};
 use crate::pass::Pass;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
-use crate::sums::{Sums, Tree};
+use crate::sums::{Partial, Sums, Tree};
 use crate::trace::TraceHook;
 use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
 use samebits_ops::{
-    Attributes, Backend, Calls, Cpu, DType, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
+    Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// The sequences of a step, in logical order.
 pub struct Batch<'a> {
@@ -210,21 +211,8 @@ impl Batch<'_> {
     fn check(&self, on: &Runner, run: &GradientRun) -> Result<f64, ModelError> {
         let Batch { sequences, count, loss, groups } = *self;
         let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
-        if !groups.is_power_of_two() || groups > MOST_GROUPS {
-            return bad("groups", format!("there are {groups}; give a power of two, at most {MOST_GROUPS}"));
-        }
-        if run.ranks == 0 || !groups.is_multiple_of(run.ranks) {
-            return bad("ranks", format!("{} ranks do not divide {groups} groups; each must hold as many", run.ranks));
-        }
-        if run.micro_batch == 0 {
-            return bad("micro batch", "it has no sequence; give at least 1".into());
-        }
-        if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
-            return bad("tokens", "a sequence has none, or there is no sequence; give at least one token".into());
-        }
-        for tokens in sequences {
-            on.config().check_tokens("tokens", tokens, tokens.len())?;
-        }
+        check_groups(groups, run.ranks)?;
+        check_sequences(on, sequences, run)?;
         check_lengths("mask", sequences, count)?;
         for (b, count) in count.iter().enumerate() {
             if let Some(t) = count.iter().position(|c| ![0, 1].contains(c)) {
@@ -261,6 +249,31 @@ impl Batch<'_> {
             counted => Ok(counted as f64),
         }
     }
+}
+
+/// Refuses groups that ranks cannot hold.
+fn check_groups(groups: usize, ranks: usize) -> Result<(), ModelError> {
+    if !groups.is_power_of_two() || groups > MOST_GROUPS {
+        let why = format!("there are {groups}; give a power of two, at most {MOST_GROUPS}");
+        return Err(ModelError::input("groups", why));
+    }
+    if ranks == 0 || !groups.is_multiple_of(ranks) {
+        let why = format!("{ranks} ranks do not divide {groups} groups; each must hold as many");
+        return Err(ModelError::input("ranks", why));
+    }
+    Ok(())
+}
+
+/// Refuses sequences that cannot be run.
+fn check_sequences(on: &Runner, sequences: &[Vec<i32>], run: &GradientRun) -> Result<(), ModelError> {
+    if run.micro_batch == 0 {
+        return Err(ModelError::input("micro batch", "it has no sequence; give at least 1"));
+    }
+    if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
+        let why = "a sequence has none, or there is no sequence; give at least one token";
+        return Err(ModelError::input("tokens", why));
+    }
+    sequences.iter().try_for_each(|tokens| on.config().check_tokens("tokens", tokens, tokens.len()))
 }
 
 /// Lets the op judge the limits of ratios, of which it is told only behind a forward.
@@ -378,7 +391,54 @@ fn micro_batch(
     mut shown: Shown,
     sums: &mut Sums,
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
-    let (decoder, c, sequences) = (on.decoder, on.config(), &batch.sequences[part.clone()]);
+    let with_entropy = batch.loss.entropy() != 0.0;
+    let mut forward = forward(on, &batch.sequences[part.clone()], run, &mut shown, [true, with_entropy])?;
+    let logprob = std::mem::take(&mut forward.logprob);
+    let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
+    let mut dentropy = None;
+    if let Some(entropy) = forward.entropy.take() {
+        let (term, gradients) = entropy_term(on.cpu, batch, part, &entropy, denominator)?;
+        let (a, n) = (per_sequence.clone(), [term.len()]);
+        let inputs = [("a", TensorRef::new(&a, &n)?), ("b", TensorRef::new(&term, &n)?)];
+        on.cpu.call("add", Attributes::new(), &inputs, vec![("y", TensorMut::new(&mut per_sequence, &n)?)])?;
+        dentropy = Some(gradients);
+    }
+    reverse(on, forward, (&dlogprob, dentropy.as_deref()), &mut shown, sums)?;
+    Ok((per_sequence, logprob))
+}
+
+/// A forward of some sequences, and what its reverse pass reads.
+struct MicroBatch {
+    /// The log-probability of each token of each sequence, +0 for the first ones.
+    logprob: Vec<Vec<f32>>,
+    /// Where it was asked for, the entropy of what each of them was drawn from.
+    entropy: Option<Vec<Vec<f32>>>,
+    blocks: Vec<Block>,
+    /// Of each row: 0 for padding, the token that follows, and its own.
+    mask: Vec<i32>,
+    targets: Vec<i32>,
+    tokens: Vec<i32>,
+    /// The first row of each sequence.
+    starts: Vec<usize>,
+    step: Step,
+    inputs: StepInputs,
+    cache: KvCache,
+    stream: Stream,
+    of_rows: Logprobs,
+    /// What enters each layer, where layers are run again; else what the forward kept.
+    entered: Vec<[Tensor; 2]>,
+    kept: Option<Vec<(&'static str, Tensor)>>,
+}
+
+/// Runs some sequences forward; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
+fn forward(
+    on: &Runner,
+    sequences: &[Vec<i32>],
+    run: &GradientRun,
+    shown: &mut Shown,
+    [keep, with_entropy]: [bool; 2],
+) -> Result<MicroBatch, ModelError> {
+    let (decoder, c) = (on.decoder, on.config());
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let arranged = Arranged::new(&lengths, run);
     let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
@@ -386,7 +446,6 @@ fn micro_batch(
     let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
     let mut given = Vec::new();
     let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
-    // The first row of each sequence.
     let mut starts = vec![0; sequences.len()];
     for &(label, length) in &arranged.pieces {
         let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
@@ -402,33 +461,24 @@ fn micro_batch(
     }
     let step = Step::of(on.machine, &given, &mut cache)?;
     let inputs = StepInputs::new(on, &step, &given, &cache, &step.positions(), Rows::All, None)?;
-    let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
 
     let is_seen = shown.probe.is_some();
-    let mut pass = Pass {
-        machine: on.machine,
-        config: c,
-        dtype: decoder.dtype,
-        attributes: &decoder.attributes,
-        hook: &mut TraceHook { probe: Some(&mut shown) },
-        calls: Calls::default(),
-        gated: Default::default(),
-        kept: (!run.recompute).then(Vec::new),
-    };
+    let mut hook = TraceHook { probe: Some(shown) };
+    let mut pass = pass(on, &mut hook, (keep && !run.recompute).then(Vec::new));
     let mut stream = decoder.embed(&mut pass, &step, &inputs)?;
     if !is_seen {
         pass.hook.probe = None;
     }
     let mut entered = Vec::new();
     for i in 0..c.layers {
-        if run.recompute {
-            entered.push([&stream.x, &stream.y].map(|values| on.machine.upload(values.view())));
+        if keep && run.recompute {
+            entered.push([on.machine.upload(stream.x.view())?, on.machine.upload(stream.y.view())?]);
         }
         decoder.layer(i, &mut pass, &step, &inputs, &mut cache, &mut stream)?;
     }
     decoder.last_sum(&mut pass, &step, &mut stream)?;
     decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, batch.loss.entropy() != 0.0)?;
+    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, with_entropy)?;
     pass.see(None, "logprob", &step, &mut of_rows.logprob)?;
     if let Some(entropy) = &mut of_rows.entropy {
         pass.see(None, "entropy", &step, entropy)?;
@@ -439,6 +489,43 @@ fn micro_batch(
         let sequences = starts.iter().zip(&lengths);
         sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
     };
+    let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
+    let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
+    let (kept, blocks) = (pass.kept, arranged.blocks);
+    Ok(MicroBatch {
+        logprob,
+        entropy,
+        blocks,
+        mask,
+        targets,
+        tokens,
+        starts,
+        step,
+        inputs,
+        cache,
+        stream,
+        of_rows,
+        entered,
+        kept,
+    })
+}
+
+/// Goes back through a forward from the gradients of the log-probability and, where there is one, of the entropy of each token
+/// of each sequence.
+fn reverse(
+    on: &Runner,
+    forward: MicroBatch,
+    (dlogprob, dentropy): (&[Vec<f32>], Option<&[Vec<f32>]>),
+    shown: &mut Shown,
+    sums: &mut Sums,
+) -> Result<(), ModelError> {
+    let (decoder, c) = (on.decoder, on.config());
+    let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut cache, mut stream, of_rows, .. } =
+        forward;
+    let mut entered = forward.entered;
+    let is_seen = shown.probe.is_some();
+    let mut hook = TraceHook { probe: if is_seen { Some(shown) } else { None } };
+    let mut pass = pass(on, &mut hook, forward.kept);
     let by_row = |tokens: &[Vec<f32>]| {
         let mut rows = vec![0f32; mask.len()];
         for (&start, of_sequence) in starts.iter().zip(tokens) {
@@ -446,45 +533,215 @@ fn micro_batch(
         }
         Tensor::new(rows, &[mask.len()])
     };
-    let logprob = by_token(&of_rows.logprob);
-    let (mut per_sequence, dlogprob) = loss(&mut pass, batch, part.clone(), &logprob, denominator)?;
-    let mut drows = by_row(&dlogprob)?;
+    let mut drows = by_row(dlogprob)?;
     pass.see(None, "dlogprob", &step, &mut drows)?;
-    let mut dentropy = None;
-    if let Some(entropy) = &of_rows.entropy {
-        let term = entropy_term(&mut pass, batch, part, &by_token(entropy), denominator)?;
-        let n = [per_sequence.len()];
-        let (a, b) = (Tensor::new(per_sequence, &n)?, Tensor::new(term.0, &n)?);
-        let mut sum = pass.empty(DType::Fp32, &n)?;
-        pass.op("add", &decoder.attributes.none, &[("a", a.view()), ("b", b.view())], [("y", sum.view_mut())])?;
-        per_sequence = sum.into_vec().expect("it is f32, and on the host");
-        let mut rows = by_row(&term.1)?;
-        pass.see(None, "dentropy", &step, &mut rows)?;
-        dentropy = Some(rows);
+    let mut dentropy = dentropy.map(by_row).transpose()?;
+    if let Some(dentropy) = &mut dentropy {
+        pass.see(None, "dentropy", &step, dentropy)?;
     }
 
+    let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
     let angles = angles.reversed();
-    let blocks = &arranged.blocks;
-    let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks, sums };
+    let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
     let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers).rev() {
         if let Some([x, y]) = entered.pop() {
-            (stream.x, stream.y) = (x?, y?);
+            (stream.x, stream.y) = (x, y);
             back.pass.kept = Some(Vec::new());
             decoder.layer(i, &mut back.pass, &step, &inputs, &mut cache, &mut stream)?;
         }
         dx = decoder.layer_backward(i, &mut back, dx)?;
     }
-    let tokens: Vec<i32> = given.iter().flat_map(|input| input.tokens).copied().collect();
     decoder.embed_backward(&mut back, &tokens, dx)?;
     assert!(back.pass.kept.is_some_and(|kept| kept.is_empty()), "the reverse pass takes all that was kept");
-    Ok((per_sequence, logprob))
+    Ok(())
+}
+
+fn pass<'a, 'p>(
+    on: &Runner<'a>,
+    hook: &'a mut TraceHook<'p>,
+    kept: Option<Vec<(&'static str, Tensor)>>,
+) -> Pass<'a, 'p> {
+    let (machine, config, dtype, attributes) = (on.machine, on.config(), on.decoder.dtype, &on.decoder.attributes);
+    Pass { machine, config, dtype, attributes, hook, calls: Calls::default(), gated: Default::default(), kept }
+}
+
+/// Log-probabilities by the forward of training, and what its reverse pass reads.
+pub struct Forward {
+    /// That of each token of each sequence, given those before it; +0 for the first ones.
+    pub logprob: Vec<Vec<f32>>,
+    /// The weights that it ran with.
+    decoder: Arc<Decoder>,
+    /// The number of its first sequence.
+    first: usize,
+    parts: Vec<MicroBatch>,
+}
+
+/// The gradients of a logical batch while its sequences go by, some at a time: those of [`Model::gradients`], bit for
+/// bit, with a loss that is made elsewhere.
+pub struct Accumulator {
+    sequences: usize,
+    groups: usize,
+    /// Those that are summed here.
+    held: Range<usize>,
+    /// The sequence that a forward begins with next, and a reverse pass.
+    begun: usize,
+    done: usize,
+    sums: Sums,
+    of_groups: Tree,
+    /// Groups that have ended.
+    ended: usize,
+}
+
+impl Accumulator {
+    /// For rank number `rank` of `ranks`, which are to have the groups of `sequences` sequences in equal parts. With one group
+    /// the number of sequences need not be known.
+    ///
+    /// # Errors
+    /// Groups that are no power of two or that the ranks do not divide; groups without a number of sequences.
+    pub fn new(sequences: Option<usize>, groups: usize, rank: usize, ranks: usize) -> Result<Accumulator, ModelError> {
+        check_groups(groups, ranks)?;
+        if rank >= ranks {
+            return Err(ModelError::input("rank", format!("is {rank} of {ranks}; they are counted from 0")));
+        }
+        if sequences.is_none() && groups > 1 {
+            let why = format!("there are {groups}; say how many sequences the batch has, so that they can be dealt");
+            return Err(ModelError::input("groups", why));
+        }
+        let sequences = sequences.unwrap_or(usize::MAX);
+        let held = rank * groups / ranks..(rank + 1) * groups / ranks;
+        let begun = sequences_of_group(sequences, groups, held.start).start;
+        let (sums, of_groups, ended) = (Sums::default(), Tree::default(), held.start);
+        Ok(Accumulator { sequences, groups, held, begun, done: begun, sums, of_groups, ended })
+    }
+
+    /// Log-probabilities of the next sequences.
+    ///
+    /// # Errors
+    /// A sequence without tokens, or more of them than there are; tokens outside the vocabulary; more tokens than the model
+    /// has positions; a micro-batch of 0; a model on a device; too little memory.
+    pub fn forward(
+        &mut self,
+        model: &Model,
+        cpu: &Cpu,
+        sequences: &[Vec<i32>],
+        run: &GradientRun,
+    ) -> Result<Forward, ModelError> {
+        let last = sequences_of_group(self.sequences, self.groups, self.held.end - 1).end;
+        if sequences.len() > last - self.begun {
+            let why = format!("there are {} after number {}; {last} were to come", sequences.len(), self.begun);
+            return Err(ModelError::input("sequences", why));
+        }
+        let (mut parts, mut at) = (Vec::new(), 0);
+        // A micro-batch has sequences of one group.
+        for group in self.held.clone() {
+            let end = sequences_of_group(self.sequences, self.groups, group).end;
+            let to = end.saturating_sub(self.begun).min(sequences.len());
+            parts.extend((at..to).step_by(run.micro_batch.max(1)).map(|first| first..to.min(first + run.micro_batch)));
+            at = at.max(to);
+        }
+        let parts = model.micro_batches(cpu, sequences, parts, run, true)?;
+        let logprob = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
+        let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
+        self.begun += sequences.len();
+        Ok(forward)
+    }
+
+    /// Goes back through a forward, from the gradient of the log-probability of each of its tokens.
+    ///
+    /// # Errors
+    /// A forward that is not the next one, gradients of another form; too little memory. What was summed is lost then.
+    pub fn reverse(&mut self, cpu: &Cpu, forward: Forward, dlogprob: &[Vec<f32>]) -> Result<(), ModelError> {
+        if forward.first != self.done {
+            let why = format!(
+                "number {} is gone back through, where number {} is the next; go back in the order of the batch",
+                forward.first, self.done
+            );
+            return Err(ModelError::input("sequences", why));
+        }
+        let lengths = forward.logprob.iter().map(Vec::len);
+        if !lengths.eq(dlogprob.iter().map(Vec::len)) {
+            return Err(ModelError::input("dlogprob", "it must have an element for each token"));
+        }
+        let on = Runner { decoder: &forward.decoder, machine: cpu, cpu };
+        let mut at = 0;
+        for part in forward.parts {
+            while self.done >= sequences_of_group(self.sequences, self.groups, self.ended).end {
+                self.end_group(cpu)?;
+            }
+            let count = part.starts.len();
+            let mut shown = Shown { probe: None, first: self.done };
+            reverse(&on, part, (&dlogprob[at..at + count], None), &mut shown, &mut self.sums)?;
+            at += count;
+            self.done += count;
+        }
+        Ok(())
+    }
+
+    fn end_group(&mut self, cpu: &Cpu) -> Result<(), ModelError> {
+        self.of_groups.push(cpu, std::mem::take(&mut self.sums).end(cpu)?)?;
+        self.ended += 1;
+        Ok(())
+    }
+
+    /// What this rank has of the gradients.
+    ///
+    /// # Errors
+    /// Sequences that have not been gone back through; too little memory.
+    pub fn partial(mut self, cpu: &Cpu) -> Result<Partial, ModelError> {
+        let last = sequences_of_group(self.sequences, self.groups, self.held.end - 1).end;
+        if self.done != self.begun || self.sequences < usize::MAX && self.done != last {
+            let why = match self.done == self.begun {
+                true => format!("{} of {last} have come; give all of them", self.done),
+                false => format!("{} of {} have been gone back through; go back for all", self.done, self.begun),
+            };
+            return Err(ModelError::input("sequences", why));
+        }
+        while self.ended < self.held.end {
+            self.end_group(cpu)?;
+        }
+        Ok(Partial(self.of_groups.root()))
+    }
+}
+
+impl Model {
+    /// Log-probabilities of the tokens of some sequences by the forward of training, `run.micro_batch` of them at a time: of
+    /// each sequence that of each token, given those before it; +0 for the first ones.
+    ///
+    /// # Errors
+    /// As [`Accumulator::forward`].
+    pub fn logprobs(&self, cpu: &Cpu, sequences: &[Vec<i32>], run: &GradientRun) -> Result<Vec<Vec<f32>>, ModelError> {
+        let parts = (0..sequences.len()).step_by(run.micro_batch.max(1));
+        let parts = parts.map(|first| first..sequences.len().min(first + run.micro_batch)).collect();
+        let found = self.micro_batches(cpu, sequences, parts, run, false)?;
+        Ok(found.into_iter().flat_map(|part| part.logprob).collect())
+    }
+
+    fn micro_batches(
+        &self,
+        cpu: &Cpu,
+        sequences: &[Vec<i32>],
+        parts: Vec<Range<usize>>,
+        run: &GradientRun,
+        keep: bool,
+    ) -> Result<Vec<MicroBatch>, ModelError> {
+        if self.is_on_device() {
+            return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
+        }
+        let on = self.on(cpu);
+        check_sequences(&on, sequences, run)?;
+        let run_part = |part: Range<usize>| {
+            let mut shown = Shown { probe: None, first: part.start };
+            forward(&on, &sequences[part], run, &mut shown, [keep, false])
+        };
+        parts.into_iter().map(run_part).collect()
+    }
 }
 
 /// What each of some sequences adds to the loss, and its gradient by the log-probability of each token.
 fn loss(
-    pass: &mut Pass,
+    cpu: &Cpu,
     batch: &Batch,
     part: Range<usize>,
     logprob: &[Vec<f32>],
@@ -508,7 +765,7 @@ fn loss(
     };
     let (mut per_sequence, mut dlogprob) = (Tensor::new(vec![0f32; shape[0]], &shape[..1])?, buffer::<f32>(&shape)?);
     let outputs = [("per_sequence", per_sequence.view_mut()), ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?)];
-    pass.op(op, &attributes, &inputs, outputs)?;
+    cpu.call(op, attributes, &inputs, outputs.into())?;
     let rows = dlogprob.chunks(longest.max(1)).zip(logprob).map(|(row, logprob)| row[..logprob.len()].to_vec());
     Ok((per_sequence.into_vec().expect("it is f32, and on the host"), rows.collect()))
 }
@@ -516,7 +773,7 @@ fn loss(
 /// What entropies of tokens add to what each of some sequences adds to the loss, and the gradient by each entropy: `nll` of
 /// them in the place of log-probabilities, times the coefficient.
 fn entropy_term(
-    pass: &mut Pass,
+    cpu: &Cpu,
     batch: &Batch,
     part: Range<usize>,
     entropy: &[Vec<f32>],
@@ -524,13 +781,12 @@ fn entropy_term(
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
     let factor = Attributes::new().with("factor", batch.loss.entropy());
     let mean = Batch { loss: Loss::Nll, ..*batch };
-    let (per_sequence, gradients) = loss(pass, &mean, part, entropy, denominator)?;
-    let mut scaled = |values: Vec<f32>| -> Result<Vec<f32>, ModelError> {
-        let n = [values.len()];
-        let x = Tensor::new(values, &n)?;
-        let mut y = pass.empty(DType::Fp32, x.shape())?;
-        pass.op("scale", &factor, &[("x", x.view())], [("y", y.view_mut())])?;
-        Ok(y.into_vec().expect("it is f32, and on the host"))
+    let (per_sequence, gradients) = loss(cpu, &mean, part, entropy, denominator)?;
+    let scaled = |x: Vec<f32>| -> Result<Vec<f32>, ModelError> {
+        let (n, mut y) = ([x.len()], buffer::<f32>(&[x.len()])?);
+        let (inputs, outputs) = ([("x", TensorRef::new(&x, &n)?)], vec![("y", TensorMut::new(&mut y, &n)?)]);
+        cpu.call("scale", factor.clone(), &inputs, outputs)?;
+        Ok(y)
     };
     Ok((scaled(per_sequence)?, gradients.into_iter().map(scaled).collect::<Result<_, _>>()?))
 }
@@ -595,6 +851,48 @@ mod tests {
             }
             let (four, _) = made(4, plain);
             assert!(made(4, GradientRun { ranks: 2, micro_batch: 2, ..plain }).0 == four, "{name}");
+        }
+    }
+
+    /// Sequences that go by with a loss made elsewhere, on ranks whose sums are joined: the gradients of the batch.
+    #[test]
+    fn sums_of_parts_and_of_ranks_are_those_of_the_batch() {
+        let cpu = Cpu::best();
+        for (name, lengths) in [("mixtral", &[5, 7, 1, 6, 4, 5, 2, 8][..]), ("qwen3", &[6, 3, 9])] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+            let of = |n: usize| (0..n).map(|t| (n * 31 + t * 7) as i32 % 96).collect::<Vec<i32>>();
+            let sequences: Vec<Vec<i32>> = lengths.iter().map(|&n| of(n)).collect();
+            let count: Vec<Vec<i32>> =
+                lengths.iter().map(|&n| (0..n).map(|t| i32::from(t % 3 > 0)).collect()).collect();
+            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 4 };
+            let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
+            let logprob = model.logprobs(&cpu, &sequences, &GradientRun { micro_batch: 3, ..Default::default() });
+            assert!(logprob.unwrap() == expected.logprob);
+            let denominator = count.iter().flatten().sum::<i32>().into();
+            for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
+                let run = GradientRun { micro_batch: 2, recompute, ..GradientRun::default() };
+                let mut partials = Vec::new();
+                for rank in 0..ranks {
+                    let mut sums = Accumulator::new(Some(lengths.len()), 4, rank, ranks).unwrap();
+                    let first = batch.group(rank * 4 / ranks).start;
+                    let last = batch.group((rank + 1) * 4 / ranks - 1).end;
+                    for first in (first..last).step_by(part) {
+                        let of_part = first..last.min(first + part);
+                        let forward = sums.forward(&model, &cpu, &sequences[of_part.clone()], &run).unwrap();
+                        assert!(forward.logprob == expected.logprob[of_part.clone()]);
+                        let (_, dlogprob) = loss(&cpu, &batch, of_part, &forward.logprob, denominator).unwrap();
+                        sums.reverse(&cpu, forward, &dlogprob).unwrap();
+                    }
+                    partials.push(Partial::of_tensors(sums.partial(&cpu).unwrap().tensors()).unwrap());
+                }
+                let found = Partial::join(&cpu, partials).unwrap().finish(&cpu, &model).unwrap();
+                let bits = |of: &BTreeMap<String, Tensor>| -> Vec<u32> {
+                    of.values().flat_map(|t| t.as_slice::<f32>().unwrap()).map(|v| v.to_bits()).collect()
+                };
+                assert!(found.keys().eq(expected.parameters.keys()));
+                assert!(bits(&found) == bits(&expected.parameters), "{name} {ranks} {part}");
+            }
         }
     }
 

@@ -8,7 +8,8 @@ use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{Config, Grouping, ModelError, Run, Schedule};
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, DType};
+use samebits_ops::{Cpu, DType, Tensor, TensorRef};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
@@ -58,10 +59,24 @@ impl FromStr for Precision {
     }
 }
 
+/// Files of a model folder that go with its weights as they are.
+pub const FOLDER_FILES: [&str; 9] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+];
+
 /// A decoder language model with its weights in memory, packed for one [`Precision`].
 pub struct Model {
-    dir: PathBuf,
-    decoder: Arc<Decoder>,
+    /// Where it came from, if from a folder.
+    dir: Option<PathBuf>,
+    pub(crate) decoder: Arc<Decoder>,
     /// Where its weights are; `None` for the processor.
     device: Option<Device>,
     tokenizer: OnceLock<Tokenizer>,
@@ -90,7 +105,66 @@ impl Model {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
         let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu)?);
-        Ok(Model { dir: dir.into(), decoder, device: None, tokenizer: OnceLock::new() })
+        Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
+    }
+
+    /// The model of a folder as it is in training: every parameter is rounded once to `precision`, also those that
+    /// [`Model::load`] reads in f32. Where the folder holds nothing wider, it is the same model.
+    ///
+    /// # Errors
+    /// As [`Model::load`].
+    pub fn load_rounded(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
+        let (config, dtype) = (Config::load(dir)?, precision.dtype());
+        let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu)?;
+        Ok(Model { dir: Some(dir.into()), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
+    }
+
+    /// A model of `config` by tensors in memory, under the names that a folder of it has: floats on the host, in row-major
+    /// order. Every parameter is rounded once to `precision`, as [`Model::load_rounded`]. `dir` has the tokenizer.
+    ///
+    /// # Errors
+    /// A tensor that is missing, unexpected, of another shape or not finite.
+    pub fn of_tensors(
+        config: &Config,
+        tensors: &BTreeMap<String, TensorRef>,
+        precision: Precision,
+        dir: Option<&Path>,
+        cpu: &Cpu,
+    ) -> Result<Model, ModelError> {
+        let dtype = precision.dtype();
+        let decoder = Decoder::load(config, Weights::of(tensors).rounded_to(dtype), dtype, cpu)?;
+        Ok(Model { dir: dir.map(Path::to_owned), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
+    }
+
+    /// Packs other weights, as [`Model::of_tensors`]. Where they are refused, the model stays what it was.
+    ///
+    /// # Errors
+    /// As [`Model::of_tensors`]; a model on a device.
+    pub fn update(&mut self, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
+        if self.is_on_device() {
+            return Err(ModelError::input("device", "weights are packed on the processor; load the model there"));
+        }
+        let weights = Weights::of(tensors).rounded_to(self.decoder.dtype);
+        self.decoder = Decoder::load(self.config(), weights, self.decoder.dtype, cpu)?.into();
+        Ok(())
+    }
+
+    /// The tensors of a Hugging Face folder in f32.
+    ///
+    /// # Errors
+    /// A file that is missing or damaged; a tensor that is not finite, or of another dtype than BF16, F16 and F32.
+    pub fn read_tensors(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
+        Weights::read_all(dir)
+    }
+
+    /// Name and shape of every parameter.
+    pub fn parameters(&self) -> &BTreeMap<String, Vec<usize>> {
+        &self.decoder.parameters
+    }
+
+    /// Names of the tensors that are read and are no parameters.
+    pub fn constants(&self) -> &BTreeSet<String> {
+        &self.decoder.constants
     }
 
     /// The same model with its weights in the memory of `device`, where all of it then runs but for tables of angles,
@@ -102,7 +176,12 @@ impl Model {
         if self.device.is_some() {
             return Err(ModelError::input("device", "the model is on one already; load it anew"));
         }
-        let mut decoder = Arc::into_inner(self.decoder).expect("only models on devices share theirs");
+        let Some(mut decoder) = Arc::into_inner(self.decoder) else {
+            return Err(ModelError::input(
+                "device",
+                "a forward of the model waits for its reverse pass; drop it first",
+            ));
+        };
         decoder.move_to(cpu, device)?;
         Ok(Model { decoder: Arc::new(decoder), device: Some(device.clone()), ..self })
     }
@@ -182,7 +261,13 @@ impl Model {
         match self.tokenizer.get() {
             Some(tokenizer) => Ok(tokenizer),
             None => {
-                let loaded = Tokenizer::load(&self.dir)?;
+                let Some(dir) = &self.dir else {
+                    return Err(ModelError::input(
+                        "tokenizer",
+                        "the model came without a folder; give lists of tokens",
+                    ));
+                };
+                let loaded = Tokenizer::load(dir)?;
                 Ok(self.tokenizer.get_or_init(|| loaded))
             }
         }

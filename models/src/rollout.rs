@@ -6,12 +6,13 @@
 
 use crate::decoder::Runner;
 use crate::generate::Stop;
+use crate::kv_cache::KvCache;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
 use crate::trace::TraceHook;
-use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Run};
+use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Instant;
 
 /// What is sampled.
@@ -82,6 +83,7 @@ pub struct Timing {
 
 /// A text on its way.
 struct Active {
+    request: usize,
     sample: Sample,
     number: usize,
     /// Tokens that have not been fed.
@@ -102,24 +104,13 @@ impl Model {
         serving: &Serving,
         mut done: impl FnMut(Sample) -> Result<(), ModelError>,
     ) -> Result<Timing, ModelError> {
-        let c = self.config();
-        let t = sampling.temperature;
-        if !(t == 0.0 || t > 0.0 && t.is_finite() && (1.0 / t) as f32 > 0.0 && ((1.0 / t) as f32).is_finite()) {
-            let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
-            return Err(ModelError::input("temperature", why));
+        let on = self.on(cpu);
+        let mut queue = Queue::new(&on, serving)?;
+        queue.add(self.config(), prompts, sampling, 0)?;
+        while queue.requests().next().is_some() {
+            queue.step(&on)?.into_iter().filter_map(|event| event.sample).try_for_each(&mut done)?;
         }
-        if serving.batch == 0 || serving.chunk == 0 || serving.page_size == 0 {
-            return Err(ModelError::input("batch, chunk and page size", "must be at least 1"));
-        }
-        for (i, prompt) in prompts.iter().enumerate() {
-            c.check_tokens("prompt", prompt, prompt.len())?;
-            if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.max_positions {
-                let why =
-                    format!("number {i} has {} tokens; the model takes 1 to {}", prompt.len(), c.max_positions - 1);
-                return Err(ModelError::input("prompt", why));
-            }
-        }
-        rollout(&self.on(cpu), prompts, sampling, serving, &mut done)
+        Ok(queue.timing())
     }
 
     /// The tokens of a text, behind bos where the model has one.
@@ -129,6 +120,14 @@ impl Model {
     /// outside the vocabulary.
     pub fn encode(&self, text: &str) -> Result<Encoded, ModelError> {
         self.tokenizer()?.encode(self.config(), text)
+    }
+
+    /// The text of some tokens, special ones left out.
+    ///
+    /// # Errors
+    /// No usable `tokenizer.json`; tokens outside the vocabulary.
+    pub fn decode(&self, tokens: &[i32]) -> Result<String, ModelError> {
+        self.tokenizer()?.decode(self.config(), tokens)
     }
 
     /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens, limit)` those of
@@ -163,113 +162,258 @@ impl Model {
     }
 }
 
-fn rollout(
-    on: &Runner,
-    prompts: &[Vec<i32>],
-    sampling: &Sampling,
-    serving: &Serving,
-    done: &mut dyn FnMut(Sample) -> Result<(), ModelError>,
-) -> Result<Timing, ModelError> {
-    let (c, cpu) = (on.config(), on.cpu);
-    let mut cache = on.cache(serving.page_size, serving.page_order)?;
-    let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
-    let mut waiting: VecDeque<(usize, usize)> = all.collect();
-    // Sequences that hold a whole prompt, and how many samples will still want it.
-    let mut stems: HashMap<usize, (usize, usize)> = HashMap::new();
-    let mut active: Vec<Active> = Vec::new();
-    let mut timing = Timing::default();
-    loop {
-        while active.len() < serving.batch {
-            let Some((prompt, sample)) = waiting.pop_front() else { break };
+/// What a step made of a text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Who asked for it: the number that [`Engine::add`](crate::Engine::add) gave.
+    pub request: usize,
+    /// The text's number.
+    pub sequence: usize,
+    /// The next token and its log-probability.
+    pub next: Option<(i32, f32)>,
+    /// The text, where it has ended.
+    pub sample: Option<Sample>,
+}
+
+impl Event {
+    fn end(request: usize, sample: Sample) -> Event {
+        Event { request, sequence: sample.sequence, next: None, sample: Some(sample) }
+    }
+}
+
+/// What is asked for together.
+struct Request {
+    prompts: Vec<Vec<i32>>,
+    sampling: Sampling,
+    /// The number of its first text.
+    first: usize,
+    /// Texts that have not ended.
+    left: usize,
+}
+
+/// Texts that wait and texts on their way, over one cache. Requests come and go between any two steps.
+pub(crate) struct Queue {
+    serving: Serving,
+    cache: KvCache,
+    requests: BTreeMap<usize, Request>,
+    /// Requests so far.
+    added: usize,
+    /// Request, prompt and sample of each.
+    waiting: VecDeque<(usize, usize, usize)>,
+    /// Sequences that hold the whole prompt of a request, and how many samples will still want it.
+    stems: HashMap<(usize, usize), (usize, usize)>,
+    active: Vec<Active>,
+    timing: Timing,
+}
+
+impl Queue {
+    /// An empty one.
+    pub fn new(on: &Runner, serving: &Serving) -> Result<Queue, ModelError> {
+        if serving.batch == 0 || serving.chunk == 0 || serving.page_size == 0 {
+            return Err(ModelError::input("batch, chunk and page size", "must be at least 1"));
+        }
+        Ok(Queue {
+            serving: *serving,
+            cache: on.cache(serving.page_size, serving.page_order)?,
+            requests: BTreeMap::new(),
+            added: 0,
+            waiting: VecDeque::new(),
+            stems: HashMap::new(),
+            active: Vec::new(),
+            timing: Timing::default(),
+        })
+    }
+
+    /// Puts the texts behind some prompts, numbered from `first` on, to those that wait; the number of the request.
+    pub fn add(
+        &mut self,
+        c: &Config,
+        prompts: &[Vec<i32>],
+        sampling: &Sampling,
+        first: usize,
+    ) -> Result<usize, ModelError> {
+        let t = sampling.temperature;
+        if !(t == 0.0 || t > 0.0 && t.is_finite() && (1.0 / t) as f32 > 0.0 && ((1.0 / t) as f32).is_finite()) {
+            let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
+            return Err(ModelError::input("temperature", why));
+        }
+        for (i, prompt) in prompts.iter().enumerate() {
+            c.check_tokens("prompt", prompt, prompt.len())?;
+            if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.max_positions {
+                let why =
+                    format!("number {i} has {} tokens; the model takes 1 to {}", prompt.len(), c.max_positions - 1);
+                return Err(ModelError::input("prompt", why));
+            }
+        }
+        let texts = prompts.len().checked_mul(sampling.samples);
+        let Some(left) = texts.filter(|texts| first.checked_add(*texts).is_some()) else {
+            return Err(ModelError::input("samples", "there are more texts than numbers for them; ask for fewer"));
+        };
+        let request = self.added;
+        self.added += 1;
+        let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
+        self.waiting.extend(all.map(|(prompt, sample)| (request, prompt, sample)));
+        if left > 0 {
+            let prompts = prompts.to_vec();
+            self.requests.insert(request, Request { prompts, sampling: *sampling, first, left });
+        }
+        Ok(request)
+    }
+
+    /// Numbers of requests with texts that have not ended.
+    pub fn requests(&self) -> impl Iterator<Item = usize> {
+        self.requests.keys().copied()
+    }
+
+    /// What steps have taken so far.
+    pub fn timing(&self) -> Timing {
+        self.timing
+    }
+
+    /// Ends the texts of a request as they are: those that have begun, with their tokens so far.
+    pub fn end(&mut self, request: usize) -> Vec<Sample> {
+        self.waiting.retain(|(of, ..)| *of != request);
+        let stems = self.stems.extract_if(|(of, _), _| *of == request);
+        stems.for_each(|(_, (stem, _))| self.cache.close(stem));
+        let ended = self.active.extract_if(.., |text| text.request == request);
+        let samples = ended.map(|text| {
+            self.cache.close(text.number);
+            text.sample
+        });
+        let samples = samples.collect();
+        self.requests.remove(&request);
+        samples
+    }
+
+    /// Begins what waits, as long as there is room.
+    fn begin(&mut self, c: &Config, events: &mut Vec<Event>) {
+        while self.active.len() < self.serving.batch {
+            let Some((request, prompt, sample)) = self.waiting.pop_front() else { break };
+            let Request { prompts, sampling, first, .. } = &self.requests[&request];
             let tokens = &prompts[prompt];
             let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.max_positions);
-            let (number, pending) = match stems.get_mut(&prompt) {
+            let sequence = first + prompt * sampling.samples + sample;
+            let sample = Sample { sequence, prompt, limit, tokens: vec![], logprobs: vec![], stop: Stop::Ended };
+            if sampling.max_tokens == 0 {
+                let sample = Sample { stop: Stop::MaxTokens, ..sample };
+                self.left(request);
+                events.push(Event::end(request, sample));
+                continue;
+            }
+            let (number, pending) = match self.stems.get_mut(&(request, prompt)) {
                 Some((stem, wanted)) => {
                     // The last token is fed again: its logits are what the first sampled token comes from.
-                    let number = cache.fork(*stem, tokens.len() - 1, limit);
+                    let number = self.cache.fork(*stem, tokens.len() - 1, limit);
                     *wanted -= 1;
                     if *wanted == 0 {
-                        cache.close(*stem);
-                        stems.remove(&prompt);
+                        self.cache.close(*stem);
+                        self.stems.remove(&(request, prompt));
                     }
                     (number, tokens[tokens.len() - 1..].to_vec())
                 }
-                None => (cache.open(limit), tokens.clone()),
+                None => (self.cache.open(limit), tokens.clone()),
             };
-            let sequence = prompt * sampling.samples + sample;
-            let sample =
-                Sample { sequence, prompt, limit, tokens: Vec::new(), logprobs: Vec::new(), stop: Stop::MaxTokens };
-            if sampling.max_tokens == 0 {
-                cache.close(number);
-                done(sample)?;
-                continue;
-            }
-            active.push(Active { sample, number, pending });
+            self.active.push(Active { request, sample, number, pending });
         }
-        if active.is_empty() {
-            return Ok(timing);
+    }
+
+    /// One text of a request less.
+    fn left(&mut self, request: usize) {
+        let of = self.requests.get_mut(&request).expect("it has texts");
+        of.left -= 1;
+        if of.left == 0 {
+            self.requests.remove(&request);
+        }
+    }
+
+    /// Begins what there is room for and feeds all texts on their way: what became of them. Behind an error no text is left.
+    pub fn step(&mut self, on: &Runner) -> Result<Vec<Event>, ModelError> {
+        let found = self.feed(on);
+        if found.is_err() {
+            self.requests().collect::<Vec<_>>().into_iter().for_each(|request| drop(self.end(request)));
+        }
+        found
+    }
+
+    fn feed(&mut self, on: &Runner) -> Result<Vec<Event>, ModelError> {
+        let (c, cpu) = (on.config(), on.cpu);
+        let mut events = Vec::new();
+        self.begin(c, &mut events);
+        if self.active.is_empty() {
+            return Ok(events);
         }
         let started = Instant::now();
-        let inputs: Vec<SequenceInput> = active
+        let inputs: Vec<SequenceInput> = self
+            .active
             .iter()
             .map(|text| {
-                let tokens = &text.pending[..text.pending.len().min(serving.chunk)];
+                let tokens = &text.pending[..text.pending.len().min(self.serving.chunk)];
                 SequenceInput { sequence: text.number, label: text.sample.sequence, tokens }
             })
             .collect();
-        let logits = on.step(&inputs, &mut cache, Rows::Last, &mut TraceHook::default())?;
+        let logits = on.step(&inputs, &mut self.cache, Rows::Last, &mut TraceHook::default())?;
         let fed: Vec<usize> = inputs.iter().map(|input| input.tokens.len()).collect();
         let texts = fed.len();
-        let of_prompts = active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
+        let of_prompts = self.active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
         let fed_prompts: usize = of_prompts.map(|(_, fed)| fed).sum();
 
-        let mut left = Vec::new();
-        for ((mut text, fed), logits) in active.into_iter().zip(fed).zip(logits.chunks_exact(c.vocab)) {
+        let mut ended = Vec::new();
+        for ((at, fed), logits) in fed.into_iter().enumerate().zip(logits.chunks_exact(c.vocab)) {
+            let text = &mut self.active[at];
             text.pending.drain(..fed);
             if !text.pending.is_empty() {
-                left.push(text);
                 continue;
             }
-            let prompt = &prompts[text.sample.prompt];
-            let wanted = waiting.iter().filter(|(other, _)| *other == text.sample.prompt).count();
-            if serving.share_prompts
+            let (request, of) = (text.request, (text.request, text.sample.prompt));
+            let Request { prompts, sampling, .. } = &self.requests[&request];
+            let prompt = &prompts[of.1];
+            let wanted = self.waiting.iter().filter(|(request, other, _)| (*request, *other) == of).count();
+            if self.serving.share_prompts
                 && wanted > 0
-                && !stems.contains_key(&text.sample.prompt)
+                && !self.stems.contains_key(&of)
                 && text.sample.tokens.is_empty()
             {
-                stems.insert(text.sample.prompt, (cache.fork(text.number, prompt.len(), text.sample.limit), wanted));
+                self.stems.insert(of, (self.cache.fork(text.number, prompt.len(), text.sample.limit), wanted));
             }
             let position = prompt.len() + text.sample.tokens.len();
             let token = choose(cpu, sampling, logits, text.sample.sequence, position)?;
-            text.sample.logprobs.extend(logprobs(cpu, c.vocab, sampling.temperature, logits, &[token])?);
+            let logprob = logprobs(cpu, c.vocab, sampling.temperature, logits, &[token])?[0];
+            text.sample.logprobs.push(logprob);
             text.sample.tokens.push(token);
             text.pending.push(token);
             let sample = &mut text.sample;
-            let ended = !sampling.ignore_eos && c.eos.contains(&token);
-            sample.stop = match () {
-                () if ended => Stop::Eos,
-                () if sample.tokens.len() == sampling.max_tokens => Stop::MaxTokens,
-                () if position + 1 >= sample.limit => Stop::MaxPositions,
-                () => {
-                    left.push(text);
-                    continue;
-                }
+            let is_eos = !sampling.ignore_eos && c.eos.contains(&token);
+            let stop = match () {
+                () if is_eos => Some(Stop::Eos),
+                () if sample.tokens.len() == sampling.max_tokens => Some(Stop::MaxTokens),
+                () if position + 1 >= sample.limit => Some(Stop::MaxPositions),
+                () => None,
             };
-            cache.close(text.number);
-            done(text.sample)?;
+            let (sequence, next) = (sample.sequence, Some((token, logprob)));
+            events.push(Event { request, sequence, next, sample: None });
+            if let Some(stop) = stop {
+                sample.stop = stop;
+                ended.push((at, events.len() - 1));
+            }
         }
-        active = left;
+        for (at, event) in ended.into_iter().rev() {
+            let text = self.active.remove(at);
+            self.cache.close(text.number);
+            self.left(text.request);
+            events[event].sample = Some(text.sample);
+        }
         let seconds = started.elapsed().as_secs_f64();
         match fed_prompts {
             0 => {
-                timing.sampled_tokens += texts;
-                timing.sampled_seconds += seconds;
+                self.timing.sampled_tokens += texts;
+                self.timing.sampled_seconds += seconds;
             }
             tokens => {
-                timing.prompt_tokens += tokens;
-                timing.prompt_seconds += seconds;
+                self.timing.prompt_tokens += tokens;
+                self.timing.prompt_seconds += seconds;
             }
         }
+        Ok(events)
     }
 }
 

@@ -4,11 +4,12 @@
 //! from where the tokens before left them, so how tokens are cut into micro-batches is not seen. A parameter that no
 //! token of a group reached is +0 there.
 
-use crate::ModelError;
 use crate::kv_cache::buffer;
 use crate::linear::Source;
 use crate::machine::empty;
+use crate::{Model, ModelError};
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
+use serde_json::json;
 use std::collections::BTreeMap;
 
 /// The rows of a chain state.
@@ -199,6 +200,68 @@ impl Totals {
         }
         Ok(found)
     }
+}
+
+/// What a rank has of the gradients of a batch: the sums of its groups, joined.
+pub struct Partial(pub(crate) Totals);
+
+impl Partial {
+    /// The sums in f32 by name, for another rank; a name also says which rows of which parameter a sum is of.
+    pub fn tensors(self) -> BTreeMap<String, Tensor> {
+        let named = |(of, Total { values, rows }): (Of, Total)| {
+            let rows = rows.map(|rows| json!([rows.name, rows.groups, rows.size, rows.start, rows.width]));
+            (json!([of.name, of.start, of.looked_up, rows]).to_string(), values)
+        };
+        self.0.0.into_iter().map(named).collect()
+    }
+
+    /// What [`Partial::tensors`] of another rank gave.
+    ///
+    /// # Errors
+    /// Names that are not of that kind, tensors that are not f32 on the host.
+    pub fn of_tensors(tensors: BTreeMap<String, Tensor>) -> Result<Partial, ModelError> {
+        let mut totals = BTreeMap::new();
+        for (text, values) in tensors {
+            let (of, rows) = named(&text)
+                .filter(|_| values.as_slice::<f32>().is_some())
+                .ok_or_else(|| ModelError::input("partial", format!("`{text}` is no f32 sum that a rank gives")))?;
+            totals.insert(of, Total { values, rows });
+        }
+        Ok(Partial(Totals(totals)))
+    }
+
+    /// Those of all ranks in their order, of which there are a power of two, joined.
+    ///
+    /// # Errors
+    /// Another number of ranks; sums of other models; too little memory.
+    pub fn join(cpu: &Cpu, ranks: Vec<Partial>) -> Result<Partial, ModelError> {
+        if !ranks.len().is_power_of_two() {
+            return Err(ModelError::input("ranks", format!("there are {}; give a power of two", ranks.len())));
+        }
+        let mut tree = Tree::default();
+        ranks.into_iter().try_for_each(|rank| tree.push(cpu, rank.0))?;
+        Ok(Partial(tree.root()))
+    }
+
+    /// The gradient of every parameter of `model` in f32, under its name in the folder.
+    ///
+    /// # Errors
+    /// Sums of another model; too little memory.
+    pub fn finish(self, cpu: &Cpu, model: &Model) -> Result<BTreeMap<String, Tensor>, ModelError> {
+        let parameters = model.parameters();
+        if let Some(of) = self.0.0.keys().find(|of| !parameters.contains_key(&of.name)) {
+            return Err(ModelError::input("partial", format!("`{}` is no parameter of the model", of.name)));
+        }
+        self.0.finish(cpu, parameters)
+    }
+}
+
+/// What a name of [`Partial::tensors`] says.
+fn named(text: &str) -> Option<(Of, Option<Source>)> {
+    type Rows = (String, usize, usize, usize, usize);
+    let (name, start, looked_up, rows): (String, usize, bool, Option<Rows>) = serde_json::from_str(text).ok()?;
+    let rows = rows.map(|(name, groups, size, start, width)| Source { name, groups, size, start, width });
+    Some((Of { name, start, looked_up }, rows))
 }
 
 /// A tensor of +0.

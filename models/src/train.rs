@@ -76,15 +76,12 @@ impl Trainer {
         let dtype = precision.dtype();
         // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
         let decoder = Decoder::load(&config, Weights::open(dir)?.report_to(progress), dtype, cpu)?;
-        let mut weights = Weights::open(dir)?;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
-        let names: Vec<(String, Vec<usize>)> =
-            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
-        for (name, shape) in names {
-            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+        for (name, values) in Weights::read_all(dir)? {
             if decoder.parameters.contains_key(&name) {
                 tensors.insert(name.clone(), round(cpu, &values, dtype)?);
-                state.insert(name, [values, zeros(&shape)?, zeros(&shape)?]);
+                let (m, v) = (zeros(values.shape())?, zeros(values.shape())?);
+                state.insert(name, [values, m, v]);
             } else if decoder.constants.contains(&name) {
                 tensors.insert(name, values);
             }
@@ -166,7 +163,7 @@ impl Trainer {
         let shape = AdamW { lr, beta1, beta2, eps, weight_decay, step };
         // What it refuses is refused before anything is written.
         adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
-        let decoder = Decoder::load(&self.config, Weights::of(&self.tensors), self.dtype, cpu)?;
+        let decoder = Decoder::load(&self.config, Weights::of(&views(&self.tensors)), self.dtype, cpu)?;
         let mut found = gradients(&decoder, cpu, batch, run, None, progress)?;
         drop(decoder);
         let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
@@ -187,6 +184,10 @@ impl Trainer {
         self.step = step;
         Ok(StepReport { step, loss: found.loss, norm, sha256: self.sha256() })
     }
+}
+
+fn views(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, TensorRef<'_>> {
+    tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect()
 }
 
 /// The norm of a gradient, and what it is multiplied with.
@@ -265,7 +266,8 @@ mod tests {
         let constants = trainer.tensors.keys().filter(|name| !trainer.state.contains_key(*name)).count();
         assert_eq!((constants, trainer.tensors.len() - constants), (1, trainer.state.len()));
         for step in 1..=2 {
-            let decoder = Decoder::load(&trainer.config, Weights::of(&trainer.tensors), DType::Bf16, &cpu).unwrap();
+            let tensors = views(&trainer.tensors);
+            let decoder = Decoder::load(&trainer.config, Weights::of(&tensors), DType::Bf16, &cpu).unwrap();
             let found =
                 batch(Loss::Nll, |batch| gradients(&decoder, &cpu, batch, &GradientRun::default(), None, |_| ()));
             let found = found.unwrap();

@@ -9,7 +9,7 @@ use crate::fields::read_object;
 use crate::kv_cache::buffer;
 use crate::machine::typed;
 use safetensors::tensor::{Dtype, TensorInfo};
-use samebits_ops::{DType, Element, Tensor, bf16, f16};
+use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -27,7 +27,9 @@ pub(crate) struct Weights<'a> {
     /// What a missing tensor is missing from.
     source: PathBuf,
     /// What stands in memory instead of a file.
-    memory: Option<&'a BTreeMap<String, Tensor>>,
+    memory: Option<&'a BTreeMap<String, TensorRef<'a>>>,
+    /// What every parameter is rounded to before it is read, if only to be widened again.
+    rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
     pub parameters: BTreeMap<String, Vec<usize>>,
     /// Names of what was taken by [`Weights::constant`].
@@ -71,19 +73,48 @@ impl<'a> Weights<'a> {
     fn empty(source: &Path) -> Weights<'a> {
         let (shards, tensors, parameters) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         let (source, constants, progress) = (source.into(), BTreeSet::new(), Box::new(|_, _| {}));
-        Weights { shards, tensors, source, memory: None, parameters, constants, total: 0, taken: 0, progress }
+        Weights {
+            shards,
+            tensors,
+            source,
+            memory: None,
+            rounded: None,
+            parameters,
+            constants,
+            total: 0,
+            taken: 0,
+            progress,
+        }
     }
 
     /// Those of a model in memory, each of floats on the host.
-    pub fn of(memory: &'a BTreeMap<String, Tensor>) -> Weights<'a> {
+    pub fn of(memory: &'a BTreeMap<String, TensorRef<'a>>) -> Weights<'a> {
         let place = Path::new("the model in memory");
         let mut weights = Weights { memory: Some(memory), ..Weights::empty(place) };
-        let stored = |tensor: &Tensor| {
+        let stored = |tensor: &TensorRef| {
             let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
             Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0 }
         };
         weights.tensors = memory.iter().map(|(name, tensor)| (name.clone(), stored(tensor))).collect();
         weights
+    }
+
+    /// The tensors of the folder `dir` in f32, finite all of them.
+    pub fn read_all(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
+        let mut weights = Weights::open(dir)?;
+        let names: Vec<(String, Vec<usize>)> =
+            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
+        let read = |(name, shape): (String, Vec<usize>)| {
+            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+            Ok((name, values))
+        };
+        names.into_iter().map(read).collect()
+    }
+
+    /// Rounds every parameter to `dtype` first, also those that are read in f32: what a step of training leaves.
+    pub fn rounded_to(mut self, dtype: DType) -> Weights<'a> {
+        self.rounded = Some(dtype);
+        self
     }
 
     /// Calls `progress(taken, total)`, in bytes, whenever a part of a tensor has been read.
@@ -206,7 +237,14 @@ impl<'a> Weights<'a> {
     /// Takes a parameter of the model, as [`Weights::take`] does.
     pub fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.parameters.insert(name.into(), shape.into());
-        typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?))
+        let first = self.rounded.unwrap_or(dtype);
+        if first == dtype {
+            return typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?));
+        }
+        let rounded = typed!(first => A, {
+            self.take::<A>(name, shape)?.into_iter().map(Element::widen).collect::<Vec<f32>>()
+        });
+        typed!(dtype => A, Ok(Tensor::new(rounded.into_iter().map(A::narrow).collect::<Vec<A>>(), shape)?))
     }
 
     /// Takes something that is no parameter, in f32.
@@ -220,7 +258,10 @@ impl<'a> Weights<'a> {
         if let Some(tensor) = self.memory.map(|memory| &memory[name]) {
             let mut data: Vec<T> = buffer(tensor.shape())?;
             typed!(tensor.dtype() => A, {
-                let from = tensor.as_slice::<A>().expect("it is on the host, and of this dtype");
+                let Some(from) = tensor.contiguous::<A>() else {
+                    let why = "is not in row-major order, or no tensor of floats; give a contiguous one";
+                    return Err(ModelError::tensor(&self.source, name, why));
+                };
                 from.iter().zip(&mut data).for_each(|(from, to)| *to = T::narrow(from.widen()));
             });
             return Ok(data);

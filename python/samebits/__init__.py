@@ -1,15 +1,29 @@
 """Neural network ops with the same bits for any batch, chunk, thread count and instruction set.
 
 `samebits.ops` has every op as a function over tensors of torch, numpy or any library with DLPack; `samebits.torch` has
-them as operators of torch with gradients. `samebits.check()` is the command `samebits check`.
+them as operators of torch with gradients; `samebits.Engine` samples from whole models, which
+`samebits.torch.CausalLM` trains with the same bits. `samebits.check()` is the command `samebits check`.
 """
 
 import os
 
 from . import ops
 from ._native import Cpu, Tensor, __version__, after_fork, get_cpu, set_cpu
+from .engine import Engine, Sample, Stream, Token
 
-__all__ = ["Cpu", "Tensor", "__version__", "check", "get_cpu", "ops", "set_cpu"]
+__all__ = [
+    "Cpu",
+    "Engine",
+    "Sample",
+    "Stream",
+    "Tensor",
+    "Token",
+    "__version__",
+    "check",
+    "get_cpu",
+    "ops",
+    "set_cpu",
+]
 
 # The child of a fork has no threads but its own.
 if hasattr(os, "register_at_fork"):

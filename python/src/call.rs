@@ -22,13 +22,18 @@ pub fn exception(error: Error) -> PyErr {
 }
 
 fn refused(op: &Op, name: &str, allowed: &str, refusal: Refusal) -> PyErr {
+    refusal_of(op.name, name, allowed, refusal)
+}
+
+/// Why a tensor `name` cannot be used by `what`, as an exception.
+pub fn refusal_of(what: &str, name: &str, allowed: &str, refusal: Refusal) -> PyErr {
     match refusal {
-        Refusal::Value(what) => PyValueError::new_err(format!("{}: `{name}` {what}", op.name)),
+        Refusal::Value(why) => PyValueError::new_err(format!("{what}: `{name}` {why}")),
         Refusal::DType(found) => {
-            PyValueError::new_err(format!("{}: `{name}`: dtype is {found}; it must be {allowed}", op.name))
+            PyValueError::new_err(format!("{what}: `{name}`: dtype is {found}; it must be {allowed}"))
         }
-        Refusal::Unsupported(what) => PyNotImplementedError::new_err(format!("{}: `{name}` {what}", op.name)),
-        Refusal::Type(what) => PyTypeError::new_err(format!("{}: `{name}` {what}", op.name)),
+        Refusal::Unsupported(why) => PyNotImplementedError::new_err(format!("{what}: `{name}` {why}")),
+        Refusal::Type(why) => PyTypeError::new_err(format!("{what}: `{name}` {why}")),
         Refusal::Python(error) => error,
     }
 }
@@ -252,7 +257,7 @@ impl Function {
 }
 
 /// A panic of the ops, which is a fault of theirs, as an exception.
-fn panicked(op: &str, payload: &(dyn std::any::Any + Send)) -> PyErr {
+pub fn panicked(op: &str, payload: &(dyn std::any::Any + Send)) -> PyErr {
     let what = payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied());
     PyRuntimeError::new_err(format!("{op}: panicked, which is a fault of samebits: {}", what.unwrap_or("no message")))
 }
@@ -378,7 +383,7 @@ macro_rules! typed {
 
 /// # Safety
 /// What `view` reaches can be read and is not written while the tensor is used.
-unsafe fn tensor(view: &View) -> Result<TensorRef<'_>, Error> {
+pub unsafe fn tensor(view: &View) -> Result<TensorRef<'_>, Error> {
     typed!(view.dtype => T, {
         // SAFETY: as the caller promises; `View` has looked at the alignment.
         let data = unsafe { std::slice::from_raw_parts(view.data.cast::<T>(), view.reach()) };

@@ -4,7 +4,9 @@
 mod call;
 mod cpu;
 mod dlpack;
+mod engine;
 mod library;
+mod model;
 mod tensor;
 mod text;
 
@@ -219,6 +221,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<cpu::Cpu>()?;
+    module.add_class::<engine::Engine>()?;
+    module.add_class::<model::Model>()?;
+    module.add_class::<model::Accumulator>()?;
+    module.add_class::<model::Forward>()?;
     module.add_function(wrap_pyfunction!(cpu::get_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::set_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::after_fork, module)?)?;
@@ -229,5 +235,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(sample, module)?)?;
     module.add_function(wrap_pyfunction!(stubs, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
+    module.add_function(wrap_pyfunction!(model::read_folder, module)?)?;
+    module.add_function(wrap_pyfunction!(model::folder_files, module)?)?;
+    module.add_function(wrap_pyfunction!(model::save, module)?)?;
+    module.add_function(wrap_pyfunction!(model::join, module)?)?;
     Ok(())
 }

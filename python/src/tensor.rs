@@ -22,14 +22,18 @@ unsafe impl Sync for Storage {}
 impl Storage {
     /// Zeros.
     pub fn new(dtype: DType, shape: &[usize]) -> Result<Storage, samebits_ops::Error> {
-        let mut tensor = Cpu::best().empty(dtype, shape)?;
-        let data: *mut u8 = match dtype {
+        Ok(Storage::of(Cpu::best().empty(dtype, shape)?))
+    }
+
+    /// The elements of a tensor on the host.
+    pub fn of(mut tensor: samebits_ops::Tensor) -> Storage {
+        let data: *mut u8 = match tensor.dtype() {
             DType::Bf16 => tensor.as_slice_mut::<samebits_ops::bf16>().expect("of this type").as_mut_ptr().cast(),
             DType::Fp16 => tensor.as_slice_mut::<samebits_ops::f16>().expect("of this type").as_mut_ptr().cast(),
             DType::Fp32 => tensor.as_slice_mut::<f32>().expect("of this type").as_mut_ptr().cast(),
             DType::I32 => tensor.as_slice_mut::<i32>().expect("of this type").as_mut_ptr().cast(),
         };
-        Ok(Storage { tensor, data })
+        Storage { tensor, data }
     }
 
     pub fn dtype(&self) -> DType {

@@ -1,7 +1,7 @@
 use super::{Loading, Machine, On, counting, place, warn};
 use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write;
-use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving, Stop};
+use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving};
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -128,14 +128,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     });
     let mut text = format!("{first}\n");
     for sample in &samples {
-        let stop = match sample.stop {
-            Stop::Eos => "eos",
-            Stop::MaxTokens => "max_tokens",
-            Stop::MaxPositions => "max_positions",
-        };
         let line = json!({
             "sequence": sample.sequence, "prompt": sample.prompt, "limit": sample.limit,
-            "prompt_tokens": prompts[sample.prompt], "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": stop,
+            "prompt_tokens": prompts[sample.prompt], "tokens": sample.tokens, "logprobs": sample.logprobs, "stop": sample.stop.name(),
         });
         text += &format!("{line}\n");
     }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use safetensors::SafeTensors;
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
-use samebits_models::{Optimizer, Precision, StepReport, Trainer};
+use samebits_models::{FOLDER_FILES, Optimizer, Precision, StepReport, Trainer};
 use samebits_ops::{self as ops, Cpu, bf16};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -91,19 +91,6 @@ pub struct Args {
     machine: Machine,
 }
 
-/// Files of a model folder that are taken over as they are.
-const KEPT: [&str; 9] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-];
-
 pub fn run(args: &Args) -> Result<ExitCode> {
     let is_new = !args.out.exists();
     let found = train(args);
@@ -176,7 +163,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
     save(&place("model.safetensors"), &tensors, &metadata).with_context(at_out)?;
     // config.json last: with it the folder is whole.
-    for name in KEPT.iter().rev().filter(|name| args.model.join(name).exists()) {
+    for name in FOLDER_FILES.iter().rev().filter(|name| args.model.join(name).exists()) {
         let from = args.model.join(name);
         let bytes = std::fs::read(&from).with_context(|| from.display().to_string())?;
         atomic_write::write(&place(name), &bytes).with_context(at_out)?;

@@ -18,7 +18,7 @@ import torch
 
 from .. import _native
 
-__all__ = ["accumulate", "differentiable", "ops"]
+__all__ = ["AdamW", "CausalLM", "accumulate", "differentiable", "nll", "ops", "policy_loss", "sha256"]
 
 _library = torch.library.Library("samebits", "DEF")
 ops = torch.ops.samebits
@@ -260,6 +260,8 @@ class accumulate:
         self._names = {id(p): name for name, p in self._named.items()}
         self._sums: dict[tuple[str, str], _Sum] = {}
         self._hooks: list[Any] = []
+        # They sum themselves.
+        self._models = [module.accumulate() for module in model.modules() if isinstance(module, CausalLM)]
 
     def begin(self, name: str, given: dict[str, Any]) -> dict[str, _Sum]:
         """The sums that this call of operator `name` goes on with, by its inputs."""
@@ -293,12 +295,16 @@ class accumulate:
                 raise RuntimeError(f"accumulate: `{name}` has a gradient already; clear it first")
         for name, parameter in self._named.items():
             self._hooks.append(parameter.register_hook(_refusal(name)))
+        for model in self._models:
+            model.__enter__()
         _active = self
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         global _active
         _active = None
+        for model in self._models:
+            model.__exit__(kind, value, trace)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -401,3 +407,5 @@ for _op in _SCHEMA.values():
     torch.library.register_fake(f"samebits::{_op['name']}", _fake(_op), lib=_library)
 for _op in _SCHEMA.values():
     (_register_gradients if _op["name"] in differentiable() else _refuse_gradients)(_op)
+
+from .causal_lm import AdamW, CausalLM, nll, policy_loss, sha256  # noqa: E402

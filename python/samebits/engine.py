@@ -1,0 +1,230 @@
+"""`samebits.Engine`: sampling with a paged cache and continuous batches, and log-probabilities that training finds again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Iterator, Mapping, Sequence
+
+from . import _native
+
+__all__ = ["Engine", "Sample", "Stream", "Token"]
+
+
+def tensors_of(state: Any) -> dict[str, Any]:
+    """The tensors of a state dictionary or a module by name, each in row-major order."""
+    if not isinstance(state, Mapping):
+        if not hasattr(state, "state_dict"):
+            raise TypeError(f"state: is a {type(state).__name__}; give a state dictionary or a module")
+        state = state.state_dict()
+    return {name: tensor.contiguous() if hasattr(tensor, "contiguous") else tensor for name, tensor in state.items()}
+
+
+def config_of(config: Any) -> tuple[str | None, str | None]:
+    """The text of a config.json, or the folder that has it."""
+    if config is None or isinstance(config, (str, os.PathLike)):
+        return None, None if config is None else os.fspath(config)
+    if hasattr(config, "to_json_string"):
+        return config.to_json_string(use_diff=False), None
+    return json.dumps(dict(config)), None
+
+
+def array(values: list[Any], dtype: str) -> Any:
+    """As a numpy array, where there is numpy."""
+    try:
+        import numpy
+    except ImportError:
+        return values
+    return numpy.array(values, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that has ended."""
+
+    sequence: int
+    """Its number: `first` + prompt times n + sample."""
+    prompt: int
+    """The number of its prompt."""
+    prompt_tokens: list[int] = field(repr=False)
+    """The tokens before it."""
+    tokens: Any
+    """Its tokens, an eos that ended it included: int32."""
+    logprobs: Any = field(repr=False)
+    """The log-probability of each token at the temperature of sampling (at 1 where that is 0): float32."""
+    stop: str
+    """Why it ended: "eos", "max_tokens", "max_positions", or "ended" from outside."""
+    limit: int = field(repr=False)
+    """Positions that it declared when it began."""
+    version: int = field(repr=False)
+    """The version of the weights that made all of it."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """The next token of a text."""
+
+    sequence: int
+    token: int | None
+    """None where a text ended without one."""
+    logprob: float | None
+    sample: Sample | None
+    """The text, where this token ended it."""
+
+
+class Stream(Iterator[Token]):
+    """The tokens of a request as they are made. It ends its texts when it is closed or forgotten."""
+
+    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], version: int) -> None:
+        self._engine, self._request, self._prompts, self._version = engine, request, prompts, version
+        self._told: list[Token] = []
+        self._open, self._process = True, os.getpid()
+
+    def _sample(self, sequence: int, text: tuple) -> Sample:
+        prompt, limit, tokens, logprobs, stop = text
+        of = self._prompts[prompt]
+        made = array(tokens, "int32"), array(logprobs, "float32")
+        return Sample(sequence, prompt, of, *made, stop, limit, self._version)
+
+    def __next__(self) -> Token:
+        while not self._told:
+            events = self._engine.next(self._request) if self._open else None
+            if events is None:
+                self._open = False
+                raise StopIteration
+            for sequence, following, text in reversed(events):
+                token, logprob = following or (None, None)
+                self._told.append(Token(sequence, token, logprob, text and self._sample(sequence, text)))
+        return self._told.pop()
+
+    def close(self) -> list[Sample]:
+        """Ends the request: its texts that had begun and not ended, as they are."""
+        if not self._open:
+            return []
+        self._open = False
+        self._told.clear()
+        return [self._sample(*one) for one in self._engine.end(self._request)]
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False) and self._process == os.getpid():
+            self.close()
+
+
+class Engine:
+    """A model that samples texts: continuous batches over a paged cache.
+
+        engine = samebits.Engine("model-folder")
+        samples = engine.generate(["12+34="], n=4, temperature=1.0, seed=7)
+
+    `model` is a Hugging Face folder, a state dictionary, or a module (`samebits.torch.CausalLM`, one of transformers); without a
+    folder `config` is a folder, a dictionary as config.json has it, or a config of transformers. Every parameter is rounded
+    once to `dtype` ("bf16", "fp16" or "fp32"): what `CausalLM` reads, and where a folder holds nothing wider what it holds.
+
+    A text depends on the weights, its prompt, its number, temperature and seed. `batch` (texts in a step), `chunk` (tokens of
+    a prompt in a step), `page_size`, `page_order` and `share_prompts` (whether samples share what was computed of their
+    prompt) move no bit, nor does who else is on the way, or when a request came. Several threads may ask at once, and
+    streams may be read by turns: all share each step. While steps run, the interpreter's lock is released.
+
+    Raises ValueError for what does not fit the model, MemoryError, RuntimeError for weights in use.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any = None,
+        *,
+        dtype: str = "bf16",
+        batch: int = 16,
+        chunk: int = 256,
+        page_size: int = 64,
+        page_order: str = "ascending",
+        share_prompts: bool = True,
+    ) -> None:
+        if isinstance(model, (str, os.PathLike)):
+            if config is not None:
+                raise ValueError("config: the folder has its own; give one of the two")
+            tensors, text, folder = None, None, os.fspath(model)
+        else:
+            if config is None and (config := getattr(model, "config", None)) is None:
+                raise ValueError("config: is missing; give a folder, a dictionary or a config beside the tensors")
+            tensors = tensors_of(model)
+            text, folder = config_of(config)
+        how = (batch, chunk, page_size, page_order, share_prompts)
+        self._native = _native.Engine(tensors, dtype, text, folder, *how)
+        # Between the version that a request is made by and the request nothing is changed.
+        self._lock = threading.Lock()
+
+    def stream(
+        self,
+        prompts: Any,
+        n: int = 1,
+        *,
+        max_tokens: int = 64,
+        temperature: float = 1.0,
+        seed: int = 0,
+        ignore_eos: bool = False,
+        first: int = 0,
+    ) -> Stream:
+        """Asks for `n` texts behind each prompt, and gives their tokens as they are made.
+
+        A prompt is a list of tokens, or a text where the folder has a tokenizer; one alone need not stand in a list. Texts are
+        numbered from `first` on, and a text's random numbers belong to the seed, its number and its positions: prompts 0 to 9 in
+        one request are those in two, the second of which has `first=5 * n`.
+        """
+        found = self.tokens(prompts)
+        with self._lock:
+            version = self.version
+            request = self._native.add(found, n, max_tokens, float(temperature), seed, ignore_eos, first)
+        return Stream(self._native, request, found, version)
+
+    def generate(self, prompts: Any, n: int = 1, **sampling: Any) -> list[Sample]:
+        """The texts that `stream` of the same arguments gives, in the order of their numbers."""
+        found = [token.sample for token in self.stream(prompts, n, **sampling) if token.sample]
+        return sorted(found, key=lambda sample: sample.sequence)
+
+    def score(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Any]:
+        """The log-probabilities of samples once more, each by one forward over prompt and tokens: the bits of `logprobs`, with
+        the weights and the temperature that made them.
+        """
+        texts = [(sample.prompt_tokens, [int(token) for token in sample.tokens], sample.limit) for sample in samples]
+        return [array(row, "float32") for row in self._native.score(texts, float(temperature))]
+
+    def update(self, state: Any, *, end: bool = False) -> int:
+        """Packs other weights, a state dictionary or a module, and gives the number of their version.
+
+        No text is made by two versions: while a request has texts that have not ended, RuntimeError names it and nothing is
+        changed. With `end` such texts are ended as they are, with stop "ended". Weights that are refused leave the old ones.
+        """
+        with self._lock:
+            return self._native.update(tensors_of(state), end)
+
+    def tokens(self, prompts: Any) -> list[list[int]]:
+        """Prompts as lists of tokens."""
+        if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")):
+            prompts = [prompts]
+        found = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt, warning = self._native.encode(prompt)
+                if warning:
+                    warnings.warn(warning, stacklevel=3)
+            found.append([int(token) for token in prompt])
+        return found
+
+    def text(self, tokens: Any) -> str:
+        """The text of some tokens, special ones left out."""
+        return self._native.decode([int(token) for token in tokens])
+
+    @property
+    def version(self) -> int:
+        """How often the weights have been changed."""
+        return self._native.state()[0]
+
+    @property
+    def times(self) -> dict[str, float]:
+        """What steps took so far: tokens and seconds of prompts, and of what was sampled."""
+        names = ("prompt_tokens", "prompt_seconds", "sampled_tokens", "sampled_seconds")
+        return dict(zip(names, self._native.state()[2]))

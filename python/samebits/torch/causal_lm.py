@@ -1,0 +1,445 @@
+"""`CausalLM`: a language model of a Hugging Face folder as a module with gradients; losses, and AdamW with f32 weights.
+
+A step of these is a step of `samebits train`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from typing import Any, Iterable, Mapping
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .. import _native
+from .. import ops as _ops
+from ..engine import config_of, tensors_of
+
+__all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
+
+
+class CausalLM(torch.nn.Module):
+    """A model of a Hugging Face folder, of every family that `samebits forward` runs; its parameters have their names there.
+
+        model = samebits.torch.CausalLM.from_pretrained("model-folder")
+        logprob = model.logprob([[1, 4, 5, 13], [1, 6]])
+        loss, per_sequence = samebits.torch.nll(logprob, count, denominator=4)
+        loss.backward()
+
+    Parameters are f32; what a forward reads is parameters rounded once to `dtype` ("bf16", "fp16" or "fp32"). Forward and
+    gradient are those of `samebits grad`: log-probabilities have the bits of `samebits.Engine` and `samebits rollout` at
+    temperature 1 with these weights. `micro_batch` sequences of a call share a forward (all of them without it) and with
+    `recompute` layers are run again for the reverse pass instead of kept; neither moves a bit, nor do padding, and threads.
+
+    One backward call is one whole logical batch, unless it stands inside `accumulate`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        config: Any,
+        *,
+        dtype: str = "bf16",
+        micro_batch: int | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dtype, self.micro_batch, self.recompute = dtype, micro_batch, recompute
+        text, self._folder = config_of(config)
+        tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in tensors.items()}
+        self._native = _native.Model(tensors_of(tensors), dtype, text, self._folder)
+        if text is None:
+            with open(os.path.join(self._folder, "config.json"), encoding="utf-8") as file:
+                text = file.read()
+        self.config: dict[str, Any] = json.loads(text)
+        self._names = list(self._native.parameters())
+        for name in self._names:
+            self._put(name, torch.nn.Parameter(tensors[name].to(torch.float32, copy=True).contiguous()))
+        for name in self._native.constants():
+            self._put(name, tensors[name].to(torch.float32, copy=True).contiguous())
+        self._sums: accumulate | None = None
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str], **how: Any) -> CausalLM:
+        """The model of a folder; `how` is what `CausalLM` takes by name."""
+        tensors = {name: tensor.torch() for name, tensor in _native.read_folder(os.fspath(folder)).items()}
+        return cls(tensors, folder, **how)
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        *path, last = name.split(".")
+        module: torch.nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        if isinstance(tensor, torch.nn.Parameter):
+            module.register_parameter(last, tensor)
+        else:
+            module.register_buffer(last, tensor)
+
+    def _weights(self) -> list[torch.Tensor]:
+        """The parameters by name, and the weights that a forward reads brought up to them."""
+        if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in self.state_dict().values()):
+            raise NotImplementedError("CausalLM: its parameters are f32 on the processor; what forwards read is `dtype`")
+        self._native.refresh(tensors_of(self))
+        named = dict(self.named_parameters())
+        return [named[name] for name in self._names]
+
+    def logprob(self, tokens: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The log-probability of each token, given those before it: f32, with gradients.
+
+        `tokens` is a list of sequences, or a tensor `[B,T]` of whole numbers whose `mask[B,T]` is 1 for the tokens of a
+        sequence, one behind the other, and 0 for padding. Gives `[B,T]`, of a list `[B, longest]`: 0 for the first token of a
+        sequence and for padding, whatever stands there.
+        """
+        placed = _Placed(tokens, mask)
+        weights = self._weights()
+        of = self.micro_batch or max(len(placed.sequences), 1)
+        if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+            return placed.out(self._native.logprobs(placed.sequences, of).torch())
+        if all(weight.requires_grad for weight in weights):
+            return placed.out(_Logprob.apply(self, placed.sequences, of, *weights))
+        frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
+        raise NotImplementedError(f"logprob: `{frozen}` requires no gradient; all parameters do, or none")
+
+    def forward(self, tokens: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits behind each token, `[B,T,V]` in f32, 0 for padding; `tokens` and `mask` as for `logprob`. They have no gradient:
+        that is what `logprob` is for.
+        """
+        placed = _Placed(tokens, mask)
+        weights = self._weights()
+        logits = placed.out(self._native.logits(placed.sequences).torch())
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return _Logits.apply(logits, *weights)
+        return logits
+
+    def accumulate(self, groups: int = 1, sequences: int | None = None, ranks: Any = None) -> accumulate:
+        """Around all micro-batches of a step: `.grad` of every parameter has, when the block ends, the bits of one batch.
+
+            with model.accumulate():
+                for part in parts:                # in the order of the batch
+                    loss(model.logprob(part)).backward()
+
+        `groups`, a power of two, is how many groups the `sequences` of the batch are dealt to, as for `samebits grad`; it
+        changes the bits. `ranks` is a group of processes of torch.distributed (True for all of them), each of which runs the
+        sequences of `.mine`, the groups that are its own; every rank has the whole gradient then. How many ranks there are moves
+        no bit.
+        """
+        return accumulate(self, groups, sequences, ranks)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; the table of a tied folder may stand there twice."""
+        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        if head in state_dict and head not in self._names and torch.equal(state_dict[head], state_dict[table]):
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name != head}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a Hugging Face folder: what a forward reads, parameters in `dtype` and the rest in f32, and the other files of
+        the folder that the model came from.
+        """
+        folder = os.fspath(folder)
+        os.makedirs(folder, exist_ok=True)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
+        tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
+        tensors |= {name: tensor for name, tensor in self.named_buffers()}
+        _native.save(os.path.join(folder, "model.safetensors"), tensors, {"format": "pt"})
+        if self._folder is None:
+            with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+                json.dump(self.config, file, indent=2)
+            return
+        for name in _native.folder_files():
+            source = os.path.join(self._folder, name)
+            if os.path.exists(source) and not os.path.exists(there := os.path.join(folder, name)):
+                shutil.copyfile(source, there)
+
+
+class _Placed:
+    """Sequences, and where their tokens stand in a tensor."""
+
+    def __init__(self, tokens: Any, mask: torch.Tensor | None) -> None:
+        self.starts: list[int] | None = None
+        if not isinstance(tokens, torch.Tensor):
+            if mask is not None:
+                raise ValueError("mask: a list of sequences has no padding; leave it out")
+            self.sequences = [[int(token) for token in sequence] for sequence in tokens]
+            return
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens: {tokens.dtype} {list(tokens.shape)}; give whole numbers [B,T], or a list of sequences")
+        mask = torch.ones_like(tokens) if mask is None else mask
+        if mask.shape != tokens.shape:
+            raise ValueError(f"mask: shape {list(mask.shape)} must be {list(tokens.shape)}")
+        self.shape, self.sequences, self.starts = tokens.shape, [], []
+        for b, (row, here) in enumerate(zip(tokens.tolist(), (mask != 0).tolist())):
+            count = sum(here)
+            start = here.index(True) if count else 0
+            if not all(here[start : start + count]):
+                raise ValueError(f"mask: the tokens of sequence {b} do not stand one behind the other")
+            self.sequences.append(row[start : start + count])
+            self.starts.append(start)
+
+    def out(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows[B, longest, ..]` where the tokens stand."""
+        if self.starts is None or (not any(self.starts) and rows.shape[1] == self.shape[1]):
+            return rows
+        placed = rows.new_zeros(*self.shape, *rows.shape[2:])
+        for b, (start, tokens) in enumerate(zip(self.starts, self.sequences)):
+            placed[b, start : start + len(tokens)] = rows[b, : len(tokens)]
+        return placed
+
+
+class _Logprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, model, sequences, micro_batch, *weights):
+        ctx.model, ctx.block = model, model._sums
+        ctx.sums = _native.Accumulator() if ctx.block is None else ctx.block._native
+        ctx.state, logprob = ctx.sums.forward(model._native, sequences, micro_batch, model.recompute)
+        ctx.set_materialize_grads(False)
+        return logprob.torch()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogprob):
+        model, block = ctx.model, ctx.block
+        nothing = (None,) * (3 + len(model._names))
+        if dlogprob is None:
+            return nothing
+        if block is not model._sums:
+            raise RuntimeError("accumulate: a forward of its block is gone back through outside of it")
+        ctx.sums.reverse(ctx.state, dlogprob.contiguous())
+        if block is not None:
+            return nothing
+        found = ctx.sums.finish(model._native)
+        return (None, None, None, *[found[name].torch() for name in model._names])
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, *weights):
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        raise NotImplementedError("CausalLM: logits have no gradient; use logprob, which has")
+
+
+class accumulate:
+    """The block of `CausalLM.accumulate`."""
+
+    def __init__(self, model: CausalLM, groups: int = 1, sequences: int | None = None, ranks: Any = None) -> None:
+        self._model, self._ranks = model, None if ranks is True else ranks
+        self._distributed = ranks is not None
+        self._rank, self._count = 0, 1
+        if self._distributed:
+            import torch.distributed as dist
+
+            self._rank, self._count = dist.get_rank(self._ranks), dist.get_world_size(self._ranks)
+        self._native = _native.Accumulator(sequences, groups, self._rank, self._count)
+        if sequences is not None:
+            first, last = (rank * groups // self._count * sequences // groups for rank in (self._rank, self._rank + 1))
+            self.mine = range(first, last)
+
+    def __enter__(self) -> accumulate:
+        if self._model._sums is not None:
+            raise RuntimeError("accumulate: a block is open already")
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                raise RuntimeError(f"accumulate: `{name}` has a gradient already; clear it first")
+        self._model._sums = self
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        model = self._model
+        model._sums = None
+        if kind is not None:
+            return
+        if self._distributed:
+            found = _native.join(model._native, self._gathered())
+        else:
+            found = self._native.finish(model._native)
+        named = dict(model.named_parameters())
+        for name, gradient in found.items():
+            named[name].grad = gradient.torch()
+
+    def _gathered(self) -> list[dict[str, torch.Tensor]]:
+        """The sums of every rank, in their order; what one has not is +0."""
+        import torch.distributed as dist
+
+        own = {name: tensor.torch() for name, tensor in self._native.partial().items()}
+        forms: list[Any] = [None] * self._count
+        dist.all_gather_object(forms, {name: tuple(tensor.shape) for name, tensor in own.items()}, self._ranks)
+        shapes = {name: shape for of_rank in forms for name, shape in of_rank.items()}
+        ranks: list[dict[str, torch.Tensor]] = [{} for _ in forms]
+        for name in sorted(shapes):
+            mine = own[name] if name in own else torch.zeros(shapes[name])
+            all_of_it = [torch.empty_like(mine) for _ in ranks]
+            dist.all_gather(all_of_it, mine.contiguous(), self._ranks)
+            for rank, tensor in zip(ranks, all_of_it):
+                rank[name] = tensor
+        return ranks
+
+
+# --- losses
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprob, op, inputs, attributes, groups):
+        per_sequence, dlogprob = getattr(_ops, op)(logprob, **inputs, **attributes)
+        ctx.save_for_backward(dlogprob)
+        ctx.mark_non_differentiable(per_sequence)
+        loss = _ops.batch_loss(per_sequence, groups=groups, denominator=attributes["denominator"])
+        return loss.reshape(()), per_sequence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, _):
+        (dlogprob,) = ctx.saved_tensors
+        return dlogprob * dloss, None, None, None, None
+
+
+def _loss(op: str, logprob: torch.Tensor, inputs: dict[str, Any], attributes: dict[str, Any], groups: int):
+    count = inputs["count"]
+    inputs["count"] = count if count.dtype == torch.int32 else count.to(torch.int32)
+    attributes = {name: value for name, value in attributes.items() if value is not None}
+    with torch.no_grad():
+        inputs = {name: tensor.detach().contiguous() for name, tensor in inputs.items() if tensor is not None}
+    return _Loss.apply(logprob.contiguous(), op, inputs, attributes, groups)
+
+
+def nll(
+    logprob: torch.Tensor, count: torch.Tensor, *, denominator: float, reduction: str | None = None, groups: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minus the log-probabilities that count: the loss with its gradient, and what each sequence adds to it before it is
+    divided.
+
+    `logprob[B,T]` f32, `count[B,T]` 1 where a token counts, else 0. `denominator` is a number of the whole logical batch, most
+    often how many of its tokens count: of a micro-batch it is the same. The loss of a batch in parts is
+    `samebits.ops.batch_loss` of what all its sequences add.
+    """
+    return _loss("nll", logprob, {"count": count}, {"denominator": denominator, "reduction": reduction}, groups)
+
+
+def policy_loss(
+    logprob: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    denominator: float,
+    low: float = 0.2,
+    high: float = 0.2,
+    reference: torch.Tensor | None = None,
+    kl: str | None = None,
+    beta: float | None = None,
+    reduction: str | None = None,
+    groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The clipped policy gradient loss of the op `policy_loss`: as `nll`, with `old_logprob[B,T]` and `advantage[B]` in f32, ratios
+    between 1 - low and 1 + high, and a distance from `reference[B,T]` where `kl` ("k1", "k3") and `beta` ask for one.
+    """
+    inputs = {"old_logprob": old_logprob, "advantage": advantage, "count": count, "reference": reference}
+    attributes = {"denominator": denominator, "low": low, "high": high, "kl": kl, "beta": beta, "reduction": reduction}
+    return _loss("policy_loss", logprob, inputs, attributes, groups)
+
+
+# --- the optimizer
+
+# The elements of a block of the norm.
+_BLOCK = 65536
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW by the op `adamw`: f32 weights and moments, each step the bits of `samebits train`.
+
+    `params` is a module or its named parameters: the norm of the gradient, which is cut to `max_norm` (not at all for None), adds
+    the parameters in the order of their names. A parameter that is not f32 is the rounded form of f32 weights that the optimizer
+    holds. `norm` is that of the last step before it was cut.
+
+    Raises ValueError for a gradient that is not finite; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        params: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm: float | None = 1.0,
+    ) -> None:
+        named = list(params.named_parameters() if isinstance(params, torch.nn.Module) else params)
+        if not all(isinstance(one, tuple) and isinstance(one[0], str) for one in named):
+            raise TypeError("AdamW: give a module or named parameters; the norm is added in the order of names")
+        named.sort(key=lambda one: one[0].encode())
+        self._names = {id(parameter): name for name, parameter in named}
+        self.max_norm, self.norm = max_norm, None
+        super().__init__([p for _, p in named], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step over the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad.to(torch.float32).contiguous() for _, p in todo]
+        if not todo:
+            return loss
+        sums = [_ops.square_sum(block) for gradient in gradients for block in _blocks(gradient)]
+        norm, factor = _ops.clip_factor(torch.cat(sums), max_norm=1.0 if self.max_norm is None else self.max_norm)
+        if not torch.isfinite(norm):
+            bad = next((p for (_, p), g in zip(todo, gradients) if not torch.isfinite(g).all()), None)
+            where = "its norm" if bad is None else f"that of `{self._names.get(id(bad))}`"
+            raise ValueError(f"AdamW: the gradient is not finite ({where}); nothing was changed")
+        self.norm = norm.item()
+        for (group, p), gradient in zip(todo, gradients):
+            state = self.state[p]
+            if not state:
+                state["step"] = 0
+                state["m"], state["v"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+                if p.dtype != torch.float32:
+                    state["w"] = p.detach().to(torch.float32)
+            weight = state.get("w", p).contiguous()
+            beta1, beta2 = group["betas"]
+            how = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+            how |= {"weight_decay": group["weight_decay"], "step": state["step"] + 1, "dtype": p.dtype}
+            if self.max_norm is not None:
+                how["factor"] = factor
+            w, state["m"], state["v"], rounded = _ops.adamw(weight.detach(), state["m"], state["v"], gradient, **how)
+            state["step"] += 1
+            if "w" in state:
+                state["w"] = w
+            p.copy_(rounded)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every optimizer; weights and moments stay f32."""
+        super().load_state_dict(state_dict)
+        order = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for p, number in zip(order, numbers):
+            for key, value in state_dict["state"].get(number, {}).items():
+                self.state[p][key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _blocks(gradient: torch.Tensor) -> list[torch.Tensor]:
+    flat = gradient.reshape(-1)
+    whole = flat.numel() // _BLOCK * _BLOCK
+    parts = [flat[:whole].reshape(-1, _BLOCK), flat[whole:].reshape(1, -1)]
+    return [part for part in parts if part.numel()]
+
+
+def sha256(model: torch.nn.Module) -> str:
+    """SHA-256 of all parameters: their elements in f32, little endian, in the order of their names; that of a line of
+    `samebits train`.
+    """
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters(), key=lambda one: one[0].encode()):
+        words = parameter.detach().to(torch.float32).contiguous().view(torch.int32)
+        digest.update(words.numpy().astype("<i4", copy=False).tobytes())
+    return digest.hexdigest()

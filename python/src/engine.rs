@@ -1,0 +1,216 @@
+//! `Engine`: texts sampled over the paged cache of the model crate, for requests that come when they like.
+
+use crate::model::{Views, config_of, locked, refused, released};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use samebits_models::{Event, ModelError, PageOrder, Precision, Run, Sample, Sampling, Serving};
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+/// A text, where it has ended: prompt, limit, tokens, log-probabilities, why it ended.
+type Ended = (usize, usize, Vec<i32>, Vec<f32>, &'static str);
+
+/// Of a text: its number, the next token and its log-probability, and the text where it has ended.
+type Told = (usize, Option<(i32, f32)>, Option<Ended>);
+
+fn ended(sample: Sample) -> Ended {
+    (sample.prompt, sample.limit, sample.tokens, sample.logprobs, sample.stop.name())
+}
+
+/// The engine of `samebits.Engine`.
+#[pyclass(frozen, module = "samebits._native")]
+pub struct Engine {
+    state: Mutex<State>,
+    /// The process that made it: another one may have been forked while it ran.
+    process: u32,
+}
+
+struct State {
+    engine: samebits_models::Engine,
+    /// What requests have not been told.
+    events: BTreeMap<usize, VecDeque<Event>>,
+    /// Why requests were ended.
+    failed: BTreeMap<usize, String>,
+}
+
+impl Engine {
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut State, &samebits_ops::Cpu) -> Result<T, ModelError> + Send,
+    ) -> PyResult<T> {
+        if self.process != std::process::id() {
+            let line = format!("engine: it belongs to process {}, which was forked; make one here", self.process);
+            return Err(PyRuntimeError::new_err(line));
+        }
+        locked(py, "engine", &self.state, run)
+    }
+}
+
+#[pymethods]
+impl Engine {
+    /// By a folder alone, or by tensors with the text of a config.json or a folder.
+    #[new]
+    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        tensors: Option<&Bound<'_, PyDict>>,
+        dtype: &str,
+        config: Option<&str>,
+        folder: Option<PathBuf>,
+        batch: usize,
+        chunk: usize,
+        page_size: usize,
+        page_order: &str,
+        share_prompts: bool,
+    ) -> PyResult<Engine> {
+        let precision: Precision = dtype.parse().map_err(refused)?;
+        let page_order: PageOrder = page_order.parse().map_err(refused)?;
+        let serving = Serving { batch, chunk, page_size, page_order, share_prompts };
+        let views = tensors.map(|tensors| Views::of("engine", tensors)).transpose()?;
+        let tensors = views.as_ref().map(Views::tensors).transpose()?;
+        let engine = released(py, "engine", |cpu| {
+            let model = match &tensors {
+                None => samebits_models::Model::load_rounded(folder.as_deref().expect("it is given"), precision, cpu)?,
+                Some(tensors) => {
+                    let config = config_of(config, folder.as_deref())?;
+                    samebits_models::Model::of_tensors(&config, tensors, precision, folder.as_deref(), cpu)?
+                }
+            };
+            samebits_models::Engine::new(model, &serving, cpu)
+        })?;
+        let state = State { engine, events: BTreeMap::new(), failed: BTreeMap::new() };
+        Ok(Engine { state: Mutex::new(state), process: std::process::id() })
+    }
+
+    /// Asks for `samples` texts behind each prompt, the first of them with number `first`; the number of the request.
+    #[pyo3(signature = (prompts, samples, max_tokens, temperature, seed, ignore_eos, first))]
+    #[allow(clippy::too_many_arguments)]
+    fn add(
+        &self,
+        py: Python<'_>,
+        prompts: Vec<Vec<i32>>,
+        samples: usize,
+        max_tokens: usize,
+        temperature: f64,
+        seed: u64,
+        ignore_eos: bool,
+        first: usize,
+    ) -> PyResult<usize> {
+        let sampling = Sampling { samples, max_tokens, temperature, seed, ignore_eos };
+        self.run(py, |state, _| {
+            let request = state.engine.add(&prompts, &sampling, first)?;
+            state.events.insert(request, VecDeque::new());
+            Ok(request)
+        })
+    }
+
+    /// What became of the texts of a request since it was asked last; steps are run until there is something. None where
+    /// all of them have ended.
+    fn next(&self, py: Python<'_>, request: usize) -> PyResult<Option<Vec<Told>>> {
+        let told = self.run(py, |state, cpu| {
+            loop {
+                if let Some(line) = state.failed.remove(&request) {
+                    state.events.remove(&request);
+                    return Ok(Err(line));
+                }
+                let Some(events) = state.events.get_mut(&request) else { return Ok(Ok(None)) };
+                if !events.is_empty() {
+                    return Ok(Ok(Some(std::mem::take(events))));
+                }
+                if !state.engine.requests().any(|open| open == request) {
+                    state.events.remove(&request);
+                    return Ok(Ok(None));
+                }
+                let open: Vec<usize> = state.engine.requests().collect();
+                match state.engine.step(cpu) {
+                    Ok(found) => {
+                        for event in found {
+                            state.events.entry(event.request).or_default().push_back(event);
+                        }
+                    }
+                    Err(error) => {
+                        // All of them have ended; who asked for the others learns it when he asks.
+                        let others = open.into_iter().filter(|&other| other != request);
+                        state.failed.extend(others.map(|other| (other, error.to_string())));
+                        state.events.remove(&request);
+                        return Err(error);
+                    }
+                }
+            }
+        })?;
+        let told = told.map_err(PyRuntimeError::new_err)?;
+        Ok(told.map(|events| {
+            let tell = |event: Event| (event.sequence, event.next, event.sample.map(ended));
+            events.into_iter().map(tell).collect()
+        }))
+    }
+
+    /// Ends a request: number and text of those that had begun and not ended.
+    fn end(&self, py: Python<'_>, request: usize) -> PyResult<Vec<(usize, Ended)>> {
+        self.run(py, |state, _| {
+            state.events.remove(&request);
+            state.failed.remove(&request);
+            Ok(state.engine.end(request).into_iter().map(|sample| (sample.sequence, ended(sample))).collect())
+        })
+    }
+
+    /// Packs other weights. With `end` what is on its way is ended first, and those who asked for it are told.
+    fn update(&self, py: Python<'_>, tensors: &Bound<'_, PyDict>, end: bool) -> PyResult<usize> {
+        let views = Views::of("update", tensors)?;
+        let tensors = views.tensors()?;
+        self.run(py, |state, cpu| {
+            for request in if end { state.engine.requests().collect() } else { Vec::new() } {
+                let events = state.events.entry(request).or_default();
+                events.extend(state.engine.end(request).into_iter().map(|sample| {
+                    let sequence = sample.sequence;
+                    Event { request, sequence, next: None, sample: Some(sample) }
+                }));
+            }
+            state.engine.update(&tensors, cpu)?;
+            Ok(state.engine.version())
+        })
+    }
+
+    /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them.
+    fn score(
+        &self,
+        py: Python<'_>,
+        texts: Vec<(Vec<i32>, Vec<i32>, usize)>,
+        temperature: f64,
+    ) -> PyResult<Vec<Vec<f32>>> {
+        self.run(py, |state, cpu| {
+            if texts.iter().any(|(prompt, tokens, _)| prompt.is_empty() || tokens.is_empty()) {
+                let why = "a prompt or what stands behind it has none; give at least one of each".into();
+                return Err(ModelError::Input { what: "tokens", why });
+            }
+            let texts: Vec<_> =
+                texts.iter().map(|(prompt, tokens, limit)| (&prompt[..], &tokens[..], *limit)).collect();
+            state.engine.model().score(cpu, &texts, temperature, Run::default())
+        })
+    }
+
+    /// The tokens of a text, and a warning.
+    fn encode(&self, py: Python<'_>, text: &str) -> PyResult<(Vec<i32>, Option<String>)> {
+        self.run(py, |state, _| state.engine.model().encode(text).map(|found| (found.tokens, found.warning)))
+    }
+
+    /// The text of some tokens.
+    fn decode(&self, py: Python<'_>, tokens: Vec<i32>) -> PyResult<String> {
+        self.run(py, |state, _| state.engine.model().decode(&tokens))
+    }
+
+    /// How often the weights have been changed, numbers of the requests on their way, and what steps took: tokens and
+    /// seconds of prompts, and of what was sampled.
+    #[allow(clippy::type_complexity)]
+    fn state(&self, py: Python<'_>) -> PyResult<(usize, Vec<usize>, (usize, f64, usize, f64))> {
+        self.run(py, |state, _| {
+            let t = state.engine.timing();
+            let timing = (t.prompt_tokens, t.prompt_seconds, t.sampled_tokens, t.sampled_seconds);
+            Ok((state.engine.version(), state.engine.requests().collect(), timing))
+        })
+    }
+}

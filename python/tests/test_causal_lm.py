@@ -1,0 +1,427 @@
+"""`samebits.torch.CausalLM`, its losses and its AdamW: the log-probabilities of the engine, the steps of `samebits train`."""
+
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import samebits
+import samebits.torch
+import torch
+from conftest import bits, same
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS = ROOT / "tests/checkpoints"
+ADDER = CHECKPOINTS / "qwen3-adder"
+# Dense and sparse, tied and not, with biases, soft caps, windows, latent attention.
+FAMILIES = ["qwen3-adder", "qwen2", "gemma2", "phi3", "mixtral", "deepseek-v3"]
+DTYPES = {"F32": torch.float32, "I32": torch.int32, "BF16": torch.bfloat16}
+
+
+def load(path):
+    """The tensors of a safetensors file."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            tensor = torch.frombuffer(bytearray(data[start:end]), dtype=DTYPES[entry["dtype"]])
+            tensors[name] = tensor.reshape(entry["shape"])
+    return tensors
+
+
+def command(*arguments):
+    done = subprocess.run([sys.executable, "-m", "samebits", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def sequences(vocabulary, lengths=(9, 1, 14, 5, 8, 11)):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def padded(all_sequences, left):
+    longest = max(map(len, all_sequences)) + 2
+    tokens = torch.full((len(all_sequences), longest), -7)
+    mask = torch.zeros_like(tokens)
+    for b, tokens_of in enumerate(all_sequences):
+        there = slice(longest - len(tokens_of), None) if left else slice(0, len(tokens_of))
+        tokens[b, there], mask[b, there] = torch.tensor(tokens_of), 1
+    return tokens, mask
+
+
+def counted(all_sequences):
+    """The first token of a sequence does not count, nor does every third."""
+    longest = max(map(len, all_sequences))
+    return torch.tensor([[int(t < len(s) and t % 3 > 0) for t in range(longest)] for s in all_sequences], dtype=torch.int32)
+
+
+def gradients(model, given, groups=1, size=None, block=None):
+    """`.grad` of every parameter after the loss of some sequences in parts of `size`."""
+    count = counted(given)
+    size = size or len(given)
+    with block or model.accumulate(groups, len(given)):
+        for first in range(0, len(given), size):
+            logprob = model.logprob(given[first : first + size])
+            part = count[first : first + size, : logprob.shape[1]]
+            samebits.torch.nll(logprob, part, denominator=count.sum().item())[0].backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def all_same(a, b):
+    return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_log_probabilities_are_those_of_the_engine(family, dtype):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / family, dtype=dtype)
+    # Weights that no bf16 holds.
+    with torch.no_grad():
+        for at, parameter in enumerate(model.parameters()):
+            parameter *= 1 + 1e-3 * (at % 7)
+    engine = samebits.Engine(model, CHECKPOINTS / family, dtype=dtype)
+    prompts = sequences(model.config["vocab_size"])
+    samples = engine.generate(prompts, 2, max_tokens=7, seed=4, ignore_eos=True)
+    whole = [s.prompt_tokens + s.tokens.tolist() for s in samples]
+    found = model.logprob(whole)
+    assert found.requires_grad and found.dtype == torch.float32
+    logits = model(whole).detach()
+    for b, (sample, scores) in enumerate(zip(samples, engine.score(samples))):
+        there = slice(len(sample.prompt_tokens), len(whole[b]))
+        assert same(found[b, there].detach(), torch.from_numpy(sample.logprobs))
+        assert same(torch.from_numpy(scores), torch.from_numpy(sample.logprobs))
+        by_logits, _ = samebits.ops.logprob(logits[b, there.start - 1 : there.stop - 1], torch.from_numpy(sample.tokens))
+        assert same(by_logits, torch.from_numpy(sample.logprobs))
+        assert found[b, 0] == 0 and (found[b, there.stop :] == 0).all()
+    # What reads f32 in a forward, too, is rounded: the folder of the rounded weights is this model.
+    if dtype == "bf16":
+        rounded = {name: tensor.bfloat16() for name, tensor in model.named_parameters()} | dict(model.named_buffers())
+        again = samebits.Engine(rounded, CHECKPOINTS / family)
+        assert all(same(torch.from_numpy(a), torch.from_numpy(s.logprobs)) for a, s in zip(again.score(samples), samples))
+
+
+@pytest.mark.parametrize("family", ["qwen3-adder", "gemma2", "deepseek-v3"])
+def test_no_way_to_run_a_batch_moves_a_bit(family):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / family)
+    given = sequences(model.config["vocab_size"])
+    expected = model.logprob(given).detach()
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(tokens, mask=None, weight=weight):
+        logprob = model.logprob(tokens, mask)
+        logprob.backward(weight)
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        return logprob.detach(), found
+
+    _, of_all = gradient(given)
+    assert of_all["model.norm.weight"].abs().max() > 0
+    for micro_batch, recompute, threads in [(1, False, 1), (4, True, 2), (None, True, 1), (3, False, 2)]:
+        model.micro_batch, model.recompute = micro_batch, recompute
+        with samebits.Cpu(threads=threads):
+            logprob, found = gradient(given)
+            with torch.no_grad():
+                assert same(model.logprob(given), expected)
+        assert same(logprob, expected) and all_same(found, of_all)
+    for left in (True, False):
+        tokens, mask = padded(given, left)
+        spread = torch.randn(tokens.shape)
+        for b, (row, here) in enumerate(zip(weight, mask)):
+            spread[b, here == 1] = row[: len(given[b])]
+        logprob, found = gradient(tokens, mask, spread)
+        assert all(same(row[here == 1], e[: len(s)]) for row, here, e, s in zip(logprob, mask, expected, given))
+        assert (logprob[mask == 0] == 0).all() and all_same(found, of_all)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_are_those_of_the_command(tmp_path, groups):
+    data, out = ROOT / "tests/gradients/qwen3-adder.safetensors", tmp_path / "out.safetensors"
+    command("grad", "--model", ADDER, "--tokens", data, "--out", out, "--groups", groups, "--micro-batch", 16)
+    given, expected = load(data), load(out)
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    mask = given.get("attention_mask", torch.ones_like(given["tokens"]))
+    with model.accumulate(groups, len(mask)):
+        for part in range(0, len(mask), 32):
+            rows = slice(part, part + 32)
+            logprob = model.logprob(given["tokens"][rows], mask[rows])
+            count = given["mask"][rows]
+            samebits.torch.nll(logprob, count, denominator=given["mask"].sum().item())[0].backward()
+    for name, parameter in model.named_parameters():
+        assert same(parameter.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["qwen3-adder", "mixtral"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_parts_have_the_bits_of_one_batch(family, groups):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / family)
+    given = sequences(model.config["vocab_size"])
+    expected = gradients(model, given, groups)
+    for size in (1, 4):
+        assert all_same(gradients(model, given, groups, size), expected)
+    if groups == 1:
+        assert all_same(gradients(model, given, size=2, block=samebits.torch.accumulate(model)), expected)
+        # Outside of a block: one call is one batch, and torch's sum of several is another one.
+        count = counted(given)
+        samebits.torch.nll(model.logprob(given), count, denominator=count.sum().item())[0].backward()
+        assert all_same({name: p.grad for name, p in model.named_parameters()}, expected)
+        model.zero_grad()
+        for one, row in zip(given, count):
+            samebits.torch.nll(model.logprob([one]), row[None, : len(one)], denominator=count.sum().item())[0].backward()
+        assert not all_same({name: p.grad for name, p in model.named_parameters()}, expected)
+    else:
+        assert not all_same(gradients(model, given, 1), expected)
+
+
+def test_what_cannot_be_summed_is_refused_by_name():
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    given = sequences(32)
+    with pytest.raises(RuntimeError, match="number 3 is gone back through, where number 0 is the next"):
+        with model.accumulate():
+            (model.logprob(given[:3]).sum() * 0 + 1).detach()
+            model.logprob(given[3:]).sum().backward()
+    with pytest.raises(RuntimeError, match="3 of 6 have come; give all of them"):
+        with model.accumulate(2, 6):
+            model.logprob(given[:3]).sum().backward()
+    with pytest.raises(RuntimeError, match="0 of 3 have been gone back through"):
+        with model.accumulate():
+            model.logprob(given[:3])
+    with pytest.raises(RuntimeError, match="there are 6 after number 0; 4 were to come"):
+        with model.accumulate(2, 4):
+            model.logprob(given)
+    with pytest.raises(ValueError, match="groups: there are 3; give a power of two"):
+        model.accumulate(3, 6)
+    with pytest.raises(ValueError, match="groups: there are 2; say how many sequences"):
+        model.accumulate(2)
+    with pytest.raises(RuntimeError, match="a block is open already"):
+        with model.accumulate(), model.accumulate():
+            pass
+    with model.accumulate():
+        kept = model.logprob(given)
+        kept.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="gone back through once"):
+            kept.sum().backward()
+    assert model._sums is None
+    with pytest.raises(RuntimeError, match="has a gradient already"):
+        with model.accumulate():
+            pass
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="gone back through outside of it"):
+        with model.accumulate():
+            kept = model.logprob(given)
+            raise KeyError
+    # (the block above ends with another error)
+
+
+def test_what_does_not_fit_is_refused():
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    tokens, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 0, 1, 1]])
+    cases = [
+        (lambda: model.logprob(tokens, mask), ValueError, "mask: the tokens of sequence 0 do not stand one behind"),
+        (lambda: model.logprob(tokens, mask[:, :2]), ValueError, r"mask: shape \[1, 2\] must be \[1, 4\]"),
+        (lambda: model.logprob(tokens.float()), ValueError, r"tokens: torch.float32 \[1, 4\]; give whole numbers"),
+        (lambda: model.logprob([[1, 99]]), ValueError, "tokens: element 1 is 99; the vocabulary is 0 to 31"),
+        (lambda: model.logprob([[1], []]), ValueError, "tokens: a sequence has none"),
+        (lambda: model.logprob([]), ValueError, "tokens: a sequence has none, or there is no sequence"),
+        (lambda: model([[1, 2]]).sum().backward(), NotImplementedError, "logits have no gradient; use logprob"),
+        (lambda: samebits.torch.AdamW(model.parameters()), TypeError, "AdamW: give a module or named parameters"),
+        (lambda: samebits.torch.CausalLM.from_pretrained(ROOT), ValueError, "has neither model.safetensors nor"),
+    ]
+    for call, kind, line in cases:
+        with pytest.raises(kind, match=line) as error:
+            call()
+        assert "\n" not in str(error.value)
+    model.model.norm.weight.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match="`model.norm.weight` requires no gradient; all parameters do, or none"):
+        model.logprob([[1, 2]])
+    model.half()
+    with pytest.raises(NotImplementedError, match="its parameters are f32 on the processor"):
+        model.logprob([[1, 2]])
+
+
+def test_no_change_of_a_weight_passes_by():
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    given = sequences(32)
+    with torch.no_grad():
+        before = model.logprob(given)
+        # As some libraries write: torch counts no change.
+        model.model.layers[2] if False else model.get_submodule("model.layers.2.mlp.up_proj").weight.data[700, 200] *= -40
+        after = model.logprob(given)
+        assert not same(before, after)
+        fresh = samebits.torch.CausalLM(model.state_dict(), ADDER)
+        assert same(after, fresh.logprob(given))
+
+
+def test_a_state_goes_in_and_out(tmp_path):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "deepseek-v3")
+    state = model.state_dict()
+    names = load(CHECKPOINTS / "deepseek-v3/model.safetensors").keys()
+    # A layer behind the last one is no part of the model.
+    assert state.keys() == {name for name in names if name in state} and "model.layers.1.mlp.gate.e_score_correction_bias" in dict(
+        model.named_buffers()
+    )
+    other = samebits.torch.CausalLM({name: tensor * 0.5 for name, tensor in state.items()}, CHECKPOINTS / "deepseek-v3")
+    given = sequences(40)
+    assert not same(other.logprob(given).detach(), model.logprob(given).detach())
+    other.load_state_dict(state)
+    assert same(other.logprob(given).detach(), model.logprob(given).detach())
+    other.save_pretrained(tmp_path / "saved")
+    saved = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved")
+    assert same(saved.logprob(given).detach(), model.logprob(given).detach())
+    tied = samebits.torch.CausalLM.from_pretrained(ADDER)
+    twice = tied.state_dict() | {"lm_head.weight": tied.get_parameter("model.embed_tokens.weight").detach().clone()}
+    tied.load_state_dict(twice)
+    twice["lm_head.weight"][0] += 1
+    with pytest.raises(RuntimeError, match="lm_head.weight"):
+        tied.load_state_dict(twice)
+
+
+@pytest.mark.parametrize("loss", ["nll", "policy"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_steps_are_those_of_the_command(tmp_path, loss, dtype):
+    data, out = ROOT / "tests/gradients/qwen3-adder.safetensors", tmp_path / "run"
+    how = ["--loss", loss, "--lr", "0.01", "--weight-decay", "0.1", "--beta1", "0.8", "--beta2", "0.9", "--eps", "1e-6"]
+    how += ["--max-norm", "0.5", "--steps", "3", "--batch", "24", "--groups", "2", "--dtype", dtype, "--micro-batch", "8"]
+    command("train", "--model", ADDER, "--data", data, "--out", out, *how)
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    given = load(data)
+    mask = given.get("attention_mask", torch.ones_like(given["tokens"]))
+    model = samebits.torch.CausalLM.from_pretrained(ADDER, dtype=dtype)
+    optimizer = samebits.torch.AdamW(model, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, max_norm=0.5)
+    for step, line in enumerate(steps):
+        rows = [(24 * step + i) % len(mask) for i in range(24)]
+        count, per_sequence = given["mask"][rows], []
+        with model.accumulate(2, 24):
+            for first in range(0, 24, 5):
+                part = rows[first : first + 5]
+                logprob = model.logprob(given["tokens"][part], mask[part])
+                how = {"denominator": count.sum().item()}
+                if loss == "nll":
+                    value, each = samebits.torch.nll(logprob, given["mask"][part], **how)
+                else:
+                    old, advantage = given["old_logprob"][part], given["advantages"][part]
+                    value, each = samebits.torch.policy_loss(logprob, old, advantage, given["mask"][part], **how)
+                value.backward()
+                per_sequence.append(each)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = samebits.ops.batch_loss(torch.cat(per_sequence), groups=2, denominator=count.sum().item())
+        assert same(total, torch.tensor([line["loss"]])) and optimizer.norm == line["norm"]
+        assert samebits.torch.sha256(model) == line["sha256"]
+    assert len({line["sha256"] for line in steps}) == 3
+    model.save_pretrained(tmp_path / "saved")
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert files == {path.name for path in out.iterdir()} - {"steps.jsonl", "state.safetensors"}
+    for name in files:
+        assert (tmp_path / "saved" / name).read_bytes() == (out / name).read_bytes(), name
+
+
+class Small(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16().to(dtype)
+        # Not in the order of their names; one is longer than a block of the norm, and not a number of blocks.
+        self.b, self.a = torch.nn.Parameter(draw(70_001)), torch.nn.Parameter(draw(3, 5))
+        self.unused = torch.nn.Parameter(draw(4))
+
+    def step(self, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in (self.a, self.b):
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16().to(parameter.dtype)
+        optimizer.step()
+
+
+def test_weights_of_the_optimizer_are_f32_whatever_the_module_holds():
+    halves, whole = Small(torch.bfloat16), Small(torch.float32)
+    optimizers = [samebits.torch.AdamW(module, lr=1e-4) for module in (halves, whole)]
+    other, unmoved = Small(torch.bfloat16), []
+    for seed in range(6):
+        for module, optimizer in zip((halves, whole), optimizers):
+            module.step(optimizer, seed)
+        for parameter, reference in zip(halves.parameters(), whole.parameters()):
+            assert same(parameter.detach(), reference.detach().bfloat16())
+        assert optimizers[0].norm == optimizers[1].norm > 100
+        unmoved.append((halves.b == Small(torch.bfloat16).b).float().mean().item())
+        if seed == 2:
+            # What went on from a saved state is what never stopped.
+            other.load_state_dict(halves.state_dict())
+            resumed = samebits.torch.AdamW(other, lr=1e-4)
+            resumed.load_state_dict(optimizers[0].state_dict())
+        elif seed > 2:
+            other.step(resumed, seed)
+            assert all(same(a.detach(), b.detach()) for a, b in zip(other.parameters(), halves.parameters()))
+    # Steps that a bf16 weight would have lost add up.
+    assert unmoved[0] > unmoved[-1] and same(halves.unused, Small(torch.bfloat16).unused)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_nothing_changes():
+    module = Small(torch.float32)
+    optimizer = samebits.torch.AdamW(module)
+    module.step(optimizer, 0)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    moments = optimizer.state[module.a]["m"].clone()
+    module.a.grad[1, 2] = float("nan")
+    with pytest.raises(ValueError, match="the gradient is not finite .that of `a`.; nothing was changed"):
+        optimizer.step()
+    assert all_same(module.state_dict(), before) and same(optimizer.state[module.a]["m"], moments)
+    assert optimizer.state[module.a]["step"] == 1
+
+
+# --- ranks, and the example
+
+
+def example(*arguments, ranks=None):
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    run = [sys.executable, *several, str(ROOT / "examples/grpo.py"), *map(str, arguments)]
+    return subprocess.run(run, capture_output=True, text=True)
+
+
+SHORT = ["--steps", 2, "--prompts", 6, "--samples", 4, "--tests", 20, "--goal", 0]
+
+
+def test_the_example_ends_with_the_same_bits():
+    ends = []
+    for ranks, how in [
+        (None, ["--micro-batch", 1, "--threads", 1]),
+        (None, ["--micro-batch", 16, "--threads", 2]),
+        (2, ["--micro-batch", 4, "--ranks"]),
+    ]:
+        done = example(*SHORT, *how, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps = [line for line in done.stdout.splitlines() if line.startswith("step")]
+        assert len(steps) == 2 and all(" mismatch 0 kl 0 " in line for line in steps)
+        ends.append(done.stdout.splitlines()[-1])
+    assert ends[0].startswith("sha256 ") and len(set(ends)) == 1
+
+
+@pytest.mark.parametrize("fault", ["score", "train"])
+def test_the_example_sees_a_bit_that_differs(fault, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("grpo", ROOT / "examples/grpo.py")
+    grpo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(grpo)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, SHORT)])
+    if fault == "score":
+        right = samebits.Engine.score
+
+        def off(self, samples):
+            scores = right(self, samples)
+            scores[3].view("int32")[0] ^= 1
+            return scores
+
+        monkeypatch.setattr(samebits.Engine, "score", off)
+    else:
+        right = samebits.Engine.update
+        # Weights of the step before.
+        monkeypatch.setattr(samebits.Engine, "update", lambda self, model: None)
+    assert grpo.main() == 1
+    said = capsys.readouterr().out
+    assert "rollout, recomputation and training differ" in said
+    assert (" mismatch 1 kl 0 " in said) == (fault == "score")
