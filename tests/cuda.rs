@@ -256,6 +256,33 @@ const SHAPES: &[(&str, Make)] = &[
         }
         cases
     }),
+    ("entropy", |dtype, out| {
+        let mut cases = Vec::new();
+        for n in [1, 16, 129, 1000, 2048, 9000, 16384, 33001] {
+            for (temperature, spread) in [("1", 3.0), ("0.7", 3.0), ("1", 60.0), ("1", 3.0e4)] {
+                let make = Maker::new("entropy", dtype, out).float("logits", &[3, n], spread);
+                cases.push(make.param("temperature", temperature).case());
+            }
+            cases.push(Maker::new("entropy", dtype, out).float("logits", &[7, n], 3.0).special("logits", n).case());
+        }
+        cases
+    }),
+    ("entropy_backward", |dtype, out| {
+        let mut cases = Vec::new();
+        for n in [1, 7, 8, 129, 2047, 2048, 2057, 5000] {
+            for (temperature, spread) in [("1", 3.0), ("0.7", 3.0), ("1.3", 200.0)] {
+                let make = || Maker::new("entropy_backward", dtype, out).float("logits", &[7, n], spread);
+                let make = || make().fp32("lse", &[0.0, 2.5, 9.0, -3.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
+                let make = || make().fp32("entropy", &[0.0, 2.0, 5.5, f32::NAN, 1.0, 1e-39, f32::INFINITY]);
+                let make = || make().fp32("dentropy", &[1.0, -0.3, 0.0, f32::INFINITY, 2.0, 1e-39, -4.0]);
+                let make = || make().param("temperature", temperature);
+                cases.push(make().case());
+                let dlse = [0.5, -0.0, f32::NAN, 3.0, 0.0, -1e38, f32::NEG_INFINITY];
+                cases.push(make().special("logits", n).fp32("dlse", &dlse).case());
+            }
+        }
+        cases
+    }),
     ("linear_logprob", |dtype, out| {
         let of = |(m, v, k): (usize, usize, usize)| {
             let target: Vec<i32> = (0..m as i32).map(|i| i * 7 % (v as i32 + 1) - 1).collect();

@@ -489,7 +489,7 @@ impl Axis {
     pub fn applies(&self, spec: &Spec) -> bool {
         let attention = spec.class == Class::Attention && spec.gradient_of.is_none();
         let chain = spec.class == Class::Chain;
-        let gradients = chain && spec.gradient_of.is_some();
+        let gradients = spec.is_model_gradient();
         match self.applies {
             Applies::Both => true,
             Applies::Attention => attention,

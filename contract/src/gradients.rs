@@ -88,7 +88,7 @@ fn batches(file: &File) -> Result<usize, String> {
 pub fn inputs(file: &File, loss: &str) -> Result<Vec<BTreeMap<String, Tensor>>, String> {
     let batches = batches(file)?;
     let mut all = vec![BTreeMap::new(); batches];
-    for (stored, name) in if loss == "policy" { &INPUTS[..] } else { &INPUTS[..2] } {
+    for (stored, name) in if loss.starts_with("policy") { &INPUTS[..] } else { &INPUTS[..2] } {
         let tensor = file.tensors.get(*stored).ok_or_else(|| format!("tensor `{stored}` is missing"))?;
         let rows = tensor.shape().first().map_or(0, |rows| rows / batches);
         for (number, inputs) in all.iter_mut().enumerate() {

@@ -31,6 +31,8 @@ mod combine;
 mod combine_backward;
 mod embedding;
 mod embedding_dw;
+mod entropy;
+mod entropy_backward;
 mod fold;
 mod gelu_mul;
 mod gelu_mul_backward;
@@ -260,6 +262,8 @@ pub fn all() -> &'static [Spec] {
         logprob_backward::SPEC,
         linear_logprob::SPEC,
         linear_logprob_backward::SPEC,
+        entropy::SPEC,
+        entropy_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
         silu_mul::SPEC,
@@ -333,11 +337,16 @@ impl Spec {
         if self.gradient_of.is_some() { Direction::Gradient } else { Direction::Forward }
     }
 
+    /// Whether it is the gradient of a whole model.
+    pub fn is_model_gradient(&self) -> bool {
+        self.class == Class::Chain && self.direction() == Direction::Gradient
+    }
+
     /// The dtypes its float inputs may have together; those of a chain are of its weights.
     pub fn dtypes(&self) -> &'static [DType] {
         if self.class == Class::Chain {
             // Those of the attribute `dtype`.
-            return if self.gradient_of.is_some() { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS };
+            return if self.is_model_gradient() { &[DType::Bf16, DType::Fp32] } else { &DType::FLOATS };
         }
         let mut floats = self.inputs.iter().filter(|input| input.is_float());
         match floats.next() {

@@ -319,8 +319,7 @@ impl CaseSpec {
     /// Whether its golden is its outputs, and not hashes of them: for what every test runs, but for gradients, which are as
     /// large as their model.
     pub fn kept_whole(&self) -> bool {
-        let spec = self.spec();
-        self.slice == Slice::Quick && !(spec.class == Class::Chain && spec.direction() == Direction::Gradient)
+        self.slice == Slice::Quick && !self.spec().is_model_gradient()
     }
 
     /// The op's specification.

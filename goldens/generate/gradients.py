@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
+# The coefficient of the loss `policy_entropy`, which is recorded of these.
+ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "qwen3-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -51,13 +53,15 @@ def run(model, data, loss):
     """Loss, its sum by sequence, log-probabilities and gradients by name."""
     tokens, mask = data["tokens"].long(), data["mask"].bool()
     model.zero_grad()
-    logprob = logprobs(model, tokens)
+    logprob, entropy = logprobs(model, tokens)
     if loss == "nll":
         value = -logprob
     else:
         ratio = (logprob - data["old_logprob"]).exp()
         advantages = data["advantages"][:, None]
         value = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if loss == "policy_entropy":
+        value = value - ENTROPY * entropy
     value = torch.where(mask, value, torch.zeros(()))
     total = value.sum() / mask.sum()
     total.backward()
@@ -108,15 +112,20 @@ def inputs(name, folder):
         if expected is None or torch.equal(expected, routing(low, tokens)) and all(
                 torch.equal(expected, routing(model, tokens, generator)) for _ in range(6)):
             kept.append(tokens)
-    tokens = torch.cat(kept)
+    return with_loss(model, torch.cat(kept), generator)
+
+
+def with_loss(model, tokens, generator):
+    """Sequences with a mask, advantages, and log-probabilities when they were sampled."""
+    count, length = tokens.shape
     mask = (torch.rand(tokens.shape, generator=generator) < 0.7).int()
     mask[:, 0] = 0
     # The prompt of the second and the end of the third do not count.
     mask[1, : length // 2] = 0
     mask[2, -length // 3:] = 0
-    data = {"tokens": tokens.int(), "mask": mask, "advantages": torch.randn(SEQUENCES, generator=generator)}
+    data = {"tokens": tokens.int(), "mask": mask, "advantages": torch.randn(count, generator=generator)}
     with torch.no_grad():
-        logprob = logprobs(model, tokens)
+        logprob, _ = logprobs(model, tokens)
     noise = torch.randn(tokens.shape, generator=generator) * 0.3
     # Far from where ratios are clipped: there a rounding would decide which tokens have a gradient.
     near = ((noise + numpy.log(1.2)).abs() < 0.12) | ((noise + numpy.log(0.8)).abs() < 0.12)
@@ -132,11 +141,12 @@ def addition(generator):
 
 
 def logprobs(model, tokens):
-    """[B, T]: of each token given those before it."""
-    found = torch.zeros(tokens.shape)
-    logits = model(tokens).logits.float()
-    found[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-    return found
+    """[B, T] each: of each token given those before it, and the entropy of what it was drawn from."""
+    found, entropy = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
+    logp = model(tokens).logits.float().log_softmax(-1)[:, :-1]
+    found[:, 1:] = logp.gather(-1, tokens[:, 1:, None])[..., 0]
+    entropy[:, 1:] = -(logp.exp() * logp).sum(-1)
+    return found, entropy
 
 
 def routing(model, tokens, noise=None):
@@ -170,7 +180,7 @@ def main():
         data = inputs(name, folder)
         kept = {}
         models = {dtype: load(folder, dtype) for dtype in [torch.float32, torch.bfloat16]}
-        for loss in ["nll", "policy"]:
+        for loss in ["nll", "policy"] + ["policy_entropy"] * (name in WITH_ENTROPY):
             for first in range(0, SEQUENCES, SEQUENCES // BATCHES):
                 batch = {key: value[first:first + SEQUENCES // BATCHES] for key, value in data.items()}
                 *values, exact = run(models[torch.float32], batch, loss)

@@ -2,6 +2,7 @@
 """Loss curves of training by torch: AdamW in fp32, and its own mixed precision.
 
     python goldens/generate/training.py [--checkpoints tests/checkpoints] [--gradients tests/gradients] [--out tests/training.json]
+    python goldens/generate/training.py --samebits PROGRAM      # how far its curves are from those that are recorded
 
 The model has the config of `qwen3-adder` and fresh weights, which follow from integers (`fresh`), so that whoever holds
 `samebits train` to the curves draws them again. A step is 8 sequences of gradients/qwen3-adder.safetensors in their order,
@@ -9,15 +10,17 @@ from the first again behind the last; loss, clipping and AdamW are those that `s
 `clip_grad_norm_` and `AdamW`. Kept are, for every seed, the losses before each of 20 steps: `fp32`, all in fp32, and
 `mixed`: weights and moments in fp32; forward and backward read the weights rounded once to bf16, all of them, under
 `torch.autocast` to bf16. What it reads is the bf16 model that is served in the end, as `samebits train` has it, with
-the best that torch makes of it. Distances from fp32 are printed for two more ways: `autocast` alone, which reads norms and
-table in fp32, so what it trains is not what a folder in bf16 holds (a norm's weight near 1 moves by 2^-8 or not at all there);
-and `copy`, gradients of a model that is bf16 throughout.
+the best that torch makes of it. `autocast` is kept as well: autocast alone, what users call mixed precision. It reads norms and
+table in fp32, so what it trains is not what a folder in bf16 holds (a norm's weight near 1 moves by 2^-8 or not at all there). The
+distance from fp32 is printed for one more way: `copy`, gradients of a model that is bf16 throughout.
 
 Needs torch and transformers (the recorded file: torch 2.15.0, transformers 5.23.0); no network.
 """
 
 import argparse
 import json
+import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -80,14 +83,42 @@ def curve(folder, data, seed, way):
     return losses
 
 
+def of_samebits(program, folder, gradients, seed, dtype):
+    """The losses of `samebits train` from the same weights."""
+    with tempfile.TemporaryDirectory() as work:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        fresh(model, seed)
+        model.save_pretrained(f"{work}/model")
+        command = [program, "train", "--model", f"{work}/model", "--data", gradients, "--out", f"{work}/out", "--steps", STEPS,
+                   "--batch", BATCH, "--save-every", STEPS, "--lr", OPTIMIZER["lr"], "--weight-decay",
+                   OPTIMIZER["weight_decay"], "--micro-batch", BATCH, "--dtype", dtype]
+        printed = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
+    return [float(line.split()[3]) for line in printed.splitlines()]
+
+
+def compare(program, folder, gradients, recorded):
+    """Prints distances from torch's fp32 over all seeds: root mean squares, and the largest."""
+    apart = {}
+    for run in json.loads(recorded.read_text())["runs"]:
+        curves = {way: run[way] for way in ["mixed", "autocast"]}
+        curves |= {f"samebits {d}": of_samebits(program, folder, gradients, run["seed"], d) for d in ["bf16", "fp32"]}
+        for way, curve in curves.items():
+            apart.setdefault(way, []).extend(a - b for a, b in zip(curve, run["fp32"], strict=True))
+    for way, all in apart.items():
+        print(f"{way}: {(sum(x * x for x in all) / len(all)) ** 0.5:.2e} from fp32, at most {max(map(abs, all)):.2e}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, default=Path("tests/checkpoints"))
     parser.add_argument("--gradients", type=Path, default=Path("tests/gradients"))
     parser.add_argument("--out", type=Path, default=Path("tests/training.json"))
+    parser.add_argument("--samebits", metavar="PROGRAM")
     args = parser.parse_args()
     torch.set_num_threads(1)
     name = "qwen3-adder"
+    if args.samebits:
+        return compare(args.samebits, args.checkpoints / name, args.gradients / f"{name}.safetensors", args.out)
     data = load_file(args.gradients / f"{name}.safetensors")
     runs = []
     for seed in range(SEEDS):
@@ -97,7 +128,7 @@ def main():
             rms = (sum(x * x for x in apart) / STEPS) ** 0.5
             print(f"seed {seed} {way}: {rms:.2e} from fp32, at most {max(map(abs, apart)):.2e}; "
                   f"loss {found['fp32'][0]:.4f} to {found['fp32'][-1]:.4f}", flush=True)
-        runs.append({"seed": seed, "fp32": found["fp32"], "mixed": found["mixed"]})
+        runs.append({"seed": seed, **{way: found[way] for way in ["fp32", "mixed", "autocast"]}})
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     lines = ",\n".join(json.dumps(run) for run in runs)
     args.out.write_text(f'{{"versions": {json.dumps(versions)}, "runs": [\n{lines}\n]}}\n')

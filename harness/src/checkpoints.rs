@@ -4,7 +4,7 @@
 use crate::judge::Recorded;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::fill::Fill;
-use samebits_contract::spec::{Error, find};
+use samebits_contract::spec::{Class, Error, find};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
@@ -14,9 +14,6 @@ use samebits_ops::device::Device;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-
-/// The op that answers with gradients of a whole model.
-pub(crate) const GRADIENTS: &str = "chain_backward";
 
 /// Why there are no logits or gradients.
 pub(crate) enum Failure {
@@ -136,7 +133,7 @@ impl Checkpoints {
             if dtype != Some(spec.dtype) {
                 return Err(format!("vectors/{name}.safetensors: not of {}, as the case says", spec.dtype));
             }
-        } else if spec.fill == Fill::Recorded && spec.op == GRADIENTS {
+        } else if spec.fill == Fill::Recorded && spec.spec().is_model_gradient() {
             case.inputs = self.batches(spec)?.swap_remove(0);
         } else if spec.fill == Fill::Recorded {
             let mut reference = self.reference(&spec.params["model"])?;
@@ -163,7 +160,7 @@ impl Checkpoints {
 
     /// Whether cases of this op are answered here.
     pub fn answers(op: &str) -> bool {
-        ["chain", GRADIENTS].contains(&op)
+        find(op).is_some_and(|spec| spec.class == Class::Chain)
     }
 
     /// Answers a case of a whole model: logits, or gradients.
@@ -180,10 +177,10 @@ impl Checkpoints {
             Ok(checked) => checked.call,
         };
         let outputs = match device {
-            Some(_) if case.op == GRADIENTS => {
+            Some(_) if spec.is_model_gradient() => {
                 return Answer::unsupported(format!("{}: gradients of models are made on the processor", case.op));
             }
-            _ if case.op == GRADIENTS => self.gradients(cpu, case, &call),
+            _ if spec.is_model_gradient() => self.gradients(cpu, case, &call),
             _ => self.logits(cpu, device, case).map(|logits| BTreeMap::from([("logits".to_string(), logits)])),
         };
         match outputs {

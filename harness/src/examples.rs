@@ -33,12 +33,16 @@ pub struct LossOptions {
     /// policy: ratios count as at most 1 + X
     #[arg(long, default_value_t = CLIP, value_name = "X")]
     clip_high: f64,
+
+    /// policy: C times the mean entropy of the distributions that tokens that count were drawn from is subtracted
+    #[arg(long, default_value_t = 0.0, value_name = "C", allow_negative_numbers = true)]
+    entropy: f64,
 }
 
 impl LossOptions {
-    /// A loss with ratios that are clipped as by default.
-    pub fn of(loss: LossKind) -> LossOptions {
-        LossOptions { loss, clip_low: CLIP, clip_high: CLIP }
+    /// A loss with this coefficient of the entropy, and ratios that are clipped as by default.
+    pub fn of(loss: LossKind, entropy: f64) -> LossOptions {
+        LossOptions { loss, clip_low: CLIP, clip_high: CLIP, entropy }
     }
 }
 
@@ -77,10 +81,10 @@ impl Sequences {
 
     /// All of them as a batch of `groups` groups.
     pub fn batch(&self, groups: usize) -> Batch<'_> {
-        let LossOptions { clip_low: low, clip_high: high, .. } = self.options;
+        let LossOptions { clip_low: low, clip_high: high, entropy, .. } = self.options;
         let loss = match &self.policy {
             None => Loss::Nll,
-            Some((advantages, old_logprob)) => Loss::Policy { advantages, old_logprob, low, high },
+            Some((advantages, old_logprob)) => Loss::Policy { advantages, old_logprob, low, high, entropy },
         };
         Batch { sequences: &self.tokens, count: &self.count, loss, groups }
     }
@@ -97,6 +101,7 @@ impl Examples {
     }
 
     fn parse(bytes: &[u8], options: LossOptions) -> Result<Examples> {
+        ensure!(options.loss == LossKind::Policy || options.entropy == 0.0, "--entropy: only --loss policy has one");
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
         let tokens = Tokens::of(&file)?;
         let [batch, len] = tokens.shape();

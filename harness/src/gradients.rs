@@ -74,6 +74,7 @@ impl Checkpoints {
                 old_logprob: &old_logprob,
                 low: call.float("low"),
                 high: call.float("high"),
+                entropy: call.float("entropy"),
             },
             _ => Loss::Nll,
         };
@@ -116,9 +117,12 @@ fn rows<T: Copy>(values: &[T], len: usize, lengths: &[usize]) -> Vec<Vec<T>> {
     values.chunks(len.max(1)).zip(lengths).map(|(row, &length)| row[..length].to_vec()).collect()
 }
 
-/// The loss of a case.
+/// The loss of a case, by the name under which it is recorded.
 fn loss_of(params: &BTreeMap<String, String>) -> &str {
-    params.get("loss").map_or("nll", String::as_str)
+    match params.get("loss").map_or("nll", String::as_str) {
+        "policy" if params.contains_key("entropy") => "policy_entropy",
+        loss => loss,
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! Nothing here knows how an implementation works; it is asked cases and its answers are compared. A group of cases
 //! shares inputs, so the oracle and the base answers are computed once for all judgments of the group.
 
-use crate::checkpoints::{Checkpoints, GRADIENTS};
+use crate::checkpoints::Checkpoints;
 use crate::implementation::Implementation;
 use crate::probe::{self, Finding, Probe};
 use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
@@ -254,7 +254,7 @@ impl Judge<'_> {
             Status::Ok => {}
         }
         match trial.judgment {
-            Judgment::Accuracy if trial.case.op == GRADIENTS => self.gradients(trial, base),
+            Judgment::Accuracy if trial.case.spec().is_model_gradient() => self.gradients(trial, base),
             Judgment::Accuracy if trial.case.spec().class == Class::Chain => self.chain(trial, base),
             Judgment::Accuracy => {
                 let oracle =

@@ -363,6 +363,22 @@ def logprob(r):
     return ["logprob", "lse"], call, "", finish
 
 
+def entropy(r):
+    logits = r.input("logits", 2)
+    temperature = r.number("temperature", 1)
+    if temperature <= 0:
+        fail("param `temperature`: must be greater than 0")
+
+    def call():
+        scaled = logits if temperature == 1 else logits.float() / temperature
+        logp = torch.log_softmax(scaled.float(), -1)
+        # What torch.distributions.Categorical does with logits of -inf.
+        return [-(logp.clamp(min=torch.finfo(torch.float32).min) * logp.exp()).sum(-1)]
+
+    finish = lambda outputs: [outputs[0], torch.logsumexp(logits.float() / temperature, -1)]
+    return ["entropy", "lse"], call, "", finish
+
+
 def linear_logprob(r):
     x = r.input("x", 2)
     w = r.input("w", 2, [None, x.shape[1]])
@@ -454,7 +470,7 @@ def argmax(r):
 OPS = {
     f.__name__: f
     for f in (
-        gemm, gemm_dx, gemm_dw, rms_norm, add_rms_norm, attention, attention_backward, logprob, linear_logprob,
+        gemm, gemm_dx, gemm_dw, rms_norm, add_rms_norm, attention, attention_backward, logprob, entropy, linear_logprob,
         linear_logprob_backward, softmax, silu_mul, rope, add, embedding, argmax,
     )
 }

@@ -274,46 +274,74 @@ impl Block {
     }
 }
 
+/// Log-probabilities of rows' targets, and what their gradient needs: each `[n]`, in f32.
+pub(crate) struct Logprobs {
+    pub logprob: Tensor,
+    pub lse: Tensor,
+    /// Of the distributions that rows have.
+    pub entropy: Option<Tensor>,
+}
+
 impl Decoder {
-    /// `a[n,hidden]` to the log-probabilities of `targets` and what their gradient needs, each `[n]`; +0 for a target
-    /// that is negative.
-    pub fn logprob(&self, pass: &mut Pass, a: &Tensor, targets: &[i32]) -> Result<[Tensor; 2], ModelError> {
+    /// `a[n,hidden]` to the log-probabilities of `targets`, +0 for a target that is negative, and what their gradient needs;
+    /// with entropies on demand.
+    pub fn logprob(
+        &self,
+        pass: &mut Pass,
+        a: &Tensor,
+        targets: &[i32],
+        with_entropy: bool,
+    ) -> Result<Logprobs, ModelError> {
         let n = targets.len();
         let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
-        if self.attributes.softcap.is_none() {
+        if self.attributes.softcap.is_none() && !with_entropy {
             let inputs = [("x", a.view()), ("w", self.lm_head.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
             let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
             pass.op("linear_logprob", &self.attributes.none, &inputs, outputs)?;
-            return Ok([logprob, lse]);
+            return Ok(Logprobs { logprob, lse, entropy: None });
         }
+        let mut entropy = if with_entropy { Some(pass.empty(DType::Fp32, &[n])?) } else { None };
         for rows in tiles(n) {
             let logits = self.logits(pass, a.rows(rows.clone()))?;
             let target = TensorRef::new(&targets[rows.clone()], &[rows.len()])?;
-            let outputs = [("logprob", logprob.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows))];
+            let outputs = [("logprob", logprob.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows.clone()))];
             pass.op("logprob", &self.attributes.none, &[("logits", logits.view()), ("target", target)], outputs)?;
+            if let Some(entropy) = &mut entropy {
+                // It makes the same lse.
+                let outputs = [("entropy", entropy.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows))];
+                pass.op("entropy", &self.attributes.none, &[("logits", logits.view())], outputs)?;
+            }
         }
-        Ok([logprob, lse])
+        Ok(Logprobs { logprob, lse, entropy })
     }
 
-    /// From `dlogprob[n]`: that of a, in f32.
+    /// From `dlogprob[n]` and, where there are entropies, theirs: that of a, in f32.
     pub fn logprob_backward(
         &self,
         back: &mut Backward,
         a: &Tensor,
         targets: &[i32],
-        lse: &Tensor,
-        dlogprob: &Tensor,
+        of_rows: &Logprobs,
+        (dlogprob, dentropy): (&Tensor, Option<&Tensor>),
     ) -> Result<Tensor, ModelError> {
+        let lse = &of_rows.lse;
         let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        if let Some(cap) = &at.softcap {
+        if at.softcap.is_some() || dentropy.is_some() {
             for rows in tiles(n) {
                 // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
                 let few = rows.len();
                 let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-                let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+                let softcapped = match &at.softcap {
+                    None => None,
+                    Some(cap) => {
+                        let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+                        back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
+                        Some((cap, capped))
+                    }
+                };
+                let capped = softcapped.as_ref().map_or(&logits, |(_, capped)| capped);
                 let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
-                back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
                 let inputs = [
                     ("logits", capped.view()),
                     ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
@@ -321,9 +349,26 @@ impl Decoder {
                     ("dlogprob", dlogprob.rows(rows.clone())),
                 ];
                 back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
-                let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
-                let inputs = [("x", logits.view()), ("dy", dcapped.view())];
-                back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
+                if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
+                    let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
+                    let inputs = [
+                        ("logits", capped.view()),
+                        ("entropy", entropy.rows(rows.clone())),
+                        ("lse", lse.rows(rows.clone())),
+                        ("dentropy", dentropy.rows(rows.clone())),
+                    ];
+                    back.pass.op("entropy_backward", &at.none, &inputs, [("dlogits", more.view_mut())])?;
+                    dcapped = back.sum(dcapped, more)?;
+                }
+                let dlogits = match &softcapped {
+                    None => back.rounded(dcapped.view())?,
+                    Some((cap, _)) => {
+                        let mut dlogits = back.pass.empty(self.dtype, logits.shape())?;
+                        let inputs = [("x", logits.view()), ("dy", dcapped.view())];
+                        back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
+                        dlogits
+                    }
+                };
                 let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
                 back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
                 let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;

@@ -6,7 +6,7 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
-use crate::backward::{Backward, Block};
+use crate::backward::{Backward, Block, Logprobs};
 use crate::decoder::{Decoder, Runner, Stream};
 use crate::kv_cache::{KvCache, buffer};
 use crate::pass::Pass;
@@ -50,7 +50,19 @@ pub enum Loss<'a> {
         low: f64,
         /// Ratios count as at most 1 + high.
         high: f64,
+        /// So many times the mean entropy of what tokens that count were drawn from is subtracted.
+        entropy: f64,
     },
+}
+
+impl Loss<'_> {
+    /// How often the mean entropy is subtracted.
+    fn entropy(&self) -> f64 {
+        match *self {
+            Loss::Nll => 0.0,
+            Loss::Policy { entropy, .. } => entropy,
+        }
+    }
 }
 
 /// How gradients are made; nothing here may move a bit of them.
@@ -104,7 +116,7 @@ impl FromStr for Padding {
 }
 
 /// More padding is a mistake.
-const MOST_PADDING: usize = 1 << 16;
+const MOST_PADDING: usize = u16::MAX as usize;
 
 /// What [`Model::gradients`] makes.
 pub struct Gradients {
@@ -213,8 +225,11 @@ impl Batch<'_> {
                 );
             }
         }
-        if let Loss::Policy { advantages, old_logprob, low, high } = loss {
+        if let Loss::Policy { advantages, old_logprob, low, high, entropy } = loss {
             check_clip(on.cpu, low, high)?;
+            if !(entropy as f32).is_finite() {
+                return bad("entropy", format!("its coefficient is {entropy}; it must be finite"));
+            }
             if advantages.len() != sequences.len() {
                 let why = format!("there are {}; give one for each of {} sequences", advantages.len(), sequences.len());
                 return bad("advantages", why);
@@ -376,10 +391,19 @@ fn micro_batch(
     mut shown: Shown,
     sums: &mut Sums,
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
-    let mut forward = forward(on, &batch.sequences[part.clone()], run, &mut shown, true)?;
+    let with_entropy = batch.loss.entropy() != 0.0;
+    let mut forward = forward(on, &batch.sequences[part.clone()], run, &mut shown, [true, with_entropy])?;
     let logprob = std::mem::take(&mut forward.logprob);
-    let (per_sequence, dlogprob) = loss(on.cpu, batch, part, &logprob, denominator)?;
-    reverse(on, forward, &dlogprob, &mut shown, sums)?;
+    let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
+    let mut dentropy = None;
+    if let Some(entropy) = forward.entropy.take() {
+        let (term, gradients) = entropy_term(on.cpu, batch, part, &entropy, denominator)?;
+        let (a, n) = (per_sequence.clone(), [term.len()]);
+        let inputs = [("a", TensorRef::new(&a, &n)?), ("b", TensorRef::new(&term, &n)?)];
+        on.cpu.call("add", Attributes::new(), &inputs, vec![("y", TensorMut::new(&mut per_sequence, &n)?)])?;
+        dentropy = Some(gradients);
+    }
+    reverse(on, forward, (&dlogprob, dentropy.as_deref()), &mut shown, sums)?;
     Ok((per_sequence, logprob))
 }
 
@@ -387,6 +411,8 @@ fn micro_batch(
 struct MicroBatch {
     /// The log-probability of each token of each sequence, +0 for the first ones.
     logprob: Vec<Vec<f32>>,
+    /// Where it was asked for, the entropy of what each of them was drawn from.
+    entropy: Option<Vec<Vec<f32>>>,
     blocks: Vec<Block>,
     /// Of each row: 0 for padding, the token that follows, and its own.
     mask: Vec<i32>,
@@ -398,19 +424,19 @@ struct MicroBatch {
     inputs: StepInputs,
     cache: KvCache,
     stream: Stream,
-    lse: Tensor,
+    of_rows: Logprobs,
     /// What enters each layer, where layers are run again; else what the forward kept.
     entered: Vec<[Tensor; 2]>,
     kept: Option<Vec<(&'static str, Tensor)>>,
 }
 
-/// Runs some sequences forward; `keep`: a reverse pass will follow.
+/// Runs some sequences forward; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
 fn forward(
     on: &Runner,
     sequences: &[Vec<i32>],
     run: &GradientRun,
     shown: &mut Shown,
-    keep: bool,
+    [keep, with_entropy]: [bool; 2],
 ) -> Result<MicroBatch, ModelError> {
     let (decoder, c) = (on.decoder, on.config());
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
@@ -452,44 +478,72 @@ fn forward(
     }
     decoder.last_sum(&mut pass, &step, &mut stream)?;
     decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let [mut found, lse] = decoder.logprob(&mut pass, &stream.a, &targets)?;
-    pass.see(None, "logprob", &step, &mut found)?;
-    let found = found.as_slice::<f32>().expect("they are f32, and on the host");
-
-    let mut logprob: Vec<Vec<f32>> = Vec::new();
-    for (&start, &length) in starts.iter().zip(&lengths) {
-        logprob.push([&[0.0], &found[start..start + length - 1]].concat());
+    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, with_entropy)?;
+    pass.see(None, "logprob", &step, &mut of_rows.logprob)?;
+    if let Some(entropy) = &mut of_rows.entropy {
+        pass.see(None, "entropy", &step, entropy)?;
     }
+    // A row knows of the token behind it.
+    let by_token = |rows: &Tensor| -> Vec<Vec<f32>> {
+        let rows = rows.as_slice::<f32>().expect("they are f32, and on the host");
+        let sequences = starts.iter().zip(&lengths);
+        sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
+    };
+    let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (kept, blocks) = (pass.kept, arranged.blocks);
-    Ok(MicroBatch { logprob, blocks, mask, targets, tokens, starts, step, inputs, cache, stream, lse, entered, kept })
+    Ok(MicroBatch {
+        logprob,
+        entropy,
+        blocks,
+        mask,
+        targets,
+        tokens,
+        starts,
+        step,
+        inputs,
+        cache,
+        stream,
+        of_rows,
+        entered,
+        kept,
+    })
 }
 
-/// Goes back through a forward from the gradient of the log-probability of each token of each sequence.
+/// Goes back through a forward from the gradients of the log-probability and, where there is one, of the entropy of each token
+/// of each sequence.
 fn reverse(
     on: &Runner,
     forward: MicroBatch,
-    dlogprob: &[Vec<f32>],
+    (dlogprob, dentropy): (&[Vec<f32>], Option<&[Vec<f32>]>),
     shown: &mut Shown,
     sums: &mut Sums,
 ) -> Result<(), ModelError> {
     let (decoder, c) = (on.decoder, on.config());
-    let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut cache, mut stream, lse, .. } = forward;
+    let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut cache, mut stream, of_rows, .. } =
+        forward;
     let mut entered = forward.entered;
     let is_seen = shown.probe.is_some();
     let mut hook = TraceHook { probe: if is_seen { Some(shown) } else { None } };
     let mut pass = pass(on, &mut hook, forward.kept);
-    let mut drows = vec![0f32; mask.len()];
-    for (&start, dlogprob) in starts.iter().zip(dlogprob) {
-        drows[start..start + dlogprob.len() - 1].copy_from_slice(&dlogprob[1..]);
-    }
-    let mut drows = Tensor::new(drows, &[mask.len()])?;
+    let by_row = |tokens: &[Vec<f32>]| {
+        let mut rows = vec![0f32; mask.len()];
+        for (&start, of_sequence) in starts.iter().zip(tokens) {
+            rows[start..start + of_sequence.len() - 1].copy_from_slice(&of_sequence[1..]);
+        }
+        Tensor::new(rows, &[mask.len()])
+    };
+    let mut drows = by_row(dlogprob)?;
     pass.see(None, "dlogprob", &step, &mut drows)?;
+    let mut dentropy = dentropy.map(by_row).transpose()?;
+    if let Some(dentropy) = &mut dentropy {
+        pass.see(None, "dentropy", &step, dentropy)?;
+    }
 
     let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
     let angles = angles.reversed();
     let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
-    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &lse, &drows)?;
+    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers).rev() {
         if let Some([x, y]) = entered.pop() {
@@ -618,7 +672,7 @@ impl Accumulator {
             }
             let count = part.starts.len();
             let mut shown = Shown { probe: None, first: self.done };
-            reverse(&on, part, &dlogprob[at..at + count], &mut shown, &mut self.sums)?;
+            reverse(&on, part, (&dlogprob[at..at + count], None), &mut shown, &mut self.sums)?;
             at += count;
             self.done += count;
         }
@@ -679,7 +733,7 @@ impl Model {
         check_sequences(&on, sequences, run)?;
         let run_part = |part: Range<usize>| {
             let mut shown = Shown { probe: None, first: part.start };
-            forward(&on, &sequences[part], run, &mut shown, keep)
+            forward(&on, &sequences[part], run, &mut shown, [keep, false])
         };
         parts.into_iter().map(run_part).collect()
     }
@@ -701,7 +755,7 @@ fn loss(
     let old;
     let op = match batch.loss {
         Loss::Nll => "nll",
-        Loss::Policy { advantages, old_logprob, low, high } => {
+        Loss::Policy { advantages, old_logprob, low, high, .. } => {
             old = rectangle(&old_logprob[part.clone()], longest);
             inputs.push(("old_logprob", TensorRef::new(&old, &shape)?));
             inputs.push(("advantage", TensorRef::new(&advantages[part], &shape[..1])?));
@@ -714,6 +768,27 @@ fn loss(
     cpu.call(op, attributes, &inputs, outputs.into())?;
     let rows = dlogprob.chunks(longest.max(1)).zip(logprob).map(|(row, logprob)| row[..logprob.len()].to_vec());
     Ok((per_sequence.into_vec().expect("it is f32, and on the host"), rows.collect()))
+}
+
+/// What entropies of tokens add to what each of some sequences adds to the loss, and the gradient by each entropy: `nll` of
+/// them in the place of log-probabilities, times the coefficient.
+fn entropy_term(
+    cpu: &Cpu,
+    batch: &Batch,
+    part: Range<usize>,
+    entropy: &[Vec<f32>],
+    denominator: f64,
+) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
+    let factor = Attributes::new().with("factor", batch.loss.entropy());
+    let mean = Batch { loss: Loss::Nll, ..*batch };
+    let (per_sequence, gradients) = loss(cpu, &mean, part, entropy, denominator)?;
+    let scaled = |x: Vec<f32>| -> Result<Vec<f32>, ModelError> {
+        let (n, mut y) = ([x.len()], buffer::<f32>(&[x.len()])?);
+        let (inputs, outputs) = ([("x", TensorRef::new(&x, &n)?)], vec![("y", TensorMut::new(&mut y, &n)?)]);
+        cpu.call("scale", factor.clone(), &inputs, outputs)?;
+        Ok(y)
+    };
+    Ok((scaled(per_sequence)?, gradients.into_iter().map(scaled).collect::<Result<_, _>>()?))
 }
 
 /// Rows of `width` elements; 0 behind those that are shorter.
@@ -738,8 +813,13 @@ mod tests {
         let count = lengths.map(|n| (0..n).map(|t| i32::from(t % 3 > 0)).collect::<Vec<i32>>());
         let old_logprob = lengths.map(|n| (0..n).map(|t| t as f32 / -9.0).collect::<Vec<f32>>());
         let advantages = lengths.map(|n| n as f32 / 16.0 - 2.5);
-        let policy = Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5 };
-        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy)] {
+        let policy =
+            Loss::Policy { advantages: &advantages, old_logprob: &old_logprob, low: 0.75, high: 1.5, entropy: 0.0 };
+        let mut entropy = policy;
+        if let Loss::Policy { entropy, .. } = &mut entropy {
+            *entropy = 0.25;
+        }
+        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3", policy), ("qwen3", entropy), ("gemma2", entropy)] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
             let made = |groups: usize, run: GradientRun| {
@@ -824,8 +904,13 @@ mod tests {
         let model = Model::load(&dir, Precision::Fp32, &cpu).unwrap();
         let loss = |low: f64, high: f64| {
             // Every ratio is far above 1, or far below.
-            let loss =
-                Loss::Policy { advantages: &[1.0, -1.0], old_logprob: &[vec![-60.0; 3], vec![30.0; 3]], low, high };
+            let loss = Loss::Policy {
+                advantages: &[1.0, -1.0],
+                old_logprob: &[vec![-60.0; 3], vec![30.0; 3]],
+                low,
+                high,
+                entropy: 0.0,
+            };
             let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
             let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
             model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap().per_sequence
@@ -942,7 +1027,7 @@ mod tests {
         let mut alone = [1f32; 3];
         shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
         assert!(alone.iter().all(|v| v.is_nan()));
-        assert_eq!("left:65536".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
-        assert!("right:65537".parse::<Padding>().is_err());
+        assert_eq!("left:65535".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
+        assert!("right:65536".parse::<Padding>().is_err());
     }
 }

@@ -378,7 +378,7 @@ mod tests {
         );
         // The loss is finite, the norm is not.
         let old = [vec![0.0; 4], vec![0.0; 2]];
-        let loss = Loss::Policy { advantages: &[-1e30; 2], old_logprob: &old, low: 1.0, high: 1.0 };
+        let loss = Loss::Policy { advantages: &[-1e30; 2], old_logprob: &old, low: 1.0, high: 1.0, entropy: 0.0 };
         let error = advance(&mut trainer, &cpu, loss).unwrap_err().to_string();
         assert!(error.contains("step 1 has loss") && error.contains("norm inf"), "{error}");
         assert_eq!((trainer.step(), bits(trainer.state())), (0, before));

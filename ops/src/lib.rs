@@ -56,6 +56,8 @@ pub use index::argmax::argmax;
 pub use index::embedding::{embedding, embedding_packed};
 pub use index::embedding_dw::embedding_dw;
 pub use ledger::{Allowance, Counter, Ledger, PlanRecord, Why};
+pub use logprob::entropy::{Entropy, entropy};
+pub use logprob::entropy_backward::{EntropyGradients, entropy_backward};
 pub use logprob::linear_logprob::{LinearLogprob, linear_logprob, linear_logprob_packed};
 pub use logprob::linear_logprob_backward::{LogprobRows, linear_logprob_backward, linear_logprob_backward_packed};
 pub use logprob::logprob::{Logprob, logprob};
@@ -116,6 +118,8 @@ pub mod device {
     pub use crate::index::argmax::on_device as argmax;
     pub use crate::index::embedding::{embedding_at, on_device as embedding};
     pub use crate::index::embedding_dw::on_device as embedding_dw;
+    pub use crate::logprob::entropy::on_device as entropy;
+    pub use crate::logprob::entropy_backward::{DeviceGradients as EntropyGradients, on_device as entropy_backward};
     pub use crate::logprob::linear_logprob::device::linear_logprob;
     pub use crate::logprob::linear_logprob_backward::device::{DeviceRows as LogprobRows, linear_logprob_backward};
     pub use crate::logprob::logprob::on_device as logprob;

@@ -146,6 +146,11 @@ CASES = {
         lambda q, k, v: attended(q, k, v, BATCH_POS, LENGTH),
     ),
     "logprob": ([(5, 9)], lambda z: ops.logprob(z, TOKENS), lambda z: logprobs(z, TOKENS)),
+    "entropy": (
+        [(5, 9)],
+        lambda z: ops.entropy(z),
+        lambda z: (torch.distributions.Categorical(logits=z).entropy(), z.logsumexp(-1)),
+    ),
     "linear_logprob": (
         [(5, 16), (9, 16)],
         lambda x, w: ops.linear_logprob(x, w, TOKENS),

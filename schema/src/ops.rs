@@ -23,6 +23,8 @@ pub mod combine;
 pub mod combine_backward;
 pub mod embedding;
 pub mod embedding_dw;
+pub mod entropy;
+pub mod entropy_backward;
 pub mod fold;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
@@ -82,6 +84,8 @@ pub static OPS: &[&Op] = &[
     &logprob_backward::OP,
     &linear_logprob::OP,
     &linear_logprob_backward::OP,
+    &entropy::OP,
+    &entropy_backward::OP,
     &softmax::OP,
     &softmax_backward::OP,
     &silu_mul::OP,

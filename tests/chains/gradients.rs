@@ -56,6 +56,9 @@ fn the_verb_writes_the_same_file_or_one_line() {
     let all: &[&str] =
         &["--loss", "policy", "--micro-batch", "3", "--pad", "left:2", "--pack", "--recompute", "--isa", "scalar"];
     assert!(made(&[all, &["--threads", "3", "--budget", "300000"]].concat()) == expected);
+    let bonus = made(&["--loss", "policy", "--entropy", "0.25"]);
+    assert!(bonus != expected, "the entropy is a part of the loss");
+    assert!(made(&[all, &["--entropy", "0.25", "--threads", "3"]].concat()) == bonus);
     let grouped = made(&["--loss", "policy", "--groups", "4"]);
     assert!(made(&["--loss", "policy", "--groups", "4", "--ranks", "2"]) == grouped);
     assert!(grouped != expected, "other groups are another sum");
@@ -115,6 +118,9 @@ fn the_verb_writes_the_same_file_or_one_line() {
     broken(&tokens, &["--pad", "up:1"], "`up:1` is not left:N, right:N or none");
     broken(&tokens, &["--dtype", "fp16"], "gradients are made in bf16 or fp32");
     broken(&tokens, &["--loss", "policy", "--clip-low", "2"], "low");
+    broken(&tokens, &["--loss", "policy", "--clip-high=-0.1"], "high");
+    broken(&tokens, &["--loss", "policy", "--entropy", "inf"], "entropy: its coefficient is inf; it must be finite");
+    broken(&tokens, &["--entropy", "0.1"], "--entropy: only --loss policy has one");
     broken(&tokens, &["--budget", "10"], "a budget of 10 bytes is below the smallest plan");
     let nan = |all: &mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>| {
         all.get_mut("advantages").unwrap().2[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
@@ -130,6 +136,20 @@ fn the_verb_writes_the_same_file_or_one_line() {
     broken(&shape, &[], "tensor `mask`: shape [12, 64] must be [64, 12]");
     let none = changed("qwen3-moe", dir.path(), |all| drop(all.remove("old_logprob")));
     broken(&none, &["--loss", "policy"], "tensor `old_logprob`: missing");
+    let far = changed("qwen3-moe", dir.path(), |all| {
+        all.get_mut("old_logprob")
+            .unwrap()
+            .2
+            .chunks_exact_mut(4)
+            .for_each(|o| o.copy_from_slice(&f32::NAN.to_le_bytes()));
+    });
+    broken(&far, &["--loss", "policy"], "is NaN; it must be finite");
+    let halves = changed("qwen3-moe", dir.path(), |all| all.get_mut("advantages").unwrap().0 = Dtype::I32);
+    broken(&halves, &["--loss", "policy"], "tensor `advantages`: dtype is I32; it must be F32");
+    let floats = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().0 = Dtype::F32);
+    broken(&floats, &[], "tokens");
+    let below = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().2[..4].fill(255));
+    broken(&below, &[], "the vocabulary is 0 to 159");
     let outside = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().2[..4].fill(9));
     broken(&outside, &[], "the vocabulary is 0 to 159");
 }
@@ -152,7 +172,8 @@ fn shown(model: &Model, run: &GradientRun, clip: Option<f64>, probe: &mut dyn Pr
     let sequences = SEQUENCES.map(<[i32]>::to_vec);
     let count = SEQUENCES.map(|tokens| (0..tokens.len()).map(|t| i32::from(t > 0)).collect::<Vec<i32>>());
     let old = SEQUENCES.map(|tokens| vec![-1.0; tokens.len()]);
-    let policy = clip.map(|low| Loss::Policy { advantages: &[1.0; 4], old_logprob: &old, low, high: 0.2 });
+    let policy =
+        clip.map(|low| Loss::Policy { advantages: &[1.0; 4], old_logprob: &old, low, high: 0.2, entropy: 0.0 });
     let batch = Batch { sequences: &sequences, count: &count, loss: policy.unwrap_or(Loss::Nll), groups: 1 };
     model.gradients(&Cpu::best(), &batch, run, Some(probe), |_| {})
 }

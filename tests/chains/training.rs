@@ -217,6 +217,26 @@ fn a_killed_run_ends_with_the_same_bits() {
     assert!(audit.status.success(), "{}", String::from_utf8_lossy(&audit.stdout));
 }
 
+/// What cannot be run is refused in one line, and leaves no folder.
+#[test]
+fn what_is_refused_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let refused = |extra: &[&str], part: &str| {
+        let found = train("2", &out, extra);
+        let line = String::from_utf8_lossy(&found.stderr).to_string();
+        assert_eq!((found.status.code(), line.lines().count()), (Some(2), 1), "{extra:?}: {line}");
+        assert!(line.contains(part) && !out.exists(), "{extra:?}: {line}");
+    };
+    refused(&["--entropy", "0.1"], "--entropy: only --loss policy has one");
+    refused(&["--loss", "policy", "--clip-low", "1.5"], "low");
+    refused(&["--loss", "policy", "--entropy", "NaN"], "entropy: its coefficient is NaN");
+    refused(&["--ranks", "3"], "3 ranks do not divide");
+    refused(&["--beta1", "1.5"], "beta1");
+    refused(&["--max-norm", "0"], "max_norm");
+    refused(&["--pad", "left:65536"], "N at most 65535");
+}
+
 /// A disk that takes no more of a state: one line, the state before as it was, and the next run goes on from it. The limit on
 /// the size of files stands for the disk; the signal that comes with it is ignored, so that the write fails as on a full one.
 #[cfg(unix)]

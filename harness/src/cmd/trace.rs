@@ -19,8 +19,8 @@ use std::process::ExitCode;
 /// where the difference was made, because everything it was made from is equal. Ends with 1 where they differ.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype, device; of gradients loss, micro-batch, pad,
-    /// pack, groups, ranks, recompute, budget, isa, threads, dtype
+    /// A dump, or settings: schedule, batch, pages, order, isa, threads, dtype, device; of gradients loss, entropy, micro-batch,
+    /// pad, pack, groups, ranks, recompute, budget, isa, threads, dtype
     a: String,
 
     /// The same for the other run
@@ -121,7 +121,7 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
 fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let default = args.machine.cpu(None)?;
     let (mut isa, mut threads, mut budget, mut dtype) = (default.isa(), default.threads(), usize::MAX, Precision::Bf16);
-    let (mut run, mut groups, mut loss) = (GradientRun::default(), 1, LossKind::Nll);
+    let (mut run, mut groups, mut loss, mut entropy) = (GradientRun::default(), 1, LossKind::Nll, 0.0);
     for word in settings.split(',') {
         let (key, value) = word.split_once('=').with_context(|| {
             format!("{settings}: `{word}` is no setting of gradients; use loss=nll, micro-batch=3, ..")
@@ -131,6 +131,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
         let flag = || value.parse::<bool>().with_context(|| format!("{word}: give true or false"));
         match key {
             "loss" => loss = LossKind::from_str(value, false).map_err(|_| anyhow!("{word}: use nll or policy"))?,
+            "entropy" => entropy = value.parse().with_context(|| format!("{word}: give a number"))?,
             "micro-batch" => run.micro_batch = count()?,
             "pad" => run.padding = value.parse()?,
             "pack" => run.pack = flag()?,
@@ -142,8 +143,8 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
             "threads" => threads = count()?,
             "dtype" => dtype = value.parse()?,
             _ => bail!(
-                "{word}: no such setting of gradients; use loss, micro-batch, pad, pack, groups, ranks, recompute, budget, isa, \
-                 threads or dtype"
+                "{word}: no such setting of gradients; use loss, entropy, micro-batch, pad, pack, groups, ranks, recompute, \
+                 budget, isa, threads or dtype"
             ),
         }
     }
@@ -152,7 +153,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
         bail!("{settings}: is not a file; for settings give --model and --tokens");
     };
     let cpu = Cpu::new(isa, threads, budget)?;
-    let examples = Examples::read(tokens, LossOptions::of(loss))?;
+    let examples = Examples::read(tokens, LossOptions::of(loss, entropy))?;
     let loading = Loading::of(model);
     let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);

@@ -92,6 +92,16 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
+    let is_new = !args.out.exists();
+    let found = train(args);
+    if is_new && found.is_err() {
+        // Where nothing was written, nothing stays: a folder that holds something is not removed.
+        let _ = std::fs::remove_dir(&args.out);
+    }
+    found
+}
+
+fn train(args: &Args) -> Result<ExitCode> {
     let cpu = args.machine.cpu(args.how.budget)?;
     ensure!(args.dtype != Precision::Fp16, "--dtype fp16: models are trained in bf16 or fp32");
     ensure!(args.save_every > 0, "--save-every 0: give at least 1");

@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 38] = [
+pub const HANDS_ON: [&str; 39] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -44,6 +44,7 @@ pub const HANDS_ON: [&str; 38] = [
     "layer_norm_backward",
     "norm_rope_backward",
     "logprob_backward",
+    "entropy_backward",
     "fold",
     "token_sum",
     "rms_norm_dw",
@@ -393,6 +394,18 @@ impl Probe<'_> {
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
             "add" | "logprob_backward" => self.sum(op, &[v, -0.0]),
+            // The gradient of lse, at an element that has a probability of 1.
+            "entropy_backward" => {
+                let one = |v: f64| Tensor::fp32(&[1], vec![v as f32]);
+                let inputs = vec![
+                    ("logits", make(&[1, 1], &[0.0])),
+                    ("entropy", one(0.0)),
+                    ("lse", one(0.0)),
+                    ("dentropy", one(0.0)),
+                    ("dlse", one(v)),
+                ];
+                self.one(op, &[], inputs, "dlogits")
+            }
             "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
             "softcap_backward" => {
                 self.one(op, &[], vec![("x", make(&[1, 1], &[0.0])), ("dy", make(&[1, 1], &[v]))], "dx")

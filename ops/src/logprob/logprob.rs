@@ -189,7 +189,7 @@ impl Denominator {
     /// That of `x * scale`, whose weights are left in the first elements of `kept`. A row without one leaves nothing.
     #[inline(always)]
     pub fn of_row<S: Simd, I: Element>(s: S, x: &[I], scale: f32, kept: &mut [f32]) -> Denominator {
-        let (n, special) = reference(s, x, scale);
+        let Reference { n, special, .. } = Reference::of(s, x, scale);
         if let Some(sum) = special {
             return Denominator { n, sum };
         }
@@ -204,7 +204,8 @@ impl Denominator {
         Denominator { n, sum: join(part) }
     }
 
-    fn lse(&self) -> f32 {
+    /// Its logarithm, as logprob has it.
+    pub fn lse(&self) -> f32 {
         match self.sum {
             0.0 => f32::NEG_INFINITY,
             sum if sum.is_nan() => f32::narrow(sum),
@@ -225,7 +226,7 @@ impl<I: Element> Kernel for Total<'_, I> {
     type Output = Denominator;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Denominator {
-        let (n, special) = reference(s, self.x, self.scale);
+        let Reference { n, special, .. } = Reference::of(s, self.x, self.scale);
         if let Some(sum) = special {
             return Denominator { n, sum };
         }
@@ -255,23 +256,36 @@ const TILE: usize = 1024;
 /// Elements whose lines of the next row are asked for at a time: more would fill the queue of misses.
 const ASKED: usize = 128;
 
-/// The reference point of the row `x * scale`, and the sum that a row without weights has: NaN or +0.
-#[inline(always)]
-pub(crate) fn reference<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> (f32, Option<f32>) {
-    let (largest, invalid) = s.enter(Largest(x));
-    // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
-    // exponent.
-    let largest = largest * scale;
-    let n = (largest * LOG2E_HI).round_ties_even();
-    if invalid || largest == f32::INFINITY {
-        (n, Some(f32::NAN))
-    } else if largest == f32::NEG_INFINITY {
-        (n, Some(0.0))
-    } else if n.is_infinite() {
-        // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
-        (n, Some(f32::NAN))
-    } else {
-        (n, None)
+/// What weights of a row are measured by.
+pub(super) struct Reference {
+    /// The largest element.
+    pub top: f32,
+    /// The reference point: its exponent.
+    pub n: f32,
+    /// The sum that a row without weights has: NaN or +0.
+    pub special: Option<f32>,
+}
+
+impl Reference {
+    /// That of the row `x * scale`.
+    #[inline(always)]
+    pub fn of<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> Reference {
+        let (largest, invalid) = s.enter(Largest(x));
+        // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
+        // exponent.
+        let top = largest * scale;
+        let n = (top * LOG2E_HI).round_ties_even();
+        let special = if invalid || top == f32::INFINITY {
+            Some(f32::NAN)
+        } else if top == f32::NEG_INFINITY {
+            Some(0.0)
+        } else if n.is_infinite() {
+            // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
+            Some(f32::NAN)
+        } else {
+            None
+        };
+        Reference { top, n, special }
     }
 }
 

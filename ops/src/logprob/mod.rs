@@ -1,5 +1,7 @@
 //! Softmax of rows, what is made of its denominator, and gradients of both.
 
+pub(crate) mod entropy;
+pub(crate) mod entropy_backward;
 pub(crate) mod linear_logprob;
 pub(crate) mod linear_logprob_backward;
 pub(crate) mod logprob;
@@ -11,6 +13,8 @@ use crate::call::Entry;
 
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] = &[
+    &entropy::OP,
+    &entropy_backward::OP,
     &linear_logprob::OP,
     &linear_logprob_backward::OP,
     &logprob::OP,

@@ -253,6 +253,7 @@ fn large_outputs_have_the_bits_of_small_ones() {
         "softmax",
         "softmax_backward",
         "logprob_backward",
+        "entropy_backward",
         "rms_norm",
         "add_rms_norm",
         "layer_norm",

@@ -201,6 +201,17 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             let shape = Logprob { temperature: 0.7, ..Logprob::new(3, n) };
             logprob_backward(&r.cpu, &shape, &r.floats::<I>(3 * n), &target, &lse, gradients, &mut r.room::<O>(3 * n))
         }),
+        ("entropy", |r, n| {
+            let (mut h, mut lse) = (r.room(3), r.room(3));
+            let shape = Entropy { temperature: 0.7, ..Entropy::new(3, n) };
+            entropy(&r.cpu, &shape, &r.floats::<I>(3 * n), &mut h, &mut lse)
+        }),
+        ("entropy_backward", |r, n| {
+            let [h, lse, dentropy, dlse] = [(); 4].map(|()| r.floats(3));
+            let gradients = EntropyGradients { entropy: &h, lse: &lse, dentropy: &dentropy, dlse: Some(&dlse) };
+            let shape = Entropy { temperature: 0.7, ..Entropy::new(3, n) };
+            entropy_backward(&r.cpu, &shape, &r.floats::<I>(3 * n), gradients, &mut r.room::<O>(3 * n))
+        }),
         // n is T, and for the step a number of elements.
         ("nll", |r, n| {
             let (logprob, count) = (r.floats(3 * n), r.ints((0..3 * n as i32).map(|i| i % 3)));

@@ -194,9 +194,10 @@ fn weight(m: f32, i: f32, n: f32) -> f32 {
 pub(crate) const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
 pub(crate) const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
 
-/// The logarithm of `l * 2^n`, as section 3 computes it.
-fn lse_of(n: f32, l: f32) -> f32 {
-    const LN2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
+const LN2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
+
+/// The logarithm of l, as section 3 computes it.
+fn ln_of(l: f32) -> f64 {
     let (l, mut e) = (f64::from(l), 0.0);
     let mut z = f64::from_bits((l.to_bits() & 0x000F_FFFF_FFFF_FFFF) | 0x3FF0_0000_0000_0000);
     e += (l.to_bits() >> 52) as f64 - 1023.0;
@@ -207,7 +208,12 @@ fn lse_of(n: f32, l: f32) -> f32 {
     let q = s * s;
     let r = [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0].into_iter();
     let r = r.fold(1.0 / 21.0, |r: f64, d: f64| r.mul_add(q, 1.0 / d));
-    f64::from(n).mul_add(LN2, e.mul_add(LN2, (2.0 * s) * r)) as f32
+    e.mul_add(LN2, (2.0 * s) * r)
+}
+
+/// The logarithm of `l * 2^n`.
+fn lse_of(n: f32, l: f32) -> f32 {
+    f64::from(n).mul_add(LN2, ln_of(l)) as f32
 }
 
 /// Largest exponent, sum of the weights, and the weights of a row; no weights where the row is NaN.
@@ -330,6 +336,77 @@ fn check_logprob_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u
         for cpu in cpus() {
             let mut dlogits = vec![O::narrow(f32::NAN); rows * n];
             logprob_backward(&cpu, &shape, &logits, &target, &lse, gradients, &mut dlogits).unwrap();
+            assert_eq!(bits(&dlogits), expected, "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
+        }
+    }
+}
+
+/// `[entropy, lse]` of every row of `vocab` logits.
+fn entropy_page(vocab: usize, temperature: f64, logits: &[f32]) -> [Vec<f32>; 2] {
+    let inverse = (1.0 / temperature) as f32;
+    let [_, lse] = logprob_page(vocab, temperature, logits, &vec![-1; logits.len() / vocab]);
+    let of_row = |(row, &lse): (&[f32], &f32)| {
+        let x: Vec<f32> = row.iter().map(|z| z * inverse).collect();
+        let Some((_, l, weights)) = weights_page(&x).filter(|_| lse.is_finite()) else { return f32::NAN };
+        let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let (t, _) = exp_split(top, LOG2E_HI, LOG2E_LO);
+        let s = join(std::array::from_fn(|i| {
+            let terms = segment(x.len(), i).map(|j| (weights[j], x[j]));
+            lanes(terms.enumerate(), |acc, (w, x)| if w == 0.0 { acc } else { w.mul_add(top - x, acc) })
+        }));
+        ((ln_of(l) - ln_of(t)) + f64::from(s) / f64::from(l)) as f32
+    };
+    [logits.chunks(vocab).zip(&lse).map(of_row).collect(), lse]
+}
+
+fn check_entropy<I: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+    let mut logits: Vec<I> = values(seed, rows * n, spread);
+    strew(&mut logits, seed, special);
+    let temperature = [1.0, 0.7, 1.3][seed as usize % 3];
+    let shape = Entropy { rows, vocab: n, temperature };
+    let expected = entropy_page(n, temperature, &widened(&logits)).map(|v| all_rounded::<f32>(&v));
+    for cpu in cpus() {
+        let (mut h, mut lse) = (vec![9f32; rows], vec![9f32; rows]);
+        entropy(&cpu, &shape, &logits, &mut h, &mut lse).unwrap();
+        assert_eq!([bits(&h), bits(&lse)], expected, "{cpu:?} {rows}x{n}, {}", I::NAME);
+    }
+}
+
+/// entropy_backward of a row, before the last rounding.
+fn entropy_backward_page(z: &[f32], [h, lse, dentropy, dlse]: [f32; 4], temperature: f64) -> Vec<f32> {
+    let inverse = (1.0 / temperature) as f32;
+    let element = |z: &f32| {
+        let d = z * inverse - lse;
+        let p = exp_or_nothing(d);
+        let t = if p == 0.0 { 0.0 } else { d + h };
+        p * (-dentropy).mul_add(t, dlse) * inverse
+    };
+    z.iter().map(element).collect()
+}
+
+fn check_entropy_backward<I: Stored, O: Stored>(rows: usize, n: usize, spread: u32, seed: u64, special: &[f32]) {
+    let mut logits: Vec<I> = values(seed, rows * n, spread);
+    strew(&mut logits, seed, special);
+    let z = rows_of(&logits, n);
+    let temperature = [1.0, 0.7, 1.3][seed as usize % 3];
+    let shape = Entropy { rows, vocab: n, temperature };
+    let [mut h, mut lse] = entropy_page(n, temperature, &z.concat());
+    let (mut dentropy, mut dlse): (Vec<f32>, Vec<f32>) = (values(seed + 2, rows, 5), values(seed + 3, rows, 5));
+    // Any number may stand in the place of what entropy returned.
+    for (&v, values) in special.iter().zip([&mut lse, &mut dentropy, &mut dlse, &mut h]) {
+        strew(values, seed, &[v]);
+    }
+    for with in [true, false] {
+        let page = |r: usize| {
+            let given = [h[r], lse[r], dentropy[r], if with { dlse[r] } else { 0.0 }];
+            entropy_backward_page(&z[r], given, temperature)
+        };
+        let expected = all_rounded::<O>(&(0..rows).flat_map(page).collect::<Vec<_>>());
+        let gradients =
+            EntropyGradients { entropy: &h, lse: &lse, dentropy: &dentropy, dlse: with.then_some(&dlse[..]) };
+        for cpu in cpus() {
+            let mut dlogits = vec![O::narrow(f32::NAN); rows * n];
+            entropy_backward(&cpu, &shape, &logits, gradients, &mut dlogits).unwrap();
             assert_eq!(bits(&dlogits), expected, "{cpu:?} {rows}x{n}, {} to {}", I::NAME, O::NAME);
         }
     }
@@ -668,6 +745,30 @@ proptest! {
         check_logprob_backward::<f32, bf16>(rows, n, spread, seed, &special);
         check_logprob_backward::<f32, f32>(rows, n, spread, seed, &special);
         check_logprob_backward::<f16, f16>(rows, n, spread, seed, &special);
+    }
+
+    #[test]
+    fn entropy_is_the_page(
+        rows in 1usize..4, n in prop_oneof![3 => 1usize..700, 1 => 1usize..3000, 1 => 8180usize..8700], spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..4),
+    ) {
+        let seed = seed >> 3;
+        check_entropy::<bf16>(rows, n, spread, seed, &special);
+        check_entropy::<f32>(rows, n, spread, seed, &special);
+        check_entropy::<f16>(rows, n, spread, seed, &special);
+    }
+
+    #[test]
+    fn entropy_backward_is_the_page(
+        rows in 1usize..4, n in 1usize..1500, spread in 1u32..7, seed: u64,
+        special in prop::collection::vec(prop::sample::select(SPECIAL.to_vec()), 0..5),
+    ) {
+        let seed = seed >> 3;
+        check_entropy_backward::<bf16, bf16>(rows, n, spread, seed, &special);
+        check_entropy_backward::<bf16, f32>(rows, n, spread, seed, &special);
+        check_entropy_backward::<f32, bf16>(rows, n, spread, seed, &special);
+        check_entropy_backward::<f32, f32>(rows, n, spread, seed, &special);
+        check_entropy_backward::<f16, f16>(rows, n, spread, seed, &special);
     }
 
     /// Gradients so small that their products underflow, zeros of both signs behind them: a lane may be -0, and with every

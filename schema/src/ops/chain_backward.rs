@@ -23,6 +23,13 @@ pub static OP: Op = Op {
         Attribute::choice("loss", &["nll", "policy"], "minus the mean log-probability, or the clipped policy gradient"),
         LOW,
         HIGH,
+        Attribute::float(
+            "entropy",
+            Included(-1e30),
+            Included(1e30),
+            "0",
+            "policy: so many times the mean entropy of what tokens were drawn from is subtracted; rounded to f32",
+        ),
         GROUPS,
         Attribute::count("ranks", 1, "1", "how many ranks the groups are dealt to"),
         Attribute::count("micro_batch", 1, "1", "how many sequences of a group go forward and back together"),
@@ -43,7 +50,7 @@ pub static OP: Op = Op {
     ],
     row_axes: 2,
     refused: "another `pad`; `groups` that are no power of two, or more than 65536, or that `ranks` do not divide; a policy \
-              without advantage and old_logprob, and either of them without it",
+              without advantage and old_logprob, and any of them, or `entropy`, without it",
     check,
     gradient_of: Some("chain"),
     ..Op::PLAIN
@@ -60,6 +67,9 @@ fn check(call: &Call) -> Result<(), Error> {
         return invalid(format!("param `pad`: `{pad}` is not none, left:N or right:N with N at most 65535"));
     }
     let policy = call.word("loss") == "policy";
+    if !policy && call.float("entropy") != 0.0 {
+        return invalid("param `entropy`: loss = nll has none; leave it out or use policy".into());
+    }
     match ["advantage", "old_logprob"].into_iter().find(|name| call.has(name) != policy) {
         Some(name) if policy => invalid(format!("input `{name}`: missing; loss = policy reads it")),
         Some(name) => invalid(format!("input `{name}`: loss = nll reads none; leave it out or use policy")),

@@ -48,8 +48,14 @@ DEVICE Segment segment_of_warp(long long count) {
     return Segment{from, min(count, from + length)};
 }
 
-// Two passes: the largest exponent, then the weights below it. For every row there is.
-DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
+// What weights of a row are measured by: its largest element and the exponent of that; `sum` is the one of a row without
+// weights, which is `special`.
+struct Reference {
+    float top, n, sum;
+    bool special;
+};
+
+DEVICE Reference reference(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
     bool aligned = aligned16(x);
     float largest = -INFINITE;
     bool invalid = false;
@@ -64,13 +70,19 @@ DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale,
     }
     invalid = __syncthreads_or(invalid);
     // Rounding a product by a positive scale grows with x, and so does the exponent of the product.
-    largest = __fmul_rn(largest_of_block(largest, room), scale);
-    float n = rintf(__fmul_rn(largest, LOG2E_HI));
-    if (invalid || largest == INFINITE) return Denominator{n, NOT_A_NUMBER};
-    if (largest == -INFINITE) return Denominator{n, 0.0f};
+    float top = __fmul_rn(largest_of_block(largest, room), scale);
+    float n = rintf(__fmul_rn(top, LOG2E_HI));
+    if (invalid || top == INFINITE) return Reference{top, n, NOT_A_NUMBER, true};
+    if (top == -INFINITE) return Reference{top, n, 0.0f, true};
     // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
-    if (fabsf(n) == INFINITE) return Denominator{n, NOT_A_NUMBER};
+    return Reference{top, n, NOT_A_NUMBER, fabsf(n) == INFINITE};
+}
 
+// Two passes: the largest exponent, then the weights below it. For every row there is.
+DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
+    Reference r = reference(x, count, scale, room);
+    if (r.special) return Denominator{r.n, r.sum};
+    bool aligned = aligned16(x);
     Segment segment = segment_of_warp(count);
     Eight lanes = no_lanes();
     for (long long at = segment.from + threadIdx.x % 32 * 8; at < segment.to; at += 256) {
@@ -78,10 +90,10 @@ DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale,
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             Split s = exp_split(__fmul_rn(v.v[j], scale), LOG2E_HI, LOG2E_LO);
-            lanes.v[j] = __fadd_rn(lanes.v[j], weight(s.m, s.i, n));
+            lanes.v[j] = __fadd_rn(lanes.v[j], weight(s.m, s.i, r.n));
         }
     }
-    return Denominator{n, join_warps(fold_lanes(lanes), room)};
+    return Denominator{r.n, join_warps(fold_lanes(lanes), room)};
 }
 
 // The share of an element of the row, NaN where there is none.

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Gradients of models that are not in the repository: against torch's, and the same bits in every way to run.
+
+    python goldens/generate/heldout.py [--samebits PROGRAM] [--work DIR] [--batches N] [FAMILY[:NUMBER] ...]
+
+For every family three tiny models with random weights in shapes of their own (`SHAPES`: odd sizes, other heads, tied and not,
+windows, biases, other positions), each with some batches of sequences and masks. Of each model and loss one line: the
+largest ratio, over parameters, of the error of samebits' bf16 gradient to that of torch's bf16, both against torch's fp32
+and both root mean squares over the batches, with the parameter (the error of a log-probability is one draw that a whole sequence
+shares, so one of few batches may be large by chance); the largest error of samebits' fp32 gradient as a share of its
+length; and in how many ways to run the gradient file has the bytes of the plain way. Exit code 1 where a ratio is above 1, an
+error above 1e-4 or a file differs. Routing is the same in all runs, as in gradients.py. Nothing is recorded. Needs torch
+and transformers; no network.
+"""
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import checkpoints
+import gradients
+
+SEQUENCES = 8
+COMMON = dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+# Sizes that all families take, by number.
+SIZES = [
+    dict(hidden_size=50, intermediate_size=70, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=1,
+         vocab_size=101, tie_word_embeddings=True),
+    dict(hidden_size=66, intermediate_size=131, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=3,
+         vocab_size=203, tie_word_embeddings=False),
+    dict(hidden_size=72, intermediate_size=77, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+         vocab_size=97, tie_word_embeddings=False),
+]
+LATENT = dict(moe_intermediate_size=26, first_k_dense_replace=1)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, mlp_only_layers=[], decoder_sparse_step=1)
+ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
+SHAPES = {
+    "Qwen3": [dict(head_dim=14, rope_parameters=ROPE(1e6)), dict(head_dim=22, rope_parameters=ROPE(5e4)),
+              dict(head_dim=10, rope_parameters=ROPE(1e4), attention_bias=True)],
+    "Qwen2": [dict(rope_parameters=ROPE(1e6)), dict(rope_parameters=ROPE(1e4), use_sliding_window=True, sliding_window=5,
+                                                    max_window_layers=1),
+              dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
+    "Llama": [dict(attention_bias=True), dict(mlp_bias=True, rope_parameters=ROPE(5e5)),
+              dict(rope_parameters=dict(checkpoints.LLAMA3, factor=4.0))],
+    "Mistral": [dict(sliding_window=3, head_dim=18), dict(sliding_window=9), dict(sliding_window=None, head_dim=20)],
+    "Gemma2": [dict(head_dim=12, sliding_window=4, query_pre_attn_scalar=17, final_logit_softcapping=5.0,
+                    attn_logit_softcapping=3.0),
+               dict(head_dim=22, sliding_window=7, query_pre_attn_scalar=22, final_logit_softcapping=20.0,
+                    attn_logit_softcapping=30.0, tie_word_embeddings=True),
+               dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, final_logit_softcapping=8.0,
+                    attn_logit_softcapping=6.0, tie_word_embeddings=True)],
+    "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
+             dict(rope_parameters=dict(checkpoints.LONG))],
+    "Mixtral": [dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=None),
+                dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+                dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=None)],
+    "Qwen3Moe": [dict(EXPERTS, head_dim=10, norm_topk_prob=False), dict(EXPERTS, head_dim=22, norm_topk_prob=True),
+                 dict(EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[1], num_experts=4)],
+    "DeepseekV2": [dict(LATENT, num_key_value_heads=5, q_lora_rank=18, kv_lora_rank=22, qk_nope_head_dim=10,
+                        qk_rope_head_dim=6, v_head_dim=14, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+                        topk_method="greedy", n_group=1, topk_group=1, routed_scaling_factor=1.0),
+                   dict(LATENT, q_lora_rank=None, kv_lora_rank=30, qk_nope_head_dim=18, qk_rope_head_dim=10, v_head_dim=8,
+                        n_routed_experts=6, n_shared_experts=2, num_experts_per_tok=2, n_group=3, topk_group=2,
+                        topk_method="group_limited_greedy", routed_scaling_factor=0.7),
+                   dict(LATENT, num_key_value_heads=6, q_lora_rank=26, kv_lora_rank=16, qk_nope_head_dim=12,
+                        qk_rope_head_dim=4, v_head_dim=12, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=3,
+                        topk_method="greedy", n_group=1, topk_group=1, routed_scaling_factor=2.0)],
+    "DeepseekV3": [dict(LATENT, num_key_value_heads=5, q_lora_rank=18, kv_lora_rank=22, qk_nope_head_dim=10,
+                        qk_rope_head_dim=6, v_head_dim=14, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+                        n_group=1, topk_group=1, routed_scaling_factor=1.0),
+                   dict(LATENT, q_lora_rank=None, kv_lora_rank=30, qk_nope_head_dim=18, qk_rope_head_dim=10, v_head_dim=8,
+                        n_routed_experts=6, n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
+                        routed_scaling_factor=1.7),
+                   dict(LATENT, num_key_value_heads=6, q_lora_rank=26, kv_lora_rank=16, qk_nope_head_dim=12,
+                        qk_rope_head_dim=4, v_head_dim=12, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2,
+                        n_group=2, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=False)],
+}
+# Ways to run; none moves a bit.
+WAYS = [["--micro-batch", "2"], ["--micro-batch", "3"], ["--micro-batch", str(SEQUENCES)], ["--pad", "left:3"],
+        ["--pad", "right:5", "--micro-batch", "3"], ["--pack", "--micro-batch", "3"],
+        ["--pack", "--pad", "left:2", "--micro-batch", str(SEQUENCES)], ["--recompute"],
+        ["--recompute", "--micro-batch", "3", "--pad", "left:1"], ["--threads", "1"], ["--threads", "3"], ["--budget", "400000"],
+        ["--isa", "scalar"], ["--isa", "avx2"], ["--isa", "avx512"]]
+RANKS = [["--groups", "8", "--ranks", ranks] for ranks in ["1", "2", "4", "8"]]
+LOSSES = {"nll": [], "policy": ["--loss", "policy"],
+          "policy_entropy": ["--loss", "policy", "--entropy", str(gradients.ENTROPY)]}
+
+
+def grad(program, model, tokens, out, *words):
+    command = [program, "grad", "--model", model, "--tokens", tokens, "--out", out, *words]
+    found = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))}: {found.stderr}")
+    return out
+
+
+def make(family, number, folder, batches):
+    """A model in a folder, and its batches."""
+    generator = torch.Generator().manual_seed(977 * number + len(family))
+    torch.manual_seed(number)
+    sizes = COMMON | SIZES[number] | SHAPES[family][number]
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    checkpoints.weights(model, generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    # Grouped products of experts ask for other sizes.
+    load = lambda dtype: transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
+    exact, low = load(torch.float32), load(torch.bfloat16)
+    length = 11 if gradients.routing(exact, torch.tensor([[1, 5, 6]])) is not None else 19
+    kept = []
+    for _ in range(1000 * batches):
+        tokens = torch.randint(3, sizes["vocab_size"], (1, length), generator=generator)
+        expected = gradients.routing(exact, tokens)
+        if expected is None or torch.equal(expected, gradients.routing(low, tokens)) and all(
+                torch.equal(expected, gradients.routing(exact, tokens, generator)) for _ in range(4)):
+            kept.append(tokens)
+        if len(kept) == batches * SEQUENCES:
+            break
+    else:
+        raise SystemExit(f"{family} {number}: too few sequences whose experts are sure")
+    data = gradients.with_loss(exact, torch.cat(kept), generator)
+    return exact, low, data
+
+
+def held_out(family, number, batches, program, work):
+    folder = work / f"{family}-{number}"
+    exact, low, data = make(family, number, folder, batches)
+    good = True
+    for loss, words in LOSSES.items():
+        squares, ways = {}, 0
+        for first in range(0, batches * SEQUENCES, SEQUENCES):
+            batch = {key: value[first:first + SEQUENCES].contiguous() for key, value in data.items()}
+            tokens = work / "tokens.safetensors"
+            save_file(batch, tokens)
+            truth, of_torch = (gradients.split(model, folder, gradients.run(model, batch, loss)[3]) for model in (exact, low))
+            ours, wide = (load_file(grad(program, folder, tokens, work / f"{dtype}.safetensors", "--dtype", dtype, *words))
+                          for dtype in ("bf16", "fp32"))
+            for name, gradient in truth.items():
+                row = squares.setdefault(name, torch.zeros(4, dtype=torch.float64))
+                row += torch.stack([(x - gradient).norm() ** 2 for x in (ours[name], of_torch[name], wide[name])]
+                                   + [gradient.norm() ** 2])
+            if first == 0:
+                for base, others in [([], WAYS), (RANKS[0], RANKS[1:])]:
+                    plain = digest(grad(program, folder, tokens, work / "plain.safetensors", *words, *base))
+                    for way in others:
+                        same = digest(grad(program, folder, tokens, work / "way.safetensors", *words, *way)) == plain
+                        ways += same
+                        good &= same
+                        if not same:
+                            print(f"{family} {number} {loss}: {' '.join(way)} has other bits", flush=True)
+        share = lambda a, b: 0.0 if a == 0 else float((a / b) ** 0.5)
+        ratio, name = max((share(row[0], row[1]), name) for name, row in squares.items())
+        error, widest = max((share(row[2], row[3]), name) for name, row in squares.items())
+        good &= ratio <= 1 and error <= 1e-4
+        print(f"{family:10} {number} {loss:14} bf16 {ratio:.3f} of torch's ({name}), fp32 {error:.1e} ({widest}), "
+              f"{ways} of {len(WAYS) + len(RANKS) - 1} ways the same", flush=True)
+    return good
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samebits", default="target/release/samebits")
+    parser.add_argument("--work", type=Path, help="keeps the models there")
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("models", nargs="*", metavar="FAMILY[:NUMBER]", help="default: all of " + ", ".join(SHAPES))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as own:
+        work = args.work or Path(own)
+        work.mkdir(exist_ok=True, parents=True)
+        models = [model.split(":") for model in args.models or SHAPES]
+        runs = [(family, number) for family, *one in models for number in map(int, one or range(len(SIZES)))]
+        good = [held_out(family, number, args.batches, args.samebits, work) for family, number in runs]
+    sys.exit(0 if all(good) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+//! Entropy of rows of logits: `logits[R,V] -> entropy[R], lse[R]` (f32).
+//!
+//! Formula: `p = softmax(logits / temperature)`, `entropy = -(sum of p * ln p)`; lse is that of `logprob`.
+//! Order: weights `w`, their sum `l` and its order are those of `logprob`; `s` sums `w * (top - x)` over the same segments
+//! and lanes, a lane a chain of fma, `top` being the largest x, of weight `t`.
+//! Rounding: every step once to f32; `(ln(l) - ln(t)) + s / l` in f64, rounded once.
+//! Special: -inf and what has weight +0 is skipped; a row whose lse is NaN or -inf has entropy NaN.
+
+use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::call::Entry;
+use crate::element::typed;
+use crate::gemm::gemm::segment_length;
+use crate::logprob::logprob::{Denominator, Reference, inverse, join, weights};
+use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, ln};
+use crate::reduce::{Add, Lanes};
+use crate::simd::scalar::Scalar;
+use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::{Cpu, Element, Error, TensorRef, check_len};
+
+/// Dimensions and parameter of `entropy` and of its gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Entropy {
+    /// Rows R.
+    pub rows: usize,
+    /// Tokens of the vocabulary, V.
+    pub vocab: usize,
+    /// What logits are divided by; positive and finite.
+    pub temperature: f64,
+}
+
+impl Entropy {
+    /// At temperature 1.
+    pub fn new(rows: usize, vocab: usize) -> Entropy {
+        Entropy { rows, vocab, temperature: 1.0 }
+    }
+}
+
+/// `logits[R,V] -> entropy[R], lse[R]`, row-major, in nats.
+///
+/// # Errors
+/// [`Error::Length`] when a slice does not match; [`Error::Value`] when `temperature` is not positive and finite.
+///
+/// ```
+/// use samebits_ops::{Cpu, Entropy, entropy};
+///
+/// // Two tokens, equally likely; one that is certain.
+/// let (mut h, mut lse) = ([9f32; 2], [9f32; 2]);
+/// let logits = [0.0, 0.0, 3.0, f32::NEG_INFINITY];
+/// entropy(&Cpu::best(), &Entropy::new(2, 2), &logits, &mut h, &mut lse)?;
+/// assert_eq!(h, [2f32.ln(), 0.0]);
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn entropy<I: Element>(
+    cpu: &Cpu,
+    shape: &Entropy,
+    logits: &[I],
+    entropy: &mut [f32],
+    lse: &mut [f32],
+) -> Result<(), Error> {
+    let Entropy { rows, vocab, temperature } = *shape;
+    check(logits.len(), [entropy.len(), lse.len()], rows, vocab)?;
+    run(cpu, temperature, TensorRef::of(logits, &[rows, vocab]), entropy, lse)
+}
+
+/// Lengths of logits, and of entropy and lse.
+fn check(logits: usize, outputs: [usize; 2], rows: usize, vocab: usize) -> Result<(), Error> {
+    check_len("entropy", "logits", "[R,V]", logits, &[rows, vocab])?;
+    for (name, found) in ["entropy", "lse"].into_iter().zip(outputs) {
+        check_len("entropy", name, "[R]", found, &[rows])?;
+    }
+    Ok(())
+}
+
+/// Rows of logits of any layout, as many as there are outputs.
+fn run(cpu: &Cpu, temperature: f64, logits: TensorRef, entropy: &mut [f32], lse: &mut [f32]) -> Result<(), Error> {
+    let vocab = *logits.shape().last().expect("[R,V]");
+    let scale = inverse("entropy", temperature)?;
+    logits.on_host("entropy", "logits")?;
+    typed!(logits.dtype() => I, {
+        let logits = logits.rows::<I>();
+        let chunk = cpu.rows_per_chunk(lse.len(), vocab);
+        let mut parts: Vec<_> = entropy.chunks_mut(chunk).zip(lse.chunks_mut(chunk)).collect();
+        cpu.chunks(&mut parts, 1, |i, parts| {
+            for (entropy, lse) in parts {
+                for (row, outputs) in (i * chunk..).zip(entropy.iter_mut().zip(lse.iter_mut())) {
+                    (*outputs.0, *outputs.1) = cpu.dispatch(Row { x: logits.row(row), scale });
+                }
+            }
+        });
+    });
+    Ok(())
+}
+
+/// Its kernel.
+const UNIT: Unit = Unit { has_out: false, ..Unit::of("entropy", include_str!("entropy.cu"), &["entropy"]) };
+
+/// entropy, by name.
+pub(crate) const OP: Entry = Entry {
+    name: "entropy",
+    cpu: |cpu, args| {
+        let (entropy, lse) =
+            (args.output("entropy").host("entropy", "entropy")?, args.output("lse").host("entropy", "lse")?);
+        run(cpu, args.call.float("temperature"), args.input("logits"), entropy, lse)
+    },
+    device: Some(|on, args| {
+        let [rows, vocab] = ["R", "V"].map(|axis| args.call.dim(axis));
+        let shape = Entropy { rows, vocab, temperature: args.call.float("temperature") };
+        let logits = args.input("logits");
+        let [entropy, lse] = ["entropy", "lse"].map(|name| args.output(name).device("entropy", name));
+        typed!(logits.dtype() => I, {
+            on_device(on, &shape, logits.device::<I>("entropy", "logits")?, entropy?, lse?)
+        })
+    }),
+    unit: Some(&UNIT),
+    prepare: None,
+};
+
+/// [`entropy`] on a device.
+///
+/// # Errors
+/// As [`entropy`]; errors of the device.
+pub fn on_device<I: Stored>(
+    device: &Device,
+    shape: &Entropy,
+    logits: &Buffer<I>,
+    entropy: &mut Buffer<f32>,
+    lse: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let Entropy { rows, vocab, temperature } = *shape;
+    check(logits.len(), [entropy.len(), lse.len()], rows, vocab)?;
+    let scale = inverse("entropy", temperature)?;
+    let arguments = Arguments::new().buffer(logits).buffer(entropy).buffer(lse).long(vocab).float(scale);
+    // SAFETY: lengths were checked; a block takes a row.
+    unsafe { device.launch(Build::of::<I, f32>("entropy"), "entropy", [rows, 1, 1], 256, 0, &arguments) }
+}
+
+/// Weights that stay in the first cache until they are added; a multiple of 256.
+const TILE: usize = 1024;
+
+/// Computes entropy and lse of the row `x * scale`.
+struct Row<'a, I> {
+    x: &'a [I],
+    scale: f32,
+}
+
+impl<I: Element> Kernel for Row<'_, I> {
+    type Output = (f32, f32);
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> (f32, f32) {
+        let Row { x, scale } = self;
+        let Reference { top, n, special } = Reference::of(s, x, scale);
+        if let Some(sum) = special {
+            return (f32::narrow(f32::NAN), Denominator { n, sum }.lse());
+        }
+        let (mut w, mut below) = ([0f32; TILE], [0f32; TILE]);
+        let (mut sums, mut distances) = ([0f32; 8], [0f32; 8]);
+        for (i, segment) in x.chunks(segment_length(x.len())).enumerate() {
+            let (mut of_weights, mut of_products) = (Lanes::new(), Lanes::new());
+            for x in segment.chunks(TILE) {
+                let (w, below) = (&mut w[..x.len()], &mut below[..x.len()]);
+                weights(s, x, scale, n, w);
+                s.enter(Below { x, scale, top, w, below });
+                of_weights.add(s, w, Add);
+                of_products.add_products(s, w, below);
+            }
+            sums[i] = of_weights.fold(s, segment.len());
+            distances[i] = of_products.fold(s, segment.len());
+        }
+        let sum = join(sums);
+        // The weight of the top, which has the exponent n.
+        let (t, _) = exp_split(Scalar, top, LOG2E_HI, LOG2E_LO);
+        let entropy = (ln(sum) - ln(t)) + f64::from(join(distances)) / f64::from(sum);
+        (entropy as f32, Denominator { n, sum }.lse())
+    }
+}
+
+/// How far elements of a row are below its top; +0 for those of weight +0.
+struct Below<'a, I> {
+    x: &'a [I],
+    scale: f32,
+    top: f32,
+    w: &'a [f32],
+    below: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for Below<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        // Any other weight is far above the smallest normal number.
+        let (top, none, least) = (s.splat(self.top), s.splat(0.0), s.splat(f32::MIN_POSITIVE));
+        for at in (0..self.x.len()).step_by(S::LANES) {
+            let x = s.mul(load_at(s, self.x, at, I::default()), s.splat(self.scale));
+            let w = load_at(s, self.w, at, 0.0);
+            narrow_at(s, s.select_ge(w, least, s.sub(top, x), none), self.below, at);
+        }
+    }
+}
