@@ -151,7 +151,7 @@ fn tiles_that_would_be_flushed_are_counted_and_refused() {
     check_slow_paths(&Case::new(size, 1.0, |_| 1.0), |_| 0);
     // Each of three tiles has such a row, and meets eight panels.
     let small = Case::new(size, 1.0, |row| if row % 10 == 7 { 2f32.powi(-120) } else { 1.0 });
-    check_slow_paths(&small, |isa| if isa.has_dot() { 24 } else { 0 });
+    check_slow_paths(&small, |isa| if isa.dots_pay() { 24 } else { 0 });
 }
 
 /// Rows of 8 segments of 32 logits; exponents are 0, -20, 100, 288 and what is between.
