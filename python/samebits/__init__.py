@@ -1,15 +1,17 @@
 """Neural network ops with the same bits for any batch, chunk, thread count and instruction set.
 
 `samebits.ops` has every op as a function over tensors of torch, numpy or any library with DLPack; `samebits.torch` has
-them as operators of torch with gradients. `samebits.check()` is the command `samebits check`.
+them as operators of torch with gradients. `samebits.check()` is the command `samebits check`; `samebits.judge(fn, op)`
+holds a callable to it, `samebits.testing` has assertions about bits.
 """
 
 import os
 
 from . import ops
 from ._native import Cpu, Tensor, __version__, after_fork, get_cpu, set_cpu
+from .judging import Report, judge
 
-__all__ = ["Cpu", "Tensor", "__version__", "check", "get_cpu", "ops", "set_cpu"]
+__all__ = ["Cpu", "Report", "Tensor", "__version__", "check", "get_cpu", "judge", "ops", "set_cpu"]
 
 # The child of a fork has no threads but its own.
 if hasattr(os, "register_at_fork"):
