@@ -9,7 +9,10 @@ import os
 
 from . import ops
 from ._native import Cpu, Tensor, __version__, after_fork, get_cpu, set_cpu
-from .judging import Report, judge
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .judging import Report, judge
 
 __all__ = ["Cpu", "Report", "Tensor", "__version__", "check", "get_cpu", "judge", "ops", "set_cpu"]
 
@@ -26,3 +29,12 @@ def check(*arguments: str) -> int:
     import sys
 
     return subprocess.call([sys.executable, "-m", "samebits", "check", *arguments])
+
+
+def __getattr__(name: str) -> object:
+    # What the command does not need costs it nothing.
+    if name in ("Report", "judge"):
+        from . import judging
+
+        return getattr(judging, name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

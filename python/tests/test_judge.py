@@ -214,3 +214,16 @@ def test_the_plugin(tmp_path):
     assert "fail: rms_norm/fp32/small-normal-fp32 invariance/batch: batch = " in ended["test_wrong[invariance/batch]"][1]
     assert "nothing needs the waiver" in ended["test_stale[invariance/batch]"][1]
     assert "known" in ended["test_waived[invariance/batch]"][1]
+
+
+EXAMPLE = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "judge_triton_style.py")
+
+
+@pytest.mark.parametrize("which, code", [("right", 0), ("wrong", 1)])
+def test_the_example(which, code):
+    axes = [] if os.environ.get("SAMEBITS_NIGHTLY") else ["batch", "position"]
+    done = subprocess.run([sys.executable, EXAMPLE, which, *axes], capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("  fail: ")]
+    assert bool(failed) == (which == "wrong")
+    assert all("invariance batch=" in line for line in failed), done.stdout
