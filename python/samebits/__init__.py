@@ -2,7 +2,8 @@
 
 `samebits.ops` has every op as a function over tensors of torch, numpy or any library with DLPack; `samebits.torch` has
 them as operators of torch with gradients; `samebits.Engine` samples from whole models, which
-`samebits.torch.CausalLM` trains with the same bits. `samebits.check()` is the command `samebits check`.
+`samebits.torch.CausalLM` trains with the same bits. `samebits.check()` is the command `samebits check`; `samebits.judge(fn, op)`
+holds a callable to it, `samebits.testing` has assertions about bits.
 """
 
 import os
@@ -11,9 +12,14 @@ from . import ops
 from ._native import Cpu, Tensor, __version__, after_fork, get_cpu, set_cpu
 from .engine import Engine, Sample, Stream, Token
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .judging import Report, judge
+
 __all__ = [
     "Cpu",
     "Engine",
+    "Report",
     "Sample",
     "Stream",
     "Tensor",
@@ -21,6 +27,7 @@ __all__ = [
     "__version__",
     "check",
     "get_cpu",
+    "judge",
     "ops",
     "set_cpu",
 ]
@@ -38,3 +45,12 @@ def check(*arguments: str) -> int:
     import sys
 
     return subprocess.call([sys.executable, "-m", "samebits", "check", *arguments])
+
+
+def __getattr__(name: str) -> object:
+    # What the command does not need costs it nothing.
+    if name in ("Report", "judge"):
+        from . import judging
+
+        return getattr(judging, name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

@@ -14,6 +14,8 @@ use call::{Form, Function, exception};
 use pyo3::exceptions::{PyKeyError, PyNotImplementedError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCFunction, PyDict, PyList};
+use samebits_contract::axis;
+use samebits_contract::table::Contract;
 use samebits_ops::{Attributes, DType};
 use samebits_schema::{Attribute, DefaultValue, Kind, OPS, Op, OutputDType, find, sample as samples};
 use std::ffi::{CString, OsString};
@@ -197,6 +199,16 @@ fn sample<'py>(
     Err(PyValueError::new_err(format!("{name}: a thousand draws are refused")))
 }
 
+/// The axes of invariance that the contract asks of an op.
+#[pyfunction]
+fn axes(name: &str) -> PyResult<Vec<&'static str>> {
+    let op = op(name)?;
+    let contract = Contract::load(None).map_err(|e| PyValueError::new_err(e.to_string()))?;
+    let rows = || contract.rows().iter().filter(|row| row.op == op.name);
+    let asked = axis::all().iter().filter(|axis| rows().any(|row| row.invariant.contains(&axis.name)));
+    Ok(asked.map(|axis| axis.name).collect())
+}
+
 /// The stub of `samebits.ops`.
 #[pyfunction]
 fn stubs() -> String {
@@ -233,6 +245,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(schema, module)?)?;
     module.add_function(wrap_pyfunction!(forms, module)?)?;
     module.add_function(wrap_pyfunction!(sample, module)?)?;
+    module.add_function(wrap_pyfunction!(axes, module)?)?;
     module.add_function(wrap_pyfunction!(stubs, module)?)?;
     module.add_function(wrap_pyfunction!(command, module)?)?;
     module.add_function(wrap_pyfunction!(model::read_folder, module)?)?;

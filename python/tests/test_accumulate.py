@@ -134,3 +134,15 @@ def test_compiled_code_is_refused():
     torch._dynamo.reset()
     compiled = torch.compile(lambda w, x: ops.gemm(x, w).sum(), backend="aot_eager")
     refused(lambda w, x: compiled(w, x).backward(), "accumulate: `w` is read by another operator, or through one")
+
+
+def test_several_leading_axes_are_the_tokens_of_one():
+    table, w, bias = floats((VOCABULARY, WIDTH), "float32", 1), floats((8, WIDTH), "float32", 2), floats((8,), "float32", 3)
+    dy = floats((6, 37, 8), "float32", 4)
+    found = []
+    for shape in ((6, 37), (6 * 37,)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (table, w, bias)]
+        y = ops.gemm(ops.embedding(leaves[0], data()[0].reshape(shape)), *leaves[1:])
+        y.backward(dy.reshape(*shape, 8))
+        found.append([leaf.grad for leaf in leaves])
+    assert all(map(same, *found))

@@ -12,7 +12,7 @@ once. An operator without a gradient op, and a gradient of a gradient, raise Not
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -171,8 +171,13 @@ def _sum(
     name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum over tokens that op `name` makes, and what it makes beside it, by the inputs that it is the gradient of."""
-    inputs, outputs = ([one["name"] for one in _SCHEMA[name][side]] for side in ("inputs", "outputs"))
-    given = {i: tensor for i, tensor in zip(inputs, args) if tensor is not None}
+    outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
+    # With the axes of their form: a sum over tokens has one axis of them.
+    given = {
+        i["name"]: tensor.flatten(0, max(0, tensor.dim() - len(i["axes"])))
+        for i, tensor in zip(_SCHEMA[name]["inputs"], args)
+        if tensor is not None
+    }
     made = getattr(ops, name)(**given, **attributes)
     if len(outputs) == 1:
         return made, {}
@@ -270,9 +275,31 @@ class accumulate:
     the backward call: a parameter that reaches another operator than those of samebits, or through one (a cast, a
     transpose), outside of `batch_invariant`; one that an operator reads twice before it is gone back through; one that has a
     gradient already.
+
+    With `groups`, a power of two, the sequences of the step are dealt to that many, each with sums of its own, which are
+    joined as a tree at the end: the block gives this rank's groups, one after the other.
+
+        with samebits.torch.accumulate(model, groups=8, ranks=data_parallel) as step:
+            for group in step:
+                for part in parts_of(step.sequences(group, count)):
+                    loss(model(part)).backward()
+
+    `ranks` is the process group of data parallelism, whose size divides `groups`: a rank has as many groups as the others,
+    and f32 sums are exchanged. Only `groups` is seen in the bits, never who has which.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, groups: int = 1, ranks: Any = None) -> None:
+        self._ranks, count, rank = ranks, 1, 0
+        if ranks is not None:
+            count, rank = torch.distributed.get_world_size(ranks), torch.distributed.get_rank(ranks)
+        if groups < 1 or groups & (groups - 1) or groups > 65536:
+            raise ValueError(f"accumulate: {groups} groups; use a power of two up to 65536")
+        if groups % count:
+            raise ValueError(f"accumulate: {groups} groups over {count} ranks; use a power of two that {count} divides")
+        share = groups // count
+        self._groups, self._left = groups, list(range(rank * share, (rank + 1) * share))
+        # Sums of groups that are over, each of twice as many groups as the next.
+        self._over: list[tuple[int, _Totals]] = []
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
         # What is made of parameters alone, by how: as it was made, the leaf that stands for it, and what it was made of.
@@ -280,6 +307,8 @@ class accumulate:
         self._sums: dict[tuple[str, str], _Sum] = {}
         self._hooks: list[Any] = []
         # They sum themselves.
+        if groups > 1 and any(isinstance(module, CausalLM) for module in model.modules()):
+            raise ValueError(f"accumulate: a CausalLM in {groups} groups; use its own accumulate")
         self._models = [module.accumulate() for module in model.modules() if isinstance(module, CausalLM)]
 
     def knows(self, tensor: Any) -> bool:
@@ -344,6 +373,27 @@ class accumulate:
         _active = self
         return self
 
+    def __iter__(self) -> Iterator[int]:
+        """This rank's groups, ascending: what is gone back through until the next one belongs to it."""
+        while self._left:
+            yield self._left[0]
+            self._end_group()
+
+    def sequences(self, group: int, count: int) -> range:
+        """Which of the step's `count` sequences belong to a group."""
+        return range(group * count // self._groups, (group + 1) * count // self._groups)
+
+    def _end_group(self) -> None:
+        del self._left[0]
+        sums, self._sums = self._sums, {}
+        for one in sums.values():
+            # What is gone back through from now on is in no group.
+            one.open = 0
+        size, totals = 1, {key: _joined(one.name, one.sums) for key, one in sums.items() if one.name}
+        while self._over and self._over[-1][0] == size:
+            totals, size = _together(self._over.pop()[1], totals), 2 * size
+        self._over.append((size, totals))
+
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
         global _active
         _active = None
@@ -352,16 +402,21 @@ class accumulate:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        sums, self._sums = self._sums, {}
         if kind is not None:
+            self._sums = {}
             return
+        if len(self._left) > 1 or self._left and self._groups > 1:
+            raise RuntimeError(f"accumulate: the groups {self._left} were not gone through; iterate over the block")
+        if self._left:
+            self._end_group()
+        totals = self._over.pop()[1]
+        if self._ranks is not None:
+            totals = _over_ranks(totals, self._ranks)
         # Of a table that is a matrix as well: the product's sum, then that of its look-ups.
-        order = sorted(sums, key=lambda key: (key[1] == "embedding", list(_SCHEMA).index(key[1])))
+        order = sorted(totals, key=lambda key: (key[1] == "embedding", list(_SCHEMA).index(key[1])))
         whole: dict[str, torch.Tensor] = {}
         for key in order:
-            if sums[key].name:
-                found = _joined(sums[key].name, sums[key].sums)
-                whole[key[0]] = whole[key[0]] + found if key[0] in whole else found
+            whole[key[0]] = whole[key[0]] + totals[key] if key[0] in whole else totals[key]
         for name, (made, _, sources) in reversed(self._derived.items()):
             if name in whole:
                 gradient = whole.pop(name).to(made.dtype).reshape(made.shape)
@@ -370,6 +425,29 @@ class accumulate:
         for name, gradient in whole.items():
             parameter = self._named[name]
             parameter.grad = gradient.to(parameter.dtype).reshape(parameter.shape)
+
+
+# Of a parameter and the operator that reads it: the f32 sum.
+_Totals = dict[tuple[str, str], torch.Tensor]
+
+
+def _together(a: _Totals, b: _Totals) -> _Totals:
+    """The sums of two neighbours in the tree; what one of them did not reach is +0 there."""
+    zero = lambda key: torch.zeros_like(a[key] if key in a else b[key])
+    pair = lambda key: (a[key] if key in a else zero(key), b[key] if key in b else zero(key))
+    return {key: ops.add(*pair(key)) for key in {**a, **b}}
+
+
+def _over_ranks(totals: _Totals, ranks: Any) -> _Totals:
+    """The sums of all ranks: each is reached by some."""
+    from .parallel import join
+
+    reached: list[Any] = [None] * torch.distributed.get_world_size(ranks)
+    mine = {key: (tuple(sums.shape), str(sums.device.type)) for key, sums in totals.items()}
+    torch.distributed.all_gather_object(reached, mine, group=ranks)
+    everywhere = {key: form for of in reached for key, form in of.items()}
+    part = lambda key: totals[key] if key in totals else torch.zeros(everywhere[key][0], device=everywhere[key][1])
+    return {key: join(part(key), ranks) for key in sorted(everywhere)}
 
 
 _active: accumulate | None = None

@@ -1,0 +1,162 @@
+"""Log-probabilities that other projects record, as a rollout that `samebits score` computes again.
+
+    python -m samebits.adapters verl batch.pt --out rollout.jsonl --dtype bf16 --temperature 1.0
+    samebits score --model DIR --rollout rollout.jsonl
+
+- `verl`: a DataProto, or its `batch`: `prompts` and `responses` [B,P] and [B,R], `attention_mask` [B,P+R], `rollout_log_probs`
+  [B,R], and `response_mask` where tokens of tools are among the responses.
+- `trl`: what GRPOTrainer makes of a generation: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`,
+  `sampling_per_token_logps`, and `tool_mask` where there are tools.
+- `slime`: what `--save-debug-rollout-data` writes: `samples`, each with `tokens`, `response_length`, `rollout_log_probs` and
+  `loss_mask`.
+
+Files are those of `torch.save`, read without running code of theirs. Tokens that the model did not sample have no
+log-probability: what follows them is a text of its own, behind a longer prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from typing import Any, Callable, Iterator, Mapping
+
+__all__ = ["slime", "trl", "verl", "write"]
+
+# The tokens before, the sampled ones, and their log-probabilities.
+Text = tuple[list[int], list[int], list[float]]
+
+
+def verl(batch: Any) -> list[Text]:
+    """The texts of a batch of verl."""
+    batch = getattr(batch, "batch", batch)
+    prompts, responses, logprobs = (_field(batch, name, "verl") for name in ("prompts", "responses", "rollout_log_probs"))
+    attention = _field(batch, "attention_mask", "verl").bool()
+    width = prompts.shape[1]
+    if attention.shape[1] != width + responses.shape[1]:
+        raise ValueError(f"verl: attention_mask has {attention.shape[1]} columns, prompts and responses {width + responses.shape[1]}")
+    sampled = batch["response_mask"].bool() if "response_mask" in batch.keys() else attention[:, width:]
+    return _texts("verl", (prompts, attention[:, :width]), (responses, attention[:, width:]), sampled, logprobs)
+
+
+def trl(generation: Mapping[str, Any]) -> list[Text]:
+    """The texts of a generation of TRL."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
+    prompts, prompt_mask, completions, mask, logprobs = (_field(generation, name, "trl") for name in names)
+    tools = generation["tool_mask"].bool() if "tool_mask" in generation.keys() else mask.bool()
+    return _texts("trl", (prompts, prompt_mask.bool()), (completions, mask.bool()), tools & mask.bool(), logprobs)
+
+
+def slime(rollout: Mapping[str, Any]) -> list[Text]:
+    """The texts of a rollout of slime."""
+    texts: list[Text] = []
+    for number, sample in enumerate(_field(rollout, "samples", "slime")):
+        tokens, count, logprobs = (
+            _field(sample, name, f"slime: sample {number}") for name in ("tokens", "response_length", "rollout_log_probs")
+        )
+        tokens, logprobs, mask = list(map(int, tokens)), list(logprobs), sample.get("loss_mask")
+        mask = [1] * count if mask is None else list(mask)
+        if not len(logprobs) == len(mask) == count <= len(tokens):
+            raise ValueError(
+                f"slime: sample {number}: response_length is {count}; rollout_log_probs has {len(logprobs)}, loss_mask {len(mask)}"
+            )
+        texts += _runs(f"slime: sample {number}", tokens[: len(tokens) - count], tokens[len(tokens) - count :], mask, logprobs)
+    return texts
+
+
+def _field(of: Any, name: str, what: str) -> Any:
+    if name not in of.keys() or of[name] is None:
+        raise ValueError(f"{what}: `{name}` is missing; was it recorded? There are {', '.join(map(str, of.keys()))}")
+    return of[name]
+
+
+def _texts(what: str, prompts: tuple[Any, Any], responses: tuple[Any, Any], sampled: Any, logprobs: Any) -> list[Text]:
+    """Padded tensors and their masks, row by row."""
+    if not responses[0].shape == sampled.shape == logprobs.shape:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (responses[0], sampled, logprobs))
+        raise ValueError(f"{what}: responses, their mask and log-probabilities have the shapes {shapes}")
+    texts: list[Text] = []
+    for row in range(len(prompts[0])):
+        prompt = prompts[0][row][prompts[1][row]].tolist()
+        keep = responses[1][row]
+        columns = (tensor[row][keep].tolist() for tensor in (responses[0], sampled, logprobs.float()))
+        texts += _runs(f"{what}: row {row}", prompt, *columns)
+    return texts
+
+
+def _runs(what: str, before: list[int], tokens: list[int], sampled: list[Any], logprobs: list[float]) -> Iterator[Text]:
+    """The runs of tokens that were sampled, each behind all that stands before it."""
+    if not before:
+        raise ValueError(f"{what}: the prompt is empty")
+    at = 0
+    while at < len(tokens):
+        end = at
+        while end < len(tokens) and bool(sampled[end]) == bool(sampled[at]):
+            end += 1
+        if sampled[at]:
+            values = [math.nan if value is None else float(value) for value in logprobs[at:end]]
+            for place, value in enumerate(values):
+                if not math.isfinite(value):
+                    raise ValueError(f"{what}: token {at + place} of the response has the log-probability {value}")
+            yield before + tokens[:at], tokens[at:end], values
+        at = end
+
+
+def write(texts: list[Text], out: str | os.PathLike[str], *, dtype: str = "bf16", temperature: float = 1.0) -> None:
+    """Writes texts as a rollout of a model in `dtype`, sampled at `temperature`. Log-probabilities are rounded to f32."""
+    if dtype not in ("bf16", "fp16", "fp32"):
+        raise ValueError(f"dtype {dtype}: use bf16, fp16 or fp32")
+    if not texts:
+        raise ValueError("there is no sampled token; nothing could be compared")
+    first = {"samebits": "rollout", "dtype": dtype, "temperature": temperature, "sequences": len(texts)}
+    lines = [json.dumps(first)]
+    for number, (prompt, tokens, logprobs) in enumerate(texts):
+        limit = len(prompt) + len(tokens)
+        line = {"sequence": number, "limit": limit, "prompt_tokens": prompt, "tokens": tokens, "logprobs": logprobs}
+        lines.append(json.dumps(line))
+    text = "\n".join(lines) + "\n"
+    part = f"{os.fspath(out)}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(part, out)
+
+
+_READERS: dict[str, Callable[[Any], list[Text]]] = {"verl": verl, "trl": trl, "slime": slime}
+
+
+def _load(path: str, project: str) -> Any:
+    import pickle
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as e:
+        raise ValueError(
+            f"{path}: it holds more than tensors, numbers and texts; load it where {project} is installed, and give what it "
+            f"holds to samebits.adapters.{project}"
+        ) from e
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m samebits.adapters", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("project", choices=sorted(_READERS))
+    parser.add_argument("file")
+    parser.add_argument("--out", required=True, help="the rollout to write")
+    parser.add_argument("--dtype", default="bf16", help="the dtype that the model ran in: bf16, fp16 or fp32")
+    parser.add_argument("--temperature", type=float, default=1.0, help="what logits were divided by")
+    given = parser.parse_args()
+    try:
+        texts = _READERS[given.project](_load(given.file, given.project))
+        write(texts, given.out, dtype=given.dtype, temperature=given.temperature)
+    except (OSError, ValueError) as e:
+        print(f"samebits.adapters: {e}", file=sys.stderr)
+        return 2
+    print(f"{sum(len(tokens) for _, tokens, _ in texts)} log-probabilities of {len(texts)} texts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
