@@ -93,7 +93,7 @@ impl<'a> Weights<'a> {
 
     /// Those of a model in memory, each of floats on the host.
     pub fn of(memory: &BTreeMap<String, TensorRef<'a>>) -> Weights<'a> {
-        Weights::in_memory(memory.iter().map(|(name, tensor)| (name.clone(), (tensor.clone(), None))).collect())
+        Weights::in_memory(memory.iter().map(|(name, tensor)| (name.clone(), (*tensor, None))).collect())
     }
 
     /// The same, of which [`Weights::matrix`] copies nothing.
