@@ -367,19 +367,18 @@ impl Total {
 fn add_rows(cpu: &Cpu, whole: &mut Tensor, values: &Tensor, rows: &BTreeMap<i32, usize>) -> Result<(), ModelError> {
     let width = values.shape()[1];
     let values = values.as_slice::<f32>().expect("it is f32, and on the host");
-    let mut rest = whole.as_slice_mut::<f32>().expect("it is f32, and on the host");
+    let whole = whole.as_slice_mut::<f32>().expect("it is f32, and on the host");
     // It makes +0 of -0.
     let add_zero = |values: &mut [f32]| values.iter_mut().for_each(|value| *value += 0.0);
-    let mut first = 0;
+    let mut next = 0;
     for (&token, &row) in rows {
-        let (before, from_token) = rest.split_at_mut((token as usize - first) * width);
-        let (own, behind) = from_token.split_at_mut(width);
-        add_zero(before);
-        let earlier = own.to_vec();
-        samebits_ops::add(cpu, &earlier, &values[row * width..][..width], own)?;
-        (rest, first) = (behind, token as usize + 1);
+        let at = token as usize * width;
+        add_zero(&mut whole[next..at]);
+        next = at + width;
+        let earlier = whole[at..next].to_vec();
+        samebits_ops::add(cpu, &earlier, &values[row * width..][..width], &mut whole[at..next])?;
     }
-    add_zero(rest);
+    add_zero(&mut whole[next..]);
     Ok(())
 }
 
