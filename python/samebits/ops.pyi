@@ -773,6 +773,75 @@ def linear_logprob_backward(
     """
     ...
 
+def entropy(
+    logits: T,
+    *,
+    temperature: float = 1.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The entropy of each row's distribution, and logprob's lse.
+
+    Inputs:
+        logits[R,V]: bf16, fp16 or fp32
+
+    Attributes:
+        temperature (1.0): logits are multiplied with its inverse; read as f64; a finite number from 3e-39 to 1e45
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        entropy[R]: fp32
+        lse[R]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def entropy_backward(
+    logits: T,
+    entropy: T,
+    lse: T,
+    dentropy: T,
+    dlse: T | None = None,
+    *,
+    temperature: float = 1.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """The gradient of logits from those of entropy's outputs; entropy and lse are what it returned.
+
+    A gradient of `entropy`.
+
+    Inputs:
+        logits[R,V]: bf16, fp16 or fp32
+        entropy[R]: fp32
+        lse[R]: fp32
+        dentropy[R]: fp32
+        dlse[R]: fp32, optional
+
+    Attributes:
+        temperature (1.0): logits are multiplied with its inverse; read as f64; a finite number from 3e-39 to 1e45
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of logits): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dlogits[R,V]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def softmax(
     x: T,
     *,
