@@ -288,7 +288,9 @@ impl Partial {
             let (of, has) = named(&text)
                 .filter(|(_, has)| values.as_slice::<f32>().is_some() && has.fits(values.shape()))
                 .ok_or_else(|| ModelError::input("partial", format!("`{text}` is no f32 sum that a rank gives")))?;
-            totals.insert(of, Total { values, has });
+            if totals.insert(of, Total { values, has }).is_some() {
+                return Err(ModelError::input("partial", format!("`{text}` is there twice, with other rows")));
+            }
         }
         Ok(Partial(Totals(totals)))
     }

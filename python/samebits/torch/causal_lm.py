@@ -265,7 +265,7 @@ class accumulate:
             named[name].grad = gradient.torch()
 
     def _gathered(self) -> list[dict[str, torch.Tensor]]:
-        """The sums of every rank, in their order; what one has not is +0."""
+        """The sums of every rank, in their order. A name says which rows of a table a rank has looked up, so others may not have it."""
         import torch.distributed as dist
 
         own = {name: tensor.torch() for name, tensor in self._native.partial().items()}
@@ -277,8 +277,9 @@ class accumulate:
             mine = own[name] if name in own else torch.zeros(shapes[name])
             all_of_it = [torch.empty_like(mine) for _ in ranks]
             dist.all_gather(all_of_it, mine.contiguous(), self._ranks)
-            for rank, tensor in zip(ranks, all_of_it):
-                rank[name] = tensor
+            for rank, form, tensor in zip(ranks, forms, all_of_it):
+                if name in form:
+                    rank[name] = tensor
         return ranks
 
 
