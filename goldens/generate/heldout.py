@@ -58,7 +58,8 @@ SHAPES = {
                     attn_logit_softcapping=6.0, tie_word_embeddings=True)],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
-    "Mixtral": [dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=None),
+    # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.
+    "Mixtral": [dict(num_local_experts=3, num_experts_per_tok=2, sliding_window=None),
                 dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
                 dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=None)],
     "Qwen3Moe": [dict(EXPERTS, head_dim=10, norm_topk_prob=False), dict(EXPERTS, head_dim=22, norm_topk_prob=True),
