@@ -416,6 +416,27 @@ mod tests {
         values.iter().map(|v| v.to_bits()).collect()
     }
 
+    /// The names of what ranks exchange say which rows a sum has; rows that cannot be are refused.
+    #[test]
+    fn sums_of_other_rows_than_their_names_say_are_refused() {
+        let table = |rows: &str| format!(r#"["t",0,true,{rows}]"#);
+        let of = |names: &[String], shape: &[usize]| {
+            let values = tensor(&vec![1.0; shape.iter().product()], shape);
+            let all = names.iter().map(|name| (name.clone(), tensor(values.as_slice::<f32>().unwrap(), shape)));
+            Partial::of_tensors(all.collect()).map(|partial| partial.tensors().into_keys().collect::<Vec<_>>())
+        };
+        let good = table(r#"{"5":1,"9":0}"#);
+        assert_eq!(of(&[good.clone()], &[2, 4]).unwrap(), [good.clone()]);
+        for shape in [&[3, 4][..], &[1, 4], &[2], &[2, 2, 2]] {
+            assert!(of(&[good.clone()], shape).is_err(), "{shape:?}");
+        }
+        for rows in [r#"{"5":1,"9":1}"#, r#"{"5":0,"9":2}"#, r#"{"5":1,"9":2}"#, "null", r#"["t",1,2,0,2]"#] {
+            assert!(of(&[table(rows)], &[2, 4]).is_err(), "{rows}");
+        }
+        // One sum under two names.
+        assert!(of(&[good, table(r#"{"5":0,"7":1}"#)], &[2, 4]).is_err());
+    }
+
     /// A matrix goes on from its state, a vector from its chains and the tokens that it has had.
     #[test]
     fn sums_go_on_from_where_they_were() {
