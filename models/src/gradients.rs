@@ -80,6 +80,14 @@ pub struct GradientRun {
     pub recompute: bool,
 }
 
+impl GradientRun {
+    /// The micro-batches of a group's sequences.
+    fn parts(&self, group: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (end, size) = (group.end, self.micro_batch);
+        group.step_by(size).map(move |first| first..end.min(first + size))
+    }
+}
+
 impl Default for GradientRun {
     fn default() -> GradientRun {
         GradientRun { micro_batch: 1, padding: Padding::None, pack: false, ranks: 1, recompute: false }
@@ -171,11 +179,9 @@ pub(crate) fn gradients(
         let mut of_groups = Tree::default();
         for group in rank * batch.groups / run.ranks..(rank + 1) * batch.groups / run.ranks {
             let mut sums = Sums::new(spare.take());
-            let Range { start, end } = batch.group(group);
-            for first in (start..end).step_by(run.micro_batch) {
-                let part = first..end.min(first + run.micro_batch);
+            for part in run.parts(batch.group(group)) {
                 done += part.len();
-                let shown = Shown { probe: again(&mut probe), first };
+                let shown = Shown { probe: again(&mut probe), first: part.start };
                 let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
                 logprob.extend(found.1);
@@ -633,15 +639,15 @@ impl Accumulator {
             let why = format!("there are {} after number {}; {last} were to come", sequences.len(), self.begun);
             return Err(ModelError::input("sequences", why));
         }
-        let (mut parts, mut at) = (Vec::new(), 0);
+        let (mut of_groups, mut at) = (Vec::new(), 0);
         // A micro-batch has sequences of one group.
         for group in self.held.clone() {
             let end = sequences_of_group(self.sequences, self.groups, group).end;
             let to = end.saturating_sub(self.begun).min(sequences.len());
-            parts.extend((at..to).step_by(run.micro_batch.max(1)).map(|first| first..to.min(first + run.micro_batch)));
+            of_groups.push(at..to);
             at = at.max(to);
         }
-        let parts = model.micro_batches(cpu, sequences, parts, run, true)?;
+        let parts = model.micro_batches(cpu, sequences, of_groups, run, true)?;
         let logprob = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
         let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
         self.begun += sequences.len();
@@ -712,17 +718,16 @@ impl Model {
     /// # Errors
     /// As [`Accumulator::forward`].
     pub fn logprobs(&self, cpu: &Cpu, sequences: &[Vec<i32>], run: &GradientRun) -> Result<Vec<Vec<f32>>, ModelError> {
-        let parts = (0..sequences.len()).step_by(run.micro_batch.max(1));
-        let parts = parts.map(|first| first..sequences.len().min(first + run.micro_batch)).collect();
-        let found = self.micro_batches(cpu, sequences, parts, run, false)?;
+        let found = self.micro_batches(cpu, sequences, std::iter::once(0..sequences.len()), run, false)?;
         Ok(found.into_iter().flat_map(|part| part.logprob).collect())
     }
 
+    /// Forwards over the sequences of some groups.
     fn micro_batches(
         &self,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
-        parts: Vec<Range<usize>>,
+        groups: impl IntoIterator<Item = Range<usize>>,
         run: &GradientRun,
         keep: bool,
     ) -> Result<Vec<MicroBatch>, ModelError> {
@@ -735,7 +740,7 @@ impl Model {
             let mut shown = Shown { probe: None, first: part.start };
             forward(&on, &sequences[part], run, &mut shown, [keep, false])
         };
-        parts.into_iter().map(run_part).collect()
+        groups.into_iter().flat_map(|group| run.parts(group)).map(run_part).collect()
     }
 }
 

@@ -154,7 +154,7 @@ impl Model {
     /// # Errors
     /// A file that is missing or damaged; a tensor that is not finite, or of another dtype than BF16, F16 and F32.
     pub fn read_tensors(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
-        Weights::read_all(dir)
+        Weights::read_all(dir)?.collect()
     }
 
     /// Name and shape of every parameter.

@@ -82,15 +82,13 @@ impl Trainer {
         // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
         let files = Weights::open(dir)?.report_to(progress);
         let Decoder { parameters, constants, .. } = Decoder::load(&config, files, dtype, cpu, false)?;
-        let mut weights = Weights::open(dir)?;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
-        let names: Vec<(String, Vec<usize>)> =
-            weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
-        for (name, shape) in names {
-            let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
+        for read in Weights::read_all(dir)? {
+            let (name, values) = read?;
             if parameters.contains_key(&name) {
                 tensors.insert(name.clone(), Arc::new(round(cpu, &values, dtype)?));
-                state.insert(name, [values, zeros(cpu, &shape)?, zeros(cpu, &shape)?]);
+                let (m, v) = (zeros(cpu, values.shape())?, zeros(cpu, values.shape())?);
+                state.insert(name, [values, m, v]);
             } else if constants.contains(&name) {
                 tensors.insert(name, Arc::new(values));
             }

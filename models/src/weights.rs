@@ -112,16 +112,15 @@ impl<'a> Weights<'a> {
         weights
     }
 
-    /// The tensors of the folder `dir` in f32, finite all of them.
-    pub fn read_all(dir: &Path) -> Result<BTreeMap<String, Tensor>, ModelError> {
+    /// The tensors of the folder `dir` in f32, finite all of them, each read when it is asked for.
+    pub fn read_all(dir: &Path) -> Result<impl Iterator<Item = Result<(String, Tensor), ModelError>>, ModelError> {
         let mut weights = Weights::open(dir)?;
         let names: Vec<(String, Vec<usize>)> =
             weights.left().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();
-        let read = |(name, shape): (String, Vec<usize>)| {
+        Ok(names.into_iter().map(move |(name, shape)| {
             let values = Tensor::new(weights.take::<f32>(&name, &shape)?, &shape)?;
             Ok((name, values))
-        };
-        names.into_iter().map(read).collect()
+        }))
     }
 
     /// Rounds every parameter to `dtype` first, also those that are read in f32: what a step of training leaves.

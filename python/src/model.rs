@@ -109,6 +109,13 @@ pub fn read_folder(py: Python<'_>, folder: PathBuf) -> PyResult<BTreeMap<String,
     Ok(all_lent(released(py, "read_folder", |_| samebits_models::Model::read_tensors(&folder))?))
 }
 
+/// Which of a batch's sequences belong to a group: the first, and the one behind the last.
+#[pyfunction]
+pub fn sequences_of_group(sequences: usize, groups: usize, group: usize) -> (usize, usize) {
+    let of = samebits_ops::sequences_of_group(sequences, groups, group);
+    (of.start, of.end)
+}
+
 /// Names of the files of a model folder that go with its weights as they are.
 #[pyfunction]
 pub fn folder_files() -> Vec<&'static str> {

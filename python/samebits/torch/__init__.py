@@ -171,13 +171,8 @@ def _sum(
     name: str, args: tuple[torch.Tensor | None, ...], attributes: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum over tokens that op `name` makes, and what it makes beside it, by the inputs that it is the gradient of."""
-    outputs = [o["name"] for o in _SCHEMA[name]["outputs"]]
-    # With the axes of their form: a sum over tokens has one axis of them.
-    given = {
-        i["name"]: tensor.flatten(0, max(0, tensor.dim() - len(i["axes"])))
-        for i, tensor in zip(_SCHEMA[name]["inputs"], args)
-        if tensor is not None
-    }
+    inputs, outputs = ([one["name"] for one in _SCHEMA[name][side]] for side in ("inputs", "outputs"))
+    given = {i: tensor for i, tensor in zip(inputs, args) if tensor is not None}
     made = getattr(ops, name)(**given, **attributes)
     if len(outputs) == 1:
         return made, {}
@@ -381,7 +376,7 @@ class accumulate:
 
     def sequences(self, group: int, count: int) -> range:
         """Which of the step's `count` sequences belong to a group."""
-        return range(group * count // self._groups, (group + 1) * count // self._groups)
+        return range(*_native.sequences_of_group(count, self._groups, group))
 
     def _end_group(self) -> None:
         del self._left[0]

@@ -239,7 +239,9 @@ class accumulate:
             self._rank, self._count = dist.get_rank(self._ranks), dist.get_world_size(self._ranks)
         self._native = _native.Accumulator(sequences, groups, self._rank, self._count)
         if sequences is not None:
-            first, last = (rank * groups // self._count * sequences // groups for rank in (self._rank, self._rank + 1))
+            share = groups // self._count
+            ends = (self._rank * share, (self._rank + 1) * share - 1)
+            (first, _), (_, last) = (_native.sequences_of_group(sequences, groups, group) for group in ends)
             self.mine = range(first, last)
 
     def __enter__(self) -> accumulate:
