@@ -293,6 +293,24 @@ def test_what_is_not_covered_is_counted_or_refused():
     assert samebits.torch.uncovered() == {}
 
 
+@pytest.mark.parametrize(
+    "sums",
+    [
+        lambda x: F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), x, mode="sum"),
+        lambda x: x.scatter(0, torch.zeros(4, 8, dtype=torch.long), x, reduce="add"),
+        lambda x: x.scatter(0, torch.zeros(4, 8, dtype=torch.long), 1.5, reduce="add"),
+        lambda x: x.scatter_reduce(0, torch.zeros(4, 8, dtype=torch.long), x, "sum"),
+        lambda x: torch.zeros(8, dtype=torch.long).bincount(x[0]),
+    ],
+    ids=["embedding_bag", "scatter", "scatter a number", "scatter_reduce", "bincount"],
+)
+def test_sums_beside_the_lists_are_counted(sums):
+    x = floats((4, 8), "float32", 8)
+    with samebits.torch.batch_invariant():
+        sums(x)
+    assert len(samebits.torch.uncovered()) == 1
+
+
 def test_an_operator_of_others_is_not_covered():
     library = torch.library.Library("others", "DEF")
     library.define("total(Tensor x) -> Tensor")

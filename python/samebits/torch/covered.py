@@ -19,9 +19,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 # Views, copies, comparisons, choices, whole numbers: no float is rounded but to another dtype.
 _MOVES = """
-_assert_async _assert_scalar _assert_tensor_metadata _conj _copy_from _embedding_bag_forward_only _local_scalar_dense
+_assert_async _assert_scalar _assert_tensor_metadata _conj _copy_from _local_scalar_dense
 _pin_memory _reshape_alias _to_copy _unsafe_view alias all allclose amax amin aminmax any arange argmax argmin argsort as_strided
-as_strided_scatter atleast_1d bincount bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
+as_strided_scatter atleast_1d bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
 broadcast_tensors broadcast_to bucketize cat chunk clamp clamp_max clamp_min clone complex concat constant_pad_nd contiguous copy
 count_nonzero cummax cummin detach diag_embed diagonal diagonal_backward diagonal_scatter dsplit embedding empty empty_like
 empty_permuted empty_strided eq equal expand expand_as expand_copy eye fill flatten flip fmax fmin full full_like gather ge gt

@@ -127,6 +127,9 @@ def _kind(func: Any) -> Callable[..., Any]:
         return _covered
     if name in FUNCTIONS:
         return _function
+    if "reduce" in func._overloadname:
+        # A scatter that adds is an overload of the one that moves.
+        return _unknown
     if name in PASSES or func.is_view:
         return _moves
     whole = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
