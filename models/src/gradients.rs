@@ -805,7 +805,9 @@ fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Precision;
+    use crate::weights::Weights;
+    use crate::{Config, Precision};
+    use samebits_ops::DType;
     use std::path::Path;
 
     /// Runs of groups and of micro-batches, each of other rows: more than are a tile of logits, with padding before or
@@ -901,6 +903,65 @@ mod tests {
         }
     }
 
+    /// Sequences that a rank is not to have, that have not been gone back through or that are missing are refused; with one
+    /// group any number of them makes a batch.
+    #[test]
+    fn sequences_of_an_accumulator_are_counted() {
+        let cpu = Cpu::best();
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/qwen3");
+        let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
+        let (run, zeros) = (GradientRun::default(), [vec![0.0; 2], vec![0.0; 2]]);
+        let sequences = [vec![1, 2], vec![3, 4], vec![5, 6]];
+        let refused = |found: Result<(), ModelError>, part: &str| {
+            let error = found.unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        };
+        refused(Accumulator::new(None, 2, 0, 1).map(|_| ()), "say how many sequences");
+        // The second of two ranks has the last two of four sequences.
+        let rank = || Accumulator::new(Some(4), 2, 1, 2).unwrap();
+        let too_many = "there are 3 after number 2; 4 were to come";
+        refused(rank().forward(&model, &cpu, &sequences, &run).map(|_| ()), too_many);
+        let mut sums = rank();
+        let forward = sums.forward(&model, &cpu, &sequences[..1], &run).unwrap();
+        let too_many = "there are 2 after number 3; 4 were to come";
+        refused(sums.forward(&model, &cpu, &sequences[1..], &run).map(|_| ()), too_many);
+        sums.reverse(&cpu, forward, &zeros[..1]).unwrap();
+        refused(sums.partial(&cpu).map(|_| ()), "3 of 4 have come");
+        for sequences_of_batch in [Some(2), None] {
+            let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
+            sums.forward(&model, &cpu, &sequences[..2], &run).unwrap();
+            refused(sums.partial(&cpu).map(|_| ()), "0 of 2 have been gone back through");
+            let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
+            let forward = sums.forward(&model, &cpu, &sequences[..2], &run).unwrap();
+            sums.reverse(&cpu, forward, &zeros).unwrap();
+            assert_eq!(sums.partial(&cpu).unwrap().finish(&cpu, &model).unwrap().len(), model.parameters().len());
+        }
+    }
+
+    /// Matrices that stand as they were loaded, as they do in training, give the bits of packed ones.
+    #[test]
+    fn packing_moves_no_bit() {
+        let cpu = Cpu::best();
+        let (sequences, count) = ([vec![1, 2, 3, 9], vec![4, 5]], [vec![0, 1, 1, 0], vec![0, 1]]);
+        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 1 };
+        for name in ["qwen3", "gemma2", "mixtral", "deepseek-v3"] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+            let [packed, rows] = [true, false].map(|packs| {
+                let config = Config::load(&dir).unwrap();
+                let files = Weights::open(&dir).unwrap();
+                let decoder = Decoder::load(&config, files, DType::Bf16, &cpu, packs).unwrap();
+                let run = GradientRun { micro_batch: 2, ..GradientRun::default() };
+                gradients(&decoder, &cpu, &batch, &run, (None, None), |_| ()).unwrap()
+            });
+            assert!(packed.logprob == rows.logprob && packed.parameters.keys().eq(rows.parameters.keys()));
+            for (name_of, gradient) in &packed.parameters {
+                let other = rows.parameters[name_of].as_slice::<f32>().unwrap();
+                let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<u32>>();
+                assert!(bits(gradient.as_slice::<f32>().unwrap()) == bits(other), "{name}: {name_of}");
+            }
+        }
+    }
+
     /// Ratios are cut where the loss says.
     #[test]
     fn borders_of_ratios_are_those_of_the_loss() {
@@ -971,11 +1032,14 @@ mod tests {
     #[test]
     fn a_reverse_pass_is_shown() {
         let (sequences, count) = ([vec![1, 2, 3], vec![4, 5]], [vec![0, 1, 1], vec![0, 1]]);
-        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 1 };
+        let old_logprob = [vec![-4.0; 3], vec![-5.0; 2]];
+        let with_entropy =
+            Loss::Policy { advantages: &[1.0, -1.0], old_logprob: &old_logprob, low: 0.2, high: 0.2, entropy: 0.25 };
         let together = GradientRun { micro_batch: 2, ..GradientRun::default() };
         let padded = GradientRun { padding: Padding::Left(2), ..together };
         let all = ["dmlp_norm", "dattention_sum", "dattention", "dq", "dk", "dv", "dinput_norm"];
-        for name in ["gemma2", "qwen3-moe"] {
+        for (name, loss) in [("gemma2", Loss::Nll), ("qwen3-moe", Loss::Nll), ("qwen3-moe", with_entropy)] {
+            let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
             let cpu = Cpu::best();
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
@@ -989,8 +1053,12 @@ mod tests {
             assert_eq!(seen, made(&padded, (None, "", (0, 0)), 0.0).1);
             let reverse: Vec<&str> =
                 seen.iter().map(String::as_str).skip_while(|s| !s.starts_with("- logprob:")).collect();
-            let (mut sites, parameters) = (vec!["- logprob".to_string()], ["- parameters.".to_string()]);
-            sites.extend(["- dlogprob", "- dfinal_norm"].map(String::from));
+            let of_losses = match loss {
+                Loss::Nll => &["- logprob", "- dlogprob", "- dfinal_norm"][..],
+                Loss::Policy { .. } => &["- logprob", "- entropy", "- dlogprob", "- dentropy", "- dfinal_norm"],
+            };
+            let mut sites: Vec<String> = of_losses.iter().map(|site| site.to_string()).collect();
+            let parameters = ["- parameters.".to_string()];
             for layer in (0..model.config().layers).rev() {
                 // Gemma has norms behind both parts, Qwen experts in all layers but the first.
                 let own = match name {
@@ -1015,7 +1083,9 @@ mod tests {
                 found.matches('.').count() - parameter.matches('.').count() - 1
             };
             assert_eq!((rows("model.embed_tokens.weight"), rows("model.norm.weight")), (160, 1));
-            for at in [(Some(0), "dattention_sum", (0, 2)), (Some(1), "dsum", (1, 1)), (None, "dlogprob", (0, 1))] {
+            let mut changes = vec![(Some(0), "dattention_sum", (0, 2)), (Some(1), "dsum", (1, 1))];
+            changes.extend(of_losses.iter().filter(|site| site.starts_with("- d")).map(|site| (None, &site[2..], (0, 1))));
+            for at in changes {
                 let changed = made(&together, at, 0.5).0;
                 assert!(changed != plain && changed == made(&padded, at, 0.5).0, "{name} {at:?}");
             }
