@@ -1084,7 +1084,8 @@ mod tests {
             };
             assert_eq!((rows("model.embed_tokens.weight"), rows("model.norm.weight")), (160, 1));
             let mut changes = vec![(Some(0), "dattention_sum", (0, 2)), (Some(1), "dsum", (1, 1))];
-            changes.extend(of_losses.iter().filter(|site| site.starts_with("- d")).map(|site| (None, &site[2..], (0, 1))));
+            changes
+                .extend(of_losses.iter().filter(|site| site.starts_with("- d")).map(|site| (None, &site[2..], (0, 1))));
             for at in changes {
                 let changed = made(&together, at, 0.5).0;
                 assert!(changed != plain && changed == made(&padded, at, 0.5).0, "{name} {at:?}");

@@ -442,6 +442,21 @@ fn blocks_of_too_little_are_refused() {
             }));
             assert_eq!(run.is_ok(), short.is_none(), "{} {short:?}", cpu.isa());
         }
+        if !cpu.isa().reads_coded() || cpu.isa().has_dot() {
+            continue;
+        }
+        // A coded panel has the steps that it was made of, and not those that fill its last block.
+        let weights: Vec<bf16> = (0..PANEL * k).map(|i| w(i / k, i % k)).collect();
+        let memory = packed(&cpu, PANEL, k, &weights).expect("few escapes");
+        let (coded, _) = DictionaryPanel::panel(Form::of(PANEL, k), &memory, 0);
+        for end in [k, k + 2] {
+            let (left, mut scratch) = (vec![1f32; stride + end * rows], vec![0f32; scratch]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let (left, right, bounds) = (&left, Right::Dictionary(coded), &[0, end]);
+                fma_block(&cpu, Block { left, stride, tiles, right, bounds, scratch: &mut scratch });
+            }));
+            assert_eq!(run.is_ok(), end == k, "{} {end}", cpu.isa());
+        }
     }
 }
 
