@@ -40,7 +40,7 @@ use crate::weights::Weights;
 use crate::{ModelError, PageOrder};
 use samebits_ops::device::{Device, Part};
 use samebits_ops::{Backend, Cpu, DType, Element, Tensor, TensorRef};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::mem::swap;
 use std::sync::Arc;
 
@@ -57,8 +57,10 @@ pub(crate) struct Decoder {
     pub lm_head: Linear,
     /// Name and shape of every parameter.
     pub parameters: BTreeMap<String, Vec<usize>>,
-    /// Names of what is read and is no parameter.
-    pub constants: BTreeSet<String>,
+    /// The same of what is read and is no parameter.
+    pub constants: BTreeMap<String, Vec<usize>>,
+    /// Whether an update ended in the middle: weights of two versions.
+    torn: bool,
 }
 
 /// The name of the embedding table in a folder.
@@ -186,35 +188,49 @@ impl Decoder {
     ) -> Result<Decoder, ModelError> {
         let c = config;
         let w = &mut weights;
-        for extra in 0..c.extra_layers {
-            w.drop_prefix(&format!("model.layers.{}.", c.layers + extra));
-        }
         // The largest tensors first: what is read of one is given back before the model has its whole size.
-        let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
-        let mut embed = Some(w.matrix(&table, dtype, &[c.vocab, c.hidden])?);
-        if c.tied && w.contains(head) {
-            // Some tied folders store the table a second time: then it must be the same table.
-            let path = w.path(head);
-            let again = w.tensor(head, dtype, &[c.vocab, c.hidden])?;
-            w.parameters.remove(head);
-            if !same_bits(&again, embed.as_ref().expect("it was just read")) {
-                let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
-                return Err(ModelError::tensor(&path, head, why));
-            }
-        }
-        let own = if c.tied { embed.take() } else { Some(w.matrix(head, dtype, &[c.vocab, c.hidden])?) };
-        let source = Source::whole(if c.tied { TABLE } else { "lm_head" }.into(), c.vocab);
-        let lm_head = Linear::new(cpu, source, own.expect("tied or its own"), None, packs)?;
+        let (embed, lm_head) = tables(c, w, dtype, cpu, packs)?;
         let mut layers = Vec::new();
         for layer in 0..c.layers {
             layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?);
         }
-        let name = "model.norm.weight";
-        let final_norm = Vector { w: w.tensor(name, DType::Fp32, &[c.hidden])?, name: name.into() };
+        let final_norm = final_norm(c, w)?;
         let (parameters, constants) = (std::mem::take(&mut w.parameters), std::mem::take(&mut w.constants));
         weights.finish()?;
-        let (config, attributes) = (c.clone(), c.attributes());
-        Ok(Decoder { config, dtype, attributes, embed, layers, final_norm, lm_head, parameters, constants })
+        let (config, attributes, torn) = (c.clone(), c.attributes(), false);
+        Ok(Decoder { config, dtype, attributes, embed, layers, final_norm, lm_head, parameters, constants, torn })
+    }
+
+    /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
+    pub fn check(&self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
+        let (c, w) = (&self.config, &mut weights);
+        tables(c, w, self.dtype, cpu, false)?;
+        for (name, shape) in &self.parameters {
+            if !w.parameters.contains_key(name) {
+                w.tensor(name, self.dtype, shape)?;
+            }
+        }
+        for (name, shape) in &self.constants {
+            w.constant(name, shape)?;
+        }
+        weights.finish()
+    }
+
+    /// Takes packed weights that [`Decoder::check`] has let by, a layer at a time in the place of the old one.
+    ///
+    /// # Errors
+    /// Too little memory; nothing runs then before an update is whole.
+    pub fn update(&mut self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
+        let (c, dtype, w, packs) = (&self.config, self.dtype, &mut weights, true);
+        self.torn = true;
+        (self.embed, self.lm_head) = tables(c, w, dtype, cpu, packs)?;
+        for (layer, place) in self.layers.iter_mut().enumerate() {
+            *place = Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?;
+        }
+        self.final_norm = final_norm(c, w)?;
+        weights.finish()?;
+        self.torn = false;
+        Ok(())
     }
 
     /// Takes the weights from the processor to a device.
@@ -270,6 +286,10 @@ impl Decoder {
 
     /// The residual stream of a step's tokens, before the first layer.
     pub fn embed(&self, pass: &mut Pass, step: &Step, inputs: &StepInputs) -> Result<Stream, ModelError> {
+        if self.torn {
+            let why = "an update ran out of memory, so they are of two versions; update them again";
+            return Err(ModelError::input("weights", why));
+        }
         let (at, n) = (&self.attributes, step.rows());
         let mut stream = Stream::new(pass, n)?;
         let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), |embed| embed.view());
@@ -454,6 +474,40 @@ impl Layer {
     }
 }
 
+/// The table of embeddings, `None` where it is the output projection; and that.
+fn tables(
+    c: &Config,
+    w: &mut Weights,
+    dtype: DType,
+    cpu: &Cpu,
+    packs: bool,
+) -> Result<(Option<Arc<Tensor>>, Linear), ModelError> {
+    for extra in 0..c.extra_layers {
+        w.drop_prefix(&format!("model.layers.{}.", c.layers + extra));
+    }
+    let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
+    let mut embed = Some(w.matrix(&table, dtype, &[c.vocab, c.hidden])?);
+    if c.tied && w.contains(head) {
+        // Some tied folders store the table a second time: then it must be the same table.
+        let path = w.path(head);
+        let again = w.tensor(head, dtype, &[c.vocab, c.hidden])?;
+        w.parameters.remove(head);
+        if !same_bits(&again, embed.as_ref().expect("it was just read")) {
+            let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
+            return Err(ModelError::tensor(&path, head, why));
+        }
+    }
+    let own = if c.tied { embed.take() } else { Some(w.matrix(head, dtype, &[c.vocab, c.hidden])?) };
+    let source = Source::whole(if c.tied { TABLE } else { "lm_head" }.into(), c.vocab);
+    let lm_head = Linear::new(cpu, source, own.expect("tied or its own"), None, packs)?;
+    Ok((embed, lm_head))
+}
+
+fn final_norm(c: &Config, w: &mut Weights) -> Result<Vector, ModelError> {
+    let name = "model.norm.weight";
+    Ok(Vector { w: w.tensor(name, DType::Fp32, &[c.hidden])?, name: name.into() })
+}
+
 fn same_bits(a: &Tensor, b: &Tensor) -> bool {
     typed!(a.dtype() => A, {
         let (a, b) = (a.as_slice::<A>().unwrap_or_default(), b.as_slice::<A>().unwrap_or_default());
@@ -491,6 +545,67 @@ mod tests {
         let decoder = Decoder::load(&config, Weights::open(dir.path()).unwrap(), DType::Bf16, &Cpu::best(), true);
         let decoder = decoder.unwrap();
         assert!(decoder.parameters.contains_key(table) && !decoder.parameters.contains_key("lm_head.weight"));
+    }
+
+    /// The tensors of a checkpoint, and the same times a half.
+    fn two_versions(name: &str) -> (Config, [BTreeMap<String, Tensor>; 2]) {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
+        let tensors = Model::read_tensors(&dir).unwrap();
+        let half = |tensor: &Tensor| {
+            let halves = tensor.as_slice::<f32>().unwrap().iter().map(|x| x / 2.0);
+            Tensor::new(halves.collect::<Vec<f32>>(), tensor.shape()).unwrap()
+        };
+        let halves = tensors.iter().map(|(name, tensor)| (name.clone(), half(tensor))).collect();
+        (Config::load(&dir).unwrap(), [tensors, halves])
+    }
+
+    fn views(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, TensorRef<'_>> {
+        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect()
+    }
+
+    fn logits(model: &Model, cpu: &Cpu) -> Result<Vec<f32>, ModelError> {
+        model.forward_run(cpu, &[&[1, 2, 3, 4, 5]], crate::Run::default())
+    }
+
+    /// Dense and sparse, tied and not, with what is no parameter.
+    #[test]
+    fn an_update_leaves_nothing_of_the_old_weights() {
+        let cpu = Cpu::best();
+        for name in ["qwen2", "gemma2", "phi3", "mixtral", "deepseek-v3"] {
+            let (config, [old, new]) = two_versions(name);
+            let of = |tensors| Model::of_tensors(&config, &views(tensors), Precision::Bf16, None, &cpu).unwrap();
+            let (mut model, fresh) = (of(&old), logits(&of(&new), &cpu).unwrap());
+            assert_ne!(logits(&model, &cpu).unwrap(), fresh, "{name}");
+            let place = Arc::as_ptr(&model.decoder);
+            model.update(&views(&new), &cpu).unwrap();
+            assert_eq!(logits(&model, &cpu).unwrap(), fresh, "{name}");
+            // Where the old ones were; or beside them, where a forward still has those.
+            assert_eq!(Arc::as_ptr(&model.decoder), place);
+            let held = model.decoder.clone();
+            model.update(&views(&old), &cpu).unwrap();
+            assert!(!Arc::ptr_eq(&model.decoder, &held));
+            model.decoder = held;
+            assert_eq!(logits(&model, &cpu).unwrap(), fresh, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_update_that_ends_in_the_middle_is_never_run() {
+        let cpu = Cpu::best();
+        let (config, [old, new]) = two_versions("qwen2");
+        let mut model = Model::of_tensors(&config, &views(&old), Precision::Bf16, None, &cpu).unwrap();
+        let mut some = views(&new);
+        some.remove("model.layers.1.self_attn.o_proj.weight");
+        // What is looked at before changes nothing.
+        let before = logits(&model, &cpu).unwrap();
+        assert!(model.update(&some, &cpu).is_err());
+        assert_eq!(logits(&model, &cpu).unwrap(), before);
+        let decoder = Arc::get_mut(&mut model.decoder).unwrap();
+        assert!(decoder.update(Weights::of(&some).rounded_to(DType::Bf16), &cpu).is_err());
+        let said = logits(&model, &cpu).unwrap_err().to_string();
+        assert_eq!(said, "weights: an update ran out of memory, so they are of two versions; update them again");
+        model.update(&views(&old), &cpu).unwrap();
+        assert_eq!(logits(&model, &cpu).unwrap(), before);
     }
 
     #[test]

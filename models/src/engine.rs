@@ -69,7 +69,7 @@ impl Engine {
     ///
     /// # Errors
     /// Requests with texts that have not ended: no text is made by two versions of the weights. What
-    /// [`Model::update`] refuses; the weights stay as they were then.
+    /// [`Model::update`] refuses, and then the weights stay as they were; too little memory.
     pub fn update(&mut self, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
         let open: Vec<String> = self.requests().map(|request| request.to_string()).collect();
         if !open.is_empty() {

@@ -9,7 +9,7 @@ use crate::weights::Weights;
 use crate::{Config, Grouping, ModelError, Run, Schedule};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
@@ -136,16 +136,23 @@ impl Model {
         Ok(Model { dir: dir.map(Path::to_owned), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
     }
 
-    /// Packs other weights, as [`Model::of_tensors`]. Where they are refused, the model stays what it was.
+    /// Packs other weights, as [`Model::of_tensors`], a layer at a time in the place of the old one: no more than one is in
+    /// memory twice. Where they are refused, the model stays what it was. A [`Forward`](crate::Forward) keeps the weights
+    /// that it ran with.
     ///
     /// # Errors
-    /// As [`Model::of_tensors`]; a model on a device.
+    /// As [`Model::of_tensors`]; a model on a device; too little memory, and then nothing runs before an update is whole.
     pub fn update(&mut self, tensors: &BTreeMap<String, TensorRef>, cpu: &Cpu) -> Result<(), ModelError> {
         if self.is_on_device() {
             return Err(ModelError::input("device", "weights are packed on the processor; load the model there"));
         }
-        let weights = Weights::of(tensors).rounded_to(self.decoder.dtype);
-        self.decoder = Decoder::load(self.config(), weights, self.decoder.dtype, cpu, true)?.into();
+        let dtype = self.decoder.dtype;
+        let weights = || Weights::of(tensors).rounded_to(dtype);
+        self.decoder.check(weights(), cpu)?;
+        match Arc::get_mut(&mut self.decoder) {
+            Some(decoder) => decoder.update(weights(), cpu)?,
+            None => self.decoder = Decoder::load(self.config(), weights(), dtype, cpu, true)?.into(),
+        }
         Ok(())
     }
 
@@ -163,8 +170,8 @@ impl Model {
     }
 
     /// Names of the tensors that are read and are no parameters.
-    pub fn constants(&self) -> &BTreeSet<String> {
-        &self.decoder.constants
+    pub fn constants(&self) -> impl Iterator<Item = &String> {
+        self.decoder.constants.keys()
     }
 
     /// The same model with its weights in the memory of `device`, where all of it then runs but for tables of angles,

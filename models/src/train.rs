@@ -89,7 +89,7 @@ impl Trainer {
                 tensors.insert(name.clone(), Arc::new(round(cpu, &values, dtype)?));
                 let (m, v) = (zeros(cpu, values.shape())?, zeros(cpu, values.shape())?);
                 state.insert(name, [values, m, v]);
-            } else if constants.contains(&name) {
+            } else if constants.contains_key(&name) {
                 tensors.insert(name, Arc::new(values));
             }
         }

@@ -33,8 +33,8 @@ pub(crate) struct Weights<'a> {
     rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
     pub parameters: BTreeMap<String, Vec<usize>>,
-    /// Names of what was taken by [`Weights::constant`].
-    pub constants: BTreeSet<String>,
+    /// The same of what was taken by [`Weights::constant`].
+    pub constants: BTreeMap<String, Vec<usize>>,
     /// Bytes of all tensors, and of those that have been taken.
     total: u64,
     taken: u64,
@@ -76,7 +76,7 @@ impl<'a> Weights<'a> {
 
     fn empty(source: &Path) -> Weights<'a> {
         let (shards, tensors, parameters) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-        let (source, constants, progress) = (source.into(), BTreeSet::new(), Box::new(|_, _| {}));
+        let (source, constants, progress) = (source.into(), BTreeMap::new(), Box::new(|_, _| {}));
         Weights {
             shards,
             tensors,
@@ -271,7 +271,7 @@ impl<'a> Weights<'a> {
 
     /// Takes something that is no parameter, in f32.
     pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
-        self.constants.insert(name.into());
+        self.constants.insert(name.into(), shape.into());
         Ok(Tensor::new(self.take::<f32>(name, shape)?, shape)?)
     }
 

@@ -4,7 +4,8 @@
     samebits score --model DIR --rollout rollout.jsonl
 
 - `verl`: a DataProto, or its `batch`: `prompts` and `responses` [B,P] and [B,R], `attention_mask` [B,P+R], `rollout_log_probs`
-  [B,R], and `response_mask` where tokens of tools are among the responses.
+  [B,R], and `response_mask` where tokens of tools are among the responses; or nested tensors of these, without padding and
+  so without `attention_mask`.
 - `trl`: what GRPOTrainer makes of a generation: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`,
   `sampling_per_token_logps`, and `tool_mask` where there are tools.
 - `slime`: what `--save-debug-rollout-data` writes: `samples`, each with `tokens`, `response_length`, `rollout_log_probs` and
@@ -32,20 +33,26 @@ Text = tuple[list[int], list[int], list[float]]
 def verl(batch: Any) -> list[Text]:
     """The texts of a batch of verl."""
     batch = getattr(batch, "batch", batch)
-    prompts, responses, logprobs = (_field(batch, name, "verl") for name in ("prompts", "responses", "rollout_log_probs"))
-    attention = _field(batch, "attention_mask", "verl").bool()
+    names = ("prompts", "responses", "rollout_log_probs")
+    if getattr(_field(batch, "prompts", "verl"), "is_nested", False):
+        masks = ("response_mask",) if "response_mask" in batch.keys() else ()
+        columns = [[row.tolist() for row in _field(batch, name, "verl").unbind()] for name in (*names, *masks)]
+        rows = enumerate(zip(*columns))
+        return [text for row, found in rows for text in _row(f"verl: row {row}", *found)]
+    prompts, responses, logprobs = (_matrix(batch, name, "verl") for name in names)
+    attention = _matrix(batch, "attention_mask", "verl").bool()
     width = prompts.shape[1]
     if attention.shape[1] != width + responses.shape[1]:
         raise ValueError(f"verl: attention_mask has {attention.shape[1]} columns, prompts and responses {width + responses.shape[1]}")
-    sampled = batch["response_mask"].bool() if "response_mask" in batch.keys() else attention[:, width:]
+    sampled = _matrix(batch, "response_mask", "verl").bool() if "response_mask" in batch.keys() else attention[:, width:]
     return _texts("verl", (prompts, attention[:, :width]), (responses, attention[:, width:]), sampled, logprobs)
 
 
 def trl(generation: Mapping[str, Any]) -> list[Text]:
     """The texts of a generation of TRL."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
-    prompts, prompt_mask, completions, mask, logprobs = (_field(generation, name, "trl") for name in names)
-    tools = generation["tool_mask"].bool() if "tool_mask" in generation.keys() else mask.bool()
+    prompts, prompt_mask, completions, mask, logprobs = (_matrix(generation, name, "trl") for name in names)
+    tools = _matrix(generation, "tool_mask", "trl").bool() if "tool_mask" in generation.keys() else mask.bool()
     return _texts("trl", (prompts, prompt_mask.bool()), (completions, mask.bool()), tools & mask.bool(), logprobs)
 
 
@@ -53,30 +60,50 @@ def slime(rollout: Mapping[str, Any]) -> list[Text]:
     """The texts of a rollout of slime."""
     texts: list[Text] = []
     for number, sample in enumerate(_field(rollout, "samples", "slime")):
-        tokens, count, logprobs = (
-            _field(sample, name, f"slime: sample {number}") for name in ("tokens", "response_length", "rollout_log_probs")
-        )
-        tokens, logprobs, mask = list(map(int, tokens)), list(logprobs), sample.get("loss_mask")
-        mask = [1] * count if mask is None else list(mask)
-        if not len(logprobs) == len(mask) == count <= len(tokens):
-            raise ValueError(
-                f"slime: sample {number}: response_length is {count}; rollout_log_probs has {len(logprobs)}, loss_mask {len(mask)}"
-            )
-        texts += _runs(f"slime: sample {number}", tokens[: len(tokens) - count], tokens[len(tokens) - count :], mask, logprobs)
+        what = f"slime: sample {number}"
+        count = _field(sample, "response_length", what)
+        if count == 0:
+            continue  # aborted before its first token
+        tokens, logprobs = list(map(int, _field(sample, "tokens", what))), list(_field(sample, "rollout_log_probs", what))
+        mask = [1] * count if sample.get("loss_mask") is None else list(sample["loss_mask"])
+        if count > len(tokens):
+            raise ValueError(f"{what}: response_length is {count}; there are {len(tokens)} tokens")
+        texts += _row(what, tokens[: len(tokens) - count], tokens[len(tokens) - count :], logprobs, mask)
     return texts
 
 
 def _field(of: Any, name: str, what: str) -> Any:
+    if not hasattr(of, "keys"):
+        raise ValueError(f"{what}: is a {type(of).__name__}; it must hold `{name}` by name")
     if name not in of.keys() or of[name] is None:
         raise ValueError(f"{what}: `{name}` is missing; was it recorded? There are {', '.join(map(str, of.keys()))}")
     return of[name]
 
 
+def _matrix(of: Any, name: str, what: str) -> Any:
+    tensor = _field(of, name, what)
+    if len(getattr(tensor, "shape", ())) != 2:
+        form = list(tensor.shape) if hasattr(tensor, "shape") else f"a {type(tensor).__name__}"
+        raise ValueError(f"{what}: `{name}` is {form}; it must be a tensor of two axes")
+    return tensor
+
+
+def _row(what: str, prompt: list[int], tokens: list[int], logprobs: list[float], sampled: list[Any] | None = None) -> Iterator[Text]:
+    """One response without padding; all of it was sampled where nothing else is said."""
+    sampled = [1] * len(tokens) if sampled is None else sampled
+    if not len(tokens) == len(logprobs) == len(sampled):
+        raise ValueError(f"{what}: {len(tokens)} tokens of response, {len(logprobs)} log-probabilities, a mask of {len(sampled)}")
+    return _runs(what, prompt, tokens, sampled, logprobs)
+
+
 def _texts(what: str, prompts: tuple[Any, Any], responses: tuple[Any, Any], sampled: Any, logprobs: Any) -> list[Text]:
     """Padded tensors and their masks, row by row."""
-    if not responses[0].shape == sampled.shape == logprobs.shape:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (responses[0], sampled, logprobs))
-        raise ValueError(f"{what}: responses, their mask and log-probabilities have the shapes {shapes}")
+    if not responses[0].shape == responses[1].shape == sampled.shape == logprobs.shape:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (*responses, sampled, logprobs))
+        raise ValueError(f"{what}: responses, their masks and log-probabilities have the shapes {shapes}; they must have one")
+    if prompts[0].shape != prompts[1].shape or len(prompts[0]) != len(logprobs):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (*prompts, logprobs))
+        raise ValueError(f"{what}: prompts, their mask and log-probabilities have the shapes {shapes}; they must have the same rows")
     texts: list[Text] = []
     for row in range(len(prompts[0])):
         prompt = prompts[0][row][prompts[1][row]].tolist()
@@ -108,6 +135,8 @@ def write(texts: list[Text], out: str | os.PathLike[str], *, dtype: str = "bf16"
     """Writes texts as a rollout of a model in `dtype`, sampled at `temperature`. Log-probabilities are rounded to f32."""
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype}: use bf16, fp16 or fp32")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {temperature}: use what logits were divided by, or 0 where the likeliest tokens were taken")
     if not texts:
         raise ValueError("there is no sampled token; nothing could be compared")
     first = {"samebits": "rollout", "dtype": dtype, "temperature": temperature, "sequences": len(texts)}
@@ -128,16 +157,20 @@ _READERS: dict[str, Callable[[Any], list[Text]]] = {"verl": verl, "trl": trl, "s
 
 def _load(path: str, project: str) -> Any:
     import pickle
+    import zipfile
 
     import torch
 
+    load = f"load it where {project} is installed, and give what it holds to samebits.adapters.{project}"
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\3\4" or not zipfile.is_zipfile(file):
+            raise ValueError(f"{path}: is no whole file of torch.save; if {project} can read it, {load}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
-        raise ValueError(
-            f"{path}: it holds more than tensors, numbers and texts; load it where {project} is installed, and give what it "
-            f"holds to samebits.adapters.{project}"
-        ) from e
+        raise ValueError(f"{path}: it holds more than tensors, numbers and texts; {load}") from e
+    except RuntimeError as e:
+        raise ValueError(f"{path}: is no whole file of torch.save: {str(e).splitlines()[0]}") from e
 
 
 def main() -> int:

@@ -195,6 +195,8 @@ impl Model {
             if fingerprint == held.fingerprint {
                 return Ok(false);
             }
+            // Of no weights, where the update ends in the middle.
+            held.fingerprint.clear();
             held.model.update(&tensors, cpu)?;
             held.fingerprint = fingerprint;
             Ok(true)
@@ -208,7 +210,7 @@ impl Model {
 
     /// Names of the tensors that are read and are no parameters.
     fn constants(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        locked(py, "model", &self.0, |held, _| Ok(held.model.constants().iter().cloned().collect()))
+        locked(py, "model", &self.0, |held, _| Ok(held.model.constants().cloned().collect()))
     }
 
     /// `[sequences, longest]`: the log-probability of each token, given those before it; 0 for the first ones and behind a

@@ -1,7 +1,10 @@
 """Log-probabilities as verl, TRL and slime record them, computed again by `samebits score`."""
 
+import contextlib
+import io
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -109,15 +112,73 @@ def test_what_was_not_recorded_is_refused(texts, tmp_path):
     for words, call in (
         ("verl: `rollout_log_probs` is missing", lambda: adapters.verl({"prompts": torch.zeros(1, 1), "responses": torch.zeros(1, 1)})),
         ("trl: row 0: token 1 of the response has the log-probability nan", lambda: adapters.trl(recorded("trl", [text]))),
-        ("slime: sample 0: response_length is 2; rollout_log_probs has 1",
+        ("slime: sample 0: 2 tokens of response, 1 log-probabilities, a mask of 2",
          lambda: adapters.slime(recorded("slime", [([1], [2, 3], [-0.5])]))),
+        ("slime: sample 0: response_length is 4; there are 3 tokens",
+         lambda: adapters.slime({"samples": [{"tokens": [1, 2, 3], "response_length": 4, "rollout_log_probs": [-1.0] * 4}]})),
+        ("trl: is a list; it must hold `prompt_ids` by name", lambda: adapters.trl([1])),
+        ("slime: sample 0: is a list", lambda: adapters.slime({"samples": [[1]]})),
+        (r"trl: `completion_mask` is \[2\]; it must be a tensor of two axes",
+         lambda: adapters.trl(recorded("trl", texts) | {"completion_mask": torch.ones(2)})),
+        ("verl: `responses` is a list; it must be a tensor", lambda: adapters.verl(recorded("verl", texts) | {"responses": [[1]]})),
+        ("trl: prompts, their mask and log-probabilities have the shapes .* they must have the same rows",
+         lambda: adapters.trl(recorded("trl", texts) | {"prompt_ids": torch.ones(1, 1), "prompt_mask": torch.ones(1, 1)})),
+        ("trl: responses, their masks and log-probabilities have the shapes",
+         lambda: adapters.trl(recorded("trl", texts) | {"completion_mask": torch.ones(len(texts), 1, dtype=torch.int64)})),
+        ("temperature nan: use", lambda: adapters.write([text], tmp_path / "x", temperature=math.nan)),
         ("the prompt is empty", lambda: adapters.slime(recorded("slime", [([], [2], [-0.5])]))),
         ("there is no sampled token", lambda: adapters.write([], tmp_path / "x")),
         ("dtype fp8: use", lambda: adapters.write([text], tmp_path / "x", dtype="fp8")),
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_files_that_are_none_of_torch_save_are_refused(tmp_path):
     torch.save({"of": Path("x")}, tmp_path / "more.pt")
-    code, said = command("samebits.adapters", "verl", tmp_path / "more.pt", "--out", tmp_path / "x")
-    assert code == 2 and "load it where verl is installed" in said
+    torch.save({"prompts": torch.zeros(100)}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[:-40])
+    (tmp_path / "other.pt").write_bytes(whole.replace(b"data.pkl", b"data.pkx"))
+    (tmp_path / "empty.pt").touch()
+    # As DataProto.save_to_disk writes it.
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Path("x")))
+    for name, words in (
+        ("more.pt", "it holds more than tensors, numbers and texts; load it where verl is installed"),
+        ("cut.pt", "is no whole file of torch.save"),
+        ("other.pt", "is no whole file of torch.save"),
+        ("empty.pt", "is no whole file of torch.save"),
+        ("pickle.pt", "is no whole file of torch.save; if verl can read it, load it where verl is installed"),
+        ("none.pt", "No such file"),
+    ):
+        code, said = in_process("verl", tmp_path / name, "--out", tmp_path / "x")
+        assert code == 2 and words in said and said.count("\n") == 1, said
     assert not (tmp_path / "x").exists()
+
+
+def in_process(*words):
+    """What `python -m samebits.adapters` says to stderr."""
+    said, found = io.StringIO(), sys.argv
+    sys.argv = ["samebits.adapters", *map(str, words)]
+    try:
+        with contextlib.redirect_stderr(said):
+            return adapters.main(), said.getvalue()
+    finally:
+        sys.argv = found
+
+
+def test_texts_that_are_not_padded(texts):
+    """What verl keeps of each text alone, and samples of slime that never had a token."""
+    nested = lambda column, dtype: torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in column], layout=torch.jagged)
+    prompts, tokens, logprobs = zip(*texts)
+    batch = {"prompts": nested(prompts, torch.int64), "responses": nested(tokens, torch.int64),
+             "rollout_log_probs": nested(logprobs, torch.float32)}
+    expected = adapters.verl(recorded("verl", texts))
+    assert adapters.verl(batch) == expected
+    batch["response_mask"] = nested([[0] + [1] * (len(row) - 1) for row in tokens], torch.int64)
+    assert [text[1] for text in adapters.verl(batch)] == [row[1:] for row in tokens if len(row) > 1]
+    batch["response_mask"] = nested([[1]] * len(tokens), torch.int64)
+    with pytest.raises(ValueError, match=r"verl: row [0-9]+: [0-9]+ tokens of response, [0-9]+ log-probabilities, a mask of 1"):
+        adapters.verl(batch)
+    aborted = {"tokens": [1, 2], "response_length": 0, "rollout_log_probs": None, "loss_mask": None, "status": "aborted"}
+    assert adapters.slime({"samples": [aborted, *recorded("slime", texts)["samples"]]}) == texts

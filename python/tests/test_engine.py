@@ -248,6 +248,43 @@ def test_weights_that_are_refused_leave_the_old_ones(expected):
     assert one.version == 0 and told(one.generate(PROMPTS, 4, **HOW)) == expected
 
 
+PEAK = """
+import pathlib, sys
+import samebits, torch
+
+hidden, layers = 512, 12
+config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": 2048, "num_hidden_layers": layers,
+          "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64, "rms_norm_eps": 1e-6,
+          "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": True, "rope_theta": 1e4}
+state = {"model.embed_tokens.weight": torch.ones(64, hidden), "model.norm.weight": torch.ones(hidden)}
+for layer in range(layers):
+    at = f"model.layers.{layer}."
+    state |= {at + f"self_attn.{name}_proj.weight": torch.ones(hidden, hidden) for name in "qkvo"}
+    state |= {at + f"mlp.{name}_proj.weight": torch.ones(2048, hidden) for name in ("gate", "up")}
+    state |= {at + "mlp.down_proj.weight": torch.ones(hidden, 2048)}
+    state |= {at + f"{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")}
+state = {name: tensor.bfloat16() for name, tensor in state.items()}
+size = sum(tensor.numel() * 2 for tensor in state.values())
+engine = samebits.Engine(state, config)
+engine.update(state)
+
+def held(name):
+    (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
+    return int(line.split()[1]) << 10
+
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+before = held("VmRSS:")
+engine.update(state)
+print(size, held("VmHWM:") - before, held("VmRSS:") - before)
+"""
+
+
+def test_an_update_is_made_in_place():
+    size, peak, left = map(int, subprocess.check_output([sys.executable, "-c", PEAK], text=True).split())
+    # A layer is a twelfth of it; all of it was in memory twice.
+    assert size > 90 << 20 and peak < size / 3 and left < size / 20, (size, peak, left)
+
+
 def test_what_does_not_fit_is_refused():
     one = engine()
     cases = [

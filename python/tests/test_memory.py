@@ -14,6 +14,9 @@ from conftest import floats, same
 from samebits import ops
 
 
+ADDER = pathlib.Path(__file__).resolve().parents[2] / "tests/checkpoints/qwen3-adder"
+
+
 def resident():
     """Bytes of memory that this process holds."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -27,7 +30,7 @@ def name_of(capsule):
 
 @pytest.mark.parametrize(
     "what",
-    ["torch", "numpy", "into", "foreign", "refused", "kernel", "gradient", "exported", "dropped capsule"],
+    ["torch", "numpy", "into", "foreign", "refused", "kernel", "gradient", "exported", "dropped capsule", "engine"],
 )
 def test_ten_thousand_calls_hold_memory(what):
     # 32 KiB a tensor: ten thousand that stay would be 320 MB.
@@ -44,6 +47,8 @@ def test_ten_thousand_calls_hold_memory(what):
         with pytest.raises(ValueError):
             ops.rms_norm(x, w, into=x)
 
+    engine, prompt = samebits.Engine(ADDER), [[1] + [4] * 2000]
+
     call = {
         "torch": lambda: ops.rms_norm(x, w),
         "numpy": lambda: ops.rms_norm(nx, nw),
@@ -52,6 +57,7 @@ def test_ten_thousand_calls_hold_memory(what):
         "refused": refused,
         "kernel": lambda: samebits.torch.ops.rms_norm(x, w),
         "gradient": gradient,
+        "engine": lambda: engine.generate(prompt, max_tokens=0),
         "exported": lambda: (torch.from_dlpack(samebits.Tensor((128, 64))), samebits.Tensor((128, 64)).numpy()),
         "dropped capsule": lambda: (samebits.Tensor((128, 64)).__dlpack__(), mine.__dlpack__(max_version=(1, 0), copy=True)),
     }[what]

@@ -36,7 +36,8 @@ def records(folder):
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "out"
     command = [sys.executable, "-m", "samebits", "sweep", *ASKED, "--out", str(folder)]
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
     return folder
 
 
