@@ -1,3 +1,4 @@
+import functools
 import sys
 import zlib
 from pathlib import Path
@@ -42,3 +43,37 @@ def sampled(name, seed):
 
 def tupled(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+# --- tolerances, which live in contract/
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@functools.cache
+def thresholds(file):
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        from pip._vendor import tomli as tomllib
+    return tomllib.loads((Path(__file__).parents[2] / "contract" / file).read_text(encoding="utf-8"))["threshold"]
+
+
+def assert_accurate(found, truth, kind, direction="forward"):
+    """That `found` lies within the published bound of a class of ops around `truth`, in f64."""
+    dtype = NAMES[found.dtype]
+    (row,) = [
+        row
+        for row in thresholds("ws1.toml")
+        if row["rows"] == "published" and kind in row["classes"] and dtype in row["dtypes"] and "accuracy" in row["judgments"]
+        and direction in row.get("directions", ["forward", "gradient"])
+    ]  # fmt: skip
+    error, bound = (found.double() - truth.double()).abs(), row["atol"] + row["rtol"] * truth.double().abs()
+    assert found.shape == truth.shape and bool((error <= bound).all()), f"{error.max()} is too far, of {truth.abs().max()}"
+
+
+def assert_beside_torch(found, plain, truth, of, dtype=None):
+    """That the error of `found` is no larger than that of torch's `plain`, by as much as the contract says."""
+    (row,) = [row for row in thresholds("beside_torch.toml") if row["of"] == of and row["dtype"] == NAMES[dtype or found.dtype]]
+    ours, theirs = ((made.double() - truth).square().mean().sqrt().item() for made in (found, plain))
+    assert ours <= row["error_of_torch"] * theirs, f"{ours} beside {theirs} of torch"

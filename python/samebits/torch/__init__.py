@@ -301,6 +301,8 @@ class accumulate:
         self._derived: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._sums: dict[tuple[str, str], _Sum] = {}
         self._hooks: list[Any] = []
+        # Sequences of the micro-batch, as far as look-ups tell.
+        self._rows = 1
         # They sum themselves.
         if groups > 1 and any(isinstance(module, CausalLM) for module in model.modules()):
             raise ValueError(f"accumulate: a CausalLM in {groups} groups; use its own accumulate")
@@ -353,6 +355,28 @@ class accumulate:
                     )
             carried[i] = one
         return carried
+
+    def look_up(self, tokens: torch.Tensor) -> None:
+        """Tokens of a parameter are looked up, before the operator does it."""
+        if not any(one.open for one in self._sums.values()):
+            self._rows = 1
+        self._rows = max(self._rows, tokens.shape[0] if tokens.dim() > 1 else 1)
+
+    def share(self, table: torch.Tensor, looked: torch.Tensor) -> None:
+        """Refuses the gradient of what was looked up for one sequence where there are several."""
+        name = self._names[id(table)]
+
+        def refuse(gradient: Any) -> None:
+            if self._rows > 1:
+                raise RuntimeError(
+                    f"accumulate: `{name}` is looked up once for several sequences; its sum cannot be carried; look up the positions of each"
+                )
+
+        looked.register_hook(refuse)
+
+    def sum_of(self, parameter: torch.Tensor, name: str) -> _Sum:
+        """The sum for what operator `name` has just read."""
+        return self._sums[self._names[id(parameter)], name]
 
     def __enter__(self) -> accumulate:
         global _active

@@ -10,7 +10,7 @@ import torch
 
 from .. import _native
 
-__all__ = ["COVERED", "FUNCTIONS", "PASSES", "any_floats", "laid_out", "plain", "product"]
+__all__ = ["COVERED", "FUNCTIONS", "PASSES", "ROUNDED_ONCE", "any_complex", "any_floats", "laid_out", "plain", "product"]
 
 kernels = _native.kernels()
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,13 +52,14 @@ _IN_ORDER = "cumsum"
 _FUNCTIONS = """
 acos acosh addcdiv addcmul asin asinh atan atan2 atanh celu cos cosh deg2rad digamma elu elu_backward erf erfc erfinv exp exp2
 expm1 gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hypot lerp lgamma log log10 log1p log2
-log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 logit logit_backward mish mish_backward pow rad2deg rsqrt sigmoid
+log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 logit logit_backward mish mish_backward polar pow rad2deg rsqrt sigmoid
 sigmoid_backward silu silu_backward sin sinc sinh softplus softplus_backward tan tanh tanh_backward xlogy
 """
 
 
 # What runs as it is, and what runs where no element is at the end of a vector.
-PASSES = {*_MOVES.split(), *_ROUNDED_ONCE.split(), _IN_ORDER}
+ROUNDED_ONCE = set(_ROUNDED_ONCE.split())
+PASSES = {*_MOVES.split(), *ROUNDED_ONCE, _IN_ORDER}
 FUNCTIONS = set(_FUNCTIONS.split())
 
 
@@ -68,6 +69,10 @@ def _floating(value: Any) -> bool:
 
 def any_floats(args: Any) -> bool:
     return any(any_floats(a) if isinstance(a, (tuple, list)) else _floating(a) for a in args)
+
+
+def any_complex(args: Any) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.is_complex() for a in args)
 
 
 def plain(*tensors: torch.Tensor) -> bool:
@@ -137,9 +142,9 @@ def _chain_sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
-    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim) or x.dim() == 0:
         return list(range(x.dim()))
-    return sorted({d % max(x.dim(), 1) for d in ([dim] if isinstance(dim, int) else dim)})
+    return sorted({d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)})
 
 
 # Up to so many terms are added one after the other, each with all its neighbours.
@@ -289,7 +294,7 @@ def _along(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
         return rows.reshape(())
     if rows.dim() == 1:
         return rows.reshape(x.movedim(dim, -1).shape[:-1]).unsqueeze(dim)
-    return rows.reshape(x.movedim(dim, -1).shape).movedim(-1, dim)
+    return rows.reshape(x.movedim(dim, -1).shape).movedim(-1, dim).contiguous()
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
@@ -447,7 +452,7 @@ def _embedding_backward(dy, tokens, rows, padding_idx, scale_by_frequency):
     return kernels["embedding_dw"](dy.reshape(-1, width), tokens, zero, mask=mask).to(dy.dtype)
 
 
-def _stable_sort(x, dim=-1, descending=False):
+def _stable_sort(x, dim=-1, descending=False, *, stable=True):
     # Equal ones in their order: by it experts have their tokens.
     return torch.ops.aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 

@@ -17,11 +17,12 @@ from typing import Any, Callable
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import samebits.torch as _ours
 
 from .attention import masked_attention
-from .covered import COVERED, FUNCTIONS, PASSES, any_floats, kernels, laid_out, plain, product
+from .covered import COVERED, FUNCTIONS, PASSES, ROUNDED_ONCE, any_complex, any_floats, kernels, laid_out, plain, product
 
 __all__ = ["batch_invariant", "disable", "enable", "uncovered"]
 
@@ -47,20 +48,32 @@ def uncovered() -> dict[str, int]:
     return dict(_counts)
 
 
-def _report(mode: _Below, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    if tensors and all(t.device.type == "meta" for t in tensors):
-        return func(*args, **kwargs)
+def _note(mode: _Below, func: Any) -> None:
+    _counts[str(func)] += 1
+
+
+def _count(mode: _Below, func: Any) -> None:
     if mode.state.strict:
         raise RuntimeError(
             f"batch_invariant: {func} is not covered here: its sums, or what it draws, may depend on the batch; leave strict out to count it"
         )
-    _counts[str(func)] += 1
+    _note(mode, func)
+
+
+def _report(mode: _Below, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if not tensors or any(t.device.type != "meta" for t in tensors):
+        _count(mode, func)
     return func(*args, **kwargs)
 
 
 def _moves(mode, func, args, kwargs):
     return func(*args, **kwargs)
+
+
+def _rounded_once(mode, func, args, kwargs):
+    # A complex product is a sum of two, which torch fuses here and there.
+    return (_function if any_complex(args) else _moves)(mode, func, args, kwargs)
 
 
 def _in_place(name: str, made: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
@@ -103,11 +116,13 @@ def _composed(mode, func, args, kwargs):
 
 
 def _unknown(mode, func, args, kwargs):
-    if any_floats((*args, *(kwargs or {}).values())):
+    if any_floats((*args, *kwargs.values())):
         return _report(mode, func, args, kwargs)
     made = func(*args, **kwargs)
     if any_floats(made if isinstance(made, (tuple, list)) else (made,)):
-        _counts[str(func)] += 1
+        # What is drawn from nothing is the caller's.
+        given = any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values()))
+        (_count if given else _note)(mode, func)
     return made
 
 
@@ -130,6 +145,8 @@ def _kind(func: Any) -> Callable[..., Any]:
     if "reduce" in func._overloadname:
         # A scatter that adds is an overload of the one that moves.
         return _unknown
+    if name in ROUNDED_ONCE:
+        return _rounded_once
     if name in PASSES or func.is_view:
         return _moves
     whole = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
@@ -178,7 +195,7 @@ def _linear(x, weight, bias=None):
 
 
 def _matmul(a, b):
-    if torch.is_autocast_enabled("cpu") or not plain(a, b) or 0 in (a.dim(), b.dim()):
+    if torch.is_autocast_enabled("cpu") or not plain(a, b) or 0 in (a.dim(), b.dim(), *a.shape, *b.shape):
         return NotImplemented
     # What is folded into one product, and what not, torch decides by how operands lie.
     if b.dim() == 1:
@@ -219,10 +236,18 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
 
 
 def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
-    wanted = torch.is_grad_enabled() and weight.requires_grad and input.numel() > 0
+    wanted = torch.is_grad_enabled() and weight.requires_grad and input.numel() > 0 and input.dim() > 0
     if not wanted or max_norm is not None or scale_grad_by_freq or sparse or not plain(weight):
         return NotImplemented
+    carries = _known(weight)
+    if carries:
+        _ours._active.look_up(input)
     y = _ours.ops.embedding(weight, input.int())
+    if carries and input.dim() > 1 and input.shape[0] == 1:
+        # Positions, once for all sequences, whose gradient would be summed before its tokens are known.
+        _ours._active.share(weight, y)
+        if padding_idx is None:
+            _looked[y] = weight, input.int()
     if padding_idx is not None:
         y = torch.where((input == padding_idx % weight.shape[0])[..., None], y.detach(), y)
     return y
@@ -232,6 +257,8 @@ def _layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn
     given = [t for t in (input, weight, bias) if t is not None]
     if len(normalized_shape) != 1 or not plain(*given) or input.numel() == 0:
         return NotImplemented
+    if input.dim() == 1:
+        return _layer_norm(input[None], normalized_shape, weight, bias, eps)[0]
     return _op("layer_norm", input, weight, bias, eps=eps)
 
 
@@ -240,6 +267,8 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
     if len(normalized_shape) != 1 or not plain(*given) or input.numel() == 0:
         return NotImplemented
     weight = torch.ones(normalized_shape[0], dtype=input.dtype) if weight is None else weight
+    if input.dim() == 1:
+        return _rms_norm(input[None], normalized_shape, weight, eps)[0]
     return _op("rms_norm", input, weight, eps=torch.finfo(input.dtype).eps if eps is None else eps)
 
 
@@ -311,7 +340,35 @@ def _shared(times: bool) -> Callable[..., Any]:
     return handler
 
 
-_times, _plus = _shared(True), _shared(False)
+class _Spread(torch.autograd.Function):
+    """x plus what was looked up once for all its sequences: each of their tokens adds to the gradient of the table."""
+
+    @staticmethod
+    def forward(ctx, x, y, tokens, carried):
+        ctx.tokens, ctx.carried = tokens.expand(x.shape[:-1]), carried
+        return x + y
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.carried.go_on("embedding_dw", (dy.reshape(-1, dy.shape[-1]), ctx.tokens.reshape(-1)), {})
+        return dy, None, None, None
+
+
+# What was looked up once for all sequences of a micro-batch, while `accumulate` carries sums: the table and the tokens.
+_looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_times, _plus_parameter = _shared(True), _shared(False)
+
+
+def _plus(a, b, **other):
+    for x, y in ((a, b), (b, a)):
+        found = _looked.get(y) if isinstance(y, torch.Tensor) else None
+        if found is None or other or not isinstance(x, torch.Tensor) or x.dtype != y.dtype or not torch.is_grad_enabled():
+            continue
+        if x.dim() == y.dim() and x.shape[0] > 1 and x.shape[1:] == y.shape[1:]:
+            return _Spread.apply(x, y.detach(), found[1], _ours._active.sum_of(found[0], "embedding"))
+    return _plus_parameter(a, b, **other)
+
+
 _T = torch.Tensor
 # By function of torch as Python calls it.
 _ABOVE: dict[Any, Callable[..., Any]] = {
