@@ -9,17 +9,21 @@ largest ratio, over parameters, of the error of samebits' bf16 gradient to that 
 and both root mean squares over the batches, with the parameter (the error of a log-probability is one draw that a whole sequence
 shares, so one of few batches may be large by chance); the largest error of samebits' fp32 gradient as a share of its
 length; and in how many ways to run the gradient file has the bytes of the plain way. Exit code 1 where a ratio is above 1, an
-error above 1e-4 or a file differs. Routing is the same in all runs, as in gradients.py. Nothing is recorded. Needs torch
-and transformers; no network.
+error above 1e-4 or a file differs. Routing is the same in all runs: a sequence is drawn again where torch's two runs, or its
+fp32 under noise, choose other experts, as in gradients.py, and where samebits does in bf16 or fp32. Of those that torch is sure
+of there is a line that says how many samebits chose otherwise for; more than a few end the run. Nothing is recorded. Needs
+torch and transformers; no network.
 """
 
 import argparse
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -28,6 +32,8 @@ import checkpoints
 import gradients
 
 SEQUENCES = 8
+# Of the sequences whose experts torch is sure of, the share for which samebits may choose others.
+OTHERS = 0.05
 COMMON = dict(max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 # Sizes that all families take, by number.
 SIZES = [
@@ -94,15 +100,69 @@ LOSSES = {"nll": [], "policy": ["--loss", "policy"],
           "policy_entropy": ["--loss", "policy", "--entropy", str(gradients.ENTROPY)]}
 
 
-def grad(program, model, tokens, out, *words):
-    command = [program, "grad", "--model", model, "--tokens", tokens, "--out", out, *words]
+def run(program, verb, model, tokens, out, *words):
+    command = [program, verb, "--model", model, "--tokens", tokens, "--out", out, *words]
     found = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     if found.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}: {found.stderr}")
     return out
 
 
-def make(family, number, folder, batches):
+def routing(program, folder, tokens, dtype):
+    """The experts that samebits chooses for each sequence, in ascending order, as gradients.routing has them."""
+    with tempfile.TemporaryDirectory() as work:
+        sequences, dump = Path(work) / "tokens.safetensors", Path(work) / "dump"
+        save_file({"tokens": tokens.int().contiguous()}, sequences)
+        run(program, "forward", folder, sequences, Path(work) / "logits.safetensors", "--dtype", dtype, "--dump", dump)
+        layers = {}
+        with open(dump, "rb") as file:
+            file.readline()
+            while line := file.readline():
+                seen = json.loads(line)
+                rows, width = len(seen["tokens"]), seen["width"]
+                values = numpy.frombuffer(file.read(4 * rows * width), "<f4").reshape(rows, width)
+                if seen["site"].endswith(".experts"):
+                    layer = layers.setdefault(seen["site"], numpy.zeros((*tokens.shape, width), dtype=int))
+                    for (sequence, position), row in zip(seen["tokens"], values, strict=True):
+                        layer[sequence, position] = numpy.sort(row)
+    return torch.from_numpy(numpy.stack(list(layers.values()), axis=1))
+
+
+def draw(family, number, program, folder, models, wanted, generator):
+    """Sequences whose experts are the same in all runs."""
+    exact, low = models
+    vocab = exact.config.vocab_size
+    of_experts = gradients.routing(exact, torch.tensor([[1, 5, 6]])) is not None
+    length = 11 if of_experts else 19
+    kept, others, draws = [], 0, 0
+    while len(kept) < wanted:
+        sure, expected = [], []
+        while len(sure) < min(SEQUENCES, wanted - len(kept)):
+            draws += 1
+            if draws > 125 * wanted:
+                raise SystemExit(f"{family} {number}: too few sequences whose experts torch is sure of")
+            tokens = torch.randint(3, vocab, (1, length), generator=generator)
+            experts = gradients.routing(exact, tokens) if of_experts else None
+            if experts is None or torch.equal(experts, gradients.routing(low, tokens)) and all(
+                    torch.equal(experts, gradients.routing(exact, tokens, generator)) for _ in range(4)):
+                sure.append(tokens)
+                expected.append(experts)
+        if of_experts:
+            ours = [routing(program, folder, torch.cat(sure), dtype) for dtype in ["bf16", "fp32"]]
+            same = [all(torch.equal(own[i], experts) for own in ours) for i, experts in enumerate(expected)]
+        else:
+            same = [True] * len(sure)
+        kept += [tokens for tokens, same in zip(sure, same) if same]
+        others += same.count(False)
+        if others > OTHERS * wanted:
+            raise SystemExit(f"{family} {number}: samebits chooses other experts than torch for {others} of "
+                             f"{others + len(kept)} sequences; too many for chance")
+    if of_experts:
+        print(f"{family:10} {number} other experts by samebits: {others} of {others + len(kept)} sequences, left out", flush=True)
+    return torch.cat(kept)
+
+
+def make(family, number, program, folder, batches):
     """A model in a folder, and its batches."""
     generator = torch.Generator().manual_seed(977 * number + len(family))
     torch.manual_seed(number)
@@ -114,25 +174,13 @@ def make(family, number, folder, batches):
     load = lambda dtype: transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
     exact, low = load(torch.float32), load(torch.bfloat16)
-    length = 11 if gradients.routing(exact, torch.tensor([[1, 5, 6]])) is not None else 19
-    kept = []
-    for _ in range(1000 * batches):
-        tokens = torch.randint(3, sizes["vocab_size"], (1, length), generator=generator)
-        expected = gradients.routing(exact, tokens)
-        if expected is None or torch.equal(expected, gradients.routing(low, tokens)) and all(
-                torch.equal(expected, gradients.routing(exact, tokens, generator)) for _ in range(4)):
-            kept.append(tokens)
-        if len(kept) == batches * SEQUENCES:
-            break
-    else:
-        raise SystemExit(f"{family} {number}: too few sequences whose experts are sure")
-    data = gradients.with_loss(exact, torch.cat(kept), generator)
-    return exact, low, data
+    tokens = draw(family, number, program, folder, (exact, low), batches * SEQUENCES, generator)
+    return exact, low, gradients.with_loss(exact, tokens, generator)
 
 
 def held_out(family, number, batches, program, work):
     folder = work / f"{family}-{number}"
-    exact, low, data = make(family, number, folder, batches)
+    exact, low, data = make(family, number, program, folder, batches)
     good = True
     for loss, words in LOSSES.items():
         squares, ways = {}, 0
@@ -141,7 +189,7 @@ def held_out(family, number, batches, program, work):
             tokens = work / "tokens.safetensors"
             save_file(batch, tokens)
             truth, of_torch = (gradients.split(model, folder, gradients.run(model, batch, loss)[3]) for model in (exact, low))
-            ours, wide = (load_file(grad(program, folder, tokens, work / f"{dtype}.safetensors", "--dtype", dtype, *words))
+            ours, wide = (load_file(run(program, "grad", folder, tokens, work / f"{dtype}.safetensors", "--dtype", dtype, *words))
                           for dtype in ("bf16", "fp32"))
             for name, gradient in truth.items():
                 row = squares.setdefault(name, torch.zeros(4, dtype=torch.float64))
@@ -149,9 +197,9 @@ def held_out(family, number, batches, program, work):
                                    + [gradient.norm() ** 2])
             if first == 0:
                 for base, others in [([], WAYS), (RANKS[0], RANKS[1:])]:
-                    plain = digest(grad(program, folder, tokens, work / "plain.safetensors", *words, *base))
+                    plain = digest(run(program, "grad", folder, tokens, work / "plain.safetensors", *words, *base))
                     for way in others:
-                        same = digest(grad(program, folder, tokens, work / "way.safetensors", *words, *way)) == plain
+                        same = digest(run(program, "grad", folder, tokens, work / "way.safetensors", *words, *way)) == plain
                         ways += same
                         good &= same
                         if not same:

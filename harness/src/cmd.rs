@@ -38,10 +38,23 @@ use samebits_goldens::Store;
 use samebits_models::Model;
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
+use samebits_schema::{Op, Value};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Reads an option that is an attribute of an op, whose form says what it may be.
+pub fn attribute(
+    op: &'static Op,
+    name: &'static str,
+) -> impl Fn(&str) -> Result<f64, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let attribute = op.attribute(name).expect("an attribute of the op");
+        let number = text.parse().ok().filter(|number| attribute.admits(&Value::Float(*number)));
+        number.ok_or_else(|| format!("it must be {}", attribute.range()))
+    }
+}
 
 /// How to run on this machine; no setting moves a bit.
 #[derive(clap::Args)]

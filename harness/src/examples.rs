@@ -1,9 +1,11 @@
 //! What a model is trained on: a file of sequences, which of their tokens count, and what policies need of them.
 
+use crate::cmd::attribute;
 use crate::cmd::forward::{Tokens, words};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Loss};
+use samebits_models::{Batch, Loss, ModelError};
+use samebits_schema::policy_loss;
 use std::path::Path;
 
 /// What is made of log-probabilities.
@@ -27,16 +29,20 @@ pub struct LossOptions {
     loss: LossKind,
 
     /// policy: ratios count as at least 1 - X
-    #[arg(long, default_value_t = CLIP, value_name = "X")]
+    #[arg(long, default_value_t = CLIP, value_name = "X", value_parser = attribute(&policy_loss::OP, "low"))]
     clip_low: f64,
 
     /// policy: ratios count as at most 1 + X
-    #[arg(long, default_value_t = CLIP, value_name = "X")]
+    #[arg(long, default_value_t = CLIP, value_name = "X", value_parser = attribute(&policy_loss::OP, "high"))]
     clip_high: f64,
 
     /// policy: C times the mean entropy of the distributions that tokens that count were drawn from is subtracted
-    #[arg(long, default_value_t = 0.0, value_name = "C", allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0.0, value_name = "C", allow_negative_numbers = true, value_parser = coefficient)]
     entropy: f64,
+}
+
+fn coefficient(text: &str) -> Result<f64, &'static str> {
+    text.parse().ok().filter(|c| (*c as f32).is_finite()).ok_or("it must be a finite number")
 }
 
 impl LossOptions {
@@ -72,6 +78,11 @@ impl Sequences {
             (numbers.iter().map(|&number| advantages[number]).collect(), old)
         });
         Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options: self.options }
+    }
+
+    /// Whether a token of those with these numbers counts.
+    pub fn any_counts(&self, mut numbers: impl Iterator<Item = usize>) -> bool {
+        numbers.any(|number| self.count[number].contains(&1))
     }
 
     /// Tokens of all of them.
@@ -129,6 +140,18 @@ impl Examples {
             }
         };
         Ok(Examples { tokens, all: Sequences { tokens: sequences, count, policy, options } })
+    }
+}
+
+/// What a model refuses of the file at `path`, or of an option beside it, which is named then.
+pub fn refusal(e: ModelError, path: &Path) -> anyhow::Error {
+    match e {
+        ModelError::Input { what: what @ ("groups" | "ranks" | "micro batch"), why } => {
+            anyhow!("--{}: {why}", what.replace(' ', "-"))
+        }
+        // A dump names itself; memory and budget are no matter of the file.
+        ModelError::File { .. } | ModelError::Op(_) => e.into(),
+        _ => anyhow::Error::new(e).context(path.display().to_string()),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::pass::Pass;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree};
 use crate::trace::TraceHook;
-use crate::{Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
+use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
@@ -172,7 +172,7 @@ pub(crate) fn gradients(
     mut progress: impl FnMut(usize),
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
-    let denominator = batch.check(&on, run)?;
+    let denominator = batch.check(&decoder.config, cpu, run)?;
     let (mut done, mut per_sequence, mut logprob) = (0, Vec::new(), Vec::new());
     let mut of_ranks = Tree::default();
     for rank in 0..run.ranks {
@@ -214,11 +214,11 @@ impl Batch<'_> {
     }
 
     /// Refuses what cannot be run; the number of tokens that count.
-    fn check(&self, on: &Runner, run: &GradientRun) -> Result<f64, ModelError> {
+    pub(crate) fn check(&self, config: &Config, cpu: &Cpu, run: &GradientRun) -> Result<f64, ModelError> {
         let Batch { sequences, count, loss, groups } = *self;
         let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
         check_groups(groups, run.ranks)?;
-        check_sequences(on, sequences, run)?;
+        check_sequences(config, sequences, run)?;
         check_lengths("mask", sequences, count)?;
         for (b, count) in count.iter().enumerate() {
             if let Some(t) = count.iter().position(|c| ![0, 1].contains(c)) {
@@ -232,7 +232,7 @@ impl Batch<'_> {
             }
         }
         if let Loss::Policy { advantages, old_logprob, low, high, entropy } = loss {
-            check_clip(on.cpu, low, high)?;
+            check_clip(cpu, low, high)?;
             if !(entropy as f32).is_finite() {
                 return bad("entropy", format!("its coefficient is {entropy}; it must be finite"));
             }
@@ -271,7 +271,7 @@ fn check_groups(groups: usize, ranks: usize) -> Result<(), ModelError> {
 }
 
 /// Refuses sequences that cannot be run.
-fn check_sequences(on: &Runner, sequences: &[Vec<i32>], run: &GradientRun) -> Result<(), ModelError> {
+fn check_sequences(config: &Config, sequences: &[Vec<i32>], run: &GradientRun) -> Result<(), ModelError> {
     if run.micro_batch == 0 {
         return Err(ModelError::input("micro batch", "it has no sequence; give at least 1"));
     }
@@ -279,7 +279,12 @@ fn check_sequences(on: &Runner, sequences: &[Vec<i32>], run: &GradientRun) -> Re
         let why = "a sequence has none, or there is no sequence; give at least one token";
         return Err(ModelError::input("tokens", why));
     }
-    sequences.iter().try_for_each(|tokens| on.config().check_tokens("tokens", tokens, tokens.len()))
+    sequences.iter().enumerate().try_for_each(|(b, tokens)| {
+        config.check_tokens("tokens", tokens, tokens.len()).map_err(|e| match e {
+            ModelError::Input { what, why } => ModelError::input(what, format!("sequence {b}: {why}")),
+            e => e,
+        })
+    })
 }
 
 /// Lets the op judge the limits of ratios, of which it is told only behind a forward.
@@ -735,7 +740,7 @@ impl Model {
             return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
         }
         let on = self.on(cpu);
-        check_sequences(&on, sequences, run)?;
+        check_sequences(on.config(), sequences, run)?;
         let run_part = |part: Range<usize>| {
             let mut shown = Shown { probe: None, first: part.start };
             forward(&on, &sequences[part], run, &mut shown, [keep, false])
@@ -805,8 +810,8 @@ fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Precision;
     use crate::weights::Weights;
-    use crate::{Config, Precision};
     use samebits_ops::DType;
     use std::path::Path;
 

@@ -144,11 +144,27 @@ impl Trainer {
         Ok(())
     }
 
+    /// Refuses what the next step would refuse of this batch and optimizer, before anything is computed.
+    ///
+    /// # Errors
+    /// Those of [`Model::gradients`](crate::Model::gradients) of a batch; parameters of the optimizer that are out of range.
+    pub fn check(&self, cpu: &Cpu, batch: &Batch, run: &GradientRun, optimizer: &Optimizer) -> Result<(), ModelError> {
+        adamw::<f32>(cpu, &self.shape(optimizer), &[], None, [&mut [], &mut [], &mut []], &mut [])?;
+        factor(cpu, &[0.0], optimizer.max_norm)?;
+        batch.check(&self.config, cpu, run).map(|_| ())
+    }
+
+    /// AdamW of the next step.
+    fn shape(&self, optimizer: &Optimizer) -> AdamW {
+        let Optimizer { lr, beta1, beta2, eps, weight_decay, .. } = *optimizer;
+        AdamW { lr, beta1, beta2, eps, weight_decay, step: self.step + 1 }
+    }
+
     /// The next step.
     ///
     /// # Errors
-    /// As [`Model::gradients`](crate::Model::gradients); parameters of the optimizer that are out of range; a loss or a norm
-    /// that is not finite. Weights and moments are then as they were.
+    /// Those of [`Trainer::check`]; a loss or a norm that is not finite; too little memory. Weights and moments are then as
+    /// they were.
     pub fn advance(
         &mut self,
         cpu: &Cpu,
@@ -157,16 +173,13 @@ impl Trainer {
         optimizer: &Optimizer,
         progress: impl FnMut(usize),
     ) -> Result<StepReport, ModelError> {
-        let step = self.step + 1;
-        let Optimizer { lr, beta1, beta2, eps, weight_decay, max_norm } = *optimizer;
-        let shape = AdamW { lr, beta1, beta2, eps, weight_decay, step };
-        // What it refuses is refused before anything is written.
-        adamw::<f32>(cpu, &shape, &[], None, [&mut [], &mut [], &mut []], &mut [])?;
+        self.check(cpu, batch, run, optimizer)?;
+        let (step, shape) = (self.step + 1, self.shape(optimizer));
         let decoder = Decoder::load(&self.config, Weights::shared(&self.tensors), self.dtype, cpu, false)?;
         let spare = self.spare.take();
         let mut found = gradients(&decoder, cpu, batch, run, (None, spare), progress)?;
         drop(decoder);
-        let (norm, factor) = clip(cpu, &found.parameters, max_norm)?;
+        let (norm, factor) = clip(cpu, &found.parameters, optimizer.max_norm)?;
         if !found.loss.is_finite() || !norm.is_finite() {
             let why =
                 format!("step {step} has loss {} and gradient norm {norm}; lower --lr or look at the data", found.loss);
@@ -228,10 +241,15 @@ fn clip(cpu: &Cpu, gradient: &BTreeMap<String, Tensor>, max_norm: f64) -> Result
             sums.extend(sum);
         }
     }
+    factor(cpu, &sums, max_norm)
+}
+
+/// The same of the sums of squares of its blocks.
+fn factor(cpu: &Cpu, sums: &[f32], max_norm: f64) -> Result<(f32, f32), ModelError> {
     let (mut norm, mut factor) = ([0f32], [0f32]);
     let outputs = vec![("norm", TensorMut::new(&mut norm, &[1])?), ("factor", TensorMut::new(&mut factor, &[1])?)];
     let attributes = Attributes::new().with("max_norm", max_norm);
-    cpu.call("clip_factor", attributes, &[("sum", TensorRef::new(&sums, &[sums.len()])?)], outputs)?;
+    cpu.call("clip_factor", attributes, &[("sum", TensorRef::new(sums, &[sums.len()])?)], outputs)?;
     Ok((norm[0], factor[0]))
 }
 

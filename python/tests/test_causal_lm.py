@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: model.logprob(tokens, mask), ValueError, "mask: the tokens of sequence 0 do not stand one behind"),
         (lambda: model.logprob(tokens, mask[:, :2]), ValueError, r"mask: shape \[1, 2\] must be \[1, 4\]"),
         (lambda: model.logprob(tokens.float()), ValueError, r"tokens: torch.float32 \[1, 4\]; give whole numbers"),
-        (lambda: model.logprob([[1, 99]]), ValueError, "tokens: element 1 is 99; the vocabulary is 0 to 31"),
+        (lambda: model.logprob([[1, 99]]), ValueError, "tokens: sequence 0: element 1 is 99; the vocabulary is 0 to 31"),
         (lambda: model.logprob([[1], []]), ValueError, "tokens: a sequence has none"),
         (lambda: model.logprob([]), ValueError, "tokens: a sequence has none, or there is no sequence"),
         (lambda: model([[1, 2]]).sum().backward(), NotImplementedError, "logits have no gradient; use logprob"),

@@ -111,15 +111,19 @@ fn the_verb_writes_the_same_file_or_one_line() {
         assert!(line.contains(part) && !out.exists(), "{extra:?}: {line}");
     };
     let tokens = changed("qwen3-moe", dir.path(), |all| first_rows(all, 5));
-    broken(&tokens, &["--groups", "3"], "groups: there are 3; give a power of two");
-    broken(&tokens, &["--groups", "4", "--ranks", "3"], "3 ranks do not divide 4 groups");
+    broken(&tokens, &["--groups", "3"], "samebits: --groups: there are 3; give a power of two");
+    broken(&tokens, &["--groups", "4", "--ranks", "3"], "samebits: --ranks: 3 ranks do not divide 4 groups");
     broken(&tokens, &["--ranks", "0"], "0 ranks");
-    broken(&tokens, &["--micro-batch", "0"], "micro batch");
+    broken(&tokens, &["--micro-batch", "0"], "samebits: --micro-batch: it has no sequence");
     broken(&tokens, &["--pad", "up:1"], "`up:1` is not left:N, right:N or none");
     broken(&tokens, &["--dtype", "fp16"], "gradients are made in bf16 or fp32");
-    broken(&tokens, &["--loss", "policy", "--clip-low", "2"], "low");
-    broken(&tokens, &["--loss", "policy", "--clip-high=-0.1"], "high");
-    broken(&tokens, &["--loss", "policy", "--entropy", "inf"], "entropy: its coefficient is inf; it must be finite");
+    broken(
+        &tokens,
+        &["--loss", "policy", "--clip-low", "2"],
+        "--clip-low <X>': it must be a finite number from 0 to 1",
+    );
+    broken(&tokens, &["--loss", "policy", "--clip-high=-0.1"], "--clip-high <X>'");
+    broken(&tokens, &["--loss", "policy", "--entropy", "inf"], "--entropy <C>': it must be a finite number");
     broken(&tokens, &["--entropy", "0.1"], "--entropy: only --loss policy has one");
     broken(&tokens, &["--budget", "10"], "a budget of 10 bytes is below the smallest plan");
     let nan = |all: &mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>| {

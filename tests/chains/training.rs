@@ -221,20 +221,49 @@ fn a_killed_run_ends_with_the_same_bits() {
 #[test]
 fn what_is_refused_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("out");
+    let new = dir.path().join("new");
+    let out = new.join("out");
     let refused = |extra: &[&str], part: &str| {
         let found = train("2", &out, extra);
         let line = String::from_utf8_lossy(&found.stderr).to_string();
         assert_eq!((found.status.code(), line.lines().count()), (Some(2), 1), "{extra:?}: {line}");
-        assert!(line.contains(part) && !out.exists(), "{extra:?}: {line}");
+        assert!(line.contains(part) && !new.exists(), "{extra:?}: {line}");
     };
     refused(&["--entropy", "0.1"], "--entropy: only --loss policy has one");
-    refused(&["--loss", "policy", "--clip-low", "1.5"], "low");
-    refused(&["--loss", "policy", "--entropy", "NaN"], "entropy: its coefficient is NaN");
-    refused(&["--ranks", "3"], "3 ranks do not divide");
-    refused(&["--beta1", "1.5"], "beta1");
-    refused(&["--max-norm", "0"], "max_norm");
+    refused(&["--loss", "policy", "--clip-low", "1.5"], "--clip-low <X>'");
+    refused(&["--loss", "policy", "--entropy", "NaN"], "--entropy <C>': it must be a finite number");
+    refused(&["--ranks", "3"], "samebits: --ranks: 3 ranks do not divide");
+    refused(&["--beta1", "1.5"], "--beta1 <X>'");
+    refused(&["--max-norm", "0"], "--max-norm <X>'");
     refused(&["--pad", "left:65536"], "N at most 65535");
+    // Sequences that a later step has, or none.
+    let recorded = checkpoint("").join("../gradients/llama-linear.safetensors");
+    let bad = |name: &str, change: &dyn Fn(&mut [u8]), part: &str| {
+        let mut bytes = std::fs::read(&recorded).unwrap();
+        let at = SafeTensors::deserialize(&bytes).unwrap().tensor(name).unwrap().data().as_ptr() as usize;
+        let (at, len) = (at - bytes.as_ptr() as usize, bytes.len());
+        change(&mut bytes[at..len]);
+        let data = dir.path().join("data.safetensors");
+        std::fs::write(&data, bytes).unwrap();
+        let mut args = arguments("2", &out);
+        let place = args.iter().position(|arg| arg == "--data").unwrap();
+        args[place + 1] = data.to_str().unwrap().into();
+        args.extend(["--loss".into(), "policy".into()]);
+        let found = samebits(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        let line = String::from_utf8_lossy(&found.stderr).to_string();
+        assert_eq!((found.status.code(), line.lines().count()), (Some(2), 1), "{name}: {line}");
+        assert!(found.stdout.is_empty() && !new.exists(), "{name}: {line}");
+        assert!(line.contains(&format!("data.safetensors: {part}")), "{name}: {line}");
+    };
+    let row = 4 * 20;
+    bad("tokens", &|data| data[60 * row..][..4].fill(255), "tokens: sequence 60: element 0 is -1");
+    bad("mask", &|data| data[60 * row + 4..][..4].copy_from_slice(&2i32.to_le_bytes()), "mask: element [60, 1] is 2");
+    bad("mask", &|data| data[..64 * row].fill(0), "mask: no token counts, so there is no loss");
+    bad("mask", &|data| data[6 * row..12 * row].fill(0), "mask: no token counts in step 2, 6 sequences from 6 on");
+    for number in [f32::NAN, f32::INFINITY] {
+        let last = |data: &mut [u8]| data[4 * 63..4 * 64].copy_from_slice(&number.to_le_bytes());
+        bad("advantages", &last, "advantages: element [63] is");
+    }
 }
 
 /// A disk that takes no more of a state: one line, the state before as it was, and the next run goes on from it. The limit on

@@ -129,12 +129,17 @@ fn of_logit((logit, size): (f64, f64), level: f64, c: f64, own: f64, inverse: f6
     }
 }
 
+/// How many roundings of the condition may decide how a gradient is rounded: as many as a logit's bound has, that of gemm.
+const REACH: f64 = 8.0;
+
 /// A gradient as the products read it: rounded once. Where its error decides how, it may be either.
 fn stored(dtype: DType, (value, condition): (f64, f64)) -> Product {
     if !value.is_finite() || condition.is_infinite() {
         return Product { value, error: if condition == 0.0 { 0.0 } else { f64::INFINITY } };
     }
-    let error = condition * round::pow2(-24);
+    // One of f32 is not rounded, and its error is what the bound multiplies.
+    let reach = if dtype == DType::Fp32 { 1.0 } else { REACH };
+    let error = reach * condition * round::pow2(-24);
     let [low, high] = [value - error, value + error].map(|end| round::round(end, dtype));
     let value = round::round(value, dtype);
     let error = if low == high { 0.0 } else { (high - value).max(value - low) * round::pow2(24) };

@@ -1,11 +1,11 @@
 use super::{Loading, Machine, counting};
 use crate::dump::Writer;
-use crate::examples::{Examples, LossOptions};
+use crate::examples::{Examples, LossOptions, refusal};
 use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{GradientRun, Model, ModelError, Padding, Precision};
+use samebits_models::{GradientRun, Model, Padding, Precision};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -115,12 +115,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let probe = writer.as_mut().map(|writer| writer as _);
     let bar = counting(batch);
     let (sequences, run) = (examples.all.batch(args.how.groups), args.how.run());
-    let found =
-        model.gradients(&cpu, &sequences, &run, probe, |done| bar.set_position(done as u64)).map_err(|e| match e {
-            // The dump's, which names itself.
-            ModelError::File { .. } => e.into(),
-            _ => anyhow::Error::new(e).context(args.tokens.display().to_string()),
-        })?;
+    let found = model
+        .gradients(&cpu, &sequences, &run, probe, |done| bar.set_position(done as u64))
+        .map_err(|e| refusal(e, &args.tokens))?;
     bar.finish_and_clear();
     if let (Some(writer), Some(path)) = (writer, &args.dump) {
         writer.finish().with_context(|| format!("--dump {}", path.display()))?;

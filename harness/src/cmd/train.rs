@@ -1,13 +1,14 @@
 use super::grad::How;
-use super::{Loading, Machine, counting};
-use crate::examples::{Examples, LossOptions};
+use super::{Loading, Machine, attribute, counting};
+use crate::examples::{Examples, LossOptions, refusal};
 use crate::run::sha256;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
 use samebits_models::{FOLDER_FILES, Optimizer, Precision, StepReport, Trainer};
 use samebits_ops::{self as ops, Cpu, bf16};
+use samebits_schema::{adamw, clip_factor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -49,27 +50,27 @@ pub struct Args {
     loss: LossOptions,
 
     /// Learning rate
-    #[arg(long, default_value_t = 1e-5, value_name = "X")]
+    #[arg(long, default_value_t = 1e-5, value_name = "X", value_parser = attribute(&adamw::OP, "lr"))]
     lr: f64,
 
     /// How much of the first moment is kept
-    #[arg(long, default_value_t = 0.9, value_name = "X")]
+    #[arg(long, default_value_t = 0.9, value_name = "X", value_parser = attribute(&adamw::OP, "beta1"))]
     beta1: f64,
 
     /// How much of the second moment is kept
-    #[arg(long, default_value_t = 0.999, value_name = "X")]
+    #[arg(long, default_value_t = 0.999, value_name = "X", value_parser = attribute(&adamw::OP, "beta2"))]
     beta2: f64,
 
     /// Added to the root of the second moment
-    #[arg(long, default_value_t = 1e-8, value_name = "X")]
+    #[arg(long, default_value_t = 1e-8, value_name = "X", value_parser = attribute(&adamw::OP, "eps"))]
     eps: f64,
 
     /// Times --lr: the share of every weight that goes in a step
-    #[arg(long, default_value_t = 0.0, value_name = "X")]
+    #[arg(long, default_value_t = 0.0, value_name = "X", value_parser = attribute(&adamw::OP, "weight_decay"))]
     weight_decay: f64,
 
     /// Longer gradients are cut to this norm
-    #[arg(long, default_value_t = 1.0, value_name = "X")]
+    #[arg(long, default_value_t = 1.0, value_name = "X", value_parser = attribute(&clip_factor::OP, "max_norm"))]
     max_norm: f64,
 
     /// bf16: what forwards read is weights rounded to bf16; fp32: nothing is
@@ -92,11 +93,12 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
-    let is_new = !args.out.exists();
+    let is_new = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+    let new: Vec<&Path> = args.out.ancestors().take_while(is_new).collect();
     let found = train(args);
-    if is_new && found.is_err() {
+    if found.is_err() {
         // Where nothing was written, nothing stays: a folder that holds something is not removed.
-        let _ = std::fs::remove_dir(&args.out);
+        new.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
     }
     found
 }
@@ -114,7 +116,6 @@ fn train(args: &Args) -> Result<ExitCode> {
     atomic_write::remove_leftovers(&args.out).with_context(at_out)?;
     let examples = Examples::read(&args.data, args.loss)?;
     let [sequences, _] = examples.tokens.shape();
-    let in_data = || args.data.display().to_string();
     ensure!((1..=sequences).contains(&args.batch), "--batch {}: the file has {sequences} sequences", args.batch);
 
     ops::keep_freed_memory();
@@ -134,16 +135,26 @@ fn train(args: &Args) -> Result<ExitCode> {
         weight_decay: args.weight_decay,
         max_norm: args.max_norm,
     };
+    let (in_data, run) = (|e| refusal(e, &args.data), args.how.run());
+    let of_step = |step: usize| (step * args.batch..(step + 1) * args.batch).map(|number| number % sequences);
+    // All of the file, before a step that would stand for nothing behind a later one that is refused.
+    trainer.check(&cpu, &examples.all.batch(args.how.groups), &run, &optimizer).map_err(in_data)?;
+    // Behind as many steps as there are sequences the same ones come again.
+    let mut ahead = trainer.step()..args.steps.min(trainer.step().saturating_add(sequences));
+    if let Some(step) = ahead.find(|&step| !examples.all.any_counts(of_step(step))) {
+        let (first, data) = (step * args.batch % sequences, args.data.display());
+        let (step, batch) = (step + 1, args.batch);
+        bail!(
+            "{data}: mask: no token counts in step {step}, {batch} sequences from {first} on; raise --batch or mark one"
+        );
+    }
     let bar = counting(args.steps * args.batch);
     while trainer.step() < args.steps {
         let done = trainer.step() * args.batch;
-        let numbers: Vec<usize> = (done..done + args.batch).map(|number| number % sequences).collect();
-        let picked = examples.all.pick(&numbers);
+        let picked = examples.all.pick(&of_step(trainer.step()).collect::<Vec<_>>());
         let at = |of_step: usize| bar.set_position((done + of_step) as u64);
         let started = Instant::now();
-        let report = trainer
-            .advance(&cpu, &picked.batch(args.how.groups), &args.how.run(), &optimizer, at)
-            .with_context(in_data)?;
+        let report = trainer.advance(&cpu, &picked.batch(args.how.groups), &run, &optimizer, at).map_err(in_data)?;
         let StepReport { step, loss, norm, sha256 } = &report;
         bar.suspend(|| writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}"))?;
         if args.times {
