@@ -11,7 +11,8 @@ shares, so one of few batches may be large by chance); the largest error of same
 length; and in how many ways to run the gradient file has the bytes of the plain way. Exit code 1 where a ratio is above 1, an
 error above 1e-4 or a file differs. Routing is the same in all runs: a sequence is drawn again where torch's two runs, or its
 fp32 under noise, choose other experts, as in gradients.py, and where samebits does in bf16 or fp32. Of those that torch is sure
-of there is a line that says how many samebits chose otherwise for; more than a few end the run. Nothing is recorded. Needs
+of there is a line that says how many samebits chose otherwise for; more than a few end the run. So it is with tokens whose
+ratio is clipped in one run and not in another. Nothing is recorded. Needs
 torch and transformers; no network.
 """
 
@@ -175,7 +176,24 @@ def make(family, number, program, folder, batches):
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
     exact, low = load(torch.float32), load(torch.bfloat16)
     tokens = draw(family, number, program, folder, (exact, low), batches * SEQUENCES, generator)
-    return exact, low, gradients.with_loss(exact, tokens, generator)
+    data = gradients.with_loss(exact, tokens, generator)
+    # A token does not count whose ratio is clipped in one run and not in another: a choice, as that of experts.
+    save_file(data, folder / "data.safetensors")
+    found = load_file(run(program, "grad", folder, folder / "data.safetensors", folder / "ours.safetensors"))["logprob"]
+    with torch.no_grad():
+        truth, of_torch = (gradients.logprobs(model, tokens)[0] for model in (exact, low))
+    differs = [(clipped(data, logprob) != clipped(data, truth)) & (data["mask"] == 1) for logprob in (found, of_torch)]
+    print(f"{family:10} {number} clipped otherwise, left out: {int(differs[0].sum())} tokens by samebits, "
+          f"{int(differs[1].sum())} by torch, of {int(data['mask'].sum())}", flush=True)
+    if differs[0].sum() > OTHERS * data["mask"].sum():
+        raise SystemExit(f"{family} {number}: too many for chance")
+    data["mask"] = torch.where(differs[0] | differs[1], 0, data["mask"]).int()
+    return exact, low, data
+
+
+def clipped(data, logprob):
+    ratio, advantages = (logprob - data["old_logprob"]).exp(), data["advantages"][:, None]
+    return ratio * advantages > ratio.clamp(0.8, 1.2) * advantages
 
 
 def held_out(family, number, batches, program, work):
