@@ -266,7 +266,6 @@ for layer in range(layers):
 state = {name: tensor.bfloat16() for name, tensor in state.items()}
 size = sum(tensor.numel() * 2 for tensor in state.values())
 engine = samebits.Engine(state, config)
-engine.update(state)
 
 def held(name):
     (line,) = [line for line in open("/proc/self/status") if line.startswith(name)]
@@ -274,15 +273,16 @@ def held(name):
 
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
 before = held("VmRSS:")
-engine.update(state)
-print(size, held("VmHWM:") - before, held("VmRSS:") - before)
+for _ in range(4):
+    engine.update(state)
+print(size, held("VmHWM:") - before)
 """
 
 
 def test_an_update_is_made_in_place():
-    size, peak, left = map(int, subprocess.check_output([sys.executable, "-c", PEAK], text=True).split())
-    # A layer is a twelfth of it; all of it was in memory twice.
-    assert size > 90 << 20 and peak < size / 3 and left < size / 20, (size, peak, left)
+    size, peak = map(int, subprocess.check_output([sys.executable, "-c", PEAK], text=True).split())
+    # A layer is a twelfth of it, and the allocator keeps some; whole weights beside the old ones take more than a half.
+    assert size > 90 << 20 and peak < size / 4, (size, peak)
 
 
 def test_what_does_not_fit_is_refused():
