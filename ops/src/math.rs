@@ -1,6 +1,7 @@
 //! Elementary functions: `docs/NUMERICS.md`, section 2. Vector forms are the same steps in every lane.
 
 use crate::simd::Simd;
+use crate::simd::scalar::Scalar;
 
 /// High part of log2(e).
 pub const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
@@ -25,14 +26,14 @@ pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F)
     let f = fraction(s, x, i, c_hi, c_lo);
     // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
     let f = s.select_ge(s.abs(t), s.splat(4_194_304.0), s.splat(0.0), f);
-    (exp2_fraction(s, f), i)
+    (exp2_fraction(s, f, 1.0), i)
 }
 
 /// [`exp_split`] where every `|x * c_hi|` is below 2^22; any other lane gives its `i` and an arbitrary `m`.
 #[inline(always)]
 fn exp_split_small<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let i = s.round(s.mul(x, c_hi));
-    (exp2_fraction(s, fraction(s, x, i, c_hi, c_lo)), i)
+    (exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), 1.0), i)
 }
 
 /// `x * (c_hi + c_lo) - i`.
@@ -41,14 +42,28 @@ fn fraction<S: Simd>(s: S, x: S::F, i: S::F, c_hi: S::F, c_lo: S::F) -> S::F {
     s.fma(x, c_lo, s.fma(x, c_hi, s.neg(i)))
 }
 
-/// `2^f` for f in [-0.5, 0.5].
+/// `2^f * unit` for f in [-0.5, 0.5] and a power of two that overflows none of the coefficients and underflows none.
 #[inline(always)]
-fn exp2_fraction<S: Simd>(s: S, f: S::F) -> S::F {
-    let mut m = s.splat(f32::from_bits(EXP2[0]));
+fn exp2_fraction<S: Simd>(s: S, f: S::F, unit: f32) -> S::F {
+    let mut m = s.splat(f32::from_bits(EXP2[0]) * unit);
     for c in &EXP2[1..] {
-        m = s.fma(m, f, s.splat(f32::from_bits(*c)));
+        m = s.fma(m, f, s.splat(f32::from_bits(*c) * unit));
     }
-    s.fma(m, f, s.splat(1.0))
+    s.fma(m, f, s.splat(unit))
+}
+
+/// `2^-n` where [`near_weight`] gives the weights under the reference point n of all x whose exponent is `least` or more:
+/// none is negligible, and no step of it leaves the normal numbers.
+pub fn near_unit(n: f32, least: f32) -> Option<f32> {
+    (n <= 100.0 && least >= f32::max(n + NEGLIGIBLE, -126.0)).then(|| Scalar.pow2(-n))
+}
+
+/// The [`weight`] of `e^x` by the [`near_unit`] of its row: the power of two of the reference point is in the coefficients.
+#[inline(always)]
+pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32) -> S::F {
+    let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    let (i, rounded) = s.round_small(s.mul(x, c_hi));
+    s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
 /// `m * 2^(i - n)`, exactly, or +0 when it is negligible. `n` is finite and at least `i`.
@@ -150,7 +165,6 @@ pub fn lse(n: f32, l: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::scalar::Scalar;
     use crate::simd::{Kernel, load_at, narrow_at};
     use crate::{Cpu, Element, Isa};
 
@@ -216,6 +230,47 @@ mod tests {
             let mut y = vec![0f32; x.len()];
             Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(OrNothing(&x, &mut y));
             assert_eq!(y.iter().map(|y| y.to_bits()).collect::<Vec<_>>(), expected, "{isa}");
+        }
+    }
+
+    struct Near<'a>(&'a [f32], f32, &'a mut [f32]);
+
+    impl Kernel for Near<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            for at in (0..self.0.len()).step_by(S::LANES) {
+                narrow_at(s, near_weight(s, load_at(s, self.0, at, 0.0), self.1), self.2, at);
+            }
+        }
+    }
+
+    /// From the least exponent that is near to the reference point, halfway between integers too.
+    #[test]
+    fn near_weights_are_the_weights() {
+        for n in [-26.0f32, -3.0, 0.0, 7.0, 100.0] {
+            let least = f32::max(n - 100.0, -126.0);
+            let unit = near_unit(n, least).unwrap();
+            let exponents = (0..=1000).map(|i| least + (n - least) * i as f32 / 1000.0);
+            let halves = (0..).map(|i| least + 0.5 + i as f32).take_while(|e| *e < n);
+            let x: Vec<f32> = exponents.chain(halves).map(|e| e / LOG2E_HI).collect();
+            let expected = x.iter().map(|&x| {
+                let (m, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
+                assert!(i >= least && i <= n);
+                weight(Scalar, m, i, n).to_bits()
+            });
+            let expected: Vec<u32> = expected.collect();
+            assert!(expected.iter().all(|w| *w != 0));
+            for isa in Isa::of_machine() {
+                let mut w = vec![0f32; x.len()];
+                Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w));
+                assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}");
+            }
+        }
+        for (n, least) in
+            [(101.0, 50.0), (0.0, -101.0), (-27.0, -127.0), (100.0, -1.0), (f32::NAN, 0.0), (0.0, f32::NAN)]
+        {
+            assert_eq!(near_unit(n, least), None, "{n}, {least}");
         }
     }
 

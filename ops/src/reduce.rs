@@ -1,6 +1,6 @@
 //! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
 
-use crate::simd::{Kernel, MAX_LANES, Simd, Storage, load_at, load_two, store_two};
+use crate::simd::{Kernel, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
 const LANES: usize = 256;
@@ -69,6 +69,20 @@ impl Lanes {
         self.add_rest(s, rest, 0.0, step);
     }
 
+    /// Adds two vectors that begin with element `at`, a multiple of their length.
+    #[inline(always)]
+    pub fn add_two<S: Simd>(&mut self, s: S, at: usize, x: (S::F, S::F)) {
+        let lanes = &mut self.0[at % LANES..][..2 * S::LANES];
+        let (lane0, lane1) = load_two(s, lanes, false);
+        store_two(s, (s.add(lane0, x.0), s.add(lane1, x.1)), lanes);
+    }
+
+    /// Adds element `at`.
+    #[inline(always)]
+    pub fn add_one(&mut self, at: usize, x: f32) {
+        self.0[at % LANES] += x;
+    }
+
     /// Adds the products `a[i] * b[i]`, each by an `fma`. Their number is a multiple of 256 unless it is the last part.
     #[inline(always)]
     pub fn add_products<S: Simd, T: Storage>(&mut self, s: S, a: &[f32], b: &[T]) {
@@ -134,10 +148,11 @@ impl Kernel for Fold<'_> {
         while h >= len && h > 0 {
             h /= 2;
         }
-        while h >= MAX_LANES {
+        // Eight lanes at least: for one, all ways are the same.
+        while h >= S::LANES.max(8) {
             for l in (0..h).step_by(S::LANES) {
                 let sum = s.add(load_at(s, &lanes[..], l, 0.0), load_at(s, &lanes[..], l + h, 0.0));
-                // SAFETY: h is a multiple of LANES here, so `l + LANES <= h`.
+                // SAFETY: h is a multiple of S::LANES here, so `l + LANES <= h`.
                 unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
             }
             h /= 2;

@@ -148,7 +148,7 @@ impl<I: Element> Kernel for Row<'_, I> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> (f32, f32) {
         let Row { x, scale } = self;
-        let Reference { top, n, special } = Reference::of(s, x, scale);
+        let Reference { top, n, special, .. } = Reference::of(s, x, scale);
         if let Some(sum) = special {
             return (f32::narrow(f32::NAN), Denominator { n, sum }.lse());
         }

@@ -11,10 +11,11 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
-use crate::math::{LOG2E_HI, LOG2E_LO, is_small, lse, weigh};
+use crate::math::{LOG2E_HI, LOG2E_LO, is_small, lse, near_unit, near_weight, weigh};
 use crate::reduce::{Add, Lanes};
+use crate::simd::scalar::Scalar;
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, MAX_LANES, Simd, load_at, load_two, narrow_at, prefetch_second, store_two};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, prefetch_second, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// Dimensions and parameter of `logprob`.
@@ -226,26 +227,27 @@ impl<I: Element> Kernel for Total<'_, I> {
     type Output = Denominator;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Denominator {
-        let Reference { n, special, .. } = Reference::of(s, self.x, self.scale);
+        let Total { x, scale, next } = self;
+        let Reference { n, special, near, .. } = Reference::of(s, x, scale);
         if let Some(sum) = special {
             return Denominator { n, sum };
         }
+        let length = segment_length(x.len());
+        let next = if next.len() == x.len() { next } else { x };
         let mut tile = [0f32; TILE];
         let mut part = [0f32; 8];
-        let mut next = self.next;
-        for (part, segment) in part.iter_mut().zip(self.x.chunks(segment_length(self.x.len()))) {
+        for (part, (x, next)) in part.iter_mut().zip(x.chunks(length).zip(next.chunks(length))) {
             let mut lanes = Lanes::new();
-            for x in segment.chunks(TILE) {
-                let tile = &mut tile[..x.len()];
-                for (x, w) in x.chunks(ASKED).zip(tile.chunks_mut(ASKED)) {
-                    let (asked, rest) = next.split_at(x.len().min(next.len()));
-                    asked.chunks(64 / size_of::<I>()).for_each(|line| prefetch_second(line.as_ptr()));
-                    next = rest;
-                    weights(s, x, self.scale, n, w);
+            if let Some(unit) = near {
+                s.enter(NearSum { x, next, scale, unit, lanes: &mut lanes });
+            } else {
+                for x in x.chunks(TILE) {
+                    let tile = &mut tile[..x.len()];
+                    weights(s, x, scale, n, tile);
+                    lanes.add(s, tile, Add);
                 }
-                lanes.add(s, tile, Add);
             }
-            *part = lanes.fold(s, segment.len());
+            *part = lanes.fold(s, x.len());
         }
         Denominator { n, sum: join(part) }
     }
@@ -253,8 +255,35 @@ impl<I: Element> Kernel for Total<'_, I> {
 
 /// Weights that stay in the first cache until they are added; a multiple of 256.
 const TILE: usize = 1024;
-/// Elements whose lines of the next row are asked for at a time: more would fill the queue of misses.
-const ASKED: usize = 128;
+
+/// Adds the weights of a segment, none of them negligible, to the lanes and asks for as many elements of `next`.
+struct NearSum<'a, I> {
+    x: &'a [I],
+    next: &'a [I],
+    scale: f32,
+    unit: f32,
+    lanes: &'a mut Lanes,
+}
+
+impl<I: Element> Kernel for NearSum<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let NearSum { x, next, scale, unit, lanes } = self;
+        let (two, s2) = (2 * S::LANES, Unrolled(s));
+        let whole = x.len() - x.len() % two;
+        for at in (0..whole).step_by(two) {
+            for line in (0..two * size_of::<I>()).step_by(64) {
+                prefetch_second(next.as_ptr().wrapping_add(at).wrapping_byte_add(line));
+            }
+            let x = load_two(s, &x[at..][..two], false);
+            lanes.add_two(s, at, near_weight(s2, scaled(s2, x, scale), unit));
+        }
+        for (i, x) in x[whole..].iter().enumerate() {
+            lanes.add_one(whole + i, near_weight(Scalar, scaled(Scalar, x.widen(), scale), unit));
+        }
+    }
+}
 
 /// What weights of a row are measured by.
 pub(super) struct Reference {
@@ -264,17 +293,19 @@ pub(super) struct Reference {
     pub n: f32,
     /// The sum that a row without weights has: NaN or +0.
     pub special: Option<f32>,
+    /// The [`near_unit`] of the row.
+    pub near: Option<f32>,
 }
 
 impl Reference {
     /// That of the row `x * scale`.
     #[inline(always)]
     pub fn of<S: Simd, I: Element>(s: S, x: &[I], scale: f32) -> Reference {
-        let (largest, invalid) = s.enter(Largest(x));
+        let (largest, least, invalid) = s.enter(Extent(x));
         // Rounding a product by a positive scale and exp_split's rounding grow with x, so the largest x has the largest
-        // exponent.
-        let top = largest * scale;
-        let n = (top * LOG2E_HI).round_ties_even();
+        // exponent, and the least x the least one.
+        let exponent = |x: f32| (x * scale * LOG2E_HI).round_ties_even();
+        let (top, n) = (largest * scale, exponent(largest));
         let special = if invalid || top == f32::INFINITY {
             Some(f32::NAN)
         } else if top == f32::NEG_INFINITY {
@@ -285,31 +316,22 @@ impl Reference {
         } else {
             None
         };
-        Reference { top, n, special }
+        Reference { top, n, special, near: near_unit(n, exponent(least)) }
     }
 }
 
-/// The largest element, and whether one is NaN; a +inf may count as one.
-struct Largest<'a, I>(&'a [I]);
+/// The largest element and the least, and whether one is NaN or +inf.
+struct Extent<'a, I>(&'a [I]);
 
-impl<I: Element> Kernel for Largest<'_, I> {
-    type Output = (f32, bool);
+impl<I: Element> Kernel for Extent<'_, I> {
+    type Output = (f32, f32, bool);
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> (f32, bool) {
-        let (four, s4) = (4 * S::LANES, Unrolled(Unrolled(s)));
-        let mut largest = s4.splat(f32::NEG_INFINITY);
-        let mut invalid = false;
-        let vectors = self.0.chunks_exact(four);
-        let rest = vectors.remainder();
-        for x in vectors {
-            let x = load_two(Unrolled(s), x, I::IS_BF16);
-            invalid |= s4.any_nan_or_inf(x);
-            largest = s4.max(x, largest);
+    fn run<S: Simd>(self, _: S) -> (f32, f32, bool) {
+        if self.0.is_empty() {
+            return (f32::NEG_INFINITY, f32::NEG_INFINITY, false);
         }
-        let mut lanes = [f32::NEG_INFINITY; 4 * MAX_LANES];
-        store_two(Unrolled(s), largest, &mut lanes[..four]);
-        let largest = lanes.into_iter().chain(rest.iter().map(|x| x.widen())).fold(f32::NEG_INFINITY, f32::max);
-        (largest, invalid | rest.iter().any(|x| x.widen().is_nan()))
+        let (largest, least, invalid) = I::extent(self.0);
+        (largest.widen(), least.widen(), invalid)
     }
 }
 
@@ -355,8 +377,12 @@ fn weights_of<S: Simd, I: Element, const SMALL: bool>(s: S, x: &[I], scale: f32,
 
 #[inline(always)]
 fn scaled_weight<S: Simd, const SMALL: bool>(s: S, x: S::F, scale: f32, n: f32) -> S::F {
-    let x = if scale == 1.0 { x } else { s.mul(x, s.splat(scale)) };
-    weigh::<S, SMALL>(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(n))
+    weigh::<S, SMALL>(s, scaled(s, x, scale), s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(n))
+}
+
+#[inline(always)]
+fn scaled<S: Simd>(s: S, x: S::F, scale: f32) -> S::F {
+    if scale == 1.0 { x } else { s.mul(x, s.splat(scale)) }
 }
 
 /// The sum of the 8 segments of a row.

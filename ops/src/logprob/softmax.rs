@@ -8,9 +8,14 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
-use crate::logprob::logprob::{Denominator, Total, weights};
-use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
+use crate::gemm::gemm::segment_length;
+use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
+use crate::math::near_weight;
+use crate::reduce::Lanes;
+use crate::simd::scalar::Scalar;
+use crate::simd::stream::{BLOCK, Stream, is_large};
+use crate::simd::unroll::Unrolled;
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, prefetch_second, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -112,11 +117,23 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let count = self.y.len() / self.x.n().max(1);
+        let n = self.x.n();
+        let count = self.y.len() / n.max(1);
         let mut stream = Stream::<O>::new(self.y, self.large);
         let mut kept = [0f32; KEPT];
+        let whole_row = n <= KEPT;
+        // The sum of the weights in `kept`, of a row whose division is due.
+        let mut due = None;
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
-            let whole_row = x.len() <= KEPT;
+            if let Reference { special: None, near: Some(unit), .. } = Reference::of(s, x, 1.0)
+                && whole_row
+            {
+                due = Some(turn(s, x, unit, due, &mut kept[..n], &mut stream));
+                continue;
+            }
+            if let Some(sum) = due.take() {
+                divide(s, &kept[..n], sum, &mut stream);
+            }
             let Denominator { n, sum } = if whole_row {
                 Denominator::of_row(s, x, 1.0, &mut kept)
             } else {
@@ -132,7 +149,74 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 divide(s, w, sum, &mut stream);
             }
         }
+        if let Some(sum) = due {
+            divide(s, &kept[..n], sum, &mut stream);
+        }
         stream.end(s);
+    }
+}
+
+/// Puts the weights of `x` in the place of those in `kept`, of the row before, whose sum `due` is and whose quotients are the
+/// next elements of `stream`; returns the new sum. A divider and the units of multiply-adds work at the same time.
+#[inline(always)]
+fn turn<S: Simd, I: Element, O: Element>(
+    s: S,
+    x: &[I],
+    unit: f32,
+    due: Option<f32>,
+    kept: &mut [f32],
+    stream: &mut Stream<O>,
+) -> f32 {
+    let (n, mut part) = (x.len(), [0f32; 8]);
+    let mut unused = [O::default(); BLOCK];
+    let length = segment_length(x.len());
+    for (part, (x, w)) in part.iter_mut().zip(x.chunks(length).zip(kept.chunks_mut(length))) {
+        let mut lanes = Lanes::new();
+        let y = if due.is_some() { stream.room(x.len()) } else { &mut unused[..x.len()] };
+        s.enter(Turn { x, next: x.as_ptr().wrapping_add(n), unit, lanes: &mut lanes, w, sum: due.unwrap_or(1.0), y });
+        if due.is_some() {
+            stream.put(s, x.len());
+        }
+        *part = lanes.fold(s, x.len());
+    }
+    join(part)
+}
+
+/// A segment of [`turn`], no longer than [`BLOCK`].
+struct Turn<'a, I, O> {
+    x: &'a [I],
+    /// What is asked for meanwhile: the same elements of the next row, if there is one.
+    next: *const I,
+    unit: f32,
+    lanes: &'a mut Lanes,
+    w: &'a mut [f32],
+    sum: f32,
+    y: &'a mut [O],
+}
+
+impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Turn { x, next, unit, lanes, w, sum, y } = self;
+        let (two, s2, divisor) = (2 * S::LANES, Unrolled(s), Unrolled(s).splat(sum));
+        assert!(w.len() == x.len() && y.len() == x.len());
+        let whole = x.len() - x.len() % two;
+        for at in (0..whole).step_by(two) {
+            for line in (0..two * size_of::<I>()).step_by(64) {
+                prefetch_second(next.wrapping_add(at).wrapping_byte_add(line));
+            }
+            let quotient = s2.div(load_two(s, &w[at..][..two], false), divisor);
+            let weight = near_weight(s2, load_two(s, &x[at..][..two], false), unit);
+            lanes.add_two(s, at, weight);
+            store_two(s, weight, &mut w[at..][..two]);
+            narrow_two(s, quotient, &mut y[at..][..two], false);
+        }
+        for at in whole..x.len() {
+            y[at] = O::narrow(w[at] / sum);
+            w[at] = near_weight(Scalar, x[at].widen(), unit);
+            lanes.add_one(at, w[at]);
+        }
     }
 }
 
@@ -153,5 +237,64 @@ fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, stream: &mut Strea
         }
         stream.put(s, part.len());
         w = rest;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+
+    /// Rows whose divisions wait for the next row, beside rows that take the other ways, have the bits of each alone.
+    #[test]
+    fn rows_of_every_kind_side_by_side() {
+        for n in [1, 31, 160, 1000, 4101, KEPT, KEPT + 3] {
+            let rows = 9;
+            let mut x: Vec<f32> = (0..rows * n).map(|i| ((i * 7919 + i / n) % 1009) as f32 / 64.0 - 8.0).collect();
+            x[2 * n] = f32::NEG_INFINITY;
+            x[3 * n] = f32::NAN;
+            x[6 * n] = 300.0;
+            x[7 * n..8 * n].fill(-0.0);
+            for isa in Isa::of_machine() {
+                let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+                let mut all = vec![0f32; rows * n];
+                softmax(&cpu, rows, n, &x, &mut all).unwrap();
+                for (r, (x, y)) in x.chunks(n).zip(all.chunks(n)).enumerate() {
+                    let total = cpu.dispatch(Plain(x));
+                    for (i, (x, y)) in x.iter().zip(y).enumerate() {
+                        let mut w = [0f32];
+                        cpu.dispatch(One(*x, total.n, &mut w));
+                        let expected = if total.sum > 0.0 { w[0] / total.sum } else { f32::NAN };
+                        assert_eq!(
+                            y.to_bits(),
+                            f32::narrow(expected).to_bits(),
+                            "{isa}, n = {n}, row {r}, element {i}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// The denominator of a row, by weights that look at what is negligible.
+    struct Plain<'a>(&'a [f32]);
+
+    impl Kernel for Plain<'_> {
+        type Output = Denominator;
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Denominator {
+            let mut kept = vec![0f32; self.0.len()];
+            Denominator::of_row(s, self.0, 1.0, &mut kept)
+        }
+    }
+
+    struct One<'a>(f32, f32, &'a mut [f32]);
+
+    impl Kernel for One<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            weights(s, &[self.0], 1.0, self.1, self.2);
+        }
     }
 }

@@ -172,6 +172,26 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn round_small(self, t: __m256) -> (__m256, __m256) {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            // From 2^23 on the last place of a number is 1; the last bits of the sum are the integer.
+            let magic = _mm256_set1_ps(12_582_912.0);
+            let sum = _mm256_add_ps(t, magic);
+            (_mm256_sub_ps(sum, magic), sum)
+        }
+    }
+
+    #[inline(always)]
+    fn mul_rounded(self, m: __m256, rounded: __m256) -> __m256 {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let i = _mm256_slli_epi32::<23>(_mm256_castps_si256(rounded));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(m), i))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn stream_line(self, from: *const u8, to: *mut u8) {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointers are the caller's promise.
         unsafe {

@@ -78,6 +78,17 @@ pub trait Simd: Copy + Send + Sync {
     fn mul_pow2(self, m: Self::F, i: Self::F) -> Self::F {
         self.mul(m, self.pow2(i))
     }
+    /// `t` rounded to an integer, ties to even, for `|t|` below 2^22, and that integer as [`Simd::mul_rounded`] takes it.
+    #[inline(always)]
+    fn round_small(self, t: Self::F) -> (Self::F, Self::F) {
+        let i = self.round(t);
+        (i, i)
+    }
+    /// `m * 2^i` for the i of a [`Simd::round_small`] in [-126, 126], where m and the result are normal.
+    #[inline(always)]
+    fn mul_rounded(self, m: Self::F, rounded: Self::F) -> Self::F {
+        self.mul_pow2(m, rounded)
+    }
     /// `m * 2^i`, rounded once, for `m` in [0.5, 2) and `i` integral or infinite; a NaN in either gives a NaN.
     #[inline(always)]
     fn scale(self, m: Self::F, i: Self::F) -> Self::F {
@@ -270,6 +281,8 @@ pub trait Storage: Copy + Default {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_lanes<S: Simd>(s: S, p: *const Self) -> S::F;
+    /// The largest element and the least one of at least one, and whether one is NaN or +inf; where one is NaN, any.
+    fn extent(x: &[Self]) -> (Self, Self, bool);
     /// The last rounding of `LANES` elements.
     /// # Safety
     /// `p` is valid for writing `LANES` elements.
@@ -287,7 +300,28 @@ pub trait Storage: Copy + Default {
     }
 }
 
+/// [`Storage::extent`] by the bits, which need no widening: those of positive numbers grow with them as signed integers,
+/// those of negative ones fall as unsigned integers. A loop that the compiler makes vectors of.
+macro_rules! extent {
+    ($unsigned:ty, $signed:ty) => {
+        #[inline(always)]
+        fn extent(x: &[Self]) -> (Self, Self, bool) {
+            let (mut positive, mut low, mut high) = (<$signed>::MIN, <$unsigned>::MAX, 0);
+            for x in x {
+                positive = positive.max(x.to_bits() as $signed);
+                low = low.min(x.to_bits());
+                high = high.max(x.to_bits());
+            }
+            let largest = if positive < 0 { low } else { positive as $unsigned };
+            let least = if high > <$signed>::MAX as $unsigned { high } else { low };
+            let invalid = positive >= Self::INFINITY.to_bits() as $signed || high > Self::NEG_INFINITY.to_bits();
+            (Self::from_bits(largest), Self::from_bits(least), invalid)
+        }
+    };
+}
+
 impl Storage for f32 {
+    extent!(u32, i32);
     #[inline(always)]
     unsafe fn load_lanes<S: Simd>(s: S, p: *const f32) -> S::F {
         // SAFETY: the caller's promise.
@@ -301,6 +335,7 @@ impl Storage for f32 {
 }
 
 impl Storage for bf16 {
+    extent!(u16, i16);
     const IS_BF16: bool = true;
     #[inline(always)]
     unsafe fn load_lanes<S: Simd>(s: S, p: *const bf16) -> S::F {
@@ -320,6 +355,7 @@ impl Storage for bf16 {
 }
 
 impl Storage for f16 {
+    extent!(u16, i16);
     #[inline(always)]
     unsafe fn load_lanes<S: Simd>(s: S, p: *const f16) -> S::F {
         // SAFETY: the caller's promise.
@@ -432,4 +468,41 @@ pub fn prefetch_second<T>(p: *const T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Storage;
+    use crate::Element;
+
+    fn extent<T: Element>(x: &[f32]) -> Option<(f32, f32)> {
+        let x: Vec<T> = x.iter().map(|x| T::narrow(*x)).collect();
+        let (largest, least, invalid) = <T as Storage>::extent(&x);
+        (!invalid).then(|| (largest.widen(), least.widen()))
+    }
+
+    #[test]
+    fn extents() {
+        let infinity = f32::INFINITY;
+        for of in [extent::<half::bf16>, extent::<half::f16>, extent::<f32>] {
+            for x in [
+                &[1.0, 3.0, 2.0][..],
+                &[-1.0, -3.0, -2.0],
+                &[-1.0, 0.0, 5.0, -7.0],
+                &[-2.0, -0.0],
+                &[-infinity, 4.0, 8.0],
+                &[-infinity],
+            ] {
+                let ends = [f32::NEG_INFINITY, infinity];
+                let expected = x.iter().fold(ends, |[most, least], x| [most.max(*x), least.min(*x)]);
+                assert_eq!(of(x), Some((expected[0], expected[1])), "{x:?}");
+            }
+            assert_eq!(of(&[1.0, infinity, -1.0]), None);
+            assert_eq!(of(&[-1.0, f32::NAN, -2.0]), None);
+        }
+        // A NaN with a sign.
+        let negative = half::bf16::from_bits(0xFF81);
+        assert!(half::bf16::extent(&[half::bf16::ONE, negative]).2);
+        assert!(f32::extent(&[1.0, -f32::NAN]).2);
+    }
 }

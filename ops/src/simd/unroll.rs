@@ -72,6 +72,15 @@ impl<S: Simd> Simd for Unrolled<S> {
         (self.0.mul_pow2(m.0, i.0), self.0.mul_pow2(m.1, i.1))
     }
     #[inline(always)]
+    fn round_small(self, t: Self::F) -> (Self::F, Self::F) {
+        let ((i0, rounded0), (i1, rounded1)) = (self.0.round_small(t.0), self.0.round_small(t.1));
+        ((i0, i1), (rounded0, rounded1))
+    }
+    #[inline(always)]
+    fn mul_rounded(self, m: Self::F, rounded: Self::F) -> Self::F {
+        (self.0.mul_rounded(m.0, rounded.0), self.0.mul_rounded(m.1, rounded.1))
+    }
+    #[inline(always)]
     fn scale(self, m: Self::F, i: Self::F) -> Self::F {
         (self.0.scale(m.0, i.0), self.0.scale(m.1, i.1))
     }
