@@ -390,3 +390,34 @@ fn scaled<S: Simd>(s: S, x: S::F, scale: f32) -> S::F {
 pub(super) fn join([s0, s1, s2, s3, s4, s5, s6, s7]: [f32; 8]) -> f32 {
     ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+
+    fn of(cpu: &Cpu, logits: &[f32], temperature: f64) -> [u32; 2] {
+        let shape = Logprob { rows: 1, vocab: logits.len(), temperature };
+        let (target, mut logp, mut lse) = ([if logits.is_empty() { -1 } else { 0 }], [9f32], [9f32]);
+        logprob(cpu, &shape, logits, &target, &mut logp, &mut lse).unwrap();
+        [logp[0].to_bits(), lse[0].to_bits()]
+    }
+
+    /// Half the temperature is twice the logits, exactly, where weights are near to each other and where they are not.
+    #[test]
+    fn logits_are_divided_by_the_temperature() {
+        for isa in Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            for least in [-4.0, -200.0] {
+                let mut logits: Vec<f32> = (0..600).map(|i| (i * 389 % 601) as f32 / 100.0 - 3.0).collect();
+                logits[7] = least;
+                let twice: Vec<f32> = logits.iter().map(|x| 2.0 * x).collect();
+                assert_eq!(of(&cpu, &logits, 0.5), of(&cpu, &twice, 1.0), "{isa} {least}");
+                assert_ne!(of(&cpu, &logits, 0.5), of(&cpu, &logits, 1.0), "{isa} {least}");
+            }
+            // A logit that is infinite once it is divided.
+            assert!(f32::from_bits(of(&cpu, &[3e38, 0.0], 0.5)[1]).is_nan());
+            assert_eq!(of(&cpu, &[], 1.0).map(f32::from_bits), [0.0, f32::NEG_INFINITY]);
+        }
+    }
+}
