@@ -125,9 +125,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         // The sum of the weights in `kept`, of a row whose division is due.
         let mut due = None;
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
-            if let Reference { special: None, near: Some(unit), .. } = Reference::of(s, x, 1.0)
-                && whole_row
-            {
+            if whole_row && let Reference { special: None, near: Some(unit), .. } = Reference::of(s, x, 1.0) {
                 due = Some(turn(s, x, unit, due, &mut kept[..n], &mut stream));
                 continue;
             }
