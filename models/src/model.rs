@@ -148,9 +148,11 @@ impl Model {
         }
         let dtype = self.decoder.dtype;
         let weights = || Weights::of(tensors).rounded_to(dtype);
-        self.decoder.check(weights(), cpu)?;
         match Arc::get_mut(&mut self.decoder) {
-            Some(decoder) => decoder.update(weights(), cpu)?,
+            Some(decoder) => {
+                decoder.check(weights(), cpu)?;
+                decoder.update(weights(), cpu)?;
+            }
             None => self.decoder = Decoder::load(self.config(), weights(), dtype, cpu, true)?.into(),
         }
         Ok(())
