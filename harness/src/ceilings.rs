@@ -177,6 +177,9 @@ fn multiply_adds(_: DType, _: Isa) -> Vec<MultiplyAdds> {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    // Steps are counted by hand: this crate is compiled with `opt-level = 1`, where the compiler takes the code of
+    // `Range<usize>::next` from a crate that has it already, optimised or not. As a call it kept the sums in memory: a
+    // quarter of the peak.
     use std::arch::x86_64::*;
 
     /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers.
@@ -188,13 +191,14 @@ mod x86 {
     /// # Safety
     /// The machine has avx512f and avx512bf16.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    pub fn dots(steps: usize) -> f32 {
+    pub fn dots(mut steps: usize) -> f32 {
         let zero = _mm512_setzero_ps();
         // SAFETY: both types are 512 bits and any bits are valid.
         let pairs = |v: i32| unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(v)) };
         let (a, b) = (pairs(0x3F80_3F80), pairs(steps as i32));
         let mut sums = [zero; SUMS_16];
-        for _ in 0..steps {
+        while steps > 0 {
+            steps -= 1;
             for sum in &mut sums {
                 *sum = _mm512_dpbf16_ps(*sum, a, b);
             }
@@ -207,11 +211,12 @@ mod x86 {
     /// # Safety
     /// The machine has avx512f.
     #[target_feature(enable = "avx512f")]
-    pub fn fmas_16(steps: usize) -> f32 {
+    pub fn fmas_16(mut steps: usize) -> f32 {
         let zero = _mm512_setzero_ps();
         let (a, b) = (_mm512_set1_ps(0.5), _mm512_set1_ps(steps as f32));
         let mut sums = [zero; SUMS_16];
-        for _ in 0..steps {
+        while steps > 0 {
+            steps -= 1;
             for sum in &mut sums {
                 *sum = _mm512_fmadd_ps(*sum, a, b);
             }
@@ -224,10 +229,11 @@ mod x86 {
     /// # Safety
     /// The machine has avx2 and fma.
     #[target_feature(enable = "avx2,fma")]
-    pub fn fmas_8(steps: usize) -> f32 {
+    pub fn fmas_8(mut steps: usize) -> f32 {
         let (a, b) = (_mm256_set1_ps(0.5), _mm256_set1_ps(steps as f32));
         let mut sums = [_mm256_setzero_ps(); SUMS_8];
-        for _ in 0..steps {
+        while steps > 0 {
+            steps -= 1;
             for sum in &mut sums {
                 *sum = _mm256_fmadd_ps(*sum, a, b);
             }
@@ -239,6 +245,7 @@ mod x86 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use samebits_ops::{Cpu, Gemm, PackedWeight, gemm_packed};
 
     #[test]
     fn every_word_is_read_and_every_part_has_a_thread() {
@@ -266,16 +273,42 @@ mod tests {
         assert!((0..5).any(|_| pair()));
     }
 
+    /// Nothing does more than the peak.
+    #[test]
+    #[cfg_attr(debug_assertions, ignore = "of a release build, as what users measure with; ci/nightly runs it")]
+    fn no_product_is_above_the_peak() {
+        const N: usize = 512;
+        let (x, mut y) = (vec![1f32; N * N], vec![0f32; N * N]);
+        for isa in Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).expect("an instruction set of this machine");
+            let w = PackedWeight::pack(&cpu, N, N, &x).expect("a matrix");
+            let mut ceilings = Ceilings::of(isa);
+            let mut pair = || {
+                let peak = ceilings.measure(Ceiling::Peak, DType::Fp32, 1)?;
+                let product = rate(2 * N * N * N, || {
+                    gemm_packed(&cpu, &Gemm::new(N, N, N), &x, &w, None, &mut y).expect("it fits")
+                });
+                println!("{isa}: peak {peak:.3e}, product {product:.3e} operations a second");
+                Some(product <= 1.05 * peak)
+            };
+            // Others may be at work beside one sample.
+            assert!((0..5).any(|_| pair() != Some(false)), "{isa}");
+        }
+    }
+
     #[test]
     fn bf16_is_no_slower_than_f32() {
         let mut ceilings = Ceilings::of(Isa::best());
-        let fp32 = ceilings.measure(Ceiling::Peak, DType::Fp32, 1);
-        let bf16 = ceilings.measure(Ceiling::Peak, DType::Bf16, 1);
-        assert_eq!(fp32.is_some(), Isa::Avx2.available());
-        if let (Some(fp32), Some(bf16)) = (fp32, bf16) {
+        let mut peak = |dtype| ceilings.measure(Ceiling::Peak, dtype, 1);
+        assert_eq!(peak(DType::Fp32).is_some(), Isa::Avx2.available());
+        let mut pair = || {
+            let (fp32, bf16) = peak(DType::Fp32).zip(peak(DType::Bf16))?;
+            println!("fp32 {fp32:.3e}, bf16 {bf16:.3e} operations a second");
             // From the slowest machine with AVX2 to beyond any that is built.
-            assert!((1e9..1e13).contains(&fp32) && bf16 > 0.7 * fp32, "{fp32} {bf16}");
-        }
+            Some((1e9..1e13).contains(&fp32) && bf16 > 0.7 * fp32)
+        };
+        // Others may be at work beside one sample.
+        assert!((0..5).any(|_| pair() != Some(false)));
     }
 
     #[test]
