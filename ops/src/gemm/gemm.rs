@@ -321,6 +321,7 @@ impl PackedWeight {
             && k > 0
             && let Some(memory) = dictionary::pack(cpu, [outputs, terms], Matrix { rows: w.rows(), side })?
         {
+            memory.settle();
             return Ok(PackedWeight { outputs, terms, side, dtype, form: Form::Dictionary, memory });
         }
         let size = panel_words(terms, pairs);
@@ -330,6 +331,7 @@ impl PackedWeight {
         typed!(dtype => I, {
             pack_panels(cpu, Matrix { rows: w.rows::<I>(), side }, terms, 0..outputs, Tf32::Disabled, out);
         });
+        memory.settle();
         Ok(PackedWeight { outputs, terms, side, dtype, form: Form::of(pairs), memory })
     }
 

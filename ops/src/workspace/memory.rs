@@ -83,6 +83,23 @@ impl Memory {
         Some(Memory { store: Store::Mapped(store), words })
     }
 
+    /// Puts what was written into huge pages up to both ends, for memory that is read again and again: where mappings meet,
+    /// the system gave out small ones, a quarter of a model whose matrices take some megabytes each. Only speed depends on it.
+    pub fn settle(&self) {
+        #[cfg(all(target_os = "linux", target_env = "gnu"))]
+        if let Store::Mapped(map) = &self.store {
+            const HUGE: usize = 2 << 20;
+            let first = map.as_ptr().addr() / HUGE * HUGE;
+            let end = (map.as_ptr().addr() + map.len()).next_multiple_of(HUGE);
+            // One page at a time: the first and the last may lie partly in what is not mapped, which ends a call.
+            for page in (first..end).step_by(HUGE) {
+                // SAFETY: which pages hold memory, ours or a neighbour's, is nothing that the program can see; a system
+                // without huge pages, or without this advice, refuses.
+                unsafe { libc::madvise(std::ptr::without_provenance_mut(page), HUGE, libc::MADV_COLLAPSE) };
+            }
+        }
+    }
+
     /// How many words there are.
     pub fn len(&self) -> usize {
         self.words

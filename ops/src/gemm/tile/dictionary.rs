@@ -8,7 +8,7 @@ use super::PANEL;
 use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE};
 use crate::pack::prefetch as prefetch_all;
 use crate::simd::words::{Kernel512, Simd512};
-use crate::simd::{Kernel, Simd, prefetch};
+use crate::simd::{Kernel, Simd, prefetch, prefetch_second};
 use crate::workspace::memory::LINE;
 use std::mem::MaybeUninit;
 
@@ -56,8 +56,9 @@ impl Kernel for Unpack<'_> {
     }
 }
 
-/// So many bytes ahead blocks are asked for.
-const STREAMED: usize = 4096;
+/// So many words ahead blocks are asked for to the second cache, and then to the first; see `fma.rs`.
+const FAR: usize = 2048;
+const NEAR: usize = 512;
 
 /// The sums of `ROWS` rows and a whole panel. With `KEEP` its pairs are written out as well, as they stand where a panel is
 /// not coded: k by k, 32 columns side by side.
@@ -122,7 +123,8 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for DictionaryChains<'_, ROW
                     while pair < stop {
                         let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
                         for line in 0..3 {
-                            prefetch(block.wrapping_add(STREAMED / 4 + line * LINE));
+                            prefetch_second(block.wrapping_add(FAR + line * LINE));
+                            prefetch(block.wrapping_add(NEAR + line * LINE));
                         }
                         let codes = s.loadu_si512(block.add(2 * LINE));
                         self.add(s, &mut live, pair, decode(s, coded, block, codes));
@@ -253,9 +255,10 @@ impl Kernel512 for DictionaryRow<'_> {
                     while block < stop {
                         macro_rules! one {
                             ($i:literal, $live:ident) => {{
-                                prefetch(ahead);
-                                prefetch(ahead.wrapping_add(LINE));
-                                prefetch(ahead.wrapping_add(2 * LINE));
+                                for line in 0..3 {
+                                    prefetch_second(ahead.wrapping_add(line * LINE));
+                                    prefetch(at[$i].wrapping_add(NEAR + line * LINE));
+                                }
                                 ahead = ahead.wrapping_add(BLOCK);
                                 let codes = s.loadu_si512(at[$i].add(2 * LINE));
                                 let [first, last] = decode(s, coded, at[$i], codes);
