@@ -183,6 +183,21 @@ def test_inference_mode_is_covered_too():
             assert same(function(x), whole), name
 
 
+@pytest.mark.parametrize("upper, left, unit", [(False, True, True), (True, True, False), (False, False, False), (True, False, True)])
+def test_triangular_systems(upper, left, unit):
+    a, b = floats((3, 2, 17, 17), "float32", 1) / 8 + 2 * torch.eye(17), floats((1, 2, *((17, 5) if left else (5, 17))), "float32", 2)
+    solve = lambda a, b: torch.linalg.solve_triangular(a, b, upper=upper, left=left, unitriangular=unit)
+    wide, narrow = [[t.to(dtype).requires_grad_() for t in (a, b)] for dtype in (torch.float64, torch.float32)]
+    solve(*wide).square().sum().backward()
+    with samebits.torch.batch_invariant(strict=True):
+        x = solve(*narrow)
+        assert same(x[1:2].detach(), solve(a[1:2], b)) and same(x[:, :1].detach(), solve(a[:, :1], b[:, :1]))
+        x.square().sum().backward()
+    assert_accurate(x.detach(), solve(*wide).detach(), "reduction")
+    for ours, truth in zip(narrow, wide):
+        assert_accurate(ours.grad, truth.grad, "reduction", "gradient")
+
+
 def test_gradients_of_convolutions():
     for x, w, options in (
         (floats((2, 6, 11), "float32", 1), floats((4, 3, 3), "float32", 2), {"groups": 2, "stride": 2, "padding": 1}),
@@ -440,6 +455,51 @@ def test_the_error_of_gradients_is_no_larger_than_torchs(dtype):
         return by_size(ours, truth), by_size(theirs, truth), by_size(truth, truth)
 
     assert_beside_torch([case(1000 * at) for at in range(12)], "gradients", getattr(torch, dtype))
+
+
+class Placed(torch.nn.Module):
+    """Positions that are looked up once for all sequences, `lead` axes before theirs, and added or multiplied."""
+
+    def __init__(self, lead, times):
+        super().__init__()
+        self.lead, self.times = lead, times
+        for at, (name, shape) in enumerate({"table": (11, 16), "places": (9, 16), "head": (11, 16)}.items()):
+            setattr(self, name, torch.nn.Parameter(floats(shape, "float32", 70 + at)))
+
+    def forward(self, tokens, embedded):
+        x = F.embedding(tokens, self.table) if embedded is None else embedded
+        y = F.embedding(torch.arange(tokens.shape[1]).reshape([1] * self.lead + [-1]), self.places)
+        return F.linear(x * y.tanh() if self.times else x + y, self.head)
+
+
+@pytest.mark.parametrize("times", [False, True])
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("given", ["tokens", "embeddings"])
+def test_positions_of_all_sequences(given, lead, times):
+    tokens, model = torch.arange(8 * 9).reshape(8, 9) * 7 % 11, Placed(lead, times)
+    embedded = floats((8, 9, 16), "float32", 75) if given == "embeddings" else None
+    model.table.requires_grad_(embedded is None)
+
+    def step(size):
+        model.zero_grad()
+        with samebits.torch.batch_invariant(strict=True), samebits.torch.accumulate(model):
+            for at in range(0, 8, size):
+                part = tokens[at : at + size]
+                logits = model(part, embedded if embedded is None else embedded[at : at + size])
+                F.cross_entropy(logits.reshape(-1, 11), part.reshape(-1), reduction="sum").backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    if times:
+        with pytest.raises(RuntimeError, match="accumulate: `places` is looked up once for several sequences"):
+            step(8)
+        return
+    whole = step(8)
+    for size in (1, 2, 4):
+        parts = step(size)
+        assert [name for name in whole if not same(whole[name], parts[name])] == []
+    logits = model.double()(tokens, embedded if embedded is None else embedded.double())
+    (truth,) = torch.autograd.grad(F.cross_entropy(logits.reshape(-1, 11), tokens.reshape(-1), reduction="sum"), model.places)
+    assert_accurate(whole["places"], truth, "reduction", "gradient")
 
 
 def test_what_is_not_followed_is_refused_by_name(block):

@@ -1,6 +1,7 @@
 """Models of transformers, as they are: the same bits for any batch, padding, number of threads, prefill or decode."""
 
 import contextlib
+import inspect
 import os
 
 import pytest
@@ -42,6 +43,7 @@ OWN = {
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "GPT2": {},
     "GPTNeoX": {},
+    "GptOss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
     "Gemma": {"head_dim": 32},
     "Gemma3": {"head_dim": 32, "query_pre_attn_scalar": 24, **WINDOW},
     "Glm": {"head_dim": 32},
@@ -63,15 +65,45 @@ OWN = {
     "StableLm": {"use_qkv_bias": True},
     "Starcoder2": {"sliding_window": 8},
 }
+# What has one attention alone: soft caps and sinks.
+ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager",)}
 # One of each kind, or all of them with every attention.
-SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager")]
+SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager"), ("GptOss", "float32", "eager")]
 ALL = [
     (family, dtype, attention)
     for family in OWN
     for dtype in DTYPES
-    for attention in ("sdpa", "eager", "samebits")
-    if (family, attention) != ("Gemma2", "sdpa")
+    for attention in ATTENTIONS.get(family, ("sdpa", "eager", "samebits"))
 ]
+# Models with a state: their decode and what is padded left go by other formulas of transformers, but for those of LFM 2.
+CHUNKS = {"mamba_d_state": 8, "mamba_n_heads": 16, "mamba_d_head": 16, "mamba_chunk_size": 8}
+DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+RECURRENT = {
+    "Bamba": {"attn_layer_indices": [1], **CHUNKS},
+    "FalconH1": {"head_dim": 32, "mamba_d_ssm": 256, **CHUNKS},
+    "FalconMamba": {"state_size": 8, "time_step_rank": 4},
+    "GraniteMoeHybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["mamba", "attention"], **CHUNKS},
+    "Jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4,
+        "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "moe_intermediate_size": 64, **EXPERTS},
+    "Mamba": {"state_size": 8, "time_step_rank": 4},
+    "Mamba2": {"state_size": 8, "num_heads": 16, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "MiniMax": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, "layer_types": DELTA["layer_types"]},
+    "Qwen3_5": DELTA,
+    "Qwen3Next": {**DELTA, **EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "RecurrentGemma": {"num_hidden_layers": 3, "head_dim": 32, "num_key_value_heads": 1, "lru_width": 128, "attention_window_size": 8},
+    "Rwkv": {"attention_hidden_size": 128},
+    "Zamba2": {
+        "num_key_value_heads": 4, "mamba_d_state": 8, "n_mamba_heads": 16, "mamba_headdim": 16, "chunk_size": 8,
+        "layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"],
+    },
+}  # fmt: skip
 
 
 def made(family, dtype, seed=1, **own):
@@ -84,9 +116,10 @@ def made(family, dtype, seed=1, **own):
         sizes, heads = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}, {}
     of = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     kind = getattr(transformers, of)
-    config = kind.config_class if family == "Gemma3" else getattr(transformers, f"{family}Config")
+    text = f"{family}TextConfig"
+    config = getattr(transformers, text if hasattr(transformers, text) else f"{family}Config")
     drops = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "dropout")
-    given = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **heads, **OWN[family], **own}
+    given = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **heads, **{**OWN, **RECURRENT}[family], **own}
     if family in FAMILIES and family != "Gemma2":
         del given["pad_token_id"]
     config = config(**given)
@@ -110,9 +143,11 @@ def tokens(seed=2):
 def prefill(model, rows, left=0, right=0):
     """Logits of these sequences, padded on either side."""
     mask = torch.nn.functional.pad(torch.ones_like(rows), (left, right))
-    place = (mask.cumsum(-1) - 1).clamp(min=0)
+    places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        places = {}
     rows = torch.nn.functional.pad(rows, (left, right))
-    return model(rows, attention_mask=mask, position_ids=place).logits[:, left : left + LENGTH]
+    return model(rows, attention_mask=mask, **places).logits[:, left : left + LENGTH]
 
 
 @torch.no_grad()
@@ -125,16 +160,21 @@ def decode(model, rows, first=5):
     return torch.cat(logits, 1)
 
 
-def differing(model):
-    """In what the logits of the first sequence differ from those that it has alone."""
+def differing(model, formulas=1):
+    """In what the logits of the first sequence differ from those that it has alone. With several formulas, only in what has the
+    same.
+    """
     rows, threads = tokens(), torch.get_num_threads()
     alone = prefill(model, rows[:1])
     found = {}
     for count, at, left, right in ((1, 0, 6, 0), (1, 0, 0, 6), (2, 1, 0, 0), (7, 3, 6, 0), (8, 0, 0, 6), (BATCH, BATCH - 1, 0, 0)):
+        if formulas > 1:
+            left, right = 0, left + right
         batch = torch.cat([rows[1 : 1 + at], rows[:1], rows[1 + at : count]])
         found[f"row {at} of {count}, padded {left} {right}"] = prefill(model, batch, left, right)[at : at + 1]
-    found["decode"] = decode(model, rows[:1], LENGTH - 3)
-    found["decode of 3"] = decode(model, rows[:3])[:1]
+    if formulas == 1:
+        found["decode"] = decode(model, rows[:1], LENGTH - 3)
+        found["decode of 3"] = decode(model, rows[:3])[:1]
     with torch.inference_mode():
         found["inference_mode"] = prefill(model, rows[:2])[:1]
     try:
@@ -275,7 +315,7 @@ def test_further_models(family, dtype, attention):
     model = made(family, dtype, **own)
     with samebits.torch.batch_invariant(strict=True):
         assert differing(model) == []
-        if NIGHTLY:
+        if NIGHTLY and attention == ATTENTIONS.get(family, ("sdpa",))[0]:
             assert list(differing_in_batches(model)) == []
         whole = gradients(model, 8)
         for size in (1, 2, 4) if NIGHTLY else (2,):
@@ -285,6 +325,21 @@ def test_further_models(family, dtype, attention):
         assert [name for name in whole if not same(whole[name], parts[name])] == []
     cases = [beside_torch(family, dtype, seed, attention=attention) for seed in range(1, CASES[dtype] + 1)]
     assert_beside_torch(cases, "logits", getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES if NIGHTLY else ["float32"])
+@pytest.mark.parametrize("family", RECURRENT if NIGHTLY else ["Lfm2", "Qwen3Next"])
+def test_models_with_a_state(family, dtype):
+    model = made(family, dtype)
+    with samebits.torch.batch_invariant(strict=True):
+        assert differing(model, 1 if family.startswith("Lfm2") else 2) == []
+        try:
+            whole = gradients(model, 8)
+        except RuntimeError as refused:
+            assert "cannot be carried" in str(refused)
+        else:
+            parts = gradients(model, 2)
+            assert [name for name in whole if not same(whole[name], parts[name])] == []
 
 
 def test_recomputation_moves_no_gradient():

@@ -301,8 +301,8 @@ class accumulate:
         self._derived: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._sums: dict[tuple[str, str], _Sum] = {}
         self._hooks: list[Any] = []
-        # Sequences of the micro-batch, as far as look-ups tell.
-        self._rows = 1
+        # Sequences of the micro-batch, as far as look-ups, products, norms and attention tell.
+        self.seen = 1
         # They sum themselves.
         if groups > 1 and any(isinstance(module, CausalLM) for module in model.modules()):
             raise ValueError(f"accumulate: a CausalLM in {groups} groups; use its own accumulate")
@@ -359,15 +359,19 @@ class accumulate:
     def look_up(self, tokens: torch.Tensor) -> None:
         """Tokens of a parameter are looked up, before the operator does it."""
         if not any(one.open for one in self._sums.values()):
-            self._rows = 1
-        self._rows = max(self._rows, tokens.shape[0] if tokens.dim() > 1 else 1)
+            self.seen = 1
+        self.saw(tokens.shape[0] if tokens.dim() > 1 else 1)
+
+    def saw(self, sequences: int) -> None:
+        """An operator has read so many sequences of the micro-batch."""
+        self.seen = max(self.seen, sequences)
 
     def share(self, table: torch.Tensor, looked: torch.Tensor) -> None:
         """Refuses the gradient of what was looked up for one sequence where there are several."""
         name = self._names[id(table)]
 
         def refuse(gradient: Any) -> None:
-            if self._rows > 1:
+            if self.seen > 1:
                 raise RuntimeError(
                     f"accumulate: `{name}` is looked up once for several sequences; its sum cannot be carried; look up the positions of each"
                 )

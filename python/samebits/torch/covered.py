@@ -464,6 +464,27 @@ def _sub(x, y, *, alpha=1):
     return ... if alpha == 1 or not isinstance(y, torch.Tensor) else _add(x, y, alpha=-alpha)
 
 
+# --- triangular systems
+
+
+def _solve_triangular(a, b, *, upper, left=True, unitriangular=False):
+    """Row after row, in f64: each that is found is taken off those that follow, and rounded once at the end."""
+    if not plain(a, b) or 0 in (*a.shape, *b.shape):
+        return NotImplemented
+    if not left:
+        made = _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular)
+        return made.mT
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    turned = (lambda t, *dims: t.flip(dims)) if upper else lambda t, *dims: t
+    a = turned(a.expand(*shape, *a.shape[-2:]).double(), -1, -2)
+    x = turned(b.expand(*shape, *b.shape[-2:]), -2).to(torch.float64, copy=True)
+    for i in range(a.shape[-1]):
+        if not unitriangular:
+            x[..., i, :] /= a[..., i, i, None]
+        x[..., i + 1 :, :] -= a[..., i + 1 :, i, None] * x[..., i, None, :]
+    return turned(x, -2).to(b.dtype)
+
+
 # --- convolutions: products of unfolded images
 
 
@@ -561,6 +582,7 @@ COVERED: dict[str, Callable[..., Any]] = {
     "embedding_dense_backward": _embedding_backward,
     "index_add": _index_add,
     "index_put": _index_put,
+    "linalg_solve_triangular": _solve_triangular,
     "linalg_vector_norm": _vector_norm,
     "logsumexp": _logsumexp,
     "mean": _mean,
