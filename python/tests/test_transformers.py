@@ -65,8 +65,8 @@ OWN = {
     "StableLm": {"use_qkv_bias": True},
     "Starcoder2": {"sliding_window": 8},
 }
-# What has one attention alone: soft caps and sinks.
-ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager",)}
+# What has fewer attentions: soft caps, sinks, and a table of its own.
+ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager",), "Falcon": ("sdpa", "eager")}
 # One of each kind, or all of them with every attention.
 SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager"), ("GptOss", "float32", "eager")]
 ALL = [

@@ -486,30 +486,40 @@ def _refusal(name: str) -> Callable[[Any], None]:
 
 def _record(op: dict[str, Any], setup: Callable[..., None], back: Callable[..., tuple]) -> None:
     """Gives an operator its gradient: as torch.library.register_autograd does, in a third of its time. `setup(ctx, inputs, attributes,
-    outputs)` has all inputs of the schema in its order; `back(ctx, *gradients)` gives the gradient of each.
+    outputs)` has all inputs of the schema in its order, and the attributes that were given; `back(ctx, *gradients)` gives the
+    gradient of each input.
     """
-    overload, count = getattr(ops, op["name"]).default, len(op["inputs"])
-    defaults = {attribute["name"]: attribute["default"] for attribute in op["attributes"]}
+    overload, count, kernel = getattr(ops, op["name"]).default, len(op["inputs"]), _kernels[op["name"]]
     below, after = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
+
+    def run(keyset, inputs, attributes):
+        rest = keyset & after
+        # Where nothing else wants to see the call.
+        if rest == _plain:
+            return kernel(*inputs, **attributes)
+        with below():
+            return overload.redispatch(rest, *inputs, **attributes)
 
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx, keyset, attributes, *inputs):
-            with below():
-                made = overload.redispatch(keyset & after, *inputs, **attributes)
+            made = run(keyset, inputs, attributes)
             # What is left out at the end has its default.
-            setup(ctx, inputs + (None,) * (count - len(inputs)), {**defaults, **attributes}, made)
+            setup(ctx, inputs + (None,) * (count - len(inputs)), attributes, made)
             return made
 
         @staticmethod
         def backward(ctx, *gradients):
             return None, None, *back(ctx, *gradients)[: len(ctx.needs_input_grad) - 2]
 
+    # Without what functions of functions (torch.func) need.
+    apply = super(torch.autograd.Function, Recorded).apply
+
     def impl(keyset, *inputs, **attributes):
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Recorded.apply(keyset, attributes, *inputs)
-        with below():
-            return overload.redispatch(keyset & after, *inputs, **attributes)
+            record = Recorded.apply if torch._C._are_functorch_transforms_active() else apply
+            return record(keyset, attributes, *inputs)
+        return run(keyset, inputs, attributes)
 
     _library.impl(op["name"], impl, "Autograd", with_keyset=True)
 
@@ -524,12 +534,14 @@ def _register_gradients(op: dict[str, Any]) -> None:
     keep = [*(i for i in inputs if i in saved), *(o for o in outputs if o in saved)]
     kept_inputs = [at for at, i in enumerate(inputs) if i in saved]
     kept_outputs = [at for at, o in enumerate(outputs) if o in saved]
+    others = [at for at, i in enumerate(inputs) if i not in saved]
+    defaults = {attribute["name"]: attribute["default"] for attribute in op["attributes"]}
     constant = [at for at, o in enumerate(outputs) if o not in taken]
 
     def setup(ctx, given: tuple, attributes: dict[str, Any], output: Any) -> None:
         made = output if isinstance(output, (tuple, list)) else (output,)
         ctx.save_for_backward(*[given[at] for at in kept_inputs], *[made[at] for at in kept_outputs])
-        ctx.forms = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in given]
+        ctx.forms = [(given[at].shape, given[at].dtype) if given[at] is not None else None for at in others]
         ctx.attributes = attributes
         ctx.carried = _active.begin(name, dict(zip(inputs, given))) if _active else {}
         if constant:
@@ -537,9 +549,11 @@ def _register_gradients(op: dict[str, Any]) -> None:
 
     def back(ctx, *gradients):
         tensors = dict(zip(keep, ctx.saved_tensors))
+        forms = {i: (tensor.shape, tensor.dtype) for i, tensor in tensors.items() if i in inputs and tensor is not None}
+        forms |= {inputs[at]: form for at, form in zip(others, ctx.forms) if form is not None}
+        forms = {i: forms[i] for i in inputs if i in forms}
         gradients = {o: gradient for o, gradient in zip(outputs, gradients) if o in taken}
-        forms = {i: form for i, form in zip(inputs, ctx.forms) if form is not None}
-        attributes = {key: value for key, value in ctx.attributes.items() if key != "dtype"}
+        attributes = {key: value for key, value in {**defaults, **ctx.attributes}.items() if key != "dtype"}
         call = _Call(op, tensors, forms, gradients, attributes, ctx.carried)
         wanted = dict(zip(inputs, ctx.needs_input_grad[2:]))
         needed = {i for i, (_, dtype) in forms.items() if wanted[i] and dtype.is_floating_point}
@@ -582,6 +596,8 @@ def _on_cuda(op: dict[str, Any]) -> Callable[..., Any]:
 
 
 _kernels = _native.kernels()
+# What is left of the keys of a tensor in the memory of the host, and of nobody's class or mode, below autograd.
+_plain = torch._C._dispatch_keys(torch.empty(0)) & torch._C._after_autograd_keyset
 for _op in _SCHEMA.values():
     _library.define(_signature(_op), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_op["name"], _kernels[_op["name"]], "CPU")
