@@ -596,8 +596,8 @@ def _on_cuda(op: dict[str, Any]) -> Callable[..., Any]:
 
 
 _kernels = _native.kernels()
-# What is left of the keys of a tensor in the memory of the host, and of nobody's class or mode, below autograd.
-_plain = torch._C._dispatch_keys(torch.empty(0)) & torch._C._after_autograd_keyset
+# What is left below autograd of the keys of tensors in the memory of the host, and of nobody's class or mode.
+_plain = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 for _op in _SCHEMA.values():
     _library.define(_signature(_op), tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_op["name"], _kernels[_op["name"]], "CPU")
