@@ -388,6 +388,35 @@ def test_kernelize():
     assert kernelize(made("Gemma2", "bfloat16")) == []
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="with SAMEBITS_NIGHTLY=1 and kernels installed")
+def test_layers_of_kernels(tmp_path, monkeypatch):
+    """`kernels` takes the layers from a folder that has them, offline, and they are those of our kernelize."""
+    kernels = pytest.importorskip("kernels")
+    import samebits.torch.transformers
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    build = tmp_path / "build" / "torch-universal"
+    build.mkdir(parents=True)
+    build.joinpath("__init__.py").write_text("from . import layers\n")
+    build.joinpath("layers.py").write_text("from samebits.torch.transformers import RMSNorm, SwiGLU\n")
+    build.joinpath("metadata.json").write_text(
+        '{"name": "samebits", "id": "samebits", "version": 1, "license": "MIT", "python-depends": [], "backend": {"type": "cpu"}}'
+    )
+    mapping = {}
+    for kind, layer in ((Qwen3RMSNorm, "RMSNorm"), (Qwen3MLP, "SwiGLU")):
+        monkeypatch.setattr(kind, "kernel_layer_name", layer, raising=False)
+        mapping[layer] = {"cpu": kernels.LocalLayerRepository(repo_path=tmp_path, layer_name=layer)}
+    ours = made("Qwen3", "bfloat16")
+    found = samebits.torch.transformers.kernelize(ours)
+    for mode in (kernels.Mode.INFERENCE, kernels.Mode.TRAINING, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE):
+        model = made("Qwen3", "bfloat16").train(mode != kernels.Mode.INFERENCE)
+        with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+            model = kernels.kernelize(model, mode=mode, device="cpu")
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == found
+        assert same(prefill(model, tokens()), prefill(ours, tokens())) and not same(prefill(model, tokens()), prefill(made("Qwen3", "bfloat16"), tokens()))
+
+
 def test_generate_has_the_tokens_of_one_alone():
     model, rows = made("Qwen2", "float32"), tokens()[:4, :9]
     with samebits.torch.batch_invariant(strict=True):

@@ -517,7 +517,8 @@ _open = 0
 
 
 class batch_invariant:
-    """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode.
+    """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode, as far as it
+    computes them by the same formulas (docs/PYTHON.md names models with a state, which do not).
 
         with samebits.torch.batch_invariant():
             logits = model(tokens).logits
