@@ -502,6 +502,32 @@ def test_positions_of_all_sequences(given, lead, times):
     assert_accurate(whole["places"], truth, "reduction", "gradient")
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_an_expanded_parameter(once, block):
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(floats((16,), "float32", 80)), "head": torch.nn.Parameter(floats((11, 16), "float32", 81))})
+    x = floats((8, 9, 16), "float32", 82)
+
+    def step(size):
+        model.zero_grad()
+        with samebits.torch.accumulate(model):
+            for part in x.split(size):
+                hidden = F.linear(part, model["head"]) if not once else part
+                gates = model["w"].reshape(1, 1, 16).expand(1 if once else len(part), 9, -1)
+                y = torch.cat([hidden, gates], -1) if not once else F.linear(torch.tanh(part * gates), model["head"])
+                y.square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    if once:
+        with pytest.raises(RuntimeError, match="accumulate: `w.* is expanded once for several sequences"):
+            step(8)
+        return
+    whole = step(8)
+    for size in (1, 2, 4):
+        parts = step(size)
+        assert [name for name in whole if not same(whole[name], parts[name])] == []
+    assert_accurate(whole["w"], 2 * 8 * 9 * model["w"].detach().double(), "reduction", "gradient")
+
+
 def test_what_is_not_followed_is_refused_by_name(block):
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(floats((8, 16), "float32", 1))})
     x = floats((3, 16), "float32", 2)

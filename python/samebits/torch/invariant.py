@@ -379,11 +379,14 @@ class _Expanded(torch.autograd.Function):
     def forward(ctx, parameter, shape, carried):
         ctx.carried, padded = carried, [1] * (len(shape) - parameter.dim()) + list(parameter.shape)
         ctx.order = sorted(range(len(shape)), key=lambda d: padded[d] > 1)
-        ctx.elements = parameter.numel()
+        ctx.elements, ctx.sequences = parameter.numel(), shape[0]
         return parameter.expand(shape).clone()
 
     @staticmethod
     def backward(ctx, dy):
+        if _ours._active is not None and ctx.sequences != _ours._active.seen:
+            # Several had the one there is, and their sum is made already.
+            raise RuntimeError(f"accumulate: `{ctx.carried.parameter}` is expanded once for several sequences; its sum cannot be carried")
         ctx.carried.go_on("token_sum", (dy.permute(ctx.order).reshape(-1, ctx.elements),), {})
         return None, None, None
 
