@@ -285,13 +285,16 @@ def beside_torch(family, dtype, seed, of="logits", attention=None, prepare=None)
     plain, wide = made(family, dtype, seed, **theirs), made(family, "float64", seed)
     ours = made(family, dtype, seed, **theirs if attention != "samebits" else {"attn_implementation": attention})
     wide.load_state_dict(plain.state_dict())
-    rows = tokens(seed)
+    rows, threads = tokens(seed), torch.get_num_threads()
     run = (lambda model: prefill(model, rows)) if of == "logits" else (lambda model: gradients(model, 8, False, rows=rows))
+    # Small products: two threads wait for one another.
+    torch.set_num_threads(1)
     with contextlib.nullcontext() if prepare else samebits.torch.batch_invariant(strict=True):
         if prepare:
             prepare(ours)
         found = run(ours)
     truth, found = run(wide), [found, run(plain)]
+    torch.set_num_threads(threads)
     return (*found, truth) if of == "logits" else tuple(by_size(one, truth) for one in (*found, truth))
 
 
