@@ -75,8 +75,8 @@ def any_complex(args: Any) -> bool:
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Whether ours takes them: on the processor, of one float dtype."""
-    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors) and tensors[0].dtype in _FLOATS
+    """Whether ours takes them: on the processor, of one float dtype, with strides."""
+    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype and t.layout == torch.strided for t in tensors) and tensors[0].dtype in _FLOATS
 
 
 # --- functions of elements
@@ -498,7 +498,8 @@ def _unfolded(x, w, stride, padding, dilation, groups):
 
 
 def _square(x, w, stride, padding, dilation):
-    """A convolution of one axis as one of two."""
+    """A convolution of one axis as one of two; one number is for all axes."""
+    stride, padding, dilation = ([*one] * (x.dim() - 2) if len(one) == 1 else one for one in (stride, padding, dilation))
     if x.dim() == 3:
         return x[:, :, None], w[:, :, None], [1, *stride], [0, *padding], [1, *dilation]
     return x, w, list(stride), list(padding), list(dilation)
