@@ -72,7 +72,7 @@ def test_fork_while_other_threads_compute():
         for other in others:
             other.start()
         try:
-            for _ in range(300):
+            for _ in range(300 if "SAMEBITS_NIGHTLY" in os.environ else 60):
                 assert in_child(lambda: same(ops.gemm(X, W), expected), 30) == 0
         finally:
             stop.set()

@@ -1,12 +1,13 @@
 """Models of transformers, as they are: the same bits for any batch, padding, number of threads, prefill or decode."""
 
 import contextlib
+import inspect
 import os
 
 import pytest
 import samebits.torch
 import torch
-from conftest import assert_beside_torch, same
+from conftest import assert_beside_torch, by_size, same
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: ci/python installs it")
 transformers.logging.set_verbosity_error()
@@ -15,6 +16,8 @@ VOCABULARY, LENGTH, BATCH = 97, 21, 33
 NIGHTLY = "SAMEBITS_NIGHTLY" in os.environ
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "Gemma2", "Mixtral"]
 DTYPES = ["float32", "bfloat16"]
+# Models, each with weights of its own, that an error is judged by.
+CASES = {"float32": 1, "bfloat16": 8}
 # Of two layers, one with a window that some keys are behind.
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -40,6 +43,7 @@ OWN = {
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "GPT2": {},
     "GPTNeoX": {},
+    "GptOss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
     "Gemma": {"head_dim": 32},
     "Gemma3": {"head_dim": 32, "query_pre_attn_scalar": 24, **WINDOW},
     "Glm": {"head_dim": 32},
@@ -61,18 +65,48 @@ OWN = {
     "StableLm": {"use_qkv_bias": True},
     "Starcoder2": {"sliding_window": 8},
 }
+# What has fewer attentions: soft caps, sinks, and a table of its own.
+ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager",), "Falcon": ("sdpa", "eager")}
 # One of each kind, or all of them with every attention.
-SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager")]
+SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager"), ("GptOss", "float32", "eager")]
 ALL = [
     (family, dtype, attention)
     for family in OWN
     for dtype in DTYPES
-    for attention in ("sdpa", "eager", "samebits")
-    if (family, attention) != ("Gemma2", "sdpa")
+    for attention in ATTENTIONS.get(family, ("sdpa", "eager", "samebits"))
 ]
+# Models with a state: their decode and what is padded left go by other formulas of transformers, but for those of LFM 2.
+CHUNKS = {"mamba_d_state": 8, "mamba_n_heads": 16, "mamba_d_head": 16, "mamba_chunk_size": 8}
+DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+RECURRENT = {
+    "Bamba": {"attn_layer_indices": [1], **CHUNKS},
+    "FalconH1": {"head_dim": 32, "mamba_d_ssm": 256, **CHUNKS},
+    "FalconMamba": {"state_size": 8, "time_step_rank": 4},
+    "GraniteMoeHybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["mamba", "attention"], **CHUNKS},
+    "Jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4,
+        "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "moe_intermediate_size": 64, **EXPERTS},
+    "Mamba": {"state_size": 8, "time_step_rank": 4},
+    "Mamba2": {"state_size": 8, "num_heads": 16, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "MiniMax": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8, "layer_types": DELTA["layer_types"]},
+    "Qwen3_5": DELTA,
+    "Qwen3Next": {**DELTA, **EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "RecurrentGemma": {"num_hidden_layers": 3, "head_dim": 32, "num_key_value_heads": 1, "lru_width": 128, "attention_window_size": 8},
+    "Rwkv": {"attention_hidden_size": 128},
+    "Zamba2": {
+        "num_key_value_heads": 4, "mamba_d_state": 8, "n_mamba_heads": 16, "mamba_headdim": 16, "chunk_size": 8,
+        "layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"],
+    },
+}  # fmt: skip
 
 
-def made(family, dtype, **own):
+def made(family, dtype, seed=1, **own):
     if dtype == "float64":
         # torch groups no products in fp64, and the attention of samebits has none.
         own |= {"experts_implementation": "eager", "attn_implementation": "eager"}
@@ -82,16 +116,17 @@ def made(family, dtype, **own):
         sizes, heads = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}, {}
     of = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     kind = getattr(transformers, of)
-    config = kind.config_class if family == "Gemma3" else getattr(transformers, f"{family}Config")
+    text = f"{family}TextConfig"
+    config = getattr(transformers, text if hasattr(transformers, text) else f"{family}Config")
     drops = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "dropout")
-    given = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **heads, **OWN[family], **own}
+    given = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **heads, **{**OWN, **RECURRENT}[family], **own}
     if family in FAMILIES and family != "Gemma2":
         del given["pad_token_id"]
     config = config(**given)
     for drop in drops:
         if getattr(config, drop, None):
             setattr(config, drop, 0.0)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -100,17 +135,19 @@ def made(family, dtype, **own):
     return model.to(getattr(torch, dtype)).eval()
 
 
-def tokens():
-    return torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+def tokens(seed=2):
+    return torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def prefill(model, rows, left=0, right=0):
     """Logits of these sequences, padded on either side."""
     mask = torch.nn.functional.pad(torch.ones_like(rows), (left, right))
-    place = (mask.cumsum(-1) - 1).clamp(min=0)
+    places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        places = {}
     rows = torch.nn.functional.pad(rows, (left, right))
-    return model(rows, attention_mask=mask, position_ids=place).logits[:, left : left + LENGTH]
+    return model(rows, attention_mask=mask, **places).logits[:, left : left + LENGTH]
 
 
 @torch.no_grad()
@@ -123,16 +160,21 @@ def decode(model, rows, first=5):
     return torch.cat(logits, 1)
 
 
-def differing(model):
-    """In what the logits of the first sequence differ from those that it has alone."""
+def differing(model, formulas=1):
+    """In what the logits of the first sequence differ from those that it has alone. With several formulas, only in what has the
+    same.
+    """
     rows, threads = tokens(), torch.get_num_threads()
     alone = prefill(model, rows[:1])
     found = {}
     for count, at, left, right in ((1, 0, 6, 0), (1, 0, 0, 6), (2, 1, 0, 0), (7, 3, 6, 0), (8, 0, 0, 6), (BATCH, BATCH - 1, 0, 0)):
+        if formulas > 1:
+            left, right = 0, left + right
         batch = torch.cat([rows[1 : 1 + at], rows[:1], rows[1 + at : count]])
         found[f"row {at} of {count}, padded {left} {right}"] = prefill(model, batch, left, right)[at : at + 1]
-    found["decode"] = decode(model, rows[:1], LENGTH - 3)
-    found["decode of 3"] = decode(model, rows[:3])[:1]
+    if formulas == 1:
+        found["decode"] = decode(model, rows[:1], LENGTH - 3)
+        found["decode of 3"] = decode(model, rows[:3])[:1]
     with torch.inference_mode():
         found["inference_mode"] = prefill(model, rows[:2])[:1]
     try:
@@ -143,38 +185,72 @@ def differing(model):
     return [name for name, logits in found.items() if not same(logits, alone)]
 
 
+@torch.no_grad()
 def differing_in_batches(model):
-    """In which batches of 1 to 33, and at which of some rows, the logits of the first sequence are others than alone."""
-    rows = tokens()
-    alone = prefill(model, rows[:1])
-    found = {}
-    for count in range(1, BATCH + 1):
-        for at in sorted({0, count // 2, count - 1}):
-            left, right = (0, 0) if at == 0 else ((count % 7, 0) if at == count - 1 else (0, count % 7))
-            batch = torch.cat([rows[1 : 1 + at], rows[:1], rows[1 + at : count]])
-            found[f"row {at} of {count}"] = prefill(model, batch, left, right)[at : at + 1]
-    return [name for name, logits in found.items() if not same(logits, alone)]
+    """In which batches of 1 to 33 sequences, of 5 to 11 tokens, some sequence has other logits than alone: each stands at another
+    row than in the batch before, padded left and right, at one thread and at two, in one prefill and with a cache.
+    """
+    rows, sizes, before = tokens()[:, :11], 5 + torch.arange(BATCH) % 7, torch.get_num_threads()
+    one = lambda at: model(rows[at : at + 1, : sizes[at]]).logits[0]
+    alone = [one(at) for at in range(BATCH)]
+
+    def batch(which, side):
+        width = int(sizes[which].max())
+        place = torch.arange(width) - ((width - sizes[which])[:, None] if side == "left" else 0)
+        mask = (place >= 0) & (place < sizes[which][:, None])
+        place = place.clamp(min=0).expand_as(mask)
+        return rows[which].gather(1, place.clamp(max=10)) * mask, mask.long(), place
+
+    try:
+        for count in range(1, BATCH + 1):
+            which = (torch.arange(count) + 7 * count) % BATCH
+            for threads, side in ((1, "left"), (2, "right")) if count % 2 else ((2, "left"), (1, "right")):
+                torch.set_num_threads(threads)
+                given, mask, place = batch(which, side)
+                logits = model(given, attention_mask=mask, position_ids=place).logits
+                if side == "left":
+                    # The last two again, with a cache.
+                    width = given.shape[1]
+                    made = model(given[:, :-2], attention_mask=mask[:, :-2], position_ids=place[:, :-2], use_cache=True)
+                    last = []
+                    for t in (width - 2, width - 1):
+                        step = {"attention_mask": mask[:, : t + 1], "position_ids": place[:, t : t + 1], "use_cache": True}
+                        made = model(given[:, t : t + 1], past_key_values=made.past_key_values, **step)
+                        last.append(made.logits)
+                    last = torch.cat(last, 1)
+                for row, sequence in enumerate(which.tolist()):
+                    here = mask[row].bool()
+                    if not same(logits[row][here], alone[sequence]):
+                        yield f"row {row} of {count}, padded {side}, {threads} threads"
+                    if side == "left" and not same(last[row], alone[sequence][-2:]):
+                        yield f"row {row} of {count} with a cache, {threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES if NIGHTLY else ["Qwen3"])
+def test_batches_of_1_to_33(family, dtype):
+    model = made(family, dtype)
+    # In bf16 torch has one order for products as small as these; what differs there is seen below.
+    assert dtype == "bfloat16" or next(differing_in_batches(model), None)
+    with samebits.torch.batch_invariant(strict=True):
+        assert list(differing_in_batches(model)) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_do_not_depend_on_the_batch(family, dtype):
     model = made(family, dtype)
-    with torch.no_grad():
-        truth = made(family, "float64")
-        truth.load_state_dict(model.state_dict())
-        truth = prefill(truth, tokens())
-        plain = prefill(model, tokens())
-        # Its products are so small here that torch has one order for them in bf16; its gradients below differ.
-        assert (family, dtype) == ("Gemma2", "bfloat16") or not same(decode(model, tokens()[:3])[:1], plain[:1])
+    plain = prefill(model, tokens())
+    # Its products are so small here that torch has one order for them in bf16; its gradients below differ.
+    assert (family, dtype) == ("Gemma2", "bfloat16") or not same(decode(model, tokens()[:3])[:1], plain[:1])
     with samebits.torch.batch_invariant(strict=True):
         assert differing(model) == []
-        ours = prefill(model, tokens())
-    assert_beside_torch(ours, plain, truth, "logits")
 
 
-def gradients(model, size, carried=True, threads=None):
-    rows = tokens()[:8]
+def gradients(model, size, carried=True, threads=None, rows=None):
+    rows = (tokens() if rows is None else rows)[:8]
     model.zero_grad()
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -201,12 +277,37 @@ def test_gradients_do_not_depend_on_micro_batches(family, dtype):
             assert [name for name in whole if not same(whole[name], parts[name])] == [], size
         parts = gradients(model, 8, threads=1)
         assert [name for name in whole if not same(whole[name], parts[name])] == []
-    wide = made(family, "float64")
-    wide.load_state_dict(model.state_dict())
-    truth = gradients(wide, 8, False)
-    # Each parameter by its size: a wrong one would be off by that.
-    parts = lambda found: torch.cat([(found[name].double() / truth[name].norm()).flatten() for name in truth])
-    assert_beside_torch(parts(whole), parts(plain), parts(truth), "gradients", getattr(torch, dtype))
+
+
+def beside_torch(family, dtype, seed, of="logits", attention=None, prepare=None):
+    """Ours, torch's and the truth, of a model with weights of its own: in the block, or where a model was prepared without it."""
+    theirs = {} if attention in (None, "samebits") else {"attn_implementation": attention}
+    plain, wide = made(family, dtype, seed, **theirs), made(family, "float64", seed)
+    ours = made(family, dtype, seed, **theirs if attention != "samebits" else {"attn_implementation": attention})
+    wide.load_state_dict(plain.state_dict())
+    rows, threads = tokens(seed), torch.get_num_threads()
+    run = (lambda model: prefill(model, rows)) if of == "logits" else (lambda model: gradients(model, 8, False, rows=rows))
+    # Small products: two threads wait for one another.
+    torch.set_num_threads(1)
+    with contextlib.nullcontext() if prepare else samebits.torch.batch_invariant(strict=True):
+        if prepare:
+            prepare(ours)
+        found = run(ours)
+    truth, found = run(wide), [found, run(plain)]
+    torch.set_num_threads(threads)
+    return (*found, truth) if of == "logits" else tuple(by_size(one, truth) for one in (*found, truth))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of", ["logits", "gradients"])
+def test_the_error_is_no_larger_than_torchs(of, dtype):
+    every = []
+    for family in FAMILIES:
+        cases = [beside_torch(family, dtype, seed, of) for seed in range(1, CASES[dtype] + 1)]
+        assert_beside_torch(cases, of, getattr(torch, dtype))
+        # Which experts are chosen is chance in bf16, and outweighs all else.
+        every += cases if family != "Mixtral" else []
+    assert_beside_torch(every, f"{of} of all models", getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("family, dtype, attention", ALL if NIGHTLY else SOME)
@@ -215,21 +316,33 @@ def test_further_models(family, dtype, attention):
 
     own = {} if attention is None else {"attn_implementation": attention}
     model = made(family, dtype, **own)
-    with torch.no_grad():
-        truth = made(family, "float64")
-        truth.load_state_dict(model.state_dict())
-        truth, plain = prefill(truth, tokens()), prefill(model, tokens())
     with samebits.torch.batch_invariant(strict=True):
         assert differing(model) == []
-        if NIGHTLY:
-            assert differing_in_batches(model) == []
-        ours, whole = prefill(model, tokens()), gradients(model, 8)
+        if NIGHTLY and attention == ATTENTIONS.get(family, ("sdpa",))[0]:
+            assert list(differing_in_batches(model)) == []
+        whole = gradients(model, 8)
         for size in (1, 2, 4) if NIGHTLY else (2,):
             parts = gradients(model, size)
             assert [name for name in whole if not same(whole[name], parts[name])] == [], size
         parts = gradients(model, 8, threads=1)
         assert [name for name in whole if not same(whole[name], parts[name])] == []
-    assert_beside_torch(ours, plain, truth, "logits")
+    cases = [beside_torch(family, dtype, seed, attention=attention) for seed in range(1, CASES[dtype] + 1)]
+    assert_beside_torch(cases, "logits", getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES if NIGHTLY else ["float32"])
+@pytest.mark.parametrize("family", RECURRENT if NIGHTLY else ["Lfm2", "Qwen3Next"])
+def test_models_with_a_state(family, dtype):
+    model = made(family, dtype)
+    with samebits.torch.batch_invariant(strict=True):
+        assert differing(model, 1 if family.startswith("Lfm2") else 2) == []
+        try:
+            whole = gradients(model, 8)
+        except RuntimeError as refused:
+            assert "cannot be carried" in str(refused)
+        else:
+            parts = gradients(model, 2)
+            assert [name for name in whole if not same(whole[name], parts[name])] == []
 
 
 def test_recomputation_moves_no_gradient():
@@ -245,13 +358,10 @@ def test_recomputation_moves_no_gradient():
 def test_attention_of_samebits(family):
     import samebits.torch.transformers
 
-    model = made(family, "bfloat16", attn_implementation="samebits")
+    model, plain = made(family, "bfloat16", attn_implementation="samebits"), made(family, "bfloat16")
     assert model.config._attn_implementation == "samebits"
-    plain = made(family, "bfloat16")
-    ours, theirs = prefill(model, tokens()), prefill(plain, tokens())
-    truth = made(family, "float64")
-    truth.load_state_dict(model.state_dict())
-    assert_beside_torch(ours, theirs, prefill(truth, tokens()), "logits")
+    cases = [beside_torch(family, "bfloat16", seed, attention="samebits", prepare=id) for seed in range(1, CASES["bfloat16"] + 1)]
+    assert_beside_torch(cases, "logits", torch.bfloat16)
     with samebits.torch.batch_invariant(strict=True):
         assert differing(model) == []
         if family == "Llama":
@@ -267,20 +377,47 @@ def test_attention_of_samebits(family):
 def test_kernelize():
     import samebits.torch.transformers
 
-    model, plain = made("Qwen3", "bfloat16"), made("Qwen3", "bfloat16")
-    found = samebits.torch.transformers.kernelize(model)
+    model, kernelize = made("Qwen3", "bfloat16"), samebits.torch.transformers.kernelize
+    found = kernelize(model)
     # Two norms of a layer, two of its heads, one perceptron; the norm at the end.
     assert len(found) == 2 * 5 + 1
-    ours, theirs = prefill(model, tokens()), prefill(plain, tokens())
-    truth = made("Qwen3", "float64")
-    truth.load_state_dict(model.state_dict())
-    assert_beside_torch(ours, theirs, prefill(truth, tokens()), "logits")
+    cases = [beside_torch("Qwen3", "bfloat16", seed, prepare=kernelize) for seed in range(1, CASES["bfloat16"] + 1)]
+    assert_beside_torch(cases, "logits", torch.bfloat16)
     with samebits.torch.batch_invariant(strict=True):
         assert differing(model) == []
         whole = gradients(model, 8)
         parts = gradients(model, 2)
         assert [name for name in whole if not same(whole[name], parts[name])] == []
-    assert samebits.torch.transformers.kernelize(made("Gemma2", "bfloat16")) == []
+    assert kernelize(made("Gemma2", "bfloat16")) == []
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="with SAMEBITS_NIGHTLY=1 and kernels installed")
+def test_layers_of_kernels(tmp_path, monkeypatch):
+    """`kernels` takes the layers from a folder that has them, offline, and they are those of our kernelize."""
+    kernels = pytest.importorskip("kernels")
+    import samebits.torch.transformers
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    build = tmp_path / "build" / "torch-universal"
+    build.mkdir(parents=True)
+    build.joinpath("__init__.py").write_text("from . import layers\n")
+    build.joinpath("layers.py").write_text("from samebits.torch.transformers import RMSNorm, SwiGLU\n")
+    build.joinpath("metadata.json").write_text(
+        '{"name": "samebits", "id": "samebits", "version": 1, "license": "MIT", "python-depends": [], "backend": {"type": "cpu"}}'
+    )
+    mapping = {}
+    for kind, layer in ((Qwen3RMSNorm, "RMSNorm"), (Qwen3MLP, "SwiGLU")):
+        monkeypatch.setattr(kind, "kernel_layer_name", layer, raising=False)
+        mapping[layer] = {"cpu": kernels.LocalLayerRepository(repo_path=tmp_path, layer_name=layer)}
+    ours = made("Qwen3", "bfloat16")
+    found = samebits.torch.transformers.kernelize(ours)
+    for mode in (kernels.Mode.INFERENCE, kernels.Mode.TRAINING, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE):
+        model = made("Qwen3", "bfloat16").train(mode != kernels.Mode.INFERENCE)
+        with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+            model = kernels.kernelize(model, mode=mode, device="cpu")
+        assert [name for name, module in model.named_modules() if "forward" in vars(module)] == found
+        assert same(prefill(model, tokens()), prefill(ours, tokens())) and not same(prefill(model, tokens()), prefill(made("Qwen3", "bfloat16"), tokens()))
 
 
 def test_generate_has_the_tokens_of_one_alone():

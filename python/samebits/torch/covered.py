@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, Callable
 
@@ -76,8 +75,8 @@ def any_complex(args: Any) -> bool:
 
 
 def plain(*tensors: torch.Tensor) -> bool:
-    """Whether ours takes them: on the processor, of one float dtype."""
-    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype for t in tensors) and tensors[0].dtype in _FLOATS
+    """Whether ours takes them: on the processor, of one float dtype, with strides."""
+    return all(t.device.type == "cpu" and t.dtype == tensors[0].dtype and t.layout == torch.strided for t in tensors) and tensors[0].dtype in _FLOATS
 
 
 # --- functions of elements
@@ -120,25 +119,11 @@ def laid_out(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 # --- sums
 
 
-@functools.lru_cache(maxsize=64)
-def _ones(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(rows, columns, dtype=dtype)
-
-
-# So many terms make a block of a long sum.
-_BLOCK = 65536
-
-
 def _row_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of each row of `x[R,N]`, `[R]` in f32: the product with ones, of a long row by blocks."""
-    if x.shape[1] > _BLOCK:
-        return _row_sums(torch.stack([_row_sums(block) for block in x.split(_BLOCK, 1)], 1))
-    return kernels["gemm"](x, _ones(1, x.shape[1], x.dtype), dtype=torch.float32)[:, 0]
-
-
-def _chain_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of each column of `x[N,R]`, `[R]` in f32, row after row: zeros before, between and behind change nothing."""
-    return kernels["gemm_dw"](x, _ones(x.shape[0], 1, x.dtype))[0]
+    """The sum of each row of `x[R,N]`, `[R]`: one element after the other, in f64, rounded once to f32. Zeros before, between and
+    behind change nothing, as they stand where attention sees no key.
+    """
+    return torch.cumsum(x if x.dtype == torch.float64 else x.float(), -1)[:, -1]
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
@@ -160,10 +145,11 @@ def _sums(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
     if terms == 0 or math.prod(shape) == 0:
         made = x.new_zeros(shape, dtype=torch.float32)
     elif terms <= _FEW:
-        rows = x.permute([*dims, *kept]).reshape(terms, *shape).float()
-        made = rows[0].clone()
+        rows = x.permute([*dims, *kept]).reshape(terms, *shape)
+        made = rows[0].double()
         for row in rows[1:]:
-            made = made + row
+            made = made + row.double()
+        made = made.float()
     elif kept and dims == list(range(len(dims))):
         made = kernels["fold"](kernels["token_sum"](x.reshape(terms, -1))).reshape(shape)
     else:
@@ -188,12 +174,21 @@ def _mean(x, dim=None, keepdim=False, *, dtype=None):
     return (_sums(x, dim, keepdim) / terms).to(dtype or x.dtype)
 
 
-def _var(x, dim=None, *, correction=1, keepdim=False):
-    if not plain(x):
+def _var64(x, dim, correction, keepdim):
+    """In f64, `[..]` without the axes of `dim`."""
+    kept = [d for d in range(x.dim()) if d not in _dims(x, dim)]
+    rows = x.double().permute([*kept, *_dims(x, dim)]).reshape(math.prod(x.shape[d] for d in kept), -1)
+    terms = rows.shape[1]
+    if x.numel() == 0:
         return NotImplemented
-    terms = math.prod(x.shape[d] for d in _dims(x, dim))
-    away = x.float() - _sums(x, dim, True) / terms
-    return (_sums(away * away, dim, keepdim) / max(terms - (1 if correction is None else correction), 0)).to(x.dtype)
+    away = rows - (_row_sums(rows) / terms)[:, None]
+    var = _row_sums(away * away) / max(terms - (1 if correction is None else correction), 0)
+    return var.reshape([extent if d in kept else 1 for d, extent in enumerate(x.shape) if keepdim or d in kept])
+
+
+def _var(x, dim=None, *, correction=1, keepdim=False):
+    var = _var64(x, dim, correction, keepdim) if plain(x) else NotImplemented
+    return var if var is NotImplemented else var.to(x.dtype)
 
 
 def _var_mean(x, dim=None, *, correction=1, keepdim=False):
@@ -202,7 +197,7 @@ def _var_mean(x, dim=None, *, correction=1, keepdim=False):
 
 
 def _std(x, dim=None, *, correction=1, keepdim=False):
-    var = _var(x.float() if plain(x) else x, dim, correction=correction, keepdim=keepdim)
+    var = _var64(x, dim, correction, keepdim) if plain(x) else NotImplemented
     return var if var is NotImplemented else var.sqrt().to(x.dtype)
 
 
@@ -308,7 +303,7 @@ def _softmax(x, dim, half_to_float=False):
         return ...
     rows = _last(x, dim).float()
     weights = _exp(rows - rows.amax(-1, keepdim=True))
-    return _along(weights / _chain_sums(weights.t().contiguous())[:, None], x, dim).to(x.dtype)
+    return _along(weights / _row_sums(weights)[:, None], x, dim).to(x.dtype)
 
 
 def _softmax_backward(dy, y, dim, input_dtype):
@@ -317,8 +312,7 @@ def _softmax_backward(dy, y, dim, input_dtype):
     if y.numel() == 0:
         return ...
     p, g = _last(y, dim).float(), _last(dy, dim).float()
-    sums = _chain_sums((p * g).t().contiguous())[:, None]
-    return _along(p * (g - sums), y, dim).to(input_dtype)
+    return _along(p * (g - _row_sums(p * g)[:, None]), y, dim).to(input_dtype)
 
 
 def _lse(rows: torch.Tensor) -> torch.Tensor:
@@ -331,6 +325,9 @@ def _log_softmax(x, dim, half_to_float=False):
     if x.numel() == 0:
         return ...
     rows = _last(x, dim)
+    if x.dtype == torch.float32:
+        # Small numbers have small roundings.
+        rows = rows - rows.amax(-1, keepdim=True)
     return _along(rows.float() - _lse(rows)[:, None], x, dim).to(x.dtype)
 
 
@@ -340,7 +337,7 @@ def _log_softmax_backward(dy, y, dim, input_dtype):
     if y.numel() == 0:
         return ...
     g, p = _last(dy, dim), _exp(_last(y, dim).float())
-    return _along(g.float() - p * _row_sums(g.contiguous())[:, None], y, dim).to(input_dtype)
+    return _along(g.float() - p * _row_sums(g)[:, None], y, dim).to(input_dtype)
 
 
 def _logsumexp(x, dim, keepdim=False):
@@ -467,6 +464,27 @@ def _sub(x, y, *, alpha=1):
     return ... if alpha == 1 or not isinstance(y, torch.Tensor) else _add(x, y, alpha=-alpha)
 
 
+# --- triangular systems
+
+
+def _solve_triangular(a, b, *, upper, left=True, unitriangular=False):
+    """Row after row, in f64: each that is found is taken off those that follow, and rounded once at the end."""
+    if not plain(a, b) or 0 in (*a.shape, *b.shape):
+        return NotImplemented
+    if not left:
+        made = _solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular)
+        return made.mT
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    turned = (lambda t, *dims: t.flip(dims)) if upper else lambda t, *dims: t
+    a = turned(a.expand(*shape, *a.shape[-2:]).double(), -1, -2)
+    x = turned(b.expand(*shape, *b.shape[-2:]), -2).to(torch.float64, copy=True)
+    for i in range(a.shape[-1]):
+        if not unitriangular:
+            x[..., i, :] /= a[..., i, i, None]
+        x[..., i + 1 :, :] -= a[..., i + 1 :, i, None] * x[..., i, None, :]
+    return turned(x, -2).to(b.dtype)
+
+
 # --- convolutions: products of unfolded images
 
 
@@ -480,7 +498,8 @@ def _unfolded(x, w, stride, padding, dilation, groups):
 
 
 def _square(x, w, stride, padding, dilation):
-    """A convolution of one axis as one of two."""
+    """A convolution of one axis as one of two; one number is for all axes."""
+    stride, padding, dilation = ([*one] * (x.dim() - 2) if len(one) == 1 else one for one in (stride, padding, dilation))
     if x.dim() == 3:
         return x[:, :, None], w[:, :, None], [1, *stride], [0, *padding], [1, *dilation]
     return x, w, list(stride), list(padding), list(dilation)
@@ -494,12 +513,12 @@ def _convolution(x, w, bias, stride, padding, dilation, transposed, output_paddi
     rows, out = _unfolded(x, w, stride, padding, dilation, groups)
     batch, _, places, terms = rows.shape
     if w.shape[0] == w.shape[1] * groups == groups and terms <= _TAPS:
-        # Each channel by itself: one tap after the other.
-        taps = w.reshape(groups, terms).float()
-        made = torch.zeros(batch, groups, places, dtype=torch.float32)
+        # Each channel by itself: one tap after the other, in f64.
+        taps = w.reshape(groups, terms).double()
+        made = torch.zeros(batch, groups, places, dtype=torch.float64)
         for k in range(terms):
-            made = made + rows[..., k].float() * taps[:, k, None]
-        made = (made if bias is None else made + bias.float()[:, None]).to(x.dtype)
+            made = made + rows[..., k].double() * taps[:, k, None]
+        made = (made if bias is None else made + bias.double()[:, None]).to(x.dtype)
     else:
         parts = []
         for g, (matrix, shift) in enumerate(_groups(w, bias, groups)):
@@ -564,6 +583,7 @@ COVERED: dict[str, Callable[..., Any]] = {
     "embedding_dense_backward": _embedding_backward,
     "index_add": _index_add,
     "index_put": _index_put,
+    "linalg_solve_triangular": _solve_triangular,
     "linalg_vector_norm": _vector_norm,
     "logsumexp": _logsumexp,
     "mean": _mean,

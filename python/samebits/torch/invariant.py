@@ -180,6 +180,8 @@ def _known(tensor: Any) -> bool:
 def _op(name: str, *args: torch.Tensor | None, **attributes: Any) -> Any:
     """An op of ours, recorded where a gradient is wanted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args):
+        if _ours._active is not None and args[0].dim() > 2:
+            _ours._active.saw(args[0].shape[0])
         return getattr(_ours.ops, name)(*args, **attributes)
     return kernels[name](*args, **attributes)
 
@@ -232,6 +234,8 @@ def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False
         return _attention(query, key, value, attn_mask, 0.0, is_causal, scale)[:, 0]
     while attn_mask is not None and attn_mask.dim() < 4:
         attn_mask = attn_mask[None]
+    if _ours._active is not None:
+        _ours._active.saw(query.shape[0])
     return masked_attention(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -243,7 +247,7 @@ def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, sc
     if carries:
         _ours._active.look_up(input)
     y = _ours.ops.embedding(weight, input.int())
-    if carries and input.dim() > 1 and input.shape[0] == 1:
+    if carries and (input.dim() == 1 or input.shape[0] == 1):
         # Positions, once for all sequences, whose gradient would be summed before its tokens are known.
         _ours._active.share(weight, y)
         if padding_idx is None:
@@ -341,22 +345,91 @@ def _shared(times: bool) -> Callable[..., Any]:
 
 
 class _Spread(torch.autograd.Function):
-    """x plus what was looked up once for all its sequences: each of their tokens adds to the gradient of the table."""
+    """x plus what was looked up once for many of its tokens: each of them adds to the gradient of the table."""
 
     @staticmethod
-    def forward(ctx, x, y, tokens, carried):
+    def forward(ctx, x, y, table, tokens, carried):
         ctx.tokens, ctx.carried = tokens.expand(x.shape[:-1]), carried
         return x + y
 
     @staticmethod
     def backward(ctx, dy):
         ctx.carried.go_on("embedding_dw", (dy.reshape(-1, dy.shape[-1]), ctx.tokens.reshape(-1)), {})
-        return dy, None, None, None
+        return dy, None, None, None, None
 
 
-# What was looked up once for all sequences of a micro-batch, while `accumulate` carries sums: the table and the tokens.
+class _Rows(torch.autograd.Function):
+    """Rows of a parameter, each for one token."""
+
+    @staticmethod
+    def forward(ctx, table, tokens, carried):
+        ctx.tokens, ctx.carried = tokens, carried
+        return table[tokens]
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.carried.go_on("embedding_dw", (dy, ctx.tokens), {})
+        return None, None, None
+
+
+class _Expanded(torch.autograd.Function):
+    """A parameter repeated for every token: axes of one element are those of tokens."""
+
+    @staticmethod
+    def forward(ctx, parameter, shape, carried):
+        ctx.carried, padded = carried, [1] * (len(shape) - parameter.dim()) + list(parameter.shape)
+        ctx.order = sorted(range(len(shape)), key=lambda d: padded[d] > 1)
+        ctx.elements, ctx.sequences = parameter.numel(), shape[0]
+        return parameter.expand(shape).clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if _ours._active is not None and ctx.sequences != _ours._active.seen:
+            # Several had the one there is, and their sum is made already.
+            raise RuntimeError(f"accumulate: `{ctx.carried.parameter}` is expanded once for several sequences; its sum cannot be carried")
+        ctx.carried.go_on("token_sum", (dy.permute(ctx.order).reshape(-1, ctx.elements),), {})
+        return None, None, None
+
+
+def _expand(x, *shape):
+    if not _known(x) or not torch.is_grad_enabled() or not plain(x):
+        return NotImplemented
+    made = x.expand(*shape)
+    # What has no axis of the sequences is read once for all of them, no one knows how.
+    if made.dim() == 0 or made.shape[0] != _ours._active.seen or (made.dim() == x.dim() and x.shape[0] > 1):
+        return NotImplemented
+    return _Expanded.apply(x, made.shape, _ours._active.begin("token_sum", {"x": x})["x"])
+
+
+# What was looked up once for all sequences of a micro-batch, and rows that were chosen by a tensor, while `accumulate` carries
+# sums: the table and the tokens.
 _looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_chosen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _times, _plus_parameter = _shared(True), _shared(False)
+
+
+def _item(x, index):
+    if not _known(x) or not torch.is_grad_enabled() or x.dim() != 2 or not plain(x):
+        return NotImplemented
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
+        return NotImplemented
+    made = x[index]
+    _chosen[made] = x, index.int()
+    return made
+
+
+def _rows(x: Any, y: Any) -> Any:
+    """y to be added to x: where it is rows of a parameter, one for each of x, they are carried."""
+    found = _chosen.get(y) if isinstance(y, torch.Tensor) else None
+    if found is None or not isinstance(x, torch.Tensor) or x.shape != y.shape or bool((found[1] < 0).any()):
+        return y
+    return _Rows.apply(*found, _ours._active.begin("embedding", {"w": found[0]})["w"])
+
+
+def _spreads(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether rows of y are added to several of x."""
+    fits = zip(reversed(x.shape), reversed(y.shape))
+    return y.dim() <= x.dim() and x.shape != y.shape and x.shape[-1] == y.shape[-1] and all(b in (1, a) for a, b in fits)
 
 
 def _plus(a, b, **other):
@@ -364,9 +437,14 @@ def _plus(a, b, **other):
         found = _looked.get(y) if isinstance(y, torch.Tensor) else None
         if found is None or other or not isinstance(x, torch.Tensor) or x.dtype != y.dtype or not torch.is_grad_enabled():
             continue
-        if x.dim() == y.dim() and x.shape[0] > 1 and x.shape[1:] == y.shape[1:]:
-            return _Spread.apply(x, y.detach(), found[1], _ours._active.sum_of(found[0], "embedding"))
-    return _plus_parameter(a, b, **other)
+        if _spreads(x, y):
+            return _Spread.apply(x, y.detach(), *found, _ours._active.sum_of(found[0], "embedding"))
+    rows_a, rows_b = _rows(b, a), _rows(a, b)
+    return _plus_parameter(a, b, **other) if rows_a is a and rows_b is b else torch.add(rows_a, rows_b, **other)
+
+
+def _plus_in_place(a, b, **other):
+    return a.add_(_rows(a, b), **other)
 
 
 _T = torch.Tensor
@@ -395,6 +473,9 @@ _CARRIED: dict[Any, Callable[..., Any]] = {
     torch.mm: lambda a, b: _matmul(a, b) if _known(b) else NotImplemented,
     **{f: _times for f in (torch.mul, torch.multiply, _T.mul, _T.multiply, _T.__mul__, _T.__rmul__)},
     **{f: _plus for f in (torch.add, _T.add, _T.__add__, _T.__radd__)},
+    **{f: _plus_in_place for f in (_T.add_, _T.__iadd__)},
+    _T.__getitem__: _item,
+    _T.expand: _expand,
 }
 
 
@@ -439,7 +520,8 @@ _open = 0
 
 
 class batch_invariant:
-    """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode.
+    """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode, as far as it
+    computes them by the same formulas (docs/PYTHON.md names models with a state, which do not).
 
         with samebits.torch.batch_invariant():
             logits = model(tokens).logits
