@@ -21,6 +21,8 @@ from lent import Capsule, Lent, held  # noqa: E402
 
 REAL = torch.cuda.is_available()
 # A kernel takes the emulator's compiler a second or two.
+# These look at what a kernel has made before they start the next one.
+READING = ["linear_logprob", "route", "route_backward"]
 FEW = ["rms_norm", "gemm", "logprob", "embedding", "token_sum", "argmax"]
 OPS = list(SCHEMA) if REAL or os.environ.get("SAMEBITS_NIGHTLY") == "1" else FEW
 pretended = pytest.mark.skipif(REAL, reason="a GPU is at hand: the library that tells is not")
@@ -169,7 +171,7 @@ def test_bits_are_those_of_the_processor(name, function, gpu):
             continue
         before = gpu.waits()
         found = call(**given, **attributes, dtype=dtype)
-        assert there or gpu.waits() == before
+        assert there or name in READING or gpu.waits() == before
         agree(found, expected, gpu)
         compared += sum(t.numel() for t in tupled(expected))
         if function == "functions":
