@@ -1,6 +1,6 @@
 """The steps of ci/gpu that are more than one command: gpu_steps.py STEP PROGRAM OUT.
 
-Exit code 0: right; 1: not right; 2: the step itself is broken.
+Exit code 0: right; 1: not right; 2: the step itself is broken; 3: something that it needs is missing, as its last line says.
 """
 
 import json
@@ -454,7 +454,37 @@ def decode(program, out):
     return 0 if same else 1
 
 
-STEPS = {"vectors": vectors, "times": times, "decode": decode, "sanitizer": sanitizer, "probes": probes}
+def python(program, out):
+    """CUDA tensors of torch through the Python module, of a wheel that was carried here."""
+    wheels = sorted(ROOT.glob("target/wheels/samebits-*.whl"), key=os.path.getmtime)
+    if not wheels:
+        print("no wheel in target/wheels; build it with ci/wheel and carry it here")
+        return 3
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", ROOT / "target/wheels"]
+    try:
+        import torch
+    except ImportError:
+        print("no torch")
+        return 3
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} finds no CUDA device")
+        return 3
+    place = Path(out, "python")
+    subprocess.run([*install, "--no-deps", "--target", place, wheels[-1]], check=True)
+    try:
+        import pytest  # noqa: F401
+    except ImportError:
+        if subprocess.run([*install, "--target", place, "pytest"]).returncode:
+            print("no pytest, and no wheel of it in target/wheels")
+            return 3
+    path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "python/tests/cuda/tensors.py"]
+    return 1 if subprocess.run(tests, env={**os.environ, "PYTHONPATH": path}).returncode else 0
+
+
+STEPS = {
+    "vectors": vectors, "times": times, "decode": decode, "sanitizer": sanitizer, "probes": probes, "python": python,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] not in STEPS:

@@ -43,7 +43,7 @@ def gemm(
 
     Raises:
         ValueError: another shape, dtype, stride or range; columns that are not whole segments forming a subtree of the eight of `k_total`
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -80,7 +80,7 @@ def gemm_dx(
 
     Raises:
         ValueError: another shape, dtype, stride or range; rows of w that are not whole segments forming a subtree of the eight of `n_total`
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -117,7 +117,7 @@ def gemm_dw(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -152,7 +152,7 @@ def rms_norm(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -191,7 +191,7 @@ def rms_norm_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -232,7 +232,7 @@ def rms_norm_dw(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -270,7 +270,7 @@ def add_rms_norm(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -311,7 +311,7 @@ def add_rms_norm_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -344,7 +344,7 @@ def layer_norm(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -379,7 +379,7 @@ def layer_norm_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -418,7 +418,7 @@ def layer_norm_dw(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -464,7 +464,7 @@ def attention(
 
     Raises:
         ValueError: another shape, dtype, stride or range; Hkv = 0; Hq not a multiple of Hkv; `kv_len` outside 0..=S
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -512,7 +512,7 @@ def paged_attention(
 
     Raises:
         ValueError: another shape, dtype, stride or range; Hkv = 0; Hq not a multiple of Hkv; Z = 0; `page_table` outside 0..P where in use; `kv_len` outside 0..=C Z
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -560,7 +560,7 @@ def packed_attention(
 
     Raises:
         ValueError: another shape, dtype, stride or range; Hkv = 0; Hq not a multiple of Hkv; `q_start` that does not ascend from 0 to T; `k_start` that does not ascend from 0 to S
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -617,7 +617,7 @@ def attention_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; Hkv = 0; Hq not a multiple of Hkv; `kv_len` outside 0..=S
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -649,7 +649,7 @@ def logprob(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `target` of V or more
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -688,7 +688,7 @@ def logprob_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `target` of V or more
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -722,7 +722,7 @@ def linear_logprob(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `target` of V or more
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -768,7 +768,7 @@ def linear_logprob_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `target` of V or more
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -798,7 +798,7 @@ def entropy(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -837,7 +837,7 @@ def entropy_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -864,7 +864,7 @@ def softmax(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -895,7 +895,7 @@ def softmax_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -924,7 +924,7 @@ def silu_mul(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -958,7 +958,7 @@ def silu_mul_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -987,7 +987,7 @@ def gelu_mul(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1021,7 +1021,7 @@ def gelu_mul_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1050,7 +1050,7 @@ def softcap(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1083,7 +1083,7 @@ def softcap_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1112,7 +1112,7 @@ def scale(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1145,7 +1145,7 @@ def rope(
 
     Raises:
         ValueError: another shape, dtype, stride or range; odd D
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1180,7 +1180,7 @@ def rope_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; odd D
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1221,7 +1221,7 @@ def norm_rope(
 
     Raises:
         ValueError: another shape, dtype, stride or range; odd D
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1266,7 +1266,7 @@ def norm_rope_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; odd D
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1313,7 +1313,7 @@ def norm_rope_dw(
 
     Raises:
         ValueError: another shape, dtype, stride or range; odd D
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1342,7 +1342,7 @@ def add(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1371,7 +1371,7 @@ def embedding(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `tokens` outside 0..V
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1406,7 +1406,7 @@ def embedding_dw(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `tokens` outside 0..V
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1433,7 +1433,7 @@ def argmax(
 
     Raises:
         ValueError: another shape, dtype, stride or range; N = 0; N beyond i32
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1477,7 +1477,7 @@ def route(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `groups` that do not divide E; `top_groups` that do not hold `chosen`; `top_two` of groups of one; E beyond i32
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1518,7 +1518,7 @@ def route_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; E beyond i32; `rank` without each rank once in a row
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1551,7 +1551,7 @@ def combine(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `row` outside 0..R
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1587,7 +1587,7 @@ def combine_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range; more entries in `row` than R; `row` outside 0..R, or twice the same
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1620,7 +1620,7 @@ def token_sum(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1647,7 +1647,7 @@ def fold(
 
     Raises:
         ValueError: another shape, dtype, stride or range; C that is no power of two
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1681,7 +1681,7 @@ def nll(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1729,7 +1729,7 @@ def policy_loss(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `kl` other than none without reference, and reference without it
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1760,7 +1760,7 @@ def batch_loss(
 
     Raises:
         ValueError: another shape, dtype, stride or range; `groups` that are no power of two, or more than 65536
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1791,7 +1791,7 @@ def group_advantage(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1818,7 +1818,7 @@ def square_sum(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1848,7 +1848,7 @@ def clip_factor(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...
@@ -1898,7 +1898,7 @@ def adamw(
 
     Raises:
         ValueError: another shape, dtype, stride or range
-        NotImplementedError: inputs of different float dtypes; a tensor that is not on the host
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """
     ...

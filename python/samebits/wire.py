@@ -97,6 +97,8 @@ class Torch:
         import torch
 
         self.torch, self.device = torch, torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device}: this torch finds no CUDA device; use device=\"cpu\", or a torch with CUDA")
         self.threads = (1, 2, 3) if self.device.type == "cpu" else ()
         self.version = f"torch {torch.__version__}"
         if self.device.type == "cuda":
@@ -124,7 +126,7 @@ class Torch:
         torch = self.torch
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"it returned a {type(tensor).__name__}; return tensors of torch")
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         if tensor.dtype == torch.int64:
             tensor = tensor.to(torch.int32)
         name = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
@@ -132,7 +134,7 @@ class Torch:
             raise TypeError(f"it returned {tensor.dtype}; return bfloat16, float16, float32 or int32")
         if tensor.dtype.is_floating_point:
             tensor = torch.where(tensor.isnan(), math.nan, tensor)
-        return name, list(tensor.shape), tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return name, list(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
     def call(self, work: Callable[[], Any], threads: int | None) -> Any:
         torch = self.torch

@@ -1,6 +1,7 @@
 //! A call of an op from Python: arguments by place and by name, outputs made or given, the interpreter's lock released.
 
 use crate::cpu;
+use crate::cuda::{Operand, Place};
 use crate::dlpack::{Refusal, View};
 use crate::library::{Library, parse_dtype};
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
@@ -133,6 +134,9 @@ impl Function {
                         if !argument.object.call_method0("is_contiguous")?.is_truthy()? {
                             argument.object = argument.object.call_method0("contiguous")?;
                             copied = true;
+                        } else if misaligned(&argument.object)? {
+                            argument.object = argument.object.call_method0("clone")?;
+                            copied = true;
                         }
                     }
                     if copied { self.run(&arguments, attributes, dtype, None) } else { Err(error) }
@@ -199,16 +203,26 @@ impl Function {
         let written = op.outputs.iter().zip(&targets).find(|(output, _)| follows(&output.dtype));
         let out = written.map(|(_, view)| view.dtype).or(dtype).unwrap_or_else(|| default_dtype(&forms));
         let call = check(op, &forms, attributes, out).map_err(exception)?;
+        let on = self.gpu(arguments, &views, &objects, &targets)?;
         let mut outputs = objects;
         if made {
             for (output, shape, dtype) in shapes(&call, &forms) {
-                let object = library.empty(py, dtype, &shape)?;
+                let object = match on {
+                    None => library.empty(py, dtype, &shape)?,
+                    Some((_, at)) => arguments[at].library.empty_beside(&arguments[at].object, dtype, &shape)?,
+                };
                 let kind = Library::of(&object)?;
-                targets.push(self.target(output, &object, kind)?);
+                let target = self.target(output, &object, kind)?;
+                self.look_at(output, &target, on.map(|(id, _)| id), None)?;
+                targets.push(target);
                 outputs.push(object);
             }
         }
         apart(op, arguments, &views, &targets)?;
+        if let Some((id, at)) = on {
+            self.start(id, arguments[at].library, &call, arguments, &views, &targets)?;
+            return returned(py, outputs);
+        }
 
         let mut inputs = Vec::with_capacity(views.len());
         for (argument, view) in arguments.iter().zip(&views) {
@@ -233,9 +247,96 @@ impl Function {
                 *output = library.finish(&first.object, output.clone())?;
             }
         }
-        match outputs.len() {
-            1 => Ok(outputs.remove(0)),
-            _ => Ok(PyTuple::new(py, outputs)?.into_any()),
+        returned(py, outputs)
+    }
+
+    /// The GPU that a call runs on and the first input there; `None` for the host. All floats and outputs are in one place,
+    /// on a GPU of one library; integers, which are looked at on the host, may be there.
+    fn gpu(
+        &self,
+        arguments: &[Argument],
+        views: &[View],
+        objects: &[Bound<'_, PyAny>],
+        targets: &[View],
+    ) -> PyResult<Option<(i32, usize)>> {
+        let first = views.iter().position(|view| view.gpu.is_some());
+        let gpu = first.and_then(|at| views[at].gpu);
+        for (Argument { input, library, .. }, view) in arguments.iter().zip(views) {
+            if view.gpu.is_some() || view.dtype.is_float() {
+                self.look_at(input.name, view, gpu, first.map(|at| (arguments[at].library, *library)))?;
+            }
+        }
+        for ((output, view), object) in self.op.outputs.iter().zip(targets).zip(objects) {
+            let libraries = first.map(|at| PyResult::Ok((arguments[at].library, Library::of(object)?))).transpose()?;
+            self.look_at(output.name, view, gpu, libraries)?;
+        }
+        Ok(gpu.zip(first))
+    }
+
+    /// Refuses a tensor that is not where the call is, or not as the kernels of a GPU read it.
+    fn look_at(
+        &self,
+        name: &str,
+        view: &View,
+        gpu: Option<i32>,
+        libraries: Option<(Library, Library)>,
+    ) -> PyResult<()> {
+        let place = |gpu: Option<i32>| gpu.map_or("the host".into(), |id| format!("cuda:{id}"));
+        let what = if view.gpu != gpu {
+            format!("is on {}, other tensors on {}; give all of them in one place", place(view.gpu), place(gpu))
+        } else if libraries.is_some_and(|(first, this)| first.waits() != this.waits()) {
+            "is of another library; on a GPU all tensors are torch's, or none".into()
+        } else if gpu.is_some() && !view.is_contiguous() {
+            "has gaps or another order of axes; kernels of a GPU need row-major order, give x.contiguous()".into()
+        } else {
+            return Ok(());
+        };
+        Err(PyValueError::new_err(format!("{}: `{name}` {what}", self.op.name)))
+    }
+
+    /// Starts a call on GPU `id`, where `library` computes.
+    fn start(
+        &self,
+        id: i32,
+        library: Library,
+        call: &Call,
+        arguments: &[Argument],
+        views: &[View],
+        targets: &[View],
+    ) -> PyResult<()> {
+        let (op, py) = (self.op, arguments[0].object.py());
+        let stream = library.stream(py, id)?;
+        let named = |error: Error| match error {
+            Error::Unavailable(why) => {
+                PyNotImplementedError::new_err(format!("{}: cannot run on cuda:{id}: {why}", op.name))
+            }
+            Error::Device(why) => PyRuntimeError::new_err(format!("{}: cuda:{id}: {why}", op.name)),
+            error => exception(error),
+        };
+        let place = Place::new(id, stream).map_err(named)?;
+        let mut inputs = Vec::with_capacity(views.len());
+        for (argument, view) in arguments.iter().zip(views) {
+            // SAFETY: the view is of memory that stays while it lives, aligned and as long as its shape and strides reach;
+            // no output of this call overlaps it.
+            inputs.push((argument.input.name, unsafe { Operand::of(view) }.map_err(exception)?));
+        }
+        let mut outputs = Vec::with_capacity(targets.len());
+        for (output, view) in op.outputs.iter().zip(targets) {
+            // SAFETY: it is on a GPU.
+            outputs.push((output.name, unsafe { Operand::of(view) }.map_err(exception)?));
+        }
+        let budget = cpu::current().budget();
+        let wait = library.waits();
+        let start = || {
+            // SAFETY: the stream is the one on which the library computes now. What `View` has looked at is aligned, `look_at`
+            // that it has no gaps and is of this GPU, `apart` that outputs overlap nothing. It is live while the views are,
+            // and then until the stream is behind it: torch gives memory to others in the order of the stream, and what is
+            // of other libraries is waited for.
+            unsafe { place.start(call, &inputs, &outputs, budget, wait) }
+        };
+        match py.detach(|| catch_unwind(AssertUnwindSafe(start))) {
+            Ok(done) => done.map_err(named),
+            Err(payload) => Err(panicked(op.name, payload.as_ref())),
         }
     }
 
@@ -256,6 +357,14 @@ impl Function {
     }
 }
 
+/// What a function returns: an output, or a tuple of several.
+fn returned<'py>(py: Python<'py>, mut outputs: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+    match outputs.len() {
+        1 => Ok(outputs.remove(0)),
+        _ => Ok(PyTuple::new(py, outputs)?.into_any()),
+    }
+}
+
 /// A panic of the ops, which is a fault of theirs, as an exception.
 pub fn panicked(op: &str, payload: &(dyn std::any::Any + Send)) -> PyErr {
     let what = payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied());
@@ -270,6 +379,11 @@ fn ends_contiguous(object: &Bound<'_, PyAny>) -> PyResult<bool> {
         0 => Ok(true),
         rank => Ok(stride.get_item(rank - 1)?.extract::<i64>()? == 1),
     }
+}
+
+/// Whether a torch tensor begins where a kernel of a GPU does not read.
+fn misaligned(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(!object.call_method0("data_ptr")?.extract::<usize>()?.is_multiple_of(16))
 }
 
 /// A value as the schema has it; what is of another kind stays as it reads, and the schema refuses it.
@@ -380,6 +494,7 @@ macro_rules! typed {
         }
     };
 }
+pub(crate) use typed;
 
 /// # Safety
 /// What `view` reaches can be read and is not written while the tensor is used.

@@ -101,10 +101,12 @@ impl Exchange {
     }
 }
 
-/// What stands on the host in the memory of another library, and the right to read it.
+/// What stands in the memory of another library, and the right to read it.
 pub struct View {
     /// The first element; anything where there are none.
     pub data: *mut u8,
+    /// The GPU whose memory it is; `None` for the host.
+    pub gpu: Option<i32>,
     /// Element type.
     pub dtype: DType,
     rank: usize,
@@ -179,7 +181,15 @@ impl View {
         &self.strides[..self.rank]
     }
 
-    /// Whether an axis but the last has a stride of its own, or the last is not contiguous.
+    /// The same for who computes on the processor alone.
+    pub fn on_host(self) -> Result<View, Refusal> {
+        match self.gpu {
+            None => Ok(self),
+            Some(id) => Err(Refusal::Unsupported(format!("is on cuda:{id}; this runs on the processor, give x.cpu()"))),
+        }
+    }
+
+    /// Whether it lies in row-major order without gaps.
     pub fn is_contiguous(&self) -> bool {
         let mut stride = 1;
         self.shape().contains(&0)
@@ -210,8 +220,19 @@ impl View {
         unsafe { View::of_parts(&tensor, false, false) }
     }
 
-    /// `object` through its `__dlpack__`; `raw`: its uint16 are bf16.
-    pub fn import(object: &Bound<'_, PyAny>, raw: bool) -> Result<View, Refusal> {
+    /// The GPU that `object` says it is on; `None` for the host and for what no op takes.
+    pub fn gpu_of(object: &Bound<'_, PyAny>) -> PyResult<Option<i32>> {
+        match object.getattr("__dlpack_device__") {
+            Ok(method) => {
+                let (kind, id): (i32, i32) = method.call0()?.extract()?;
+                Ok((kind == CUDA).then_some(id))
+            }
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// `object` through its `__dlpack__`; `raw`: its uint16 are bf16; `stream`: on which a GPU will read it.
+    pub fn import(object: &Bound<'_, PyAny>, raw: bool, stream: Option<u64>) -> Result<View, Refusal> {
         let py = object.py();
         let method = match object.getattr("__dlpack__") {
             Ok(method) => method,
@@ -221,10 +242,16 @@ impl View {
             }
         };
         let options = pyo3::types::PyDict::new(py);
+        if let Some(stream) = stream {
+            options.set_item("stream", stream)?;
+        }
         options.set_item("max_version", (1, 3))?;
         let capsule = match method.call((), Some(&options)) {
             // A library that knows no versions knows no such option either.
-            Err(e) if e.is_instance_of::<PyTypeError>(py) => method.call0()?,
+            Err(e) if e.is_instance_of::<PyTypeError>(py) => {
+                options.del_item("max_version")?;
+                method.call((), Some(&options))?
+            }
             other => other?,
         };
         let pointer = capsule.as_ptr();
@@ -272,23 +299,21 @@ impl View {
     /// Shape and strides can be read, and the elements stand where they say while the view is used.
     unsafe fn of_parts(tensor: &DlTensor, read_only: bool, raw: bool) -> Result<View, Refusal> {
         let DlTensor { device, dtype, .. } = *tensor;
-        match device.kind {
-            CPU | CUDA_HOST => {}
-            CUDA => {
-                let place = format!("is on cuda:{}; this build computes on the processor, give x.cpu()", device.id);
-                return Err(Refusal::Unsupported(place));
-            }
+        let gpu = match device.kind {
+            CPU | CUDA_HOST => None,
+            CUDA => Some(device.id),
             kind => {
-                let place = format!("is on a device of DLPack type {kind}; this build computes on the processor");
+                let place = format!("is on a device of DLPack type {kind}; give a tensor of the host or of CUDA");
                 return Err(Refusal::Unsupported(place));
             }
-        }
+        };
         let rank = usize::try_from(tensor.ndim).unwrap_or(usize::MAX);
         if rank > MAX_RANK {
             return Err(Refusal::Value(format!("has {rank} axes; at most {MAX_RANK} are taken")));
         }
         let mut view = View {
             data: tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize),
+            gpu,
             dtype: if raw && (dtype.code, dtype.bits) == (1, 16) { DType::Bf16 } else { dtype_of(dtype)? },
             rank,
             shape: [1; MAX_RANK],
@@ -317,14 +342,17 @@ impl View {
             };
             dense = dense.saturating_mul(view.shape[axis]);
         }
-        let misaligned = view.data.align_offset(view.dtype.size()) != 0;
+        // Kernels of a GPU read 16 bytes at once.
+        let unit = if gpu.is_some() { 16 } else { view.dtype.size() };
+        let misaligned = !(view.data as usize).is_multiple_of(unit);
         if dense == 0 || view.data.is_null() {
             if dense != 0 {
                 return Err(Refusal::Value("has no memory".into()));
             }
-            view.data = NonNull::<u64>::dangling().as_ptr().cast();
+            view.data = if gpu.is_some() { std::ptr::null_mut() } else { NonNull::<u64>::dangling().as_ptr().cast() };
         } else if misaligned {
-            return Err(Refusal::Value(format!("does not begin at a multiple of {} bytes", view.dtype.size())));
+            let fix = if gpu.is_some() { "; give a copy, x.clone()" } else { "" };
+            return Err(Refusal::Value(format!("does not begin at a multiple of {unit} bytes{fix}")));
         }
         Ok(view)
     }

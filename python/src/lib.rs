@@ -3,6 +3,7 @@
 
 mod call;
 mod cpu;
+mod cuda;
 mod dlpack;
 mod engine;
 mod library;

@@ -1,8 +1,9 @@
 //! The libraries whose tensors come in: which one an object is of, how it lends its memory, and how it makes outputs.
 
+use crate::cuda::DEFAULT_STREAM;
 use crate::dlpack::{Exchange, Refusal, View};
 use crate::tensor::{Storage, Tensor};
-use pyo3::exceptions::{PyImportError, PyMemoryError, PyValueError};
+use pyo3::exceptions::{PyImportError, PyMemoryError, PyNotImplementedError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -115,23 +116,61 @@ impl Library {
                     }
                     // SAFETY: the caller holds the object while the view is used.
                     Lending::Exchange(exchange) => unsafe { View::borrow(exchange, object) },
-                    Lending::Capsule if detached => View::import(&object.call_method0(intern!(py, "detach"))?, false),
-                    Lending::Capsule => View::import(object, false),
+                    Lending::Capsule if detached => self.import(&object.call_method0(intern!(py, "detach"))?),
+                    Lending::Capsule => self.import(object),
                 }
             }
-            Library::Numpy => View::import(object, false).or_else(|refusal| {
+            Library::Numpy => View::import(object, false, None).or_else(|refusal| {
                 let name = object.getattr("dtype")?.getattr("name")?;
                 if name.extract::<String>()? != "bfloat16" {
                     return Err(refusal);
                 }
                 // numpy has no bf16 and hands out none.
-                View::import(&object.call_method1("view", ("uint16",))?, true)
+                View::import(&object.call_method1("view", ("uint16",))?, true, None)
             }),
-            Library::Other => View::import(object, false),
+            Library::Other => self.import(object),
         }
     }
 
-    /// A new tensor of this library, whose elements are anything.
+    fn import(self, object: &Bound<'_, PyAny>) -> Result<View, Refusal> {
+        let stream = View::gpu_of(object)?.map(|id| self.stream(object.py(), id)).transpose()?;
+        View::import(object, false, stream)
+    }
+
+    /// The stream of GPU `id` on which this library computes now, as DLPack and the driver name it; where it does not say,
+    /// the default one.
+    pub fn stream(self, py: Python<'_>, id: i32) -> PyResult<u64> {
+        if self.waits() {
+            return Ok(DEFAULT_STREAM);
+        }
+        let stream = py.import(intern!(py, "torch.cuda"))?.call_method1(intern!(py, "current_stream"), (id,))?;
+        let stream = stream.getattr(intern!(py, "cuda_stream"))?.extract()?;
+        Ok(if stream == 0 { DEFAULT_STREAM } else { stream })
+    }
+
+    /// Whether nobody knows in which order this library uses the memory of a GPU, so that a call is waited for.
+    pub fn waits(self) -> bool {
+        !matches!(self, Library::Torch(_))
+    }
+
+    /// A new tensor of this library where `beside` is, on a GPU.
+    pub fn empty_beside<'py>(
+        self,
+        beside: &Bound<'py, PyAny>,
+        dtype: DType,
+        shape: &[usize],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = beside.py();
+        if self.waits() {
+            let what = "tensors on a GPU are made for torch; give those of another library as `into`";
+            return Err(PyNotImplementedError::new_err(what));
+        }
+        let options = PyDict::new(py);
+        options.set_item("dtype", Torch::get(py)?.options[dtype as usize].bind(py).get_item("dtype")?)?;
+        beside.call_method(intern!(py, "new_empty"), (PyTuple::new(py, shape)?,), Some(&options))
+    }
+
+    /// A new tensor of this library on the host, whose elements are anything.
     pub fn empty<'py>(self, py: Python<'py>, dtype: DType, shape: &[usize]) -> PyResult<Bound<'py, PyAny>> {
         let shape = PyTuple::new(py, shape)?;
         match self {

@@ -63,6 +63,7 @@ impl<'py> Views<'py> {
         for (name, object) in tensors {
             let name: String = name.extract()?;
             let view = Library::of(&object)?.view(&object, true);
+            let view = view.and_then(View::on_host);
             let view = view.map_err(|refusal| refusal_of(what, &name, "bf16, fp16 or fp32", refusal))?;
             views.push((name, object, view));
         }

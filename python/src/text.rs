@@ -85,7 +85,7 @@ pub fn docstring(op: &'static Op) -> String {
     let refusals = op.refusals();
     let also = if refusals.is_empty() { String::new() } else { format!("; {refusals}") };
     line(format!("    ValueError: another shape, dtype, stride or range{also}"));
-    line("    NotImplementedError: inputs of different float dtypes; a tensor that is not on the host".into());
+    line("    NotImplementedError: inputs of different float dtypes; a GPU that cannot be used".into());
     line("    MemoryError: the workspace does not fit the budget or the system".into());
     text.trim_end().into()
 }

@@ -24,7 +24,8 @@ int cuDeviceGetName(char *name, int len, int device) { return strncpy(name, "tes
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return *value = 9, 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = &contexts, contexts++, 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { return contexts--, 0; }
-int cuCtxSetCurrent(void *context) { return context == &contexts && contexts > 0 ? 0 : 201; }
+int cuCtxSetCurrent(void *context) { return !context || (context == &contexts && contexts > 0) ? 0 : 201; }
+int cuCtxGetCurrent(void **context) { return *context = 0, 0; }
 
 int cuStreamCreate(void **stream, unsigned flags) { return *stream = &streams, streams++, 0; }
 int cuStreamDestroy_v2(void *stream) { return torn += queued > 0, streams--, 0; }

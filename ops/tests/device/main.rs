@@ -141,6 +141,26 @@ fn sum_of_two(device: &Device) -> Result<(), Error> {
 }
 
 #[test]
+fn what_is_lent_is_not_given_back() {
+    let (fake, mut found) = (Fake::default(), [0; 64]);
+    let (device, address) = (fake.device(), fake.allocate(64).unwrap());
+    for value in [1, 7] {
+        // SAFETY: the memory is live and nobody else's.
+        let mut buffer = unsafe { device.lent::<i32>(address, 16) };
+        buffer.fill(&device, &[value; 16]).unwrap();
+        drop(buffer);
+        drop(device.upload::<i32>("test", &[3; 16]).unwrap());
+    }
+    // SAFETY: as above.
+    unsafe { fake.read(address, &mut found).unwrap() };
+    assert_eq!(found, [[7, 0, 0, 0]; 16].concat()[..]);
+    // The other is what the device keeps for the next.
+    assert_eq!(fake.live().0, 2);
+    drop(device);
+    assert_eq!(fake.live().0, 1);
+}
+
+#[test]
 fn a_dropped_device_gives_all_its_memory_back() {
     let fake = Fake::default();
     let device = fake.device();

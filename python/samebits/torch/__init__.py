@@ -107,7 +107,9 @@ def _fake(op: dict[str, Any]) -> Callable[..., Any]:
     def fake(*args, dtype=None, **attributes):
         given = [(i, tensor) for i, tensor in zip(op["inputs"], args) if tensor is not None]
         forms = _forms(op, given, attributes, dtype)
-        made = tuple(given[0][1].new_empty(shape, dtype=getattr(torch, name)) for shape, name in forms)
+        # Integers may stay on the host.
+        beside = next((tensor for _, tensor in given if tensor.device.type != "cpu"), given[0][1])
+        made = tuple(beside.new_empty(shape, dtype=getattr(torch, name)) for shape, name in forms)
         return made[0] if len(made) == 1 else made
 
     return fake
@@ -588,20 +590,13 @@ def _refuse_gradients(op: dict[str, Any]) -> None:
     _record(op, lambda ctx, inputs, attributes, outputs: None, back)
 
 
-def _on_cuda(op: dict[str, Any]) -> Callable[..., Any]:
-    def refuse(*args, **attributes):
-        raise NotImplementedError(f"{op['name']}: its inputs are on a CUDA device; this build computes on the processor")
-
-    return refuse
-
-
 _kernels = _native.kernels()
 # What is left below autograd of the keys of tensors in the memory of the host, and of nobody's class or mode.
 _plain = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 for _op in _SCHEMA.values():
     _library.define(_signature(_op), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_op["name"], _kernels[_op["name"]], "CPU")
-    _library.impl(_op["name"], _on_cuda(_op), "CUDA")
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_op["name"], _kernels[_op["name"]], _device)
     torch.library.register_fake(f"samebits::{_op['name']}", _fake(_op), lib=_library)
 for _op in _SCHEMA.values():
     (_register_gradients if _op["name"] in differentiable() else _refuse_gradients)(_op)

@@ -8,10 +8,11 @@ use cudarc::driver::sys::{
 use cudarc::driver::{DriverError, result as cuda, sys as cuda_sys};
 use cudarc::nvrtc::sys as nvrtc;
 use std::collections::HashMap;
-use std::ffi::{CString, c_int};
+use std::ffi::{CString, c_int, c_void};
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// How many GPUs the driver lists.
 ///
@@ -148,20 +149,26 @@ impl Drop for Program {
     }
 }
 
-/// One GPU: its primary context and a stream of its own, on which everything happens in order.
+/// A stream of one GPU, on which everything happens in order: its own, or another one's.
 pub struct Cuda {
+    gpu: Arc<Gpu>,
+    stream: CUstream,
+    /// Of a stream of its own; another one's is waited for only where something is read.
+    staging: Option<Mutex<Staging>>,
+    /// Captured graphs by number.
+    graphs: Mutex<HashMap<usize, (CUgraph, CUgraphExec)>>,
+}
+
+/// One GPU: its primary context and what was compiled for it.
+struct Gpu {
     name: String,
     arch: String,
     compiler: String,
-    stream: CUstream,
-    staging: Mutex<Staging>,
     /// Folder of compiled kernels, when they are kept.
     cache: Option<PathBuf>,
     /// Folder of units that are taken in the place of the program's own, for those who work on kernels.
     sources: Option<PathBuf>,
     modules: Mutex<Vec<Module>>,
-    /// Captured graphs by number.
-    graphs: Mutex<HashMap<usize, (CUgraph, CUgraphExec)>>,
     /// Given back last.
     context: Context,
 }
@@ -194,11 +201,40 @@ struct Module {
 
 // SAFETY: handles of the driver may be used from any thread that has made the context current, which every method does.
 unsafe impl Send for Cuda {}
-// SAFETY: as above; the staging memory and the lists of modules and graphs are behind locks, and the driver locks its own.
+// SAFETY: as above; the staging memory and the list of graphs are behind locks, and the driver locks its own.
 unsafe impl Sync for Cuda {}
+// SAFETY: as for `Cuda`.
+unsafe impl Send for Gpu {}
+// SAFETY: as for `Cuda`; the list of modules is behind a lock.
+unsafe impl Sync for Gpu {}
+
+/// The context that was current on this thread, and is again when this goes: another library may count on it.
+pub struct ContextBefore(CUcontext, PhantomData<*const ()>);
+
+impl Drop for ContextBefore {
+    fn drop(&mut self) {
+        // SAFETY: it was current on this thread, which is the same: the type is not `Send`. An error has nowhere to go.
+        let _ = unsafe { cuda::ctx::set_current(self.0) };
+    }
+}
+
+/// The driver is there.
+fn context_before() -> Result<ContextBefore, Error> {
+    let before = cuda::ctx::get_current().map_err(failed("cuCtxGetCurrent"))?;
+    Ok(ContextBefore(before.unwrap_or(std::ptr::null_mut()), PhantomData))
+}
+
+/// Frees what [`Cuda::write_behind`] gave the stream.
+///
+/// # Safety
+/// `source` is from `Box::into_raw` and not used again.
+unsafe extern "C" fn free_source(source: *mut c_void) {
+    // SAFETY: as the caller promises.
+    drop(unsafe { Box::from_raw(source.cast::<Vec<u8>>()) });
+}
 
 impl Cuda {
-    /// Opens GPU `ordinal`. With `cache`, compiled kernels are kept in that folder.
+    /// Opens GPU `ordinal`. With `cache`, compiled kernels are kept in that folder. The current context stays what it was.
     ///
     /// # Errors
     /// [`Error::Unavailable`] without a driver, a compiler or that GPU; [`Error::Device`].
@@ -208,6 +244,7 @@ impl Cuda {
             return Err(Error::Unavailable(format!("no CUDA device {ordinal}; the driver lists {there}, from 0 on")));
         }
         let compiler = compiler_version()?;
+        let _before = context_before()?;
         let device = cuda::device::get(ordinal as c_int).map_err(failed("cuDeviceGet"))?;
         let attribute = |which| {
             // SAFETY: `device` was returned by cuDeviceGet, which is all that is asked for.
@@ -223,22 +260,39 @@ impl Cuda {
         // SAFETY: the context was just retained.
         unsafe { cuda::ctx::set_current(context.1) }.map_err(failed("cuCtxSetCurrent"))?;
         let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking).map_err(failed("cuStreamCreate"))?;
-        let cuda = Cuda {
+        let gpu = Gpu {
             name: format!("cuda:{ordinal} {model} ({arch}), nvrtc {compiler}"),
             arch,
             compiler,
-            stream,
-            staging: Mutex::new(Staging { start: std::ptr::null_mut(), used: 0 }),
             cache: cache.map(Path::to_path_buf),
             sources: None,
             modules: Mutex::default(),
-            graphs: Mutex::default(),
             context,
         };
+        let staging = Some(Mutex::new(Staging { start: std::ptr::null_mut(), used: 0 }));
+        let cuda = Cuda { gpu: Arc::new(gpu), stream, staging, graphs: Mutex::default() };
         // SAFETY: the context is current; what drops `cuda` frees the memory.
         let start = unsafe { cuda::malloc_host(STAGING, 0) }.map_err(failed("cuMemHostAlloc"))?;
-        lock(&cuda.staging).start = start.cast();
+        lock(cuda.staging.as_ref().expect("it was given one")).start = start.cast();
         Ok(cuda)
+    }
+
+    /// Lets this thread have the context that it has now again when the result goes.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn keep_context(&self) -> Result<ContextBefore, Error> {
+        context_before()
+    }
+
+    /// The same GPU and modules with their work on a stream of somebody else's, behind what is there: 1 is the default
+    /// stream. The host waits for it only to read; memory is taken and given back in its order.
+    ///
+    /// # Safety
+    /// The stream is of the GPU's primary context and lives as long as the result; what was started on it has ended before
+    /// the last of the GPU's drivers is dropped.
+    pub unsafe fn on(&self, stream: u64) -> Cuda {
+        Cuda { gpu: self.gpu.clone(), stream: stream as CUstream, staging: None, graphs: Mutex::default() }
     }
 
     /// Takes units from the files `<unit>.cu` of `folder`, those that are there.
@@ -246,22 +300,64 @@ impl Cuda {
     /// # Safety
     /// Their kernels take the arguments of the program's own and touch no other memory.
     pub unsafe fn with_sources(mut self, folder: PathBuf) -> Cuda {
-        self.name += &format!(", kernels of {}", folder.display());
-        self.sources = Some(folder);
+        let gpu = Arc::get_mut(&mut self.gpu).expect("it was just opened");
+        gpu.name += &format!(", kernels of {}", folder.display());
+        gpu.sources = Some(folder);
         self
     }
 
     fn current(&self) -> Result<(), Error> {
-        // SAFETY: the context is retained as long as self lives.
-        unsafe { cuda::ctx::set_current(self.context.1) }.map_err(failed("cuCtxSetCurrent"))
+        self.gpu.current()
+    }
+
+    /// Waits for the stream.
+    fn wait(&self) -> Result<(), Error> {
+        // SAFETY: the stream is of this context.
+        unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))
     }
 
     /// Waits for the stream; then the staging memory is free again.
     fn drain(&self, staging: &mut Staging) -> Result<(), Error> {
-        // SAFETY: the stream was made by this context.
-        unsafe { cuda::stream::synchronize(self.stream) }.map_err(failed("cuStreamSynchronize"))?;
+        self.wait()?;
         staging.used = 0;
         Ok(())
+    }
+
+    /// Copies to the device without a wait: the stream keeps what it copies, and frees it.
+    ///
+    /// # Safety
+    /// As [`Driver::write`].
+    unsafe fn write_behind(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
+        // SAFETY: the stream is of this context.
+        let capturing = unsafe { cuda::stream::is_capturing(self.stream) }.map_err(failed("cuStreamIsCapturing"))?;
+        if capturing != cuda_sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            // A graph would read the source again when it is replayed.
+            let what = "the stream is being captured, and a graph cannot keep numbers of the host";
+            return Err(Error::Device(what.into()));
+        }
+        let source = Box::new(bytes.to_vec());
+        // SAFETY: as many bytes at `address` are live, by the caller's promise; the source lives until the stream is
+        // behind the copy: `free_source` comes after it, or we wait.
+        unsafe { cuda::memcpy_htod_async(address, source.as_slice(), self.stream) }
+            .map_err(failed("cuMemcpyHtoDAsync"))?;
+        let source = Box::into_raw(source);
+        // SAFETY: the function is given the box once.
+        let freed = unsafe { cuda::stream::launch_host_function(self.stream, free_source, source.cast()) };
+        freed.map_err(|e| {
+            // What cannot be waited for may be read as long as the process lives.
+            if self.wait().is_ok() {
+                // SAFETY: it was not given away, and the copy has ended.
+                unsafe { free_source(source.cast()) };
+            }
+            failed("cuLaunchHostFunc")(e)
+        })
+    }
+}
+
+impl Gpu {
+    fn current(&self) -> Result<(), Error> {
+        // SAFETY: the context is retained as long as self lives.
+        unsafe { cuda::ctx::set_current(self.context.1) }.map_err(failed("cuCtxSetCurrent"))
     }
 
     /// Machine code of a build, from the cache where it is there. A file of the cache holds what it was made from, and is
@@ -301,6 +397,7 @@ fn whole<'a>(file: &'a [u8], key: &str) -> Option<&'a [u8]> {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
+        let Some(staging) = &self.staging else { return };
         // Errors have nowhere to go; the process gives everything back when it ends.
         if self.finish().is_err() {
             return;
@@ -309,17 +406,25 @@ impl Drop for Cuda {
             // SAFETY: made by end_capture and destroyed once; nothing runs any more.
             let _ = unsafe { (cuda::graph::exec_destroy(exec), cuda::graph::destroy(graph)) };
         }
-        for module in lock(&self.modules).drain(..) {
-            // SAFETY: loaded by this context, and nothing runs any more.
-            let _ = unsafe { cuda::module::unload(module.module) };
-        }
-        let staging = lock(&self.staging).start;
+        let staging = lock(staging).start;
         if !staging.is_null() {
             // SAFETY: from malloc_host, and no copy is under way.
             let _ = unsafe { cuda::free_host(staging.cast()) };
         }
         // SAFETY: made by this context.
         let _ = unsafe { cuda::stream::destroy(self.stream) };
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        if self.current().is_err() {
+            return;
+        }
+        for module in lock(&self.modules).drain(..) {
+            // SAFETY: loaded by this context; what ran on its own streams and, by the promise of `on`, on others has ended.
+            let _ = unsafe { cuda::module::unload(module.module) };
+        }
     }
 }
 
@@ -371,11 +476,11 @@ fn failed(call: &'static str) -> impl Fn(DriverError) -> Error {
 
 impl Driver for Cuda {
     fn name(&self) -> &str {
-        &self.name
+        &self.gpu.name
     }
 
     fn compile(&self, build: &Build) -> Result<usize, Error> {
-        let code = self.code(build)?;
+        let code = self.gpu.code(build)?;
         self.current()?;
         // SAFETY: NVRTC made the image for this device, and all of it is there.
         let module = unsafe { cuda::module::load_data(code.as_ptr().cast()) }.map_err(failed("cuModuleLoadData"))?;
@@ -387,18 +492,29 @@ impl Driver for Cuda {
                 unsafe { cuda::module::get_function(module, name) }.map_err(failed("cuModuleGetFunction"))?;
             functions.insert(kernel, function);
         }
-        let mut modules = lock(&self.modules);
+        let mut modules = lock(&self.gpu.modules);
         modules.push(Module { module, functions });
         Ok(modules.len() - 1)
     }
 
     fn allocate(&self, bytes: usize) -> Option<u64> {
         self.current().ok()?;
+        if self.staging.is_none() {
+            // SAFETY: as below, in the order of the stream.
+            return unsafe { cuda::malloc_async(self.stream, bytes) }.ok();
+        }
         // SAFETY: the context is current; the memory is freed by `free`.
         unsafe { cuda::malloc_sync(bytes) }.ok()
     }
 
     unsafe fn free(&self, address: u64) {
+        if self.staging.is_none() {
+            if self.current().is_ok() {
+                // SAFETY: as below; what was started before comes before it in the stream.
+                let _ = unsafe { cuda::free_async(address, self.stream) };
+            }
+            return;
+        }
         // What fails here has failed for good, and then nothing runs.
         let _ = self.finish();
         // SAFETY: the caller's promise: `allocate` gave the address, and nothing uses it any more.
@@ -407,11 +523,15 @@ impl Driver for Cuda {
 
     unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Error> {
         self.current()?;
+        let Some(staging) = &self.staging else {
+            // SAFETY: the caller's promise.
+            return unsafe { self.write_behind(address, bytes) };
+        };
         let copy = |bytes: &[u8]| {
             // SAFETY: as many bytes at `address` are live, by the caller's promise; the stream is of this context.
             unsafe { cuda::memcpy_htod_async(address, bytes, self.stream) }.map_err(failed("cuMemcpyHtoDAsync"))
         };
-        let mut staging = lock(&self.staging);
+        let mut staging = lock(staging);
         if bytes.len() > STAGING {
             // The driver may read `bytes` as long as the copy lasts.
             let started = copy(bytes);
@@ -484,7 +604,7 @@ impl Driver for Cuda {
     unsafe fn launch(&self, launch: &Launch) -> Result<(), Error> {
         self.current()?;
         let function = {
-            let modules = lock(&self.modules);
+            let modules = lock(&self.gpu.modules);
             modules[launch.module].functions[launch.kernel]
         };
         if launch.shared > 0 {
@@ -518,7 +638,10 @@ impl Driver for Cuda {
 
     fn finish(&self) -> Result<(), Error> {
         self.current()?;
-        self.drain(&mut lock(&self.staging))
+        match &self.staging {
+            Some(staging) => self.drain(&mut lock(staging)),
+            None => self.wait(),
+        }
     }
 }
 

@@ -47,9 +47,12 @@ pub struct Device {
     ledger: Arc<Ledger>,
 }
 
+/// The modules of a driver by their build; the lock of one is held while it is compiled.
+type Modules = Arc<Mutex<HashMap<Build, Arc<Mutex<Option<usize>>>>>>;
+
 struct Inner {
     driver: Box<dyn Driver>,
-    modules: Mutex<HashMap<Build, Arc<Mutex<Option<usize>>>>>,
+    modules: Modules,
     arena: Mutex<Arena>,
     /// What is being captured. Who holds the lock is the only one to ask the device for something.
     capture: Mutex<Option<Capture>>,
@@ -73,6 +76,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Inner {
+    fn new(driver: Box<dyn Driver>, cap: usize, modules: Modules) -> Inner {
+        Inner {
+            driver,
+            modules,
+            arena: Mutex::new(Arena::new(cap)),
+            capture: Mutex::default(),
+            captured: Condvar::new(),
+            captures: AtomicU64::new(0),
+        }
+    }
+
     /// This thread's turn to use the device.
     fn turn(&self) -> MutexGuard<'_, Option<Capture>> {
         let mut capture = lock(&self.capture);
@@ -146,15 +160,16 @@ impl Device {
     /// A device that takes at most `cap` bytes of memory for tensors and workspace, and at most `budget` bytes of
     /// workspace per op.
     pub fn new(driver: Box<dyn Driver>, cap: usize, budget: usize) -> Device {
-        let inner = Inner {
-            driver,
-            modules: Mutex::default(),
-            arena: Mutex::new(Arena::new(cap)),
-            capture: Mutex::default(),
-            captured: Condvar::new(),
-            captures: AtomicU64::new(0),
-        };
-        Device { inner: Arc::new(inner), budget, ledger: Arc::default() }
+        Device { inner: Arc::new(Inner::new(driver, cap, Modules::default())), budget, ledger: Arc::default() }
+    }
+
+    /// The same device by another driver, with memory of its own, the same budget and the same counters.
+    ///
+    /// # Safety
+    /// The modules of this device's driver are those of `driver`: a number means the same to both.
+    pub unsafe fn by(&self, driver: Box<dyn Driver>) -> Device {
+        let inner = Inner::new(driver, usize::MAX, self.inner.modules.clone());
+        Device { inner: Arc::new(inner), ..self.clone() }
     }
 
     /// What it is, for people: `cuda:0 NVIDIA H200 (sm_90), nvrtc 13.0`.
@@ -231,6 +246,16 @@ impl Device {
         let mut buffer = self.empty(op, host.len())?;
         buffer.fill(self, host)?;
         Ok(buffer)
+    }
+
+    /// `len` elements at `address` that somebody else has lent; they are not given back.
+    ///
+    /// # Safety
+    /// As many elements there are live memory of this device, at a multiple of 16 bytes, until everything has ended that is
+    /// started with the buffer or with a graph that holds it. What is written to is apart from every other buffer, lent or
+    /// not.
+    pub unsafe fn lent<T: Plain>(&self, address: u64, len: usize) -> Buffer<T> {
+        Buffer { memory: Arc::new(Memory { inner: self.inner.clone(), address, room: 0 }), len, of: PhantomData }
     }
 
     /// Records what `work` starts instead of running it. The kernels read what stands in their buffers when the graph is
@@ -359,6 +384,7 @@ impl std::fmt::Debug for Device {
 struct Memory {
     inner: Arc<Inner>,
     address: u64,
+    /// Bytes of it; 0 of what is lent.
     room: usize,
 }
 
@@ -371,6 +397,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if self.room == 0 {
+            return;
+        }
         // SAFETY: the arena gave it, and this was its last holder.
         unsafe { lock(&self.inner.arena).give_back(self.address, self.room) };
     }
