@@ -77,10 +77,32 @@ impl Lanes {
         store_two(s, (s.add(lane0, x.0), s.add(lane1, x.1)), lanes);
     }
 
-    /// Adds element `at`.
+    /// Makes ready for another sum, of `len` elements that are not -0, which come by [`Lanes::add_next`] from the first to the
+    /// last multiple of their length.
     #[inline(always)]
-    pub fn add_one(&mut self, at: usize, x: f32) {
-        self.0[at % LANES] += x;
+    pub fn begin(&mut self, len: usize) {
+        // What is there is put away by the first 256 elements.
+        if len < LANES {
+            self.0 = [0.0; LANES];
+        }
+    }
+
+    /// [`Lanes::add_two`] after [`Lanes::begin`].
+    #[inline(always)]
+    pub fn add_next<S: Simd>(&mut self, s: S, at: usize, x: (S::F, S::F)) {
+        if at < LANES {
+            store_two(s, x, &mut self.0[at..][..2 * S::LANES]);
+        } else {
+            self.add_two(s, at, x);
+        }
+    }
+
+    /// Adds element `at`, with `pairs` to the lane from which [`Lanes::fold_pairs`] takes it.
+    #[inline(always)]
+    pub fn add_one<S: Simd>(&mut self, _: S, at: usize, x: f32, pairs: bool) {
+        let (i, half) = (at % (2 * S::LANES), if at % 2 == 1 { 0 } else { S::LANES });
+        let place = if pairs { at - i + half + i / 2 } else { at };
+        self.0[place % LANES] += x;
     }
 
     /// Adds the products `a[i] * b[i]`, each by an `fma`. Their number is a multiple of 256 unless it is the last part.
@@ -126,45 +148,79 @@ impl Lanes {
         }
     }
 
-    /// The sum of the `len` elements: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`.
+    /// The sum of the `len` elements: `for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h] for l < h`. The
+    /// lanes are used up.
     #[inline(always)]
-    pub fn fold<S: Simd>(mut self, s: S, len: usize) -> f32 {
-        s.enter(Fold { lanes: &mut self.0, len })
+    pub fn fold<S: Simd>(&mut self, s: S, len: usize) -> f32 {
+        s.enter(Fold { lanes: &mut self.0, len, pairs: false })
+    }
+
+    /// The same where every two vectors that came were the elements of odd and of even index.
+    #[inline(always)]
+    pub fn fold_pairs<S: Simd>(&mut self, s: S, len: usize) -> f32 {
+        s.enter(Fold { lanes: &mut self.0, len, pairs: true })
     }
 }
 
 struct Fold<'a> {
     lanes: &'a mut [f32; LANES],
     len: usize,
+    pairs: bool,
 }
 
 impl Kernel for Fold<'_> {
     type Output = f32;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        let Fold { lanes, len } = self;
+        let Fold { lanes, len, mut pairs } = self;
         let mut h = LANES / 2;
         // Lanes without elements are +0. Adding them changes nothing but a -0, which products leave that underflow.
         while h >= len && h > 0 {
             h /= 2;
         }
-        // Eight lanes at least: for one, all ways are the same.
-        while h >= S::LANES.max(8) {
-            for l in (0..h).step_by(S::LANES) {
-                let sum = s.add(load_at(s, &lanes[..], l, 0.0), load_at(s, &lanes[..], l + h, 0.0));
-                // SAFETY: h is a multiple of S::LANES here, so `l + LANES <= h`.
-                unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
+        if h == LANES / 2 {
+            // Three halvings at once, in registers.
+            for l in (0..LANES / 8).step_by(S::LANES) {
+                let even = s.add(halved(s, lanes, l), halved(s, lanes, l + LANES / 4));
+                let odd = s.add(halved(s, lanes, l + LANES / 8), halved(s, lanes, l + LANES * 3 / 8));
+                // SAFETY: the range holds S::LANES elements.
+                unsafe { s.store(s.add(even, odd), lanes[l..][..S::LANES].as_mut_ptr()) };
             }
-            h /= 2;
+            h = LANES / 16;
         }
-        while h > 0 {
-            for l in 0..h {
-                lanes[l] += lanes[l + h];
+        loop {
+            if pairs && h <= S::LANES {
+                // From here on halves of two vectors meet, which must be in their order.
+                let two = &mut lanes[..2 * S::LANES];
+                let (odd, even) = load_two(s, two, false);
+                store_two(s, s.interleave(odd, even), two);
+                pairs = false;
+            }
+            if h == 0 {
+                break;
+            }
+            // Eight lanes at least: for one, all ways are the same.
+            if h >= S::LANES.max(8) {
+                for l in (0..h).step_by(S::LANES) {
+                    let sum = s.add(load_at(s, &lanes[..], l, 0.0), load_at(s, &lanes[..], l + h, 0.0));
+                    // SAFETY: h is a multiple of S::LANES here, so `l + LANES <= h`.
+                    unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
+                }
+            } else {
+                for l in 0..h {
+                    lanes[l] += lanes[l + h];
+                }
             }
             h /= 2;
         }
         if len < LANES { lanes[0] + 0.0 } else { lanes[0] }
     }
+}
+
+/// Lanes from `l` on, each with that half of all lanes above it.
+#[inline(always)]
+fn halved<S: Simd>(s: S, lanes: &[f32; LANES], l: usize) -> S::F {
+    s.add(load_at(s, lanes, l, 0.0), load_at(s, lanes, l + LANES / 2, 0.0))
 }
 
 /// `acc + x`.
@@ -266,6 +322,51 @@ mod tests {
         for isa in Isa::of_machine() {
             let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
             assert_eq!(cpu.dispatch(Products(&a, &b)).to_bits(), lanes[0].to_bits(), "{isa}");
+        }
+    }
+
+    /// The sum of `x` in lanes that another sum has used, with pairs of vectors in turn or not.
+    struct Next<'a>(&'a mut Lanes, &'a [f32], bool);
+
+    impl Kernel for Next<'_> {
+        type Output = f32;
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> f32 {
+            let Next(lanes, x, pairs) = self;
+            let (two, n) = (2 * S::LANES, x.len());
+            lanes.begin(n);
+            let whole = n - n % two;
+            for at in (0..whole).step_by(two) {
+                let mut part = [0f32; 2 * crate::simd::MAX_LANES];
+                for (i, x) in x[at..][..two].iter().enumerate() {
+                    part[if pairs { i / 2 + if i % 2 == 1 { 0 } else { S::LANES } } else { i }] = *x;
+                }
+                lanes.add_next(s, at, load_two(s, &part[..two], false));
+            }
+            (whole..n).for_each(|at| lanes.add_one(s, at, x[at], pairs));
+            if pairs { lanes.fold_pairs(s, n) } else { lanes.fold(s, n) }
+        }
+    }
+
+    #[test]
+    fn lanes_are_used_again_and_by_pairs() {
+        let x: Vec<f32> = (0..3 * LANES + 41).map(|i| (i * 389 % 601) as f32 / 37.0 + 0.01).collect();
+        for isa in Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            for len in [0, 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 100, 128, 129, 200, 255, 256, 257, 512, x.len()] {
+                let mut lane = [0f32; LANES];
+                (0..len).for_each(|i| lane[i % LANES] += x[i]);
+                let mut h = LANES / 2;
+                while h > 0 {
+                    (0..h).for_each(|l| lane[l] += lane[l + h]);
+                    h /= 2;
+                }
+                for pairs in [false, true] {
+                    let mut lanes = Lanes::of([7.0; LANES]);
+                    let sum = cpu.dispatch(Next(&mut lanes, &x[..len], pairs));
+                    assert_eq!(sum.to_bits(), lane[0].to_bits(), "{isa}, {len} elements, pairs {pairs}");
+                }
+            }
         }
     }
 }

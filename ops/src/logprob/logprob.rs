@@ -187,10 +187,17 @@ pub(crate) struct Denominator {
 }
 
 impl Denominator {
-    /// That of `x * scale`, whose weights are left in the first elements of `kept`. A row without one leaves nothing.
+    /// That of `x * scale`, whose `reference` is given and whose weights are left in the first elements of `kept`. A row without
+    /// one leaves nothing.
     #[inline(always)]
-    pub fn of_row<S: Simd, I: Element>(s: S, x: &[I], scale: f32, kept: &mut [f32]) -> Denominator {
-        let Reference { n, special, .. } = Reference::of(s, x, scale);
+    pub fn of_row<S: Simd, I: Element>(
+        s: S,
+        x: &[I],
+        scale: f32,
+        reference: &Reference,
+        kept: &mut [f32],
+    ) -> Denominator {
+        let Reference { n, special, .. } = *reference;
         if let Some(sum) = special {
             return Denominator { n, sum };
         }
@@ -238,16 +245,17 @@ impl<I: Element> Kernel for Total<'_, I> {
         let mut part = [0f32; 8];
         for (part, (x, next)) in part.iter_mut().zip(x.chunks(length).zip(next.chunks(length))) {
             let mut lanes = Lanes::new();
-            if let Some(unit) = near {
+            *part = if let Some(unit) = near {
                 s.enter(NearSum { x, next, scale, unit, lanes: &mut lanes });
+                if I::IS_BF16 { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) }
             } else {
                 for x in x.chunks(TILE) {
                     let tile = &mut tile[..x.len()];
                     weights(s, x, scale, n, tile);
                     lanes.add(s, tile, Add);
                 }
-            }
-            *part = lanes.fold(s, x.len());
+                lanes.fold(s, x.len())
+            };
         }
         Denominator { n, sum: join(part) }
     }
@@ -256,7 +264,8 @@ impl<I: Element> Kernel for Total<'_, I> {
 /// Weights that stay in the first cache until they are added; a multiple of 256.
 const TILE: usize = 1024;
 
-/// Adds the weights of a segment, none of them negligible, to the lanes and asks for as many elements of `next`.
+/// Adds the weights of a segment, none of them negligible, to the lanes and asks for as many elements of `next`. Bf16 is taken by
+/// pairs.
 struct NearSum<'a, I> {
     x: &'a [I],
     next: &'a [I],
@@ -276,17 +285,18 @@ impl<I: Element> Kernel for NearSum<'_, I> {
             for line in (0..two * size_of::<I>()).step_by(64) {
                 prefetch_second(next.as_ptr().wrapping_add(at).wrapping_byte_add(line));
             }
-            let x = load_two(s, &x[at..][..two], false);
+            let x = load_two(s, &x[at..][..two], I::IS_BF16);
             lanes.add_two(s, at, near_weight(s2, scaled(s2, x, scale), unit));
         }
         for (i, x) in x[whole..].iter().enumerate() {
-            lanes.add_one(whole + i, near_weight(Scalar, scaled(Scalar, x.widen(), scale), unit));
+            let weight = near_weight(Scalar, scaled(Scalar, x.widen(), scale), unit);
+            lanes.add_one(s, whole + i, weight, I::IS_BF16);
         }
     }
 }
 
 /// What weights of a row are measured by.
-pub(super) struct Reference {
+pub(crate) struct Reference {
     /// The largest element.
     pub top: f32,
     /// The reference point: its exponent.

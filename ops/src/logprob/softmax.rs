@@ -15,7 +15,10 @@ use crate::reduce::Lanes;
 use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, prefetch_second, store_two};
+use crate::simd::{
+    Kernel, Simd, load_at, load_two, narrow_at, narrow_two, narrow_two_numbers, paired, prefetch_second,
+    prefetch_to_write, store_two,
+};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -125,17 +128,17 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         // The sum of the weights in `kept`, of a row whose division is due.
         let mut due = None;
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
-            if whole_row && let Reference { special: None, near: Some(unit), .. } = Reference::of(s, x, 1.0) {
+            let reference = if whole_row { Some(Reference::of(s, x, 1.0)) } else { None };
+            if let Some(Reference { special: None, near: Some(unit), .. }) = reference {
                 due = Some(turn(s, x, unit, due, &mut kept[..n], &mut stream));
                 continue;
             }
             if let Some(sum) = due.take() {
-                divide(s, &kept[..n], sum, &mut stream);
+                divide(s, &kept[..n], sum, paired::<I, O>(), &mut stream);
             }
-            let Denominator { n, sum } = if whole_row {
-                Denominator::of_row(s, x, 1.0, &mut kept)
-            } else {
-                s.enter(Total { x, scale: 1.0, next: &[] })
+            let Denominator { n, sum } = match &reference {
+                Some(reference) => Denominator::of_row(s, x, 1.0, reference, &mut kept),
+                None => s.enter(Total { x, scale: 1.0, next: &[] }),
             };
             for x in x.chunks(KEPT) {
                 let w = &mut kept[..x.len()];
@@ -144,18 +147,19 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 } else if !whole_row {
                     weights(s, x, 1.0, n, w);
                 }
-                divide(s, w, sum, &mut stream);
+                divide(s, w, sum, false, &mut stream);
             }
         }
         if let Some(sum) = due {
-            divide(s, &kept[..n], sum, &mut stream);
+            divide(s, &kept[..n], sum, paired::<I, O>(), &mut stream);
         }
         stream.end(s);
     }
 }
 
 /// Puts the weights of `x` in the place of those in `kept`, of the row before, whose sum `due` is and whose quotients are the
-/// next elements of `stream`; returns the new sum. A divider and the units of multiply-adds work at the same time.
+/// next elements of `stream`; returns the new sum. A divider and the units of multiply-adds work at the same time. Where both
+/// are bf16, they are taken by pairs, and weights stand so in `kept`.
 #[inline(always)]
 fn turn<S: Simd, I: Element, O: Element>(
     s: S,
@@ -165,17 +169,17 @@ fn turn<S: Simd, I: Element, O: Element>(
     kept: &mut [f32],
     stream: &mut Stream<O>,
 ) -> f32 {
-    let (n, mut part) = (x.len(), [0f32; 8]);
+    let (n, mut part, mut lanes) = (x.len(), [0f32; 8], Lanes::new());
     let mut unused = [O::default(); BLOCK];
     let length = segment_length(x.len());
     for (part, (x, w)) in part.iter_mut().zip(x.chunks(length).zip(kept.chunks_mut(length))) {
-        let mut lanes = Lanes::new();
+        lanes.begin(x.len());
         let y = if due.is_some() { stream.room(x.len()) } else { &mut unused[..x.len()] };
         s.enter(Turn { x, next: x.as_ptr().wrapping_add(n), unit, lanes: &mut lanes, w, sum: due.unwrap_or(1.0), y });
         if due.is_some() {
             stream.put(s, x.len());
         }
-        *part = lanes.fold(s, x.len());
+        *part = if paired::<I, O>() { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) };
     }
     join(part)
 }
@@ -192,49 +196,55 @@ struct Turn<'a, I, O> {
     y: &'a mut [O],
 }
 
+/// How many bytes ahead of itself y is asked for.
+const AHEAD: usize = 2048;
+
 impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Turn { x, next, unit, lanes, w, sum, y } = self;
-        let (two, s2, divisor) = (2 * S::LANES, Unrolled(s), Unrolled(s).splat(sum));
+        let (two, s2, divisor, pairs) = (2 * S::LANES, Unrolled(s), Unrolled(s).splat(sum), paired::<I, O>());
         assert!(w.len() == x.len() && y.len() == x.len());
         let whole = x.len() - x.len() % two;
-        for at in (0..whole).step_by(two) {
+        let parts = x.chunks_exact(two).zip(w.chunks_exact_mut(two)).zip(y.chunks_exact_mut(two));
+        for (at, ((x, w), y)) in (0..whole).step_by(two).zip(parts) {
             for line in (0..two * size_of::<I>()).step_by(64) {
                 prefetch_second(next.wrapping_add(at).wrapping_byte_add(line));
             }
-            let quotient = s2.div(load_two(s, &w[at..][..two], false), divisor);
-            let weight = near_weight(s2, load_two(s, &x[at..][..two], false), unit);
-            lanes.add_two(s, at, weight);
-            store_two(s, weight, &mut w[at..][..two]);
-            narrow_two(s, quotient, &mut y[at..][..two], false);
+            for line in (0..two * size_of::<O>()).step_by(64) {
+                prefetch_to_write(y.as_ptr().wrapping_byte_add(AHEAD + line));
+            }
+            let quotient = s2.div(load_two(s, w, false), divisor);
+            let weight = near_weight(s2, load_two(s, x, pairs), unit);
+            lanes.add_next(s, at, weight);
+            store_two(s, weight, w);
+            // Both numbers are positive and finite, and so is the quotient.
+            narrow_two_numbers(s, quotient, y, pairs);
         }
         for at in whole..x.len() {
             y[at] = O::narrow(w[at] / sum);
             w[at] = near_weight(Scalar, x[at].widen(), unit);
-            lanes.add_one(at, w[at]);
+            lanes.add_one(s, at, w[at], pairs);
         }
     }
 }
 
-/// `w / sum`, last rounding, as the next elements of `stream`.
+/// `w / sum`, last rounding, as the next elements of `stream`; with `pairs` the weights stand as [`turn`] leaves them.
 #[inline(always)]
-fn divide<S: Simd, O: Element>(s: S, mut w: &[f32], sum: f32, stream: &mut Stream<O>) {
+fn divide<S: Simd, O: Element>(s: S, w: &[f32], sum: f32, pairs: bool, stream: &mut Stream<O>) {
     let (two, sum) = (2 * S::LANES, s.splat(sum));
-    while !w.is_empty() {
+    for w in w.chunks(segment_length(w.len())) {
         let y = stream.room(w.len());
-        let (part, rest) = w.split_at(y.len());
-        let whole = part.len() - part.len() % two;
+        let whole = w.len() - w.len() % two;
         for at in (0..whole).step_by(two) {
-            let (w0, w1) = load_two(s, &part[at..][..two], false);
-            narrow_two(s, (s.div(w0, sum), s.div(w1, sum)), &mut y[at..][..two], false);
+            let (w0, w1) = load_two(s, &w[at..][..two], false);
+            narrow_two(s, (s.div(w0, sum), s.div(w1, sum)), &mut y[at..][..two], pairs);
         }
-        for at in (whole..part.len()).step_by(S::LANES) {
-            narrow_at(s, s.div(load_at(s, part, at, 0.0), sum), y, at);
+        for at in (whole..w.len()).step_by(S::LANES) {
+            narrow_at(s, s.div(load_at(s, w, at, 0.0), sum), y, at);
         }
-        stream.put(s, part.len());
-        w = rest;
+        stream.put(s, w.len());
     }
 }
 
@@ -246,26 +256,33 @@ mod tests {
     /// Rows whose divisions wait for the next row, beside rows that take the other ways, have the bits of each alone.
     #[test]
     fn rows_of_every_kind_side_by_side() {
-        for n in [1, 31, 160, 1000, 4101, KEPT, KEPT + 3] {
+        rows_of_every_kind::<f32>();
+        // By pairs.
+        rows_of_every_kind::<half::bf16>();
+    }
+
+    fn rows_of_every_kind<T: Element>() {
+        for n in [1, 31, 160, 1000, 4096, 4101, KEPT, KEPT + 3] {
             let rows = 9;
             let mut x: Vec<f32> = (0..rows * n).map(|i| ((i * 7919 + i / n) % 1009) as f32 / 64.0 - 8.0).collect();
             x[2 * n] = f32::NEG_INFINITY;
             x[3 * n] = f32::NAN;
             x[6 * n] = 300.0;
             x[7 * n..8 * n].fill(-0.0);
+            let x: Vec<T> = x.into_iter().map(T::narrow).collect();
             for isa in Isa::of_machine() {
                 let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
-                let mut all = vec![0f32; rows * n];
+                let mut all = vec![T::default(); rows * n];
                 softmax(&cpu, rows, n, &x, &mut all).unwrap();
                 for (r, (x, y)) in x.chunks(n).zip(all.chunks(n)).enumerate() {
                     let total = cpu.dispatch(Plain(x));
                     for (i, (x, y)) in x.iter().zip(y).enumerate() {
                         let mut w = [0f32];
-                        cpu.dispatch(One(*x, total.n, &mut w));
+                        cpu.dispatch(One(x.widen(), total.n, &mut w));
                         let expected = if total.sum > 0.0 { w[0] / total.sum } else { f32::NAN };
                         assert_eq!(
-                            y.to_bits(),
-                            f32::narrow(expected).to_bits(),
+                            y.widen().to_bits(),
+                            T::narrow(expected).widen().to_bits(),
                             "{isa}, n = {n}, row {r}, element {i}"
                         );
                     }
@@ -275,14 +292,14 @@ mod tests {
     }
 
     /// The denominator of a row, by weights that look at what is negligible.
-    struct Plain<'a>(&'a [f32]);
+    struct Plain<'a, T>(&'a [T]);
 
-    impl Kernel for Plain<'_> {
+    impl<T: Element> Kernel for Plain<'_, T> {
         type Output = Denominator;
         #[inline(always)]
         fn run<S: Simd>(self, s: S) -> Denominator {
             let mut kept = vec![0f32; self.0.len()];
-            Denominator::of_row(s, self.0, 1.0, &mut kept)
+            Denominator::of_row(s, self.0, 1.0, &Reference::of(s, self.0, 1.0), &mut kept)
         }
     }
 

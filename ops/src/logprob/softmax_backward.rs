@@ -10,7 +10,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::gemm::gemm::segment_length;
-use crate::logprob::logprob::{Denominator, Total, join, weights};
+use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
 use crate::logprob::softmax::KEPT;
 use crate::reduce::Lanes;
 use crate::simd::stream::{Stream, is_large};
@@ -137,7 +137,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         for row in self.first..self.first + count {
             let (x, dy) = (self.x.row(row), self.dy.row(row));
             let total = match whole_row {
-                true => Denominator::of_row(s, x, 1.0, &mut kept),
+                true => Denominator::of_row(s, x, 1.0, &Reference::of(s, x, 1.0), &mut kept),
                 false => s.enter(Total { x, scale: 1.0, next: &[] }),
             };
             if whole_row {

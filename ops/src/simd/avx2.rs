@@ -334,8 +334,22 @@ impl Simd for Avx2 {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
             let (high, low) = without_nan(high, low);
-            let low = _mm256_srli_epi32::<16>(rounded(low));
-            _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(low, rounded(high)));
+            self.narrow_pairs_of_numbers(high, low, p);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs_of_numbers(self, high: __m256, low: __m256, p: *mut u32) {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            let (high, low) = (_mm256_castps_si256(high), _mm256_castps_si256(low));
+            // What both elements of a pair keep, and what they lose. One is added where that is more than half an ulp, or half
+            // of one and the lowest kept bit is 1: where it has its own top bit, less one for a lowest bit of 0 unless it is 0.
+            let kept = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high);
+            let lost = _mm256_blend_epi16::<0b1010_1010>(low, _mm256_slli_epi32::<16>(high));
+            let even = _mm256_andnot_si256(kept, _mm256_set1_epi16(1));
+            let more = _mm256_srli_epi16::<15>(_mm256_subs_epu16(lost, even));
+            _mm256_storeu_si256(p.cast(), _mm256_add_epi16(kept, more));
         }
     }
 

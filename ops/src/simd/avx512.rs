@@ -255,6 +255,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn narrow_pairs_of_numbers(self, high: __m512, low: __m512, p: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { words::narrow_pairs_of_numbers(self, high, low, p) }
+    }
+
+    #[inline(always)]
     fn interleave(self, high: __m512, low: __m512) -> (__m512, __m512) {
         words::interleave(self, high, low)
     }

@@ -182,6 +182,14 @@ pub trait Simd: Copy + Send + Sync {
     /// # Safety
     /// `p` is valid for writing `LANES` elements; it need not be aligned.
     unsafe fn narrow_pairs(self, high: Self::F, low: Self::F, p: *mut u32);
+    /// [`Simd::narrow_pairs`] of what is no NaN.
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn narrow_pairs_of_numbers(self, high: Self::F, low: Self::F, p: *mut u32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.narrow_pairs(high, low, p) }
+    }
     /// `low[0], high[0], low[1], high[1], ..`, in two vectors.
     fn interleave(self, high: Self::F, low: Self::F) -> (Self::F, Self::F);
     /// Copies `LANES` pairs with their halves exchanged: from memory order to the earlier element in the high half.
@@ -435,6 +443,18 @@ pub fn narrow_two<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs
     }
 }
 
+/// [`narrow_two`] of what is no NaN.
+#[inline(always)]
+pub fn narrow_two_numbers<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T], pairs: bool) {
+    assert!(y.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    if pairs {
+        // SAFETY: `y` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+        unsafe { s.narrow_pairs_of_numbers(v.0, v.1, y.as_mut_ptr().cast()) }
+    } else {
+        narrow_two(s, v, y, pairs);
+    }
+}
+
 /// Stores two vectors as they are, one after the other.
 #[inline(always)]
 pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
@@ -470,10 +490,66 @@ pub fn prefetch_second<T>(p: *const T) {
     let _ = p;
 }
 
+/// Asks for the line that holds `p` in order to write it: no other cache keeps it. It writes nothing, so `p` may be any address.
+#[inline(always)]
+pub fn prefetch_to_write<T>(p: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above; the intrinsic would be another instruction where the compiler is not told that the machine has this
+    // one, which any machine with AVX2 takes.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) p, options(nomem, nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
 #[cfg(test)]
 mod tests {
-    use super::Storage;
+    use super::*;
     use crate::Element;
+
+    /// Two vectors to bf16, by pairs or not; `numbers`: as those of which none is NaN.
+    struct Narrow<'a>(&'a [f32], &'a mut [bf16], bool, bool);
+
+    impl Kernel for Narrow<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            let Narrow(x, y, pairs, numbers) = self;
+            let two = 2 * S::LANES;
+            for (x, y) in x.chunks_exact(two).zip(y.chunks_exact_mut(two)) {
+                let mut of_pairs = [0f32; 2 * MAX_LANES];
+                for (i, x) in x.iter().enumerate() {
+                    of_pairs[if pairs { i / 2 + if i % 2 == 1 { 0 } else { S::LANES } } else { i }] = *x;
+                }
+                let v = load_two(s, &of_pairs[..two], false);
+                if numbers { narrow_two_numbers(s, v, y, pairs) } else { narrow_two(s, v, y, pairs) }
+            }
+        }
+    }
+
+    /// Every low half beside high halves of all kinds, in either place of a pair.
+    #[test]
+    fn two_vectors_to_bf16() {
+        let high = [0u32, 1, 0x3F80, 0x3F81, 0x3FFF, 0x7F7F, 0x8000, 0xBF81, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1];
+        for high in high {
+            let all: Vec<f32> = (0..=0xFFFF).map(|low| f32::from_bits(high << 16 | low)).collect();
+            for from in [0, 1] {
+                let x = &all[from..][..0xFFE0];
+                let expected: Vec<u16> = x.iter().map(|x| bf16::narrow(*x).to_bits()).collect();
+                let numbers = x.iter().all(|x| !x.is_nan());
+                for isa in crate::Isa::of_machine() {
+                    let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+                    for (pairs, numbers) in [(false, false), (true, false), (false, numbers), (true, numbers)] {
+                        let mut y = vec![bf16::ZERO; x.len()];
+                        cpu.dispatch(Narrow(x, &mut y, pairs, numbers));
+                        let y: Vec<u16> = y.iter().map(|y| y.to_bits()).collect();
+                        assert!(y == expected, "{isa}, high half {high:x}, pairs {pairs}, numbers {numbers}");
+                    }
+                }
+            }
+        }
+    }
 
     fn extent<T: Element>(x: &[f32]) -> Option<(f32, f32)> {
         let x: Vec<T> = x.iter().map(|x| T::narrow(*x)).collect();

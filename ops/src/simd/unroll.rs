@@ -185,6 +185,14 @@ impl<S: Simd> Simd for Unrolled<S> {
         }
     }
     #[inline(always)]
+    unsafe fn narrow_pairs_of_numbers(self, high: Self::F, low: Self::F, p: *mut u32) {
+        // SAFETY: the caller's promise, for twice as many lanes.
+        unsafe {
+            self.0.narrow_pairs_of_numbers(high.0, low.0, p);
+            self.0.narrow_pairs_of_numbers(high.1, low.1, p.add(S::LANES))
+        }
+    }
+    #[inline(always)]
     fn interleave(self, high: Self::F, low: Self::F) -> (Self::F, Self::F) {
         (self.0.interleave(high.0, low.0), self.0.interleave(high.1, low.1))
     }

@@ -230,6 +230,16 @@ pub unsafe fn narrow_pairs<S: Simd512>(s: S, high: S::F, low: S::F, p: *mut u32)
     if s.cmpunord_ps_mask(high, low) != 0 {
         (high, low) = (canonical(s, high), canonical(s, low));
     }
+    // SAFETY: the caller's promise.
+    unsafe { narrow_pairs_of_numbers(s, high, low, p) }
+}
+
+/// [`Simd::narrow_pairs_of_numbers`].
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub unsafe fn narrow_pairs_of_numbers<S: Simd512>(s: S, high: S::F, low: S::F, p: *mut u32) {
     let low = s.srli_epi32::<16>(rounded(s, low));
     // SAFETY: the caller's promise.
     unsafe { s.storeu_si512(p, s.mask_blend_epi16(0xAAAA_AAAA, low, rounded(s, high))) }
