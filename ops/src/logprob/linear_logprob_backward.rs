@@ -14,8 +14,8 @@ use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::{Gemm, Matrix, PackedWeight, Product, Says, SharedOut, Side, Tiling, Weight, segment_length};
 use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums};
-use crate::logprob::logprob::{check_targets, inverse};
 use crate::gemm::tile::PANEL;
+use crate::logprob::logprob::{check_targets, inverse};
 use crate::logprob::logprob_backward::Given;
 use crate::pack::{as_elements_mut, as_floats_mut, f32_of_rows};
 use crate::simd::{Kernel, Simd};
@@ -298,7 +298,8 @@ impl<I: Element> Backward<'_, I> {
             rest = others;
             part
         });
-        let mut room = Room { w, gradients, factors: as_floats_mut(factors), panels, tiles: tiles_words, shared: rest, slots };
+        let mut room =
+            Room { w, gradients, factors: as_floats_mut(factors), panels, tiles: tiles_words, shared: rest, slots };
         if cpu.ledger().forbids(Counter::SlowPaths) {
             let mut slow = 0;
             for first in (0..m).step_by(plan.rows) {
@@ -439,12 +440,18 @@ impl<I: Element> Backward<'_, I> {
         let gradients = &mut as_elements_mut::<I>(gradients)[..count * columns];
         let out = SharedOut::new(gradients);
         let workers = some_of(slots, plan.logits.workers);
-        product.run_in(&plan.logits, (shared, held && *tiles > 0), workers, |_| (), |part, logits| {
-            let (given, at) = (given.from(first + part.first), part.panel * PANEL);
-            let (column, columns_here) = (tile.start + at, PANEL.min(columns - at));
-            let at = (part.first * columns + at, columns);
-            cpu.dispatch(OfLogits { logits, given, scale, column, out: &out, at, columns: columns_here });
-        });
+        product.run_in(
+            &plan.logits,
+            (shared, held && *tiles > 0),
+            workers,
+            |_| (),
+            |part, logits| {
+                let (given, at) = (given.from(first + part.first), part.panel * PANEL);
+                let (column, columns_here) = (tile.start + at, PANEL.min(columns - at));
+                let at = (part.first * columns + at, columns);
+                cpu.dispatch(OfLogits { logits, given, scale, column, out: &out, at, columns: columns_here });
+            },
+        );
         let shared = &mut shared[*tiles..];
         let gradients = TensorRef::of(&*gradients, &[count, columns]).rows::<I>();
         let tokens = counted.map_or(count, <[usize]>::len);

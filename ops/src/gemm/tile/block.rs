@@ -15,9 +15,10 @@ use crate::simd::{Kernel, Simd, prefetch};
 use crate::{Cpu, Isa};
 use std::mem::MaybeUninit;
 
-/// Steps of k that are in the first cache at a time, of 16 lanes and of fewer: 32 KiB of a panel, or 16.
-const STEPS: usize = 256;
-const STEPS_OF_8: usize = 128;
+/// Steps of k that are in the first cache at a time: 16 KiB of a panel, half of the smallest such cache.
+const STEPS: usize = 128;
+/// The same of 16 lanes where sums are far from it: of a chain, and of two segments together.
+const MOST_STEPS: usize = 256;
 /// Steps between requests for memory, and lines of a panel at each. With a request for both sides at every step the loop waits
 /// for them: 83% of the peak instead of 98%.
 const UNROLLED: usize = 4;
@@ -38,7 +39,7 @@ pub fn block_rows(isa: Isa) -> Option<usize> {
 
 /// Words of scratch memory for a block of so many rows.
 pub fn block_words(rows: usize) -> usize {
-    (STEPS + (1 + LEVELS) * rows) * PANEL
+    (MOST_STEPS + (1 + LEVELS) * rows) * PANEL
 }
 
 /// Some tiles of [`block_rows`] rows and a panel.
@@ -81,7 +82,7 @@ pub fn fma_block<'s>(cpu: &Cpu, block: Block<'s>) -> &'s [f32] {
     assert!(end <= right, "right operand too short");
     let rows = tiles * rows;
     let Block { left, stride, tiles, right, bounds, scratch } = block;
-    let (room, sums) = scratch[..block_words(rows)].split_at_mut(STEPS * PANEL);
+    let (room, sums) = scratch[..block_words(rows)].split_at_mut(MOST_STEPS * PANEL);
     let (sums, waiting) = sums.split_at_mut(rows * PANEL);
     let (out, waiting) = ((sums.as_mut_ptr(), PANEL), waiting.as_mut_ptr());
     cpu.dispatch(Sums { left, stride, tiles, right, bounds, kind: Kind::Tree, room, out, waiting });
@@ -135,7 +136,7 @@ struct Sums<'a, 's> {
     right: Right<'a>,
     bounds: &'a [usize],
     kind: Kind,
-    /// [`STEPS`] steps of the panel as f32.
+    /// [`MOST_STEPS`] steps of the panel as f32.
     room: &'s mut [f32],
     /// The sums of each row, and how far it is from one to the next.
     out: (*mut f32, usize),
@@ -148,8 +149,10 @@ impl Kernel for Sums<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match S::LANES {
-            16 => self.tiles::<S, 12>(s),
-            _ => self.tiles::<S, 6>(s),
+            16 if matches!(self.kind, Kind::Tree) => self.tiles::<S, 12, false>(s),
+            16 => self.tiles::<S, 12, true>(s),
+            _ if matches!(self.kind, Kind::Tree) => self.tiles::<S, 6, false>(s),
+            _ => self.tiles::<S, 6, true>(s),
         }
     }
 }
@@ -175,9 +178,8 @@ struct Piece {
     /// From one row of the sums to the next, and from one level of what waits.
     row: usize,
     level: usize,
-    /// Lines of `far` that are asked for.
+    /// Of a chain: lines of `far` that are asked for, and whether it ends, with the last rounding.
     far: usize,
-    /// Whether this is the last rounding.
     ends: bool,
 }
 
@@ -197,30 +199,31 @@ struct Place {
 
 impl Sums<'_, '_> {
     #[inline(always)]
-    fn tiles<S: Simd, const ROWS: usize>(self, s: S) {
+    fn tiles<S: Simd, const ROWS: usize, const CHAIN: bool>(self, s: S) {
         let Sums { left, stride, tiles, right, bounds, kind, room, out: (out, row), waiting } = self;
-        let (segments, columns, most) = (bounds.len() - 1, 2 * S::LANES, if S::LANES == 16 { STEPS } else { STEPS_OF_8 });
+        let (segments, columns) = (bounds.len() - 1, 2 * S::LANES);
+        let most = if S::LANES == 16 { MOST_STEPS } else { STEPS };
         let (level, end) = (tiles * ROWS * PANEL, bounds[segments]);
         let (mut segment, mut at) = (0, bounds[0]);
         while segment < segments {
             let (from, to) = (bounds[segment], bounds[segment + 1]);
             let mut parts = [Part::default(); 2];
-            let steps = most.min(to - at);
-            let (mut count, mut piece_steps) = (1, steps);
             let begins = !matches!(kind, Kind::Chain { begins: false });
+            // Two short segments that are joined come in one piece.
+            let two = !CHAIN && segment % 2 == 0 && segment + 1 < segments && at == from;
+            let two = two && bounds[segment + 2] - from <= most;
+            let steps = if CHAIN || two { most } else { STEPS }.min(to - at);
             parts[0] = Part { steps, first: begins && at == from, last: at + steps == to, segment };
-            if segment % 2 == 0 && segment + 1 < segments && at == from && bounds[segment + 2] - from <= most {
+            let (mut count, mut piece_steps) = (1, steps);
+            if two {
                 let steps = bounds[segment + 2] - to;
                 parts[1] = Part { steps, first: true, last: true, segment: segment + 1 };
-                (count, piece_steps) = (2, bounds[segment + 2] - from);
+                (count, piece_steps) = (2, piece_steps + steps);
             }
             let (piece_at, ahead, lines) = lay_out(s, right, at, piece_steps, room);
             // Each call asks for a share of the lines.
             let share = lines.div_ceil(tiles * (PANEL / columns));
-            let (far, ends) = match kind {
-                Kind::Chain { .. } => (if at == 0 { ROWS * columns / LINE } else { 0 }, at + piece_steps == end),
-                Kind::Tree => (0, false),
-            };
+            let (far, ends) = (if at == 0 { ROWS * columns / LINE } else { 0 }, at + piece_steps == end);
             let piece = Piece { parts, count, segments, row, level, far, ends };
             for tile in 0..tiles {
                 // Behind the last tile the first one comes again, with the next piece; and its sums, of the next panel.
@@ -239,7 +242,7 @@ impl Sums<'_, '_> {
                     };
                     // SAFETY: `fma_block` or `fma_chains` has checked that the tile has this piece; the panel or the room holds it,
                     // and sums and what waits have a place for every row of every tile.
-                    unsafe { place.add::<S, ROWS>(s, &piece) };
+                    unsafe { place.add::<S, ROWS, CHAIN>(s, &piece) };
                 }
             }
             at += piece_steps;
@@ -257,7 +260,7 @@ impl Place {
     /// `left` has `ROWS` elements for every step of the piece, `right` two vectors in rows of [`PANEL`]; `sums` has `ROWS`
     /// rows, and `waiting` of a tree as many for each of [`LEVELS`] levels.
     #[inline(always)]
-    unsafe fn add<S: Simd, const ROWS: usize>(self, s: S, piece: &Piece) {
+    unsafe fn add<S: Simd, const ROWS: usize, const CHAIN: bool>(self, s: S, piece: &Piece) {
         let mut pair = MaybeUninit::<[[S::F; 2]; ROWS]>::uninit();
         let (mut left, mut right, mut next, [mut ahead, until]) = (self.left, self.right, self.next, self.ahead);
         for (i, part) in piece.parts[..piece.count].iter().enumerate() {
@@ -290,7 +293,7 @@ impl Place {
                     for line in 0..LINES {
                         prefetch(ahead.wrapping_add(line * LINE));
                     }
-                    if round < piece.far {
+                    if CHAIN && round < piece.far {
                         // A line of a row and then the other; of 8 lanes a row has one.
                         let lines = 2 * S::LANES / LINE;
                         prefetch(self.far.wrapping_add(round / lines * piece.row + round % lines * LINE));
@@ -306,12 +309,12 @@ impl Place {
                     step!(i);
                 }
                 (left, right, next) = (left.add(rest * ROWS), right.add(rest * PANEL), next.wrapping_add(rest * ROWS));
-                if i == 0 && piece.count == 2 {
+                if !CHAIN && i == 0 && piece.count == 2 {
                     pair.write(sums);
                     continue;
                 }
                 let mut level = 0;
-                if piece.count == 2 {
+                if !CHAIN && piece.count == 2 {
                     let earlier = pair.assume_init_ref();
                     for r in 0..ROWS {
                         for v in 0..2 {
@@ -331,7 +334,7 @@ impl Place {
                     level += 1;
                 }
                 let waits = part.last && part.segment + 1 < piece.segments;
-                if piece.ends {
+                if CHAIN && piece.ends {
                     for r in 0..ROWS {
                         for v in 0..2 {
                             s.narrow_f32(sums[r][v], self.sums.add(r * piece.row + v * S::LANES));

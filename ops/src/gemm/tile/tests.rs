@@ -389,7 +389,7 @@ fn tiles_of_multiply_adds_without_a_pad_are_refused() {
 fn blocks_are_plain_chains() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let height = block_rows(cpu.isa()).expect("vectors");
-        for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (896, 2), (1024, 2), (2101, 2)] {
+        for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (896, 2), (1024, 2), (1100, 1), (2101, 2)] {
             for bounds in trees(k) {
                 let (stride, rows) = (k * height + 5, tiles * height);
                 let expected = all_plain(&bounds, [rows, PANEL], w);
@@ -472,7 +472,8 @@ fn chains_end_with_the_last_rounding() {
         let (left, right) = (vec![f32::from_bits(0xFFC1_2345); rows], vec![1f32; PANEL]);
         let mut out = vec![0f32; rows * PANEL];
         let sums = out.as_mut_ptr();
-        let chains = Chains { left: &left, stride: 0, tiles: 1, right: &right, steps: 1, begins: true, out: (sums, PANEL) };
+        let chains =
+            Chains { left: &left, stride: 0, tiles: 1, right: &right, steps: 1, begins: true, out: (sums, PANEL) };
         // SAFETY: there is room for all rows.
         unsafe { fma_chains(&cpu, chains) };
         assert!(out.iter().all(|sum| sum.to_bits() == 0x7FC0_0000), "{}", cpu.isa());
