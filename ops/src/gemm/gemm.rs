@@ -708,6 +708,12 @@ impl Tiling {
         self.tiles * self.tile_words()
     }
 
+    /// Words at the start of the shared ones in which all of x stays as it was laid out, for another run with the same x;
+    /// none where only a part of its `m` rows is there at a time.
+    pub fn held_words(&self, m: usize) -> usize {
+        if self.steps == 0 && self.tiles * self.height >= m { self.x_words() } else { 0 }
+    }
+
     fn w_words(&self) -> usize {
         self.panels * panel_words(self.k, self.w_pairs)
     }
@@ -754,6 +760,14 @@ impl Plan for Tiling {
             steps => [("rows", self.height), ("steps", steps), ("", 0)],
         }
     }
+}
+
+/// Some rows of a product and a panel of its outputs.
+#[derive(Clone, Copy)]
+pub(crate) struct Part {
+    pub first: usize,
+    pub rows: usize,
+    pub panel: usize,
 }
 
 /// One matrix product, ready to run.
@@ -828,14 +842,35 @@ impl<I: Element> Product<'_, I> {
             cpu.ledger().note(Counter::SlowPaths, self.slow_tiles(&plan), says.flushes)?;
         }
         let (shared, slots) = workspace.split();
-        self.run_in(&plan, shared, slots, y);
+        let y = SharedOut::new(y);
+        let at = |part: Part| part.first * n + part.panel * PANEL;
+        // The lines of y arrive while the tile is summed.
+        let ask = |part: Part| y.prefetch_rows(at(part), part.rows, n);
+        self.run_in(&plan, (shared, false), slots, ask, |part, sums| {
+            let columns = PANEL.min(n - part.panel * PANEL);
+            let bias = self.bias_of(part.panel);
+            // SAFETY: parts differ in rows or in panel, so their places in y are disjoint.
+            unsafe { finish(cpu, sums, bias.as_ref(), &y, at(part), n, columns) };
+        });
         Ok(())
     }
 
-    /// Writes the product to `y[M,N]`, which has elements, in the workspace of a plan for as many rows and outputs or more.
-    pub(crate) fn run_in<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &mut [O]) {
-        let y = SharedOut::new(y);
-        let slow = if plan.steps > 0 { self.streamed(plan, slots, &y) } else { self.packed(plan, shared, slots, &y) };
+    /// Puts the sums of all parts of the product, which has elements, in the workspace of a plan for as many rows and outputs
+    /// or more; `ask` comes before the sums of a part. Where an earlier run has left the same x in the shared words, `held`,
+    /// it is there all of it ([`Tiling::held_words`]).
+    pub(crate) fn run_in(
+        &self,
+        plan: &Tiling,
+        (shared, held): (&mut [u32], bool),
+        slots: Vec<&mut [u32]>,
+        ask: impl Fn(Part) + Sync,
+        put: impl Fn(Part, &[f32]) + Sync,
+    ) {
+        assert!(!held || plan.held_words(self.shape.m) > 0, "tiles that stay");
+        let slow = match plan.steps {
+            0 => self.packed(plan, (shared, held), slots, ask, put),
+            _ => self.streamed(plan, slots, put),
+        };
         self.cpu.ledger().add(Counter::SlowPaths, slow);
     }
 
@@ -877,7 +912,14 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Packs blocks of x and groups of w, and takes their tiles. Returns how many tiles took the slow path.
-    fn packed<O: Element>(&self, plan: &Tiling, shared: &mut [u32], slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
+    fn packed(
+        &self,
+        plan: &Tiling,
+        (shared, held): (&mut [u32], bool),
+        slots: Vec<&mut [u32]>,
+        ask: impl Fn(Part) + Sync,
+        put: impl Fn(Part, &[f32]) + Sync,
+    ) -> usize {
         let Product { cpu, shape: Gemm { m, n, k, tf32, .. }, .. } = *self;
         let height = plan.height;
         // Each with the panel that it holds unpacked.
@@ -923,9 +965,10 @@ impl<I: Element> Product<'_, I> {
                 let cuts = if tiles == 1 { 1 } else { enough.div_ceil(runs).clamp(1, tiles.div_ceil(4)) };
                 let per_task = tiles.div_ceil(cuts);
                 let cuts = tiles.div_ceil(per_task);
+                let packs = if held { 0 } else { tiles };
                 if plan.block > 0 {
                     let tasks = panels * tiles.div_ceil(plan.block);
-                    cpu.each_after(slots.iter_mut().collect(), [tiles, tasks], pack, |(slot, _), task| {
+                    cpu.each_after(slots.iter_mut().collect(), [packs, tasks], pack, |(slot, _), task| {
                         // All panels pass over a block, which stays in the second cache.
                         let (panel, from) = (task % panels, task / panels * plan.block);
                         let some = from..tiles.min(from + plan.block);
@@ -941,17 +984,14 @@ impl<I: Element> Product<'_, I> {
                         let block =
                             Block { left, stride: size, tiles: some.len(), right, bounds: self.bounds, scratch };
                         let sums = fma_block(cpu, block);
-                        let number = first_panel + panel;
-                        let (columns, bias) = (PANEL.min(n - number * PANEL), self.bias_of(number));
                         for (t, sums) in some.zip(sums.chunks_exact(height * PANEL)) {
-                            let at = first_row(t) * n + number * PANEL;
-                            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
-                            unsafe { finish(cpu, &sums[..rows_of(t) * PANEL], bias.as_ref(), y, at, n, columns) };
+                            let part = Part { first: first_row(t), rows: rows_of(t), panel: first_panel + panel };
+                            put(part, &sums[..part.rows * PANEL]);
                         }
                     });
                     continue;
                 }
-                cpu.each_after(slots.iter_mut().collect(), [tiles, runs * cuts], pack, |(slot, held), task| {
+                cpu.each_after(slots.iter_mut().collect(), [packs, runs * cuts], pack, |(slot, held), task| {
                     let (first, cut) = (task / cuts * run, task % cuts);
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
@@ -962,19 +1002,15 @@ impl<I: Element> Product<'_, I> {
                             operand.unpacked();
                         }
                         let number = first_panel + panel;
-                        let columns = PANEL.min(n - number * PANEL);
-                        let bias = self.bias_of(number);
                         for t in cut * per_task..((cut + 1) * per_task).min(tiles) {
                             let rows = rows_of(t);
-                            let at = first_row(t) * n + number * PANEL;
-                            // The lines of y arrive while the tile is summed.
-                            y.prefetch_rows(at, rows, n);
+                            let part = Part { first: first_row(t), rows, panel: number };
+                            ask(part);
                             // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
                             let tile = unsafe { packed.read(t * size, size) };
                             let out = &mut sums[..rows * PANEL];
                             self.tile(tile, plan.x_pairs, &mut operand, number, first_row(t), rows, &mut tally, out);
-                            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
-                            unsafe { finish(cpu, &sums[..rows * PANEL], bias.as_ref(), y, at, n, columns) };
+                            put(part, out);
                         }
                         if plan.unpack && operand.slot.is_empty() {
                             *held = Some(panel);
@@ -1037,7 +1073,7 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Tiles whose operands are packed piece by piece, by every worker for itself.
-    fn streamed<O: Element>(&self, plan: &Tiling, slots: Vec<&mut [u32]>, y: &SharedOut<O>) -> usize {
+    fn streamed(&self, plan: &Tiling, slots: Vec<&mut [u32]>, put: impl Fn(Part, &[f32]) + Sync) -> usize {
         let Product { cpu, shape: Gemm { m, n, .. }, .. } = *self;
         let panels = n.div_ceil(PANEL);
         cpu.each_in(slots, panels * m.div_ceil(plan.height), |slot, task| {
@@ -1050,10 +1086,7 @@ impl<I: Element> Product<'_, I> {
             let mut sums = [0f32; TILE_ROWS * PANEL];
             let sums = &mut sums[..rows * PANEL];
             self.pieces(rows, first, panel, right, plan.steps, slot, sums);
-            let columns = PANEL.min(n - panel * PANEL);
-            let at = first * n + panel * PANEL;
-            // SAFETY: tasks differ in rows or in panel, so their places in y are disjoint.
-            unsafe { finish(cpu, sums, self.bias_of(panel).as_ref(), y, at, n, columns) };
+            put(Part { first, rows, panel }, sums);
         });
         cpu.ledger().ran(cpu.isa().without_dot().name());
         0
@@ -1184,6 +1217,13 @@ impl<'a, O> SharedOut<'a, O> {
             simd::prefetch(line);
             line = line.wrapping_add(stride);
         }
+    }
+
+    /// Where `columns` elements of each of some rows stand, `stride` apart from `at`.
+    pub(crate) fn rows(&self, at: usize, [rows, columns]: [usize; 2], stride: usize) -> *mut O {
+        let end = (rows - 1).checked_mul(stride).and_then(|last| last.checked_add(at)?.checked_add(columns));
+        assert!(end.is_some_and(|end| end <= self.len), "rows outside the slice");
+        self.data.wrapping_add(at)
     }
 
     /// The elements `at..at + len`, to be read.

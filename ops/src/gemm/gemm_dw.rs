@@ -12,7 +12,7 @@ use super::gemm::{SharedOut, finish};
 use crate::backend::device::{Arguments, Buffer, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::tile::{Left, Order, PANEL, Right, TILE_ROWS, Tile, fma_tile};
+use crate::gemm::tile::{Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, fma_chains, fma_tile};
 use crate::pack::{as_floats, as_floats_mut, f32_tiles};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
@@ -86,31 +86,35 @@ pub fn gemm_dw<I: Element>(
     check_len(NAME, "dy", "[T,N]", dy.len(), &[tokens, n])?;
     mask.map_or(Ok(()), |mask| check_len(NAME, "mask", "[T]", mask.len(), &[tokens]))?;
     check_len(NAME, "dw", "[N,K]", dw.len(), &[n, k])?;
-    run(cpu, shape, mask, [TensorRef::of(x, &[tokens, k]), TensorRef::of(dy, &[tokens, n])], dw, |_| ())
+    run(cpu, shape, mask, [TensorRef::of(x, &[tokens, k]), TensorRef::of(dy, &[tokens, n])], dw, |_| false)
 }
 
-/// Rows of x and dy of any layout. `begin` puts into dw what it goes on from, once nothing is refused any more.
+/// Rows of x and dy of any layout. `begin` puts into dw what it goes on from, once nothing is refused any more, or says that
+/// it is +0.
 fn run(
     cpu: &Cpu,
     shape: &GemmDw,
     mask: Option<&[i32]>,
     [x, dy]: [TensorRef; 2],
     dw: &mut [f32],
-    begin: impl FnOnce(&mut [f32]),
+    begin: impl FnOnce(&mut [f32]) -> bool,
 ) -> Result<(), Error> {
     let counted = mask.map(|mask| (0..mask.len()).filter(|&t| mask[t] != 0).collect::<Vec<_>>());
     let tokens = counted.as_ref().map_or(shape.tokens, Vec::len);
     if dw.is_empty() || tokens == 0 {
-        begin(dw);
+        if begin(dw) {
+            dw.fill(0.0);
+        }
         return Ok(());
     }
     let (plan, mut workspace) = choose(cpu, NAME, successors(Some(Cut::preferred(cpu, shape, tokens)), Cut::smaller))?;
-    begin(dw);
+    let begins = begin(dw);
     let (shared, slots) = workspace.split();
     typed!(x.dtype() => I, {
         let counted = counted.as_deref();
         let dy = Factors::Rows(dy.rows::<I>());
-        Sums { cpu, shape: *shape, plan, tokens, counted, x: x.rows::<I>(), dy }.run(shared, slots, dw);
+        let sums = Sums { cpu, shape: *shape, plan, tokens, counted, x: x.rows::<I>(), dy, begins };
+        sums.run(shared, false, slots, dw);
     });
     Ok(())
 }
@@ -125,7 +129,12 @@ pub(crate) const OP: Entry = Entry {
             tensor.on_host(NAME, name)?;
         }
         let dw = args.output("dw").host::<f32>(NAME, "dw")?;
-        run(cpu, &GemmDw::of(args.call), mask, operands, dw, |dw| carried(cpu, carry, dw))
+        run(cpu, &GemmDw::of(args.call), mask, operands, dw, |dw| {
+            if carry.is_some() {
+                carried(cpu, carry, dw);
+            }
+            carry.is_none()
+        })
     },
     device: Some(|on, args| {
         let (x, dy, dw) = (args.input("x"), args.input("dy"), args.output("dw"));
@@ -228,6 +237,11 @@ impl Cut {
         })
     }
 
+    /// Whether the panels of so many columns of all tokens stay where they were laid out.
+    pub fn holds(&self, tokens: usize, k: usize) -> bool {
+        tokens <= self.tokens && k.div_ceil(PANEL) <= self.panels
+    }
+
     /// Words of a panel of x.
     fn panel(&self) -> usize {
         PANEL * self.tokens
@@ -260,6 +274,8 @@ pub(crate) struct Sums<'a, I> {
     pub counted: Option<&'a [usize]>,
     pub x: Rows<'a, I>,
     pub dy: Factors<'a, I>,
+    /// Whether the sums begin with +0, and not with what dw holds.
+    pub begins: bool,
 }
 
 /// The factors of the rows of dw.
@@ -271,13 +287,15 @@ pub(crate) enum Factors<'a, I> {
 }
 
 impl<I: Element> Sums<'_, I> {
-    /// Adds all tokens to dw.
-    pub fn run(&self, shared: &mut [u32], mut slots: Vec<&mut [u32]>, dw: &mut [f32]) {
-        let Sums { cpu, shape: GemmDw { k, .. }, plan, tokens, .. } = *self;
+    /// Adds all tokens to dw. `held`: an earlier run has left the panels of the same x in `shared`, where the plan
+    /// [holds](Cut::holds) them.
+    pub fn run(&self, shared: &mut [u32], held: bool, mut slots: Vec<&mut [u32]>, dw: &mut [f32]) {
+        let Sums { cpu, shape: GemmDw { k, .. }, plan, tokens, begins, .. } = *self;
+        assert!(!held || plan.holds(tokens, k), "panels that stay");
         let dw = SharedOut::new(dw);
         for from in (0..tokens).step_by(plan.tokens) {
             let block = from..tokens.min(from + plan.tokens);
-            let steps = block.len();
+            let (steps, begins) = (block.len(), begins && from == 0);
             for first in (0..k.div_ceil(PANEL)).step_by(plan.panels) {
                 let panels = plan.panels.min(k.div_ceil(PANEL) - first);
                 let columns = |panel: usize| (first + panel) * PANEL..k.min((first + panel + 1) * PANEL);
@@ -300,12 +318,11 @@ impl<I: Element> Sums<'_, I> {
                         as_floats(unsafe { packed.read(panel * plan.panel(), PANEL * steps) })
                     };
                     for panel in panels {
-                        self.panel(steps, rows.clone(), columns(panel), tiles, read(panel), &dw);
+                        self.panel((steps, begins), rows.clone(), columns(panel), tiles, read(panel), &dw);
                     }
                 };
-                cpu.each_after(slots.iter_mut().collect(), [panels.div_ceil(4), tasks.count()], pack, |slot, task| {
-                    sum(slot, task);
-                });
+                let counts = [if held { 0 } else { panels.div_ceil(4) }, tasks.count()];
+                cpu.each_after(slots.iter_mut().collect(), counts, pack, |slot, task| sum(slot, task));
             }
         }
         cpu.ledger().ran(cpu.isa().without_dot().name());
@@ -329,10 +346,10 @@ impl<I: Element> Sums<'_, I> {
         }
     }
 
-    /// Adds the products of `steps` tokens to some columns of some rows of dw.
+    /// Adds the products of `steps` tokens to some columns of some rows of dw, which may begin with +0.
     fn panel(
         &self,
-        steps: usize,
+        (steps, begins): (usize, bool),
         rows: Range<usize>,
         columns: Range<usize>,
         (tiles, stride): (&[f32], usize),
@@ -341,6 +358,18 @@ impl<I: Element> Sums<'_, I> {
     ) {
         let Sums { cpu, shape: GemmDw { k, .. }, plan: Cut { height, .. }, .. } = *self;
         let place = |row: usize| row * k + columns.start;
+        // Many rows of whole vectors are summed where they stand.
+        let isa = cpu.isa();
+        let whole = match isa.lanes() == 16 && block_rows(isa) == Some(height) && columns.len() == PANEL {
+            true => rows.len() / height,
+            false => 0,
+        };
+        if whole > 0 {
+            let out = (dw.rows(place(rows.start), [whole * height, PANEL], k), k);
+            let chains = Chains { left: tiles, stride, tiles: whole, right: panel, steps, begins, out };
+            // SAFETY: tasks differ in rows or in panels, so their places in dw are disjoint, and all are in it.
+            unsafe { fma_chains(cpu, chains) };
+        }
         let mut sums = [0f32; TILE_ROWS * PANEL];
         let ask = |first: usize| {
             // Both lines of each row arrive while the tile before is summed.
@@ -348,12 +377,18 @@ impl<I: Element> Sums<'_, I> {
             dw.prefetch_rows(place(first), count, k);
             dw.prefetch_rows(place(first) + LINE, count, k);
         };
-        ask(rows.start);
-        for (tile, first) in tiles.chunks(stride).zip(rows.clone().step_by(height)) {
+        let rest = rows.start + whole * height;
+        ask(rest);
+        for (tile, first) in tiles.chunks(stride).skip(whole).zip((rest..rows.end).step_by(height)) {
             let count = height.min(rows.end - first);
             ask(first + height);
             let sums = &mut sums[..count * PANEL];
-            cpu.dispatch(Begin { sums: &mut *sums, dw, at: place(first), stride: k, columns: columns.len() });
+            match begins {
+                true => sums.fill(0.0),
+                false => {
+                    cpu.dispatch(Begin { sums: &mut *sums, dw, at: place(first), stride: k, columns: columns.len() })
+                }
+            }
             let left = Left { data: &tile[..height * steps], row_stride: 1, step: height };
             let (right, order) = (Right::F32(panel, PANEL), Order::Chain(steps));
             fma_tile(cpu, Tile { left, right, order, rows: count, columns: PANEL, out: sums, out_stride: PANEL });

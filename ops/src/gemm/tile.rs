@@ -2,14 +2,15 @@
 //!
 //! Every output element is one accumulator lane, so tile height, vector width and panel width decide which outputs are
 //! computed together and never the order of a sum. [`fma_tile`] is the plain form for every instruction set, [`fma_block`]
-//! that of many rows; [`dot_tile`] is the same arithmetic through `VDPBF16PS` where [`dot_is_exact`] shows that its flush cannot be seen.
+//! that of many rows, [`fma_chains`] the same without segments; [`dot_tile`] is the same arithmetic through `VDPBF16PS` where
+//! [`dot_is_exact`] shows that its flush cannot be seen.
 
 mod block;
 mod dictionary;
 mod dot;
 mod fma;
 
-pub use block::{Block, block_rows, block_words, fma_block};
+pub use block::{Block, Chains, block_rows, block_words, fma_block, fma_chains};
 pub use dot::{dot_tile, dot_unpacking, unpack};
 pub use fma::fma_tile;
 

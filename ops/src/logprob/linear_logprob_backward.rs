@@ -12,11 +12,13 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::{Gemm, Matrix, PackedWeight, Product, Says, Side, Tiling, Weight, segment_length};
+use crate::gemm::gemm::{Gemm, Matrix, PackedWeight, Product, Says, SharedOut, Side, Tiling, Weight, segment_length};
 use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums};
+use crate::gemm::tile::PANEL;
 use crate::logprob::logprob::{check_targets, inverse};
-use crate::logprob::logprob_backward::{Given, Part};
+use crate::logprob::logprob_backward::Given;
 use crate::pack::{as_elements_mut, as_floats_mut, f32_of_rows};
+use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::convert;
 use crate::token::chains::mask_of;
@@ -149,7 +151,7 @@ fn of_slices<I: Element, O: Element>(
     let given = Given { target, lse, dlogprob, dlse };
     let (scale, bounds) = (inverse(NAME, temperature)?, Gemm::new(m, vocab, k).bounds()?);
     let call = Backward { cpu, sizes: [m, vocab, k], x, w, given, mask, scale, bounds };
-    call.run(dx, dw, |_, _| ())
+    call.run(dx, dw, |_, _| false)
 }
 
 /// What it says of itself.
@@ -177,15 +179,15 @@ pub(crate) const OP: Entry = Entry {
             let w = Source::of(w)?;
             let bounds = Gemm::new(sizes[0], sizes[1], sizes[2]).bounds()?;
             let call = Backward { cpu, sizes, x: x.rows::<I>(), w, given, mask, scale, bounds };
-            let begin = |rows: Range<usize>, dw: &mut [f32]| match carry {
-                Some(carry) => {
+            let begin = |rows: Range<usize>, dw: &mut [f32]| {
+                if let Some(carry) = carry {
                     let (carry, k) = (carry.rows::<f32>(), sizes[2]);
                     cpu.chunks(dw, COPIED * k, |some, dw| {
                         let first = rows.start + some * COPIED;
                         dw.chunks_mut(k).enumerate().for_each(|(row, dw)| convert(cpu, carry.row(first + row), dw));
                     });
                 }
-                None => dw.fill(0.0),
+                carry.is_none()
             };
             typed!(dx.dtype() => O, call.run(dx.host::<O>(NAME, "dx")?, dw, begin))
         })
@@ -238,8 +240,9 @@ struct Tiles {
     logits: Tiling,
     dw: Cut,
     dx: Cut,
-    /// Words of the rows of x, of the tile of w, of the logits, of their gradients, and of the sums of dx.
-    words: [usize; 5],
+    /// Words of the rows of x, of the tile of w, of the gradients of the logits as they are and in tiles, of the sums of dx,
+    /// and of x as dw and the logits read it, which are 0 where it is not kept.
+    words: [usize; 7],
     /// Words in which a worker unpacks a panel of w.
     slot: usize,
     /// How many of the words hold bf16 as it is.
@@ -250,8 +253,11 @@ impl Plan for Tiles {
     fn need(&self) -> Need {
         let products = [self.logits.need(), self.dw.need(), self.dx.need()];
         let most = |of: fn(&Need) -> usize| products.iter().map(of).max().unwrap_or(0);
+        let [.., panels, tiles] = self.words;
+        let dw = if panels > 0 { 0 } else { products[1].shared };
+        let shared = (products[0].shared - tiles).max(dw).max(products[2].shared);
         Need {
-            shared: self.words.iter().sum::<usize>().saturating_add(most(|need| need.shared)),
+            shared: self.words.iter().sum::<usize>().saturating_add(shared),
             slot: most(|need| need.slot).max(self.slot),
             workers: most(|need| need.workers),
             pairs: self.narrow + products[0].pairs,
@@ -264,12 +270,12 @@ impl Plan for Tiles {
 }
 
 impl<I: Element> Backward<'_, I> {
-    /// Writes dx and dw; `begin` puts into some rows of dw what they go on from.
+    /// Writes dx and dw; `begin` puts into some rows of dw what they go on from, or says that it is +0.
     fn run<O: Element>(
         &self,
         dx: &mut [O],
         dw: &mut [f32],
-        begin: impl Fn(Range<usize>, &mut [f32]),
+        begin: impl Fn(Range<usize>, &mut [f32]) -> bool,
     ) -> Result<(), Error> {
         let &Backward { cpu, sizes: [m, vocab, k], given, .. } = self;
         check_targets(NAME, given.target, vocab)?;
@@ -278,18 +284,22 @@ impl<I: Element> Backward<'_, I> {
         }
         if m == 0 || vocab == 0 {
             dx.fill(O::default());
-            begin(0..vocab, dw);
+            if begin(0..vocab, dw) {
+                dw.fill(0.0);
+            }
             return Ok(());
         }
         let preferred = self.plan(m.min(MOST_ROWS), segment_length(vocab).min(MOST_COLUMNS));
         let (plan, mut workspace) = choose(cpu, NAME, successors(Some(preferred), |plan| self.smaller(plan)))?;
         let (mut rest, slots) = workspace.split();
-        let [x_room, w, logits, gradients, sums] = plan.words.map(|words| {
-            let (part, others) = std::mem::take(&mut rest).split_at_mut(words);
+        let [.., tiles_words] = plan.words;
+        let [x_room, w, gradients, factors, sums, panels] = std::array::from_fn(|i| {
+            let (part, others) = std::mem::take(&mut rest).split_at_mut(plan.words[i]);
             rest = others;
             part
         });
-        let mut room = Room { w, logits: as_floats_mut(logits), gradients, shared: rest, slots };
+        let mut room =
+            Room { w, gradients, factors: as_floats_mut(factors), panels, tiles: tiles_words, shared: rest, slots };
         if cpu.ledger().forbids(Counter::SlowPaths) {
             let mut slow = 0;
             for first in (0..m).step_by(plan.rows) {
@@ -308,27 +318,34 @@ impl<I: Element> Backward<'_, I> {
             let count = plan.rows.min(m - first);
             let x = dense_rows(cpu, self.x, first..first + count, x_room);
             let counted = self.mask.map(|mask| (0..count).filter(|&r| mask[first + r] != 0).collect::<Vec<_>>());
-            let block = Block { plan: &plan, first, count, x, counted: counted.as_deref() };
+            let mut block = Block { plan: &plan, first, count, x, counted: counted.as_deref(), held: false };
             let (sums, waiting) = sums[..LEVELS * count * k].split_at_mut(count * k);
             for (segment, tiles) in tiles(vocab, plan.columns).enumerate() {
-                sums.fill(0.0);
+                let mut begins = true;
                 for tile in tiles {
                     let dw = &mut dw[tile.start * k..tile.end * k];
-                    if first == 0 {
-                        begin(tile.clone(), dw);
-                    }
-                    self.add(&block, tile, &mut room, sums, dw);
+                    let dw_begins = first == 0 && begin(tile.clone(), dw);
+                    self.add(&block, tile, &mut room, (sums, begins), (dw, dw_begins));
+                    (begins, block.held) = (false, true);
+                }
+                if begins {
+                    sums.fill(0.0);
                 }
                 // Finished subtrees: a binary counter, one place per level of the tree.
                 let mut waiting = waiting.chunks_exact_mut(count * k);
                 let mut level = 0;
                 while segment >> level & 1 == 1 {
-                    let earlier = waiting.next().expect("three levels");
-                    sums.iter_mut().zip(earlier).for_each(|(sum, earlier)| *sum += *earlier);
+                    let earlier = &*waiting.next().expect("three levels");
+                    cpu.chunks(sums, COPIED * k, |some, sums| {
+                        sums.iter_mut().zip(&earlier[some * COPIED * k..]).for_each(|(sum, earlier)| *sum += *earlier);
+                    });
                     level += 1;
                 }
                 if segment + 1 < SEGMENTS {
-                    waiting.next().expect("three levels").copy_from_slice(sums);
+                    let (sums, waits) = (&*sums, waiting.next().expect("three levels"));
+                    cpu.chunks(waits, COPIED * k, |some, waits| {
+                        waits.copy_from_slice(&sums[some * COPIED * k..][..waits.len()]);
+                    });
                 }
             }
             let dx = &mut dx[first * k..][..count * k];
@@ -358,11 +375,12 @@ impl<I: Element> Backward<'_, I> {
             Source::Packed(packed) => (elements(columns.saturating_mul(k)), packed.slot()),
         };
         let gradients = elements(rows * columns);
-        // The tiles of the gradients take the place of the logits.
-        let logits_words = rows.next_multiple_of(dx.height) * columns;
+        let factors = rows.next_multiple_of(dx.height) * columns;
         let sums = (LEVELS * rows).saturating_mul(k);
-        let words = [x, w, logits_words, gradients, sums].map(|words| words.next_multiple_of(LINE));
-        let narrow = if I::IS_BF16 { words[0] + words[1] + words[3] } else { 0 };
+        let panels = if dw.holds(rows, k) { dw.need().shared } else { 0 };
+        let words = [x, w, gradients, factors, sums, panels, logits.held_words(rows)];
+        let words = words.map(|words| words.next_multiple_of(LINE));
+        let narrow = if I::IS_BF16 { words[0] + words[1] + words[2] } else { 0 };
         Tiles { rows, columns, logits, dw, dx, words, slot, narrow }
     }
 
@@ -404,47 +422,83 @@ impl<I: Element> Backward<'_, I> {
         TensorRef::of(&*rows, &[count, k]).rows()
     }
 
-    /// What a tile of the vocabulary adds to dx of some rows, as far as its segment has come, and to its rows of dw.
-    fn add(&self, block: &Block<I>, tile: Range<usize>, room: &mut Room, sums: &mut [f32], dw: &mut [f32]) {
+    /// What a tile of the vocabulary adds to dx of some rows, as far as its segment has come, and to its rows of dw. Both
+    /// may begin with +0.
+    fn add(
+        &self,
+        block: &Block<I>,
+        tile: Range<usize>,
+        room: &mut Room,
+        (sums, begins): (&mut [f32], bool),
+        (dw, dw_begins): (&mut [f32], bool),
+    ) {
         let (&Backward { cpu, sizes: [.., k], given, scale, .. }, columns) = (self, tile.len());
-        let Block { plan, first, count, x, counted } = *block;
-        let Room { w, logits, gradients, shared, slots } = room;
+        let Block { plan, first, count, x, counted, held } = *block;
+        let Room { w, gradients, factors, panels, tiles, shared, slots } = room;
         let w = self.tile(tile.clone(), w, slots);
         let product = self.product(x, w, [count, columns]);
-        product.run_in(&plan.logits, shared, some_of(slots, plan.logits.workers), &mut logits[..count * columns]);
         let gradients = &mut as_elements_mut::<I>(gradients)[..count * columns];
-        {
-            let logits = TensorRef::of(&logits[..count * columns], &[count, columns]).rows::<f32>();
-            let each = cpu.rows_per_chunk(count, columns);
-            cpu.chunks(gradients, each * columns, |some, dlogits| {
-                let first_here = some * each;
-                let given = given.from(first + first_here);
-                cpu.dispatch(Part {
-                    logits,
-                    first: first_here,
-                    column: tile.start,
-                    given,
-                    scale,
-                    dlogits,
-                    large: false,
-                });
-            });
-        }
+        let out = SharedOut::new(gradients);
+        let workers = some_of(slots, plan.logits.workers);
+        product.run_in(
+            &plan.logits,
+            (shared, held && *tiles > 0),
+            workers,
+            |_| (),
+            |part, logits| {
+                let (given, at) = (given.from(first + part.first), part.panel * PANEL);
+                let (column, columns_here) = (tile.start + at, PANEL.min(columns - at));
+                let at = (part.first * columns + at, columns);
+                cpu.dispatch(OfLogits { logits, given, scale, column, out: &out, at, columns: columns_here });
+            },
+        );
+        let shared = &mut shared[*tiles..];
         let gradients = TensorRef::of(&*gradients, &[count, columns]).rows::<I>();
         let tokens = counted.map_or(count, <[usize]>::len);
         if tokens > 0 {
             let (shape, dy) = (GemmDw::new(tokens, columns, k), Factors::Rows(gradients));
-            let sums = Sums { cpu, shape, plan: plan.dw, tokens, counted, x, dy };
-            sums.run(shared, some_of(slots, plan.dw.workers), dw);
+            let sums = Sums { cpu, shape, plan: plan.dw, tokens, counted, x, dy, begins: dw_begins };
+            let kept = !panels.is_empty();
+            let panels = if kept { &mut **panels } else { &mut *shared };
+            sums.run(panels, held && kept, some_of(slots, plan.dw.workers), dw);
+        } else if dw_begins {
+            dw.fill(0.0);
         }
         let (height, stride) = (plan.dx.height, plan.dx.height * columns);
-        cpu.chunks(&mut logits[..count.next_multiple_of(height) * columns], stride, |number, out| {
+        cpu.chunks(&mut factors[..count.next_multiple_of(height) * columns], stride, |number, out| {
             let (first, rows) = (number * height, height.min(count - number * height));
             f32_of_rows(cpu, rows, columns, |r| gradients.row(first + r), Tf32::Disabled, out, height);
         });
-        let (shape, dy) = (GemmDw::new(columns, count, k), Factors::Tiles(logits, stride));
-        let dx = Sums { cpu, shape, plan: plan.dx, tokens: columns, counted: None, x: w, dy };
-        dx.run(shared, some_of(slots, plan.dx.workers), sums);
+        let (shape, dy) = (GemmDw::new(columns, count, k), Factors::Tiles(factors, stride));
+        let dx = Sums { cpu, shape, plan: plan.dx, tokens: columns, counted: None, x: w, dy, begins };
+        dx.run(shared, false, some_of(slots, plan.dx.workers), sums);
+    }
+}
+
+/// The gradients of some rows and columns of logits, in rows of [`PANEL`].
+struct OfLogits<'a, 'o, I> {
+    logits: &'a [f32],
+    /// From the first of the rows on.
+    given: Given<'a>,
+    scale: f32,
+    /// The token of the first column, and how many there are.
+    column: usize,
+    columns: usize,
+    out: &'a SharedOut<'o, I>,
+    /// Where the first one stands, and how far it is from one row to the next.
+    at: (usize, usize),
+}
+
+impl<I: Element> Kernel for OfLogits<'_, '_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let OfLogits { logits, given, scale, column, columns, out, at: (at, stride) } = self;
+        for (r, logits) in logits.chunks_exact(PANEL).enumerate() {
+            // SAFETY: parts of the product differ in rows or in columns, so these places are disjoint.
+            let gradients = unsafe { out.part(at + r * stride, columns) };
+            given.row(r, scale, logits).all(s, 0, column, gradients);
+        }
     }
 }
 
@@ -456,15 +510,20 @@ struct Block<'a, I> {
     x: Rows<'a, I>,
     /// Which of them are tokens, where some are padding.
     counted: Option<&'a [usize]>,
+    /// Whether x stands where an earlier tile has left it as the products read it.
+    held: bool,
 }
 
 /// Where the parts of a tile stand.
 struct Room<'a> {
     w: &'a mut [u32],
-    /// The logits, then tiles of their gradients.
-    logits: &'a mut [f32],
+    /// The gradients of the logits, and tiles of them.
     gradients: &'a mut [u32],
-    /// Those of the products.
+    factors: &'a mut [f32],
+    /// x as dw reads it, where it is kept.
+    panels: &'a mut [u32],
+    /// Those of the products; at the start, so many words are x as the logits read it, where it is kept.
+    tiles: usize,
     shared: &'a mut [u32],
     slots: Vec<&'a mut [u32]>,
 }

@@ -196,6 +196,15 @@ impl<'a> Given<'a> {
             dlse: dlse.map(|dlse| &dlse[row..]),
         }
     }
+
+    /// What is the same for all logits `z` of a row.
+    #[inline(always)]
+    pub fn row<'z, I>(&self, row: usize, scale: f32, z: &'z [I]) -> Row<'z, I> {
+        let target = usize::try_from(self.target[row]).ok();
+        let dlogprob = if target.is_some() { self.dlogprob[row] } else { 0.0 };
+        let c = self.dlse.map_or(0.0, |dlse| dlse[row]) - dlogprob;
+        Row { z, target, lse: self.lse[row], dlogprob, c, scale }
+    }
 }
 
 /// Some rows, from `first` on, which is the first that is `given`; where they are a part of the vocabulary, it begins at
@@ -218,20 +227,12 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let count = self.dlogits.len() / vocab.max(1);
         let mut stream = Stream::<O>::new(self.dlogits, self.large);
         for row in 0..count {
-            let target = usize::try_from(self.given.target[row]).ok();
-            let dlogprob = if target.is_some() { self.given.dlogprob[row] } else { 0.0 };
-            let c = self.given.dlse.map_or(0.0, |dlse| dlse[row]) - dlogprob;
-            let row = Row { lse: self.given.lse[row], c, scale: self.scale, z: self.logits.row(self.first + row) };
+            let row = self.given.row(row, self.scale, self.logits.row(self.first + row));
             let mut from = 0;
             while from < vocab {
                 let dlogits = stream.room(vocab - from);
                 let len = dlogits.len();
-                row.others(s, from, dlogits);
-                let here = target.and_then(|target| target.checked_sub(self.column));
-                if let Some(target) = here.filter(|target| (from..from + len).contains(target)) {
-                    let p = row.share(Scalar, row.z[target].widen());
-                    dlogits[target - from] = O::narrow(p.mul_add(c, dlogprob) * self.scale);
-                }
+                row.all(s, from, self.column, dlogits);
                 stream.put(s, len);
                 from += len;
             }
@@ -241,25 +242,42 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
 }
 
 /// A row and what is the same for all its elements.
-struct Row<'a, I> {
+pub(super) struct Row<'a, I> {
     z: &'a [I],
+    target: Option<usize>,
     lse: f32,
+    dlogprob: f32,
     c: f32,
     scale: f32,
 }
 
 impl<I: Element> Row<'_, I> {
-    /// The gradients of the elements from `from` on as if none was the target, last rounding.
+    /// The gradients of the elements from `from` on, of a row that begins with token `column`; last rounding.
+    #[inline(always)]
+    pub fn all<S: Simd, O: Element>(&self, s: S, from: usize, column: usize, dlogits: &mut [O]) {
+        self.others(s, from, dlogits);
+        let here = self.target.and_then(|target| target.checked_sub(column));
+        if let Some(target) = here.filter(|target| (from..from + dlogits.len()).contains(target)) {
+            let p = self.share(Scalar, self.z[target].widen());
+            dlogits[target - from] = O::narrow(p.mul_add(self.c, self.dlogprob) * self.scale);
+        }
+    }
+
+    /// The same as if none was the target.
     #[inline(always)]
     fn others<S: Simd, O: Element>(&self, s: S, from: usize, dlogits: &mut [O]) {
-        let (eight, s4) = (8 * S::LANES, Unrolled(Unrolled(s)));
+        let (two, eight, s4) = (2 * S::LANES, 8 * S::LANES, Unrolled(Unrolled(s)));
         let z = &self.z[from..][..dlogits.len()];
-        let whole = z.len() - z.len() % eight;
+        let (whole, twos) = (z.len() - z.len() % eight, z.len() - z.len() % two);
         for at in (0..whole).step_by(eight) {
             let z = load_two(s4, &z[at..][..eight], false);
             narrow_two(s4, self.other(Unrolled(s4), z), &mut dlogits[at..][..eight], false);
         }
-        for at in (whole..z.len()).step_by(S::LANES) {
+        for at in (whole..twos).step_by(two) {
+            let v = self.other(Unrolled(s), load_two(s, &z[at..][..two], false));
+            narrow_two(s, v, &mut dlogits[at..][..two], false);
+        }
+        for at in (twos..z.len()).step_by(S::LANES) {
             narrow_at(s, self.other(s, load_at(s, z, at, I::default())), dlogits, at);
         }
     }

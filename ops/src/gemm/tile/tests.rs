@@ -389,7 +389,7 @@ fn tiles_of_multiply_adds_without_a_pad_are_refused() {
 fn blocks_are_plain_chains() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
         let height = block_rows(cpu.isa()).expect("vectors");
-        for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (1024, 2), (2101, 2)] {
+        for (k, tiles) in [(0, 1), (1, 2), (67, 3), (130, 1), (896, 2), (1024, 2), (1100, 1), (2101, 2)] {
             for bounds in trees(k) {
                 let (stride, rows) = (k * height + 5, tiles * height);
                 let expected = all_plain(&bounds, [rows, PANEL], w);
@@ -426,6 +426,60 @@ fn blocks_are_plain_chains() {
     }
 }
 
+/// Chains begin with +0 or go on from what stands where they end, rows of any distance.
+#[test]
+fn blocks_of_chains_are_plain_chains() {
+    for cpu in cpus(|isa| block_rows(isa).is_some()) {
+        let height = block_rows(cpu.isa()).expect("vectors");
+        for (k, tiles, row) in [(0, 1, 32), (1, 2, 40), (67, 3, 48), (130, 1, 32), (258, 2, 33), (1030, 8, 100)] {
+            let (stride, rows) = (k * height + 5, tiles * height);
+            let mut left = around((tiles - 1) * stride + k * height, f32::NAN);
+            for (row, k) in (0..rows).flat_map(|row| (0..k).map(move |k| (row, k))) {
+                left[AROUND + row / height * stride + k * height + row % height] = x(row, k).to_f32();
+            }
+            let mut floats = around(k * PANEL, f32::NAN);
+            for (i, float) in floats[AROUND..][..k * PANEL].iter_mut().enumerate() {
+                *float = w(i % PANEL, i / PANEL).to_f32();
+            }
+            for begins in [false, true] {
+                let mut out = around((rows - 1) * row + PANEL, BEFORE);
+                // What chains that begin do not read.
+                let unread = f32::from_bits(0xFFC1_2345);
+                let first = |row: usize, column: usize| if begins { unread } else { start(row, column) };
+                for r in 0..rows {
+                    (0..PANEL).for_each(|c| out[AROUND + r * row + c] = first(r, c));
+                }
+                let (left, right, sums) = (inner(&left), inner(&floats), out[AROUND..].as_mut_ptr());
+                let chains = Chains { left, stride, tiles, right, steps: k, begins, out: (sums, row) };
+                // SAFETY: there is room for all rows.
+                unsafe { fma_chains(&cpu, chains) };
+                let sum = |row: usize, column: usize| {
+                    let term = |sum: f32, k| x(row, k).to_f32().mul_add(w(column, k).to_f32(), sum);
+                    let first = if begins { 0.0 } else { start(row, column) };
+                    (0..k).fold(first, term).to_bits()
+                };
+                assert_holds(&out, row, [rows, PANEL], sum, &format!("{} k {k}, {begins}: chains", cpu.isa()));
+            }
+        }
+    }
+}
+
+/// A NaN that a chain comes to is the canonical one.
+#[test]
+fn chains_end_with_the_last_rounding() {
+    for cpu in cpus(|isa| block_rows(isa).is_some()) {
+        let rows = block_rows(cpu.isa()).expect("vectors");
+        let (left, right) = (vec![f32::from_bits(0xFFC1_2345); rows], vec![1f32; PANEL]);
+        let mut out = vec![0f32; rows * PANEL];
+        let sums = out.as_mut_ptr();
+        let chains =
+            Chains { left: &left, stride: 0, tiles: 1, right: &right, steps: 1, begins: true, out: (sums, PANEL) };
+        // SAFETY: there is room for all rows.
+        unsafe { fma_chains(&cpu, chains) };
+        assert!(out.iter().all(|sum| sum.to_bits() == 0x7FC0_0000), "{}", cpu.isa());
+    }
+}
+
 #[test]
 fn blocks_of_too_little_are_refused() {
     for cpu in cpus(|isa| block_rows(isa).is_some()) {
@@ -441,6 +495,17 @@ fn blocks_of_too_little_are_refused() {
                 fma_block(&cpu, Block { left, stride, tiles, right, bounds, scratch: &mut scratch });
             }));
             assert_eq!(run.is_ok(), short.is_none(), "{} {short:?}", cpu.isa());
+        }
+        for short in [None, Some(0), Some(1)] {
+            let len = |i: usize| enough[i] - usize::from(short == Some(i));
+            let (left, right, mut sums) = (vec![1f32; len(0)], vec![1f32; len(1)], vec![0f32; tiles * rows * PANEL]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let out = (sums.as_mut_ptr(), PANEL);
+                let chains = Chains { left: &left, stride, tiles, right: &right, steps: k, begins: true, out };
+                // SAFETY: there is room for all rows.
+                unsafe { fma_chains(&cpu, chains) };
+            }));
+            assert_eq!(run.is_ok(), short.is_none(), "{} {short:?}: chains", cpu.isa());
         }
         if !cpu.isa().reads_coded() || cpu.isa().has_dot() {
             continue;
