@@ -152,28 +152,28 @@ impl Lanes {
     /// lanes are used up.
     #[inline(always)]
     pub fn fold<S: Simd>(&mut self, s: S, len: usize) -> f32 {
-        s.enter(Fold { lanes: &mut self.0, len, pairs: false })
+        s.enter(Fold::<false> { lanes: &mut self.0, len })
     }
 
     /// The same where every two vectors that came were the elements of odd and of even index.
     #[inline(always)]
     pub fn fold_pairs<S: Simd>(&mut self, s: S, len: usize) -> f32 {
-        s.enter(Fold { lanes: &mut self.0, len, pairs: true })
+        s.enter(Fold::<true> { lanes: &mut self.0, len })
     }
 }
 
-struct Fold<'a> {
+/// With `PAIRS` every two vectors that came were the elements of odd and of even index.
+struct Fold<'a, const PAIRS: bool> {
     lanes: &'a mut [f32; LANES],
     len: usize,
-    pairs: bool,
 }
 
-impl Kernel for Fold<'_> {
+impl<const PAIRS: bool> Kernel for Fold<'_, PAIRS> {
     type Output = f32;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
-        let Fold { lanes, len, mut pairs } = self;
-        let mut h = LANES / 2;
+        let Fold { lanes, len } = self;
+        let (mut h, mut pairs) = (LANES / 2, PAIRS);
         // Lanes without elements are +0. Adding them changes nothing but a -0, which products leave that underflow.
         while h >= len && h > 0 {
             h /= 2;
