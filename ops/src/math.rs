@@ -66,6 +66,28 @@ pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32) -> S::F {
     s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
+/// Coefficients for [`weigh_near`], by the [`near_unit`] of each lane.
+#[inline(always)]
+pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
+    let mut coefficients = [unit; 7];
+    for (coefficient, c) in coefficients.iter_mut().zip(EXP2) {
+        *coefficient = s.mul(s.splat(f32::from_bits(c)), unit);
+    }
+    coefficients
+}
+
+/// The [`weight`] of `2^(x * (c_hi + c_lo))` where [`near_unit`] says so, by [`near_coefficients`].
+#[inline(always)]
+pub fn weigh_near<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F, coefficients: &[S::F; 7]) -> S::F {
+    let (i, rounded) = s.round_small(s.mul(x, c_hi));
+    let f = fraction(s, x, i, c_hi, c_lo);
+    let mut m = coefficients[0];
+    for c in &coefficients[1..] {
+        m = s.fma(m, f, *c);
+    }
+    s.mul_rounded(m, rounded)
+}
+
 /// `m * 2^(i - n)`, exactly, or +0 when it is negligible. `n` is finite and at least `i`.
 #[inline(always)]
 pub fn weight<S: Simd>(s: S, m: S::F, i: S::F, n: S::F) -> S::F {

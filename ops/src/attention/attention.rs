@@ -453,6 +453,17 @@ impl Range {
     pub(super) fn within(&self, from: usize, to: usize) -> Range {
         Range { from: self.from.clamp(from, to), to: self.to.clamp(from, to) }
     }
+
+    /// The parts between multiples of `size`.
+    pub(super) fn cut(self, size: usize) -> impl Iterator<Item = Range> {
+        let part = move |from: usize| self.within(from, from.saturating_add(size));
+        (self.from / size * size..self.to).step_by(size).map(part)
+    }
+
+    /// The rows of `width` words, one for each key of `all`, that belong to this part of it.
+    pub(super) fn of<T>(self, all: Range, width: usize, rows: &mut [T]) -> &mut [T] {
+        &mut rows[(self.from - all.from) * width..(self.to - all.from) * width]
+    }
 }
 
 /// One call: what every task reads.

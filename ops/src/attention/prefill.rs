@@ -4,13 +4,13 @@
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::math::{is_small, tanh, weigh};
+use crate::math::{is_small, near_coefficients, near_unit, tanh, weigh, weigh_near};
 use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, prefetch,
     prefetch_at, vnni_of_row, vnni_of_rows,
 };
 use crate::simd::unroll::{Unrolled, eight, of_eight, vectors};
-use crate::simd::{Kernel, Simd, load_at};
+use crate::simd::{Kernel, Simd, load_at, prefetch_second};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element};
@@ -35,8 +35,8 @@ pub struct Tiles {
     /// Columns of the values at a time, a multiple of 16.
     columns: usize,
     workers: usize,
-    /// Whether all keys are laid out once, as pairs or f32, for the tiles to share.
-    shared_keys: bool,
+    /// Whether all keys are laid out once, as pairs or f32, for the tiles to share, and all values that are not read in place.
+    shared: bool,
     /// Facts of the call: the most keys a sequence has, (sequence, key head) entries, words of a query or key row as the
     /// kernels read it and widened, and whether values are read in place.
     keys: usize,
@@ -65,7 +65,7 @@ impl Tiles {
             span: 0,
             columns: shape.value_dim.next_multiple_of(16),
             workers: job.cpu.threads(),
-            shared_keys: most > width,
+            shared: most > width,
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
             entries: shape.batch * shape.kv_heads,
             query_words: if query_pairs { shape.head_dim.div_ceil(2) } else { shape.head_dim },
@@ -76,12 +76,12 @@ impl Tiles {
         }
     }
 
-    /// The next smaller plan: no shared keys, fewer queries, scores of fewer keys, fewer rows (queries, then heads), fewer
+    /// The next smaller plan: nothing shared, fewer queries, scores of fewer keys, fewer rows (queries, then heads), fewer
     /// columns of the values, fewer workers.
     pub fn smaller(&self) -> Option<Tiles> {
         let plan = *self;
         Some(match plan {
-            Tiles { shared_keys: true, .. } => Tiles { shared_keys: false, ..plan },
+            Tiles { shared: true, .. } => Tiles { shared: false, ..plan },
             Tiles { width: 17.., .. } => Tiles { width: 16, rows: 16, ..plan },
             Tiles { span: 0, .. } => Tiles { span: plan.keys.clamp(16, BLOCK).next_power_of_two(), ..plan },
             Tiles { span: 17.., .. } => Tiles { span: plan.span / 2, ..plan },
@@ -95,6 +95,16 @@ impl Tiles {
     /// Keys or values laid out at a time.
     fn part(&self) -> usize {
         if self.span == 0 { PART } else { PART.min(self.span) }
+    }
+
+    /// Keys whose scores are looked at while the first cache has them. Dot products of pairs go block by block.
+    fn scores_at_once(&self) -> usize {
+        if self.query_pairs { usize::MAX } else { PART }
+    }
+
+    /// Keys whose weights are made before their values are added.
+    fn weights_at_once(&self) -> usize {
+        if self.in_place { usize::MAX } else { PART }
     }
 
     fn score_words(&self) -> usize {
@@ -119,14 +129,20 @@ impl Tiles {
     fn entry_words(&self) -> usize {
         self.keys.div_ceil(BLOCK) * self.block_words()
     }
+
+    /// Words of the shared values of one entry: a block that has its values at a distance would find little room in a cache.
+    fn value_words(&self) -> usize {
+        if self.shared && !self.in_place { self.keys.div_ceil(BLOCK) * BLOCK * self.columns } else { 0 }
+    }
 }
 
 impl Plan for Tiles {
     fn need(&self) -> Need {
-        let shared = if self.shared_keys { self.entries.saturating_mul(self.entry_words()) } else { 0 };
+        let keys = if self.shared { self.entries.saturating_mul(self.entry_words()) } else { 0 };
         let query = self.width * self.query_words;
         let slot = self.score_words() + query + self.part_words() + 2 * self.rows * self.columns;
-        let pairs = if self.query_pairs { shared + query * self.workers } else { 0 };
+        let pairs = if self.query_pairs { keys + query * self.workers } else { 0 };
+        let shared = keys.saturating_add(self.entries.saturating_mul(self.value_words()));
         Need { shared, slot, workers: self.workers, pairs }
     }
 
@@ -146,22 +162,28 @@ pub fn run<I: Element, O: Element>(
     lse: &SharedOut<f32>,
 ) -> usize {
     let (batch, kv_heads) = (job.shape.batch, job.shape.kv_heads);
-    let shared = (plan.shared_keys && plan.block_words() > LINE).then(|| {
+    let keys = if plan.shared { batch * kv_heads * plan.entry_words() } else { 0 };
+    let (shared, values) = shared.split_at_mut(keys);
+    let shared = (plan.shared && plan.block_words() > LINE).then(|| {
         lay_keys_out(job, plan, shared);
         &*shared
     });
+    lay_values_out(job, plan, as_floats_mut(values));
+    let values = as_floats(values);
     let tiles = (job.most_queries() * job.group()).div_ceil(plan.rows);
     let ran = Ran::default();
     job.cpu.each_in(slots, batch * kv_heads * tiles, |slot, task| {
-        // The last queries see the most keys: they go first.
-        let (entry, tile) = (task % (batch * kv_heads), tiles - 1 - task / (batch * kv_heads));
+        // The tiles of an entry go one after another, while the second cache has its keys and values; the last queries see the
+        // most keys: they go first.
+        let (entry, tile) = (task / tiles, tiles - 1 - task % tiles);
         let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
         let first = tile * plan.rows;
         let all = job.queries(b).len() * job.group();
         if first < all {
             let rows = plan.rows.min(all - first);
             let keys = shared.map(|shared| &shared[entry * plan.entry_words()..][..plan.entry_words()]);
-            RowTile { job, plan, b, kv_head, first, rows, keys, ran: &ran }.run(slot, out, lse);
+            let values = (!values.is_empty()).then(|| &values[entry * plan.value_words()..][..plan.value_words()]);
+            RowTile { job, plan, b, kv_head, first, rows, keys, values, ran: &ran }.run(slot, out, lse);
         }
     });
     ran.record(job.cpu)
@@ -187,6 +209,20 @@ fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [u32]) {
     });
 }
 
+/// Lays the values of every (sequence, key head) out as f32, where tiles share them.
+fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [f32]) {
+    let blocks = plan.keys.div_ceil(BLOCK);
+    job.cpu.chunks(out, BLOCK * plan.columns, |i, out| {
+        let (entry, block) = (i / blocks, i % blocks);
+        let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
+        let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
+        for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
+            let value = &job.value(b, block * BLOCK + j, kv_head)[..job.shape.value_dim];
+            f32_row(job.cpu, value, job.shape.tf32, &mut out[..job.shape.value_dim]);
+        }
+    });
+}
+
 /// Up to `plan.rows` query rows that share one key head: row r is query `(first + r) / group` of the sequence, head
 /// `(first + r) % group` of the group.
 struct RowTile<'a, I> {
@@ -196,8 +232,9 @@ struct RowTile<'a, I> {
     kv_head: usize,
     first: usize,
     rows: usize,
-    /// The keys laid out, when other tiles read them too.
+    /// The keys and the values laid out, when other tiles read them too.
     keys: Option<&'a [u32]>,
+    values: Option<&'a [f32]>,
     ran: &'a Ran,
 }
 
@@ -224,26 +261,26 @@ impl<I: Element> RowTile<'_, I> {
             to: seen().map(|range| range.to).max().unwrap_or(0),
         };
         let least_query = self.lay_queries_out(query);
-        let pieces = || {
-            let span = if plan.span == 0 { usize::MAX } else { plan.span };
-            let start = if plan.span == 0 { keys.from } else { keys.from / span * span };
-            let cut =
-                move |from: usize| Range { from: from.max(keys.from), to: from.saturating_add(span).min(keys.to) };
-            (start..keys.to).step_by(span).map(cut)
-        };
+        let pieces = || keys.cut(if plan.span == 0 { usize::MAX } else { plan.span });
         let statistics = |scores: &mut [f32], keys: Range, seen: &mut Seen| {
             block_statistics(
                 job.cpu,
                 BlockStatistics { scores, plan, rows, keys, ranges: &ranges, cap: job.cap, seen },
             );
         };
-        let mut seen_scores = Seen { largest: [f32::NEG_INFINITY; ROWS], sum: [0.0; ROWS] };
+        let near_pays = near_pays(job.cpu.isa().lanes());
+        let least = if near_pays { f32::INFINITY } else { f32::NEG_INFINITY };
+        let mut seen_scores = Seen { largest: [f32::NEG_INFINITY; ROWS], least: [least; ROWS], sum: [0.0; ROWS] };
         for piece in pieces() {
-            let scores = &mut scores[..(piece.to - piece.from) * plan.width];
-            self.score(piece, least_query, query, part, scores);
-            statistics(scores, piece, &mut seen_scores);
+            for keys in piece.cut(plan.scores_at_once()) {
+                let scores = keys.of(piece, plan.width, scores);
+                self.score(keys, least_query, query, part, scores);
+                statistics(scores, keys, &mut seen_scores);
+            }
         }
-        let mut softmax = Softmax { rows: [Row::Empty; ROWS], n: [0.0; ROWS], skips: false };
+        let mut softmax =
+            Softmax { rows: [Row::Empty; ROWS], n: [0.0; ROWS], skips: false, units: [1.0; ROWS], near: None };
+        let mut near = near_pays;
         for r in 0..rows {
             // A sum of zeros that is NaN has met NaN, +inf or -inf; the last alone does no harm.
             let strange = seen_scores.sum[r].is_nan();
@@ -252,8 +289,17 @@ impl<I: Element> RowTile<'_, I> {
             softmax.rows[r] = max_exponent(seen_scores.largest[r], invalid, job.c.0);
             if let Row::Valid { n, .. } = softmax.rows[r] {
                 softmax.n[r] = n;
+                let unit = near_unit(n, (seen_scores.least[r] * job.c.0).round_ties_even());
+                near &= unit.is_some();
+                softmax.units[r] = unit.unwrap_or(1.0);
             }
         }
+        // Invisible keys have no exponent.
+        let by_all = || Range {
+            from: ranges[..rows].iter().map(|range| range.from).max().unwrap_or(0),
+            to: ranges[..rows].iter().map(|range| range.to).min().unwrap_or(0),
+        };
+        softmax.near = (near && !softmax.skips).then(by_all);
         for from in (0..job.shape.value_dim.max(1)).step_by(plan.columns.max(1)) {
             let columns = Range { from, to: (from + plan.columns).min(job.shape.value_dim) };
             let mut sums = Sums { block: [0.0; ROWS], total: [0.0; ROWS] };
@@ -263,17 +309,22 @@ impl<I: Element> RowTile<'_, I> {
                 let scores = &mut scores[..(piece.to - piece.from) * plan.width];
                 if plan.span > 0 {
                     self.score(piece, least_query, query, part, scores);
-                    let mut again = Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
+                    let mut again = Seen { largest: [0.0; ROWS], least: [0.0; ROWS], sum: [0.0; ROWS] };
                     statistics(scores, piece, &mut again);
                 }
-                if plan.span > 0 || from == 0 {
-                    let end = keys.to;
-                    exponentiate(
-                        job.cpu,
-                        Exponentiate { scores, plan, keys: piece, end, c: job.c, softmax: &softmax, sums: &mut sums },
-                    );
+                let end = keys.to;
+                for keys in piece.cut(plan.weights_at_once()) {
+                    let scores = keys.of(piece, plan.width, scores);
+                    if plan.span > 0 || from == 0 {
+                        let (c, softmax, sums) = (job.c, &softmax, &mut sums);
+                        let ahead = match self.values {
+                            Some(values) => &values[keys.from * plan.columns..keys.to * plan.columns],
+                            None => &[],
+                        };
+                        exponentiate(job.cpu, Exponentiate { scores, plan, keys, end, c, softmax, sums, ahead });
+                    }
+                    self.values(keys, end, columns, &ranges, scores, softmax.skips, part, total, acc);
                 }
-                self.values(piece, keys.to, columns, &ranges, scores, softmax.skips, part, total, acc);
             }
             if plan.span > 0 || from == 0 {
                 for (row, sum) in softmax.rows.iter_mut().zip(sums.total) {
@@ -410,7 +461,7 @@ impl<I: Element> RowTile<'_, I> {
             let scores = &mut scores[..(piece.to - piece.from) * plan.width];
             if plan.span > 0 {
                 self.score(piece, least_query, query, part, scores);
-                let seen = &mut Seen { largest: [0.0; ROWS], sum: [0.0; ROWS] };
+                let seen = &mut Seen { largest: [0.0; ROWS], least: [0.0; ROWS], sum: [0.0; ROWS] };
                 let (rows, cap) = (self.rows, self.job.cap);
                 block_statistics(self.job.cpu, BlockStatistics { scores, plan, rows, keys: piece, ranges, cap, seen });
             }
@@ -455,9 +506,13 @@ impl<I: Element> RowTile<'_, I> {
         while from < keys.to {
             let block_end = (from / BLOCK + 1) * BLOCK;
             // What lies in one piece of memory, and, where values are widened, in one part.
-            let most = if in_place.is_some() { usize::MAX } else { from + plan.part() };
-            let to = job.run_end(from).min(most).min(block_end).min(keys.to);
-            if in_place.is_none() {
+            let most = match (in_place, self.values) {
+                (_, Some(_)) => usize::MAX,
+                (Some(_), None) => job.run_end(from),
+                (None, None) => job.run_end(from).min(from + plan.part()),
+            };
+            let to = most.min(block_end).min(keys.to);
+            if in_place.is_none() && self.values.is_none() {
                 let values = &job.value(b, from, kv_head)[value_columns.from..];
                 let value = |j: usize| {
                     let value = &values[j * job.v.row_stride()..][..count];
@@ -467,7 +522,10 @@ impl<I: Element> RowTile<'_, I> {
                 };
                 f32_rows(job.cpu, to - from, value, job.shape.tf32, as_floats_mut(part), columns);
             }
-            let wide: &[f32] = as_floats(part);
+            let wide = match self.values {
+                Some(values) => &values[from * columns..],
+                None => as_floats(part),
+            };
             let mut accumulate = |first: usize, rows: usize, keys_part: Range| {
                 if keys_part.is_empty() {
                     return;
@@ -522,10 +580,17 @@ impl<I: Element> RowTile<'_, I> {
     }
 }
 
+/// Whether weights near to the largest are made as such on vectors of so many lanes; longer ones have instructions for all.
+fn near_pays(lanes: usize) -> bool {
+    lanes == 8
+}
+
 /// What is known of the scores of each row.
 struct Seen {
     /// The largest visible score.
     largest: [f32; ROWS],
+    /// The least score of the keys that all rows see, where [`near_pays`].
+    least: [f32; ROWS],
     /// 0 while every visible score is finite, NaN from the first that is not.
     sum: [f32; ROWS],
 }
@@ -536,6 +601,9 @@ struct Softmax {
     n: [f32; ROWS],
     /// Some visible score is -inf; its weight is marked NaN.
     skips: bool,
+    /// The [`near_unit`] of each row, where all have one, and the keys that all of them see.
+    units: [f32; ROWS],
+    near: Option<Range>,
 }
 
 /// Sums of weights: of the block in hand, and of the blocks before it.
@@ -565,13 +633,18 @@ impl Kernel for BlockStatistics<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         // Each score waits for the one before it: two vectors of rows go side by side where there are as many.
-        if self.plan.width.is_multiple_of(2 * S::LANES) { self.all(Unrolled(s)) } else { self.all(s) }
+        match (self.plan.width.is_multiple_of(2 * S::LANES), near_pays(S::LANES)) {
+            (true, true) => self.all::<_, true>(Unrolled(s)),
+            (true, false) => self.all::<_, false>(Unrolled(s)),
+            (false, true) => self.all::<_, true>(s),
+            (false, false) => self.all::<_, false>(s),
+        }
     }
 }
 
 impl BlockStatistics<'_> {
     #[inline(always)]
-    fn all<S: Simd>(self, s: S) {
+    fn all<S: Simd, const LEAST: bool>(self, s: S) {
         let BlockStatistics { scores, plan, rows, keys, ranges, cap, seen } = self;
         let width = plan.width;
         let (mut from, mut to) = ([0f32; ROWS], [0f32; ROWS]);
@@ -593,7 +666,7 @@ impl BlockStatistics<'_> {
             // SAFETY: lane + LANES <= width <= ROWS.
             let at = |rows: &[f32; ROWS]| unsafe { s.load(rows[lane..][..S::LANES].as_ptr()) };
             let (first, last) = (at(&from), at(&to));
-            let (mut max, mut sum) = (at(&seen.largest), at(&seen.sum));
+            let (mut max, mut min, mut sum) = (at(&seen.largest), at(&seen.least), at(&seen.sum));
             // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
             for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
                 if !masked && cap.is_none() {
@@ -602,6 +675,9 @@ impl BlockStatistics<'_> {
                         let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
                         sum = s.fma(score, s.splat(0.0), sum);
                         max = s.max(score, max);
+                        if LEAST {
+                            min = s.min(score, min);
+                        }
                     }
                     continue;
                 }
@@ -623,6 +699,9 @@ impl BlockStatistics<'_> {
                     // Stays +-0 while every visible score is finite, and is NaN from the first that is not.
                     sum = s.fma(visible, s.splat(0.0), sum);
                     max = s.max(score, max);
+                    if LEAST && !masked {
+                        min = s.min(score, min);
+                    }
                     // SAFETY: as above.
                     unsafe { s.store(score, place) };
                 }
@@ -630,6 +709,7 @@ impl BlockStatistics<'_> {
             // SAFETY: lane + LANES <= width <= ROWS.
             unsafe {
                 s.store(max, seen.largest[lane..][..S::LANES].as_mut_ptr());
+                s.store(min, seen.least[lane..][..S::LANES].as_mut_ptr());
                 s.store(sum, seen.sum[lane..][..S::LANES].as_mut_ptr());
             }
         }
@@ -650,12 +730,18 @@ struct Exponentiate<'a> {
     c: (f32, f32),
     softmax: &'a Softmax,
     sums: &'a mut Sums,
+    /// What is read next: memory brings it to the second cache while weights are computed. It may be empty.
+    ahead: &'a [f32],
 }
 
 impl Kernel for Exponentiate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        let keys = self.keys;
+        if near_pays(S::LANES) && self.softmax.near.is_some_and(|near| near.within(keys.from, keys.to) == keys) {
+            return self.near(s);
+        }
         // What the other lanes of n hold belongs to no row.
         let mut small = true;
         for lane in (0..self.plan.width).step_by(S::LANES) {
@@ -666,9 +752,74 @@ impl Kernel for Exponentiate<'_> {
 }
 
 impl Exponentiate<'_> {
+    /// Where every row sees all keys and none of their weights is negligible.
+    #[inline(always)]
+    fn near<S: Simd>(self, s: S) {
+        let Exponentiate { scores, plan, keys, end, c, softmax, sums, ahead } = self;
+        let width = plan.width;
+        // Lines for four keys of a vector of rows.
+        let steps = ((keys.to - keys.from) / 4 * (width / S::LANES)).max(1);
+        let lines = (ahead.len() / LINE).div_ceil(steps);
+        let mut line = ahead.as_ptr();
+        assert!(scores.len() >= (keys.to - keys.from).saturating_mul(width) && width.is_multiple_of(S::LANES));
+        let s4 = Unrolled(Unrolled(s));
+        for lane in (0..width).step_by(S::LANES) {
+            let coefficients = near_coefficients(s, load_at(s, &softmax.units, lane, 0.0));
+            let mut four = [s4.splat(0.0); 7];
+            for (four, v) in four.iter_mut().zip(coefficients) {
+                *four = ((v, v), (v, v));
+            }
+            let mut total = load_at(s, &sums.total, lane, 0.0);
+            let mut block = load_at(s, &sums.block, lane, 0.0);
+            let mut j = keys.from;
+            while j < keys.to {
+                let to = ((j / BLOCK + 1) * BLOCK).min(keys.to);
+                let mut place = |j: usize| scores[(j - keys.from) * width + lane..].as_mut_ptr();
+                while j + 4 <= to {
+                    for _ in 0..lines {
+                        prefetch_second(line);
+                        line = line.wrapping_add(LINE);
+                    }
+                    let at = place(j);
+                    // SAFETY: j + 3 is below keys.to and lane + LANES at most width; the assertion bounds both.
+                    unsafe {
+                        let [x0, x1, x2, x3] =
+                            [s.load(at), s.load(at.add(width)), s.load(at.add(2 * width)), s.load(at.add(3 * width))];
+                        let (c_hi, c_lo) = (s4.splat(c.0), s4.splat(c.1));
+                        let ((w0, w1), (w2, w3)) = weigh_near(s4, ((x0, x1), (x2, x3)), c_hi, c_lo, &four);
+                        for (v, w) in [w0, w1, w2, w3].into_iter().enumerate() {
+                            block = s.add(block, w);
+                            s.store(w, at.add(v * width));
+                        }
+                    }
+                    j += 4;
+                }
+                while j < to {
+                    let at = place(j);
+                    // SAFETY: as above, of j.
+                    unsafe {
+                        let w = weigh_near(s, s.load(at), s.splat(c.0), s.splat(c.1), &coefficients);
+                        block = s.add(block, w);
+                        s.store(w, at);
+                    }
+                    j += 1;
+                }
+                if to.is_multiple_of(BLOCK) || to == end {
+                    total = s.add(total, block);
+                    block = s.splat(0.0);
+                }
+            }
+            // SAFETY: lane + LANES <= width <= ROWS.
+            unsafe {
+                s.store(block, sums.block[lane..][..S::LANES].as_mut_ptr());
+                s.store(total, sums.total[lane..][..S::LANES].as_mut_ptr());
+            }
+        }
+    }
+
     #[inline(always)]
     fn all<S: Simd, const SMALL: bool>(self, s: S) {
-        let Exponentiate { scores, plan, keys, end, c, softmax, sums } = self;
+        let Exponentiate { scores, plan, keys, end, c, softmax, sums, .. } = self;
         let width = plan.width;
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));

@@ -423,6 +423,26 @@ fn scores_of_any_size() {
     });
 }
 
+/// Rows with reference points of their own, all of whose weights count to the last, which has a value that shows it; and such
+/// rows beside one whose last weights are nothing.
+#[test]
+fn weights_far_below_the_largest() {
+    for beyond in [false, true] {
+        let mut case = Case::<f32>::new(shape([3, 1], [1, 5], 1.0), Form::Padded, DENSE, &[(&positions(0), 300)]);
+        for j in 0..300 {
+            case.key(0, j, 0)[0] = std::f32::consts::LN_2 * (30.0 - 99.0 * j as f32 / 299.0);
+        }
+        for (i, q) in case.q.iter_mut().enumerate() {
+            *q = 1.0 - i as f32 / 200.0;
+        }
+        if beyond {
+            case.query(5, 1)[0] = 1.04;
+        }
+        case.value(0, 299, 0).fill(2f32.powi(100));
+        case.check::<f32>();
+    }
+}
+
 /// Products with all values but one vanish below zero: -0 is the sum of every block, and +0 that of the blocks.
 #[test]
 fn sums_of_blocks_begin_at_zero() {
