@@ -497,7 +497,7 @@ pub fn prefetch_to_write<T>(p: *const T) {
     // SAFETY: as above; the intrinsic would be another instruction where the compiler is not told that the machine has this
     // one, which any machine with AVX2 takes.
     unsafe {
-        std::arch::asm!("prefetchw [{}]", in(reg) p, options(nomem, nostack, preserves_flags));
+        std::arch::asm!("prefetchw [{}]", in(reg) p.addr(), options(nomem, nostack, preserves_flags));
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = p;
