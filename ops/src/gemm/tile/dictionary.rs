@@ -5,10 +5,10 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::PANEL;
-use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE};
+use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE, FAR, NEAR, ask};
 use crate::pack::prefetch as prefetch_all;
 use crate::simd::words::{Kernel512, Simd512};
-use crate::simd::{Kernel, Simd, prefetch, prefetch_second};
+use crate::simd::{Kernel, Simd};
 use crate::workspace::memory::LINE;
 use std::mem::MaybeUninit;
 
@@ -55,10 +55,6 @@ impl Kernel for Unpack<'_> {
         }
     }
 }
-
-/// So many words ahead blocks are asked for to the second cache, and then to the first; see `fma.rs`.
-const FAR: usize = 2048;
-const NEAR: usize = 512;
 
 /// The sums of `ROWS` rows and a whole panel. With `KEEP` its pairs are written out as well, as they stand where a panel is
 /// not coded: k by k, 32 columns side by side.
@@ -122,10 +118,7 @@ impl<const ROWS: usize, const KEEP: bool> Kernel512 for DictionaryChains<'_, ROW
                     let stop = escapes.peek().map_or(to, |&(block, _)| (2 * block as usize).clamp(pair, to));
                     while pair < stop {
                         let block = coded.blocks().as_ptr().add(pair / 2 * BLOCK);
-                        for line in 0..3 {
-                            prefetch_second(block.wrapping_add(FAR + line * LINE));
-                            prefetch(block.wrapping_add(NEAR + line * LINE));
-                        }
+                        ask(block.wrapping_add(FAR), block.wrapping_add(NEAR));
                         let codes = s.loadu_si512(block.add(2 * LINE));
                         self.add(s, &mut live, pair, decode(s, coded, block, codes));
                         if pair + 1 < to {
@@ -255,10 +248,7 @@ impl Kernel512 for DictionaryRow<'_> {
                     while block < stop {
                         macro_rules! one {
                             ($i:literal, $live:ident) => {{
-                                for line in 0..3 {
-                                    prefetch_second(ahead.wrapping_add(line * LINE));
-                                    prefetch(at[$i].wrapping_add(NEAR + line * LINE));
-                                }
+                                ask(ahead, at[$i].wrapping_add(NEAR));
                                 ahead = ahead.wrapping_add(BLOCK);
                                 let codes = s.loadu_si512(at[$i].add(2 * LINE));
                                 let [first, last] = decode(s, coded, at[$i], codes);

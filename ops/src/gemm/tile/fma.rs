@@ -6,8 +6,8 @@
 use super::{Order, PANEL, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
-use crate::pack::dictionary::{BLOCK, DictionaryPanel};
-use crate::simd::{Kernel, Simd, prefetch, prefetch_second};
+use crate::pack::dictionary::{BLOCK, DictionaryPanel, FAR, NEAR, ask};
+use crate::simd::{Kernel, Simd, prefetch};
 use std::mem::MaybeUninit;
 
 /// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of a first cache.
@@ -15,9 +15,6 @@ const STEPS_IN_CACHE: usize = 512;
 /// How far ahead of a streamed step lines are asked for: 2 KiB of a panel, of pairs as of f32. A Xeon streams pairs at 18.6 GB/s
 /// so, at 15.2 with 4 KiB and at 16.6 unasked.
 const STEPS_AHEAD: usize = 16;
-/// Words that a coded panel is asked for ahead of that, to the second cache: 8 KiB, the distance hardly matters. The first has 16
-/// misses under way at most, 10 GB/s of a Xeon's memory; so two threads read 26 GB/s of 12-bit weights, 20 without this.
-const FAR_AHEAD: usize = 2048;
 /// Words of a cache line.
 const LINE: usize = 16;
 /// Steps in a round of a chain of 8 lanes.
@@ -271,10 +268,7 @@ impl CodedSteps<'_> {
                 let mut pair = run.start;
                 while pair + 2 <= run.end {
                     if COLUMN == 0 {
-                        for line in 0..BLOCK / LINE {
-                            prefetch_second(block.wrapping_add(FAR_AHEAD + line * LINE));
-                            prefetch(block.wrapping_add(STEPS_AHEAD * PANEL + line * LINE));
-                        }
+                        ask(block.wrapping_add(FAR), block.wrapping_add(NEAR));
                     }
                     add_pair!(pair, v, s.coded_pairs(table, block, 0, COLUMN / S::LANES + v));
                     add_pair!(pair + 1, v, s.coded_pairs(table, block, 1, COLUMN / S::LANES + v));
