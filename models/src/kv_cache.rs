@@ -243,7 +243,7 @@ pub(crate) fn grow<T: Element>(data: &mut Vec<T>, dims: &[usize]) -> Result<(), 
     let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
     match count.map(|n| data.try_reserve_exact(n.saturating_sub(data.len())).map(|()| n)) {
         Some(Ok(n)) => {
-            ask_for_huge_pages(data);
+            ask_for_huge_pages(data.spare_capacity_mut());
             data.resize(n, T::default());
             Ok(())
         }

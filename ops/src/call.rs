@@ -412,7 +412,7 @@ fn room<T: Scalar>(shape: &[usize]) -> Result<(Vec<T>, usize), Error> {
     let mut data: Vec<T> = Vec::new();
     match count.map(|count| data.try_reserve_exact(count).map(|()| count)) {
         Some(Ok(count)) => {
-            ask_for_huge_pages(&mut data);
+            ask_for_huge_pages(data.spare_capacity_mut());
             Ok((data, count))
         }
         _ => {

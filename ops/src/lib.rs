@@ -79,6 +79,7 @@ pub use norm::norm_rope_dw::norm_rope_dw;
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use norm::rms_norm_backward::rms_norm_backward;
 pub use norm::rms_norm_dw::rms_norm_dw;
+pub use parallel::{Team, work_on};
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use rope::rope_backward::rope_backward;
 pub use samebits_schema::batch_loss::MOST_GROUPS;

@@ -7,14 +7,31 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
+/// Threads of another library: runs `work` for every number below `count`, each once, and returns when all have ended. They
+/// need not run side by side.
+pub type Team = fn(count: usize, work: &(dyn Fn(usize) + Sync));
+
+/// The process that works on a team, and the team.
+static TEAM: OnceLock<(u32, Team)> = OnceLock::new();
+
+/// Lets `team` do the work of this process's threads from now on, in the numbers that each [`Cpu`] has; the first team
+/// stays. Threads of two libraries that wait by spinning take each other's cores. The child of a fork has threads of its own, as
+/// no team need live on there.
+pub fn work_on(team: Team) {
+    TEAM.get_or_init(|| (std::process::id(), team));
+}
+
 impl Cpu {
-    /// Runs `work(0)` on the calling thread and the other numbers below `count` beside it; `count` is at most the number of
-    /// threads.
+    /// Runs `work(0)` on the calling thread and the other numbers below `count` beside it, or all on the team; `count` is at
+    /// most the number of threads.
     fn run(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
         match (count, self.pool()) {
             (0, _) => {}
             (1, _) | (_, None) => work(0),
-            (_, Some(own)) if own.process == std::process::id() => own.run(count, work),
+            (_, Some(own)) if own.process == std::process::id() => match TEAM.get() {
+                Some((process, team)) if *process == own.process => team(count, work),
+                _ => own.run(count, work),
+            },
             // The child of a fork: the workers stayed behind. Where none can be started, the caller does the work of all.
             _ => match pool(self.threads()) {
                 Ok(pool) => pool.run(count, work),

@@ -7,9 +7,14 @@ use crate::library::{Library, parse_dtype};
 use pyo3::exceptions::{PyMemoryError, PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyString, PyTuple};
-use samebits_ops::{Attributes, Backend, DType, Error, TensorMut, TensorRef, bf16, f16};
+use samebits_ops::{Attributes, Backend, DType, Error, TensorMut, TensorRef, ask_for_huge_pages, bf16, f16};
 use samebits_schema::{Call, Given, Input, Kind, Op, OutputDType, REST, Value, validate};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::slice::from_raw_parts_mut;
+
+/// An output of so many bytes has memory that the system has just handed out; what is smaller may have been in use before. The C
+/// library maps at least all above it alone.
+const FRESH: usize = 32 << 20;
 
 /// An error of the ops as an exception with the same line.
 pub fn exception(error: Error) -> PyErr {
@@ -214,6 +219,10 @@ impl Function {
                 let kind = Library::of(&object)?;
                 let target = self.target(output, &object, kind)?;
                 self.look_at(output, &target, on.map(|(id, _)| id), None)?;
+                if on.is_none() && target.bytes().len() >= FRESH {
+                    // SAFETY: memory of the tensor just made, which nobody else has.
+                    ask_for_huge_pages::<u8>(unsafe { from_raw_parts_mut(target.data.cast(), target.bytes().len()) });
+                }
                 targets.push(target);
                 outputs.push(object);
             }
@@ -511,7 +520,7 @@ pub unsafe fn tensor(view: &View) -> Result<TensorRef<'_>, Error> {
 unsafe fn tensor_mut(view: &View) -> Result<TensorMut<'_>, Error> {
     typed!(view.dtype => T, {
         // SAFETY: as the caller promises; `View` has looked at the alignment.
-        let data = unsafe { std::slice::from_raw_parts_mut(view.data.cast::<T>(), view.reach()) };
+        let data = unsafe { from_raw_parts_mut(view.data.cast::<T>(), view.reach()) };
         TensorMut::new(data, view.shape())
     })
 }

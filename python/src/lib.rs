@@ -10,6 +10,7 @@ mod library;
 mod model;
 mod tensor;
 mod text;
+mod threads;
 
 use call::{Form, Function, exception};
 use pyo3::exceptions::{PyKeyError, PyNotImplementedError, PyValueError};
@@ -241,6 +242,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(cpu::get_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::set_cpu, module)?)?;
     module.add_function(wrap_pyfunction!(cpu::after_fork, module)?)?;
+    module.add_function(wrap_pyfunction!(threads::share_threads, module)?)?;
     module.add_function(wrap_pyfunction!(ops, module)?)?;
     module.add_function(wrap_pyfunction!(kernels, module)?)?;
     module.add_function(wrap_pyfunction!(schema, module)?)?;

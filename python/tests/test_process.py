@@ -59,6 +59,33 @@ def test_fork(threads):
         assert same(ops.gemm(X, W), expected)
 
 
+def test_ops_work_on_the_threads_of_torch():
+    code = """
+import os, samebits, torch
+alone = samebits.Cpu(threads=1)
+x, w = torch.randn(512, 1024), torch.randn(2048, 1024)
+with alone:
+    expected = samebits.ops.gemm(x, w)
+def ours():
+    "Ticks of the processor that workers of samebits took."
+    names = {task: open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")}
+    workers = [task for task, name in names.items() if name.startswith("samebits-")]
+    assert workers
+    return sum(int(n) for task in workers for n in open(f"/proc/self/task/{task}/stat").read().split(")")[1].split()[11:13])
+with samebits.Cpu(threads=2):
+    for _ in range(30):
+        assert torch.equal(samebits.ops.gemm(x, w), expected)
+    assert ours() > 0, "before samebits.torch is there"
+    import samebits.torch
+    before = ours()
+    for _ in range(60):
+        assert torch.equal(samebits.ops.gemm(x, w), expected)
+    # A worker may have been waiting for work when the threads of torch came.
+    assert ours() - before <= 1, ours() - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_fork_while_other_threads_compute():
     expected = ops.gemm(X, W)
     stop = threading.Event()

@@ -1,33 +1,33 @@
 //! Memory for packed weights and workspaces: words on cache-line borders, in huge pages where the system has them.
 
+use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 
 /// From this many bytes on, memory is mapped on its own and asks for huge pages: a weight that is read once per step
 /// would otherwise miss the address cache on every page.
 const MAPPED: usize = 1 << 20;
 
-/// Room of a vector from this many bytes on is worth huge pages.
+/// Room from this many bytes on is worth huge pages.
 #[cfg(target_os = "linux")]
 const ROOM: usize = 4 << 20;
 
-/// Asks for huge pages for the room of a vector behind its elements, which nothing should have touched yet, where there is
-/// much of it: the system takes longer to hand out small pages than most ops take to fill them. Only speed depends on it.
-pub fn ask_for_huge_pages<T>(data: &mut Vec<T>) {
+/// Asks for huge pages for memory that nothing should have touched yet, where there is much of it: the system takes longer to
+/// hand out small pages than most ops take to fill them. Only speed depends on it.
+pub fn ask_for_huge_pages<T>(room: &mut [MaybeUninit<T>]) {
     #[cfg(target_os = "linux")]
     {
         const PAGE: usize = 4096;
-        let room = data.spare_capacity_mut();
         let (start, bytes) = (room.as_mut_ptr().cast::<u8>(), size_of_val(room));
         let head = start.align_offset(PAGE);
         if bytes < ROOM || head > bytes {
             return;
         }
-        // SAFETY: these pages lie within the room of the vector, and the advice changes nothing of what is in them; a system
+        // SAFETY: these pages lie within `room`, and the advice changes nothing of what is in them; a system
         // that has other pages or no huge ones refuses.
         unsafe { libc::madvise(start.add(head).cast(), (bytes - head) / PAGE * PAGE, libc::MADV_HUGEPAGE) };
     }
     #[cfg(not(target_os = "linux"))]
-    let _ = data;
+    let _ = room;
 }
 
 /// From now on memory that is given back stays with the process for what asks next, where the C library is one that does

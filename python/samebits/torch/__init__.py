@@ -23,6 +23,9 @@ __all__ = [
     "sha256", "uncovered",
 ]
 
+# Threads of torch wait by spinning, on cores that others would need.
+_native.share_threads()
+
 _library = torch.library.Library("samebits", "DEF")
 ops = torch.ops.samebits
 
