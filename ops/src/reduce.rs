@@ -211,7 +211,7 @@ impl<const PAIRS: bool> Kernel for Fold<'_, PAIRS> {
                     lanes[l] += lanes[l + 8];
                 }
             } else if h == 4 && !pairs {
-                // Out of a loop, whose masked stores would be read back late.
+                // Not in a loop, which the compiler would make masked stores of.
                 let [a, b, c, d, e, f, g, h] = *lanes.first_chunk().expect("there are more");
                 lanes[0] = ((a + e) + (c + g)) + ((b + f) + (d + h));
                 break;

@@ -470,7 +470,7 @@ pub fn narrow_two_numbers<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T
 
 /// [`narrow_two_numbers`] of the positive quotients `w / divisor`, both of normal numbers and normal themselves. To bf16 a
 /// product by the `reciprocal` of the divisor will most often do: its rounding, that of the reciprocal and that of the quotient
-/// are two units in the last place together, and seldom is half a unit of bf16 so near.
+/// are less than three units in the last place together, and seldom is half a unit of bf16 so near.
 #[inline(always)]
 pub fn narrow_quotients<S: Simd, T: Storage>(
     s: S,
