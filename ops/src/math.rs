@@ -59,10 +59,12 @@ pub fn near_unit(n: f32, least: f32) -> Option<f32> {
 }
 
 /// The [`weight`] of `e^x` by the [`near_unit`] of its row: the power of two of the reference point is in the coefficients.
+/// `bf16`: all x are of that type. Their products by log2(e) lie so far from halves between integers that one rounding gives
+/// the integer of two.
 #[inline(always)]
-pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32) -> S::F {
+pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32, bf16: bool) -> S::F {
     let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
-    let (i, rounded) = s.round_small(s.mul(x, c_hi));
+    let (i, rounded) = if bf16 { s.round_product(x, c_hi) } else { s.round_small(s.mul(x, c_hi)) };
     s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
@@ -255,44 +257,50 @@ mod tests {
         }
     }
 
-    struct Near<'a>(&'a [f32], f32, &'a mut [f32]);
+    struct Near<'a>(&'a [f32], f32, &'a mut [f32], bool);
 
     impl Kernel for Near<'_> {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
             for at in (0..self.0.len()).step_by(S::LANES) {
-                narrow_at(s, near_weight(s, load_at(s, self.0, at, 0.0), self.1), self.2, at);
+                narrow_at(s, near_weight(s, load_at(s, self.0, at, 0.0), self.1, self.3), self.2, at);
             }
         }
     }
 
-    /// From the least exponent that is near to the reference point, halfway between integers too.
+    /// From the least exponent that is near to the reference point, halfway between integers too, and every bf16.
     #[test]
     fn near_weights_are_the_weights() {
         for n in [-26.0f32, -3.0, 0.0, 7.0, 100.0] {
             let least = f32::max(n - 100.0, -126.0);
-            let unit = near_unit(n, least).unwrap();
             let exponents = (0..=1000).map(|i| least + (n - least) * i as f32 / 1000.0);
             let halves = (0..).map(|i| least + 0.5 + i as f32).take_while(|e| *e < n);
-            let x: Vec<f32> = exponents.chain(halves).map(|e| e / LOG2E_HI).collect();
-            let expected = x.iter().map(|&x| {
-                let (m, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
-                assert!(i >= least && i <= n);
-                weight(Scalar, m, i, n).to_bits()
-            });
-            let expected: Vec<u32> = expected.collect();
-            assert!(expected.iter().all(|w| *w != 0));
-            for isa in Isa::of_machine() {
-                let mut w = vec![0f32; x.len()];
-                Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w));
-                assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}");
-            }
+            near_weights(n, least, exponents.chain(halves).map(|e| e / LOG2E_HI).collect(), false);
+            let all = (0..=u16::MAX).map(|bits| half::bf16::from_bits(bits).to_f32());
+            let near = |x: &f32| (least..=n).contains(&(x * LOG2E_HI).round_ties_even());
+            near_weights(n, least, all.filter(near).collect(), true);
         }
         for (n, least) in
             [(101.0, 50.0), (0.0, -101.0), (-27.0, -127.0), (100.0, -1.0), (f32::NAN, 0.0), (0.0, f32::NAN)]
         {
             assert_eq!(near_unit(n, least), None, "{n}, {least}");
+        }
+    }
+
+    fn near_weights(n: f32, least: f32, x: Vec<f32>, bf16: bool) {
+        let unit = near_unit(n, least).unwrap();
+        let expected = x.iter().map(|&x| {
+            let (m, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
+            assert!(i >= least && i <= n);
+            weight(Scalar, m, i, n).to_bits()
+        });
+        let expected: Vec<u32> = expected.collect();
+        assert!(!expected.is_empty() && expected.iter().all(|w| *w != 0));
+        for isa in Isa::of_machine() {
+            let mut w = vec![0f32; x.len()];
+            Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w, bf16));
+            assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, bf16 {bf16}");
         }
     }
 

@@ -418,8 +418,10 @@ impl<I: Element> Pass<'_, I> {
         let key = |j: usize| job.k.get(key_rows.at[j], head);
         let pairs = |j: usize| bf16_slice(key(j)).expect("bf16");
         let right = if I::IS_BF16 {
-            vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, ahead);
-            Right::Vnni(panel, PANEL)
+            // Multiply-adds take the longer part of the time, and memory that is asked for faster than it comes is waited for.
+            let (here, later) = if job.dots() { (ahead, Prefetch::NONE) } else { (Prefetch::NONE, ahead) };
+            vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, here);
+            if job.dots() { Right::Vnni(panel, PANEL) } else { Right::VnniAsking(panel, PANEL, later) }
         } else {
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
             Right::F32(as_floats(panel), PANEL)

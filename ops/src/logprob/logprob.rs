@@ -279,17 +279,17 @@ impl<I: Element> Kernel for NearSum<'_, I> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let NearSum { x, next, scale, unit, lanes } = self;
-        let (two, s2) = (2 * S::LANES, Unrolled(s));
+        let (two, s2, bf16) = (2 * S::LANES, Unrolled(s), I::IS_BF16 && scale == 1.0);
         let whole = x.len() - x.len() % two;
         for at in (0..whole).step_by(two) {
             for line in (0..two * size_of::<I>()).step_by(64) {
                 prefetch_second(next.as_ptr().wrapping_add(at).wrapping_byte_add(line));
             }
             let x = load_two(s, &x[at..][..two], I::IS_BF16);
-            lanes.add_two(s, at, near_weight(s2, scaled(s2, x, scale), unit));
+            lanes.add_two(s, at, near_weight(s2, scaled(s2, x, scale), unit, bf16));
         }
         for (i, x) in x[whole..].iter().enumerate() {
-            let weight = near_weight(Scalar, scaled(Scalar, x.widen(), scale), unit);
+            let weight = near_weight(Scalar, scaled(Scalar, x.widen(), scale), unit, bf16);
             lanes.add_one(s, whole + i, weight, I::IS_BF16);
         }
     }

@@ -16,7 +16,7 @@ use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{
-    Kernel, Simd, load_at, load_two, narrow_at, narrow_two, narrow_two_numbers, paired, prefetch_second,
+    Kernel, Simd, load_at, load_two, narrow_at, narrow_quotients, narrow_two, paired, prefetch_second,
     prefetch_to_write, store_two,
 };
 use crate::tensor::Rows;
@@ -204,7 +204,8 @@ impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Turn { x, next, unit, lanes, w, sum, y } = self;
-        let (two, s2, divisor, pairs) = (2 * S::LANES, Unrolled(s), Unrolled(s).splat(sum), paired::<I, O>());
+        let (two, s2, pairs) = (2 * S::LANES, Unrolled(s), paired::<I, O>());
+        let divisor = (s.splat(sum), s.splat(1.0 / sum));
         assert!(w.len() == x.len() && y.len() == x.len());
         let whole = x.len() - x.len() % two;
         let parts = x.chunks_exact(two).zip(w.chunks_exact_mut(two)).zip(y.chunks_exact_mut(two));
@@ -215,16 +216,15 @@ impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
             for line in (0..two * size_of::<O>()).step_by(64) {
                 prefetch_to_write(y.as_ptr().wrapping_byte_add(AHEAD + line));
             }
-            let quotient = s2.div(load_two(s, w, false), divisor);
-            let weight = near_weight(s2, load_two(s, x, pairs), unit);
+            // No weight and no sum of them is so small or so large that a quotient would not be normal.
+            narrow_quotients(s, load_two(s, w, false), divisor, y, pairs);
+            let weight = near_weight(s2, load_two(s, x, pairs), unit, I::IS_BF16);
             lanes.add_next(s, at, weight);
             store_two(s, weight, w);
-            // Both numbers are positive and finite, and so is the quotient.
-            narrow_two_numbers(s, quotient, y, pairs);
         }
         for at in whole..x.len() {
             y[at] = O::narrow(w[at] / sum);
-            w[at] = near_weight(Scalar, x[at].widen(), unit);
+            w[at] = near_weight(Scalar, x[at].widen(), unit, I::IS_BF16);
             lanes.add_one(s, at, w[at], pairs);
         }
     }

@@ -436,6 +436,13 @@ impl Prefetch {
         self.lines
     }
 
+    /// What is behind the first `lines` lines.
+    #[inline(always)]
+    pub fn behind(self, lines: usize) -> Prefetch {
+        let lines = lines.min(self.lines);
+        Prefetch { at: self.at.wrapping_add(64 * lines), lines: self.lines - lines }
+    }
+
     /// The first line and the last, if there are any.
     pub fn bounds(&self) -> Option<(*const i8, *const i8)> {
         (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))

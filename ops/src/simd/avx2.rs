@@ -183,6 +183,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn round_product(self, x: __m256, c: __m256) -> (__m256, __m256) {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
+        unsafe {
+            let magic = _mm256_set1_ps(12_582_912.0);
+            let sum = _mm256_fmadd_ps(x, c, magic);
+            (_mm256_sub_ps(sum, magic), sum)
+        }
+    }
+
+    #[inline(always)]
     fn mul_rounded(self, m: __m256, rounded: __m256) -> __m256 {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions.
         unsafe {
@@ -350,6 +360,24 @@ impl Simd for Avx2 {
             let even = _mm256_andnot_si256(kept, _mm256_set1_epi16(1));
             let more = _mm256_srli_epi16::<15>(_mm256_subs_epu16(lost, even));
             _mm256_storeu_si256(p.cast(), _mm256_add_epi16(kept, more));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs_about(self, high: __m256, low: __m256, p: *mut u32) -> bool {
+        // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
+        unsafe {
+            // Half an ulp and 4 more: what was 4 below it or less, and 4 above it or less, leaves 0 to 8 in the half that is
+            // lost. All else is on the same side of it as what it stands for.
+            let half = _mm256_set1_epi32(0x8004);
+            let high = _mm256_add_epi32(_mm256_castps_si256(high), half);
+            let low = _mm256_add_epi32(_mm256_castps_si256(low), half);
+            let near = _mm256_subs_epu16(_mm256_set1_epi32(9), _mm256_min_epu16(high, low));
+            if _mm256_testz_si256(near, near) == 0 {
+                return false;
+            }
+            _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high));
+            true
         }
     }
 

@@ -261,6 +261,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn narrow_pairs_about(self, high: __m512, low: __m512, p: *mut u32) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { words::narrow_pairs_about(self, high, low, p) }
+    }
+
+    #[inline(always)]
     fn interleave(self, high: __m512, low: __m512) -> (__m512, __m512) {
         words::interleave(self, high, low)
     }
@@ -312,6 +318,7 @@ impl Simd512 for Avx512 {
         permutex2var_ps(a: __m512, which: __m512i, b: __m512) -> __m512 = _mm512_permutex2var_ps
         mask_blend_epi16(mask: u32, a: __m512i, b: __m512i) -> __m512i = _mm512_mask_blend_epi16
         mask_blend_ps(mask: u16, a: __m512, b: __m512) -> __m512 = _mm512_mask_blend_ps
+        cmplt_epu16_mask(a: __m512i, b: __m512i) -> u32 = _mm512_cmplt_epu16_mask
         cmpunord_ps_mask(a: __m512, b: __m512) -> u16 = _mm512_cmpunord_ps_mask
     }
 

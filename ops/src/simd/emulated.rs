@@ -129,6 +129,15 @@ unsafe fn narrow_pairs(s: Emulated, high: &Floats, low: &Floats, p: *mut u32) {
 }
 
 /// # Safety
+/// That of [`Simd::narrow_pairs_about`].
+#[inline(never)]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+unsafe fn narrow_pairs_about(s: Emulated, high: &Floats, low: &Floats, p: *mut u32) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { words::narrow_pairs_about(s, *high, *low, p) }
+}
+
+/// # Safety
 /// The machine has the instructions of `Base`.
 #[inline(never)]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
@@ -211,6 +220,12 @@ impl Simd for Emulated {
     unsafe fn narrow_pairs(self, high: Floats, low: Floats, p: *mut u32) {
         // SAFETY: as for `narrow_bf16`.
         unsafe { narrow_pairs(self, &high, &low, p) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_pairs_about(self, high: Floats, low: Floats, p: *mut u32) -> bool {
+        // SAFETY: as for `narrow_bf16`.
+        unsafe { narrow_pairs_about(self, &high, &low, p) }
     }
 
     #[inline(always)]
@@ -444,6 +459,11 @@ impl Simd512 for Emulated {
     fn mask_blend_ps(self, mask: u16, a: Floats, b: Floats) -> Floats {
         let (a, b) = (self.lanes(a), self.lanes(b));
         self.vector(std::array::from_fn(|i| if mask >> i & 1 == 0 { a[i] } else { b[i] }))
+    }
+    #[inline(always)]
+    fn cmplt_epu16_mask(self, a: Words, b: Words) -> u32 {
+        let less = |i: usize, shift: u32| u32::from(((a.0[i] >> shift) as u16) < (b.0[i] >> shift) as u16);
+        (0..16).fold(0, |mask, i| mask | less(i, 0) << (2 * i) | less(i, 16) << (2 * i + 1))
     }
     #[inline(always)]
     fn cmpunord_ps_mask(self, a: Floats, b: Floats) -> u16 {
@@ -688,6 +708,7 @@ impl Kernel512 for WordResults<'_> {
                 integers("shuffle_epi32", s.shuffle_epi32::<0x6C>(a)),
                 integers("shuffle_i32x4", s.shuffle_i32x4::<0x6C>(a, b)),
                 integers("mask_blend_epi16", s.mask_blend_epi16(words[0][0], a, b)),
+                ("cmplt_epu16_mask", [s.cmplt_epu16_mask(a, b); 16]),
                 ("reduce_min_epu16", [u32::from(s.reduce_min_epu16(a)); 16]),
                 floats(s, "permutex2var_ps", s.permutex2var_ps(x, b, y)),
                 floats(s, "insertf32x8_high", s.insertf32x8_high(x, y)),

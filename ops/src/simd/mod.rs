@@ -84,6 +84,11 @@ pub trait Simd: Copy + Send + Sync {
         let i = self.round(t);
         (i, i)
     }
+    /// [`Simd::round_small`] of `x * c` where that product gives the same integer before it is rounded and after.
+    #[inline(always)]
+    fn round_product(self, x: Self::F, c: Self::F) -> (Self::F, Self::F) {
+        self.round_small(self.mul(x, c))
+    }
     /// `m * 2^i` for the i of a [`Simd::round_small`] in [-126, 126], where m and the result are normal.
     #[inline(always)]
     fn mul_rounded(self, m: Self::F, rounded: Self::F) -> Self::F {
@@ -189,6 +194,14 @@ pub trait Simd: Copy + Send + Sync {
     unsafe fn narrow_pairs_of_numbers(self, high: Self::F, low: Self::F, p: *mut u32) {
         // SAFETY: the caller's promise.
         unsafe { self.narrow_pairs(high, low, p) }
+    }
+    /// [`Simd::narrow_pairs_of_numbers`] of positive numbers whose bits, as integers, are off by at most 4, if that changes no
+    /// element of the result; else writes nothing and gives false.
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn narrow_pairs_about(self, _high: Self::F, _low: Self::F, _p: *mut u32) -> bool {
+        false
     }
     /// `low[0], high[0], low[1], high[1], ..`, in two vectors.
     fn interleave(self, high: Self::F, low: Self::F) -> (Self::F, Self::F);
@@ -455,6 +468,28 @@ pub fn narrow_two_numbers<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T
     }
 }
 
+/// [`narrow_two_numbers`] of the positive quotients `w / divisor`, both of normal numbers and normal themselves. To bf16 a
+/// product by the `reciprocal` of the divisor will most often do: its rounding, that of the reciprocal and that of the quotient
+/// are less than three units in the last place together, and seldom is half a unit of bf16 so near.
+#[inline(always)]
+pub fn narrow_quotients<S: Simd, T: Storage>(
+    s: S,
+    w: (S::F, S::F),
+    (divisor, reciprocal): (S::F, S::F),
+    y: &mut [T],
+    pairs: bool,
+) {
+    assert!(y.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    if pairs {
+        let about = (s.mul(w.0, reciprocal), s.mul(w.1, reciprocal));
+        // SAFETY: `y` holds 2 * LANES elements; pairs of bf16 are LANES u32.
+        if unsafe { s.narrow_pairs_about(about.0, about.1, y.as_mut_ptr().cast()) } {
+            return;
+        }
+    }
+    narrow_two_numbers(s, (s.div(w.0, divisor), s.div(w.1, divisor)), y, pairs);
+}
+
 /// Stores two vectors as they are, one after the other.
 #[inline(always)]
 pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
@@ -549,6 +584,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    struct Quotients<'a>(&'a [f32], f32, &'a mut [bf16], bool);
+
+    impl Kernel for Quotients<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            let (two, divisor) = (2 * S::LANES, (s.splat(self.1), s.splat(1.0 / self.1)));
+            for (w, y) in self.0.chunks_exact(two).zip(self.2.chunks_exact_mut(two)) {
+                narrow_quotients(s, load_two(s, w, false), divisor, y, self.3);
+            }
+        }
+    }
+
+    /// Quotients about every half between two bf16, where the product by a reciprocal may be on the other side of it.
+    #[test]
+    fn quotients_to_bf16() {
+        let mut otherwise = 0;
+        for divisor in [0.7f32, 1.0, 3.0, 6.6541, 1234.567, 11_111.1] {
+            for high in (0x3F00u32..0x3F80).step_by(3) {
+                for low in 0x7FF0..=0x8010u32 {
+                    let w = [f32::from_bits(high << 16 | low) * divisor; 2 * MAX_LANES];
+                    let expected = bf16::narrow(w[0] / divisor);
+                    otherwise += u32::from(bf16::narrow(w[0] * (1.0 / divisor)) != expected);
+                    for isa in crate::Isa::of_machine() {
+                        for pairs in [false, true] {
+                            let mut y = [bf16::ZERO; 2 * MAX_LANES];
+                            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+                            cpu.dispatch(Quotients(&w, divisor, &mut y, pairs));
+                            assert_eq!(y, [expected; 2 * MAX_LANES], "{isa}, {} / {divisor}, pairs {pairs}", w[0]);
+                        }
+                    }
+                }
+            }
+        }
+        assert!(otherwise > 20, "{otherwise}");
     }
 
     fn extent<T: Element>(x: &[f32]) -> Option<(f32, f32)> {

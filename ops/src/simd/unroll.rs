@@ -77,6 +77,11 @@ impl<S: Simd> Simd for Unrolled<S> {
         ((i0, i1), (rounded0, rounded1))
     }
     #[inline(always)]
+    fn round_product(self, x: Self::F, c: Self::F) -> (Self::F, Self::F) {
+        let ((i0, rounded0), (i1, rounded1)) = (self.0.round_product(x.0, c.0), self.0.round_product(x.1, c.1));
+        ((i0, i1), (rounded0, rounded1))
+    }
+    #[inline(always)]
     fn mul_rounded(self, m: Self::F, rounded: Self::F) -> Self::F {
         (self.0.mul_rounded(m.0, rounded.0), self.0.mul_rounded(m.1, rounded.1))
     }

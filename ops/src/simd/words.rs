@@ -68,6 +68,8 @@ pub trait Simd512: Simd {
     fn mask_blend_epi16(self, mask: u32, a: Self::I, b: Self::I) -> Self::I;
     /// b where the bit of `mask` is set, else a.
     fn mask_blend_ps(self, mask: u16, a: Self::F, b: Self::F) -> Self::F;
+    /// A bit for each half of a word that is smaller in a, unsigned.
+    fn cmplt_epu16_mask(self, a: Self::I, b: Self::I) -> u32;
     /// A bit for each lane where a or b is NaN.
     fn cmpunord_ps_mask(self, a: Self::F, b: Self::F) -> u16;
 
@@ -243,6 +245,22 @@ pub unsafe fn narrow_pairs_of_numbers<S: Simd512>(s: S, high: S::F, low: S::F, p
     let low = s.srli_epi32::<16>(rounded(s, low));
     // SAFETY: the caller's promise.
     unsafe { s.storeu_si512(p, s.mask_blend_epi16(0xAAAA_AAAA, low, rounded(s, high))) }
+}
+
+/// [`Simd::narrow_pairs_about`], by the steps of AVX2.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub unsafe fn narrow_pairs_about<S: Simd512>(s: S, high: S::F, low: S::F, p: *mut u32) -> bool {
+    let half = s.set1_epi32(0x8004);
+    let (high, low) = (s.add_epi32(s.cast_si512(high), half), s.add_epi32(s.cast_si512(low), half));
+    if s.cmplt_epu16_mask(s.min_epu16(high, low), s.set1_epi32(9)) != 0 {
+        return false;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { s.storeu_si512(p, s.mask_blend_epi16(0xAAAA_AAAA, s.srli_epi32::<16>(low), high)) };
+    true
 }
 
 /// [`Simd::narrow_bf16`].

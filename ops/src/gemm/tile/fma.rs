@@ -3,7 +3,7 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{Order, PANEL, Right, TILE_ROWS, Tile, last};
+use super::{Left, Order, PANEL, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
 use crate::pack::Prefetch;
 use crate::pack::dictionary::{BLOCK, DictionaryPanel, FAR, NEAR, ask};
@@ -15,6 +15,9 @@ const STEPS_IN_CACHE: usize = 512;
 /// How far ahead of a streamed step lines are asked for: 2 KiB of a panel, of pairs as of f32. A Xeon streams pairs at 18.6 GB/s
 /// so, at 15.2 with 4 KiB and at 16.6 unasked.
 const STEPS_AHEAD: usize = 16;
+/// Two vectors of 8 lanes are half a line of a narrow operand, whose other half is read when all steps have been passed: so
+/// many lines stay in a first cache, of eight ways at least, however far apart they are.
+const STEPS_IN_SETS: usize = 8;
 /// Words of a cache line.
 const LINE: usize = 16;
 /// Steps in a round of a chain of 8 lanes.
@@ -54,6 +57,7 @@ trait Steps: Copy {
     ) {
         // A copy that lives in registers while the loop runs.
         let mut live = *sums;
+        let (mut at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
         macro_rules! step {
             ($at:expr) => {{
                 let at = $at;
@@ -64,7 +68,7 @@ trait Steps: Copy {
                     for v in 0..VECTORS {
                         (first[v], second[v]) = self.load(s, at, column + v * S::LANES);
                     }
-                    self.ask(column / (VECTORS * S::LANES) * to + at, VECTORS * S::LANES);
+                    self.ask(column / (VECTORS * S::LANES) * end + at, VECTORS * S::LANES);
                     let x = a.add(at * Self::K * step);
                     add(s, &mut live, x, row_stride, first);
                     if Self::K == 2 {
@@ -73,7 +77,6 @@ trait Steps: Copy {
                 }
             }};
         }
-        let (mut at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
         // Prefill gains 1% at most.
         while S::LANES == 8 && at + UNROLLED <= end {
             for i in 0..UNROLLED {
@@ -119,6 +122,9 @@ trait Placed: Steps {
 struct WideSteps(*const f32, usize);
 #[derive(Clone, Copy)]
 struct PairSteps(*const u32, usize);
+/// [`PairSteps`] that ask for memory on the way.
+#[derive(Clone, Copy)]
+struct AskingPairs(PairSteps, Prefetch);
 #[derive(Clone, Copy)]
 struct Bf16Steps(*const half::bf16, usize, Prefetch);
 
@@ -171,6 +177,20 @@ impl Placed for PairSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1 + column)
+    }
+}
+
+impl Steps for AskingPairs {
+    const K: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.load(s, step, column) }
+    }
+    #[inline(always)]
+    fn ask(self, index: usize, columns: usize) {
+        let lines = columns.div_ceil(LINE);
+        self.1.ask_at(index * lines, lines);
     }
 }
 
@@ -336,8 +356,44 @@ impl Kernel for FmaTile<'_, '_> {
             (Right::Bf16(data, stride, ahead), true, false) => {
                 heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
             }
-            (Right::Bf16(data, stride, ahead), false, false) => {
+            (Right::Bf16(data, stride, ahead), false, false) if S::LANES != 8 => {
                 heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
+            }
+            (Right::Bf16(data, stride, ahead), false, false) => {
+                let (Left { data: weights, row_stride, step }, end) = (tile.left, tile.order.end());
+                let Tile { rows, columns, out_stride, .. } = *tile;
+                let (mut tall, mut whole) = (0, 0);
+                if step == 1 && rows >= 4 {
+                    whole = end / STEPS_IN_SETS * STEPS_IN_SETS;
+                    for at in (0..whole).step_by(STEPS_IN_SETS) {
+                        let ahead = ahead.behind(at * columns / (2 * LINE));
+                        tall = 0;
+                        while rows - tall >= 4 {
+                            let a = weights[tall * row_stride + at..].as_ptr();
+                            let (b, out) = (data[at * stride..].as_ptr(), out.wrapping_add(tall * out_stride));
+                            // SAFETY: `Tile::check` bounded these rows and steps of all columns.
+                            tall += unsafe {
+                                // The heights of `heights`.
+                                match rows - tall {
+                                    4 | 5 | 8 => few_steps::<S, 4>(s, tile, (a, row_stride), (b, stride), out, ahead),
+                                    _ => few_steps::<S, 6>(s, tile, (a, row_stride), (b, stride), out, ahead),
+                                }
+                            };
+                        }
+                    }
+                }
+                // The last steps of those rows, and all steps of the others.
+                for (first, rows, at) in [(0, tall, whole), (tall, rows - tall, 0)] {
+                    if rows == 0 || at == end {
+                        continue;
+                    }
+                    let ahead = if tall == 0 { ahead } else { Prefetch::NONE };
+                    let left = Left { data: &weights[first * row_stride + at * step..], row_stride, step };
+                    let order = Order::Chain(end - at);
+                    let part = Tile { left, right: tile.right, order, rows, columns, out: &mut [], out_stride };
+                    let b = Bf16Steps(data[at * stride..].as_ptr(), stride, ahead);
+                    heights::<S, _, false, false>(s, &part, out.wrapping_add(first * out_stride), b);
+                }
             }
             (Right::Dictionary(coded), true, true) if S::LANES == 8 => {
                 let Order::Tree(bounds) = tile.order else { unreachable!("a tree") };
@@ -346,6 +402,10 @@ impl Kernel for FmaTile<'_, '_> {
                 assert!(whole, "segments of coded panels are whole blocks");
                 tile.check_pad();
                 heights::<S, _, true, true>(s, tile, out, CodedSteps(coded))
+            }
+            (Right::VnniAsking(data, stride, ahead), true, true) => {
+                tile.check_pad();
+                heights::<S, _, true, true>(s, tile, out, AskingPairs(PairSteps(data.as_ptr(), stride), ahead))
             }
             (Right::Vnni(data, stride), _, _) => {
                 tile.check_pad();
@@ -358,9 +418,65 @@ impl Kernel for FmaTile<'_, '_> {
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
-            (Right::Bf16(..), _, true) | (Right::Dictionary(_), ..) => panic!("no op sums such a tile"),
+            (Right::Bf16(..), _, true) | (Right::Dictionary(_) | Right::VnniAsking(..), ..) => {
+                panic!("no op sums such a tile")
+            }
         }
     }
+}
+
+/// [`STEPS_IN_SETS`] steps of all columns of a tile whose left steps are adjacent, two vectors of 8 lanes at a time; returns
+/// `ROWS`. The left rows are `a.1` apart from `a.0` on, the right ones `b.1` from `b.0` on.
+///
+/// # Safety
+/// [`Tile::check`] has passed, these are rows and steps of the tile, and `out` is where `ROWS` of its rows begin.
+#[inline(always)]
+unsafe fn few_steps<S: Simd, const ROWS: usize>(
+    s: S,
+    tile: &Tile<'_, f32>,
+    a: (*const f32, usize),
+    b: (*const half::bf16, usize),
+    out: *mut f32,
+    ahead: Prefetch,
+) -> usize {
+    // As much as these steps of two vectors read; past the last lines those are asked for again.
+    let asked = STEPS_IN_SETS / 2;
+    let (first, last) = match ahead.bounds() {
+        Some((first, last)) => (first, last.wrapping_sub(64 * (asked - 1)).max(first)),
+        None => (b.0.cast(), b.0.cast()),
+    };
+    // SAFETY: the caller's promise; `columns` is a multiple of two vectors of 8 lanes.
+    unsafe {
+        let rows: [*const f32; ROWS] = std::array::from_fn(|r| a.0.add(r * a.1));
+        for column in (0..tile.columns).step_by(2 * S::LANES) {
+            let ask = first.wrapping_add(column / (2 * S::LANES) * asked * 64).min(last);
+            let mut sums = [[s.splat(0.0); 2]; ROWS];
+            for r in 0..ROWS {
+                for v in 0..2 {
+                    sums[r][v] = s.load(out.add(r * tile.out_stride + column + v * S::LANES));
+                }
+            }
+            for step in 0..STEPS_IN_SETS {
+                let right = b.0.add(step * b.1 + column);
+                let right = [s.load_bf16(right), s.load_bf16(right.add(S::LANES))];
+                if step % 2 == 0 {
+                    prefetch(ask.wrapping_add(step / 2 * 64));
+                }
+                for r in 0..ROWS {
+                    let x = s.splat(*rows[r].add(step));
+                    for v in 0..2 {
+                        sums[r][v] = s.fma(x, right[v], sums[r][v]);
+                    }
+                }
+            }
+            for r in 0..ROWS {
+                for v in 0..2 {
+                    s.store(sums[r][v], out.add(r * tile.out_stride + column + v * S::LANES));
+                }
+            }
+        }
+    }
+    ROWS
 }
 
 /// Cuts the rows of a checked tile, whose results are at `out`, into heights the registers hold.

@@ -313,13 +313,15 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                 Right::F32(inner(&floats), stride),
                 Right::Bf16(inner(&narrow), stride, ahead),
                 Right::Vnni(inner(&pairs), stride),
+                Right::VnniAsking(inner(&pairs), stride, ahead),
             ];
             for (right, &rows, layout) in rights
                 .into_iter()
                 .flat_map(|right| heights.iter().map(move |rows| (right, rows)))
                 .flat_map(|(right, rows)| (0..3).map(move |layout| (right, rows, layout)))
             {
-                let end = if matches!(right, Right::Vnni(..)) { k.next_multiple_of(2) } else { k };
+                let end =
+                    if matches!(right, Right::Vnni(..) | Right::VnniAsking(..)) { k.next_multiple_of(2) } else { k };
                 let (row_stride, step) = [(1, rows + 1), (2, 2 * rows + 1), (end + 1, 1)][layout];
                 let left = left_floats(rows, k, end, row_stride, step);
                 for (sums, bounds) in &sums {
@@ -328,6 +330,8 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                     match (right, order) {
                         (Right::Bf16(..), Order::Tree(_)) => continue,
                         (Right::Vnni(..), Order::Chain(_)) if layout > 0 => continue,
+                        (Right::VnniAsking(..), Order::Chain(_)) => continue,
+                        (Right::VnniAsking(..), _) if layout > 0 => continue,
                         _ => {}
                     }
                     for cpu in &cpus {
@@ -353,6 +357,7 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                         let form = match right {
                             Right::F32(..) => "f32",
                             Right::Vnni(..) => "pairs",
+                            Right::VnniAsking(..) => "pairs, asking",
                             _ => "bf16",
                         };
                         let what = format!(
