@@ -47,8 +47,11 @@ fn on_team(count: usize, work: &(dyn Fn(usize) + Sync)) {
 }
 
 /// Takes numbers until none is left: a team may have fewer threads than it was asked for. A panic waits for the caller.
+///
+/// # Safety
+/// `task` is the Task of an [`on_team`] that has not returned.
 unsafe extern "C" fn take_part(task: *mut c_void) {
-    // SAFETY: it is the Task of on_team.
+    // SAFETY: the caller's promise.
     let task = unsafe { &*task.cast::<Task>() };
     loop {
         let number = task.next.fetch_add(1, Ordering::Relaxed);
