@@ -334,6 +334,18 @@ mod tests {
         }
     }
 
+    /// Products that underflow leave -0 in their lanes; a lane without elements makes the sum +0.
+    #[test]
+    fn the_sign_of_a_zero() {
+        for (n, expected) in [(1, 0.0f32), (LANES - 1, 0.0), (LANES, -0.0), (LANES + 1, -0.0)] {
+            let (a, b) = (vec![-1e-30f32; n], vec![1e-30f32; n]);
+            for isa in Isa::of_machine() {
+                let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+                assert_eq!(cpu.dispatch(Products(&a, &b)).to_bits(), expected.to_bits(), "{isa}, {n}");
+            }
+        }
+    }
+
     /// The sum of `x` in lanes that another sum has used, with pairs of vectors in turn or not.
     struct Next<'a>(&'a mut Lanes, &'a [f32], bool);
 
