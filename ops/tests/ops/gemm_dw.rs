@@ -17,20 +17,18 @@ fn page<I: Stored>([n, k]: [usize; 2], mask: Option<&[i32]>, x: &[I], dy: &[I], 
     bits(&dw)
 }
 
-/// A call by name, which goes on from its carry and not from what dw holds.
+/// A call by name, which goes on from its carry, or from +0, and not from what dw holds.
 fn by_name<I: Stored>(
     cpu: &Cpu,
     [tokens, n, k]: [usize; 3],
     mask: Option<&[i32]>,
     [x, dy]: [&[I]; 2],
-    start: &[f32],
+    start: Option<&[f32]>,
     expected: &[u32],
 ) {
-    let mut inputs = vec![
-        ("x", TensorRef::new(x, &[tokens, k]).unwrap()),
-        ("dy", TensorRef::new(dy, &[tokens, n]).unwrap()),
-        ("carry", TensorRef::new(start, &[n, k]).unwrap()),
-    ];
+    let mut inputs =
+        vec![("x", TensorRef::new(x, &[tokens, k]).unwrap()), ("dy", TensorRef::new(dy, &[tokens, n]).unwrap())];
+    inputs.extend(start.map(|start| ("carry", TensorRef::new(start, &[n, k]).unwrap())));
     inputs.extend(mask.map(|mask| ("mask", TensorRef::new(mask, &[tokens]).unwrap())));
     let mut dw = vec![7e7; n * k];
     let output = TensorMut::new(&mut dw, &[n, k]).unwrap();
@@ -75,7 +73,7 @@ fn check<I: Stored>([tokens, n, k]: [usize; 3], spread: u32, seed: u64, flags: u
         };
         run(&cpu, &[]).unwrap();
         run(&cpu, &[tokens / 3, tokens / 3 + 1]).unwrap();
-        by_name(&cpu, [tokens, n, k], mask, [&x, &dy], &start, &expected);
+        by_name(&cpu, [tokens, n, k], mask, [&x, &dy], Some(&start), &expected);
         for tight in budgets(&cpu, seed, |cpu| run(cpu, &[])) {
             run(&tight, &[]).unwrap();
             assert!(tight.ledger().plans().iter().all(|plan| plan.bytes <= tight.budget()));
@@ -149,4 +147,16 @@ fn refusals_write_nothing() {
     assert!(matches!(by_name, Err(Error::Budget { .. })));
     gemm_dw(&cpu, &shape, Some(&[0; 3]), &[f32::NAN; 6], &[f32::NAN; 6], &mut dw).unwrap();
     assert_eq!(bits(&dw), bits(&[-0f32; 4]));
+}
+
+/// Tokens that count, some of them, and none.
+#[test]
+fn without_a_carry_sums_begin_with_zero() {
+    let [tokens, n, k] = [6, 9, 40];
+    let (x, dy): (Vec<bf16>, Vec<bf16>) = (values(1, tokens * k, 1), values(2, tokens * n, 1));
+    for step in [1, 2, 7] {
+        let mask: Vec<i32> = (1..=tokens as i32).map(|t| i32::from(t % step == 0)).collect();
+        let expected = page([n, k], Some(&mask), &x, &dy, &vec![0.0; n * k]);
+        cpus().iter().for_each(|cpu| by_name(cpu, [tokens, n, k], Some(&mask), [&x, &dy], None, &expected));
+    }
 }

@@ -63,7 +63,8 @@ impl<T: Element> Case<T> {
     ) -> Result<(), Error> {
         let LinearLogprob { rows, k, .. } = self.shape;
         if let Some(packed) = packed {
-            return self.by_name(cpu, TensorRef::of(&self.x, &[rows, k]), TensorRef::packed(packed), dx, dw);
+            let carry = Some(&self.carry[..]);
+            return self.by_name(cpu, TensorRef::of(&self.x, &[rows, k]), TensorRef::packed(packed), carry, dx, dw);
         }
         dw.copy_from_slice(&self.carry);
         let gradients = LogprobGradients { dlogprob: &self.dlogprob, dlse: self.dlse.as_deref() };
@@ -71,20 +72,22 @@ impl<T: Element> Case<T> {
         linear_logprob_backward(cpu, &self.shape, &self.x, &self.w, &given, dx, dw)
     }
 
-    /// By name, from `carry`; `dw` holds nothing before.
+    /// By name, from `carry` or +0; what `dw` holds before is not read.
     fn by_name<O: Element>(
         &self,
         cpu: &Cpu,
         x: TensorRef,
         w: TensorRef,
+        carry: Option<&[f32]>,
         dx: &mut [O],
         dw: &mut [f32],
     ) -> Result<(), Error> {
         let LinearLogprob { rows, vocab, k, temperature } = self.shape;
         dw.fill(7e7);
         let per_row = |values| TensorRef::of::<f32>(values, &[rows]);
-        let (target, carry) = (TensorRef::of(&self.target, &[rows]), TensorRef::of(&self.carry, &[vocab, k]));
-        let mut inputs = vec![("x", x), ("w", w), ("target", target), ("lse", per_row(&self.lse)), ("carry", carry)];
+        let target = TensorRef::of(&self.target, &[rows]);
+        let mut inputs = vec![("x", x), ("w", w), ("target", target), ("lse", per_row(&self.lse))];
+        inputs.extend(carry.map(|carry| ("carry", TensorRef::of(carry, &[vocab, k]))));
         inputs.push(("dlogprob", per_row(&self.dlogprob)));
         inputs.extend(self.dlse.as_ref().map(|dlse| ("dlse", per_row(dlse))));
         inputs.extend(self.mask.as_ref().map(|mask| ("mask", TensorRef::of(mask, &[rows]))));
@@ -236,7 +239,7 @@ fn rows_may_stand_apart() {
             on_every_plan(isa, 2, |cpu| {
                 dx.fill(7e7);
                 let [x, w] = [(&x, rows), (&w, vocab)].map(|(v, n)| TensorRef::strided(v, &[n, k], &[k + 3, 1]));
-                case.by_name(cpu, x?, w?, &mut dx, &mut dw)?;
+                case.by_name(cpu, x?, w?, Some(&case.carry), &mut dx, &mut dw)?;
                 assert_eq!([bits(&dx), bits(&dw)], expected, "{isa}");
                 Ok(())
             });
@@ -272,8 +275,10 @@ fn nothing_has_a_gradient_too() {
     // By name dw is what it goes on from.
     let (case, mut dw) = (Case::<f32>::new([0, 3, 2], 1.0, 1.0), [0f32; 6]);
     let (x, w) = (TensorRef::of(&case.x, &[0, 2]), TensorRef::of(&case.w, &[3, 2]));
-    case.by_name::<f32>(&scalar(), x, w, &mut [], &mut dw).unwrap();
+    case.by_name::<f32>(&scalar(), x, w, Some(&case.carry), &mut [], &mut dw).unwrap();
     assert_eq!(bits(&dw), bits(&case.carry));
+    case.by_name::<f32>(&scalar(), x, w, None, &mut [], &mut dw).unwrap();
+    assert_eq!(bits(&dw), bits(&[0f32; 6]));
     for [rows, vocab, k] in [[0, 3, 2], [3, 0, 2], [3, 2, 0]] {
         let cpu = scalar();
         let (x, w) = (vec![1f32; rows * k], vec![1f32; vocab * k]);
@@ -283,5 +288,26 @@ fn nothing_has_a_gradient_too() {
         let given = LogprobRows { target: &target, lse: &lse, gradients, mask: None };
         linear_logprob_backward(&cpu, &LinearLogprob::new(rows, vocab, k), &x, &w, &given, &mut dx, &mut dw).unwrap();
         assert!(dx.iter().all(|dx| dx.to_bits() == 0) && dw.iter().all(|dw| *dw == 3.0), "{rows} {vocab} {k}");
+    }
+}
+
+/// Rows that count, some of them, and none.
+#[test]
+fn without_a_carry_sums_begin_with_zero() {
+    for step in [1, 2, 7] {
+        let [rows, vocab, k] = [6, 70, 5];
+        let mut case = Case::<bf16>::new([rows, vocab, k], 1.0, 1.0);
+        case.mask = Some((1..=rows as i32).map(|r| i32::from(r % step == 0)).collect());
+        case.carry.fill(0.0);
+        let expected = case.expected::<bf16>();
+        let (x, w) = (TensorRef::of(&case.x, &[rows, k]), TensorRef::of(&case.w, &[vocab, k]));
+        for isa in Isa::of_machine() {
+            on_every_plan(isa, 2, |cpu| {
+                let (mut dx, mut dw) = (vec![bf16::ZERO; rows * k], vec![0f32; vocab * k]);
+                case.by_name(cpu, x, w, None, &mut dx, &mut dw)?;
+                assert_eq!([bits(&dx), bits(&dw)], expected, "{isa}, one of {step} rows");
+                Ok(())
+            });
+        }
     }
 }
