@@ -206,12 +206,12 @@ impl<const PAIRS: bool> Kernel for Fold<'_, PAIRS> {
                     // SAFETY: h is a multiple of S::LANES here, so `l + LANES <= h`.
                     unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
                 }
+            // Eight and four of a longer vector stand by themselves: of a loop of any length the compiler would make masked stores.
             } else if h == 8 {
                 for l in 0..8 {
                     lanes[l] += lanes[l + 8];
                 }
             } else if h == 4 && !pairs {
-                // Not in a loop, which the compiler would make masked stores of.
                 let [a, b, c, d, e, f, g, h] = *lanes.first_chunk().expect("there are more");
                 lanes[0] = ((a + e) + (c + g)) + ((b + f) + (d + h));
                 break;

@@ -418,10 +418,15 @@ impl<I: Element> Pass<'_, I> {
         let key = |j: usize| job.k.get(key_rows.at[j], head);
         let pairs = |j: usize| bf16_slice(key(j)).expect("bf16");
         let right = if I::IS_BF16 {
-            // Multiply-adds take the longer part of the time, and memory that is asked for faster than it comes is waited for.
-            let (here, later) = if job.dots() { (ahead, Prefetch::NONE) } else { (Prefetch::NONE, ahead) };
-            vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, here);
-            if job.dots() { Right::Vnni(panel, PANEL) } else { Right::VnniAsking(panel, PANEL, later) }
+            let mut lay_out = |ahead| vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, ahead);
+            if job.dots() {
+                lay_out(ahead);
+                Right::Vnni(panel, PANEL)
+            } else {
+                // Multiply-adds take the longer part of the time, and memory that is asked for faster than it comes is waited for.
+                lay_out(Prefetch::NONE);
+                Right::VnniAsking(panel, PANEL, ahead)
+            }
         } else {
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
             Right::F32(as_floats(panel), PANEL)

@@ -1,6 +1,6 @@
 //! Eight lanes: AVX2 with FMA and F16C.
 
-use super::{Kernel, MAX_LANES, Simd};
+use super::{HALF_AND_FOUR, Kernel, MAX_LANES, Simd, TIES};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -367,12 +367,10 @@ impl Simd for Avx2 {
     unsafe fn narrow_pairs_about(self, high: __m256, low: __m256, p: *mut u32) -> bool {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
-            // Half an ulp and 4 more: what was 4 below it or less, and 4 above it or less, leaves 0 to 8 in the half that is
-            // lost. All else is on the same side of it as what it stands for.
-            let half = _mm256_set1_epi32(0x8004);
+            let half = _mm256_set1_epi32(HALF_AND_FOUR);
             let high = _mm256_add_epi32(_mm256_castps_si256(high), half);
             let low = _mm256_add_epi32(_mm256_castps_si256(low), half);
-            let near = _mm256_subs_epu16(_mm256_set1_epi32(9), _mm256_min_epu16(high, low));
+            let near = _mm256_subs_epu16(_mm256_set1_epi32(TIES), _mm256_min_epu16(high, low));
             if _mm256_testz_si256(near, near) == 0 {
                 return false;
             }

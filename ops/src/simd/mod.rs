@@ -468,6 +468,12 @@ pub fn narrow_two_numbers<S: Simd, T: Storage>(s: S, v: (S::F, S::F), y: &mut [T
     }
 }
 
+/// Half an ulp of bf16 and 4 units of f32 more. Added to a number that is off by at most 4, it leaves less than [`TIES`] in the lost half
+/// where the number may stand on the other side of a half than what it stands for; all else is rounded.
+pub const HALF_AND_FOUR: i32 = 0x8004;
+/// See [`HALF_AND_FOUR`].
+pub const TIES: i32 = 9;
+
 /// [`narrow_two_numbers`] of the positive quotients `w / divisor`, both of normal numbers and normal themselves. To bf16 a
 /// product by the `reciprocal` of the divisor will most often do: its rounding, that of the reciprocal and that of the quotient
 /// are less than three units in the last place together, and seldom is half a unit of bf16 so near.

@@ -3,7 +3,7 @@
 //! A kernel of 512-bit words is written once over [`Simd512`]. `avx512.rs` gives it the instructions; `emulated.rs` computes
 //! each by its definition, so that tests run the same kernel on a machine without them.
 
-use super::{MAX_LANES, Simd};
+use super::{HALF_AND_FOUR, MAX_LANES, Simd, TIES};
 use half::bf16;
 
 /// The instructions that kernels use beside [`Simd`]. A method bears the name of its intrinsic, without `_mm512_`, and does
@@ -253,9 +253,9 @@ pub unsafe fn narrow_pairs_of_numbers<S: Simd512>(s: S, high: S::F, low: S::F, p
 /// As there.
 #[inline(always)]
 pub unsafe fn narrow_pairs_about<S: Simd512>(s: S, high: S::F, low: S::F, p: *mut u32) -> bool {
-    let half = s.set1_epi32(0x8004);
+    let half = s.set1_epi32(HALF_AND_FOUR);
     let (high, low) = (s.add_epi32(s.cast_si512(high), half), s.add_epi32(s.cast_si512(low), half));
-    if s.cmplt_epu16_mask(s.min_epu16(high, low), s.set1_epi32(9)) != 0 {
+    if s.cmplt_epu16_mask(s.min_epu16(high, low), s.set1_epi32(TIES)) != 0 {
         return false;
     }
     // SAFETY: the caller's promise.

@@ -356,44 +356,11 @@ impl Kernel for FmaTile<'_, '_> {
             (Right::Bf16(data, stride, ahead), true, false) => {
                 heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
             }
-            (Right::Bf16(data, stride, ahead), false, false) if S::LANES != 8 => {
-                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
+            (Right::Bf16(data, stride, ahead), false, false) if S::LANES == 8 && tile.left.step == 1 => {
+                by_sets(s, tile, out, data, stride, ahead)
             }
             (Right::Bf16(data, stride, ahead), false, false) => {
-                let (Left { data: weights, row_stride, step }, end) = (tile.left, tile.order.end());
-                let Tile { rows, columns, out_stride, .. } = *tile;
-                let (mut tall, mut whole) = (0, 0);
-                if step == 1 && rows >= 4 {
-                    whole = end / STEPS_IN_SETS * STEPS_IN_SETS;
-                    for at in (0..whole).step_by(STEPS_IN_SETS) {
-                        let ahead = ahead.behind(at * columns / (2 * LINE));
-                        tall = 0;
-                        while rows - tall >= 4 {
-                            let a = weights[tall * row_stride + at..].as_ptr();
-                            let (b, out) = (data[at * stride..].as_ptr(), out.wrapping_add(tall * out_stride));
-                            // SAFETY: `Tile::check` bounded these rows and steps of all columns.
-                            tall += unsafe {
-                                // The heights of `heights`.
-                                match rows - tall {
-                                    4 | 5 | 8 => few_steps::<S, 4>(s, tile, (a, row_stride), (b, stride), out, ahead),
-                                    _ => few_steps::<S, 6>(s, tile, (a, row_stride), (b, stride), out, ahead),
-                                }
-                            };
-                        }
-                    }
-                }
-                // The last steps of those rows, and all steps of the others.
-                for (first, rows, at) in [(0, tall, whole), (tall, rows - tall, 0)] {
-                    if rows == 0 || at == end {
-                        continue;
-                    }
-                    let ahead = if tall == 0 { ahead } else { Prefetch::NONE };
-                    let left = Left { data: &weights[first * row_stride + at * step..], row_stride, step };
-                    let order = Order::Chain(end - at);
-                    let part = Tile { left, right: tile.right, order, rows, columns, out: &mut [], out_stride };
-                    let b = Bf16Steps(data[at * stride..].as_ptr(), stride, ahead);
-                    heights::<S, _, false, false>(s, &part, out.wrapping_add(first * out_stride), b);
-                }
+                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
             }
             (Right::Dictionary(coded), true, true) if S::LANES == 8 => {
                 let Order::Tree(bounds) = tile.order else { unreachable!("a tree") };
@@ -423,6 +390,49 @@ impl Kernel for FmaTile<'_, '_> {
             }
         }
     }
+}
+
+/// A checked tile of chains on vectors of 8 lanes, whose left steps are adjacent: [`STEPS_IN_SETS`] steps of all columns at a time,
+/// four rows or six.
+#[inline(always)]
+fn by_sets<S: Simd>(s: S, tile: &Tile<'_, f32>, out: *mut f32, data: &[half::bf16], stride: usize, ahead: Prefetch) {
+    let (Left { data: weights, row_stride, .. }, end) = (tile.left, tile.order.end());
+    let Tile { rows, columns, out_stride, .. } = *tile;
+    let whole = end / STEPS_IN_SETS * STEPS_IN_SETS;
+    let mut tall = 0;
+    for at in (0..whole).step_by(STEPS_IN_SETS) {
+        let ahead = ahead.behind(at * columns / (2 * LINE));
+        tall = 0;
+        while rows - tall >= 4 {
+            let a = (weights[tall * row_stride + at..].as_ptr(), row_stride);
+            let (b, out) = ((data[at * stride..].as_ptr(), stride), out.wrapping_add(tall * out_stride));
+            // SAFETY: `Tile::check` bounded these rows and steps of all columns.
+            tall += unsafe {
+                if six_rows(rows - tall) {
+                    few_steps::<S, 6>(s, tile, a, b, out, ahead)
+                } else {
+                    few_steps::<S, 4>(s, tile, a, b, out, ahead)
+                }
+            };
+        }
+    }
+    // The last steps of those rows, and all steps of the others.
+    for (first, rows, at) in [(0, tall, whole), (tall, rows - tall, 0)] {
+        if rows == 0 || at == end {
+            continue;
+        }
+        let ahead = if tall == 0 { ahead } else { Prefetch::NONE };
+        let left = Left { data: &weights[first * row_stride + at..], row_stride, step: 1 };
+        let order = Order::Chain(end - at);
+        let part = Tile { left, right: tile.right, order, rows, columns, out: &mut [], out_stride };
+        let b = Bf16Steps(data[at * stride..].as_ptr(), stride, ahead);
+        heights::<S, _, false, false>(s, &part, out.wrapping_add(first * out_stride), b);
+    }
+}
+
+/// Whether vectors of 8 lanes take six of so many rows: 8 are two times 4, as 6 and 2 would leave the two waiting for their own sums.
+fn six_rows(left: usize) -> bool {
+    left >= 6 && left != 8
 }
 
 /// [`STEPS_IN_SETS`] steps of all columns of a tile whose left steps are adjacent, two vectors of 8 lanes at a time; returns
@@ -490,12 +500,12 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
         let out = out.wrapping_add(row * tile.out_stride);
         // SAFETY: `Tile::check` bounded every (row, step, column) of the whole tile; these are some of its rows.
         row += unsafe {
-            // 16 rows are two times 8, and 8 two times 4: 12 and 4, or 6 and 2, would leave the few waiting for their own sums.
+            // 16 rows are two times 8: 12 and 4 would leave the four waiting for their own sums.
             if S::LANES == 16 && left >= 12 && left != 16 {
                 columns::<S, B, 12, ADJACENT, TREE>(s, tile, a, b, out)
             } else if S::LANES == 16 && left >= 8 {
                 columns::<S, B, 8, ADJACENT, TREE>(s, tile, a, b, out)
-            } else if S::LANES == 8 && left >= 6 && left != 8 {
+            } else if S::LANES == 8 && six_rows(left) {
                 columns::<S, B, 6, ADJACENT, TREE>(s, tile, a, b, out)
             } else if left >= 4 {
                 columns::<S, B, 4, ADJACENT, TREE>(s, tile, a, b, out)
