@@ -685,8 +685,11 @@ pub(crate) struct Tiling {
     height: usize,
     /// Tiles of x packed at a time.
     tiles: usize,
-    /// Panels of w packed at a time; 0 when w is packed beforehand.
+    /// Panels of w packed at a time; 0 when w is packed beforehand, or by each worker.
     panels: usize,
+    /// Whether each worker packs a panel of w when its tiles come to it. It passes under all of them from the nearest caches, where
+    /// panels that are packed for everybody go through memory first.
+    own: bool,
     /// 0 when whole rows are packed; else each worker packs this many steps of k at a time, again for every tile.
     steps: usize,
     pub workers: usize,
@@ -744,14 +747,14 @@ impl Tiling {
 impl Plan for Tiling {
     fn need(&self) -> Need {
         if self.steps > 0 {
-            let columns = if self.panels > 0 { PANEL } else { 0 };
+            let columns = if self.panels > 0 || self.own { PANEL } else { 0 };
             return Need { shared: 0, slot: self.steps * (self.height + columns), workers: self.workers, pairs: 0 };
         }
         let (x, w) = (self.x_words(), self.w_words());
         let pairs = if self.x_pairs { x } else { 0 } + if self.w_pairs { w } else { 0 };
-        let unpacked = if self.unpack { panel_words(self.k, true) } else { 0 };
-        let pairs = pairs + unpacked * self.workers;
-        let slot = unpacked + if self.block > 0 { block_words(self.block * self.height) } else { 0 };
+        let panel = if self.unpack || self.own { panel_words(self.k, self.w_pairs) } else { 0 };
+        let pairs = pairs + if self.w_pairs { panel * self.workers } else { 0 };
+        let slot = panel + if self.block > 0 { block_words(self.block * self.height) } else { 0 };
         Need { shared: x.saturating_add(w), slot, workers: self.workers, pairs }
     }
 
@@ -802,13 +805,14 @@ impl<I: Element> Product<'_, I> {
         let Gemm { m, n, k, .. } = self.shape;
         let blocks = self.block_height();
         let height = blocks.unwrap_or(if m <= MAX_ROWS { m } else { TILE_ROWS });
-        let panels = if matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
+        let own = blocks.is_none() && matches!(self.w, Weight::Plain(Matrix { side: Side::Rows, .. }));
+        let panels = if !own && matches!(self.w, Weight::Plain(_)) { n.div_ceil(PANEL) } else { 0 };
         let tiles = m.div_ceil(height);
         let workers = self.cpu.threads();
         let (x_pairs, w_pairs) = (self.dots() && blocks.is_none(), I::IS_BF16);
         let unpack = if blocks.is_some() { self.coded() && self.dots() } else { self.unpacks(tiles) };
         let block = blocks.map_or(0, |height| (BLOCK_ROWS / height).min(tiles));
-        Tiling { k, height, tiles, panels, steps: 0, workers, x_pairs, w_pairs, unpack, block }
+        Tiling { k, height, tiles, panels, own, steps: 0, workers, x_pairs, w_pairs, unpack, block }
     }
 
     /// Rows of a tile where tiles pass over a panel together: many, of products that multiply-adds make.
@@ -923,26 +927,23 @@ impl<I: Element> Product<'_, I> {
     ) -> usize {
         let Product { cpu, shape: Gemm { m, n, k, tf32, .. }, .. } = *self;
         let height = plan.height;
-        // Each with the panel that it holds unpacked.
+        // Each with the panel that it holds.
         let mut slots: Vec<_> = slots.into_iter().map(|slot| (slot, None)).collect();
         let all = n.div_ceil(PANEL);
         let (x_area, w_area) = shared.split_at_mut(plan.x_words());
         let ran = Ran::default();
         for first_panel in (0..all).step_by(if plan.panels > 0 { plan.panels } else { all }) {
-            let panels;
+            let mut panels = all;
             let group = match self.w {
-                Weight::Packed(group) => {
-                    panels = all;
-                    group
-                }
-                Weight::Plain(w) => {
+                Weight::Plain(w) if !plan.own => {
                     panels = plan.panels.min(all - first_panel);
                     let rows = (panels * PANEL).min(n - first_panel * PANEL);
                     let words = &mut w_area[..panels * panel_words(k, I::IS_BF16)];
                     let first = first_panel * PANEL;
                     pack_panels(cpu, w, k, first..first + rows, tf32, words);
-                    Panels { words, n: rows, k, form: Form::of(I::IS_BF16) }
+                    Weight::Packed(Panels { words, n: rows, k, form: Form::of(I::IS_BF16) })
                 }
+                whole => whole,
             };
             for first_tile in (0..m.div_ceil(height)).step_by(plan.tiles) {
                 let tiles = plan.tiles.min(m.div_ceil(height) - first_tile);
@@ -977,6 +978,7 @@ impl<I: Element> Product<'_, I> {
                         let left = unsafe { packed.read(from * size, some.len() * size) };
                         let unpacked = if plan.unpack { panel_words(k, true) } else { 0 };
                         let (slot, scratch) = slot.split_at_mut(unpacked);
+                        let Weight::Packed(group) = group else { unreachable!("panels of blocks are packed for all") };
                         let right = match group.panel(panel, &mut []).right {
                             Right::Dictionary(coded) if plan.unpack => unpack(cpu, &coded, slot),
                             right => right,
@@ -997,12 +999,24 @@ impl<I: Element> Product<'_, I> {
                     let mut sums = [0f32; MAX_ROWS * PANEL];
                     let mut tally = Tally::default();
                     for panel in first..(first + run).min(panels) {
-                        let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
-                        let mut operand = group.panel(panel, slot);
-                        if *held == Some(panel) {
-                            operand.unpacked();
-                        }
                         let number = first_panel + panel;
+                        let mut operand = match group {
+                            Weight::Packed(group) => {
+                                let slot: &mut [u32] = if plan.unpack { slot } else { &mut [] };
+                                let mut operand = group.panel(panel, slot);
+                                if *held == Some(panel) {
+                                    operand.unpacked();
+                                }
+                                operand
+                            }
+                            Weight::Plain(w) => {
+                                if held.replace(panel) != Some(panel) {
+                                    let first = panel * PANEL;
+                                    w.pack(cpu, k, first..n.min(first + PANEL), tf32, slot);
+                                }
+                                Panels::one(slot, k, I::IS_BF16).panel(0, &mut [])
+                            }
+                        };
                         for t in cut * per_task..((cut + 1) * per_task).min(tiles) {
                             let rows = rows_of(t);
                             let part = Part { first: first_row(t), rows, panel: number };

@@ -6,13 +6,16 @@ a cache, nor the length of the others moves a bit.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .. import _native
 from . import ops
 
+_kernels = _native.kernels()
 # Up to so many keys stand in one block of attention, where a window takes no part in the order of a sum.
 _BLOCK = 256
 
@@ -98,6 +101,14 @@ def _plan(mask: torch.Tensor) -> Plan | None:
     return Plan(groups, blind if bool(blind.any()) else None)
 
 
+# The layers of a model ask one after the other for the same.
+@functools.lru_cache(maxsize=4)
+def _without_mask(batch: int, rows: int, keys: int, causal: bool) -> Plan:
+    q_pos = torch.arange(rows, dtype=torch.int32) if causal else torch.full((rows,), keys - 1, dtype=torch.int32)
+    kv_len = torch.full((batch,), keys, dtype=torch.int32)
+    return Plan([_Group(slice(0, batch), slice(0, rows), 0, q_pos.expand(batch, rows).contiguous(), kv_len, 0)], None)
+
+
 def masked_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -113,17 +124,18 @@ def masked_attention(
     """
     batch, _, rows, _ = q.shape
     keys = k.shape[2]
+    traced = type(q) is not torch.Tensor or torch.compiler.is_compiling()
     if mask is not None:
         plan = None if causal or mask.dim() != 4 or mask.requires_grad else _planned(mask, batch, rows)
         if plan is None:
             return _anyhow(q, k, v, mask, causal, scale, softcap)
         groups, blind = plan
     else:
-        q_pos = torch.arange(rows, dtype=torch.int32) if causal else torch.full((rows,), keys - 1, dtype=torch.int32)
-        kv_len = torch.full((batch,), keys, dtype=torch.int32)
-        groups = [_Group(slice(0, batch), slice(0, rows), 0, q_pos.expand(batch, rows).contiguous(), kv_len, 0)]
-        blind = None
+        # What belongs to torch.inference_mode is of no use to other calls.
+        plan = _without_mask.__wrapped__ if traced or torch.is_inference_mode_enabled() else _without_mask
+        groups, blind = plan(batch, rows, keys, causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    recorded = traced or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)))
     parts: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for group in groups:
@@ -133,7 +145,8 @@ def masked_attention(
         q_here = q_here if group.rows == slice(0, rows) else q_here[:, group.rows]
         k_here, v_here = (k, v) if alone else (k[here, keys_here], v[here, keys_here])
         attributes = {"scale": scale, "causal": True, "window": group.window, "softcap": softcap}
-        out, _ = ops.attention(q_here, k_here, v_here, group.q_pos, group.kv_len, **attributes)
+        attention = ops.attention if recorded else _kernels["attention"]
+        out, _ = attention(q_here, k_here, v_here, group.q_pos, group.kv_len, **attributes)
         parts.append(out)
         if group.rows.stop == rows:
             whole.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
