@@ -239,7 +239,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samebits", default="target/release/samebits")
     parser.add_argument("--work", type=Path, help="keeps the models there")
-    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=32)
     parser.add_argument("models", nargs="*", metavar="FAMILY[:NUMBER]", help="default: all of " + ", ".join(SHAPES))
     args = parser.parse_args()
     torch.set_num_threads(1)
