@@ -68,7 +68,7 @@ pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32, bf16: bool) -> S::F {
     s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
-/// Coefficients for [`weigh_near`], by the [`near_unit`] of each lane.
+/// Coefficients for [`weigh_near`] and [`near_weights`], by the [`near_unit`] of each lane.
 #[inline(always)]
 pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
     let mut coefficients = [unit; 7];
@@ -76,6 +76,33 @@ pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
         *coefficient = s.mul(s.splat(f32::from_bits(c)), unit);
     }
     coefficients
+}
+
+/// [`near_weight`] of `N` vectors of bf16 by the [`near_coefficients`] of their row, step by step side by side. Each coefficient is
+/// read where it is needed: the compiler would keep them in registers, of which the vectors need all, and take the vectors one
+/// after another instead.
+#[inline(always)]
+pub fn near_weights<S: Simd, const N: usize>(s: S, x: [S::F; N], coefficients: &[S::F; 7]) -> [S::F; N] {
+    let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    // SAFETY: what a reference points to can be read.
+    let (mut f, mut rounded, mut m) = (x, x, [unsafe { std::ptr::read_volatile(&coefficients[0]) }; N]);
+    for i in 0..N {
+        (f[i], rounded[i]) = s.round_product(x[i], c_hi);
+    }
+    for i in 0..N {
+        f[i] = fraction(s, x[i], f[i], c_hi, c_lo);
+    }
+    for c in &coefficients[1..] {
+        // SAFETY: as above.
+        let c = unsafe { std::ptr::read_volatile(c) };
+        for i in 0..N {
+            m[i] = s.fma(m[i], f[i], c);
+        }
+    }
+    for i in 0..N {
+        m[i] = s.mul_rounded(m[i], rounded[i]);
+    }
+    m
 }
 
 /// The [`weight`] of `2^(x * (c_hi + c_lo))` where [`near_unit`] says so, by [`near_coefficients`].
