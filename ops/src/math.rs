@@ -296,6 +296,26 @@ mod tests {
         }
     }
 
+    /// Four vectors side by side, in place.
+    struct NearFour<'a>(&'a mut [f32], f32);
+
+    impl Kernel for NearFour<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            let coefficients = near_coefficients(s, s.splat(self.1));
+            for x in self.0.chunks_exact_mut(4 * S::LANES) {
+                let mut four = [s.splat(0.0); 4];
+                for (i, x_i) in four.iter_mut().enumerate() {
+                    *x_i = load_at(s, x, i * S::LANES, 0.0);
+                }
+                for (i, w) in near_weights(s, four, &coefficients).into_iter().enumerate() {
+                    narrow_at(s, w, x, i * S::LANES);
+                }
+            }
+        }
+    }
+
     /// From the least exponent that is near to the reference point, halfway between integers too, and every bf16.
     #[test]
     fn near_weights_are_the_weights() {
@@ -303,10 +323,10 @@ mod tests {
             let least = f32::max(n - 100.0, -126.0);
             let exponents = (0..=1000).map(|i| least + (n - least) * i as f32 / 1000.0);
             let halves = (0..).map(|i| least + 0.5 + i as f32).take_while(|e| *e < n);
-            near_weights(n, least, exponents.chain(halves).map(|e| e / LOG2E_HI).collect(), false);
+            check_near(n, least, exponents.chain(halves).map(|e| e / LOG2E_HI).collect(), false);
             let all = (0..=u16::MAX).map(|bits| half::bf16::from_bits(bits).to_f32());
             let near = |x: &f32| (least..=n).contains(&(x * LOG2E_HI).round_ties_even());
-            near_weights(n, least, all.filter(near).collect(), true);
+            check_near(n, least, all.filter(near).collect(), true);
         }
         for (n, least) in
             [(101.0, 50.0), (0.0, -101.0), (-27.0, -127.0), (100.0, -1.0), (f32::NAN, 0.0), (0.0, f32::NAN)]
@@ -315,7 +335,9 @@ mod tests {
         }
     }
 
-    fn near_weights(n: f32, least: f32, x: Vec<f32>, bf16: bool) {
+    fn check_near(n: f32, least: f32, mut x: Vec<f32>, bf16: bool) {
+        // Whole times four vectors of any length.
+        x.resize(x.len().next_multiple_of(4 * crate::simd::MAX_LANES), x[0]);
         let unit = near_unit(n, least).unwrap();
         let expected = x.iter().map(|&x| {
             let (m, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
@@ -328,6 +350,11 @@ mod tests {
             let mut w = vec![0f32; x.len()];
             Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w, bf16));
             assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, bf16 {bf16}");
+            if bf16 {
+                w.copy_from_slice(&x);
+                Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(NearFour(&mut w, unit));
+                assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, four");
+            }
         }
     }
 

@@ -252,13 +252,12 @@ impl<I: Element, O: Element> Kernel for TurnEight<'_, '_, I, O> {
         const LEN: usize = EightSums::LEN;
         let TurnEight { x, unit, due, kept, sums, stream } = self;
         let (two, coefficients) = (2 * S::LANES, near_coefficients(s, s.splat(unit)));
-        let sum = due.unwrap_or(1.0);
-        let divisor = (s.splat(sum), s.splat(1.0 / sum));
         let after = x.as_ptr().wrapping_add(x.len());
         for (of, (x, w)) in x.chunks_exact(LEN).zip(kept.chunks_exact_mut(LEN)).enumerate() {
             let (next, y) = (after.wrapping_add(of * LEN), stream.room(LEN));
             let ahead = y.as_ptr().wrapping_byte_add(AHEAD);
-            if due.is_some() {
+            if let Some(sum) = due {
+                let divisor = (s.splat(sum), s.splat(1.0 / sum));
                 for (w, y) in w.chunks_exact(4 * two).zip(y.chunks_exact_mut(4 * two)) {
                     narrow_quotients::<S, O, 4>(s, w, divisor, y, true);
                 }
