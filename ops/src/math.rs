@@ -68,7 +68,7 @@ pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32, bf16: bool) -> S::F {
     s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
-/// Coefficients for [`weigh_near`], by the [`near_unit`] of each lane.
+/// Coefficients for [`weigh_near`] and [`near_weights`], by the [`near_unit`] of each lane.
 #[inline(always)]
 pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
     let mut coefficients = [unit; 7];
@@ -76,6 +76,33 @@ pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
         *coefficient = s.mul(s.splat(f32::from_bits(c)), unit);
     }
     coefficients
+}
+
+/// [`near_weight`] of `N` vectors of bf16 by the [`near_coefficients`] of their row, step by step side by side. Each coefficient is
+/// read where it is needed: the compiler would keep them in registers, of which the vectors need all, and take the vectors one
+/// after another instead.
+#[inline(always)]
+pub fn near_weights<S: Simd, const N: usize>(s: S, x: [S::F; N], coefficients: &[S::F; 7]) -> [S::F; N] {
+    let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+    // SAFETY: what a reference points to can be read.
+    let (mut f, mut rounded, mut m) = (x, x, [unsafe { std::ptr::read_volatile(&coefficients[0]) }; N]);
+    for i in 0..N {
+        (f[i], rounded[i]) = s.round_product(x[i], c_hi);
+    }
+    for i in 0..N {
+        f[i] = fraction(s, x[i], f[i], c_hi, c_lo);
+    }
+    for c in &coefficients[1..] {
+        // SAFETY: as above.
+        let c = unsafe { std::ptr::read_volatile(c) };
+        for i in 0..N {
+            m[i] = s.fma(m[i], f[i], c);
+        }
+    }
+    for i in 0..N {
+        m[i] = s.mul_rounded(m[i], rounded[i]);
+    }
+    m
 }
 
 /// The [`weight`] of `2^(x * (c_hi + c_lo))` where [`near_unit`] says so, by [`near_coefficients`].
@@ -269,6 +296,26 @@ mod tests {
         }
     }
 
+    /// Four vectors side by side, in place.
+    struct NearFour<'a>(&'a mut [f32], f32);
+
+    impl Kernel for NearFour<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) {
+            let coefficients = near_coefficients(s, s.splat(self.1));
+            for x in self.0.chunks_exact_mut(4 * S::LANES) {
+                let mut four = [s.splat(0.0); 4];
+                for (i, x_i) in four.iter_mut().enumerate() {
+                    *x_i = load_at(s, x, i * S::LANES, 0.0);
+                }
+                for (i, w) in near_weights(s, four, &coefficients).into_iter().enumerate() {
+                    narrow_at(s, w, x, i * S::LANES);
+                }
+            }
+        }
+    }
+
     /// From the least exponent that is near to the reference point, halfway between integers too, and every bf16.
     #[test]
     fn near_weights_are_the_weights() {
@@ -276,10 +323,10 @@ mod tests {
             let least = f32::max(n - 100.0, -126.0);
             let exponents = (0..=1000).map(|i| least + (n - least) * i as f32 / 1000.0);
             let halves = (0..).map(|i| least + 0.5 + i as f32).take_while(|e| *e < n);
-            near_weights(n, least, exponents.chain(halves).map(|e| e / LOG2E_HI).collect(), false);
+            check_near(n, least, exponents.chain(halves).map(|e| e / LOG2E_HI).collect(), false);
             let all = (0..=u16::MAX).map(|bits| half::bf16::from_bits(bits).to_f32());
             let near = |x: &f32| (least..=n).contains(&(x * LOG2E_HI).round_ties_even());
-            near_weights(n, least, all.filter(near).collect(), true);
+            check_near(n, least, all.filter(near).collect(), true);
         }
         for (n, least) in
             [(101.0, 50.0), (0.0, -101.0), (-27.0, -127.0), (100.0, -1.0), (f32::NAN, 0.0), (0.0, f32::NAN)]
@@ -288,7 +335,9 @@ mod tests {
         }
     }
 
-    fn near_weights(n: f32, least: f32, x: Vec<f32>, bf16: bool) {
+    fn check_near(n: f32, least: f32, mut x: Vec<f32>, bf16: bool) {
+        // Whole times four vectors of any length.
+        x.resize(x.len().next_multiple_of(4 * crate::simd::MAX_LANES), x[0]);
         let unit = near_unit(n, least).unwrap();
         let expected = x.iter().map(|&x| {
             let (m, i) = exp_split(Scalar, x, LOG2E_HI, LOG2E_LO);
@@ -301,6 +350,11 @@ mod tests {
             let mut w = vec![0f32; x.len()];
             Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w, bf16));
             assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, bf16 {bf16}");
+            if bf16 {
+                w.copy_from_slice(&x);
+                Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(NearFour(&mut w, unit));
+                assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, four");
+            }
         }
     }
 

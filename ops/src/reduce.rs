@@ -1,6 +1,6 @@
 //! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
 
-use crate::simd::{Kernel, Simd, Storage, load_at, load_two, store_two};
+use crate::simd::{Kernel, MAX_LANES, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
 const LANES: usize = 256;
@@ -226,6 +226,89 @@ impl<const PAIRS: bool> Kernel for Fold<'_, PAIRS> {
     }
 }
 
+/// Eight `lanes` sums of [`EightSums::LEN`] elements each, none of them -0, by pairs: every two vectors are the elements of odd and
+/// of even index. With two elements to a lane, additions that stay in registers are half of what is done to lanes, and
+/// last halvings side by side need not wait for each other.
+pub struct EightSums([[f32; LANES / 2]; 8]);
+
+impl EightSums {
+    /// How many elements each sum has.
+    pub const LEN: usize = 2 * LANES;
+
+    /// Room for them.
+    #[inline(always)]
+    pub fn new() -> EightSums {
+        EightSums([[0.0; LANES / 2]; 8])
+    }
+
+    /// The elements of sum `of` that begin with `at`, `at + 256`, `at + 128` and `at + 384`, two vectors each: two elements of each
+    /// lane, and the first halving.
+    #[inline(always)]
+    pub fn put<S: Simd>(&mut self, s: S, of: usize, at: usize, [x0, x1, x2, x3]: [(S::F, S::F); 4]) {
+        let odd = s.add(s.add(x0.0, x1.0), s.add(x2.0, x3.0));
+        let even = s.add(s.add(x0.1, x1.1), s.add(x2.1, x3.1));
+        store_two(s, (odd, even), &mut self.0[of][at..][..2 * S::LANES]);
+    }
+
+    /// The sums, once all their elements were put; these are used up.
+    #[inline(always)]
+    pub fn fold<S: Simd>(&mut self, s: S) -> [f32; 8] {
+        s.enter(FoldEight(&mut self.0))
+    }
+}
+
+struct FoldEight<'a>(&'a mut [[f32; LANES / 2]; 8]);
+
+impl Kernel for FoldEight<'_> {
+    type Output = [f32; 8];
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> [f32; 8] {
+        let two = 2 * S::LANES;
+        for lanes in self.0.iter_mut() {
+            // Two halvings at once, in registers.
+            for l in (0..LANES / 8).step_by(S::LANES) {
+                let even = s.add(load_at(s, lanes, l, 0.0), load_at(s, lanes, l + LANES / 4, 0.0));
+                let odd = s.add(load_at(s, lanes, l + LANES / 8, 0.0), load_at(s, lanes, l + LANES * 3 / 8, 0.0));
+                // SAFETY: the range holds S::LANES elements.
+                unsafe { s.store(s.add(even, odd), lanes[l..][..S::LANES].as_mut_ptr()) };
+            }
+            let mut h = LANES / 16;
+            while h >= two {
+                for l in (0..h).step_by(S::LANES) {
+                    let sum = s.add(load_at(s, lanes, l, 0.0), load_at(s, lanes, l + h, 0.0));
+                    // SAFETY: as above.
+                    unsafe { s.store(sum, lanes[l..][..S::LANES].as_mut_ptr()) };
+                }
+                h /= 2;
+            }
+        }
+        // The lanes that are left, of odd index and then of even index, those of the eight sums side by side.
+        let (mut left, count) = ([[0f32; 8]; 2 * MAX_LANES], S::LANES.min(8));
+        for at in [0, S::LANES] {
+            for first in (0..8).step_by(count) {
+                let rows = std::array::from_fn(|i| self.0[first + i % count].as_ptr().cast());
+                let to = left[at..][..S::LANES].as_flattened_mut()[first..].as_mut_ptr().cast();
+                // SAFETY: each row has the S::LANES words from `at` on, and `to` room for S::LANES times eight words, less `first`.
+                unsafe { s.transpose::<false>(&rows, at, count, to, 8) };
+            }
+            let mut h = S::LANES / 2;
+            while h > 0 {
+                for l in at..at + h {
+                    for i in 0..8 {
+                        left[l][i] += left[l + h][i];
+                    }
+                }
+                h /= 2;
+            }
+        }
+        let mut sums = left[S::LANES];
+        for (even, odd) in sums.iter_mut().zip(left[0]) {
+            *even += odd;
+        }
+        sums
+    }
+}
+
 /// Lanes from `l` on, each with that half of all lanes above it.
 #[inline(always)]
 fn halved<S: Simd>(s: S, lanes: &[f32; LANES], l: usize) -> S::F {
@@ -366,6 +449,51 @@ mod tests {
             }
             (whole..n).for_each(|at| lanes.add_one(s, at, x[at], pairs));
             if pairs { lanes.fold_pairs(s, n) } else { lanes.fold(s, n) }
+        }
+    }
+
+    /// The eight sums of `x`.
+    struct Eight<'a>(&'a [f32]);
+
+    impl Kernel for Eight<'_> {
+        type Output = [f32; 8];
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> [f32; 8] {
+            let (two, mut sums) = (2 * S::LANES, EightSums::new());
+            for (of, x) in self.0.chunks_exact(EightSums::LEN).enumerate() {
+                for at in (0..LANES / 2).step_by(two) {
+                    let mut parts = [(s.splat(0.0), s.splat(0.0)); 4];
+                    for (part, from) in parts.iter_mut().zip([at, at + 256, at + 128, at + 384]) {
+                        let mut of_pairs = [0f32; 2 * MAX_LANES];
+                        for (i, x) in x[from..][..two].iter().enumerate() {
+                            of_pairs[i / 2 + if i % 2 == 1 { 0 } else { S::LANES }] = *x;
+                        }
+                        *part = load_two(s, &of_pairs[..two], false);
+                    }
+                    sums.put(s, of, at, parts);
+                }
+            }
+            sums.fold(s)
+        }
+    }
+
+    #[test]
+    fn eight_sums_are_those_of_lanes() {
+        let x: Vec<f32> = (0..8 * EightSums::LEN).map(|i| (i * 389 % 6007) as f32 / 37.0 + 0.01).collect();
+        let mut expected = [0f32; 8];
+        for (expected, x) in expected.iter_mut().zip(x.chunks(EightSums::LEN)) {
+            let mut lane = [0f32; LANES];
+            x.iter().enumerate().for_each(|(i, x)| lane[i % LANES] += x);
+            let mut h = LANES / 2;
+            while h > 0 {
+                (0..h).for_each(|l| lane[l] += lane[l + h]);
+                h /= 2;
+            }
+            *expected = lane[0];
+        }
+        for isa in Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            assert_eq!(cpu.dispatch(Eight(&x)).map(f32::to_bits), expected.map(f32::to_bits), "{isa}");
         }
     }
 

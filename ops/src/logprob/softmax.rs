@@ -10,8 +10,8 @@ use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::gemm::gemm::segment_length;
 use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
-use crate::math::near_weight;
-use crate::reduce::Lanes;
+use crate::math::{near_coefficients, near_weight, near_weights};
+use crate::reduce::{EightSums, Lanes};
 use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
@@ -123,14 +123,14 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let n = self.x.n();
         let count = self.y.len() / n.max(1);
         let mut stream = Stream::<O>::new(self.y, self.large);
-        let mut kept = [0f32; KEPT];
+        let (mut kept, mut sums) = ([0f32; KEPT], EightSums::new());
         let whole_row = n <= KEPT;
         // The sum of the weights in `kept`, of a row whose division is due.
         let mut due = None;
         for x in (self.first..self.first + count).map(|row| self.x.row(row)) {
             let reference = if whole_row { Some(Reference::of(s, x, 1.0)) } else { None };
             if let Some(Reference { special: None, near: Some(unit), .. }) = reference {
-                due = Some(turn(s, x, unit, due, &mut kept[..n], &mut stream));
+                due = Some(turn(s, x, unit, due, &mut kept[..n], &mut sums, &mut stream));
                 continue;
             }
             if let Some(sum) = due.take() {
@@ -167,8 +167,12 @@ fn turn<S: Simd, I: Element, O: Element>(
     unit: f32,
     due: Option<f32>,
     kept: &mut [f32],
+    sums: &mut EightSums,
     stream: &mut Stream<O>,
 ) -> f32 {
+    if paired::<I, O>() && x.len() == 8 * EightSums::LEN {
+        return s.enter(TurnEight { x, unit, due, kept, sums, stream });
+    }
     let (n, mut part, mut lanes) = (x.len(), [0f32; 8], Lanes::new());
     let mut unused = [O::default(); BLOCK];
     let length = segment_length(x.len());
@@ -217,7 +221,7 @@ impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
                 prefetch_to_write(y.as_ptr().wrapping_byte_add(AHEAD + line));
             }
             // No weight and no sum of them is so small or so large that a quotient would not be normal.
-            narrow_quotients(s, load_two(s, w, false), divisor, y, pairs);
+            narrow_quotients::<S, O, 1>(s, w, divisor, y, pairs);
             let weight = near_weight(s2, load_two(s, x, pairs), unit, I::IS_BF16);
             lanes.add_next(s, at, weight);
             store_two(s, weight, w);
@@ -228,6 +232,68 @@ impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {
             lanes.add_one(s, at, w[at], pairs);
         }
     }
+}
+
+/// [`turn`] of a row of bf16 to bf16 whose segments are the [`EightSums`]. All quotients of a segment come before its weights: an
+/// exponential is a long chain of dependent steps, and what stands between fills the window in which the machine finds others.
+struct TurnEight<'a, 'y, I, O> {
+    x: &'a [I],
+    unit: f32,
+    due: Option<f32>,
+    kept: &'a mut [f32],
+    sums: &'a mut EightSums,
+    stream: &'a mut Stream<'y, O>,
+}
+
+impl<I: Element, O: Element> Kernel for TurnEight<'_, '_, I, O> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        const LEN: usize = EightSums::LEN;
+        let TurnEight { x, unit, due, kept, sums, stream } = self;
+        let (two, coefficients) = (2 * S::LANES, near_coefficients(s, s.splat(unit)));
+        let after = x.as_ptr().wrapping_add(x.len());
+        for (of, (x, w)) in x.chunks_exact(LEN).zip(kept.chunks_exact_mut(LEN)).enumerate() {
+            let (next, y) = (after.wrapping_add(of * LEN), stream.room(LEN));
+            let ahead = y.as_ptr().wrapping_byte_add(AHEAD);
+            if let Some(sum) = due {
+                let divisor = (s.splat(sum), s.splat(1.0 / sum));
+                for (w, y) in w.chunks_exact(4 * two).zip(y.chunks_exact_mut(4 * two)) {
+                    narrow_quotients::<S, O, 4>(s, w, divisor, y, true);
+                }
+            }
+            for at in (0..LEN / 4).step_by(two) {
+                for line in (4 * at * size_of::<I>()..4 * (at + two) * size_of::<I>()).step_by(64) {
+                    prefetch_second(next.wrapping_byte_add(line));
+                    prefetch_to_write(ahead.wrapping_byte_add(line));
+                }
+                let [x0, x1] = two_weights(s, at, x, &coefficients, w);
+                let [x2, x3] = two_weights(s, at + LEN / 4, x, &coefficients, w);
+                sums.put(s, of, at, [x0, x1, x2, x3]);
+            }
+            if due.is_some() {
+                stream.put(s, LEN);
+            }
+        }
+        join(sums.fold(s))
+    }
+}
+
+/// The weights, two vectors each, of a segment of [`TurnEight`] from `at` on and from half a segment later on, which are put to `w`.
+#[inline(always)]
+fn two_weights<S: Simd, I: Element>(
+    s: S,
+    at: usize,
+    x: &[I],
+    coefficients: &[S::F; 7],
+    w: &mut [f32],
+) -> [(S::F, S::F); 2] {
+    let (two, later) = (2 * S::LANES, at + EightSums::LEN / 2);
+    let (a, b) = (load_two(s, &x[at..][..two], true), load_two(s, &x[later..][..two], true));
+    let [a0, a1, b0, b1] = near_weights(s, [a.0, a.1, b.0, b.1], coefficients);
+    store_two(s, (a0, a1), &mut w[at..][..two]);
+    store_two(s, (b0, b1), &mut w[later..][..two]);
+    [(a0, a1), (b0, b1)]
 }
 
 /// `w / sum`, last rounding, as the next elements of `stream`; with `pairs` the weights stand as [`turn`] leaves them.
@@ -262,7 +328,7 @@ mod tests {
     }
 
     fn rows_of_every_kind<T: Element>() {
-        for n in [1, 31, 160, 1000, 4096, 4101, KEPT, KEPT + 3] {
+        for n in [1, 31, 160, 512, 1000, 2048, 4090, 4096, 4101, KEPT, KEPT + 3] {
             let rows = 9;
             let mut x: Vec<f32> = (0..rows * n).map(|i| ((i * 7919 + i / n) % 1009) as f32 / 64.0 - 8.0).collect();
             x[2 * n] = f32::NEG_INFINITY;

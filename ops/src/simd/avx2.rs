@@ -364,18 +364,19 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn narrow_pairs_about(self, high: __m256, low: __m256, p: *mut u32) -> bool {
+    unsafe fn narrow_pairs_about<const N: usize>(self, v: &[(__m256, __m256); N], p: *mut u32) -> bool {
         // SAFETY: an `Avx2` exists only inside `enter`, where the machine has the instructions; the pointer is the caller's promise.
         unsafe {
-            let half = _mm256_set1_epi32(HALF_AND_FOUR);
-            let high = _mm256_add_epi32(_mm256_castps_si256(high), half);
-            let low = _mm256_add_epi32(_mm256_castps_si256(low), half);
-            let near = _mm256_subs_epu16(_mm256_set1_epi32(TIES), _mm256_min_epu16(high, low));
-            if _mm256_testz_si256(near, near) == 0 {
-                return false;
+            let (half, mut least) = (_mm256_set1_epi32(HALF_AND_FOUR), _mm256_set1_epi16(-1));
+            for (i, (high, low)) in v.iter().enumerate() {
+                let high = _mm256_add_epi32(_mm256_castps_si256(*high), half);
+                let low = _mm256_add_epi32(_mm256_castps_si256(*low), half);
+                let rounded = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high);
+                _mm256_storeu_si256(p.add(8 * i).cast(), rounded);
+                least = _mm256_min_epu16(least, _mm256_min_epu16(high, low));
             }
-            _mm256_storeu_si256(p.cast(), _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(low), high));
-            true
+            let near = _mm256_subs_epu16(_mm256_set1_epi32(TIES), least);
+            _mm256_testz_si256(near, near) != 0
         }
     }
 

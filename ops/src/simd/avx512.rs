@@ -261,9 +261,9 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn narrow_pairs_about(self, high: __m512, low: __m512, p: *mut u32) -> bool {
+    unsafe fn narrow_pairs_about<const N: usize>(self, v: &[(__m512, __m512); N], p: *mut u32) -> bool {
         // SAFETY: the caller's promise.
-        unsafe { words::narrow_pairs_about(self, high, low, p) }
+        unsafe { words::narrow_pairs_about(self, v, p) }
     }
 
     #[inline(always)]

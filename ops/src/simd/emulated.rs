@@ -132,9 +132,9 @@ unsafe fn narrow_pairs(s: Emulated, high: &Floats, low: &Floats, p: *mut u32) {
 /// That of [`Simd::narrow_pairs_about`].
 #[inline(never)]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn narrow_pairs_about(s: Emulated, high: &Floats, low: &Floats, p: *mut u32) -> bool {
+unsafe fn narrow_pairs_about<const N: usize>(s: Emulated, v: &[(Floats, Floats); N], p: *mut u32) -> bool {
     // SAFETY: the caller's promise.
-    unsafe { words::narrow_pairs_about(s, *high, *low, p) }
+    unsafe { words::narrow_pairs_about(s, v, p) }
 }
 
 /// # Safety
@@ -223,9 +223,9 @@ impl Simd for Emulated {
     }
 
     #[inline(always)]
-    unsafe fn narrow_pairs_about(self, high: Floats, low: Floats, p: *mut u32) -> bool {
+    unsafe fn narrow_pairs_about<const N: usize>(self, v: &[(Floats, Floats); N], p: *mut u32) -> bool {
         // SAFETY: as for `narrow_bf16`.
-        unsafe { narrow_pairs_about(self, &high, &low, p) }
+        unsafe { narrow_pairs_about(self, v, p) }
     }
 
     #[inline(always)]

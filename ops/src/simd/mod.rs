@@ -195,12 +195,12 @@ pub trait Simd: Copy + Send + Sync {
         // SAFETY: the caller's promise.
         unsafe { self.narrow_pairs(high, low, p) }
     }
-    /// [`Simd::narrow_pairs_of_numbers`] of positive numbers whose bits, as integers, are off by at most 4, if that changes no
-    /// element of the result; else writes nothing and gives false.
+    /// [`Simd::narrow_pairs_of_numbers`] of `N` vectors of pairs, one behind the other, of positive numbers whose bits, as integers,
+    /// are off by at most 4. Where that may change an element it gives false, and nothing that it wrote counts.
     /// # Safety
-    /// As there.
+    /// `p` is valid for writing `N * LANES` elements; it need not be aligned.
     #[inline(always)]
-    unsafe fn narrow_pairs_about(self, _high: Self::F, _low: Self::F, _p: *mut u32) -> bool {
+    unsafe fn narrow_pairs_about<const N: usize>(self, _v: &[(Self::F, Self::F); N], _p: *mut u32) -> bool {
         false
     }
     /// `low[0], high[0], low[1], high[1], ..`, in two vectors.
@@ -302,7 +302,8 @@ pub trait Storage: Copy + Default {
     /// # Safety
     /// `p` is valid for reading `LANES` elements.
     unsafe fn load_lanes<S: Simd>(s: S, p: *const Self) -> S::F;
-    /// The largest element and the least one of at least one, and whether one is NaN or +inf; where one is NaN, any.
+    /// The largest of at least one element, the least one, or +0 where none has a sign, and whether one is NaN or +inf; where one is
+    /// NaN, any.
     fn extent(x: &[Self]) -> (Self, Self, bool);
     /// The last rounding of `LANES` elements.
     /// # Safety
@@ -322,19 +323,24 @@ pub trait Storage: Copy + Default {
 }
 
 /// [`Storage::extent`] by the bits, which need no widening: those of positive numbers grow with them as signed integers,
-/// those of negative ones fall as unsigned integers. A loop that the compiler makes vectors of.
+/// those of negative ones fall as unsigned integers. A loop that the compiler makes vectors of; the largest of negative ones
+/// alone, which is rare, takes another.
 macro_rules! extent {
     ($unsigned:ty, $signed:ty) => {
         #[inline(always)]
         fn extent(x: &[Self]) -> (Self, Self, bool) {
-            let (mut positive, mut low, mut high) = (<$signed>::MIN, <$unsigned>::MAX, 0);
+            let (mut positive, mut high) = (<$signed>::MIN, 0);
             for x in x {
                 positive = positive.max(x.to_bits() as $signed);
-                low = low.min(x.to_bits());
                 high = high.max(x.to_bits());
             }
-            let largest = if positive < 0 { low } else { positive as $unsigned };
-            let least = if high > <$signed>::MAX as $unsigned { high } else { low };
+            let mut largest = positive as $unsigned;
+            if positive < 0 {
+                for x in x {
+                    largest = largest.min(x.to_bits());
+                }
+            }
+            let least = if high > <$signed>::MAX as $unsigned { high } else { 0 };
             let invalid = positive >= Self::INFINITY.to_bits() as $signed || high > Self::NEG_INFINITY.to_bits();
             (Self::from_bits(largest), Self::from_bits(least), invalid)
         }
@@ -474,26 +480,35 @@ pub const HALF_AND_FOUR: i32 = 0x8004;
 /// See [`HALF_AND_FOUR`].
 pub const TIES: i32 = 9;
 
-/// [`narrow_two_numbers`] of the positive quotients `w / divisor`, both of normal numbers and normal themselves. To bf16 a
-/// product by the `reciprocal` of the divisor will most often do: its rounding, that of the reciprocal and that of the quotient
-/// are less than three units in the last place together, and seldom is half a unit of bf16 so near.
+/// The positive quotients `w / divisor` of `N` times two vectors, each two as [`narrow_two_numbers`] takes them, all of normal
+/// numbers and normal themselves. To bf16 a product by the `reciprocal` of the divisor will most often do: its rounding, that
+/// of the reciprocal and that of the quotient are less than three units in the last place together, and seldom is half a unit
+/// of bf16 so near that all are divided.
 #[inline(always)]
-pub fn narrow_quotients<S: Simd, T: Storage>(
+pub fn narrow_quotients<S: Simd, T: Storage, const N: usize>(
     s: S,
-    w: (S::F, S::F),
+    w: &[f32],
     (divisor, reciprocal): (S::F, S::F),
     y: &mut [T],
     pairs: bool,
 ) {
-    assert!(y.len() == 2 * S::LANES && (T::IS_BF16 || !pairs));
+    let two = 2 * S::LANES;
+    assert!(w.len() == N * two && y.len() == N * two && (T::IS_BF16 || !pairs));
     if pairs {
-        let about = (s.mul(w.0, reciprocal), s.mul(w.1, reciprocal));
-        // SAFETY: `y` holds 2 * LANES elements; pairs of bf16 are LANES u32.
-        if unsafe { s.narrow_pairs_about(about.0, about.1, y.as_mut_ptr().cast()) } {
+        let mut about = [(reciprocal, reciprocal); N];
+        for (about, w) in about.iter_mut().zip(w.chunks_exact(two)) {
+            let (w0, w1) = load_two(s, w, false);
+            *about = (s.mul(w0, reciprocal), s.mul(w1, reciprocal));
+        }
+        // SAFETY: `y` holds N * 2 * LANES elements; pairs of bf16 are N * LANES u32.
+        if unsafe { s.narrow_pairs_about(&about, y.as_mut_ptr().cast()) } {
             return;
         }
     }
-    narrow_two_numbers(s, (s.div(w.0, divisor), s.div(w.1, divisor)), y, pairs);
+    for (w, y) in w.chunks_exact(two).zip(y.chunks_exact_mut(two)) {
+        let (w0, w1) = load_two(s, w, false);
+        narrow_two_numbers(s, (s.div(w0, divisor), s.div(w1, divisor)), y, pairs);
+    }
 }
 
 /// Stores two vectors as they are, one after the other.
@@ -592,15 +607,15 @@ mod tests {
         }
     }
 
-    struct Quotients<'a>(&'a [f32], f32, &'a mut [bf16], bool);
+    struct Quotients<'a, const N: usize>(&'a [f32], f32, &'a mut [bf16], bool);
 
-    impl Kernel for Quotients<'_> {
+    impl<const N: usize> Kernel for Quotients<'_, N> {
         type Output = ();
         #[inline(always)]
         fn run<S: Simd>(self, s: S) {
-            let (two, divisor) = (2 * S::LANES, (s.splat(self.1), s.splat(1.0 / self.1)));
-            for (w, y) in self.0.chunks_exact(two).zip(self.2.chunks_exact_mut(two)) {
-                narrow_quotients(s, load_two(s, w, false), divisor, y, self.3);
+            let (part, divisor) = (N * 2 * S::LANES, (s.splat(self.1), s.splat(1.0 / self.1)));
+            for (w, y) in self.0.chunks_exact(part).zip(self.2.chunks_exact_mut(part)) {
+                narrow_quotients::<S, bf16, N>(s, w, divisor, y, self.3);
             }
         }
     }
@@ -619,7 +634,7 @@ mod tests {
                         for pairs in [false, true] {
                             let mut y = [bf16::ZERO; 2 * MAX_LANES];
                             let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
-                            cpu.dispatch(Quotients(&w, divisor, &mut y, pairs));
+                            cpu.dispatch(Quotients::<1>(&w, divisor, &mut y, pairs));
                             assert_eq!(y, [expected; 2 * MAX_LANES], "{isa}, {} / {divisor}, pairs {pairs}", w[0]);
                         }
                     }
@@ -627,6 +642,42 @@ mod tests {
             }
         }
         assert!(otherwise > 20, "{otherwise}");
+    }
+
+    /// One quotient among many lies so near to a half that all are divided, wherever it stands.
+    #[test]
+    fn one_quotient_of_many_is_near_to_a_half() {
+        const COUNT: usize = 8 * MAX_LANES;
+        let divisor = 11_111.1f32;
+        let near = |high: u32| (0x7FFD..=0x8003).map(move |low| f32::from_bits(high << 16 | low) * divisor);
+        let other = |w: &f32| bf16::narrow(w / divisor) != bf16::narrow(w * (1.0 / divisor));
+        let w: Vec<f32> = (0x3F00u32..0x3F80).flat_map(near).filter(other).collect();
+        assert!(w.len() > 2, "{}", w.len());
+        for isa in crate::Isa::of_machine() {
+            let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
+            let lanes = cpu.dispatch(LanesOf);
+            for at in 0..COUNT {
+                let mut all: Vec<f32> = (0..COUNT).map(|i| 1.0 + i as f32 / 256.0).collect();
+                all[at] = w[at % w.len()];
+                let mut y = [bf16::ZERO; COUNT];
+                cpu.dispatch(Quotients::<4>(&all, divisor, &mut y, true));
+                for (i, y) in y.iter().enumerate() {
+                    // Of every two vectors, the first is that of the odd elements.
+                    let place = i - i % (2 * lanes) + i % (2 * lanes) / 2 + if i % 2 == 1 { 0 } else { lanes };
+                    assert_eq!(*y, bf16::narrow(all[place] / divisor), "{isa}, {at}, element {i}");
+                }
+            }
+        }
+    }
+
+    struct LanesOf;
+
+    impl Kernel for LanesOf {
+        type Output = usize;
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> usize {
+            S::LANES
+        }
     }
 
     fn extent<T: Element>(x: &[f32]) -> Option<(f32, f32)> {
@@ -647,7 +698,7 @@ mod tests {
                 &[-infinity, 4.0, 8.0],
                 &[-infinity],
             ] {
-                let ends = [f32::NEG_INFINITY, infinity];
+                let ends = [f32::NEG_INFINITY, 0.0];
                 let expected = x.iter().fold(ends, |[most, least], x| [most.max(*x), least.min(*x)]);
                 assert_eq!(of(x), Some((expected[0], expected[1])), "{x:?}");
             }

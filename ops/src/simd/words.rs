@@ -252,15 +252,15 @@ pub unsafe fn narrow_pairs_of_numbers<S: Simd512>(s: S, high: S::F, low: S::F, p
 /// # Safety
 /// As there.
 #[inline(always)]
-pub unsafe fn narrow_pairs_about<S: Simd512>(s: S, high: S::F, low: S::F, p: *mut u32) -> bool {
-    let half = s.set1_epi32(HALF_AND_FOUR);
-    let (high, low) = (s.add_epi32(s.cast_si512(high), half), s.add_epi32(s.cast_si512(low), half));
-    if s.cmplt_epu16_mask(s.min_epu16(high, low), s.set1_epi32(TIES)) != 0 {
-        return false;
+pub unsafe fn narrow_pairs_about<S: Simd512, const N: usize>(s: S, v: &[(S::F, S::F); N], p: *mut u32) -> bool {
+    let (half, mut least) = (s.set1_epi32(HALF_AND_FOUR), s.set1_epi32(-1));
+    for (i, (high, low)) in v.iter().enumerate() {
+        let (high, low) = (s.add_epi32(s.cast_si512(*high), half), s.add_epi32(s.cast_si512(*low), half));
+        // SAFETY: the caller's promise.
+        unsafe { s.storeu_si512(p.add(16 * i), s.mask_blend_epi16(0xAAAA_AAAA, s.srli_epi32::<16>(low), high)) };
+        least = s.min_epu16(least, s.min_epu16(high, low));
     }
-    // SAFETY: the caller's promise.
-    unsafe { s.storeu_si512(p, s.mask_blend_epi16(0xAAAA_AAAA, s.srli_epi32::<16>(low), high)) };
-    true
+    s.cmplt_epu16_mask(least, s.set1_epi32(TIES)) == 0
 }
 
 /// [`Simd::narrow_bf16`].
