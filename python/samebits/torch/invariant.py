@@ -167,7 +167,7 @@ class _Below(TorchDispatchMode):
             kind = _moves
         # What is called from here is no function of the caller's.
         with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs) if kind is _moves else kind(self, func, args, kwargs)
+            return kind(self, func, args, kwargs)
 
 
 # --- the upper mode
