@@ -816,7 +816,7 @@ impl<I: Element> Product<'_, I> {
     }
 
     /// Rows of a tile where tiles pass over a panel together: many, of products that multiply-adds make.
-    fn block_height(&self) -> Option<usize> {
+    pub(crate) fn block_height(&self) -> Option<usize> {
         let (m, isa) = (self.shape.m, self.cpu.isa());
         let multiply_adds = !self.dots() || !isa.dots_pay();
         // Panels of f32 feed tiles of 16 lanes as they stand.

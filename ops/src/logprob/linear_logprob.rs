@@ -16,10 +16,10 @@ use crate::gemm::gemm::segment_length;
 use crate::gemm::gemm::{
     Gemm, PackedWeight, Panels, Product, Ran, SAYS, SharedOut, Tally, Weight, panel_words, prepare, row_words,
 };
-use crate::gemm::tile::{MAX_ROWS, PANEL, TILE_ROWS};
+use crate::gemm::tile::{Block as Tiles, MAX_ROWS, PANEL, TILE_ROWS, block_words, fma_block};
 use crate::logprob::logprob::{check_targets, inverse};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
-use crate::pack::as_floats_mut;
+use crate::pack::{as_floats, as_floats_mut};
 use crate::reduce::Lanes;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::workspace::memory::LINE;
@@ -184,6 +184,8 @@ struct Blocks {
     w_packed: bool,
     /// Whether a worker unpacks coded panels.
     unpack: bool,
+    /// Whether all tiles in hand pass over a panel together, by [`fma_block`].
+    together: bool,
     /// All rows.
     rows: usize,
     /// Words for what all rows come to, where nothing is written before the whole call is known to be allowed; else 0.
@@ -212,6 +214,11 @@ impl Blocks {
         self.tiles * self.height * STATE
     }
 
+    /// Words in which a worker has the sums of tiles that pass over a panel together.
+    fn sums(&self) -> usize {
+        if self.together { block_words(self.tiles * self.height) } else { 0 }
+    }
+
     /// Fewer tiles, then pieces of k, then fewer workers, then one row.
     fn smaller(&self) -> Option<Blocks> {
         let plan = *self;
@@ -222,7 +229,7 @@ impl Blocks {
             }
             Blocks { steps: 0, .. } => {
                 let (steps, height) = (plan.k.clamp(16, 1024).next_multiple_of(16), plan.height.min(TILE_ROWS));
-                Blocks { steps, height, ..plan }
+                Blocks { steps, height, together: false, ..plan }
             }
             Blocks { steps: 17.., .. } => Blocks { steps: plan.steps.div_ceil(32) * 16, ..plan },
             Blocks { workers: 2.., .. } => Blocks { workers: plan.workers / 2, ..plan },
@@ -238,7 +245,7 @@ impl Plan for Blocks {
         let unpacked = if self.unpack { self.operand_words() * self.workers } else { 0 };
         let pairs = if self.x_pairs { x } else { 0 } + unpacked;
         let shared = x + self.tiles * self.height * 8 * FACTS + self.outputs;
-        Need { shared, slot: self.states() + self.operand_words(), workers: self.workers, pairs }
+        Need { shared, slot: self.states() + self.sums() + self.operand_words(), workers: self.workers, pairs }
     }
 
     fn tiles(&self) -> [(&'static str, usize); 3] {
@@ -275,9 +282,10 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         let place = "linear_logprob lays its weight out; pack it once and call linear_logprob_packed";
         cpu.ledger().note(Counter::Layouts, 1, place)?;
     }
-    let height = if m <= MAX_ROWS { m } else { TILE_ROWS };
+    let together = product.block_height();
+    let height = together.unwrap_or(if m <= MAX_ROWS { m } else { TILE_ROWS });
     // Where multiply-adds are faster, many rows are left to them; rows of f32 take twice the room.
-    let x_pairs = product.dots() && (m <= MAX_ROWS || cpu.isa().dots_pay());
+    let x_pairs = product.dots() && together.is_none() && (m <= MAX_ROWS || cpu.isa().dots_pay());
     let tiles = m.min(if x_pairs == product.dots() { BLOCK_ROWS } else { BLOCK_ROWS / 2 }).div_ceil(height);
     let preferred = Blocks {
         k,
@@ -290,6 +298,7 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
         w_pairs: I::IS_BF16 && (x_pairs || w_packed || !product.dots()),
         w_packed,
         unpack: product.unpacks(tiles),
+        together: together.is_some(),
         rows: m,
         // Whether rows are summed twice shows only when they were summed once.
         outputs: if cpu.ledger().forbids(Counter::SlowPaths) { 2 * m } else { 0 },
@@ -349,7 +358,8 @@ impl<I: Element> Block<'_, I> {
             let tiles = rows.div_ceil(plan.height);
             cpu.chunks(&mut x_area[..tiles * size], size, |t, out| {
                 let height = plan.height.min(rows - t * plan.height);
-                product.pack_x(first + t * plan.height, height, height, plan.x_pairs, out);
+                let stride = if plan.together { plan.height } else { height };
+                product.pack_x(first + t * plan.height, height, stride, plan.x_pairs, out);
             });
         }
         let x = &*x_area;
@@ -423,6 +433,8 @@ impl<I: Element> Block<'_, I> {
         let length = segment_length(vocab);
         let (start, end) = (segment * length, (segment + 1).saturating_mul(length).min(vocab));
         let (states, operand) = slot.split_at_mut(plan.states());
+        let (scratch, operand) = operand.split_at_mut(plan.sums());
+        let scratch = as_floats_mut(scratch);
         // A worker lays out a whole panel, or pieces of it.
         let (laid_out, pieces) = operand.split_at_mut(if plan.steps == 0 { operand.len() } else { 0 });
         let states = as_floats_mut(states);
@@ -467,18 +479,27 @@ impl<I: Element> Block<'_, I> {
             // Columns of this panel that belong to the segment.
             let columns = start.max(panel * PANEL) - panel * PANEL..end.min((panel + 1) * PANEL) - panel * PANEL;
             let lane = (panel * PANEL + columns.start - start) % LANES;
-            let mut sums = [0f32; MAX_ROWS * PANEL];
+            let together = plan.together.then(|| {
+                let (stride, tiles) = (plan.tile_words(), rows.div_ceil(plan.height));
+                let (left, right) = (as_floats(&x[..tiles * stride]), operand.as_ref().expect("a panel").right);
+                fma_block(cpu, Tiles { left, stride, tiles, right, bounds: product.bounds, scratch })
+            });
+            let mut room = [0f32; MAX_ROWS * PANEL];
             for tile in tiles() {
                 let (r, count) = (tile.start, tile.len());
-                let sums = &mut sums[..count * PANEL];
-                if plan.steps > 0 {
+                let room = &mut room[..count * PANEL];
+                let sums = if let Some(sums) = together {
+                    &sums[r * PANEL..][..count * PANEL]
+                } else if plan.steps > 0 {
                     let right = operand.as_ref().map(|operand| operand.right);
-                    product.pieces(count, first + r, panel, right, plan.steps, pieces, sums);
+                    product.pieces(count, first + r, panel, right, plan.steps, pieces, room);
+                    room
                 } else {
                     let x = &x[r / plan.height * plan.tile_words()..][..plan.tile_words()];
                     let operand = operand.as_mut().expect("a panel");
-                    product.tile(x, plan.x_pairs, operand, panel, first + r, count, &mut tally, sums);
-                }
+                    product.tile(x, plan.x_pairs, operand, panel, first + r, count, &mut tally, room);
+                    room
+                };
                 let states = &mut states[r * STATE..][..count * STATE];
                 absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: again.is_none(), states });
                 for (i, sums) in sums.chunks_exact(PANEL).enumerate() {

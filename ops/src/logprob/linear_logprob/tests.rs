@@ -102,9 +102,10 @@ impl<T: Element> Case<T> {
     }
 }
 
-/// The last of them has more rows than are in hand at a time.
-const SIZES: [[usize; 3]; 7] =
-    [[1, 1, 3], [3, 33, 5], [20, 33, 5], [25, 300, 20], [7, 2049, 4], [1, 3, 8321], [545, 33, 3]];
+/// The tiles of the last but one pass over a panel together where multiply-adds make them, and the last of them is not full; the
+/// last size has more rows than are in hand at a time.
+const SIZES: [[usize; 3]; 8] =
+    [[1, 1, 3], [3, 33, 5], [20, 33, 5], [25, 300, 20], [7, 2049, 4], [1, 3, 8321], [58, 300, 70], [545, 33, 3]];
 
 #[test]
 fn every_plan_is_gemm_and_logprob() {
