@@ -469,7 +469,7 @@ impl<'a, I: Element> Matrix<'a, I> {
             // What stands beside the last outputs is no weight.
             panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
             let row = |term: usize| bf16_slice(self.piece(term, outputs.clone())).expect("bf16");
-            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, out, size);
+            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, PANEL, out, size);
             for panel in out.chunks_exact_mut(size) {
                 panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
             }

@@ -5,15 +5,19 @@
 //! Rounding: every fma once to f32; a NaN becomes the canonical one.
 //!
 //! Some tokens at a time are laid out: x in panels of 32 columns, which all workers read, dy in tiles, by each worker for
-//! itself. Between blocks of tokens a chain waits in dw, where nothing of it is lost.
+//! itself. Between blocks of tokens a chain waits in dw, where nothing of it is lost. Where `VDPBF16PS` pays, both are pairs of
+//! tokens, of which each is two steps of a chain, unless the operands of the call or what it goes on from are so small that
+//! the instruction could flush something.
 
 use super::device;
 use super::gemm::{SharedOut, finish};
 use crate::backend::device::{Arguments, Buffer, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::tile::{Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, fma_chains, fma_tile};
-use crate::pack::{as_floats, as_floats_mut, f32_tiles};
+use crate::gemm::tile::{
+    Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
+};
+use crate::pack::{as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_magnitude, vnni_of_columns};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
 use crate::token::chains::{carried, mask_of};
@@ -21,15 +25,21 @@ use crate::token::device::with_mask;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
 use crate::{Cpu, Element, Error, TensorRef, Tf32, check_len};
+use half::bf16;
 use samebits_schema::Call;
 use std::iter::successors;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const NAME: &str = "gemm_dw";
 /// Tokens of a block, at most: what is read and written of dw for them is then a small part of what is computed.
 const TOKENS: usize = 1024;
 /// Tiles of dy that pass over a panel, at most.
 const TILES: usize = 8;
+/// From here on every f32 is a multiple of 2^-126.
+const WHOLE: f32 = 1.0 / (1u128 << 103) as f32;
+/// Elements of dw, and rows of operands, that a worker looks through at a time.
+const LOOKED_THROUGH: usize = 1 << 16;
 
 /// Dimensions of `x[T,K], dy[T,N] -> dw[N,K]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,11 +122,47 @@ fn run(
     let (shared, slots) = workspace.split();
     typed!(x.dtype() => I, {
         let counted = counted.as_deref();
-        let dy = Factors::Rows(dy.rows::<I>());
-        let sums = Sums { cpu, shape: *shape, plan, tokens, counted, x: x.rows::<I>(), dy, begins };
+        let (x, dy) = (x.rows::<I>(), dy.rows::<I>());
+        let row = |number: usize| counted.map_or(number, |counted| counted[number]);
+        let pairs = in_pairs(cpu, [x, dy], tokens, row) && (begins || goes_on_exactly(cpu, dw));
+        let (plan, dy) = (if pairs { plan.in_pairs(tokens) } else { plan }, Factors::Rows(dy));
+        let sums = Sums { cpu, shape: *shape, plan, tokens, counted, x, dy, begins };
         sums.run(shared, false, slots, dw);
     });
     Ok(())
+}
+
+/// Whether pairs of tokens pay and are exact, as far as the operands know.
+fn in_pairs<I: Element>(cpu: &Cpu, operands: [Rows<I>; 2], tokens: usize, row: impl Fn(usize) -> usize + Sync) -> bool {
+    if !(I::IS_BF16 && cpu.isa().has_dot() && cpu.isa().dots_pay()) {
+        return false;
+    }
+    let [x, dy] = operands.map(|rows| least_of_tokens(cpu, tokens, |number| rows.row(row(number))));
+    dot_is_exact(x, dy)
+}
+
+/// The smallest nonzero magnitude of some rows of bf16.
+fn least_of_tokens<'a, I: Element>(cpu: &Cpu, tokens: usize, row: impl Fn(usize) -> &'a [I] + Sync) -> f32 {
+    let least = AtomicU32::new(f32::INFINITY.to_bits());
+    let some = LOOKED_THROUGH.div_ceil(row(0).len().max(1));
+    cpu.each(tokens.div_ceil(some), |i| {
+        let of = |number: usize| least_magnitude(cpu, bf16_slice(row(number)).expect("bf16"));
+        // Magnitudes are in the order of their bits.
+        let these = (i * some..tokens.min((i + 1) * some)).map(of).fold(f32::INFINITY, f32::min);
+        least.fetch_min(these.to_bits(), Ordering::Relaxed);
+    });
+    f32::from_bits(least.into_inner())
+}
+
+/// Whether every sum that is gone on from is a multiple of 2^-126, as those of [`dot_is_exact`] operands are: none that is
+/// nonzero is below [`WHOLE`].
+fn goes_on_exactly(cpu: &Cpu, dw: &mut [f32]) -> bool {
+    let small = AtomicU32::new(0);
+    cpu.chunks(dw, LOOKED_THROUGH, |_, dw| {
+        let any = dw.iter().fold(false, |any, sum| any | (sum.abs() < WHOLE) & (*sum != 0.0));
+        small.fetch_or(any.into(), Ordering::Relaxed);
+    });
+    small.into_inner() == 0
 }
 
 /// gemm_dw, by name.
@@ -214,13 +260,15 @@ pub(crate) struct Cut {
     tiles: usize,
     pub height: usize,
     pub workers: usize,
+    /// Whether panels and tiles are pairs of tokens.
+    pairs: bool,
 }
 
 impl Cut {
     pub fn preferred(cpu: &Cpu, shape: &GemmDw, tokens: usize) -> Cut {
         let height = shape.n.min(TILE_ROWS);
         let (tokens, tiles) = (tokens.min(TOKENS), shape.n.div_ceil(height).min(TILES));
-        Cut { tokens, panels: shape.k.div_ceil(PANEL), tiles, height, workers: cpu.threads() }
+        Cut { tokens, panels: shape.k.div_ceil(PANEL), tiles, height, workers: cpu.threads(), pairs: false }
     }
 
     /// Fewer tiles, panels, tokens, workers, then fewer rows.
@@ -237,6 +285,11 @@ impl Cut {
         })
     }
 
+    /// The same room, with pairs of tokens in it: twice as many.
+    fn in_pairs(&self, tokens: usize) -> Cut {
+        Cut { tokens: tokens.min(2 * self.tokens), pairs: true, ..*self }
+    }
+
     /// Whether the panels of so many columns of all tokens stay where they were laid out.
     pub fn holds(&self, tokens: usize, k: usize) -> bool {
         tokens <= self.tokens && k.div_ceil(PANEL) <= self.panels
@@ -244,12 +297,17 @@ impl Cut {
 
     /// Words of a panel of x.
     fn panel(&self) -> usize {
-        PANEL * self.tokens
+        PANEL * self.steps()
     }
 
     /// Words of a tile of dy, and room for a vector behind them.
     fn tile(&self) -> usize {
-        (self.height * self.tokens).next_multiple_of(LINE) + LINE
+        (self.height * self.steps()).next_multiple_of(LINE) + LINE
+    }
+
+    /// Tokens, or pairs of them.
+    fn steps(&self) -> usize {
+        if self.pairs { self.tokens.div_ceil(2) } else { self.tokens }
     }
 }
 
@@ -307,15 +365,17 @@ impl<I: Element> Sums<'_, I> {
                     // SAFETY: these panels are laid out once, before any is read.
                     let out = unsafe { packed.part(these.start * plan.panel(), these.len() * plan.panel()) };
                     let row = |step: usize| &self.x.row(self.row(block.start + step))[outputs.clone()];
-                    f32_tiles(cpu, steps, row, self.shape.tf32, PANEL, as_floats_mut(out), plan.panel());
+                    // Beside the +0 that ends an odd number of dy stands a -0: their product changes no sum.
+                    self.lay_out(steps, row, bf16::NEG_ZERO, PANEL, out, plan.panel());
                 };
                 let tasks = Tasks::new(self, panels);
                 let sum = |slot: &mut &mut [u32], task: usize| {
                     let (rows, panels) = tasks.of(self, task);
                     let tiles = self.tiles(block.clone(), rows.clone(), slot);
                     let read = |panel: usize| {
+                        let words = if plan.pairs { steps.div_ceil(2) } else { steps } * PANEL;
                         // SAFETY: all panels are laid out, and nobody writes them until the last task has ended.
-                        as_floats(unsafe { packed.read(panel * plan.panel(), PANEL * steps) })
+                        unsafe { packed.read(panel * plan.panel(), words) }
                     };
                     for panel in panels {
                         self.panel((steps, begins), rows.clone(), columns(panel), tiles, read(panel), &dw);
@@ -325,7 +385,25 @@ impl<I: Element> Sums<'_, I> {
                 cpu.each_after(slots.iter_mut().collect(), counts, pack, |slot, task| sum(slot, task));
             }
         }
-        cpu.ledger().ran(cpu.isa().without_dot().name());
+        let isa = cpu.isa();
+        cpu.ledger().ran(if plan.pairs { isa } else { isa.without_dot() }.name());
+    }
+
+    /// Lays out rows of `steps` tokens in panels or tiles, `size` words from one to the next.
+    fn lay_out<'a>(
+        &self,
+        steps: usize,
+        row: impl Fn(usize) -> &'a [I],
+        pad: bf16,
+        width: usize,
+        out: &mut [u32],
+        size: usize,
+    ) {
+        if self.plan.pairs {
+            let row = |step: usize| bf16_slice(row(step)).expect("bf16");
+            return vnni_of_columns(self.cpu, steps, row, pad, width, out, size);
+        }
+        f32_tiles(self.cpu, steps, row, self.shape.tf32, width, as_floats_mut(out), size);
     }
 
     /// The row of token number `number`.
@@ -334,15 +412,17 @@ impl<I: Element> Sums<'_, I> {
     }
 
     /// The tiles of some rows of dw, of the tokens of a block, and from one to the next.
-    fn tiles<'t>(&'t self, block: Range<usize>, rows: Range<usize>, slot: &'t mut [u32]) -> (&'t [f32], usize) {
+    fn tiles<'t>(&'t self, block: Range<usize>, rows: Range<usize>, slot: &'t mut [u32]) -> (&'t [u32], usize) {
         let (height, size) = (self.plan.height, self.plan.tile());
         match self.dy {
             Factors::Rows(dy) => {
                 let row = |step: usize| &dy.row(self.row(block.start + step))[rows.clone()];
-                f32_tiles(self.cpu, block.len(), row, self.shape.tf32, height, as_floats_mut(slot), size);
-                (as_floats(slot), size)
+                self.lay_out(block.len(), row, bf16::ZERO, height, slot, size);
+                (slot, size)
             }
-            Factors::Tiles(all, stride) => (&all[rows.start / height * stride + block.start * height..], stride),
+            Factors::Tiles(all, stride) => {
+                (as_words(&all[rows.start / height * stride + block.start * height..]), stride)
+            }
         }
     }
 
@@ -352,21 +432,22 @@ impl<I: Element> Sums<'_, I> {
         (steps, begins): (usize, bool),
         rows: Range<usize>,
         columns: Range<usize>,
-        (tiles, stride): (&[f32], usize),
-        panel: &[f32],
+        (tiles, stride): (&[u32], usize),
+        panel: &[u32],
         dw: &SharedOut<f32>,
     ) {
-        let Sums { cpu, shape: GemmDw { k, .. }, plan: Cut { height, .. }, .. } = *self;
+        let Sums { cpu, shape: GemmDw { k, .. }, plan: Cut { height, pairs, .. }, .. } = *self;
         let place = |row: usize| row * k + columns.start;
-        // Many rows of whole vectors are summed where they stand.
+        // Many rows of whole vectors are summed by multiply-adds where they stand.
         let isa = cpu.isa();
-        let whole = match isa.lanes() == 16 && block_rows(isa) == Some(height) && columns.len() == PANEL {
+        let whole = match !pairs && isa.lanes() == 16 && block_rows(isa) == Some(height) && columns.len() == PANEL {
             true => rows.len() / height,
             false => 0,
         };
         if whole > 0 {
             let out = (dw.rows(place(rows.start), [whole * height, PANEL], k), k);
-            let chains = Chains { left: tiles, stride, tiles: whole, right: panel, steps, begins, out };
+            let (left, right) = (as_floats(tiles), as_floats(panel));
+            let chains = Chains { left, stride, tiles: whole, right, steps, begins, out };
             // SAFETY: tasks differ in rows or in panels, so their places in dw are disjoint, and all are in it.
             unsafe { fma_chains(cpu, chains) };
         }
@@ -389,9 +470,16 @@ impl<I: Element> Sums<'_, I> {
                     cpu.dispatch(Begin { sums: &mut *sums, dw, at: place(first), stride: k, columns: columns.len() })
                 }
             }
-            let left = Left { data: &tile[..height * steps], row_stride: 1, step: height };
-            let (right, order) = (Right::F32(panel, PANEL), Order::Chain(steps));
-            fma_tile(cpu, Tile { left, right, order, rows: count, columns: PANEL, out: sums, out_stride: PANEL });
+            let order = Order::Chain(steps);
+            if pairs {
+                let left = Left { data: &tile[..height * steps.div_ceil(2)], row_stride: 1, step: height };
+                let right = Right::Vnni(panel, PANEL);
+                dot_tile(cpu, Tile { left, right, order, rows: count, columns: PANEL, out: sums, out_stride: PANEL });
+            } else {
+                let left = Left { data: &as_floats(tile)[..height * steps], row_stride: 1, step: height };
+                let right = Right::F32(as_floats(panel), PANEL);
+                fma_tile(cpu, Tile { left, right, order, rows: count, columns: PANEL, out: sums, out_stride: PANEL });
+            }
             // SAFETY: tasks differ in rows or in panels, so their places in dw are disjoint.
             unsafe { finish(cpu, sums, None, dw, place(first), k, columns.len()) };
         }

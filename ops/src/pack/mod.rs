@@ -136,28 +136,30 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
     }
 }
 
-/// Lays rows of one length, one for each of `k` steps, as pairs of steps, in panels of [`PANEL`] columns, `size` words from
-/// one panel to the next: `out[c / PANEL * size + p * PANEL + c % PANEL]` is pair p of column c; an odd end is filled with
+/// Lays rows of one length, one for each of `k` steps, as pairs of steps, in panels of `width` columns, `size` words from
+/// one panel to the next: `out[c / width * size + p * width + c % width]` is pair p of column c; an odd end is filled with
 /// `pad`. Other places of `out` keep what they hold.
 pub fn vnni_of_columns<'a>(
     cpu: &Cpu,
     k: usize,
     row: impl Fn(usize) -> &'a [bf16],
     pad: bf16,
+    width: usize,
     out: &mut [u32],
     size: usize,
 ) {
     if k % 2 == 1 {
         for (c, last) in row(k - 1).iter().enumerate() {
-            out[c / PANEL * size + k / 2 * PANEL + c % PANEL] = pair(*last, pad);
+            out[c / width * size + k / 2 * width + c % width] = pair(*last, pad);
         }
     }
-    cpu.dispatch(PairsOfColumns { pairs: k / 2, row, out, size });
+    cpu.dispatch(PairsOfColumns { pairs: k / 2, row, width, out, size });
 }
 
 struct PairsOfColumns<'a, F> {
     pairs: usize,
     row: F,
+    width: usize,
     out: &'a mut [u32],
     size: usize,
 }
@@ -166,13 +168,19 @@ impl<'a, F: Fn(usize) -> &'a [bf16]> Kernel for PairsOfColumns<'_, F> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        let PairsOfColumns { pairs, row, out, size } = self;
+        let PairsOfColumns { pairs, row, width, out, size } = self;
         for p in 0..pairs {
+            // As in `f32_tiles`.
+            for ahead in [2 * p + ROWS_AHEAD, 2 * p + ROWS_AHEAD + 1] {
+                if ahead < 2 * pairs {
+                    prefetch(row(ahead));
+                }
+            }
             let (earlier, later) = (row(2 * p), row(2 * p + 1));
-            for at in (0..earlier.len()).step_by(PANEL) {
-                let columns = PANEL.min(earlier.len() - at);
+            for (panel, at) in (0..earlier.len()).step_by(width).enumerate() {
+                let columns = width.min(earlier.len() - at);
                 let (earlier, later) = (&earlier[at..][..columns], &later[at..][..columns]);
-                let out = &mut out[at / PANEL * size + p * PANEL..][..columns];
+                let out = &mut out[panel * size + p * width..][..columns];
                 out.iter_mut()
                     .zip(earlier)
                     .zip(later)

@@ -150,7 +150,7 @@ fn columns_become_pairs() {
                 let later = if 2 * p + 1 < k { row(2 * p + 1)[c] } else { pad };
                 u32::from(row(2 * p)[c].to_bits()) << 16 | u32::from(later.to_bits())
             };
-            let lay_out = |out: &mut [u32]| vnni_of_columns(&cpu, k, row, pad, out, size);
+            let lay_out = |out: &mut [u32]| vnni_of_columns(&cpu, k, row, pad, PANEL, out, size);
             let what = format!("{} {columns} columns of {k}", cpu.isa());
             assert_panels([columns, k.div_ceil(2), size], lay_out, expected, &what);
         }

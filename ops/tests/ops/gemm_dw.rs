@@ -106,6 +106,29 @@ fn gradients_of_many_rows_and_tokens_are_the_page() {
     check::<bf16>([600, 107, 170], 5, 1, 3);
     check::<bf16>([517, 200, 33], 30, 2, 2);
     check::<f32>([301, 98, 130], 30, 3, 7);
+    // An odd token behind the first block of pairs.
+    check::<bf16>([2051, 5, 7], 5, 4, 3);
+}
+
+/// What `VDPBF16PS` would flush is left to multiply-adds: a subnormal operand, products below 2^-126 at their last bit, and a
+/// sum to go on from of which a normal product leaves something subnormal. One token, so that nothing hides it.
+#[test]
+fn what_would_be_flushed_is_left_to_multiply_adds() {
+    let small = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
+    let above = f32::from_bits(2f32.powi(-104).to_bits() + 1);
+    for (x, dy, start) in [
+        (bf16::from_bits(1), bf16::from_f32(2f32.powi(100)), 0.0),
+        (small(-60), -small(-60), 2f32.powi(-120) + 2f32.powi(-127)),
+        (small(-52), -small(-52), above),
+    ] {
+        let expected = page([1, 1], None, &[x], &[dy], &[start]);
+        for cpu in cpus() {
+            let mut dw = [start];
+            gemm_dw(&cpu, &GemmDw::new(1, 1, 1), None, &[x], &[dy], &mut dw).unwrap();
+            assert_eq!(bits(&dw), expected, "{cpu:?} {x} {dy} {start}");
+            assert!(!cpu.ledger().kernels().contains(&Isa::Avx512Bf16.name()), "{cpu:?} {x} {dy} {start}");
+        }
+    }
 }
 
 /// TF32 rounds x and dy, and not what the chain goes on from.

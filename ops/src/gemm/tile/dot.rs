@@ -281,11 +281,23 @@ impl<const ROWS: usize, const VECTORS: usize, const ADJACENT: bool> Kernel512
         let step = tile.left.step;
         // As in `fma_chains`.
         let mut stack = [[[MaybeUninit::<S::F>::uninit(); VECTORS]; ROWS]; 3];
-        let Order::Tree(bounds) = tile.order else { panic!("dot_tile sums trees") };
+        let whole = [0, tile.order.end()];
+        let (bounds, goes_on) = match tile.order {
+            Order::Tree(bounds) => (bounds, false),
+            Order::Chain(_) => (&whole[..], true),
+        };
         let next = step * tile.order.end().div_ceil(2);
         let segments = bounds.len() - 1;
         for i in 0..segments {
             let mut sums = [[zero; VECTORS]; ROWS];
+            if goes_on {
+                for r in 0..ROWS {
+                    for v in 0..VECTORS {
+                        // SAFETY: `Tile::check` bounded the output.
+                        sums[r][v] = unsafe { s.load(out.add(r * tile.out_stride + v * 16)) };
+                    }
+                }
+            }
             let (from, to) = (bounds[i].div_ceil(2), bounds[i + 1].div_ceil(2));
             // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
             unsafe {
