@@ -373,7 +373,6 @@ impl<I: Element> Job<'_, I> {
         let (plan, mut workspace) = choose(self.cpu, "attention_backward", plans)?;
         let (shared, slots) = workspace.split();
         backward_tiles::run(self, &plan, shared, slots, gradients);
-        self.cpu.ledger().ran(self.cpu.isa().without_dot().name());
         Ok(())
     }
 

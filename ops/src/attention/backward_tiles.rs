@@ -6,18 +6,25 @@
 //! g. Where it has not, or the budget is small, some keys are a task that makes dk and dv, and a tile of rows one that
 //! makes dq: p and g are made twice, and nothing is kept beside a tile.
 //!
+//! Where `VDPBF16PS` pays, scores and the chains of `dout * v` are made with it, unless an operand of the call is so small that it
+//! could flush something.
+//!
 //! Pairs that are not visible have +0 for p and g. As a sum begins with +0 and its last step adds to +0, such a step
 //! changes nothing, unless it multiplies an infinity or NaN: then they are left out one by one.
 
 use super::attention::{BLOCK, Range, add_to};
 use super::attention_backward::{Gradients, Job};
-use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, fma_tile};
+use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
-use crate::pack::{as_floats_mut, f32_of_rows};
+use crate::pack::{
+    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_magnitude, least_of_parts,
+    vnni_of_rows,
+};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element, Tf32};
+use half::bf16;
 
 /// Most query rows of a tile.
 const ROWS: usize = 96;
@@ -27,6 +34,9 @@ const GROUP: usize = 24;
 const BESIDE: usize = 16;
 /// Elements that [`deltas`] lays out at a time.
 const STEPS: usize = 64;
+
+/// Elements of an operand that a worker looks through at a time.
+const LOOKED_THROUGH: usize = 1 << 16;
 
 /// How a call is cut into tiles.
 #[derive(Clone, Copy)]
@@ -38,6 +48,8 @@ pub struct Tiles {
     /// Keys at a time, a multiple of [`PANEL`]; a block where tasks are whole.
     keys: usize,
     workers: usize,
+    /// Whether scores and the chains of `dout * v` are made of pairs of bf16.
+    pairs: bool,
     /// Facts of the call: query heads of a group, D and E, T and S, and how many rows have a delta.
     group: usize,
     head_dim: usize,
@@ -56,6 +68,7 @@ impl Tiles {
             rows: ROWS.min(shape.queries.next_multiple_of(GROUP)).max(1),
             keys: BLOCK.min(shape.keys.next_multiple_of(PANEL)).max(PANEL),
             workers: threads,
+            pairs: I::IS_BF16 && job.cpu.isa().has_dot() && job.cpu.isa().dots_pay(),
             group: shape.q_heads / shape.kv_heads,
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,
@@ -87,19 +100,22 @@ impl Tiles {
     }
 
     /// Words of what a tile takes, in the order of [`Room`], and of what is kept beside it.
-    fn words(&self) -> [usize; 13] {
+    fn words(&self) -> [usize; 15] {
         let Tiles { rows, keys, head_dim, value_dim, .. } = *self;
         let [d, e] = self.columns();
         // Totals: of all rows and keys, or of a tile. A head by itself needs none for keys.
         let (all_rows, all_keys) = if self.whole { (self.all_rows, self.all_keys) } else { (rows, keys) };
         let all_keys = if self.group == 1 { 0 } else { all_keys };
         let weights = rows * self.stride();
+        let pairs = |dim: usize| if self.pairs { rows * dim.div_ceil(2) } else { 0 };
         [
             keys * head_dim,
             keys * value_dim,
             keys * d,
             rows * d,
             rows * e,
+            pairs(head_dim),
+            pairs(value_dim),
             weights,
             weights,
             rows * d,
@@ -125,13 +141,16 @@ impl Plan for Tiles {
 
 /// The workspace of a task, f32; rows of D and E elements are filled up to whole vectors.
 struct Room<'a> {
-    /// Panels of [`PANEL`] keys, and of values: element c of key j at `c * PANEL + j`.
+    /// Panels of [`PANEL`] keys, and of values: element c of key j at `c * PANEL + j`; or pairs of elements.
     keys_across: &'a mut [f32],
     values_across: &'a mut [f32],
     /// Rows of keys, of queries, of dout.
     keys: &'a mut [f32],
     queries: &'a mut [f32],
     douts: &'a mut [f32],
+    /// The same as pairs, [`GROUP`] rows side by side.
+    query_pairs: &'a mut [f32],
+    dout_pairs: &'a mut [f32],
     /// Scores, then p; dp, then g: a row for each query.
     p: &'a mut [f32],
     g: &'a mut [f32],
@@ -153,8 +172,25 @@ impl<'a> Room<'a> {
             rest = behind;
             part
         });
-        let [keys_across, values_across, keys, queries, douts, p, g, dq, dk, dv, all_dq, all_dk, all_dv] = parts;
-        Room { keys_across, values_across, keys, queries, douts, p, g, dq, dk, dv, all_dq, all_dk, all_dv }
+        let [keys_across, values_across, keys, queries, douts, query_pairs, dout_pairs, rest @ ..] = parts;
+        let [p, g, dq, dk, dv, all_dq, all_dk, all_dv] = rest;
+        Room {
+            keys_across,
+            values_across,
+            keys,
+            queries,
+            douts,
+            query_pairs,
+            dout_pairs,
+            p,
+            g,
+            dq,
+            dk,
+            dv,
+            all_dq,
+            all_dk,
+            all_dv,
+        }
     }
 }
 
@@ -168,6 +204,9 @@ pub fn run<I: Element, O: Element>(
 ) {
     let (batch, kv_heads, q_heads) = (job.shape.batch, job.shape.kv_heads, job.shape.q_heads);
     let (queries, keys) = (job.shape.queries, job.shape.keys);
+    let plan = &Tiles { pairs: plan.pairs && dots_are_exact(job), ..*plan };
+    let isa = job.cpu.isa();
+    job.cpu.ledger().ran(if plan.pairs { isa } else { isa.without_dot() }.name());
     let deltas = deltas(job, as_floats_mut(shared));
     let (all_rows, all_keys) = (0..queries, 0..keys);
     if plan.whole {
@@ -198,6 +237,16 @@ pub fn run<I: Element, O: Element>(
         };
         task.run(slot, gradients);
     });
+}
+
+/// Whether `VDPBF16PS` flushes nothing of scores and of `dout * v`.
+fn dots_are_exact<I: Element>(job: &Job<I>) -> bool {
+    let least = |operand: &[I]| {
+        let all = bf16_slice(operand).expect("bf16");
+        let part = |i: usize| &all[i * LOOKED_THROUGH..all.len().min((i + 1) * LOOKED_THROUGH)];
+        least_of_parts(job.cpu, all.len().div_ceil(LOOKED_THROUGH), |i| least_magnitude(job.cpu, part(i)))
+    };
+    dot_is_exact(least(job.q.data()), least(job.k.data())) && dot_is_exact(least(job.dout.data()), least(job.v.data()))
 }
 
 /// The query heads of a key head.
@@ -433,13 +482,18 @@ impl<I: Element> Task<'_, I> {
         let [d, _] = plan.columns();
         for first in (0..piece.len()).step_by(PANEL) {
             let count = PANEL.min(piece.len() - first);
-            let of = |dim: usize| first * dim..(first + PANEL) * dim;
+            let of = |dim: usize| panel(first / PANEL, dim, plan.pairs);
             let (key, value) =
                 (|j: usize| job.k.get(row(first + j), kv_head), |j: usize| job.v.get(row(first + j), kv_head));
-            let across = &mut room.keys_across[of(shape.head_dim)];
-            f32_of_rows(job.cpu, count, shape.head_dim, key, tf32, across, PANEL);
-            let across = &mut room.values_across[of(shape.value_dim)];
-            f32_of_rows(job.cpu, count, shape.value_dim, value, tf32, across, PANEL);
+            let keys = &mut room.keys_across[of(shape.head_dim)];
+            let values = &mut room.values_across[of(shape.value_dim)];
+            if plan.pairs {
+                pairs_of_rows(job.cpu, count, shape.head_dim, key, bf16::NEG_ZERO, keys, PANEL);
+                pairs_of_rows(job.cpu, count, shape.value_dim, value, bf16::NEG_ZERO, values, PANEL);
+                continue;
+            }
+            f32_of_rows(job.cpu, count, shape.head_dim, key, tf32, keys, PANEL);
+            f32_of_rows(job.cpu, count, shape.value_dim, value, tf32, values, PANEL);
         }
         if !self.dq {
             return true;
@@ -454,6 +508,14 @@ impl<I: Element> Task<'_, I> {
         let row = |r: usize| b * job.shape.queries + job.order.row(b, first + r);
         let Seen { count, tokens, .. } = *seen;
         let (query, gradient) = (|r: usize| job.q.get(row(r), head), |r: usize| job.dout.get(row(r), head));
+        for first in (0..count).step_by(GROUP).filter(|_| plan.pairs) {
+            // Beside the -0 that ends an odd key stands +0.
+            let (rows, [d, e]) = (GROUP.min(count - first), [job.shape.head_dim, job.shape.value_dim]);
+            let (queries, douts) =
+                (&mut room.query_pairs[first * d.div_ceil(2)..], &mut room.dout_pairs[first * e.div_ceil(2)..]);
+            pairs_of_rows(job.cpu, rows, d, |r: usize| query(first + r), bf16::ZERO, queries, rows);
+            pairs_of_rows(job.cpu, rows, e, |r: usize| gradient(first + r), bf16::ZERO, douts, rows);
+        }
         // Both, whatever the first says.
         lay_out(job.cpu, [count, tokens], query, job.tf32(), d, room.queries)
             & lay_out(job.cpu, [count, tokens], gradient, job.tf32(), e, room.douts)
@@ -466,20 +528,30 @@ impl<I: Element> Task<'_, I> {
         for first in (0..seen.count).step_by(GROUP) {
             let rows = GROUP.min(seen.count - first);
             let sees = seen.keys(first..first + rows);
-            for panel in sees.from / PANEL..sees.to.div_ceil(PANEL) {
+            for number in sees.from / PANEL..sees.to.div_ceil(PANEL) {
                 let sides = [
-                    (&*room.queries, &*room.keys_across, &mut *room.p),
-                    (&*room.douts, &*room.values_across, &mut *room.g),
+                    (&*room.queries, &*room.query_pairs, &*room.keys_across, &mut *room.p),
+                    (&*room.douts, &*room.dout_pairs, &*room.values_across, &mut *room.g),
                 ];
-                for ((rows_of, across, out), (dim, columns)) in sides.into_iter().zip(dims.into_iter().zip(columns)) {
-                    // Without elements the left operand is never read.
-                    let left =
-                        Left { data: rows_of.get(first * columns..).unwrap_or(&[]), row_stride: columns, step: 1 };
-                    let right = Right::F32(&across[panel * PANEL * dim..][..PANEL * dim], PANEL);
-                    let out = &mut out[first * stride + panel * PANEL..];
+                for ((rows_of, pairs_of, across, out), (dim, columns)) in
+                    sides.into_iter().zip(dims.into_iter().zip(columns))
+                {
+                    let across = &across[panel(number, dim, plan.pairs)];
+                    let out = &mut out[first * stride + number * PANEL..];
                     // One chain is a tree of one segment.
                     let (bounds, out_stride) = ([0, dim], stride);
                     let order = Order::Tree(&bounds);
+                    if plan.pairs {
+                        let data = as_words(&pairs_of[first * dim.div_ceil(2)..]);
+                        let left = Left { data, row_stride: 1, step: rows };
+                        let right = Right::Vnni(as_words(across), PANEL);
+                        dot_tile(job.cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });
+                        continue;
+                    }
+                    // Without elements the left operand is never read.
+                    let left =
+                        Left { data: rows_of.get(first * columns..).unwrap_or(&[]), row_stride: columns, step: 1 };
+                    let right = Right::F32(across, PANEL);
                     fma_tile(job.cpu, Tile { left, right, order, rows, columns: PANEL, out, out_stride });
                 }
             }
@@ -525,6 +597,26 @@ impl<I: Element> Task<'_, I> {
             fma_tile(cpu, Tile { left, right, order, rows, columns: d, out, out_stride: d });
         }
     }
+}
+
+/// Where a panel of rows of `dim` elements stands.
+fn panel(number: usize, dim: usize, pairs: bool) -> std::ops::Range<usize> {
+    let words = PANEL * if pairs { dim.div_ceil(2) } else { dim };
+    number * words..(number + 1) * words
+}
+
+/// [`vnni_of_rows`] of any elements that are bf16.
+fn pairs_of_rows<'a, I: Element>(
+    cpu: &Cpu,
+    rows: usize,
+    dim: usize,
+    row: impl Fn(usize) -> &'a [I],
+    pad: bf16,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let row = |r: usize| bf16_slice(row(r)).expect("bf16");
+    vnni_of_rows(cpu, rows, dim, row, pad, as_words_mut(out), stride, Prefetch::NONE);
 }
 
 /// A bit for each row of a tile and key of a piece.

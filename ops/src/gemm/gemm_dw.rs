@@ -17,7 +17,9 @@ use crate::element::typed;
 use crate::gemm::tile::{
     Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
 };
-use crate::pack::{as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_magnitude, vnni_of_columns};
+use crate::pack::{
+    as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_magnitude, least_of_parts, vnni_of_columns,
+};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
 use crate::token::chains::{carried, mask_of};
@@ -143,15 +145,11 @@ fn in_pairs<I: Element>(cpu: &Cpu, operands: [Rows<I>; 2], tokens: usize, row: i
 
 /// The smallest nonzero magnitude of some rows of bf16.
 fn least_of_tokens<'a, I: Element>(cpu: &Cpu, tokens: usize, row: impl Fn(usize) -> &'a [I] + Sync) -> f32 {
-    let least = AtomicU32::new(f32::INFINITY.to_bits());
     let some = LOOKED_THROUGH.div_ceil(row(0).len().max(1));
-    cpu.each(tokens.div_ceil(some), |i| {
+    least_of_parts(cpu, tokens.div_ceil(some), |i| {
         let of = |number: usize| least_magnitude(cpu, bf16_slice(row(number)).expect("bf16"));
-        // Magnitudes are in the order of their bits.
-        let these = (i * some..tokens.min((i + 1) * some)).map(of).fold(f32::INFINITY, f32::min);
-        least.fetch_min(these.to_bits(), Ordering::Relaxed);
-    });
-    f32::from_bits(least.into_inner())
+        (i * some..tokens.min((i + 1) * some)).map(of).fold(f32::INFINITY, f32::min)
+    })
 }
 
 /// Whether every sum that is gone on from is a multiple of 2^-126, as those of [`dot_is_exact`] operands are: none that is

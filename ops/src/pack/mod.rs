@@ -7,6 +7,7 @@ use crate::gemm::tile::PANEL;
 use crate::simd::{self, Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// `x` as bf16 when that is what it is.
 pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
@@ -378,6 +379,14 @@ pub fn least_magnitude(cpu: &Cpu, x: &[bf16]) -> f32 {
 pub fn least_of_vnni(cpu: &Cpu, pairs: &[u32]) -> f32 {
     // SAFETY: a word is two bf16 in some order, and every bit pattern is a bf16.
     cpu.dispatch(Least { x: unsafe { std::slice::from_raw_parts(pairs.as_ptr().cast::<bf16>(), 2 * pairs.len()) } })
+}
+
+/// The least of so many parts, which the threads share; none is negative or NaN.
+pub fn least_of_parts(cpu: &Cpu, parts: usize, least: impl Fn(usize) -> f32 + Sync) -> f32 {
+    let all = AtomicU32::new(f32::INFINITY.to_bits());
+    // They are in the order of their bits.
+    cpu.each(parts, |part| _ = all.fetch_min(least(part).to_bits(), Ordering::Relaxed));
+    f32::from_bits(all.into_inner())
 }
 
 struct Least<'a> {

@@ -247,5 +247,23 @@ fn gradients_of_attention_at_the_ends_of_tiles_are_the_page() {
     for [queries, keys, d, e] in [[0, 5, 4, 4], [5, 0, 4, 4], [5, 6, 0, 4], [5, 6, 4, 0], [5, 6, 0, 0]] {
         let shape = Attention { value_dim: e, scale: 0.5, ..Attention::causal([2, queries, keys], [2, 1], d) };
         check::<f32, f32>(&shape, 2, 1, &[]);
+        check::<bf16, f32>(&shape, 2, 1, &[]);
+    }
+}
+
+/// An operand that `VDPBF16PS` would flush leaves scores and products with dout to multiply-adds.
+#[test]
+fn what_would_be_flushed_is_left_to_multiply_adds() {
+    let shape = Attention { value_dim: 3, ..Attention::causal([1, 3, 5], [2, 1], 5) };
+    for small in 0..5 {
+        let mut given = given::<bf16>(&shape, 2, 1, &[]);
+        let operands = [&mut given.q, &mut given.k, &mut given.v, &mut given.dout];
+        operands.into_iter().skip(small).take(1).for_each(|operand| operand[0] = bf16::from_bits(1));
+        let expected = page(&shape, &given).map(|sums| all_rounded::<f32>(&sums));
+        for cpu in cpus() {
+            assert_eq!(run::<bf16, f32>(&cpu, &shape, &given).unwrap(), expected, "{cpu:?} {small}");
+            let dots_ran = cpu.isa().has_dot() && cpu.ledger().kernels().contains(&cpu.isa().name());
+            assert_eq!(dots_ran, small == 4 && cpu.isa().dots_pay(), "{cpu:?} {small}");
+        }
     }
 }
