@@ -17,8 +17,8 @@ use super::attention_backward::{Gradients, Job};
 use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
 use crate::pack::{
-    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_magnitude, least_of_parts,
-    vnni_of_rows,
+    LOOKED_THROUGH, Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_magnitude,
+    least_of_parts, vnni_of_rows,
 };
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
@@ -34,9 +34,6 @@ const GROUP: usize = 24;
 const BESIDE: usize = 16;
 /// Elements that [`deltas`] lays out at a time.
 const STEPS: usize = 64;
-
-/// Elements of an operand that a worker looks through at a time.
-const LOOKED_THROUGH: usize = 1 << 16;
 
 /// How a call is cut into tiles.
 #[derive(Clone, Copy)]
@@ -68,7 +65,7 @@ impl Tiles {
             rows: ROWS.min(shape.queries.next_multiple_of(GROUP)).max(1),
             keys: BLOCK.min(shape.keys.next_multiple_of(PANEL)).max(PANEL),
             workers: threads,
-            pairs: I::IS_BF16 && job.cpu.isa().has_dot() && job.cpu.isa().dots_pay(),
+            pairs: I::IS_BF16 && job.cpu.isa().dots_pay(),
             group: shape.q_heads / shape.kv_heads,
             head_dim: shape.head_dim,
             value_dim: shape.value_dim,

@@ -562,7 +562,7 @@ fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, opera
 }
 
 /// The smallest nonzero magnitude of `rows` rows of bf16 from `first` on.
-fn least_of_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize) -> f32 {
+pub(super) fn least_of_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize) -> f32 {
     let least = |x: &[I]| least_magnitude(cpu, bf16_slice(x).expect("bf16"));
     match x.together(first, rows) {
         Some(all) => least(all),

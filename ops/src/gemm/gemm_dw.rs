@@ -10,7 +10,7 @@
 //! the instruction could flush something.
 
 use super::device;
-use super::gemm::{SharedOut, finish};
+use super::gemm::{SharedOut, finish, least_of_rows};
 use crate::backend::device::{Arguments, Buffer, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
@@ -18,7 +18,7 @@ use crate::gemm::tile::{
     Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
 };
 use crate::pack::{
-    as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_magnitude, least_of_parts, vnni_of_columns,
+    LOOKED_THROUGH, as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_of_parts, vnni_of_columns,
 };
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
@@ -31,7 +31,7 @@ use half::bf16;
 use samebits_schema::Call;
 use std::iter::successors;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const NAME: &str = "gemm_dw";
 /// Tokens of a block, at most: what is read and written of dw for them is then a small part of what is computed.
@@ -40,8 +40,6 @@ const TOKENS: usize = 1024;
 const TILES: usize = 8;
 /// From here on every f32 is a multiple of 2^-126.
 const WHOLE: f32 = 1.0 / (1u128 << 103) as f32;
-/// Elements of dw, and rows of operands, that a worker looks through at a time.
-const LOOKED_THROUGH: usize = 1 << 16;
 
 /// Dimensions of `x[T,K], dy[T,N] -> dw[N,K]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,31 +134,28 @@ fn run(
 
 /// Whether pairs of tokens pay and are exact, as far as the operands know.
 fn in_pairs<I: Element>(cpu: &Cpu, operands: [Rows<I>; 2], tokens: usize, row: impl Fn(usize) -> usize + Sync) -> bool {
-    if !(I::IS_BF16 && cpu.isa().has_dot() && cpu.isa().dots_pay()) {
+    if !(I::IS_BF16 && cpu.isa().dots_pay()) {
         return false;
     }
-    let [x, dy] = operands.map(|rows| least_of_tokens(cpu, tokens, |number| rows.row(row(number))));
+    let [x, dy] = operands.map(|rows| {
+        let some = LOOKED_THROUGH.div_ceil(rows.row(row(0)).len().max(1));
+        least_of_parts(cpu, tokens.div_ceil(some), |i| {
+            let of = |number: usize| least_of_rows(cpu, rows, row(number), 1);
+            (i * some..tokens.min((i + 1) * some)).map(of).fold(f32::INFINITY, f32::min)
+        })
+    });
     dot_is_exact(x, dy)
-}
-
-/// The smallest nonzero magnitude of some rows of bf16.
-fn least_of_tokens<'a, I: Element>(cpu: &Cpu, tokens: usize, row: impl Fn(usize) -> &'a [I] + Sync) -> f32 {
-    let some = LOOKED_THROUGH.div_ceil(row(0).len().max(1));
-    least_of_parts(cpu, tokens.div_ceil(some), |i| {
-        let of = |number: usize| least_magnitude(cpu, bf16_slice(row(number)).expect("bf16"));
-        (i * some..tokens.min((i + 1) * some)).map(of).fold(f32::INFINITY, f32::min)
-    })
 }
 
 /// Whether every sum that is gone on from is a multiple of 2^-126, as those of [`dot_is_exact`] operands are: none that is
 /// nonzero is below [`WHOLE`].
 fn goes_on_exactly(cpu: &Cpu, dw: &mut [f32]) -> bool {
-    let small = AtomicU32::new(0);
+    let small = AtomicBool::new(false);
     cpu.chunks(dw, LOOKED_THROUGH, |_, dw| {
         let any = dw.iter().fold(false, |any, sum| any | (sum.abs() < WHOLE) & (*sum != 0.0));
-        small.fetch_or(any.into(), Ordering::Relaxed);
+        small.fetch_or(any, Ordering::Relaxed);
     });
-    small.into_inner() == 0
+    !small.into_inner()
 }
 
 /// gemm_dw, by name.

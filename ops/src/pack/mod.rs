@@ -381,6 +381,9 @@ pub fn least_of_vnni(cpu: &Cpu, pairs: &[u32]) -> f32 {
     cpu.dispatch(Least { x: unsafe { std::slice::from_raw_parts(pairs.as_ptr().cast::<bf16>(), 2 * pairs.len()) } })
 }
 
+/// Elements that a worker looks through at a time.
+pub const LOOKED_THROUGH: usize = 1 << 16;
+
 /// The least of so many parts, which the threads share; none is negative or NaN.
 pub fn least_of_parts(cpu: &Cpu, parts: usize, least: impl Fn(usize) -> f32 + Sync) -> f32 {
     let all = AtomicU32::new(f32::INFINITY.to_bits());

@@ -1,8 +1,8 @@
 //! The gradient of attention against the plainest loops of docs/NUMERICS.md: the same bits on every instruction set,
 //! thread count and budget, with NaN in all that nobody sees.
 
-use crate::cpus;
 use crate::page::{SPECIAL, Stored, all_rounded, bits, budgets, cases, exp, exp_or_nothing, strew, values, widened};
+use crate::{cpus, dots_ran};
 use proptest::prelude::*;
 use samebits_ops::*;
 
@@ -262,8 +262,7 @@ fn what_would_be_flushed_is_left_to_multiply_adds() {
         let expected = page(&shape, &given).map(|sums| all_rounded::<f32>(&sums));
         for cpu in cpus() {
             assert_eq!(run::<bf16, f32>(&cpu, &shape, &given).unwrap(), expected, "{cpu:?} {small}");
-            let dots_ran = cpu.isa().has_dot() && cpu.ledger().kernels().contains(&cpu.isa().name());
-            assert_eq!(dots_ran, small == 4 && cpu.isa().dots_pay(), "{cpu:?} {small}");
+            assert_eq!(dots_ran(&cpu), small == 4 && cpu.isa().dots_pay(), "{cpu:?} {small}");
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The gradient of the weight of a product against the plainest loop of docs/NUMERICS.md: the same bits on every instruction
 //! set, with every budget, in one call or in several, whatever padding holds.
 
-use crate::cpus;
 use crate::page::{Stored, bits, budgets, cases, values, widened};
+use crate::{cpus, dots_ran};
 use proptest::prelude::*;
 use samebits_ops::*;
 
@@ -114,7 +114,6 @@ fn gradients_of_many_rows_and_tokens_are_the_page() {
 /// sum to go on from of which a normal product leaves something subnormal. One token, so that nothing hides it.
 #[test]
 fn what_would_be_flushed_is_left_to_multiply_adds() {
-    let dots_ran = |cpu: &Cpu| cpu.isa().has_dot() && cpu.ledger().kernels().contains(&cpu.isa().name());
     let small = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
     let above = f32::from_bits(2f32.powi(-104).to_bits() + 1);
     for (x, dy, start) in [

@@ -26,6 +26,11 @@ fn cpus() -> Vec<Cpu> {
     isas.flat_map(|isa| [1, 3].map(|threads| Cpu::new(isa, threads, usize::MAX).unwrap())).collect()
 }
 
+/// Whether a call on `cpu` took `VDPBF16PS`.
+fn dots_ran(cpu: &Cpu) -> bool {
+    cpu.isa().has_dot() && cpu.ledger().kernels().contains(&cpu.isa().name())
+}
+
 fn bits<T: Element>(values: &[T]) -> Vec<u32> {
     values.iter().map(|v| v.widen().to_bits()).collect()
 }
