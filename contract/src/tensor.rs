@@ -5,6 +5,13 @@ use std::ops::{Deref, DerefMut};
 
 pub use samebits_schema::DType;
 
+/// Elements one behind the other, each by `bytes`.
+fn bytes_of<T: Copy, const N: usize>(elements: &[T], bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    let mut all = vec![0; N * elements.len()];
+    all.as_chunks_mut().0.iter_mut().zip(elements).for_each(|(to, &element)| *to = bytes(element));
+    all
+}
+
 /// Elements of one type in row-major order, and their shape.
 #[derive(Clone, Debug)]
 pub struct Array<T> {
@@ -322,10 +329,10 @@ impl Tensor {
     /// The little-endian bytes of the elements in row-major order.
     pub fn to_bytes(&self) -> Vec<u8> {
         match self {
-            Tensor::Bf16(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::Fp16(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::Fp32(a) => a.iter().flat_map(|v| v.to_bits().to_le_bytes()).collect(),
-            Tensor::I32(a) => a.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Tensor::Bf16(a) => bytes_of(a, bf16::to_le_bytes),
+            Tensor::Fp16(a) => bytes_of(a, f16::to_le_bytes),
+            Tensor::Fp32(a) => bytes_of(a, f32::to_le_bytes),
+            Tensor::I32(a) => bytes_of(a, i32::to_le_bytes),
         }
     }
 

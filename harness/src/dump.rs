@@ -12,6 +12,7 @@
 
 use samebits_contract::atomic_write::AtomicFile;
 use samebits_models::{ModelError, Probe, Seen};
+use samebits_ops::TensorRef;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -66,7 +67,8 @@ impl Probe for Writer {
         let mut bytes = Vec::with_capacity(size as usize);
         bytes.extend_from_slice(line.as_bytes());
         bytes.push(b'\n');
-        bytes.extend(seen.values.iter().flat_map(|v| v.to_le_bytes()));
+        let values = TensorRef::new(seen.values, &[seen.values.len()]).expect("one axis");
+        values.write(&mut bytes).expect("memory takes it");
         self.file.write_all(&bytes).map_err(|e| {
             self.refuse(format!("cannot be written: {e}; free some space, choose another place or pass fewer tokens"))
         })?;

@@ -141,8 +141,8 @@ impl TensorReport {
         let mut digest = Sha256::new();
         let (mut low, mut high, mut squares, mut not_finite) = (f32::INFINITY, f32::NEG_INFINITY, 0.0, 0);
         for piece in values.chunks(1 << 16) {
-            let bytes: Vec<u8> = piece.iter().flat_map(|v| v.to_le_bytes()).collect();
-            digest.update(&bytes);
+            let bytes: Vec<[u8; 4]> = piece.iter().map(|v| v.to_le_bytes()).collect();
+            digest.update(bytes.as_flattened());
         }
         for &v in values {
             if v.is_finite() {

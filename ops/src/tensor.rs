@@ -10,6 +10,7 @@ use crate::gemm::gemm::PackedWeight;
 use crate::rope::rope::{RopeTable, Rotations};
 use crate::{Error, bf16, f16, value_error};
 use samebits_schema::DType;
+use std::io::{self, Write};
 use std::ops::Range;
 
 /// The most axes a tensor has.
@@ -642,6 +643,39 @@ impl<'a> TensorRef<'a> {
         let count = self.layout.count()?;
         let elements = T::of(slice)?;
         self.layout.is_contiguous().then(|| &elements[..count])
+    }
+
+    /// Writes all elements row by row, little endian, as files of tensors have them.
+    ///
+    /// # Errors
+    /// Those of writing; [`io::ErrorKind::InvalidInput`] where they are not on the host in row-major order.
+    ///
+    /// ```
+    /// let mut bytes = Vec::new();
+    /// samebits_ops::TensorRef::new(&[1.0f32, -2.0], &[2])?.write(&mut bytes)?;
+    /// assert_eq!(bytes, [0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        match self.dtype() {
+            DType::Bf16 => self.write_as(out, bf16::to_le_bytes),
+            DType::Fp16 => self.write_as(out, f16::to_le_bytes),
+            DType::Fp32 => self.write_as(out, f32::to_le_bytes),
+            DType::I32 => self.write_as(out, i32::to_le_bytes),
+        }
+    }
+
+    fn write_as<T: Scalar, const N: usize>(&self, out: &mut dyn Write, bytes: impl Fn(T) -> [u8; N]) -> io::Result<()> {
+        /// Elements that become bytes at a time; they stay in the caches.
+        const PIECE: usize = 1 << 14;
+        let why = "a tensor is not in row-major order on the host; give a contiguous one";
+        let elements = self.contiguous::<T>().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, why))?;
+        let mut piece = vec![[0; N]; elements.len().min(PIECE)];
+        elements.chunks(PIECE).try_for_each(|elements| {
+            let piece = &mut piece[..elements.len()];
+            piece.iter_mut().zip(elements).for_each(|(to, &element)| *to = bytes(element));
+            out.write_all(piece.as_flattened())
+        })
     }
 
     /// The same elements as one row, where they are on the host in row-major order.

@@ -129,19 +129,9 @@ pub fn save(path: PathBuf, tensors: &Bound<'_, PyDict>, metadata: BTreeMap<Strin
     let views = Views::of("save", tensors)?;
     let tensors = views.tensors()?;
     let forms = tensors.iter().map(|(name, tensor)| (&name[..], tensor.dtype(), tensor.shape())).collect();
-    let contiguous = "a tensor is not in row-major order; give a contiguous one";
     let written = || -> std::io::Result<()> {
         let mut file = AtomicFile::create(&path)?;
-        write_tensors(&mut file, forms, &metadata, |name, file| {
-            let of = &tensors[name];
-            let bytes: Option<Vec<u8>> = match of.dtype() {
-                DType::Bf16 => of.contiguous::<bf16>().map(|v| v.iter().flat_map(|e| e.to_le_bytes()).collect()),
-                DType::Fp16 => of.contiguous::<f16>().map(|v| v.iter().flat_map(|e| e.to_le_bytes()).collect()),
-                DType::Fp32 => of.contiguous::<f32>().map(|v| v.iter().flat_map(|e| e.to_le_bytes()).collect()),
-                DType::I32 => of.contiguous::<i32>().map(|v| v.iter().flat_map(|e| e.to_le_bytes()).collect()),
-            };
-            file.write_all(&bytes.ok_or_else(|| std::io::Error::other(contiguous))?)
-        })?;
+        write_tensors(&mut file, forms, &metadata, |name, file| tensors[name].write(file))?;
         file.commit()
     };
     written().map_err(|e| PyOSError::new_err(format!("save: {}: {e}", path.display())))

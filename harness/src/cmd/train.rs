@@ -7,12 +7,12 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
 use samebits_models::{FOLDER_FILES, Optimizer, Precision, StepReport, Trainer};
-use samebits_ops::{self as ops, Cpu, bf16};
+use samebits_ops::{self as ops, Cpu};
 use samebits_schema::{adamw, clip_factor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -273,19 +273,6 @@ fn read_tensor(file: &mut File, data: u64, info: &TensorInfo) -> Result<ops::Ten
 fn save(path: &Path, tensors: &BTreeMap<String, &ops::Tensor>, metadata: &BTreeMap<String, String>) -> Result<()> {
     let mut file = AtomicFile::create(path)?;
     let forms = tensors.iter().map(|(name, tensor)| (&name[..], tensor.dtype(), tensor.shape())).collect();
-    write_tensors(&mut file, forms, metadata, |name, file| match tensors[name].as_slice::<bf16>() {
-        Some(elements) => write_elements(file, elements, bf16::to_le_bytes),
-        None => write_elements(file, tensors[name].as_slice::<f32>().expect("it is bf16 or f32"), f32::to_le_bytes),
-    })?;
+    write_tensors(&mut file, forms, metadata, |name, file| tensors[name].view().write(file))?;
     Ok(file.commit()?)
-}
-
-fn write_elements<T: Copy, const N: usize>(
-    file: &mut AtomicFile,
-    elements: &[T],
-    bytes: impl Fn(T) -> [u8; N],
-) -> io::Result<()> {
-    elements
-        .chunks(1 << 18)
-        .try_for_each(|part| file.write_all(&part.iter().flat_map(|&element| bytes(element)).collect::<Vec<u8>>()))
 }

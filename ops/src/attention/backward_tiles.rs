@@ -290,7 +290,7 @@ impl Kernel for Chains<'_> {
         for lane in (0..MAX_LANES).step_by(S::LANES) {
             let mut sum = load_at(s, &self.sums[..], lane, 0.0);
             for at in (0..self.dout.len()).step_by(MAX_LANES) {
-                let [dout, out] = [self.dout, self.out].map(|side| load_at(s, side, at + lane, 0.0));
+                let (dout, out) = (load_at(s, self.dout, at + lane, 0.0), load_at(s, self.out, at + lane, 0.0));
                 sum = s.fma(dout, out, sum);
             }
             narrow_at(s, sum, &mut self.sums[..], lane);

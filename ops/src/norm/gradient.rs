@@ -20,7 +20,7 @@ pub(super) fn weigh<S: Simd, D: Element, I: Element>(s: S, dy: &[D], w: Option<&
     }
     for at in (whole..dy.len()).step_by(S::LANES) {
         let dy = load_at(s, dy, at, D::default());
-        let weighed = w.map_or(dy, |w| s.mul(dy, s.add(load_at(s, w, at, I::default()), offset)));
+        let weighed = if let Some(w) = w { s.mul(dy, s.add(load_at(s, w, at, I::default()), offset)) } else { dy };
         narrow_at(s, weighed, g, at);
     }
 }
@@ -39,7 +39,7 @@ impl<S: Simd> Slope<S> {
     #[inline(always)]
     fn of(self, s: S, h: S::F, g: S::F, dsum: Option<S::F>) -> S::F {
         let dx = s.mul(self.r, s.fma(self.factor, h, s.sub(g, self.a)));
-        dsum.map_or(dx, |dsum| s.add(dx, dsum))
+        if let Some(dsum) = dsum { s.add(dx, dsum) } else { dx }
     }
 
     /// Elements that stand side by side, last rounding, as the next of `stream`. What lies at `next` is asked for
@@ -67,15 +67,22 @@ impl<S: Simd> Slope<S> {
                     }
                 }
                 let (h, g) = (load_two(s, &h[at..][..two], false), load_two(s, &g[at..][..two], false));
-                let dsum = dsum.map(|dsum| load_two(s, &dsum[at..][..two], false));
-                let dx01 =
-                    (self.of(s, h.0, g.0, dsum.map(|dsum| dsum.0)), self.of(s, h.1, g.1, dsum.map(|dsum| dsum.1)));
+                let dx01 = match dsum {
+                    Some(dsum) => {
+                        let dsum = load_two(s, &dsum[at..][..two], false);
+                        (self.of(s, h.0, g.0, Some(dsum.0)), self.of(s, h.1, g.1, Some(dsum.1)))
+                    }
+                    None => (self.of(s, h.0, g.0, None), self.of(s, h.1, g.1, None)),
+                };
                 narrow_two(s, dx01, &mut dx[at..][..two], false);
             }
             for at in (whole..len).step_by(S::LANES) {
-                let dsum = dsum.map(|dsum| load_at(s, dsum, at, I::default()));
                 let (h, g) = (load_at(s, h, at, H::default()), load_at(s, g, at, 0.0));
-                narrow_at(s, self.of(s, h, g, dsum), dx, at);
+                let dx_at = match dsum {
+                    Some(dsum) => self.of(s, h, g, Some(load_at(s, dsum, at, I::default()))),
+                    None => self.of(s, h, g, None),
+                };
+                narrow_at(s, dx_at, dx, at);
             }
             stream.put(s, len);
             from += len;

@@ -251,8 +251,12 @@ fn scale<S: Simd, I: Element, O: Element>(s: S, d: &[f32], r: S::F, affine: [Opt
         }
         for at in (whole..len).step_by(S::LANES) {
             let mut v = s.mul(load_at(s, d, at, 0.0), r);
-            v = w.map_or(v, |w| s.mul(v, load_at(s, w, at, I::default())));
-            v = bias.map_or(v, |bias| s.add(v, load_at(s, bias, at, I::default())));
+            if let Some(w) = w {
+                v = s.mul(v, load_at(s, w, at, I::default()));
+            }
+            if let Some(bias) = bias {
+                v = s.add(v, load_at(s, bias, at, I::default()));
+            }
             narrow_at(s, v, y, at);
         }
         stream.put(s, len);

@@ -173,7 +173,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 sum.add(s, &g[..x.len()], Add);
                 products.add_products(s, &g[..x.len()], &h[..x.len()]);
             }
-            let [a, b] = [sum.fold(s, n), products.fold(s, n)].map(|sum| s.splat(sum / n as f32));
+            let (a, b) = (s.splat(sum.fold(s, n) / n as f32), s.splat(products.fold(s, n) / n as f32));
             let slope = Slope { r, factor: s.neg(b), a };
             // While this row comes from the cache, the next ones come from memory.
             let next = self.x.each_ref().map(|x| x.address(row + 1));

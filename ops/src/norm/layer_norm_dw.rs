@@ -11,7 +11,7 @@ use crate::element::typed;
 use crate::norm::layer_norm::{KEPT, moments};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::token::chains::{Tokens, Turns, add_products, begin};
+use crate::token::chains::{Normed, Tokens, Turns, add_products, begin};
 use crate::token::device;
 use crate::{Cpu, Element, Error, LayerNorm, TensorRef, check_len};
 
@@ -121,7 +121,21 @@ impl<I: Element> Kernel for Part<'_, I> {
         while let Some((row, chain)) = self.turns.next() {
             let [x, dy] = self.rows.each_ref().map(|rows| rows.row(row));
             let (mean, r) = moments(s, x, self.shape.eps, &mut differences);
-            add_products(s, dy, x, |x| s.mul(s.sub(x, mean), r), &mut self.dw[chain * n..][..n]);
+            add_products(s, dy, x, Centred { mean, r }, &mut self.dw[chain * n..][..n]);
         }
+    }
+}
+
+/// `(x - mean) * r`
+#[derive(Clone, Copy)]
+struct Centred<S: Simd> {
+    mean: S::F,
+    r: S::F,
+}
+
+impl<S: Simd> Normed<S> for Centred<S> {
+    #[inline(always)]
+    fn of(self, s: S, x: S::F) -> S::F {
+        s.mul(s.sub(x, self.mean), self.r)
     }
 }

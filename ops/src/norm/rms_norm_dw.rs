@@ -12,7 +12,7 @@ use crate::element::typed;
 use crate::norm::rms_norm::Scale;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
-use crate::token::chains::{Tokens, Turns, add_products, begin};
+use crate::token::chains::{Normed, Tokens, Turns, add_products, begin};
 use crate::token::device;
 use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorRef, check_len};
 
@@ -132,7 +132,18 @@ impl<I: Element> Kernel for Part<'_, I> {
 pub(super) fn add_row<S: Simd, I: Element, D: Element>(s: S, shape: &RmsNorm, x: &[I], dy: &[D], dw: &mut [f32]) {
     let scale = Scale::of_row(s, shape, x);
     match shape.rounding {
-        Rounding::Once => add_products(s, dy, x, |x| scale.normed::<false>(s, x), dw),
-        Rounding::Hf => add_products(s, dy, x, |x| scale.normed::<true>(s, x), dw),
+        Rounding::Once => add_products(s, dy, x, Scaled::<S, false>(scale), dw),
+        Rounding::Hf => add_products(s, dy, x, Scaled::<S, true>(scale), dw),
+    }
+}
+
+/// [`Scale::normed`], rounded as Hugging Face does or not.
+#[derive(Clone, Copy)]
+struct Scaled<S: Simd, const HF: bool>(Scale<S>);
+
+impl<S: Simd, const HF: bool> Normed<S> for Scaled<S, HF> {
+    #[inline(always)]
+    fn of(self, s: S, x: S::F) -> S::F {
+        self.0.normed::<HF>(s, x)
     }
 }

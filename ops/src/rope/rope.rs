@@ -461,24 +461,29 @@ fn halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mu
     let (x1, x2) = (&x[..half], &x[half..][..half]);
     let (y1, y2) = y.split_at_mut(half);
     let (y2, cos, sin) = (&mut y2[..half], &angles.cos[..half], &angles.sin[..half]);
-    let turned = |(x1, x2), (cos, sin)| (s.fma(x1, cos, s.neg(s.mul(x2, sin))), s.fma(x2, cos, s.mul(x1, sin)));
     let whole = half - half % S::LANES;
     for at in (0..whole).step_by(S::LANES) {
         // SAFETY: at + LANES <= whole <= half, the length of all six slices. A head is short: checks of each would be felt.
         unsafe {
             let x = (I::load_lanes(s, x1.as_ptr().add(at)), I::load_lanes(s, x2.as_ptr().add(at)));
             let angles = (s.load(cos.as_ptr().add(at)), s.load(sin.as_ptr().add(at)));
-            let turned = turned(x, angles);
+            let turned = turned(s, x, angles);
             O::narrow_lanes(s, turned.0, y1.as_mut_ptr().add(at));
             O::narrow_lanes(s, turned.1, y2.as_mut_ptr().add(at));
         }
     }
     if whole < half {
         let x = (load_at(s, x1, whole, I::default()), load_at(s, x2, whole, I::default()));
-        let turned = turned(x, (load_at(s, cos, whole, 0.0), load_at(s, sin, whole, 0.0)));
+        let turned = turned(s, x, (load_at(s, cos, whole, 0.0), load_at(s, sin, whole, 0.0)));
         narrow_at(s, turned.0, y1, whole);
         narrow_at(s, turned.1, y2, whole);
     }
+}
+
+/// Both elements of pairs, before the last rounding.
+#[inline(always)]
+fn turned<S: Simd>(s: S, (x1, x2): (S::F, S::F), (cos, sin): (S::F, S::F)) -> (S::F, S::F) {
+    (s.fma(x1, cos, s.neg(s.mul(x2, sin))), s.fma(x2, cos, s.mul(x1, sin)))
 }
 
 /// Element 2i goes with element 2i + 1.

@@ -151,13 +151,18 @@ pub(crate) fn mask_of<'a>(args: &Arguments<'_, 'a>) -> Result<Option<&'a [i32]>,
     args.optional("mask").map(|_| args.integers("mask")).transpose()
 }
 
+/// What dy meets of an element of x. A trait and no closure: only this becomes a part of the kernel on every machine.
+pub(crate) trait Normed<S: Simd>: Copy {
+    fn of(self, s: S, x: S::F) -> S::F;
+}
+
 /// `sum[i] = fma(dy[i], normed(x[i]), sum[i])`
 #[inline(always)]
 pub(crate) fn add_products<S: Simd, D: Element, I: Element>(
     s: S,
     dy: &[D],
     x: &[I],
-    normed: impl Fn(S::F) -> S::F,
+    normed: impl Normed<S>,
     sum: &mut [f32],
 ) {
     let (dy, x, two) = (&dy[..sum.len()], &x[..sum.len()], 2 * S::LANES);
@@ -166,12 +171,12 @@ pub(crate) fn add_products<S: Simd, D: Element, I: Element>(
         let (dy, x) = (load_two(s, &dy[at..][..two], false), load_two(s, &x[at..][..two], false));
         let sum = &mut sum[at..][..two];
         let before = load_two(s, sum, false);
-        let after = (s.fma(dy.0, normed(x.0), before.0), s.fma(dy.1, normed(x.1), before.1));
+        let after = (s.fma(dy.0, normed.of(s, x.0), before.0), s.fma(dy.1, normed.of(s, x.1), before.1));
         narrow_two(s, after, sum, false);
     }
     for at in (whole..sum.len()).step_by(S::LANES) {
         let (dy, x) = (load_at(s, dy, at, D::default()), load_at(s, x, at, I::default()));
-        let after = s.fma(dy, normed(x), load_at(s, sum, at, 0.0));
+        let after = s.fma(dy, normed.of(s, x), load_at(s, sum, at, 0.0));
         narrow_at(s, after, sum, at);
     }
 }

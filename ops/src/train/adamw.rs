@@ -312,12 +312,15 @@ impl Constants {
         let two = 2 * S::LANES;
         let whole = g.len() - g.len() % two;
         for at in (0..whole).step_by(two) {
-            let old = before.unwrap_or([&*w, &*m, &*v]).map(|x| &x[at..][..two]);
-            for x in old.iter().chain([&&g[at..][..two]]) {
+            let [old_w, old_m, old_v] = before.unwrap_or([&*w, &*m, &*v]);
+            let (old_w, old_m, old_v, g) =
+                (&old_w[at..][..two], &old_m[at..][..two], &old_v[at..][..two], &g[at..][..two]);
+            for x in [old_w, old_m, old_v, g] {
                 prefetch_at(x, AHEAD);
             }
-            let (g0, g1) = load_two(s, &g[at..][..two], false);
-            let [(w0, w1), (m0, m1), (v0, v1)] = old.map(|x| load_two(s, x, false));
+            // Written out: a closure that `map` calls is no part of the kernel, and its vectors go through memory.
+            let ((g0, g1), (w0, w1)) = (load_two(s, g, false), load_two(s, old_w, false));
+            let ((m0, m1), (v0, v1)) = (load_two(s, old_m, false), load_two(s, old_v, false));
             let ([w0, m0, v0], [w1, m1, v1]) = (self.of(s, g0, [w0, m0, v0]), self.of(s, g1, [w1, m1, v1]));
             narrow_two(s, (w0, w1), &mut w[at..][..two], false);
             narrow_two(s, (m0, m1), &mut m[at..][..two], false);
@@ -325,7 +328,8 @@ impl Constants {
             narrow_two(s, (w0, w1), &mut rounded[at..][..two], false);
         }
         for at in (whole..g.len()).step_by(S::LANES) {
-            let old = before.unwrap_or([&*w, &*m, &*v]).map(|x| load_at(s, x, at, 0.0));
+            let [old_w, old_m, old_v] = before.unwrap_or([&*w, &*m, &*v]);
+            let old = [load_at(s, old_w, at, 0.0), load_at(s, old_m, at, 0.0), load_at(s, old_v, at, 0.0)];
             let [new_w, new_m, new_v] = self.of(s, load_at(s, g, at, 0.0), old);
             narrow_at(s, new_w, w, at);
             narrow_at(s, new_m, m, at);
@@ -336,7 +340,7 @@ impl Constants {
 
     #[inline(always)]
     fn of<S: Simd>(&self, s: S, g: S::F, [w, m, v]: [S::F; 3]) -> [S::F; 3] {
-        let g = self.factor.map_or(g, |factor| s.mul(g, s.splat(factor)));
+        let g = if let Some(factor) = self.factor { s.mul(g, s.splat(factor)) } else { g };
         let m = s.fma(s.splat(self.b1), m, s.mul(s.splat(self.rest1), g));
         let v = s.fma(s.splat(self.b2), v, s.mul(s.mul(s.splat(self.rest2), g), g));
         let u = s.div(m, s.fma(s.sqrt(v), s.splat(self.unbias), s.splat(self.eps)));
