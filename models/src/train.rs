@@ -17,6 +17,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use zerocopy::IntoBytes;
 
 /// The parameters of AdamW.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +66,8 @@ pub struct StepReport {
 
 /// The elements of a block of the norm.
 const BLOCK: usize = 65536;
+/// The elements that a step makes before their digest is made.
+const PIECE: usize = 1 << 22;
 
 impl Trainer {
     /// Begins with the weights of the Hugging Face folder `dir`.
@@ -186,9 +189,12 @@ impl Trainer {
             return Err(ModelError::input("not finite", why));
         }
         let sha256 = std::thread::scope(|scope| {
-            // A step waits for memory and a digest computes, so another thread makes that of what is done.
+            // A step waits for memory and a digest computes, so one of the threads makes that of what is done.
             let (done, weights) = channel();
-            let beside = if cpu.threads() > 1 { Ok(scope.spawn(|| sha256(weights))) } else { Err(weights) };
+            let (others, beside) = match cpu.threads() {
+                1 => (cpu.clone(), Err(weights)),
+                threads => (cpu.other(cpu.isa(), threads - 1, cpu.budget())?, Ok(scope.spawn(|| sha256(weights)))),
+            };
             for (name, state) in &mut self.state {
                 let gradient = found.parameters.remove(name).expect("every parameter has one");
                 let g = gradient.as_slice::<f32>().expect("gradients are f32");
@@ -197,9 +203,12 @@ impl Trainer {
                 let rounded = rounded.expect("every parameter is read, and the decoder is gone");
                 typed!(self.dtype => A, {
                     let rounded = rounded.as_slice_mut::<A>().expect("it has this dtype");
-                    adamw(cpu, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
+                    let pieces = w.chunks_mut(PIECE).zip(m.chunks_mut(PIECE)).zip(v.chunks_mut(PIECE));
+                    for ((((w, m), v), g), rounded) in pieces.zip(g.chunks(PIECE)).zip(rounded.chunks_mut(PIECE)) {
+                        adamw(&others, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
+                        done.send(&*w).expect("the other end waits for all");
+                    }
                 });
-                done.send(&*w).expect("the other end waits for all");
                 if self.spare.is_none() && gradient.shape() == [self.config.vocab, self.config.hidden] {
                     self.spare = Some(gradient);
                 }
@@ -217,11 +226,13 @@ impl Trainer {
 
 /// SHA-256 of f32 elements, little endian.
 fn sha256<'a>(all: impl IntoIterator<Item = &'a [f32]>) -> String {
-    let (mut digest, mut bytes) = (Sha256::new(), vec![[0; 4]; BLOCK]);
-    for elements in all.into_iter().flat_map(|elements| elements.chunks(BLOCK)) {
-        let bytes = &mut bytes[..elements.len()];
-        bytes.iter_mut().zip(elements).for_each(|(bytes, element)| *bytes = element.to_le_bytes());
-        digest.update(bytes.as_flattened());
+    let mut digest = Sha256::new();
+    for elements in all {
+        if cfg!(target_endian = "little") {
+            digest.update(elements.as_bytes());
+        } else {
+            elements.iter().for_each(|element| digest.update(element.to_le_bytes()));
+        }
     }
     digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -14,7 +14,7 @@ use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
-use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
 const NAME: &str = "adamw";
 
@@ -69,8 +69,8 @@ pub fn adamw<O: Element>(
     check(g.len(), [w.len(), m.len(), v.len(), rounded.len()])?;
     let constants = shape.constants(factor)?;
     let g = TensorRef::of(g, &[g.len()]).rows::<f32>();
-    run(cpu, constants, None, g, [w, m, v], rounded);
-    Ok(())
+    let len = rounded.len();
+    run(cpu, constants, None, g, [w, m, v], TensorMut::of(rounded, &[len]))
 }
 
 /// Every tensor is as long as the gradient.
@@ -140,7 +140,22 @@ fn power(mut base: f64, mut n: usize) -> f64 {
 }
 
 /// Makes w, m and v go on from `before`, or in place; every slice has the length of the gradient's rows.
-fn run<O: Element>(
+fn run(
+    cpu: &Cpu,
+    constants: Constants,
+    before: Option<[Rows<f32>; 3]>,
+    g: Rows<f32>,
+    state: [&mut [f32]; 3],
+    rounded: TensorMut,
+) -> Result<(), Error> {
+    typed!(rounded.dtype() => O, {
+        chunks(cpu, constants, before, g, state, rounded.host::<O>(NAME, "rounded")?);
+        Ok(())
+    })
+}
+
+/// The same of one type.
+fn chunks<O: Element>(
     cpu: &Cpu,
     constants: Constants,
     before: Option<[Rows<f32>; 3]>,
@@ -176,10 +191,7 @@ pub(crate) const OP: Entry = Entry {
         let before = [w, m, v].map(|x| x.rows::<f32>());
         let mut state = |name: &'static str| args.output(name).host::<f32>(NAME, name);
         let state = [state("new_w")?, state("new_m")?, state("new_v")?];
-        typed!(rounded.dtype() => O, {
-            run(cpu, constants, Some(before), g.rows(), state, rounded.host::<O>(NAME, "rounded")?);
-        });
-        Ok(())
+        run(cpu, constants, Some(before), g.rows(), state, rounded)
     },
     device: Some(|on, args| {
         let [w, m, v, g] = ["w", "m", "v", "g"].map(|name| args.input(name));
