@@ -9,6 +9,8 @@ mod gemm_dw;
 mod gemm_dx;
 #[cfg(unix)]
 mod guard;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod inlined;
 mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
