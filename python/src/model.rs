@@ -13,7 +13,6 @@ use samebits_contract::wire::write_tensors;
 use samebits_models::{Config, GradientRun, ModelError, Partial, Precision, Run};
 use samebits_ops::{Cpu, DType, TensorRef, bf16, f16};
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
