@@ -18,6 +18,7 @@ Exit code 1 where a bit differs, or the adder does not add again.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -36,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--micro-batch", type=int, default=16, help="answers that share a forward")
-    parser.add_argument("--threads", type=int, default=None, help="all cores without it")
+    parser.add_argument("--threads", type=int, default=None, help="all cores without it, with --ranks a share of them")
     parser.add_argument("--groups", type=int, default=4, help="groups that a batch is dealt to; it changes the bits")
     parser.add_argument("--ranks", action="store_true", help="as a process of torchrun, each with groups of its own")
     parser.add_argument("--noise", type=float, default=3.7, help="what is added to weights, in units of their deviation")
@@ -79,6 +80,9 @@ def main() -> int:
     if args.ranks:
         torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
+    # Ranks that all wait on all cores hold each other up.
+    if args.ranks and args.threads is None:
+        args.threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if args.threads:
         samebits.set_cpu(samebits.Cpu(threads=args.threads))
         torch.set_num_threads(args.threads)
