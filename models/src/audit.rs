@@ -1,9 +1,9 @@
 //! What is in a model folder, tensor by tensor, beside what its config asks for.
 
 use crate::config::{Config, Mlp};
+use crate::train::sha256;
 use crate::weights::Weights;
 use crate::{Family, ModelError};
-use sha2::{Digest, Sha256};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -138,12 +138,7 @@ impl Audit {
 
 impl TensorReport {
     fn of(name: String, dtype: String, shape: Vec<usize>, values: &[f32]) -> TensorReport {
-        let mut digest = Sha256::new();
         let (mut low, mut high, mut squares, mut not_finite) = (f32::INFINITY, f32::NEG_INFINITY, 0.0, 0);
-        for piece in values.chunks(1 << 16) {
-            let bytes: Vec<[u8; 4]> = piece.iter().map(|v| v.to_le_bytes()).collect();
-            digest.update(bytes.as_flattened());
-        }
         for &v in values {
             if v.is_finite() {
                 (low, high) = (low.min(v), high.max(v));
@@ -153,9 +148,9 @@ impl TensorReport {
             }
         }
         let finite = values.len() - not_finite;
-        let sha256 = digest.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         let rms = (squares / finite.max(1) as f64).sqrt();
-        TensorReport { name, dtype, shape, range: (finite > 0).then_some((low, high)), rms, not_finite, sha256 }
+        let range = (finite > 0).then_some((low, high));
+        TensorReport { name, dtype, shape, range, rms, not_finite, sha256: sha256([values]) }
     }
 
     /// Notes what is wrong or odd about the elements.

@@ -66,8 +66,8 @@ pub struct StepReport {
 
 /// The elements of a block of the norm.
 const BLOCK: usize = 65536;
-/// The elements that a step makes before their digest is made.
-const PIECE: usize = 1 << 22;
+/// The elements that a step makes before their digest is made; few in tests, whose tensors are small.
+const PIECE: usize = if cfg!(test) { 1000 } else { 1 << 22 };
 
 impl Trainer {
     /// Begins with the weights of the Hugging Face folder `dir`.
@@ -225,7 +225,7 @@ impl Trainer {
 }
 
 /// SHA-256 of f32 elements, little endian.
-fn sha256<'a>(all: impl IntoIterator<Item = &'a [f32]>) -> String {
+pub(crate) fn sha256<'a>(all: impl IntoIterator<Item = &'a [f32]>) -> String {
     let mut digest = Sha256::new();
     for elements in all {
         if cfg!(target_endian = "little") {
