@@ -17,8 +17,8 @@ use super::attention_backward::{Gradients, Job};
 use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
 use crate::pack::{
-    LOOKED_THROUGH, Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_magnitude,
-    least_of_parts, vnni_of_rows,
+    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, least_of_parts,
+    vnni_of_rows,
 };
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
@@ -238,11 +238,7 @@ pub fn run<I: Element, O: Element>(
 
 /// Whether `VDPBF16PS` flushes nothing of scores and of `dout * v`.
 fn dots_are_exact<I: Element>(job: &Job<I>) -> bool {
-    let least = |operand: &[I]| {
-        let all = bf16_slice(operand).expect("bf16");
-        let part = |i: usize| &all[i * LOOKED_THROUGH..all.len().min((i + 1) * LOOKED_THROUGH)];
-        least_of_parts(job.cpu, all.len().div_ceil(LOOKED_THROUGH), |i| least_magnitude(job.cpu, part(i)))
-    };
+    let least = |operand: &[I]| least_of_all(job.cpu, bf16_slice(operand).expect("bf16"));
     dot_is_exact(least(job.q.data()), least(job.k.data())) && dot_is_exact(least(job.dout.data()), least(job.v.data()))
 }
 

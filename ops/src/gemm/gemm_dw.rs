@@ -17,9 +17,7 @@ use crate::element::typed;
 use crate::gemm::tile::{
     Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
 };
-use crate::pack::{
-    LOOKED_THROUGH, as_floats, as_floats_mut, as_words, bf16_slice, f32_tiles, least_of_parts, vnni_of_columns,
-};
+use crate::pack::{LOOKED_THROUGH, as_floats, as_floats_mut, bf16_slice, f32_tiles, least_of_parts, vnni_of_columns};
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
 use crate::token::chains::{carried, mask_of};
@@ -149,7 +147,7 @@ fn in_pairs<I: Element>(cpu: &Cpu, operands: [Rows<I>; 2], tokens: usize, row: i
 
 /// Whether every sum that is gone on from is a multiple of 2^-126, as those of [`dot_is_exact`] operands are: none that is
 /// nonzero is below [`WHOLE`].
-fn goes_on_exactly(cpu: &Cpu, dw: &mut [f32]) -> bool {
+pub(crate) fn goes_on_exactly(cpu: &Cpu, dw: &mut [f32]) -> bool {
     let small = AtomicBool::new(false);
     cpu.chunks(dw, LOOKED_THROUGH, |_, dw| {
         let any = dw.iter().fold(false, |any, sum| any | (sum.abs() < WHOLE) & (*sum != 0.0));
@@ -279,7 +277,7 @@ impl Cut {
     }
 
     /// The same room, with pairs of tokens in it: twice as many.
-    fn in_pairs(&self, tokens: usize) -> Cut {
+    pub fn in_pairs(&self, tokens: usize) -> Cut {
         Cut { tokens: tokens.min(2 * self.tokens), pairs: true, ..*self }
     }
 
@@ -333,8 +331,8 @@ pub(crate) struct Sums<'a, I> {
 pub(crate) enum Factors<'a, I> {
     /// A row of them for each token.
     Rows(Rows<'a, I>),
-    /// Tiles of the plan's height, `stride` apart, as [`f32_tiles`] lays them out for all tokens.
-    Tiles(&'a [f32], usize),
+    /// Tiles of the plan's height, `stride` apart, of all tokens, laid out as the plan says.
+    Tiles(&'a [u32], usize),
 }
 
 impl<I: Element> Sums<'_, I> {
@@ -414,7 +412,8 @@ impl<I: Element> Sums<'_, I> {
                 (slot, size)
             }
             Factors::Tiles(all, stride) => {
-                (as_words(&all[rows.start / height * stride + block.start * height..]), stride)
+                let steps = if self.plan.pairs { block.start / 2 } else { block.start };
+                (&all[rows.start / height * stride + steps * height..], stride)
             }
         }
     }

@@ -6,18 +6,19 @@
 //! `gemm_dx` and of `gemm_dw`; the bits are those of the four in a row.
 //!
 //! Some rows meet a tile of the vocabulary at a time, and what the four make of it stays in the caches. A chain of dw waits
-//! in dw for the next rows, one of dx in the workspace for the next tile; a tile lies within one segment of V.
+//! in dw for the next rows, one of dx in the workspace for the next tile; a tile lies within one segment of V. As in
+//! `gemm_dw`, both sums take pairs where `VDPBF16PS` pays, tile by tile, unless something could be flushed.
 
 pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::{Gemm, Matrix, PackedWeight, Product, Says, SharedOut, Side, Tiling, Weight, segment_length};
-use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums};
-use crate::gemm::tile::PANEL;
+use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums, goes_on_exactly};
+use crate::gemm::tile::{PANEL, dot_is_exact};
 use crate::logprob::logprob::{check_targets, inverse};
 use crate::logprob::logprob_backward::Given;
-use crate::pack::{as_elements_mut, as_floats_mut, f32_of_rows};
+use crate::pack::{Prefetch, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, vnni_of_rows};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::convert;
@@ -25,6 +26,7 @@ use crate::token::chains::mask_of;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
 use crate::{Counter, Cpu, Element, Error, LinearLogprob, LogprobGradients, TensorRef, Tf32, check_len, value_error};
+use half::bf16;
 use std::iter::successors;
 use std::ops::Range;
 
@@ -298,8 +300,7 @@ impl<I: Element> Backward<'_, I> {
             rest = others;
             part
         });
-        let mut room =
-            Room { w, gradients, factors: as_floats_mut(factors), panels, tiles: tiles_words, shared: rest, slots };
+        let mut room = Room { w, gradients, factors, panels, tiles: tiles_words, shared: rest, slots };
         if cpu.ledger().forbids(Counter::SlowPaths) {
             let mut slow = 0;
             for first in (0..m).step_by(plan.rows) {
@@ -318,15 +319,19 @@ impl<I: Element> Backward<'_, I> {
             let count = plan.rows.min(m - first);
             let x = dense_rows(cpu, self.x, first..first + count, x_room);
             let counted = self.mask.map(|mask| (0..count).filter(|&r| mask[first + r] != 0).collect::<Vec<_>>());
-            let mut block = Block { plan: &plan, first, count, x, counted: counted.as_deref(), held: false };
+            let least = if self.pairs_pay() { self.least(x) } else { f32::INFINITY };
+            let counted = counted.as_deref();
+            let mut block =
+                Block { plan: &plan, first, count, x, least, counted, held: false, held_pairs: None, exact: true };
             let (sums, waiting) = sums[..LEVELS * count * k].split_at_mut(count * k);
             for (segment, tiles) in tiles(vocab, plan.columns).enumerate() {
                 let mut begins = true;
+                block.exact = true;
                 for tile in tiles {
                     let dw = &mut dw[tile.start * k..tile.end * k];
                     let dw_begins = first == 0 && begin(tile.clone(), dw);
-                    self.add(&block, tile, &mut room, (sums, begins), (dw, dw_begins));
-                    (begins, block.held) = (false, true);
+                    self.add(&mut block, tile, &mut room, (sums, begins), (dw, dw_begins));
+                    begins = false;
                 }
                 if begins {
                     sums.fill(0.0);
@@ -410,6 +415,17 @@ impl<I: Element> Backward<'_, I> {
         Product { cpu: self.cpu, says: &SAYS, shape, x, w, bias: None, bounds: &self.bounds }
     }
 
+    /// Whether pairs pay where they are exact.
+    fn pairs_pay(&self) -> bool {
+        I::IS_BF16 && self.cpu.isa().dots_pay()
+    }
+
+    /// The smallest nonzero magnitude of rows of bf16 that stand one behind the other.
+    fn least(&self, rows: Rows<I>) -> f32 {
+        let all = rows.together(0, rows.count()).expect("they do");
+        least_of_all(self.cpu, bf16_slice(all).expect("bf16"))
+    }
+
     /// A tile of w, row by row.
     fn tile<'r>(&'r self, tile: Range<usize>, room: &'r mut [u32], slots: &mut [&mut [u32]]) -> Rows<'r, I> {
         let packed = match self.w {
@@ -426,14 +442,14 @@ impl<I: Element> Backward<'_, I> {
     /// may begin with +0.
     fn add(
         &self,
-        block: &Block<I>,
+        block: &mut Block<I>,
         tile: Range<usize>,
         room: &mut Room,
         (sums, begins): (&mut [f32], bool),
         (dw, dw_begins): (&mut [f32], bool),
     ) {
         let (&Backward { cpu, sizes: [.., k], given, scale, .. }, columns) = (self, tile.len());
-        let Block { plan, first, count, x, counted, held } = *block;
+        let Block { plan, first, count, x, counted, held, .. } = *block;
         let Room { w, gradients, factors, panels, tiles, shared, slots } = room;
         let w = self.tile(tile.clone(), w, slots);
         let product = self.product(x, w, [count, columns]);
@@ -452,25 +468,41 @@ impl<I: Element> Backward<'_, I> {
                 cpu.dispatch(OfLogits { logits, given, scale, column, out: &out, at, columns: columns_here });
             },
         );
+        block.held = true;
         let shared = &mut shared[*tiles..];
         let gradients = TensorRef::of(&*gradients, &[count, columns]).rows::<I>();
+        let pairs_pay = self.pairs_pay();
+        let least = if pairs_pay { self.least(gradients) } else { f32::INFINITY };
         let tokens = counted.map_or(count, <[usize]>::len);
         if tokens > 0 {
             let (shape, dy) = (GemmDw::new(tokens, columns, k), Factors::Rows(gradients));
-            let sums = Sums { cpu, shape, plan: plan.dw, tokens, counted, x, dy, begins: dw_begins };
+            let pairs = pairs_pay && dot_is_exact(block.least, least) && (dw_begins || goes_on_exactly(cpu, dw));
+            let cut = if pairs { plan.dw.in_pairs(tokens) } else { plan.dw };
+            let sums = Sums { cpu, shape, plan: cut, tokens, counted, x, dy, begins: dw_begins };
             let kept = !panels.is_empty();
+            let held = kept && block.held_pairs.replace(pairs) == Some(pairs);
             let panels = if kept { &mut **panels } else { &mut *shared };
-            sums.run(panels, held && kept, some_of(slots, plan.dw.workers), dw);
+            sums.run(panels, held, some_of(slots, plan.dw.workers), dw);
         } else if dw_begins {
             dw.fill(0.0);
         }
-        let (height, stride) = (plan.dx.height, plan.dx.height * columns);
-        cpu.chunks(&mut factors[..count.next_multiple_of(height) * columns], stride, |number, out| {
+        block.exact &= pairs_pay && dot_is_exact(self.least(w), least);
+        let pairs = block.exact;
+        let cut = if pairs { plan.dx.in_pairs(columns) } else { plan.dx };
+        let (height, steps) = (cut.height, if pairs { columns.div_ceil(2) } else { columns });
+        let stride = height * steps;
+        let factors = &mut factors[..count.div_ceil(height) * stride];
+        cpu.chunks(factors, stride, |number, out| {
             let (first, rows) = (number * height, height.min(count - number * height));
-            f32_of_rows(cpu, rows, columns, |r| gradients.row(first + r), Tf32::Disabled, out, height);
+            let row = |r: usize| gradients.row(first + r);
+            if pairs {
+                let row = |r: usize| bf16_slice(row(r)).expect("bf16");
+                return vnni_of_rows(cpu, rows, columns, row, bf16::ZERO, out, height, Prefetch::NONE);
+            }
+            f32_of_rows(cpu, rows, columns, row, Tf32::Disabled, as_floats_mut(out), height);
         });
         let (shape, dy) = (GemmDw::new(columns, count, k), Factors::Tiles(factors, stride));
-        let dx = Sums { cpu, shape, plan: plan.dx, tokens: columns, counted: None, x: w, dy, begins };
+        let dx = Sums { cpu, shape, plan: cut, tokens: columns, counted: None, x: w, dy, begins };
         dx.run(shared, false, some_of(slots, plan.dx.workers), sums);
     }
 }
@@ -508,10 +540,16 @@ struct Block<'a, I> {
     first: usize,
     count: usize,
     x: Rows<'a, I>,
+    /// The smallest nonzero magnitude of x, where pairs pay.
+    least: f32,
     /// Which of them are tokens, where some are padding.
     counted: Option<&'a [usize]>,
-    /// Whether x stands where an earlier tile has left it as the products read it.
+    /// Whether x stands where an earlier tile has left it as the logits read it.
     held: bool,
+    /// As what an earlier tile has left x where dw reads it: as pairs or not.
+    held_pairs: Option<bool>,
+    /// Whether the sums of dx are, since their segment began, such as pairs make exactly.
+    exact: bool,
 }
 
 /// Where the parts of a tile stand.
@@ -519,7 +557,7 @@ struct Room<'a> {
     w: &'a mut [u32],
     /// The gradients of the logits, and tiles of them.
     gradients: &'a mut [u32],
-    factors: &'a mut [f32],
+    factors: &'a mut [u32],
     /// x as dw reads it, where it is kept.
     panels: &'a mut [u32],
     /// Those of the products; at the start, so many words are x as the logits read it, where it is kept.

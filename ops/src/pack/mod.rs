@@ -392,6 +392,12 @@ pub fn least_of_parts(cpu: &Cpu, parts: usize, least: impl Fn(usize) -> f32 + Sy
     f32::from_bits(all.into_inner())
 }
 
+/// [`least_magnitude`] of what the threads share.
+pub fn least_of_all(cpu: &Cpu, x: &[bf16]) -> f32 {
+    let part = |i: usize| &x[i * LOOKED_THROUGH..x.len().min((i + 1) * LOOKED_THROUGH)];
+    least_of_parts(cpu, x.len().div_ceil(LOOKED_THROUGH), |i| least_magnitude(cpu, part(i)))
+}
+
 struct Least<'a> {
     x: &'a [bf16],
 }

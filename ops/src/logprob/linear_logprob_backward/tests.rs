@@ -173,6 +173,17 @@ fn special_values_go_where_the_ops_bring_them() {
     case.check::<bf16>();
 }
 
+/// Tiles of whose sums some would be flushed stand between others: of what dw goes on from, of w, of the gradients of the logits.
+#[test]
+fn pairs_are_taken_tile_by_tile() {
+    for temperature in [1.0, 0.02] {
+        let mut case = Case::<bf16>::new([20, 8 * 80, 34], temperature, 1.0);
+        case.check::<f32>();
+        (case.carry[100 * 34 + 3], case.w[35 * 34 + 7]) = (f32::from_bits(5), bf16::from_f32(2f32.powi(-120)));
+        case.check::<bf16>();
+    }
+}
+
 /// Tiles that leave `VDPBF16PS` are counted, and refused before anything is written.
 #[test]
 fn tiles_that_would_be_flushed_are_counted_and_refused() {
