@@ -173,15 +173,18 @@ fn special_values_go_where_the_ops_bring_them() {
     case.check::<bf16>();
 }
 
-/// Tiles of whose sums some would be flushed stand between others: of what dw goes on from, of w, of the gradients of the logits.
+/// Tiles stand among others whose sums would be flushed: what one of dw goes on from is subnormal and meets zeros of x alone, and
+/// one of w makes a subnormal sum of dx, to which the others of its segment add zeros.
 #[test]
 fn pairs_are_taken_tile_by_tile() {
-    for temperature in [1.0, 0.02] {
-        let mut case = Case::<bf16>::new([20, 8 * 80, 34], temperature, 1.0);
-        case.check::<f32>();
-        (case.carry[100 * 34 + 3], case.w[35 * 34 + 7]) = (f32::from_bits(5), bf16::from_f32(2f32.powi(-120)));
-        case.check::<bf16>();
-    }
+    let (k, carried, made) = (34, 3, 7);
+    let mut case = Case::<bf16>::new([20, 8 * 80, k], 1.0, 1.0);
+    case.x.chunks_mut(k).for_each(|row| row[carried] = bf16::ZERO);
+    case.w.chunks_mut(k).for_each(|row| row[made] = bf16::ZERO);
+    case.check::<f32>();
+    case.carry[100 * k + carried] = f32::from_bits(5);
+    case.w[180 * k + made] = bf16::from_f32(2f32.powi(-120));
+    case.check::<f32>();
 }
 
 /// Tiles that leave `VDPBF16PS` are counted, and refused before anything is written.
