@@ -15,8 +15,9 @@ static FORKS: AtomicUsize = AtomicUsize::new(0);
 
 /// How to run: instruction set, threads, and bytes of workspace per op. It moves no bit.
 ///
-/// `isa` is "scalar", "avx2", "avx512" or "avx512bf16" (the best of this machine), `threads` 1 to 1024 (all cores), `budget`
-/// a number of bytes (no limit). In a `with` block it is the one of the process; so is what `set_cpu` was given.
+/// `isa` is "scalar", "avx2", "avx512" or "avx512bf16" (the best of this machine), `threads` 1 to 1024 (all cores, and no more
+/// than OMP_NUM_THREADS says, which torchrun sets to 1), `budget` a number of bytes (no limit). In a `with` block it is the
+/// one of the process; so is what `set_cpu` was given.
 ///
 /// Raises ValueError for a word or number that there is not, NotImplementedError for what the machine lacks.
 #[pyclass(frozen, module = "samebits", from_py_object)]
@@ -54,7 +55,7 @@ impl Cpu {
             None => best.isa(),
             Some(name) => name.parse::<Isa>().map_err(|e| PyValueError::new_err(e.to_string()))?,
         };
-        let threads = threads.unwrap_or(best.threads());
+        let threads = threads.unwrap_or_else(default_threads);
         if !(1..=1024).contains(&threads) {
             return Err(PyValueError::new_err(format!("threads is {threads}; use 1 to 1024")));
         }
@@ -98,11 +99,22 @@ impl Cpu {
     }
 }
 
+/// All cores, and no more than OMP_NUM_THREADS says: processes that share a machine are told so by it.
+fn default_threads() -> usize {
+    let cores = samebits_ops::Cpu::best().threads();
+    let told = std::env::var("OMP_NUM_THREADS").ok();
+    // One number for each level of teams within teams; an op is a team of the first.
+    let told = told.and_then(|levels| levels.split(',').next()?.trim().parse().ok());
+    told.map_or(cores, |told: usize| told.clamp(1, cores))
+}
+
 /// How ops run in this process.
 #[pyfunction]
 pub fn get_cpu() -> Cpu {
     let mut current = CURRENT.lock().expect("no panic while holding the lock");
-    current.get_or_insert_with(|| Cpu::of(samebits_ops::Cpu::best())).clone()
+    let default =
+        || samebits_ops::Cpu::new(Isa::best(), default_threads(), usize::MAX).expect("the best of this machine");
+    current.get_or_insert_with(|| Cpu::of(default())).clone()
 }
 
 /// Lets ops of this process run as `cpu` says.

@@ -198,6 +198,18 @@ def test_numpy_and_torch_are_not_needed():
     assert int(subprocess.check_output([sys.executable, "-c", code])) >= 1
 
 
+def test_threads_are_no_more_than_openmp_is_told():
+    def threads(told):
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | told
+        code = "import samebits; print(samebits.get_cpu().threads, samebits.Cpu().threads, samebits.Cpu(threads=3).threads)"
+        return [int(n) for n in subprocess.check_output([sys.executable, "-c", code], env=env).split()]
+
+    cores = threads({})
+    assert cores[0] == cores[1] >= 1 and cores[2] == 3
+    for told, wanted in {"1": 1, "1,4": 1, "0": 1, "1000000": cores[0], "many": cores[0], "": cores[0]}.items():
+        assert threads({"OMP_NUM_THREADS": told}) == [wanted, wanted, 3], told
+
+
 def run(*arguments, folder):
     command = [sys.executable, "-m", "samebits", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -17,8 +17,7 @@ use super::attention_backward::{Gradients, Job};
 use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
 use crate::pack::{
-    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, least_of_parts,
-    vnni_of_rows,
+    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, vnni_of_rows,
 };
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};

@@ -321,16 +321,14 @@ impl<I: Element> Backward<'_, I> {
             let counted = self.mask.map(|mask| (0..count).filter(|&r| mask[first + r] != 0).collect::<Vec<_>>());
             let least = if self.pairs_pay() { self.least(x) } else { f32::INFINITY };
             let counted = counted.as_deref();
-            let mut block =
-                Block { plan: &plan, first, count, x, least, counted, held: false, held_pairs: None, exact: true };
+            let mut block = Block { plan: &plan, first, count, x, least, counted, held: false, held_pairs: None };
             let (sums, waiting) = sums[..LEVELS * count * k].split_at_mut(count * k);
             for (segment, tiles) in tiles(vocab, plan.columns).enumerate() {
-                let mut begins = true;
-                block.exact = true;
+                let (mut begins, mut exact) = (true, true);
                 for tile in tiles {
                     let dw = &mut dw[tile.start * k..tile.end * k];
                     let dw_begins = first == 0 && begin(tile.clone(), dw);
-                    self.add(&mut block, tile, &mut room, (sums, begins), (dw, dw_begins));
+                    exact = self.add(&mut block, tile, &mut room, (sums, begins, exact), (dw, dw_begins));
                     begins = false;
                 }
                 if begins {
@@ -439,15 +437,15 @@ impl<I: Element> Backward<'_, I> {
     }
 
     /// What a tile of the vocabulary adds to dx of some rows, as far as its segment has come, and to its rows of dw. Both
-    /// may begin with +0.
+    /// may begin with +0. Takes whether the sums of dx are such as pairs make exactly, and returns whether they still are.
     fn add(
         &self,
         block: &mut Block<I>,
         tile: Range<usize>,
         room: &mut Room,
-        (sums, begins): (&mut [f32], bool),
+        (sums, begins, exact): (&mut [f32], bool, bool),
         (dw, dw_begins): (&mut [f32], bool),
-    ) {
+    ) -> bool {
         let (&Backward { cpu, sizes: [.., k], given, scale, .. }, columns) = (self, tile.len());
         let Block { plan, first, count, x, counted, held, .. } = *block;
         let Room { w, gradients, factors, panels, tiles, shared, slots } = room;
@@ -486,8 +484,7 @@ impl<I: Element> Backward<'_, I> {
         } else if dw_begins {
             dw.fill(0.0);
         }
-        block.exact &= pairs_pay && dot_is_exact(self.least(w), least);
-        let pairs = block.exact;
+        let pairs = exact && pairs_pay && dot_is_exact(self.least(w), least);
         let cut = if pairs { plan.dx.in_pairs(columns) } else { plan.dx };
         let (height, steps) = (cut.height, if pairs { columns.div_ceil(2) } else { columns });
         let stride = height * steps;
@@ -504,6 +501,7 @@ impl<I: Element> Backward<'_, I> {
         let (shape, dy) = (GemmDw::new(columns, count, k), Factors::Tiles(factors, stride));
         let dx = Sums { cpu, shape, plan: cut, tokens: columns, counted: None, x: w, dy, begins };
         dx.run(shared, false, some_of(slots, plan.dx.workers), sums);
+        pairs
     }
 }
 
@@ -548,8 +546,6 @@ struct Block<'a, I> {
     held: bool,
     /// As what an earlier tile has left x where dw reads it: as pairs or not.
     held_pairs: Option<bool>,
-    /// Whether the sums of dx are, since their segment began, such as pairs make exactly.
-    exact: bool,
 }
 
 /// Where the parts of a tile stand.
