@@ -46,6 +46,8 @@ pub struct Tiles {
     in_place: bool,
     /// Whether queries are laid out as pairs.
     query_pairs: bool,
+    /// Keys side by side in a part that is laid out as f32: those of one tile.
+    group: usize,
 }
 
 impl Tiles {
@@ -73,6 +75,8 @@ impl Tiles {
             // Vectors of 8 lanes would widen a value again for every 6 rows.
             in_place: job.values_in_place() && job.cpu.isa().lanes() > 8,
             query_pairs,
+            // 8 lanes take six, six and four.
+            group: if job.cpu.isa().lanes() == 16 { TILE_ROWS } else { 16 },
         }
     }
 
@@ -111,19 +115,19 @@ impl Tiles {
         self.width * if self.span == 0 { self.keys } else { self.span }
     }
 
-    fn part_words(&self) -> usize {
-        self.part() * self.f32_words.max(if self.in_place { 0 } else { self.columns })
+    /// Words of a part of keys as f32, in whole groups.
+    fn wide_words(&self) -> usize {
+        self.part().next_multiple_of(self.group) * self.f32_words
     }
 
-    /// Words of a shared key.
-    fn key_words(&self) -> usize {
-        if self.query_pairs { self.query_words } else { self.f32_words }
+    fn part_words(&self) -> usize {
+        self.wide_words().max(if self.in_place { 0 } else { self.part() * self.columns })
     }
 
     /// Words of the shared keys of one entry, and of one block of them: the keys, then a line with the smallest nonzero
     /// magnitude of pairs.
     fn block_words(&self) -> usize {
-        BLOCK * self.key_words() + LINE
+        LINE + if self.query_pairs { BLOCK * self.query_words } else { BLOCK / PART * self.wide_words() }
     }
 
     fn entry_words(&self) -> usize {
@@ -195,18 +199,38 @@ fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [u32]) {
     job.cpu.chunks(out, plan.block_words(), |i, out| {
         let (entry, block) = (i / blocks, i % blocks);
         let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
-        let (out, end) = out.split_at_mut(BLOCK * plan.key_words());
+        let (out, end) = out.split_at_mut(plan.block_words() - LINE);
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
+        let key = |j: usize| job.key(b, block * BLOCK + j, kv_head);
         let mut least = f32::INFINITY;
-        for (j, out) in out.chunks_exact_mut(plan.key_words()).enumerate().take(count) {
-            let key = job.key(b, block * BLOCK + j, kv_head);
-            match bf16_slice(key).filter(|_| plan.query_pairs) {
-                Some(key) => least = least.min(vnni_of_row(job.cpu, key, bf16::ZERO, out)),
-                None => f32_row(job.cpu, key, job.shape.tf32, as_floats_mut(out)),
+        if plan.query_pairs {
+            for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
+                let key = bf16_slice(key(j)).expect("bf16");
+                least = least.min(vnni_of_row(job.cpu, key, bf16::ZERO, out));
+            }
+        } else {
+            let out = as_floats_mut(out).chunks_exact_mut(plan.wide_words());
+            for (first, out) in (0..count).step_by(PART).zip(out) {
+                lay_part_out(job, plan, PART.min(count - first), |j| key(first + j), out);
             }
         }
         end[0] = least.to_bits();
     });
+}
+
+/// Lays the keys of a part out as f32, group by group, side by side in each; behind the ends of odd keys stands 0.
+fn lay_part_out<'k, I: Element>(
+    job: &Job<I>,
+    plan: &Tiles,
+    count: usize,
+    key: impl Fn(usize) -> &'k [I],
+    out: &mut [f32],
+) {
+    let (d, group) = (job.shape.head_dim, plan.group);
+    for (first, out) in (0..count).step_by(group).zip(out.chunks_exact_mut((group * plan.f32_words).max(1))) {
+        f32_of_rows(job.cpu, group.min(count - first), d, |j| key(first + j), job.shape.tf32, out, group);
+        out[d * group..].fill(0.0);
+    }
 }
 
 /// Lays the values of every (sequence, key head) out as f32, where tiles share them.
@@ -407,34 +431,35 @@ impl<I: Element> RowTile<'_, I> {
                     self.ran.add(Tally { fast: 0, slow: 1 });
                 }
                 let shared = self.keys.filter(|_| !plan.query_pairs);
-                let shared =
-                    shared.map(|keys| &keys[from / BLOCK * plan.block_words() + from % BLOCK * plan.f32_words..]);
-                // Widened part by part, with a zero beside the pad of odd pairs.
-                for first in (0..count).step_by(plan.part()) {
-                    let rows = plan.part().min(count - first);
+                for mine in (Range { from, to }).cut(plan.part()) {
+                    // The key that the part begins with.
+                    let start = if shared.is_some() { mine.from / PART * PART } else { mine.from };
                     let wide = match shared {
-                        Some(keys) => as_floats(&keys[first * plan.f32_words..]),
+                        Some(keys) => {
+                            let part = from / BLOCK * plan.block_words() + start % BLOCK / PART * plan.wide_words();
+                            as_floats(&keys[part..][..plan.wide_words()])
+                        }
                         None => {
                             let wide = as_floats_mut(part);
                             let key = |j: usize| {
-                                prefetch(job.key(b, (from + first + j + AHEAD).min(keys.to - 1), kv_head));
-                                job.key(b, from + first + j, kv_head)
+                                prefetch(job.key(b, (start + j + AHEAD).min(keys.to - 1), kv_head));
+                                job.key(b, start + j, kv_head)
                             };
-                            f32_rows(cpu, rows, key, job.shape.tf32, wide, plan.f32_words);
-                            for wide in wide.chunks_exact_mut(plan.f32_words.max(1)).take(rows) {
-                                wide[job.shape.head_dim..].fill(0.0);
-                            }
+                            lay_part_out(job, plan, mine.to - start, key, wide);
                             &*wide
                         }
                     };
-                    let out = &mut out[first * width..][..rows * width];
-                    for (i, out) in (0..rows).step_by(TILE_ROWS).zip(out.chunks_mut(TILE_ROWS * width)) {
-                        let left = Left { data: &wide[i * plan.f32_words..], row_stride: plan.f32_words, step: 1 };
+                    let group = plan.group;
+                    for first in ((mine.from - start) / group * group..mine.to - start).step_by(group) {
+                        let tile = mine.within(start + first, start + first + group);
+                        let out = tile.of(keys, width, scores);
+                        let data = &wide[first * plan.f32_words + tile.from - start - first..];
+                        let left = Left { data, row_stride: 1, step: group };
                         let right = match plan.query_pairs {
                             true => Right::Vnni(query, width),
                             false => Right::F32(as_floats(query), width),
                         };
-                        let (order, rows) = (Order::Tree(&chain), TILE_ROWS.min(rows - i));
+                        let (order, rows) = (Order::Tree(&chain), tile.to - tile.from);
                         fma_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
                     }
                 }

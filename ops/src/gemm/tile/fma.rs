@@ -20,17 +20,28 @@ const STEPS_AHEAD: usize = 16;
 const STEPS_IN_SETS: usize = 32;
 /// Words of a cache line.
 const LINE: usize = 16;
-/// Steps in a round of a chain of 8 lanes.
+/// Steps of k in a round of a chain of 8 lanes.
 const UNROLLED: usize = 4;
+
+/// The first multiples of a distance, which the compiler takes for any numbers. It would come to each by additions in every
+/// round; and those of integers take the units of multiply-adds on an Intel, where five of them to 12 multiply-adds cost 8%.
+type Multiples = [usize; UNROLLED];
+
+#[inline(always)]
+fn multiples(of: usize) -> Multiples {
+    std::hint::black_box(std::array::from_fn(|i| i.wrapping_mul(of)))
+}
 
 /// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
 trait Steps: Copy {
     /// Steps of k per load.
     const K: usize;
-    /// The vectors at `step` and column `column`: one for K = 1, two (ascending k) for K = 2.
+    /// The vectors at `step`, below [`UNROLLED`], and column `column`: one for K = 1, two (ascending k) for K = 2.
     /// # Safety
     /// The address is inside the operand.
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
+    /// The operand from a later step on, which may be its end.
+    fn behind(self, steps: usize) -> Self;
     /// Vectors of columns side by side for so many rows, on 32 registers of 16 lanes or 16 of 8: enough that no sum waits
     /// for itself, and whole lines of a panel.
     #[inline(always)]
@@ -58,34 +69,39 @@ trait Steps: Copy {
         // A copy that lives in registers while the loop runs.
         let mut live = *sums;
         let (mut at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
+        let (mut a, mut right) = (a.wrapping_add(at * Self::K * step), self.behind(at));
+        let left = multiples(step);
         macro_rules! step {
-            ($at:expr) => {{
-                let at = $at;
+            ($i:expr) => {{
+                let i = $i;
                 // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
                 unsafe {
                     let mut first = [s.splat(0.0); VECTORS];
                     let mut second = [s.splat(0.0); VECTORS];
                     for v in 0..VECTORS {
-                        (first[v], second[v]) = self.load(s, at, column + v * S::LANES);
+                        (first[v], second[v]) = right.load(s, i, column + v * S::LANES);
                     }
-                    self.ask(column / (VECTORS * S::LANES) * end + at, VECTORS * S::LANES);
-                    let x = a.add(at * Self::K * step);
-                    add(s, &mut live, x, row_stride, first);
+                    self.ask(column / (VECTORS * S::LANES) * end + at + i, VECTORS * S::LANES);
+                    add(s, &mut live, a.add(left[i * Self::K]), row_stride, first);
                     if Self::K == 2 {
-                        add(s, &mut live, x.add(step), row_stride, second);
+                        add(s, &mut live, a.add(left[i * Self::K + 1]), row_stride, second);
                     }
                 }
             }};
         }
+        let round = UNROLLED / Self::K;
         // Prefill gains 1% at most.
-        while S::LANES == 8 && at + UNROLLED <= end {
-            for i in 0..UNROLLED {
-                step!(at + i);
+        while S::LANES == 8 && at + round <= end {
+            for i in 0..round {
+                step!(i);
             }
-            at += UNROLLED;
+            at += round;
+            (a, right) = (a.wrapping_add(UNROLLED * step), right.behind(round));
         }
-        for at in at..end {
-            step!(at);
+        while at < end {
+            step!(0);
+            at += 1;
+            (a, right) = (a.wrapping_add(Self::K * step), right.behind(1));
         }
         *sums = live;
     }
@@ -119,14 +135,14 @@ trait Placed: Steps {
 }
 
 #[derive(Clone, Copy)]
-struct WideSteps(*const f32, usize);
+struct WideSteps(*const f32, Multiples);
 #[derive(Clone, Copy)]
-struct PairSteps(*const u32, usize);
+struct PairSteps(*const u32, Multiples);
 /// [`PairSteps`] that ask for memory on the way.
 #[derive(Clone, Copy)]
 struct AskingPairs(PairSteps, Prefetch);
 #[derive(Clone, Copy)]
-struct Bf16Steps(*const half::bf16, usize, Prefetch);
+struct Bf16Steps(*const half::bf16, Multiples, Prefetch);
 
 /// The steps of a panel that comes from memory. Two vectors of 8 lanes are half of what a step holds, and memory is not
 /// found ahead of every other line: so the lines of later steps are asked for.
@@ -145,6 +161,10 @@ impl<B: Placed> Steps for Streamed<B> {
         // SAFETY: the caller's promise.
         unsafe { self.0.load(s, step, column) }
     }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        Streamed(self.0.behind(steps))
+    }
 }
 
 impl Steps for WideSteps {
@@ -152,15 +172,19 @@ impl Steps for WideSteps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        let v = unsafe { s.load(self.0.add(step * self.1 + column)) };
+        let v = unsafe { s.load(self.0.add(self.1[step] + column)) };
         (v, v)
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        WideSteps(self.0.wrapping_add(steps * self.1[1]), self.1)
     }
 }
 
 impl Placed for WideSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.wrapping_add(step * self.1 + column).cast()
+        self.0.wrapping_add(step * self.1[1] + column).cast()
     }
 }
 
@@ -169,14 +193,18 @@ impl Steps for PairSteps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        unsafe { s.load_pairs(self.0.add(step * self.1 + column)) }
+        unsafe { s.load_pairs(self.0.add(self.1[step] + column)) }
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        PairSteps(self.0.wrapping_add(steps * self.1[1]), self.1)
     }
 }
 
 impl Placed for PairSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
-        self.0.wrapping_add(step * self.1 + column)
+        self.0.wrapping_add(step * self.1[1] + column)
     }
 }
 
@@ -186,6 +214,10 @@ impl Steps for AskingPairs {
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
         unsafe { self.0.load(s, step, column) }
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        AskingPairs(self.0.behind(steps), self.1)
     }
     #[inline(always)]
     fn ask(self, index: usize, columns: usize) {
@@ -199,8 +231,12 @@ impl Steps for Bf16Steps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        let v = unsafe { s.load_bf16(self.0.add(step * self.1 + column)) };
+        let v = unsafe { s.load_bf16(self.0.add(self.1[step] + column)) };
         (v, v)
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        Bf16Steps(self.0.wrapping_add(steps * self.1[1]), self.1, self.2)
     }
     #[inline(always)]
     fn vectors(lanes: usize, rows: usize) -> usize {
@@ -229,6 +265,10 @@ impl Steps for CodedSteps<'_> {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, _s: S, _step: usize, _column: usize) -> (S::F, S::F) {
         unreachable!("blocks are loaded by their chain")
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        unreachable!("blocks are loaded by their chain, not {steps} of them")
     }
     #[inline(always)]
     unsafe fn chain<S: Simd, const ROWS: usize, const VECTORS: usize>(
@@ -339,28 +379,28 @@ impl Kernel for FmaTile<'_, '_> {
         // The combinations that ops use; each is compiled on its own.
         match (tile.right, adjacent, tree) {
             (Right::F32(data, stride), true, true) if streams && tile.rows > 2 => {
-                heights::<S, _, true, true>(s, tile, out, Streamed(WideSteps(data.as_ptr(), stride)))
+                heights::<S, _, true, true>(s, tile, out, Streamed(WideSteps(data.as_ptr(), multiples(stride))))
             }
             (Right::F32(data, stride), true, true) => {
-                heights::<S, _, true, true>(s, tile, out, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, true, true>(s, tile, out, WideSteps(data.as_ptr(), multiples(stride)))
             }
             (Right::F32(data, stride), false, true) => {
-                heights::<S, _, false, true>(s, tile, out, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, false, true>(s, tile, out, WideSteps(data.as_ptr(), multiples(stride)))
             }
             (Right::F32(data, stride), true, false) => {
-                heights::<S, _, true, false>(s, tile, out, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, true, false>(s, tile, out, WideSteps(data.as_ptr(), multiples(stride)))
             }
             (Right::F32(data, stride), false, false) => {
-                heights::<S, _, false, false>(s, tile, out, WideSteps(data.as_ptr(), stride))
+                heights::<S, _, false, false>(s, tile, out, WideSteps(data.as_ptr(), multiples(stride)))
             }
             (Right::Bf16(data, stride, ahead), true, false) => {
-                heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
+                heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), multiples(stride), ahead))
             }
             (Right::Bf16(data, stride, ahead), false, false) if S::LANES == 8 && tile.left.step == 1 => {
                 by_sets(s, tile, out, data, stride, ahead)
             }
             (Right::Bf16(data, stride, ahead), false, false) => {
-                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), stride, ahead))
+                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), multiples(stride), ahead))
             }
             (Right::Dictionary(coded), true, true) if S::LANES == 8 => {
                 let Order::Tree(bounds) = tile.order else { unreachable!("a tree") };
@@ -372,11 +412,11 @@ impl Kernel for FmaTile<'_, '_> {
             }
             (Right::VnniAsking(data, stride, ahead), true, true) => {
                 tile.check_pad();
-                heights::<S, _, true, true>(s, tile, out, AskingPairs(PairSteps(data.as_ptr(), stride), ahead))
+                heights::<S, _, true, true>(s, tile, out, AskingPairs(PairSteps(data.as_ptr(), multiples(stride)), ahead))
             }
             (Right::Vnni(data, stride), _, _) => {
                 tile.check_pad();
-                let b = PairSteps(data.as_ptr(), stride);
+                let b = PairSteps(data.as_ptr(), multiples(stride));
                 match (adjacent, tree) {
                     (true, true) if streams => heights::<S, _, true, true>(s, tile, out, Streamed(b)),
                     (true, true) => heights::<S, _, true, true>(s, tile, out, b),
@@ -425,7 +465,7 @@ fn by_sets<S: Simd>(s: S, tile: &Tile<'_, f32>, out: *mut f32, data: &[half::bf1
         let left = Left { data: &weights[first * row_stride + at..], row_stride, step: 1 };
         let order = Order::Chain(end - at);
         let part = Tile { left, right: tile.right, order, rows, columns, out: &mut [], out_stride };
-        let b = Bf16Steps(data[at * stride..].as_ptr(), stride, ahead);
+        let b = Bf16Steps(data[at * stride..].as_ptr(), multiples(stride), ahead);
         heights::<S, _, false, false>(s, &part, out.wrapping_add(first * out_stride), b);
     }
 }
