@@ -690,7 +690,8 @@ impl Plan for Strategy {
     }
 }
 
-/// `total += block`, element by element. Not generic, so that it is compiled once.
+/// `total += block`, element by element; a NaN becomes the canonical one when its row is finished. Not generic, so that it is
+/// compiled once.
 pub(super) fn add_to(cpu: &Cpu, total: &mut [f32], block: &[f32]) {
     cpu.dispatch(AddTo { total, block });
 }
@@ -704,10 +705,17 @@ impl Kernel for AddTo<'_> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for at in (0..self.total.len()).step_by(S::LANES) {
-            let sum = s.add(load_at(s, self.total, at, 0.0), load_at(s, self.block, at, 0.0));
-            narrow_at(s, sum, self.total, at);
+        let AddTo { total, block } = self;
+        let block = &block[..total.len()];
+        let whole = total.len() / S::LANES * S::LANES;
+        for at in (0..whole).step_by(S::LANES) {
+            // SAFETY: both hold LANES elements from `at` on.
+            unsafe {
+                let at = (total.as_mut_ptr().add(at), block.as_ptr().add(at));
+                s.store(s.add(s.load(at.0), s.load(at.1)), at.0);
+            }
         }
+        total[whole..].iter_mut().zip(&block[whole..]).for_each(|(total, block)| *total += block);
     }
 }
 

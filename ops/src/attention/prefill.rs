@@ -16,6 +16,8 @@ use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element};
 use half::bf16;
 
+/// Tiles for each worker, at least, between two layouts of shared keys and values.
+const TILES_BETWEEN: usize = 8;
 /// Most query rows of a tile: one row of scores per lane of a panel.
 const ROWS: usize = 48;
 /// Keys or values laid out at a time.
@@ -35,19 +37,18 @@ pub struct Tiles {
     /// Columns of the values at a time, a multiple of 16.
     columns: usize,
     workers: usize,
-    /// Whether all keys are laid out once, as pairs or f32, for the tiles to share, and all values that are not read in place.
+    /// Whether keys are laid out once, as pairs or f32, for the tiles to share, and values that are not read in place.
     shared: bool,
-    /// Facts of the call: the most keys a sequence has, (sequence, key head) entries, words of a query or key row as the
+    /// (Sequence, key head) entries at a time: what is laid out for them should stay in the caches while their tiles run.
+    entries: usize,
+    /// Facts of the call: the most keys a sequence has, words of a query or key row as the
     /// kernels read it and widened, and whether values are read in place.
     keys: usize,
-    entries: usize,
     query_words: usize,
     f32_words: usize,
     in_place: bool,
     /// Whether queries are laid out as pairs.
     query_pairs: bool,
-    /// Keys side by side in a part that is laid out as f32: those of one tile.
-    group: usize,
 }
 
 impl Tiles {
@@ -68,15 +69,15 @@ impl Tiles {
             columns: shape.value_dim.next_multiple_of(16),
             workers: job.cpu.threads(),
             shared: most > width,
+            entries: (TILES_BETWEEN * job.cpu.threads())
+                .div_ceil(most.div_ceil(width).max(1))
+                .min(shape.batch * shape.kv_heads),
             keys: job.kv_len.iter().map(|&len| len as usize).max().unwrap_or(0),
-            entries: shape.batch * shape.kv_heads,
             query_words: if query_pairs { shape.head_dim.div_ceil(2) } else { shape.head_dim },
             f32_words: shape.head_dim.next_multiple_of(2),
             // Vectors of 8 lanes would widen a value again for every 6 rows.
             in_place: job.values_in_place() && job.cpu.isa().lanes() > 8,
             query_pairs,
-            // 8 lanes take six, six and four.
-            group: if job.cpu.isa().lanes() == 16 { TILE_ROWS } else { 16 },
         }
     }
 
@@ -115,9 +116,9 @@ impl Tiles {
         self.width * if self.span == 0 { self.keys } else { self.span }
     }
 
-    /// Words of a part of keys as f32, in whole groups.
+    /// Words of a part of keys as f32, in whole tiles.
     fn wide_words(&self) -> usize {
-        self.part().next_multiple_of(self.group) * self.f32_words
+        self.part().next_multiple_of(TILE_ROWS) * self.f32_words
     }
 
     fn part_words(&self) -> usize {
@@ -161,43 +162,47 @@ pub fn run<I: Element, O: Element>(
     job: &Job<I>,
     plan: &Tiles,
     shared: &mut [u32],
-    slots: Vec<&mut [u32]>,
+    mut slots: Vec<&mut [u32]>,
     out: &SharedOut<O>,
     lse: &SharedOut<f32>,
 ) -> usize {
-    let (batch, kv_heads) = (job.shape.batch, job.shape.kv_heads);
-    let keys = if plan.shared { batch * kv_heads * plan.entry_words() } else { 0 };
-    let (shared, values) = shared.split_at_mut(keys);
-    let shared = (plan.shared && plan.block_words() > LINE).then(|| {
-        lay_keys_out(job, plan, shared);
-        &*shared
-    });
-    lay_values_out(job, plan, as_floats_mut(values));
-    let values = as_floats(values);
+    let (kv_heads, all) = (job.shape.kv_heads, job.shape.batch * job.shape.kv_heads);
     let tiles = (job.most_queries() * job.group()).div_ceil(plan.rows);
     let ran = Ran::default();
-    job.cpu.each_in(slots, batch * kv_heads * tiles, |slot, task| {
-        // The tiles of an entry go one after another, while the second cache has its keys and values; the last queries see the
-        // most keys: they go first.
-        let (entry, tile) = (task / tiles, tiles - 1 - task % tiles);
-        let (b, kv_head) = (entry / kv_heads, entry % kv_heads);
-        let first = tile * plan.rows;
-        let all = job.queries(b).len() * job.group();
-        if first < all {
-            let rows = plan.rows.min(all - first);
-            let keys = shared.map(|shared| &shared[entry * plan.entry_words()..][..plan.entry_words()]);
-            let values = (!values.is_empty()).then(|| &values[entry * plan.value_words()..][..plan.value_words()]);
-            RowTile { job, plan, b, kv_head, first, rows, keys, values, ran: &ran }.run(slot, out, lse);
-        }
-    });
+    let at_a_time = if plan.shared { plan.entries.max(1) } else { all.max(1) };
+    for from in (0..all).step_by(at_a_time) {
+        let count = at_a_time.min(all - from);
+        let keys = if plan.shared { count * plan.entry_words() } else { 0 };
+        let (shared, values) = shared[..keys + count * plan.value_words()].split_at_mut(keys);
+        let shared = (plan.shared && plan.block_words() > LINE).then(|| {
+            lay_keys_out(job, plan, from, shared);
+            &*shared
+        });
+        lay_values_out(job, plan, from, as_floats_mut(values));
+        let values = as_floats(values);
+        job.cpu.each_in(slots.iter_mut(), count * tiles, |slot, task| {
+            // The tiles of an entry go one after another, while the second cache has its keys and values; the last queries see
+            // the most keys: they go first.
+            let (entry, tile) = (task / tiles, tiles - 1 - task % tiles);
+            let (b, kv_head) = ((from + entry) / kv_heads, (from + entry) % kv_heads);
+            let first = tile * plan.rows;
+            let all = job.queries(b).len() * job.group();
+            if first < all {
+                let rows = plan.rows.min(all - first);
+                let keys = shared.map(|shared| &shared[entry * plan.entry_words()..][..plan.entry_words()]);
+                let values = (!values.is_empty()).then(|| &values[entry * plan.value_words()..][..plan.value_words()]);
+                RowTile { job, plan, b, kv_head, first, rows, keys, values, ran: &ran }.run(slot, out, lse);
+            }
+        });
+    }
     ran.record(job.cpu)
 }
 
-/// Lays the keys of every (sequence, key head) out, key by key: as pairs for dot products, else as f32.
-fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [u32]) {
+/// Lays the keys of the (sequence, key head) entries from `first` on out: as pairs for dot products, else as f32.
+fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mut [u32]) {
     let blocks = plan.keys.div_ceil(BLOCK);
     job.cpu.chunks(out, plan.block_words(), |i, out| {
-        let (entry, block) = (i / blocks, i % blocks);
+        let (entry, block) = (first + i / blocks, i % blocks);
         let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
         let (out, end) = out.split_at_mut(plan.block_words() - LINE);
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
@@ -218,7 +223,7 @@ fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [u32]) {
     });
 }
 
-/// Lays the keys of a part out as f32, group by group, side by side in each; behind the ends of odd keys stands 0.
+/// Lays the keys of a part out as f32, side by side in every tile; behind the ends of odd keys stands 0.
 fn lay_part_out<'k, I: Element>(
     job: &Job<I>,
     plan: &Tiles,
@@ -226,18 +231,18 @@ fn lay_part_out<'k, I: Element>(
     key: impl Fn(usize) -> &'k [I],
     out: &mut [f32],
 ) {
-    let (d, group) = (job.shape.head_dim, plan.group);
-    for (first, out) in (0..count).step_by(group).zip(out.chunks_exact_mut((group * plan.f32_words).max(1))) {
-        f32_of_rows(job.cpu, group.min(count - first), d, |j| key(first + j), job.shape.tf32, out, group);
-        out[d * group..].fill(0.0);
+    let d = job.shape.head_dim;
+    for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_exact_mut((TILE_ROWS * plan.f32_words).max(1))) {
+        f32_of_rows(job.cpu, TILE_ROWS.min(count - first), d, |j| key(first + j), job.shape.tf32, out, TILE_ROWS);
+        out[d * TILE_ROWS..].fill(0.0);
     }
 }
 
-/// Lays the values of every (sequence, key head) out as f32, where tiles share them.
-fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, out: &mut [f32]) {
+/// Lays the values of the (sequence, key head) entries from `first` on out as f32, where tiles share them.
+fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mut [f32]) {
     let blocks = plan.keys.div_ceil(BLOCK);
     job.cpu.chunks(out, BLOCK * plan.columns, |i, out| {
-        let (entry, block) = (i / blocks, i % blocks);
+        let (entry, block) = (first + i / blocks, i % blocks);
         let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
         for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
@@ -449,12 +454,11 @@ impl<I: Element> RowTile<'_, I> {
                             &*wide
                         }
                     };
-                    let group = plan.group;
-                    for first in ((mine.from - start) / group * group..mine.to - start).step_by(group) {
-                        let tile = mine.within(start + first, start + first + group);
+                    for first in ((mine.from - start) / TILE_ROWS * TILE_ROWS..mine.to - start).step_by(TILE_ROWS) {
+                        let tile = mine.within(start + first, start + first + TILE_ROWS);
                         let out = tile.of(keys, width, scores);
                         let data = &wide[first * plan.f32_words + tile.from - start - first..];
-                        let left = Left { data, row_stride: 1, step: group };
+                        let left = Left { data, row_stride: 1, step: TILE_ROWS };
                         let right = match plan.query_pairs {
                             true => Right::Vnni(query, width),
                             false => Right::F32(as_floats(query), width),

@@ -47,7 +47,7 @@ pub enum Right<'a> {
     VnniAsking(&'a [u32], usize, Prefetch),
     /// The same in 12 bits a weight, for whom [`crate::Isa::reads_coded`] names.
     Dictionary(DictionaryPanel<'a>),
-    /// bf16, and memory that is asked for on the way, a line at a step.
+    /// bf16, and memory that is asked for on the way.
     Bf16(&'a [half::bf16], usize, Prefetch),
 }
 

@@ -483,22 +483,6 @@ impl Prefetch {
         }
         self.lines -= count.min(self.lines);
     }
-
-    /// Asks for `count` lines from line `index` on, if that is one, to the second cache.
-    #[inline(always)]
-    pub fn ask_second_at(&self, index: usize, count: usize) {
-        if index < self.lines {
-            (0..count).for_each(|line| simd::prefetch_second(self.at.wrapping_add(64 * index.wrapping_add(line))));
-        }
-    }
-
-    /// Asks for `count` lines from line `index` on, if that is one.
-    #[inline(always)]
-    pub fn ask_at(&self, index: usize, count: usize) {
-        if index < self.lines {
-            (0..count).for_each(|line| simd::prefetch(self.at.wrapping_add(64 * index.wrapping_add(line))));
-        }
-    }
 }
 
 /// The same words as f32.

@@ -25,7 +25,7 @@ const UNROLLED: usize = 4;
 
 /// The first multiples of a distance, which the compiler takes for any numbers. It would come to each by additions in every
 /// round; and those of integers take the units of multiply-adds on an Intel, where five of them to 12 multiply-adds cost 8%.
-type Multiples = [usize; UNROLLED];
+type Multiples = [usize; UNROLLED + 1];
 
 #[inline(always)]
 fn multiples(of: usize) -> Multiples {
@@ -42,18 +42,28 @@ trait Steps: Copy {
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F);
     /// The operand from a later step on, which may be its end.
     fn behind(self, steps: usize) -> Self;
+    /// The same, no further than [`UNROLLED`].
+    fn on(self, steps: usize) -> Self;
     /// Vectors of columns side by side for so many rows, on 32 registers of 16 lanes or 16 of 8: enough that no sum waits
     /// for itself, and whole lines of a panel.
     #[inline(always)]
     fn vectors(lanes: usize, rows: usize) -> usize {
         if lanes == 8 && rows <= 2 { 4 } else { 2 }
     }
-    /// Asks for as much of the memory that is read later as a step of so many columns reads; `index` counts steps, over all
-    /// columns.
+    /// What is asked for on the way in a chain before which the tile has `before` multiply-adds, `round` of them in a round:
+    /// where its first round begins to ask, and how far it is to the next one's place. None by default.
     #[inline(always)]
-    fn ask(self, _index: usize, _columns: usize) {}
+    fn asking(self, _before: usize, _round: usize) -> (*const i8, usize) {
+        (std::ptr::null(), 0)
+    }
+    /// Lines that a round of so many steps of k of so many columns asks for.
+    #[inline(always)]
+    fn lines(_steps: usize, _columns: usize) -> usize {
+        0
+    }
     /// Continues the chains in `sums` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
-    /// it start there. Rows of the left operand are `row_stride` apart from `a` on, its steps `step`.
+    /// it start there. Rows of the left operand are `row_stride` apart from `a` on, and its steps stand at `left`. `before`
+    /// counts the multiply-adds of the tile before these chains.
     ///
     /// # Safety
     /// As [`fma_chains`]; `to` is not behind the end of the tile's order.
@@ -62,46 +72,50 @@ trait Steps: Copy {
         self,
         s: S,
         sums: &mut [[S::F; VECTORS]; ROWS],
-        (a, row_stride, step): (*const f32, usize, usize),
+        (a, row_stride, left): (*const f32, usize, Multiples),
         column: usize,
         [from, to]: [usize; 2],
+        before: usize,
     ) {
         // A copy that lives in registers while the loop runs.
         let mut live = *sums;
-        let (mut at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
-        let (mut a, mut right) = (a.wrapping_add(at * Self::K * step), self.behind(at));
-        let left = multiples(step);
-        macro_rules! step {
-            ($i:expr) => {{
-                let i = $i;
-                // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
-                unsafe {
-                    let mut first = [s.splat(0.0); VECTORS];
-                    let mut second = [s.splat(0.0); VECTORS];
-                    for v in 0..VECTORS {
-                        (first[v], second[v]) = right.load(s, i, column + v * S::LANES);
-                    }
-                    self.ask(column / (VECTORS * S::LANES) * end + at + i, VECTORS * S::LANES);
-                    add(s, &mut live, a.add(left[i * Self::K]), row_stride, first);
-                    if Self::K == 2 {
-                        add(s, &mut live, a.add(left[i * Self::K + 1]), row_stride, second);
+        let (at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
+        let (mut a, mut right) = (a.wrapping_add(at * Self::K * left[1]), self.behind(at));
+        // Steps of k in a round; prefill gains 1% at most.
+        let round = if S::LANES == 8 { UNROLLED } else { Self::K };
+        let columns = VECTORS * S::LANES;
+        let (mut line, on) = self.asking(before, round * ROWS * columns);
+        macro_rules! steps {
+            ($k:expr) => {{
+                for i in 0..$k / Self::K {
+                    // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
+                    unsafe {
+                        let mut first = [s.splat(0.0); VECTORS];
+                        let mut second = [s.splat(0.0); VECTORS];
+                        for v in 0..VECTORS {
+                            (first[v], second[v]) = right.load(s, i, column + v * S::LANES);
+                        }
+                        add(s, &mut live, a.add(left[i * Self::K]), row_stride, first);
+                        if Self::K == 2 {
+                            add(s, &mut live, a.add(left[i * Self::K + 1]), row_stride, second);
+                        }
                     }
                 }
+                (a, right) = (a.wrapping_add(left[$k]), right.on($k / Self::K));
             }};
         }
-        let round = UNROLLED / Self::K;
-        // Prefill gains 1% at most.
-        while S::LANES == 8 && at + round <= end {
-            for i in 0..round {
-                step!(i);
+        let loads = round / Self::K;
+        for _ in 0..end.saturating_sub(at) / loads {
+            for i in 0..Self::lines(round, columns) {
+                prefetch_second(line.wrapping_add(64 * i));
             }
-            at += round;
-            (a, right) = (a.wrapping_add(UNROLLED * step), right.behind(round));
+            steps!(round);
+            line = line.wrapping_add(on);
         }
-        while at < end {
-            step!(0);
-            at += 1;
-            (a, right) = (a.wrapping_add(Self::K * step), right.behind(1));
+        if loads > 1 {
+            for _ in 0..end.saturating_sub(at) % loads {
+                steps!(Self::K);
+            }
         }
         *sums = live;
     }
@@ -132,17 +146,68 @@ unsafe fn add<S: Simd, const ROWS: usize, const VECTORS: usize>(
 trait Placed: Steps {
     /// Where `step` and `column` are; it may be any address.
     fn at(self, step: usize, column: usize) -> *const u32;
+    /// [`Steps::lines`] of those that ask: for as much as is read, or, of what many rows share, for one line.
+    fn asked(steps: usize, columns: usize) -> usize;
 }
 
 #[derive(Clone, Copy)]
 struct WideSteps(*const f32, Multiples);
 #[derive(Clone, Copy)]
 struct PairSteps(*const u32, Multiples);
-/// [`PairSteps`] that ask for memory on the way.
 #[derive(Clone, Copy)]
-struct AskingPairs(PairSteps, Prefetch);
+struct Bf16Steps(*const half::bf16, Multiples);
+
+/// Steps that ask for memory on the way, evenly over all multiply-adds of a tile: at once, or all of it during the first of
+/// the rows that share an operand, it would come no faster than what waits for it.
 #[derive(Clone, Copy)]
-struct Bf16Steps(*const half::bf16, Multiples, Prefetch);
+struct Asking<B> {
+    steps: B,
+    first: *const i8,
+    /// Bytes for each multiply-add, times 2^[`FRACTION`].
+    rate: usize,
+}
+
+const FRACTION: u32 = 16;
+
+impl<B: Placed> Asking<B> {
+    #[inline(always)]
+    fn new(steps: B, tile: &Tile<'_, f32>, ahead: Prefetch) -> Self {
+        // Where nothing is asked for, a line that is near is.
+        let (first, bytes) = ahead.bounds().map_or((steps.at(0, 0).cast(), 0), |(first, _)| (first, 64 * ahead.lines()));
+        let all = (tile.rows * tile.columns).saturating_mul(tile.order.end()).max(1);
+        Asking { steps, first, rate: (bytes << FRACTION) / all }
+    }
+}
+
+impl<B: Placed> Steps for Asking<B> {
+    const K: usize = B::K;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
+        // SAFETY: the caller's promise.
+        unsafe { self.steps.load(s, step, column) }
+    }
+    #[inline(always)]
+    fn behind(self, steps: usize) -> Self {
+        Asking { steps: self.steps.behind(steps), ..self }
+    }
+    #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        Asking { steps: self.steps.on(steps), ..self }
+    }
+    #[inline(always)]
+    fn vectors(lanes: usize, rows: usize) -> usize {
+        B::vectors(lanes, rows)
+    }
+    #[inline(always)]
+    fn asking(self, before: usize, round: usize) -> (*const i8, usize) {
+        let bytes = |of: usize| self.rate.wrapping_mul(of) >> FRACTION;
+        (self.first.wrapping_add(bytes(before)), bytes(round))
+    }
+    #[inline(always)]
+    fn lines(steps: usize, columns: usize) -> usize {
+        B::asked(steps, columns)
+    }
+}
 
 /// The steps of a panel that comes from memory. Two vectors of 8 lanes are half of what a step holds, and memory is not
 /// found ahead of every other line: so the lines of later steps are asked for.
@@ -165,6 +230,10 @@ impl<B: Placed> Steps for Streamed<B> {
     fn behind(self, steps: usize) -> Self {
         Streamed(self.0.behind(steps))
     }
+    #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        Streamed(self.0.on(steps))
+    }
 }
 
 impl Steps for WideSteps {
@@ -179,12 +248,20 @@ impl Steps for WideSteps {
     fn behind(self, steps: usize) -> Self {
         WideSteps(self.0.wrapping_add(steps * self.1[1]), self.1)
     }
+    #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        WideSteps(self.0.wrapping_add(self.1[steps]), self.1)
+    }
 }
 
 impl Placed for WideSteps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column).cast()
+    }
+    #[inline(always)]
+    fn asked(_steps: usize, _columns: usize) -> usize {
+        0
     }
 }
 
@@ -199,6 +276,10 @@ impl Steps for PairSteps {
     fn behind(self, steps: usize) -> Self {
         PairSteps(self.0.wrapping_add(steps * self.1[1]), self.1)
     }
+    #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        PairSteps(self.0.wrapping_add(self.1[steps]), self.1)
+    }
 }
 
 impl Placed for PairSteps {
@@ -206,23 +287,9 @@ impl Placed for PairSteps {
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column)
     }
-}
-
-impl Steps for AskingPairs {
-    const K: usize = 2;
     #[inline(always)]
-    unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
-        // SAFETY: the caller's promise.
-        unsafe { self.0.load(s, step, column) }
-    }
-    #[inline(always)]
-    fn behind(self, steps: usize) -> Self {
-        AskingPairs(self.0.behind(steps), self.1)
-    }
-    #[inline(always)]
-    fn ask(self, index: usize, columns: usize) {
-        let lines = columns.div_ceil(LINE);
-        self.1.ask_second_at(index * lines, lines);
+    fn asked(steps: usize, columns: usize) -> usize {
+        (steps * columns).div_ceil(2 * LINE)
     }
 }
 
@@ -236,7 +303,11 @@ impl Steps for Bf16Steps {
     }
     #[inline(always)]
     fn behind(self, steps: usize) -> Self {
-        Bf16Steps(self.0.wrapping_add(steps * self.1[1]), self.1, self.2)
+        Bf16Steps(self.0.wrapping_add(steps * self.1[1]), self.1)
+    }
+    #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        Bf16Steps(self.0.wrapping_add(self.1[steps]), self.1)
     }
     #[inline(always)]
     fn vectors(lanes: usize, rows: usize) -> usize {
@@ -246,13 +317,16 @@ impl Steps for Bf16Steps {
             _ => 2,
         }
     }
+}
+
+impl Placed for Bf16Steps {
     #[inline(always)]
-    fn ask(self, index: usize, columns: usize) {
-        match columns / (2 * LINE) {
-            0 if index.is_multiple_of(2) => self.2.ask_at(index / 2, 1),
-            0 => (),
-            lines => self.2.ask_at(index * lines, lines),
-        }
+    fn at(self, step: usize, column: usize) -> *const u32 {
+        self.0.wrapping_add(step * self.1[1] + column).cast()
+    }
+    #[inline(always)]
+    fn asked(steps: usize, columns: usize) -> usize {
+        (steps * columns).div_ceil(2 * LINE)
     }
 }
 
@@ -271,16 +345,22 @@ impl Steps for CodedSteps<'_> {
         unreachable!("blocks are loaded by their chain, not {steps} of them")
     }
     #[inline(always)]
+    fn on(self, steps: usize) -> Self {
+        self.behind(steps)
+    }
+    #[inline(always)]
     unsafe fn chain<S: Simd, const ROWS: usize, const VECTORS: usize>(
         self,
         s: S,
         sums: &mut [[S::F; VECTORS]; ROWS],
-        left: (*const f32, usize, usize),
+        (a, row_stride, left): (*const f32, usize, Multiples),
         column: usize,
         k: [usize; 2],
+        _before: usize,
     ) {
         // SAFETY: the caller's promise. A panel is one or two times these vectors wide.
         unsafe {
+            let left = (a, row_stride, left[1]);
             match column {
                 0 => self.chain_at::<S, ROWS, VECTORS, 0>(s, sums, left, k),
                 _ => self.chain_at::<S, ROWS, VECTORS, { PANEL / 2 }>(s, sums, left, k),
@@ -394,13 +474,15 @@ impl Kernel for FmaTile<'_, '_> {
                 heights::<S, _, false, false>(s, tile, out, WideSteps(data.as_ptr(), multiples(stride)))
             }
             (Right::Bf16(data, stride, ahead), true, false) => {
-                heights::<S, _, true, false>(s, tile, out, Bf16Steps(data.as_ptr(), multiples(stride), ahead))
+                let b = Asking::new(Bf16Steps(data.as_ptr(), multiples(stride)), tile, ahead);
+                heights::<S, _, true, false>(s, tile, out, b)
             }
             (Right::Bf16(data, stride, ahead), false, false) if S::LANES == 8 && tile.left.step == 1 => {
                 by_sets(s, tile, out, data, stride, ahead)
             }
             (Right::Bf16(data, stride, ahead), false, false) => {
-                heights::<S, _, false, false>(s, tile, out, Bf16Steps(data.as_ptr(), multiples(stride), ahead))
+                let b = Asking::new(Bf16Steps(data.as_ptr(), multiples(stride)), tile, ahead);
+                heights::<S, _, false, false>(s, tile, out, b)
             }
             (Right::Dictionary(coded), true, true) if S::LANES == 8 => {
                 let Order::Tree(bounds) = tile.order else { unreachable!("a tree") };
@@ -412,7 +494,8 @@ impl Kernel for FmaTile<'_, '_> {
             }
             (Right::VnniAsking(data, stride, ahead), true, true) => {
                 tile.check_pad();
-                heights::<S, _, true, true>(s, tile, out, AskingPairs(PairSteps(data.as_ptr(), multiples(stride)), ahead))
+                let b = Asking::new(PairSteps(data.as_ptr(), multiples(stride)), tile, ahead);
+                heights::<S, _, true, true>(s, tile, out, b)
             }
             (Right::Vnni(data, stride), _, _) => {
                 tile.check_pad();
@@ -465,7 +548,7 @@ fn by_sets<S: Simd>(s: S, tile: &Tile<'_, f32>, out: *mut f32, data: &[half::bf1
         let left = Left { data: &weights[first * row_stride + at..], row_stride, step: 1 };
         let order = Order::Chain(end - at);
         let part = Tile { left, right: tile.right, order, rows, columns, out: &mut [], out_stride };
-        let b = Bf16Steps(data[at * stride..].as_ptr(), multiples(stride), ahead);
+        let b = Asking::new(Bf16Steps(data[at * stride..].as_ptr(), multiples(stride)), &part, ahead);
         heights::<S, _, false, false>(s, &part, out.wrapping_add(first * out_stride), b);
     }
 }
@@ -532,7 +615,7 @@ unsafe fn few_steps<S: Simd, const ROWS: usize>(
 /// Cuts the rows of a checked tile, whose results are at `out`, into heights the registers hold.
 #[inline(always)]
 fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile: &Tile<'_, f32>, out: *mut f32, b: B) {
-    let mut row = 0;
+    let (mut row, steps) = (0, multiples(tile.left.step));
     while row < tile.rows {
         let left = tile.rows - row;
         // Without steps the left operand is empty and never read.
@@ -542,31 +625,32 @@ fn heights<S: Simd, B: Steps, const ADJACENT: bool, const TREE: bool>(s: S, tile
         row += unsafe {
             // 16 rows are two times 8: 12 and 4 would leave the four waiting for their own sums.
             if S::LANES == 16 && left >= 12 && left != 16 {
-                columns::<S, B, 12, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 12, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             } else if S::LANES == 16 && left >= 8 {
-                columns::<S, B, 8, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 8, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             } else if S::LANES == 8 && six_rows(left) {
-                columns::<S, B, 6, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 6, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             } else if left >= 4 {
-                columns::<S, B, 4, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 4, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             } else if S::LANES > 1 && left >= 2 {
-                columns::<S, B, 2, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 2, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             } else {
-                columns::<S, B, 1, ADJACENT, TREE>(s, tile, a, b, out)
+                columns::<S, B, 1, ADJACENT, TREE>(s, tile, row, (a, steps), b, out)
             }
         };
     }
 }
 
-/// All columns of `ROWS` rows; returns `ROWS`.
+/// All columns of the `ROWS` rows from `row` on; returns `ROWS`.
 ///
 /// # Safety
-/// [`Tile::check`] has passed; `a` and `out` are where `ROWS` of the tile's rows begin, `b` is its right operand.
+/// [`Tile::check`] has passed; `a` and `out` are where these of the tile's rows begin, `b` is its right operand.
 #[inline(always)]
 unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, const TREE: bool>(
     s: S,
     tile: &Tile<'_, f32>,
-    a: *const f32,
+    row: usize,
+    (a, left): (*const f32, Multiples),
     b: B,
     out: *mut f32,
 ) -> usize {
@@ -574,25 +658,25 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
     if B::vectors(S::LANES, ROWS) == 8 {
         while column + 8 * S::LANES <= tile.columns {
             // SAFETY: the caller's promise; these columns are below `tile.columns`.
-            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
             column += 8 * S::LANES;
         }
     }
     if B::vectors(S::LANES, ROWS) >= 4 {
         while column + 4 * S::LANES <= tile.columns {
             // SAFETY: as above.
-            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
             column += 4 * S::LANES;
         }
     }
     while column + 2 * S::LANES <= tile.columns {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
-        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
         column += 2 * S::LANES;
     }
     if column < tile.columns {
         // SAFETY: as above; one vector is left, because `columns` is a multiple of 16 and so of LANES.
-        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, a, b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
     }
     ROWS
 }
@@ -612,7 +696,8 @@ unsafe fn fma_chains<
 >(
     s: S,
     tile: &Tile<'_, f32>,
-    a: *const f32,
+    row: usize,
+    (a, left): (*const f32, Multiples),
     b: B,
     column: usize,
     out: *mut f32,
@@ -626,6 +711,7 @@ unsafe fn fma_chains<
         Order::Chain(_) => &whole[..],
     };
     let segments = bounds.len() - 1;
+    let before = (row * tile.columns + ROWS * column) * whole[1];
     for i in 0..segments {
         let mut sums = [[zero; VECTORS]; ROWS];
         if !TREE {
@@ -638,7 +724,7 @@ unsafe fn fma_chains<
         }
         let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
         // SAFETY: the caller's promise, and the bounds ascend to the order's end.
-        unsafe { b.chain(s, &mut sums, (a, row_stride, tile.left.step), column, [bounds[i], bounds[i + 1]]) };
+        unsafe { b.chain(s, &mut sums, (a, row_stride, left), column, [bounds[i], bounds[i + 1]], before) };
         let mut level = 0;
         while i >> level & 1 == 1 {
             // SAFETY: bit `level` of i is set, so an earlier segment left its sums in this place.
