@@ -7,6 +7,8 @@ use crate::simd::scalar::Scalar;
 pub const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
 /// Low part of log2(e): `LOG2E_HI + LOG2E_LO` carries about 48 bits.
 pub const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
+/// Both.
+pub const LOG2E: (f32, f32) = (LOG2E_HI, LOG2E_LO);
 /// The natural logarithm of 2 in f64.
 const LN_2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
 /// Coefficients of `2^f` on [-0.5, 0.5], from the highest power; the constant term is 1.
@@ -68,7 +70,7 @@ pub fn near_weight<S: Simd>(s: S, x: S::F, unit: f32, bf16: bool) -> S::F {
     s.mul_rounded(exp2_fraction(s, fraction(s, x, i, c_hi, c_lo), unit), rounded)
 }
 
-/// Coefficients for [`weigh_near`] and [`near_weights`], by the [`near_unit`] of each lane.
+/// Coefficients for [`near_weights`], by the [`near_unit`] of each lane.
 #[inline(always)]
 pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
     let mut coefficients = [unit; 7];
@@ -78,16 +80,21 @@ pub fn near_coefficients<S: Simd>(s: S, unit: S::F) -> [S::F; 7] {
     coefficients
 }
 
-/// [`near_weight`] of `N` vectors of bf16 by the [`near_coefficients`] of their row, step by step side by side. Each coefficient is
+/// The [`weight`] of `2^(x * (c_hi + c_lo))` of `N` vectors, of `BF16` by log2(e) as in [`near_weight`], by the [`near_coefficients`] of their rows, step by step side by side. Each coefficient is
 /// read where it is needed: the compiler would keep them in registers, of which the vectors need all, and take the vectors one
 /// after another instead.
 #[inline(always)]
-pub fn near_weights<S: Simd, const N: usize>(s: S, x: [S::F; N], coefficients: &[S::F; 7]) -> [S::F; N] {
-    let (c_hi, c_lo) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO));
+pub fn near_weights<S: Simd, const N: usize, const BF16: bool>(
+    s: S,
+    x: [S::F; N],
+    c: (f32, f32),
+    coefficients: &[S::F; 7],
+) -> [S::F; N] {
+    let (c_hi, c_lo) = (s.splat(c.0), s.splat(c.1));
     // SAFETY: what a reference points to can be read.
     let (mut f, mut rounded, mut m) = (x, x, [unsafe { std::ptr::read_volatile(&coefficients[0]) }; N]);
     for i in 0..N {
-        (f[i], rounded[i]) = s.round_product(x[i], c_hi);
+        (f[i], rounded[i]) = if BF16 { s.round_product(x[i], c_hi) } else { s.round_small(s.mul(x[i], c_hi)) };
     }
     for i in 0..N {
         f[i] = fraction(s, x[i], f[i], c_hi, c_lo);
@@ -103,18 +110,6 @@ pub fn near_weights<S: Simd, const N: usize>(s: S, x: [S::F; N], coefficients: &
         m[i] = s.mul_rounded(m[i], rounded[i]);
     }
     m
-}
-
-/// The [`weight`] of `2^(x * (c_hi + c_lo))` where [`near_unit`] says so, by [`near_coefficients`].
-#[inline(always)]
-pub fn weigh_near<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F, coefficients: &[S::F; 7]) -> S::F {
-    let (i, rounded) = s.round_small(s.mul(x, c_hi));
-    let f = fraction(s, x, i, c_hi, c_lo);
-    let mut m = coefficients[0];
-    for c in &coefficients[1..] {
-        m = s.fma(m, f, *c);
-    }
-    s.mul_rounded(m, rounded)
 }
 
 /// `m * 2^(i - n)`, exactly, or +0 when it is negligible. `n` is finite and at least `i`.
@@ -297,7 +292,7 @@ mod tests {
     }
 
     /// Four vectors side by side, in place.
-    struct NearFour<'a>(&'a mut [f32], f32);
+    struct NearFour<'a>(&'a mut [f32], f32, bool);
 
     impl Kernel for NearFour<'_> {
         type Output = ();
@@ -309,7 +304,12 @@ mod tests {
                 for (i, x_i) in four.iter_mut().enumerate() {
                     *x_i = load_at(s, x, i * S::LANES, 0.0);
                 }
-                for (i, w) in near_weights(s, four, &coefficients).into_iter().enumerate() {
+                let w = if self.2 {
+                    near_weights::<_, 4, true>(s, four, LOG2E, &coefficients)
+                } else {
+                    near_weights::<_, 4, false>(s, four, LOG2E, &coefficients)
+                };
+                for (i, w) in w.into_iter().enumerate() {
                     narrow_at(s, w, x, i * S::LANES);
                 }
             }
@@ -350,11 +350,9 @@ mod tests {
             let mut w = vec![0f32; x.len()];
             Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(Near(&x, unit, &mut w, bf16));
             assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, bf16 {bf16}");
-            if bf16 {
-                w.copy_from_slice(&x);
-                Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(NearFour(&mut w, unit));
-                assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, four");
-            }
+            w.copy_from_slice(&x);
+            Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(NearFour(&mut w, unit, bf16));
+            assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, four, bf16 {bf16}");
         }
     }
 

@@ -730,8 +730,15 @@ impl<O: Element> Kernel for Divide<'_, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for at in (0..self.out.len()).step_by(S::LANES) {
-            narrow_at(s, s.div(load_at(s, self.total, at, 0.0), s.splat(self.l)), self.out, at);
+        let Divide { total, l, out } = self;
+        let total = &total[..out.len()];
+        let whole = out.len() / S::LANES * S::LANES;
+        for at in (0..whole).step_by(S::LANES) {
+            // SAFETY: both hold LANES elements from `at` on.
+            unsafe { O::narrow_lanes(s, s.div(s.load(total.as_ptr().add(at)), s.splat(l)), out.as_mut_ptr().add(at)) };
+        }
+        if whole < out.len() {
+            narrow_at(s, s.div(load_at(s, total, whole, 0.0), s.splat(l)), out, whole);
         }
     }
 }

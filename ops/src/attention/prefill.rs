@@ -4,7 +4,7 @@
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
-use crate::math::{is_small, near_coefficients, near_unit, tanh, weigh, weigh_near};
+use crate::math::{is_small, near_coefficients, near_unit, near_weights, tanh, weigh};
 use crate::pack::{
     Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, prefetch,
     prefetch_at, vnni_of_row, vnni_of_rows,
@@ -206,7 +206,12 @@ fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mut 
         let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
         let (out, end) = out.split_at_mut(plan.block_words() - LINE);
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
-        let key = |j: usize| job.key(b, block * BLOCK + j, kv_head);
+        // Rows of one head stand apart from each other.
+        let last = (job.kv_len[b] as usize).max(1) - 1;
+        let key = |j: usize| {
+            prefetch(job.key(b, (block * BLOCK + j + AHEAD).min(last), kv_head));
+            job.key(b, block * BLOCK + j, kv_head)
+        };
         let mut least = f32::INFINITY;
         if plan.query_pairs {
             for (j, out) in out.chunks_exact_mut(plan.query_words).enumerate().take(count) {
@@ -245,7 +250,9 @@ fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mu
         let (entry, block) = (first + i / blocks, i % blocks);
         let (b, kv_head) = (entry / job.shape.kv_heads, entry % job.shape.kv_heads);
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
+        let last = (job.kv_len[b] as usize).max(1) - 1;
         for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
+            prefetch(&job.value(b, (block * BLOCK + j + AHEAD).min(last), kv_head)[..job.shape.value_dim]);
             let value = &job.value(b, block * BLOCK + j, kv_head)[..job.shape.value_dim];
             f32_row(job.cpu, value, job.shape.tf32, &mut out[..job.shape.value_dim]);
         }
@@ -303,7 +310,7 @@ impl<I: Element> RowTile<'_, I> {
         for piece in pieces() {
             for keys in piece.cut(plan.scores_at_once()) {
                 let scores = keys.of(piece, plan.width, scores);
-                self.score(keys, least_query, query, part, scores);
+                self.score(keys, &ranges, least_query, query, part, scores);
                 statistics(scores, keys, &mut seen_scores);
             }
         }
@@ -337,7 +344,7 @@ impl<I: Element> RowTile<'_, I> {
             for piece in pieces() {
                 let scores = &mut scores[..(piece.to - piece.from) * plan.width];
                 if plan.span > 0 {
-                    self.score(piece, least_query, query, part, scores);
+                    self.score(piece, &ranges, least_query, query, part, scores);
                     let mut again = Seen { largest: [0.0; ROWS], least: [0.0; ROWS], sum: [0.0; ROWS] };
                     statistics(scores, piece, &mut again);
                 }
@@ -389,8 +396,17 @@ impl<I: Element> RowTile<'_, I> {
         (0..self.rows).map(least).fold(f32::INFINITY, f32::min)
     }
 
-    /// `scores[j - keys.from][r]`: a chain over d for every key, visible or not.
-    fn score(&self, keys: Range, least_query: f32, query: &[u32], part: &mut [u32], scores: &mut [f32]) {
+    /// `scores[j - keys.from][r]`: a chain over d for every key, visible or not, but for the first rows where these see none
+    /// of a tile.
+    fn score(
+        &self,
+        keys: Range,
+        ranges: &[Range; ROWS],
+        least_query: f32,
+        query: &[u32],
+        part: &mut [u32],
+        scores: &mut [f32],
+    ) {
         let RowTile { job, plan, b, kv_head, .. } = *self;
         let (width, cpu) = (plan.width, job.cpu);
         // One chain is a tree of one segment.
@@ -456,15 +472,17 @@ impl<I: Element> RowTile<'_, I> {
                     };
                     for first in ((mine.from - start) / TILE_ROWS * TILE_ROWS..mine.to - start).step_by(TILE_ROWS) {
                         let tile = mine.within(start + first, start + first + TILE_ROWS);
-                        let out = tile.of(keys, width, scores);
+                        let blind = ranges[..self.rows].iter().take_while(|range| range.to <= tile.from).count();
+                        let blind = (blind / 16 * 16).min(width - 16);
+                        let out = &mut tile.of(keys, width, scores)[blind..];
                         let data = &wide[first * plan.f32_words + tile.from - start - first..];
                         let left = Left { data, row_stride: 1, step: TILE_ROWS };
                         let right = match plan.query_pairs {
-                            true => Right::Vnni(query, width),
-                            false => Right::F32(as_floats(query), width),
+                            true => Right::Vnni(query.get(blind..).unwrap_or(&[]), width),
+                            false => Right::F32(as_floats(query.get(blind..).unwrap_or(&[])), width),
                         };
-                        let (order, rows) = (Order::Tree(&chain), tile.to - tile.from);
-                        fma_tile(cpu, Tile { left, right, order, rows, columns: width, out, out_stride: width });
+                        let (order, rows, columns) = (Order::Tree(&chain), tile.to - tile.from, width - blind);
+                        fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride: width });
                     }
                 }
             }
@@ -489,7 +507,7 @@ impl<I: Element> RowTile<'_, I> {
         for piece in pieces {
             let scores = &mut scores[..(piece.to - piece.from) * plan.width];
             if plan.span > 0 {
-                self.score(piece, least_query, query, part, scores);
+                self.score(piece, ranges, least_query, query, part, scores);
                 let seen = &mut Seen { largest: [0.0; ROWS], least: [0.0; ROWS], sum: [0.0; ROWS] };
                 let (rows, cap) = (self.rows, self.job.cap);
                 block_statistics(self.job.cpu, BlockStatistics { scores, plan, rows, keys: piece, ranges, cap, seen });
@@ -791,13 +809,8 @@ impl Exponentiate<'_> {
         let lines = (ahead.len() / LINE).div_ceil(steps);
         let mut line = ahead.as_ptr();
         assert!(scores.len() >= (keys.to - keys.from).saturating_mul(width) && width.is_multiple_of(S::LANES));
-        let s4 = Unrolled(Unrolled(s));
         for lane in (0..width).step_by(S::LANES) {
             let coefficients = near_coefficients(s, load_at(s, &softmax.units, lane, 0.0));
-            let mut four = [s4.splat(0.0); 7];
-            for (four, v) in four.iter_mut().zip(coefficients) {
-                *four = ((v, v), (v, v));
-            }
             let mut total = load_at(s, &sums.total, lane, 0.0);
             let mut block = load_at(s, &sums.block, lane, 0.0);
             let mut j = keys.from;
@@ -814,9 +827,8 @@ impl Exponentiate<'_> {
                     unsafe {
                         let [x0, x1, x2, x3] =
                             [s.load(at), s.load(at.add(width)), s.load(at.add(2 * width)), s.load(at.add(3 * width))];
-                        let (c_hi, c_lo) = (s4.splat(c.0), s4.splat(c.1));
-                        let ((w0, w1), (w2, w3)) = weigh_near(s4, ((x0, x1), (x2, x3)), c_hi, c_lo, &four);
-                        for (v, w) in [w0, w1, w2, w3].into_iter().enumerate() {
+                        let w = near_weights::<_, 4, false>(s, [x0, x1, x2, x3], c, &coefficients);
+                        for (v, w) in w.into_iter().enumerate() {
                             block = s.add(block, w);
                             s.store(w, at.add(v * width));
                         }
@@ -827,7 +839,7 @@ impl Exponentiate<'_> {
                     let at = place(j);
                     // SAFETY: as above, of j.
                     unsafe {
-                        let w = weigh_near(s, s.load(at), s.splat(c.0), s.splat(c.1), &coefficients);
+                        let [w] = near_weights::<_, 1, false>(s, [s.load(at)], c, &coefficients);
                         block = s.add(block, w);
                         s.store(w, at);
                     }

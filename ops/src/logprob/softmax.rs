@@ -10,7 +10,7 @@ use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::gemm::gemm::segment_length;
 use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
-use crate::math::{near_coefficients, near_weight, near_weights};
+use crate::math::{LOG2E, near_coefficients, near_weight, near_weights};
 use crate::reduce::{EightSums, Lanes};
 use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
@@ -290,7 +290,7 @@ fn two_weights<S: Simd, I: Element>(
 ) -> [(S::F, S::F); 2] {
     let (two, later) = (2 * S::LANES, at + EightSums::LEN / 2);
     let (a, b) = (load_two(s, &x[at..][..two], true), load_two(s, &x[later..][..two], true));
-    let [a0, a1, b0, b1] = near_weights(s, [a.0, a.1, b.0, b.1], coefficients);
+    let [a0, a1, b0, b1] = near_weights::<_, 4, true>(s, [a.0, a.1, b.0, b.1], LOG2E, coefficients);
     store_two(s, (a0, a1), &mut w[at..][..two]);
     store_two(s, (b0, b1), &mut w[later..][..two]);
     [(a0, a1), (b0, b1)]
