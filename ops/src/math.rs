@@ -352,7 +352,11 @@ mod tests {
             assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, bf16 {bf16}");
             w.copy_from_slice(&x);
             Cpu::new(isa, 1, usize::MAX).unwrap().dispatch(NearFour(&mut w, unit, bf16));
-            assert_eq!(w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(), expected, "{isa}, n = {n}, four, bf16 {bf16}");
+            assert_eq!(
+                w.iter().map(|w| w.to_bits()).collect::<Vec<_>>(),
+                expected,
+                "{isa}, n = {n}, four, bf16 {bf16}"
+            );
         }
     }
 

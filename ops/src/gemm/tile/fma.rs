@@ -28,8 +28,14 @@ const UNROLLED: usize = 4;
 type Multiples = [usize; UNROLLED + 1];
 
 #[inline(always)]
-fn multiples(of: usize) -> Multiples {
+fn multiples<const N: usize>(of: usize) -> [usize; N] {
     std::hint::black_box(std::array::from_fn(|i| i.wrapping_mul(of)))
+}
+
+/// The multiple `i` of them; none takes a register for 0.
+#[inline(always)]
+fn multiple(of: &Multiples, i: usize) -> usize {
+    if i == 0 { 0 } else { of[i] }
 }
 
 /// One step of k (or one pair of steps) of a right operand; pointers to it are plain and unchecked.
@@ -56,14 +62,14 @@ trait Steps: Copy {
     fn asking(self, _before: usize, _round: usize) -> (*const i8, usize) {
         (std::ptr::null(), 0)
     }
-    /// Lines that a round of so many steps of k of so many columns asks for.
+    /// Lines that a load of so many steps of k of so many columns asks for.
     #[inline(always)]
     fn lines(_steps: usize, _columns: usize) -> usize {
         0
     }
     /// Continues the chains in `sums` over k in `from..to`; only the end of the last segment is odd, and the empty ones after
-    /// it start there. Rows of the left operand are `row_stride` apart from `a` on, and its steps stand at `left`. `before`
-    /// counts the multiply-adds of the tile before these chains.
+    /// it start there. Rows of the left operand stand at `rows` behind `a`, and its steps at `left`. `before` counts the
+    /// multiply-adds of the tile before these chains.
     ///
     /// # Safety
     /// As [`fma_chains`]; `to` is not behind the end of the tile's order.
@@ -72,7 +78,7 @@ trait Steps: Copy {
         self,
         s: S,
         sums: &mut [[S::F; VECTORS]; ROWS],
-        (a, row_stride, left): (*const f32, usize, Multiples),
+        (a, rows, left): (*const f32, [usize; ROWS], Multiples),
         column: usize,
         [from, to]: [usize; 2],
         before: usize,
@@ -80,13 +86,15 @@ trait Steps: Copy {
         // A copy that lives in registers while the loop runs.
         let mut live = *sums;
         let (at, end) = (from.div_ceil(Self::K), to.div_ceil(Self::K));
-        let (mut a, mut right) = (a.wrapping_add(at * Self::K * left[1]), self.behind(at));
+        let mut right = self.behind(at);
+        // One place serves all rows.
+        let (x, mut place) = (rows.map(|row| a.wrapping_add(row)), at * Self::K * left[1]);
         // Steps of k in a round; prefill gains 1% at most.
         let round = if S::LANES == 8 { UNROLLED } else { Self::K };
         let columns = VECTORS * S::LANES;
         let (mut line, on) = self.asking(before, round * ROWS * columns);
         macro_rules! steps {
-            ($k:expr) => {{
+            ($k:expr, $lines:expr) => {{
                 for i in 0..$k / Self::K {
                     // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
                     unsafe {
@@ -95,26 +103,26 @@ trait Steps: Copy {
                         for v in 0..VECTORS {
                             (first[v], second[v]) = right.load(s, i, column + v * S::LANES);
                         }
-                        add(s, &mut live, a.add(left[i * Self::K]), row_stride, first);
+                        for l in 0..$lines {
+                            prefetch_second(line.wrapping_add(64 * (i * $lines + l)));
+                        }
+                        add(s, &mut live, x, place + multiple(&left, i * Self::K), first);
                         if Self::K == 2 {
-                            add(s, &mut live, a.add(left[i * Self::K + 1]), row_stride, second);
+                            add(s, &mut live, x, place + left[i * Self::K + 1], second);
                         }
                     }
                 }
-                (a, right) = (a.wrapping_add(left[$k]), right.on($k / Self::K));
+                (right, place) = (right.on($k / Self::K), place + left[$k]);
             }};
         }
         let loads = round / Self::K;
         for _ in 0..end.saturating_sub(at) / loads {
-            for i in 0..Self::lines(round, columns) {
-                prefetch_second(line.wrapping_add(64 * i));
-            }
-            steps!(round);
+            steps!(round, Self::lines(Self::K, columns));
             line = line.wrapping_add(on);
         }
         if loads > 1 {
             for _ in 0..end.saturating_sub(at) % loads {
-                steps!(Self::K);
+                steps!(Self::K, 0);
             }
         }
         *sums = live;
@@ -124,18 +132,18 @@ trait Steps: Copy {
 /// Adds the products of one step of k.
 ///
 /// # Safety
-/// `x` has `ROWS` elements, `row_stride` apart.
+/// Every row has an element `at`.
 #[inline(always)]
 unsafe fn add<S: Simd, const ROWS: usize, const VECTORS: usize>(
     s: S,
     live: &mut [[S::F; VECTORS]; ROWS],
-    x: *const f32,
-    row_stride: usize,
+    rows: [*const f32; ROWS],
+    at: usize,
     columns: [S::F; VECTORS],
 ) {
     for r in 0..ROWS {
         // SAFETY: the caller's promise.
-        let x = s.splat(unsafe { *x.add(r * row_stride) });
+        let x = s.splat(unsafe { *rows[r].add(at) });
         for v in 0..VECTORS {
             live[r][v] = s.fma(x, columns[v], live[r][v]);
         }
@@ -173,7 +181,8 @@ impl<B: Placed> Asking<B> {
     #[inline(always)]
     fn new(steps: B, tile: &Tile<'_, f32>, ahead: Prefetch) -> Self {
         // Where nothing is asked for, a line that is near is.
-        let (first, bytes) = ahead.bounds().map_or((steps.at(0, 0).cast(), 0), |(first, _)| (first, 64 * ahead.lines()));
+        let (first, bytes) =
+            ahead.bounds().map_or((steps.at(0, 0).cast(), 0), |(first, _)| (first, 64 * ahead.lines()));
         let all = (tile.rows * tile.columns).saturating_mul(tile.order.end()).max(1);
         Asking { steps, first, rate: (bytes << FRACTION) / all }
     }
@@ -241,7 +250,7 @@ impl Steps for WideSteps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        let v = unsafe { s.load(self.0.add(self.1[step] + column)) };
+        let v = unsafe { s.load(self.0.add(multiple(&self.1, step) + column)) };
         (v, v)
     }
     #[inline(always)]
@@ -270,7 +279,7 @@ impl Steps for PairSteps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        unsafe { s.load_pairs(self.0.add(self.1[step] + column)) }
+        unsafe { s.load_pairs(self.0.add(multiple(&self.1, step) + column)) }
     }
     #[inline(always)]
     fn behind(self, steps: usize) -> Self {
@@ -298,7 +307,7 @@ impl Steps for Bf16Steps {
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        let v = unsafe { s.load_bf16(self.0.add(self.1[step] + column)) };
+        let v = unsafe { s.load_bf16(self.0.add(multiple(&self.1, step) + column)) };
         (v, v)
     }
     #[inline(always)]
@@ -353,14 +362,14 @@ impl Steps for CodedSteps<'_> {
         self,
         s: S,
         sums: &mut [[S::F; VECTORS]; ROWS],
-        (a, row_stride, left): (*const f32, usize, Multiples),
+        (a, rows, left): (*const f32, [usize; ROWS], Multiples),
         column: usize,
         k: [usize; 2],
         _before: usize,
     ) {
         // SAFETY: the caller's promise. A panel is one or two times these vectors wide.
         unsafe {
-            let left = (a, row_stride, left[1]);
+            let left = (std::array::from_fn(|r| a.wrapping_add(rows[r])), left[1]);
             match column {
                 0 => self.chain_at::<S, ROWS, VECTORS, 0>(s, sums, left, k),
                 _ => self.chain_at::<S, ROWS, VECTORS, { PANEL / 2 }>(s, sums, left, k),
@@ -379,7 +388,7 @@ impl CodedSteps<'_> {
         self,
         s: S,
         sums: &mut [[S::F; VECTORS]; ROWS],
-        (a, row_stride, step): (*const f32, usize, usize),
+        (rows, step): ([*const f32; ROWS], usize),
         [from, to]: [usize; 2],
     ) {
         let (mut live, table) = (*sums, self.0.table().as_ptr());
@@ -393,9 +402,8 @@ impl CodedSteps<'_> {
                         for $v in 0..VECTORS {
                             (first[$v], second[$v]) = s.split_pairs($pairs);
                         }
-                        let x = a.add(2 * $pair * step);
-                        add(s, &mut live, x, row_stride, first);
-                        add(s, &mut live, x.add(step), row_stride, second);
+                        add(s, &mut live, rows, 2 * $pair * step, first);
+                        add(s, &mut live, rows, (2 * $pair + 1) * step, second);
                     }};
                 }
                 if let Some(words) = words {
@@ -655,28 +663,35 @@ unsafe fn columns<S: Simd, B: Steps, const ROWS: usize, const ADJACENT: bool, co
     out: *mut f32,
 ) -> usize {
     let mut column = 0;
+    // Adjacent rows are known to be; 12 rows have no registers for a place each.
+    let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
+    let rows: [usize; ROWS] = match ADJACENT || S::LANES > 8 {
+        true => std::array::from_fn(|r| r * row_stride),
+        false => multiples(row_stride),
+    };
+    let a = (a, rows, left);
     if B::vectors(S::LANES, ROWS) == 8 {
         while column + 8 * S::LANES <= tile.columns {
             // SAFETY: the caller's promise; these columns are below `tile.columns`.
-            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
+            unsafe { fma_chains::<S, B, ROWS, 8, ADJACENT, TREE>(s, tile, row, a, b, column, out.add(column)) };
             column += 8 * S::LANES;
         }
     }
     if B::vectors(S::LANES, ROWS) >= 4 {
         while column + 4 * S::LANES <= tile.columns {
             // SAFETY: as above.
-            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
+            unsafe { fma_chains::<S, B, ROWS, 4, ADJACENT, TREE>(s, tile, row, a, b, column, out.add(column)) };
             column += 4 * S::LANES;
         }
     }
     while column + 2 * S::LANES <= tile.columns {
         // SAFETY: the caller's promise; these columns are below `tile.columns`.
-        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 2, ADJACENT, TREE>(s, tile, row, a, b, column, out.add(column)) };
         column += 2 * S::LANES;
     }
     if column < tile.columns {
         // SAFETY: as above; one vector is left, because `columns` is a multiple of 16 and so of LANES.
-        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, row, (a, left), b, column, out.add(column)) };
+        unsafe { fma_chains::<S, B, ROWS, 1, ADJACENT, TREE>(s, tile, row, a, b, column, out.add(column)) };
     }
     ROWS
 }
@@ -697,7 +712,7 @@ unsafe fn fma_chains<
     s: S,
     tile: &Tile<'_, f32>,
     row: usize,
-    (a, left): (*const f32, Multiples),
+    a: (*const f32, [usize; ROWS], Multiples),
     b: B,
     column: usize,
     out: *mut f32,
@@ -722,9 +737,8 @@ unsafe fn fma_chains<
                 }
             }
         }
-        let row_stride = if ADJACENT { 1 } else { tile.left.row_stride };
         // SAFETY: the caller's promise, and the bounds ascend to the order's end.
-        unsafe { b.chain(s, &mut sums, (a, row_stride, left), column, [bounds[i], bounds[i + 1]], before) };
+        unsafe { b.chain(s, &mut sums, a, column, [bounds[i], bounds[i + 1]], before) };
         let mut level = 0;
         while i >> level & 1 == 1 {
             // SAFETY: bit `level` of i is set, so an earlier segment left its sums in this place.
