@@ -94,7 +94,8 @@ trait Steps: Copy {
         let columns = VECTORS * S::LANES;
         let (mut line, on) = self.asking(before, round * ROWS * columns);
         macro_rules! steps {
-            ($k:expr, $lines:expr) => {{
+            ($k:expr, $asks:expr) => {{
+                let lines = if $asks { Self::lines(Self::K, columns) } else { 0 };
                 for i in 0..$k / Self::K {
                     // SAFETY: `Tile::check` bounded every step below the order's end, for all rows and columns.
                     unsafe {
@@ -103,8 +104,8 @@ trait Steps: Copy {
                         for v in 0..VECTORS {
                             (first[v], second[v]) = right.load(s, i, column + v * S::LANES);
                         }
-                        for l in 0..$lines {
-                            prefetch_second(line.wrapping_add(64 * (i * $lines + l)));
+                        for l in 0..lines {
+                            prefetch_second(line.wrapping_add(64 * (i * lines + l)));
                         }
                         add(s, &mut live, x, place + multiple(&left, i * Self::K), first);
                         if Self::K == 2 {
@@ -117,12 +118,12 @@ trait Steps: Copy {
         }
         let loads = round / Self::K;
         for _ in 0..end.saturating_sub(at) / loads {
-            steps!(round, Self::lines(Self::K, columns));
+            steps!(round, true);
             line = line.wrapping_add(on);
         }
         if loads > 1 {
             for _ in 0..end.saturating_sub(at) % loads {
-                steps!(Self::K, 0);
+                steps!(Self::K, false);
             }
         }
         *sums = live;
