@@ -8,11 +8,12 @@ use crate::gemm::gemm::SharedOut;
 use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni,
+    pairs_of_rows, vnni_of_rows,
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
-use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at, prefetch_second};
 use crate::tensor::Heads;
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
@@ -26,6 +27,9 @@ const WORTHWHILE: usize = 128 << 10;
 /// Words of workspace that stay in the second cache of a worker: sequences wait for their turn rather than push out the
 /// scores of others.
 const KEPT: usize = 256 << 10;
+
+/// Bytes of the smallest pages.
+const PAGE: usize = 4096;
 
 /// How a call is cut: so many sequences at a time.
 #[derive(Clone, Copy)]
@@ -338,7 +342,8 @@ impl<I: Element> Pass<'_, I> {
                 }
                 for head in some.from..some.to {
                     let ahead = std::mem::take(&mut ahead);
-                    slow += self.scores_laid_out(task, from, &key_rows, head, queries, slot, ahead, parts);
+                    slow +=
+                        self.scores_laid_out(task, from, (&starts, key_rows.count), head, queries, slot, ahead, parts);
                 }
             }
         }
@@ -399,7 +404,7 @@ impl<I: Element> Pass<'_, I> {
         &self,
         task: &Task,
         from: usize,
-        key_rows: &Rows,
+        (starts, count): (&[usize; PANEL], usize),
         head: usize,
         queries: &[u32],
         slot: &mut [u32],
@@ -413,40 +418,37 @@ impl<I: Element> Pass<'_, I> {
         let part = unsafe { parts.of(task.place, head) };
         let out = &mut part.scores[from % BLOCK..];
         let panel = &mut slot[..PANEL * plan.key];
-        let (count, chain) = (key_rows.count, [0, d]);
+        let chain = [0, d];
         let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
-        let key = |j: usize| job.k.get(key_rows.at[j], head);
-        let pairs = |j: usize| bf16_slice(key(j)).expect("bf16");
-        let right = if I::IS_BF16 {
-            let mut lay_out = |ahead| vnni_of_rows(cpu, count, d, pairs, bf16::NEG_ZERO, panel, PANEL, ahead);
+        let keys = &job.k.data()[job.k.at(0, head)..];
+        let right = if let Some(keys) = bf16_slice(keys) {
+            let keys: [&[bf16]; PANEL] = std::array::from_fn(|j| &keys[starts[j]..][..d]);
+            let (pairs, pad) = (|j: usize| keys[j], bf16::NEG_ZERO);
             if job.dots() {
-                lay_out(ahead);
-                Right::Vnni(panel, PANEL)
-            } else {
-                // Multiply-adds take the longer part of the time, and memory that is asked for faster than it comes is waited for.
-                lay_out(Prefetch::NONE);
-                Right::VnniAsking(panel, PANEL, ahead)
+                vnni_of_rows(cpu, count, d, pairs, pad, panel, PANEL, ahead);
+                let least = match count {
+                    PANEL => least_of_vnni(cpu, panel),
+                    _ => (0..count).map(|j| least_magnitude(cpu, keys[j])).fold(f32::INFINITY, f32::min),
+                };
+                if !dot_is_exact(least_query, least) {
+                    self.fma_tile(task.b, head, panel, out);
+                    return 1;
+                }
+                let (left, right) = (Left { data: query, row_stride: 1, step: rows }, Right::Vnni(panel, PANEL));
+                dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+                return 0;
             }
+            // Multiply-adds take the longer part of the time, and memory that is asked for faster than it comes is waited for.
+            pairs_of_rows::<false>(cpu, count, d, pairs, pad, panel, PANEL, Prefetch::NONE);
+            Right::PairsAsking(panel, PANEL, ahead)
         } else {
+            let key = |j: usize| &keys[starts[j]..][..d];
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
             Right::F32(as_floats(panel), PANEL)
         };
-        if !job.dots() {
-            let left = Left { data: as_floats(query), row_stride: 1, step: rows };
-            fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
-            return 0;
-        }
-        let least = || match count {
-            PANEL => least_of_vnni(cpu, panel),
-            _ => (0..count).map(|j| least_magnitude(cpu, pairs(j))).fold(f32::INFINITY, f32::min),
-        };
-        if dot_is_exact(least_query, least()) {
-            let left = Left { data: query, row_stride: 1, step: rows };
-            dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
-            return 0;
-        }
-        self.fma_tile(task.b, head, panel, out);
-        1
+        let left = Left { data: as_floats(query), row_stride: 1, step: rows };
+        fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
+        0
     }
 
     /// The keys of the task's first panel.
@@ -469,6 +471,17 @@ impl<I: Element> Pass<'_, I> {
             return Prefetch::NONE;
         }
         let count = heads.to - heads.from;
+        if some.from == heads.from {
+            // To find where a page stands holds up what comes after; pages asked for one behind the other are found together.
+            let mut before = usize::MAX;
+            for &row in &next.at[..next.count] {
+                let at = x.data()[x.at(row, heads.from)..].as_ptr();
+                if at.addr() / PAGE != before {
+                    prefetch_second(at);
+                }
+                before = at.addr() / PAGE;
+            }
+        }
         let share = PANEL.div_ceil(count);
         let [from, to] = [some.from, some.to].map(|head| ((head - heads.from) * share).min(next.count));
         let rows = &next.at[from..to];

@@ -363,7 +363,7 @@ impl PackedWeight {
             Right::F32(floats, _) => floats[term * PANEL + column],
             Right::Vnni(words, _) => f32::from_bits(of_pair(term, words[term / 2 * PANEL + column])),
             Right::Dictionary(coded) => f32::from_bits(of_pair(term, coded.pair(term / 2, column))),
-            Right::Bf16(..) | Right::VnniAsking(..) => unreachable!("packed weights are not narrow"),
+            Right::Bf16(..) | Right::PairsAsking(..) => unreachable!("packed weights are not narrow"),
         };
         match self.side {
             Side::Rows => {

@@ -43,10 +43,11 @@ pub enum Right<'a> {
     /// VNNI form: pairs of bf16 along k, the earlier k in the high half. An odd length ends in a -0 beside a +0 on the left: their
     /// product -0 changes no sum.
     Vnni(&'a [u32], usize),
-    /// The same, and memory that is asked for on the way; for [`fma_tile`] and one chain of adjacent rows.
-    VnniAsking(&'a [u32], usize, Prefetch),
     /// The same in 12 bits a weight, for whom [`crate::Isa::reads_coded`] names.
     Dictionary(DictionaryPanel<'a>),
+    /// Such pairs with the earlier k in the low half, as rows of bf16 hold it, and memory that is asked for on the way; for
+    /// [`fma_tile`] and one chain of adjacent rows.
+    PairsAsking(&'a [u32], usize, Prefetch),
     /// bf16, and memory that is asked for on the way.
     Bf16(&'a [half::bf16], usize, Prefetch),
 }
@@ -107,7 +108,9 @@ impl<T> Tile<'_, T> {
             let (right_len, right_steps, stride) = match self.right {
                 Right::Dictionary(coded) => (coded.pairs() * PANEL, end.div_ceil(2), PANEL),
                 Right::F32(data, stride) => (data.len(), end, stride),
-                Right::Vnni(data, stride) | Right::VnniAsking(data, stride, _) => (data.len(), end.div_ceil(2), stride),
+                Right::Vnni(data, stride) | Right::PairsAsking(data, stride, _) => {
+                    (data.len(), end.div_ceil(2), stride)
+                }
                 Right::Bf16(data, stride, _) => (data.len(), end, stride),
             };
             assert!(last(self.columns, 1, right_steps, stride) < right_len, "right operand too short");

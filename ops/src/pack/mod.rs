@@ -34,11 +34,29 @@ pub fn vnni_of_rows<'a>(
     stride: usize,
     ahead: Prefetch,
 ) {
+    pairs_of_rows::<true>(cpu, rows, k, row, pad, out, stride, ahead);
+}
+
+/// [`vnni_of_rows`] with `SWAP`; without, the earlier element is in the low half as in the row, which saves an exchange.
+#[allow(clippy::too_many_arguments)]
+pub fn pairs_of_rows<'a, const SWAP: bool>(
+    cpu: &Cpu,
+    rows: usize,
+    k: usize,
+    row: impl Fn(usize) -> &'a [bf16],
+    pad: bf16,
+    out: &mut [u32],
+    stride: usize,
+    ahead: Prefetch,
+) {
     if k % 2 == 1 {
-        (0..rows).for_each(|r| out[k / 2 * stride + r] = pair(row(r)[k - 1], pad));
+        for r in 0..rows {
+            let last = row(r)[k - 1];
+            out[k / 2 * stride + r] = if SWAP { pair(last, pad) } else { pair(pad, last) };
+        }
     }
-    let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-    cpu.dispatch(Interleave::<_, true> { rows, words: k / 2, row: words, out, stride, ahead });
+    let words = move |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+    cpu.dispatch(Interleave::<_, SWAP> { rows, words: k / 2, row: words, out, stride, ahead });
 }
 
 /// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
@@ -117,8 +135,8 @@ impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, 
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
             // Lanes without a row read the last one; nothing is written for them.
-            let mut from = [row(first); MAX_LANES];
-            for (i, from) in from.iter_mut().enumerate().take(S::LANES).skip(1) {
+            let mut from = [std::ptr::null(); MAX_LANES];
+            for (i, from) in from.iter_mut().enumerate().take(S::LANES) {
                 *from = row(first + i.min(count - 1));
             }
             for p in (0..whole).step_by(S::LANES) {

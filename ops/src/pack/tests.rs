@@ -54,6 +54,15 @@ fn rows_become_pairs() {
                     let lay_out = |out: &mut [u32]| vnni_of_rows(&cpu, rows, k, row, pad, out, stride, ahead);
                     let what = format!("{} {rows} rows of {k}, stride {stride}", cpu.isa());
                     assert_laid_out([rows, k.div_ceil(2), stride], lay_out, expected, &what);
+                    // The same as rows hold them.
+                    let lay_out = |out: &mut [u32]| pairs_of_rows::<false>(&cpu, rows, k, row, pad, out, stride, ahead);
+                    let expected = |p: usize, r: usize| expected(p, r).rotate_left(16);
+                    assert_laid_out(
+                        [rows, k.div_ceil(2), stride],
+                        lay_out,
+                        expected,
+                        &format!("{what}, as they stand"),
+                    );
                 }
             }
         }

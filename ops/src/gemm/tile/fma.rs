@@ -15,9 +15,10 @@ const STEPS_IN_CACHE: usize = 512;
 /// How far ahead of a streamed step lines are asked for: 2 KiB of a panel, of pairs as of f32. A Xeon streams pairs at 18.6 GB/s
 /// so, at 15.2 with 4 KiB and at 16.6 unasked.
 const STEPS_AHEAD: usize = 16;
-/// Steps that are summed for two vectors of columns before the next two: those of a panel. Requests bring what is read next to
-/// the second cache, from where 32 steps come at 17.5 GB/s on a Zen 4 and 8, which stay in the first one, at 12.4.
-const STEPS_IN_SETS: usize = 32;
+/// Steps that are summed for two vectors of columns before the next two. Lines of 8 rows that stand 2 KiB apart stay in the sets
+/// of a first cache until their other half is read, those of 32 do not: on a Zen 4, 84 to 91 ns for 8 keys of 128 columns and
+/// four rows, whose multiply-adds alone take 75, and 102 with 32 steps.
+const STEPS_IN_SETS: usize = 8;
 /// Words of a cache line.
 const LINE: usize = 16;
 /// Steps of k in a round of a chain of 8 lanes.
@@ -161,8 +162,9 @@ trait Placed: Steps {
 
 #[derive(Clone, Copy)]
 struct WideSteps(*const f32, Multiples);
+/// Pairs with the earlier step in the high half, or in the low one.
 #[derive(Clone, Copy)]
-struct PairSteps(*const u32, Multiples);
+struct PairSteps<const HIGH: bool>(*const u32, Multiples);
 #[derive(Clone, Copy)]
 struct Bf16Steps(*const half::bf16, Multiples);
 
@@ -275,12 +277,13 @@ impl Placed for WideSteps {
     }
 }
 
-impl Steps for PairSteps {
+impl<const HIGH: bool> Steps for PairSteps<HIGH> {
     const K: usize = 2;
     #[inline(always)]
     unsafe fn load<S: Simd>(self, s: S, step: usize, column: usize) -> (S::F, S::F) {
         // SAFETY: the caller's promise.
-        unsafe { s.load_pairs(self.0.add(multiple(&self.1, step) + column)) }
+        let (high, low) = unsafe { s.load_pairs(self.0.add(multiple(&self.1, step) + column)) };
+        if HIGH { (high, low) } else { (low, high) }
     }
     #[inline(always)]
     fn behind(self, steps: usize) -> Self {
@@ -292,7 +295,7 @@ impl Steps for PairSteps {
     }
 }
 
-impl Placed for PairSteps {
+impl<const HIGH: bool> Placed for PairSteps<HIGH> {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column)
@@ -501,14 +504,14 @@ impl Kernel for FmaTile<'_, '_> {
                 tile.check_pad();
                 heights::<S, _, true, true>(s, tile, out, CodedSteps(coded))
             }
-            (Right::VnniAsking(data, stride, ahead), true, true) => {
+            (Right::PairsAsking(data, stride, ahead), true, true) => {
                 tile.check_pad();
-                let b = Asking::new(PairSteps(data.as_ptr(), multiples(stride)), tile, ahead);
+                let b = Asking::new(PairSteps::<false>(data.as_ptr(), multiples(stride)), tile, ahead);
                 heights::<S, _, true, true>(s, tile, out, b)
             }
             (Right::Vnni(data, stride), _, _) => {
                 tile.check_pad();
-                let b = PairSteps(data.as_ptr(), multiples(stride));
+                let b = PairSteps::<true>(data.as_ptr(), multiples(stride));
                 match (adjacent, tree) {
                     (true, true) if streams => heights::<S, _, true, true>(s, tile, out, Streamed(b)),
                     (true, true) => heights::<S, _, true, true>(s, tile, out, b),
@@ -517,7 +520,7 @@ impl Kernel for FmaTile<'_, '_> {
                     (false, false) => panic!("no op sums such a tile"),
                 }
             }
-            (Right::Bf16(..), _, true) | (Right::Dictionary(_) | Right::VnniAsking(..), ..) => {
+            (Right::Bf16(..), _, true) | (Right::Dictionary(_) | Right::PairsAsking(..), ..) => {
                 panic!("no op sums such a tile")
             }
         }

@@ -308,12 +308,13 @@ fn tiles_of_multiply_adds_are_plain_chains() {
             let floats = right_rows(columns, k, stride, f32::NAN, bf16::to_f32);
             let narrow = right_rows(columns, k, stride, bf16::NAN, |w| w);
             let pairs = right_pairs(columns, k, stride);
+            let as_in_rows: Vec<u32> = pairs.iter().map(|pair| pair.rotate_left(16)).collect();
             let ahead = Prefetch::of(&narrow);
             let rights = [
                 Right::F32(inner(&floats), stride),
                 Right::Bf16(inner(&narrow), stride, ahead),
                 Right::Vnni(inner(&pairs), stride),
-                Right::VnniAsking(inner(&pairs), stride, ahead),
+                Right::PairsAsking(inner(&as_in_rows), stride, ahead),
             ];
             for (right, &rows, layout) in rights
                 .into_iter()
@@ -321,7 +322,7 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                 .flat_map(|(right, rows)| (0..3).map(move |layout| (right, rows, layout)))
             {
                 let end =
-                    if matches!(right, Right::Vnni(..) | Right::VnniAsking(..)) { k.next_multiple_of(2) } else { k };
+                    if matches!(right, Right::Vnni(..) | Right::PairsAsking(..)) { k.next_multiple_of(2) } else { k };
                 let (row_stride, step) = [(1, rows + 1), (2, 2 * rows + 1), (end + 1, 1)][layout];
                 let left = left_floats(rows, k, end, row_stride, step);
                 for (sums, bounds) in &sums {
@@ -330,8 +331,8 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                     match (right, order) {
                         (Right::Bf16(..), Order::Tree(_)) => continue,
                         (Right::Vnni(..), Order::Chain(_)) if layout > 0 => continue,
-                        (Right::VnniAsking(..), Order::Chain(_)) => continue,
-                        (Right::VnniAsking(..), _) if layout > 0 => continue,
+                        (Right::PairsAsking(..), Order::Chain(_)) => continue,
+                        (Right::PairsAsking(..), _) if layout > 0 => continue,
                         _ => {}
                     }
                     for cpu in &cpus {
@@ -357,7 +358,7 @@ fn tiles_of_multiply_adds_are_plain_chains() {
                         let form = match right {
                             Right::F32(..) => "f32",
                             Right::Vnni(..) => "pairs",
-                            Right::VnniAsking(..) => "pairs, asking",
+                            Right::PairsAsking(..) => "pairs as in rows",
                             _ => "bf16",
                         };
                         let what = format!(
