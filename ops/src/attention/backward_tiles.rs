@@ -17,7 +17,7 @@ use super::attention_backward::{Gradients, Job};
 use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
 use crate::pack::{
-    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, vnni_of_rows,
+    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows,
 };
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
@@ -480,8 +480,8 @@ impl<I: Element> Task<'_, I> {
             let keys = &mut room.keys_across[of(shape.head_dim)];
             let values = &mut room.values_across[of(shape.value_dim)];
             if plan.pairs {
-                pairs_of_rows(job.cpu, count, shape.head_dim, key, bf16::NEG_ZERO, keys, PANEL);
-                pairs_of_rows(job.cpu, count, shape.value_dim, value, bf16::NEG_ZERO, values, PANEL);
+                pairs_of_bf16_rows(job.cpu, count, shape.head_dim, key, bf16::NEG_ZERO, keys, PANEL);
+                pairs_of_bf16_rows(job.cpu, count, shape.value_dim, value, bf16::NEG_ZERO, values, PANEL);
                 continue;
             }
             f32_of_rows(job.cpu, count, shape.head_dim, key, tf32, keys, PANEL);
@@ -505,8 +505,8 @@ impl<I: Element> Task<'_, I> {
             let (rows, [d, e]) = (GROUP.min(count - first), [job.shape.head_dim, job.shape.value_dim]);
             let (queries, douts) =
                 (&mut room.query_pairs[first * d.div_ceil(2)..], &mut room.dout_pairs[first * e.div_ceil(2)..]);
-            pairs_of_rows(job.cpu, rows, d, |r: usize| query(first + r), bf16::ZERO, queries, rows);
-            pairs_of_rows(job.cpu, rows, e, |r: usize| gradient(first + r), bf16::ZERO, douts, rows);
+            pairs_of_bf16_rows(job.cpu, rows, d, |r: usize| query(first + r), bf16::ZERO, queries, rows);
+            pairs_of_bf16_rows(job.cpu, rows, e, |r: usize| gradient(first + r), bf16::ZERO, douts, rows);
         }
         // Both, whatever the first says.
         lay_out(job.cpu, [count, tokens], query, job.tf32(), d, room.queries)
@@ -597,8 +597,8 @@ fn panel(number: usize, dim: usize, pairs: bool) -> std::ops::Range<usize> {
     number * words..(number + 1) * words
 }
 
-/// [`vnni_of_rows`] of any elements that are bf16.
-fn pairs_of_rows<'a, I: Element>(
+/// [`pairs_of_rows`] of any elements that are bf16.
+fn pairs_of_bf16_rows<'a, I: Element>(
     cpu: &Cpu,
     rows: usize,
     dim: usize,
@@ -608,7 +608,7 @@ fn pairs_of_rows<'a, I: Element>(
     stride: usize,
 ) {
     let row = |r: usize| bf16_slice(row(r)).expect("bf16");
-    vnni_of_rows(cpu, rows, dim, row, pad, as_words_mut(out), stride, Prefetch::NONE);
+    pairs_of_rows::<true>(cpu, rows, dim, row, pad, as_words_mut(out), stride, Prefetch::NONE);
 }
 
 /// A bit for each row of a tile and key of a piece.

@@ -8,8 +8,7 @@ use crate::gemm::gemm::SharedOut;
 use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni,
-    pairs_of_rows, vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, pairs_of_rows,
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
@@ -306,7 +305,7 @@ impl<I: Element> Pass<'_, I> {
             return;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
-        vnni_of_rows(job.cpu, rows, d, query, bf16::ZERO, out, rows, Prefetch::NONE);
+        pairs_of_rows::<true>(job.cpu, rows, d, query, bf16::ZERO, out, rows, Prefetch::NONE);
         let least = |r: usize| least_magnitude(job.cpu, query(r));
         end[0] = (0..rows).map(least).fold(f32::INFINITY, f32::min).to_bits();
     }
@@ -425,7 +424,7 @@ impl<I: Element> Pass<'_, I> {
             let keys: [&[bf16]; PANEL] = std::array::from_fn(|j| &keys[starts[j]..][..d]);
             let (pairs, pad) = (|j: usize| keys[j], bf16::NEG_ZERO);
             if job.dots() {
-                vnni_of_rows(cpu, count, d, pairs, pad, panel, PANEL, ahead);
+                pairs_of_rows::<true>(cpu, count, d, pairs, pad, panel, PANEL, ahead);
                 let least = match count {
                     PANEL => least_of_vnni(cpu, panel),
                     _ => (0..count).map(|j| least_magnitude(cpu, keys[j])).fold(f32::INFINITY, f32::min),

@@ -6,8 +6,8 @@ use crate::gemm::gemm::{Ran, SharedOut, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{is_small, near_coefficients, near_unit, near_weights, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, prefetch,
-    prefetch_at, vnni_of_row, vnni_of_rows,
+    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, pairs_of_rows,
+    prefetch, prefetch_at, vnni_of_row,
 };
 use crate::simd::unroll::{Unrolled, eight, of_eight, vectors};
 use crate::simd::{Kernel, Simd, load_at, prefetch_second};
@@ -391,7 +391,7 @@ impl<I: Element> RowTile<'_, I> {
             return f32::NAN;
         }
         let query = |r: usize| bf16_slice(query(r)).expect("bf16");
-        vnni_of_rows(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Prefetch::NONE);
+        pairs_of_rows::<true>(self.job.cpu, self.rows, d, query, bf16::NEG_ZERO, out, width, Prefetch::NONE);
         let least = |r: usize| least_magnitude(self.job.cpu, query(r));
         (0..self.rows).map(least).fold(f32::INFINITY, f32::min)
     }

@@ -15,7 +15,7 @@ use crate::gemm::tile::{
 use crate::pack::dictionary::{self, DictionaryPanel};
 use crate::pack::{
     Prefetch, as_floats, as_floats_mut, as_words, as_words_of, bf16_slice, f32_of_columns, f32_of_rows, f32_row,
-    least_magnitude, least_of_vnni, rows_of_panel, vnni_of_columns, vnni_of_rows,
+    least_magnitude, least_of_vnni, pairs_of_rows, rows_of_panel, vnni_of_columns,
 };
 use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
@@ -550,7 +550,7 @@ fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, opera
         let row = |r: usize| bf16_slice(x.row(first + r)).expect("bf16");
         // First, as it reads the rows in order, which memory answers faster than pieces of all rows in turn.
         end[0] = least_of_rows(cpu, x, first, rows).to_bits();
-        vnni_of_rows(cpu, rows, k, row, pad, out, stride, Prefetch::NONE);
+        pairs_of_rows::<true>(cpu, rows, k, row, pad, out, stride, Prefetch::NONE);
     } else {
         let out = as_floats_mut(out);
         if k % 2 == 1 {

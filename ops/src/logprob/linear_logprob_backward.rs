@@ -18,7 +18,7 @@ use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums, goes_on_exactly};
 use crate::gemm::tile::{PANEL, dot_is_exact};
 use crate::logprob::logprob::{check_targets, inverse};
 use crate::logprob::logprob_backward::Given;
-use crate::pack::{Prefetch, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, vnni_of_rows};
+use crate::pack::{Prefetch, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::convert;
@@ -494,7 +494,7 @@ impl<I: Element> Backward<'_, I> {
             let row = |r: usize| gradients.row(first + r);
             if pairs {
                 let row = |r: usize| bf16_slice(row(r)).expect("bf16");
-                return vnni_of_rows(cpu, rows, columns, row, bf16::ZERO, out, height, Prefetch::NONE);
+                return pairs_of_rows::<true>(cpu, rows, columns, row, bf16::ZERO, out, height, Prefetch::NONE);
             }
             f32_of_rows(cpu, rows, columns, row, Tf32::Disabled, as_floats_mut(out), height);
         });

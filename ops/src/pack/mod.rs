@@ -21,23 +21,9 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
     u32::from(earlier.to_bits()) << 16 | u32::from(later.to_bits())
 }
 
-/// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r; an odd end is filled with
-/// `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
-#[allow(clippy::too_many_arguments)]
-pub fn vnni_of_rows<'a>(
-    cpu: &Cpu,
-    rows: usize,
-    k: usize,
-    row: impl Fn(usize) -> &'a [bf16],
-    pad: bf16,
-    out: &mut [u32],
-    stride: usize,
-    ahead: Prefetch,
-) {
-    pairs_of_rows::<true>(cpu, rows, k, row, pad, out, stride, ahead);
-}
-
-/// [`vnni_of_rows`] with `SWAP`; without, the earlier element is in the low half as in the row, which saves an exchange.
+/// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r, the earlier element in the
+/// high half as products of pairs take it, or, without `SWAP`, in the low half as rows hold it, which saves an exchange; an odd
+/// end is filled with `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
 #[allow(clippy::too_many_arguments)]
 pub fn pairs_of_rows<'a, const SWAP: bool>(
     cpu: &Cpu,
@@ -92,7 +78,7 @@ pub fn f32_of_rows<'a, I: Element>(
 }
 
 /// Writes some columns of a panel of `steps` words each as rows, one behind the other: what [`f32_of_rows`] and
-/// [`vnni_of_rows`] (with `SWAP`) made of them.
+/// [`pairs_of_rows`] (with `SWAP`) made of them.
 pub fn rows_of_panel<const SWAP: bool>(
     cpu: &Cpu,
     panel: &[u32],

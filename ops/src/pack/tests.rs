@@ -51,7 +51,7 @@ fn rows_become_pairs() {
                 };
                 for stride in [rows.max(1), rows + 3] {
                     let ahead = Prefetch::of(&[0u8; 1000]);
-                    let lay_out = |out: &mut [u32]| vnni_of_rows(&cpu, rows, k, row, pad, out, stride, ahead);
+                    let lay_out = |out: &mut [u32]| pairs_of_rows::<true>(&cpu, rows, k, row, pad, out, stride, ahead);
                     let what = format!("{} {rows} rows of {k}, stride {stride}", cpu.isa());
                     assert_laid_out([rows, k.div_ceil(2), stride], lay_out, expected, &what);
                     // The same as rows hold them.
@@ -173,7 +173,16 @@ fn outputs_that_are_too_short_are_refused() {
         for (rows, stride, short, taken) in [(10, 10, 0, true), (10, 12, 1, false), (10, 9, 0, false)] {
             let mut out = vec![0; (k / 2 - 1) * stride + rows - short];
             let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                vnni_of_rows(&cpu, rows, k, |r| &x[r * k..][..k], bf16::ZERO, &mut out, stride, Prefetch::NONE);
+                pairs_of_rows::<true>(
+                    &cpu,
+                    rows,
+                    k,
+                    |r| &x[r * k..][..k],
+                    bf16::ZERO,
+                    &mut out,
+                    stride,
+                    Prefetch::NONE,
+                );
             }));
             assert_eq!(run.is_ok(), taken, "{} {rows} {stride} {short}", cpu.isa());
         }
