@@ -41,8 +41,8 @@ pub fn pairs_of_rows<'a, const SWAP: bool>(
             out[k / 2 * stride + r] = if SWAP { pair(last, pad) } else { pair(pad, last) };
         }
     }
-    let words = move |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-    cpu.dispatch(Interleave::<_, SWAP> { rows, words: k / 2, row: words, out, stride, ahead });
+    let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
+    interleave::<SWAP>(cpu, rows, k / 2, words, out, stride, ahead);
 }
 
 /// Lays `rows` rows of `k` elements side by side as f32: `out[p * stride + r]` is element p of row r.
@@ -57,8 +57,7 @@ pub fn f32_of_rows<'a, I: Element>(
 ) {
     if size_of::<I>() == size_of::<f32>() && tf32 == Tf32::Disabled {
         let words = |r: usize| row(r)[..k].as_ptr().cast::<u32>();
-        let (out, ahead) = (as_words_mut(out), Prefetch::NONE);
-        cpu.dispatch(Interleave::<_, false> { rows, words: k, row: words, out, stride, ahead });
+        interleave::<false>(cpu, rows, k, words, as_words_mut(out), stride, Prefetch::NONE);
         return;
     }
     // Some steps at a time are widened into rows of their own, which then change places.
@@ -70,9 +69,8 @@ pub fn f32_of_rows<'a, I: Element>(
             for (r, wide) in wide.iter_mut().enumerate().take(rows) {
                 f32_row(cpu, &row(first + r)[from..from + len], tf32, wide);
             }
-            let (out, ahead) = (as_words_mut(&mut out[from * stride + first..]), Prefetch::NONE);
-            let row = |r: usize| wide[r].as_ptr().cast::<u32>();
-            cpu.dispatch(Interleave::<_, false> { rows, words: len, row, out, stride, ahead });
+            let (row, out) = (|r: usize| wide[r].as_ptr().cast::<u32>(), &mut out[from * stride + first..]);
+            interleave::<false>(cpu, rows, len, row, as_words_mut(out), stride, Prefetch::NONE);
         }
     }
 }
@@ -87,48 +85,68 @@ pub fn rows_of_panel<const SWAP: bool>(
     out: &mut [u32],
 ) {
     let row = |step: usize| panel[step * PANEL..][columns.clone()].as_ptr();
-    let (words, ahead) = (columns.len(), Prefetch::NONE);
-    cpu.dispatch(Interleave::<_, SWAP> { rows: steps, words, row, out, stride: steps, ahead });
+    interleave::<SWAP>(cpu, steps, columns.len(), row, out, steps, Prefetch::NONE);
 }
 
 /// Steps of k that [`f32_of_rows`] widens at a time.
 const STEPS: usize = 64;
 
 /// `out[p * stride + r] = row(r)[p]` for words p, their halves exchanged with `SWAP`; `row` points to `words` words,
-/// aligned or not.
-struct Interleave<'a, F, const SWAP: bool> {
+/// aligned or not. Memory is asked for `ahead` on the way of the first [`PANEL`] rows.
+fn interleave<const SWAP: bool>(
+    cpu: &Cpu,
     rows: usize,
     words: usize,
-    row: F,
+    row: impl Fn(usize) -> *const u32,
+    out: &mut [u32],
+    stride: usize,
+    mut ahead: Prefetch,
+) {
+    if rows == 0 || words == 0 {
+        ahead.ask(usize::MAX);
+        return;
+    }
+    assert!(rows <= stride, "rows that overlap");
+    for first in (0..rows).step_by(PANEL) {
+        let count = PANEL.min(rows - first);
+        // Behind the last row it stands again, for lanes that have none.
+        let mut from = [std::ptr::null(); PANEL + MAX_LANES];
+        for (i, from) in from.iter_mut().enumerate().take(count) {
+            *from = row(first + i);
+        }
+        let last = from[count - 1];
+        from[count..].fill(last);
+        let (rows, out, ahead) = (count, &mut out[first..], std::mem::take(&mut ahead));
+        cpu.dispatch(Interleave::<SWAP> { from: &from, rows, words, out, stride, ahead });
+    }
+}
+
+/// At most [`PANEL`] rows of [`interleave`], which stand at `from`; behind the last one it stands again.
+struct Interleave<'a, const SWAP: bool> {
+    from: &'a [*const u32; PANEL + MAX_LANES],
+    rows: usize,
+    words: usize,
     out: &'a mut [u32],
     stride: usize,
     ahead: Prefetch,
 }
 
-impl<F: Fn(usize) -> *const u32, const SWAP: bool> Kernel for Interleave<'_, F, SWAP> {
+impl<const SWAP: bool> Kernel for Interleave<'_, SWAP> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Interleave { rows, words, row, out, stride, mut ahead } = self;
-        if rows == 0 || words == 0 {
-            ahead.ask(usize::MAX);
-            return;
-        }
+        let Interleave { from, rows, words, out, stride, mut ahead } = self;
         let end = (words - 1).saturating_mul(stride).saturating_add(rows);
-        assert!(rows <= stride && end <= out.len(), "output too short");
+        assert!(rows <= PANEL && end <= out.len(), "output too short");
         let whole = words / S::LANES * S::LANES;
         let share = ahead.lines().div_ceil((rows.div_ceil(S::LANES) * (whole / S::LANES)).max(1));
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
-            // Lanes without a row read the last one; nothing is written for them.
-            let mut from = [std::ptr::null(); MAX_LANES];
-            for (i, from) in from.iter_mut().enumerate().take(S::LANES) {
-                *from = row(first + i.min(count - 1));
-            }
+            let from: &[*const u32; MAX_LANES] = from[first..].first_chunk().expect("lanes behind the last row");
             for p in (0..whole).step_by(S::LANES) {
                 ahead.ask(share);
                 // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
-                unsafe { s.transpose::<SWAP>(&from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
+                unsafe { s.transpose::<SWAP>(from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
             }
             for p in whole..words {
                 for i in 0..count {
