@@ -10,7 +10,7 @@ use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::reduce::{Square, lane_sum};
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch_second};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -290,7 +290,7 @@ impl<S: Simd> Scale<S> {
             let whole = len - len % line;
             for from in (0..whole).step_by(line) {
                 for next in next {
-                    prefetch(next.wrapping_add(at + from));
+                    prefetch_second(next.wrapping_add(at + from));
                 }
                 let (x, w, y) = (&x[from..][..line], &w[from..][..line], &mut y[from..][..line]);
                 for v in (0..line).step_by(two) {

@@ -451,10 +451,13 @@ pub fn prefetch<T>(x: &[T]) {
     Prefetch::of(x).ask(usize::MAX);
 }
 
-/// Asks for as much memory as `x` takes, `bytes` behind its start.
+/// Asks for as much memory as `x` takes, `bytes` behind its start, to the second cache: what is asked to the first waits for the
+/// places that loads wait for.
 #[inline(always)]
 pub fn prefetch_at<T>(x: &[T], bytes: usize) {
-    Prefetch { at: x.as_ptr().cast::<i8>().wrapping_add(bytes), lines: size_of_val(x).div_ceil(64) }.ask(usize::MAX);
+    for line in (bytes..bytes + size_of_val(x)).step_by(64) {
+        simd::prefetch_second(x.as_ptr().wrapping_byte_add(line));
+    }
 }
 
 /// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
