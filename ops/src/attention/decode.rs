@@ -472,13 +472,9 @@ impl<I: Element> Pass<'_, I> {
         let count = heads.to - heads.from;
         if some.from == heads.from {
             // To find where a page stands holds up what comes after; pages asked for one behind the other are found together.
-            let mut before = usize::MAX;
-            for &row in &next.at[..next.count] {
-                let at = x.data()[x.at(row, heads.from)..].as_ptr();
-                if at.addr() / PAGE != before {
-                    prefetch_second(at);
-                }
-                before = at.addr() / PAGE;
+            let rows_in_page = PAGE / (self.plan.kv_heads * dim * size_of::<I>()).max(1);
+            for &row in next.at[..next.count].iter().step_by(rows_in_page.max(1)) {
+                prefetch_second(x.data()[x.at(row, heads.from)..].as_ptr());
             }
         }
         let share = PANEL.div_ceil(count);

@@ -156,8 +156,6 @@ unsafe fn add<S: Simd, const ROWS: usize, const VECTORS: usize>(
 trait Placed: Steps {
     /// Where `step` and `column` are; it may be any address.
     fn at(self, step: usize, column: usize) -> *const u32;
-    /// [`Steps::lines`] of those that ask: for as much as is read, or, of what many rows share, for one line.
-    fn asked(steps: usize, columns: usize) -> usize;
 }
 
 #[derive(Clone, Copy)]
@@ -217,7 +215,8 @@ impl<B: Placed> Steps for Asking<B> {
     }
     #[inline(always)]
     fn lines(steps: usize, columns: usize) -> usize {
-        B::asked(steps, columns)
+        // As much as is read of bf16.
+        (steps * columns).div_ceil(2 * LINE)
     }
 }
 
@@ -271,10 +270,6 @@ impl Placed for WideSteps {
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column).cast()
     }
-    #[inline(always)]
-    fn asked(_steps: usize, _columns: usize) -> usize {
-        0
-    }
 }
 
 impl<const HIGH: bool> Steps for PairSteps<HIGH> {
@@ -299,10 +294,6 @@ impl<const HIGH: bool> Placed for PairSteps<HIGH> {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column)
-    }
-    #[inline(always)]
-    fn asked(steps: usize, columns: usize) -> usize {
-        (steps * columns).div_ceil(2 * LINE)
     }
 }
 
@@ -336,10 +327,6 @@ impl Placed for Bf16Steps {
     #[inline(always)]
     fn at(self, step: usize, column: usize) -> *const u32 {
         self.0.wrapping_add(step * self.1[1] + column).cast()
-    }
-    #[inline(always)]
-    fn asked(steps: usize, columns: usize) -> usize {
-        (steps * columns).div_ceil(2 * LINE)
     }
 }
 
