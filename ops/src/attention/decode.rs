@@ -14,7 +14,7 @@ use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at, prefetch_second};
 use crate::tensor::Heads;
-use crate::workspace::memory::LINE;
+use crate::workspace::memory::{LINE, PAGE};
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element};
 use half::bf16;
@@ -26,9 +26,6 @@ const WORTHWHILE: usize = 128 << 10;
 /// Words of workspace that stay in the second cache of a worker: sequences wait for their turn rather than push out the
 /// scores of others.
 const KEPT: usize = 256 << 10;
-
-/// Bytes of the smallest pages.
-const PAGE: usize = 4096;
 
 /// How a call is cut: so many sequences at a time.
 #[derive(Clone, Copy)]
@@ -464,7 +461,7 @@ impl<I: Element> Pass<'_, I> {
     }
 
     /// The share of some heads of a task in the next panel, in the order of memory: every head asks for some whole rows, on
-    /// its way where they are adjacent and can be, else at once.
+    /// its way where they are adjacent and can be, else at once. Before the first head the pages of all of it are found.
     fn ahead(&self, x: &Heads<I>, dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Prefetch {
         if !x.is_dense(self.plan.kv_heads) {
             return Prefetch::NONE;

@@ -3,7 +3,7 @@
 
 use crate::Element;
 use crate::simd::stream::Stream;
-use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, prefetch, store_two};
+use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, prefetch_second, store_two};
 
 /// `g[i] = dy[i] * (w[i] + offset)`; dy itself where there is no w. An offset of -0 changes no weight.
 #[inline(always)]
@@ -63,7 +63,7 @@ impl<S: Simd> Slope<S> {
             for at in (0..whole).step_by(two) {
                 for next in next {
                     for line in (at..at + two).step_by(line) {
-                        prefetch(next.wrapping_add(from + line));
+                        prefetch_second(next.wrapping_add(from + line));
                     }
                 }
                 let (h, g) = (load_two(s, &h[at..][..two], false), load_two(s, &g[at..][..two], false));

@@ -7,6 +7,9 @@ use std::ops::{Deref, DerefMut};
 /// would otherwise miss the address cache on every page.
 const MAPPED: usize = 1 << 20;
 
+/// Bytes of the smallest pages.
+pub const PAGE: usize = 4096;
+
 /// Room from this many bytes on is worth huge pages.
 #[cfg(target_os = "linux")]
 const ROOM: usize = 4 << 20;
@@ -16,7 +19,6 @@ const ROOM: usize = 4 << 20;
 pub fn ask_for_huge_pages<T>(room: &mut [MaybeUninit<T>]) {
     #[cfg(target_os = "linux")]
     {
-        const PAGE: usize = 4096;
         let (start, bytes) = (room.as_mut_ptr().cast::<u8>(), size_of_val(room));
         let head = start.align_offset(PAGE);
         if bytes < ROOM || head > bytes {
