@@ -4,7 +4,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
 use crate::element::{typed, typed_pair};
 use crate::pack::prefetch_at;
-use crate::simd::stream::{BLOCK, Stream, is_large};
+use crate::simd::stream::{BLOCK, LINE, Made, Stream, is_large, take};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
@@ -167,15 +167,15 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let mut stream = Stream::<O>::new(self.y, self.large);
-        let mut firsts = [0f32; BLOCK];
-        let mut at = 0;
-        while at < self.a.len() {
-            let y = stream.room(self.a.len() - at);
-            let len = y.len();
-            pointwise(s, self.op, &self.a[at..][..len], &self.b[at..][..len], y, &mut firsts);
-            stream.put(s, len);
-            at += len;
+        let Part { op, mut a, mut b, y, large } = self;
+        let (mut stream, mut firsts) = (Stream::<O>::new(y, large), [0f32; BLOCK]);
+        while !a.is_empty() {
+            let len = stream.block(a.len());
+            let (a, b, firsts) = (take(&mut a, len), take(&mut b, len), &mut firsts[..len]);
+            if P::FIRST {
+                make_firsts::<S, I, O, 2>(s, op, a, [a, b], firsts);
+            }
+            stream.fill(s, len, Applied { op, a, b, firsts });
         }
         stream.end(s);
     }
@@ -184,36 +184,28 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
 /// So many bytes ahead of the work memory is asked for: what one element costs leaves the processor's own look-ahead behind.
 const AHEAD: usize = 6 << 10;
 
-/// Elements between which memory is asked for: a line of bf16, and at least two vectors.
-#[inline(always)]
-pub(super) fn line<S: Simd>() -> usize {
-    (2 * S::LANES).max(32)
-}
-
-/// How many of `len` elements are whole lines.
-#[inline(always)]
-pub(super) fn whole_lines<S: Simd>(len: usize) -> usize {
-    len - len % line::<S>()
-}
-
 /// What [`Pointwise::first`] makes of the elements of a; with `PAIRS` in the order of [`load_two`] as far as they are whole
 /// lines.
-struct Firsts<'a, P, I, const PAIRS: bool> {
+struct Firsts<'a, P, I, const PAIRS: bool, const N: usize> {
     op: P,
     a: &'a [I],
+    inputs: [&'a [I]; N],
     firsts: &'a mut [f32],
 }
 
-impl<P: Pointwise, I: Element, const PAIRS: bool> Kernel for Firsts<'_, P, I, PAIRS> {
+impl<P: Pointwise, I: Element, const PAIRS: bool, const N: usize> Kernel for Firsts<'_, P, I, PAIRS, N> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Firsts { op, a, firsts } = self;
+        let Firsts { op, a, inputs, firsts } = self;
         let (two, eight, s4) = (2 * S::LANES, 8 * S::LANES, Unrolled(Unrolled(s)));
-        let whole = whole_lines::<S>(a.len());
+        let whole = a.len() - a.len() % LINE;
         // For one lane eight would only be more to compile.
         let many = if S::LANES > 1 { whole - whole % eight } else { 0 };
         for at in (0..many).step_by(eight) {
+            for input in inputs {
+                prefetch_at(&input[at..][..eight], AHEAD);
+            }
             let (p0, rest) = a[at..][..eight].split_at(two);
             let (p1, rest) = rest.split_at(two);
             let (p2, p3) = rest.split_at(two);
@@ -231,53 +223,57 @@ impl<P: Pointwise, I: Element, const PAIRS: bool> Kernel for Firsts<'_, P, I, PA
     }
 }
 
-/// [`Pointwise::first`] of every element of a, in the order in which [`load_two`] takes them from `I` to `O`.
+/// [`Pointwise::first`] of every element of a, in the order in which [`load_two`] takes them from `I` to `O`. What comes behind
+/// `inputs`, as long as a, is asked for meanwhile: these loops wait for no memory.
 #[inline(always)]
-pub(super) fn make_firsts<S: Simd, I: Element, O: Element>(s: S, op: impl Pointwise, a: &[I], firsts: &mut [f32]) {
+pub(super) fn make_firsts<S: Simd, I: Element, O: Element, const N: usize>(
+    s: S,
+    op: impl Pointwise,
+    a: &[I],
+    inputs: [&[I]; N],
+    firsts: &mut [f32],
+) {
     if const { I::IS_BF16 && O::IS_BF16 } {
-        s.enter(Firsts::<_, _, true> { op, a, firsts });
+        s.enter(Firsts::<_, _, true, N> { op, a, inputs, firsts });
     } else {
-        s.enter(Firsts::<_, _, false> { op, a, firsts });
+        s.enter(Firsts::<_, _, false, N> { op, a, inputs, firsts });
     }
 }
 
-/// `y[i] = op(a[i], b[i])`, last rounding; the lengths are equal. `firsts` has room for a block if the op has a
-/// [`Pointwise::first`].
-#[inline(always)]
-pub fn pointwise<S: Simd, I: Element, O: Element, P: Pointwise>(
-    s: S,
-    op: P,
-    a: &[I],
-    b: &[I],
-    y: &mut [O],
-    firsts: &mut [f32],
-) {
-    let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
-    for from in (0..y.len()).step_by(BLOCK) {
-        let block = from..y.len().min(from + BLOCK);
-        let (a, b, y) = (&a[block.clone()], &b[block.clone()], &mut y[block]);
-        if P::FIRST {
-            make_firsts::<S, I, O>(s, op, a, &mut firsts[..a.len()]);
-        }
-        let (whole, line) = (whole_lines::<S>(y.len()), line::<S>());
-        for from in (0..whole).step_by(line) {
-            let (a, b, y) = (&a[from..][..line], &b[from..][..line], &mut y[from..][..line]);
+/// `op(a[i], b[i])`, last rounding; the lengths are equal. `firsts` are those of a if the op has a [`Pointwise::first`].
+pub struct Applied<'a, P, I> {
+    pub op: P,
+    pub a: &'a [I],
+    pub b: &'a [I],
+    pub firsts: &'a [f32],
+}
+
+impl<S: Simd, P: Pointwise, I: Element, O: Element> Made<S, O> for Applied<'_, P, I> {
+    #[inline(always)]
+    fn line(&mut self, s: S, y: &mut [O; LINE]) {
+        let (pairs, two) = (paired::<I, O>(), 2 * S::LANES);
+        let (a, b) = (take(&mut self.a, LINE), take(&mut self.b, LINE));
+        let firsts = if P::FIRST { take(&mut self.firsts, LINE) } else { &[] };
+        if !P::FIRST {
             prefetch_at(a, AHEAD);
             prefetch_at(b, AHEAD);
-            for at in (0..line).step_by(two) {
-                let ((a0, a1), (b0, b1)) = (load_two(s, &a[at..][..two], pairs), load_two(s, &b[at..][..two], pairs));
-                let (f0, f1) = match P::FIRST {
-                    true => load_two(s, &firsts[from + at..][..two], false),
-                    false => (a0, a1),
-                };
-                let made = (op.apply(s, a0, f0, b0), op.apply(s, a1, f1, b1));
-                narrow_two(s, made, &mut y[at..][..two], pairs);
-            }
         }
-        for at in (whole..y.len()).step_by(S::LANES) {
+        for at in (0..LINE).step_by(two) {
+            let ((a0, a1), (b0, b1)) = (load_two(s, &a[at..][..two], pairs), load_two(s, &b[at..][..two], pairs));
+            let (f0, f1) = if P::FIRST { load_two(s, &firsts[at..][..two], false) } else { (a0, a1) };
+            let made = (self.op.apply(s, a0, f0, b0), self.op.apply(s, a1, f1, b1));
+            narrow_two(s, made, &mut y[at..][..two], pairs);
+        }
+    }
+
+    #[inline(always)]
+    fn some(&mut self, s: S, y: &mut [O]) {
+        let (a, b) = (take(&mut self.a, y.len()), take(&mut self.b, y.len()));
+        let firsts = if P::FIRST { take(&mut self.firsts, y.len()) } else { &[] };
+        for at in (0..y.len()).step_by(S::LANES) {
             let (a, b) = (load_at(s, a, at, I::default()), load_at(s, b, at, I::default()));
-            let first = if P::FIRST { load_at(s, &firsts[..y.len()], at, 0.0) } else { a };
-            narrow_at(s, op.apply(s, a, first, b), y, at);
+            let first = if P::FIRST { load_at(s, firsts, at, 0.0) } else { a };
+            narrow_at(s, self.op.apply(s, a, first, b), y, at);
         }
     }
 }

@@ -3,9 +3,9 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
 use crate::call;
 use crate::element::{typed, typed_pair};
-use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, line, make_firsts, whole_lines};
+use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, make_firsts};
 use crate::pack::prefetch_at;
-use crate::simd::stream::{BLOCK, Stream, is_large};
+use crate::simd::stream::{BLOCK, LINE, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -135,13 +135,13 @@ impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
             let (gate, up, dy) = (&gate[from..][..len], &up[from..][..len], &dy[from..][..len]);
             let (dgate, dup) = (dgates.room(len), dups.room(len));
             let firsts = &mut firsts[..len];
-            make_firsts::<S, I, O>(s, op, gate, firsts);
-            let (whole, line) = (whole_lines::<S>(len), line::<S>());
-            for from in (0..whole).step_by(line) {
-                prefetch_at(&gate[from..][..line], AHEAD);
-                prefetch_at(&up[from..][..line], AHEAD);
-                prefetch_at(&dy[from..][..line], AHEAD);
-                for at in (from..from + line).step_by(two) {
+            make_firsts::<S, I, O, 0>(s, op, gate, [], firsts);
+            let whole = len - len % LINE;
+            for from in (0..whole).step_by(LINE) {
+                prefetch_at(&gate[from..][..LINE], AHEAD);
+                prefetch_at(&up[from..][..LINE], AHEAD);
+                prefetch_at(&dy[from..][..LINE], AHEAD);
+                for at in (from..from + LINE).step_by(two) {
                     let (g0, g1) = load_two(s, &gate[at..][..two], pairs);
                     let (u0, u1) = load_two(s, &up[at..][..two], pairs);
                     let (d0, d1) = load_two(s, &dy[at..][..two], pairs);

@@ -7,15 +7,15 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::elementwise::add::{self, Add};
-use crate::elementwise::frame::pointwise;
+use crate::elementwise::frame::Applied;
 use crate::norm::rms_norm::{ROWS, Scale, one_row};
-use crate::simd::stream::{Stream, is_large};
+use crate::simd::stream::{LINE, Made, Stream, is_large};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
 
-/// The longest row of a large sum that is made in the cache before it is written past it.
+/// The longest row of a large sum that stays in the cache, too, for its norm.
 const KEPT: usize = 8192;
 
 /// `x[R,N], residual[R,N], w[N] -> sum[R,N], y[R,N]`, all row-major. Sum and y may differ in type; the norm reads the sum
@@ -202,19 +202,44 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let n = self.shape.n;
         let rows = self.first..self.first + self.y.len() / n;
-        let mut sums = Stream::<I, KEPT>::new(self.sum, self.large.0);
+        let mut sums = Stream::<I>::new(self.sum, self.large.0);
         let mut stream = Stream::<O>::new(self.y, self.large.1);
+        let mut kept = [I::default(); KEPT];
         for row in rows {
             // By reference: the two views are large, and a copy of them for each row is felt.
-            let [x, residual] = self.x.each_ref().map(|x| x.row(row));
-            let sum = sums.room(n);
-            pointwise(s, Add, x, residual, sum, &mut []);
-            let scale = Scale::of_row(s, self.shape, sum);
+            let [a, b] = self.x.each_ref().map(|x| x.row(row));
+            let added = Applied { op: Add, a, b, firsts: &[] };
+            let sum = if self.large.0 {
+                sums.fill(s, n, Kept { made: added, kept: &mut kept[..n] });
+                &kept[..n]
+            } else {
+                sums.fill(s, n, added);
+                sums.last(n)
+            };
             let next = self.x.each_ref().map(|x| x.address(row + 1));
-            scale.row(s, sum, self.w, &mut stream, next);
-            sums.put(s, n);
+            Scale::of_row(s, self.shape, sum).row(s, sum, self.w, &mut stream, next);
         }
         sums.end(s);
         stream.end(s);
+    }
+}
+
+/// Elements that stay in the cache, too.
+struct Kept<'a, M, O> {
+    made: M,
+    kept: &'a mut [O],
+}
+
+impl<S: Simd, M: Made<S, O>, O: Element> Made<S, O> for Kept<'_, M, O> {
+    #[inline(always)]
+    fn line(&mut self, s: S, y: &mut [O; LINE]) {
+        self.made.line(s, y);
+        self.kept.split_off_mut(..LINE).expect("as many as are made").copy_from_slice(y);
+    }
+
+    #[inline(always)]
+    fn some(&mut self, s: S, y: &mut [O]) {
+        self.made.some(s, y);
+        self.kept.split_off_mut(..y.len()).expect("as many as are made").copy_from_slice(y);
     }
 }

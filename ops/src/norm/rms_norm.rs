@@ -9,8 +9,8 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::reduce::{Square, lane_sum};
-use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, prefetch_second};
+use crate::simd::stream::{LINE, Made, Stream, ask, is_large, take};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -263,48 +263,43 @@ impl<S: Simd> Scale<S> {
         stream: &mut Stream<O>,
         next: [*const N; NEXT],
     ) {
+        // So that no element asks which rounding it is.
         match self.rounding {
-            Rounding::Once => self.row_as::<I, W, O, N, false, NEXT>(s, x, w, stream, next),
-            Rounding::Hf => self.row_as::<I, W, O, N, true, NEXT>(s, x, w, stream, next),
+            Rounding::Once => stream.fill(s, x.len(), Scaled::<S, I, W, N, false, NEXT> { scale: self, x, w, next }),
+            Rounding::Hf => stream.fill(s, x.len(), Scaled::<S, I, W, N, true, NEXT> { scale: self, x, w, next }),
+        }
+    }
+}
+
+/// The elements of [`Scale::row`].
+struct Scaled<'a, S: Simd, I, W, N, const HF: bool, const NEXT: usize> {
+    scale: Scale<S>,
+    x: &'a [I],
+    w: &'a [W],
+    next: [*const N; NEXT],
+}
+
+impl<S: Simd, I: Element, W: Element, N: Element, O: Element, const HF: bool, const NEXT: usize> Made<S, O>
+    for Scaled<'_, S, I, W, N, HF, NEXT>
+{
+    #[inline(always)]
+    fn line(&mut self, s: S, y: &mut [O; LINE]) {
+        let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
+        self.next.iter_mut().for_each(ask);
+        let (x, w) = (take(&mut self.x, LINE), take(&mut self.w, LINE));
+        for v in (0..LINE).step_by(two) {
+            let ((x0, x1), (w0, w1)) = (load_two(s, &x[v..][..two], pairs), load_two(s, &w[v..][..two], pairs));
+            let scaled = (self.scale.apply::<HF>(s, x0, w0), self.scale.apply::<HF>(s, x1, w1));
+            narrow_two(s, scaled, &mut y[v..][..two], pairs);
         }
     }
 
-    /// [`Scale::row`] of one [`Rounding`], so that no element asks which.
     #[inline(always)]
-    fn row_as<I: Element, W: Element, O: Element, N: Element, const HF: bool, const NEXT: usize>(
-        self,
-        s: S,
-        x: &[I],
-        w: &[W],
-        stream: &mut Stream<O>,
-        next: [*const N; NEXT],
-    ) {
-        let (pairs, two) = (paired::<I, O>() && W::IS_BF16, 2 * S::LANES);
-        // Elements between which what comes next is asked for: a line of bf16.
-        let line = two.max(32);
-        let mut at = 0;
-        while at < x.len() {
-            let y = stream.room(x.len() - at);
-            let len = y.len();
-            let (x, w) = (&x[at..][..len], &w[at..][..len]);
-            let whole = len - len % line;
-            for from in (0..whole).step_by(line) {
-                for next in next {
-                    prefetch_second(next.wrapping_add(at + from));
-                }
-                let (x, w, y) = (&x[from..][..line], &w[from..][..line], &mut y[from..][..line]);
-                for v in (0..line).step_by(two) {
-                    let ((x0, x1), (w0, w1)) = (load_two(s, &x[v..][..two], pairs), load_two(s, &w[v..][..two], pairs));
-                    let scaled = (self.apply::<HF>(s, x0, w0), self.apply::<HF>(s, x1, w1));
-                    narrow_two(s, scaled, &mut y[v..][..two], pairs);
-                }
-            }
-            for at in (whole..len).step_by(S::LANES) {
-                let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
-                narrow_at(s, self.apply::<HF>(s, x, w), y, at);
-            }
-            stream.put(s, len);
-            at += len;
+    fn some(&mut self, s: S, y: &mut [O]) {
+        let (x, w) = (take(&mut self.x, y.len()), take(&mut self.w, y.len()));
+        for at in (0..y.len()).step_by(S::LANES) {
+            let (x, w) = (load_at(s, x, at, I::default()), load_at(s, w, at, W::default()));
+            narrow_at(s, self.scale.apply::<HF>(s, x, w), y, at);
         }
     }
 }

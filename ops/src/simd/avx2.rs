@@ -455,7 +455,12 @@ fn canonical(v: __m256) -> __m256 {
 #[target_feature(enable = "avx2,fma,f16c")]
 fn without_nan(a: __m256, b: __m256) -> (__m256, __m256) {
     let nan = _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_UNORD_Q>(a, b)) != 0;
-    if nan { (canonical(a), canonical(b)) } else { (a, b) }
+    if nan {
+        std::hint::cold_path();
+        (canonical(a), canonical(b))
+    } else {
+        (a, b)
+    }
 }
 
 /// Lanes that are no other NaN than the canonical one, to bf16 in the high half, to nearest even: add half an ulp less one
