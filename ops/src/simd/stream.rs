@@ -51,14 +51,18 @@ pub struct Stream<'a, O> {
     y: &'a mut [O],
     at: usize,
     /// Where elements are made that go past the caches.
-    buffer: Option<[O; BLOCK]>,
+    buffer: Option<Buffer<O>>,
 }
+
+/// It begins with a line of memory, which the stack would leave to chance: what lies in two lines is stored and read twice.
+#[repr(align(64))]
+struct Buffer<O>([O; BLOCK]);
 
 impl<'a, O: Element> Stream<'a, O> {
     /// Writes `y`, a part of an output of which [`is_large`] says `large`.
     #[inline(always)]
     pub fn new(y: &'a mut [O], large: bool) -> Stream<'a, O> {
-        Stream { y, at: 0, buffer: large.then(|| [O::default(); BLOCK]) }
+        Stream { y, at: 0, buffer: large.then(|| Buffer([O::default(); BLOCK])) }
     }
 
     /// Room for the next elements, as many of `most` as there are (a large output gives [`BLOCK`] at a time). All of
@@ -66,7 +70,7 @@ impl<'a, O: Element> Stream<'a, O> {
     #[inline(always)]
     pub fn room(&mut self, most: usize) -> &mut [O] {
         match &mut self.buffer {
-            Some(buffer) => &mut buffer[..most.min(BLOCK)],
+            Some(buffer) => &mut buffer.0[..most.min(BLOCK)],
             None => &mut self.y[self.at..][..most],
         }
     }
@@ -75,7 +79,7 @@ impl<'a, O: Element> Stream<'a, O> {
     #[inline(always)]
     pub fn put<S: Simd>(&mut self, s: S, len: usize) {
         if let Some(buffer) = &self.buffer {
-            copy_past_caches(s, &buffer[..len], &mut self.y[self.at..][..len]);
+            copy_past_caches(s, &buffer.0[..len], &mut self.y[self.at..][..len]);
         }
         self.at += len;
     }
