@@ -45,6 +45,7 @@ impl<T: Storage, P: Step> Kernel for LaneSum<'_, T, P> {
 }
 
 /// A `lanes` sum of f32 that are made part by part.
+#[repr(align(64))]
 pub struct Lanes([f32; LANES]);
 
 impl Lanes {
@@ -229,6 +230,7 @@ impl<const PAIRS: bool> Kernel for Fold<'_, PAIRS> {
 /// Eight `lanes` sums of [`EightSums::LEN`] elements each, none of them -0, by pairs: every two vectors are the elements of odd and
 /// of even index. With two elements to a lane, additions that stay in registers are half of what is done to lanes, and
 /// last halvings side by side need not wait for each other.
+#[repr(align(64))]
 pub struct EightSums([[f32; LANES / 2]; 8]);
 
 impl EightSums {

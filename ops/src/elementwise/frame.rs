@@ -6,7 +6,7 @@ use crate::element::{typed, typed_pair};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, LINE, Made, Stream, is_large, take};
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
+use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -168,10 +168,10 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Part { op, mut a, mut b, y, large } = self;
-        let (mut stream, mut firsts) = (Stream::<O>::new(y, large), [0f32; BLOCK]);
+        let (mut stream, OnLine(all)) = (Stream::<O>::new(y, large), &mut OnLine([0f32; BLOCK]));
         while !a.is_empty() {
             let len = stream.block(a.len());
-            let (a, b, firsts) = (take(&mut a, len), take(&mut b, len), &mut firsts[..len]);
+            let (a, b, firsts) = (take(&mut a, len), take(&mut b, len), &mut all[..len]);
             if P::FIRST {
                 make_firsts::<S, I, O, 2>(s, op, a, [a, b], firsts);
             }

@@ -6,7 +6,7 @@ use crate::element::{typed, typed_pair};
 use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, make_firsts};
 use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, LINE, Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, paired};
+use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
@@ -129,7 +129,7 @@ impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
         let Part { op, inputs: [gate, up, dy], outputs: [dgate, dup], large } = self;
         let (all, two, pairs) = (gate.len(), 2 * S::LANES, paired::<I, O>());
         let (mut dgates, mut dups) = (Stream::<O>::new(dgate, large), Stream::<O>::new(dup, large));
-        let mut firsts = [0f32; BLOCK];
+        let OnLine(firsts) = &mut OnLine([0f32; BLOCK]);
         for from in (0..all).step_by(BLOCK) {
             let len = BLOCK.min(all - from);
             let (gate, up, dy) = (&gate[from..][..len], &up[from..][..len], &dy[from..][..len]);

@@ -16,7 +16,7 @@ use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{
-    Kernel, Simd, load_at, load_two, narrow_at, narrow_quotients, narrow_two, paired, prefetch_second,
+    Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_quotients, narrow_two, paired, prefetch_second,
     prefetch_to_write, store_two,
 };
 use crate::tensor::Rows;
@@ -123,7 +123,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let n = self.x.n();
         let count = self.y.len() / n.max(1);
         let mut stream = Stream::<O>::new(self.y, self.large);
-        let (mut kept, mut sums) = ([0f32; KEPT], EightSums::new());
+        let (OnLine(kept), mut sums) = (&mut OnLine([0f32; KEPT]), EightSums::new());
         let whole_row = n <= KEPT;
         // The sum of the weights in `kept`, of a row whose division is due.
         let mut due = None;
@@ -137,7 +137,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 divide(s, &kept[..n], sum, paired::<I, O>(), &mut stream);
             }
             let Denominator { n, sum } = match &reference {
-                Some(reference) => Denominator::of_row(s, x, 1.0, reference, &mut kept),
+                Some(reference) => Denominator::of_row(s, x, 1.0, reference, kept),
                 None => s.enter(Total { x, scale: 1.0, next: &[] }),
             };
             for x in x.chunks(KEPT) {

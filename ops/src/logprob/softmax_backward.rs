@@ -14,7 +14,7 @@ use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
 use crate::logprob::softmax::KEPT;
 use crate::reduce::Lanes;
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
+use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -132,12 +132,12 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let count = self.dx.len() / n.max(1);
         let mut stream = Stream::<O>::new(self.dx, self.large);
         // The shares of a row; those of a longer one are computed twice.
-        let mut kept = [0f32; KEPT];
+        let OnLine(kept) = &mut OnLine([0f32; KEPT]);
         let (whole_row, length) = (n <= KEPT, segment_length(n));
         for row in self.first..self.first + count {
             let (x, dy) = (self.x.row(row), self.dy.row(row));
             let total = match whole_row {
-                true => Denominator::of_row(s, x, 1.0, &Reference::of(s, x, 1.0), &mut kept),
+                true => Denominator::of_row(s, x, 1.0, &Reference::of(s, x, 1.0), kept),
                 false => s.enter(Total { x, scale: 1.0, next: &[] }),
             };
             if whole_row {

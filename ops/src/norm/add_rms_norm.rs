@@ -10,7 +10,7 @@ use crate::elementwise::add::{self, Add};
 use crate::elementwise::frame::Applied;
 use crate::norm::rms_norm::{ROWS, Scale, one_row};
 use crate::simd::stream::{LINE, Made, Stream, is_large};
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
@@ -204,7 +204,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let rows = self.first..self.first + self.y.len() / n;
         let mut sums = Stream::<I>::new(self.sum, self.large.0);
         let mut stream = Stream::<O>::new(self.y, self.large.1);
-        let mut kept = [I::default(); KEPT];
+        let OnLine(kept) = &mut OnLine([I::default(); KEPT]);
         for row in rows {
             // By reference: the two views are large, and a copy of them for each row is felt.
             let [a, b] = self.x.each_ref().map(|x| x.row(row));

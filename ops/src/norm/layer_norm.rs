@@ -9,7 +9,7 @@ use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::reduce::{Add, Lanes, Square, lane_sum};
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
+use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -183,13 +183,13 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let (n, count) = (self.shape.n, self.y.len() / self.shape.n.max(1));
         let mut stream = Stream::<O>::new(self.y, self.large);
-        let mut kept = [0f32; KEPT];
+        let OnLine(kept) = &mut OnLine([0f32; KEPT]);
         for row in self.first..self.first + count {
             let x = self.x.row(row);
-            let (mean, r) = moments(s, x, self.shape.eps, &mut kept);
+            let (mean, r) = moments(s, x, self.shape.eps, kept);
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {
-                    differences(s, x, mean, &mut kept);
+                    differences(s, x, mean, kept);
                 }
                 let affine = self.affine.map(|given| given.map(|given| &given[part * KEPT..][..x.len()]));
                 scale(s, &kept[..x.len()], r, affine, &mut stream);

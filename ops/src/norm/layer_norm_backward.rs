@@ -13,7 +13,7 @@ use crate::norm::layer_norm::{KEPT, differences, moments};
 use crate::norm::rms_norm::ROWS;
 use crate::reduce::{Add, Lanes};
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, LayerNorm, TensorMut, TensorRef, check_len};
@@ -160,16 +160,16 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let (n, count) = (self.shape.n, self.dx.len() / self.shape.n.max(1));
         let mut stream = Stream::<O>::new(self.dx, self.large);
-        let (mut h, mut g) = ([0f32; KEPT], [0f32; KEPT]);
+        let OnLine([h, g]) = &mut OnLine([[0f32; KEPT]; 2]);
         let none = s.splat(-0.0);
         for row in self.first..self.first + count {
             let [x, dy] = self.x.each_ref().map(|x| x.row(row));
-            let (mean, r) = moments(s, x, self.shape.eps, &mut h);
+            let (mean, r) = moments(s, x, self.shape.eps, h);
             let (mut sum, mut products) = (Lanes::new(), Lanes::new());
             for (part, x) in x.chunks(KEPT).enumerate() {
-                normed(s, x, mean, r, &mut h);
+                normed(s, x, mean, r, h);
                 let (dy, w) = (&dy[part * KEPT..][..x.len()], self.w.map(|w| &w[part * KEPT..][..x.len()]));
-                weigh(s, dy, w, none, &mut g);
+                weigh(s, dy, w, none, g);
                 sum.add(s, &g[..x.len()], Add);
                 products.add_products(s, &g[..x.len()], &h[..x.len()]);
             }
@@ -179,9 +179,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             let next = self.x.each_ref().map(|x| x.address(row + 1));
             for (part, x) in x.chunks(KEPT).enumerate() {
                 if n > KEPT {
-                    normed(s, x, mean, r, &mut h);
+                    normed(s, x, mean, r, h);
                     let (dy, w) = (&dy[part * KEPT..][..x.len()], self.w.map(|w| &w[part * KEPT..][..x.len()]));
-                    weigh(s, dy, w, none, &mut g);
+                    weigh(s, dy, w, none, g);
                 }
                 let next = next.map(|next| next.wrapping_add(part * KEPT));
                 slope.row(s, &h[..x.len()], &g[..x.len()], None, &mut stream, next);

@@ -11,7 +11,7 @@ use crate::norm::rms_norm::ROWS;
 use crate::norm::rms_norm_backward::{KEPT, Row, gradient_of_row};
 use crate::rope::rope::{Rotations, check_even, f32_heads, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorMut, TensorRef, check_len};
@@ -177,14 +177,14 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let NormRope { heads, dim, eps, rounding, weight_offset, pairing, .. } = *self.shape;
         let norm = RmsNorm { rows: 1, n: dim, eps, rounding, weight_offset };
-        let (mut turned, mut kept) = (vec![0f32; dim], [0f32; KEPT]);
+        let (mut turned, OnLine(kept)) = (vec![0f32; dim], &mut OnLine([0f32; KEPT]));
         let tokens = self.dx.len() / (heads * dim);
         let mut stream = Stream::<O>::new(self.dx, self.large);
         for head in 0..tokens * heads {
             let [x, dy] = self.heads.each_ref().map(|rows| rows.row(self.head + head));
             rotate_head(s, pairing, self.back.row(self.first + head / heads), dy, &mut turned);
             let row = Row { x, w: self.w, dy: &turned[..], dsum: None, next: [] };
-            gradient_of_row(s, &norm, row, &mut kept, &mut stream);
+            gradient_of_row(s, &norm, row, kept, &mut stream);
         }
         stream.end(s);
     }

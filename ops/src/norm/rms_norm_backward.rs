@@ -13,7 +13,7 @@ use crate::norm::gradient::{Slope, weigh};
 use crate::norm::rms_norm::{ROWS, Scale};
 use crate::reduce::Lanes;
 use crate::simd::stream::{Stream, is_large};
-use crate::simd::{Kernel, Simd};
+use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
@@ -213,7 +213,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     fn run<S: Simd>(self, s: S) {
         let count = self.dx.len() / self.shape.n.max(1);
         let mut stream = Stream::<O>::new(self.dx, self.large);
-        let mut kept = [0f32; KEPT];
+        let OnLine(kept) = &mut OnLine([0f32; KEPT]);
         for row in self.first..self.first + count {
             let [x, dy] = self.x.each_ref().map(|x| x.row(row));
             // While this row comes from the cache, the next ones come from memory.
@@ -221,12 +221,12 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             match &self.dsum {
                 None => {
                     let row = Row { x, w: self.w, dy, dsum: None, next: [x_next, dy_next] };
-                    gradient_of_row(s, self.shape, row, &mut kept, &mut stream);
+                    gradient_of_row(s, self.shape, row, kept, &mut stream);
                 }
                 Some(dsum) => {
                     let next = [x_next, dy_next, dsum.address(row + 1)];
                     let row = Row { x, w: self.w, dy, dsum: Some(dsum.row(row)), next };
-                    gradient_of_row(s, self.shape, row, &mut kept, &mut stream);
+                    gradient_of_row(s, self.shape, row, kept, &mut stream);
                 }
             }
         }

@@ -433,6 +433,11 @@ pub fn paired<I: Storage, O: Storage>() -> bool {
     I::IS_BF16 && O::IS_BF16
 }
 
+/// A value that begins with a line of memory, which the stack would leave to chance: a vector that lies in two lines is read and
+/// written twice.
+#[repr(align(64))]
+pub struct OnLine<T>(pub T);
+
 /// `2 * LANES` elements in two vectors. With `pairs` (of bf16 only) these are the elements of odd and of even index, else
 /// the first and the second half; `narrow_two` puts them back.
 #[inline(always)]

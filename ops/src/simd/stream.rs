@@ -5,7 +5,7 @@
 //! caches: each from registers as soon as it is made ([`Stream::fill`]), or from a buffer that stays in the first cache
 //! ([`Stream::room`]), for ops that make their elements in another order.
 
-use crate::simd::{MAX_LANES, Simd, prefetch_second};
+use crate::simd::{MAX_LANES, OnLine, Simd, prefetch_second};
 use crate::{Cpu, Element};
 
 /// Elements that are made together at most: all that is made of so many stays in the first cache.
@@ -51,18 +51,14 @@ pub struct Stream<'a, O> {
     y: &'a mut [O],
     at: usize,
     /// Where elements are made that go past the caches.
-    buffer: Option<Buffer<O>>,
+    buffer: Option<OnLine<[O; BLOCK]>>,
 }
-
-/// It begins with a line of memory, which the stack would leave to chance: what lies in two lines is stored and read twice.
-#[repr(align(64))]
-struct Buffer<O>([O; BLOCK]);
 
 impl<'a, O: Element> Stream<'a, O> {
     /// Writes `y`, a part of an output of which [`is_large`] says `large`.
     #[inline(always)]
     pub fn new(y: &'a mut [O], large: bool) -> Stream<'a, O> {
-        Stream { y, at: 0, buffer: large.then(|| Buffer([O::default(); BLOCK])) }
+        Stream { y, at: 0, buffer: large.then(|| OnLine([O::default(); BLOCK])) }
     }
 
     /// Room for the next elements, as many of `most` as there are (a large output gives [`BLOCK`] at a time). All of
