@@ -1,6 +1,6 @@
 //! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
 
-use crate::simd::{Kernel, MAX_LANES, Simd, Storage, load_at, load_two, store_two};
+use crate::simd::{Kernel, MAX_LANES, OnLine, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
 const LANES: usize = 256;
@@ -285,7 +285,7 @@ impl Kernel for FoldEight<'_> {
             }
         }
         // The lanes that are left, of odd index and then of even index, those of the eight sums side by side.
-        let (mut left, count) = ([[0f32; 8]; 2 * MAX_LANES], S::LANES.min(8));
+        let (OnLine(left), count) = (&mut OnLine([[0f32; 8]; 2 * MAX_LANES]), S::LANES.min(8));
         for at in [0, S::LANES] {
             for first in (0..8).step_by(count) {
                 let rows = std::array::from_fn(|i| self.0[first + i % count].as_ptr().cast());

@@ -14,7 +14,7 @@ use crate::logprob::logprob::{Denominator, Reference, inverse, join, weights};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, ln};
 use crate::reduce::{Add, Lanes};
 use crate::simd::scalar::Scalar;
-use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, TensorRef, check_len};
 
 /// Dimensions and parameter of `entropy` and of its gradient.
@@ -152,7 +152,7 @@ impl<I: Element> Kernel for Row<'_, I> {
         if let Some(sum) = special {
             return (f32::narrow(f32::NAN), Denominator { n, sum }.lse());
         }
-        let (mut w, mut below) = ([0f32; TILE], [0f32; TILE]);
+        let OnLine([w, below]) = &mut OnLine([[0f32; TILE]; 2]);
         let (mut sums, mut distances) = ([0f32; 8], [0f32; 8]);
         for (i, segment) in x.chunks(segment_length(x.len())).enumerate() {
             let (mut of_weights, mut of_products) = (Lanes::new(), Lanes::new());
