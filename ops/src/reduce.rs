@@ -345,7 +345,9 @@ impl Step for Square {
 #[inline(always)]
 fn sweep<S: Simd, T: Storage, P: Step, const GROUP: usize>(s: S, blocks: &[T], step: P, lanes: &mut [f32; LANES]) {
     let two = 2 * S::LANES;
-    for (group, lanes) in lanes.chunks_exact_mut(GROUP * two).enumerate() {
+    // Hidden, or all groups become one piece, which puts sums aside in each step.
+    let groups = std::hint::black_box(LANES / (GROUP * two));
+    for (group, lanes) in lanes.chunks_exact_mut(GROUP * two).enumerate().take(groups) {
         let mut acc = [(s.splat(0.0), s.splat(0.0)); GROUP];
         for (acc, lanes) in acc.iter_mut().zip(lanes.chunks_exact(two)) {
             *acc = load_two(s, lanes, false);

@@ -8,7 +8,7 @@ use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::elementwise::add::{self, Add};
 use crate::elementwise::frame::Applied;
-use crate::norm::rms_norm::{ROWS, Scale, one_row};
+use crate::norm::rms_norm::{ROWS, Scale, Weights, one_row};
 use crate::simd::stream::{LINE, Made, Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
@@ -204,6 +204,8 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let rows = self.first..self.first + self.y.len() / n;
         let mut sums = Stream::<I>::new(self.sum, self.large.0);
         let mut stream = Stream::<O>::new(self.y, self.large.1);
+        let mut room = None;
+        let weights = Weights::laid_out(s, self.shape, self.w, rows.len(), &stream, &mut room);
         let OnLine(kept) = &mut OnLine([I::default(); KEPT]);
         for row in rows {
             // By reference: the two views are large, and a copy of them for each row is felt.
@@ -217,7 +219,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 sums.last(n)
             };
             let next = self.x.each_ref().map(|x| x.address(row + 1));
-            Scale::of_row(s, self.shape, sum).row(s, sum, self.w, &mut stream, next);
+            Scale::of_row(s, self.shape, sum).row(s, sum, weights, &mut stream, next);
         }
         sums.end(s);
         stream.end(s);

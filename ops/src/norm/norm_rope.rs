@@ -6,7 +6,7 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
-use crate::norm::rms_norm::{ROWS, Scale};
+use crate::norm::rms_norm::{ROWS, Scale, Weights};
 use crate::rope::rope::{Rotations, f32_heads, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd};
@@ -213,7 +213,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 for (h, y) in some.zip(y.chunks_exact_mut(dim)) {
                     let x = self.x.row(self.head + (t - self.first) * heads + h);
                     let scale = Scale::of_row(s, &norm, x);
-                    scale.row(s, x, self.w, &mut Stream::<f32>::new(&mut normed, false), NO_ROW);
+                    scale.row(s, x, Weights::of(self.w), &mut Stream::<f32>::new(&mut normed, false), NO_ROW);
                     rotate_head(s, pairing, angles, &normed, y);
                 }
                 stream.put(s, len);

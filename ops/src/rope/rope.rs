@@ -10,7 +10,7 @@ use crate::call::{Arguments, Entry, Prepared};
 use crate::element::{typed, typed_pair};
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::tensor::Rows;
 use crate::through_f32::{self, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
@@ -414,8 +414,11 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let Rope { heads, dim, pairing, .. } = *self.shape;
         let tokens = self.first..self.first + self.y.len() / (heads * dim);
         let mut stream = Stream::<O>::new(self.y, self.large);
+        let OnLine(room) = &mut OnLine([[0f32; PAIRED]; 2]);
         for t in tokens {
             let angles = self.table.row(t);
+            let by_pairs = pairing == Pairing::Half && pairs_pay::<S, I, O>(heads, dim);
+            let laid = if by_pairs { angles.by_pairs(s, room) } else { angles };
             // A large output is made of whole heads at a time.
             let at_once = (BLOCK / dim).max(1);
             for from in (0..heads).step_by(at_once) {
@@ -424,7 +427,12 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                 let len = y.len();
                 for (i, h) in some.enumerate() {
                     let x = self.x.row(self.head + (t - self.first) * heads + h);
-                    rotate_head(s, pairing, angles, x, &mut y[i * dim..][..dim]);
+                    let y = &mut y[i * dim..][..dim];
+                    if by_pairs {
+                        halves_by_pairs(s, laid, x, y);
+                    } else {
+                        rotate_head(s, pairing, angles, x, y);
+                    }
                 }
                 stream.put(s, len);
             }
@@ -477,6 +485,48 @@ fn halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mu
         let turned = turned(s, x, (load_at(s, cos, whole, 0.0), load_at(s, sin, whole, 0.0)));
         narrow_at(s, turned.0, y1, whole);
         narrow_at(s, turned.1, y2, whole);
+    }
+}
+
+/// Angles of at most so many are put into the order of pairs.
+const PAIRED: usize = 128;
+
+/// Whether the angles of a token are put into the order of [`load_two`] for all its heads: vectors of 8 then need not change the places
+/// of elements to widen them and to round them to bf16.
+#[inline(always)]
+fn pairs_pay<S: Simd, I: Element, O: Element>(heads: usize, dim: usize) -> bool {
+    let half = dim / 2;
+    S::LANES == 8 && paired::<I, O>() && heads >= 4 && half <= PAIRED && half.is_multiple_of(2 * S::LANES)
+}
+
+impl Angles<'_> {
+    /// The angles of whole pairs of vectors, each two in the order of [`load_two`] by pairs.
+    #[inline(always)]
+    fn by_pairs<S: Simd>(self, _: S, room: &mut [[f32; PAIRED]; 2]) -> Angles<'_> {
+        for (room, angles) in room.iter_mut().zip([self.cos, self.sin]) {
+            for (room, angles) in room.chunks_exact_mut(2 * S::LANES).zip(angles.chunks_exact(2 * S::LANES)) {
+                for (i, angles) in angles.chunks_exact(2).enumerate() {
+                    (room[i], room[S::LANES + i]) = (angles[1], angles[0]);
+                }
+            }
+        }
+        let [cos, sin] = room.each_ref().map(|room| &room[..self.cos.len()]);
+        Angles { cos, sin }
+    }
+}
+
+/// [`rotate_halves`] of bf16 by pairs; `angles` are in that order, and whole pairs of vectors.
+#[inline(always)]
+fn halves_by_pairs<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
+    let (half, two) = (angles.cos.len(), 2 * S::LANES);
+    let (x1, x2) = (&x[..half], &x[half..][..half]);
+    let (y1, y2) = y.split_at_mut(half);
+    for at in (0..half).step_by(two) {
+        let (x1, x2) = (load_two(s, &x1[at..][..two], true), load_two(s, &x2[at..][..two], true));
+        let (cos, sin) = (load_two(s, &angles.cos[at..][..two], false), load_two(s, &angles.sin[at..][..two], false));
+        let (odd, even) = (turned(s, (x1.0, x2.0), (cos.0, sin.0)), turned(s, (x1.1, x2.1), (cos.1, sin.1)));
+        narrow_two(s, (odd.0, even.0), &mut y1[at..][..two], true);
+        narrow_two(s, (odd.1, even.1), &mut y2[at..][..two], true);
     }
 }
 

@@ -102,7 +102,7 @@ impl<'a, O: Element> Stream<'a, O> {
 
     /// How many of the next elements of a large output stand before its next whole line of memory.
     #[inline(always)]
-    fn before_line(&self) -> usize {
+    pub fn before_line(&self) -> usize {
         if self.buffer.is_some() { self.y[self.at..].as_ptr().align_offset(64) } else { 0 }
     }
 
