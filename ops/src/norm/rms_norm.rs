@@ -406,3 +406,60 @@ impl<S: Simd, I: Element, W: Element, N: Element, O: Element, const HF: bool, co
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Isa;
+    use crate::gemm::tests::number;
+
+    /// Rows of which every third is something else than numbers of one size.
+    fn rows(rows: usize, n: usize) -> Vec<bf16> {
+        let row = |row: usize| {
+            let at = row * 7 % n;
+            (0..n).map(move |i| match (row % 9, i == at) {
+                (1, true) => bf16::NAN,
+                (3, true) => bf16::NEG_INFINITY,
+                (4, _) => bf16::ZERO,
+                (5, true) => bf16::MAX,
+                (7, _) => bf16::from_bits(1 + i as u16 % 4),
+                _ => number(row * n + i),
+            })
+        };
+        (0..rows).flat_map(row).collect()
+    }
+
+    /// Many rows, whose weights are laid out, are each what they are alone.
+    #[test]
+    fn a_row_among_many_is_the_row_alone() {
+        let count = 9;
+        for (isa, n) in Isa::of_machine().flat_map(|isa| [32, 96, 100, LAID_OUT, LAID_OUT + 32].map(|n| (isa, n))) {
+            let (cpu, x) = (Cpu::new(isa, 1, usize::MAX).unwrap(), rows(count, n));
+            for (special, rounding, weight_offset, eps) in [bf16::ONE, bf16::INFINITY, bf16::NAN, bf16::MAX]
+                .into_iter()
+                .flat_map(|special| [(special, Rounding::Once, false, 1e-6), (special, Rounding::Hf, true, 0.0)])
+            {
+                let mut w: Vec<bf16> = (0..n).map(|i| number(3 * i + 1)).collect();
+                w[n / 2] = special;
+                let shape = RmsNorm { rows: 1, n, eps, rounding, weight_offset };
+                let mut alone = vec![bf16::ONE; x.len()];
+                for (x, y) in x.chunks(n).zip(alone.chunks_mut(n)) {
+                    rms_norm(&Cpu::new(Isa::Scalar, 1, usize::MAX).unwrap(), &shape, x, &w, y).unwrap();
+                }
+                let shape = RmsNorm { rows: count, ..shape };
+                let bits = |y: &[bf16]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
+                let mut y = vec![bf16::ONE; x.len()];
+                rms_norm(&cpu, &shape, &x, &w, &mut y).unwrap();
+                assert!(bits(&y) == bits(&alone), "{isa}, {n}, {special} {shape:?}");
+                // Past the caches, from anywhere in a line on.
+                for from in [0, 2, 19] {
+                    let mut y = vec![bf16::ONE; from + x.len()];
+                    let part = TensorRef::of(&x, &[count, n]);
+                    let y = &mut y[from..];
+                    cpu.dispatch(Part { shape: &shape, x: part.rows::<bf16>(), first: 0, w: &w, y, large: true });
+                    assert!(bits(y) == bits(&alone), "{isa}, {n}, {special} {shape:?} from {from}");
+                }
+            }
+        }
+    }
+}

@@ -651,14 +651,16 @@ impl Double {
 mod tests {
     use super::*;
     use crate::gemm::tests::{bits, number};
-    use crate::{Isa, rope_backward};
+    use crate::{Isa, bf16, rope_backward};
 
     /// One pair of elements after the other, as docs/NUMERICS.md has it, and back.
     #[test]
     fn heads_of_any_length_rotate() {
-        let (tokens, heads) = (2, 3);
-        for (cpu, dim) in Isa::of_machine()
-            .flat_map(|isa| [2, 40, 1024, 1030].map(|dim| (Cpu::new(isa, 1, usize::MAX).unwrap(), dim)))
+        let tokens = 2;
+        // Of few heads angles stay as they are, of many they are put into the order of pairs up to 256.
+        let sizes = [(3, 2), (3, 40), (3, 1024), (3, 1030), (3, 64), (5, 32), (4, 64), (5, 80), (4, 256), (5, 288)];
+        for (cpu, (heads, dim)) in
+            Isa::of_machine().flat_map(|isa| sizes.map(|size| (Cpu::new(isa, 1, usize::MAX).unwrap(), size)))
         {
             let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[3, 1000]);
             let x: Vec<f32> = (0..tokens * heads * dim).map(|i| number(i).to_f32()).collect();
@@ -677,7 +679,11 @@ mod tests {
                 let shape = Rope { tokens, heads, dim, pairing };
                 let mut y = vec![f32::NAN; x.len()];
                 rope(&cpu, &shape, &table, &x, &mut y).unwrap();
-                assert_eq!(bits(&y), bits(&expected), "{} {dim} {pairing:?}", cpu.isa());
+                assert_eq!(bits(&y), bits(&expected), "{} {heads} {dim} {pairing:?}", cpu.isa());
+                let narrow = |x: &[f32]| x.iter().map(|x| bf16::narrow(*x)).collect::<Vec<_>>();
+                let mut narrow_y = vec![bf16::NAN; x.len()];
+                rope(&cpu, &shape, &table, &narrow(&x), &mut narrow_y).unwrap();
+                assert!(narrow_y == narrow(&expected), "{} {heads} {dim} {pairing:?}, bf16", cpu.isa());
                 y.fill(f32::NAN);
                 rope_backward(&cpu, &shape, &table.reversed(), &x, &mut y).unwrap();
                 assert_eq!(bits(&y), bits(&expected_back), "{} {dim} {pairing:?}, back", cpu.isa());
