@@ -10,7 +10,7 @@ use crate::call::{Arguments, Entry, Prepared};
 use crate::element::{typed, typed_pair};
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired};
+use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at, paired};
 use crate::tensor::Rows;
 use crate::through_f32::{self, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
@@ -519,14 +519,20 @@ impl Angles<'_> {
 #[inline(always)]
 fn halves_by_pairs<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mut [O]) {
     let (half, two) = (angles.cos.len(), 2 * S::LANES);
-    let (x1, x2) = (&x[..half], &x[half..][..half]);
-    let (y1, y2) = y.split_at_mut(half);
+    assert!(paired::<I, O>() && half.is_multiple_of(two) && angles.sin.len() == half);
+    assert!(x.len() == 2 * half && y.len() == 2 * half);
+    let (x, y) = (x.as_ptr(), y.as_mut_ptr());
     for at in (0..half).step_by(two) {
-        let (x1, x2) = (load_two(s, &x1[at..][..two], true), load_two(s, &x2[at..][..two], true));
-        let (cos, sin) = (load_two(s, &angles.cos[at..][..two], false), load_two(s, &angles.sin[at..][..two], false));
-        let (odd, even) = (turned(s, (x1.0, x2.0), (cos.0, sin.0)), turned(s, (x1.1, x2.1), (cos.1, sin.1)));
-        narrow_two(s, (odd.0, even.0), &mut y1[at..][..two], true);
-        narrow_two(s, (odd.1, even.1), &mut y2[at..][..two], true);
+        // SAFETY: at + 2 * LANES <= half; x and y are twice, the angles once as long as asserted, and of bf16 two are a u32. A head
+        // is short: checks of each would be felt.
+        unsafe {
+            let (x1, x2) = (s.load_pairs(x.add(at).cast()), s.load_pairs(x.add(half + at).cast()));
+            let (cos, sin) = (angles.cos.as_ptr().add(at), angles.sin.as_ptr().add(at));
+            let odd = turned(s, (x1.0, x2.0), (s.load(cos), s.load(sin)));
+            let even = turned(s, (x1.1, x2.1), (s.load(cos.add(S::LANES)), s.load(sin.add(S::LANES))));
+            s.narrow_pairs(odd.0, even.0, y.add(at).cast());
+            s.narrow_pairs(odd.1, even.1, y.add(half + at).cast());
+        }
     }
 }
 
