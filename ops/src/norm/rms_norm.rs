@@ -259,7 +259,7 @@ impl<S: Simd> Scale<S> {
         s.mul(self.normed::<HF>(s, x), s.add(w, self.offset))
     }
 
-    /// The row `x` with the weights `w`, last rounding, as the next elements of `stream`. What lies at `next` is asked for
+    /// The row `x` with the `weights`, last rounding, as the next elements of `stream`. What lies at `next` is asked for
     /// meanwhile, as far as this row is long.
     #[inline(always)]
     pub fn row<I: Element, W: Element, O: Element, N: Element, const NEXT: usize>(
@@ -307,8 +307,8 @@ impl<'a, W: Element> Weights<'a, W> {
         Weights { w, laid: None }
     }
 
-    /// Laid out in `room`, where that pays, for `rows` rows to `stream`: widening them and looking for NaN is two fifths of what a
-    /// vector of 8 does for an element. Every row must begin at the same place of a line.
+    /// Laid out in `room`, where that pays, for `rows` rows to `stream`: widening them and looking for NaN is a quarter of what scaling
+    /// takes on vectors of 8. Every row must begin at the same place of a line.
     #[inline(always)]
     pub fn laid_out<S: Simd, O: Element>(
         s: S,
