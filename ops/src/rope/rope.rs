@@ -415,9 +415,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let tokens = self.first..self.first + self.y.len() / (heads * dim);
         let mut stream = Stream::<O>::new(self.y, self.large);
         let OnLine(room) = &mut OnLine([[0f32; PAIRED]; 2]);
+        let by_pairs = pairing == Pairing::Half && pairs_pay::<S, I, O>(heads, dim);
         for t in tokens {
             let angles = self.table.row(t);
-            let by_pairs = pairing == Pairing::Half && pairs_pay::<S, I, O>(heads, dim);
             let laid = if by_pairs { angles.by_pairs(s, room) } else { angles };
             // A large output is made of whole heads at a time.
             let at_once = (BLOCK / dim).max(1);
