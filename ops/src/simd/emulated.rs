@@ -61,28 +61,31 @@ pub unsafe fn enter_dot<K: Kernel512>(kernel: K) -> K::Output {
 /// The machine has the instructions of `Base`.
 #[inline(never)]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-fn dpbf16(sums: &mut [f32; 16], a: &Words, b: &Words) {
-    for ((sum, a), b) in sums.iter_mut().zip(a.0).zip(b.0) {
-        *sum = flushing_fma(a & 0xFFFF_0000, b & 0xFFFF_0000, *sum);
-        *sum = flushing_fma(a << 16, b << 16, *sum);
-    }
+fn dpbf16(s: Emulated, sums: &mut Floats, a: &Words, b: &Words) {
+    *sums = flushing_fma(s, s.cast_ps(a.map(|a| a & 0xFFFF_0000)), s.cast_ps(b.map(|b| b & 0xFFFF_0000)), *sums);
+    *sums = flushing_fma(s, s.cast_ps(a.map(|a| a << 16)), s.cast_ps(b.map(|b| b << 16)), *sums);
 }
 
-/// `a * b + sum` of two bf16, subnormals read and returned as zeros. A result is one if it is below the smallest normal
-/// number when rounded to 24 bits, not to those that a subnormal has.
+/// `a * b + sum` of two bf16 in each lane, subnormals read and returned as zeros. A result is one if it is below the smallest
+/// normal number when rounded to 24 bits, not to those that a subnormal has.
 #[inline(always)]
-fn flushing_fma(a: u32, b: u32, sum: f32) -> f32 {
-    const LEAST: f32 = f32::MIN_POSITIVE;
-    let flushed = |x: f32| if x.abs() < LEAST { 0f32.copysign(x) } else { x };
-    let [a, b, sum] = [f32::from_bits(a), f32::from_bits(b), sum].map(flushed);
-    let result = a.mul_add(b, sum);
-    if result.abs() == LEAST {
-        // Where the result is this small no operand is so large that these overflow.
-        let scale = f32::exp2(32.0);
-        let scaled = (a * scale).mul_add(b * scale, sum * scale * scale);
-        return if scaled.abs() < LEAST * scale * scale { 0f32.copysign(result) } else { result };
-    }
-    flushed(result)
+fn flushing_fma(s: Emulated, a: Floats, b: Floats, sum: Floats) -> Floats {
+    let [a, b, sum] = [flushed(s, a), flushed(s, b), flushed(s, sum)];
+    let result = s.fma(a, b, sum);
+    let least = s.splat(f32::MIN_POSITIVE);
+    // What was rounded to that number may have been below it. Of such a lane no operand is so large that these overflow, and of
+    // smaller results, which are flushed either way, they decide nothing.
+    let scale = s.splat(f32::exp2(32.0));
+    let scaled = s.fma(s.mul(a, scale), s.mul(b, scale), s.mul(s.mul(sum, scale), scale));
+    let large = s.select_ge(s.abs(scaled), s.mul(s.mul(least, scale), scale), result, s.copysign(s.splat(0.0), result));
+    flushed(s, s.select_ge(least, s.abs(result), large, result))
+}
+
+/// Zeros of the same sign for subnormals.
+#[inline(always)]
+fn flushed(s: Emulated, x: Floats) -> Floats {
+    let greatest = s.splat(f32::from_bits(f32::MIN_POSITIVE.to_bits() - 1));
+    s.select_ge(greatest, s.abs(x), s.copysign(s.splat(0.0), x), x)
 }
 
 /// # Safety
@@ -508,13 +511,13 @@ impl Simd512 for Emulated {
 
     #[inline(always)]
     unsafe fn dpbf16_ps(self, sums: Floats, a: Words, b: Words) -> Floats {
-        let mut lanes = self.lanes(sums);
+        let mut sums = sums;
         // SAFETY: an `Emulated` exists only where the machine has the instructions.
         #[allow(unused_unsafe)]
         unsafe {
-            dpbf16(&mut lanes, &a, &b)
+            dpbf16(self, &mut sums, &a, &b)
         };
-        self.vector(lanes)
+        sums
     }
     #[inline(always)]
     unsafe fn call<K: Kernel512>(self, kernel: K) -> K::Output {
@@ -726,11 +729,13 @@ mod tests {
     /// `VDPBF16PS` of one pair.
     fn dot(sum: f32, a: [f32; 2], b: [f32; 2]) -> f32 {
         let pair = |[high, low]: [f32; 2]| high.to_bits() & 0xFFFF_0000 | low.to_bits() >> 16;
-        let mut sums = [sum; 16];
         // SAFETY: the machine has the instructions, or there would be no `Cpu`.
         #[allow(unused_unsafe)]
-        unsafe {
-            dpbf16(&mut sums, &Words([pair(a); 16]), &Words([pair(b); 16]))
+        let sums = unsafe {
+            let s = token();
+            let mut sums = s.splat(sum);
+            dpbf16(s, &mut sums, &Words([pair(a); 16]), &Words([pair(b); 16]));
+            s.lanes(sums)
         };
         assert!(sums.iter().all(|lane| lane.to_bits() == sums[0].to_bits()));
         sums[0]
