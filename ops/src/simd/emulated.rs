@@ -292,31 +292,35 @@ impl Words {
     /// Bytes ascending, the lowest of a word first.
     #[inline(always)]
     fn bytes(self) -> [u8; 64] {
-        std::array::from_fn(|i| self.0[i / 4].to_le_bytes()[i % 4])
+        let mut bytes = [0; 64];
+        for (at, word) in bytes.as_chunks_mut().0.iter_mut().zip(self.0) {
+            *at = word.to_le_bytes();
+        }
+        bytes
     }
 
     #[inline(always)]
     fn of_bytes(byte: impl Fn(usize) -> u8) -> Words {
-        Words::of(|i| u32::from_le_bytes(std::array::from_fn(|j| byte(4 * i + j))))
+        Words::of(|i| u32::from_le_bytes([byte(4 * i), byte(4 * i + 1), byte(4 * i + 2), byte(4 * i + 3)]))
     }
 
     /// Words `from` and `from + 1` of every quarter, those of a and of b in turn.
     #[inline(always)]
     fn unpack_words(a: Words, b: Words, from: usize) -> Words {
-        Words::of(|i| if i % 2 == 0 { a } else { b }.0[i / 4 * 4 + from + i % 4 / 2])
+        Words::of(|i| if i % 2 == 0 { &a } else { &b }.0[i / 4 * 4 + from + i % 4 / 2])
     }
 
     /// Words `from` and `from + 1` of every quarter of a, then those of b.
     #[inline(always)]
     fn unpack_halves(a: Words, b: Words, from: usize) -> Words {
-        Words::of(|i| if i % 4 < 2 { a } else { b }.0[i / 4 * 4 + from + i % 2])
+        Words::of(|i| if i % 4 < 2 { &a } else { &b }.0[i / 4 * 4 + from + i % 2])
     }
 
     /// Eight bytes of every quarter from `from` on, those of a and of b in turn.
     #[inline(always)]
     fn unpack_bytes(a: Words, b: Words, from: usize) -> Words {
         let (a, b) = (a.bytes(), b.bytes());
-        Words::of_bytes(|i| if i % 2 == 0 { a } else { b }[i / 16 * 16 + from + i % 16 / 2])
+        Words::of_bytes(|i| if i % 2 == 0 { &a } else { &b }[i / 16 * 16 + from + i % 16 / 2])
     }
 }
 
@@ -330,11 +334,10 @@ impl Emulated {
         lanes
     }
 
-    /// The vector of these lanes.
+    /// Lane i is `lane(i)`.
     #[inline(always)]
-    fn vector(self, lanes: [f32; 16]) -> Floats {
-        // SAFETY: 16 lanes.
-        unsafe { self.load(lanes.as_ptr()) }
+    fn vector(self, lane: impl Fn(usize) -> f32) -> Floats {
+        self.cast_ps(Words::of(|i| lane(i).to_bits()))
     }
 }
 
@@ -348,7 +351,8 @@ impl Simd512 for Emulated {
     }
     #[inline(always)]
     fn cast_si512(self, v: Floats) -> Words {
-        Words(self.lanes(v).map(f32::to_bits))
+        let lanes = self.lanes(v);
+        Words::of(|i| lanes[i].to_bits())
     }
     #[inline(always)]
     fn set1_epi8(self, x: i8) -> Words {
@@ -364,7 +368,7 @@ impl Simd512 for Emulated {
     }
     #[inline(always)]
     fn setr_epi32(self, words: [i32; 16]) -> Words {
-        Words(words.map(|word| word as u32))
+        Words::of(|i| words[i] as u32)
     }
     #[inline(never)]
     fn and_si512(self, a: Words, b: Words) -> Words {
@@ -437,18 +441,17 @@ impl Simd512 for Emulated {
     }
     #[inline(never)]
     fn shuffle_i32x4<const WHICH: i32>(self, a: Words, b: Words) -> Words {
-        Words::of(|i| if i < 8 { a } else { b }.0[4 * (WHICH >> (2 * (i / 4)) & 3) as usize + i % 4])
+        Words::of(|i| if i < 8 { &a } else { &b }.0[4 * (WHICH >> (2 * (i / 4)) & 3) as usize + i % 4])
     }
     #[inline(always)]
     fn permutex2var_ps(self, a: Floats, which: Words, b: Floats) -> Floats {
         let (a, b) = (self.lanes(a), self.lanes(b));
-        let lane = |which: u32| if which & 16 == 0 { a } else { b }[(which & 15) as usize];
-        self.vector(which.0.map(lane))
+        self.vector(|i| if which.0[i] & 16 == 0 { &a } else { &b }[(which.0[i] & 15) as usize])
     }
     #[inline(always)]
     fn insertf32x8_high(self, a: Floats, b: Floats) -> Floats {
         let (a, b) = (self.lanes(a), self.lanes(b));
-        self.vector(std::array::from_fn(|i| if i < 8 { a[i] } else { b[i - 8] }))
+        self.vector(|i| if i < 8 { a[i] } else { b[i - 8] })
     }
     #[inline(never)]
     fn mask_blend_epi16(self, mask: u32, a: Words, b: Words) -> Words {
@@ -461,7 +464,7 @@ impl Simd512 for Emulated {
     #[inline(always)]
     fn mask_blend_ps(self, mask: u16, a: Floats, b: Floats) -> Floats {
         let (a, b) = (self.lanes(a), self.lanes(b));
-        self.vector(std::array::from_fn(|i| if mask >> i & 1 == 0 { a[i] } else { b[i] }))
+        self.vector(|i| if mask >> i & 1 == 0 { a[i] } else { b[i] })
     }
     #[inline(always)]
     fn cmplt_epu16_mask(self, a: Words, b: Words) -> u32 {
@@ -482,8 +485,9 @@ impl Simd512 for Emulated {
     #[inline(never)]
     unsafe fn loadu_halves(self, low: *const u32, high: *const u32) -> Words {
         // SAFETY: the caller's promise.
-        let halves = unsafe { [low, high].map(|p| p.cast::<[u32; 8]>().read_unaligned()) };
-        Words::of(|i| halves[i / 8][i % 8])
+        let (low, high) =
+            unsafe { (low.cast::<[u32; 8]>().read_unaligned(), high.cast::<[u32; 8]>().read_unaligned()) };
+        Words::of(|i| if i < 8 { low[i] } else { high[i - 8] })
     }
     #[inline(never)]
     unsafe fn broadcast_i32x4(self, p: *const u32) -> Words {
@@ -505,8 +509,12 @@ impl Simd512 for Emulated {
     }
     #[inline(never)]
     unsafe fn cvtepi32_storeu_epi16(self, p: *mut u16, v: Words) {
+        let mut halves = [0; 16];
+        for (half, word) in halves.iter_mut().zip(v.0) {
+            *half = word as u16;
+        }
         // SAFETY: the caller's promise.
-        unsafe { p.cast::<[u16; 16]>().write_unaligned(v.0.map(|word| word as u16)) }
+        unsafe { p.cast::<[u16; 16]>().write_unaligned(halves) }
     }
 
     #[inline(always)]
