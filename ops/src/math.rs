@@ -186,6 +186,7 @@ pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
 }
 
 /// The natural logarithm of a positive normal f32, in f64.
+#[inline(always)]
 pub fn ln(l: f32) -> f64 {
     let bits = f64::from(l).to_bits();
     let mut e = ((bits >> 52) as i32 - 1023) as f64;
@@ -204,6 +205,7 @@ pub fn ln(l: f32) -> f64 {
 }
 
 /// The logarithm of `l * 2^n`, rounded to f32 once.
+#[inline(always)]
 pub fn lse(n: f32, l: f32) -> f32 {
     f64::mul_add(f64::from(n), LN_2, ln(l)) as f32
 }

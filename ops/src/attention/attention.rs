@@ -621,8 +621,7 @@ impl<I: Element> Job<'_, I> {
                 lse_out[0] = f32::narrow(f32::NAN);
             }
             Row::Valid { n, l } => {
-                self.cpu.dispatch(Divide { total: &total[..out.len()], l, out });
-                lse_out[0] = lse(n, l);
+                lse_out[0] = self.cpu.dispatch(Divide { total: &total[..out.len()], n, l, out });
             }
         }
     }
@@ -690,15 +689,15 @@ impl Plan for Strategy {
     }
 }
 
-/// `total += block`, element by element; a NaN becomes the canonical one when its row is finished. Not generic, so that it is
-/// compiled once.
-pub(super) fn add_to(cpu: &Cpu, total: &mut [f32], block: &[f32]) {
+/// `total += block`, element by element, and `block` becomes zeros, which the next one begins with; a NaN becomes the canonical one
+/// when its row is finished. Not generic, so that it is compiled once.
+pub(super) fn add_to(cpu: &Cpu, total: &mut [f32], block: &mut [f32]) {
     cpu.dispatch(AddTo { total, block });
 }
 
 struct AddTo<'a> {
     total: &'a mut [f32],
-    block: &'a [f32],
+    block: &'a mut [f32],
 }
 
 impl Kernel for AddTo<'_> {
@@ -706,31 +705,35 @@ impl Kernel for AddTo<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let AddTo { total, block } = self;
-        let block = &block[..total.len()];
+        let block = &mut block[..total.len()];
         let whole = total.len() / S::LANES * S::LANES;
         for at in (0..whole).step_by(S::LANES) {
             // SAFETY: both hold LANES elements from `at` on.
             unsafe {
-                let at = (total.as_mut_ptr().add(at), block.as_ptr().add(at));
+                let at = (total.as_mut_ptr().add(at), block.as_mut_ptr().add(at));
                 s.store(s.add(s.load(at.0), s.load(at.1)), at.0);
+                s.store(s.splat(0.0), at.1);
             }
         }
-        total[whole..].iter_mut().zip(&block[whole..]).for_each(|(total, block)| *total += block);
+        for (total, block) in total[whole..].iter_mut().zip(&mut block[whole..]) {
+            *total += std::mem::take(block);
+        }
     }
 }
 
-/// `total / l` and the last rounding of one row.
+/// `total / l` and the last rounding of one row; then its `lse`.
 struct Divide<'a, O> {
     total: &'a [f32],
+    n: f32,
     l: f32,
     out: &'a mut [O],
 }
 
 impl<O: Element> Kernel for Divide<'_, O> {
-    type Output = ();
+    type Output = f32;
     #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let Divide { total, l, out } = self;
+    fn run<S: Simd>(self, s: S) -> f32 {
+        let Divide { total, n, l, out } = self;
         let total = &total[..out.len()];
         let whole = out.len() / S::LANES * S::LANES;
         for at in (0..whole).step_by(S::LANES) {
@@ -740,5 +743,6 @@ impl<O: Element> Kernel for Divide<'_, O> {
         if whole < out.len() {
             narrow_at(s, s.div(load_at(s, total, whole, 0.0), s.splat(l)), out, whole);
         }
+        lse(n, l)
     }
 }

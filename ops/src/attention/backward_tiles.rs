@@ -374,8 +374,8 @@ impl<I: Element> Task<'_, I> {
                 if self.dkv && self.heads.len() == 1 {
                     self.finish_keys(from..to, room.dk, room.dv, gradients);
                 } else if self.dkv {
-                    add_to(job.cpu, &mut room.all_dk[at * d..][..count * d], &room.dk[..count * d]);
-                    add_to(job.cpu, &mut room.all_dv[at * e..][..count * e], &room.dv[..count * e]);
+                    add_to(job.cpu, &mut room.all_dk[at * d..][..count * d], &mut room.dk[..count * d]);
+                    add_to(job.cpu, &mut room.all_dv[at * e..][..count * e], &mut room.dv[..count * e]);
                 }
             }
             for (i, total) in self.rows.clone().zip(room.all_dq.chunks(d.max(1))).filter(|_| self.dq && d > 0) {
@@ -443,8 +443,7 @@ impl<I: Element> Task<'_, I> {
             // A chain of dq ends with its block.
             if self.dq && (piece.end.is_multiple_of(BLOCK) || piece.end == end) {
                 let len = rows.len() * d;
-                add_to(job.cpu, &mut room.all_dq[tile..][..len], &room.dq[..len]);
-                room.dq[..len].fill(0.0);
+                add_to(job.cpu, &mut room.all_dq[tile..][..len], &mut room.dq[..len]);
             }
         }
     }

@@ -678,7 +678,7 @@ impl<I: Element> Pass<'_, I> {
             first.sums
         });
         for part in places {
-            add_to(job.cpu, &mut total[..rows * plan.columns], &part.sums[..rows * plan.columns]);
+            add_to(job.cpu, &mut total[..rows * plan.columns], &mut part.sums[..rows * plan.columns]);
             sum(part.statistics);
         }
         for (r, &l) in l.iter().enumerate().take(rows) {

@@ -238,6 +238,8 @@ fn lay_part_out<'k, I: Element>(
 ) {
     let d = job.shape.head_dim;
     for (first, out) in (0..count).step_by(TILE_ROWS).zip(out.chunks_exact_mut((TILE_ROWS * plan.f32_words).max(1))) {
+        // A store that misses holds up those behind it: the room of the next tile is found before it is written.
+        prefetch_at(&*out, size_of_val(&*out));
         f32_of_rows(job.cpu, TILE_ROWS.min(count - first), d, |j| key(first + j), job.shape.tf32, out, TILE_ROWS);
         out[d * TILE_ROWS..].fill(0.0);
     }
@@ -252,6 +254,8 @@ fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mu
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
         let last = (job.kv_len[b] as usize).max(1) - 1;
         for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
+            // As in `lay_part_out`.
+            prefetch_at(&*out, 4 * size_of_val(&*out));
             prefetch(&job.value(b, (block * BLOCK + j + AHEAD).min(last), kv_head)[..job.shape.value_dim]);
             let value = &job.value(b, block * BLOCK + j, kv_head)[..job.shape.value_dim];
             f32_row(job.cpu, value, job.shape.tf32, &mut out[..job.shape.value_dim]);
@@ -330,12 +334,12 @@ impl<I: Element> RowTile<'_, I> {
                 softmax.units[r] = unit.unwrap_or(1.0);
             }
         }
-        // Invisible keys have no exponent.
-        let by_all = || Range {
+        let by_all = Range {
             from: ranges[..rows].iter().map(|range| range.from).max().unwrap_or(0),
             to: ranges[..rows].iter().map(|range| range.to).min().unwrap_or(0),
         };
-        softmax.near = (near && !softmax.skips).then(by_all);
+        // Invisible keys have no exponent.
+        softmax.near = (near && !softmax.skips).then_some(by_all);
         for from in (0..job.shape.value_dim.max(1)).step_by(plan.columns.max(1)) {
             let columns = Range { from, to: (from + plan.columns).min(job.shape.value_dim) };
             let mut sums = Sums { block: [0.0; ROWS], total: [0.0; ROWS] };
@@ -359,7 +363,7 @@ impl<I: Element> RowTile<'_, I> {
                         };
                         exponentiate(job.cpu, Exponentiate { scores, plan, keys, end, c, softmax, sums, ahead });
                     }
-                    self.values(keys, end, columns, &ranges, scores, softmax.skips, part, total, acc);
+                    self.values(keys, end, columns, (&ranges, by_all), scores, softmax.skips, part, total, acc);
                 }
             }
             if plan.span > 0 || from == 0 {
@@ -385,7 +389,10 @@ impl<I: Element> RowTile<'_, I> {
             let (t, head) = self.query_and_head(r);
             self.job.query(t, head)
         };
-        out.fill(0);
+        if self.rows < width {
+            // Lanes without a row count for nothing; what was left there could be subnormal, and slow.
+            out.fill(0);
+        }
         if !self.plan.query_pairs {
             f32_of_rows(self.job.cpu, self.rows, d, query, self.job.shape.tf32, as_floats_mut(out), width);
             return f32::NAN;
@@ -529,7 +536,7 @@ impl<I: Element> RowTile<'_, I> {
         keys: Range,
         end: usize,
         value_columns: Range,
-        ranges: &[Range; ROWS],
+        (ranges, by_all): (&[Range; ROWS], Range),
         weights: &[f32],
         skips: bool,
         part: &mut [u32],
@@ -542,11 +549,6 @@ impl<I: Element> RowTile<'_, I> {
         let columns = count.next_multiple_of(16);
         if count == 0 {
             return;
-        }
-        let mut seen_by_all = [Range { from: 0, to: usize::MAX }; ROWS.div_ceil(TILE_ROWS)];
-        for (r, range) in ranges[..self.rows].iter().enumerate() {
-            let all = &mut seen_by_all[r / TILE_ROWS];
-            *all = Range { from: all.from.max(range.from), to: all.to.min(range.to) };
         }
         let in_place = bf16_slice(job.v.data()).filter(|_| plan.in_place);
         let mut from = keys.from;
@@ -592,39 +594,56 @@ impl<I: Element> RowTile<'_, I> {
             for first in (0..self.rows).step_by(TILE_ROWS) {
                 let rows = TILE_ROWS.min(self.rows - first);
                 let mine = &ranges[first..first + rows];
-                // Keys that all rows see go through one tile; what a row sees before and after them, row by row.
-                let shared = seen_by_all[first / TILE_ROWS].within(from, to);
-                if !skips && shared.from == from && shared.to == to {
-                    accumulate(first, rows, shared);
-                } else if skips || shared.is_empty() {
-                    for (r, range) in mine.iter().enumerate() {
-                        let seen = range.within(from, to);
-                        if !skips {
-                            accumulate(first + r, 1, seen);
-                            continue;
-                        }
-                        let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
-                        (seen.from..seen.to)
-                            .filter(|j| !skipped(j))
-                            .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
-                    }
-                } else {
-                    for (r, range) in mine.iter().enumerate() {
-                        accumulate(first + r, 1, Range { from: range.within(from, to).from, to: shared.from });
-                    }
-                    accumulate(first, rows, shared);
-                    for (r, range) in mine.iter().enumerate() {
-                        accumulate(first + r, 1, Range { from: shared.to, to: range.within(from, to).to });
-                    }
+                if !skips && by_all.from <= from && to <= by_all.to {
+                    accumulate(first, rows, Range { from, to });
+                    continue;
+                }
+                if !skips {
+                    together(mine, first, Range { from, to }, &mut accumulate);
+                    continue;
+                }
+                for (r, range) in mine.iter().enumerate() {
+                    let seen = range.within(from, to);
+                    let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
+                    (seen.from..seen.to)
+                        .filter(|j| !skipped(j))
+                        .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
                 }
             }
             from = to;
             if from == block_end || from == end {
                 add_to(job.cpu, total, acc);
-                acc.fill(0.0);
             }
         }
     }
+}
+
+/// Gives `add` the rows that see `keys` or some of them, by the first of each run of rows, their number and the keys that all of
+/// these see: for every row its keys ascending, and as many rows at a time as halving them finds. Row r, whose number is
+/// `first + r`, sees `ranges[r]`.
+fn together(ranges: &[Range], first: usize, keys: Range, add: &mut impl FnMut(usize, usize, Range)) {
+    let seen = || ranges.iter().map(|range| range.within(keys.from, keys.to));
+    if seen().all(|range| range.is_empty()) {
+        return;
+    }
+    let shared = Range {
+        from: seen().map(|range| range.from).max().unwrap_or(keys.to),
+        to: seen().map(|range| range.to).min().unwrap_or(keys.from),
+    };
+    if shared == keys || ranges.len() == 1 {
+        return add(first, ranges.len(), shared);
+    }
+    let (upper, lower) = ranges.split_at(ranges.len() / 2);
+    let halves = |keys: Range, add: &mut _| {
+        together(upper, first, keys, add);
+        together(lower, first + upper.len(), keys, add);
+    };
+    if shared.is_empty() {
+        return halves(keys, add);
+    }
+    halves(Range { to: shared.from, ..keys }, add);
+    add(first, ranges.len(), shared);
+    halves(Range { from: shared.to, ..keys }, add);
 }
 
 /// Whether weights near to the largest are made as such on vectors of so many lanes; longer ones have instructions for all.
@@ -717,15 +736,28 @@ impl BlockStatistics<'_> {
             // Before, between and after the bounds of what all rows see; only the middle goes without a mask.
             for (part, masked) in [(keys.from..start, true), (start..end, false), (end..keys.to, true)] {
                 if !masked && cap.is_none() {
-                    for j in part {
-                        // SAFETY: j is below keys.to and lane + LANES at most width; the assertion bounds both.
-                        let score = unsafe { s.load(scores.as_ptr().add((j - keys.from) * width + lane)) };
-                        sum = s.fma(score, s.splat(0.0), sum);
-                        max = s.max(score, max);
-                        if LEAST {
-                            min = s.min(score, min);
-                        }
+                    // Sums of zeros, which wait longest for themselves, of every other key.
+                    let mut sums = [sum, s.splat(0.0)];
+                    macro_rules! look {
+                        ($j:expr, $sum:expr) => {
+                            // SAFETY: the key is below keys.to and lane + LANES at most width; the assertion bounds both.
+                            let score = unsafe { s.load(scores.as_ptr().add(($j - keys.from) * width + lane)) };
+                            $sum = s.fma(score, s.splat(0.0), $sum);
+                            max = s.max(score, max);
+                            if LEAST {
+                                min = s.min(score, min);
+                            }
+                        };
                     }
+                    let pairs = part.start + part.len() / 2 * 2;
+                    for j in (part.start..pairs).step_by(2) {
+                        look!(j, sums[0]);
+                        look!(j + 1, sums[1]);
+                    }
+                    for j in pairs..part.end {
+                        look!(j, sums[0]);
+                    }
+                    sum = s.add(sums[0], sums[1]);
                     continue;
                 }
                 for j in part {
