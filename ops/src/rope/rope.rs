@@ -8,6 +8,7 @@
 use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
 use crate::call::{Arguments, Entry, Prepared};
 use crate::element::{typed, typed_pair};
+use crate::pack::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at, paired};
@@ -429,6 +430,9 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
                     let x = self.x.row(self.head + (t - self.first) * heads + h);
                     let y = &mut y[i * dim..][..dim];
                     if by_pairs {
+                        if self.large {
+                            prefetch_at(x, AHEAD);
+                        }
                         halves_by_pairs(s, laid, x, y);
                     } else {
                         rotate_head(s, pairing, angles, x, y);
@@ -487,6 +491,10 @@ fn halves<S: Simd, I: Element, O: Element>(s: S, angles: Angles, x: &[I], y: &mu
         narrow_at(s, turned.1, y2, whole);
     }
 }
+
+/// Bytes between a head of a large call and what is asked of memory beside it: on a Zen 3 0.9 of the time on one thread and 0.83
+/// on two, with 4 KiB to 16 alike.
+const AHEAD: usize = 8 << 10;
 
 /// Angles of at most so many are put into the order of pairs.
 const PAIRED: usize = 128;
