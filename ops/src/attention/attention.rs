@@ -721,7 +721,7 @@ impl Kernel for AddTo<'_> {
     }
 }
 
-/// `total / l` and the last rounding of one row; then its `lse`.
+/// `total / l` and the last rounding of one row; then its `lse`, whose multiply-adds are instructions here and calls elsewhere.
 struct Divide<'a, O> {
     total: &'a [f32],
     n: f32,

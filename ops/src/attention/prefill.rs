@@ -254,7 +254,7 @@ fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mu
         let count = BLOCK.min((job.kv_len[b] as usize).saturating_sub(block * BLOCK));
         let last = (job.kv_len[b] as usize).max(1) - 1;
         for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
-            // As in `lay_part_out`.
+            // As in `lay_part_out`, four values ahead.
             prefetch_at(&*out, 4 * size_of_val(&*out));
             prefetch(&job.value(b, (block * BLOCK + j + AHEAD).min(last), kv_head)[..job.shape.value_dim]);
             let value = &job.value(b, block * BLOCK + j, kv_head)[..job.shape.value_dim];
@@ -334,10 +334,7 @@ impl<I: Element> RowTile<'_, I> {
                 softmax.units[r] = unit.unwrap_or(1.0);
             }
         }
-        let by_all = Range {
-            from: ranges[..rows].iter().map(|range| range.from).max().unwrap_or(0),
-            to: ranges[..rows].iter().map(|range| range.to).min().unwrap_or(0),
-        };
+        let by_all = seen_by_all(&ranges[..rows]);
         // Invisible keys have no exponent.
         softmax.near = (near && !softmax.skips).then_some(by_all);
         for from in (0..job.shape.value_dim.max(1)).step_by(plan.columns.max(1)) {
@@ -596,18 +593,16 @@ impl<I: Element> RowTile<'_, I> {
                 let mine = &ranges[first..first + rows];
                 if !skips && by_all.from <= from && to <= by_all.to {
                     accumulate(first, rows, Range { from, to });
-                    continue;
-                }
-                if !skips {
+                } else if !skips {
                     together(mine, first, Range { from, to }, &mut accumulate);
-                    continue;
-                }
-                for (r, range) in mine.iter().enumerate() {
-                    let seen = range.within(from, to);
-                    let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
-                    (seen.from..seen.to)
-                        .filter(|j| !skipped(j))
-                        .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
+                } else {
+                    for (r, range) in mine.iter().enumerate() {
+                        let seen = range.within(from, to);
+                        let skipped = |j: &usize| weights[(j - keys.from) * width + first + r].is_nan();
+                        (seen.from..seen.to)
+                            .filter(|j| !skipped(j))
+                            .for_each(|j| accumulate(first + r, 1, Range { from: j, to: j + 1 }));
+                    }
                 }
             }
             from = to;
@@ -618,18 +613,21 @@ impl<I: Element> RowTile<'_, I> {
     }
 }
 
-/// Gives `add` the rows that see `keys` or some of them, by the first of each run of rows, their number and the keys that all of
-/// these see: for every row its keys ascending, and as many rows at a time as halving them finds. Row r, whose number is
-/// `first + r`, sees `ranges[r]`.
+/// The keys that all rows see, of which there are some; row r sees `ranges[r]`.
+fn seen_by_all(ranges: &[Range]) -> Range {
+    Range {
+        from: ranges.iter().map(|range| range.from).max().unwrap_or(0),
+        to: ranges.iter().map(|range| range.to).min().unwrap_or(0),
+    }
+}
+
+/// Calls `add(row, rows, keys)`, for `rows` rows from `row` on that all see these keys, until every row has had what it sees of
+/// `keys`, in ascending order. Rows that do not all see the same are halved. Row `first + r` sees `ranges[r]`.
 fn together(ranges: &[Range], first: usize, keys: Range, add: &mut impl FnMut(usize, usize, Range)) {
-    let seen = || ranges.iter().map(|range| range.within(keys.from, keys.to));
-    if seen().all(|range| range.is_empty()) {
+    if ranges.iter().all(|range| range.within(keys.from, keys.to).is_empty()) {
         return;
     }
-    let shared = Range {
-        from: seen().map(|range| range.from).max().unwrap_or(keys.to),
-        to: seen().map(|range| range.to).min().unwrap_or(keys.from),
-    };
+    let shared = seen_by_all(ranges).within(keys.from, keys.to);
     if shared == keys || ranges.len() == 1 {
         return add(first, ranges.len(), shared);
     }
@@ -722,9 +720,8 @@ impl BlockStatistics<'_> {
             (from[r], to[r]) = (1.0, -1.0);
         }
         // Keys that every row sees need no mask.
-        let mine = &ranges[..rows];
-        let start = mine.iter().map(|range| range.from).max().unwrap_or(0).clamp(keys.from, keys.to);
-        let end = mine.iter().map(|range| range.to).min().unwrap_or(0).clamp(start, keys.to);
+        let Range { from: start, to: end } = seen_by_all(&ranges[..rows]).within(keys.from, keys.to);
+        let end = end.max(start);
         let count = keys.to - keys.from;
         assert!(scores.len() >= count.saturating_mul(width) && width <= ROWS && width.is_multiple_of(S::LANES));
         let lowest = s.splat(f32::NEG_INFINITY);

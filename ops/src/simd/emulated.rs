@@ -264,7 +264,7 @@ impl Simd for Emulated {
 }
 
 impl Words {
-    /// Word i is `word(i)`.
+    /// Word i is `word(i)`. A plain loop, here and below, is done on vectors; what methods of arrays are given is called for each word.
     #[inline(always)]
     fn of(word: impl Fn(usize) -> u32) -> Words {
         let mut words = [0; 16];
@@ -518,8 +518,7 @@ impl Simd512 for Emulated {
     }
 
     #[inline(always)]
-    unsafe fn dpbf16_ps(self, sums: Floats, a: Words, b: Words) -> Floats {
-        let mut sums = sums;
+    unsafe fn dpbf16_ps(self, mut sums: Floats, a: Words, b: Words) -> Floats {
         // SAFETY: an `Emulated` exists only where the machine has the instructions.
         #[allow(unused_unsafe)]
         unsafe {
