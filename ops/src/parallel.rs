@@ -61,6 +61,24 @@ impl Cpu {
         self.workers(slots.into_iter().take(count), |mut slot| each_left(&next, count, |index| work(&mut slot, index)));
     }
 
+    /// As [`Cpu::each_in`]; `work(slot, index, following)` also learns which index its thread takes next, if one is left.
+    pub(crate) fn each_with_next<S: Send>(
+        &self,
+        slots: impl IntoIterator<Item = S>,
+        count: usize,
+        work: impl Fn(&mut S, usize, Option<usize>) + Sync,
+    ) {
+        let next = AtomicUsize::new(0);
+        let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count);
+        self.workers(slots.into_iter().take(count), |mut slot| {
+            let mut following = take();
+            while let Some(index) = following {
+                following = take();
+                work(&mut slot, index, following);
+            }
+        });
+    }
+
     /// Runs `work(index)` for every index below `count`, each once, on any thread.
     pub(crate) fn each(&self, count: usize, work: impl Fn(usize) + Sync) {
         let next = AtomicUsize::new(0);
@@ -217,4 +235,26 @@ pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
     let awake = std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get());
     let pool = Pool { workers, process, ops: AtomicUsize::new(0), awake };
     Ok(pools.entry((process, threads)).or_insert(Arc::new(pool)).clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Cpu, Isa};
+
+    /// Every index is worked on once, and what a thread is told to come next does.
+    #[test]
+    fn the_next_index_is_known() {
+        for (threads, count) in [(1, 100), (2, 100), (3, 2), (2, 0)] {
+            let cpu = Cpu::new(Isa::Scalar, threads, usize::MAX).unwrap();
+            let mut slots = vec![Vec::new(); threads];
+            cpu.each_with_next(slots.iter_mut(), count, |slot, index, following| slot.push((index, following)));
+            for slot in &slots {
+                let come = slot.iter().skip(1).map(|(index, _)| Some(*index)).chain([None]);
+                assert!(slot.iter().map(|(_, following)| *following).eq(come.take(slot.len())), "{slot:?}");
+            }
+            let mut indices: Vec<usize> = slots.concat().into_iter().map(|(index, _)| index).collect();
+            indices.sort_unstable();
+            assert_eq!(indices, (0..count).collect::<Vec<_>>());
+        }
+    }
 }

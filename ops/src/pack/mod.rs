@@ -135,7 +135,18 @@ impl<const SWAP: bool> Kernel for Interleave<'_, SWAP> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Interleave { from, rows, words, out, stride, mut ahead } = self;
+        match (self.rows, self.stride) {
+            // A panel, whose columns stand where the compiler knows.
+            (PANEL, PANEL) => self.lay_out(s, PANEL, PANEL),
+            (rows, stride) => self.lay_out(s, rows, stride),
+        }
+    }
+}
+
+impl<const SWAP: bool> Interleave<'_, SWAP> {
+    #[inline(always)]
+    fn lay_out<S: Simd>(self, s: S, rows: usize, stride: usize) {
+        let Interleave { from, words, out, mut ahead, .. } = self;
         let end = (words - 1).saturating_mul(stride).saturating_add(rows);
         assert!(rows <= PANEL && end <= out.len(), "output too short");
         let whole = words / S::LANES * S::LANES;
@@ -492,6 +503,12 @@ impl Prefetch {
     pub fn behind(self, lines: usize) -> Prefetch {
         let lines = lines.min(self.lines);
         Prefetch { at: self.at.wrapping_add(64 * lines), lines: self.lines - lines }
+    }
+
+    /// The first `lines` lines, and what is behind them.
+    #[inline(always)]
+    pub fn split_at(self, lines: usize) -> (Prefetch, Prefetch) {
+        (Prefetch { lines: lines.min(self.lines), ..self }, self.behind(lines))
     }
 
     /// The first line and the last, if there are any.
