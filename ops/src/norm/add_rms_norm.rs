@@ -206,14 +206,16 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
         let mut stream = Stream::<O>::new(self.y, self.large.1);
         let mut room = None;
         let weights = Weights::laid_out(s, self.shape, self.w, rows.len(), &stream, &mut room);
-        let OnLine(kept) = &mut OnLine([I::default(); KEPT]);
+        let OnLine(kept) = &mut OnLine([I::default(); KEPT + LINE]);
         for row in rows {
             // By reference: the two views are large, and a copy of them for each row is felt.
             let [a, b] = self.x.each_ref().map(|x| x.row(row));
             let added = Applied { op: Add, a, b, firsts: &[] };
             let sum = if self.large.0 {
-                sums.fill(s, n, Kept { made: added, kept: &mut kept[..n] });
-                &kept[..n]
+                // Lines of memory are lines here, too: on a Zen 3 stores that cross them take a sixth of the time of the op.
+                let kept = &mut kept[(LINE - sums.before_line()) % LINE..][..n];
+                sums.fill(s, n, Kept { made: added, kept: &mut *kept });
+                kept
             } else {
                 sums.fill(s, n, added);
                 sums.last(n)
