@@ -69,11 +69,10 @@ impl Cpu {
         work: impl Fn(&mut S, usize, Option<usize>) + Sync,
     ) {
         let next = AtomicUsize::new(0);
-        let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count);
         self.workers(slots.into_iter().take(count), |mut slot| {
-            let mut following = take();
+            let mut following = take(&next, count);
             while let Some(index) = following {
-                following = take();
+                following = take(&next, count);
                 work(&mut slot, index, following);
             }
         });
@@ -144,13 +143,14 @@ impl Cpu {
     }
 }
 
+/// The next index below `count` that no thread has taken from `next`.
+fn take(next: &AtomicUsize, count: usize) -> Option<usize> {
+    Some(next.fetch_add(1, Ordering::Relaxed)).filter(|index| *index < count)
+}
+
 /// Runs `work(index)` for the indices below `count` that no other thread has taken from `next`, in order.
 fn each_left(next: &AtomicUsize, count: usize, mut work: impl FnMut(usize)) {
-    loop {
-        let index = next.fetch_add(1, Ordering::Relaxed);
-        if index >= count {
-            break;
-        }
+    while let Some(index) = take(next, count) {
         work(index);
     }
 }

@@ -241,7 +241,7 @@ impl<I: Element> Pass<'_, I> {
         let parts = Parts { words: SharedOut::new(parts), plan };
         // Few blocks are cut by key heads, so that all workers have work.
         let cuts = if count * plan.blocks >= 4 * plan.workers { 1 } else { kv_heads };
-        let tasks = count * plan.blocks * cuts;
+        // What a sequence does not see is no task: the one before it asks for what comes after.
         let task = |i: usize| {
             let (b, block, cut) = (first + i / cuts / plan.blocks, i / cuts % plan.blocks, i % cuts);
             let seen = job.seen(b);
@@ -251,13 +251,12 @@ impl<I: Element> Pass<'_, I> {
             let heads = if cuts == 1 { Range { from: 0, to: kv_heads } } else { Range { from: cut, to: cut + 1 } };
             (!keys.is_empty()).then_some(Task { b, block, place, heads, keys })
         };
+        let tasks: Vec<Task> = (0..count * plan.blocks * cuts).filter_map(task).collect();
         let slow = AtomicUsize::new(0);
         // A worker asks for its next block while it is at work on one.
         let each = |slots: &mut [&mut [u32]], work: &Work| {
-            job.cpu.each_with_next(slots.iter_mut(), tasks, |slot, i, following| {
-                if let Some(now) = task(i) {
-                    work(slot, &now, following.and_then(task).as_ref());
-                }
+            job.cpu.each_with_next(slots.iter_mut(), tasks.len(), |slot, i, following| {
+                work(slot, &tasks[i], following.map(|i| &tasks[i]));
             });
         };
         each(slots, &|slot, task, following| {

@@ -212,7 +212,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             let [a, b] = self.x.each_ref().map(|x| x.row(row));
             let added = Applied { op: Add, a, b, firsts: &[] };
             let sum = if self.large.0 {
-                // Lines of memory are lines here, too: on a Zen 3 stores that cross them take a sixth of the time of the op.
+                // Lines of memory are lines here, too: where stores cross them a Zen 3 takes a tenth longer.
                 let kept = &mut kept[(LINE - sums.before_line()) % LINE..][..n];
                 sums.fill(s, n, Kept { made: added, kept: &mut *kept });
                 kept
