@@ -61,19 +61,21 @@ impl Cpu {
         self.workers(slots.into_iter().take(count), |mut slot| each_left(&next, count, |index| work(&mut slot, index)));
     }
 
-    /// As [`Cpu::each_in`]; `work(slot, index, following)` also learns which index its thread takes next, if one is left.
+    /// As [`Cpu::each_in`]; `work(slot, index, following)` also learns which index its thread takes next, but near the end, where
+    /// a thread that is done first takes what is left.
     pub(crate) fn each_with_next<S: Send>(
         &self,
-        slots: impl IntoIterator<Item = S>,
+        slots: impl ExactSizeIterator<Item = S>,
         count: usize,
         work: impl Fn(&mut S, usize, Option<usize>) + Sync,
     ) {
-        let next = AtomicUsize::new(0);
-        self.workers(slots.into_iter().take(count), |mut slot| {
-            let mut following = take(&next, count);
-            while let Some(index) = following {
-                following = take(&next, count);
+        let (next, threads) = (AtomicUsize::new(0), slots.len());
+        self.workers(slots.take(count), |mut slot| {
+            let mut first = take(&next, count);
+            while let Some(index) = first {
+                let following = if index + threads < count { take(&next, count) } else { None };
                 work(&mut slot, index, following);
+                first = following.or_else(|| take(&next, count));
             }
         });
     }
@@ -241,7 +243,7 @@ pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
 mod tests {
     use crate::{Cpu, Isa};
 
-    /// Every index is worked on once, and what a thread is told to come next does.
+    /// Every index is worked on once; what a thread is told to come next does, and near the end it is told nothing.
     #[test]
     fn the_next_index_is_known() {
         for (threads, count) in [(1, 100), (2, 100), (3, 2), (2, 0)] {
@@ -250,7 +252,9 @@ mod tests {
             cpu.each_with_next(slots.iter_mut(), count, |slot, index, following| slot.push((index, following)));
             for slot in &slots {
                 let come = slot.iter().skip(1).map(|(index, _)| Some(*index)).chain([None]);
-                assert!(slot.iter().map(|(_, following)| *following).eq(come.take(slot.len())), "{slot:?}");
+                for ((index, following), come) in slot.iter().zip(come) {
+                    assert_eq!(*following, come.filter(|_| index + threads < count), "{slot:?}");
+                }
             }
             let mut indices: Vec<usize> = slots.concat().into_iter().map(|(index, _)| index).collect();
             indices.sort_unstable();

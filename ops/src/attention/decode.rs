@@ -5,10 +5,11 @@
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::attention::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
 use crate::gemm::gemm::SharedOut;
-use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
+use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile, fma_tile_on};
 use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni, pairs_of_rows,
+    Prefetch, RowsSideBySide, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude,
+    least_of_vnni, pairs_of_rows,
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
@@ -141,6 +142,7 @@ struct Part<'a> {
 }
 
 impl<'a> Part<'a> {
+    #[inline(always)]
     fn new(words: &'a mut [u32], plan: &Streams) -> Part<'a> {
         let (scores, rest) = as_floats_mut(words).split_at_mut(plan.rows * BLOCK);
         let (sums, rest) = rest.split_at_mut(plan.rows * plan.columns);
@@ -159,6 +161,7 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// It belongs to this task, and no other `Part` of the same place and head is alive.
+    #[inline(always)]
     unsafe fn of(&self, place: usize, head: usize) -> Part<'_> {
         let words = self.plan.block_words();
         // SAFETY: parts do not overlap; the rest is the caller's promise.
@@ -213,13 +216,92 @@ struct Task {
     keys: Range,
 }
 
+impl Task {
+    /// The keys of its first panel.
+    fn first_keys(&self) -> Next {
+        let from = self.keys.from / PANEL * PANEL;
+        Next { b: self.b, keys: Range { from, to: self.keys.to.min(from + PANEL) } }
+    }
+}
+
 /// What a worker does with its slot, a task, and the task it will have next.
 type Work<'w> = dyn Fn(&mut [u32], &Task, Option<&Task>) + Sync + 'w;
 
-/// The rows of k and v where the keys of a panel stand.
-struct Rows {
-    at: [usize; PANEL],
-    count: usize,
+/// Keys of a sequence that are asked for while others are worked on.
+#[derive(Clone, Copy)]
+struct Next {
+    b: usize,
+    keys: Range,
+}
+
+/// Where the rows of k or v stand that the heads of a task ask for.
+struct Ahead<'a, I> {
+    job: &'a Job<'a, I>,
+    heads: Range,
+    /// These heads of row 0.
+    start: *const i8,
+    /// Bytes of these heads, and from one row to the next: 0 where rows do not stand one behind the other, and none is asked for.
+    width: usize,
+    stride: usize,
+    rows_in_page: usize,
+    /// Rows that each head asks for.
+    share: usize,
+}
+
+impl<'a, I: Element> Ahead<'a, I> {
+    fn new(job: &'a Job<'a, I>, x: &Heads<I>, dim: usize, heads: Range) -> Ahead<'a, I> {
+        let kv_heads = job.shape.kv_heads;
+        let stride = if x.is_dense(kv_heads) { kv_heads * dim * size_of::<I>() } else { 0 };
+        Ahead {
+            job,
+            heads,
+            start: x.data().as_ptr().wrapping_add(heads.from * dim).cast(),
+            width: (heads.to - heads.from) * dim * size_of::<I>(),
+            stride,
+            rows_in_page: (PAGE / stride.max(1)).max(1),
+            share: PANEL.div_ceil(heads.to - heads.from),
+        }
+    }
+
+    /// The share of some heads of the next keys, in the order of memory: every head asks for some whole rows, on its way where
+    /// they are adjacent and can be, else at once.
+    fn of(&self, next: Next, some: Range, on_the_way: bool) -> Prefetch {
+        if self.stride == 0 {
+            return Prefetch::NONE;
+        }
+        let count = next.keys.to - next.keys.from;
+        let keys_of = |from: usize, to: usize| {
+            let [from, to] = [from, to].map(|head| next.keys.from + ((head - self.heads.from) * self.share).min(count));
+            from..to
+        };
+        let row = |j: usize| self.job.key_row(next.b, j);
+        let at = |row: usize| self.start.wrapping_add(row * self.stride);
+        // To find where a page stands holds up what comes after, and pages asked for one behind the other are found together: so
+        // it is done before they are asked for. On vectors of 8 a head finds those of the one behind it (a Zen 3 takes 0.95 of the
+        // time of all at once), on others the first one finds them all.
+        let first = some.from == self.heads.from;
+        let to_find = match self.job.cpu.isa().lanes() {
+            8 if first => keys_of(some.from, some.to + 1),
+            8 => keys_of(some.to, some.to + 1),
+            _ if first => keys_of(self.heads.from, self.heads.to),
+            _ => 0..0,
+        };
+        let mut j = to_find.start;
+        while j < to_find.end {
+            prefetch_second(at(row(j)));
+            j += self.rows_in_page;
+        }
+        let keys = keys_of(some.from, some.to);
+        if keys.is_empty() {
+            return Prefetch::NONE;
+        }
+        let (first, last) = (row(keys.start), row(keys.end - 1));
+        if on_the_way && keys.len() > 1 && self.width == self.stride && last == first + keys.len() - 1 {
+            return Prefetch::at(at(first), keys.len() * self.stride);
+        }
+        keys.for_each(|j| Prefetch::at(at(row(j)), self.width).ask(usize::MAX));
+        Prefetch::NONE
+    }
 }
 
 impl<I: Element> Pass<'_, I> {
@@ -239,8 +321,10 @@ impl<I: Element> Pass<'_, I> {
         }
         let queries = &*queries;
         let parts = Parts { words: SharedOut::new(parts), plan };
-        // Few blocks are cut by key heads, so that all workers have work.
-        let cuts = if count * plan.blocks >= 4 * plan.workers { 1 } else { kv_heads };
+        // Blocks are cut by key heads where workers would wait for a third of the time; cut ones take as much longer.
+        let blocks = count * plan.blocks;
+        let rounds = blocks.div_ceil(plan.workers);
+        let cuts = if 3 * rounds * plan.workers <= 4 * blocks { 1 } else { kv_heads };
         // What a sequence does not see is no task: the one before it asks for what comes after.
         let task = |i: usize| {
             let (b, block, cut) = (first + i / cuts / plan.blocks, i / cuts % plan.blocks, i % cuts);
@@ -312,31 +396,40 @@ impl<I: Element> Pass<'_, I> {
         let mut slow = 0;
         let as_they_stand = job.dots() && rows <= MAX_QUERIES && d.is_multiple_of(DIMENSIONS);
         let at_once = if as_they_stand && job.k.heads_adjacent() { heads_at_once(rows) } else { 1 };
-        let start = keys.from / PANEL * PANEL;
-        let mut next = self.first_panel(task);
-        for from in (start..keys.to).step_by(PANEL) {
+        // Pairs of all heads of a row begin on whole words.
+        let in_a_row = !job.dots() && job.k.heads_adjacent() && d.is_multiple_of(2);
+        let queries = &queries[(b - self.first) * self.plan.kv_heads * self.plan.query_words()..];
+        let ahead = Ahead::new(job, &job.k, d, heads);
+        for from in (keys.from / PANEL * PANEL..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
-            let after = match following {
-                Some(following) if to == keys.to => self.first_panel(following),
-                _ => self.panel_rows(b, to, keys.to),
+            let next = match following {
+                Some(following) if to == keys.to => following.first_keys(),
+                _ => Next { b, keys: Range { from: to, to: keys.to.min(to + PANEL) } },
             };
-            let key_rows = std::mem::replace(&mut next, after);
-            // Where the keys of the first head stand; past the last one it stands again.
-            let mut starts = key_rows.at;
-            starts[key_rows.count..].fill(key_rows.at[key_rows.count - 1]);
-            starts.iter_mut().for_each(|start| *start = job.k.at(*start, 0));
+            let rows_of_k = (from..to).map(|j| job.k.at(job.key_row(b, j), 0));
+            // Past the last one it stands again.
+            let (mut starts, count) = ([0; PANEL], to - from);
+            starts.iter_mut().zip(rows_of_k).for_each(|(start, at)| *start = at);
+            let last = starts[count - 1];
+            starts[count..].fill(last);
+            if let Some(k) = bf16_slice(job.k.data()).filter(|_| in_a_row) {
+                let keys = &RowsSideBySide::new(count, |j| &k[starts[j]..][..self.plan.kv_heads * d]);
+                let asks = &|head: usize| ahead.of(next, Range { from: head, to: head + 1 }, true);
+                let (panel, column) = (&mut slot[..PANEL * self.plan.key], from % BLOCK);
+                job.cpu.dispatch(PanelScores { keys, d, heads, rows, queries, asks, panel, parts, place, column });
+                continue;
+            }
             let mut head = heads.from;
             while head < heads.to {
                 let some = Range { from: head, to: heads.to.min(head + at_once) };
                 head = some.to;
-                let mut ahead = self.ahead(&job.k, d, &next, heads, some, I::IS_BF16);
+                let mut ahead = ahead.of(next, some, I::IS_BF16);
                 if as_they_stand && self.scores_as_they_stand(task, from, &starts, some, queries, &mut ahead, parts) {
                     continue;
                 }
                 for head in some.from..some.to {
                     let ahead = std::mem::take(&mut ahead);
-                    slow +=
-                        self.scores_laid_out(task, from, (&starts, key_rows.count), head, queries, slot, ahead, parts);
+                    slow += self.scores_laid_out(task, from, (&starts, count), head, queries, slot, ahead, parts);
                 }
             }
         }
@@ -352,10 +445,10 @@ impl<I: Element> Pass<'_, I> {
         slow
     }
 
-    /// The queries of a head of a task, and their smallest nonzero magnitude.
-    fn laid_out<'q>(&self, b: usize, head: usize, queries: &'q [u32]) -> (&'q [u32], f32) {
+    /// The queries of a head, of those of a sequence, and their smallest nonzero magnitude.
+    fn laid_out<'q>(&self, head: usize, queries: &'q [u32]) -> (&'q [u32], f32) {
         let len = self.plan.query_words();
-        let all = &queries[((b - self.first) * self.plan.kv_heads + head) * len..][..len];
+        let all = &queries[head * len..][..len];
         (all, f32::from_bits(all[len - LINE]))
     }
 
@@ -372,7 +465,7 @@ impl<I: Element> Pass<'_, I> {
         parts: &Parts,
     ) -> bool {
         let (job, d) = (self.job, self.job.shape.head_dim);
-        let queries = |head: usize| self.laid_out(task.b, head, queries);
+        let queries = |head: usize| self.laid_out(head, queries);
         let least_query = (some.from..some.to).fold(f32::INFINITY, |least, head| least.min(queries(head).1));
         if !dot_is_exact(least_query, f32::MAX) {
             return false;
@@ -406,7 +499,7 @@ impl<I: Element> Pass<'_, I> {
     ) -> usize {
         let Pass { job, plan, .. } = *self;
         let (rows, d, cpu) = (self.rows(task.b), job.shape.head_dim, job.cpu);
-        let (query, least_query) = self.laid_out(task.b, head, queries);
+        let (query, least_query) = self.laid_out(head, queries);
         // SAFETY: a block and its heads are one task's, and this is the only part in hand.
         let part = unsafe { parts.of(task.place, head) };
         let out = &mut part.scores[from % BLOCK..];
@@ -430,11 +523,8 @@ impl<I: Element> Pass<'_, I> {
                 dot_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
                 return 0;
             }
-            // Memory that is asked for faster than it comes is waited for, so it is asked for all the time. The change of places
-            // takes as long as the multiply-adds of two rows.
-            let (first, rest) = ahead.split_at(2 * ahead.lines() / (rows + 2));
-            pairs_of_rows::<false>(cpu, count, d, pairs, pad, panel, PANEL, first);
-            Right::PairsAsking(panel, PANEL, rest)
+            pairs_of_rows::<false>(cpu, count, d, pairs, pad, panel, PANEL, Prefetch::NONE);
+            Right::PairsAsking(panel, PANEL, ahead)
         } else {
             let key = |j: usize| &keys[starts[j]..][..d];
             f32_of_rows(cpu, count, d, key, job.shape.tf32, as_floats_mut(panel), PANEL);
@@ -443,61 +533,6 @@ impl<I: Element> Pass<'_, I> {
         let left = Left { data: as_floats(query), row_stride: 1, step: rows };
         fma_tile(cpu, Tile { left, right, order, rows, columns, out, out_stride });
         0
-    }
-
-    /// The keys of the task's first panel.
-    fn first_panel(&self, task: &Task) -> Rows {
-        let from = task.keys.from / PANEL * PANEL;
-        self.panel_rows(task.b, from, task.keys.to)
-    }
-
-    /// The keys of the panel from `from` on, of those below `end`.
-    fn panel_rows(&self, b: usize, from: usize, end: usize) -> Rows {
-        let mut rows = Rows { at: [0; PANEL], count: PANEL.min(end.saturating_sub(from)) };
-        rows.at.iter_mut().zip(from..end).for_each(|(row, j)| *row = self.job.key_row(b, j));
-        rows
-    }
-
-    /// The share of some heads of a task in the next panel, in the order of memory: every head asks for some whole rows, on
-    /// its way where they are adjacent and can be, else at once.
-    fn ahead(&self, x: &Heads<I>, dim: usize, next: &Rows, heads: Range, some: Range, on_the_way: bool) -> Prefetch {
-        if !x.is_dense(self.plan.kv_heads) {
-            return Prefetch::NONE;
-        }
-        let count = heads.to - heads.from;
-        let share = PANEL.div_ceil(count);
-        let rows_of = |from: usize, to: usize| {
-            let [from, to] = [from, to].map(|head| ((head - heads.from) * share).min(next.count));
-            &next.at[from..to]
-        };
-        // To find where a page stands holds up what comes after, and pages asked for one behind the other are found together: so
-        // it is done before they are asked for. On vectors of 8 a head finds those of the one behind it (a Zen 3 takes 0.95 of the
-        // time of all at once), on others the first one finds them all.
-        let first = some.from == heads.from;
-        let to_find = match self.job.cpu.isa().lanes() {
-            8 if first => rows_of(some.from, some.to + 1),
-            8 => rows_of(some.to, some.to + 1),
-            _ if first => rows_of(heads.from, heads.to),
-            _ => &[],
-        };
-        let rows_in_page = PAGE / (self.plan.kv_heads * dim * size_of::<I>()).max(1);
-        for &row in to_find.iter().step_by(rows_in_page.max(1)) {
-            prefetch_second(x.data()[x.at(row, heads.from)..].as_ptr());
-        }
-        let rows = rows_of(some.from, some.to);
-        let part = |row: usize, rows: usize| {
-            let len = if rows == 1 { count } else { rows * self.plan.kv_heads };
-            Prefetch::of(&x.data()[x.at(row, heads.from)..][..len * dim])
-        };
-        match rows {
-            [first, .., last] if on_the_way && count == self.plan.kv_heads && *last == first + rows.len() - 1 => {
-                part(*first, rows.len())
-            }
-            _ => {
-                rows.iter().for_each(|&row| part(row, 1).ask(usize::MAX));
-                Prefetch::NONE
-            }
-        }
     }
 
     /// Scores of one panel where `VDPBF16PS` is not exact: the queries are widened some steps of d at a time.
@@ -602,6 +637,7 @@ impl<I: Element> Pass<'_, I> {
             return;
         }
         let in_place = bf16_slice(job.v.data()).filter(|_| plan.in_place);
+        let ahead = Ahead::new(job, &job.v, e, heads);
         let mut from = keys.from;
         while from < keys.to {
             let panel_end = (from / PANEL + 1) * PANEL;
@@ -609,14 +645,13 @@ impl<I: Element> Pass<'_, I> {
             let to = to.min(panel_end).min(keys.to);
             // At the start of a panel the next one is asked for.
             let next = match following {
-                _ if from > keys.from && from % PANEL > 0 => Rows { at: [0; PANEL], count: 0 },
-                Some(following) if panel_end >= keys.to => self.first_panel(following),
-                _ => self.panel_rows(b, panel_end, keys.to),
+                _ if from > keys.from && from % PANEL > 0 => Next { b, keys: Range { from: to, to } },
+                Some(following) if panel_end >= keys.to => following.first_keys(),
+                _ => Next { b, keys: Range { from: panel_end.min(keys.to), to: keys.to.min(panel_end + PANEL) } },
             };
             let whole = in_place.is_some() && to - from == PANEL;
             for head in heads.from..heads.to {
-                let some = Range { from: head, to: head + 1 };
-                let mut ahead = self.ahead(&job.v, e, &next, heads, some, whole);
+                let mut ahead = ahead.of(next, Range { from: head, to: head + 1 }, whole);
                 if in_place.is_none() {
                     for (j, wide) in (from..to).zip(as_floats_mut(slot).chunks_exact_mut(columns)) {
                         f32_row(cpu, &job.value(b, j, head)[..e], job.shape.tf32, wide);
@@ -696,6 +731,44 @@ impl<I: Element> Pass<'_, I> {
             let row = self.state(b, head, r, states, l);
             // SAFETY: each (sequence, key head, row) has its own index in [B,T,Hq].
             unsafe { job.finish(t * job.shape.q_heads + query_head, row, total, out, lse, all) };
+        }
+    }
+}
+
+/// The scores of a panel of bf16 keys, head after head: its keys change places, then come the products.
+struct PanelScores<'a, 'p> {
+    /// The keys of all heads, `d` elements each.
+    keys: &'a RowsSideBySide<'a>,
+    d: usize,
+    heads: Range,
+    /// The queries of a sequence, laid out.
+    rows: usize,
+    queries: &'a [u32],
+    /// What a head asks for.
+    asks: &'a dyn Fn(usize) -> Prefetch,
+    /// Where keys are laid out.
+    panel: &'a mut [u32],
+    /// Where the scores go: to this place and from this column on.
+    parts: &'a Parts<'p>,
+    place: usize,
+    column: usize,
+}
+
+impl Kernel for PanelScores<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let PanelScores { keys, d, heads, rows, queries, asks, panel, parts, place, column } = self;
+        let (len, chain) = (parts.plan.query_words(), [0, d]);
+        for head in heads.from..heads.to {
+            let ahead = keys.pairs_on(s, head * d, d, panel, asks(head));
+            let query = as_floats(&queries[head * len..][..len]);
+            // SAFETY: a block and its heads are one task's, and this is the only part in hand.
+            let out = &mut unsafe { parts.of(place, head) }.scores[column..];
+            let (left, right) =
+                (Left { data: query, row_stride: 1, step: rows }, Right::PairsAsking(panel, PANEL, ahead));
+            let (order, columns, out_stride) = (Order::Tree(&chain), PANEL, BLOCK);
+            fma_tile_on(s, Tile { left, right, order, rows, columns, out, out_stride });
         }
     }
 }

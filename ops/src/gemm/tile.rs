@@ -12,7 +12,7 @@ mod fma;
 
 pub use block::{Block, Chains, block_rows, block_words, fma_block, fma_chains};
 pub use dot::{dot_tile, dot_unpacking, unpack};
-pub use fma::fma_tile;
+pub use fma::{fma_tile, fma_tile_on};
 
 use crate::pack::Prefetch;
 use crate::pack::dictionary::DictionaryPanel;

@@ -7,6 +7,7 @@ use crate::gemm::tile::PANEL;
 use crate::simd::{self, Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// `x` as bf16 when that is what it is.
@@ -75,6 +76,38 @@ pub fn f32_of_rows<'a, I: Element>(
     }
 }
 
+/// At most [`PANEL`] rows of bf16, of which parts are laid side by side.
+pub struct RowsSideBySide<'a> {
+    from: RowStarts,
+    rows: usize,
+    len: usize,
+    borrowed: PhantomData<&'a [bf16]>,
+}
+
+impl<'a> RowsSideBySide<'a> {
+    /// There is a row, and all have one length.
+    pub fn new(rows: usize, row: impl Fn(usize) -> &'a [bf16]) -> RowsSideBySide<'a> {
+        let len = row(0).len();
+        let from = row_starts(rows, |r| row(r)[..len].as_ptr().cast());
+        RowsSideBySide { from, rows, len, borrowed: PhantomData }
+    }
+
+    /// [`pairs_of_rows`] of `k` elements of each row from `at` on, both even, without an exchange, as part of a kernel; `out` is a
+    /// panel of [`PANEL`] columns. On the way memory is asked for, a line at a time; returns what is left to be asked for.
+    #[inline(always)]
+    pub fn pairs_on<S: Simd>(&self, s: S, at: usize, k: usize, out: &mut [u32], ahead: Prefetch) -> Prefetch {
+        assert!(at.is_multiple_of(2) && k.is_multiple_of(2), "whole pairs");
+        assert!(at.saturating_add(k) <= self.len, "elements that rows hold");
+        let (first, rest) = ahead.split_at(self.rows.div_ceil(S::LANES) * (k / 2 / S::LANES));
+        let part = Part { from: &self.from, rows: self.rows, at: at / 2, words: k / 2 };
+        // The rows, which are borrowed, hold these elements.
+        if k > 0 {
+            Interleave::<false> { part, out, stride: PANEL, ahead: first }.run(s);
+        }
+        rest
+    }
+}
+
 /// Writes some columns of a panel of `steps` words each as rows, one behind the other: what [`f32_of_rows`] and
 /// [`pairs_of_rows`] (with `SWAP`) made of them.
 pub fn rows_of_panel<const SWAP: bool>(
@@ -109,23 +142,35 @@ fn interleave<const SWAP: bool>(
     assert!(rows <= stride, "rows that overlap");
     for first in (0..rows).step_by(PANEL) {
         let count = PANEL.min(rows - first);
-        // Behind the last row it stands again, for lanes that have none.
-        let mut from = [std::ptr::null(); PANEL + MAX_LANES];
-        for (i, from) in from.iter_mut().enumerate().take(count) {
-            *from = row(first + i);
-        }
-        let last = from[count - 1];
-        from[count..].fill(last);
-        let (rows, out, ahead) = (count, &mut out[first..], std::mem::take(&mut ahead));
-        cpu.dispatch(Interleave::<SWAP> { from: &from, rows, words, out, stride, ahead });
+        let from = row_starts(count, |i| row(first + i));
+        let (part, out, ahead) =
+            (Part { from: &from, rows: count, at: 0, words }, &mut out[first..], std::mem::take(&mut ahead));
+        cpu.dispatch(Interleave::<SWAP> { part, out, stride, ahead });
     }
 }
 
-/// At most [`PANEL`] rows of [`interleave`], which stand at `from`; behind the last one it stands again.
-struct Interleave<'a, const SWAP: bool> {
-    from: &'a [*const u32; PANEL + MAX_LANES],
+/// Where the rows of a panel stand; behind the last one it stands again, for lanes that have none.
+type RowStarts = [*const u32; PANEL + MAX_LANES];
+
+fn row_starts(count: usize, row: impl Fn(usize) -> *const u32) -> RowStarts {
+    let mut from = [std::ptr::null(); PANEL + MAX_LANES];
+    from.iter_mut().zip(0..count).for_each(|(from, i)| *from = row(i));
+    let last = from[count - 1];
+    from[count..].fill(last);
+    from
+}
+
+/// `words` words of each of at most [`PANEL`] rows, from `at` on.
+struct Part<'a> {
+    from: &'a RowStarts,
     rows: usize,
+    at: usize,
     words: usize,
+}
+
+/// [`interleave`] of a part of rows, whose starts point to `at + words` words; there is a row and a word.
+struct Interleave<'a, const SWAP: bool> {
+    part: Part<'a>,
     out: &'a mut [u32],
     stride: usize,
     ahead: Prefetch,
@@ -135,7 +180,7 @@ impl<const SWAP: bool> Kernel for Interleave<'_, SWAP> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        match (self.rows, self.stride) {
+        match (self.part.rows, self.stride) {
             // A panel, whose columns stand where the compiler knows.
             (PANEL, PANEL) => self.lay_out(s, PANEL, PANEL),
             (rows, stride) => self.lay_out(s, rows, stride),
@@ -146,18 +191,27 @@ impl<const SWAP: bool> Kernel for Interleave<'_, SWAP> {
 impl<const SWAP: bool> Interleave<'_, SWAP> {
     #[inline(always)]
     fn lay_out<S: Simd>(self, s: S, rows: usize, stride: usize) {
-        let Interleave { from, words, out, mut ahead, .. } = self;
+        let Interleave { part: Part { from, at, words, .. }, out, mut ahead, .. } = self;
         let end = (words - 1).saturating_mul(stride).saturating_add(rows);
         assert!(rows <= PANEL && end <= out.len(), "output too short");
         let whole = words / S::LANES * S::LANES;
-        let share = ahead.lines().div_ceil((rows.div_ceil(S::LANES) * (whole / S::LANES)).max(1));
+        let steps = rows.div_ceil(S::LANES) * (whole / S::LANES);
+        let share = ahead.lines().div_ceil(steps.max(1));
+        // A line that is near is asked for where nothing else is.
+        let (mut line, last) = ahead.bounds().unwrap_or((from[0].cast(), from[0].cast()));
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
-            let from: &[*const u32; MAX_LANES] = from[first..].first_chunk().expect("lanes behind the last row");
+            let from: [*const u32; MAX_LANES] = std::array::from_fn(|i| from[first + i].wrapping_add(at));
             for p in (0..whole).step_by(S::LANES) {
-                ahead.ask(share);
-                // SAFETY: the rows hold `words` words, of which these are LANES; the assertion bounds the output.
-                unsafe { s.transpose::<SWAP>(from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
+                if share <= 1 {
+                    // No loop in the loop, which would leave the rows no registers.
+                    simd::prefetch(line);
+                    line = line.wrapping_add(64).min(last);
+                } else {
+                    ahead.ask(share);
+                }
+                // SAFETY: the rows hold `words` words from `at` on, of which these are LANES; the assertion bounds the output.
+                unsafe { s.transpose::<SWAP>(&from, p, count, out.as_mut_ptr().add(p * stride + first), stride) };
             }
             for p in whole..words {
                 for i in 0..count {
@@ -488,10 +542,16 @@ impl Default for Prefetch {
 impl Prefetch {
     pub const NONE: Prefetch = Prefetch { at: std::ptr::null(), lines: 0 };
 
+    /// `bytes` bytes from `start` on, which may be any: what is no memory is not asked for.
+    #[inline(always)]
+    pub fn at(start: *const i8, bytes: usize) -> Prefetch {
+        Prefetch { at: start, lines: bytes.div_ceil(64) }
+    }
+
     /// All of `x`.
     #[inline(always)]
     pub fn of<T>(x: &[T]) -> Prefetch {
-        Prefetch { at: x.as_ptr().cast(), lines: size_of_val(x).div_ceil(64) }
+        Prefetch::at(x.as_ptr().cast(), size_of_val(x))
     }
 
     pub fn lines(&self) -> usize {

@@ -435,6 +435,14 @@ pub fn fma_tile(cpu: &Cpu, tile: Tile<'_, f32>) {
     cpu.dispatch(FmaTile { tile: &tile, out });
 }
 
+/// [`fma_tile`] as part of a kernel, where what is known of `tile` decides what is compiled.
+#[inline(always)]
+pub fn fma_tile_on<S: Simd>(s: S, tile: Tile<'_, f32>) {
+    tile.check(false);
+    let out = tile.out.as_mut_ptr();
+    FmaTile { tile: &tile, out }.run(s);
+}
+
 impl Tile<'_, f32> {
     /// An odd last step of pairs would read one element past the left rows: callers pad it.
     fn check_pad(&self) {
