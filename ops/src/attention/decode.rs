@@ -2,6 +2,7 @@
 //! together. Three passes, each over (sequence, block) side by side: scores, and what the softmax must know of them;
 //! weights and the sums of every block; and the blocks joined, ascending.
 
+use super::ahead::{Ahead, Next};
 use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::attention::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
 use crate::gemm::gemm::SharedOut;
@@ -13,9 +14,8 @@ use crate::pack::{
 };
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
-use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at, prefetch_second};
-use crate::tensor::Heads;
-use crate::workspace::memory::{LINE, PAGE};
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
+use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element};
 use half::bf16;
@@ -206,103 +206,18 @@ struct Pass<'a, I> {
 }
 
 /// A task: the key heads `heads` of a block of sequence b.
-struct Task {
-    b: usize,
+pub struct Task {
+    pub b: usize,
     /// The block of keys, and where it stands among those of the workspace.
     block: usize,
     place: usize,
     heads: Range,
     /// The keys of the block that some query sees.
-    keys: Range,
-}
-
-impl Task {
-    /// The keys of its first panel.
-    fn first_keys(&self) -> Next {
-        let from = self.keys.from / PANEL * PANEL;
-        Next { b: self.b, keys: Range { from, to: self.keys.to.min(from + PANEL) } }
-    }
+    pub keys: Range,
 }
 
 /// What a worker does with its slot, a task, and the task it will have next.
 type Work<'w> = dyn Fn(&mut [u32], &Task, Option<&Task>) + Sync + 'w;
-
-/// Keys of a sequence that are asked for while others are worked on.
-#[derive(Clone, Copy)]
-struct Next {
-    b: usize,
-    keys: Range,
-}
-
-/// Where the rows of k or v stand that the heads of a task ask for.
-struct Ahead<'a, I> {
-    job: &'a Job<'a, I>,
-    heads: Range,
-    /// These heads of row 0.
-    start: *const i8,
-    /// Bytes of these heads, and from one row to the next: 0 where rows do not stand one behind the other, and none is asked for.
-    width: usize,
-    stride: usize,
-    rows_in_page: usize,
-    /// Rows that each head asks for.
-    share: usize,
-}
-
-impl<'a, I: Element> Ahead<'a, I> {
-    fn new(job: &'a Job<'a, I>, x: &Heads<I>, dim: usize, heads: Range) -> Ahead<'a, I> {
-        let kv_heads = job.shape.kv_heads;
-        let stride = if x.is_dense(kv_heads) { kv_heads * dim * size_of::<I>() } else { 0 };
-        Ahead {
-            job,
-            heads,
-            start: x.data().as_ptr().wrapping_add(heads.from * dim).cast(),
-            width: (heads.to - heads.from) * dim * size_of::<I>(),
-            stride,
-            rows_in_page: (PAGE / stride.max(1)).max(1),
-            share: PANEL.div_ceil(heads.to - heads.from),
-        }
-    }
-
-    /// The share of some heads of the next keys, in the order of memory: every head asks for some whole rows, on its way where
-    /// they are adjacent and can be, else at once.
-    fn of(&self, next: Next, some: Range, on_the_way: bool) -> Prefetch {
-        if self.stride == 0 {
-            return Prefetch::NONE;
-        }
-        let count = next.keys.to - next.keys.from;
-        let keys_of = |from: usize, to: usize| {
-            let [from, to] = [from, to].map(|head| next.keys.from + ((head - self.heads.from) * self.share).min(count));
-            from..to
-        };
-        let row = |j: usize| self.job.key_row(next.b, j);
-        let at = |row: usize| self.start.wrapping_add(row * self.stride);
-        // To find where a page stands holds up what comes after, and pages asked for one behind the other are found together: so
-        // it is done before they are asked for. On vectors of 8 a head finds those of the one behind it (a Zen 3 takes 0.95 of the
-        // time of all at once), on others the first one finds them all.
-        let first = some.from == self.heads.from;
-        let to_find = match self.job.cpu.isa().lanes() {
-            8 if first => keys_of(some.from, some.to + 1),
-            8 => keys_of(some.to, some.to + 1),
-            _ if first => keys_of(self.heads.from, self.heads.to),
-            _ => 0..0,
-        };
-        let mut j = to_find.start;
-        while j < to_find.end {
-            prefetch_second(at(row(j)));
-            j += self.rows_in_page;
-        }
-        let keys = keys_of(some.from, some.to);
-        if keys.is_empty() {
-            return Prefetch::NONE;
-        }
-        let (first, last) = (row(keys.start), row(keys.end - 1));
-        if on_the_way && keys.len() > 1 && self.width == self.stride && last == first + keys.len() - 1 {
-            return Prefetch::at(at(first), keys.len() * self.stride);
-        }
-        keys.for_each(|j| Prefetch::at(at(row(j)), self.width).ask(usize::MAX));
-        Prefetch::NONE
-    }
-}
 
 impl<I: Element> Pass<'_, I> {
     fn run<O: Element>(
@@ -321,7 +236,8 @@ impl<I: Element> Pass<'_, I> {
         }
         let queries = &*queries;
         let parts = Parts { words: SharedOut::new(parts), plan };
-        // Blocks are cut by key heads where workers would wait for a third of the time; cut ones take as much longer.
+        // Blocks are cut by key heads where workers without one would make the call a third longer: that much longer take cut ones
+        // (a Zen 3 takes 1.4 times as long), whose rows are pieces of memory.
         let blocks = count * plan.blocks;
         let rounds = blocks.div_ceil(plan.workers);
         let cuts = if 3 * rounds * plan.workers <= 4 * blocks { 1 } else { kv_heads };
@@ -402,10 +318,7 @@ impl<I: Element> Pass<'_, I> {
         let ahead = Ahead::new(job, &job.k, d, heads);
         for from in (keys.from / PANEL * PANEL..keys.to).step_by(PANEL) {
             let to = (from + PANEL).min(keys.to);
-            let next = match following {
-                Some(following) if to == keys.to => following.first_keys(),
-                _ => Next { b, keys: Range { from: to, to: keys.to.min(to + PANEL) } },
-            };
+            let next = Next::after(from + PANEL, task, following);
             let rows_of_k = (from..to).map(|j| job.k.at(job.key_row(b, j), 0));
             // Past the last one it stands again.
             let (mut starts, count) = ([0; PANEL], to - from);
@@ -644,11 +557,8 @@ impl<I: Element> Pass<'_, I> {
             let to = if in_place.is_some() { job.run_end(from) } else { panel_end };
             let to = to.min(panel_end).min(keys.to);
             // At the start of a panel the next one is asked for.
-            let next = match following {
-                _ if from > keys.from && from % PANEL > 0 => Next { b, keys: Range { from: to, to } },
-                Some(following) if panel_end >= keys.to => following.first_keys(),
-                _ => Next { b, keys: Range { from: panel_end.min(keys.to), to: keys.to.min(panel_end + PANEL) } },
-            };
+            let begins = from == keys.from || from.is_multiple_of(PANEL);
+            let next = if begins { Next::after(panel_end, task, following) } else { Next::NOTHING };
             let whole = in_place.is_some() && to - from == PANEL;
             for head in heads.from..heads.to {
                 let mut ahead = ahead.of(next, Range { from: head, to: head + 1 }, whole);

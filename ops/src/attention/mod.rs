@@ -1,5 +1,6 @@
 //! Attention: one op with two strategies, prefill and decode; and its gradient.
 
+mod ahead;
 pub(crate) mod attention;
 pub(crate) mod attention_backward;
 mod backward_tiles;

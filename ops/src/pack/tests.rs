@@ -69,6 +69,58 @@ fn rows_become_pairs() {
     }
 }
 
+/// [`RowsSideBySide::pairs_on`], and what it leaves to be asked for.
+struct Pairs<'a> {
+    rows: &'a RowsSideBySide<'a>,
+    at: usize,
+    k: usize,
+    out: &'a mut [u32],
+    ahead: Prefetch,
+}
+
+impl Kernel for Pairs<'_> {
+    type Output = Prefetch;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Prefetch {
+        self.rows.pairs_on(s, self.at, self.k, self.out, self.ahead)
+    }
+}
+
+#[test]
+fn parts_of_rows_become_pairs() {
+    const LEN: usize = 100;
+    for cpu in cpus() {
+        for count in [1, 2, 7, 8, 9, 16, 31, 32] {
+            let x = |r: usize, k: usize| number(r * 1009 + k);
+            let data: Vec<Vec<bf16>> = (0..count).map(|r| (0..LEN).map(|k| x(r, k)).collect()).collect();
+            let rows = &RowsSideBySide::new(count, |r| &data[r][..]);
+            for (at, k) in [(0, 0), (0, 2), (0, 100), (34, 6), (2, 32), (34, 66)] {
+                let expected = |p: usize, r: usize| {
+                    u32::from(x(r, at + 2 * p + 1).to_bits()) << 16 | u32::from(x(r, at + 2 * p).to_bits())
+                };
+                let lay_out = |out: &mut [u32]| {
+                    let ahead = Prefetch::of(&[0u8; 640]);
+                    let left = cpu.dispatch(Pairs { rows, at, k, out, ahead }).lines();
+                    let lanes = cpu.isa().lanes();
+                    assert_eq!(
+                        left,
+                        10usize.saturating_sub(count.div_ceil(lanes) * (k / 2 / lanes)),
+                        "a line at a time"
+                    );
+                };
+                let what = format!("{} {count} rows, {k} elements from {at} on", cpu.isa());
+                assert_laid_out([count, k / 2, PANEL], lay_out, expected, &what);
+            }
+            for (at, k) in [(1, 2), (0, 3), (36, 66), (usize::MAX - 1, 2)] {
+                let out = &mut [0; 50 * PANEL];
+                let refused =
+                    std::panic::AssertUnwindSafe(|| cpu.dispatch(Pairs { rows, at, k, out, ahead: Prefetch::NONE }));
+                assert!(std::panic::catch_unwind(refused).is_err(), "{} elements from {at} on", k);
+            }
+        }
+    }
+}
+
 /// A number of 24 bits.
 fn float(seed: usize) -> f32 {
     let low = u32::from(number(seed + 77_777_777).to_bits());
