@@ -6,8 +6,13 @@
 use super::unroll::Unrolled;
 use super::words::{self, Kernel512, Simd512};
 use super::{Kernel, MAX_LANES, Simd};
-use crate::{Cpu, Isa};
 use half::{bf16, f16};
+
+#[cfg(test)]
+mod definition;
+mod results;
+
+pub use results::emulation_differs;
 
 #[cfg(target_arch = "x86_64")]
 type Base = Unrolled<super::avx2::Avx2>;
@@ -72,9 +77,11 @@ fn dpbf16(s: Emulated, sums: &mut Floats, a: &Words, b: &Words) {
 fn flushing_fma(s: Emulated, a: Floats, b: Floats, sum: Floats) -> Floats {
     let [a, b, sum] = [flushed(s, a), flushed(s, b), flushed(s, sum)];
     let result = s.fma(a, b, sum);
-    let least = s.splat(f32::MIN_POSITIVE);
-    // What was rounded to that number may have been below it. Of such a lane no operand is so large that these overflow, and of
-    // smaller results, which are flushed either way, they decide nothing.
+    let [zero, least] = [0.0, f32::MIN_POSITIVE].map(|x| s.splat(x));
+    // What was rounded to that number may have been below it: a result 2^64 times as large tells. Where a factor is zero the
+    // other one may be of any size, so both count as zeros. Else the product is below 2^-100, since larger ones and sums
+    // are multiples of 2^-123, and each factor is below 2^26: nothing overflows.
+    let [a, b] = [s.select_ge(s.abs(b), least, a, zero), s.select_ge(s.abs(a), least, b, zero)];
     let scale = s.splat(f32::exp2(32.0));
     let scaled = s.fma(s.mul(a, scale), s.mul(b, scale), s.mul(s.mul(sum, scale), scale));
     let large = s.select_ge(s.abs(scaled), s.mul(s.mul(least, scale), scale), result, s.copysign(s.splat(0.0), result));
@@ -537,201 +544,10 @@ impl Simd512 for Emulated {
     fn pin_words(self, _a: &mut Words, _b: &mut Words, _c: &mut Words) {}
 }
 
-/// Compares the emulated instructions of `isa` with the real ones, on random operands and special ones: what differs, if
-/// anything does. Only for a machine that has them.
-///
-/// # Panics
-/// When the machine lacks them, or `isa` is a real one.
-pub fn emulation_differs(isa: Isa) -> Option<String> {
-    let [emulated, real] = [isa, isa.emulates().expect("an emulated isa")]
-        .map(|isa| Cpu::new(isa, 1, 0).expect("emulation is compared where the machine has the instructions"));
-    let mut random = Random(1);
-    (0..20_000).find_map(|_| {
-        let operands = Operands { floats: random.floats(), words: random.words(), scale: random.scale() };
-        let lanes = [&emulated, &real].map(|cpu| cpu.dispatch(LaneResults(&operands)));
-        let words = [&emulated, &real].map(|cpu| match isa.has_dot() {
-            // SAFETY: the kernel has no pointers.
-            true => unsafe { cpu.dispatch_dot(WordResults(&operands)) },
-            false => Vec::new(),
-        });
-        [lanes, words].into_iter().find_map(|[emulated, real]| {
-            assert!(emulated.len() == real.len());
-            let differs = emulated.into_iter().zip(real).find(|(emulated, real)| emulated != real)?;
-            Some(format!("{isa}: {:x?} instead of {:x?} for {operands:x?}", differs.0, differs.1))
-        })
-    })
-}
-
-#[derive(Debug)]
-struct Operands {
-    floats: [[f32; 16]; 3],
-    words: [[u32; 32]; 2],
-    /// A value in [0.5, 2) and an integral power for every lane.
-    scale: [[f32; 16]; 2],
-}
-
-struct Random(u64);
-
-impl Random {
-    fn word(&mut self) -> u32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 32) as u32
-    }
-
-    /// A bit pattern, or one of those where rules begin and end, in both halves or whole.
-    fn special(&mut self) -> u32 {
-        const HALVES: [u16; 14] =
-            [0, 0x8000, 1, 0x807F, 0x0080, 0x8080, 0x00FF, 0x3F80, 0xBF80, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0x4B00];
-        let half = |word: u32| u32::from(HALVES[word as usize % HALVES.len()]);
-        match self.word() % 8 {
-            0 => half(self.word()) << 16 | half(self.word()),
-            1 => half(self.word()) << 16 | [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF][self.word() as usize % 6],
-            // Of like size, so that sums cancel and round.
-            2 | 3 => self.word() & 0x80FF_80FF | 0x3F00_3F00,
-            // Products about the smallest normal number.
-            4 => self.word() & 0x83FF_83FF | 0x1E00_1E00,
-            _ => self.word(),
-        }
-    }
-
-    fn floats(&mut self) -> [[f32; 16]; 3] {
-        [(); 3].map(|()| [(); 16].map(|()| f32::from_bits(self.special())))
-    }
-
-    fn words(&mut self) -> [[u32; 32]; 2] {
-        [(); 2].map(|()| [(); 32].map(|()| self.special()))
-    }
-
-    fn scale(&mut self) -> [[f32; 16]; 2] {
-        let mantissa = [(); 16].map(|()| f32::from_bits(self.word() % 0x0100_0000 + 0x3F00_0000));
-        [mantissa, [(); 16].map(|()| (self.word() % 600) as f32 - 300.0)]
-    }
-}
-
-/// A result: which one it is, and its words; NaN of floats are alike.
-type Named = (&'static str, [u32; 16]);
-
-fn floats<S: Simd>(s: S, name: &'static str, v: S::F) -> Named {
-    let mut lanes = [0f32; 16];
-    // SAFETY: 16 lanes.
-    unsafe { s.store(v, lanes.as_mut_ptr()) };
-    (name, lanes.map(|lane| if lane.is_nan() { 0x7FC0_0000 } else { lane.to_bits() }))
-}
-
-/// What the methods of [`Simd`] give.
-struct LaneResults<'a>(&'a Operands);
-
-impl Kernel for LaneResults<'_> {
-    type Output = Vec<Named>;
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) -> Vec<Named> {
-        let Operands { floats: lanes, words, scale } = self.0;
-        let mut all = Vec::new();
-        // SAFETY: every pointer is to 16 lanes, or to 32 words, of which rows of a block are 16.
-        unsafe {
-            let [a, b, c] = [0, 1, 2].map(|i| s.load(lanes[i].as_ptr()));
-            let [m, i] = [0, 1].map(|i| s.load(scale[i].as_ptr()));
-            let in_range = s.max(s.splat(-125.0), s.min(s.splat(126.0), i));
-            let halves = words[0].as_ptr();
-            let pairs = s.load_pairs(halves);
-            let interleaved = s.interleave(a, b);
-            all.extend([
-                floats(s, "add", s.add(a, b)),
-                floats(s, "sub", s.sub(a, b)),
-                floats(s, "mul", s.mul(a, b)),
-                floats(s, "div", s.div(a, b)),
-                floats(s, "fma", s.fma(a, b, c)),
-                floats(s, "abs", s.abs(a)),
-                floats(s, "neg", s.neg(a)),
-                floats(s, "copysign", s.copysign(a, b)),
-                floats(s, "round", s.round(a)),
-                floats(s, "floor", s.floor(a)),
-                floats(s, "max", s.max(a, b)),
-                floats(s, "min", s.min(a, b)),
-                floats(s, "select_ge", s.select_ge(a, b, c, m)),
-                floats(s, "pow2", s.pow2(in_range)),
-                floats(s, "mul_pow2", s.mul_pow2(m, in_range)),
-                floats(s, "scale", s.scale(m, i)),
-                floats(s, "load_bf16", s.load_bf16(halves.cast())),
-                floats(s, "load_f16", s.load_f16(halves.cast())),
-                floats(s, "load_pairs, high", pairs.0),
-                floats(s, "load_pairs, low", pairs.1),
-                floats(s, "interleave, first", interleaved.0),
-                floats(s, "interleave, second", interleaved.1),
-                ("all_within", [u32::from(s.all_within(b, a, c)); 16]),
-                ("any_nan_or_inf", [u32::from(s.any_nan_or_inf(a)); 16]),
-                ("least_bf16", [u32::from(s.least_bf16(halves.cast(), 64)); 16]),
-            ]);
-            macro_rules! stored {
-                ($name:literal, $store:ident($($v:expr),*)) => {{
-                    let mut out = [0u32; 16];
-                    s.$store($($v,)* out.as_mut_ptr().cast());
-                    all.push(($name, out));
-                }};
-            }
-            stored!("narrow_f32", narrow_f32(a));
-            stored!("narrow_bf16", narrow_bf16(a));
-            stored!("narrow_f16", narrow_f16(a));
-            stored!("narrow_pairs", narrow_pairs(a, b));
-            stored!("swap_pairs", swap_pairs(halves));
-            for count in 1..=16 {
-                let rows = std::array::from_fn(|i| words[i % 2].as_ptr().wrapping_add(i / 2));
-                let mut out = [[[0u32; 16]; 16]; 2];
-                s.transpose::<false>(&rows, 1, count, out[0].as_mut_ptr().cast(), 16);
-                s.transpose::<true>(&rows, 1, count, out[1].as_mut_ptr().cast(), 16);
-                all.extend(out.into_iter().flatten().map(|row| ("transpose", row)));
-            }
-        }
-        all
-    }
-}
-
-/// What the methods of [`Simd512`] give that those of [`Simd`] are not made of, and `VDPBF16PS`.
-struct WordResults<'a>(&'a Operands);
-
-impl Kernel512 for WordResults<'_> {
-    type Output = Vec<Named>;
-    #[inline(always)]
-    unsafe fn run<S: Simd512>(self, s: S) -> Vec<Named> {
-        let Operands { floats: lanes, words, .. } = self.0;
-        // SAFETY: every pointer is to 16 lanes or 32 words, and the machine has `VDPBF16PS`.
-        unsafe {
-            let integers = |name, v: S::I| {
-                let mut out = [0u32; 16];
-                s.storeu_si512(out.as_mut_ptr(), v);
-                (name, out)
-            };
-            let [a, b] = [0, 1].map(|i| s.loadu_si512(words[i].as_ptr()));
-            let [x, y] = [0, 1].map(|i| s.load(lanes[i].as_ptr()));
-            vec![
-                integers("loadu_halves", s.loadu_halves(words[0].as_ptr(), words[1].as_ptr().add(3))),
-                integers("broadcast_i32x4", s.broadcast_i32x4(words[0].as_ptr().add(1))),
-                integers("set1_epi8", s.set1_epi8(-17)),
-                integers("set1_epi16", s.set1_epi16(-17)),
-                integers("setr_epi32", s.setr_epi32(std::array::from_fn(|i| words[0][i] as i32))),
-                integers("min_epu16", s.min_epu16(a, b)),
-                integers("sub_epi16", s.sub_epi16(a, b)),
-                integers("srli_epi16", s.srli_epi16::<4>(a)),
-                integers("unpacklo_epi8", s.unpacklo_epi8(a, b)),
-                integers("unpackhi_epi8", s.unpackhi_epi8(a, b)),
-                integers("shuffle_epi8", s.shuffle_epi8(a, b)),
-                integers("shuffle_epi32", s.shuffle_epi32::<0x6C>(a)),
-                integers("shuffle_i32x4", s.shuffle_i32x4::<0x6C>(a, b)),
-                integers("mask_blend_epi16", s.mask_blend_epi16(words[0][0], a, b)),
-                ("cmplt_epu16_mask", [s.cmplt_epu16_mask(a, b); 16]),
-                ("reduce_min_epu16", [u32::from(s.reduce_min_epu16(a)); 16]),
-                floats(s, "permutex2var_ps", s.permutex2var_ps(x, b, y)),
-                floats(s, "insertf32x8_high", s.insertf32x8_high(x, y)),
-                floats(s, "dpbf16_ps", s.dpbf16_ps(x, a, b)),
-                floats(s, "dpbf16_ps of sums", s.dpbf16_ps(s.dpbf16_ps(y, a, a), b, b)),
-            ]
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Cpu, Isa};
 
     /// `VDPBF16PS` of one pair.
     fn dot(sum: f32, a: [f32; 2], b: [f32; 2]) -> f32 {
