@@ -32,7 +32,7 @@ fn main() {
         implementation: Box::leak(Box::new(implementation)),
         goldens: Some(Box::leak(Box::new(Store::open(&root.join("goldens")).expect("the goldens open")))),
         references: Vec::new(),
-        checkpoints: Box::leak(Box::new(checkpoints)),
+        recordings: Box::leak(Box::new(checkpoints.recordings().clone())),
         machine: Box::leak(Box::new(machine::axes(isa))),
     }));
 

@@ -1996,7 +1996,7 @@ fn judged() -> Result<(), Failed> {
             implementation: device,
             goldens: None,
             references: vec![&reference],
-            checkpoints: &checkpoints,
+            recordings: checkpoints.recordings(),
             machine: &Machine::default(),
         };
         let plan = plan(&contract, device.name(), &selection);

@@ -13,11 +13,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("samebits-models", &["samebits-ops"]),
     ("samebits-goldens", &["samebits-contract"]),
     ("samebits-reports", &["samebits-contract"]),
+    ("samebits-judge", &["samebits-contract", "samebits-goldens", "samebits-reports", "samebits-schema"]),
     (
         "samebits-harness",
         &[
             "samebits-contract",
             "samebits-goldens",
+            "samebits-judge",
             "samebits-models",
             "samebits-ops",
             "samebits-reports",
@@ -35,6 +37,7 @@ const NEVER: &[(&str, &[&str])] = &[
     ("samebits-contract", &["rayon", "cudarc"]),
     ("samebits-goldens", &["rayon", "cudarc"]),
     ("samebits-reports", &["rayon", "cudarc", "half"]),
+    ("samebits-judge", &["rayon", "cudarc", "clap"]),
     ("samebits-ops", &["serde", "toml", "safetensors"]),
     ("samebits-models", &["cudarc"]),
 ];
@@ -181,7 +184,7 @@ fn an_example_is_another_project() {
 
 #[test]
 fn crates_without_unsafe_code_say_so() {
-    for member in ["schema", "contract", "goldens", "reports"] {
+    for member in ["schema", "contract", "goldens", "reports", "judge"] {
         let lib = std::fs::read_to_string(root().join(member).join("src/lib.rs")).unwrap();
         assert!(
             lib.lines().any(|line| line == "#![forbid(unsafe_code)]"),

@@ -311,7 +311,7 @@ impl Bench {
             implementation,
             goldens: Some(&self.goldens),
             references: Vec::new(),
-            checkpoints: &self.checkpoints,
+            recordings: self.checkpoints.recordings(),
             machine: &self.machine,
         }
     }

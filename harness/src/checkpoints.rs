@@ -1,18 +1,14 @@
-//! What was recorded: the models that chain cases name, folders in Hugging Face layout with a `reference.safetensors`
-//! beside the weights; and the vectors, inputs of an op with the outputs that an independent program computed.
+//! The models that chain cases name, and their answers.
 
-use crate::judge::Recorded;
 use samebits_contract::case::{Answer, Case};
-use samebits_contract::fill::Fill;
 use samebits_contract::spec::{Class, Error, find};
-use samebits_contract::table::CaseSpec;
-use samebits_contract::tensor::{DType, Tensor};
-use samebits_contract::wire::File;
+use samebits_contract::tensor::Tensor;
+use samebits_judge::recordings::Recordings;
 use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, Run, Schedule, Tripwire};
 use samebits_ops::Cpu;
 use samebits_ops::device::Device;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 /// Why there are no logits or gradients.
@@ -41,7 +37,7 @@ pub type MakeProbe = dyn Fn(&Config) -> Box<dyn Probe> + Send + Sync;
 
 /// A folder of checkpoint folders; models are loaded once and kept.
 pub struct Checkpoints {
-    dir: Option<PathBuf>,
+    recordings: Recordings,
     probe: Box<MakeProbe>,
     /// Whether gradients are shown to it too: their outputs are looked at, and to show every value costs a copy of it.
     all_shown: bool,
@@ -60,102 +56,18 @@ impl Checkpoints {
     /// says what is missing.
     pub fn new(dir: Option<PathBuf>) -> Checkpoints {
         // A value that is not finite would only be seen in the logits, if at all.
-        Checkpoints { dir, probe: Box::new(|_| Box::new(Tripwire)), all_shown: false, loaded: Arc::default() }
+        let recordings = Recordings::new(dir);
+        Checkpoints { recordings, probe: Box::new(|_| Box::new(Tripwire)), all_shown: false, loaded: Arc::default() }
     }
 
     /// The same models, whose runs on the processor, gradients too, are shown to what `probe` makes.
     pub fn with_probe(&self, probe: Box<MakeProbe>) -> Checkpoints {
-        Checkpoints { dir: self.dir.clone(), probe, all_shown: true, loaded: self.loaded.clone() }
+        Checkpoints { recordings: self.recordings.clone(), probe, all_shown: true, loaded: self.loaded.clone() }
     }
 
-    /// The folder of the model called `name`.
-    pub(crate) fn folder(&self, name: &str) -> Result<PathBuf, String> {
-        let dir = self.dir.as_ref().ok_or("no checkpoints at hand; run inside the repository or give --root")?;
-        if Path::new(name).components().count() != 1 || name.starts_with('.') {
-            return Err(format!("model `{name}`: name one folder of {}", dir.display()));
-        }
-        let folder = dir.join(name);
-        if folder.is_dir() { Ok(folder) } else { Err(format!("model `{name}`: {} is not a folder", folder.display())) }
-    }
-
-    fn reference(&self, model: &str) -> Result<File, String> {
-        let path = self.folder(model)?.join("reference.safetensors");
-        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        File::decode(&bytes).map_err(|e| format!("{}: {e}", path.display()))
-    }
-
-    /// The file of a vector, which must be one of the op and dtype of `spec`.
-    fn vector(&self, spec: &CaseSpec, name: &str) -> Result<File, String> {
-        let dir = self.dir.as_ref().ok_or("no vectors at hand; run inside the repository or give --root")?;
-        let path = dir.with_file_name("vectors").join(format!("{name}.safetensors"));
-        let wrong = |why: String| format!("{}: {why}", path.display());
-        let bytes = std::fs::read(&path).map_err(|e| wrong(e.to_string()))?;
-        let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
-        match file.metadata.get("op") {
-            Some(op) if *op == spec.op => Ok(file),
-            other => Err(wrong(format!("its op is {other:?}; the case `{}` is one of {}", spec.name, spec.op))),
-        }
-    }
-
-    /// The outputs that an independent program computed for the vector `name`, by the names and in the dtypes of the case;
-    /// those that have one dtype always stand there once.
-    ///
-    /// # Errors
-    /// What is missing, in one line.
-    pub fn expected(&self, spec: &CaseSpec, name: &str) -> Result<BTreeMap<String, Tensor>, String> {
-        let mut file = self.vector(spec, name)?;
-        let mut outputs = BTreeMap::new();
-        for output in spec.spec().outputs {
-            let dtype = spec.spec().output_dtype(output, spec.out);
-            let stored = match dtype {
-                DType::Fp32 | DType::I32 => format!("expect.{}", output.name),
-                narrow => format!("expect.{}_{narrow}", output.name),
-            };
-            let tensor = file.tensors.remove(&stored).filter(|tensor| tensor.dtype() == dtype);
-            let tensor = tensor.ok_or_else(|| format!("vectors/{name}.safetensors: no {dtype} tensor `{stored}`"))?;
-            outputs.insert(output.name.to_string(), tensor);
-        }
-        Ok(outputs)
-    }
-
-    /// The case with its inputs, of draw `seed`; recorded ones come from the checkpoint or the vector.
-    ///
-    /// # Errors
-    /// What is missing, in one line.
-    pub fn fill(&self, spec: &CaseSpec, seed: u64) -> Result<Case, String> {
-        let mut case = spec.build_seeded(seed);
-        if let Some(name) = &spec.vector {
-            let mut file = self.vector(spec, name)?;
-            file.tensors.retain(|name, _| !name.starts_with("expect."));
-            file.metadata.retain(|name, _| name != "op");
-            (case.inputs, case.params) = (file.tensors, file.metadata);
-            let dtype = spec.spec().dtype(&case);
-            if dtype != Some(spec.dtype) {
-                return Err(format!("vectors/{name}.safetensors: not of {}, as the case says", spec.dtype));
-            }
-        } else if spec.fill == Fill::Recorded && spec.spec().is_model_gradient() {
-            case.inputs = self.batches(spec)?.swap_remove(0);
-        } else if spec.fill == Fill::Recorded {
-            let mut reference = self.reference(&spec.params["model"])?;
-            let tokens =
-                reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;
-            case.inputs.insert("tokens".into(), tokens);
-        }
-        Ok(case)
-    }
-
-    /// The recorded logits that `spec` is held to.
-    ///
-    /// # Errors
-    /// What is missing, in one line.
-    pub fn recorded(&self, spec: &CaseSpec) -> Result<Recorded, String> {
-        let mut reference = self.reference(&spec.params["model"])?;
-        let mut take = |name: &str| {
-            reference.tensors.remove(name).ok_or(format!("reference.safetensors: tensor `{name}` is missing"))
-        };
-        let fp32 = take("logits.fp32")?;
-        let same_dtype = if spec.dtype == DType::Fp32 { None } else { Some(take(&format!("logits.{}", spec.dtype))?) };
-        Ok(Recorded { fp32, same_dtype })
+    /// What was recorded of them, and the vectors.
+    pub fn recordings(&self) -> &Recordings {
+        &self.recordings
     }
 
     /// Whether cases of this op are answered here.
@@ -250,7 +162,7 @@ impl Checkpoints {
         if let Some(model) = loaded.get(&key) {
             return Ok(model.clone());
         }
-        let mut model = Model::load(&self.folder(name)?, precision, cpu)?;
+        let mut model = Model::load(&self.recordings.folder(name)?, precision, cpu)?;
         if let Some(device) = device {
             model = model.to_device(cpu, &device.recording())?;
         }

@@ -1,51 +1,14 @@
-//! Gradients of the models that cases name: what is recorded of them, and the answers of our own.
+//! Gradients of the models that cases name.
 
 use crate::checkpoints::{Checkpoints, Failure};
 use samebits_contract::case::Case;
-use samebits_contract::gradients::{Recorded, inputs};
-use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::Tensor;
-use samebits_contract::wire::File;
 use samebits_models::{Batch, GradientRun, Loss, ModelError, Precision, Probe};
 use samebits_ops::Cpu;
 use samebits_schema::Call;
 use std::collections::BTreeMap;
 
 impl Checkpoints {
-    /// What is recorded for a model, in the folder `gradients` beside the checkpoints.
-    fn gradients_file(&self, spec: &CaseSpec) -> Result<File, String> {
-        let model = &spec.params["model"];
-        let folder = self.folder(model)?;
-        let beside = folder.parent().ok_or("the checkpoint has no folder above it")?;
-        let path = beside.with_file_name("gradients").join(format!("{model}.safetensors"));
-        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        File::decode(&bytes).map_err(|e| format!("{}: {e}", path.display()))
-    }
-
-    /// The inputs of every recorded batch; the first is that of the case.
-    ///
-    /// # Errors
-    /// What is missing, in one line.
-    pub fn batches(&self, spec: &CaseSpec) -> Result<Vec<BTreeMap<String, Tensor>>, String> {
-        inputs(&self.gradients_file(spec)?, loss_of(&spec.params))
-            .map_err(|why| format!("gradients/{}.safetensors: {why}", spec.params["model"]))
-    }
-
-    /// The recorded gradients that `spec` is held to.
-    ///
-    /// # Errors
-    /// What is missing or does not fit the model, in one line.
-    pub fn recorded_gradients(&self, spec: &CaseSpec) -> Result<Recorded, String> {
-        let model = &spec.params["model"];
-        let path = self.folder(model)?.join("model.safetensors");
-        let wrong = |why: String| format!("{}: {why}", path.display());
-        let bytes = std::fs::read(&path).map_err(|e| wrong(e.to_string()))?;
-        let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
-        let elements = file.tensors.into_iter().map(|(name, tensor)| (name, tensor.len())).collect();
-        Recorded::of(self.gradients_file(spec)?, loss_of(&spec.params), &elements)
-            .map_err(|why| format!("gradients/{model}.safetensors: {why}"))
-    }
-
     /// Answers a case of `chain_backward`, which `call` has the form of.
     pub(crate) fn gradients(&self, cpu: &Cpu, case: &Case, call: &Call) -> Result<BTreeMap<String, Tensor>, Failure> {
         let precision: Precision = call.word("dtype").parse()?;
@@ -115,14 +78,6 @@ fn run_of(call: &Call) -> Result<GradientRun, ModelError> {
 /// The first elements of every row of `len`, as many as its sequence is long.
 fn rows<T: Copy>(values: &[T], len: usize, lengths: &[usize]) -> Vec<Vec<T>> {
     values.chunks(len.max(1)).zip(lengths).map(|(row, &length)| row[..length].to_vec()).collect()
-}
-
-/// The loss of a case, by the name under which it is recorded.
-fn loss_of(params: &BTreeMap<String, String>) -> &str {
-    match params.get("loss").map_or("nll", String::as_str) {
-        "policy" if params.contains_key("entropy") => "policy_entropy",
-        loss => loss,
-    }
 }
 
 #[cfg(test)]

@@ -11,12 +11,11 @@ pub mod dump;
 mod examples;
 mod gradients;
 pub mod implementation;
-pub mod judge;
 pub mod machine;
 pub mod measured;
 pub mod pairs;
-pub mod probe;
-pub mod run;
 pub mod side;
 pub mod timing;
 pub mod workload;
+
+pub use samebits_judge::{judge, probe, run};

@@ -48,7 +48,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let wanted =
         |case: &CaseSpec| case.blessed() && selection.takes(case) && !(args.new && store.find(&case.name).is_some());
     for spec in contract.cases(selection.slice).filter(|case| wanted(case)) {
-        let case = checkpoints.fill(spec, 0).map_err(anyhow::Error::msg)?;
+        let case = checkpoints.recordings().fill(spec, 0).map_err(anyhow::Error::msg)?;
         let answer = implementation.run(&case);
         ensure!(answer.status == Status::Ok, "{}: {}", spec.name, answer.reason);
         let answers = if spec.kept_whole() { &mut whole } else { &mut hashed };

@@ -28,7 +28,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let spec = contract
         .case(&args.name)
         .with_context(|| format!("no case is called `{}`; `samebits list` shows their names", args.name))?;
-    let case = args.place.checkpoints().fill(spec, 0).map_err(anyhow::Error::msg)?;
+    let case = args.place.checkpoints().recordings().fill(spec, 0).map_err(anyhow::Error::msg)?;
     let mut stdout = std::io::stdout().lock();
     if args.text || stdout.is_terminal() {
         write!(stdout, "{}", readable(&case))?;

@@ -169,7 +169,7 @@ pub fn judge(args: &Args) -> Result<()> {
             implementation: implementation.as_ref(),
             goldens: store.as_ref(),
             references: references.iter().map(Box::as_ref).collect(),
-            checkpoints: &checkpoints,
+            recordings: checkpoints.recordings(),
             machine,
         })
         .collect();

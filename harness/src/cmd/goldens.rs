@@ -146,7 +146,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             let mut left_out = 0;
             let recorded = |case: &CaseSpec| case.slice <= Slice::Default && selection.takes(case);
             for spec in contract.cases(selection.slice).filter(|case| recorded(case)) {
-                let case = checkpoints.fill(spec, 0).map_err(anyhow::Error::msg)?;
+                let case = checkpoints.recordings().fill(spec, 0).map_err(anyhow::Error::msg)?;
                 let answer = implementation.run(&case);
                 match answer.status {
                     Status::Ok => drop(answers.insert(spec.name.clone(), answer.outputs)),

@@ -3,9 +3,9 @@
 //! Nothing here knows how an implementation works; it is asked cases and its answers are compared. A group of cases
 //! shares inputs, so the oracle and the base answers are computed once for all judgments of the group.
 
-use crate::checkpoints::Checkpoints;
 use crate::implementation::Implementation;
 use crate::probe::{self, Finding, Probe};
+use crate::recordings::Recordings;
 use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::compare::{self, Bound};
@@ -150,8 +150,8 @@ pub struct Judge<'a> {
     pub goldens: Option<&'a Store>,
     /// The implementations whose bits it must have, where its entry or a row names one.
     pub references: Vec<&'a dyn Implementation>,
-    /// Recorded tokens and logits of the models.
-    pub checkpoints: &'a Checkpoints,
+    /// Recorded tokens and logits of the models, and the vectors.
+    pub recordings: &'a Recordings,
     /// What the axes can vary on this machine.
     pub machine: &'a Machine,
 }
@@ -227,7 +227,7 @@ impl Judge<'_> {
     }
 
     fn base(&self, spec: &CaseSpec) -> Result<Base, String> {
-        let case = self.checkpoints.fill(spec, self.machine.seed)?;
+        let case = self.recordings.fill(spec, self.machine.seed)?;
         let mut answer = self.implementation.run(&case);
         if let (Status::Ok, Err(reason)) = (answer.status, complete(spec, &answer)) {
             answer = Answer { kernel: answer.kernel, ..Answer::error(reason) };
@@ -356,7 +356,7 @@ impl Judge<'_> {
         let Some(Bound::Chain(bound)) = bound else {
             return Outcome::error(format!("row set `{}` has no chain bound for {}", self.rows, trial.case.dtype));
         };
-        let recorded = match self.checkpoints.recorded(trial.case) {
+        let recorded = match self.recordings.recorded(trial.case) {
             Ok(recorded) => recorded,
             Err(reason) => return Outcome::untested(reason),
         };
@@ -380,9 +380,9 @@ impl Judge<'_> {
         let Some(Bound::Gradient(bound)) = bound else {
             return Outcome::error(format!("row set `{}` has no gradient bound for {}", self.rows, trial.case.dtype));
         };
-        let recorded = self.checkpoints.recorded_gradients(trial.case);
+        let recorded = self.recordings.recorded_gradients(trial.case);
         let (recorded, batches) =
-            match recorded.and_then(|recorded| Ok((recorded, self.checkpoints.batches(trial.case)?))) {
+            match recorded.and_then(|recorded| Ok((recorded, self.recordings.batches(trial.case)?))) {
                 Ok(both) => both,
                 Err(reason) => return Outcome::untested(reason),
             };
@@ -588,7 +588,7 @@ impl Judge<'_> {
         }
         let blessed = self.goldens.is_some_and(|store| store.find(&trial.case.name).is_some());
         if let (Some(vector), false) = (&trial.case.vector, blessed) {
-            return match self.checkpoints.expected(trial.case, vector) {
+            return match self.recordings.expected(trial.case, vector) {
                 Ok(outputs) => Outcome::of(match differs(trial, &Answer::ok("", outputs), &base.answer) {
                     None => Verdict::Pass,
                     Some(mut evidence) => {
@@ -781,12 +781,4 @@ fn complete(case: &CaseSpec, answer: &Answer) -> Result<(), String> {
         Some(extra) => Err(format!("the answer has `{extra}`, which {} does not return", case.op)),
         None => Ok(()),
     }
-}
-
-/// Logits recorded beside a checkpoint.
-pub struct Recorded {
-    /// The reference.
-    pub fp32: Tensor,
-    /// The recorded run in the case's own dtype, when it is not the reference itself.
-    pub same_dtype: Option<Tensor>,
 }
