@@ -963,7 +963,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 44] = [
+const MUTANTS: [Mutant; 45] = [
     Mutant {
         name: "gradient_of_keys_without_barrier",
         change: Change {
@@ -1045,6 +1045,16 @@ const MUTANTS: [Mutant; 44] = [
         },
         shapes: "gemm_skinny",
         says: "races with a",
+    },
+    Mutant {
+        name: "vote_in_the_place_of_a_barrier",
+        change: Change {
+            file: "attention.cu",
+            from: "hidden = __any_sync(WHOLE_WARP, hidden);\n        __syncwarp();",
+            to: "hidden = __any_sync(WHOLE_WARP, hidden);",
+        },
+        shapes: "attention",
+        says: "races with a write",
     },
     Mutant {
         name: "copy_not_waited_for",

@@ -1,4 +1,5 @@
-//! `impls/pure`, a program in another language, gives the bits of the vectors and of the built-in ops.
+//! What is written in Python without a library: `impls/pure`, a program in another language, gives the bits of the vectors and of the
+//! built-in ops; `ci/isas` knows which tests an instruction set has not seen.
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use samebits_contract::case::{Answer, Case, Config, Status};
@@ -49,6 +50,7 @@ fn main() {
         trial(format!("same_as_ours::{op}"), Box::new(move || same_as_ours(op)));
     }
     trial("refusals".into(), Box::new(refusals));
+    trial("tests_that_an_instruction_set_has_not_seen".into(), Box::new(unseen_tests));
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
@@ -215,4 +217,68 @@ fn refusals() -> Result<(), Failed> {
         }
     }
     Ok(())
+}
+
+/// `ci/isas` in a repository of its own: all tests before a green run is recorded, none after it, and then those of what changed.
+fn unseen_tests() -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let at = |path: &str| folder.path().join(path);
+    let output = |program: &str, arguments: &[&str]| -> Result<String, Failed> {
+        let output = Command::new(program).args(arguments).current_dir(folder.path()).output()?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        match output.status.success() {
+            true => Ok(said),
+            false => Err(format!("{program} {arguments:?}: {said}{}", String::from_utf8_lossy(&output.stderr)).into()),
+        }
+    };
+    let commit = || {
+        output("git", &["add", "-A"])?;
+        let name = ["-c", "user.name=test", "-c", "user.email=test@example.org"];
+        output("git", &[&name[..], &["commit", "-q", "-m", "a change"]].concat())
+    };
+    let isas = |arguments: &[&str]| output("ci/isas", arguments);
+    for path in ["ci", "ops/src", "ops/tests/ops", "tests/vectors"] {
+        std::fs::create_dir_all(at(path))?;
+    }
+    std::fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("../ci/isas"), at("ci/isas"))?;
+    for path in ["ops/src/kernel.rs", "ops/tests/ops/page.rs", "tests/vectors/a.safetensors", "README.md"] {
+        std::fs::write(at(path), "before")?;
+    }
+    output("git", &["init", "-q"])?;
+    commit()?;
+    let all = "--lib\n--test ops\n--test vectors\n";
+    let here = isas(&[])?;
+    let real =
+        here.lines().next().and_then(|line| line.strip_prefix("instruction sets here: ")).ok_or("a first line")?;
+    let green = format!("instruction sets: {real} (real)");
+    if real == "scalar" {
+        // Nothing but scalar code: its tests are no others than everywhere.
+        return if isas(&["--first"])? == "\n" { Ok(()) } else { Err("nothing to see first".into()) };
+    }
+    if isas(&["--first"])? != all || !here.contains("avx2: no green run is recorded; changed since: --lib, --test ops")
+    {
+        return Err(here.into());
+    }
+    // What is not committed has not been seen by a commit.
+    std::fs::write(at("ops/src/kernel.rs"), "after")?;
+    if !isas(&["--seen", &green])?.contains("nothing recorded") || isas(&["--first"])? != all {
+        return Err("a change that is not committed was recorded".into());
+    }
+    commit()?;
+    isas(&["--seen", &green])?;
+    commit()?;
+    if isas(&["--first"])? != "\n" || !isas(&[])?.contains("changed since: no test") {
+        return Err(isas(&[])?.into());
+    }
+    for (path, first) in [("README.md", "\n"), ("ops/tests/ops/page.rs", "--test ops\n"), ("ops/src/kernel.rs", all)] {
+        std::fs::write(at(path), "later")?;
+        if isas(&["--first"])? != first {
+            return Err(format!("{path}: {}", isas(&["--first"])?).into());
+        }
+    }
+    // A set that the tests did not run on, although the system says that it is here.
+    match isas(&["--seen", "instruction sets: scalar (real)"]) {
+        Err(error) if error.message().is_some_and(|said| said.contains("mend FLAGS")) => Ok(()),
+        other => Err(format!("{other:?}").into()),
+    }
 }

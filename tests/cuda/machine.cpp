@@ -187,7 +187,8 @@ static void give_results(Fiber *warp) {
         if (operation == "shuffle") from = warp[lane].argument & 31;
         warp[lane].result = operation == "ballot" ? any : warp[from].value;
         warp[lane].state = RUNS;
-        warp[lane].warp_epoch++;
+        // Votes and shuffles exchange their own value; what lanes wrote to memory only a barrier orders.
+        if (operation == "warp barrier") warp[lane].warp_epoch++;
     }
 }
 

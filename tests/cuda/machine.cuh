@@ -5,7 +5,7 @@
 // barrier, or at an operation of its warp. What a GPU would leave undefined is an error here, with the kernel, block
 // and thread:
 //   - an access outside of an allocation, or to bytes that nobody has written;
-//   - two accesses to the same bytes, one of them a write, by threads that no barrier separates;
+//   - two accesses to the same bytes, one of them a write, by threads that no barrier separates (votes and shuffles are none);
 //   - a barrier that not every thread reaches, lanes of a warp at different operations;
 //   - a copy that is read before it was waited for; a 16-byte access to an address that is no multiple of 16.
 // Arithmetic is the host's: compiled without contraction, each operation rounds once, to nearest even.

@@ -326,8 +326,10 @@ DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const 
             store16(weights + (key - first) * 4, make_uint4(__float_as_uint(w[0]), __float_as_uint(w[1]),
                                                             __float_as_uint(w[2]), __float_as_uint(w[3])));
         }
-        // Where every key counts for every row nobody has to look.
+        // Where every key counts for every row nobody has to look. A vote orders no memory: other lanes' weights and places are there
+        // behind the barrier.
         hidden = __any_sync(WHOLE_WARP, hidden);
+        __syncwarp();
 
         float sums[4][4], l[4];
 #pragma unroll

@@ -37,7 +37,7 @@ const TOKENS: usize = 1024;
 /// Tiles of dy that pass over a panel, at most.
 const TILES: usize = 8;
 /// From here on every f32 is a multiple of 2^-126.
-const WHOLE: f32 = 1.0 / (1u128 << 103) as f32;
+pub(super) const WHOLE: f32 = 1.0 / (1u128 << 103) as f32;
 
 /// Dimensions of `x[T,K], dy[T,N] -> dw[N,K]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

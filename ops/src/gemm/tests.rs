@@ -268,6 +268,17 @@ fn small_operands_are_not_flushed() {
     }
 }
 
+/// Products below the smallest number in all eight segments make sums of -0. What fills the last pair of an odd k up leaves them.
+#[test]
+fn an_odd_end_leaves_minus_zero() {
+    let tiny = bf16::from_f32(2f32.powi(-100));
+    for [m, n] in [[1, 33], [3, 5], [24, 40]] {
+        let (size, x, w) = ([m, n, 127], vec![-tiny; m * 127], vec![tiny; n * 127]);
+        assert!(product(size, &x, &w).iter().all(|sum| sum.to_bits() == 0x8000_0000));
+        check::<_, f32>(&Isa::of_machine().collect::<Vec<_>>(), size, &x, &w, None);
+    }
+}
+
 /// Panels of ordinary columns say so: their products are left to `VDPBF16PS`.
 #[test]
 fn the_gradient_of_ordinary_operands_takes_no_slow_path() {

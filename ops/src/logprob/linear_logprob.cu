@@ -71,6 +71,8 @@ KERNEL(256, 4) linear_logprob_add(GLOBAL(const float) logits, GLOBAL(const int) 
     least = -largest_of_warp(-least);
     bad = __any_sync(WHOLE_WARP, bad);
     store_eight<float>(lanes, sums);
+    // All lanes have read the facts of the tile before: votes and shuffles order no memory.
+    __syncwarp();
     if (lane == 0) {
         facts[0] = n;
         facts[1] = least;

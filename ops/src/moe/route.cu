@@ -27,6 +27,8 @@ DEVICE int take_largest(SHARED_POINTER(unsigned) ranks, int count) {
         take_better(best, place, rank, static_cast<unsigned>(i));
     }
     best_of_warp(best, place);
+    // All lanes have read their ranks: shuffles order no memory.
+    __syncwarp();
     if (threadIdx.x == 0) ranks[place] = 0u;
     __syncwarp();
     return static_cast<int>(place);

@@ -649,6 +649,28 @@ mod tests {
         assert!(otherwise > 20, "{otherwise}");
     }
 
+    /// A product by the reciprocal is as near to the quotient as [`HALF_AND_FOUR`] allows for, wherever all three are normal.
+    #[test]
+    fn a_product_by_the_reciprocal_is_near_to_the_quotient() {
+        let (mut state, mut most, mut count) = (5u64, 0, 0);
+        let mut number = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            f32::from_bits((state >> 33) as u32)
+        };
+        for _ in 0..4_000_000 {
+            let (w, divisor) = (number(), number());
+            let (quotient, product) = (w / divisor, w * (1.0 / divisor));
+            if [w, divisor, 1.0 / divisor, quotient, product].iter().all(|x| x.is_normal()) {
+                most = most.max(quotient.to_bits().abs_diff(product.to_bits()));
+                count += 1;
+            }
+        }
+        assert!(
+            count > 1_000_000 && (1..=3).contains(&most) && 0x8000 + most < HALF_AND_FOUR as u32,
+            "{most} of {count}"
+        );
+    }
+
     /// One quotient among many lies so near to a half that all are divided, wherever it stands.
     #[test]
     fn one_quotient_of_many_is_near_to_a_half() {

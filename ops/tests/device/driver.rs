@@ -1,5 +1,5 @@
 //! The CUDA driver over a library that stands for libcuda (`cuda.c`): it queues copies and kernels until the stream is
-//! waited for, as a GPU may, and counts what is live. So what depends on the order of host and device fails here every
+//! waited for, as a GPU may, counts what is live and refuses what is not. So what depends on the order of host and device fails here every
 //! time, and on a GPU rarely.
 //!
 //! The library must be found when a process starts, so each test runs itself again with it.
@@ -119,7 +119,9 @@ fn a_dropped_device_leaves_nothing_behind() {
             drop(device.upload("test", &[1f32; 64]).unwrap());
             assert!(count("memory") > 0 && count("modules") > 0 && count("contexts") == 1 && count("queued") > 0);
             drop(device);
-            for kind in ["memory", "host", "modules", "streams", "events", "graphs", "execs", "contexts", "torn"] {
+            for kind in
+                ["memory", "host", "modules", "streams", "events", "graphs", "execs", "contexts", "torn", "refused"]
+            {
                 assert_eq!(count(kind), 0, "{kind}, panics: {panics}");
             }
         }

@@ -627,6 +627,8 @@ impl Driver for Cuda {
         let (start, end) = (Event::new(self)?, Event::new(self)?);
         start.record()?;
         Ok(Box::new(move || {
+            // The events themselves: of `start.1` alone the closure would hold a copy, and the event would end with this function.
+            let (start, end) = (&start, &end);
             self.current()?;
             end.record()?;
             self.finish()?;

@@ -1,6 +1,7 @@
 //! Tiles against plain chains: NaN stands around all that they may read, and nothing else of what they write to changes.
 
 use super::*;
+use crate::gemm::gemm_dw::WHOLE;
 use crate::gemm::tests::{number, plain};
 use crate::pack::dictionary::Form;
 use crate::pack::dictionary::tests::packed;
@@ -531,17 +532,17 @@ fn blocks_of_too_little_are_refused() {
     }
 }
 
-/// Two products by `VDPBF16PS`.
-struct Dot([u32; 2]);
+/// A sum and two products by `VDPBF16PS`.
+struct Dot(f32, [u32; 2]);
 
 impl Kernel512 for Dot {
     type Output = f32;
     #[inline(always)]
     unsafe fn run<S: Simd512>(self, s: S) -> f32 {
-        let [a, b] = self.0.map(|word| s.set1_epi32(word as i32));
+        let [a, b] = self.1.map(|word| s.set1_epi32(word as i32));
         let mut sums = [0f32; 16];
         // SAFETY: the machine has the instruction, by the caller's promise; there are 16 sums.
-        unsafe { s.store(s.dpbf16_ps(s.splat(0.0), a, b), sums.as_mut_ptr()) };
+        unsafe { s.store(s.dpbf16_ps(s.splat(self.0), a, b), sums.as_mut_ptr()) };
         sums[0]
     }
 }
@@ -566,8 +567,51 @@ fn dots_are_exact_as_long_as_nothing_is_flushed() {
             let [high, low] = [1.0 + power(-7), 1.0].map(bf16::from_f32);
             let factor = bf16::from_f32(power(exponent));
             // SAFETY: the machine has the instruction; the kernel has no pointers.
-            unsafe { cpu.dispatch_dot(Dot([pair(high, -low), pair(factor, factor)])) }
+            unsafe { cpu.dispatch_dot(Dot(0.0, [pair(high, -low), pair(factor, factor)])) }
         };
         assert_eq!((sum(-119), sum(-120)), (power(-126), 0.0), "{}", cpu.isa());
+    }
+}
+
+/// Chains of operands down to the least that [`dot_is_exact`] lets through, from sums that a gradient may go on from: each pair is
+/// two fused multiply-adds, to the bit.
+#[test]
+fn dots_of_exact_operands_are_fused_steps() {
+    let mut state = 7u64;
+    let mut word = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    };
+    for cpu in cpus(Isa::has_dot) {
+        let mut small = 0;
+        for chain in 0..20_000 {
+            let left = (word() % 141) as i32 - 126;
+            let least = [left, -112 - left];
+            assert!(dot_is_exact(2f32.powi(least[0]), 2f32.powi(least[1])));
+            let mut operand = |least: i32| match word() % 64 {
+                0 => bf16::from_bits(word() as u16 & 0x8000),
+                1 => bf16::from_bits(word() as u16 & 0x8000 | 0x7F80),
+                _ => bf16::from_bits(word() as u16 & 0x807F | ((least + (word() % 4) as i32 + 127) as u16) << 7),
+            };
+            let mut operands: [[bf16; 4]; 8] = std::array::from_fn(|_| [0, 1, 0, 1].map(|side| operand(least[side])));
+            // Every other pair cancels all but its last bits.
+            for [a, b, c, d] in operands.iter_mut().step_by(2).filter(|[_, b, ..]| b.is_normal()) {
+                (*c, *d) = (-*a, bf16::from_bits(b.to_bits() ^ 1));
+            }
+            // Nothing, or a number no smaller than those that are gone on from, of like size.
+            let first = WHOLE.to_bits() + (word() & 0x007F_FFFF) | word() & 0x8000_0000;
+            let mut sum = [0.0, -0.0, f32::from_bits(first), WHOLE][chain % 4];
+            for [a, b, c, d] in operands {
+                let fused = a.to_f32().mul_add(b.to_f32(), sum);
+                let fused = c.to_f32().mul_add(d.to_f32(), fused);
+                // SAFETY: the machine has the instruction; the kernel has no pointers.
+                let dot = unsafe { cpu.dispatch_dot(Dot(sum, [pair(a, c), pair(b, d)])) };
+                let alike = dot.to_bits() == fused.to_bits() || dot.is_nan() && fused.is_nan();
+                assert!(alike, "{}: {dot:e} instead of {fused:e} of {sum:e} and {a} * {b}, {c} * {d}", cpu.isa());
+                small += u32::from(fused.abs() < 2f32.powi(-118));
+                sum = fused;
+            }
+        }
+        assert!(small > 500, "sums near the smallest normal number: {small}");
     }
 }
