@@ -4,14 +4,19 @@
 //! all of them.
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use proptest::strategy::{Strategy, ValueTree};
+use proptest::test_runner::TestRunner;
 use samebits_contract::record::Record;
+use samebits_contract::spec::{self, Class, Spec};
 use samebits_contract::table::{Contract, Slice};
 use samebits_contract::verdict::Verdict;
 use samebits_goldens::Store;
 use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
-use samebits_harness::judge::{Judge, Selection, plan};
+use samebits_harness::judge::{Judge, Selection, hold, plan};
 use samebits_harness::machine;
+use samebits_judge::strategies;
 use samebits_ops::{Cpu, Isa};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -53,11 +58,39 @@ fn main() {
     trials.sort_by_key(|(index, _)| *index);
     let mut trials: Vec<Trial> = trials.into_iter().map(|(_, trial)| trial).collect();
     let planned = trials.len();
+    trials.extend(random_calls(contract, judge.implementation));
     trials.push(Trial::test("something_is_planned", move || match planned {
         0 => Err("the contract asks nothing of ours/cpu".into()),
         _ => Ok(()),
     }));
     libtest_mimic::run(&arguments, trials).exit();
+}
+
+/// Calls that are no cases of the contract, by the strategies that other projects test with: those raise no alarm where the
+/// ops are right, and say something of every op.
+fn random_calls(contract: &'static Contract, ours: &'static dyn Implementation) -> Vec<Trial> {
+    let ops = spec::all().iter().filter(|spec| spec.class != Class::Chain);
+    let calls = |spec: &'static Spec| {
+        let mut runner = TestRunner::deterministic();
+        let pairs = spec.dtypes().iter().flat_map(|dtype| spec.outs().iter().map(move |out| (*dtype, *out)));
+        let mut passed = 0;
+        for (dtype, out) in pairs {
+            let strategy = strategies::calls(spec.name, dtype, out);
+            for _ in 0..24 {
+                let case = strategy.new_tree(&mut runner).map_err(|e| e.to_string())?.current();
+                match hold(contract, ours, &case) {
+                    Verdict::Pass => passed += 1,
+                    verdict if verdict.is_red() => {
+                        let shapes: Vec<_> = case.inputs.iter().map(|(name, x)| (name, x.dtype(), x.shape())).collect();
+                        return Err(format!("{dtype} -> {out} {:?} {shapes:?}: {verdict:?}", case.params).into());
+                    }
+                    _ => {}
+                }
+            }
+        }
+        if passed > 0 { Ok(()) } else { Err(Failed::from("nothing was compared")) }
+    };
+    ops.map(|spec| Trial::test(format!("random_calls::{}", spec.name), move || calls(spec))).collect()
 }
 
 /// Whether a process would be started for a case beyond the small ones. A start takes 6 ms on a virtual machine, a quarter of

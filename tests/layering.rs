@@ -182,6 +182,19 @@ fn an_example_is_another_project() {
     assert!(!fetched.iter().any(|name| name.starts_with("candle")), "{fetched:?}");
 }
 
+/// What the documents show of a gate for a Rust function is what a test of samebits-judge runs.
+#[test]
+fn the_gate_that_is_shown_is_run() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).expect(path);
+    let test = read("judge/tests/rms_norm.rs");
+    let main =
+        &test[test.find("fn main() {").expect("it has a main")..test.find("\nmod mine").expect("and a function")];
+    for document in ["README.md", "judge/README.md", "docs/GATE.md"] {
+        assert!(read(document).contains(main), "{document} lacks\n{main}");
+    }
+    assert!(main.lines().count() <= 10, "{main}");
+}
+
 #[test]
 fn crates_without_unsafe_code_say_so() {
     for member in ["schema", "contract", "goldens", "reports", "judge"] {

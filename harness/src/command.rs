@@ -83,8 +83,8 @@ pub struct Called {
     pub program: PathBuf,
     /// What stands behind the program's name.
     pub arguments: Vec<OsString>,
-    /// The folder that is read for a repository where none is at hand: contract/, goldens/, tests/checkpoints/ and
-    /// tests/vectors/.
+    /// The folder that is read for a repository where none is at hand: contract/, goldens/ and
+    /// tests/checkpoints/.
     pub repository: Option<PathBuf>,
 }
 

@@ -2,7 +2,7 @@
 
 use samebits_contract::axis::Machine;
 use samebits_contract::table::Slice;
-pub use samebits_judge::machine::{axes_of, cores, of_slice, processor, threads};
+pub use samebits_judge::machine::{axes_of, of_slice, processor, threads};
 use samebits_ops::Isa;
 use std::collections::BTreeMap;
 
@@ -35,13 +35,9 @@ pub fn axes(base: Isa) -> Machine {
 pub fn facts() -> BTreeMap<String, String> {
     let names = |isas: Vec<Isa>| isas.into_iter().map(Isa::name).collect::<Vec<_>>().join(" ");
     let (emulated, real): (Vec<Isa>, Vec<Isa>) = Isa::of_machine().partition(|isa| isa.emulates().is_some());
-    let mut facts = BTreeMap::from([
-        ("cores".to_string(), cores().to_string()),
-        ("cpu".to_string(), processor()),
-        ("isas".to_string(), names(real)),
-        ("rustc".to_string(), TOOLCHAIN.to_string()),
-        ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
-    ]);
+    let mut facts = samebits_judge::machine::facts();
+    facts.insert("isas".to_string(), names(real));
+    facts.insert("rustc".to_string(), TOOLCHAIN.to_string());
     if !emulated.is_empty() {
         facts.insert("isas-emulated".to_string(), names(emulated));
     }

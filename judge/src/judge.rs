@@ -12,8 +12,8 @@ use samebits_contract::compare::{self, Bound};
 use samebits_contract::fill::Fill;
 use samebits_contract::gradients::GradientMeasure;
 use samebits_contract::record::{Judgment, Measure, Record, SCHEMA, Spread};
-use samebits_contract::spec::{Class, References};
-use samebits_contract::table::{CaseSpec, Contract, Exception, Row, Slice};
+use samebits_contract::spec::{self, Class, References};
+use samebits_contract::table::{self, CaseSpec, Contract, Exception, Row, Slice};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::verdict::{Evidence, Verdict};
 use samebits_goldens::{Store, Verified};
@@ -780,5 +780,52 @@ fn complete(case: &CaseSpec, answer: &Answer) -> Result<(), String> {
     match answer.outputs.keys().find(|name| !outputs.iter().any(|output| output.name == name.as_str())) {
         Some(extra) => Err(format!("the answer has `{extra}`, which {} does not return", case.op)),
         None => Ok(()),
+    }
+}
+
+/// Judges the answer to a call that is no case of the contract against the f64 oracle, within the bounds of its op's class in
+/// the default row set. Shares and percentiles are left out: they say nothing of a few elements. Where f32 may overflow on the
+/// way to every element, nothing is claimed, and the verdict is `unsupported`.
+pub fn hold(contract: &Contract, implementation: &dyn Implementation, case: &Case) -> Verdict {
+    let error = |reason: String| Verdict::Error { reason };
+    let Some(spec) = spec::find(&case.op) else { return error(format!("op `{}`: no oracle knows it", case.op)) };
+    let references = match spec.oracle(case) {
+        Ok(references) => references,
+        Err(e) => return error(format!("the oracle refuses the call: {}", e.reason())),
+    };
+    let answer = implementation.run(case);
+    match answer.status {
+        Status::Ok => {}
+        Status::Unsupported => return Verdict::Unsupported { reason: answer.reason },
+        Status::Error => return error(answer.reason),
+    }
+    let dtype = spec.dtype(case).unwrap_or(case.out);
+    let mut compared = false;
+    for output in spec.outputs {
+        if references[output.name].condition.iter().all(|condition| *condition == f64::INFINITY) {
+            continue;
+        }
+        compared = true;
+        let Some(found) = answer.outputs.get(output.name) else {
+            return error(format!("the answer lacks `{}`", output.name));
+        };
+        let out = spec.output_dtype(output, case.out);
+        let (rows, narrow) = (contract.default_rows(), table::narrower(dtype, out));
+        let threshold = contract.threshold(rows, spec.class, spec.direction(), narrow, Judgment::Accuracy);
+        // Integers have none: they are right or wrong.
+        let mut bound = threshold.map_or(Bound::Bits, |threshold| threshold.bound);
+        if let Bound::Ulp { p99_ulp, correctly_rounded, .. } = &mut bound {
+            (*p99_ulp, *correctly_rounded) = (None, None);
+        }
+        let (_, evidence) = compare::accuracy(output.name, out, found, &references[output.name], &bound);
+        if let Some(evidence) = evidence {
+            return Verdict::Fail(evidence);
+        }
+    }
+    match compared {
+        true => Verdict::Pass,
+        false => {
+            Verdict::Unsupported { reason: "f32 may overflow on the way: nothing is claimed of the outputs".into() }
+        }
     }
 }

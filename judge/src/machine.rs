@@ -1,7 +1,8 @@
-//! Facts of this machine: what the axes can vary.
+//! Facts of this machine: what the axes can vary, and what a report says about where it was made.
 
 use samebits_contract::axis::Machine;
 use samebits_contract::table::{Implementation, Slice};
+use std::collections::BTreeMap;
 
 /// What the axes can vary for a program, as its entry says.
 pub fn axes_of(entry: &Implementation) -> Machine {
@@ -39,4 +40,13 @@ pub fn processor() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     name.map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}
+
+/// What `run.json` keeps about the machine.
+pub fn facts() -> BTreeMap<String, String> {
+    BTreeMap::from([
+        ("cores".to_string(), cores().to_string()),
+        ("cpu".to_string(), processor()),
+        ("os".to_string(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
+    ])
 }

@@ -10,6 +10,9 @@ use samebits_contract::wire::File;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+/// The vectors that this crate was built with, by name.
+static VECTORS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/vectors.rs"));
+
 /// Logits recorded beside a checkpoint.
 pub struct Recorded {
     /// The reference.
@@ -25,8 +28,8 @@ pub struct Recordings {
 }
 
 impl Recordings {
-    /// Those of the checkpoints in `dir`, and the vectors in the folder `vectors` beside it; with `None`, every case that
-    /// needs one says what is missing.
+    /// Those of the checkpoints in `dir`; with `None`, every case that needs one says what is missing. Vectors are those in
+    /// the folder `vectors` beside it, and where that has none of a name, those that this crate was built with.
     pub fn new(dir: Option<PathBuf>) -> Recordings {
         Recordings { dir }
     }
@@ -52,10 +55,15 @@ impl Recordings {
 
     /// The file of a vector, which must be one of the op and dtype of `spec`.
     fn vector(&self, spec: &CaseSpec, name: &str) -> Result<File, String> {
-        let dir = self.dir.as_ref().ok_or("no vectors at hand; run inside the repository or give --root")?;
-        let path = dir.with_file_name("vectors").join(format!("{name}.safetensors"));
-        let wrong = |why: String| format!("{}: {why}", path.display());
-        let bytes = std::fs::read(&path).map_err(|e| wrong(e.to_string()))?;
+        let path = self.dir.as_ref().map(|dir| dir.with_file_name("vectors").join(format!("{name}.safetensors")));
+        let path = path.filter(|path| path.exists());
+        let place = path.as_ref().map_or(format!("vector `{name}`"), |path| path.display().to_string());
+        let wrong = |why: String| format!("{place}: {why}");
+        let built_in = || VECTORS.iter().find(|(known, _)| *known == name).map(|(_, bytes)| bytes.to_vec());
+        let bytes = match &path {
+            Some(path) => std::fs::read(path).map_err(|e| wrong(e.to_string()))?,
+            None => built_in().ok_or_else(|| wrong("there is no such vector".into()))?,
+        };
         let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
         match file.metadata.get("op") {
             Some(op) if *op == spec.op => Ok(file),
