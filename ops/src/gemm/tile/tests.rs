@@ -599,7 +599,7 @@ fn dots_of_exact_operands_are_fused_steps() {
                 (*c, *d) = (-*a, bf16::from_bits(b.to_bits() ^ 1));
             }
             // Nothing, or a number no smaller than those that are gone on from, of like size.
-            let first = WHOLE.to_bits() + (word() & 0x007F_FFFF) | word() & 0x8000_0000;
+            let first = (WHOLE.to_bits() + (word() & 0x007F_FFFF)) | word() & 0x8000_0000;
             let mut sum = [0.0, -0.0, f32::from_bits(first), WHOLE][chain % 4];
             for [a, b, c, d] in operands {
                 let fused = a.to_f32().mul_add(b.to_f32(), sum);

@@ -116,7 +116,7 @@ fn to_f16(x: f32) -> u32 {
     let power = ((magnitude.to_bits() >> 52) as i32 - 1023).max(-14);
     let steps = (magnitude / f64::from(power - 10).exp2()).round_ties_even() as u32;
     // 1024 steps begin an exponent, 2048 are the next one.
-    sign | (((power + 14) as u32) << 10) + steps
+    sign | ((((power + 14) as u32) << 10) + steps)
 }
 
 /// A bf16 or an f16 as f32.
@@ -221,7 +221,7 @@ fn words(operands: &Operands) -> Vec<Named> {
     let unpacked = |name, bits: usize, high: usize| {
         let in_quarter = 128 / bits;
         let at = |i: usize| i / in_quarter * in_quarter + high * in_quarter / 2 + i % in_quarter / 2;
-        let all = |i: usize| unit(if i % 2 == 0 { a } else { b }, bits, at(i));
+        let all = |i: usize| unit(if i.is_multiple_of(2) { a } else { b }, bits, at(i));
         let word = |i: usize| match bits {
             64 => (all(i / 2) >> (32 * (i % 2))) as u32,
             _ => (0..32 / bits).fold(0, |word, part| word | (all(i * 32 / bits + part) as u32) << (bits * part)),
@@ -254,7 +254,7 @@ fn words(operands: &Operands) -> Vec<Named> {
         by_word("slli_epi32", &|a, _| (u64::from(a) * 32) as u32),
         by_word("srli_epi32", &|a, _| a / 32),
         by_half("srli_epi16", &|a, _| a / 32),
-        by_word("rol_epi32", &|a, _| a << 5 | a >> 27),
+        by_word("rol_epi32", &|a, _| a.rotate_left(5)),
         unpacked("unpacklo_epi8", 8, 0),
         unpacked("unpackhi_epi8", 8, 1),
         unpacked("unpacklo_epi32", 32, 0),
