@@ -234,6 +234,12 @@ fn a_sweep_goes_on_by_itself() {
     green(&output);
     let run: Run = serde_json::from_slice(&std::fs::read(out.join("run.json")).unwrap()).unwrap();
     assert!(run.complete && run.plan.attempts.len() == 1, "it was not resumed");
+    // It says how much of the first attempt stands.
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let said = stderr.lines().find_map(|line| line.strip_prefix("resumed: ")?.strip_suffix(" records are kept"));
+    let (kept, all) = said.and_then(|said| said.split_once(" of ")).unwrap_or_else(|| panic!("{stderr}"));
+    let [kept, all] = [kept, all].map(|count| count.parse::<usize>().unwrap());
+    assert!(kept > 0 && kept < all && all == run.planned, "{stderr}");
     let csv = std::fs::read_to_string(out.join("records.csv")).unwrap();
     let records = std::fs::read_to_string(out.join("records.jsonl")).unwrap();
     assert_eq!(csv.lines().count(), records.lines().count() + 1);

@@ -67,6 +67,10 @@ pub struct Answer {
     pub smallest_budget: Option<usize>,
     /// The layout its inputs were brought into, where one was asked for; empty when it was not.
     pub layout: String,
+    /// The number of threads it ran on, where one was asked for and kept to.
+    pub threads: Option<usize>,
+    /// The workspace limit in bytes that it kept to, where one was asked for.
+    pub budget: Option<usize>,
     /// The number of the request it answers, where it says so.
     pub id: Option<u64>,
 }
@@ -90,6 +94,13 @@ impl Answer {
     fn empty(status: Status, reason: String) -> Answer {
         let (kernel, plan, layout) = (String::new(), String::new(), String::new());
         let (outputs, ledger) = (BTreeMap::new(), BTreeMap::new());
-        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget: None, layout, id: None }
+        let (smallest_budget, threads, budget, id) = (None, None, None, None);
+        Answer { status, reason, kernel, outputs, plan, ledger, smallest_budget, layout, threads, budget, id }
+    }
+
+    /// The answer of what ran under all settings of `config`, which it says.
+    pub fn under(self, config: &Config) -> Answer {
+        let layout = config.layout.clone().unwrap_or_default();
+        Answer { layout, threads: config.threads, budget: config.budget, ..self }
     }
 }

@@ -94,7 +94,7 @@ pub fn bits(
         return refuse(format!("{output}: nothing was compared ({} rows of {inner} elements)", rows.len()));
     }
     let dtype = found.dtype();
-    let (mut first, mut count) = (None, 0);
+    let (mut first, mut count, mut odd_nans) = (None, 0, 0);
     let (wanted, had) = (expected.elements(), found.elements());
     for &(base, variant) in rows {
         for i in 0..inner {
@@ -102,18 +102,19 @@ pub fn bits(
             let odd_nan = round::is_nan(have, dtype) && have != round::canonical_nan(dtype);
             if want != have || odd_nan {
                 count += 1;
-                first.get_or_insert((variant * inner + i, want, have, odd_nan && want == have));
+                odd_nans += usize::from(odd_nan && round::is_nan(want, dtype));
+                first.get_or_insert((variant * inner + i, want, have));
             }
         }
     }
-    let Some((index, want, have, odd_nan)) = first else { return Ok(total) };
+    let Some((index, want, have)) = first else { return Ok(total) };
     let mut evidence = at(output, found, index);
     evidence.expected = show_bits(want, dtype);
     evidence.expected_bits = hex(want, dtype);
     evidence.ulp = distance(want, have, dtype);
     (evidence.count, evidence.total) = (count, total);
-    evidence.message = if odd_nan {
-        format!("{}: NaN {} is not the canonical one; {count} of {total} differ", place(&evidence), evidence.found_bits)
+    evidence.message = if odd_nans == count {
+        odd_nan(&evidence, dtype)
     } else {
         format!(
             "{}: {} ({}) where {} ({}) was expected; {count} of {total} differ",
@@ -125,6 +126,16 @@ pub fn bits(
         )
     };
     Err(evidence)
+}
+
+/// A NaN stands where one belongs, and has other bits: that is all that is wrong.
+fn odd_nan(evidence: &Evidence, dtype: DType) -> String {
+    let (found, canonical) = (&evidence.found_bits, hex(round::canonical_nan(dtype), dtype));
+    let Evidence { count, total, .. } = evidence;
+    format!(
+        "{}: NaN {found} is not canonical; write {canonical}; {count} of {total}, nothing else is wrong",
+        place(evidence)
+    )
 }
 
 /// Measures `found`, which should have dtype `dtype`, against the oracle and holds it to `bound`.
@@ -151,7 +162,7 @@ pub fn accuracy(
     }
     let mut measure = Measure::default();
     let mut ulps = Vec::with_capacity(found.len());
-    let (mut rounded, mut wrong, mut worst) = (0, 0, None::<(usize, Judged)>);
+    let (mut rounded, mut wrong, mut odd_nans, mut worst) = (0, 0, 0, None::<(usize, Judged)>);
     let elements = found.elements();
     for index in 0..found.len() {
         if reference.condition[index] == f64::INFINITY {
@@ -168,6 +179,7 @@ pub fn accuracy(
         }
         if judged.of_bound > 1.0 {
             wrong += 1;
+            odd_nans += usize::from(reference.value[index].is_nan() && round::is_nan(elements.bits(index), dtype));
             worst.get_or_insert((index, judged));
         }
     }
@@ -189,14 +201,18 @@ pub fn accuracy(
             } else {
                 "outside any bound".to_string()
             };
-            evidence.message = format!(
-                "{}: {} ({}) where {} was expected, {how}; {wrong} of {} are outside",
-                place(&evidence),
-                evidence.found,
-                evidence.found_bits,
-                evidence.expected,
-                measure.samples
-            );
+            evidence.message = if odd_nans == wrong {
+                odd_nan(&evidence, dtype)
+            } else {
+                format!(
+                    "{}: {} ({}) where {} was expected, {how}; {wrong} of {} are outside",
+                    place(&evidence),
+                    evidence.found,
+                    evidence.found_bits,
+                    evidence.expected,
+                    measure.samples
+                )
+            };
             Some(evidence)
         }
         None => statistics(output, &measure, bound),
@@ -508,6 +524,22 @@ mod tests {
         assert_eq!((evidence.count, evidence.total), (2, 4));
         let odd = f32s(&[1, 1], &[NAN | 1]);
         assert!(bits("y", 1, &odd, &odd, &all(1)).unwrap_err().message.contains("canonical"));
+        // Where that is all that is wrong it says what to write, and not where something else is.
+        let (right, found) = (f32s(&[2], &[NAN, 1]), f32s(&[2], &[NAN | 1, 1]));
+        let evidence = bits("y", 1, &right, &found, &all(2)).unwrap_err();
+        let words = "y[0]: NaN 0x7fc00001 is not canonical; write 0x7fc00000; 1 of 2, nothing else is wrong";
+        assert_eq!((evidence.message.as_str(), evidence.count), (words, 1));
+        for others in [&[NAN | 1, 2], &[1, NAN | 1]] {
+            let evidence = bits("y", 1, &right, &f32s(&[2], others), &all(2)).unwrap_err();
+            assert!(!evidence.message.contains("nothing else"), "{}", evidence.message);
+        }
+        let reference = Reference { shape: vec![2], value: vec![f64::NAN, 1.0], condition: vec![1.0; 2], exact: false };
+        let bound = Bound::Ulp { ulp: 1.0, condition_factor: 1.0, p99_ulp: None, correctly_rounded: None };
+        let judged = |elements: &[u32]| accuracy("y", DType::Fp32, &f32s(&[2], elements), &reference, &bound).1;
+        let one = 1f32.to_bits();
+        assert_eq!(judged(&[NAN | 1, one]).unwrap().message, words);
+        assert!(judged(&[NAN, one]).is_none());
+        assert!(!judged(&[NAN | 1, 2 * one]).unwrap().message.contains("nothing else"));
     }
 
     #[test]

@@ -82,6 +82,13 @@ impl Contract {
                     format!("no row asks `{}` of `{}`; name it so that one does", case.name, implementation.name);
                 return Err(source.fail(0, message));
             }
+            if let Some(stem) =
+                implementation.required.iter().flatten().find_map(|required| required.unknown_stem(&self.cases))
+            {
+                let why = "no case of these ops has such a stem; `samebits list --op OP` shows them, <op>/<dtype>/<stem>-<fill>-<out>";
+                let message = format!("implementation `{}`: `required`: stem `{stem}`: {why}", implementation.name);
+                return Err(source.fail(0, message));
+            }
             implementation.folder = Some(folder.to_path_buf());
             self.implementations.push(implementation);
         }
@@ -178,7 +185,12 @@ fn read(dir: &Path) -> Result<BTreeMap<String, String>, ContractError> {
 
 /// Today in UTC as YYYY-MM-DD.
 pub fn today() -> String {
-    let days = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() / 86_400) as i64;
+    in_days(0)
+}
+
+/// The day that many days after today.
+pub(crate) fn in_days(later: i64) -> String {
+    let days = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs() / 86_400) as i64 + later;
     // Days since 0000-03-01, in eras of 400 years; a year begins in March so that the leap day ends it.
     let day = days + 719_468;
     let (era, day_of_era) = (day.div_euclid(146_097), day.rem_euclid(146_097));
@@ -436,6 +448,14 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
     };
     for spec in spec::all() {
         op_table(&mut contract, spec, &source(&table_of(spec.name))?, today)?;
+    }
+    for entry in &contract.implementations {
+        if let Some(stem) = entry.required.iter().flatten().find_map(|required| required.unknown_stem(&contract.cases))
+        {
+            let message =
+                format!("implementation `{}`: `required`: stem `{stem}`: no case of these ops has it", entry.name);
+            return Err(source("impls.toml")?.fail(0, message));
+        }
     }
     Ok(contract)
 }

@@ -7,8 +7,8 @@ use crate::verdict::Verdict;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Version of the record schema; a reader refuses a newer one.
-pub const SCHEMA: u32 = 1;
+/// Version of the record schema; a reader refuses a newer one and reads older ones. 1 had `verdict` in several shapes.
+pub const SCHEMA: u32 = 2;
 
 /// The ways an answer is judged, and the cases with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -149,8 +149,12 @@ pub struct Record {
     /// What it counted besides (bytes of workspace, conversions, slow paths), for accuracy.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub ledger: BTreeMap<String, u64>,
-    /// What came of it.
+    /// What came of it: `verdict`, with `evidence` or `reason` beside it.
+    #[serde(flatten)]
     pub verdict: Verdict,
+    /// The command that asks it again, where it is red and a command asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub again: Option<String>,
     /// Error against the oracle, for accuracy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measure: Option<Measure>,
@@ -189,6 +193,9 @@ pub struct Run {
     pub seconds: f64,
     /// Machine and build facts by name (`cpu`, `cores`, `isas`, `os`, `rustc`), printed in reports.
     pub machine: BTreeMap<String, String>,
+    /// What a reader should know beside the records, a line each: what was not asked, which waivers end soon.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// What was planned, so that a run can be resumed and parts of one can be joined.
     #[serde(default)]
     pub plan: Plan,
@@ -229,6 +236,7 @@ pub struct Attempt {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::verdict::Evidence;
 
     #[test]
     fn every_element_is_counted_once_in_the_class_of_its_error() {
@@ -243,6 +251,36 @@ mod tests {
         let mut twice = spread.clone();
         twice.add(&spread);
         assert_eq!((twice.ulp[4], twice.share[11]), (2, 6));
+    }
+
+    /// A record has its verdict as one word, and is read as schema 1 had it.
+    #[test]
+    fn verdicts_are_one_word_beside_their_reason_or_evidence() {
+        let evidence = Evidence { message: "y[0] differs".into(), ulp: Some(1.0), count: 3, ..Evidence::default() };
+        let reason = || "why".to_string();
+        let all = [
+            Verdict::Pass,
+            Verdict::Fail(Box::new(evidence.clone())),
+            Verdict::Waived { reason: reason() },
+            Verdict::StaleWaiver { reason: reason() },
+            Verdict::Unsupported { reason: reason() },
+            Verdict::Error { reason: reason() },
+            Verdict::Untested { reason: reason() },
+        ];
+        for verdict in all {
+            let text = serde_json::to_string(&verdict).unwrap();
+            assert!(text.starts_with(&format!("{{\"verdict\":\"{}\"", verdict.name())), "{text}");
+            assert_eq!(serde_json::from_str::<Verdict>(&text).unwrap(), verdict);
+            let old = match &verdict {
+                Verdict::Pass => r#"{"verdict":"pass"}"#.to_string(),
+                Verdict::Fail(e) => format!(r#"{{"verdict":{{"fail":{}}}}}"#, serde_json::to_string(e).unwrap()),
+                other => format!(r#"{{"verdict":{{"{}":{{"reason":"why"}}}}}}"#, other.name()),
+            };
+            assert_eq!(serde_json::from_str::<Verdict>(&old).unwrap(), verdict, "{old}");
+        }
+        for wrong in [r#"{"verdict":"fail"}"#, r#"{"verdict":"error"}"#, r#"{"verdict":"fine"}"#, r#"{"verdict":{}}"#] {
+            assert!(serde_json::from_str::<Verdict>(wrong).is_err(), "{wrong}");
+        }
     }
 
     /// What was written before there was a spread is read, and writes none.

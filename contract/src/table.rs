@@ -11,6 +11,7 @@ use crate::tensor::DType;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use crate::load::in_days;
 pub use crate::load::{ContractError, today};
 
 /// Everything that is fixed before any implementation is looked at.
@@ -183,7 +184,8 @@ pub struct IsaSetting {
     pub env: BTreeMap<String, String>,
 }
 
-/// Combinations that an implementation must offer: every op x dtype x out of these lists. An empty list holds all.
+/// Combinations that an implementation must offer: every op x dtype x out of these lists. An empty list holds all. An
+/// implementation that requires some is asked for no others.
 #[derive(Clone, Debug, Default, PartialEq, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Required {
@@ -196,17 +198,35 @@ pub struct Required {
     /// Output dtypes.
     #[serde(default)]
     pub outs: Vec<DType>,
-    /// Stems, by name or by prefix with a final `*`.
+    /// Stems, by name or by prefix with a final `*`; behind a `!` those that are left out. Others than these are asked for
+    /// too, and may be unsupported.
     #[serde(default)]
     pub stems: Vec<String>,
 }
 
 impl Required {
-    fn holds(&self, case: &CaseSpec) -> bool {
+    /// The first pattern of its stems that no case of its ops fits.
+    pub(crate) fn unknown_stem(&self, cases: &[CaseSpec]) -> Option<&str> {
+        let named = |case: &&CaseSpec| self.ops.is_empty() || self.ops.contains(&case.op);
+        let fits_one = |stem: &String| {
+            let pattern = stem.strip_prefix('!').unwrap_or(stem);
+            cases.iter().filter(named).any(|case| fits(pattern, &case.stem))
+        };
+        self.stems.iter().find(|stem| !fits_one(stem)).map(String::as_str)
+    }
+
+    /// Whether it names the op and the dtypes of `case`.
+    fn names(&self, case: &CaseSpec) -> bool {
         (self.ops.is_empty() || self.ops.contains(&case.op))
             && (self.dtypes.is_empty() || self.dtypes.contains(&case.dtype))
             && (self.outs.is_empty() || self.outs.contains(&case.out))
-            && (self.stems.is_empty() || self.stems.iter().any(|pattern| fits(pattern, &case.stem)))
+    }
+
+    fn holds(&self, case: &CaseSpec) -> bool {
+        let (without, with): (Vec<&String>, Vec<&String>) = self.stems.iter().partition(|stem| stem.starts_with('!'));
+        self.names(case)
+            && (with.is_empty() || with.iter().any(|pattern| fits(pattern, &case.stem)))
+            && !without.iter().any(|pattern| fits(&pattern[1..], &case.stem))
     }
 }
 
@@ -442,6 +462,34 @@ impl Contract {
     /// The entry of the implementation called `name`.
     pub fn implementation(&self, name: &str) -> Option<&Implementation> {
         self.implementations.iter().find(|implementation| implementation.name == name)
+    }
+
+    /// Whether `implementation` is asked `case`: where its entry requires something, that is every case of the ops and dtypes
+    /// named there, whatever its stem, and nothing else.
+    pub fn asks(&self, implementation: &str, case: &CaseSpec) -> bool {
+        match self.implementation(implementation).and_then(|entry| entry.required.as_ref()) {
+            Some(required) if !required.is_empty() => required.iter().any(|combinations| combinations.names(case)),
+            _ => true,
+        }
+    }
+
+    /// A line for every waiver whose last day is today or one of the `days` after it.
+    pub fn ending(&self, days: i64) -> Vec<String> {
+        let soon: Vec<String> = (0..=days).map(in_days).collect();
+        let line = |place: &str, owner: &str, expires: &str, reason: &str| {
+            let left = soon.iter().position(|day| day == expires)?;
+            let left = match left {
+                0 => "today".to_string(),
+                1 => "tomorrow".to_string(),
+                left => format!("in {left} days"),
+            };
+            Some(format!("{place}: the waiver{owner} ends on {expires}, {left}: {reason}"))
+        };
+        let rows = self.rows.iter().filter_map(|row| Some((row, row.waive.as_ref()?)));
+        let rows = rows.filter_map(|(row, waiver)| line(&row.place, "", &waiver.expires, &waiver.reason));
+        let others = self.exceptions.iter().filter(|waiver| !waiver.expired);
+        let others = others.filter_map(|w| line(&w.place, &format!(" of {}", w.owner), &w.expires, &w.reason));
+        rows.chain(others).collect()
     }
 
     /// Whether `implementation` must answer `case`: what its entry requires, else what the dtype's role says.

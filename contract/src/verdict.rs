@@ -1,10 +1,14 @@
 //! What came of one judgment.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::collections::BTreeMap;
 
 /// The outcome of one judgment on one case.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+///
+/// Among the fields of a record it is `verdict`, its name, beside `evidence` for a failure and `reason` for what is neither
+/// that nor a pass.
+#[derive(Clone, Debug, PartialEq)]
 pub enum Verdict {
     /// The contract holds here.
     Pass,
@@ -57,6 +61,83 @@ impl Verdict {
             self,
             Verdict::Fail(_) | Verdict::StaleWaiver { .. } | Verdict::Error { .. } | Verdict::Untested { .. }
         )
+    }
+}
+
+impl Serialize for Verdict {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Fields<'a> {
+            verdict: &'static str,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            reason: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            evidence: Option<&'a Evidence>,
+        }
+        let (reason, evidence) = match self {
+            Verdict::Pass => (None, None),
+            Verdict::Fail(evidence) => (None, Some(evidence.as_ref())),
+            Verdict::Waived { reason }
+            | Verdict::StaleWaiver { reason }
+            | Verdict::Unsupported { reason }
+            | Verdict::Error { reason }
+            | Verdict::Untested { reason } => (Some(reason.as_str()), None),
+        };
+        Fields { verdict: self.name(), reason, evidence }.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Verdict {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Verdict, D::Error> {
+        #[derive(Deserialize)]
+        struct Fields {
+            verdict: Stored,
+            #[serde(default)]
+            reason: Option<String>,
+            #[serde(default)]
+            evidence: Option<Box<Evidence>>,
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Stored {
+            Name(String),
+            // Schema 1: `{"fail": evidence}` or `{"waived": {"reason": ..}}`.
+            Old(BTreeMap<String, Old>),
+        }
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Old {
+            Reason { reason: String },
+            Evidence(Box<Evidence>),
+        }
+        let Fields { verdict, mut reason, mut evidence } = Fields::deserialize(deserializer)?;
+        let name = match verdict {
+            Stored::Name(name) => name,
+            Stored::Old(one) => {
+                let (name, old) = one.into_iter().next().ok_or_else(|| D::Error::custom("`verdict` is empty"))?;
+                match old {
+                    Old::Reason { reason: said } => reason = Some(said),
+                    Old::Evidence(found) => evidence = Some(found),
+                }
+                name
+            }
+        };
+        let missing = |field| D::Error::custom(format!("verdict `{name}` lacks its `{field}`"));
+        if name == "pass" {
+            return Ok(Verdict::Pass);
+        }
+        if name == "fail" {
+            return evidence.map(Verdict::Fail).ok_or_else(|| missing("evidence"));
+        }
+        let reason = reason.ok_or_else(|| missing("reason"))?;
+        Ok(match name.as_str() {
+            "waived" => Verdict::Waived { reason },
+            "stale_waiver" => Verdict::StaleWaiver { reason },
+            "unsupported" => Verdict::Unsupported { reason },
+            "error" => Verdict::Error { reason },
+            "untested" => Verdict::Untested { reason },
+            _ => return Err(D::Error::custom(format!("verdict `{name}` is not known"))),
+        })
     }
 }
 

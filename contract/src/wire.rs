@@ -260,6 +260,8 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
         }
     }
     metadata.extend(answer.id.map(|id| ("id".into(), id.to_string())));
+    metadata.extend(answer.threads.map(|count| ("threads".into(), count.to_string())));
+    metadata.extend(answer.budget.map(|bytes| ("budget".into(), bytes.to_string())));
     metadata.extend(answer.smallest_budget.map(|bytes| ("smallest_budget".into(), bytes.to_string())));
     metadata.extend(answer.ledger.iter().map(|(name, count)| (format!("{LEDGER}{name}"), count.to_string())));
     File { tensors: answer.outputs.clone(), metadata }.encode()
@@ -287,7 +289,10 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
     let counted = metadata.iter().filter_map(|(key, value)| Some((key, key.strip_prefix(LEDGER)?, value)));
     let ledger = counted.map(|(key, name, value)| Ok((name.to_string(), number(key, value)?)));
     let id = metadata.get("id").map(|value| number("id", value)).transpose()?;
-    let smallest = metadata.get("smallest_budget").map(|value| number("smallest_budget", value)).transpose()?;
+    let size = |key: &str| -> Result<Option<usize>, WireError> {
+        let number = metadata.get(key).map(|value| number(key, value)).transpose()?;
+        Ok(number.map(|number| usize::try_from(number).unwrap_or(usize::MAX)))
+    };
     Ok(Answer {
         status,
         reason: text("reason"),
@@ -297,7 +302,9 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, WireError> {
         layout: text("layout"),
         id,
         ledger: ledger.collect::<Result<_, WireError>>()?,
-        smallest_budget: smallest.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),
+        threads: size("threads")?,
+        budget: size("budget")?,
+        smallest_budget: size("smallest_budget")?,
     })
 }
 

@@ -263,8 +263,8 @@ pub struct Select {
     #[arg(long, value_name = "JUDGMENT")]
     judgment: Vec<String>,
 
-    /// Only this axis of invariance; may be given again
-    #[arg(long, value_name = "AXIS")]
+    /// Only this axis of invariance, or only one setting on it, as records name it: batch=again:3; may be given again
+    #[arg(long, value_name = "AXIS[=SETTING]")]
     axis: Vec<String>,
 
     /// Other inputs: every number draws its own; goldens hold those of 0 alone
@@ -285,9 +285,11 @@ impl Select {
             let known: Vec<_> = spec::all().iter().map(|spec| spec.name).collect();
             ensure!(known.contains(&op.as_str()), "--op {op}: use one of {}", known.join(", "));
         }
-        for axis in &self.axis {
-            let known: Vec<_> = axis::all().iter().map(|axis| axis.name).collect();
-            ensure!(known.contains(&axis.as_str()), "--axis {axis}: use one of {}", known.join(", "));
+        let (mut axes, mut settings) = (Vec::new(), Vec::new());
+        for text in &self.axis {
+            let (axis, setting) = axis_and_setting(text)?;
+            axes.push(axis.name.to_string());
+            settings.extend(setting.map(|setting| (axis.name.to_string(), setting.to_string())));
         }
         for case in &self.case {
             let fits = |name: &str| case.strip_suffix('*').map_or(case == name, |prefix| name.starts_with(prefix));
@@ -323,7 +325,26 @@ impl Select {
             dtypes: self.dtype.iter().map(dtype).collect::<Result<_>>()?,
             cases: self.case.clone(),
             judgments: self.judgment.iter().map(judgment).collect::<Result<_>>()?,
-            axes: self.axis.clone(),
+            axes,
+            settings,
+            own_goldens: false,
         })
     }
+}
+
+/// An axis, and the setting behind its `=` where there is one.
+fn axis_and_setting(text: &str) -> Result<(&'static axis::Axis, Option<&str>)> {
+    let (name, setting) = text.split_once('=').map_or((text, None), |(name, setting)| (name, Some(setting)));
+    let known = || axis::all().iter().map(|axis| axis.name).collect::<Vec<_>>().join(", ");
+    Ok((axis::find(name).with_context(|| format!("--axis {text}: use one of {}", known()))?, setting))
+}
+
+/// `words` as a shell reads them back.
+fn shell(words: &[String]) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+".contains(c);
+    let word = |word: &String| match word {
+        word if !word.is_empty() && word.chars().all(plain) => word.clone(),
+        word => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    words.iter().map(word).collect::<Vec<_>>().join(" ")
 }

@@ -497,7 +497,8 @@ def run(tensors, metadata):
     out = metadata.pop("out", "fp32")
     if out not in ("bf16", "fp16", "fp32"):
         fail(f"metadata `out`: `{out}` is not bf16, fp16 or fp32")
-    torch.set_num_threads(count(metadata, "config.threads", 1024) or ALL_CORES)
+    threads = count(metadata, "config.threads", 1024)
+    torch.set_num_threads(threads or ALL_CORES)
     repeat = count(metadata, "repeat", 1_000_000)
     layout = metadata.pop("config.layout", None)
     if layout not in (None, "offset", "strided", "transposed"):
@@ -529,6 +530,8 @@ def run(tensors, metadata):
     metadata = {"status": "ok", "reason": "", "kernel": f"{op}/torch-{DEVICE}", **reading}
     if layout:
         metadata["layout"] = layout
+    if threads and DEVICE == "cpu":
+        metadata["threads"] = str(threads)
     return dict(zip(names, outputs)), metadata
 
 

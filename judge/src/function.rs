@@ -286,7 +286,7 @@ impl Implementation for Function {
             Err(answer) => return *answer,
         };
         if !outputs.iter().any(|output| unwritten(output, 0).next().is_some()) {
-            return Answer::ok(&self.name, named(&form, outputs));
+            return self.answer(case, named(&form, outputs));
         }
         // It may be a right answer that has just these bits: they are not the same when others stood there before.
         let again = match self.call(case, &form, 1) {
@@ -304,11 +304,17 @@ impl Implementation for Function {
                 ));
             }
         }
-        Answer::ok(&self.name, named(&form, outputs))
+        self.answer(case, named(&form, outputs))
     }
 }
 
 impl Function {
+    /// What it answers with these outputs; where it sets threads, it says on how many.
+    fn answer(&self, case: &Case, outputs: BTreeMap<String, Tensor>) -> Answer {
+        let threads = case.config.threads.filter(|_| self.threads.is_some());
+        Answer { threads, ..Answer::ok(&self.name, outputs) }
+    }
+
     /// The outputs of one call, in the order of the schema, into tensors of the kind `before`.
     fn call(&self, case: &Case, form: &samebits_schema::Call, before: usize) -> Result<Vec<Tensor>, Box<Answer>> {
         let forms = form.outputs();

@@ -357,6 +357,7 @@ impl Asked {
                 ..Default::default()
             },
             sealed: None,
+            notes: Vec::new(),
         };
         let seconds = started.0.elapsed().as_secs_f64();
         if let Some(folder) = &self.out {

@@ -35,6 +35,10 @@ pub struct Selection {
     pub judgments: Vec<Judgment>,
     /// Invariance axes by name; empty for all.
     pub axes: Vec<String>,
+    /// Axes with the settings that alone are asked on them; other axes keep all.
+    pub settings: Vec<(String, String)>,
+    /// Whether golden is asked of implementations that do not claim the canonical bits: the goldens are their own.
+    pub own_goldens: bool,
     /// The draw of inputs and of random settings; goldens hold draw 0 alone.
     pub seed: u64,
     /// One part of several that are judged apart, (i, n) with i from 1 to n; groups of shared inputs stay whole.
@@ -44,8 +48,18 @@ pub struct Selection {
 impl Selection {
     /// All of `slice`.
     pub fn all(slice: Slice) -> Selection {
-        let (ops, cases, axes) = (Vec::new(), Vec::new(), Vec::new());
-        Selection { slice, ops, dtypes: Vec::new(), cases, judgments: Vec::new(), axes, seed: 0, shard: (1, 1) }
+        Selection {
+            slice,
+            ops: Vec::new(),
+            dtypes: Vec::new(),
+            cases: Vec::new(),
+            judgments: Vec::new(),
+            axes: Vec::new(),
+            settings: Vec::new(),
+            own_goldens: false,
+            seed: 0,
+            shard: (1, 1),
+        }
     }
 
     /// Whether `case` passes the filters on cases.
@@ -86,7 +100,8 @@ impl Trial<'_> {
 /// Every trial that the contract asks of `implementation` within `selection`, grouped by shared inputs, in order.
 pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Selection) -> Vec<Vec<Trial<'a>>> {
     let mut groups: Vec<Vec<Trial<'a>>> = Vec::new();
-    for case in contract.cases(selection.slice).filter(|case| selection.takes(case)) {
+    let asks = |case: &&CaseSpec| selection.takes(case) && contract.asks(implementation, case);
+    for case in contract.cases(selection.slice).filter(asks) {
         let Some(row) = contract.row(implementation, case) else { continue };
         let mut trials = Vec::new();
         let entry = contract.implementation(implementation);
@@ -97,7 +112,8 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
         let same_as = contract.same_as(implementation, case).is_some();
         let by_row = row.same_as.is_some() && same_as;
         let asked = |judgment: &Judgment| {
-            listed.is_none_or(|listed| listed.contains(judgment)) || (by_row && *judgment == Judgment::Golden)
+            listed.is_none_or(|listed| listed.contains(judgment))
+                || (*judgment == Judgment::Golden && (by_row || selection.own_goldens))
         };
         for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)).filter(asked) {
             let trial = |axis| Trial { case, row, judgment, axis };
@@ -415,13 +431,28 @@ impl Judge<'_> {
             },
             _ => self.machine,
         };
-        let variants = (axis.variants)(&base.case, machine);
+        let mut variants = (axis.variants)(&base.case, machine);
+        let alone = |setting: &String| machine.alone.contains(&(axis.name.to_string(), setting.clone()));
+        if !variants.is_empty() && machine.alone.iter().any(|(name, _)| name == axis.name) {
+            let all: Vec<String> = variants.iter().map(|variant| variant.setting.clone()).collect();
+            variants.retain(|variant| alone(&variant.setting));
+            if variants.is_empty() {
+                let reason = format!(
+                    "axis {}: of the settings that are asked this case has none; it has {}",
+                    axis.name,
+                    all.join(", ")
+                );
+                return Outcome::of(Verdict::Unsupported { reason });
+            }
+        }
         if variants.is_empty() {
             let why = match axis.name {
                 "threads" if machine.threads.is_empty() => "its list names no thread counts that it can be asked for",
                 "isa" if machine.isas.len() < 2 => "it has one instruction set here",
                 "layout" if machine.layouts.is_empty() => "its list names no layouts that it can be asked for",
-                "budget" if machine.smallest_budget.is_none() => "it does not offer this with a budget",
+                "budget" if machine.smallest_budget.is_none() => {
+                    "it offers no budget, or its answer does not say that it kept to one (`budget`)"
+                }
                 _ => "this case has nothing to vary",
             };
             return Outcome::of(Verdict::Unsupported { reason: format!("axis {}: {why}", axis.name) });
@@ -459,6 +490,16 @@ impl Judge<'_> {
             if let Some(layout) = variant.case().config.layout.as_ref().filter(|layout| **layout != answer.layout) {
                 let reason = format!("{layout}: the answer does not say that the inputs were laid out so (`layout`)");
                 return Outcome { setting: Some(variant.setting), ..Outcome::error(reason) };
+            }
+            let asked = &variant.case().config;
+            for (name, asked, said) in
+                [("threads", asked.threads, answer.threads), ("budget", asked.budget, answer.budget)]
+            {
+                if asked.is_some() && asked != said {
+                    let setting = &variant.setting;
+                    let reason = format!("{name} = {setting}: the answer does not say that it kept to it (`{name}`)");
+                    return Outcome { setting: Some(setting.clone()), ..Outcome::of(Verdict::Unsupported { reason }) };
+                }
             }
             if let Err(reason) = complete(trial.case, &answer) {
                 return Outcome {
@@ -570,7 +611,7 @@ impl Judge<'_> {
             case.config.budget = Some(budget);
             let answer = self.implementation.run(&case);
             match (answer.status, answer.smallest_budget) {
-                (Status::Ok, _) => return Ok(Some(budget)),
+                (Status::Ok, _) => return Ok(answer.budget.filter(|said| *said == budget)),
                 (Status::Unsupported, _) => return Ok(None),
                 (Status::Error, Some(smallest)) if smallest > budget => budget = smallest,
                 (Status::Error, _) => return Err(format!("with a budget of {budget} bytes: {}", answer.reason)),
@@ -606,9 +647,9 @@ impl Judge<'_> {
             Verified::Match => Outcome::of(Verdict::Pass),
             Verified::Mismatch(evidence) => Outcome::of(Verdict::Fail(evidence)),
             Verified::Damaged(damage) => Outcome::error(damage.to_string()),
-            Verified::Absent => {
-                Outcome::untested(format!("not blessed; `samebits bless --case '{}' --reason WHY`", trial.case.name))
-            }
+            Verified::Absent => Outcome::untested(
+                "not among the goldens; `samebits goldens record`, or `samebits bless` in the repository, adds it",
+            ),
         }
     }
 
@@ -672,6 +713,7 @@ fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Tria
         measure: outcome.measure,
         chain: outcome.chain,
         gradient: outcome.gradient,
+        again: None,
         seconds: 0.0,
     }
 }

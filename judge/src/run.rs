@@ -291,6 +291,7 @@ mod tests {
             machine: BTreeMap::new(),
             plan: Default::default(),
             sealed: None,
+            notes: Vec::new(),
         };
         Journal::start(dir.path(), run).unwrap().finish(1.0, &[]).unwrap();
         let text = std::fs::read(dir.path().join("run.json")).unwrap();

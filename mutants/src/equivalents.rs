@@ -100,8 +100,7 @@ impl Equivalent {
             let gathered = tensor.gather(behind.iter().product(), &places, &shape);
             *tensor = gathered;
         }
-        whole.layout = case.config.layout.clone().unwrap_or_default();
-        Some(whole)
+        Some(whole.under(&case.config))
     }
 }
 

@@ -204,7 +204,7 @@ impl Implementation for Mutant {
         let form = [PAGED, PACKED].contains(&case.op.as_str()) && self.mutation.op == "attention";
         let mutated = case.op == self.mutation.op || form;
         let answer = if mutated { (self.mutation.answer)(self, case) } else { self.honest.run(case) };
-        Answer { layout: case.config.layout.clone().unwrap_or_default(), ..answer }
+        answer.under(&case.config)
     }
 
     fn fresh(&self, case: &Case) -> Option<Answer> {

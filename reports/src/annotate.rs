@@ -1,22 +1,21 @@
 //! Red records as workflow commands, which GitHub shows beside a commit.
 
 use crate::RunFolder;
-use crate::describe;
+use crate::{describe, grid};
 
 /// One line for each of the first `most` red records, and one for what is left out.
 pub fn annotations(folder: &RunFolder, most: usize) -> Vec<String> {
-    let red: Vec<_> = folder.records.iter().filter(|record| record.verdict.is_red()).collect();
-    let line = |record: &&samebits_contract::record::Record| {
+    let red = grid::red(&folder.records);
+    let line = |(record, count): &(&samebits_contract::record::Record, usize)| {
         let title = format!("samebits: {} {}", record.verdict.name(), record.case);
-        format!(
-            "::error title={}::{}",
-            property(&title),
-            data(&format!("{}: {}", describe::subject(record), describe::why(record)))
-        )
+        let again = record.again.as_ref().map(|_| format!("\nagain: {}", describe::again(record))).unwrap_or_default();
+        let text = format!("{}: {}{again}", describe::red(record, *count), describe::why(record));
+        format!("::error title={}::{}", property(&title), data(&text))
     };
     let mut lines: Vec<String> = red.iter().take(most).map(line).collect();
-    if red.len() > most {
-        lines.push(format!("::error title=samebits::{} more records are red", red.len() - most));
+    let rest: usize = red.iter().skip(most).map(|(_, count)| count).sum();
+    if rest > 0 {
+        lines.push(format!("::error title=samebits::{rest} more records are red"));
     }
     lines
 }
@@ -39,13 +38,21 @@ mod tests {
     fn red_records_are_annotated() {
         let mut folder = synthetic::folder();
         let red = folder.records.iter().filter(|record| record.verdict.is_red()).count();
-        assert!(red > 1);
-        assert_eq!(annotations(&folder, 100).len(), red);
-        assert_eq!(annotations(&folder, 1).len(), 2);
+        let all = annotations(&folder, 100);
+        // Errors of one reason stand together, and so does what is untested for one.
+        assert!(red > all.len() && all.len() == grid::red(&folder.records).len());
+        let more: Vec<&String> = all.iter().filter(|line| line.contains("more for the same reason")).collect();
+        assert!(more.len() == 2 && more[0].contains("(and 5 more") && more[1].contains("(and 6 more"), "{more:?}");
+        assert_eq!(
+            annotations(&folder, 1).last().unwrap(),
+            &format!("::error title=samebits::{} more records are red", red - 1)
+        );
+        folder.records[0].again = Some("samebits check".into());
         folder.records[0].verdict = Verdict::Error { reason: "a\nb 100%".into() };
         let lines = annotations(&folder, 100);
         assert!(
-            lines[0].starts_with("::error title=samebits%3A error ") && lines[0].ends_with("a b 100%25"),
+            lines[0].starts_with("::error title=samebits%3A error ")
+                && lines[0].ends_with("a b 100%25%0Aagain: samebits check"),
             "{}",
             lines[0]
         );

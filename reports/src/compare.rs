@@ -14,10 +14,51 @@ pub struct Change {
     pub before: Option<Record>,
     /// That of the second.
     pub after: Option<Record>,
-    /// Whether it got worse: red where it was not, gone, a larger error, fewer bits that agree.
+    /// Which way it went.
+    pub kind: Kind,
+    /// Whether it got worse in any way: a worse verdict, a larger error, fewer bits that agree.
     pub worse: bool,
     /// What changed, in words.
     pub what: String,
+}
+
+/// Which way a judgment went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Red where it was not, or no longer judged where it was: gone, or unsupported.
+    TurnedRed,
+    /// Red, and now it is not.
+    TurnedGreen,
+    /// Neither: an error that moved within its bound, another kernel, a failure that stays one.
+    Moved,
+}
+
+impl Kind {
+    /// All kinds, in the order they are told.
+    pub const ALL: [Kind; 3] = [Kind::TurnedRed, Kind::TurnedGreen, Kind::Moved];
+
+    /// The name in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::TurnedRed => "turned_red",
+            Kind::TurnedGreen => "turned_green",
+            Kind::Moved => "moved",
+        }
+    }
+
+    fn of(before: Option<&Record>, after: Option<&Record>) -> Kind {
+        let red = |record: Option<&Record>| record.is_some_and(|record| record.verdict.is_red());
+        let judged = |record: Option<&Record>| {
+            let verdict = record.map(|record| &record.verdict);
+            matches!(verdict, Some(Verdict::Pass | Verdict::Fail(_) | Verdict::Waived { .. }))
+        };
+        match (red(before), red(after)) {
+            (false, true) => Kind::TurnedRed,
+            (false, false) if judged(before) && !judged(after) => Kind::TurnedRed,
+            (true, false) if judged(after) => Kind::TurnedGreen,
+            _ => Kind::Moved,
+        }
+    }
 }
 
 /// All of it.
@@ -30,6 +71,11 @@ pub struct Changes {
 }
 
 impl Changes {
+    /// Those of one kind.
+    pub fn of(&self, kind: Kind) -> impl Iterator<Item = &Change> {
+        self.changes.iter().filter(move |change| change.kind == kind)
+    }
+
     /// Whether any got worse.
     pub fn worse(&self) -> bool {
         self.changes.iter().any(|change| change.worse)
@@ -54,17 +100,20 @@ pub fn changes(before: &RunFolder, after: &RunFolder) -> Changes {
         let Some(was) = old.remove(&name) else {
             let what = format!("new: {}", record.verdict.name());
             let worse = record.verdict.is_red();
-            found.changes.push(Change { name, before: None, after: Some(record.clone()), worse, what });
+            let kind = Kind::of(None, Some(record));
+            found.changes.push(Change { name, before: None, after: Some(record.clone()), kind, worse, what });
             continue;
         };
         found.common += 1;
         if let Some((worse, what)) = changed(was, record) {
-            found.changes.push(Change { name, before: Some(was.clone()), after: Some(record.clone()), worse, what });
+            let (before, after) = (Some(was.clone()), Some(record.clone()));
+            found.changes.push(Change { name, kind: Kind::of(Some(was), Some(record)), before, after, worse, what });
         }
     }
     for (name, was) in old {
         let what = format!("gone: it was {}", was.verdict.name());
-        found.changes.push(Change { name, before: Some(was.clone()), after: None, worse: true, what });
+        let kind = Kind::of(Some(was), None);
+        found.changes.push(Change { name, before: Some(was.clone()), after: None, kind, worse: true, what });
     }
     found
 }
@@ -134,5 +183,39 @@ mod tests {
         let found = changes(&folder, &other);
         assert!(found.worse() && found.changes[0].what.starts_with("gone"));
         assert_eq!(found.common, folder.records.len() - 1);
+        assert_eq!(found.changes[0].kind, Kind::TurnedRed);
+    }
+
+    /// A kernel that is mended rounds otherwise in places, within its bound: that is no reason to stop it.
+    #[test]
+    fn what_turned_is_told_apart_from_what_moved() {
+        let mut folder = synthetic::folder();
+        folder.records.iter_mut().enumerate().for_each(|(i, record)| record.case += &format!("#{i}"));
+        let measured = folder.records.iter().position(|r| r.verdict == Verdict::Pass && r.measure.is_some()).unwrap();
+        let passing = folder.records.iter().rposition(|r| r.verdict == Verdict::Pass).unwrap();
+        let failing = folder.records.iter().position(|r| matches!(r.verdict, Verdict::Fail(_))).unwrap();
+        let mut mended = folder.clone();
+        mended.records[failing].verdict = Verdict::Pass;
+        mended.records[measured].measure.as_mut().unwrap().correctly_rounded -= 0.001;
+        let kinds = |a: &RunFolder, b: &RunFolder| {
+            let found = changes(a, b);
+            found.changes.into_iter().map(|change| (change.kind, change.worse)).collect::<Vec<_>>()
+        };
+        assert_eq!(kinds(&folder, &mended), [(Kind::Moved, true), (Kind::TurnedGreen, false)]);
+        assert_eq!(kinds(&mended, &folder), [(Kind::Moved, false), (Kind::TurnedRed, true)]);
+        let reason = || "no".to_string();
+        for (verdict, kind) in [
+            (Verdict::Error { reason: reason() }, Kind::TurnedRed),
+            (Verdict::Untested { reason: reason() }, Kind::TurnedRed),
+            (Verdict::Unsupported { reason: reason() }, Kind::TurnedRed),
+            (Verdict::Waived { reason: reason() }, Kind::Moved),
+        ] {
+            let mut other = folder.clone();
+            other.records[passing].verdict = verdict.clone();
+            assert_eq!(kinds(&folder, &other), [(kind, true)], "{verdict:?}");
+        }
+        let mut other = folder.clone();
+        other.records.remove(failing);
+        assert_eq!(kinds(&folder, &other), [(Kind::Moved, true)], "a failure that is gone turned nothing");
     }
 }

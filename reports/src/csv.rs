@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 /// The columns, in order; `docs/METHOD.md` says what they hold.
 const COLUMNS: &str = "implementation,op,class,dtype,out,case,judgment,axis,setting,verdict,kernel,samples,max_ulp,p99_ulp,\
-correctly_rounded,max_abs,of_bound,output,index,expected,found,expected_bits,found_bits,ulp,wrong,compared,reason,seconds\r\n";
+correctly_rounded,max_abs,of_bound,output,index,expected,found,expected_bits,found_bits,ulp,wrong,compared,reason,again,seconds\r\n";
 
 /// The document.
 pub fn document(folder: &RunFolder) -> String {
@@ -56,6 +56,7 @@ pub fn document(folder: &RunFolder) -> String {
             number(evidence.count),
             number(evidence.total),
             reason.to_string(),
+            r.again.clone().unwrap_or_default(),
             r.seconds.to_string(),
         ]);
         let line: Vec<String> = fields.iter().map(|field| quoted(field)).collect();

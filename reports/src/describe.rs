@@ -1,11 +1,20 @@
 //! The sentences that text, Markdown and JUnit share.
 
-use samebits_contract::record::Record;
+use samebits_contract::record::{Judgment, Record, Run};
 use samebits_contract::verdict::{Evidence, Verdict};
 
 /// `text` on one line, without the control characters that could move a cursor or end a line.
 pub fn one_line(text: &str) -> String {
     text.split(|c: char| c.is_control()).filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+/// The arguments of a run, the end of a long list left out.
+pub fn arguments(run: &Run) -> String {
+    const SHOWN: usize = 60;
+    match run.arguments.len().saturating_sub(SHOWN) {
+        0 => run.arguments.join(" "),
+        more => format!("{} .. and {more} more words", run.arguments[..SHOWN].join(" ")),
+    }
 }
 
 /// The verdict's name in words.
@@ -36,7 +45,9 @@ pub fn subject(record: &Record) -> String {
 pub fn why(record: &Record) -> String {
     match &record.verdict {
         Verdict::Pass => String::new(),
-        Verdict::Fail(evidence) => self::evidence(evidence),
+        Verdict::Fail(evidence) => {
+            self::evidence(evidence, if record.judgment == Judgment::Invariance { "base" } else { "expected" })
+        }
         Verdict::Waived { reason }
         | Verdict::StaleWaiver { reason }
         | Verdict::Unsupported { reason }
@@ -45,8 +56,22 @@ pub fn why(record: &Record) -> String {
     }
 }
 
+/// Verdict, subject and reason of a red record in one line; `count` is of how many it is the first.
+pub fn red(record: &Record, count: usize) -> String {
+    let more = match count {
+        1 => String::new(),
+        _ => format!(" (and {} more for the same reason)", count - 1),
+    };
+    format!("{}: {}{more}", verdict(&record.verdict), subject(record))
+}
+
+/// The command that asks a red record again; empty where none is known.
+pub fn again(record: &Record) -> String {
+    record.again.as_deref().map(one_line).unwrap_or_default()
+}
+
 /// The message, and whatever of the rest it does not say already.
-fn evidence(evidence: &Evidence) -> String {
+fn evidence(evidence: &Evidence, reference: &str) -> String {
     let Evidence { message, output, index, coordinates, expected, found, expected_bits, found_bits, ulp, count, total } =
         evidence;
     let mut text = message.clone();
@@ -56,7 +81,7 @@ fn evidence(evidence: &Evidence) -> String {
         let place = if element { format!("{output}{coordinates:?} (index {index}): ") } else { String::new() };
         let bits = |bits: &String| if bits.is_empty() { String::new() } else { format!(" ({bits})") };
         let (expected_bits, found_bits) = (bits(expected_bits), bits(found_bits));
-        text += &format!("; {place}expected {expected}{expected_bits}, found {found}{found_bits}");
+        text += &format!("; {place}{reference} {expected}{expected_bits}, found {found}{found_bits}");
     }
     if let Some(ulp) = ulp.filter(|_| !message.contains("ulp")) {
         text += &format!("; {} ulp", number(ulp));
@@ -131,16 +156,17 @@ mod tests {
         };
         let rest =
             "; y[2, 1] (index 17): expected 1 (0x3f80), found 1.0078125 (0x3f81); 1 ulp; 3 of 512 elements wrong";
-        assert_eq!(evidence(&e), format!("batch=2 differs{rest}"));
+        assert_eq!(evidence(&e, "expected"), format!("batch=2 differs{rest}"));
+        assert_eq!(evidence(&e, "base"), format!("batch=2 differs{}", rest.replace("expected", "base")));
         e.message = "y[2, 1]: 1.0078125 (0x3f81) where 1 (0x3f80) was expected; 3 of 512 differ".into();
-        assert_eq!(evidence(&e), format!("{}; 1 ulp", e.message));
+        assert_eq!(evidence(&e, "expected"), format!("{}; 1 ulp", e.message));
         let whole = Evidence {
             message: "y: dtype fp32 where bf16 was expected".into(),
             count: 1,
             total: 1,
             ..Evidence::default()
         };
-        assert_eq!(evidence(&whole), whole.message);
+        assert_eq!(evidence(&whole, "expected"), whole.message);
     }
 
     #[test]

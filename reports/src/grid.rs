@@ -86,6 +86,24 @@ pub fn unsupported(records: &[Record]) -> BTreeMap<Unsupported<'_>, usize> {
     groups
 }
 
+/// The red records; those without an answer for one and the same reason stand together as the first of them and how many there
+/// are, in the order of the firsts.
+pub fn red(records: &[Record]) -> Vec<(&Record, usize)> {
+    let mut places: BTreeMap<(&str, &str), usize> = BTreeMap::new();
+    let mut found: Vec<(&Record, usize)> = Vec::new();
+    for record in records.iter().filter(|record| record.verdict.is_red()) {
+        if let Verdict::Untested { reason } | Verdict::Error { reason } = &record.verdict {
+            let place = *places.entry((&record.implementation, reason)).or_insert(found.len());
+            if let Some((_, count)) = found.get_mut(place) {
+                *count += 1;
+                continue;
+            }
+        }
+        found.push((record, 1));
+    }
+    found
+}
+
 /// Measured error of one op in one pair of dtypes, over all its cases.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Accuracy {

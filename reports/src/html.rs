@@ -3,7 +3,7 @@
 //! What the page claims (banner, matrix, accuracy, unsupported combinations) is written here, so that it shows without
 //! scripts and is tested in Rust. Records are embedded as JSON; `page/page.js` lists and filters them.
 
-use crate::describe::{number, percent};
+use crate::describe::{arguments, number, percent};
 use crate::grid::{self, Column, Unsupported};
 use crate::{Counts, RunFolder, Summary};
 use samebits_contract::record::{Judgment, Record};
@@ -22,6 +22,7 @@ pub fn document(folder: &RunFolder) -> String {
         ("name", escaped(&folder.run.contract_name)),
         ("subtitle", escaped(&subtitle(folder))),
         ("banner", banner(&summary)),
+        ("notes", notes(folder)),
         ("facts", facts(folder)),
         ("matrix", matrix(&folder.records)),
         ("accuracy", accuracy(&folder.records)),
@@ -74,8 +75,17 @@ fn banner(summary: &Summary) -> String {
 fn subtitle(folder: &RunFolder) -> String {
     let run = &folder.run;
     let digest = run.contract.get(..12).unwrap_or(&run.contract);
-    let implementations: Vec<&str> = grid::implementations(&folder.records).into_iter().collect();
+    // Who was judged, with the version that its own command told.
+    let versioned = |name: &str| match run.plan.implementations.get(name).filter(|version| !version.is_empty()) {
+        Some(version) => format!("{name} ({version})"),
+        None => name.to_string(),
+    };
+    let implementations: Vec<String> = grid::implementations(&folder.records).into_iter().map(versioned).collect();
     format!("{} · rows {} · contract SHA-256 {digest}… · {}", implementations.join(", "), run.rows, utc(run.started))
+}
+
+fn notes(folder: &RunFolder) -> String {
+    folder.run.notes.iter().map(|note| format!("<p class=\"note\">Note: {}</p>", escaped(note))).collect()
 }
 
 fn facts(folder: &RunFolder) -> String {
@@ -86,7 +96,7 @@ fn facts(folder: &RunFolder) -> String {
         ("rows", run.rows.clone()),
         ("implementations", grid::implementations(&folder.records).into_iter().collect::<Vec<_>>().join(", ")),
         ("tool", run.tool.clone()),
-        ("arguments", run.arguments.join(" ")),
+        ("arguments", arguments(run)),
         ("started", utc(run.started)),
         ("wall time", if run.complete { format!("{:.1} s", run.seconds) } else { "not complete".into() }),
     ];
@@ -115,7 +125,11 @@ fn matrix(records: &[Record]) -> String {
             let _ = write!(html, "<th scope=\"col\">{}{axis}</th>", judgment.name());
         }
         html.push_str("</tr></thead><tbody>");
-        for (op, row) in grid::by_axis(records, implementation) {
+        // What it offers before what it does not.
+        let offers = |row: &BTreeMap<Column, Counts>| row.values().any(|counts| counts.judged() + counts.error > 0);
+        let (offered, others): (Vec<_>, Vec<_>) =
+            grid::by_axis(records, implementation).into_iter().partition(|(_, row)| offers(row));
+        for (op, row) in offered.into_iter().chain(others) {
             let _ = write!(html, "<tr>{}", op_header(op));
             for column in &columns {
                 html.push_str(&cell(implementation, op.name, column, row.get(column)));
@@ -263,6 +277,7 @@ fn data(records: &[Record]) -> String {
                 r.setting.as_deref().map(&mut index),
                 index(&r.kernel),
                 index(r.verdict.name()),
+                r.again.as_deref(),
                 detail,
                 measure,
                 chain,
@@ -283,6 +298,7 @@ fn data(records: &[Record]) -> String {
         "setting",
         "kernel",
         "verdict",
+        "again",
         "detail",
         "measure",
         "chain",
@@ -422,6 +438,29 @@ mod tests {
         empty.run.planned = 0;
         let page = document(&empty);
         assert!(page.contains("class=\"banner red\"") && page.contains("nothing was tested"));
+    }
+
+    /// A red record carries its command, what is compared with a base says so, and what is offered stands first.
+    #[test]
+    fn a_record_says_how_to_ask_it_again() {
+        let mut folder = synthetic::folder();
+        folder.run.plan.implementations.insert("ours/cpu".into(), "0.1.0 of <today>".into());
+        folder.run.notes.push("mine: asked <little>".into());
+        let at = folder.records.iter().position(|record| record.verdict.is_red()).unwrap();
+        folder.records[at].again = Some("samebits check --case '<a>'".into());
+        let unsupported = Verdict::Unsupported { reason: "no".into() };
+        let other = Record { op: "add".into(), verdict: unsupported, ..folder.records[0].clone() };
+        folder.records.push(other);
+        let page = document(&folder);
+        let data = embedded(&page);
+        let column = data["columns"].as_array().unwrap().iter().position(|c| c == "again").unwrap();
+        assert_eq!(data["records"][at][column], "samebits check --case '<a>'");
+        assert_eq!(data["records"][0][column], Value::Null);
+        assert!(
+            page.contains("ours/cpu (0.1.0 of &lt;today&gt;)") && page.contains("Note: mine: asked &lt;little&gt;")
+        );
+        let place = |op: &str| page.find(&format!(">{op}</th>")).unwrap();
+        assert!(place("add") > place("rms_norm"), "add is not offered and comes last");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `junit.xml`: one test case per record, for the test pages of CI systems.
 
-use crate::describe::{judgment, one_line, subject, verdict, why};
+use crate::describe::{again, judgment, one_line, subject, verdict, why};
 use crate::{RunFolder, Summary, grid};
 use quick_junit::{NonSuccessKind, Property, Report, TestCase, TestCaseStatus, TestSuite};
 use samebits_contract::record::Record;
@@ -51,7 +51,8 @@ fn case(record: &Record) -> TestCase {
     };
     status.set_type(verdict(&record.verdict)).set_message(why(record));
     if record.verdict.is_red() {
-        status.set_description(format!("{}\n{}", subject(record), why(record)));
+        let again = record.again.as_ref().map(|_| format!("\nagain: {}", again(record))).unwrap_or_default();
+        status.set_description(format!("{}\n{}{again}", subject(record), why(record)));
     }
     let mut case = TestCase::new(one_line(&format!("{} {} -> {}", record.case, judgment(record), record.out)), status);
     case.set_classname(one_line(&format!("{}.{}.{}", record.implementation, record.op, record.judgment.name())));
@@ -97,7 +98,7 @@ mod tests {
         let TestCaseStatus::NonSuccess { message: Some(message), .. } = &hostile[1].status else {
             panic!("{:?}", hostile[1].status)
         };
-        assert!(message.contains("expected 1 (0x3f80), found 1.0078125 (0x3f81)"), "{}", message.as_str());
+        assert!(message.contains("base 1 (0x3f80), found 1.0078125 (0x3f81)"), "{}", message.as_str());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What a run says, for people and for CI: a text table, `summary.md`, `junit.xml` and `report.html`.
+//! What a run says, for people and for CI: a text table, `summary.md`, `junit.xml`, `records.csv` and `report.html`.
 //!
 //! A run folder holds `run.json` ([`Run`](samebits_contract::record::Run)) and `records.jsonl` (one
 //! [`Record`](samebits_contract::record::Record) per line). This crate reads nothing else, so an old run renders
@@ -21,7 +21,7 @@ mod synthetic;
 mod text;
 
 pub use annotate::annotations;
-pub use compare::{Change, Changes, changes};
+pub use compare::{Change, Changes, Kind, changes};
 pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
 pub use text::table;
@@ -29,21 +29,17 @@ pub use text::table;
 use samebits_contract::atomic_write;
 use std::path::Path;
 
-/// Reads the run folder `dir` and writes `report.html`, `junit.xml` and `summary.md` into it.
+/// Reads the run folder `dir` and writes `report.html`, `junit.xml`, `summary.md` and `records.csv` into it.
 ///
 /// Each file appears whole or not at all. Fails where [`read`] fails,
 /// and when a file cannot be written.
 pub fn render(dir: &Path) -> Result<Summary, ReportError> {
     let folder = read(dir)?;
+    write(&dir.join("records.csv"), &csv::document(&folder))?;
     write(&dir.join("junit.xml"), &junit::document(&folder))?;
     write(&dir.join("summary.md"), &markdown::document(&folder))?;
     write(&dir.join("report.html"), &html::document(&folder))?;
     Ok(Summary::of(&folder))
-}
-
-/// Writes `records.csv` into the run folder `dir`: one line per record, see `docs/METHOD.md`.
-pub fn csv(dir: &Path) -> Result<(), ReportError> {
-    write(&dir.join("records.csv"), &csv::document(&read(dir)?))
 }
 
 /// Whether `dir` holds a run that did not come to its end.
@@ -70,7 +66,7 @@ mod tests {
         let mut names: Vec<_> =
             std::fs::read_dir(dir.path()).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
-        assert_eq!(names, ["junit.xml", "records.jsonl", "report.html", "run.json", "summary.md"]);
+        assert_eq!(names, ["junit.xml", "records.csv", "records.jsonl", "report.html", "run.json", "summary.md"]);
         let first: Vec<_> = names.iter().map(|n| std::fs::read(dir.path().join(n)).unwrap()).collect();
         render(dir.path()).unwrap();
         let second: Vec<_> = names.iter().map(|n| std::fs::read(dir.path().join(n)).unwrap()).collect();

@@ -1,6 +1,6 @@
 //! `summary.md`: the same facts for the summary page of a CI job.
 
-use crate::describe::{number, one_line, percent, subject, verdict, why};
+use crate::describe::{again, arguments, number, one_line, percent, red, why};
 use crate::grid::{self, Unsupported};
 use crate::text::{SHOWN, cell};
 use crate::{RunFolder, Summary};
@@ -19,9 +19,15 @@ pub fn document(folder: &RunFolder) -> String {
     row(&mut text, &["contract".into(), run.contract.clone()]);
     row(&mut text, &["rows".into(), run.rows.clone()]);
     row(&mut text, &["tool".into(), run.tool.clone()]);
-    row(&mut text, &["arguments".into(), run.arguments.join(" ")]);
+    row(&mut text, &["arguments".into(), arguments(run)]);
+    for (name, version) in run.plan.implementations.iter().filter(|(_, version)| !version.is_empty()) {
+        row(&mut text, &[name.clone(), version.clone()]);
+    }
     for (name, value) in &run.machine {
         row(&mut text, &[name.clone(), value.clone()]);
+    }
+    for note in &run.notes {
+        let _ = writeln!(text, "\nNote: {}", escaped(note));
     }
 
     for implementation in grid::implementations(records) {
@@ -42,13 +48,15 @@ pub fn document(folder: &RunFolder) -> String {
         row(&mut text, &[&["total".to_string(), String::new()], &cells[..]].concat());
     }
 
-    let red: Vec<_> = records.iter().filter(|r| r.verdict.is_red()).collect();
-    if !red.is_empty() {
-        let _ = writeln!(text, "\n## Red records ({} of {} shown)\n", red.len().min(SHOWN), red.len());
+    let all = grid::red(records);
+    if !all.is_empty() {
+        let _ = writeln!(text, "\n## Red ({} of {} shown)\n", all.len().min(SHOWN), all.len());
     }
-    for record in red.iter().take(SHOWN) {
-        let words = format!("{}: {}: {}", verdict(&record.verdict), subject(record), why(record));
-        let _ = writeln!(text, "- {}", escaped(&words));
+    for (record, count) in all.iter().take(SHOWN) {
+        let _ = writeln!(text, "- {}", escaped(&format!("{}: {}", red(record, *count), why(record))));
+        if !again(record).is_empty() {
+            let _ = writeln!(text, "  again: <code>{}</code>", escaped(&again(record)));
+        }
     }
 
     let unsupported = grid::unsupported(records);
@@ -136,6 +144,19 @@ mod tests {
             assert!(table.clone().count() > 0);
             assert!(table.clone().all(|l| cells(l) == cells(line)), "table at line {i}: {text}");
         }
+    }
+
+    #[test]
+    fn says_versions_notes_and_how_to_ask_again() {
+        let mut folder = synthetic::folder();
+        folder.run.plan.implementations.insert("ours/cpu".into(), "0.1.0".into());
+        folder.run.notes.push("a | note".into());
+        folder.records.iter_mut().filter(|r| r.verdict.is_red()).for_each(|r| r.again = Some("samebits check".into()));
+        let text = document(&folder);
+        assert!(text.contains("| ours/cpu | 0.1.0 |") && text.contains("\nNote: a \\| note\n"), "{text}");
+        let red = grid::red(&folder.records);
+        assert_eq!(text.matches("\n  again: <code>samebits check</code>\n").count(), red.len());
+        assert!(text.contains("(and 5 more for the same reason)"), "{text}");
     }
 
     #[test]

@@ -204,10 +204,38 @@ mod tests {
         let dir = synthetic::written(&synthetic::folder());
         let path = dir.path().join("records.jsonl");
         let text = fs::read_to_string(&path).unwrap();
-        fs::write(&path, text.replacen("\"schema\":1,", "\"schema\":2,\"new\":0,", 1)).unwrap();
-        assert!(failed(dir.path()).contains("records.jsonl:1: schema 2 is newer than 1"));
+        fs::write(&path, text.replacen("\"schema\":2,", "\"schema\":3,\"new\":0,", 1)).unwrap();
+        assert!(failed(dir.path()).contains("records.jsonl:1: schema 3 is newer than 2"));
         fs::write(dir.path().join("run.json"), "{\"schema\": 7}").unwrap();
-        assert!(failed(dir.path()).contains("run.json:1: schema 7 is newer than 1"));
+        assert!(failed(dir.path()).contains("run.json:1: schema 7 is newer than 2"));
+    }
+
+    /// As it was written before a verdict was one word.
+    #[test]
+    fn runs_of_schema_1_are_read() {
+        let folder = synthetic::folder();
+        let dir = synthetic::written(&folder);
+        let path = dir.path().join("records.jsonl");
+        let mut old = String::new();
+        for line in fs::read_to_string(&path).unwrap().lines() {
+            let mut record: serde_json::Value = serde_json::from_str(line).unwrap();
+            let fields = record.as_object_mut().unwrap();
+            fields.insert("schema".into(), 1.into());
+            let name = fields["verdict"].as_str().unwrap().to_string();
+            let held = match (fields.remove("evidence"), fields.remove("reason")) {
+                (Some(evidence), None) => serde_json::json!({ name: evidence }),
+                (None, Some(reason)) => serde_json::json!({ name: { "reason": reason } }),
+                _ => name.into(),
+            };
+            fields.insert("verdict".into(), held);
+            old += &format!("{record}\n");
+        }
+        assert!(old.contains("\"verdict\":{\"fail\":{") && old.contains("\"verdict\":{\"stale_waiver\":{\"reason\":"));
+        fs::write(&path, old).unwrap();
+        let mut found = read(dir.path()).unwrap().records;
+        assert!(found.iter().all(|record| record.schema == 1));
+        found.iter_mut().for_each(|record| record.schema = SCHEMA);
+        assert_eq!(found, folder.records);
     }
 
     #[test]

@@ -74,6 +74,7 @@ fn record(op: &str, dtype: DType, case: &str, judgment: Judgment) -> Record {
             clip_fraction: 0.0,
         }),
         gradient: None,
+        again: None,
         seconds: 0.0125,
     }
 }
@@ -106,6 +107,7 @@ fn run(planned: usize) -> Run {
         ]),
         plan: Default::default(),
         sealed: None,
+        notes: Vec::new(),
     }
 }
 

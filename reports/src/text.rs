@@ -1,6 +1,6 @@
 //! The plain table that ends a run on a terminal. Readable without colour.
 
-use crate::describe::{one_line, subject, verdict, why};
+use crate::describe::{again, one_line, red, why};
 use crate::grid::{self, Unsupported};
 use crate::{Counts, RunFolder, Summary};
 use samebits_contract::record::Judgment;
@@ -36,12 +36,15 @@ pub fn table(folder: &RunFolder) -> String {
         aligned(&mut text, &rows);
     }
 
-    let red: Vec<_> = records.iter().filter(|r| r.verdict.is_red()).collect();
-    if !red.is_empty() {
-        let _ = writeln!(text, "\nred records{}", of(red.len()));
+    let all = grid::red(records);
+    if !all.is_empty() {
+        let _ = writeln!(text, "\nred{}", of(all.len()));
     }
-    for record in red.iter().take(SHOWN) {
-        let _ = writeln!(text, "  {}: {}\n      {}", verdict(&record.verdict), subject(record), why(record));
+    for (record, count) in all.iter().take(SHOWN) {
+        let _ = writeln!(text, "  {}\n      {}", red(record, *count), why(record));
+        if !again(record).is_empty() {
+            let _ = writeln!(text, "      again: {}", again(record));
+        }
     }
 
     let unsupported = grid::unsupported(records);
@@ -51,6 +54,13 @@ pub fn table(folder: &RunFolder) -> String {
     for (Unsupported { implementation, op, dtype, out, reason }, count) in unsupported.iter().take(SHOWN) {
         let line = one_line(&format!("{count} x {} {dtype} -> {out}, {implementation}: {reason}", op.name));
         let _ = writeln!(text, "  {line}");
+    }
+
+    if !run.notes.is_empty() {
+        let _ = writeln!(text);
+    }
+    for note in &run.notes {
+        let _ = writeln!(text, "note: {}", one_line(note));
     }
 
     let _ = writeln!(text, "\n{}", Summary::of(folder).headline());
@@ -109,7 +119,7 @@ mod tests {
         for (name, count) in counts.by_name() {
             assert!(count > 0 && text.contains(&format!("{count} {name}")), "{name}: {text}");
         }
-        assert!(text.contains("y[2, 1] (index 17): expected 1 (0x3f80), found 1.0078125 (0x3f81); 1 ulp; 3 of 512"));
+        assert!(text.contains("y[2, 1] (index 17): base 1 (0x3f80), found 1.0078125 (0x3f81); 1 ulp; 3 of 512"));
         assert!(text.contains("x gemm fp16 -> bf16, ours/cpu: "), "{text}");
         assert!(!text.contains('\u{1b}'));
     }
@@ -136,7 +146,7 @@ mod tests {
             folder.records.push(record);
         }
         let text = table(&folder);
-        assert!(text.contains("red records (first 10 of 11)"));
+        assert!(text.contains("red (first 10 of 11)"));
         assert!(text.contains("reason-9") && !text.contains("reason-10"));
     }
 

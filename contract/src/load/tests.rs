@@ -338,3 +338,49 @@ fn what_a_fault_makes_of_a_class_is_refused() {
     }
     assert!(seen.len() == faults.len() && seen.values().all(|ops| *ops > 50), "{seen:?}");
 }
+
+/// The scope of an implementation is what its entry requires; stems narrow what must be there, and one that no case has is
+/// refused.
+#[test]
+fn what_is_required_is_the_scope() {
+    let list = |required: &str| {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let text =
+            format!("[[implementation]]\nname = \"mine\"\nabout = \"a program\"\ncommand = [\"true\"]\n{required}\n");
+        std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+        let mut contract = Contract::load(None).unwrap();
+        contract.add_implementations(file.path()).map(|()| contract)
+    };
+    let table = "[[implementation.required]]\nops = [\"rms_norm\"]\ndtypes = [\"bf16\"]\nouts = [\"bf16\"]";
+    let of = |contract: &Contract, case: &str| {
+        let case = contract.case(case).unwrap();
+        (contract.asks("mine", case), contract.requires("mine", case))
+    };
+    let contract = list(&format!("{table}\nstems = [\"!hf*\", \"small\", \"len*\"]")).unwrap();
+    for (case, expected) in [
+        ("rms_norm/bf16/small-normal-bf16", (true, true)),
+        ("rms_norm/bf16/len_n15-normal-bf16", (true, true)),
+        ("rms_norm/bf16/hf-normal-bf16", (true, false)),
+        ("rms_norm/bf16/mid-normal-bf16", (true, false)),
+        ("rms_norm/bf16/small-normal-fp32", (false, false)),
+        ("rms_norm/fp32/small-normal-bf16", (false, false)),
+        ("gemm/bf16/small-normal-bf16", (false, false)),
+    ] {
+        assert_eq!(of(&contract, case), expected, "{case}");
+    }
+    // Without stems, or with those that are left out alone, all others must be there.
+    for (stems, mid, hf) in [("", true, true), ("\nstems = [\"!hf*\"]", true, false)] {
+        let contract = list(&format!("{table}{stems}")).unwrap();
+        assert_eq!(of(&contract, "rms_norm/bf16/mid-normal-bf16").1, mid, "{stems}");
+        assert_eq!(of(&contract, "rms_norm/bf16/hf-normal-bf16").1, hf, "{stems}");
+    }
+    for stem in ["smal", "!smal", "square"] {
+        let message = list(&format!("{table}\nstems = [{stem:?}]")).unwrap_err().to_string();
+        assert!(message.contains(&format!("`required`: stem `{stem}`")) && !message.contains('\n'), "{message}");
+    }
+    // Who requires nothing, or says nothing of it, is asked everything.
+    for table in ["", "required = []"] {
+        let contract = list(table).unwrap();
+        assert!(contract.cases(Slice::Exhaustive).all(|case| contract.asks("mine", case)));
+    }
+}

@@ -2,14 +2,16 @@ use super::{Place, Select, Strict};
 use crate::checkpoints::Checkpoints;
 use crate::implementation::external::External;
 use crate::implementation::{Implementation, cpu::CpuImplementation, cuda::CudaImplementation};
-use crate::judge::{Judge, Trial, plan, stale_waivers};
+use crate::judge::{Judge, Selection, Trial, plan, stale_waivers};
 use crate::machine;
 use crate::run::{Journal, carry_out, sha256};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use samebits_contract::axis::Machine;
-use samebits_contract::record::{Plan, Record, Run, SCHEMA};
-use samebits_contract::table::Contract;
+use samebits_contract::record::{Judgment, Plan, Record, Run, SCHEMA};
+use samebits_contract::table::{CaseSpec, Contract, Slice};
+use samebits_contract::tensor::DType;
+use samebits_contract::verdict::Verdict;
 use samebits_goldens::Store;
 use samebits_ops::{Cpu, Isa};
 use std::collections::BTreeSet;
@@ -24,7 +26,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Judges accuracy (against the f64 oracle, within the row set's bounds), invariance (the same raw bits on every
 /// setting of every axis), golden outputs (the same raw bits as blessed), arithmetic (what questions give away of it)
 /// and coverage (whether the cases ask for every class of number), prints a table, and leaves report.html,
-/// records.jsonl, junit.xml and summary.md in the report folder. Exit code 0: the contract holds; 1: it does not; 2:
+/// summary.md, junit.xml, records.csv and records.jsonl in the report folder. Exit code 0: the contract holds; 1: it does not; 2:
 /// the run itself is broken.
 #[derive(clap::Args, Clone)]
 pub struct Args {
@@ -46,7 +48,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     waivers: Vec<PathBuf>,
 
-    /// Goldens to hold answers to [default: goldens/ of the repository]
+    /// Goldens to hold answers to, whatever `judgments` says of them [default: goldens/ of the repository, for
+    /// implementations that claim the canonical bits]
     #[arg(long, value_name = "DIR")]
     goldens: Option<PathBuf>,
 
@@ -73,6 +76,10 @@ pub struct Args {
     /// Instruction set the base answers of ours/cpu run on [default: the best of this machine]; the isa axis varies it
     #[arg(long)]
     isa: Option<Isa>,
+
+    /// How the caller of this command asks a red judgment again, with {} for its case, judgment and axis
+    #[arg(long, hide = true, value_name = "TEXT")]
+    called: Option<String>,
 
     /// Cases judged side by side [default: all cores]; the threads axis varies the threads inside an op
     #[arg(long, value_name = "N")]
@@ -102,6 +109,50 @@ pub fn open(
     let ours = CpuImplementation::new(cpu).with_checkpoints(checkpoints.clone());
     let ours = ours.with_program(crate::command::program().context("this program's own path")?);
     Ok((Box::new(ours), Machine { layouts: entry.layouts.clone(), ..axes }))
+}
+
+impl Args {
+    /// The command that asks a red judgment again: as this one, but for the parts that pick it, into a folder of its own.
+    fn again(&self, record: &Record) -> String {
+        // One setting shows the failure; memory is a matter of all requests.
+        let one = matches!(record.verdict, Verdict::Fail(_) | Verdict::Error { .. })
+            && record.axis.as_deref().is_some_and(|axis| axis != "soak");
+        let setting = record.setting.as_ref().filter(|_| one).map(|setting| format!("={setting}")).unwrap_or_default();
+        let axis = record.axis.as_ref().map(|axis| format!("{axis}{setting}"));
+        if let Some(called) = &self.called {
+            let list = |name: &str, value: &str| format!("{name}=[{}]", serde_json::Value::from(value));
+            let mut picked = vec![list("cases", &record.case), list("judgments", record.judgment.name())];
+            picked.extend(axis.map(|axis| list("axes", &axis)));
+            return called.replacen("{}", &picked.join(", "), 1);
+        }
+        let mut words: Vec<String> = ["samebits", "check"].map(String::from).to_vec();
+        let mut add = |option: &str, value: String| words.extend([option.to_string(), value]);
+        let path = |path: &Path| path.display().to_string();
+        self.place.root.iter().for_each(|dir| add("--root", path(dir)));
+        self.place.contract.iter().for_each(|dir| add("--contract", path(dir)));
+        self.impls.iter().for_each(|file| add("--impls", path(file)));
+        add("--impl", record.implementation.clone());
+        self.waivers.iter().for_each(|file| add("--waivers", path(file)));
+        self.goldens.iter().for_each(|dir| add("--goldens", path(dir)));
+        self.rows.iter().for_each(|rows| add("--rows", rows.clone()));
+        self.isa.iter().for_each(|isa| add("--isa", isa.to_string()));
+        self.strict.forbid.iter().for_each(|counter| add("--forbid", counter.clone()));
+        if self.require.iter().any(|name| name.is_empty() || *name == record.implementation) {
+            add("--require", record.implementation.clone());
+        }
+        // How many rows are added depends on the slice.
+        if self.select.slice != Slice::Default.name() {
+            add("--slice", self.select.slice.clone());
+        }
+        if self.select.seed != 0 {
+            add("--seed", self.select.seed.to_string());
+        }
+        add("--case", record.case.clone());
+        add("--judgment", record.judgment.name().into());
+        axis.into_iter().for_each(|axis| add("--axis", axis));
+        add("--out", "samebits-again".into());
+        super::shell(&words)
+    }
 }
 
 pub fn run(args: &Args) -> Result<ExitCode> {
@@ -135,7 +186,7 @@ pub fn judge(args: &Args) -> Result<()> {
         Some(dir) => Some(Store::open(dir)?),
         None => args.place.goldens()?,
     };
-    let selection = args.select.selection(&contract)?;
+    let selection = Selection { own_goldens: args.goldens.is_some(), ..args.select.selection(&contract)? };
     let room = machine::of_slice(selection.slice).room;
     let mut judged: Vec<(Box<dyn Implementation>, Machine)> = Vec::new();
     for (place, name) in names.iter().enumerate() {
@@ -144,7 +195,10 @@ pub fn judge(args: &Args) -> Result<()> {
         let cpu = args.strict.apply(Cpu::new(isa, 1, usize::MAX)?)?;
         let (implementation, machine) = open(&contract, name, &args.place, cpu, &checkpoints)?;
         let room = contract.implementation(name).and_then(|entry| entry.room).unwrap_or(room);
-        judged.push((implementation, Machine { room, seed: selection.seed, ..machine }));
+        judged.push((
+            implementation,
+            Machine { room, seed: selection.seed, alone: selection.settings.clone(), ..machine },
+        ));
     }
     // Whom others must equal; on one thread each, as its own base answers.
     let mut references: Vec<Box<dyn Implementation>> = Vec::new();
@@ -152,7 +206,7 @@ pub fn judge(args: &Args) -> Result<()> {
         let name = implementation.name();
         let others: BTreeSet<&str> = contract
             .cases(selection.slice)
-            .filter(|case| selection.takes(case))
+            .filter(|case| selection.takes(case) && contract.asks(name, case))
             .filter_map(|case| contract.same_as(name, case))
             .collect();
         for other in others {
@@ -183,12 +237,10 @@ pub fn judge(args: &Args) -> Result<()> {
         whole += &format!("{name} {:?}\n", judge.machine);
         plan(&contract, name, &all).iter().flatten().for_each(|trial| whole += &format!("{}\n", trial.name()));
         let mine = plan(&contract, name, &selection);
-        ensure!(
-            !mine.is_empty(),
-            "{name}: the selection matches nothing of the contract; `samebits list` shows what there is"
-        );
+        ensure!(!mine.is_empty(), "{name}: {}", why_nothing(&contract, name, &selection));
         groups.extend(mine.into_iter().map(|group| (place, group)));
     }
+    known_settings(&selection, &judges, &groups)?;
     let planned: usize = groups.iter().map(|(_, group)| group.len()).sum();
     let versions = judges.iter().map(|j| (j.implementation.name().to_string(), j.implementation.version().to_string()));
     let nobody_requires = |name: &str| {
@@ -223,7 +275,9 @@ pub fn judge(args: &Args) -> Result<()> {
             attempts: Vec::new(),
         },
         sealed: None,
+        notes: notes(&contract, &names, &selection),
     };
+    run.notes.iter().filter(|note| note.contains(": the waiver")).for_each(|note| super::warn(note));
     let mut journal = match args.resume {
         false => Journal::start(&args.out, run)?,
         true => {
@@ -235,8 +289,13 @@ pub fn judge(args: &Args) -> Result<()> {
     };
     let jobs = args.jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()));
     let todo = journal.todo(groups.len());
-    let mut progress = Progress::new(planned, journal.records());
-    let work = |index: usize| judges[groups[index].0].group(&groups[index].1);
+    let mut progress = Progress::new(planned, journal.records(), args.resume);
+    let again = |mut records: Vec<Record>| {
+        let red = records.iter_mut().filter(|record| record.verdict.is_red());
+        red.for_each(|record| record.again = Some(args.again(record)));
+        records
+    };
+    let work = |index: usize| again(judges[groups[index].0].group(&groups[index].1));
     carry_out(work, &todo, jobs, |index, records| {
         progress.advance(&records);
         journal.append(index, records)
@@ -249,7 +308,7 @@ pub fn judge(args: &Args) -> Result<()> {
             stale.extend(stale_waivers(&contract, rows, judge.implementation.name(), &records));
         }
     }
-    journal.finish(started.elapsed().as_secs_f64(), &stale)?;
+    journal.finish(started.elapsed().as_secs_f64(), &again(stale))?;
     progress.finish();
     Ok(())
 }
@@ -268,6 +327,108 @@ fn row_sets(contract: &Contract) -> String {
     contract.row_sets.iter().map(|set| format!("`{}`", set.name)).collect::<Vec<_>>().join(", ")
 }
 
+/// A waiver that has no more days than this says so.
+const SOON: i64 = 14;
+
+/// What a reader should know beside the records.
+fn notes(contract: &Contract, names: &[String], selection: &Selection) -> Vec<String> {
+    let mut notes = contract.ending(SOON);
+    for name in names {
+        let cases = || contract.cases(selection.slice).filter(|case| selection.takes(case));
+        let left_out = cases().filter(|case| !contract.asks(name, case)).count();
+        if left_out > 0 {
+            let asked = asked(contract, name);
+            notes.push(format!("{name}: asked what `required` names ({asked}); {left_out} other cases are not"));
+        }
+    }
+    notes
+}
+
+/// What the entry of an implementation requires, in words.
+fn asked(contract: &Contract, name: &str) -> String {
+    let entry = contract.implementation(name).and_then(|entry| entry.required.as_ref());
+    let dtypes = |dtypes: &[DType]| match dtypes {
+        [] => "any dtype".to_string(),
+        some => some.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or "),
+    };
+    let combinations = entry.into_iter().flatten().map(|one| {
+        let ops = if one.ops.is_empty() { "all ops".to_string() } else { one.ops.join(", ") };
+        format!("{ops}: {} -> {}", dtypes(&one.dtypes), dtypes(&one.outs))
+    });
+    // Entries may differ in their stems alone.
+    combinations.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>().join("; ")
+}
+
+/// Which part of the selection, or of the implementation's entry, leaves nothing of the contract.
+fn why_nothing(contract: &Contract, name: &str, selection: &Selection) -> String {
+    let taken = |slice| contract.cases(slice).filter(|case| selection.takes(case)).collect::<Vec<&CaseSpec>>();
+    let cases = taken(selection.slice);
+    if cases.is_empty() {
+        return match taken(Slice::Exhaustive).iter().map(|case| case.slice).min() {
+            Some(slice) => format!(
+                "--slice {}: what the selection names runs in slice {slice} and larger ones; add --slice {slice}",
+                selection.slice.name(),
+                slice = slice.name()
+            ),
+            None => "no case has the --op, --dtype and --case of the selection together; `samebits list` shows what there is".into(),
+        };
+    }
+    if !cases.iter().any(|case| contract.asks(name, case)) {
+        let asked = asked(contract, name);
+        return format!("`required` of its entry leaves out all of the selection; it names {asked}");
+    }
+    let listed = contract.implementation(name).and_then(|entry| entry.judgments.as_ref());
+    let names = |judgments: &[Judgment]| judgments.iter().map(|j| j.name()).collect::<Vec<_>>().join(", ");
+    if let Some(listed) = listed.filter(|listed| selection.judgments.iter().all(|judgment| !listed.contains(judgment)))
+        && !selection.judgments.is_empty()
+    {
+        let hint = match selection.judgments.contains(&Judgment::Golden) {
+            true => "; with --goldens DIR its own goldens are judged whatever stands there",
+            false => "",
+        };
+        let (has, wanted) = (names(listed), names(&selection.judgments));
+        return format!("`judgments` of its entry leaves out {wanted}; it has {has}{hint}");
+    }
+    if selection.judgments == [Judgment::Golden] && selection.seed != 0 {
+        return format!("--seed {}: goldens hold the inputs of seed 0 alone", selection.seed);
+    }
+    if !selection.axes.is_empty() {
+        return format!(
+            "--axis {}: not asked of these cases; `samebits contract` has the axes of each op",
+            selection.axes.join(", ")
+        );
+    }
+    if selection.shard != (1, 1) {
+        return format!(
+            "--shard {}/{}: this part has no cases; make fewer parts",
+            selection.shard.0, selection.shard.1
+        );
+    }
+    "the contract asks none of the selected judgments of these cases; `samebits contract` shows what it asks".into()
+}
+
+/// Refuses a setting that none of the cases has. Those of `budget` depend on what the implementation says.
+fn known_settings(selection: &Selection, judges: &[Judge], groups: &[(usize, Vec<Trial>)]) -> Result<()> {
+    for (name, setting) in selection.settings.iter().filter(|(name, _)| name != "budget") {
+        let mut known: Option<Vec<String>> = None;
+        let trials = groups.iter().flat_map(|(place, group)| group.iter().map(|trial| (&judges[*place], trial)));
+        for (judge, trial) in trials.filter(|(_, trial)| trial.axis.is_some_and(|axis| axis.name == name)) {
+            let Ok(case) = judge.recordings.fill(trial.case, selection.seed) else { continue };
+            let axis = trial.axis.expect("it was looked at");
+            let settings: Vec<String> = (axis.variants)(&case, judge.machine).into_iter().map(|v| v.setting).collect();
+            if settings.contains(setting) {
+                known = None;
+                break;
+            }
+            known.get_or_insert(settings);
+        }
+        if let Some(known) = known {
+            bail!("--axis {name}={setting}: no such setting here; the first case has {}", known.join(", "));
+        }
+    }
+    Ok(())
+}
+
 /// A bar with the time to come on a terminal, a line every few seconds elsewhere.
 struct Progress {
     bar: Option<ProgressBar>,
@@ -280,11 +441,14 @@ struct Progress {
 }
 
 impl Progress {
-    fn new<'a>(total: usize, before: impl Iterator<Item = &'a Record>) -> Progress {
+    fn new<'a>(total: usize, before: impl Iterator<Item = &'a Record>, resumed: bool) -> Progress {
         let (mut done, mut red) = (0, 0);
         for record in before {
             done += 1;
             red += usize::from(record.verdict.is_red());
+        }
+        if resumed {
+            eprintln!("resumed: {done} of {total} records are kept");
         }
         let bar = std::io::stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{bar:30} {pos}/{len} judgments, {eta} left  {wide_msg}")

@@ -1,13 +1,15 @@
 use anyhow::{Result, ensure};
-use samebits_reports::{Change, changes, read};
+use samebits_reports::{Change, Kind, changes, read};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Compares two runs judgment by judgment: what changed, and what got worse
+/// Compares two runs judgment by judgment: what turned red, what turned green, and what moved within its bound
 ///
-/// The gate for an upgrade: `samebits diff OLD NEW` ends with 1 when a judgment turned red, is gone, has a larger error or
-/// fewer correctly rounded elements than before. `samebits cmp A B` lays two implementations side by side the same way.
+/// The gate for an upgrade: `samebits diff OLD NEW` ends with 1 when a judgment is red that was not, or is no longer judged
+/// that was: gone, or unsupported now. An error that is larger within its bound, or a share of correctly rounded elements that
+/// is smaller, is told and changes the exit code with --strict alone. `samebits cmp A B` lays two implementations side by side
+/// the same way.
 #[derive(clap::Args)]
 pub struct Args {
     /// The run folder before
@@ -20,7 +22,11 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 20)]
     show: usize,
 
-    /// One JSON object a line, all changes
+    /// Whatever got worse counts, also within its bound
+    #[arg(long)]
+    strict: bool,
+
+    /// One JSON object a line, all changes: name, kind (turned_red, turned_green or moved), worse, what
     #[arg(long)]
     json: bool,
 }
@@ -34,11 +40,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let found = changes(&old, &new);
     ensure!(found.common > 0, "the two runs have no judgment in common");
     let mut stdout = std::io::stdout().lock();
+    let stops = found.of(Kind::TurnedRed).next().is_some() || (args.strict && found.worse());
     if args.json {
-        for Change { name, worse, what, .. } in &found.changes {
-            writeln!(stdout, "{}", serde_json::json!({ "name": name, "worse": worse, "what": what }))?;
+        for Change { name, kind, worse, what, .. } in &found.changes {
+            let line = serde_json::json!({ "name": name, "kind": kind.name(), "worse": worse, "what": what });
+            writeln!(stdout, "{line}")?;
         }
-        return Ok(ExitCode::from(u8::from(found.worse())));
+        return Ok(ExitCode::from(u8::from(stops)));
     }
     for (what, was, is) in [
         ("contract", &old.run.contract, &new.run.contract),
@@ -57,22 +65,35 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if was != is {
         writeln!(stdout, "implementations: {was} -> {is}")?;
     }
-    for (title, worse) in [("got worse", true), ("changed otherwise", false)] {
-        let kind: Vec<_> = found.changes.iter().filter(|change| change.worse == worse).collect();
-        if kind.is_empty() {
+    for kind in Kind::ALL {
+        let all: Vec<_> = found.of(kind).collect();
+        if all.is_empty() {
             continue;
         }
-        writeln!(stdout, "\n{title} ({})", kind.len())?;
-        for change in kind.iter().take(args.show) {
-            writeln!(stdout, "  {}: {}", change.name, change.what)?;
+        writeln!(stdout, "\n{} ({})", title(kind), all.len())?;
+        for change in all.iter().take(args.show) {
+            let worse = if kind == Kind::Moved && change.worse { " (worse)" } else { "" };
+            writeln!(stdout, "  {}: {}{worse}", change.name, change.what)?;
         }
-        if kind.len() > args.show {
-            writeln!(stdout, "  and {} more (--show N)", kind.len() - args.show)?;
+        if all.len() > args.show {
+            writeln!(stdout, "  and {} more (--show N)", all.len() - args.show)?;
         }
     }
-    let worse = found.changes.iter().filter(|change| change.worse).count();
-    let (common, changed) = (found.common, found.changes.len());
-    let colour = if worse > 0 { "WORSE" } else { "NOT WORSE" };
-    writeln!(stdout, "\n{colour}: {common} judgments in common, {changed} changed, {worse} for the worse")?;
-    Ok(ExitCode::from(u8::from(worse > 0)))
+    let [red, green, moved] = Kind::ALL.map(|kind| found.of(kind).count());
+    let word = match (red, stops) {
+        (0, false) => "NOT WORSE",
+        (0, true) => "WORSE WITHIN BOUNDS",
+        _ => "WORSE",
+    };
+    let common = found.common;
+    writeln!(stdout, "\n{word}: {common} judgments in common, {red} turned red, {green} turned green, {moved} moved")?;
+    Ok(ExitCode::from(u8::from(stops)))
+}
+
+fn title(kind: Kind) -> &'static str {
+    match kind {
+        Kind::TurnedRed => "turned red, or no longer judged",
+        Kind::TurnedGreen => "turned green",
+        Kind::Moved => "moved within its bound, or changed otherwise",
+    }
 }

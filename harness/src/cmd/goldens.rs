@@ -4,7 +4,7 @@ use samebits_contract::atomic_write;
 use samebits_contract::case::Status;
 use samebits_contract::table::{CaseSpec, Slice, today};
 use samebits_contract::tensor::DType;
-use samebits_goldens::{KEPT, Provenance, Store};
+use samebits_goldens::{KEPT, Provenance, Store, Verified};
 use samebits_ops::{Cpu, Isa};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -51,6 +51,10 @@ struct Import {
     #[arg(long, value_name = "BYTES", default_value_t = KEPT)]
     keep: usize,
 
+    /// Overwrite what the store has with other bits
+    #[arg(long)]
+    replace: bool,
+
     #[command(flatten)]
     place: Place,
 }
@@ -82,6 +86,10 @@ struct Record {
     /// Why these outputs are kept
     #[arg(long, value_name = "TEXT")]
     reason: String,
+
+    /// Overwrite what the store has with other bits; what that is, is listed in any case
+    #[arg(long)]
+    replace: bool,
 
     #[command(flatten)]
     select: Select,
@@ -143,10 +151,16 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             let (implementation, _) =
                 super::check::open(&contract, &args.implementation, &args.place, cpu, &checkpoints)?;
             let mut answers = BTreeMap::new();
-            let mut left_out = 0;
-            let recorded = |case: &CaseSpec| case.slice <= Slice::Default && selection.takes(case);
+            let (mut left_out, mut without_inputs) = (0, 0);
+            let recorded = |case: &CaseSpec| {
+                case.slice <= Slice::Default && selection.takes(case) && contract.asks(&args.implementation, case)
+            };
             for spec in contract.cases(selection.slice).filter(|case| recorded(case)) {
-                let case = checkpoints.recordings().fill(spec, 0).map_err(anyhow::Error::msg)?;
+                // Models and what was recorded of them are not everywhere.
+                let Ok(case) = checkpoints.recordings().fill(spec, 0) else {
+                    without_inputs += 1;
+                    continue;
+                };
                 let answer = implementation.run(&case);
                 match answer.status {
                     Status::Ok => drop(answers.insert(spec.name.clone(), answer.outputs)),
@@ -156,6 +170,21 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
             ensure!(!answers.is_empty(), "{} answers no case of the selection", args.implementation);
             let mut store = open_or_create(&args.store)?;
+            let mut other = 0;
+            for (case, outputs) in &answers {
+                let what = match store.verify(case, outputs) {
+                    Verified::Match | Verified::Absent => continue,
+                    Verified::Mismatch(evidence) => evidence.message,
+                    Verified::Damaged(damage) => damage.to_string(),
+                };
+                other += 1;
+                writeln!(stdout, "other bits  {case}: {what}")?;
+            }
+            ensure!(
+                other == 0 || args.replace,
+                "--store {}: {other} goldens there have other bits; look at them, then add --replace. Nothing was written",
+                args.store.display()
+            );
             let provenance = Provenance {
                 contract: contract.digest().to_string(),
                 toolchain: format!("{} {}", args.implementation, implementation.version()),
@@ -163,12 +192,20 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 reason: args.reason.clone(),
             };
             let writes = store.bless(&answers, &BTreeSet::new(), &provenance)?;
-            writeln!(stdout, "{} recorded, {left_out} not offered", writes.blessed.len())?;
+            let missing = match without_inputs {
+                0 => String::new(),
+                cases => format!(", {cases} of models that are not at hand (--root)"),
+            };
+            writeln!(stdout, "{} recorded, {left_out} not offered{missing}", writes.blessed.len())?;
             Ok(ExitCode::SUCCESS)
         }
         What::Import(args) => {
             foreign(&args.store, &args.place)?;
             let contract = args.place.contract()?;
+            let sources = samebits_goldens::sources(&args.folder)?;
+            let mut store = open_or_create(&args.store)?;
+            let before: BTreeMap<_, _> =
+                store.entries().map(|entry| (entry.case.clone(), entry.outputs.clone())).collect();
             let holds = |case: &str, outputs: &BTreeMap<String, samebits_goldens::Output>| {
                 let case = contract.case(case).ok_or_else(|| format!("no case is called `{case}`"))?;
                 let spec = case.spec();
@@ -177,15 +214,23 @@ pub fn run(args: &Args) -> Result<ExitCode> {
                 let found: BTreeMap<&str, DType> =
                     outputs.iter().map(|(n, output)| (n.as_str(), output.dtype)).collect();
                 if wanted == found {
-                    return Ok(());
+                    let bits = |all: &BTreeMap<String, samebits_goldens::Output>| {
+                        all.iter().map(|(name, output)| (name.clone(), output.sha256.clone())).collect::<Vec<_>>()
+                    };
+                    let other = before.get(&case.name).is_some_and(|old| bits(old) != bits(outputs));
+                    return match other && !args.replace {
+                        true => Err(format!(
+                            "the store has other bits for `{}`; look at them, then add --replace",
+                            case.name
+                        )),
+                        false => Ok(()),
+                    };
                 }
                 let words = |all: &BTreeMap<&str, DType>| {
                     all.iter().map(|(name, dtype)| format!("{name} {dtype}")).collect::<Vec<_>>().join(", ")
                 };
                 Err(format!("`{}` has the outputs {}; the file has {}", case.name, words(&wanted), words(&found)))
             };
-            let sources = samebits_goldens::sources(&args.folder)?;
-            let mut store = open_or_create(&args.store)?;
             let writes = store.import(&sources, args.keep, contract.digest(), &args.reason, &holds)?;
             let of = |kept: fn(&samebits_goldens::Entry) -> bool| {
                 writes.blessed.iter().filter_map(|case| store.find(case)).filter(|entry| kept(entry)).count()

@@ -25,6 +25,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     impls: Vec<PathBuf>,
 
+    /// The waivers that the parts were given; may be given again
+    #[arg(long, value_name = "FILE")]
+    waivers: Vec<PathBuf>,
+
     /// Folder for the joined run
     #[arg(long, value_name = "DIR", default_value = "samebits-report")]
     out: PathBuf,
@@ -56,6 +60,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let mut contract = args.place.contract()?;
     for list in &args.impls {
         contract.add_implementations(list)?;
+    }
+    for list in &args.waivers {
+        contract.add_waivers(list)?;
     }
     ensure!(
         contract.digest() == first.contract,

@@ -1,9 +1,9 @@
 use anyhow::Result;
 use std::process::ExitCode;
 
-/// A run of `check` that may take hours: it goes on where it was interrupted, and leaves a table of all records
+/// A run of `check` that may take hours: it goes on where it was interrupted
 ///
-/// As `check`, with `records.csv` beside the other reports. A report folder that holds an interrupted run of the same plan
+/// As `check`. A report folder that holds an interrupted run of the same plan
 /// is resumed; one of another plan is refused.
 #[derive(clap::Args)]
 #[group(id = "sweep")]
@@ -16,6 +16,5 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let mut check = args.check.clone();
     check.resume |= samebits_reports::interrupted(&check.out);
     super::check::judge(&check)?;
-    samebits_reports::csv(&check.out)?;
     super::check::report(&check.out)
 }

@@ -69,8 +69,7 @@ impl CpuImplementation {
         Answer {
             plan: plans.iter().map(|plan| plan.to_string()).collect::<Vec<_>>().join("; "),
             ledger: counts.into_iter().map(|(counter, count)| (counter.name().to_string(), count)).collect(),
-            layout: case.config.layout.clone().unwrap_or_default(),
-            ..answer
+            ..answer.under(&case.config)
         }
     }
 }

@@ -84,6 +84,7 @@ impl CudaImplementation {
             ledger: counts.into_iter().map(|(counter, count)| (counter.name().to_string(), count)).collect(),
             // A compiler's log has many lines, and a reason one.
             reason: answer.reason.trim_end().replace('\n', "; "),
+            budget: case.config.budget,
             ..answer
         }
     }

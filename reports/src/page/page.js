@@ -122,6 +122,9 @@
     const found = record[C.detail];
     if (found !== null && typeof found === "object") box.append(...evidence(record, found));
     else if (found !== null) box.append(element("p", {}, data.strings[found]));
+    if (record[C.again] !== null) {
+      box.append(element("h3", {}, "Run it again"), element("p", { class: "mono" }, record[C.again]));
+    }
     const measure = record[C.measure];
     if (measure) {
       const [samples, max, p99, rounded, abs, bound] = measure;
@@ -157,12 +160,13 @@
     const parse = (bits) => /^0x[0-9a-f]+$/i.test(bits) ? [...bits.slice(2)].map((digit) =>
       parseInt(digit, 16).toString(2).padStart(4, "0")).join("") : null;
     const expected = parse(e.expected_bits), found = parse(e.found_bits);
+    const reference = text(record, "judgment") === "invariance" ? "base" : "expected";
     const row = (name, value, hex, bits, other) => element("tr", {}, element("th", { scope: "row" }, name),
       element("td", { class: "mono" }, value), element("td", { class: "mono" }, hex || "–"),
       element("td", { class: "bits" }, ...(bits ? pattern(bits, other, fields(record, e, bits.length)) : [])));
     // Evidence on a whole tensor has no element, and so no bits.
     if (!e.found_bits) {
-      return [element("p", {}, e.message), facts([["output", e.output], ["expected", e.expected], ["found", e.found]])];
+      return [element("p", {}, e.message), facts([["output", e.output], [reference, e.expected], ["found", e.found]])];
     }
     const where = `${e.output}[${e.coordinates.join(", ")}] (index ${e.index.toLocaleString("en")})`;
     const ulp = e.ulp === null ? "" : `, ${finite(e.ulp)} ulp`;
@@ -171,7 +175,7 @@
         `${e.total.toLocaleString("en")} elements wrong.`),
       element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {},
         ...["", "value", "bits", "binary"].map((name) => element("th", { scope: "col" }, name)))),
-      element("tbody", {}, row("expected", e.expected, e.expected_bits, expected, found),
+      element("tbody", {}, row(reference, e.expected, e.expected_bits, expected, found),
         row("found", e.found, e.found_bits, found, expected))))];
   };
   // Widths of sign, exponent and fraction where the bits are those of the floating-point output, else nibbles.
