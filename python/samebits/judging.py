@@ -21,17 +21,9 @@ __all__ = ["Report", "judge"]
 RED = ("fail", "error", "untested", "stale_waiver")
 
 
-def verdict_of(record: dict[str, Any]) -> str:
-    """The verdict of a record: pass, fail, waived, stale_waiver, unsupported, error or untested."""
-    verdict = record["verdict"]
-    return verdict if isinstance(verdict, str) else next(iter(verdict))
-
-
 def reason_of(record: dict[str, Any]) -> str:
     """Why the verdict is what it is, in one line; empty where it is a pass."""
-    verdict = record["verdict"]
-    said = {} if isinstance(verdict, str) else next(iter(verdict.values()))
-    return said.get("message") or said.get("reason") or ""
+    return record.get("evidence", {}).get("message") or record.get("reason", "")
 
 
 @dataclass(frozen=True)
@@ -39,13 +31,15 @@ class Report:
     """What came of a run of `judge`.
 
     `ok` is whether the contract holds, `records` are the lines of records.jsonl (one a judgment of a case), `table` is what
-    `samebits check` prints, `skipped` says what could not be asked and why. `str` of a report is for people to read.
+    `samebits check` prints, `skipped` says which cases and judgments could not be asked and why. Of a red record, `again` is
+    the call that asks it again. `str` of a report is for people to read.
     """
 
     ok: bool
     records: list[dict[str, Any]]
     table: str
     skipped: dict[str, str] = field(default_factory=dict)
+    slice: str = "quick"
     _html: str = ""
 
     @property
@@ -54,13 +48,13 @@ class Report:
         counts: dict[str, dict[str, int]] = {}
         for record in self.records:
             of = counts.setdefault(judgment_of(record), {})
-            of[verdict_of(record)] = of.get(verdict_of(record), 0) + 1
+            of[record["verdict"]] = of.get(record["verdict"], 0) + 1
         return counts
 
     @property
     def red(self) -> list[dict[str, Any]]:
         """The records that went against the contract."""
-        return [record for record in self.records if verdict_of(record) in RED]
+        return [record for record in self.records if record["verdict"] in RED]
 
     def html(self) -> str:
         """The report as a page that stands by itself."""
@@ -68,7 +62,15 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.table.rstrip()]
-        lines += [f"not asked: {name}: {why}" for name, why in self.skipped.items()]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.skipped.items():
+            reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"not asked: {names[0]}{more}: {why}")
+        if self.slice != "exhaustive":
+            larger = '"default" and "exhaustive"' if self.slice == "quick" else '"exhaustive"'
+            lines.append(f"asked: the slice {self.slice}; {larger} ask more")
         return "\n".join(lines)
 
 
@@ -78,8 +80,9 @@ def judgment_of(record: dict[str, Any]) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """A record in one line."""
-    return f"{verdict_of(record)}: {record['case']} {judgment_of(record)}: {reason_of(record)}"
+    """A record in one line, and a red one with how to ask it again in another."""
+    again = f"\n    again: {record['again']}" if "again" in record else ""
+    return f"{record['verdict']}: {record['case']} {judgment_of(record)}: {reason_of(record)}{again}"
 
 
 def judge(
@@ -104,12 +107,13 @@ def judge(
 
     `fn` takes the op's inputs (`help(samebits.ops.OP)` has names and shapes), as tensors of `library` ("torch" or "numpy")
     on `device`: by name where its parameters are called so, else by place, the required ones first. It takes attributes
-    by name, `dtype` the dtype of outputs. What of them its signature does not have is not offered: only cases in which it
-    has its default are asked for; raising NotImplementedError in one of those is red. It returns the op's outputs. It is
+    by name, `dtype` the dtype of outputs. What of them its signature does not have is not offered: cases in which it has not
+    its default are not asked, and the report says so; raising NotImplementedError in one that is asked is red. It returns the op's outputs. It is
     called in this thread, a request at a time, and axis `threads` sets the threads of torch and of `samebits.ops`.
 
     `canonical` is the claim to have the bits of NUMERICS: goldens and the order of sums are judged as well. `slice` is
-    "quick", "default" or "exhaustive"; `cases`, `axes` and `judgments` take a part, `layouts` names how inputs may lie in
+    "quick" (if not given), "default" or "exhaustive"; `cases`, `axes` and `judgments` take a part: an axis may name one
+    setting, "batch=again:3", as a red record does. `layouts` names how inputs may lie in
     memory (all by default: offset, fused, heads_first, strided, transposed). `waivers` are files of failures that are known
     (docs/GATE.md), which know the callable as `name`, by default its `__name__`. `out` is a folder for the report.
 
@@ -122,21 +126,22 @@ def judge(
         raise RuntimeError('judge: called while it is imported to be judged; put the call behind `if __name__ == "__main__":`')
     if library not in wire.LIBRARIES:
         raise ValueError(f"library {library}: use one of {', '.join(wire.LIBRARIES)}")
-    if isinstance(waivers, (str, os.PathLike)):
-        waivers = [waivers]
+    waivers = [waivers] if isinstance(waivers, (str, os.PathLike)) else list(waivers)
     subject = wire.Subject(fn, op, library, device)
     known = _native.axes(op)
-    for axis in axes:
+    named = [axis.partition("=")[0] for axis in axes]
+    for axis in named:
         if axis not in known:
             raise ValueError(f"axis {axis}: {op} has {', '.join(known)}")
     load, skipped, asked = wire.packed(fn, op, library, device), {}, list(axes)
-    own = [axis for axis in ("restart", "soak") if axis in known and (not axes or axis in axes)]
+    own = [axis for axis in ("restart", "soak") if axis in known and (not axes or axis in named)]
     if load is None and own:
-        asked = [axis for axis in axes or known if axis not in own]
+        asked = [axis for axis in axes or known if axis.partition("=")[0] not in own]
         why = f"another process cannot import {subject.describe()}; define it at the top of a module"
         skipped = {f"invariance/{axis}": why for axis in own}
         if not asked:
             raise ValueError(f"judge: nothing is left to ask: {why}")
+    own_name = name
     name = name or re.sub(r"[^\w.-]+", "-", getattr(fn, "__name__", "")).strip("-") or "callable"
     select = ["--slice", slice, "--op", op]
     for option, values in (("--dtype", dtypes), ("--case", cases)):
@@ -146,6 +151,8 @@ def judge(
         lacks = {case["name"]: _lack(subject, case) for case in listed}
         if all(lacks.values()):
             raise ValueError(f"judge: no case of the selection can be asked: {next(iter(lacks.values()))}")
+        chosen = [case for case, lack in lacks.items() if lack is None]
+        skipped = {case: lack for case, lack in lacks.items() if lack is not None} | skipped
         entry = {
             "name": name,
             "about": f"{subject.describe()}, a Python callable",
@@ -162,7 +169,9 @@ def judge(
         impls = Path(folder, "impls.toml")
         impls.write_text(_toml(entry), encoding="utf-8")
         place = Path(out) if out is not None else Path(folder, "report")
-        command = ["check", *select, "--impls", str(impls), "--impl", name, "--jobs", "1", "--out", str(place)]
+        command = ["check", "--slice", slice, "--impls", str(impls), "--impl", name, "--jobs", "1", "--out", str(place)]
+        command += [word for case in chosen for word in ("--case", case)]
+        command += ["--called", _called(subject, op, dtypes, library, device, canonical, slice, layouts, waivers, own_name, timeout)]
         for option, values in (("--axis", asked), ("--judgment", judgments), ("--waivers", map(os.fspath, waivers))):
             command += [word for value in values for word in (option, value)]
         code, printed, said = _serve(subject, load, Path(folder, "line"), command)
@@ -172,14 +181,31 @@ def judge(
         records = [json.loads(line) for line in lines]
         html = Path(place, "report.html").read_text(encoding="utf-8")
     table = "\n".join(line for line in printed.splitlines() if out is not None or not line.startswith("report: "))
-    if not any(verdict_of(record) not in ("unsupported",) for record in records):
+    if all(record["verdict"] == "unsupported" for record in records):
         raise ValueError("judge: nothing of the selection was judged; everything is unsupported")
-    return Report(code == 0, records, table, skipped, html)
+    return Report(code == 0, records, table, skipped, slice, html)
 
 
 def _lack(subject: wire.Subject, case: dict[str, Any]) -> str | None:
     inputs = {i["name"] for i in subject.form["inputs"] if not i["optional"] or case["shape"].get(i["name"])}
+    inputs |= set(case.get("inputs", ()))
     return subject.lacks(inputs, case["params"], case["dtype"], case["out"])
+
+
+def _called(
+    subject: wire.Subject, op: str, dtypes: Sequence[str], library: str, device: str, canonical: bool, slice: str,
+    layouts: Sequence[str] | None, waivers: Iterable[str | os.PathLike[str]], name: str | None, timeout: float,
+) -> str:
+    """The call that asks a part of this one again; {} stands for the part."""
+    words = [subject.describe(), f"op={json.dumps(op)}", f"dtypes={json.dumps(list(dtypes))}"]
+    for word, value, usual in (
+        ("library", library, "torch"), ("device", device, "cpu"), ("canonical", canonical, False), ("slice", slice, "quick"),
+        ("layouts", None if layouts is None else list(layouts), None), ("waivers", [os.fspath(file) for file in waivers], []),
+        ("name", name, None), ("timeout", timeout, 60),
+    ):
+        if value != usual:
+            words.append(f"{word}={value!r}")
+    return f"samebits.judge({', '.join(words)}, {{}})"
 
 
 def _required(op: str, cases: list[dict[str, Any]], lacks: dict[str, str | None]) -> list[dict[str, Any]]:

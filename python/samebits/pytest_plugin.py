@@ -17,7 +17,7 @@ from typing import Any, Iterator
 import pytest
 
 from . import _native
-from .judging import Report, describe, judge, judgment_of, reason_of, verdict_of
+from .judging import Report, describe, judge, judgment_of, reason_of
 
 _reports: pytest.StashKey[dict[str, Report]] = pytest.StashKey()
 
@@ -50,7 +50,8 @@ def _names(arguments: dict[str, Any]) -> list[str]:
     names = []
     for kind in kinds:
         if kind == "invariance":
-            names += [f"invariance/{axis}" for axis in arguments.get("axes") or _native.axes(arguments["op"])]
+            axes = [axis.partition("=")[0] for axis in arguments.get("axes") or _native.axes(arguments["op"])]
+            names += dict.fromkeys(f"invariance/{axis}" for axis in axes)
         elif kind != "golden" or arguments.get("canonical"):
             names.append(kind)
     return names
@@ -102,7 +103,7 @@ def _conclude(judgment: Judgment) -> None:
         pytest.fail("\n".join([*map(describe, red[:10]), *more]), pytrace=False)
     if judgment.name in judgment.report.skipped:
         pytest.skip(judgment.report.skipped[judgment.name])
-    verdicts = {verdict_of(record): record for record in judgment.records}
+    verdicts = {record["verdict"]: record for record in judgment.records}
     if "waived" in verdicts:
         pytest.xfail(reason_of(verdicts["waived"]))
     if "pass" not in verdicts:

@@ -19,12 +19,14 @@ from typing import Any, Callable
 
 import ray
 
+from .judging import RED
+
 __all__ = ["sweep"]
 
 # Options of the command that say what is asked, and so are those of `list`; and those that `merge` takes as well.
 _SELECT = ("--slice", "--op", "--dtype", "--case", "--judgment", "--axis", "--seed")
 _PLACE = ("--root", "--contract")
-_MERGE = (*_PLACE, "--impls")
+_MERGE = (*_PLACE, "--impls", "--waivers")
 _OURS = ("--shard", "--out", "--resume", "--jobs")
 _FILES = ("run.json", "records.jsonl")
 
@@ -110,7 +112,7 @@ def _collect(running: dict[Any, Path], shards: int, progress: Callable[[int, int
             (place / name).write_bytes(data)
         verdicts = [json.loads(line)["verdict"] for line in files["records.jsonl"].splitlines()]
         judged += len(verdicts)
-        red += sum(isinstance(v, dict) and next(iter(v)) in ("fail", "error", "untested", "stale_waiver") for v in verdicts)
+        red += sum(verdict in RED for verdict in verdicts)
         progress(shards - len(running), shards, judged, red)
 
 

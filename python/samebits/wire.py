@@ -335,7 +335,11 @@ class Subject:
         if len(outputs) != len(names):
             raise TypeError(f"it returned {len(outputs)} outputs; {self.op} has {', '.join(names)}")
         made = {name: self.library.write(tensor) for name, tensor in zip(names, outputs)}
-        return made, {"layout": layout} if layout else {}
+        said = {"layout": layout} if layout else {}
+        # Only where the library was set to them.
+        if threads is not None and self.library.threads:
+            said["threads"] = str(threads)
+        return made, said
 
 
 def _value(kind: str, text: str) -> Any:

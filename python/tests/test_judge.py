@@ -1,6 +1,8 @@
 """The gate for callables, and its pytest plugin: what is right passes, and each fault turns the judgment red that is for it."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -76,11 +78,18 @@ def judge(fn, op="rms_norm", **more):
 
 def test_what_is_right_passes():
     report = judge(rms_norm, cases=["rms_norm/bf16/small-*"])
-    assert report.ok and report.red == [] and report.skipped == {}
+    assert report.ok and report.red == []
     assert report.verdicts["accuracy"]["pass"] == 2
+    # Of a signature without `dtype` the other outputs are not asked, which the report says, and how much was asked.
+    others = {f"rms_norm/bf16/small-{fill}-{out}" for fill in ("normal", "edges") for out in ("fp16", "fp32")}
+    assert set(report.skipped) == others and "unsupported" not in report.verdicts["accuracy"]
+    assert "and 1 more: out fp32: rms_norm does not take a dtype, and the inputs are bf16" in str(report)
+    assert "asked: the slice quick; " in str(report)
     asked = {name for name, counts in report.verdicts.items() if counts.get("pass")}
     axes = ("batch", "position", "neighbours", "padding", "layout", "threads", "repeat", "order", "restart")
     assert {"accuracy", *(f"invariance/{axis}" for axis in axes)} <= asked
+    # A limit of the workspace means nothing to it.
+    assert report.verdicts["invariance/budget"] == {"unsupported": 2}
     # Not claimed, so not asked.
     assert "golden" not in report.verdicts
     assert "GREEN" in str(report) and "rms_norm" in report.html() and report.html().startswith("<!")
@@ -122,6 +131,36 @@ def test_a_fault_is_red_where_it_belongs(fn, judgment, words, more):
     assert {judgment_of(record) for record in report.red} == {judgment}
     assert words in reason_of(report.red[0])
     assert "RED" in str(report)
+
+
+def test_cases_of_attributes_that_the_signature_lacks_are_not_asked():
+    """Vectors too, whose attributes stand in their files."""
+    cases = ["rms_norm/bf16/small-normal-bf16", "rms_norm/bf16/vector_*", "rms_norm/bf16/hf-*"]
+    report = judge(rms_norm, cases=cases, slice="exhaustive", judgments=["accuracy"])
+    asked = {record["case"] for record in report.records}
+    assert any("vector_once" in case for case in asked) and not any("hf" in case for case in asked)
+    assert "unsupported" not in report.verdicts["accuracy"]
+    left_out = {case: why for case, why in report.skipped.items() if case.endswith("-bf16")}
+    assert any("vector_hf" in case for case in left_out) and "rms_norm/bf16/hf-normal-bf16" in left_out
+    assert set(left_out.values()) == {"param `rounding`: rms_norm does not take it"}
+
+
+def test_a_red_record_says_how_to_ask_it_again():
+    report = judge(of_the_batch, **SMALL_FP32)
+    record = next(record for record in report.red if record["axis"] == "batch")
+    assert f'axes=["batch={record["setting"]}"]' in record["again"] and f"again: {record['again']}" in str(report)
+    again = eval(record["again"], {"samebits": samebits, "of_the_batch": of_the_batch})
+    (found,) = again.records
+    assert (found["verdict"], found["setting"], found["evidence"]["found_bits"]) == (
+        "fail", record["setting"], record["evidence"]["found_bits"])
+    with pytest.raises(RuntimeError, match="no such setting here; the first case has .*alone:0"):
+        judge(of_the_batch, axes=["batch=agin:3"], **SMALL_FP32)
+
+
+def test_a_device_that_is_not_there_is_refused():
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device cuda: this torch finds no CUDA device"):
+            judge(rms_norm, device="cuda")
 
 
 def test_what_another_process_cannot_import_is_said():
@@ -216,7 +255,34 @@ def test_the_plugin(tmp_path):
     assert "known" in ended["test_waived[invariance/batch]"][1]
 
 
-EXAMPLE = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "judge_triton_style.py")
+EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "..", "examples")
+EXAMPLE = os.path.join(EXAMPLES, "judge_triton_style.py")
+
+
+def test_the_page_on_the_gate(tmp_path):
+    """As docs/GATE.md has it: red, asked again, mended, green; and the tests of pytest."""
+    gate = os.path.join(EXAMPLES, "gate")
+    for name in ("kernels.py", "test_kernels.py"):
+        shutil.copy(os.path.join(gate, name), tmp_path)
+    page = open(os.path.join(EXAMPLES, "..", "docs", "GATE.md"), encoding="utf-8").read()
+    kernels = open(os.path.join(gate, "kernels.py"), encoding="utf-8").read()
+    assert kernels.partition("def ")[2] in page
+    (line,) = (line.strip() for line in page.splitlines() if line.startswith("    python3 -c 'import samebits, kernels; "))
+    run = lambda line: subprocess.run(["bash", "-c", line.replace("python3", sys.executable, 1)], cwd=tmp_path, capture_output=True, text=True)
+    red = run(line)
+    assert "RED: " in red.stdout and "not asked: " in red.stdout, red.stdout + red.stderr
+    again = next(line.partition("again: ")[2] for line in red.stdout.splitlines() if "again: " in line and "batch=" in line)
+    # Which case is the first depends on the machine.
+    form = re.compile(r"samebits\.judge\(rms_norm, op=\"rms_norm\", dtypes=\[\"bf16\"\], cases=\[\"rms_norm/bf16/[a-z0-9_-]+\"\], "
+                      r"judgments=\[\"invariance\"\], axes=\[\"batch=[a-z0-9:]+\"\]\)")
+    assert form.fullmatch(again) and form.search(page), again
+    one = run(f"python3 -c 'import samebits; from kernels import rms_norm; print({again})'")
+    assert "RED: 1 of 1 record is red" in one.stdout, one.stdout + one.stderr
+    before, _, after = kernels.partition("  # mended: parts = [squares]")
+    (tmp_path / "kernels.py").write_text(before.rpartition("parts = ")[0] + "parts = [squares]" + after)
+    assert "GREEN: " in run(line).stdout
+    done = run("python3 -m pytest -q -p no:cacheprovider test_kernels.py")
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("which, code", [("right", 0), ("wrong", 1)])
