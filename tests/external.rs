@@ -207,9 +207,11 @@ fn what_is_required_and_not_offered_is_untested() {
     let required = "[[implementation.required]]\nops = [\"add\"]";
     assert!(matches!(run(required), (Some(1), Verdict::Untested { .. })), "{:?}", run(required));
     assert!(matches!(run(""), (Some(1), Verdict::Untested { .. })), "bf16 is mandatory unless the list says else");
-    // Not required: unsupported, and still red, because nothing was judged.
-    let other = "[[implementation.required]]\nops = [\"gemm\"]";
+    // Asked, but not required: unsupported, and still red, because nothing was judged.
+    let other = "[[implementation.required]]\nops = [\"add\"]\nstems = [\"!small\"]";
     assert!(matches!(run(other), (Some(1), Verdict::Unsupported { .. })), "{:?}", run(other));
+    // Of an op that is not required nothing is asked.
+    assert_eq!(run("[[implementation.required]]\nops = [\"gemm\"]").0, Some(2));
 }
 
 fn lists_that_are_wrong() {
