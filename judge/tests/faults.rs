@@ -142,7 +142,8 @@ fn a_panic_is_an_error_with_its_place() {
 
 #[test]
 fn a_name_or_type_that_the_op_does_not_have_is_an_error() {
-    let wrong: [(fn(&mut Call), &str); 6] = [
+    type Wrong = fn(&mut Call);
+    let wrong: [(Wrong, &str); 6] = [
         (|call| _ = call.input::<f32>("weight"), "rms_norm has no input `weight`; it takes x, w"),
         (|call| _ = call.input::<bf16>("x"), "input `x` is fp32; it was asked for as bf16"),
         (|call| _ = call.float("epsilon"), "rms_norm has no attribute `epsilon`; it has eps, rounding, weight_offset"),
