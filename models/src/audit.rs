@@ -1,9 +1,11 @@
 //! What is in a model folder, tensor by tensor, beside what its config asks for.
 
 use crate::config::{Config, Mlp};
+use crate::error::escaped;
 use crate::train::sha256;
-use crate::weights::Weights;
+use crate::weights::{HEAD, Weights, few};
 use crate::{Family, ModelError};
+use samebits_ops::{Element, bf16};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -67,11 +69,19 @@ impl Audit {
         let mut weights = Weights::open(dir)?.report_to(progress);
         let stored: Vec<(String, Vec<usize>, String)> =
             weights.left().map(|(name, s)| (name.clone(), s.shape.clone(), s.dtype.to_string())).collect();
-        let mut wanted = expected(&config);
         let mut findings = Vec::new();
         let mut note = |wrong, tensor: &str, what: String| {
-            findings.push(Finding { wrong, tensor: tensor.escape_debug().to_string(), what });
+            findings.push(Finding { wrong, tensor: escaped(tensor), what });
         };
+        // The door that loading goes through too.
+        let (complaints, buffers) = weights.fit(&config);
+        for complaint in complaints {
+            match complaint {
+                ModelError::Tensor { tensor, why, .. } => note(true, &tensor, why),
+                other => note(true, "all", other.to_string()),
+            }
+        }
+        buffers.iter().for_each(|name| note(false, name, "is not used: it is a buffer that is computed anew".into()));
         let mut audit = Audit {
             family: config.family.name(),
             parameters: 0,
@@ -81,27 +91,24 @@ impl Audit {
             findings: Vec::new(),
             tensors: Vec::new(),
         };
+        let mut tables: Vec<Vec<f32>> = Vec::new();
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
             let extra =
                 (0..config.extra_layers).any(|i| name.starts_with(&format!("model.layers.{}.", config.layers + i)));
-            match wanted.remove(&name) {
-                None if extra => note(false, &name, "is not used: it predicts further tokens".into()),
-                None if name == "lm_head.weight" && config.tied => {}
-                None => note(true, &name, "is not used: config.json does not ask for it".into()),
-                Some(asked) if asked != shape => {
-                    note(true, &name, format!("has shape {shape:?}; config.json asks for {asked:?}"));
-                }
-                Some(_) => {}
+            if extra {
+                note(false, &name, "is not used: it predicts further tokens".into());
+            }
+            // Buffers, and what is of a dtype that is no weight's, are told above.
+            if !weights.contains(&name) || !["BF16", "F16", "F32"].contains(&&dtype[..]) {
+                continue;
             }
             *audit.dtypes.entry(dtype.clone()).or_default() += 1;
-            let values = match weights.peek(&name) {
-                Ok(values) => values,
-                Err(e) => {
-                    note(true, &name, e.to_string());
-                    continue;
-                }
-            };
+            let values = weights.peek(&name)?;
+            let table = "model.embed_tokens.weight";
+            if config.tied && [table, HEAD].contains(&&name[..]) {
+                tables.push(values.clone());
+            }
             let report = TensorReport::of(name, dtype, shape, &values);
             audit.parameters += values.len() as u64;
             audit.bytes += values.len() as u64 * if report.dtype == "F32" { 4 } else { 2 };
@@ -118,8 +125,10 @@ impl Audit {
             }
             audit.tensors.push(report);
         }
-        for (name, shape) in wanted {
-            note(true, &name, format!("is missing; config.json asks for it with shape {shape:?}"));
+        if let [one, other] = &tables[..]
+            && !one.iter().map(|x| x.to_bits()).eq(other.iter().map(|x| x.to_bits()))
+        {
+            note(true, HEAD, DIFFERS.into());
         }
         if audit.dtypes.len() > 1 {
             let mix: Vec<String> = audit.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}")).collect();
@@ -128,6 +137,16 @@ impl Audit {
         findings.sort_by_key(|finding| !finding.wrong);
         audit.findings = findings;
         Ok(audit)
+    }
+
+    /// `error`, which some tensor of the folder `dir` was refused with, and what is wrong with all others of them.
+    pub(crate) fn all_of(dir: &Path, error: ModelError) -> ModelError {
+        let ModelError::Tensor { tensor: ref first, .. } = error else { return error };
+        let (Ok(audit), Ok(weights)) = (Audit::of(dir, |_, _| {}), Weights::open(dir)) else { return error };
+        let others = audit.findings.into_iter().filter(|found| found.wrong && found.tensor != escaped(first));
+        let others = others.map(|found| ModelError::tensor(&weights.path(&found.tensor), &found.tensor, found.what));
+        let others: Vec<ModelError> = others.collect();
+        ModelError::all(few(std::iter::once(error).chain(others).collect())).expect_err("there is one")
     }
 
     /// Whether nothing is wrong.
@@ -159,6 +178,11 @@ impl TensorReport {
         if self.not_finite > 0 {
             note(true, name, format!("{} of {} elements are not finite", self.not_finite, values.len()));
         }
+        // What is read in bf16, which is where nothing else is said.
+        let beyond = values.iter().filter(|v| v.is_finite() && !bf16::narrow(**v).widen().is_finite()).count();
+        if beyond > 0 && self.shape.len() == 2 {
+            note(true, name, format!("{beyond} of {} elements are beyond what bf16 holds", values.len()));
+        }
         let Some((low, high)) = self.range else { return };
         let matrix = self.shape.len() == 2;
         if low == high && values.len() > 1 {
@@ -182,8 +206,11 @@ impl TensorReport {
     }
 }
 
+/// What is wrong with a second table.
+pub(crate) const DIFFERS: &str = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
+
 /// Every tensor that a config asks for, with its shape.
-fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
+pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
     let all = RefCell::new(BTreeMap::new());
     let put = |name: String, shape: &[usize]| drop(all.borrow_mut().insert(name, shape.to_vec()));
     put("model.embed_tokens.weight".into(), &[c.vocab, c.hidden]);

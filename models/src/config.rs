@@ -1,8 +1,8 @@
 //! `config.json` and `generation_config.json`, read strictly.
 //!
-//! A config says what a model computes; nothing of it is guessed and nothing is passed over. Each family reads the fields
-//! that its code in transformers reads ([`crate::families`]); every other field is refused by name unless it is known to
-//! have no effect ([`crate::fields`]).
+//! A config says what a model computes, and nothing of it is guessed. Each family reads the fields that its code in
+//! transformers reads ([`crate::families`]); a field that another model's code reads is refused by name where its value
+//! asks for something, and what is passed by is named ([`crate::fields`]).
 
 use crate::fields::Fields;
 use crate::rotary::Rotary;
@@ -79,6 +79,8 @@ pub struct Config {
     pub eos: Vec<i32>,
     /// The token that fills up batches; never part of a text.
     pub pad: Option<i32>,
+    /// A line for each field that was passed by: no code reads it, or its value asks for nothing.
+    pub passed: Vec<String>,
 }
 
 /// Activation of the MLP's gate.
@@ -153,18 +155,27 @@ impl Config {
     /// Reads `config.json` and, where there is one, `generation_config.json` of the folder `dir`.
     ///
     /// # Errors
-    /// A file that is missing or not a JSON object; a field that is missing, malformed, unknown, or asks for a
-    /// computation that is not supported.
+    /// A file that is missing or not a JSON object; all fields that are missing, malformed, or ask for a computation that
+    /// the family does not have.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
-        let mut config = Config::read(&Fields::read(dir.join("config.json"))?)?;
+        let mut config = Config::read(Fields::read(dir.join("config.json"))?);
         let generation = dir.join("generation_config.json");
         if generation.exists() {
-            let eos = Fields::read(generation)?.eos(config.vocab)?;
-            if !eos.is_empty() {
+            // What of it is wrong is told beside what is wrong with the other.
+            let fields = Fields::read(generation)?;
+            let eos = fields.eos(config.as_ref().map_or(0, |config| config.vocab));
+            match (&mut config, fields.end()) {
+                (_, Ok(_)) => {}
+                (Err(first), Err(e)) => first.join(e),
+                (Ok(_), Err(e)) => return Err(e),
+            }
+            if let Ok(config) = &mut config
+                && !eos.is_empty()
+            {
                 config.eos = eos;
             }
         }
-        Ok(config)
+        config
     }
 
     /// Reads the text of a `config.json`.
@@ -172,26 +183,27 @@ impl Config {
     /// # Errors
     /// As [`Config::load`].
     pub fn parse(text: &str) -> Result<Config, ModelError> {
-        Config::read(&Fields::parse(text)?)
+        Config::read(Fields::parse(text)?)
     }
 
-    /// Reads what all families share, lets the family read what is its own, and refuses the rest.
-    pub(crate) fn read(fields: &Fields) -> Result<Config, ModelError> {
-        let family = Family::read(fields)?;
+    /// Reads what all families share, lets the family read what is its own, and looks at the rest.
+    pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
+        let family = Family::read(&fields)?;
         for field in ["quantization_config", "compression_config"] {
             if fields.get(field).is_some() {
                 let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
-                return Err(fields.refuse(field, why));
+                fields.refuse(field, why);
             }
         }
-        fields.only("pretraining_tp", &[1.into()])?;
-        let layers = fields.required_size("num_hidden_layers")?;
+        fields.only("pretraining_tp", &[1.into()]);
+        let mut layers = fields.required_size("num_hidden_layers");
         if layers > MOST_LAYERS {
-            return Err(fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read")));
+            fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read"));
+            layers = 0;
         }
-        let hidden = fields.required_size("hidden_size")?;
-        let q_heads = fields.required_size("num_attention_heads")?;
-        let vocab = fields.required_size("vocab_size")?;
+        let hidden = fields.required_size("hidden_size");
+        let q_heads = fields.required_size("num_attention_heads");
+        let vocab = fields.required_size("vocab_size");
         let mut config = Config {
             family,
             vocab,
@@ -213,28 +225,34 @@ impl Config {
             rotary: Rotary::default(),
             pairing: Pairing::Half,
             activation: Activation::Silu,
-            mlps: vec![Mlp::Dense(fields.required_size("intermediate_size")?); layers],
+            mlps: vec![Mlp::Dense(fields.required_size("intermediate_size")); layers],
             experts: None,
             embed_scale: None,
             weight_offset: false,
             post_norms: false,
             logit_softcap: None,
-            max_positions: fields.required_size("max_position_embeddings")?,
-            rms_eps: rms_eps(fields)?,
-            tied: fields.flag("tie_word_embeddings", family == Family::Gemma2)?,
+            max_positions: fields.required_size("max_position_embeddings"),
+            rms_eps: rms_eps(&fields),
+            tied: fields.flag("tie_word_embeddings", family == Family::Gemma2),
             extra_layers: 0,
-            bos: fields.token("bos_token_id", vocab)?,
-            eos: fields.eos(vocab)?,
-            // Older folders write -1 for "none".
-            pad: fields.token("pad_token_id", vocab).unwrap_or(None),
+            bos: fields.token("bos_token_id", vocab),
+            eos: fields.eos(vocab),
+            pad: fields.pad(vocab),
+            passed: Vec::new(),
         };
-        config.read_family(fields)?;
+        config.read_family(&fields);
         let widest = config.key_dim.max(config.value_dim);
         if q_heads.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize) {
             let why = format!("is {widest}; times num_attention_heads {q_heads} it exceeds {}", i32::MAX);
-            return Err(fields.refuse("head_dim", why));
+            fields.refuse("head_dim", why);
         }
-        fields.finish()?;
+        let experts = config.experts.map_or(0, |experts| experts.count);
+        if experts.saturating_mul(layers) > MOST_EXPERTS {
+            let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
+            fields.refuse("num_hidden_layers", why);
+        }
+        fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
+        config.passed = fields.end()?;
         Ok(config)
     }
 
@@ -316,13 +334,20 @@ const LATENT_EPS: f32 = 1e-6;
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;
 
-fn rms_eps(fields: &Fields) -> Result<f32, ModelError> {
-    let value = fields
-        .get("rms_norm_eps")
-        .ok_or_else(|| fields.refuse("rms_norm_eps", "is missing; it must be a number above 0"))?;
+/// More experts in all layers together are a mistake.
+const MOST_EXPERTS: usize = 1 << 20;
+
+fn rms_eps(fields: &Fields) -> f32 {
+    let Some(value) = fields.get("rms_norm_eps") else {
+        fields.refuse("rms_norm_eps", "is missing; it must be a number above 0");
+        return 1.0;
+    };
     match value.as_f64().map(|eps| eps as f32) {
-        Some(eps) if eps > 0.0 && eps.is_finite() => Ok(eps),
-        _ => Err(fields.refuse("rms_norm_eps", format!("is {value}; it must be a number above 0 within f32"))),
+        Some(eps) if eps > 0.0 && eps.is_finite() => eps,
+        _ => {
+            fields.refuse("rms_norm_eps", format!("is {value}; it must be a number above 0 within f32"));
+            1.0
+        }
     }
 }
 
@@ -343,7 +368,7 @@ mod tests {
             fields[field] = value.clone();
         }
         let Value::Object(map) = fields else { unreachable!() };
-        Config::read(&Fields::new("config.json".into(), map)).map_err(|e| e.to_string())
+        Config::read(Fields::new("config.json".into(), map)).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -380,10 +405,13 @@ mod tests {
         };
         let plain = yarn(json!({}));
         let expected = Scaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, original: 128, truncate: true };
-        assert_eq!((plain.scaling, plain.factor), (expected, (0.1 * 4f64.ln() + 1.0) as f32));
+        assert_eq!((plain.scaling.clone(), plain.factor), (expected, (0.1 * 4f64.ln() + 1.0) as f32));
         let both = yarn(json!({"mscale": 0.5, "mscale_all_dim": 2.0}));
         assert_eq!(both.factor, ((0.05 * 4f64.ln() + 1.0) / (0.2 * 4f64.ln() + 1.0)) as f32);
         assert_eq!(yarn(json!({"attention_factor": 1.25, "mscale": 0.5, "mscale_all_dim": 2.0})).factor, 1.25);
+        // To the models' own code a 0 means that there is none.
+        let zero = yarn(json!({"mscale": 0, "mscale_all_dim": 0}));
+        assert_eq!((zero.scaling, zero.factor), (plain.scaling.clone(), plain.factor));
         let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
         assert_eq!(read("llama", llama3).factor, 1.0);
         let long = |changes: Value| {
@@ -401,6 +429,9 @@ mod tests {
     fn windows_and_lengths() {
         let windows = |family: &str, changes| read(family, changes).unwrap().windows;
         assert_eq!(windows("mistral", json!({"sliding_window": 9})), [Some(9); 2]);
+        // The family's own default, where the key is missing and not null.
+        assert_eq!(windows("mistral", json!({})), [Some(4096); 2]);
+        assert_eq!(windows("mistral", json!({"sliding_window": null})), [None; 2]);
         let qwen2 = |on: bool| json!({"use_sliding_window": on, "sliding_window": 9, "max_window_layers": 1});
         assert_eq!(
             (windows("qwen2", qwen2(true)), windows("qwen2", qwen2(false))),
@@ -425,6 +456,11 @@ mod tests {
 
     #[test]
     fn what_is_not_supported_is_refused_by_name() {
+        let scaled = |kind: &str, parameters: Value| {
+            let mut all = json!({"rope_type": kind, "rope_theta": 10000.0});
+            all.as_object_mut().unwrap().extend(parameters.as_object().unwrap().clone());
+            json!({"rope_parameters": all})
+        };
         let cases = [
             (
                 "qwen3",
@@ -439,9 +475,26 @@ mod tests {
             ("llama", json!({"attention_bias": 1}), "`attention_bias` is 1; it must be true or false"),
             ("llama", json!({"sliding_window": 5}), "`sliding_window` is 5, which this family does not know"),
             ("llama", json!({"attn_logit_softcapping": 50.0}), "`attn_logit_softcapping` is 50.0, which this family"),
-            ("qwen3", json!({"sparse_attention": true}), "`sparse_attention` is true, which this family does not know"),
+            (
+                "qwen3",
+                json!({"attn_logit_softcapping": 30}),
+                "`attn_logit_softcapping` is 30, which this family does not",
+            ),
+            (
+                "llama",
+                json!({"residual_multiplier": 0.22}),
+                "`residual_multiplier` is 0.22, which this family does not",
+            ),
+            ("llama", json!({"alibi": true}), "`alibi` is true, which this family does not know"),
+            ("llama", json!({"rope_interleaved": true}), "`rope_interleaved` is true, which this family does not know"),
+            ("qwen2", json!({"attention_bias": false}), "`attention_bias` is false, which this family does not know"),
+            ("phi3", json!({"attention_bias": true}), "`attention_bias` is true, which this family does not know"),
+            (
+                "mixtral",
+                json!({"norm_topk_prob": false, "num_local_experts": 4, "num_experts_per_tok": 2}),
+                "`norm_topk_prob` is false, which this family does not know",
+            ),
             ("llama", json!({"pretraining_tp": 2}), "`pretraining_tp` is 2; supported is 1"),
-            ("mistral", json!({}), "`sliding_window` is missing; write it, null for none"),
             (
                 "gemma2",
                 json!({"sliding_window": 4, "final_logit_softcapping": 3}),
@@ -503,13 +556,247 @@ mod tests {
             ("phi3", json!({"partial_rotary_factor": 0.05}), "`partial_rotary_factor` is 0 elements of a head"),
             ("llama", json!({"rope_theta": 5e5}), "is 10000.0, but the folder also says 500000.0; keep one"),
             ("llama", json!({"rope_theta": 0}), "but the folder also says 0; keep one"),
+            (
+                "llama",
+                scaled("llama3", json!({"factor": 8, "low_freq_factor": 4, "high_freq_factor": 1})),
+                "low_freq_factor` is 4; it must be below high_freq_factor 1",
+            ),
+            (
+                "llama",
+                scaled("llama3", json!({"factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})),
+                "low_freq_factor` is 4; it must be below",
+            ),
+            (
+                "llama",
+                scaled("yarn", json!({"factor": 8, "beta_fast": 1, "beta_slow": 2})),
+                "beta_fast` is 1; it must be above beta_slow 2",
+            ),
+            (
+                "llama",
+                scaled("yarn", json!({"factor": 8, "original_max_position_embeddings": 1})),
+                "original_max_position_embeddings` is 1, so that the ramp",
+            ),
+            (
+                "llama",
+                scaled("yarn", json!({"factor": 8, "attention_factor": 1e300})),
+                "attention_factor` makes the factor of cosines and sines inf",
+            ),
+            ("llama", scaled("dynamic", json!({"factor": -2})), "factor` is -2; it must be a number above 0"),
+            (
+                "llama",
+                json!({"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}}),
+                "needs more than 2 rotated elements",
+            ),
+            (
+                "llama",
+                scaled("linear", json!({"factor": 2, "alpha": 1000})),
+                "`rope_parameters.alpha` is 1000, which no supported scaling reads",
+            ),
+            (
+                "phi3",
+                scaled(
+                    "longrope",
+                    json!({"short_factor": vec![1; 8], "long_factor": vec![1; 8], "original_max_position_embeddings": 1}),
+                ),
+                "is 1; \"longrope\" needs at least 2",
+            ),
             ("qwen2", json!({"rope_parameters": null}), "`rope_parameters.rope_theta` is missing"),
         ];
         for (family, changes, expected) in cases {
             let line = read(family, changes.clone()).unwrap_err();
             assert!(line.starts_with("config.json: ") && line.contains(expected), "{changes}: {line}");
         }
-        assert!(read("qwen2", json!({"attention_bias": true})).is_ok(), "qwen2 does not read attention_bias");
+        assert!(read("qwen2", json!({"attention_bias": true})).is_ok(), "qwen2 has these biases");
+    }
+
+    #[test]
+    fn all_complaints_come_together() {
+        let changes = json!({
+            "hidden_size": -1, "head_dim": null, "rms_norm_eps": 0, "num_key_value_heads": 3, "hidden_act": "gelu", "alibi": true,
+            "rope_parameters": {"rope_type": "yarn", "factor": -1, "beta_fast": "x"}, "eos_token_id": [7, 100],
+        });
+        let line = read("qwen3", changes).unwrap_err();
+        let said = line.strip_prefix("config.json: ").unwrap();
+        let fields: Vec<&str> =
+            said.split("; `").map(|part| part.trim_start_matches('`').split('`').next().unwrap()).collect();
+        let expected = [
+            "hidden_size",
+            "rms_norm_eps",
+            "eos_token_id",
+            "hidden_act",
+            "num_key_value_heads",
+            "head_dim",
+            "rope_parameters.rope_theta",
+            "rope_parameters.factor",
+            "rope_parameters.beta_fast",
+            "alibi",
+        ];
+        assert_eq!(fields, expected, "{line}");
+    }
+
+    /// What nobody reads, and what asks for nothing, is named and changes nothing.
+    #[test]
+    fn what_changes_nothing_is_passed_by() {
+        let passes = |family: &str, changes: Value| {
+            let mut all = json!({"num_local_experts": 4, "num_experts_per_tok": 2});
+            if family != "mixtral" {
+                all = json!({});
+            }
+            let plain = read(family, all.clone()).unwrap();
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            let mut found = read(family, all).unwrap_or_else(|line| panic!("{family} {changes}: {line}"));
+            let passed = std::mem::take(&mut found.passed);
+            assert_eq!(found, plain, "{changes}");
+            assert_eq!(passed.len(), changes.as_object().unwrap().len(), "{changes}: {passed:?}");
+            for field in changes.as_object().unwrap().keys() {
+                assert!(passed.iter().any(|line| line.contains(&format!("config.json: `{field}` is "))), "{passed:?}");
+            }
+        };
+        passes("phi3", json!({"attention_bias": false, "mlp_bias": false, "lm_head_bias": false, "full_attn_mod": 1}));
+        passes(
+            "llama",
+            json!({"is_llama_config": true, "rope_interleaved": false, "transformers.js_config": {"a": [1]}}),
+        );
+        passes(
+            "llama",
+            json!({"unsloth_version": "2024.9", "unsloth_fixed": true, "num_experts": 0, "max_window_layers": 28}),
+        );
+        passes(
+            "llama",
+            json!({"sliding_window": 512, "logits_scaling": 1.0, "query_pre_attn_scalar": 16, "n_layer": 2}),
+        );
+        passes("qwen3", json!({"use_mcore_models": true, "sparse_attention": true, "norm_topk_prob": true}));
+        passes("mixtral", json!({"norm_topk_prob": true, "attention_bias": false, "num_experts": 4}));
+        let line = |parameters: Value| read("llama", json!({"rope_parameters": parameters})).unwrap().passed.join("");
+        let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 256, "finetuned": true});
+        assert!(line(yarn).contains("`rope_parameters.finetuned` is true, which no model's code reads"));
+        assert!(line(json!({"rope_theta": 1e4, "factor": 1.0})).contains("`rope_parameters.factor` is 1.0"));
+    }
+
+    /// Their fields as published, sizes cut.
+    #[test]
+    fn published_folders_load() {
+        let base = json!({
+            "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+            "use_cache": true, "initializer_range": 0.02, "attention_dropout": 0.0, "transformers_version": "4.40.0",
+        });
+        let longrope = json!({"long_factor": vec![1.1; 6], "short_factor": vec![1.0; 6], "type": "longrope"});
+        let phi4 = json!({"long_factor": vec![1.1; 4], "short_factor": vec![1.0; 4], "type": "longrope"});
+        let phi = json!({
+            "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "auto_map": {"AutoConfig": "x"}, "embd_pdrop": 0.0,
+            "hidden_act": "silu", "model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.0, "rope_theta": 10000.0,
+        });
+        let phi = |more: Value| {
+            let mut all = phi.clone();
+            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            all
+        };
+        let published = [
+            (
+                "Phi-3-mini-4k",
+                phi(
+                    json!({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_scaling": null, "sliding_window": 2047, "tie_word_embeddings": false}),
+                ),
+            ),
+            (
+                "Phi-3.5-mini",
+                phi(
+                    json!({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": longrope, "sliding_window": 262144}),
+                ),
+            ),
+            (
+                "Phi-4-mini",
+                phi(json!({
+                    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": phi4, "sliding_window": 262144,
+                    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": false, "mlp_bias": false, "partial_rotary_factor": 0.75,
+                    "tie_word_embeddings": true, "num_key_value_heads": 2,
+                })),
+            ),
+            (
+                "Phi-4",
+                phi(
+                    json!({"max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rope_scaling": null, "sliding_window": null}),
+                ),
+            ),
+            (
+                "SmolLM2",
+                json!({
+                    "model_type": "llama", "attention_bias": false, "hidden_act": "silu", "is_llama_config": true, "max_position_embeddings": 8192,
+                    "mlp_bias": false, "pretraining_tp": 1, "rope_interleaved": false, "rope_scaling": null, "rope_theta": 130000, "tie_word_embeddings": true,
+                    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+                }),
+            ),
+            (
+                "Llama-3.2 of unsloth",
+                json!({
+                    "model_type": "llama", "attention_bias": false, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 131072, "mlp_bias": false,
+                    "pad_token_id": 4, "pretraining_tp": 1, "rope_theta": 500000.0, "unsloth_fixed": true, "unsloth_version": "2024.9",
+                    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+                }),
+            ),
+            (
+                "Yarn-Llama-2",
+                json!({
+                    "model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 65536, "pad_token_id": 0, "pretraining_tp": 1,
+                    "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 4096, "type": "yarn", "finetuned": true},
+                }),
+            ),
+            (
+                "Llama-2",
+                json!({"model_type": "llama", "hidden_act": "silu", "max_length": 4096, "max_position_embeddings": 2048, "pad_token_id": -1, "pretraining_tp": 1, "rope_scaling": null, "tie_word_embeddings": false}),
+            ),
+            (
+                "Qwen3",
+                json!({
+                    "model_type": "qwen3", "attention_bias": false, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 40960, "max_window_layers": 28,
+                    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true, "use_sliding_window": false, "use_mcore_models": true,
+                }),
+            ),
+            (
+                "Mistral without a window",
+                json!({"model_type": "mistral", "hidden_act": "silu", "max_position_embeddings": 32768, "rope_theta": 1000000.0, "tie_word_embeddings": false}),
+            ),
+            (
+                "Mistral-Nemo",
+                json!({"model_type": "mistral", "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 131072, "rope_theta": 1000000.0, "sliding_window": null}),
+            ),
+            (
+                "Qwen2.5",
+                json!({
+                    "model_type": "qwen2", "hidden_act": "silu", "max_position_embeddings": 32768, "max_window_layers": 21, "rope_theta": 1000000.0,
+                    "sliding_window": 32768, "tie_word_embeddings": true, "use_mrope": false, "use_sliding_window": false,
+                }),
+            ),
+            (
+                "gemma-2",
+                json!({
+                    "model_type": "gemma2", "attention_bias": false, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+                    "head_dim": 16, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "pad_token_id": 0,
+                    "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+                }),
+            ),
+            (
+                "DeepSeek-V2-Lite",
+                json!({
+                    "model_type": "deepseek_v2", "attention_bias": false, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 32,
+                    "max_position_embeddings": 163840, "moe_intermediate_size": 32, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 2,
+                    "norm_topk_prob": false, "num_experts_per_tok": 2, "pretraining_tp": 1, "q_lora_rank": null, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+                    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 16,
+                }),
+            ),
+        ];
+        for (name, changes) in published {
+            let mut all = base.clone();
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            let Value::Object(map) = all else { unreachable!() };
+            let read = Config::read(Fields::new("config.json".into(), map));
+            let config = read.unwrap_or_else(|line| panic!("{name}: {line}"));
+            if name == "Mistral without a window" {
+                assert_eq!(config.windows, [Some(4096); 2]);
+            }
+        }
     }
 
     #[test]

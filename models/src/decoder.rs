@@ -27,6 +27,7 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations
 //! between ops: little beside the weights that every step reads.
 
+use crate::audit::DIFFERS;
 use crate::config::{Config, Mlp, OpAttributes};
 use crate::experts::{Mixture, PROJECTIONS};
 use crate::kv_cache::KvCache;
@@ -186,7 +187,9 @@ impl Decoder {
         cpu: &Cpu,
         packs: bool,
     ) -> Result<Decoder, ModelError> {
-        let c = config;
+        let mut config = config.clone();
+        config.passed.extend(weights.check(&config)?);
+        let c = &config;
         let w = &mut weights;
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (embed, lm_head) = tables(c, w, dtype, cpu, packs)?;
@@ -196,14 +199,14 @@ impl Decoder {
         }
         let final_norm = final_norm(c, w)?;
         let (parameters, constants) = (std::mem::take(&mut w.parameters), std::mem::take(&mut w.constants));
-        weights.finish()?;
-        let (config, attributes, torn) = (c.clone(), c.attributes(), false);
+        let (attributes, torn) = (c.attributes(), false);
         Ok(Decoder { config, dtype, attributes, embed, layers, final_norm, lm_head, parameters, constants, torn })
     }
 
     /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
     pub fn check(&self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
         let (c, w) = (&self.config, &mut weights);
+        w.check(c)?;
         tables(c, w, self.dtype, cpu, false)?;
         for (name, shape) in &self.parameters {
             if !w.parameters.contains_key(name) {
@@ -213,7 +216,7 @@ impl Decoder {
         for (name, shape) in &self.constants {
             w.constant(name, shape)?;
         }
-        weights.finish()
+        Ok(())
     }
 
     /// Takes packed weights that [`Decoder::check`] has let by, a layer at a time in the place of the old one.
@@ -228,7 +231,6 @@ impl Decoder {
             *place = Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?;
         }
         self.final_norm = final_norm(c, w)?;
-        weights.finish()?;
         self.torn = false;
         Ok(())
     }
@@ -482,9 +484,6 @@ fn tables(
     cpu: &Cpu,
     packs: bool,
 ) -> Result<(Option<Arc<Tensor>>, Linear), ModelError> {
-    for extra in 0..c.extra_layers {
-        w.drop_prefix(&format!("model.layers.{}.", c.layers + extra));
-    }
     let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
     let mut embed = Some(w.matrix(&table, dtype, &[c.vocab, c.hidden])?);
     if c.tied && w.contains(head) {
@@ -493,8 +492,7 @@ fn tables(
         let again = w.tensor(head, dtype, &[c.vocab, c.hidden])?;
         w.parameters.remove(head);
         if !same_bits(&again, embed.as_ref().expect("it was just read")) {
-            let why = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
-            return Err(ModelError::tensor(&path, head, why));
+            return Err(ModelError::tensor(&path, head, DIFFERS));
         }
     }
     let own = if c.tied { embed.take() } else { Some(w.matrix(head, dtype, &[c.vocab, c.hidden])?) };

@@ -1,10 +1,11 @@
+use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Why a model was not loaded or did not run. Displays as one line.
-#[derive(Debug, thiserror::Error)]
+/// Why a model was not loaded or did not run. Displays as one line; control characters, which names in files may hold, are
+/// escaped.
+#[derive(Debug)]
 pub enum ModelError {
     /// A file of the model folder is missing or unreadable as a whole.
-    #[error("{}: {why}", path.display())]
     File {
         /// The file.
         path: PathBuf,
@@ -12,7 +13,6 @@ pub enum ModelError {
         why: String,
     },
     /// A field of a JSON file is missing, malformed or asks for something unsupported.
-    #[error("{}: `{field}` {why}", path.display())]
     Field {
         /// The file.
         path: PathBuf,
@@ -22,26 +22,25 @@ pub enum ModelError {
         why: String,
     },
     /// A tensor is missing, unexpected or not what `config.json` asks for.
-    #[error("{}: tensor `{tensor}` {why}", path.display())]
     Tensor {
         /// The file.
         path: PathBuf,
-        /// The tensor; control characters are escaped.
+        /// The tensor.
         tensor: String,
         /// What is wrong, and what would be right.
         why: String,
     },
     /// What the caller passed does not fit the model.
-    #[error("{what}: {why}")]
     Input {
         /// The argument.
         what: &'static str,
         /// What is wrong, and what would be right.
         why: String,
     },
+    /// Several things are wrong with a folder: at least two, each an error of its own.
+    Several(Vec<ModelError>),
     /// An op refused to run.
-    #[error(transparent)]
-    Op(#[from] samebits_ops::Error),
+    Op(samebits_ops::Error),
 }
 
 impl ModelError {
@@ -54,7 +53,30 @@ impl ModelError {
     }
 
     pub(crate) fn tensor(path: &Path, tensor: &str, why: impl Into<String>) -> ModelError {
-        ModelError::Tensor { path: path.into(), tensor: tensor.escape_debug().to_string(), why: why.into() }
+        ModelError::Tensor { path: path.into(), tensor: tensor.into(), why: why.into() }
+    }
+
+    pub(crate) fn input(what: &'static str, why: impl Into<String>) -> ModelError {
+        ModelError::Input { what, why: why.into() }
+    }
+
+    /// All of some complaints as one error, where there are any.
+    pub(crate) fn all(mut complaints: Vec<ModelError>) -> Result<(), ModelError> {
+        match complaints.len() {
+            0 => Ok(()),
+            1 => Err(complaints.remove(0)),
+            _ => Err(ModelError::Several(complaints)),
+        }
+    }
+
+    /// Adds another complaint about the same folder.
+    pub(crate) fn join(&mut self, other: ModelError) {
+        let of = |e: ModelError| match e {
+            ModelError::Several(all) => all,
+            one => vec![one],
+        };
+        let first = std::mem::replace(self, ModelError::Several(Vec::new()));
+        *self = ModelError::Several(of(first).into_iter().chain(of(other)).collect());
     }
 
     /// The same as an op's error.
@@ -65,7 +87,85 @@ impl ModelError {
         }
     }
 
-    pub(crate) fn input(what: &'static str, why: impl Into<String>) -> ModelError {
-        ModelError::Input { what, why: why.into() }
+    /// The file it is about.
+    fn path(&self) -> Option<&Path> {
+        match self {
+            ModelError::File { path, .. } | ModelError::Field { path, .. } | ModelError::Tensor { path, .. } => {
+                Some(path)
+            }
+            _ => None,
+        }
+    }
+
+    /// What it says behind the file.
+    fn what(&self) -> String {
+        match self {
+            ModelError::File { why, .. } => why.clone(),
+            ModelError::Field { field, why, .. } => format!("`{field}` {why}"),
+            ModelError::Tensor { tensor, why, .. } => format!("tensor `{tensor}` {why}"),
+            ModelError::Input { what, why } => format!("{what}: {why}"),
+            ModelError::Op(e) => e.to_string(),
+            ModelError::Several(all) => {
+                // A file is named once for what follows it.
+                let mut line = String::new();
+                for (i, one) in all.iter().enumerate() {
+                    line += if i > 0 { "; " } else { "" };
+                    if let Some(path) = one.path().filter(|path| i == 0 || Some(*path) != all[i - 1].path()) {
+                        line += &format!("{}: ", path.display());
+                    }
+                    line += &one.what();
+                }
+                line
+            }
+        }
+    }
+}
+
+/// A text whose control characters are escaped.
+pub(crate) fn escaped(text: &str) -> String {
+    let mut line = String::new();
+    for c in text.chars() {
+        // Marks of direction turn a line round as a terminal shows it.
+        match c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{200e}' | '\u{200f}')
+        {
+            true => line.extend(c.escape_default()),
+            false => line.push(c),
+        }
+    }
+    line
+}
+
+impl fmt::Display for ModelError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let line = match self.path() {
+            Some(path) => format!("{}: {}", path.display(), self.what()),
+            None => self.what(),
+        };
+        f.write_str(&escaped(&line))
+    }
+}
+
+impl std::error::Error for ModelError {}
+
+impl From<samebits_ops::Error> for ModelError {
+    fn from(e: samebits_ops::Error) -> ModelError {
+        ModelError::Op(e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_from_files_are_escaped_and_files_named_once() {
+        let field = |name: &str| ModelError::field(Path::new("a\u{1b}[2J/config.json"), name, "is \"\u{7}\u{202e}é\"");
+        assert_eq!(field("x\n").to_string(), "a\\u{1b}[2J/config.json: `x\\n` is \"\\u{7}\\u{202e}é\"");
+        let tensor = || ModelError::tensor(Path::new("w"), "t", "is odd");
+        let all = ModelError::all(vec![field("x"), field("y"), tensor(), tensor()]).unwrap_err().to_string();
+        let expected = "a\\u{1b}[2J/config.json: `x` is \"\\u{7}\\u{202e}é\"; `y` is \"\\u{7}\\u{202e}é\"; w: tensor `t` is odd; tensor `t` is odd";
+        assert_eq!(all, expected);
+        assert_eq!(ModelError::all(vec![tensor()]).unwrap_err().to_string(), "w: tensor `t` is odd");
+        assert!(ModelError::all(vec![]).is_ok());
     }
 }

@@ -1,10 +1,11 @@
-//! The fields of a JSON file, read strictly: whatever is asked for is checked, and whatever nobody asked for is refused.
+//! The fields of a JSON file: whatever is asked for is checked, and what nobody asked for is refused where it could change
+//! what is computed, else passed by and named.
 
 use crate::ModelError;
+use crate::files::{parse_object, read_object};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Fields of `config.json` that cannot change what a forward computes: bookkeeping, training, and how texts are sampled.
@@ -77,12 +78,22 @@ const INERT: [&str; 66] = [
     "use_cache",
 ];
 
+/// Fields that the code of some decoder model in transformers reads, one a line (`goldens/generate/fields.py`). What a family
+/// does not read of them it does not compute.
+const READ: &str = include_str!("read_fields.txt");
+
 /// A JSON object and the file it stands in. A field that is null counts as absent, as it does for transformers.
+///
+/// What is wrong is noted, and a value that lets the reader go on is given instead (0 for a size), so that all complaints
+/// come together: [`Fields::end`].
 pub(crate) struct Fields {
     path: PathBuf,
     map: Map<String, Value>,
     /// What has been asked for.
     asked: RefCell<BTreeSet<String>>,
+    complaints: RefCell<Vec<ModelError>>,
+    /// What is passed by, a line of each.
+    passed: RefCell<Vec<String>>,
 }
 
 impl Fields {
@@ -94,15 +105,17 @@ impl Fields {
     /// The fields of an object in memory.
     pub fn parse(text: &str) -> Result<Fields, ModelError> {
         let path = PathBuf::from("config");
-        match serde_json::from_str(text) {
-            Ok(Value::Object(map)) => Ok(Fields::new(path, map)),
-            Ok(_) => Err(ModelError::file(&path, "is not a JSON object")),
-            Err(e) => Err(ModelError::file(&path, format!("is not JSON: {e}"))),
-        }
+        let map = parse_object(&path, text.as_bytes())?;
+        Ok(Fields::new(path, map))
     }
 
     pub fn new(path: PathBuf, map: Map<String, Value>) -> Fields {
-        Fields { path, map, asked: RefCell::default() }
+        let (asked, complaints, passed) = Default::default();
+        Fields { path, map, asked, complaints, passed }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     pub fn get(&self, field: &str) -> Option<&Value> {
@@ -110,11 +123,15 @@ impl Fields {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
-    /// An error unless the fields are there, if only as null: their absence means a default that no other family has.
-    pub fn present(&self, fields: &[&str]) -> Result<(), ModelError> {
-        match fields.iter().find(|field| !self.map.contains_key(**field)) {
-            None => Ok(()),
-            Some(field) => Err(self.refuse(*field, "is missing; write it, null for none")),
+    /// Whether the field is there, if only as null.
+    pub fn has(&self, field: &str) -> bool {
+        self.map.contains_key(field)
+    }
+
+    /// Complains unless the fields are there, if only as null: their absence means a default that no other family has.
+    pub fn present(&self, fields: &[&str]) {
+        for field in fields.iter().filter(|field| !self.has(field)) {
+            self.refuse(*field, "is missing; write it, null for none");
         }
     }
 
@@ -123,114 +140,170 @@ impl Fields {
         self.asked.borrow_mut().extend(fields.iter().map(|field| field.to_string()));
     }
 
-    pub fn refuse(&self, field: impl Into<String>, why: impl Into<String>) -> ModelError {
-        ModelError::field(&self.path, field, why)
+    /// Notes what is wrong with a field.
+    pub fn refuse(&self, field: impl Into<String>, why: impl Into<String>) {
+        self.complaints.borrow_mut().push(ModelError::field(&self.path, field, why));
+    }
+
+    /// Whether nothing was refused so far.
+    pub fn is_clean(&self) -> bool {
+        self.complaints.borrow().is_empty()
+    }
+
+    /// Notes that nobody reads a field, or that its value asks for nothing.
+    pub fn pass(&self, field: &str, value: &Value, why: &str) {
+        self.passed.borrow_mut().push(format!("{}: `{field}` is {}, {why}", self.path.display(), shown(value)));
     }
 
     /// A whole number of at least `least`, if present.
-    fn count(&self, field: &str, least: u64) -> Result<Option<usize>, ModelError> {
-        let Some(value) = self.get(field) else { return Ok(None) };
+    fn count(&self, field: &str, least: u64) -> Option<usize> {
+        let value = self.get(field)?;
         match value.as_u64().and_then(|n| i32::try_from(n).ok()) {
-            Some(n) if n as u64 >= least => Ok(Some(n as usize)),
-            _ => Err(self.refuse(field, format!("is {value}; it must be a whole number from {least} to {}", i32::MAX))),
+            Some(n) if n as u64 >= least => Some(n as usize),
+            _ => {
+                self.refuse(field, format!("is {value}; it must be a whole number from {least} to {}", i32::MAX));
+                Some(0)
+            }
         }
     }
 
-    /// A size, if present.
-    pub fn size(&self, field: &str) -> Result<Option<usize>, ModelError> {
+    /// A size, if present; 0 where it was refused.
+    pub fn size(&self, field: &str) -> Option<usize> {
         self.count(field, 1)
     }
 
     /// A size or 0; 0 where it is absent.
-    pub fn size_or_zero(&self, field: &str) -> Result<usize, ModelError> {
-        Ok(self.count(field, 0)?.unwrap_or(0))
+    pub fn size_or_zero(&self, field: &str) -> usize {
+        self.count(field, 0).unwrap_or(0)
     }
 
-    pub fn required_size(&self, field: &str) -> Result<usize, ModelError> {
-        self.size(field)?.ok_or_else(|| self.refuse(field, "is missing; it must be a whole number of at least 1"))
+    /// A size; 0 where it was refused.
+    pub fn required_size(&self, field: &str) -> usize {
+        self.size(field).unwrap_or_else(|| {
+            self.refuse(field, "is missing; it must be a whole number of at least 1");
+            0
+        })
     }
 
-    pub fn flag(&self, field: &str, default: bool) -> Result<bool, ModelError> {
+    pub fn flag(&self, field: &str, default: bool) -> bool {
         match self.get(field) {
-            None => Ok(default),
-            Some(Value::Bool(flag)) => Ok(*flag),
-            Some(value) => Err(self.refuse(field, format!("is {value}; it must be true or false"))),
+            None => default,
+            Some(Value::Bool(flag)) => *flag,
+            Some(value) => {
+                self.refuse(field, format!("is {value}; it must be true or false"));
+                default
+            }
         }
     }
 
     /// A finite number above 0, if present.
-    pub fn positive(&self, field: &str) -> Result<Option<f64>, ModelError> {
-        let Some(value) = self.get(field) else { return Ok(None) };
-        match value.as_f64().filter(|v| v.is_finite() && *v > 0.0) {
-            Some(v) => Ok(Some(v)),
-            None => Err(self.refuse(field, format!("is {value}; it must be a number above 0"))),
+    pub fn positive(&self, field: &str) -> Option<f64> {
+        let value = self.get(field)?;
+        let number = value.as_f64().filter(|v| v.is_finite() && *v > 0.0);
+        if number.is_none() {
+            self.refuse(field, format!("is {value}; it must be a number above 0"));
         }
+        number
     }
 
-    /// An error unless the field is absent or one of `supported`.
-    pub fn only(&self, field: &str, supported: &[Value]) -> Result<(), ModelError> {
-        match self.get(field).filter(|value| !supported.contains(value)) {
-            None => Ok(()),
-            Some(value) => {
-                let names: Vec<String> = supported.iter().map(Value::to_string).collect();
-                Err(self.refuse(field, format!("is {value}; supported is {}", names.join(" or "))))
-            }
+    /// Complains unless the field is absent or one of `supported`.
+    pub fn only(&self, field: &str, supported: &[Value]) {
+        if let Some(value) = self.get(field).filter(|value| !supported.iter().any(|one| same(one, value))) {
+            let names: Vec<String> = supported.iter().map(Value::to_string).collect();
+            self.refuse(field, format!("is {value}; supported is {}", names.join(" or ")));
         }
     }
 
     /// A token id, if present.
-    pub fn token(&self, field: &str, vocab: usize) -> Result<Option<i32>, ModelError> {
-        self.get(field).map(|value| self.token_value(field, value, vocab)).transpose()
+    pub fn token(&self, field: &str, vocab: usize) -> Option<i32> {
+        self.get(field).and_then(|value| self.token_value(field, value, vocab))
     }
 
-    fn token_value(&self, field: &str, value: &Value, vocab: usize) -> Result<i32, ModelError> {
-        match value.as_u64().and_then(|n| i32::try_from(n).ok()) {
-            Some(id) if (id as usize) < vocab => Ok(id),
-            _ => Err(self.refuse(field, format!("is {value}; a token is a whole number below vocab_size {vocab}"))),
+    /// The token that fills up batches; older folders write -1 for none.
+    pub fn pad(&self, vocab: usize) -> Option<i32> {
+        let id = self.get("pad_token_id")?.as_u64().and_then(|id| i32::try_from(id).ok());
+        id.filter(|id| (*id as usize) < vocab)
+    }
+
+    fn token_value(&self, field: &str, value: &Value, vocab: usize) -> Option<i32> {
+        let id = value.as_u64().and_then(|n| i32::try_from(n).ok()).filter(|id| (*id as usize) < vocab || vocab == 0);
+        if id.is_none() {
+            self.refuse(field, format!("is {value}; a token is a whole number below vocab_size {vocab}"));
         }
+        id
     }
 
     /// `eos_token_id`: absent, one token or a list.
-    pub fn eos(&self, vocab: usize) -> Result<Vec<i32>, ModelError> {
+    pub fn eos(&self, vocab: usize) -> Vec<i32> {
         match self.get("eos_token_id") {
-            Some(Value::Array(ids)) => ids.iter().map(|id| self.token_value("eos_token_id", id, vocab)).collect(),
-            _ => Ok(self.token("eos_token_id", vocab)?.into_iter().collect()),
+            Some(Value::Array(ids)) => {
+                ids.iter().filter_map(|id| self.token_value("eos_token_id", id, vocab)).collect()
+            }
+            _ => self.token("eos_token_id", vocab).into_iter().collect(),
         }
     }
 
     /// The fields of an object, if present; they are refused with the object's name before their own.
-    pub fn object(&self, field: &str) -> Result<Option<&Map<String, Value>>, ModelError> {
-        match self.get(field) {
-            None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(map)),
-            Some(value) => Err(self.refuse(field, format!("is {value}; it must be an object"))),
-        }
-    }
-
-    /// An error when there is a field that nobody asked for and that is not known to be without effect.
-    pub fn finish(&self) -> Result<(), ModelError> {
-        let asked = self.asked.borrow();
-        let unknown = |(field, value): &(&String, &Value)| {
-            !value.is_null() && !asked.contains(*field) && !INERT.contains(&&***field)
-        };
-        match self.map.iter().find(unknown) {
-            None => Ok(()),
-            Some((field, value)) => {
-                let text = value.to_string();
-                let shown = if text.len() > 40 { "set".into() } else { text };
-                let why = format!("is {shown}, which this family does not know; remove it if it changes nothing");
-                Err(self.refuse(field.escape_debug().to_string(), why))
+    pub fn object(&self, field: &str) -> Option<&Map<String, Value>> {
+        match self.get(field)? {
+            Value::Object(map) => Some(map),
+            value => {
+                self.refuse(field, format!("is {value}; it must be an object"));
+                None
             }
         }
     }
+
+    /// Looks at the fields that nobody asked for. `neutral` gives what asks for nothing where that is not plain to see.
+    pub fn look_at_the_rest(&self, neutral: impl Fn(&str, &Value) -> Option<bool>) {
+        let asked = self.asked.borrow().clone();
+        for (field, value) in self
+            .map
+            .iter()
+            .filter(|(field, value)| !value.is_null() && !asked.contains(*field) && !INERT.contains(&&***field))
+        {
+            if !is_read(field) {
+                self.pass(field, value, "which no model's code reads; it is passed by");
+            } else if neutral(field, value).unwrap_or_else(|| asks_for_nothing(value)) {
+                self.pass(field, value, "which asks for nothing here; it is passed by");
+            } else {
+                let why =
+                    format!("is {}, which this family does not know; remove it if it changes nothing", shown(value));
+                self.refuse(field, why);
+            }
+        }
+    }
+
+    /// What was passed by; an error with all complaints where there are any.
+    pub fn end(self) -> Result<Vec<String>, ModelError> {
+        ModelError::all(self.complaints.into_inner())?;
+        Ok(self.passed.into_inner())
+    }
 }
 
-/// The object in a JSON file.
-pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
-    let bytes = fs::read(path).map_err(|e| ModelError::file(path, format!("cannot be read: {e}")))?;
-    match serde_json::from_slice(&bytes) {
-        Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(ModelError::file(path, "is not a JSON object")),
-        Err(e) => Err(ModelError::file(path, format!("is not JSON: {e}"))),
+/// Whether the code of some decoder model reads a field of this name.
+pub(crate) fn is_read(field: &str) -> bool {
+    READ.lines().any(|name| name == field)
+}
+
+/// What asks for nothing whoever reads it.
+pub(crate) fn asks_for_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        _ => false,
     }
+}
+
+/// Whether two values are the same, 1 and 1.0 included.
+pub(crate) fn same(a: &Value, b: &Value) -> bool {
+    a == b || a.as_f64().is_some_and(|number| Some(number) == b.as_f64())
+}
+
+/// A value for a message.
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    if text.chars().count() > 40 { "set".into() } else { text }
 }

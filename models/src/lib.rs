@@ -17,6 +17,7 @@ mod error;
 mod experts;
 mod families;
 mod fields;
+mod files;
 mod generate;
 mod gradients;
 mod kv_cache;

@@ -6,7 +6,7 @@ use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::TraceHook;
 use crate::weights::Weights;
-use crate::{Config, Grouping, ModelError, Run, Schedule};
+use crate::{Audit, Config, Grouping, ModelError, Run, Schedule};
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, DType, Tensor, TensorRef};
 use std::collections::BTreeMap;
@@ -104,7 +104,8 @@ impl Model {
     ) -> Result<Model, ModelError> {
         let config = Config::load(dir)?;
         let files = Weights::open(dir)?.report_to(progress);
-        let decoder = Arc::new(Decoder::load(&config, files, precision.dtype(), cpu, true)?);
+        let decoder = Decoder::load(&config, files, precision.dtype(), cpu, true);
+        let decoder = Arc::new(decoder.map_err(|e| Audit::all_of(dir, e))?);
         Ok(Model { dir: Some(dir.into()), decoder, device: None, tokenizer: OnceLock::new() })
     }
 
@@ -115,7 +116,8 @@ impl Model {
     /// As [`Model::load`].
     pub fn load_rounded(dir: &Path, precision: Precision, cpu: &Cpu) -> Result<Model, ModelError> {
         let (config, dtype) = (Config::load(dir)?, precision.dtype());
-        let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu, true)?;
+        let decoder = Decoder::load(&config, Weights::open(dir)?.rounded_to(dtype), dtype, cpu, true);
+        let decoder = decoder.map_err(|e| Audit::all_of(dir, e))?;
         Ok(Model { dir: Some(dir.into()), decoder: decoder.into(), device: None, tokenizer: OnceLock::new() })
     }
 
@@ -206,6 +208,11 @@ impl Model {
     /// Sizes and parameters.
     pub fn config(&self) -> &Config {
         &self.decoder.config
+    }
+
+    /// A line for each field and kind of tensor of its folder that was passed by.
+    pub fn passed(&self) -> &[String] {
+        &self.config().passed
     }
 
     /// Whether its weights are on a device.

@@ -5,9 +5,8 @@
 //! began** that counts, not how much of it has been seen: else a prefill and a decode of the same tokens would rotate
 //! them differently.
 
-use crate::ModelError;
-use crate::fields::Fields;
-use serde_json::Value;
+use crate::fields::{Fields, asks_for_nothing, same};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::f64::consts::TAU;
 
@@ -95,83 +94,92 @@ pub(crate) fn read(
     partial: bool,
     default_theta: Option<f64>,
     max_positions: usize,
-) -> Result<Rotary, ModelError> {
+) -> Rotary {
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
-        Some((_, old)) if old.as_f64().is_none_or(|old| Some(old) != value.as_f64()) && old != value => {
-            Err(f.refuse(name, format!("is {value}, but the folder also says {old}; keep one")))
+        Some((_, old)) if !same(old, value) => {
+            f.refuse(name, format!("is {value}, but the folder also says {old}; keep one"));
         }
-        _ => Ok(()),
+        _ => {}
     };
     for key in ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"] {
-        // Only one family has the last one at the top.
-        if let Some(value) = (partial || !key.starts_with("original")).then(|| f.get(key)).flatten() {
-            note(key, key.into(), value)?;
+        if let Some(value) = f.get(key) {
+            note(key, key.into(), value);
         }
     }
     for object in ["rope_parameters", "rope_scaling"] {
-        for (key, value) in f.object(object)?.into_iter().flatten().filter(|(_, value)| !value.is_null()) {
+        for (key, value) in f.object(object).into_iter().flatten().filter(|(_, value)| !value.is_null()) {
             let name = format!("{object}.{key}");
             // The kind has two spellings.
             let key = if key == "type" { "rope_type" } else { key };
             match KEYS.iter().find(|known| **known == key) {
-                Some(key) => note(key, name, value)?,
-                None => return Err(f.refuse(name, format!("is {value}, which no supported scaling reads"))),
+                Some(key) => note(key, name, value),
+                None if OTHERS.contains(&key) && !asks_for_nothing(value) => {
+                    f.refuse(name, format!("is {value}, which no supported scaling reads"));
+                }
+                None => f.pass(&name, value, "which no model's code reads; it is passed by"),
             }
         }
     }
 
-    let number = |key: &str| -> Result<Option<f64>, ModelError> {
-        match found.get(key) {
-            None => Ok(None),
-            Some((name, value)) => match value.as_f64().filter(|v| v.is_finite() && *v > 0.0) {
-                Some(v) => Ok(Some(v)),
-                None => Err(f.refuse(name.clone(), format!("is {value}; it must be a number above 0"))),
-            },
+    let name = |key: &str| found.get(key).map_or(format!("rope_parameters.{key}"), |(name, _)| name.clone());
+    let number = |key: &str| -> Option<f64> {
+        let value = found.get(key)?.1;
+        // To the models' own code, a 0 of these means none.
+        if ["mscale", "mscale_all_dim", "beta_fast", "beta_slow"].contains(&key) && same(value, &json!(0)) {
+            return None;
         }
+        let number = value.as_f64().filter(|v| v.is_finite() && *v > 0.0);
+        if number.is_none() {
+            f.refuse(name(key), format!("is {value}; it must be a number above 0"));
+        }
+        number
     };
     let required = |key: &str| {
-        number(key)?
-            .ok_or_else(|| f.refuse(format!("rope_parameters.{key}"), "is missing; it must be a number above 0"))
-    };
-    let theta = match number("rope_theta")? {
-        Some(theta) if theta >= 1.0 => theta,
-        Some(theta) => {
-            return Err(
-                f.refuse(found["rope_theta"].0.clone(), format!("is {theta}; it must be a number of at least 1"))
-            );
+        if !found.contains_key(key) {
+            f.refuse(name(key), "is missing; it must be a number above 0");
         }
-        None => default_theta.ok_or_else(|| {
-            f.refuse("rope_parameters.rope_theta", "is missing; write the base of the rotary positions")
-        })?,
+        number(key).unwrap_or(1.0)
     };
-    let share = number("partial_rotary_factor")?.unwrap_or(1.0);
+    let theta = match found.get("rope_theta") {
+        None => default_theta.unwrap_or_else(|| {
+            f.refuse("rope_parameters.rope_theta", "is missing; write the base of the rotary positions");
+            10_000.0
+        }),
+        Some(_) => number("rope_theta").unwrap_or(10_000.0),
+    };
+    if theta < 1.0 {
+        f.refuse(name("rope_theta"), format!("is {theta}; it must be a number of at least 1"));
+    }
+    let mut share = number("partial_rotary_factor").unwrap_or(1.0);
     if share > 1.0 || share != 1.0 && !partial {
         let supported = if partial { "above 0 and at most 1" } else { "1" };
-        return Err(f.refuse(found["partial_rotary_factor"].0.clone(), format!("is {share}; supported is {supported}")));
+        f.refuse(name("partial_rotary_factor"), format!("is {share}; supported is {supported}"));
+        share = 1.0;
     }
     let dim = (head_dim as f64 * share) as usize;
-    if dim == 0 || !dim.is_multiple_of(2) {
+    if head_dim > 0 && (dim == 0 || !dim.is_multiple_of(2)) {
         let field = if partial { "partial_rotary_factor" } else { "head_dim" };
-        return Err(f.refuse(field, format!("is {dim} elements of a head; rotary positions need an even number")));
+        f.refuse(field, format!("is {dim} elements of a head; rotary positions need an even number"));
     }
-    let original = match number("original_max_position_embeddings")? {
+    let original = match number("original_max_position_embeddings") {
         None => max_positions,
         Some(v) if v.fract() == 0.0 && v <= f64::from(i32::MAX) => v as usize,
         Some(v) => {
-            let (name, _) = &found["original_max_position_embeddings"];
-            return Err(f.refuse(name.clone(), format!("is {v}; it must be a whole number of positions")));
+            let why = format!("is {v}; it must be a whole number of positions");
+            f.refuse(name("original_max_position_embeddings"), why);
+            max_positions
         }
     };
-    let divisors = |key: &str| -> Result<Vec<f64>, ModelError> {
-        let name = found.get(key).map_or(format!("rope_parameters.{key}"), |(name, _)| name.clone());
+    let divisors = |key: &str| -> Vec<f64> {
         let list = found.get(key).and_then(|(_, value)| value.as_array());
         let list: Option<Vec<f64>> = list.and_then(|list| list.iter().map(Value::as_f64).collect());
-        match list.filter(|list| list.len() == dim / 2 && list.iter().all(|v| *v > 0.0 && v.is_finite())) {
-            Some(list) => Ok(list),
-            None => Err(f.refuse(name, format!("must be a list of {} numbers above 0", dim / 2))),
+        let list = list.filter(|list| list.len() == dim / 2 && list.iter().all(|v| *v > 0.0 && v.is_finite()));
+        if list.is_none() && dim > 0 {
+            f.refuse(name(key), format!("must be a list of {} numbers above 0", dim / 2));
         }
+        list.unwrap_or(vec![1.0; dim / 2])
     };
 
     let (kind_name, kind) = match found.get("rope_type") {
@@ -182,17 +190,27 @@ pub(crate) fn read(
     let kind = if partial && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
     let top = ["rope_theta", "rope_type", "partial_rotary_factor"];
     let (keys, scaling, factor): (&[&str], Scaling, f64) = match kind {
-        "default" => (&["original_max_position_embeddings"][..usize::from(partial)], Scaling::Default, 1.0),
-        "linear" => (&["factor"], Scaling::Linear { factor: required("factor")? }, 1.0),
-        "dynamic" => (&["factor"], Scaling::Dynamic { factor: required("factor")?, original: max_positions }, 1.0),
+        // Nothing reads the length of the training.
+        "default" => (&[ORIGINAL], Scaling::Default, 1.0),
+        "linear" => (&["factor", ORIGINAL], Scaling::Linear { factor: required("factor") }, 1.0),
+        "dynamic" => {
+            if dim == 2 {
+                f.refuse(kind_name.clone(), "is \"dynamic\", whose formula needs more than 2 rotated elements");
+            }
+            let scaling = Scaling::Dynamic { factor: required("factor"), original: max_positions };
+            (&["factor", ORIGINAL], scaling, 1.0)
+        }
         "llama3" => {
-            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
-            let keys = &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
-            (keys, Scaling::Llama3 { factor: required("factor")?, low, high, original }, 1.0)
+            let (low, high) = (required("low_freq_factor"), required("high_freq_factor"));
+            if found.contains_key("low_freq_factor") && found.contains_key("high_freq_factor") && low >= high {
+                f.refuse(name("low_freq_factor"), format!("is {low}; it must be below high_freq_factor {high}"));
+            }
+            let keys = &["factor", "low_freq_factor", "high_freq_factor", ORIGINAL];
+            (keys, Scaling::Llama3 { factor: required("factor"), low, high, original }, 1.0)
         }
         "yarn" => {
-            let factor = number("factor")?.unwrap_or(max_positions as f64 / original as f64);
-            let attention = match (number("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
+            let factor = number("factor").unwrap_or(max_positions as f64 / original.max(1) as f64);
+            let attention = match (number("attention_factor"), number("mscale"), number("mscale_all_dim")) {
                 (Some(attention), ..) => attention,
                 (None, Some(one), Some(all)) => mscale(factor, one) / mscale(factor, all),
                 (None, ..) => mscale(factor, 1.0),
@@ -201,11 +219,24 @@ pub(crate) fn read(
                 None => true,
                 Some((_, Value::Bool(flag))) => *flag,
                 Some((name, value)) => {
-                    return Err(f.refuse(name.clone(), format!("is {value}; it must be true or false")));
+                    f.refuse(name.clone(), format!("is {value}; it must be true or false"));
+                    true
                 }
             };
-            let beta_fast = number("beta_fast")?.unwrap_or(32.0);
-            let beta_slow = number("beta_slow")?.unwrap_or(1.0);
+            let beta_fast = number("beta_fast").unwrap_or(32.0);
+            let beta_slow = number("beta_slow").unwrap_or(1.0);
+            if beta_fast <= beta_slow {
+                f.refuse(name("beta_fast"), format!("is {beta_fast}; it must be above beta_slow {beta_slow}"));
+            }
+            if theta == 1.0 {
+                f.refuse(name("rope_theta"), "is 1; the formula of \"yarn\" needs a number above 1");
+            }
+            let scaling = Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate };
+            let ramp = Rotary { theta, dim, scaling: scaling.clone(), factor: 1.0 }.ramp();
+            if let Some((low, high)) = ramp.filter(|(low, high)| low > high && beta_fast > beta_slow && theta > 1.0) {
+                let why = format!("is {original}, so that the ramp of \"yarn\" would end at {high} and begin at {low}");
+                f.refuse(name(ORIGINAL), why);
+            }
             let keys = &[
                 "factor",
                 "original_max_position_embeddings",
@@ -216,15 +247,19 @@ pub(crate) fn read(
                 "mscale_all_dim",
                 "truncate",
             ];
-            (keys, Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate }, attention)
+            (keys, scaling, attention)
         }
         "longrope" => {
-            let factor = number("factor")?.unwrap_or(max_positions as f64 / original as f64);
-            let natural = libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64));
-            let attention = number("attention_factor")?.unwrap_or(if factor <= 1.0 { 1.0 } else { natural });
-            let keys =
-                &["factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"];
-            let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+            let factor = number("factor").unwrap_or(max_positions as f64 / original.max(1) as f64);
+            let attention = number("attention_factor").unwrap_or_else(|| {
+                if factor > 1.0 && original < 2 {
+                    f.refuse(name(ORIGINAL), format!("is {original}; \"longrope\" needs at least 2"));
+                }
+                let natural = libm::sqrt(1.0 + libm::log(factor) / libm::log(original as f64));
+                if factor <= 1.0 || original < 2 { 1.0 } else { natural }
+            });
+            let keys = &["factor", ORIGINAL, "attention_factor", "short_factor", "long_factor"];
+            let (short, long) = (divisors("short_factor"), divisors("long_factor"));
             (keys, Scaling::Long { short, long, original }, attention)
         }
         _ => {
@@ -232,14 +267,45 @@ pub(crate) fn read(
                 "is {}; supported are \"default\", \"linear\", \"dynamic\", \"yarn\", \"llama3\" and \"longrope\"",
                 found["rope_type"].1
             );
-            return Err(f.refuse(kind_name, why));
+            f.refuse(kind_name, why);
+            return Rotary { theta, dim, scaling: Scaling::Default, factor: 1.0 };
         }
     };
-    if let Some((key, (name, value))) = found.iter().find(|(key, _)| !top.contains(key) && !keys.contains(key)) {
-        return Err(f.refuse(name.clone(), format!("is {value}, but rope_type \"{kind}\" does not read {key}")));
+    for (key, (name, value)) in found.iter().filter(|(key, _)| !top.contains(key) && !keys.contains(key)) {
+        // A factor of 1 scales nothing.
+        if asks_for_nothing(value) || key.ends_with("factor") && same(value, &json!(1)) {
+            f.pass(name, value, "which asks for nothing here; it is passed by");
+        } else {
+            f.refuse(name.clone(), format!("is {value}, but rope_type \"{kind}\" does not read {key}"));
+        }
     }
-    Ok(Rotary { theta, dim, scaling, factor: factor as f32 })
+    let factor = factor as f32;
+    if !(factor > 0.0 && factor.is_finite()) {
+        let why = format!("makes the factor of cosines and sines {factor}; it must be above 0 within f32");
+        f.refuse(name("attention_factor"), why);
+    }
+    let rotary = Rotary { theta, dim, scaling, factor };
+    let lengths = [1, original, original.saturating_add(1), max_positions];
+    if f.is_clean() && lengths.iter().any(|&length| rotary.inv_freq(length).iter().any(|f| !f.is_finite())) {
+        f.refuse(name("rope_type"), format!("is \"{kind}\", whose frequencies are not finite with these numbers"));
+    }
+    rotary
 }
+
+/// The key of the length of the training.
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// Keys of scalings that no supported family computes.
+const OTHERS: [&str; 8] = [
+    "alpha",
+    "axial",
+    "beta",
+    "llama_4_scaling_beta",
+    "long_mscale",
+    "mrope_interleaved",
+    "mrope_section",
+    "short_mscale",
+];
 
 /// Every key that a scaling may have.
 const KEYS: [&str; 15] = [
@@ -270,6 +336,19 @@ impl Rotary {
         }
     }
 
+    /// The frequencies between which YaRN's ramp lies.
+    fn ramp(&self) -> Option<(f64, f64)> {
+        let Scaling::Yarn { beta_fast, beta_slow, original, truncate, .. } = self.scaling else { return None };
+        let dim = self.dim as f64;
+        // The frequency that makes this many rotations over the original positions.
+        let at = |rotations: f64| dim * libm::log(original as f64 / (rotations * TAU)) / (2.0 * libm::log(self.theta));
+        let (mut low, mut high) = (at(beta_fast), at(beta_slow));
+        if truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        Some((low.max(0.0), high.min(dim - 1.0)))
+    }
+
     /// The frequencies of a sequence that declared `length` positions.
     pub fn inv_freq(&self, length: usize) -> Vec<f32> {
         let (half, dim) = (self.dim / 2, self.dim as f64);
@@ -285,16 +364,8 @@ impl Rotary {
                 let stretch = factor * length as f64 / *original as f64 - (factor - 1.0);
                 round(&mut plain(self.theta * libm::pow(stretch, dim / (dim - 2.0))))
             }
-            Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate } => {
-                // The frequency that makes this many rotations over the original positions.
-                let at = |rotations: f64| {
-                    dim * libm::log(*original as f64 / (rotations * TAU)) / (2.0 * libm::log(self.theta))
-                };
-                let (mut low, mut high) = (at(*beta_fast), at(*beta_slow));
-                if *truncate {
-                    (low, high) = (low.floor(), high.ceil());
-                }
-                let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
+            Scaling::Yarn { factor, .. } => {
+                let (low, mut high) = self.ramp().expect("this scaling has one");
                 if low == high {
                     high += 0.001;
                 }

@@ -4,11 +4,10 @@
 //! leaves out. The pieces are what has to be encoded. A BPE model without an unknown token drops what it does not know; the
 //! others read it as their unknown token.
 
-use crate::fields::read_object;
+use crate::files::{read, read_object};
 use crate::{Config, ModelError};
 use std::cell::RefCell;
 use std::collections::HashSet;
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tokenizers::models::bpe::BPE;
@@ -36,7 +35,7 @@ pub(crate) struct Tokenizer {
 impl Tokenizer {
     pub fn load(dir: &Path) -> Result<Tokenizer, ModelError> {
         let path = dir.join("tokenizer.json");
-        let bytes = fs::read(&path).map_err(|e| ModelError::file(&path, format!("cannot be read: {e}")))?;
+        let bytes = read(&path)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| ModelError::file(&path, format!("is not a tokenizer: {}", one_line(&e))))?;
         // Whatever the folder was prepared for, a prompt is neither cut nor filled up.

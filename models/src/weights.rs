@@ -4,13 +4,14 @@
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
 //! that a model in memory is held once.
 
-use crate::ModelError;
-use crate::fields::read_object;
+use crate::audit::expected;
+use crate::files::{open, parse, read_object};
 use crate::kv_cache::buffer;
 use crate::machine::typed;
+use crate::{Config, ModelError};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -137,25 +138,30 @@ impl<'a> Weights<'a> {
 
     fn open_shards(dir: &Path, index: &Path) -> Result<Weights<'a>, ModelError> {
         let mut weights = Weights::empty(index);
+        let mut complaints = Vec::new();
         let map = match read_object(index)?.remove("weight_map") {
             Some(Value::Object(map)) => map,
             _ => return Err(ModelError::field(index, "weight_map", "is missing; it must map tensors to file names")),
         };
         let mut names = BTreeSet::new();
         for (tensor, shard) in &map {
-            let name = shard.as_str().filter(|name| is_file_name(name)).ok_or_else(|| {
-                let field = format!("weight_map.{}", tensor.escape_debug());
-                ModelError::field(index, field, format!("is {shard}; it must be a file name in the model folder"))
-            })?;
-            names.insert(name);
+            match shard.as_str().filter(|name| is_file_name(name)) {
+                Some(name) => drop(names.insert(name)),
+                None => {
+                    let why = format!("is {shard}; it must be a file name in the model folder");
+                    complaints.push(ModelError::field(index, format!("weight_map.{tensor}"), why));
+                }
+            }
         }
         for name in names {
             let path = dir.join(name);
             if !path.exists() {
-                return Err(ModelError::field(index, "weight_map", format!("names `{name}`, which is missing")));
+                complaints.push(ModelError::field(index, "weight_map", format!("names `{name}`, which is missing")));
+            } else if let Err(e) = weights.add_shard(&path) {
+                complaints.push(e);
             }
-            weights.add_shard(&path)?;
         }
+        ModelError::all(few(complaints))?;
         for (tensor, name) in &map {
             if !weights.contains(tensor) {
                 return Err(ModelError::tensor(index, tensor, format!("is listed in {name} but stands in no shard")));
@@ -173,14 +179,9 @@ impl<'a> Weights<'a> {
 
     /// Opens one file and adds its tensors.
     fn add_shard(&mut self, path: &Path) -> Result<(), ModelError> {
-        let unreadable = |e: std::io::Error| ModelError::file(path, format!("cannot be read: {e}"));
-        let mut file = File::open(path).map_err(unreadable)?;
-        let metadata = file.metadata().map_err(unreadable)?;
-        if !metadata.is_file() {
-            return Err(ModelError::file(path, "is not a file"));
-        }
+        let (mut file, length) = open(path)?;
         let shard = self.shards.len();
-        for (name, stored) in read_header(path, &mut file, metadata.len(), shard)? {
+        for (name, stored) in read_header(path, &mut file, length, shard)? {
             if let Some(other) = self.tensors.get(&name) {
                 let other = self.shards[other.shard].0.display();
                 return Err(ModelError::tensor(path, &name, format!("stands in {other} too; keep one of them")));
@@ -218,9 +219,47 @@ impl<'a> Weights<'a> {
         self.shards.get(stored.shard).map_or(&self.source, |(path, _)| path)
     }
 
-    /// Drops the tensors whose names begin so: they are no part of what is computed.
-    pub fn drop_prefix(&mut self, prefix: &str) {
-        self.tensors.retain(|name, _| !name.starts_with(prefix));
+    /// Looks whether these are the tensors that `config` asks for, by what headers say: all that is wrong. What is no part
+    /// of what is computed is dropped, and the buffers of it are named.
+    pub fn fit(&mut self, config: &Config) -> (Vec<ModelError>, Vec<String>) {
+        for extra in 0..config.extra_layers {
+            let prefix = format!("model.layers.{}.", config.layers + extra);
+            self.tensors.retain(|name, _| !name.starts_with(&prefix));
+        }
+        let buffers: Vec<String> =
+            self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
+        buffers.iter().for_each(|name| drop(self.tensors.remove(name)));
+        let mut wanted = expected(config);
+        let mut complaints = Vec::new();
+        for (name, stored) in &self.tensors {
+            let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
+            match wanted.remove(name) {
+                None if name == HEAD && config.tied => {}
+                None => complaints.push(bad("is not part of the model that config.json describes".into())),
+                Some(shape) if shape != stored.shape => {
+                    complaints.push(bad(format!("has shape {:?}; config.json asks for {shape:?}", stored.shape)));
+                }
+                Some(_) if !matches!(stored.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) => {
+                    complaints.push(bad(format!("is {}; weights must be BF16, F16 or F32", stored.dtype)));
+                }
+                Some(_) => {}
+            }
+        }
+        complaints.extend(wanted.iter().map(|(name, shape)| {
+            let why = format!("is missing; config.json asks for it with shape {shape:?}");
+            ModelError::tensor(&self.source, name, why)
+        }));
+        (complaints, buffers)
+    }
+
+    /// [`Weights::fit`] where what does not fit is refused; a line on the buffers that are passed by.
+    pub fn check(&mut self, config: &Config) -> Result<Option<String>, ModelError> {
+        let (complaints, buffers) = self.fit(config);
+        ModelError::all(few(complaints))?;
+        Ok(buffers.first().map(|first| {
+            let (count, source) = (buffers.len(), self.source.display());
+            format!("{source}: {count} buffers that are computed anew, such as `{first}`, are passed by")
+        }))
     }
 
     /// Takes a tensor, which must have this shape and finite elements, as `T`: exact, or rounded once where T is
@@ -315,21 +354,37 @@ impl<'a> Weights<'a> {
         }
         Ok(data)
     }
+}
 
-    /// An error when a tensor has not been taken.
-    pub fn finish(self) -> Result<(), ModelError> {
-        match self.tensors.first_key_value() {
-            None => Ok(()),
-            Some((name, stored)) => {
-                let path = self.shard(stored);
-                let why = match self.tensors.len() - 1 {
-                    0 => "is not part of the model that config.json describes".into(),
-                    more => format!("and {more} more are not part of the model that config.json describes"),
-                };
-                Err(ModelError::tensor(path, name, why))
-            }
-        }
+/// The output projection where it is a tensor of its own.
+pub(crate) const HEAD: &str = "lm_head.weight";
+
+/// Whether a tensor is one that models of these families were once stored with and compute anew: tables of the rotary
+/// positions, and masks.
+fn is_buffer(name: &str, stored: &Stored) -> bool {
+    let ends = |all: &[&str]| all.iter().any(|end| name.ends_with(end));
+    let mask = matches!(stored.dtype, Dtype::BOOL | Dtype::U8) && ends(&[".attn.bias", ".self_attn.bias"]);
+    mask || ends(&[
+        "rotary_emb.inv_freq",
+        "rotary_emb.original_inv_freq",
+        "rotary_emb.cos_cached",
+        "rotary_emb.sin_cached",
+        ".position_ids",
+        ".masked_bias",
+    ])
+}
+
+/// Most complaints of a folder that an error tells.
+const TOLD: usize = 24;
+
+/// The first of some complaints, and how many there are besides.
+pub(crate) fn few(mut complaints: Vec<ModelError>) -> Vec<ModelError> {
+    if complaints.len() > TOLD {
+        let more = complaints.len() - TOLD;
+        complaints.truncate(TOLD);
+        complaints.push(ModelError::input("and", format!("{more} more; `samebits audit` lists all of them")));
     }
+    complaints
 }
 
 /// Refuses elements of a tensor that are not finite.
@@ -388,6 +443,12 @@ fn read_header(
     let Some(body) = size.checked_sub(8) else { return Err(damaged(format!("it has {size} bytes"))) };
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(unreadable)?;
+    if &length == b"version " {
+        return Err(ModelError::file(path, "is a pointer of git-lfs and no weights; fetch them with `git lfs pull`"));
+    }
+    if length.trim_ascii_start().starts_with(b"<") && length.is_ascii() {
+        return Err(ModelError::file(path, "is a web page and no weights; download the file itself"));
+    }
     let length = u64::from_le_bytes(length);
     if length > body {
         return Err(damaged(format!("its header claims {length} bytes, {body} follow")));
@@ -398,8 +459,11 @@ fn read_header(
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).map_err(unreadable)?;
     let (start, data) = (8 + length, body - length);
-    let header: Map<String, Value> =
-        serde_json::from_slice(&header).map_err(|e| damaged(format!("its header is not a JSON object: {e}")))?;
+    let header = match parse(&header) {
+        Ok(Value::Object(header)) => header,
+        Ok(_) => return Err(damaged("its header is not a JSON object".into())),
+        Err(e) => return Err(damaged(format!("its header is not a JSON object: {e}"))),
+    };
 
     let mut tensors = Vec::new();
     for (name, value) in header {

@@ -1,7 +1,7 @@
 //! Folders that are wrong in one way each: refused by one line that names the file and the field or tensor.
 
 use safetensors::tensor::{Dtype, TensorView};
-use samebits_models::{Generation, Grouping, Model, ModelError, Precision, Schedule, Stop};
+use samebits_models::{Audit, Generation, Grouping, Model, ModelError, Precision, Schedule, Stop};
 use samebits_ops::Cpu;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -132,7 +132,7 @@ fn missing_files() {
     let dir = copy("llama");
     fs::remove_file(dir.path().join(WHOLE)).unwrap();
     fs::create_dir(dir.path().join(WHOLE)).unwrap();
-    assert_refused(&dir, &["model.safetensors: is not a file"]);
+    assert_refused(&dir, &["model.safetensors: is not a regular file"]);
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn wrong_tensors() {
 #[test]
 fn another_family_than_the_weights() {
     for (from, to, tensor) in [
-        ("qwen2", "llama", "self_attn.k_proj.bias` and 8 more are not part"),
+        ("qwen2", "llama", "tensor `model.layers.2.self_attn.v_proj.bias` is not part"),
         ("llama", "qwen2", "model.layers.0.self_attn.q_proj.bias` is missing"),
         ("llama", "qwen3", "model.layers.0.self_attn.q_norm.weight` is missing"),
     ] {
@@ -233,6 +233,171 @@ fn another_family_than_the_weights() {
         });
         assert_refused(&dir, &[WHOLE, tensor]);
     }
+}
+
+#[test]
+fn all_complaints_of_a_folder_come_together() {
+    let dir = copy("llama");
+    change_tensors(&dir, |t| {
+        t.remove("model.layers.1.input_layernorm.weight");
+        t.insert("model.layers.0.extra".into(), (Dtype::BF16, vec![1], vec![0, 0]));
+        t.get_mut("model.norm.weight").unwrap().0 = Dtype::U16;
+        t.get_mut("model.layers.2.mlp.gate_proj.weight").unwrap().1 = vec![128, 320];
+    });
+    assert_refused(
+        &dir,
+        &[
+            "`model.layers.1.input_layernorm.weight` is missing",
+            "`model.layers.0.extra` is not part",
+            "`model.norm.weight` is U16",
+            "has shape [128, 320]",
+        ],
+    );
+    change_json(&dir, "config.json", |config| config["hidden_act"] = "relu".into());
+    change_json(&dir, "generation_config.json", |config| config["eos_token_id"] = "</s>".into());
+    assert_refused(
+        &dir,
+        &["config.json: `hidden_act` is \"relu\"", "; ", "generation_config.json: `eos_token_id` is \"</s>\""],
+    );
+    // Elements are looked at behind headers, and then all of them too.
+    let dir = copy("llama");
+    let names = ["model.norm.weight", "model.layers.1.input_layernorm.weight", "lm_head.weight"];
+    change_tensors(&dir, |t| {
+        names.iter().for_each(|name| t.get_mut(*name).unwrap().2[..2].copy_from_slice(&[0xC0, 0x7F]))
+    });
+    assert_refused(&dir, &names.map(|name| name));
+}
+
+#[test]
+fn buffers_are_passed_by_and_named() {
+    let dir = copy("llama");
+    change_tensors(&dir, |t| {
+        for layer in 0..3 {
+            t.insert(format!("model.layers.{layer}.self_attn.rotary_emb.inv_freq"), (Dtype::F32, vec![1], vec![0; 4]));
+        }
+        t.insert("model.layers.0.self_attn.bias".into(), (Dtype::BOOL, vec![1], vec![1]));
+        t.insert("model.embed_tokens.position_ids".into(), (Dtype::I64, vec![1], vec![0; 8]));
+    });
+    let model = load(dir.path()).unwrap();
+    assert_eq!(model.passed().len(), 1);
+    assert!(
+        model.passed()[0].contains("5 buffers that are computed anew, such as `model.embed_tokens.position_ids`"),
+        "{:?}",
+        model.passed()
+    );
+    assert_eq!(logits(dir.path()), logits(&checkpoint("llama")));
+}
+
+/// What one refuses as wrong the other finds wrong.
+#[test]
+fn an_audit_finds_what_loading_refuses() {
+    type Change = Box<dyn FnOnce(&mut Tensors)>;
+    let wrong = |dir: &TempDir| Audit::of(dir.path(), |_, _| {}).map_or(true, |audit| !audit.holds());
+    let copy_head = |t: &mut Tensors| {
+        t.insert("lm_head.weight".into(), t["model.embed_tokens.weight"].clone());
+        t.get_mut("lm_head.weight").unwrap().2[0] ^= 1;
+    };
+    let cases: [(&str, Change); 6] = [
+        ("qwen3-adder", Box::new(copy_head)),
+        ("llama", Box::new(|t| drop(t.remove("model.norm.weight")))),
+        ("llama", Box::new(|t| drop(t.insert("a".into(), (Dtype::BF16, vec![1], vec![0, 0]))))),
+        ("llama", Box::new(|t| t.get_mut("model.norm.weight").unwrap().0 = Dtype::I16)),
+        ("llama", Box::new(|t| t.get_mut("model.norm.weight").unwrap().1 = vec![1, 128])),
+        ("llama", Box::new(|t| t.get_mut("model.norm.weight").unwrap().2[..2].copy_from_slice(&[0x80, 0x7F]))),
+    ];
+    for (i, (name, change)) in cases.into_iter().enumerate() {
+        let dir = copy(name);
+        assert!(load(dir.path()).is_ok() && !wrong(&dir));
+        change_tensors(&dir, change);
+        assert!(load(dir.path()).is_err() && wrong(&dir), "case {i}");
+    }
+    // Beyond what bf16 holds.
+    let dir = copy("llama");
+    change_tensors(&dir, |t| {
+        let values = [f32::MAX; 128 * 320];
+        *t.get_mut("model.layers.0.mlp.up_proj.weight").unwrap() =
+            (Dtype::F32, vec![320, 128], values.iter().flat_map(|v| v.to_le_bytes()).collect());
+    });
+    assert!(load(dir.path()).is_err() && wrong(&dir));
+}
+
+#[test]
+fn what_is_no_weights_file_says_so() {
+    let dir = copy("llama");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n";
+    fs::write(dir.path().join(WHOLE), pointer).unwrap();
+    assert_refused(&dir, &["model.safetensors: is a pointer of git-lfs", "git lfs pull"]);
+    fs::write(dir.path().join(WHOLE), "<!DOCTYPE html><html><body>Sign in</body></html>").unwrap();
+    assert_refused(&dir, &["model.safetensors: is a web page"]);
+}
+
+/// Neither what waits for ever nor what never ends is read.
+#[cfg(unix)]
+#[test]
+fn only_regular_files_are_read() {
+    use std::os::unix::fs::symlink;
+    for file in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WHOLE, INDEX] {
+        for device in [None, Some("/dev/zero"), Some("/dev")] {
+            let dir = copy("qwen3-adder");
+            let path = dir.path().join(file);
+            drop(fs::remove_file(&path));
+            if file == INDEX {
+                fs::remove_file(dir.path().join(WHOLE)).unwrap();
+            }
+            match device {
+                None => assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success()),
+                Some(device) => symlink(device, &path).unwrap(),
+            }
+            let line = load(dir.path()).and_then(|model| model.generate(&Cpu::best(), "1", 1)).unwrap_err().to_string();
+            assert!(line.contains(&format!("{file}: is not a regular file")), "{line}");
+        }
+    }
+    // Links out of the folder are followed: the hub's cache is made of them.
+    let dir = copy("llama");
+    fs::remove_file(dir.path().join(WHOLE)).unwrap();
+    symlink(checkpoint("llama").join(WHOLE).canonicalize().unwrap(), dir.path().join(WHOLE)).unwrap();
+    assert!(load(dir.path()).is_ok());
+}
+
+#[test]
+fn a_key_that_stands_twice_is_refused() {
+    let twice = |file: &str| {
+        let dir = copy("llama");
+        if file == INDEX {
+            shard(&dir);
+        }
+        let path = dir.path().join(file);
+        let text = fs::read_to_string(&path).unwrap();
+        let (from, to) = match file {
+            INDEX => ("\"weight_map\":{", "\"weight_map\":{\"lm_head.weight\":\"x\","),
+            _ => ("{", "{\"hidden_size\": 64, "),
+        };
+        fs::write(&path, text.replacen(from, to, 1)).unwrap();
+        dir
+    };
+    assert_refused(&twice("config.json"), &["config.json: is not JSON: `hidden_size` stands in it twice"]);
+    assert_refused(&twice(INDEX), &[INDEX, "`lm_head.weight` stands in it twice"]);
+    // Two norms of the same size under one name.
+    let dir = copy("llama");
+    let path = dir.path().join(WHOLE);
+    let mut whole = fs::read(&path).unwrap();
+    let header = String::from_utf8(whole[8..3160].to_vec()).unwrap();
+    let changed = header.replace("model.layers.1.input_layernorm.weight", "model.layers.0.input_layernorm.weight");
+    whole[8..3160].copy_from_slice(changed.as_bytes());
+    fs::write(&path, whole).unwrap();
+    assert_refused(&dir, &[WHOLE, "`model.layers.0.input_layernorm.weight` stands in it twice"]);
+}
+
+#[test]
+fn names_from_files_cannot_write_to_a_terminal() {
+    let dir = copy("llama");
+    change_tensors(&dir, |t| drop(t.insert("a\u{1b}[2J\u{7}".into(), (Dtype::BF16, vec![1], vec![0, 0]))));
+    change_json(&dir, "config.json", |config| drop(config.as_object_mut().unwrap().remove("x")));
+    assert_refused(&dir, &["tensor `a\\u{1b}[2J\\u{7}` is not part"]);
+    let audit = Audit::of(dir.path(), |_, _| {}).unwrap();
+    assert!(audit.findings.iter().all(|found| !found.tensor.contains('\u{1b}')));
+    change_json(&dir, "config.json", |config| config["model_type"] = "\u{9b}x".into());
+    assert_refused(&dir, &["\\u{9b}x"]);
 }
 
 #[test]
@@ -257,7 +422,7 @@ fn wrong_configs() {
         ("/hidden_act", json!("relu"), "`hidden_act` is \"relu\""),
         ("/hidden_size", json!(0), "`hidden_size` is 0"),
         ("/hidden_size", json!(64), "has shape [512, 128]; config.json asks for [512, 64]"),
-        ("/num_hidden_layers", json!(2), "`model.layers.2.input_layernorm.weight` and 8 more are not part"),
+        ("/num_hidden_layers", json!(2), "`model.layers.2.self_attn.v_proj.weight` is not part"),
         ("/num_hidden_layers", json!(2147483647), "`num_hidden_layers` is 2147483647; at most 65536"),
         ("/tie_word_embeddings", json!(true), "`lm_head.weight` differs from model.embed_tokens.weight"),
         ("/eos_token_id", json!([2, 512]), "`eos_token_id` is 512; a token is a whole number below vocab_size 512"),
