@@ -422,8 +422,8 @@ def decode(program, out):
     folder = Path(out, "decoder")
     decoder(folder, torch)
     prompt = [i * 7919 % 150000 for i in range(PROMPT)]
-    prompts = Path(out, "prompts.txt")
-    prompts.write_text(json.dumps(prompt) + "\n")
+    prompts = Path(out, "prompts.jsonl")
+    prompts.write_text(json.dumps({"tokens": prompt}) + "\n")
 
     def sample(device):
         command = [program, "rollout", "--model", folder, "--prompts", prompts, "--max-tokens", str(SAMPLED)]

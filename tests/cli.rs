@@ -252,7 +252,7 @@ fn a_machine_without_a_device_says_so() {
         let files: &[&str] = match verb {
             "forward" => &["--tokens", "none", "--out", "none"],
             "generate" => &["--prompt", "none", "--max-tokens", "1"],
-            "rollout" => &["--prompts", "none"],
+            "rollout" => &["--prompts", "none.txt"],
             _ => &["--rollout", "none"],
         };
         let args = [&[verb, "--model", "none", "--device", "cuda"], files].concat();
@@ -438,7 +438,7 @@ fn characters_without_a_token_are_named() {
     let file = folder.path().join("tokenizer.json");
     let good: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     let prompts = folder.path().join("prompts.txt");
-    std::fs::write(&prompts, "12+34=\n\n12+34=\nhéé\n").unwrap();
+    std::fs::write(&prompts, "12+34=\n12+34=\n12+34=\nhéé\n").unwrap();
     let rollout = || {
         let args = ["rollout", "--model", text(folder.path()), "--prompts", text(&prompts), "--max-tokens", "1"];
         samebits(&args, b"")
@@ -472,6 +472,137 @@ fn characters_without_a_token_are_named() {
         output.status.success() && stderr.lines().count() == 1 && stderr.contains("prompts.txt:4: prompt: 'h'"),
         "{stderr}"
     );
+}
+
+/// What a prompt is is said by the name of its file; a line that is none is named by its number.
+#[test]
+fn prompts_are_what_their_file_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = checkpoint("qwen3-adder");
+    let run = |name: &str, lines: &[u8]| {
+        let (prompts, out) = (folder.path().join(name), folder.path().join("out"));
+        std::fs::write(&prompts, lines).unwrap();
+        let args =
+            ["rollout", "--model", text(&model), "--prompts", text(&prompts), "--max-tokens", "1", "--out", text(&out)];
+        samebits(&args, b"")
+    };
+    let tokens = |name: &str, lines: &[u8]| -> Vec<serde_json::Value> {
+        let output = run(name, lines);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let written = std::fs::read_to_string(folder.path().join("out")).unwrap();
+        let lines = written.lines().skip(1).map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        lines.map(|line| line["prompt_tokens"].clone()).collect()
+    };
+    let json = |text: &str| -> Vec<serde_json::Value> { serde_json::from_str(text).unwrap() };
+    assert_eq!(tokens("a.txt", b"1+2=\r\n(1+2)="), json("[[1, 4, 13, 5, 15], [1, 16, 4, 13, 5, 17, 15]]"));
+    let lines = b"{\"prompt\": \"1+2=\", \"answer\": 3}\n{\"tokens\": [4, 15]}\n";
+    assert_eq!(tokens("a.jsonl", lines), json("[[1, 4, 13, 5, 15], [4, 15]]"));
+    // A text that looks like a list is a text: `[` has no token here.
+    assert_broken(&run("a.txt", b"1+2=\n[4, 15]\n"), &["a.txt:2: ", "'[' (U+005B)"]);
+    for (name, lines, parts) in [
+        ("a.txt", &b"1+2=\n\n3+4=\n"[..], &["a.txt:2: is blank"][..]),
+        ("a.txt", b"\n1+2=\n", &["a.txt:1: is blank"]),
+        ("a.txt", b"1+2=\n  \n", &["a.txt:2: is blank"]),
+        ("a.txt", "\u{feff}1+2=\n".as_bytes(), &["begins with a byte order mark"]),
+        ("a.txt", b"1+\xff2=\n", &["a.txt"]),
+        ("a.txt", b"", &["holds no prompt"]),
+        ("prompts", b"1+2=\n", &["call it .txt", ".jsonl"]),
+        ("a.json", b"1+2=\n", &["call it .txt", ".jsonl"]),
+        ("a.jsonl", b"[4, 15]\n", &["a.jsonl:1: ", "{\"tokens\": [1, 2]}"]),
+        ("a.jsonl", b"{\"prompt\": \"1\"}\n\n", &["a.jsonl:2: is blank"]),
+        ("a.jsonl", b"{\"prompt\": \"1\", \"tokens\": [1]}\n", &["a.jsonl:1: give one of"]),
+        ("a.jsonl", b"{\"tokens\": [1.5]}\n", &["a.jsonl:1: "]),
+        ("a.jsonl", b"{\"text\": \"1\"}\n", &["a.jsonl:1: give one of"]),
+        (
+            "a.jsonl",
+            b"{\"messages\": [{\"role\": \"user\", \"content\": \"1\"}]}\n",
+            &["a.jsonl:1: ", "has no chat template"],
+        ),
+        ("a.jsonl", b"{\"tokens\": [99]}\n", &["prompt: element 0 is 99"]),
+    ] {
+        std::fs::remove_file(folder.path().join("out")).ok();
+        assert_broken(&run(name, lines), parts);
+        assert!(!folder.path().join("out").exists(), "{name}");
+    }
+}
+
+/// Frequencies that depend on a length belong to a number of the run, which is written down and read back.
+#[test]
+fn a_rope_length_is_of_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    // Positions scaled beyond 16 and 32 of them.
+    for (name, trained) in [("llama-dynamic", 16), ("phi3", 32)] {
+        let model = text(&checkpoint(name)).to_string();
+        std::fs::write(at("p.jsonl"), "{\"tokens\": [5, 6, 7, 8]}\n{\"tokens\": [9, 10, 11]}\n").unwrap();
+        let rollout = |more: &[&str]| {
+            let args = [
+                "rollout",
+                "--model",
+                &model,
+                "--prompts",
+                &at("p.jsonl"),
+                "--out",
+                &at("r"),
+                "--ignore-eos",
+                "--temperature",
+                "0",
+            ];
+            samebits(&[&args[..], more].concat(), b"")
+        };
+        let score =
+            |more: &[&str]| samebits(&[&["score", "--model", &model, "--rollout", &at("r")], more].concat(), b"");
+        let lines = || -> Vec<serde_json::Value> {
+            let text = std::fs::read_to_string(at("r")).unwrap();
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        };
+        let logprob = |of: &[i32], more: &[&str], out: &str| {
+            std::fs::write(at("t"), tokens_file(&[1, of.len()], of.to_vec())).unwrap();
+            samebits(&[&["grad", "--model", &model, "--tokens", &at("t"), "--out", &at(out)], more].concat(), b"")
+        };
+        // What is not said is the length of the training; how much is asked for moves no bit.
+        let mut first: Option<serde_json::Value> = None;
+        for max_tokens in ["4", "12"] {
+            assert!(rollout(&["--max-tokens", max_tokens]).status.success(), "{name}");
+            assert_eq!(lines()[0]["rope_length"], trained);
+            let logprobs = serde_json::Value::from(lines()[1]["logprobs"].as_array().unwrap()[..4].to_vec());
+            assert_eq!(*first.get_or_insert(logprobs.clone()), logprobs, "{name}");
+            assert_eq!(score(&[]).status.code(), Some(0), "{name}");
+        }
+        assert_broken(
+            &rollout(&["--max-tokens", "60"]),
+            &["prompt: number 0", &format!("rope length of the run is {trained}"), "--rope-length"],
+        );
+        let long = logprob(&[5; 40], &[], "g");
+        assert_broken(&long, &["a sequence has 40", "--rope-length"]);
+        // Another one is another run, which score reads back and whose training is asked for by the same number.
+        assert!(rollout(&["--max-tokens", "12", "--rope-length", "48"]).status.success(), "{name}");
+        assert_eq!(lines()[0]["rope_length"], 48);
+        assert_ne!(lines()[1]["logprobs"].as_array().unwrap()[..4], first.unwrap().as_array().unwrap()[..], "{name}");
+        assert_eq!(score(&[]).status.code(), Some(0), "{name}");
+        assert_broken(
+            &score(&["--rope-length", "40"]),
+            &["--rope-length 40: ", "was made with 48", "two lengths are not compared"],
+        );
+        let ints = |value: &serde_json::Value| -> Vec<i32> { serde_json::from_value(value.clone()).unwrap() };
+        let line = &lines()[1];
+        let whole = [ints(&line["prompt_tokens"]), ints(&line["tokens"])].concat();
+        assert!(logprob(&whole, &["--rope-length", "48"], "g").status.success(), "{name}");
+        let found = File::decode(&std::fs::read(at("g")).unwrap()).unwrap();
+        assert_eq!(found.metadata["rope_length"], "48");
+        let found: Vec<f64> = found.tensors["logprob"].to_f64()[4..].to_vec();
+        let made: Vec<f32> = serde_json::from_value(line["logprobs"].clone()).unwrap();
+        assert_eq!(found, made.iter().map(|&x| f64::from(x)).collect::<Vec<_>>(), "{name}");
+        // Without the number it is another one, and no rollout of an older version is taken for either.
+        assert!(logprob(&whole, &[], "other").status.success(), "{name}");
+        assert_ne!(std::fs::read(at("g")).unwrap(), std::fs::read(at("other")).unwrap());
+        let text = std::fs::read_to_string(at("r")).unwrap().replacen("\"rope_length\":48,", "", 1);
+        std::fs::write(at("r"), text).unwrap();
+        assert_broken(&score(&[]), &["has no `rope_length`"]);
+        for length in ["0", "100000000"] {
+            assert_broken(&rollout(&["--rope-length", length]), &["rope length: is ", length]);
+        }
+    }
 }
 
 /// The whole file, not only the logits: nothing in it may say how it was made.

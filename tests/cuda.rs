@@ -1539,7 +1539,7 @@ fn rollouts() -> Result<(), Failed> {
                 return Err(format!("{name}: {serving:?}").into());
             }
         }
-        let texts: Vec<_> = wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..], s.limit)).collect();
+        let texts: Vec<_> = wanted.iter().map(|s| (&prompts[s.prompt][..], &s.tokens[..])).collect();
         let run = run_of(Schedule::Chunk(4), Grouping::Together, 5);
         let scores = there.score(&cpu(), &texts, sampling.temperature, run)?;
         if wanted.is_empty() || wanted.iter().zip(&scores).any(|(sample, scores)| sample.logprobs != *scores) {

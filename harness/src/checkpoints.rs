@@ -4,7 +4,7 @@ use samebits_contract::case::{Answer, Case};
 use samebits_contract::spec::{Class, Error, find};
 use samebits_contract::tensor::Tensor;
 use samebits_judge::recordings::Recordings;
-use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, Run, Schedule, Tripwire};
+use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, RopeLength, Run, Schedule, Tripwire};
 use samebits_ops::Cpu;
 use samebits_ops::device::Device;
 use std::collections::BTreeMap;
@@ -162,7 +162,9 @@ impl Checkpoints {
         if let Some(model) = loaded.get(&key) {
             return Ok(model.clone());
         }
-        let mut model = Model::load(&self.recordings.folder(name)?, precision, cpu)?;
+        // What was recorded is of forwards over whole texts, each with frequencies of its own length.
+        let model = Model::load(&self.recordings.folder(name)?, precision, cpu)?;
+        let mut model = model.with_rope_length(RopeLength::OfText)?;
         if let Some(device) = device {
             model = model.to_device(cpu, &device.recording())?;
         }

@@ -35,7 +35,7 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
-use samebits_models::Model;
+use samebits_models::{Config, Model, Precision, RopeLength};
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
 use samebits_schema::{Op, Value};
@@ -75,6 +75,59 @@ impl Machine {
         let isa = self.isa.unwrap_or(best.isa());
         let threads = self.threads.unwrap_or(best.threads());
         Ok(Cpu::new(isa, threads, budget.unwrap_or(usize::MAX))?)
+    }
+}
+
+/// The folder of a model, and what a run makes of it.
+#[derive(clap::Args)]
+pub struct Folder {
+    /// Hugging Face folder: config.json, model.safetensors (or shards with an index), tokenizer files
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+
+    /// Refuse fields and tensors that are named on stderr and passed by else: what no code reads, or what asks for nothing
+    #[arg(long)]
+    strict: bool,
+
+    /// Longest text of the run, which the frequencies of its positions belong to where their scaling depends on a length
+    /// (longrope, dynamic) [default: the length that such a model was trained on, else all of its positions]
+    #[arg(long, value_name = "N")]
+    rope_length: Option<usize>,
+}
+
+impl Folder {
+    /// The model, packed, with the rope length of `recorded` (a file and its number) where that has one.
+    pub fn load(&self, dtype: Precision, cpu: &Cpu, recorded: Option<(&Path, usize)>) -> Result<Model> {
+        let loading = Loading::of(&self.model);
+        let model = Model::load_with(&self.model, dtype, cpu, |done, total| loading.at(done, total))?;
+        drop(loading);
+        self.pass(model.config())?;
+        match self.rope_length(model.config(), recorded)? {
+            Some(length) => Ok(model.with_rope_length(RopeLength::Declared(length))?),
+            None => Ok(model),
+        }
+    }
+
+    /// Names what was passed by, or refuses it.
+    pub fn pass(&self, config: &Config) -> Result<()> {
+        ensure!(!self.strict || config.passed.is_empty(), "--strict: {}", config.passed.join("; "));
+        config.passed.iter().for_each(|line| warn(line));
+        Ok(())
+    }
+
+    /// The declared length, where it is not the folder's own.
+    ///
+    /// # Errors
+    /// Two that differ: frequencies of two lengths are not compared.
+    pub fn rope_length(&self, config: &Config, recorded: Option<(&Path, usize)>) -> Result<Option<usize>> {
+        if let (Some(asked), Some((path, length))) = (self.rope_length, recorded)
+            && asked != length
+            && config.rotary.trained_length().is_some()
+        {
+            let path = path.display();
+            bail!("--rope-length {asked}: {path} was made with {length}; frequencies of two lengths are not compared");
+        }
+        Ok(self.rope_length.or(recorded.map(|(_, length)| length)))
     }
 }
 

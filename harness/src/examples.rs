@@ -114,7 +114,7 @@ impl Examples {
     fn parse(bytes: &[u8], options: LossOptions) -> Result<Examples> {
         ensure!(options.loss == LossKind::Policy || options.entropy == 0.0, "--entropy: only --loss policy has one");
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
-        let tokens = Tokens::of(&file)?;
+        let tokens = Tokens::of(&file, bytes)?;
         let [batch, len] = tokens.shape();
         let sequences = tokens.sequences();
         let count = match tensor(&file, "mask", Dtype::I32, &[batch, len]) {

@@ -25,6 +25,8 @@ pub struct Audit {
     pub tied: bool,
     /// What is wrong or odd, the worst first.
     pub findings: Vec<Finding>,
+    /// A line for each field that was passed by: no code reads it, or its value asks for nothing.
+    pub passed: Vec<String>,
     /// Every tensor, by name.
     pub tensors: Vec<TensorReport>,
 }
@@ -89,6 +91,7 @@ impl Audit {
             dtypes: BTreeMap::new(),
             tied: config.tied,
             findings: Vec::new(),
+            passed: config.passed.clone(),
             tensors: Vec::new(),
         };
         let mut tables: Vec<Vec<f32>> = Vec::new();

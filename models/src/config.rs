@@ -5,7 +5,7 @@
 //! asks for something, and what is passed by is named ([`crate::fields`]).
 
 use crate::fields::Fields;
-use crate::rotary::Rotary;
+use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError};
 use samebits_ops::{Attention, Attributes, GroupWorth, Pairing, Route, Scoring, Tf32};
 use std::path::Path;
@@ -65,8 +65,11 @@ pub struct Config {
     pub post_norms: bool,
     /// Soft limit of the logits.
     pub logit_softcap: Option<f64>,
-    /// Longest sequence.
+    /// Longest sequence that the model is for.
     pub max_positions: usize,
+    /// What the frequencies of rotary positions belong to. Where nothing else is said the length that the model was trained on,
+    /// for scalings that depend on a length, else `max_positions`.
+    pub rope_length: RopeLength,
     /// Added under the root of every RMS norm of the residual stream, and of heads.
     pub rms_eps: f32,
     /// Whether the output projection is the embedding table.
@@ -232,6 +235,7 @@ impl Config {
             post_norms: false,
             logit_softcap: None,
             max_positions: fields.required_size("max_position_embeddings"),
+            rope_length: RopeLength::OfText,
             rms_eps: rms_eps(&fields),
             tied: fields.flag("tie_word_embeddings", family == Family::Gemma2),
             extra_layers: 0,
@@ -251,9 +255,51 @@ impl Config {
             let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
             fields.refuse("num_hidden_layers", why);
         }
+        let trained = config.rotary.trained_length().unwrap_or(config.max_positions).min(config.max_positions);
+        let recorded = fields.size(ROPE_LENGTH);
+        config.rope_length = RopeLength::Declared(recorded.unwrap_or(trained));
+        if recorded.is_some_and(|length| length > config.max_positions) {
+            fields.refuse(ROPE_LENGTH, format!("is more than the model's {} positions", config.max_positions));
+        }
         fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
         config.passed = fields.end()?;
         Ok(config)
+    }
+
+    /// Declares the length that the frequencies of rotary positions belong to; no text may be longer.
+    ///
+    /// # Errors
+    /// A length of 0, or beyond the model's positions.
+    pub fn declare(&mut self, length: usize) -> Result<(), ModelError> {
+        if length == 0 || length > self.max_positions {
+            let why = format!("is {length}; the model has 1 to {} positions", self.max_positions);
+            return Err(ModelError::input("rope length", why));
+        }
+        self.rope_length = RopeLength::Declared(length);
+        Ok(())
+    }
+
+    /// The longest text of a run.
+    pub fn longest(&self) -> usize {
+        match self.rope_length {
+            RopeLength::Declared(length) => length,
+            RopeLength::OfText => self.max_positions,
+        }
+    }
+
+    /// Refuses a text that is longer than the run, or would grow to be, by the name of what bounds it.
+    pub(crate) fn check_length(&self, what: &'static str, who: &str, len: usize) -> Result<(), ModelError> {
+        let (longest, positions) = (self.longest(), self.max_positions);
+        if len <= longest {
+            return Ok(());
+        }
+        let why = match longest < positions {
+            true => format!(
+                "{who} has {len}; the rope length of the run is {longest}: declare more (--rope-length), up to {positions}"
+            ),
+            false => format!("{who} has {len}; the model has {positions} positions"),
+        };
+        Err(ModelError::input(what, why))
     }
 
     /// Elements of a token's queries.
@@ -327,6 +373,9 @@ pub(crate) struct OpAttributes {
     /// Of the softcap of logits, where there is one.
     pub softcap: Option<Attributes>,
 }
+
+/// The field that training records a declared length in; no other program reads it.
+pub const ROPE_LENGTH: &str = "samebits_rope_length";
 
 /// The norms of the short vectors have an epsilon of their own.
 const LATENT_EPS: f32 = 1e-6;
@@ -682,7 +731,7 @@ mod tests {
             "use_cache": true, "initializer_range": 0.02, "attention_dropout": 0.0, "transformers_version": "4.40.0",
         });
         let longrope = json!({"long_factor": vec![1.1; 6], "short_factor": vec![1.0; 6], "type": "longrope"});
-        let phi4 = json!({"long_factor": vec![1.1; 4], "short_factor": vec![1.0; 4], "type": "longrope"});
+        let phi4 = json!({"long_factor": vec![1.1; 6], "short_factor": vec![1.0; 6], "type": "longrope"});
         let phi = json!({
             "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "auto_map": {"AutoConfig": "x"}, "embd_pdrop": 0.0,
             "hidden_act": "silu", "model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.0, "rope_theta": 10000.0,
@@ -710,7 +759,7 @@ mod tests {
                 phi(json!({
                     "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": phi4, "sliding_window": 262144,
                     "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": false, "mlp_bias": false, "partial_rotary_factor": 0.75,
-                    "tie_word_embeddings": true, "num_key_value_heads": 2,
+                    "tie_word_embeddings": true, "num_attention_heads": 3, "num_key_value_heads": 1,
                 })),
             ),
             (

@@ -83,8 +83,6 @@ impl Config {
                 self.heads(f);
                 f.only("use_mrope", &off);
                 if self.family == Qwen2 {
-                    // The biases are there whatever the field says: the family's code does not read it.
-                    f.unread(&["attention_bias"]);
                     self.qkv_bias = true;
                 } else {
                     self.head_norms = true;

@@ -60,6 +60,11 @@ pub(crate) fn greedy(
         return Err(ModelError::input("prompt", "has no tokens and the model has no bos; pass some text"));
     }
     config.check_tokens("prompt", &prompt, prompt.len())?;
+    // Where the model ends a text ends; what was declared for a run is kept to.
+    if config.longest() < config.max_positions {
+        let who = format!("with {max_tokens} more tokens it");
+        config.check_length("prompt", &who, prompt.len().saturating_add(max_tokens))?;
+    }
 
     let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
     let sequence = cache.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));

@@ -10,6 +10,7 @@
 
 mod audit;
 mod backward;
+mod chat;
 mod config;
 mod decoder;
 mod engine;
@@ -34,21 +35,22 @@ mod schedule;
 mod step;
 mod sums;
 mod tokenizer;
+mod tokenizer_files;
 mod trace;
 mod train;
 mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
-pub use config::{Activation, Config, Experts, Latent, Mlp};
+pub use config::{Activation, Config, Experts, Latent, Mlp, ROPE_LENGTH};
 pub use engine::Engine;
 pub use error::ModelError;
 pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use gradients::{Accumulator, Batch, Forward, GradientRun, Gradients, Loss, Padding};
 pub use kv_cache::PageOrder;
-pub use model::{FOLDER_FILES, Model, Precision};
+pub use model::{Model, Precision, folder_files};
 pub use rollout::{Event, Sample, Sampling, Serving, Timing};
-pub use rotary::{Rotary, Scaling};
+pub use rotary::{RopeLength, Rotary, Scaling};
 pub use schedule::{Grouping, PAGE_SIZE, Run, Schedule};
 pub use sums::Partial;
 pub use tokenizer::Encoded;

@@ -2,6 +2,7 @@ use crate::decoder::{Decoder, Runner};
 use crate::generate::{self, Generation};
 use crate::kv_cache::{KvCache, buffer};
 use crate::machine::Machine;
+use crate::rotary::RopeLength;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::TraceHook;
@@ -59,18 +60,49 @@ impl FromStr for Precision {
     }
 }
 
-/// Files of a model folder that go with its weights as they are.
-pub const FOLDER_FILES: [&str; 9] = [
-    "config.json",
+/// Files of a model folder that go with its weights as they are, beside config.json: what a tokenizer is made of.
+const FOLDER_FILES: [&str; 16] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
     "chat_template.jinja",
+    "chat_template.json",
 ];
+
+/// The files of the folder `dir` that go with its weights as they are, all but config.json: each by its name in the folder.
+///
+/// # Errors
+/// A folder that cannot be read.
+pub fn folder_files(dir: &Path) -> Result<Vec<(String, PathBuf)>, ModelError> {
+    let unreadable = |e: std::io::Error| ModelError::file(dir, format!("cannot be read: {e}"));
+    let mut found = Vec::new();
+    for folder in ["", "additional_chat_templates/"] {
+        let place = dir.join(folder);
+        if !place.is_dir() && !folder.is_empty() {
+            continue;
+        }
+        for entry in std::fs::read_dir(&place).map_err(unreadable)? {
+            let Ok(name) = entry.map_err(unreadable)?.file_name().into_string() else { continue };
+            let code = [".tiktoken", ".jinja"].iter().any(|end| name.ends_with(end));
+            if (code || folder.is_empty() && FOLDER_FILES.contains(&&name[..])) && place.join(&name).is_file() {
+                found.push((format!("{folder}{name}"), place.join(&name)));
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
 
 /// A decoder language model with its weights in memory, packed for one [`Precision`].
 pub struct Model {
@@ -210,6 +242,24 @@ impl Model {
         &self.decoder.config
     }
 
+    /// The same model with other frequencies of its rotary positions, where their scaling depends on a length.
+    ///
+    /// # Errors
+    /// A declared length of 0, or beyond the model's positions; a forward that waits for its reverse pass.
+    pub fn with_rope_length(mut self, length: RopeLength) -> Result<Model, ModelError> {
+        let Some(decoder) = Arc::get_mut(&mut self.decoder) else {
+            return Err(ModelError::input(
+                "rope length",
+                "a forward of the model waits for its reverse pass; drop it first",
+            ));
+        };
+        match length {
+            RopeLength::Declared(length) => decoder.config.declare(length)?,
+            RopeLength::OfText => decoder.config.rope_length = length,
+        }
+        Ok(self)
+    }
+
     /// A line for each field and kind of tensor of its folder that was passed by.
     pub fn passed(&self) -> &[String] {
         &self.config().passed
@@ -262,9 +312,6 @@ impl Model {
                 return Err(ModelError::input("tokens", "a sequence has none; pass at least one"));
             }
         }
-        if run.limits.is_some_and(|limits| limits.len() != sequences.len()) {
-            return Err(ModelError::input("limits", "there must be one for each sequence"));
-        }
         if let Schedule::Chunk(0) | Schedule::Speculative(0) | Schedule::Prefix(0) = run.schedule {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
@@ -306,12 +353,9 @@ impl Model {
 }
 
 impl Config {
-    /// An error unless every token is in the vocabulary and `len` tokens fit the model's positions.
+    /// An error unless every token is in the vocabulary and `len` tokens fit the run.
     pub(crate) fn check_tokens(&self, what: &'static str, tokens: &[i32], len: usize) -> Result<(), ModelError> {
-        if len > self.max_positions {
-            let why = format!("a sequence has {len}; the model has {} positions", self.max_positions);
-            return Err(ModelError::input(what, why));
-        }
+        self.check_length(what, "a sequence", len)?;
         let inside = |&token: &i32| usize::try_from(token).is_ok_and(|token| token < self.vocab);
         match tokens.iter().position(|token| !inside(token)) {
             None => Ok(()),
@@ -327,8 +371,6 @@ impl Config {
 struct Fed<'a> {
     label: usize,
     tokens: &'a [i32],
-    /// Positions it declares.
-    limit: usize,
     /// Row of its first token in the logits.
     row: usize,
     /// Its number in the cache, once it has begun.
@@ -345,8 +387,7 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
     let mut row = 0;
     let mut fed: Vec<Fed> = Vec::new();
     for (label, &tokens) in sequences.iter().enumerate() {
-        let limit = run.limits.map_or(tokens.len(), |limits| limits[label]).max(tokens.len());
-        fed.push(Fed { label, tokens, limit, row, number: None, done: 0 });
+        fed.push(Fed { label, tokens, row, number: None, done: 0 });
         row += tokens.len();
     }
     let group = match run.grouping {
@@ -398,7 +439,7 @@ fn forward_round(
             right = 1 + round % count;
             tokens[right..].iter_mut().for_each(|token| *token = (*token + 1) % vocab as i32);
         }
-        fed.number.get_or_insert_with(|| cache.open(fed.limit));
+        fed.number.get_or_insert_with(|| cache.open(fed.tokens.len()));
         pieces.push((i, tokens, right));
     }
     let number = |i: usize| fed[i].number.expect("it has begun");
@@ -421,7 +462,7 @@ fn forward_round(
             cache.close(number);
         } else if matches!(run.schedule, Schedule::Prefix(_)) && round == 0 {
             // The donor ends; what it began is gone on with by another.
-            fed.number = Some(cache.fork(number, fed.done, fed.limit));
+            fed.number = Some(cache.fork(number, fed.done, fed.tokens.len()));
             cache.close(number);
         }
     }

@@ -58,7 +58,7 @@ pub struct Sample {
     pub sequence: usize,
     /// The prompt's number.
     pub prompt: usize,
-    /// Positions it declared when it began: prompt plus `max_tokens`, at most what the model has.
+    /// Positions it may come to hold: prompt plus `max_tokens`, at most what the run has.
     pub limit: usize,
     /// Its tokens behind the prompt, an eos that ended it included.
     pub tokens: Vec<i32>,
@@ -113,7 +113,7 @@ impl Model {
         Ok(queue.timing())
     }
 
-    /// The tokens of a text, behind bos where the model has one.
+    /// The tokens of a text, with what the folder's tokenizer puts around it: those of `AutoTokenizer` of transformers.
     ///
     /// # Errors
     /// No usable `tokenizer.json`; characters that it has no token for, unless it has an unknown token of its own; tokens
@@ -122,7 +122,15 @@ impl Model {
         self.tokenizer()?.encode(self.config(), text)
     }
 
-    /// The text of some tokens, special ones left out.
+    /// The tokens of a prompt of messages, a list of objects with `role` and `content`, by the folder's chat template.
+    ///
+    /// # Errors
+    /// As [`Model::encode`]; no template, or one that refuses the messages.
+    pub fn encode_chat(&self, messages: &serde_json::Value) -> Result<Encoded, ModelError> {
+        self.tokenizer()?.chat(self.config(), messages)
+    }
+
+    /// The text of some tokens, those left out that the tokenizer says are special.
     ///
     /// # Errors
     /// No usable `tokenizer.json`; tokens outside the vocabulary.
@@ -130,30 +138,43 @@ impl Model {
         self.tokenizer()?.decode(self.config(), tokens)
     }
 
-    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens, limit)` those of
-    /// `tokens`, as [`Model::rollout`] reports them.
+    /// Log-probabilities of tokens behind their prompts, by one forward: for each `(prompt, tokens)` those of `tokens`, as
+    /// [`Model::rollout`] reports them.
     ///
     /// # Errors
-    /// As [`Model::forward_run`].
+    /// A prompt without tokens, or nothing behind it; a temperature that [`Model::rollout`] refuses; as
+    /// [`Model::forward_run`].
     pub fn score(
         &self,
         cpu: &Cpu,
-        texts: &[(&[i32], &[i32], usize)],
+        texts: &[(&[i32], &[i32])],
         temperature: f64,
         run: Run,
     ) -> Result<Vec<Vec<f32>>, ModelError> {
+        check_temperature(temperature)?;
         let vocab = self.config().vocab;
-        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens, _)| [*prompt, *tokens].concat()).collect();
+        for (i, (prompt, tokens)) in texts.iter().enumerate() {
+            if prompt.is_empty() || tokens.is_empty() {
+                let why = format!(
+                    "text {i} has {} and {} behind them; give at least one of each",
+                    prompt.len(),
+                    tokens.len()
+                );
+                return Err(ModelError::input("tokens", why));
+            }
+            let len = prompt.len().saturating_add(tokens.len());
+            self.config().check_length("tokens", &format!("text {i}"), len)?;
+            self.config().check_tokens("tokens", tokens, tokens.len())?;
+        }
+        let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens)| [*prompt, *tokens].concat()).collect();
         // The last token's own logits are of no use.
         let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
-        let limits: Vec<usize> = texts.iter().map(|(_, _, limit)| *limit).collect();
         let Run { schedule, grouping, page_size, page_order, .. } = run;
-        let limits = Some(&limits[..]);
-        let run = Run { schedule, grouping, page_size, page_order, limits, probe: None };
+        let run = Run { schedule, grouping, page_size, page_order, probe: None };
         let logits = self.forward_run(cpu, &fed, run)?;
         let mut scores = Vec::new();
         let mut row = 0;
-        for ((prompt, tokens, _), fed) in texts.iter().zip(&fed) {
+        for ((prompt, tokens), fed) in texts.iter().zip(&fed) {
             let rows = &logits[(row + prompt.len() - 1) * vocab..(row + fed.len()) * vocab];
             scores.push(logprobs(cpu, vocab, temperature, rows, tokens)?);
             row += fed.len();
@@ -232,17 +253,17 @@ impl Queue {
         sampling: &Sampling,
         first: usize,
     ) -> Result<usize, ModelError> {
-        let t = sampling.temperature;
-        if !(t == 0.0 || t > 0.0 && t.is_finite() && (1.0 / t) as f32 > 0.0 && ((1.0 / t) as f32).is_finite()) {
-            let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
-            return Err(ModelError::input("temperature", why));
-        }
+        check_temperature(sampling.temperature)?;
         for (i, prompt) in prompts.iter().enumerate() {
             c.check_tokens("prompt", prompt, prompt.len())?;
-            if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.max_positions {
-                let why =
-                    format!("number {i} has {} tokens; the model takes 1 to {}", prompt.len(), c.max_positions - 1);
+            if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.longest() {
+                let why = format!("number {i} has {} tokens; the run takes 1 to {}", prompt.len(), c.longest() - 1);
                 return Err(ModelError::input("prompt", why));
+            }
+            // Where the model ends a text ends; what was declared for a run is kept to.
+            if c.longest() < c.max_positions {
+                let who = format!("number {i} with {} more tokens", sampling.max_tokens);
+                c.check_length("prompt", &who, prompt.len().saturating_add(sampling.max_tokens))?;
             }
         }
         let texts = prompts.len().checked_mul(sampling.samples);
@@ -291,7 +312,7 @@ impl Queue {
             let Some((request, prompt, sample)) = self.waiting.pop_front() else { break };
             let Request { prompts, sampling, first, .. } = &self.requests[&request];
             let tokens = &prompts[prompt];
-            let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.max_positions);
+            let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.longest());
             let sequence = first + prompt * sampling.samples + sample;
             let sample = Sample { sequence, prompt, limit, tokens: vec![], logprobs: vec![], stop: Stop::Ended };
             if sampling.max_tokens == 0 {
@@ -415,6 +436,16 @@ impl Queue {
         }
         Ok(events)
     }
+}
+
+/// Refuses a temperature that logits cannot be divided by.
+fn check_temperature(t: f64) -> Result<(), ModelError> {
+    let inverse = (1.0 / t) as f32;
+    if t == 0.0 || t > 0.0 && t.is_finite() && inverse > 0.0 && inverse.is_finite() {
+        return Ok(());
+    }
+    let why = format!("is {t}; it must be 0 or a number above 0 whose inverse is within f32");
+    Err(ModelError::input("temperature", why))
 }
 
 /// `logits[rows,V]`, one token for each row.

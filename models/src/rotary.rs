@@ -1,9 +1,9 @@
 //! Frequencies of the rotary positions, with the scalings that models are published with.
 //!
 //! Everything here is f64 on the host and rounded to f32 once, per frequency; `docs/NUMERICS.md` has the formulas. Where
-//! a scaling depends on how long the text is (dynamic, longrope), it is the length that the sequence **declared when it
-//! began** that counts, not how much of it has been seen: else a prefill and a decode of the same tokens would rotate
-//! them differently.
+//! a scaling depends on a length (dynamic, longrope), it is a length **declared for the run** that counts ([`RopeLength`]),
+//! neither how much of a text has been seen nor how long it becomes: else a prefill and a decode, a rollout and the training
+//! on it would rotate the same tokens differently.
 
 use crate::fields::{Fields, asks_for_nothing, same};
 use serde_json::{Value, json};
@@ -21,6 +21,16 @@ pub struct Rotary {
     pub scaling: Scaling,
     /// Factor of every cosine and sine.
     pub factor: f32,
+}
+
+/// What the frequencies belong to, where their scaling depends on a length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeLength {
+    /// A number of the run, as the longest text of a serving engine is: no text may be longer.
+    Declared(usize),
+    /// Each text's own length, as in one forward of transformers: what is recorded of those is held to it. A text that is sampled
+    /// has the length that it may grow to.
+    OfText,
 }
 
 /// Scaling of the frequencies `theta^(-2i/dim)`.
@@ -233,7 +243,8 @@ pub(crate) fn read(
             }
             let scaling = Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate };
             let ramp = Rotary { theta, dim, scaling: scaling.clone(), factor: 1.0 }.ramp();
-            if let Some((low, high)) = ramp.filter(|(low, high)| low > high && beta_fast > beta_slow && theta > 1.0) {
+            let known = dim > 0 && beta_fast > beta_slow && theta > 1.0;
+            if let Some((low, high)) = ramp.filter(|(low, high)| known && low > high) {
                 let why = format!("is {original}, so that the ramp of \"yarn\" would end at {high} and begin at {low}");
                 f.refuse(name(ORIGINAL), why);
             }
@@ -286,7 +297,10 @@ pub(crate) fn read(
     }
     let rotary = Rotary { theta, dim, scaling, factor };
     let lengths = [1, original, original.saturating_add(1), max_positions];
-    if f.is_clean() && lengths.iter().any(|&length| rotary.inv_freq(length).iter().any(|f| !f.is_finite())) {
+    if f.is_clean()
+        && dim <= 1 << 16
+        && lengths.iter().any(|&length| rotary.inv_freq(length).iter().any(|f| !f.is_finite()))
+    {
         f.refuse(name("rope_type"), format!("is \"{kind}\", whose frequencies are not finite with these numbers"));
     }
     rotary
@@ -327,6 +341,14 @@ const KEYS: [&str; 15] = [
 ];
 
 impl Rotary {
+    /// The length that the model was trained on, where the scaling depends on a length.
+    pub fn trained_length(&self) -> Option<usize> {
+        match self.scaling {
+            Scaling::Dynamic { original, .. } | Scaling::Long { original, .. } => Some(original),
+            _ => None,
+        }
+    }
+
     /// A length with the same frequencies as `length`: what need not be told apart.
     pub(crate) fn class_of(&self, length: usize) -> usize {
         match &self.scaling {

@@ -93,7 +93,7 @@ impl fmt::Display for Grouping {
     }
 }
 
-/// How sequences are run; but for limits and what a probe changes, nothing here may move a bit.
+/// How sequences are run; but for what a probe changes, nothing here may move a bit.
 pub struct Run<'a> {
     /// How tokens are fed.
     pub schedule: Schedule,
@@ -103,9 +103,6 @@ pub struct Run<'a> {
     pub page_size: usize,
     /// Which page is taken next.
     pub page_order: PageOrder,
-    /// How many positions each sequence declares when it begins; `None`: as many as it has tokens. Only scalings of the
-    /// rotary positions that depend on the length look at it.
-    pub limits: Option<&'a [usize]>,
     /// Who is shown what is computed on the way, and may change it.
     pub probe: Option<&'a mut dyn Probe>,
 }
@@ -120,7 +117,6 @@ impl Default for Run<'_> {
             grouping: Grouping::Together,
             page_size: PAGE_SIZE,
             page_order: PageOrder::Ascending,
-            limits: None,
             probe: None,
         }
     }

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::decoder::Runner;
 use crate::kv_cache::KvCache;
 use crate::machine::{AttentionMetadata, Index, IndexOf, Machine};
+use crate::rotary::RopeLength;
 use samebits_ops::device::Graph;
 use samebits_ops::{Attention, Calls, Cpu, Prepared, RopeTable, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -163,7 +164,7 @@ pub(crate) fn shape(config: &Config, step: &Step, cache: &KvCache, layer: usize)
     config.attention(step.sequences(), step.rows(), cache.rows(), layer)
 }
 
-/// Cosines and sines of a step, by the length that each sequence has declared.
+/// Cosines and sines of a step, by the length that their frequencies belong to.
 fn angles(
     config: &Config,
     cpu: &Cpu,
@@ -176,7 +177,10 @@ fn angles(
     let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
     let mut limits = Vec::with_capacity(pos.len());
     for (i, input) in sequences.iter().enumerate() {
-        let limit = rotary.class_of(cache.limit(input.sequence));
+        let limit = rotary.class_of(match config.rope_length {
+            RopeLength::Declared(length) => length,
+            RopeLength::OfText => cache.limit(input.sequence),
+        });
         by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
         limits.extend(step.rows_of(i).map(|_| limit));
     }

@@ -4,8 +4,10 @@
 //! leaves out. The pieces are what has to be encoded. A BPE model without an unknown token drops what it does not know; the
 //! others read it as their unknown token.
 
-use crate::files::{read, read_object};
+use crate::chat;
+use crate::tokenizer_files::{self, Read, one_line};
 use crate::{Config, ModelError};
+use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::ops::Range;
@@ -19,44 +21,43 @@ use tokenizers::{
 /// A text as tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// The tokens, bos included.
+    /// The tokens, those included that the tokenizer puts around the text, such as bos.
     pub tokens: Vec<i32>,
     /// One line that names the characters that were left out or read as the unknown token.
     pub warning: Option<String>,
 }
 
-/// `tokenizer.json`, and whether bos is left to the model.
+/// The tokenizer of a folder.
 pub(crate) struct Tokenizer {
     path: PathBuf,
     inner: tokenizers::Tokenizer,
-    add_bos: bool,
+    /// The folder, and what its `tokenizer_config.json` says.
+    dir: PathBuf,
+    settings: Map<String, Value>,
 }
 
 impl Tokenizer {
     pub fn load(dir: &Path) -> Result<Tokenizer, ModelError> {
-        let path = dir.join("tokenizer.json");
-        let bytes = read(&path)?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
-            .map_err(|e| ModelError::file(&path, format!("is not a tokenizer: {}", one_line(&e))))?;
-        // Whatever the folder was prepared for, a prompt is neither cut nor filled up.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|e| ModelError::file(&path, one_line(&e)))?;
-        let settings = dir.join("tokenizer_config.json");
-        let add_bos = !settings.exists() || read_object(&settings)?.get("add_bos_token") != Some(&false.into());
-        Ok(Tokenizer { path, inner, add_bos })
+        let Read { inner, settings } = tokenizer_files::load(dir)?;
+        Ok(Tokenizer { path: dir.join("tokenizer.json"), inner, dir: dir.into(), settings })
     }
 
-    /// The tokens of `prompt` behind bos.
+    /// The tokens of `prompt`, those included that the tokenizer itself puts around it.
     pub fn encode(&self, config: &Config, prompt: &str) -> Result<Encoded, ModelError> {
+        self.encode_with(config, prompt, true)
+    }
+
+    /// The tokens of messages by the folder's chat template, which writes all special tokens itself.
+    pub fn chat(&self, config: &Config, messages: &Value) -> Result<Encoded, ModelError> {
+        let text = chat::render(&self.dir, &self.settings, messages)?;
+        self.encode_with(config, &text, false)
+    }
+
+    fn encode_with(&self, config: &Config, prompt: &str, with_special: bool) -> Result<Encoded, ModelError> {
         let failed = |e: tokenizers::Error| ModelError::input("prompt", format!("cannot be encoded: {}", one_line(&e)));
-        let (encoding, lost) = encode(&self.inner, prompt).map_err(failed)?;
+        let (encoding, lost) = encode(&self.inner, prompt, with_special).map_err(failed)?;
         let warning = self.judge(config, &lost)?;
-        let mut tokens = Vec::with_capacity(encoding.len() + 1);
-        // The mask tells a bos that the tokenizer added from one that the prompt spells out.
-        let added = |bos: i32| {
-            encoding.get_ids().first() == Some(&(bos as u32)) && encoding.get_special_tokens_mask().first() == Some(&1)
-        };
-        tokens.extend(config.bos.filter(|&bos| self.add_bos && !added(bos)));
+        let mut tokens = Vec::with_capacity(encoding.len());
         for &id in encoding.get_ids() {
             let token = i32::try_from(id).ok().filter(|&token| (token as usize) < config.vocab).ok_or_else(|| {
                 let why = format!("gives token {id}, but vocab_size in config.json is {}", config.vocab);
@@ -105,17 +106,13 @@ impl Tokenizer {
         Ok(Some(format!("{}; {place}", self.without(&lost.unknown))))
     }
 
-    /// The text of `tokens` without special ones: those the tokenizer marks and those the config names.
+    /// The text of `tokens` without those that the tokenizer says are special.
     pub fn decode(&self, config: &Config, tokens: &[i32]) -> Result<String, ModelError> {
-        let special = |token: &i32| config.eos.contains(token) || [config.bos, config.pad].contains(&Some(*token));
-        let ids: Vec<u32> = tokens.iter().filter(|token| !special(token)).map(|&token| token as u32).collect();
+        config.check_tokens("tokens", tokens, 0)?;
+        let ids: Vec<u32> = tokens.iter().map(|&token| token as u32).collect();
         let text = self.inner.decode(&ids, true);
         text.map_err(|e| ModelError::file(&self.path, format!("cannot decode {ids:?}: {}", one_line(&e))))
     }
-}
-
-fn one_line(error: &tokenizers::Error) -> String {
-    error.to_string().lines().collect::<Vec<_>>().join(" ")
 }
 
 /// Parts of a text that its tokens do not hold, as the text has them, each once and in the order of the text.
@@ -132,7 +129,11 @@ struct Lost {
 }
 
 /// What `tokenizers::Tokenizer::encode` does, step by step, and what gets lost on the way from pieces to tokens.
-fn encode(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<(tokenizers::Encoding, Lost)> {
+fn encode(
+    tokenizer: &tokenizers::Tokenizer,
+    text: &str,
+    with_special: bool,
+) -> tokenizers::Result<(tokenizers::Encoding, Lost)> {
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
     let mut lost = Lost::default();
     if let Some(splitter) = tokenizer.get_pre_tokenizer() {
@@ -162,7 +163,7 @@ fn encode(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<(
         lost.borrow_mut().look(model, piece, tokens.as_deref());
         Ok(tokens.unwrap_or_default())
     })?;
-    let encoding = tokenizer.post_process(pieces.into_encoding(None, 0, OffsetType::Byte)?, None, true)?;
+    let encoding = tokenizer.post_process(pieces.into_encoding(None, 0, OffsetType::Byte)?, None, with_special)?;
     Ok((encoding, lost.into_inner()))
 }
 
@@ -302,7 +303,7 @@ fn listed(texts: &[String]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{Map, Value, json};
+    use serde_json::json;
 
     /// A tokenizer of `model`, with `more` fields of tokenizer.json.
     fn tokenizer(model: Value, more: Value) -> tokenizers::Tokenizer {
@@ -355,7 +356,7 @@ mod tests {
     /// What gets lost of `text`: left out, dropped, unknown.
     #[track_caller]
     fn lost(tokenizer: &tokenizers::Tokenizer, text: &str, expected: [&[&str]; 3]) {
-        let (found, lost) = encode(tokenizer, text).unwrap();
+        let (found, lost) = encode(tokenizer, text, true).unwrap();
         let Lost { left_out, dropped, unknown, unknown_token } = &lost;
         assert_eq!([strs(left_out), strs(dropped), strs(unknown)], expected.map(<[&str]>::to_vec), "{text:?}");
         assert_eq!(unknown_token.is_some(), !unknown.is_empty());
@@ -376,7 +377,7 @@ mod tests {
         // Behind dropped characters the offsets of tokens are wrong.
         lost(&tokenizer, "h1é2\u{200b}e", [&[], &["h", "é", "\u{200b}"], &[]]);
         // It even joins what stood on both sides of them: this is 12 to the model.
-        assert_eq!(encode(&tokenizer, "h1é2").unwrap().0.get_ids(), [4]);
+        assert_eq!(encode(&tokenizer, "h1é2", true).unwrap().0.get_ids(), [4]);
     }
 
     #[test]
@@ -498,7 +499,7 @@ mod tests {
         lost(&of(json!({"type": "Lowercase"})), "1É2", [&[], &["É"], &[]]);
         lost(&of(json!({"type": "NFD"})), "1É2é", [&[], &["É", "é"], &[]]);
         let nfc = of(json!({"type": "NFC"}));
-        let (_, found) = encode(&nfc, "1e\u{301}2").unwrap();
+        let (_, found) = encode(&nfc, "1e\u{301}2", true).unwrap();
         assert!(found.dropped[0].starts_with('e'), "{found:?}");
         let composed = bpe(&["1", "é", "한"], &[], json!({}));
         lost(
@@ -547,7 +548,7 @@ mod tests {
         );
         lost(&tokenizer, "1 <|é|> Straße 2", NOTHING);
         lost(&tokenizer, "1 <|é|> Straß 2", [&[], &["S", "t", "r", "a", "ß"], &[]]);
-        assert_eq!(encode(&tokenizer, "1 <|é|>2").unwrap().0.get_ids(), [8, 2, 8, 3]);
+        assert_eq!(encode(&tokenizer, "1 <|é|>2", true).unwrap().0.get_ids(), [8, 2, 8, 3]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::kv_cache::buffer;
 use crate::machine::typed;
 use crate::sums::zeros;
 use crate::weights::Weights;
-use crate::{Batch, Config, GradientRun, ModelError, Precision};
+use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision};
 use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -70,21 +70,24 @@ const BLOCK: usize = 65536;
 const PIECE: usize = if cfg!(test) { 1000 } else { 1 << 22 };
 
 impl Trainer {
-    /// Begins with the weights of the Hugging Face folder `dir`.
+    /// Begins with the weights of the Hugging Face folder `dir`, at another rope length where one is given.
     ///
     /// # Errors
-    /// As [`Model::load`](crate::Model::load).
+    /// As [`Model::load`](crate::Model::load) and [`Config::declare`].
     pub fn load(
         dir: &Path,
         precision: Precision,
+        rope_length: Option<usize>,
         cpu: &Cpu,
         progress: impl FnMut(u64, u64),
     ) -> Result<Trainer, ModelError> {
-        let config = Config::load(dir)?;
+        let mut config = Config::load(dir)?;
+        rope_length.map_or(Ok(()), |length| config.declare(length))?;
         let dtype = precision.dtype();
         // All that a forward reads is checked here; what its decoder holds is made again from the rounded weights.
         let files = Weights::open(dir)?.report_to(progress);
-        let Decoder { parameters, constants, .. } = Decoder::load(&config, files, dtype, cpu, false)?;
+        let decoder = Decoder::load(&config, files, dtype, cpu, false).map_err(|e| Audit::all_of(dir, e))?;
+        let Decoder { config, parameters, constants, .. } = decoder;
         let (mut state, mut tensors) = (BTreeMap::new(), BTreeMap::new());
         for read in Weights::read_all(dir)? {
             let (name, values) = read?;
@@ -97,6 +100,11 @@ impl Trainer {
             }
         }
         Ok(Trainer { config, dtype, state, tensors, step: 0, spare: None })
+    }
+
+    /// Sizes and parameters.
+    pub fn config(&self) -> &Config {
+        &self.config
     }
 
     /// Steps done.
@@ -281,7 +289,7 @@ mod tests {
 
     fn trainer(cpu: &Cpu) -> Trainer {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/deepseek-v3");
-        Trainer::load(&dir, Precision::Bf16, cpu, |_, _| ()).unwrap()
+        Trainer::load(&dir, Precision::Bf16, None, cpu, |_, _| ()).unwrap()
     }
 
     /// Six tokens in two groups.

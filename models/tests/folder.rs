@@ -509,25 +509,19 @@ fn bos_comes_once_and_only_where_wanted() {
     let (plain, with_bos) = (vec![4, 13, 5, 15], vec![1, 4, 13, 5, 15]);
     assert_eq!(prompt(&copy("qwen3-adder")), with_bos);
 
+    // It is the tokenizer's word, whatever config.json calls bos.
+    for bos in [Value::Null, json!(7)] {
+        let dir = copy("qwen3-adder");
+        change_json(&dir, "config.json", |config| config["bos_token_id"] = bos);
+        assert_eq!(prompt(&dir), with_bos);
+        fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
+        assert_eq!(prompt(&dir), with_bos);
+    }
     let dir = copy("qwen3-adder");
-    change_json(&dir, "config.json", |config| config["bos_token_id"] = Value::Null);
+    change_json(&dir, "tokenizer.json", |tokenizer| tokenizer["post_processor"] = Value::Null);
+    fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": true, "bos_token": "<bos>"}"#).unwrap();
     assert_eq!(prompt(&dir), plain);
     assert!(generate(&dir, "", 1).unwrap_err().starts_with("prompt: has no tokens"));
-
-    let dir = copy("qwen3-adder");
-    fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
-    assert_eq!(prompt(&dir), plain);
-
-    let dir = copy("qwen3-adder");
-    change_json(&dir, "tokenizer.json", |tokenizer| {
-        tokenizer["post_processor"] = json!({
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [1], "tokens": ["<bos>"]}},
-        });
-    });
-    assert_eq!(prompt(&dir), with_bos);
 }
 
 #[test]
@@ -548,7 +542,7 @@ fn any_eos_ends_the_text() {
     let dir = copy("qwen3-adder");
     fs::remove_file(dir.path().join("generation_config.json")).unwrap();
     assert_eq!(generate(&dir, "12+34=", 8).unwrap().text, "46");
-    // Without an eos the model's own end token is pushed but never shown.
+    // Without an eos the model's own end token is pushed but never shown: to the tokenizer it is special.
     change_json(&dir, "config.json", |json| json["eos_token_id"] = 19.into());
     let endless = generate(&dir, "12+34=", 300).unwrap();
     assert_eq!((endless.tokens.len(), endless.stop, &endless.text[..2]), (300, Stop::MaxTokens, "46"));
@@ -556,13 +550,20 @@ fn any_eos_ends_the_text() {
 
 #[test]
 fn special_tokens_are_not_text() {
-    for field in ["pad_token_id", "bos_token_id"] {
+    // The tokenizer says which are: the token of 6, by its own files alone.
+    for (file, said, is_special) in [
+        ("config.json", json!({"pad_token_id": 9, "bos_token_id": 9}), false),
+        ("tokenizer_config.json", json!({"pad_token": "6"}), true),
+        ("tokenizer_config.json", json!({"additional_special_tokens": ["6"]}), true),
+        ("special_tokens_map.json", json!({"pad_token": "6"}), true),
+    ] {
         let dir = copy("qwen3-adder");
-        // Whatever begins a prompt, the token of 6 is now special.
-        fs::write(dir.path().join("tokenizer_config.json"), r#"{"add_bos_token": false}"#).unwrap();
-        change_json(&dir, "config.json", |config| config[field] = 9.into());
+        if !dir.path().join(file).exists() {
+            fs::write(dir.path().join(file), "{}").unwrap();
+        }
+        change_json(&dir, file, |json| json.as_object_mut().unwrap().extend(said.as_object().unwrap().clone()));
         let found = generate(&dir, "12+34=", 2).unwrap();
-        assert!(found.tokens.contains(&9) && !found.text.contains('6'), "{field}: {found:?}");
+        assert_eq!((found.tokens.contains(&9), found.text.contains('6')), (true, !is_special), "{said}: {found:?}");
     }
 }
 

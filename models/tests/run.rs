@@ -1,7 +1,7 @@
 //! Forward and generation on the checkpoints in `tests/checkpoints`: the same bits however they run.
 
 use safetensors::SafeTensors;
-use samebits_models::{Family, Generation, Grouping, Model, PageOrder, Precision, Run, Schedule, Stop};
+use samebits_models::{Family, Generation, Grouping, Model, PageOrder, Precision, RopeLength, Run, Schedule, Stop};
 use samebits_ops::{Cpu, Isa};
 use std::fs;
 use std::path::PathBuf;
@@ -11,7 +11,9 @@ fn checkpoint(name: &str) -> PathBuf {
 }
 
 fn load(name: &str, precision: Precision) -> Model {
-    Model::load(&checkpoint(name), precision, &Cpu::best()).unwrap()
+    let model = Model::load(&checkpoint(name), precision, &Cpu::best()).unwrap();
+    // What was recorded is of whole texts, each with frequencies of its own length.
+    model.with_rope_length(RopeLength::OfText).unwrap()
 }
 
 /// The reference tokens: 2 sequences.

@@ -131,8 +131,17 @@ def _runs(what: str, before: list[int], tokens: list[int], sampled: list[Any], l
         at = end
 
 
-def write(texts: list[Text], out: str | os.PathLike[str], *, dtype: str = "bf16", temperature: float = 1.0) -> None:
-    """Writes texts as a rollout of a model in `dtype`, sampled at `temperature`. Log-probabilities are rounded to f32."""
+def write(
+    texts: list[Text],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "bf16",
+    temperature: float = 1.0,
+    rope_length: int | None = None,
+) -> None:
+    """Writes texts as a rollout of a model in `dtype`, sampled at `temperature`. Log-probabilities are rounded to f32. A model whose
+    rotary positions depend on a length (longrope, dynamic) is scored at the `rope_length` of its engine, which must be given.
+    """
     if dtype not in ("bf16", "fp16", "fp32"):
         raise ValueError(f"dtype {dtype}: use bf16, fp16 or fp32")
     if not 0 <= temperature < math.inf:
@@ -140,6 +149,8 @@ def write(texts: list[Text], out: str | os.PathLike[str], *, dtype: str = "bf16"
     if not texts:
         raise ValueError("there is no sampled token; nothing could be compared")
     first = {"samebits": "rollout", "dtype": dtype, "temperature": temperature, "sequences": len(texts)}
+    if rope_length is not None:
+        first["rope_length"] = rope_length
     lines = [json.dumps(first)]
     for number, (prompt, tokens, logprobs) in enumerate(texts):
         limit = len(prompt) + len(tokens)
@@ -180,10 +191,11 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="the rollout to write")
     parser.add_argument("--dtype", default="bf16", help="the dtype that the model ran in: bf16, fp16 or fp32")
     parser.add_argument("--temperature", type=float, default=1.0, help="what logits were divided by")
+    parser.add_argument("--rope-length", type=int, help="the longest text of the engine, where frequencies depend on a length")
     given = parser.parse_args()
     try:
         texts = _READERS[given.project](_load(given.file, given.project))
-        write(texts, given.out, dtype=given.dtype, temperature=given.temperature)
+        write(texts, given.out, dtype=given.dtype, temperature=given.temperature, rope_length=given.rope_length)
     except (OSError, ValueError) as e:
         print(f"samebits.adapters: {e}", file=sys.stderr)
         return 2

@@ -58,9 +58,11 @@ class Sample:
     stop: str
     """Why it ended: "eos", "max_tokens", "max_positions", or "ended" from outside."""
     limit: int = field(repr=False)
-    """Positions that it declared when it began."""
+    """Positions that it may come to hold."""
     version: int = field(repr=False)
     """The version of the weights that made all of it."""
+    rope_length: int = field(repr=False)
+    """The declared length of the engine that made it."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Token:
 class Stream(Iterator[Token]):
     """The tokens of a request as they are made. It ends its texts when it is closed or forgotten."""
 
-    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], version: int) -> None:
-        self._engine, self._request, self._prompts, self._version = engine, request, prompts, version
+    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[int, int]) -> None:
+        self._engine, self._request, self._prompts, self._of = engine, request, prompts, of
         self._told: list[Token] = []
         self._open, self._process = True, os.getpid()
 
@@ -87,7 +89,7 @@ class Stream(Iterator[Token]):
         prompt, limit, tokens, logprobs, stop = text
         of = self._prompts[prompt]
         made = array(tokens, "int32"), array(logprobs, "float32")
-        return Sample(sequence, prompt, of, *made, stop, limit, self._version)
+        return Sample(sequence, prompt, of, *made, stop, limit, *self._of)
 
     def __next__(self) -> Token:
         while not self._told:
@@ -128,6 +130,10 @@ class Engine:
     prompt) move no bit, nor does who else is on the way, or when a request came. Several threads may ask at once, and
     streams may be read by turns: all share each step. While steps run, the interpreter's lock is released.
 
+    `rope_length` is the longest text of the engine. Where the scaling of rotary positions depends on a length (longrope, dynamic)
+    their frequencies belong to it, and without it to the length that the model was trained on; a text that would grow beyond it
+    is refused. `CausalLM` takes the same.
+
     Raises ValueError for what does not fit the model, MemoryError, RuntimeError for weights in use.
     """
 
@@ -142,6 +148,7 @@ class Engine:
         page_size: int = 64,
         page_order: str = "ascending",
         share_prompts: bool = True,
+        rope_length: int | None = None,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
             if config is not None:
@@ -152,8 +159,9 @@ class Engine:
                 raise ValueError("config: is missing; give a folder, a dictionary or a config beside the tensors")
             tensors = tensors_of(model)
             text, folder = config_of(config)
-        how = (batch, chunk, page_size, page_order, share_prompts)
+        how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         self._native = _native.Engine(tensors, dtype, text, folder, *how)
+        self.rope_length, self._depends = self._native.rope_length()
         # Between the version that a request is made by and the request nothing is changed.
         self._lock = threading.Lock()
 
@@ -178,7 +186,7 @@ class Engine:
         with self._lock:
             version = self.version
             request = self._native.add(found, n, max_tokens, float(temperature), seed, ignore_eos, first)
-        return Stream(self._native, request, found, version)
+        return Stream(self._native, request, found, (version, self.rope_length))
 
     def generate(self, prompts: Any, n: int = 1, **sampling: Any) -> list[Sample]:
         """The texts that `stream` of the same arguments gives, in the order of their numbers."""
@@ -189,7 +197,11 @@ class Engine:
         """The log-probabilities of samples once more, each by one forward over prompt and tokens: the bits of `logprobs`, with
         the weights and the temperature that made them.
         """
-        texts = [(sample.prompt_tokens, [int(token) for token in sample.tokens], sample.limit) for sample in samples]
+        for sample in samples if self._depends else ():
+            if sample.rope_length != self.rope_length:
+                made, own = sample.rope_length, self.rope_length
+                raise ValueError(f"rope_length: sample {sample.sequence} was made with {made}, the engine has {own}; two are not compared")
+        texts = [(sample.prompt_tokens, [int(token) for token in sample.tokens]) for sample in samples]
         return [array(row, "float32") for row in self._native.score(texts, float(temperature))]
 
     def update(self, state: Any, *, end: bool = False) -> int:

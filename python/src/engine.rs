@@ -1,10 +1,10 @@
 //! `Engine`: texts sampled over the paged cache of the model crate, for requests that come when they like.
 
-use crate::model::{Views, config_of, locked, refused, released};
+use crate::model::{Views, config_of, locked, refused, released, rope_length};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use samebits_models::{Event, ModelError, PageOrder, Precision, Run, Sample, Sampling, Serving};
+use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -53,7 +53,7 @@ impl Engine {
 impl Engine {
     /// By a folder alone, or by tensors with the text of a config.json or a folder.
     #[new]
-    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts))]
+    #[pyo3(signature = (tensors, dtype, config, folder, batch, chunk, page_size, page_order, share_prompts, length))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -66,6 +66,7 @@ impl Engine {
         page_size: usize,
         page_order: &str,
         share_prompts: bool,
+        length: Option<usize>,
     ) -> PyResult<Engine> {
         let precision: Precision = dtype.parse().map_err(refused)?;
         let page_order: PageOrder = page_order.parse().map_err(refused)?;
@@ -74,9 +75,16 @@ impl Engine {
         let tensors = views.as_ref().map(Views::tensors).transpose()?;
         let engine = released(py, "engine", |cpu| {
             let model = match &tensors {
-                None => samebits_models::Model::load_rounded(folder.as_deref().expect("it is given"), precision, cpu)?,
+                None => {
+                    let folder = folder.as_deref().expect("it is given");
+                    let model = samebits_models::Model::load_rounded(folder, precision, cpu)?;
+                    match length {
+                        Some(length) => model.with_rope_length(RopeLength::Declared(length))?,
+                        None => model,
+                    }
+                }
                 Some(tensors) => {
-                    let config = config_of(config, folder.as_deref())?;
+                    let config = config_of(config, folder.as_deref(), length)?;
                     samebits_models::Model::of_tensors(&config, tensors, precision, folder.as_deref(), cpu)?
                 }
             };
@@ -179,18 +187,18 @@ impl Engine {
     fn score(
         &self,
         py: Python<'_>,
-        texts: Vec<(Vec<i32>, Vec<i32>, usize)>,
+        texts: Vec<(Vec<i32>, Vec<i32>)>,
         temperature: f64,
     ) -> PyResult<Vec<Vec<f32>>> {
         self.run(py, |state, cpu| {
-            if texts.iter().any(|(prompt, tokens, _)| prompt.is_empty() || tokens.is_empty()) {
-                let why = "a prompt or what stands behind it has none; give at least one of each".into();
-                return Err(ModelError::Input { what: "tokens", why });
-            }
-            let texts: Vec<_> =
-                texts.iter().map(|(prompt, tokens, limit)| (&prompt[..], &tokens[..], *limit)).collect();
+            let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..])).collect();
             state.engine.model().score(cpu, &texts, temperature, Run::default())
         })
+    }
+
+    /// The declared length that frequencies belong to, and whether their scaling depends on one.
+    fn rope_length(&self, py: Python<'_>) -> PyResult<(usize, bool)> {
+        self.run(py, |state, _| Ok(rope_length(state.engine.model().config())))
     }
 
     /// The tokens of a text, and a warning.

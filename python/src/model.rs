@@ -116,10 +116,11 @@ pub fn sequences_of_group(sequences: usize, groups: usize, group: usize) -> (usi
     (of.start, of.end)
 }
 
-/// Names of the files of a model folder that go with its weights as they are.
+/// Names of the files of a model folder that go with its weights as they are, all but config.json.
 #[pyfunction]
-pub fn folder_files() -> Vec<&'static str> {
-    samebits_models::FOLDER_FILES.to_vec()
+pub fn folder_files(folder: PathBuf) -> PyResult<Vec<String>> {
+    let found = samebits_models::folder_files(&folder).map_err(refused)?;
+    Ok(found.into_iter().map(|(name, _)| name).collect())
 }
 
 /// Writes a safetensors file of tensors by name; it appears whole or not at all.
@@ -136,12 +137,23 @@ pub fn save(path: PathBuf, tensors: &Bound<'_, PyDict>, metadata: BTreeMap<Strin
     written().map_err(|e| PyOSError::new_err(format!("save: {}: {e}", path.display())))
 }
 
-/// What `config` (the text of a config.json) says, or else the folder.
-pub fn config_of(config: Option<&str>, folder: Option<&Path>) -> Result<Config, ModelError> {
-    match (config, folder) {
+/// What `config` (the text of a config.json) says, or else the folder, at another rope length where one is given.
+pub fn config_of(
+    config: Option<&str>,
+    folder: Option<&Path>,
+    rope_length: Option<usize>,
+) -> Result<Config, ModelError> {
+    let mut config = match (config, folder) {
         (Some(text), _) => Config::parse(text),
         (None, folder) => Config::load(folder.unwrap_or(Path::new("."))),
-    }
+    }?;
+    rope_length.map_or(Ok(()), |length| config.declare(length))?;
+    Ok(config)
+}
+
+/// The declared length of a run, and whether frequencies depend on it.
+pub fn rope_length(config: &Config) -> (usize, bool) {
+    (config.longest(), config.rotary.trained_length().is_some())
 }
 
 /// A model over weights that Python holds.
@@ -157,16 +169,17 @@ struct Held {
 #[pymethods]
 impl Model {
     #[new]
-    #[pyo3(signature = (tensors, dtype, config = None, folder = None))]
+    #[pyo3(signature = (tensors, dtype, config = None, folder = None, rope_length = None))]
     fn new(
         py: Python<'_>,
         tensors: &Bound<'_, PyDict>,
         dtype: &str,
         config: Option<&str>,
         folder: Option<PathBuf>,
+        rope_length: Option<usize>,
     ) -> PyResult<Model> {
         let precision: Precision = dtype.parse().map_err(refused)?;
-        let config = config_of(config, folder.as_deref()).map_err(refused)?;
+        let config = config_of(config, folder.as_deref(), rope_length).map_err(refused)?;
         let views = Views::of("model", tensors)?;
         let tensors = views.tensors()?;
         let held = released(py, "model", |cpu| {
@@ -191,6 +204,11 @@ impl Model {
             held.fingerprint = fingerprint;
             Ok(true)
         })
+    }
+
+    /// The declared length that frequencies belong to, and whether their scaling depends on one.
+    fn rope_length(&self, py: Python<'_>) -> PyResult<(usize, bool)> {
+        locked(py, "model", &self.0, |held, _| Ok(rope_length(held.model.config())))
     }
 
     /// Name and shape of every parameter.

@@ -26,9 +26,9 @@ def command(*words):
 def texts(tmp_path_factory):
     """What the model sampled, of several lengths."""
     folder = tmp_path_factory.mktemp("rollout")
-    (folder / "prompts").write_text("\n".join(map(json.dumps, PROMPTS)))
+    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"tokens": prompt}) for prompt in PROMPTS))
     more = ["--samples", 2, "--max-tokens", 5, "--out", folder / "rollout.jsonl"]
-    code, said = command("samebits", "rollout", "--model", MODEL, "--prompts", folder / "prompts", *more)
+    code, said = command("samebits", "rollout", "--model", MODEL, "--prompts", folder / "prompts.jsonl", *more)
     assert code == 0, said
     lines = [json.loads(line) for line in (folder / "rollout.jsonl").read_text().splitlines()[1:]]
     return [(line["prompt_tokens"], line["tokens"], line["logprobs"]) for line in lines if line["tokens"]]

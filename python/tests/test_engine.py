@@ -35,8 +35,8 @@ def expected():
 
 
 def test_samples_are_those_of_the_command(tmp_path):
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("".join(f"{prompt}\n" for prompt in PROMPTS))
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt" if isinstance(prompt, str) else "tokens": prompt}) + "\n" for prompt in PROMPTS))
     more = ["--samples", "4", "--max-tokens", "3", "--temperature", "1.25", "--seed", "5", "--dtype", "bf16"]
     command = [sys.executable, "-m", "samebits", "rollout", "--model", ADDER, "--prompts", prompts, "--out", out, *more]
     subprocess.run(command, check=True)

@@ -7,8 +7,9 @@ use std::process::ExitCode;
 
 /// Looks through the weights of a model folder
 ///
-/// Says what is missing, unused, of another shape than config.json asks for, stored twice, not finite, constant or odd, and
-/// which dtypes there are; with --tensors each tensor with its range and SHA-256. Ends with 1 where something is wrong.
+/// Says what is missing, unused, of another shape or dtype than config.json asks for, stored twice, not finite, constant or
+/// odd, and which dtypes there are; with --tensors each tensor with its range and SHA-256. Ends with 1 where something is
+/// wrong: whatever the other verbs refuse in weights is.
 #[derive(clap::Args)]
 pub struct Args {
     /// Hugging Face folder: config.json, model.safetensors (or shards with an index)
@@ -17,6 +18,10 @@ pub struct Args {
     /// List every tensor
     #[arg(long)]
     tensors: bool,
+
+    /// Count what is passed by as wrong: fields that no code reads, or that ask for nothing
+    #[arg(long)]
+    strict: bool,
 
     /// Print all of it as JSON
     #[arg(long)]
@@ -52,8 +57,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             let kind = if finding.wrong { "wrong" } else { "odd" };
             writeln!(out, "{kind}: {} {}", finding.tensor, finding.what)?;
         }
+        audit.passed.iter().try_for_each(|line| writeln!(out, "passed by: {line}"))?;
         let wrong = audit.findings.iter().filter(|finding| finding.wrong).count();
         writeln!(out, "{wrong} wrong, {} odd", audit.findings.len() - wrong)?;
     }
-    Ok(ExitCode::from(u8::from(!audit.holds())))
+    Ok(ExitCode::from(u8::from(!audit.holds() || args.strict && !audit.passed.is_empty())))
 }

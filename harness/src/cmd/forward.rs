@@ -1,11 +1,11 @@
-use super::{Loading, Machine, On, Working, place};
+use super::{Folder, Machine, On, Working, place};
 use crate::dump::Writer;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{Grouping, Model, ModelError, PageOrder, Precision, Run, Schedule};
+use samebits_models::{Grouping, ModelError, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,14 +13,13 @@ use std::process::ExitCode;
 /// Runs a model over tokens and writes its logits
 ///
 /// Reads `tokens`, i32 [B, T], from a safetensors file (other tensors in it are left alone) and writes a safetensors
-/// file with `logits`, f32 [B, T, V]. With `attention_mask`, i32 [B, T], only tokens at a 1 belong to their sequence: the
+/// file with `logits`, f32 [B, T, V]. Where the file's metadata has a `rope_length`, that is the run's. With `attention_mask`, i32 [B, T], only tokens at a 1 belong to their sequence: the
 /// padding may stand on either side, and its logits are 0. The schedule, the batch, the pages, the instruction set and the
 /// threads move no bit of it.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Hugging Face folder: config.json, model.safetensors (or shards with an index)
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    folder: Folder,
 
     /// Safetensors file with `tokens`, i32 [B, T]
     #[arg(long, value_name = "FILE")]
@@ -78,9 +77,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     ensure!(args.page_size > 0, "--page-size 0: give at least 1");
     let tokens = Tokens::read(&args.tokens)?;
     let Tokens { batch, len, .. } = tokens;
-    let loading = Loading::of(&args.model);
-    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let model = args.folder.load(args.dtype, &cpu, tokens.rope_length.map(|length| (&*args.tokens, length)))?;
     let model = place(model, &cpu, device.as_ref())?;
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
     let sequences = tokens.sequences();
@@ -120,6 +117,8 @@ pub struct Tokens {
     mask: Option<Vec<i32>>,
     batch: usize,
     len: usize,
+    /// The rope length that the file says its texts were made with, in its metadata.
+    pub rope_length: Option<usize>,
 }
 
 impl Tokens {
@@ -130,11 +129,16 @@ impl Tokens {
     }
 
     fn parse(bytes: &[u8]) -> Result<Tokens> {
-        Tokens::of(&SafeTensors::deserialize(bytes).context("not a safetensors file")?)
+        let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
+        Tokens::of(&file, bytes)
     }
 
-    /// Those of a file that has been read.
-    pub fn of(file: &SafeTensors) -> Result<Tokens> {
+    /// Those of a file that has been read, and its bytes.
+    pub fn of(file: &SafeTensors, bytes: &[u8]) -> Result<Tokens> {
+        let (_, header) = SafeTensors::read_metadata(bytes).context("not a safetensors file")?;
+        let recorded = header.metadata().as_ref().and_then(|fields| fields.get("rope_length"));
+        let rope_length = recorded.map(|text| text.parse());
+        let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
         let Ok(tensor) = file.tensor("tokens") else {
             bail!("tensor `tokens`: missing; store the tokens as I32 [B, T] under that name");
         };
@@ -162,7 +166,7 @@ impl Tokens {
                 Some(mask)
             }
         };
-        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len })
+        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length })
     }
 
     fn counts(&self, place: usize) -> bool {

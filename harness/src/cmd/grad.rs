@@ -1,27 +1,26 @@
-use super::{Loading, Machine, counting};
+use super::{Folder, Machine, counting};
 use crate::dump::Writer;
 use crate::examples::{Examples, LossOptions, refusal};
 use anyhow::{Context, Result, ensure};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{GradientRun, Model, Padding, Precision};
+use samebits_models::{GradientRun, Padding, Precision};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Computes a model's loss on some sequences and the gradient of every parameter
 ///
-/// Reads `tokens`, i32 [B, T], from a safetensors file, and `attention_mask` as forward does. With `mask`, i32 [B, T],
+/// Reads `tokens`, i32 [B, T], from a safetensors file, `attention_mask` and the metadata's `rope_length` as forward does. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
 /// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
 /// its bits: micro-batches, padding, packing, ranks, recomputation, the instruction set, threads and the budget do not.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Hugging Face folder: config.json, model.safetensors (or shards with an index)
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    folder: Folder,
 
     /// Safetensors file with `tokens`, i32 [B, T]
     #[arg(long, value_name = "FILE")]
@@ -104,9 +103,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     ensure!(args.dtype != Precision::Fp16, "--dtype fp16: gradients are made in bf16 or fp32");
     let examples = Examples::read(&args.tokens, args.loss)?;
-    let loading = Loading::of(&args.model);
-    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let recorded = examples.tokens.rope_length.map(|length| (&*args.tokens, length));
+    let model = args.folder.load(args.dtype, &cpu, recorded)?;
     let [batch, len] = examples.tokens.shape();
     let mut writer = match &args.dump {
         None => None,
@@ -131,7 +129,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     tensors.insert("loss".into(), Tensor::fp32(&[1], vec![found.loss]));
     tensors.insert("per_sequence".into(), Tensor::fp32(&[batch], found.per_sequence));
     tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
-    atomic_write::write(&args.out, &File { tensors, metadata: BTreeMap::new() }.encode()).with_context(out)?;
+    let metadata = BTreeMap::from([("rope_length".into(), model.config().longest().to_string())]);
+    atomic_write::write(&args.out, &File { tensors, metadata }.encode()).with_context(out)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,8 +1,9 @@
-use super::{Loading, Machine, On, counting, place, warn};
-use anyhow::{Context, Result, ensure};
+use super::{Folder, Machine, On, counting, place, warn};
+use anyhow::{Context, Result, bail, ensure};
 use samebits_contract::atomic_write;
 use samebits_models::{Encoded, Model, PageOrder, Precision, Sample, Sampling, Serving};
-use serde_json::json;
+use serde::Deserialize;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,11 +14,11 @@ use std::process::ExitCode;
 /// `samebits score` computes the log-probabilities again.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Hugging Face folder
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    folder: Folder,
 
-    /// One prompt in each line: a text, or a JSON list of tokens
+    /// Prompts, one in each line. FILE.txt: texts, whatever they look like. FILE.jsonl: {"prompt": "a text"}, {"tokens": [1, 2]}, or
+    /// {"messages": [{"role": "user", "content": ".."}]} for the folder's chat template
     #[arg(long, value_name = "FILE")]
     prompts: PathBuf,
 
@@ -86,9 +87,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     if let Some(out) = &args.out {
         atomic_write::check(out).with_context(|| format!("--out {}", out.display()))?;
     }
-    let loading = Loading::of(&args.model);
-    let model = Model::load_with(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let model = args.folder.load(args.dtype, &cpu, None)?;
     let model = place(model, &cpu, device.as_ref())?;
     let prompts = prompts(&model, &args.prompts)?;
     let sampling = Sampling {
@@ -124,7 +123,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 
     let first = json!({
         "samebits": "rollout", "version": env!("CARGO_PKG_VERSION"), "dtype": args.dtype.name(),
-        "temperature": args.temperature, "seed": args.seed, "samples": args.samples, "sequences": samples.len(),
+        "rope_length": model.config().longest(), "temperature": args.temperature, "seed": args.seed, "samples": args.samples, "sequences": samples.len(),
     });
     let mut text = format!("{first}\n");
     for sample in &samples {
@@ -141,23 +140,52 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// A line of a .jsonl file; what else it says is the user's.
+#[derive(Deserialize)]
+struct Line {
+    prompt: Option<Value>,
+    tokens: Option<Vec<i32>>,
+    messages: Option<Value>,
+}
+
 /// The prompts of a file.
 fn prompts(model: &Model, path: &Path) -> Result<Vec<Vec<i32>>> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("--prompts {}", path.display()))?;
+    let of = || format!("--prompts {}", path.display());
+    let is_jsonl = match path.extension().and_then(|name| name.to_str()) {
+        Some("txt") => false,
+        Some("jsonl") => true,
+        _ => bail!("{}: call it .txt, a text in each line, or .jsonl, an object in each line", of()),
+    };
+    let text = std::fs::read_to_string(path).with_context(of)?;
+    ensure!(!text.starts_with('\u{feff}'), "{}: begins with a byte order mark; save it without", of());
     let mut prompts = Vec::new();
-    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.is_empty()) {
+    for (i, line) in text.lines().enumerate() {
         let at = || format!("{}:{}", path.display(), i + 1);
-        prompts.push(match line.starts_with('[') {
-            true => serde_json::from_str(line).with_context(|| format!("{}: not a list of tokens", at()))?,
-            false => {
-                let Encoded { tokens, warning } = model.encode(line).with_context(at)?;
-                if let Some(warning) = warning {
-                    warn(&format!("{}: {warning}", at()));
-                }
-                tokens
-            }
-        });
+        ensure!(!line.trim().is_empty(), "{}: is blank; prompts are numbered by their lines, so leave it out", at());
+        let found = if is_jsonl { of_line(model, line) } else { model.encode(line).map_err(Into::into) };
+        let Encoded { tokens, warning } = found.with_context(at)?;
+        if let Some(warning) = warning {
+            warn(&format!("{}: {warning}", at()));
+        }
+        prompts.push(tokens);
     }
-    ensure!(!prompts.is_empty(), "--prompts {}: holds no prompt; write one in each line", path.display());
+    ensure!(!prompts.is_empty(), "{}: holds no prompt; write one in each line", of());
     Ok(prompts)
+}
+
+/// The tokens of a line of a .jsonl file.
+fn of_line(model: &Model, line: &str) -> Result<Encoded> {
+    let forms =
+        r#"give one of {"prompt": "a text"}, {"tokens": [1, 2]} and {"messages": [{"role": .., "content": ..}]}"#;
+    let line: Line = serde_json::from_str(line).with_context(|| format!("not an object; {forms}"))?;
+    Ok(match line {
+        Line { prompt: Some(Value::String(text)), tokens: None, messages: None } => model.encode(&text)?,
+        // As data sets of conversations have it.
+        Line { prompt: Some(messages @ Value::Array(_)), tokens: None, messages: None } => {
+            model.encode_chat(&messages)?
+        }
+        Line { prompt: None, tokens: Some(tokens), messages: None } => Encoded { tokens, warning: None },
+        Line { prompt: None, tokens: None, messages: Some(messages) } => model.encode_chat(&messages)?,
+        _ => bail!("{forms}"),
+    })
 }

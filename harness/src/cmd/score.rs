@@ -1,6 +1,6 @@
-use super::{Loading, Machine, On, counting, place};
-use anyhow::{Context, Result, ensure};
-use samebits_models::{Grouping, Model, PageOrder, Precision, Run, Schedule};
+use super::{Folder, Machine, On, counting, place};
+use anyhow::{Context, Result, bail, ensure};
+use samebits_models::{Config, Grouping, PageOrder, Precision, Run, Schedule};
 use serde::Deserialize;
 use std::io::Write;
 use std::path::PathBuf;
@@ -12,9 +12,8 @@ use std::process::ExitCode;
 /// log-probability differs.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Hugging Face folder
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    folder: Folder,
 
     /// What `samebits rollout` wrote
     #[arg(long, value_name = "FILE")]
@@ -56,6 +55,8 @@ pub struct Args {
 struct First {
     samebits: String,
     dtype: String,
+    /// Rollouts of older versions have none.
+    rope_length: Option<usize>,
     temperature: f64,
     sequences: usize,
 }
@@ -64,7 +65,6 @@ struct First {
 #[derive(Deserialize)]
 struct Text {
     sequence: usize,
-    limit: usize,
     prompt_tokens: Vec<i32>,
     tokens: Vec<i32>,
     logprobs: Vec<f32>,
@@ -79,14 +79,17 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         Some(dtype) => dtype,
         None => first.dtype.parse()?,
     };
-    let loading = Loading::of(&args.model);
-    let model = Model::load_with(&args.model, dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let model = args.folder.load(dtype, &cpu, first.rope_length.map(|length| (&*args.rollout, length)))?;
+    // Of one that depends on it the length must be known.
+    let depends = |config: &Config| config.rotary.trained_length().is_some();
+    if first.rope_length.is_none() && depends(model.config()) {
+        bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
+    }
     let model = place(model, &cpu, device.as_ref())?;
     let bar = counting(texts.len());
     let mut found = Found::default();
     for group in texts.chunks(args.batch) {
-        let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..], text.limit)).collect();
+        let asked: Vec<_> = group.iter().map(|text| (&text.prompt_tokens[..], &text.tokens[..])).collect();
         let run = Run {
             schedule: args.schedule,
             grouping: Grouping::Together,

@@ -1,10 +1,10 @@
 use super::forward::Tokens;
-use super::{Loading, Machine, Target, open_target, place};
+use super::{Folder, Machine, Target, open_target, place};
 use crate::dump::{Comparison, Reader, Writer, compare};
 use crate::examples::{Examples, LossKind, LossOptions};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::ValueEnum;
-use samebits_models::{GradientRun, Grouping, Model, PageOrder, Precision, Run, Schedule};
+use samebits_models::{GradientRun, Grouping, PageOrder, Precision, Run, Schedule};
 use samebits_ops::{Cpu, Isa};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -33,6 +33,10 @@ pub struct Args {
     /// Safetensors file with `tokens`, i32 [B, T]; for settings
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
+
+    /// Longest text of the runs, as for the other verbs; for settings
+    #[arg(long, value_name = "N")]
+    rope_length: Option<usize>,
 
     /// Values may differ by so much of the largest value at a site; 0: not by a bit
     #[arg(long, default_value_t = 0.0, value_name = "SHARE")]
@@ -105,11 +109,11 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
     };
     let cpu = Cpu::new(isa, threads, usize::MAX)?;
     let device = open_target(target).with_context(|| settings.to_string())?;
-    let loading = Loading::of(model);
-    let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let read = Tokens::read(tokens)?;
+    let folder = Folder { model: model.clone(), strict: false, rope_length: args.rope_length };
+    let model = folder.load(dtype, &cpu, read.rope_length.map(|length| (&**tokens, length)))?;
     let model = place(model, &cpu, device.as_ref())?;
-    let sequences = Tokens::read(tokens)?.sequences();
+    let sequences = read.sequences();
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
     run.probe = Some(&mut writer);
@@ -154,9 +158,8 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
     };
     let cpu = Cpu::new(isa, threads, budget)?;
     let examples = Examples::read(tokens, LossOptions::of(loss, entropy))?;
-    let loading = Loading::of(model);
-    let model = Model::load_with(model, dtype, &cpu, |done, total| loading.at(done, total))?;
-    drop(loading);
+    let folder = Folder { model: model.clone(), strict: false, rope_length: args.rope_length };
+    let model = folder.load(dtype, &cpu, examples.tokens.rope_length.map(|length| (&**tokens, length)))?;
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
     let batch = examples.all.batch(groups);
     model.gradients(&cpu, &batch, &run, Some(&mut writer), |_| {}).with_context(|| settings.to_string())?;

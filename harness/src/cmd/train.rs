@@ -1,15 +1,15 @@
 use super::grad::How;
-use super::{Loading, Machine, attribute, counting};
+use super::{Folder, Loading, Machine, attribute, counting};
 use crate::examples::{Examples, LossOptions, refusal};
 use crate::run::sha256;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
-use samebits_models::{FOLDER_FILES, Optimizer, Precision, StepReport, Trainer};
+use samebits_models::{Config, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer, folder_files};
 use samebits_ops::{self as ops, Cpu};
 use samebits_schema::{adamw, clip_factor};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -26,9 +26,8 @@ use std::time::Instant;
 /// finished one goes on too.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Hugging Face folder
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    folder: Folder,
 
     /// Safetensors file with `tokens`, i32 [B, T]
     #[arg(long, value_name = "FILE")]
@@ -119,9 +118,17 @@ fn train(args: &Args) -> Result<ExitCode> {
     ensure!((1..=sequences).contains(&args.batch), "--batch {}: the file has {sequences} sequences", args.batch);
 
     ops::keep_freed_memory();
-    let loading = Loading::of(&args.model);
-    let mut trainer = Trainer::load(&args.model, args.dtype, &cpu, |done, total| loading.at(done, total))?;
+    let dir = &args.folder.model;
+    let earlier = if goes_on { rope_length_of(&state)? } else { None };
+    let recorded = match (earlier, examples.tokens.rope_length) {
+        (Some(length), _) => Some((&*state, length)),
+        (None, length) => length.map(|length| (&*args.data, length)),
+    };
+    let length = args.folder.rope_length(&Config::load(dir)?, recorded)?;
+    let loading = Loading::of(dir);
+    let mut trainer = Trainer::load(dir, args.dtype, length, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
+    args.folder.pass(trainer.config())?;
     let settings = settings(args, &trainer)?;
     let mut reports = Vec::new();
     if goes_on {
@@ -174,20 +181,55 @@ fn train(args: &Args) -> Result<ExitCode> {
     let tensors = trainer.tensors().iter().map(|(name, tensor)| (name.clone(), &**tensor)).collect();
     let metadata = BTreeMap::from([("format".into(), "pt".into())]);
     save(&place("model.safetensors"), &tensors, &metadata).with_context(at_out)?;
-    // config.json last: with it the folder is whole.
-    for name in FOLDER_FILES.iter().rev().filter(|name| args.model.join(name).exists()) {
-        let from = args.model.join(name);
+    for (name, from) in folder_files(dir)? {
         let bytes = std::fs::read(&from).with_context(|| from.display().to_string())?;
-        atomic_write::write(&place(name), &bytes).with_context(at_out)?;
+        if let Some(folder) = place(&name).parent() {
+            std::fs::create_dir_all(folder).with_context(at_out)?;
+        }
+        atomic_write::write(&place(&name), &bytes).with_context(at_out)?;
     }
+    // Last: with it the folder is whole.
+    let depends = trainer.config().rotary.trained_length().is_some();
+    let length = depends.then(|| trainer.config().longest());
+    let config = trained_config(&dir.join("config.json"), args.dtype, length)?;
+    atomic_write::write(&place("config.json"), &config).with_context(at_out)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The rope length of the run whose state this is, where it recorded one.
+fn rope_length_of(state: &Path) -> Result<Option<usize>> {
+    let at = || format!("{}: is no state of a run; remove it to begin anew", state.display());
+    let (header, _) = read_header(&mut File::open(state).with_context(at)?).with_context(at)?;
+    let settings = header.metadata().as_ref().and_then(|fields| fields.get("settings")).with_context(at)?;
+    let settings: Value = serde_json::from_str(settings).with_context(at)?;
+    Ok(settings["rope_length"].as_u64().map(|length| length as usize))
+}
+
+/// The config.json of a folder whose weights were trained: with their dtype, and the rope length that they were trained at.
+fn trained_config(from: &Path, dtype: Precision, rope_length: Option<usize>) -> Result<Vec<u8>> {
+    let text = std::fs::read_to_string(from).with_context(|| from.display().to_string())?;
+    let mut config: Map<String, Value> = serde_json::from_str(&text).with_context(|| from.display().to_string())?;
+    let name = if dtype == Precision::Fp32 { "float32" } else { "bfloat16" };
+    let old = config.contains_key("torch_dtype");
+    for field in [(old, "torch_dtype"), (!old || config.contains_key("dtype"), "dtype")] {
+        if field.0 {
+            config.insert(field.1.into(), name.into());
+        }
+    }
+    if let Some(length) = rope_length {
+        config.insert(ROPE_LENGTH.into(), length.into());
+    }
+    Ok(serde_json::to_vec_pretty(&config)?)
 }
 
 /// What decides the bits of a run but for how many steps it has.
 fn settings(args: &Args, trainer: &Trainer) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
+    let depends = trainer.config().rotary.trained_length().is_some();
+    let rope_length = depends.then(|| trainer.config().longest());
     Ok(json!({
         "model": trainer.sha256(),
+        "rope_length": rope_length,
         "data": sha256(&data),
         "batch": args.batch,
         "groups": args.how.groups,

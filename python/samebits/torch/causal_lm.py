@@ -34,6 +34,9 @@ class CausalLM(torch.nn.Module):
     temperature 1 with these weights. `micro_batch` sequences of a call share a forward (all of them without it) and with
     `recompute` layers are run again for the reverse pass instead of kept; neither moves a bit, nor do padding, and threads.
 
+    `rope_length` is that of `samebits.Engine`: without it the one that the folder was trained at, and a text that is longer is
+    refused.
+
     One backward call is one whole logical batch, unless it stands inside `accumulate`.
     """
 
@@ -45,12 +48,14 @@ class CausalLM(torch.nn.Module):
         dtype: str = "bf16",
         micro_batch: int | None = None,
         recompute: bool = False,
+        rope_length: int | None = None,
     ) -> None:
         super().__init__()
         self.dtype, self.micro_batch, self.recompute = dtype, micro_batch, recompute
         text, self._folder = config_of(config)
         tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in tensors.items()}
-        self._native = _native.Model(tensors_of(tensors), dtype, text, self._folder)
+        self._native = _native.Model(tensors_of(tensors), dtype, text, self._folder, rope_length)
+        self.rope_length, self._depends = self._native.rope_length()
         if text is None:
             with open(os.path.join(self._folder, "config.json"), encoding="utf-8") as file:
                 text = file.read()
@@ -147,14 +152,17 @@ class CausalLM(torch.nn.Module):
         tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
         tensors |= {name: tensor for name, tensor in self.named_buffers()}
         _native.save(os.path.join(folder, "model.safetensors"), tensors, {"format": "pt"})
-        if self._folder is None:
-            with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-                json.dump(self.config, file, indent=2)
-            return
-        for name in _native.folder_files():
-            source = os.path.join(self._folder, name)
-            if os.path.exists(source) and not os.path.exists(there := os.path.join(folder, name)):
-                shutil.copyfile(source, there)
+        config = dict(self.config)
+        named = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.dtype]
+        config |= {key: named for key in ("torch_dtype", "dtype") if key in config or (key == "dtype" and "torch_dtype" not in config)}
+        if self._depends:
+            config["samebits_rope_length"] = self.rope_length
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=2)
+        for name in () if self._folder is None else _native.folder_files(self._folder):
+            if not os.path.exists(there := os.path.join(folder, name)):
+                os.makedirs(os.path.dirname(there), exist_ok=True)
+                shutil.copyfile(os.path.join(self._folder, name), there)
 
 
 class _Placed:
