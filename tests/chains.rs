@@ -316,7 +316,7 @@ fn an_audit_finds_what_is_wrong() {
     };
     assert!(!audit.holds());
     assert!(found(true, "model.norm.weight", "is missing"), "{:?}", audit.findings);
-    assert!(found(true, "model.spare", "is not used"));
+    assert!(found(true, "model.spare", "is not part of the model"));
     assert!(found(true, "model.layers.0.self_attn.q_proj.weight", "1 of 2304 elements are not finite"));
     assert!(found(true, "model.layers.1.self_attn.v_proj.weight", "is constant: every element is 0"));
     assert!(found(false, "model.spare", "has the same elements as lm_head.weight"));

@@ -574,7 +574,7 @@ fn a_rope_length_is_of_the_run() {
             &["prompt: number 0", &format!("rope length of the run is {trained}"), "--rope-length"],
         );
         let long = logprob(&[5; 40], &[], "g");
-        assert_broken(&long, &["a sequence has 40", "--rope-length"]);
+        assert_broken(&long, &["tensor `tokens`: sequence 0 has 40", "--rope-length"]);
         // Another one is another run, which score reads back and whose training is asked for by the same number.
         assert!(rollout(&["--max-tokens", "12", "--rope-length", "48"]).status.success(), "{name}");
         assert_eq!(lines()[0]["rope_length"], 48);
@@ -603,6 +603,120 @@ fn a_rope_length_is_of_the_run() {
             assert_broken(&rollout(&["--rope-length", length]), &["rope length: is ", length]);
         }
     }
+}
+
+/// Fields that nobody reads are named, or refused where that is asked for.
+#[test]
+fn what_is_passed_by_is_named_once() {
+    let folder = copied();
+    let (config, dir) = (folder.path().join("config.json"), text(folder.path()).to_string());
+    let good = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, good.replacen('{', "{\"unsloth_version\": \"2024.9\", \"mlp_bias\": false,", 1)).unwrap();
+    let verb = |more: &[&str]| {
+        samebits(&[&["generate", "--model", &dir, "--prompt", "12+34=", "--max-tokens", "4"], more].concat(), b"")
+    };
+    let output = verb(&[]);
+    let stderr = String::from_utf8_lossy(&output.stderr).to_string();
+    assert_eq!((output.stdout.as_slice(), stderr.lines().count()), (&b"46\n"[..], 2), "{stderr}");
+    let named =
+        ["`unsloth_version` is \"2024.9\", which no model's code reads", "`mlp_bias` is false, which asks for nothing"];
+    assert!(named.iter().all(|part| stderr.contains(part)), "{stderr}");
+    assert_broken(&verb(&["--strict"]), &[&["--strict: "], &named[..]].concat());
+    let audit = |more: &[&str]| samebits(&[&["audit", &dir], more].concat(), b"");
+    let output = audit(&[]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("passed by: "));
+    assert_eq!(audit(&["--strict"]).status.code(), Some(1));
+}
+
+/// Padding is counted where a token is named: whoever looks it up finds it there.
+#[test]
+fn a_token_is_named_by_its_place_in_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let ints = |shape: &[usize], values: Vec<i32>| Tensor::i32(shape, values);
+    let mut file = File { tensors: BTreeMap::new(), metadata: BTreeMap::new() };
+    file.tensors.insert("tokens".into(), ints(&[2, 5], vec![1, 4, 13, 5, 15, -7, -7, 1, 4, 99]));
+    file.tensors.insert("attention_mask".into(), ints(&[2, 5], vec![1, 1, 1, 1, 1, 0, 0, 1, 1, 1]));
+    let model = text(&checkpoint("qwen3-adder")).to_string();
+    let run = |file: &File, verb: &[&str]| {
+        std::fs::write(at("t"), file.encode()).unwrap();
+        let tokens = if verb[0] == "train" { "--data" } else { "--tokens" };
+        samebits(&[verb, &["--model", &model, tokens, &at("t"), "--out", &at("out")]].concat(), b"")
+    };
+    let verbs = [&["forward"][..], &["grad"], &["train", "--steps", "1", "--batch", "2"]];
+    for verb in verbs {
+        assert_broken(&run(&file, verb), &["tensor `tokens`: element [1, 4] is 99; the vocabulary is 0 to 31"]);
+    }
+    file.tensors.insert("tokens".into(), ints(&[2, 5], vec![1, 4, 13, 5, 15, -7, -7, 1, 4, 9]));
+    file.tensors.insert("mask".into(), ints(&[2, 5], vec![0, 1, 1, 1, 1, 0, 0, 1, 1, 1]));
+    for verb in &verbs[1..] {
+        assert_broken(&run(&file, verb), &["tensor `mask`: element [1, 2] is 1; nothing stands before a first token"]);
+    }
+    file.tensors.insert("mask".into(), ints(&[2, 5], vec![0, 1, 1, 1, 1, 0, 0, 0, 2, 1]));
+    assert_broken(&run(&file, &["grad"]), &["tensor `mask`: element [1, 3] is 2; it must be 0 or 1"]);
+    assert!(!folder.path().join("out").exists());
+}
+
+/// What training leaves is a folder of its own: its config says the dtype and the rope length, its tokenizer is whole.
+#[test]
+fn training_leaves_a_folder_that_fits_its_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let model = folder.path().join("model");
+    std::fs::create_dir_all(model.join("additional_chat_templates")).unwrap();
+    let from = checkpoint("llama-dynamic");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(file), model.join(file)).unwrap();
+    }
+    let config = std::fs::read_to_string(model.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["dtype"] = "float16".into();
+    std::fs::write(model.join("config.json"), config.to_string()).unwrap();
+    let beside = [
+        "added_tokens.json",
+        "special_tokens_map.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "qwen.tiktoken",
+        "merges.txt",
+        "additional_chat_templates/tools.jinja",
+    ];
+    for file in beside {
+        std::fs::write(model.join(file), file).unwrap();
+    }
+    std::fs::write(at("t"), tokens_file(&[1, 20], (0..20).map(|i| 3 + i).collect())).unwrap();
+    let run = at("run");
+    let train = |more: &[&str]| {
+        let args = ["train", "--model", text(&model), "--data", &at("t"), "--batch", "1", "--out", &run];
+        samebits(&[&args[..], more].concat(), b"")
+    };
+    // Of 16 positions that it was trained on.
+    assert_broken(&train(&["--steps", "1"]), &["sequence 0 has 20; the rope length of the run is 16", "--rope-length"]);
+    let done = train(&["--steps", "1", "--rope-length", "24"]);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let found = std::fs::read_to_string(Path::new(&run).join("config.json")).unwrap();
+    let found: serde_json::Value = serde_json::from_str(&found).unwrap();
+    config["dtype"] = "bfloat16".into();
+    config["samebits_rope_length"] = 24.into();
+    assert_eq!(found, config);
+    for file in beside {
+        assert_eq!(std::fs::read_to_string(Path::new(&run).join(file)).unwrap(), file);
+    }
+    // The run goes on at its own length, and at no other; what it left is read at that length.
+    assert_broken(
+        &train(&["--steps", "2", "--rope-length", "32"]),
+        &["was made with 24", "two lengths are not compared"],
+    );
+    assert!(train(&["--steps", "2"]).status.success());
+    std::fs::write(at("p.jsonl"), "{\"tokens\": [5, 6]}\n").unwrap();
+    let made =
+        samebits(&["rollout", "--model", &run, "--prompts", &at("p.jsonl"), "--max-tokens", "22", "--ignore-eos"], b"");
+    assert!(
+        String::from_utf8_lossy(&made.stdout).contains("\"rope_length\":24"),
+        "{}",
+        String::from_utf8_lossy(&made.stderr)
+    );
 }
 
 /// The whole file, not only the logits: nothing in it may say how it was made.

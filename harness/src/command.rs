@@ -32,6 +32,7 @@ Examples:
   samebits generate --model DIR --prompt \"12+34=\" --max-tokens 4
       greedy decoding; the completion alone on stdout
   samebits rollout --model DIR --prompts prompts.txt --samples 4 --out rollout.jsonl
+  samebits rollout --model DIR --prompts chats.jsonl --rope-length 8192 --out rollout.jsonl
   samebits score --model DIR --rollout rollout.jsonl --schedule prefill --isa scalar
       samples texts, and computes their log-probabilities again on another schedule: 0 differ; with --device cuda on a GPU
   samebits grad --model DIR --tokens tokens.safetensors --out gradient.safetensors --micro-batch 4

@@ -120,6 +120,15 @@ impl Examples {
         let count = match tensor(&file, "mask", Dtype::I32, &[batch, len]) {
             Ok(data) => {
                 let mask = words(data, i32::from_le_bytes);
+                // By the places of the file; behind this nobody knows of padding.
+                if let Some(place) = mask.iter().position(|counts| ![0, 1].contains(counts)) {
+                    let at = [place / len, place % len];
+                    bail!("tensor `mask`: element {at:?} is {}; it must be 0 or 1", mask[place]);
+                }
+                if let Some(place) = tokens.firsts().find(|&place| mask[place] != 0) {
+                    let at = [place / len, place % len];
+                    bail!("tensor `mask`: element {at:?} is 1; nothing stands before a first token, so it must be 0");
+                }
                 if let Some(place) = tokens.outside(|place| mask[place] != 0) {
                     let at = [place / len, place % len];
                     bail!("tensor `mask`: element {at:?} counts a token that attention_mask leaves out; write 0 there");
@@ -136,6 +145,11 @@ impl Examples {
             LossKind::Policy => {
                 let advantages = words(tensor(&file, "advantages", Dtype::F32, &[batch])?, f32::from_le_bytes);
                 let old = words(tensor(&file, "old_logprob", Dtype::F32, &[batch, len])?, f32::from_le_bytes);
+                let counted = tokens.places().zip(count.iter().flatten()).filter(|(_, counts)| **counts == 1);
+                if let Some((place, _)) = counted.into_iter().find(|&(place, _)| !old[place].is_finite()) {
+                    let at = [place / len, place % len];
+                    bail!("tensor `old_logprob`: element {at:?} is {}; it must be finite", old[place]);
+                }
                 Some((advantages, tokens.of_sequences(&old)))
             }
         };

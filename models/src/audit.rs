@@ -73,7 +73,7 @@ impl Audit {
             weights.left().map(|(name, s)| (name.clone(), s.shape.clone(), s.dtype.to_string())).collect();
         let mut findings = Vec::new();
         let mut note = |wrong, tensor: &str, what: String| {
-            findings.push(Finding { wrong, tensor: escaped(tensor), what });
+            findings.push(Finding { wrong, tensor: escaped(tensor), what: escaped(&what) });
         };
         // The door that loading goes through too.
         let (complaints, buffers) = weights.fit(&config);

@@ -266,6 +266,44 @@ impl Config {
         Ok(config)
     }
 
+    /// Refuses what no reading of a folder gives, but whoever changes a config can.
+    pub(crate) fn check(&self) -> Result<(), ModelError> {
+        let Config { layers, q_heads, kv_heads, key_dim, value_dim, max_positions, rotary, experts, .. } = self;
+        let within = |n: usize| (1..=i32::MAX as usize).contains(&n);
+        let sizes =
+            [self.vocab, self.hidden, *q_heads, *kv_heads, *key_dim, *value_dim, *max_positions, self.longest()];
+        let widths = self.mlps.iter().all(|mlp| !matches!(mlp, Mlp::Dense(width) if !within(*width)));
+        let of_experts = experts.is_none_or(|e| {
+            let count = within(e.count) && e.count.saturating_mul(*layers) <= MOST_EXPERTS && within(e.width);
+            let groups = e.groups > 0 && e.top_groups > 0 && e.count.is_multiple_of(e.groups);
+            count && groups && within(e.chosen) && e.shared_width.is_none_or(within)
+        });
+        let of_latent = self.latent.is_none_or(|l| {
+            let ranks = l.q_rank.is_none_or(within) && within(l.kv_rank) && within(l.nope) && within(l.rotary);
+            ranks && l.nope + l.rotary == *key_dim && rotary.dim == l.rotary && kv_heads == q_heads
+        });
+        let checks = [
+            (sizes.into_iter().all(within) && widths, "sizes are 1 to 2147483647"),
+            (
+                *layers <= MOST_LAYERS && self.windows.len() == *layers && self.mlps.len() == *layers,
+                "every layer has a window and an MLP",
+            ),
+            (self.windows.iter().flatten().all(|window| within(*window)), "windows hold a position"),
+            (*kv_heads > 0 && q_heads.is_multiple_of(*kv_heads), "query heads are a multiple of key heads"),
+            (q_heads.checked_mul(*key_dim.max(value_dim)).is_some_and(within), "heads fit their width"),
+            (rotary.dim.is_multiple_of(2) && rotary.dim <= *key_dim, "an even number of elements of a head is rotated"),
+            (of_experts && (experts.is_some() || !self.mlps.contains(&Mlp::Sparse)), "sparse layers have experts"),
+            (of_latent, "heads are as wide as the parts of latent attention"),
+            (self.extra_layers <= MOST_LAYERS, "layers behind the last are few"),
+        ];
+        match checks.into_iter().find(|(holds, _)| !holds) {
+            None => Ok(()),
+            Some((_, rule)) => {
+                Err(ModelError::input("config", format!("was changed, and no longer holds that {rule}")))
+            }
+        }
+    }
+
     /// Declares the length that the frequencies of rotary positions belong to; no text may be longer.
     ///
     /// # Errors
@@ -714,7 +752,10 @@ mod tests {
             "llama",
             json!({"sliding_window": 512, "logits_scaling": 1.0, "query_pre_attn_scalar": 16, "n_layer": 2}),
         );
-        passes("qwen3", json!({"use_mcore_models": true, "sparse_attention": true, "norm_topk_prob": true}));
+        passes(
+            "qwen3",
+            json!({"use_mcore_models": true, "sparse_attention": true, "norm_topk_prob": true, "use_qk_norm": true}),
+        );
         passes("mixtral", json!({"norm_topk_prob": true, "attention_bias": false, "num_experts": 4}));
         let line = |parameters: Value| read("llama", json!({"rope_parameters": parameters})).unwrap().passed.join("");
         let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 256, "finetuned": true});

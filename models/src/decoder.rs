@@ -103,9 +103,14 @@ impl<'a> Runner<'a> {
     /// An empty cache.
     ///
     /// # Errors
-    /// Those of a device.
+    /// A page without positions; those of a device.
     pub fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache, ModelError> {
         let c = self.config();
+        if page_size == 0 {
+            return Err(ModelError::input("page size", "is 0; a page holds at least 1 position"));
+        }
+        // Room for no more than one text can have.
+        let page_size = page_size.min(c.longest().max(1));
         KvCache::new(self.machine, self.decoder.dtype, c.layers, [c.k_width(), c.v_width()], page_size, order)
     }
 
@@ -188,6 +193,7 @@ impl Decoder {
         packs: bool,
     ) -> Result<Decoder, ModelError> {
         let mut config = config.clone();
+        config.check()?;
         config.passed.extend(weights.check(&config)?);
         let c = &config;
         let w = &mut weights;

@@ -197,6 +197,7 @@ impl Config {
             | "embedding_scale"
             | "lm_head_multiplier"
             | "scale_emb" => same(json!(1)),
+            "use_qk_norm" | "qk_layernorm" => same(json!(self.head_norms)),
             "causal" | "scale_attn_weights" => same(json!(true)),
             "position_embedding_type" => same(json!("rope")),
             "rope_interleave" | "rope_interleaved" | "rotary_emb_interleaved" => {

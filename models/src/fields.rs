@@ -2,6 +2,7 @@
 //! what is computed, else passed by and named.
 
 use crate::ModelError;
+use crate::error::escaped;
 use crate::files::{parse_object, read_object};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -9,7 +10,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Fields of `config.json` that cannot change what a forward computes: bookkeeping, training, and how texts are sampled.
-const INERT: [&str; 66] = [
+const INERT: [&str; 69] = [
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_commit_hash",
@@ -68,6 +69,8 @@ const INERT: [&str; 66] = [
     "suppress_tokens",
     "task_specific_params",
     "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
     "tokenizer_class",
     "top_k",
     "top_p",
@@ -75,6 +78,7 @@ const INERT: [&str; 66] = [
     "torchscript",
     "transformers_version",
     "typical_p",
+    "use_bfloat16",
     "use_cache",
 ];
 
@@ -152,7 +156,8 @@ impl Fields {
 
     /// Notes that nobody reads a field, or that its value asks for nothing.
     pub fn pass(&self, field: &str, value: &Value, why: &str) {
-        self.passed.borrow_mut().push(format!("{}: `{field}` is {}, {why}", self.path.display(), shown(value)));
+        let line = format!("{}: `{field}` is {}, {why}", self.path.display(), shown(value));
+        self.passed.borrow_mut().push(escaped(&line));
     }
 
     /// A whole number of at least `least`, if present.

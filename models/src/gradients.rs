@@ -84,7 +84,7 @@ impl GradientRun {
     /// The micro-batches of a group's sequences.
     fn parts(&self, group: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let (end, size) = (group.end, self.micro_batch);
-        group.step_by(size).map(move |first| first..end.min(first + size))
+        group.step_by(size).map(move |first| first..end.min(first.saturating_add(size)))
     }
 }
 
@@ -274,6 +274,11 @@ fn check_groups(groups: usize, ranks: usize) -> Result<(), ModelError> {
 fn check_sequences(config: &Config, sequences: &[Vec<i32>], run: &GradientRun) -> Result<(), ModelError> {
     if run.micro_batch == 0 {
         return Err(ModelError::input("micro batch", "it has no sequence; give at least 1"));
+    }
+    if let Padding::Left(rows) | Padding::Right(rows) = run.padding
+        && rows > MOST_PADDING
+    {
+        return Err(ModelError::input("padding", format!("is {rows} rows; give at most {MOST_PADDING}")));
     }
     if sequences.is_empty() || sequences.iter().any(Vec::is_empty) {
         let why = "a sequence has none, or there is no sequence; give at least one token";

@@ -13,6 +13,7 @@ use crate::trace::TraceHook;
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ops::Range;
 use std::time::Instant;
 
 /// What is sampled.
@@ -219,8 +220,8 @@ pub(crate) struct Queue {
     requests: BTreeMap<usize, Request>,
     /// Requests so far.
     added: usize,
-    /// Request, prompt and sample of each.
-    waiting: VecDeque<(usize, usize, usize)>,
+    /// Request and prompt of each that has samples to come, and which.
+    waiting: VecDeque<(usize, usize, Range<usize>)>,
     /// Sequences that hold the whole prompt of a request, and how many samples will still want it.
     stems: HashMap<(usize, usize), (usize, usize)>,
     active: Vec<Active>,
@@ -257,7 +258,8 @@ impl Queue {
         for (i, prompt) in prompts.iter().enumerate() {
             c.check_tokens("prompt", prompt, prompt.len())?;
             if prompt.is_empty() || sampling.max_tokens > 0 && prompt.len() >= c.longest() {
-                let why = format!("number {i} has {} tokens; the run takes 1 to {}", prompt.len(), c.longest() - 1);
+                let who = if c.longest() < c.max_positions { "run" } else { "model" };
+                let why = format!("number {i} has {} tokens; the {who} takes 1 to {}", prompt.len(), c.longest() - 1);
                 return Err(ModelError::input("prompt", why));
             }
             // Where the model ends a text ends; what was declared for a run is kept to.
@@ -272,9 +274,8 @@ impl Queue {
         };
         let request = self.added;
         self.added += 1;
-        let all = (0..prompts.len()).flat_map(|prompt| (0..sampling.samples).map(move |sample| (prompt, sample)));
-        self.waiting.extend(all.map(|(prompt, sample)| (request, prompt, sample)));
         if left > 0 {
+            self.waiting.extend((0..prompts.len()).map(|prompt| (request, prompt, 0..sampling.samples)));
             let prompts = prompts.to_vec();
             self.requests.insert(request, Request { prompts, sampling: *sampling, first, left });
         }
@@ -309,7 +310,12 @@ impl Queue {
     /// Begins what waits, as long as there is room.
     fn begin(&mut self, c: &Config, events: &mut Vec<Event>) {
         while self.active.len() < self.serving.batch {
-            let Some((request, prompt, sample)) = self.waiting.pop_front() else { break };
+            let Some(front) = self.waiting.front_mut() else { break };
+            let (request, prompt) = (front.0, front.1);
+            let Some(sample) = front.2.next() else {
+                self.waiting.pop_front();
+                continue;
+            };
             let Request { prompts, sampling, first, .. } = &self.requests[&request];
             let tokens = &prompts[prompt];
             let limit = tokens.len().saturating_add(sampling.max_tokens).min(c.longest());
@@ -388,7 +394,8 @@ impl Queue {
             let (request, of) = (text.request, (text.request, text.sample.prompt));
             let Request { prompts, sampling, .. } = &self.requests[&request];
             let prompt = &prompts[of.1];
-            let wanted = self.waiting.iter().filter(|(request, other, _)| (*request, *other) == of).count();
+            let of_prompt = self.waiting.iter().filter(|(request, other, _)| (*request, *other) == of);
+            let wanted: usize = of_prompt.map(|(_, _, samples)| samples.len()).sum();
             if self.serving.share_prompts
                 && wanted > 0
                 && !self.stems.contains_key(&of)

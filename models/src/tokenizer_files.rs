@@ -103,7 +103,6 @@ pub(crate) fn load(dir: &Path) -> Result<Read, ModelError> {
     // Tokens by number, as the folder says them in one of two ways.
     let mut by_id: BTreeMap<u64, AddedToken> = BTreeMap::new();
     let wrong = |name: &str, why: &str| ModelError::file(&dir.join(name), why.to_string());
-    let old = !settings.contains_key("added_tokens_decoder");
     if let Some(added) = settings.get("added_tokens_decoder") {
         let added =
             added.as_object().map(|map| map.iter().map(|(id, token)| Some((id.parse().ok()?, token_of(token)?))));
@@ -137,7 +136,7 @@ pub(crate) fn load(dir: &Path) -> Result<Read, ModelError> {
     // Whatever the folder was prepared for, a prompt is neither cut nor filled up.
     inner.with_padding(None);
     inner.with_truncation(None).map_err(|e| ModelError::file(&path, one_line(&e)))?;
-    add(&mut inner, class, &settings, by_id, old);
+    add(&mut inner, class, &settings, by_id);
     Ok(Read { inner, settings })
 }
 
@@ -162,10 +161,7 @@ fn class_of(config: &Map<String, Value>, given: Option<&Map<String, Value>>, fil
         }
         (Some(_), Some(registered)) if mistaken || registered == Class::Backend => registered,
         (Some(name), _) => Class::of(&name),
-        (None, registered) => registered.unwrap_or(match family {
-            "llama" => Class::Llama,
-            _ => Class::Backend,
-        }),
+        (None, registered) => registered.unwrap_or(Class::Backend),
     }
 }
 
@@ -243,7 +239,6 @@ fn add(
     class: Class,
     settings: &Map<String, Value>,
     by_id: BTreeMap<u64, AddedToken>,
-    old: bool,
 ) {
     let there: Vec<AddedToken> = inner.get_added_tokens_decoder().into_values().collect();
     let same = |a: &AddedToken, b: &AddedToken| {
@@ -269,7 +264,6 @@ fn add(
         named.push(own.cloned().unwrap_or(token));
     }
     let extra: Vec<AddedToken> = extra(settings).filter_map(token_of).collect();
-    let _ = old;
     for token in named.iter().chain(&extra) {
         let known = there.iter().chain(&new).any(|other| other.content == token.content);
         if !known {

@@ -145,6 +145,9 @@ impl Trainer {
                 return Err(ModelError::input("state", format!("`{name}` is missing or of another shape")));
             }
         }
+        if step > u32::MAX as usize {
+            return Err(ModelError::input("state", format!("is of step {step}; no run gets that far")));
+        }
         if let Some(name) = state.keys().find(|name| !self.state.contains_key(*name)) {
             return Err(ModelError::input("state", format!("`{name}` is no parameter of the model")));
         }

@@ -5,6 +5,7 @@
 //! that a model in memory is held once.
 
 use crate::audit::expected;
+use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::kv_cache::buffer;
 use crate::machine::typed;
@@ -258,7 +259,7 @@ impl<'a> Weights<'a> {
         ModelError::all(few(complaints))?;
         Ok(buffers.first().map(|first| {
             let (count, source) = (buffers.len(), self.source.display());
-            format!("{source}: {count} buffers that are computed anew, such as `{first}`, are passed by")
+            escaped(&format!("{source}: {count} buffers that are computed anew, such as `{first}`, are passed by"))
         }))
     }
 

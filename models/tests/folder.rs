@@ -227,7 +227,7 @@ fn another_family_than_the_weights() {
         let dir = copy(from);
         change_json(&dir, "config.json", |config| {
             config["model_type"] = to.into();
-            for field in ["use_sliding_window", "sliding_window", "max_window_layers", "mlp_bias"] {
+            for field in ["attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "mlp_bias"] {
                 config.as_object_mut().unwrap().remove(field);
             }
         });

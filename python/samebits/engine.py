@@ -178,7 +178,9 @@ class Engine:
     ) -> Stream:
         """Asks for `n` texts behind each prompt, and gives their tokens as they are made.
 
-        A prompt is a list of tokens, or a text where the folder has a tokenizer; one alone need not stand in a list. Texts are
+        A prompt is a list of tokens; where the folder has a tokenizer also a text, of which it makes the tokens that `AutoTokenizer`
+        of transformers makes, or a conversation, a list of dictionaries with "role" and "content" for the folder's chat template.
+        One alone need not stand in a list. Texts are
         numbered from `first` on, and a text's random numbers belong to the seed, its number and its positions: prompts 0 to 9 in
         one request are those in two, the second of which has `first=5 * n`.
         """
@@ -215,12 +217,15 @@ class Engine:
 
     def tokens(self, prompts: Any) -> list[list[int]]:
         """Prompts as lists of tokens."""
-        if isinstance(prompts, str) or (len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")):
+        alone = len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
+        if isinstance(prompts, str) or alone or (len(prompts) and isinstance(prompts[0], Mapping)):
             prompts = [prompts]
         found = []
         for prompt in prompts:
-            if isinstance(prompt, str):
-                prompt, warning = self._native.encode(prompt)
+            is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            if isinstance(prompt, str) or is_chat:
+                encode = self._native.encode_chat if is_chat else self._native.encode
+                prompt, warning = encode(json.dumps(prompt) if is_chat else prompt)
                 if warning:
                     warnings.warn(warning, stacklevel=3)
             found.append([int(token) for token in prompt])

@@ -1,7 +1,7 @@
 //! `Engine`: texts sampled over the paged cache of the model crate, for requests that come when they like.
 
 use crate::model::{Views, config_of, locked, refused, released, rope_length};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use samebits_models::{Event, ModelError, PageOrder, Precision, RopeLength, Run, Sample, Sampling, Serving};
@@ -204,6 +204,14 @@ impl Engine {
     /// The tokens of a text, and a warning.
     fn encode(&self, py: Python<'_>, text: &str) -> PyResult<(Vec<i32>, Option<String>)> {
         self.run(py, |state, _| state.engine.model().encode(text).map(|found| (found.tokens, found.warning)))
+    }
+
+    /// The tokens of a conversation, JSON of its messages, and a warning.
+    fn encode_chat(&self, py: Python<'_>, messages: &str) -> PyResult<(Vec<i32>, Option<String>)> {
+        let messages = serde_json::from_str(messages).map_err(|e| PyValueError::new_err(format!("messages: {e}")))?;
+        self.run(py, |state, _| {
+            state.engine.model().encode_chat(&messages).map(|found| (found.tokens, found.warning))
+        })
     }
 
     /// The text of some tokens.

@@ -428,3 +428,37 @@ def test_the_example_sees_a_bit_that_differs(fault, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "rollout, recomputation and training differ" in said
     assert (" mismatch 1 kl 0 " in said) == (fault == "score")
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3"])
+def test_frequencies_belong_to_a_declared_length(family, tmp_path):
+    """Log-probabilities of an engine and of training are the same bits at one length, and no two lengths meet."""
+    folder, trained = CHECKPOINTS / family, {"llama-dynamic": 16, "phi3": 32}[family]
+    engine = samebits.Engine(folder, rope_length=40)
+    samples = engine.generate([[5, 6, 7], [9, 10]], 2, max_tokens=8, seed=3, ignore_eos=True)
+    assert {sample.rope_length for sample in samples} == {40}
+    texts = [sample.prompt_tokens + sample.tokens.tolist() for sample in samples]
+
+    def logprobs(model):
+        found = model.logprob(texts)
+        return [row[len(s.prompt_tokens) : len(text)].tolist() for row, s, text in zip(found, samples, texts)]
+
+    made = [sample.logprobs.tolist() for sample in samples]
+    model = samebits.torch.CausalLM.from_pretrained(folder, rope_length=40)
+    assert (model.rope_length, logprobs(model)) == (40, made)
+    assert [row.tolist() for row in engine.score(samples)] == made
+    plain, short = samebits.Engine(folder), samebits.torch.CausalLM.from_pretrained(folder)
+    assert (plain.rope_length, short.rope_length) == (trained, trained)
+    assert logprobs(short) != made
+    with pytest.raises(ValueError, match=f"rope_length: sample 0 was made with 40, the engine has {trained}"):
+        plain.score(samples)
+    with pytest.raises(ValueError, match=f"rope length of the run is {trained}"):
+        plain.generate([[5] * 10], max_tokens=trained)
+    with pytest.raises(ValueError, match=f"rope length of the run is {trained}"):
+        short.logprob([[5] * (trained + 1)])
+    for wrong in (0, 10**6):
+        with pytest.raises(ValueError, match=f"rope length: is {wrong}"):
+            samebits.Engine(folder, rope_length=wrong)
+    model.save_pretrained(tmp_path / "saved")
+    again = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved")
+    assert (again.rope_length, logprobs(again)) == (40, made)

@@ -50,7 +50,15 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         if args.tensors {
             for t in &audit.tensors {
                 let range = t.range.map_or("nothing finite".into(), |(low, high)| format!("{low:.4e} to {high:.4e}"));
-                writeln!(out, "  {} {} {:?} {range}, rms {:.3e}, {}", t.name, t.dtype, t.shape, t.rms, t.sha256)?;
+                writeln!(
+                    out,
+                    "  {} {} {:?} {range}, rms {:.3e}, {}",
+                    t.name.escape_debug(),
+                    t.dtype,
+                    t.shape,
+                    t.rms,
+                    t.sha256
+                )?;
             }
         }
         for finding in &audit.findings {

@@ -5,7 +5,7 @@ use safetensors::{Dtype, SafeTensors};
 use samebits_contract::atomic_write;
 use samebits_contract::tensor::Tensor;
 use samebits_contract::wire::File;
-use samebits_models::{Grouping, ModelError, PageOrder, Precision, Run, Schedule};
+use samebits_models::{Config, Grouping, ModelError, PageOrder, Precision, Run, Schedule};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -78,6 +78,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let tokens = Tokens::read(&args.tokens)?;
     let Tokens { batch, len, .. } = tokens;
     let model = args.folder.load(args.dtype, &cpu, tokens.rope_length.map(|length| (&*args.tokens, length)))?;
+    tokens.check(model.config()).with_context(|| args.tokens.display().to_string())?;
     let model = place(model, &cpu, device.as_ref())?;
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
     let sequences = tokens.sequences();
@@ -169,6 +170,27 @@ impl Tokens {
         Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length })
     }
 
+    /// Refuses tokens and lengths that the model does not have, by their place in the file, padding counted.
+    pub fn check(&self, config: &Config) -> Result<()> {
+        for (b, row) in self.tokens.chunks_exact(self.len).enumerate() {
+            let counts = |t: &usize| self.counts(b * self.len + t);
+            let wrong = |t: &usize| !usize::try_from(row[*t]).is_ok_and(|token| token < config.vocab);
+            if let Some(t) = (0..self.len).filter(counts).find(wrong) {
+                let last = config.vocab - 1;
+                bail!("tensor `tokens`: element [{b}, {t}] is {}; the vocabulary is 0 to {last}", row[t]);
+            }
+            let length = (0..self.len).filter(counts).count();
+            let (longest, positions) = (config.longest(), config.max_positions);
+            let more = if longest < positions { "; declare more with --rope-length" } else { "" };
+            ensure!(
+                length <= longest,
+                "tensor `tokens`: sequence {b} has {length}; the rope length of the run is {longest}, the model has {positions} \
+                 positions{more}"
+            );
+        }
+        Ok(())
+    }
+
     fn counts(&self, place: usize) -> bool {
         self.mask.as_ref().is_none_or(|mask| mask[place] == 1)
     }
@@ -194,11 +216,20 @@ impl Tokens {
         (0..self.tokens.len()).find(|&place| !self.counts(place) && is(place))
     }
 
+    /// The places of the tokens that count, in the order of the sequences.
+    pub fn places(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.tokens.len()).filter(|&place| self.counts(place))
+    }
+
+    /// The place of the first token of each sequence.
+    pub fn firsts(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.batch).filter_map(|b| (b * self.len..(b + 1) * self.len).find(|&place| self.counts(place)))
+    }
+
     /// Rows of all places, such as logits, from those of the tokens that count.
     pub fn spread(&self, found: &[f32], vocab: usize) -> Vec<f32> {
         let mut logits = vec![0.0; self.tokens.len() * vocab];
-        let places = (0..self.tokens.len()).filter(|&place| self.counts(place));
-        for (place, row) in places.zip(found.chunks_exact(vocab)) {
+        for (place, row) in self.places().zip(found.chunks_exact(vocab)) {
             logits[place * vocab..(place + 1) * vocab].copy_from_slice(row);
         }
         logits

@@ -105,6 +105,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let examples = Examples::read(&args.tokens, args.loss)?;
     let recorded = examples.tokens.rope_length.map(|length| (&*args.tokens, length));
     let model = args.folder.load(args.dtype, &cpu, recorded)?;
+    examples.tokens.check(model.config()).with_context(|| args.tokens.display().to_string())?;
     let [batch, len] = examples.tokens.shape();
     let mut writer = match &args.dump {
         None => None,

@@ -104,7 +104,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         page_order: args.page_order,
         share_prompts: !args.no_prefix_cache,
     };
-    let bar = counting(prompts.len() * args.samples);
+    let bar = counting(prompts.len().saturating_mul(args.samples));
     let mut samples: Vec<Sample> = Vec::new();
     let timing = model.rollout(&cpu, &prompts, &sampling, &serving, |sample| {
         bar.inc(1);

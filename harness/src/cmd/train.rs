@@ -129,6 +129,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     let mut trainer = Trainer::load(dir, args.dtype, length, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
     args.folder.pass(trainer.config())?;
+    examples.tokens.check(trainer.config()).with_context(|| args.data.display().to_string())?;
     let settings = settings(args, &trainer)?;
     let mut reports = Vec::new();
     if goes_on {
