@@ -132,7 +132,6 @@ impl Checkpoints {
             page_order: param("page_order", "ascending").parse().map_err(text)?,
             // A device would copy every value to show it.
             probe: if device.is_none() { Some(&mut *probe) } else { None },
-            ..Run::default()
         };
         let sequences: Vec<&[i32]> = ids.chunks_exact(len).collect();
         let logits = match device.and_then(|device| model.under(device)) {

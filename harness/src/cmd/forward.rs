@@ -93,7 +93,6 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         page_size: args.page_size,
         page_order: args.page_order,
         probe: writer.as_mut().map(|writer| writer as _),
-        ..Run::default()
     };
     let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match e {
         // The dump's, which names itself.
