@@ -1,6 +1,7 @@
 //! Every mutant is caught by the check that is named for it, and turns nothing red that looks elsewhere.
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use samebits_contract::fill::Fill;
 use samebits_contract::record::{Judgment, Record};
 use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
@@ -132,7 +133,8 @@ fn list() -> Result<(), Failed> {
 }
 
 impl Bench {
-    /// Judges the cases of `op` in `slice` by `checks`.
+    /// Judges the cases of `op` in `slice` by `checks`, but for those of fill `power`: they are long, and what they are for is
+    /// shown by the test `orders`.
     fn judge(&self, implementation: &dyn Implementation, op: &str, slice: Slice, checks: &[String]) -> Vec<Record> {
         self.judge_until(implementation, op, slice, checks, |_| false)
     }
@@ -159,6 +161,9 @@ impl Bench {
         let judge = self.judge_of(implementation);
         let mut records = Vec::new();
         let is_taken = |group: &Vec<samebits_harness::judge::Trial>| {
+            if group.first().is_some_and(|trial| trial.case.fill == Fill::Power) {
+                return false;
+            }
             let model = group.first().and_then(|trial| trial.case.params.get("model"));
             model.is_none_or(|model| MODELS.contains(&&model[..]))
         };
@@ -289,7 +294,8 @@ impl Bench {
         });
         // Where it rearranges nothing it is `ours/cpu`, which the test `conformance` judges.
         let rearranges = |group: &Vec<samebits_harness::judge::Trial>| {
-            group.first().is_some_and(|trial| right.rearranged(&trial.case.build()).is_some())
+            let small = |trial: &samebits_harness::judge::Trial| trial.case.fill != Fill::Power;
+            group.first().is_some_and(|trial| small(trial) && right.rearranged(&trial.case.build()).is_some())
         };
         let mut plans = selections.iter().map(|selection| {
             let groups = plan(&self.contract, right.name(), selection);
@@ -297,7 +303,16 @@ impl Bench {
         });
         let groups = plans.find(|groups| !groups.is_empty());
         let groups = groups.ok_or("it rearranges nothing, so it is no other implementation")?;
-        let records: Vec<Record> = groups.iter().flat_map(|group| judge.group(group)).collect();
+        let mut records: Vec<Record> = groups.iter().flat_map(|group| judge.group(group)).collect();
+        // Of the inputs by which another order is seen, those of every op: within the bounds, and the same bits.
+        let powerful = Selection {
+            dtypes: vec![DType::Bf16],
+            judgments: vec![Judgment::Accuracy, Judgment::Golden],
+            ..Selection::all(Slice::Quick)
+        };
+        let groups = plan(&self.contract, right.name(), &powerful).into_iter();
+        let groups = groups.filter(|group| group.first().is_some_and(|trial| trial.case.fill == Fill::Power));
+        records.extend(groups.flat_map(|group| judge.group(&group)));
         match records.iter().find(|record| record.verdict.is_red()) {
             Some(red) => Err(format!("{}: {}: {:?}", red.case, name(red), red.verdict).into()),
             None => Ok(()),
@@ -338,9 +353,10 @@ impl Bench {
     }
 }
 
-/// Every judgment of answers, invariance by its axes. What `coverage` judges are the cases, whoever answers them.
+/// Every judgment of answers, invariance by its axes. What `coverage` judges are the cases, whoever answers them; `order` is
+/// asked of those that do not claim the canonical bits, in the test `orders`.
 fn every_check() -> Vec<String> {
-    let named = |judgment: &Judgment| !matches!(judgment, Judgment::Invariance | Judgment::Coverage);
+    let named = |judgment: &Judgment| !matches!(judgment, Judgment::Invariance | Judgment::Order | Judgment::Coverage);
     let judgments = Judgment::ALL.into_iter().filter(named);
     let axes = axis::all().iter().map(|axis| format!("invariance:{}", axis.name));
     judgments.map(|judgment| judgment.name().to_string()).chain(axes).collect()

@@ -753,7 +753,8 @@ fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     for (axis, prefix) in base.axes() {
         let extent = base.extent(axis);
         if extent > 1 {
-            let alone = base.probes(axis, 8).into_iter();
+            // More of them where there are many: one row may hide what another shows.
+            let alone = base.probes(axis, if extent > 32 { 24 } else { 8 }).into_iter();
             variants.extend(alone.map(|row| base.pick(format!("{prefix}alone:{row}"), axis, &[row])));
             // A prefix of one is row 0 alone.
             for size in sizes(extent).into_iter().filter(|&size| size > 1) {

@@ -32,13 +32,15 @@ pub enum Fill {
     /// Arguments at which the last bit of every constant of an exponential shows in the output, and weights around the
     /// cut; see `sharp.rs`.
     Sharp,
+    /// Another order of a sum shows in any output dtype; see `power.rs`.
+    Power,
     /// Inputs recorded beside a checkpoint or in a vector, put in by whoever holds it.
     Recorded,
 }
 
 impl Fill {
     /// All fills.
-    pub const ALL: [Fill; 11] = [
+    pub const ALL: [Fill; 12] = [
         Fill::Normal,
         Fill::Wide,
         Fill::Cancel,
@@ -48,6 +50,7 @@ impl Fill {
         Fill::Edges,
         Fill::AllBf16,
         Fill::Sharp,
+        Fill::Power,
         Fill::Classes,
         Fill::Recorded,
     ];
@@ -64,6 +67,7 @@ impl Fill {
             Fill::Edges => "edges",
             Fill::AllBf16 => "all_bf16",
             Fill::Sharp => "sharp",
+            Fill::Power => "power",
             Fill::Classes => "classes",
             Fill::Recorded => "recorded",
         }
@@ -110,6 +114,11 @@ impl Maker<'_> {
     /// A parameter that counts something, `otherwise` where the case does not give it.
     pub fn count(&self, param: &str, otherwise: usize) -> usize {
         self.params.get(param).map_or(otherwise, |text| text.parse().expect("the loader checks parameters"))
+    }
+
+    /// The draws of one tensor.
+    pub(crate) fn draw(&self, tensor: &str) -> Draw {
+        Draw::new(self.key, tensor)
     }
 
     /// Whether the optional input `name` is asked for.
@@ -193,8 +202,10 @@ impl Maker<'_> {
         };
         let span = if self.dtype == DType::Fp16 { 10 } else { 20 };
         match fill {
-            // The ops that offer `sharp` make it of their own arguments.
-            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Classes | Fill::Sharp | Fill::Recorded => draw.normal(i),
+            // The ops that offer `sharp` or `power` make it of their own arguments.
+            Fill::Normal | Fill::Peaky | Fill::Cancel | Fill::Classes | Fill::Sharp | Fill::Power | Fill::Recorded => {
+                draw.normal(i)
+            }
             Fill::Wide => draw.scaled(i, -span, span),
             Fill::Tiny => draw.scaled(i, smallest - 1, if self.dtype == DType::Fp16 { -8 } else { -118 }),
             Fill::NearOverflow => draw.scaled(i, largest - 1, largest),
@@ -242,7 +253,7 @@ fn input(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
 }
 
 /// The draws of one tensor, each addressed by its index.
-struct Draw(u64);
+pub(crate) struct Draw(u64);
 
 impl Draw {
     fn new(key: &str, tensor: &str) -> Draw {
@@ -273,7 +284,13 @@ impl Draw {
         f64::from_bits(bits & 0x800f_ffff_ffff_ffff | 0x3ff0_0000_0000_0000) * round::pow2(exponent)
     }
 
-    fn below(&self, i: usize, limit: usize) -> usize {
+    /// Draws of their own for part number `part` of the tensor.
+    pub fn of(&self, part: usize) -> Draw {
+        Draw(self.bits(part as u64))
+    }
+
+    /// An integer from 0 to `limit - 1`.
+    pub fn below(&self, i: usize, limit: usize) -> usize {
         ((u128::from(self.bits(!(i as u64))) * limit as u128) >> 64) as usize
     }
 }

@@ -22,14 +22,22 @@ pub enum Judgment {
     Golden,
     /// The arithmetic that answers give away against the one that the profile declares.
     Arithmetic,
+    /// The order in which an op adds, as questions give it away, with any number of rows, at every place and on every schedule.
+    Order,
     /// The cases: every class of number that an output can hold must be among the right answers.
     Coverage,
 }
 
 impl Judgment {
     /// All judgments, in the order tables print them.
-    pub const ALL: [Judgment; 5] =
-        [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden, Judgment::Arithmetic, Judgment::Coverage];
+    pub const ALL: [Judgment; 6] = [
+        Judgment::Accuracy,
+        Judgment::Invariance,
+        Judgment::Golden,
+        Judgment::Arithmetic,
+        Judgment::Order,
+        Judgment::Coverage,
+    ];
 
     /// Those that compare outputs, and so have a threshold.
     pub const COMPARING: [Judgment; 3] = [Judgment::Accuracy, Judgment::Invariance, Judgment::Golden];
@@ -46,6 +54,7 @@ impl Judgment {
             Judgment::Invariance => "invariance",
             Judgment::Golden => "golden",
             Judgment::Arithmetic => "arithmetic",
+            Judgment::Order => "order",
             Judgment::Coverage => "coverage",
         }
     }

@@ -7,6 +7,7 @@
 
 use crate::case::Case;
 use crate::fill::{Fill, Maker};
+use crate::power;
 use crate::round;
 use crate::sharp;
 use crate::tensor::{DType, Tensor};
@@ -414,6 +415,18 @@ impl Spec {
         }
         Ok((self.compute)(&self.validate(case)?))
     }
+}
+
+/// What the sum of `terms` that are never negative may lose in some order beyond the roundings of any, in units of 2^-24 of
+/// the sum: the terms that vanish beside the whole, each by itself. 0 where these are few, as they are unless made so.
+fn absorbed(terms: impl Iterator<Item = f64>, sum: f64) -> f64 {
+    let (mut lost, mut count) = (0.0, 0.0);
+    for term in terms {
+        count += 1.0;
+        lost += if term < sum * round::pow2(-24) { term } else { 0.0 };
+    }
+    let units = lost / sum * round::pow2(24);
+    if units > count / 32.0 { units } else { 0.0 }
 }
 
 /// `value` as f32 keeps it.

@@ -4,7 +4,7 @@
 //! shares inputs, so the oracle and the base answers are computed once for all judgments of the group.
 
 use crate::implementation::Implementation;
-use crate::probe::{self, Finding, Probe};
+use crate::probe::{self, Apart, Finding, Probe};
 use crate::recordings::Recordings;
 use samebits_contract::axis::{self, Axis, Join, Machine, Variant, Way};
 use samebits_contract::case::{Answer, Case, Status};
@@ -111,9 +111,13 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
         // What the row says holds, whatever the entry claims of itself.
         let same_as = contract.same_as(implementation, case).is_some();
         let by_row = row.same_as.is_some() && same_as;
-        let asked = |judgment: &Judgment| {
-            listed.is_none_or(|listed| listed.contains(judgment))
-                || (*judgment == Judgment::Golden && (by_row || selection.own_goldens))
+        let lists = |judgment: &Judgment| listed.is_none_or(|listed| listed.contains(judgment));
+        let asked = |judgment: &Judgment| match judgment {
+            Judgment::Golden => lists(judgment) || by_row || selection.own_goldens,
+            // Whoever claims the canonical bits is asked for the canonical order, as part of its arithmetic. Of the others one
+            // order is asked where invariance is.
+            Judgment::Order => !lists(&Judgment::Golden) && (lists(judgment) || lists(&Judgment::Invariance)),
+            _ => lists(judgment),
         };
         for judgment in Judgment::ALL.into_iter().filter(|judgment| selection.judges(*judgment)).filter(asked) {
             let trial = |axis| Trial { case, row, judgment, axis };
@@ -137,8 +141,9 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
                 // Of the exhaustive slice nothing is blessed.
                 Judgment::Golden if !case.blessed() && case.vector.is_none() => {}
                 // One case stands for its op and dtypes.
-                Judgment::Arithmetic | Judgment::Coverage if !contract.covers(case) => {}
+                Judgment::Arithmetic | Judgment::Order | Judgment::Coverage if !contract.covers(case) => {}
                 Judgment::Arithmetic if !probe::askable(&case.op, case.dtype, case.out) => {}
+                Judgment::Order if probe::Op::find(&case.op).is_none() => {}
                 // Other inputs than those that were blessed; recorded ones are drawn by nobody.
                 Judgment::Golden if selection.seed != 0 && case.fill != Fill::Recorded => {}
                 _ => trials.push(trial(None)),
@@ -286,6 +291,7 @@ impl Judge<'_> {
             },
             Judgment::Golden => self.golden(trial, base),
             Judgment::Arithmetic => self.arithmetic(trial),
+            Judgment::Order => self.order(trial),
             Judgment::Coverage => self.coverage(trial),
         }
     }
@@ -319,6 +325,34 @@ impl Judge<'_> {
                     ..Evidence::default()
                 };
                 Outcome { setting, ..Outcome::of(Verdict::Fail(Box::new(evidence))) }
+            }
+        }
+    }
+
+    /// Whether the order of a sum is one for all numbers of rows, places and schedules that can be asked for.
+    fn order(&self, trial: &Trial) -> Outcome {
+        let CaseSpec { op, dtype, out, .. } = trial.case;
+        let op = probe::Op::find(op).expect("the plan asks of these alone");
+        match Probe::new(self.implementation, *dtype, *out).one_order(op, &self.machine.threads) {
+            Ok(settings) => Outcome { setting: Some(format!("{settings} settings")), ..Outcome::of(Verdict::Pass) },
+            Err(Apart::Unasked(reason)) => Outcome::of(Verdict::Unsupported { reason }),
+            Err(Apart::NoAnswer(reason)) => Outcome::error(reason),
+            Err(Apart::Differs { setting, terms, expected, found, count, total }) => {
+                let evidence = Evidence {
+                    message: format!(
+                        "order = {setting}: the sum of {terms} terms is added in another order than with {}: {count} of {total} \
+                         questions are answered otherwise; `samebits probe --op {}` shows the orders",
+                        probe::USUAL,
+                        op.name()
+                    ),
+                    output: trial.case.spec().outputs[0].name.to_string(),
+                    expected: format!("{expected:e}"),
+                    found: format!("{found:e}"),
+                    count,
+                    total,
+                    ..Evidence::default()
+                };
+                Outcome { setting: Some(setting), ..Outcome::of(Verdict::Fail(Box::new(evidence))) }
             }
         }
     }

@@ -9,7 +9,7 @@ mod order;
 mod tree;
 
 pub use arithmetic::{HANDS_ON, hands_on};
-pub use order::{Op, RowsApart};
+pub use order::{Apart, Op, RowsApart, USUAL};
 pub use tree::Tree;
 
 use crate::implementation::Implementation;
@@ -24,7 +24,7 @@ pub struct Probe<'a> {
     pub dtype: DType,
     /// Dtype of the outputs that show the order of a sum.
     pub out: DType,
-    /// Columns of a matrix product.
+    /// Columns of a matrix product; queries of each sequence in attention.
     pub columns: usize,
     /// How it is asked to run.
     pub config: Config,

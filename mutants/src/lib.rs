@@ -15,6 +15,7 @@ mod gradients;
 mod memory;
 mod models;
 mod mutation;
+pub mod orders;
 mod plain;
 mod rows;
 mod tokens;

@@ -46,13 +46,14 @@ def _arguments(marker: pytest.Mark) -> dict[str, Any]:
 
 def _names(arguments: dict[str, Any]) -> list[str]:
     """The judgments that will be asked for."""
-    kinds = arguments.get("judgments") or ["accuracy", "invariance", "golden", "arithmetic", "coverage"]
+    kinds = arguments.get("judgments") or ["accuracy", "invariance", "golden", "arithmetic", "order", "coverage"]
     names = []
     for kind in kinds:
         if kind == "invariance":
             axes = [axis.partition("=")[0] for axis in arguments.get("axes") or _native.axes(arguments["op"])]
             names += dict.fromkeys(f"invariance/{axis}" for axis in axes)
-        elif kind != "golden" or arguments.get("canonical"):
+        # Golden bits are claimed or not; one order is asked of those that do not.
+        elif kind not in ("golden", "order") or (kind == "golden") == bool(arguments.get("canonical")):
             names.append(kind)
     return names
 

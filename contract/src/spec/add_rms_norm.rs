@@ -4,7 +4,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::add_rms_norm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::Classes,
+        Fill::Power,
+    ],
     table: include_str!("../../ops/add_rms_norm.toml"),
     make,
     compute,
@@ -16,6 +25,13 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         (maker.values("x", maker.fill, r * n, n), maker.values("residual", maker.fill, r * n, n));
     if maker.fill == Fill::Cancel {
         residual = x.iter().zip(&residual).map(|(x, v)| -x * (1.0 + v / 256.0)).collect();
+    }
+    if maker.fill == Fill::Power {
+        // Halves, whose sum is exact.
+        let w = power::factors(&maker.draw("w"), n);
+        let x: Vec<f64> = power::norm_rows(maker, "x", r, &w).into_iter().map(|x| x / 2.0).collect();
+        let shape = vec![r, n];
+        return maker.floats([("x", shape.clone(), x.clone()), ("residual", shape, x), ("w", vec![n], w)]);
     }
     rms_norm::near_root(maker, &mut x);
     rms_norm::near_root(maker, &mut residual);

@@ -13,6 +13,7 @@ pub(super) const SPEC: Spec = Spec {
         Fill::Edges,
         Fill::Classes,
         Fill::Sharp,
+        Fill::Power,
     ],
     table: include_str!("../../ops/attention.toml"),
     make,
@@ -69,7 +70,13 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         }
         _ => {}
     }
-    let ragged: Vec<i32> = (0..b).map(|i| s.saturating_sub(3 * i).max(1) as i32).collect();
+    if maker.fill == Fill::Power {
+        [q, k, v] = power(maker, [b, t, s, hq, hkv, d, e]);
+    }
+    let ragged: Vec<i32> = (0..b)
+        .map(|i| if maker.fill == Fill::Power { 0 } else { i })
+        .map(|i| s.saturating_sub(3 * i).max(1) as i32)
+        .collect();
     let kv_len = maker.ints("kv_len", ragged);
     let last = |i: usize| (0..t).map(move |j| (i as i64 - t as i64 + j as i64).max(0) as i32);
     let positions = kv_len.iter().flat_map(|&len| last(len.max(0) as usize)).collect();
@@ -79,6 +86,59 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     inputs.insert("q_pos".into(), Tensor::i32(&[b, t], q_pos));
     inputs.insert("kv_len".into(), Tensor::i32(&[b], kv_len));
     inputs
+}
+
+/// Key heads take turns by what they show. The sum of the values: scores of 0, and columns of values that are masks. The sum of
+/// the weights: the logits of [`power::logits`], the largest of which have values of 0, and columns beside ties. The sums of the
+/// scores: queries that are masks. The last T keys, of which a query may not see all, hold nothing that must cancel.
+fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7]) -> [Vec<f64>; 3] {
+    let (mut q, mut k, mut v) = (vec![0.0; b * t * hq * d], vec![0.0; b * s * hkv * d], vec![0.0; b * s * hkv * e]);
+    let (of_q, of_k, of_v) = (maker.draw("q"), maker.draw("k"), maker.draw("v"));
+    let scale = maker.params.get("scale").map_or(1.0 / (d as f64).sqrt(), |scale| scale.parse().expect("checked"));
+    let common = s.saturating_sub(t).max(1);
+    for (entry, head) in (0..b).flat_map(|entry| (0..hkv).map(move |head| (entry, head))) {
+        let number = entry * hkv + head;
+        let (of_q, of_k, of_v) = (of_q.of(number), of_k.of(number), of_v.of(number));
+        let key = |j: usize| (entry * s + j) * hkv + head;
+        let queries: Vec<usize> =
+            (0..t * hq).filter(|i| i % hq / (hq / hkv) == head).map(|i| entry * t * hq + i).collect();
+        match (entry + head) % 3 {
+            0 => {
+                for column in 0..e {
+                    let mut terms = power::mask(&of_v, column, &vec![0; common]);
+                    terms.resize(s, power::UNIT);
+                    (0..s).for_each(|j| v[key(j) * e + column] = terms[j]);
+                }
+            }
+            1 => {
+                let logits = power::many_seen(maker, &of_k, 2 * number, common);
+                let weight = |logit: f64| power::exp(logit - power::TOP);
+                let top = |j: usize| logits.get(j) == Some(&power::TOP);
+                let lost: f64 = logits.iter().filter(|logit| **logit != power::TOP).map(|logit| weight(*logit)).sum();
+                let large = (0..common).filter(|&j| top(j)).count() as f64;
+                (0..s).for_each(|j| k[key(j) * d] = logits.get(j).copied().unwrap_or(-power::TOP));
+                queries.iter().for_each(|&row| q[row * d] = 1.0 / scale);
+                for column in 0..e {
+                    let sum = large + lost * of_v.below(column, 1 << 20) as f64 * round::pow2(-20);
+                    let candidates = power::significands(maker, &of_v, e + column);
+                    let factor = power::beside_tie(column, candidates, |m| m * lost / sum) * round::pow2(12);
+                    (0..s).filter(|&j| !top(j)).for_each(|j| v[key(j) * e + column] = factor);
+                }
+            }
+            _ => {
+                let colours: Vec<usize> = (0..d).map(|i| of_q.below(i, 2)).collect();
+                let sign = |j: usize, colour: usize| if of_k.below(2 * j + colour, 2) == 0 { 1024.0 } else { -1024.0 };
+                for (number, &row) in queries.iter().enumerate() {
+                    q[row * d..][..d].copy_from_slice(&power::mask(&of_q, number, &colours));
+                }
+                for j in 0..s {
+                    (0..d).for_each(|i| k[key(j) * d + i] = sign(j, colours[i]));
+                    (0..e).for_each(|i| v[key(j) * e + i] = of_v.below(j * e + i, 256) as f64 / 128.0 - 1.0);
+                }
+            }
+        }
+    }
+    [q, k, v]
 }
 
 /// One key as a query sees it.
@@ -165,7 +225,11 @@ fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f
     let mean_size = if mean_size.is_nan() { f64::INFINITY } else { mean_size };
     let level = top + total.ln();
     let equal = seen.iter().all(|key| key.score == 0.0 && key.size == 0.0);
-    lse.push(if equal && seen.len() == 1 { (0.0, 0.0) } else { (level, 1.0 + level.abs() + mean_size) });
+    lse.push(if equal && seen.len() == 1 {
+        (0.0, 0.0)
+    } else {
+        (level, 1.0 + absorbed(weights.iter().copied(), total) + level.abs() + mean_size)
+    });
     for column in 0..e {
         if let Some(mean) = exact_mean(seen, column).filter(|_| equal) {
             out.push((mean, 0.0));
@@ -205,9 +269,10 @@ fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f
         if moved.is_nan() {
             moved = f64::INFINITY;
         }
+        let absorbed = mean.abs() * absorbed(weights.iter().copied(), total);
         // Dropped weights are below 2^-100 each.
         let dropped = largest * round::pow2(-76) * seen.len() as f64;
-        let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + FLOOR };
+        let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + absorbed + FLOOR };
         out.push((mean, condition));
     }
 }

@@ -57,7 +57,12 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     let rows = vec![b, t, hq, e];
     inputs.extend(maker.floats([("out", rows.clone(), out), ("dout", rows, dout)]));
-    let lse = if maker.fill == Fill::Classes {
+    if maker.fill == Fill::Power {
+        power(maker, [b, t, s, hq, hkv, d, e], &mut inputs);
+    }
+    let lse = if maker.fill == Fill::Power {
+        vec![0.0; b * t * hq]
+    } else if maker.fill == Fill::Classes {
         classes(maker, [b, t, s, hq, hkv, d, e], &mut inputs);
         vec![0.0; b * t * hq]
     } else {
@@ -65,6 +70,40 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     };
     inputs.extend(Maker { dtype: DType::Fp32, ..*maker }.floats([("lse", vec![b, t, hq], lse)]));
     inputs
+}
+
+/// Scores of 0 and an lse of 0, so that every p is 1. Entries take turns: dq is a sum of masks over keys; dk is one over queries;
+/// dv is.
+fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7], inputs: &mut BTreeMap<String, Tensor>) {
+    let [mut q, mut k] = [b * t * hq * d, b * s * hkv * d].map(|len| vec![0.0; len]);
+    let (mut v, mut dout) = (vec![0.0; b * s * hkv * e], vec![0.0; b * t * hq * e]);
+    let draw = maker.draw("power");
+    for (entry, head) in (0..b).flat_map(|entry| (0..hkv).map(move |head| (entry, head))) {
+        let (draw, shared) = (draw.of(entry * hkv + head), hq / hkv);
+        let keys: Vec<usize> = (0..s).map(|j| (entry * s + j) * hkv + head).collect();
+        let rows = (0..t * shared).map(|i| (entry * t + i / shared) * hq + head * shared + i % shared);
+        let rows: Vec<usize> = rows.collect();
+        let first = |values: &mut [f64], places: &[usize]| places.iter().for_each(|place| values[place * e] = 1.0);
+        let masks = |values: &mut [f64], places: &[usize], dim: usize, columns: std::ops::Range<usize>| {
+            for column in columns {
+                let terms = power::mask(&draw, column, &vec![0; places.len()]);
+                places.iter().zip(terms).for_each(|(place, term)| values[place * dim + column] = term);
+            }
+        };
+        if entry % 3 < 2 {
+            // g is the product of the first elements.
+            first(&mut v, &keys);
+            first(&mut dout, &rows);
+        }
+        match entry % 3 {
+            0 => masks(&mut k, &keys, d, 0..d),
+            1 => masks(&mut q, &rows, d, 0..d),
+            _ => masks(&mut dout, &rows, e, 0..e),
+        }
+    }
+    let (of_rows, of_keys) = (|dim| vec![b, t, hq, dim], |dim| vec![b, s, hkv, dim]);
+    inputs.extend(maker.floats([("q", of_rows(d), q), ("k", of_keys(d), k), ("v", of_keys(e), v)]));
+    inputs.extend(maker.floats([("out", of_rows(e), vec![0.0; b * t * hq * e]), ("dout", of_rows(e), dout)]));
 }
 
 /// What attention returns as lse, as a multiple of 2^-16, which no two mathematics libraries tell apart. That of sharp

@@ -5,7 +5,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::combine::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::Edges, Fill::Classes],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::Edges, Fill::Classes, Fill::Power],
     table: include_str!("../../ops/combine.toml"),
     make,
     compute,
@@ -15,6 +15,15 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n, t, k) = (maker.dim("R"), maker.dim("N"), maker.dim("T"), maker.dim("K"));
     if maker.fill == Fill::Classes {
         return classes(maker, [r, n, t, k]);
+    }
+    if maker.fill == Fill::Power {
+        // Each token has rows of its own.
+        let draw = maker.draw("x");
+        let tokens = (0..t).flat_map(|token| gemm_dx::transposed(&power::masks(&draw.of(token), n, k), k));
+        let x = tokens.chain(vec![0.0; r.saturating_sub(t * k) * n]).take(r * n).collect();
+        let mut inputs = maker.floats([("x", vec![r, n], x), ("weight", vec![t, k], vec![1.0; t * k])]);
+        inputs.insert("row".into(), Tensor::i32(&[t, k], (0..(t * k) as i32).collect()));
+        return inputs;
     }
     let mut inputs = maker.floats([
         ("x", vec![r, n], maker.values("x", maker.fill, r * n, n)),

@@ -6,7 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::embedding_dw::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
     table: include_str!("../../ops/embedding_dw.toml"),
     make,
     compute,
@@ -19,8 +19,17 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         Fill::Classes => maker.borders_from(0, t * d),
         fill => maker.values("dy", fill, t * d, d),
     };
-    let mut inputs = maker.floats([("dy", vec![t, d], dy)]);
     let drawn = maker.below("tokens", t, (v - 1).max(1));
+    let dy = match maker.fill {
+        // Masses cancel in the sum of each token.
+        Fill::Power => {
+            let (draw, tokens) = (maker.draw("dy"), drawn.iter().map(|&token| token as usize).collect::<Vec<_>>());
+            let columns: Vec<f64> = (0..d).flat_map(|column| power::mask(&draw, column, &tokens)).collect();
+            gemm_dx::transposed(&columns, t)
+        }
+        _ => dy,
+    };
+    let mut inputs = maker.floats([("dy", vec![t, d], dy)]);
     inputs.insert("tokens".into(), Tensor::i32(&[t], maker.ints("tokens", drawn)));
     inputs.extend(mask_and_carry(maker, t, [v, d]));
     inputs.extend(carry(maker, [v, d]));

@@ -53,5 +53,8 @@ pub(super) fn of_row(x: &[f64], rounded: bool) -> (f64, f64) {
         moved += weight * (1.0 + below) * (softmax::exponent_error(v) + inexact);
     }
     let value = total.ln() + distance / total;
-    (value, 1.0 + value + moved / total)
+    let terms = || x.iter().filter(|v| **v != f64::NEG_INFINITY).map(|v| (top - v, (v - top).exp()));
+    let lost = absorbed(terms().map(|(_, weight)| weight), total);
+    let of_distance = absorbed(terms().map(|(below, weight)| weight * below), distance);
+    (value, 1.0 + value + moved / total + lost * (1.0 + distance / total) + of_distance * distance / total)
 }

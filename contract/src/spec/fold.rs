@@ -5,7 +5,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::fold::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::Classes,
+        Fill::Power,
+    ],
     table: include_str!("../../ops/fold.toml"),
     make,
     compute,
@@ -37,6 +46,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         }
         // Sums come near the largest f32; those of fp16 only overflow in the last rounding.
         Fill::NearOverflow if maker.dtype != DType::Fp16 => near_overflow(maker, c * n),
+        Fill::Power => gemm_dx::transposed(&power::masks(&maker.draw("x"), n, c), c),
         fill => maker.values("x", fill, c * n, n),
     };
     maker.floats([("x", vec![c, n], x)])

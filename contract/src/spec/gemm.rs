@@ -4,7 +4,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::gemm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::Classes,
+        Fill::Power,
+    ],
     table: include_str!("../../ops/gemm.toml"),
     make,
     compute,
@@ -42,6 +51,7 @@ pub(super) fn operands(maker: &Maker, name: &str, [m, n, k]: [usize; 3]) -> (Vec
             (x, maker.values("w", Fill::Normal, n * k, k))
         }
         Fill::Classes => classes(maker, m, n, k),
+        Fill::Power => power::product(maker, name, [m, n, k]),
         fill => (maker.values(name, fill, m * k, k), maker.values("w", fill, n * k, k)),
     }
 }

@@ -5,7 +5,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::layer_norm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::Classes,
+        Fill::Power,
+    ],
     table: include_str!("../../ops/layer_norm.toml"),
     make,
     compute,
@@ -13,7 +22,13 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
-    let mut x = values(maker, r, n);
+    // Half of them so large that what survives of a mask, over the masses, is seen in fp16.
+    let factors = power::factors(&maker.draw("w"), n).into_iter().enumerate();
+    let factors: Vec<f64> = factors.map(|(i, w)| if i % 2 == 0 { w } else { w * 4096.0 }).collect();
+    let mut x = match maker.fill {
+        Fill::Power => power::centred_rows(maker, "x", r, &if maker.has("w") { factors.clone() } else { vec![1.0; n] }),
+        _ => values(maker, r, n),
+    };
     // Rows that are exactly 1 and -1 after the norm without eps, so that the outputs are w and -w, and bias; and NaN.
     if maker.fill == Fill::Classes {
         let kinds = [[1.0, -1.0], [-2.0, 2.0], [-1.0, 1.0], [f64::NAN, 1.0]];
@@ -25,6 +40,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             (Fill::Classes, "w") => [maker.borders_from(0, n - 1), vec![65280.0]].concat(),
             // -0 changes nothing. Last, the largest fp16 number, which bf16 holds as two.
             (Fill::Classes, _) => [vec![-0.0; n - 1], vec![-224.0]].concat(),
+            (Fill::Power, "w") => factors.clone(),
+            (Fill::Power, _) => vec![0.0; n],
             _ => maker.values(name, Fill::Normal, n, n),
         };
         inputs.extend(maker.floats([(name, vec![n], values)]));
@@ -78,7 +95,8 @@ impl Norm {
         // A mean that is wrong by e adds e^2 to the variance.
         let e = super::rms_norm::roundings(x.len()) * mean_error * round::pow2(-24);
         // Squares below the smallest normal number lose bits.
-        let mut r_error = 1.0 + FLOOR / variance + e * e / variance * round::pow2(24);
+        let lost = absorbed(x.iter().map(|x| (x - mean) * (x - mean)), squares);
+        let mut r_error = 1.0 + FLOOR / variance + e * e / variance * round::pow2(24) + lost;
         // Nothing is claimed where squares of finite numbers overflow f32, nor where the error of the mean is the variance.
         // Beside a number that is not finite the squares are NaN, and so is the variance.
         if squares > HUGE || e * e > variance / 64.0 {

@@ -15,6 +15,12 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
+    if maker.fill == Fill::Power {
+        let [x, w, dy] = power::centred_gradient_rows(maker, r, n);
+        let mut inputs = maker.floats([("x", vec![r, n], x), ("w", vec![n], w), ("dy", vec![r, n], dy)]);
+        inputs.retain(|name, _| name != "w" || maker.has("w"));
+        return inputs;
+    }
     let mut inputs = maker.floats([("dy", vec![r, n], gradients(maker, "dy", r * n, n))]);
     inputs.extend(maker.floats([("x", vec![r, n], layer_norm::values(maker, r, n))]));
     if maker.has("w") {

@@ -21,6 +21,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             let x = (0..r * n).map(|i| if (i % n).is_multiple_of(2) { 1.0 } else { -1.0 });
             (x.collect(), maker.borders_from(0, r * n))
         }
+        Fill::Power => {
+            let [x, dy] = rms_norm_dw::rows(maker, r, n);
+            (x, dy)
+        }
         _ => (layer_norm::values(maker, r, n), rms_norm_backward::gradients(maker, "dy", r * n, n)),
     };
     let mut inputs = maker.floats([("x", vec![r, n], x), ("dy", vec![r, n], dy)]);

@@ -6,7 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::linear_logprob::OP,
     class: Class::Logprob,
-    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges, Fill::Classes, Fill::Sharp],
+    fills: &[Fill::Normal, Fill::Tiny, Fill::Peaky, Fill::Edges, Fill::Classes, Fill::Sharp, Fill::Power],
     table: include_str!("../../ops/linear_logprob.toml"),
     make,
     compute,
@@ -39,9 +39,31 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         w = (0..v * k).map(|at| logits[at % k * v + at / k]).collect();
         target = vec![0; m];
     }
+    if maker.fill == Fill::Power {
+        (x, w) = power(maker, [m, v, k]);
+    }
     let mut inputs = maker.floats([("x", vec![m, k], x), ("w", vec![v, k], w)]);
     inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", target)));
     inputs
+}
+
+/// Logits of even rows are what survives of masks; odd rows take the first two columns of w as logits whose weights are lost beside
+/// the largest.
+fn power(maker: &Maker, [m, v, k]: [usize; 3]) -> (Vec<f64>, Vec<f64>) {
+    let (masks, signs) = power::product(maker, "x", [m, v, k - 2]);
+    let logits = power::logits_below_zero(maker, "w", 2, v);
+    let (mut x, mut w) = (Vec::with_capacity(m * k), Vec::with_capacity(v * k));
+    for (row, mask) in masks.chunks(k - 2).enumerate() {
+        let of = |number: usize| f64::from(u8::from(row % 4 == number));
+        x.extend([of(1), of(3)]);
+        x.extend(mask.iter().map(|term| if row % 2 == 0 { *term } else { 0.0 }));
+    }
+    for (row, signs) in signs.chunks(k - 2).enumerate() {
+        w.extend([logits[row], logits[v + row]]);
+        // A unit of the logits is a sixteenth.
+        w.extend(signs.iter().map(|sign| sign * 1024.0));
+    }
+    (x, w)
 }
 
 /// All logits but the first are -inf. The first is 0, with its own and with another target; -inf; NaN; 1 with an

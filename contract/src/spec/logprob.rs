@@ -13,6 +13,7 @@ pub(super) const SPEC: Spec = Spec {
         Fill::Edges,
         Fill::Classes,
         Fill::Sharp,
+        Fill::Power,
     ],
     table: include_str!("../../ops/logprob.toml"),
     make,
@@ -37,6 +38,9 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let drawn = maker.below("target", r, v);
     let mut target: Vec<i32> =
         drawn.into_iter().enumerate().map(|(i, t)| if i % 5 == 4 { ignored(i) } else { t }).collect();
+    if maker.fill == Fill::Power {
+        logits = power::logits_below_zero(maker, "logits", r, v);
+    }
     if maker.fill == Fill::Sharp {
         logits = match v > sharp::LONG {
             true => sharp::near_one(maker.values("logits", Fill::Normal, r * v, v), v),
@@ -115,7 +119,8 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
         return (0.0, 0.0);
     }
     let level = top + total.ln();
-    (level, 1.0 + level.abs() + size / total)
+    let weights = x.iter().map(|v| (v - top).exp());
+    (level, 1.0 + absorbed(weights, total) + level.abs() + size / total)
 }
 
 /// Whether the exponent `x * log2(e)` of `e^x` is beyond f32: then nothing is claimed of a row whose largest element

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::norm_rope::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
     table: include_str!("../../ops/norm_rope.toml"),
     make,
     compute,
@@ -15,6 +15,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let mut x = maker.values("x", maker.fill, t * h * d, h * d);
     rms_norm::near_root(maker, &mut x);
     let mut w = maker.values("w", Fill::Normal, d, d);
+    if maker.fill == Fill::Power {
+        w = power::factors(&maker.draw("w"), d);
+        x = power::norm_rows(maker, "x", t * h, &w);
+    }
     if maker.fill == Fill::Classes {
         x = rms_norm::unit_rows(t * h, d);
         // Where nothing is rotated, the other element of a pair must only be finite.

@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::rms_norm::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
     table: include_str!("../../ops/rms_norm.toml"),
     make,
     compute,
@@ -12,6 +12,10 @@ pub(super) const SPEC: Spec = Spec {
 
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
+    if maker.fill == Fill::Power {
+        let w = power::factors(&maker.draw("w"), n);
+        return maker.floats([("x", vec![r, n], power::norm_rows(maker, "x", r, &w)), ("w", vec![n], w)]);
+    }
     let mut x = maker.values("x", maker.fill, r * n, n);
     near_root(maker, &mut x);
     if maker.fill == Fill::Classes {
@@ -66,7 +70,7 @@ pub(super) fn elements(c: &Checked, x: &[f64], w: &[f64]) -> Vec<(f64, f64)> {
         // Squares of finite numbers that overflow f32 turn the row into zeros and NaN: nothing is claimed.
         let overflows = squares > HUGE && row.iter().all(|v| v.is_finite());
         // Squares below the smallest normal number lose bits; without eps that is felt.
-        let lost = 1.0 + FLOOR / mean;
+        let lost = 1.0 + FLOOR / mean + absorbed(row.iter().map(|v| v * v), squares);
         for (&v, &weight) in row.iter().zip(w) {
             let weight = if offset { weight + 1.0 } else { weight };
             let normed = v * scale;

@@ -26,6 +26,9 @@ pub(super) fn rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 3] {
         w[n - 1] = 89.0;
         return [x, w, dy];
     }
+    if maker.fill == Fill::Power {
+        return power::gradient_rows(maker, r, n);
+    }
     let mut x = maker.values("x", maker.fill, r * n, n);
     rms_norm::near_root(maker, &mut x);
     [x, maker.values("w", Fill::Normal, n, n), gradients(maker, "dy", r * n, n)]
@@ -130,7 +133,7 @@ impl Row {
         let mean = squares / n + eps;
         let r = 1.0 / mean.sqrt();
         // Squares below the smallest normal number lose bits; without eps that is felt.
-        let mut r_error = 1.0 + FLOOR / mean;
+        let mut r_error = 1.0 + FLOOR / mean + absorbed(x.iter().map(|v| v * v), squares);
         let (sum, size) = sum_of(x.iter().zip(g).map(|(x, g)| x * g.value));
         let of_products: f64 = x.iter().zip(g).filter(|(_, g)| g.error > 0.0).map(|(x, g)| x.abs() * g.error).sum();
         let c = sum / n;

@@ -26,6 +26,10 @@ pub(super) fn rows(maker: &Maker, r: usize, n: usize) -> [Vec<f64>; 2] {
         let x = (0..r * n).map(|i| if (i / n + i % n).is_multiple_of(3) { -1.0 } else { 1.0 });
         return [x.collect(), maker.borders_from(0, r * n)];
     }
+    if maker.fill == Fill::Power {
+        let x = power::factors(&maker.draw("x"), r * n).into_iter().map(f64::signum);
+        return [x.collect(), super::token_sum::masks_of_tokens(maker, "dy", r, n)];
+    }
     let [x, _, dy] = rms_norm_backward::rows(maker, r, n);
     [x, dy]
 }

@@ -13,6 +13,7 @@ pub(super) const SPEC: Spec = Spec {
         Fill::Edges,
         Fill::Classes,
         Fill::Sharp,
+        Fill::Power,
     ],
     table: include_str!("../../ops/softmax.toml"),
     make,
@@ -28,6 +29,9 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     }
     if maker.fill == Fill::Peaky {
         x.iter_mut().for_each(|x| *x *= 16.0);
+    }
+    if maker.fill == Fill::Power {
+        x = power::logits(maker, "x", r, n);
     }
     if maker.fill == Fill::Sharp {
         x = sharp::logits(r, n);
@@ -63,6 +67,7 @@ pub(super) fn shares(row: &[f64]) -> Vec<(f64, f64)> {
     let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
     let total: f64 = weights.iter().sum();
     // Errors in the exponents move weight between elements that differ; equal elements err alike.
+    let absorbed = absorbed(weights.iter().copied(), total);
     let (mut others, mut others_error, mut spread) = (0.0, 0.0, 0.0);
     for (weight, &v) in weights.iter().zip(row) {
         spread += weight / total * exponent_error(v);
@@ -79,7 +84,7 @@ pub(super) fn shares(row: &[f64]) -> Vec<(f64, f64)> {
         let moved =
             share * if v == top { others * exponent_error(v) + others_error } else { exponent_error(v) + spread };
         // A weight below 2^-100 of the largest is dropped.
-        (share, share + moved + round::pow2(-76))
+        (share, share * (1.0 + absorbed) + moved + round::pow2(-76))
     };
     weights.iter().zip(row).map(element).collect()
 }

@@ -16,6 +16,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     if maker.fill == Fill::Classes {
         return classes(maker, r, n);
     }
+    if maker.fill == Fill::Power {
+        let (x, dy) = power(maker, r, n);
+        return maker.floats([("x", vec![r, n], x), ("dy", vec![r, n], dy)]);
+    }
     let mut inputs = match in_turns(maker.fill) {
         true => maker.floats([("x", vec![r, n], turned(maker, "x", [maker.fill, Fill::Normal], r, n))]),
         false => softmax::make(maker),
@@ -29,6 +33,31 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     };
     inputs.extend(maker.floats([("dy", vec![r, n], dy)]));
     inputs
+}
+
+/// In even rows shares that are lost beside the largest, whose gradients are so large that they are seen in fp16; in odd rows
+/// one share of about a half, whose gradient is 0, and some 128 that differ little, whose gradients are masks; the others are
+/// nothing, so that in no order the roundings of the shares add up.
+fn power(maker: &Maker, r: usize, n: usize) -> (Vec<f64>, Vec<f64>) {
+    let (mut x, draw) = (power::logits(maker, "x", r, n), maker.draw("dy"));
+    let sign = |i: usize| if draw.below(i, 2) == 0 { power::MASS } else { -power::MASS };
+    let mut dy: Vec<f64> = x.iter().enumerate().map(|(i, &x)| if x == power::TOP { 0.0 } else { sign(i) }).collect();
+    for row in (1..r).step_by(2) {
+        let (x, dy) = (&mut x[row * n..][..n], &mut dy[row * n..][..n]);
+        let half = draw.below(r * n + row, n);
+        // The last colour is of those that have no share.
+        let kept = |i: usize| i != half && draw.below((r + row) * n + i, n) < 128;
+        let colours: Vec<usize> = (0..n).map(|i| if kept(i) { i % 64 } else { 64 }).collect();
+        dy.copy_from_slice(&power::mask(&draw, row, &colours));
+        for i in 0..n {
+            (x[i], dy[i]) = match colours[i] {
+                64 => (f64::NEG_INFINITY, 0.0),
+                colour => (colour as f64 / 128.0, dy[i]),
+            };
+        }
+        x[half] = 5.5;
+    }
+    (x, dy)
 }
 
 /// Whether a fill of one input alone leaves something to see: then ten rows of the one have it, and ten of the other.

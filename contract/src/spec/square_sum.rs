@@ -5,7 +5,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::square_sum::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
     table: include_str!("../../ops/square_sum.toml"),
     make,
     compute,
@@ -31,6 +31,7 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
             }
             x
         }
+        Fill::Power => power::norm_rows(maker, "x", r, &vec![1.0; n]),
         fill => maker.values("x", fill, r * n, n),
     };
     maker.floats([("x", vec![r, n], x)])

@@ -6,7 +6,16 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::token_sum::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: &[
+        Fill::Normal,
+        Fill::Wide,
+        Fill::Cancel,
+        Fill::Tiny,
+        Fill::NearOverflow,
+        Fill::Edges,
+        Fill::Classes,
+        Fill::Power,
+    ],
     table: include_str!("../../ops/token_sum.toml"),
     make,
     compute,
@@ -23,11 +32,19 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         }
         Fill::Classes => maker.borders_from(0, r * n),
         Fill::NearOverflow if maker.dtype != DType::Fp16 => fold::near_overflow(maker, r * n),
+        Fill::Power => masks_of_tokens(maker, "x", r, n),
         fill => maker.values("x", fill, r * n, n),
     };
     let mut inputs = maker.floats([("x", vec![r, n], x)]);
     inputs.extend(mask_and_carry(maker, r, [64, n]));
     inputs
+}
+
+/// Columns of masks, in each of the 64 chains of which masses cancel.
+pub(super) fn masks_of_tokens(maker: &Maker, name: &str, tokens: usize, n: usize) -> Vec<f64> {
+    let (draw, chains) = (maker.draw(name), (0..tokens).map(|token| token % 64).collect::<Vec<_>>());
+    let columns: Vec<f64> = (0..n).flat_map(|column| power::mask(&draw, column, &chains)).collect();
+    gemm_dx::transposed(&columns, tokens)
 }
 
 /// The mask of `tokens`, of which a third are padding, and a carry of this shape, where the case asks for them.

@@ -1,6 +1,7 @@
 //! The order in which a kernel adds, from questions whose answers depend on which terms meet first.
 
 use super::{Finding, Probe, Tree};
+use samebits_contract::case::Config;
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -100,7 +101,132 @@ pub struct RowsApart {
     pub other: Tree,
 }
 
+/// Why a sum is not known to have one order.
+pub enum Apart {
+    /// It cannot be asked, or its answers say nothing.
+    Unasked(String),
+    /// An answer was due and did not come.
+    NoAnswer(String),
+    /// It has another order on one setting.
+    Differs {
+        /// The setting.
+        setting: String,
+        /// Terms of the sum.
+        terms: usize,
+        /// What was left of the first sum that differs, as usual and on the setting.
+        expected: f64,
+        /// The same on the setting.
+        found: f64,
+        /// How many sums differ.
+        count: usize,
+        /// Of how many.
+        total: usize,
+    },
+}
+
+/// How a sum is asked to which all others are held.
+pub const USUAL: &str = "8 rows";
+
 impl Probe<'_> {
+    /// Asks the same questions with other numbers of rows, so that each stands at other places, with other numbers of columns
+    /// (queries, in attention) and on other numbers of threads. Answers are compared as they come, so no order needs to be
+    /// known. The number of settings that were asked.
+    ///
+    /// # Errors
+    /// The first setting with another order, or why there is none to compare.
+    pub fn one_order(&self, op: Op, threads: &[usize]) -> Result<usize, Apart> {
+        // More than the declared order needs: where a kernel changes its ways, sums are long.
+        let n = match op {
+            Op::Gemm | Op::GemmDw | Op::EmbeddingDw if self.out == DType::Fp32 => 1030,
+            // bf16 counts to 256.
+            Op::Gemm => 250,
+            Op::RmsNorm | Op::Softmax | Op::Logprob => 1030,
+            _ => self.terms_asked(op),
+        };
+        if !op.shows(self.dtype, self.out) {
+            let reason = "the last bit of such a sum is seen in fp32 outputs alone; cases of fill `power` ask for the order of it";
+            return Err(Apart::Unasked(reason.into()));
+        }
+        let of = |columns: usize, threads: Option<usize>| Probe {
+            columns,
+            config: Config { threads: threads.or(self.config.threads), ..self.config.clone() },
+            ..*self
+        };
+        let usual = of(1, None).signature(op, n, 8).map_err(Apart::Unasked)?;
+        if usual.iter().all(|left| *left == usual[0]) {
+            return Err(Apart::Unasked(format!("all questions about a sum of {n} terms have one answer")));
+        }
+        let rows = [1, 2, 3, 7, 9, 16, 33, 65, 129, 257].map(|rows| (format!("{rows} rows"), of(1, None), rows));
+        let mut settings: Vec<(String, Probe, usize)> = rows.into();
+        if matches!(op, Op::Gemm | Op::Attention) {
+            let name = if op == Op::Gemm { "columns" } else { "queries" };
+            settings.extend([2, 17, 65].map(|columns| (format!("8 rows, {columns} {name}"), of(columns, None), 8)));
+        }
+        settings.extend(threads.iter().map(|&threads| (format!("8 rows, {threads} threads"), of(1, Some(threads)), 8)));
+        let count = settings.len();
+        for (setting, probe, rows) in settings {
+            let found =
+                probe.signature(op, n, rows).map_err(|reason| Apart::NoAnswer(format!("{setting}: {reason}")))?;
+            let differ: Vec<usize> = (0..usual.len()).filter(|&i| usual[i].to_bits() != found[i].to_bits()).collect();
+            if let Some(&first) = differ.first() {
+                let (expected, found, terms) = (usual[first], found[first], n);
+                return Err(Apart::Differs {
+                    setting,
+                    terms,
+                    expected,
+                    found,
+                    count: differ.len(),
+                    total: usual.len(),
+                });
+            }
+        }
+        Ok(count)
+    }
+
+    /// What is left of some sums of `n` terms that give their order away, `rows` in a call.
+    fn signature(&self, op: Op, n: usize, rows: usize) -> Result<Vec<f64>, String> {
+        let mut left = Vec::new();
+        if op.cancels() {
+            let mut pairs: Vec<(usize, usize)> = (1..n).step_by(n.div_ceil(24)).map(|j| (0, j)).collect();
+            pairs.extend(drawn(n, 2).map(|pair| (pair[0], pair[1])).take(40));
+            let (unit, mass) = self.unit_and_mass();
+            for part in pairs.chunks(rows) {
+                let mut sums = vec![vec![unit; n]; rows];
+                for (sum, &(i, j)) in sums.iter_mut().zip(part) {
+                    (sum[i], sum[j]) = (mass, -mass);
+                }
+                left.extend(self.sums(op, &sums)?.into_iter().take(part.len()));
+            }
+            return Ok(left);
+        }
+        let terms = self.terms(op, n, 8)?;
+        let neighbours = (0..n - 2).step_by(n.div_ceil(24)).map(|i| [i + 2, i, i + 1]);
+        let triples: Vec<[usize; 3]> = neighbours.chain(drawn(n, 3).map(|of| [of[0], of[1], of[2]]).take(72)).collect();
+        for part in triples.chunks(rows) {
+            let asked = part.iter().map(|&[large, a, b]| (large, vec![(a, terms.small[0]), (b, terms.small[1])]));
+            left.extend(self.seen(op, n, rows, &terms, asked.collect())?.into_iter().take(part.len()));
+        }
+        Ok(left)
+    }
+
+    /// As many terms as tell the parts of the declared order apart, and as the output counts.
+    fn terms_asked(&self, op: Op) -> usize {
+        match op {
+            // Segments of 32, the last one short and three empty.
+            Op::Gemm => 130,
+            // Two blocks of keys, where the output holds the sum of so many units.
+            Op::Attention if self.out == DType::Fp32 => 512,
+            Op::Attention => 128,
+            Op::Combine | Op::EmbeddingDw | Op::GemmDw => 9,
+            // Two chains of three terms, the others of two.
+            Op::TokenSum => 130,
+            // Sixteen lanes of two terms, the others of one.
+            Op::RmsNorm => 272,
+            // Segments of 16 lanes, the last one of 8.
+            Op::Softmax | Op::Logprob => 40,
+        }
+    }
+
     /// The sums of `rows` in f32, all rows in one call: the products of each with ones, or the values under equal
     /// weights.
     fn sums(&self, op: Op, rows: &[Vec<f64>]) -> Result<Vec<f64>, String> {
@@ -121,21 +247,23 @@ impl Probe<'_> {
                 Ok((0..m).map(|row| y.value(row * columns)).collect())
             }
             Op::Attention => {
-                // Every row is a sequence of its own with one query of zeros, so that all scores are 0.
+                // Every row is a sequence of its own with queries of zeros, so that all scores are 0.
+                let queries = self.columns;
                 let zeros = |count: usize| vec![0.0; count];
                 let int =
                     |shape: &[usize], value: usize| Tensor::i32(shape, vec![value as i32; shape.iter().product()]);
                 let inputs = vec![
-                    ("q", make(&[m, 1, 1, 16], &zeros(m * 16))),
+                    ("q", make(&[m, queries, 1, 16], &zeros(m * queries * 16))),
                     ("k", make(&[m, n, 1, 16], &zeros(m * n * 16))),
                     ("v", make(&[m, n, 1, 1], &flat)),
-                    ("q_pos", int(&[m, 1], n - 1)),
+                    ("q_pos", int(&[m, queries], n - 1)),
                     ("kv_len", int(&[m], n)),
                 ];
                 let answer = self.ask("attention", self.out, &[], inputs)?;
-                let out = answer.outputs.get("out").filter(|out| out.len() == m).ok_or("the answer lacks `out`")?;
+                let out = answer.outputs.get("out").filter(|out| out.len() == m * queries);
+                let out = out.ok_or("the answer lacks `out`")?;
                 // Divided by the number of keys, a power of two.
-                Ok((0..m).map(|row| out.value(row) * n as f64).collect())
+                Ok((0..m).map(|row| out.value(row * queries + queries - 1) * n as f64).collect())
             }
             Op::Combine => {
                 // Every token has rows of its own, of one element each.
@@ -192,20 +320,7 @@ impl Probe<'_> {
     /// than [`Probe::tree`] asks: which terms meet where, for neighbours, for the first term with every other, and for
     /// some that are drawn. Where one says no, the whole order is asked for.
     pub fn order(&self, op: Op) -> Finding {
-        let n = match op {
-            // Segments of 32, the last one short and three empty.
-            Op::Gemm => 130,
-            // Two blocks of keys, where the output holds the sum of so many units.
-            Op::Attention if self.out == DType::Fp32 => 512,
-            Op::Attention => 128,
-            Op::Combine | Op::EmbeddingDw | Op::GemmDw => 9,
-            // Two chains of three terms, the others of two.
-            Op::TokenSum => 130,
-            // Sixteen lanes of two terms, the others of one.
-            Op::RmsNorm => 272,
-            // Segments of 16 lanes, the last one of 8.
-            Op::Softmax | Op::Logprob => 40,
-        };
+        let n = self.terms_asked(op);
         let declared = op.declared(n).expect("a sum has a term");
         let fits = if op.cancels() { self.fits_signed(op, n, &declared) } else { self.fits_positive(op, n, &declared) };
         let found = match fits {
