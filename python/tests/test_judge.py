@@ -68,6 +68,20 @@ def add(a, b):
     return (a.astype(numpy.float32) + b.astype(numpy.float32)).astype(a.dtype)
 
 
+def cut_product(x, w, parts):
+    """K in so many parts, in bf16 alone, whose 8 bits hide a change of one ulp of f32."""
+    products = ((x[:, None] * w).sum(-1) for x, w in zip(x.float().chunk(parts, 1), w.float().chunk(parts, 1)))
+    return sum(products).bfloat16()
+
+
+def cut_by_rows(x, w):
+    return cut_product(x, w, 3 if len(x) <= 4 else 1)
+
+
+def cut_in_three(x, w):
+    return cut_product(x, w, 3)
+
+
 SMALL = {"cases": ["rms_norm/bf16/small-normal-bf16"]}
 SMALL_FP32 = {"cases": ["rms_norm/fp32/small-normal-fp32"], "dtypes": ["fp32"]}
 
@@ -293,3 +307,11 @@ def test_the_example(which, code):
     failed = [line for line in done.stdout.splitlines() if line.startswith("  fail: ")]
     assert bool(failed) == (which == "wrong")
     assert all("invariance batch=" in line for line in failed), done.stdout
+
+
+def test_an_order_that_follows_the_batch_is_seen_through_bf16():
+    """By default: the quick slice, with no dtype but that of x."""
+    asked = {"op": "gemm", "dtypes": ["bf16"], "judgments": ["invariance"], "axes": ["batch", "position"]}
+    red = [judgment_of(record) for record in samebits.judge(cut_by_rows, **asked).red]
+    assert red.count("invariance/batch") >= 3, red
+    assert samebits.judge(cut_in_three, **asked).ok

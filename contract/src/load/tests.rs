@@ -361,7 +361,7 @@ fn what_is_required_is_the_scope() {
         ("rms_norm/bf16/small-normal-bf16", (true, true)),
         ("rms_norm/bf16/len_n15-normal-bf16", (true, true)),
         ("rms_norm/bf16/hf-normal-bf16", (true, false)),
-        ("rms_norm/bf16/mid-normal-bf16", (true, false)),
+        ("rms_norm/bf16/mid-wide-bf16", (true, false)),
         ("rms_norm/bf16/small-normal-fp32", (false, false)),
         ("rms_norm/fp32/small-normal-bf16", (false, false)),
         ("gemm/bf16/small-normal-bf16", (false, false)),
@@ -371,7 +371,7 @@ fn what_is_required_is_the_scope() {
     // Without stems, or with those that are left out alone, all others must be there.
     for (stems, mid, hf) in [("", true, true), ("\nstems = [\"!hf*\"]", true, false)] {
         let contract = list(&format!("{table}{stems}")).unwrap();
-        assert_eq!(of(&contract, "rms_norm/bf16/mid-normal-bf16").1, mid, "{stems}");
+        assert_eq!(of(&contract, "rms_norm/bf16/mid-wide-bf16").1, mid, "{stems}");
         assert_eq!(of(&contract, "rms_norm/bf16/hf-normal-bf16").1, hf, "{stems}");
     }
     for stem in ["smal", "!smal", "square"] {
