@@ -418,15 +418,17 @@ impl Spec {
 }
 
 /// What the sum of `terms` that are never negative may lose in some order beyond the roundings of any, in units of 2^-24 of
-/// the sum: the terms that vanish beside the whole, each by itself. 0 where these are few, as they are unless made so.
+/// the sum: the terms that vanish beside the whole, each by itself. 0 unless there are many, which are nearly all and of
+/// about one size, as in no row that is not made so.
 fn absorbed(terms: impl Iterator<Item = f64>, sum: f64) -> f64 {
-    let (mut lost, mut count) = (0.0, 0.0);
+    let (mut lost, mut vanish, mut count) = (0.0, 0, 0);
     for term in terms {
-        count += 1.0;
-        lost += if term < sum * round::pow2(-24) { term } else { 0.0 };
+        count += 1;
+        if term < sum * round::pow2(-24) && term >= sum * round::pow2(-32) {
+            (lost, vanish) = (lost + term, vanish + 1);
+        }
     }
-    let units = lost / sum * round::pow2(24);
-    if units > count / 32.0 { units } else { 0.0 }
+    if count >= 64 && 4 * vanish > 3 * count { lost / sum * round::pow2(24) } else { 0.0 }
 }
 
 /// `value` as f32 keeps it.
