@@ -10,9 +10,9 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::verdict::Verdict;
 use samebits_harness::checkpoints::Checkpoints;
-use samebits_harness::judge::{Judge, Selection, plan};
+use samebits_harness::judge::{self, Judge, Selection, plan};
 use samebits_harness::machine;
-use samebits_mutants::orders::{FOLLOWS, Follows, OPS, Ordered};
+use samebits_mutants::orders::{FOLLOWS, Follows, OPS, Order, Ordered, When};
 use std::sync::Arc;
 
 /// How many records of a mutant must be red in the quick slice, and in the default one.
@@ -47,13 +47,17 @@ fn main() {
                     FOLLOWS.iter().enumerate().filter(|(number, _)| taken(*number)).map(|(_, follows)| follows);
                 here.all_are_seen(op, out, mutants)
             }));
-            trials.push(Trial::test(format!("{op}::{out}::held_fixed"), move || {
-                let orders =
-                    FOLLOWS.iter().enumerate().filter(|(number, _)| taken(*number)).map(|(_, follows)| follows);
-                orders.into_iter().try_for_each(|follows| fixed.is_right(op, out, follows))
-            }));
+            // Bounds are tightest where nothing is rounded again.
+            if out == DType::Fp32 {
+                trials.push(Trial::test(format!("{op}::{out}::held_fixed"), move || {
+                    let orders =
+                        FOLLOWS.iter().enumerate().filter(|(number, _)| taken(*number)).map(|(_, follows)| follows);
+                    orders.into_iter().try_for_each(|follows| fixed.is_right(op, out, follows))
+                }));
+            }
         }
     }
+    trials.push(Trial::test("the_judgment_order", move || bench.order_is_judged()));
     libtest_mimic::run(&arguments, trials).exit();
 }
 
@@ -66,6 +70,31 @@ impl Bench {
         slice: Slice,
         judgments: &[Judgment],
         axes: &[&str],
+    ) -> Vec<(Slice, Record)> {
+        let takes = |trial: &judge::Trial| trial.case.fill == Fill::Power && trial.case.out == mutant.out;
+        self.judge_those(mutant, op, slice, judgments, axes, takes)
+    }
+
+    /// The same of all cases.
+    fn judge_all(
+        &self,
+        mutant: &Ordered,
+        op: &str,
+        slice: Slice,
+        judgments: &[Judgment],
+        axes: &[&str],
+    ) -> Vec<(Slice, Record)> {
+        self.judge_those(mutant, op, slice, judgments, axes, |_| true)
+    }
+
+    fn judge_those(
+        &self,
+        mutant: &Ordered,
+        op: &str,
+        slice: Slice,
+        judgments: &[Judgment],
+        axes: &[&str],
+        takes: impl Fn(&judge::Trial) -> bool,
     ) -> Vec<(Slice, Record)> {
         let selection = Selection {
             ops: vec![op.to_string()],
@@ -85,14 +114,64 @@ impl Bench {
         };
         let mut records = Vec::new();
         for group in plan(&self.contract, "mutant/order", &selection) {
-            let trials: Vec<_> = group
-                .into_iter()
-                .filter(|trial| trial.case.fill == Fill::Power && trial.case.out == mutant.out)
-                .collect();
+            let trials: Vec<_> = group.into_iter().filter(|trial| takes(trial)).collect();
             let slices: Vec<Slice> = trials.iter().map(|trial| trial.case.slice).collect();
             records.extend(slices.into_iter().zip(judge.group(&trials)));
         }
         records
+    }
+
+    /// The judgment `order` sees an order that follows the rows, in fp32 outputs and where terms have signs in narrow ones, and
+    /// no other; it is asked of those that do not claim the canonical bits.
+    fn order_is_judged(&self) -> Result<(), Failed> {
+        let folder = tempfile::tempdir()?;
+        let list = folder.path().join("impls.toml");
+        let entry = "[[implementation]]\nname = \"mutant/order\"\nabout = \"it adds\"\njudgments = [\"invariance\"]\n";
+        std::fs::write(&list, entry)?;
+        let mut contract = Contract::load(None)?;
+        contract.add_implementations(&list)?;
+        let bench = Bench { contract, checkpoints: Checkpoints::new(None) };
+        let changes = Follows { usual: Order::Chain, other: Order::Parts(4), when: When::Above(2) };
+        for (op, out, seen) in [
+            ("gemm", DType::Fp32, true),
+            ("gemm", DType::Bf16, true),
+            ("attention", DType::Fp32, true),
+            ("attention", DType::Bf16, true),
+            ("rms_norm", DType::Fp32, true),
+            ("rms_norm", DType::Bf16, false),
+            ("softmax", DType::Fp32, true),
+            ("logprob", DType::Fp32, true),
+        ] {
+            for (follows, changes) in [(changes, true), (Follows { usual: changes.other, ..changes }, false)] {
+                let mutant = Ordered { follows, out };
+                let records = bench.judge_all(&mutant, op, Slice::Quick, &[Judgment::Order], &[]);
+                let of_form = |verdict: &Verdict| match (seen, changes) {
+                    (false, _) => matches!(verdict, Verdict::Unsupported { .. }),
+                    (true, true) => matches!(verdict, Verdict::Fail(_)),
+                    (true, false) => *verdict == Verdict::Pass,
+                };
+                // fp16 has no units small enough for a mean of them.
+                let asked = |record: &&Record| record.out == out && record.dtype != DType::Fp16;
+                let records: Vec<Record> =
+                    records.into_iter().map(|(_, record)| record).filter(|r| asked(&r)).collect();
+                if records.len() != 2 {
+                    return Err(format!(
+                        "{op} {out}: {} records of order, one for bf16 and one for fp32",
+                        records.len()
+                    )
+                    .into());
+                }
+                if let Some(other) = records.iter().find(|record| !of_form(&record.verdict)) {
+                    return Err(format!("{follows}: {}: {:?}", other.case, other.verdict).into());
+                }
+            }
+        }
+        // Claimed bits have the canonical order, which is judged as their arithmetic.
+        let mutant = Ordered { follows: changes, out: DType::Fp32 };
+        match self.judge_all(&mutant, "gemm", Slice::Quick, &[Judgment::Order], &[]).len() {
+            0 => Ok(()),
+            count => Err(format!("{count} records of order for one that claims the canonical bits").into()),
+        }
     }
 
     /// Each of the mutants turns enough records red.

@@ -9,10 +9,11 @@ fn main() {
     let isas = Isa::of_machine().map(Isa::name);
     let by_isa = isas
         .map(|isa| trial(format!("our_ops_do_what_the_page_says::{isa}"), move || our_ops_do_what_the_page_says(isa)));
-    let tests: [(&str, fn()); 4] = [
+    let tests: [(&str, fn()); 5] = [
         ("every_op_that_hands_a_number_on_can_be_asked", every_op_that_hands_a_number_on_can_be_asked),
         ("sums_without_signs_are_as_the_page_says", sums_without_signs_are_as_the_page_says),
         ("mutants_are_explained", mutants_are_explained),
+        ("one_order_that_nobody_claimed", one_order_that_nobody_claimed),
         ("drawings_and_wrong_arguments", drawings_and_wrong_arguments),
     ];
     run_trials(by_isa.chain(tests.map(|(name, test)| trial(name, test))).collect())
@@ -161,12 +162,45 @@ fn mutants_are_explained() {
     }
 }
 
+/// Whoever claims no canonical bits may add in another order, as long as it is one.
+fn one_order_that_nobody_claimed() {
+    for (name, out, code, said) in [
+        (
+            "sequential_sum",
+            "fp32",
+            0,
+            "\none order for all numbers of rows; it is not the declared one, which its list does not claim\n",
+        ),
+        ("sequential_sum", "bf16", 0, "\n    0..33\n"),
+        ("split_from_256_rows", "bf16", 1, "\nNOT as declared: order of a sum of 33 terms\n"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let list = folder.path().join("impls.toml");
+        let command = samebits_mutants::command(name);
+        let entry = format!(
+            "[[implementation]]\nname = \"theirs\"\nabout = \"another\"\ncommand = {command:?}\njudgments = [\"invariance\"]\n"
+        );
+        std::fs::write(&list, entry).unwrap();
+        let list = list.to_str().unwrap();
+        let asked = ["--impl", "theirs", "--dtype", "bf16", "--out", out, "--terms", "33"];
+        let output = samebits(&[&["probe", "--impls", list], &asked[..]].concat());
+        assert_eq!(output.status.code(), Some(code), "{name}: {}", text(&output));
+        assert!(text(&output).contains(said), "{name}: `{said}` is not in: {}", text(&output));
+    }
+}
+
 fn drawings_and_wrong_arguments() {
     let folder = tempfile::tempdir().unwrap();
     let output = samebits(&["probe", "--svg", folder.path().to_str().unwrap(), "--terms", "40", "--rows", "1"]);
     assert_eq!(output.status.code(), Some(0));
     let svg = std::fs::read_to_string(folder.path().join("ours-cpu-gemm-fp32-40-1.svg")).unwrap();
     assert_eq!(svg.matches("<circle").count(), 39, "a sum of 40 terms has 39 additions");
+    // The last bit of a sum of squares is not seen in bf16.
+    let folder = tempfile::tempdir().unwrap();
+    let args =
+        ["--svg", folder.path().to_str().unwrap(), "--terms", "33", "--rows", "1", "--op", "rms_norm", "--out", "bf16"];
+    let output = samebits(&[&["probe"], &args[..]].concat());
+    assert!(text(&output).contains(": nothing was drawn, because no order was revealed"), "{}", text(&output));
     for (option, value, fix) in
         [("--op", "argmax", "gemm"), ("--dtype", "i32", "bf16"), ("--rows", "0", "4096"), ("--impl", "x", "ours/cpu")]
     {

@@ -132,7 +132,10 @@ mod tests {
         assert_eq!(totals, grid::implementations(&folder.records).len());
         let green = synthetic::green();
         let line = table(&green).lines().find(|line| line.trim_start().starts_with("total")).unwrap().to_string();
-        assert_eq!(line.split_whitespace().collect::<Vec<_>>(), ["total", "ok", "4", "ok", "6", "ok", "2", "-", "-"]);
+        assert_eq!(
+            line.split_whitespace().collect::<Vec<_>>(),
+            ["total", "ok", "4", "ok", "6", "ok", "2", "-", "-", "-"]
+        );
     }
 
     #[test]
