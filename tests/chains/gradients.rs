@@ -133,9 +133,9 @@ fn the_verb_writes_the_same_file_or_one_line() {
     let zeros = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().2.fill(0));
     broken(&zeros, &[], "mask: no token counts");
     let first = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().2[0] = 1);
-    broken(&first, &[], "mask: element [0, 0] is 1");
+    broken(&first, &[], "tensor `mask`: element [0, 0] is 1");
     let two = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().2[4] = 2);
-    broken(&two, &[], "mask: element [0, 1] is 2; it must be 0 or 1");
+    broken(&two, &[], "tensor `mask`: element [0, 1] is 2; it must be 0 or 1");
     let shape = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().1.reverse());
     broken(&shape, &[], "tensor `mask`: shape [12, 64] must be [64, 12]");
     let none = changed("qwen3-moe", dir.path(), |all| drop(all.remove("old_logprob")));
