@@ -77,7 +77,7 @@ fn dpbf16(s: Emulated, sums: &mut Floats, a: &Words, b: &Words) {
 fn flushing_fma(s: Emulated, a: Floats, b: Floats, sum: Floats) -> Floats {
     let [a, b, sum] = [flushed(s, a), flushed(s, b), flushed(s, sum)];
     let result = s.fma(a, b, sum);
-    let [zero, least] = [0.0, f32::MIN_POSITIVE].map(|x| s.splat(x));
+    let (zero, least) = (s.splat(0.0), s.splat(f32::MIN_POSITIVE));
     // What was rounded to that number may have been below it: a result 2^64 times as large tells. Where a factor is zero the
     // other one may be of any size, so both count as zeros. Else the product is below 2^-100, since larger ones and sums
     // are multiples of 2^-123, and each factor is below 2^26: nothing overflows.
