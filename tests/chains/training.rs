@@ -257,7 +257,11 @@ fn what_is_refused_leaves_nothing() {
     };
     let row = 4 * 20;
     bad("tokens", &|data| data[60 * row..][..4].fill(255), "tensor `tokens`: element [60, 0] is -1");
-    bad("mask", &|data| data[60 * row + 4..][..4].copy_from_slice(&2i32.to_le_bytes()), "tensor `mask`: element [60, 1] is 2");
+    bad(
+        "mask",
+        &|data| data[60 * row + 4..][..4].copy_from_slice(&2i32.to_le_bytes()),
+        "tensor `mask`: element [60, 1] is 2",
+    );
     bad("mask", &|data| data[..64 * row].fill(0), "mask: no token counts, so there is no loss");
     bad("mask", &|data| data[6 * row..12 * row].fill(0), "mask: no token counts in step 2, 6 sequences from 6 on");
     for number in [f32::NAN, f32::INFINITY] {
