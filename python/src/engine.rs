@@ -184,12 +184,7 @@ impl Engine {
     }
 
     /// Log-probabilities of tokens behind their prompts by one forward, as `next` tells them.
-    fn score(
-        &self,
-        py: Python<'_>,
-        texts: Vec<(Vec<i32>, Vec<i32>)>,
-        temperature: f64,
-    ) -> PyResult<Vec<Vec<f32>>> {
+    fn score(&self, py: Python<'_>, texts: Vec<(Vec<i32>, Vec<i32>)>, temperature: f64) -> PyResult<Vec<Vec<f32>>> {
         self.run(py, |state, cpu| {
             let texts: Vec<_> = texts.iter().map(|(prompt, tokens)| (&prompt[..], &tokens[..])).collect();
             state.engine.model().score(cpu, &texts, temperature, Run::default())
@@ -209,9 +204,7 @@ impl Engine {
     /// The tokens of a conversation, JSON of its messages, and a warning.
     fn encode_chat(&self, py: Python<'_>, messages: &str) -> PyResult<(Vec<i32>, Option<String>)> {
         let messages = serde_json::from_str(messages).map_err(|e| PyValueError::new_err(format!("messages: {e}")))?;
-        self.run(py, |state, _| {
-            state.engine.model().encode_chat(&messages).map(|found| (found.tokens, found.warning))
-        })
+        self.run(py, |state, _| state.engine.model().encode_chat(&messages).map(|found| (found.tokens, found.warning)))
     }
 
     /// The text of some tokens.
