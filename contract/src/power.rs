@@ -156,12 +156,12 @@ pub fn norm_rows(maker: &Maker, name: &str, r: usize, w: &[f64]) -> Vec<f64> {
     let mut x = Vec::with_capacity(r * n);
     for row in 0..r {
         let mut squares = squares(maker, &draw, row, n);
-        for i in 0..n {
+        for (i, w) in w.iter().enumerate() {
             let at = 4 * ((r + row + 1) * n + i);
             if !squares.is_large[i] && is_searched(&draw, at, n) {
                 let (scale, small) = (squares.scale(&draw, at + 1), squares.large * round::pow2(-13));
                 let candidates = significands(maker, &draw, at + 2);
-                squares.x[i] = small * beside_tie(i, candidates, |m| small * m * scale * w[i]);
+                squares.x[i] = small * beside_tie(i, candidates, |m| small * m * scale * w);
             }
         }
         let signed = |(i, x): (usize, f64)| if draw.below(4 * ((r + row + 1) * n + i) + 3, 2) == 0 { x } else { -x };
