@@ -83,7 +83,7 @@ fn check_leaves_a_report_and_says_where() {
     }
     let mut left: Vec<_> = std::fs::read_dir(&out).unwrap().map(|e| e.unwrap().file_name()).collect();
     left.sort();
-    assert_eq!(left, ["junit.xml", "records.jsonl", "report.html", "run.json", "summary.md"]);
+    assert_eq!(left, ["junit.xml", "records.csv", "records.jsonl", "report.html", "run.json", "summary.md"]);
     for file in ["junit.xml", "report.html", "summary.md"] {
         // Markdown escapes the underscore.
         let text = std::fs::read_to_string(out.join(file)).unwrap().replace('\\', "");
