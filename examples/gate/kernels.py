@@ -7,5 +7,5 @@ def rms_norm(x, w, eps, dtype):
     x = x.float()
     squares = x.pow(2)
     parts = squares.chunk(2 if len(x) > 2 else 1, -1)  # mended: parts = [squares]
-    mean = sum(part.sum(-1, keepdim=True) for part in parts) / x.shape[-1]
+    mean = sum(part.cumsum(-1)[:, -1:] for part in parts) / x.shape[-1]
     return (x * torch.rsqrt(mean + eps) * w.float()).to(dtype)
