@@ -24,10 +24,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Holds implementations to the contract and writes a report
 ///
 /// Judges accuracy (against the f64 oracle, within the row set's bounds), invariance (the same raw bits on every
-/// setting of every axis), golden outputs (the same raw bits as blessed), arithmetic (what questions give away of it)
-/// and coverage (whether the cases ask for every class of number), prints a table, and leaves report.html,
-/// summary.md, junit.xml, records.csv and records.jsonl in the report folder. Exit code 0: the contract holds; 1: it does not; 2:
-/// the run itself is broken.
+/// setting of every axis), golden outputs (the same raw bits as blessed), arithmetic (what questions give away of it),
+/// order (whether a sum has one order for all batches, where golden is not claimed) and coverage (whether the cases ask
+/// for every class of number), prints a table, and leaves report.html, summary.md, junit.xml, records.csv and
+/// records.jsonl in the report folder. Exit code 0: the contract holds; 1: it does not; 2: the run itself is broken.
 #[derive(clap::Args, Clone)]
 pub struct Args {
     #[command(flatten)]
