@@ -143,6 +143,10 @@ def softmax(x):
             continue
         pairs = [exp_split(v, LOG2E_HI, LOG2E_LO) for v in row if v != -INF]
         n = max((i for _, i in pairs), default=0.0)
+        if abs(n) == INF:
+            # Finite numbers so far from zero are measured from the largest.
+            top = max(row)
+            row, n = [v if v == -INF else add(v, -top) for v in row], 0.0
         # -inf has weight 0 and takes part in no sum, but it keeps its place among the lanes.
         weights = [0.0 if v == -INF else weight(*exp_split(v, LOG2E_HI, LOG2E_LO), n) for v in row]
         total = segments(weights, lambda part: lanes(part, add))

@@ -101,7 +101,7 @@ fn rows(c: &mut Criterion) {
         b.iter(|| add_rms_norm(&cpu, &shape, black_box(&x), &wide, &w, &mut sum, &mut y).expect("shapes match"))
     });
     let rotation = Rope { tokens: r, heads: n / 128, dim: 128, pairing: Pairing::Half };
-    let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128), &(0..r as i32).collect::<Vec<_>>());
+    let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 128).unwrap(), &(0..r as i32).collect::<Vec<_>>());
     group.bench_function("rope-4096x32x128", |b| {
         b.iter(|| rope(&cpu, &rotation, &table, black_box(&x), &mut y).expect("shapes match"))
     });

@@ -253,6 +253,14 @@ impl From<samebits_schema::Error> for Error {
     }
 }
 
+/// What is added to a mean of squares: finite and not negative.
+pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<(), Error> {
+    if eps >= 0.0 && eps.is_finite() {
+        return Ok(());
+    }
+    Err(value_error(op, format!("eps is {eps}; it must be finite and not negative")))
+}
+
 /// An [`Error::Value`].
 pub(crate) fn value_error(op: &'static str, what: impl Into<String>) -> Error {
     Error::Value { op, what: what.into() }

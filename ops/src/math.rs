@@ -195,19 +195,37 @@ pub fn ln(l: f32) -> f64 {
         z /= 2.0;
         e += 1.0;
     }
-    let s = (z - 1.0) / (z + 1.0);
+    f64::mul_add(e, LN_2, ln_of_quotient((z - 1.0) / (z + 1.0)))
+}
+
+/// `ln(1 + a / b)` of `0 <= a < b`, in f64.
+#[inline(always)]
+pub fn ln1p(a: f32, b: f32) -> f64 {
+    let (a, b) = (f64::from(a), f64::from(b));
+    ln_of_quotient(a / (2.0 * b + a))
+}
+
+/// `ln((1 + s) / (1 - s))` of |s| up to 1/3.
+#[inline(always)]
+fn ln_of_quotient(s: f64) -> f64 {
     let q = s * s;
     let mut r = 1.0 / 21.0;
     for denominator in [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
         r = f64::mul_add(r, q, 1.0 / denominator);
     }
-    f64::mul_add(e, LN_2, (2.0 * s) * r)
+    (2.0 * s) * r
+}
+
+/// The logarithm of `l * 2^n`, in f64.
+#[inline(always)]
+pub fn ln_of_sum(n: f32, l: f32) -> f64 {
+    f64::mul_add(f64::from(n), LN_2, ln(l))
 }
 
 /// The logarithm of `l * 2^n`, rounded to f32 once.
 #[inline(always)]
 pub fn lse(n: f32, l: f32) -> f32 {
-    f64::mul_add(f64::from(n), LN_2, ln(l)) as f32
+    ln_of_sum(n, l) as f32
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use crate::simd::{Kernel, MAX_LANES, OnLine, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
-const LANES: usize = 256;
+pub(crate) const LANES: usize = 256;
 /// Elements that are read from memory once and then, where not all lanes fit the registers, again from the first cache.
 const TILE: usize = 16 * LANES;
 
@@ -101,9 +101,15 @@ impl Lanes {
     /// Adds element `at`, with `pairs` to the lane from which [`Lanes::fold_pairs`] takes it.
     #[inline(always)]
     pub fn add_one<S: Simd>(&mut self, _: S, at: usize, x: f32, pairs: bool) {
-        let (i, half) = (at % (2 * S::LANES), if at % 2 == 1 { 0 } else { S::LANES });
-        let place = if pairs { at - i + half + i / 2 } else { at };
-        self.0[place % LANES] += x;
+        self.0[place::<S>(at, pairs)] += x;
+    }
+
+    /// The same, with `sum` as the lane of element `at`.
+    #[inline(always)]
+    pub fn with<S: Simd>(&self, _: S, at: usize, sum: f32, pairs: bool) -> Lanes {
+        let mut lanes = self.0;
+        lanes[place::<S>(at, pairs)] = sum;
+        Lanes(lanes)
     }
 
     /// Adds the products `a[i] * b[i]`, each by an `fma`. Their number is a multiple of 256 unless it is the last part.
@@ -161,6 +167,13 @@ impl Lanes {
     pub fn fold_pairs<S: Simd>(&mut self, s: S, len: usize) -> f32 {
         s.enter(Fold::<true> { lanes: &mut self.0, len })
     }
+}
+
+/// Where the lane of element `at` stands, with `pairs` where [`Lanes::fold_pairs`] takes it from.
+#[inline(always)]
+fn place<S: Simd>(at: usize, pairs: bool) -> usize {
+    let (i, half) = (at % (2 * S::LANES), if at % 2 == 1 { 0 } else { S::LANES });
+    (if pairs { at - i + half + i / 2 } else { at }) % LANES
 }
 
 /// With `PAIRS` every two vectors that came were the elements of odd and of even index.

@@ -33,14 +33,12 @@ fn compute(c: &Checked) -> References {
 
 /// Value and condition of the entropy of the row x, whose elements may have been rounded.
 pub(super) fn of_row(x: &[f64], rounded: bool) -> (f64, f64) {
-    match logprob::log_sum(x) {
-        (level, condition) if condition.is_infinite() => return (level, condition),
-        (level, _) if !level.is_finite() => return (f64::NAN, 0.0),
-        _ => {}
+    if !logprob::log_sum(x).0.is_finite() {
+        return (f64::NAN, 0.0);
     }
     let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    // How far below the top a weight is cut off, with a margin for the exponents of large numbers.
-    let cut = -72.0 - top.abs() * round::pow2(-21);
+    // How far below the top a weight is cut off, with a margin.
+    let cut = -72.0;
     if x.iter().filter(|v| **v - top >= cut).count() == 1 {
         return (0.0, 0.0);
     }
@@ -50,7 +48,7 @@ pub(super) fn of_row(x: &[f64], rounded: bool) -> (f64, f64) {
         total += weight;
         distance += weight * below;
         let inexact = if rounded { v.abs() } else { 0.0 };
-        moved += weight * (1.0 + below) * (softmax::exponent_error(v) + inexact);
+        moved += weight * (1.0 + below) * (softmax::exponent_error(below) + inexact);
     }
     let value = total.ln() + distance / total;
     let terms = || x.iter().filter(|v| **v != f64::NEG_INFINITY).map(|v| (top - v, (v - top).exp()));

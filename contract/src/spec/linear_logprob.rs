@@ -1,6 +1,6 @@
 //! `linear_logprob`: the inputs of its cases and its oracle.
 use super::gemm::sum_of;
-use super::logprob::log_sum;
+use super::logprob::{below_level, log_sum};
 use super::*;
 
 pub(super) const SPEC: Spec = Spec {
@@ -113,7 +113,10 @@ fn compute(c: &Checked) -> References {
             Ok(_) if size.is_infinite() => (0.0, f64::INFINITY),
             Ok(_) if level.is_nan() || level.is_infinite() => (f64::NAN, 0.0),
             Ok(target) if values[target] == f64::NEG_INFINITY => (f64::NEG_INFINITY, 0.0),
-            Ok(target) => (values[target] - level, values[target].abs() + logits[target].1 + size),
+            Ok(target) => {
+                let (below, condition) = below_level(&values, target);
+                (below, condition + logits[target].1 + moved)
+            }
         });
     }
     BTreeMap::from([

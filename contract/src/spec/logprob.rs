@@ -24,10 +24,6 @@ pub(super) const SPEC: Spec = Spec {
 pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, v) = (maker.dim("R"), maker.dim("V"));
     let mut logits = maker.values("logits", maker.fill, r * v, v);
-    // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
-    if maker.fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
-        logits.iter_mut().for_each(|x| *x /= 2.0);
-    }
     if maker.fill == Fill::Peaky {
         logits.iter_mut().for_each(|x| *x *= 16.0);
     }
@@ -80,9 +76,14 @@ fn compute(c: &Checked) -> References {
         logprob.push(match usize::try_from(target) {
             Err(_) => (0.0, 0.0),
             Ok(_) if level.0.is_nan() || level.0.is_infinite() => (f64::NAN, 0.0),
-            Ok(target) if level.1.is_infinite() => (x[target] - level.0, f64::INFINITY),
             Ok(target) if x[target] == f64::NEG_INFINITY => (f64::NEG_INFINITY, 0.0),
-            Ok(target) => (x[target] - level.0, x[target].abs() + level.1),
+            Ok(target) => {
+                let (below, condition) = below_level(&x, target);
+                // Elements that were divided by a temperature have been rounded, every one to a share of itself.
+                let shares = || x.iter().map(|v| (v - level.0).exp() * v.abs()).filter(|moved| !moved.is_nan());
+                let rounded = if inverse == 1.0 { 0.0 } else { x[target].abs() + shares().sum::<f64>() };
+                (below, condition + rounded)
+            }
         });
     }
     BTreeMap::from([
@@ -105,9 +106,6 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
     if top == f64::NEG_INFINITY {
         return (top, 0.0);
     }
-    if exponent_overflows(top) {
-        return (top, f64::INFINITY);
-    }
     let (mut total, mut size) = (0.0, 0.0);
     for &v in x.iter().filter(|v| **v != f64::NEG_INFINITY) {
         let weight = (v - top).exp();
@@ -123,8 +121,22 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
     (level, 1.0 + absorbed(weights, total) + level.abs() + size / total)
 }
 
-/// Whether the exponent `x * log2(e)` of `e^x` is beyond f32: then nothing is claimed of a row whose largest element
-/// is x.
+/// `x[target]` below `ln(sum exp(x))`, and what its error is proportional to: how far elements lie from the largest, and not
+/// where that one lies.
+pub(super) fn below_level(x: &[f64], target: usize) -> (f64, f64) {
+    let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let finite = || x.iter().enumerate().filter(|(_, v)| **v != f64::NEG_INFINITY).map(|(i, v)| (i, v - top));
+    let total: f64 = finite().map(|(_, below)| below.exp()).sum();
+    let rest: f64 = finite().filter(|(i, _)| *i != target).map(|(_, below)| below.exp()).sum();
+    let (own, moved) = (x[target] - top, finite().map(|(_, below)| below.exp() * below.abs()).sum::<f64>() / total);
+    // Of one that is nearly certain, the distance from ln(1) is lost where it is taken as a difference.
+    let value = if rest < own.exp() { 0.0 - (rest / own.exp()).ln_1p() } else { own - total.ln() };
+    let exact = rest == 0.0;
+    let lost = absorbed(finite().map(|(_, below)| below.exp()), total);
+    (value, if exact { 0.0 } else { 1.0 + lost + value.abs() + own.abs() + moved })
+}
+
+/// Whether the exponent `x * log2(e)` of `e^x` is beyond f32.
 pub(super) fn exponent_overflows(x: f64) -> bool {
     x.abs() * std::f64::consts::LOG2_E >= HUGE
 }

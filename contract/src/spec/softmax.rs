@@ -23,10 +23,6 @@ pub(super) const SPEC: Spec = Spec {
 pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n) = (maker.dim("R"), maker.dim("N"));
     let mut x = maker.values("x", maker.fill, r * n, n);
-    // e^x has the exponent x * log2(e), which must be an f32 too; fp16 is far from that.
-    if maker.fill == Fill::NearOverflow && maker.dtype != DType::Fp16 {
-        x.iter_mut().for_each(|x| *x /= 2.0);
-    }
     if maker.fill == Fill::Peaky {
         x.iter_mut().for_each(|x| *x *= 16.0);
     }
@@ -61,9 +57,9 @@ pub(super) fn shares(row: &[f64]) -> Vec<(f64, f64)> {
         return vec![(f64::NAN, 0.0); row.len()];
     }
     let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    if super::logprob::exponent_overflows(top) {
-        return vec![(0.0, f64::INFINITY); row.len()];
-    }
+    // A row whose exponents overflow is measured from its top.
+    let from = if super::logprob::exponent_overflows(top) { top } else { 0.0 };
+    let exponent_error = |v: f64| exponent_error(v - from);
     let weights: Vec<f64> = row.iter().map(|v| (v - top).exp()).collect();
     let total: f64 = weights.iter().sum();
     // Errors in the exponents move weight between elements that differ; equal elements err alike.

@@ -536,7 +536,8 @@ impl Probe<'_> {
             Op::Softmax => (vec![("x", x)], "y"),
             _ => {
                 let target = shown.iter().map(|&large| large as i32).collect();
-                (vec![("logits", x), ("target", Tensor::i32(&[batch], target))], "logprob")
+                // The log-probability of the large term is made of the others alone.
+                (vec![("logits", x), ("target", Tensor::i32(&[batch], target))], "lse")
             }
         };
         let params = if op == Op::RmsNorm { vec![("eps", "0".to_string())] } else { Vec::new() };

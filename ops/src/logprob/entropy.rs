@@ -2,18 +2,18 @@
 //!
 //! Formula: `p = softmax(logits / temperature)`, `entropy = -(sum of p * ln p)`; lse is that of `logprob`.
 //! Order: weights `w`, their sum `l` and its order are those of `logprob`; `s` sums `w * (top - x)` over the same segments
-//! and lanes, a lane a chain of fma, `top` being the largest x, of weight `t`.
-//! Rounding: every step once to f32; `(ln(l) - ln(t)) + s / l` in f64, rounded once.
+//! and lanes, a lane a chain of fma, `top` being the largest x, of weight `t`; `rest` is l without the first such.
+//! Rounding: every step once to f32; `ln(1 + rest / t) + s / l` in f64, rounded once, its first term `ln(l) - ln(t)` where
+//! rest is not below t.
 //! Special: -inf and what has weight +0 is skipped; a row whose lse is NaN or -inf has entropy NaN.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
-use crate::logprob::logprob::{Denominator, Reference, inverse, join, weights};
-use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, ln};
+use crate::logprob::logprob::{Denominator, Reference, Total, inverse, join, lane_without, weights};
+use crate::math::{ln, ln1p};
 use crate::reduce::{Add, Lanes};
-use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, TensorRef, check_len};
 
@@ -148,30 +148,50 @@ impl<I: Element> Kernel for Row<'_, I> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> (f32, f32) {
         let Row { x, scale } = self;
-        let Reference { top, n, special, .. } = Reference::of(s, x, scale);
+        let reference = Reference::of(s, x, scale);
+        let Reference { top, mut origin, special, .. } = reference;
         if let Some(sum) = special {
-            return (f32::narrow(f32::NAN), Denominator { n, sum }.lse());
+            return (f32::narrow(f32::NAN), Denominator { origin, sum, rest: sum }.lse());
         }
+        let far = reference.from_top().map(|from_top| {
+            origin = from_top.origin;
+            s.enter(Total { x, scale, reference: &reference, without: None, next: &[] }).lse()
+        });
+        let first = first(x, |x| x.widen() * scale == top);
         let OnLine([w, below]) = &mut OnLine([[0f32; TILE]; 2]);
-        let (mut sums, mut distances) = ([0f32; 8], [0f32; 8]);
-        for (i, segment) in x.chunks(segment_length(x.len())).enumerate() {
+        let (mut sums, mut rest, mut distances, length) = ([0f32; 8], [0f32; 8], [0f32; 8], segment_length(x.len()));
+        for (i, segment) in x.chunks(length).enumerate() {
             let (mut of_weights, mut of_products) = (Lanes::new(), Lanes::new());
             for x in segment.chunks(TILE) {
                 let (w, below) = (&mut w[..x.len()], &mut below[..x.len()]);
-                weights(s, x, scale, n, w);
+                weights(s, x, scale, origin, w);
                 s.enter(Below { x, scale, top, w, below });
                 of_weights.add(s, w, Add);
                 of_products.add_products(s, w, below);
             }
+            if i == first / length {
+                let at = first % length;
+                let others = lane_without(segment, at, scale, &origin);
+                rest[i] = of_weights.with(s, at, others, false).fold(s, segment.len());
+            }
             sums[i] = of_weights.fold(s, segment.len());
+            rest[i] = if i == first / length { rest[i] } else { sums[i] };
             distances[i] = of_products.fold(s, segment.len());
         }
-        let sum = join(sums);
-        // The weight of the top, which has the exponent n.
-        let (t, _) = exp_split(Scalar, top, LOG2E_HI, LOG2E_LO);
-        let entropy = (ln(sum) - ln(t)) + f64::from(join(distances)) / f64::from(sum);
-        (entropy as f32, Denominator { n, sum }.lse())
+        let total = Denominator { origin, sum: join(sums), rest: join(rest) };
+        let Denominator { sum, rest, .. } = total;
+        let t = origin.weight(top);
+        let spread = if rest < t { ln1p(rest, t) } else { ln(sum) - ln(t) };
+        let entropy = spread + f64::from(join(distances)) / f64::from(sum);
+        (entropy as f32, far.unwrap_or_else(|| total.lse()))
     }
+}
+
+/// The first element for which `is` holds, which it does for one.
+fn first<T: Copy>(x: &[T], is: impl Fn(T) -> bool) -> usize {
+    // Whole pieces are looked through without a way out, which goes by vectors.
+    let piece = x.chunks(64).position(|x| x.iter().fold(false, |any, &x| any | is(x))).expect("one is");
+    piece * 64 + x[piece * 64..].iter().position(|&x| is(x)).expect("it is in this piece")
 }
 
 /// How far elements of a row are below its top; +0 for those of weight +0.

@@ -6,7 +6,8 @@
 //!
 //! One pass: a row's reference point n is the largest exponent met so far, and its sums are rescaled by a power of two when
 //! it moves. That is exact, except where a weight that was added would be cut under the final n (a range of more than 2^100
-//! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths.
+//! within the row): the tiles of such rows are summed again with n known, and the rows counted as slow paths. So are rows
+//! that are far from zero: their largest logit is found, and they are summed from it.
 
 pub(crate) mod device;
 
@@ -17,8 +18,8 @@ use crate::gemm::gemm::{
     Gemm, PackedWeight, Panels, Product, Ran, SAYS, SharedOut, Tally, Weight, panel_words, prepare, row_words,
 };
 use crate::gemm::tile::{Block as Tiles, MAX_ROWS, PANEL, TILE_ROWS, block_words, fma_block};
-use crate::logprob::logprob::{check_targets, inverse};
-use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
+use crate::logprob::logprob::{FAR, Origin, check_targets, inverse, join};
+use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, weight};
 use crate::pack::{as_floats, as_floats_mut};
 use crate::reduce::Lanes;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
@@ -40,6 +41,10 @@ const LEAST: usize = LANES + 1;
 const INVALID: usize = LANES + 2;
 /// Exponents below this one may change `LEAST`.
 const WATCH: usize = LANES + 3;
+/// The lane of the target without the target.
+const OTHERS: usize = LANES + 4;
+/// The largest logit, of a row that is far from zero.
+const TOP: usize = LANES + 5;
 /// Rows whose sums are in hand at a time, at most.
 const BLOCK_ROWS: usize = 512;
 /// Weights further below the reference point are +0.
@@ -253,9 +258,22 @@ impl Plan for Blocks {
     }
 }
 
-/// What a segment of a row comes to: n, the sum of its weights, the least exponent that was added, and 1 when a logit is
-/// NaN or +inf.
-const FACTS: usize = 4;
+/// What a segment of a row comes to: n, the sum of its weights, the same without the target, the least exponent that was
+/// added, 1 when a logit is NaN or +inf, and the largest logit of a row that is far from zero.
+const FACTS: usize = 6;
+
+/// The sums of a row's segments, with and without the target, under its reference point n.
+fn joined(segments: impl Iterator<Item = [f32; FACTS]>, n: f32) -> [f32; 2] {
+    let (mut sums, mut rests) = ([0f32; 8], [0f32; 8]);
+    for (i, [of_segment, sum, rest, ..]) in segments.enumerate() {
+        // Exact: what is left is at least 2^-101. A segment that is far below has no weight at all.
+        let shift = of_segment - n;
+        if shift >= -NEGLIGIBLE {
+            (sums[i], rests[i]) = (sum * exp2(shift), rest * exp2(shift));
+        }
+    }
+    [join(sums), join(rests)]
+}
 
 /// What belongs to each row beside x.
 struct Rows<'a> {
@@ -333,8 +351,9 @@ fn total<I: Element>(product: &Product<I>, rows: Rows) -> Result<(), Error> {
     Ok(())
 }
 
-/// What strict mode says of rows that lose weights they had added.
-pub(crate) const SUMMED_TWICE: &str = "linear_logprob: rows whose logits span more than 2^100, summed twice";
+/// What strict mode says of rows that lose weights they had added, or are far from zero.
+pub(crate) const SUMMED_TWICE: &str =
+    "linear_logprob: rows whose logits span more than 2^100 or are beyond 45000, summed twice";
 
 /// Rows `first..first + rows`.
 struct Block<'a, I> {
@@ -363,66 +382,83 @@ impl<I: Element> Block<'_, I> {
             });
         }
         let x = &*x_area;
-        // The logit of each row's target stands in `logprob` until the end.
+        // The logit of each row's target stands in `logprob` until the row is done.
         logprob.fill(f32::NAN);
         let facts = as_floats_mut(facts).as_chunks_mut::<FACTS>().0;
-        let facts_out = SharedOut::new(facts);
-        let logit_out = SharedOut::new(logprob);
+        let (facts_out, logprob_out) = (&SharedOut::new(facts), &SharedOut::new(logprob));
         let length = segment_length(vocab);
         let segments = vocab.div_ceil(length.max(1));
-        let pass = |slots: &mut [&mut [u32]], again: Option<&Again>| {
+        let mut run = |pass: &Pass| {
             cpu.each_in(slots.iter_mut(), segments, |slot, segment| {
                 // SAFETY: every segment has its own facts of every row, and a target is in one segment.
                 let facts = unsafe { facts_out.part(segment * rows, rows) };
-                self.segment(segment, again, x, slot, facts, &logit_out);
+                self.segment(segment, pass, x, slot, facts, logprob_out);
             });
         };
-        pass(slots, None);
-        // SAFETY: the workers are done.
-        let facts = unsafe { facts_out.part(0, segments * rows) };
-        let mut again = Again { n: [0.0; BLOCK_ROWS + MAX_ROWS], lost: [false; BLOCK_ROWS + MAX_ROWS] };
-        for r in 0..rows {
-            let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
-            let n = mine().map(|facts| facts[0]).fold(f32::NEG_INFINITY, f32::max);
-            again.n[r] = n;
+        // SAFETY: of both, the workers of a pass are done.
+        let of_row = |r: usize| (0..segments).map(move |segment| unsafe { facts_out.part(segment * rows + r, 1)[0] });
+        let logprob = |r: usize| unsafe { &mut logprob_out.part(r, 1)[0] };
+        let largest = |r: usize| of_row(r).map(|facts| facts[0]).fold(f32::NEG_INFINITY, f32::max);
+
+        let mut pass = Pass { kind: Kind::First, by: [Some(f32::NEG_INFINITY); MOST_ROWS] };
+        run(&pass);
+        pass.kind = Kind::Known;
+        for (r, by) in pass.by[..rows].iter_mut().enumerate() {
             // A weight that was added and is cut under the final n.
-            again.lost[r] = mine().any(|facts| facts[0] - n >= -NEGLIGIBLE && facts[2] - n < -NEGLIGIBLE);
+            let n = largest(r);
+            let cut = |f: [f32; FACTS]| f[0] - n >= -NEGLIGIBLE && f[3] - n < -NEGLIGIBLE;
+            *by = of_row(r).any(cut).then_some(n);
         }
-        let lost = again.lost[..rows].iter().filter(|&&lost| lost).count();
-        if lost > 0 {
-            pass(slots, Some(&again));
+        let mut again = pass.count(rows);
+        if again > 0 {
+            run(&pass);
         }
-        // SAFETY: as above.
-        let facts = unsafe { facts_out.part(0, segments * rows) };
-        for r in 0..rows {
-            let mine = || (0..segments).map(|segment| facts[segment * rows + r]);
-            let n = again.n[r];
-            let invalid = mine().any(|facts| facts[3] > 0.0) || n == f32::INFINITY;
-            let mut part = [0f32; 8];
-            for (part, facts) in part.iter_mut().zip((0..segments).map(|segment| facts[segment * rows + r])) {
-                // Exact: what is left is at least 2^-101. A segment that is far below has no weight at all.
-                let shift = facts[0] - n;
-                *part = if shift >= -NEGLIGIBLE { facts[1] * exp2(shift) } else { 0.0 };
+        pass.kind = Kind::Top;
+        for (r, (by, lse)) in pass.by.iter_mut().zip(lse_out.iter_mut()).enumerate() {
+            let (n, invalid) = (largest(r), of_row(r).any(|f| f[4] > 0.0));
+            let ([sum, rest], origin) = (joined(of_row(r), n), Origin { n, top: None });
+            *lse = if invalid || n.is_infinite() { f32::narrow(f32::NAN) } else { origin.ln(sum) as f32 };
+            *by = (!invalid && n.abs() >= FAR).then_some(n);
+            if by.is_none() {
+                *logprob(r) = if invalid { f32::narrow(f32::NAN) } else { origin.logprob(*logprob(r), sum, rest) };
             }
-            let [s0, s1, s2, s3, s4, s5, s6, s7] = part;
-            let sum = ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7));
-            lse_out[r] = match (invalid, n == f32::NEG_INFINITY) {
-                (true, _) => f32::narrow(f32::NAN),
-                (_, true) => f32::NEG_INFINITY,
-                _ => lse(n, sum),
-            };
         }
-        for ((out, lse), &target) in logprob.iter_mut().zip(lse_out).zip(self.target) {
-            *out = if target < 0 { 0.0 } else { f32::narrow(*out - *lse) };
+        let far = pass.count(rows);
+        if far > 0 {
+            run(&pass);
+            pass.kind = Kind::FromTop;
+            let mut exponents = [0f32; MOST_ROWS];
+            for (r, (by, n)) in pass.by[..rows].iter_mut().zip(&mut exponents).enumerate() {
+                if let Some(exponent) = by {
+                    *n = *exponent;
+                    *exponent = of_row(r).map(|f| f[5]).fold(f32::NEG_INFINITY, f32::max);
+                }
+            }
+            run(&pass);
+            for (r, lse) in lse_out.iter_mut().enumerate() {
+                let Some(top) = pass.by[r] else { continue };
+                let ([sum, rest], origin) = (joined(of_row(r), 0.0), Origin::top(top));
+                *logprob(r) = origin.logprob(*logprob(r), sum, rest);
+                if top == f32::NEG_INFINITY {
+                    // No logit is finite.
+                    (*lse, *logprob(r)) = (top, f32::narrow(f32::NAN));
+                } else if exponents[r].is_infinite() {
+                    *lse = origin.ln(sum) as f32;
+                }
+            }
+            again += far;
         }
-        lost
+        for (r, _) in self.target.iter().enumerate().filter(|(_, target)| **target < 0) {
+            *logprob(r) = 0.0;
+        }
+        again
     }
 
-    /// The facts of one segment of the vocabulary for the rows of the block, or for those of the tiles to be summed again.
+    /// The facts of one segment of the vocabulary for the rows of the block that a pass takes.
     fn segment(
         &self,
         segment: usize,
-        again: Option<&Again>,
+        pass: &Pass,
         x: &[u32],
         slot: &mut [u32],
         facts: &mut [[f32; FACTS]],
@@ -440,13 +476,15 @@ impl<I: Element> Block<'_, I> {
         let states = as_floats_mut(states);
         let tiles = || {
             let all = (0..rows).step_by(plan.height).map(|r| r..rows.min(r + plan.height));
-            all.filter(|tile| again.is_none_or(|again| again.lost[tile.clone()].contains(&true)))
+            all.filter(|tile| pass.by[tile.clone()].iter().any(Option::is_some))
         };
         for (r, state) in states.chunks_exact_mut(STATE).enumerate().take(rows) {
             state.fill(0.0);
-            (state[N], state[LEAST], state[WATCH]) = match again {
-                None => (f32::NEG_INFINITY, f32::INFINITY, f32::INFINITY),
-                Some(again) => (again.n[r], again.n[r], f32::NEG_INFINITY),
+            (state[N], state[LEAST], state[WATCH], state[TOP]) = match pass.kind {
+                Kind::First => (f32::NEG_INFINITY, f32::INFINITY, f32::INFINITY, 0.0),
+                // Of rows that the pass does not take nothing is read.
+                Kind::Known => (pass.by[r].unwrap_or(0.0), pass.by[r].unwrap_or(0.0), f32::NEG_INFINITY, 0.0),
+                Kind::Top | Kind::FromTop => (0.0, 0.0, 0.0, f32::NEG_INFINITY),
             };
         }
         let mut tally = Tally::default();
@@ -501,30 +539,91 @@ impl<I: Element> Block<'_, I> {
                     room
                 };
                 let states = &mut states[r * STATE..][..count * STATE];
-                absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving: again.is_none(), states });
-                for (i, sums) in sums.chunks_exact(PANEL).enumerate() {
-                    let column = (self.target[r + i] as i64 - (panel * PANEL) as i64) as usize;
+                if matches!(pass.kind, Kind::First | Kind::Known) {
+                    let moving = matches!(pass.kind, Kind::First);
+                    absorb(cpu, Absorb { sums, columns: columns.clone(), lane, scale, moving, states });
+                }
+                for (i, (sums, state)) in sums.chunks_exact(PANEL).zip(states.chunks_exact_mut(STATE)).enumerate() {
+                    let Some(by) = pass.by[r + i] else { continue };
+                    let x = columns.clone().map(|column| sums[column] * scale);
+                    let origin = match pass.kind {
+                        Kind::First | Kind::Known => Origin { n: state[N], top: None },
+                        Kind::FromTop => {
+                            let origin = Origin::top(by);
+                            for (lane, x) in (lane..).zip(x) {
+                                state[lane % LANES] += origin.weight(x);
+                            }
+                            origin
+                        }
+                        Kind::Top => {
+                            state[TOP] = x.fold(state[TOP], f32::max);
+                            continue;
+                        }
+                    };
+                    let Ok(target) = usize::try_from(self.target[r + i]) else { continue };
+                    if !(start..end).contains(&target) {
+                        continue;
+                    }
+                    let column = target.wrapping_sub(panel * PANEL);
                     if columns.contains(&column) {
                         // SAFETY: a target is in one segment, and a segment has one worker.
                         unsafe { logits.part(r + i, 1)[0] = sums[column] * scale };
+                        continue;
+                    }
+                    // Another one of its lane.
+                    let column = columns.start + ((target - start) % LANES + LANES - lane) % LANES;
+                    if columns.contains(&column) {
+                        state[OTHERS] += origin.weight(sums[column] * scale);
                     }
                 }
             }
         }
         self.ran.add(tally);
         for r in tiles().flatten() {
-            let (lanes, rest) = states[r * STATE..][..STATE].split_at(LANES);
-            let sum = sum_lanes(cpu, lanes.try_into().expect("256 lanes"));
-            facts[r] = [rest[N - LANES], sum, rest[LEAST - LANES], rest[INVALID - LANES]];
+            if pass.by[r].is_none() {
+                continue;
+            }
+            let state = &mut states[r * STATE..][..STATE];
+            let sum = sum_lanes(cpu, state.first_chunk().expect("256 lanes"));
+            let rest = match usize::try_from(self.target[r]) {
+                Ok(target) if (start..end).contains(&target) => {
+                    state[(target - start) % LANES] = state[OTHERS];
+                    sum_lanes(cpu, state.first_chunk().expect("256 lanes"))
+                }
+                _ => sum,
+            };
+            facts[r] = [state[N], sum, rest, state[LEAST], state[INVALID], state[TOP]];
         }
     }
 }
 
-/// What is known of the rows of a block when some of them are summed again.
-struct Again {
-    n: [f32; BLOCK_ROWS + MAX_ROWS],
-    /// Their tiles are summed again.
-    lost: [bool; BLOCK_ROWS + MAX_ROWS],
+/// Rows of a block, at most.
+const MOST_ROWS: usize = BLOCK_ROWS + MAX_ROWS;
+
+/// Once over the vocabulary.
+struct Pass {
+    kind: Kind,
+    /// What each row that it takes is measured by.
+    by: [Option<f32>; MOST_ROWS],
+}
+
+impl Pass {
+    /// How many of the first rows it takes.
+    fn count(&self, rows: usize) -> usize {
+        self.by[..rows].iter().flatten().count()
+    }
+}
+
+/// What a pass finds.
+enum Kind {
+    /// The sums, while n follows the largest exponent met so far.
+    First,
+    /// The sums under an n that is known.
+    Known,
+    /// The largest logit.
+    Top,
+    /// The sums from the largest logit.
+    FromTop,
 }
 
 /// `2^i` for integral i in [-126, 0].
@@ -611,8 +710,10 @@ fn move_range(exponents: &[f32], state: &mut [f32]) {
         if shift >= -NEGLIGIBLE {
             let factor = exp2(shift);
             state[..LANES].iter_mut().for_each(|sum| *sum *= factor);
+            state[OTHERS] *= factor;
         } else {
             state[..LANES].fill(0.0);
+            state[OTHERS] = 0.0;
             state[LEAST] = f32::INFINITY;
         }
         state[N] = n;

@@ -107,7 +107,9 @@ template <bool SCALED> struct Running {
     }
 };
 
-template <bool SCALED> DEVICE Denominator one_pass(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room, bool &again) {
+template <bool SCALED>
+DEVICE Denominator one_pass(GLOBAL(const In) x, long long count, float scale, long long without, SHARED_POINTER(float) room,
+                            bool &again) {
     Segment segment = segment_of_warp(count);
     Running<SCALED> run{no_lanes(), scale, -INFINITE, INFINITE, 0.0f, false, false};
     long long at = segment.from + threadIdx.x % 32 * 8;
@@ -143,18 +145,21 @@ template <bool SCALED> DEVICE Denominator one_pass(GLOBAL(const In) x, long long
         }
     }
     again = __syncthreads_or(run.again);
-    if (again) return Denominator{0.0f, 0.0f};
+    if (again) return Denominator{origin_of(0.0f), 0.0f, 0.0f};
     float n = rintf(run.exponent(largest_of_block(run.high, room)));
     float low = rintf(run.exponent(-largest_of_block(-run.low, room)));
     // A row of nothing has no exponents either.
-    again = !(__fsub_rn(low, n) >= NEGLIGIBLE);
-    if (again) return Denominator{0.0f, 0.0f};
+    again = !(__fsub_rn(low, n) >= NEGLIGIBLE) || !(fabsf(n) < FAR);
+    if (again) return Denominator{origin_of(0.0f), 0.0f, 0.0f};
     if (run.begun) {
         float factor = pow2(static_cast<int>(__fsub_rn(__fsub_rn(ROUNDING, run.base), n)));
 #pragma unroll
         for (int j = 0; j < 8; j++) run.lanes.v[j] = __fmul_rn(run.lanes.v[j], factor);
     }
-    return Denominator{n, join_warps(fold_lanes(run.lanes), room)};
+    Origin origin = origin_of(n);
+    float part = fold_lanes(run.lanes), sum = join_warps(part, room);
+    if (without < 0) return Denominator{origin, sum, sum};
+    return Denominator{origin, sum, join_without(x, segment, without, scale, origin, run.lanes, part, room)};
 }
 
 template <bool SCALED> DEVICE void logprob_row(GLOBAL(const In) logits, GLOBAL(const int) target, GLOBAL(float) logprob, GLOBAL(float) lse,
@@ -163,18 +168,19 @@ template <bool SCALED> DEVICE void logprob_row(GLOBAL(const In) logits, GLOBAL(c
     long long row = blockIdx.x;
     GLOBAL(const In) x = logits + row * vocab;
     bool again = false;
-    Denominator d = one_pass<SCALED>(x, vocab, scale, room, again);
-    if (again) d = denominator(x, vocab, scale, room);
+    int index = target[row];
+    Denominator d = one_pass<SCALED>(x, vocab, scale, index, room, again);
+    float level = lse_of(d);
+    if (again) {
+        Reference r = reference(x, vocab, scale, room);
+        d = Denominator{r.origin, r.sum, r.sum};
+        if (!r.special) d = sum_of(x, vocab, scale, r.origin, index, room);
+        level = lse_of(d);
+        if (r.far()) d = sum_of(x, vocab, scale, origin_at(r.top), index, room);
+    }
     if (threadIdx.x == 0) {
-        float value = lse_of(d);
-        lse[row] = value;
-        int index = target[row];
-        float answer = 0.0f;
-        if (index >= 0) {
-            float z = __fmul_rn(widen(static_cast<In>(x[index])), scale);
-            answer = narrow<fp32>(__fsub_rn(z, value));
-        }
-        logprob[row] = answer;
+        lse[row] = level;
+        logprob[row] = index < 0 ? 0.0f : logprob_of(__fmul_rn(widen(static_cast<In>(x[index])), scale), d);
     }
 }
 

@@ -2,8 +2,10 @@
 //!
 //! Formula: `x = logits / temperature`, `lse = ln(sum of e^x)`, `logprob = x[target] - lse`.
 //! Order: `x = z * f32(1/temperature)`; every exponential is `m * 2^i` with `n = max i` as the reference point; the
-//! weights `m * 2^(i-n)` are summed as 8 segments of `16 * ceil(V / 128)` elements, each by the `lanes` sum.
-//! Rounding: every step once to f32; `lse` in f64, rounded once.
+//! weights `m * 2^(i-n)` are summed as 8 segments of `16 * ceil(V / 128)` elements, each by the `lanes` sum; `rest` is the
+//! same sum without the target, whose weight is t. A row of `|n| >= 2^16` is measured from its largest element.
+//! Rounding: every step once to f32; `lse` and `logprob` in f64, rounded once: `logprob = -ln(1 + rest / t)` where rest is
+//! below t.
 //! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
 //! gives logprob 0.
 
@@ -11,8 +13,10 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
-use crate::math::{LOG2E_HI, LOG2E_LO, is_small, lse, near_unit, near_weight, weigh};
-use crate::reduce::{Add, Lanes};
+use crate::math::{
+    LOG2E_HI, LOG2E_LO, exp_split, is_small, ln, ln_of_sum, ln1p, near_unit, near_weight, weigh, weight,
+};
+use crate::reduce::{Add, LANES, Lanes};
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, prefetch_second, store_two};
@@ -85,19 +89,17 @@ fn run(
     typed!(logits.dtype() => I, {
         let logits = logits.rows::<I>();
         let chunk = cpu.rows_per_chunk(lse.len(), vocab);
-        cpu.chunks(lse, chunk, |i, lse| {
-            let end = i * chunk + lse.len();
-            for (row, lse) in (i * chunk..end).zip(lse) {
-                let next = if row + 1 < end { logits.row(row + 1) } else { &[] };
-                *lse = cpu.dispatch(Total { x: logits.row(row), scale, next }).lse();
+        let mut parts: Vec<_> = logprob.chunks_mut(chunk).zip(lse.chunks_mut(chunk)).collect();
+        cpu.chunks(&mut parts, 1, |i, parts| {
+            for (logprob, lse) in parts {
+                let end = i * chunk + lse.len();
+                for (row, outputs) in (i * chunk..end).zip(logprob.iter_mut().zip(lse.iter_mut())) {
+                    let next = if row + 1 < end { logits.row(row + 1) } else { &[] };
+                    let target = usize::try_from(target[row]).ok();
+                    (*outputs.0, *outputs.1) = cpu.dispatch(Row { x: logits.row(row), scale, target, next });
+                }
             }
         });
-        for (row, (out, &target)) in logprob.iter_mut().zip(target).enumerate() {
-            *out = match usize::try_from(target) {
-                Ok(target) => f32::narrow(logits.row(row)[target].widen() * scale - lse[row]),
-                Err(_) => 0.0,
-            };
-        }
     });
     Ok(())
 }
@@ -178,12 +180,87 @@ pub(crate) fn check_targets(op: &'static str, target: &[i32], vocab: usize) -> R
     }
 }
 
-/// The softmax denominator of one row as `sum * 2^n`.
-pub(crate) struct Denominator {
-    /// The reference point: the largest exponent of the row.
+/// logprob and lse of one row of `x * scale`.
+struct Row<'a, I> {
+    x: &'a [I],
+    scale: f32,
+    target: Option<usize>,
+    /// As in [`Total`].
+    next: &'a [I],
+}
+
+impl<I: Element> Kernel for Row<'_, I> {
+    type Output = (f32, f32);
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> (f32, f32) {
+        let Row { x, scale, target, next } = self;
+        let reference = Reference::of(s, x, scale);
+        let total = s.enter(Total { x, scale, reference: &reference, without: target, next });
+        let Some(target) = target else { return (0.0, total.lse()) };
+        let z = x[target].widen() * scale;
+        match reference.from_top() {
+            None => (total.logprob(z), total.lse()),
+            Some(from_top) => {
+                let near = s.enter(Total { x, scale, reference: &from_top, without: Some(target), next: &[] });
+                (near.logprob(z), total.lse())
+            }
+        }
+    }
+}
+
+/// From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.
+pub(crate) const FAR: f32 = 65536.0;
+
+/// What the weights of a row are measured by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Origin {
+    /// The reference point: the largest exponent.
     pub n: f32,
+    /// What is taken from every element first: the largest one, of a row that is far from zero.
+    pub top: Option<f32>,
+}
+
+impl Origin {
+    /// That of a row whose largest element is `top`.
+    pub fn top(top: f32) -> Origin {
+        Origin { n: 0.0, top: Some(top) }
+    }
+
+    /// The weight of x.
+    #[inline(always)]
+    pub fn weight(&self, x: f32) -> f32 {
+        let (m, i) = exp_split(Scalar, self.top.map_or(x, |top| x - top), LOG2E_HI, LOG2E_LO);
+        weight(Scalar, m, i, self.n)
+    }
+
+    /// The logarithm of a sum `l` of weights.
+    pub fn ln(&self, l: f32) -> f64 {
+        match self.top {
+            None => ln_of_sum(self.n, l),
+            Some(top) => f64::from(top) + ln(l),
+        }
+    }
+
+    /// The log-probability of x, where the weights sum to `l` and to `rest` without that of x.
+    pub fn logprob(&self, x: f32, l: f32, rest: f32) -> f32 {
+        let t = self.weight(x);
+        let logprob = match self.top {
+            _ if rest < t => 0.0 - ln1p(rest, t),
+            None => f64::from(x) - ln_of_sum(self.n, l),
+            Some(top) => (f64::from(x) - f64::from(top)) - ln(l),
+        };
+        logprob as f32
+    }
+}
+
+/// The softmax denominator of one row.
+pub(crate) struct Denominator {
+    /// What its weights are measured by.
+    pub origin: Origin,
     /// Sum of the weights; +0 for a row without a finite element, NaN for a row with a NaN or +inf.
     pub sum: f32,
+    /// The same without one of them.
+    pub rest: f32,
 }
 
 impl Denominator {
@@ -197,28 +274,35 @@ impl Denominator {
         reference: &Reference,
         kept: &mut [f32],
     ) -> Denominator {
-        let Reference { n, special, .. } = *reference;
+        let Reference { origin, special, .. } = *reference;
         if let Some(sum) = special {
-            return Denominator { n, sum };
+            return Denominator { origin, sum, rest: sum };
         }
         let kept = &mut kept[..x.len()];
-        weights(s, x, scale, n, kept);
+        weights(s, x, scale, origin, kept);
         let mut part = [0f32; 8];
         for (part, segment) in part.iter_mut().zip(kept.chunks(segment_length(x.len()))) {
             let mut lanes = Lanes::new();
             lanes.add(s, segment, Add);
             *part = lanes.fold(s, segment.len());
         }
-        Denominator { n, sum: join(part) }
+        let sum = join(part);
+        Denominator { origin, sum, rest: sum }
     }
 
-    /// Its logarithm, as logprob has it.
+    /// The logarithm of the sum.
     pub fn lse(&self) -> f32 {
         match self.sum {
             0.0 => f32::NEG_INFINITY,
             sum if sum.is_nan() => f32::narrow(sum),
-            sum => lse(self.n, sum),
+            sum => self.origin.ln(sum) as f32,
         }
+    }
+
+    /// The log-probability of the element x that `rest` is without.
+    fn logprob(&self, x: f32) -> f32 {
+        // A row without a finite element has none.
+        if self.sum > 0.0 { self.origin.logprob(x, self.sum, self.rest) } else { f32::narrow(f32::NAN) }
     }
 }
 
@@ -226,6 +310,9 @@ impl Denominator {
 pub(crate) struct Total<'a, I> {
     pub x: &'a [I],
     pub scale: f32,
+    pub reference: &'a Reference,
+    /// The element that `rest` is without.
+    pub without: Option<usize>,
     /// What is read next: memory brings it to the second cache while weights are computed. It may be empty.
     pub next: &'a [I],
 }
@@ -234,31 +321,41 @@ impl<I: Element> Kernel for Total<'_, I> {
     type Output = Denominator;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Denominator {
-        let Total { x, scale, next } = self;
-        let Reference { n, special, near, .. } = Reference::of(s, x, scale);
+        let Total { x, scale, reference, without, next } = self;
+        let Reference { origin, special, near, .. } = *reference;
         if let Some(sum) = special {
-            return Denominator { n, sum };
+            return Denominator { origin, sum, rest: sum };
         }
         let length = segment_length(x.len());
         let next = if next.len() == x.len() { next } else { x };
         let mut tile = [0f32; TILE];
-        let mut part = [0f32; 8];
-        for (part, (x, next)) in part.iter_mut().zip(x.chunks(length).zip(next.chunks(length))) {
-            let mut lanes = Lanes::new();
-            *part = if let Some(unit) = near {
+        let (mut part, mut rest) = ([0f32; 8], [0f32; 8]);
+        for (i, (x, next)) in x.chunks(length).zip(next.chunks(length)).enumerate() {
+            let (mut lanes, pairs) = (Lanes::new(), near.is_some() && I::IS_BF16);
+            if let Some(unit) = near {
                 s.enter(NearSum { x, next, scale, unit, lanes: &mut lanes });
-                if I::IS_BF16 { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) }
             } else {
                 for x in x.chunks(TILE) {
                     let tile = &mut tile[..x.len()];
-                    weights(s, x, scale, n, tile);
+                    weights(s, x, scale, origin, tile);
                     lanes.add(s, tile, Add);
                 }
-                lanes.fold(s, x.len())
-            };
+            }
+            let fold = |mut lanes: Lanes| if pairs { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) };
+            let left_out = without.and_then(|at| at.checked_sub(i * length)).filter(|&at| at < x.len());
+            let others = left_out.map(|at| fold(lanes.with(s, at, lane_without(x, at, scale, &origin), pairs)));
+            part[i] = fold(lanes);
+            rest[i] = others.unwrap_or(part[i]);
         }
-        Denominator { n, sum: join(part) }
+        Denominator { origin, sum: join(part), rest: join(rest) }
     }
+}
+
+/// The lane of element `at` of a segment, without that element.
+#[inline(always)]
+pub(crate) fn lane_without<I: Element>(x: &[I], at: usize, scale: f32, origin: &Origin) -> f32 {
+    let others = (at % LANES..x.len()).step_by(LANES).filter(|&i| i != at);
+    others.fold(0.0, |sum, i| sum + origin.weight(x[i].widen() * scale))
 }
 
 /// Weights that stay in the first cache until they are added; a multiple of 256.
@@ -295,12 +392,12 @@ impl<I: Element> Kernel for NearSum<'_, I> {
     }
 }
 
-/// What weights of a row are measured by.
+/// What is known of a row before its weights.
 pub(crate) struct Reference {
     /// The largest element.
     pub top: f32,
-    /// The reference point: its exponent.
-    pub n: f32,
+    /// What its weights are measured by.
+    pub origin: Origin,
     /// The sum that a row without weights has: NaN or +0.
     pub special: Option<f32>,
     /// The [`near_unit`] of the row.
@@ -320,13 +417,18 @@ impl Reference {
             Some(f32::NAN)
         } else if top == f32::NEG_INFINITY {
             Some(0.0)
-        } else if n.is_infinite() {
-            // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
-            Some(f32::NAN)
         } else {
             None
         };
-        Reference { top, n, special, near: near_unit(n, exponent(least)) }
+        // A finite element beyond 2^127.5 overflows x * log2(e).
+        let origin = if n.is_finite() { Origin { n, top: None } } else { Origin::top(top) };
+        Reference { top, origin, special, near: near_unit(n, exponent(least)) }
+    }
+
+    /// The same row measured from its top, where it is [`FAR`] from zero and is not so measured.
+    pub fn from_top(&self) -> Option<Reference> {
+        let far = self.special.is_none() && self.origin.n.abs() >= FAR;
+        far.then(|| Reference { origin: Origin::top(self.top), near: None, ..*self })
     }
 }
 
@@ -345,10 +447,34 @@ impl<I: Element> Kernel for Extent<'_, I> {
     }
 }
 
-/// The weights `w` of `x * scale` under the reference point n; -inf has weight +0.
+/// The weights `w` of `x * scale`; -inf has weight +0.
 #[inline(always)]
-pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, n: f32, w: &mut [f32]) {
-    s.enter(Weights { x, scale, n, w });
+pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, origin: Origin, w: &mut [f32]) {
+    match origin.top {
+        None => s.enter(Weights { x, scale, n: origin.n, w }),
+        Some(top) => s.enter(FromTop { x, scale, top, w }),
+    }
+}
+
+/// The weights of a row that is far from zero.
+struct FromTop<'a, I> {
+    x: &'a [I],
+    scale: f32,
+    top: f32,
+    w: &'a mut [f32],
+}
+
+impl<I: Element> Kernel for FromTop<'_, I> {
+    type Output = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let FromTop { x, scale, top, w } = self;
+        let (c_hi, c_lo, n) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(0.0));
+        for at in (0..x.len()).step_by(S::LANES) {
+            let below = s.sub(scaled(s, load_at(s, x, at, I::default()), scale), s.splat(top));
+            narrow_at(s, weigh::<S, true>(s, below, c_hi, c_lo, n), w, at);
+        }
+    }
 }
 
 struct Weights<'a, I> {
@@ -428,6 +554,39 @@ mod tests {
             // A logit that is infinite once it is divided.
             assert!(f32::from_bits(of(&cpu, &[3e38, 0.0], 0.5)[1]).is_nan());
             assert_eq!(of(&cpu, &[], 1.0).map(f32::from_bits), [0.0, f32::NEG_INFINITY]);
+        }
+    }
+
+    /// Tokens of any probability, also of one so near to 1 that f32 cannot hold it, wherever the row lies: the error is a few
+    /// units of 2^-24 of the log-probability itself.
+    #[test]
+    fn log_probabilities_are_near_in_every_regime() {
+        let (vocab, cpu) = (1000, Cpu::best());
+        let mut worst = 0f64;
+        for offset in [0.0f32, 10.0, 1e3, -1e3, 4.5e4, 1e5, -1e5, 1e6, 1e7, -1e7] {
+            for above in [-30.0f32, 0.0, 5.0, 7.0, 9.0, 14.0, 21.0, 28.0, 60.0] {
+                let mut x: Vec<f32> = (0..vocab).map(|i| (i * 389 % 601) as f32 / 128.0 - 3.0 + offset).collect();
+                let target = (offset.abs() as usize * 7 + 123) % vocab;
+                x[target] = offset + above;
+                let below = |i: usize| (f64::from(x[i]) - f64::from(x[target])).exp();
+                let exact = -(0..vocab).filter(|&i| i != target).map(below).sum::<f64>().ln_1p();
+                let (mut found, mut lse) = ([9f32], [9f32]);
+                logprob(&cpu, &Logprob::new(1, vocab), &x, &[target as i32], &mut found, &mut lse).unwrap();
+                worst = worst.max(((f64::from(found[0]) - exact) / exact).abs());
+            }
+        }
+        assert!(worst > 0.0 && worst < 4.0 * 2f64.powi(-24), "{worst:e}");
+        // Ties and distances at the end of f32.
+        for (row, target, expected) in [
+            ([3e38f32, 3e38], 0, [-std::f32::consts::LN_2, 3e38]),
+            ([f32::MIN, f32::MIN], 1, [-std::f32::consts::LN_2, f32::MIN]),
+            ([f32::MAX, f32::MIN], 0, [0.0, f32::MAX]),
+            ([f32::MAX, f32::MIN], 1, [f32::NEG_INFINITY, f32::MAX]),
+            ([0.0, f32::MIN], 1, [f32::MIN, 0.0]),
+        ] {
+            let (mut found, mut lse) = ([9f32], [9f32]);
+            logprob(&cpu, &Logprob::new(1, 2), &row, &[target], &mut found, &mut lse).unwrap();
+            assert_eq!([found[0], lse[0]], expected, "{row:?}");
         }
     }
 }

@@ -136,16 +136,19 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             if let Some(sum) = due.take() {
                 divide(s, &kept[..n], sum, paired::<I, O>(), &mut stream);
             }
-            let Denominator { n, sum } = match &reference {
+            let Denominator { origin, sum, .. } = match &reference {
                 Some(reference) => Denominator::of_row(s, x, 1.0, reference, kept),
-                None => s.enter(Total { x, scale: 1.0, next: &[] }),
+                None => {
+                    let reference = &Reference::of(s, x, 1.0);
+                    s.enter(Total { x, scale: 1.0, reference, without: None, next: &[] })
+                }
             };
             for x in x.chunks(KEPT) {
                 let w = &mut kept[..x.len()];
                 if sum.is_nan() || sum == 0.0 {
                     w.fill(f32::NAN);
                 } else if !whole_row {
-                    weights(s, x, 1.0, n, w);
+                    weights(s, x, 1.0, origin, w);
                 }
                 divide(s, w, sum, false, &mut stream);
             }
@@ -318,6 +321,7 @@ fn divide<S: Simd, O: Element>(s: S, w: &[f32], sum: f32, pairs: bool, stream: &
 mod tests {
     use super::*;
     use crate::Isa;
+    use crate::logprob::logprob::Origin;
 
     /// Rows whose divisions wait for the next row, beside rows that take the other ways, have the bits of each alone.
     #[test]
@@ -335,6 +339,10 @@ mod tests {
             x[3 * n] = f32::NAN;
             x[6 * n] = 300.0;
             x[7 * n..8 * n].fill(-0.0);
+            // Finite numbers whose exponents are not.
+            x[5 * n] = 3e38;
+            x[5 * n + n / 2] = 3e38;
+            x[8 * n..9 * n].fill(-3e38);
             let x: Vec<T> = x.into_iter().map(T::narrow).collect();
             for isa in Isa::of_machine() {
                 let cpu = Cpu::new(isa, 1, usize::MAX).unwrap();
@@ -344,7 +352,7 @@ mod tests {
                     let total = cpu.dispatch(Plain(x));
                     for (i, (x, y)) in x.iter().zip(y).enumerate() {
                         let mut w = [0f32];
-                        cpu.dispatch(One(x.widen(), total.n, &mut w));
+                        cpu.dispatch(One(x.widen(), total.origin, &mut w));
                         let expected = if total.sum > 0.0 { w[0] / total.sum } else { f32::NAN };
                         assert_eq!(
                             y.widen().to_bits(),
@@ -369,7 +377,7 @@ mod tests {
         }
     }
 
-    struct One<'a>(f32, f32, &'a mut [f32]);
+    struct One<'a>(f32, Origin, &'a mut [f32]);
 
     impl Kernel for One<'_> {
         type Output = ();

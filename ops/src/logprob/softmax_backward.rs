@@ -138,7 +138,10 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             let (x, dy) = (self.x.row(row), self.dy.row(row));
             let total = match whole_row {
                 true => Denominator::of_row(s, x, 1.0, &Reference::of(s, x, 1.0), kept),
-                false => s.enter(Total { x, scale: 1.0, next: &[] }),
+                false => {
+                    let reference = &Reference::of(s, x, 1.0);
+                    s.enter(Total { x, scale: 1.0, reference, without: None, next: &[] })
+                }
             };
             if whole_row {
                 divide(s, &total, &mut kept[..n]);
@@ -172,7 +175,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
 #[inline(always)]
 fn shares<S: Simd, I: Element>(s: S, x: &[I], total: &Denominator, p: &mut [f32]) {
     if total.sum > 0.0 {
-        weights(s, x, 1.0, total.n, p);
+        weights(s, x, 1.0, total.origin, p);
     }
     divide(s, total, p);
 }

@@ -13,7 +13,7 @@ use crate::simd::stream::{LINE, Made, Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_eps, check_len};
 
 /// The longest row of a large sum that stays in the cache, too, for its norm.
 const KEPT: usize = 8192;
@@ -43,6 +43,7 @@ pub fn add_rms_norm<I: Element, M: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, .. } = *shape;
+    check_eps("add_rms_norm", shape.eps)?;
     check_len("add_rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("add_rms_norm", "residual", "[R,N]", residual.len(), &[rows, n])?;
     check_len("add_rms_norm", "w", "[N]", w.len(), &[n])?;
@@ -139,6 +140,7 @@ pub fn on_device<I: Stored, M: Stored, O: Stored>(
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, .. } = *shape;
+    check_eps("add_rms_norm", shape.eps)?;
     check_len("add_rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("add_rms_norm", "residual", "[R,N]", residual.len(), &[rows, n])?;
     check_len("add_rms_norm", "w", "[N]", w.len(), &[n])?;

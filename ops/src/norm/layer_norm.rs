@@ -12,7 +12,7 @@ use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_eps, check_len};
 use samebits_schema::Call;
 
 /// Differences kept between their squares and the product: a part of a first cache, a multiple of 256. Those of a longer
@@ -53,6 +53,7 @@ pub fn layer_norm<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let LayerNorm { rows, n, .. } = *shape;
+    check_eps("layer_norm", shape.eps)?;
     check_len("layer_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("layer_norm", "w", "[N]", w.map_or(n, <[I]>::len), &[n])?;
     check_len("layer_norm", "bias", "[N]", bias.map_or(n, <[I]>::len), &[n])?;
@@ -133,6 +134,7 @@ pub fn on_device<I: Stored, O: Stored>(
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
     let LayerNorm { rows, n, .. } = *shape;
+    check_eps("layer_norm", shape.eps)?;
     check_len("layer_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("layer_norm", "w", "[N]", w.map_or(n, Buffer::len), &[n])?;
     check_len("layer_norm", "bias", "[N]", bias.map_or(n, Buffer::len), &[n])?;

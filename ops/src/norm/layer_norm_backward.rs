@@ -16,7 +16,7 @@ use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, LayerNorm, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, LayerNorm, TensorMut, TensorRef, check_eps, check_len};
 
 const NAME: &str = "layer_norm_backward";
 
@@ -52,6 +52,7 @@ pub fn layer_norm_backward<I: Element, O: Element>(
 /// Checks the lengths of x, w, dy and dx.
 fn check(shape: &LayerNorm, [x, w, dy, dx]: [usize; 4]) -> Result<(), Error> {
     let rows = [shape.rows, shape.n];
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[R,N]", x, &rows)?;
     check_len(NAME, "w", "[N]", w, &rows[1..])?;
     check_len(NAME, "dy", "[R,N]", dy, &rows)?;

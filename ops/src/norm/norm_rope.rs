@@ -13,7 +13,8 @@ use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{
-    Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, TensorMut, TensorRef, check_len, value_error,
+    Cpu, Element, Error, Pairing, RmsNorm, Rope, RopeTable, Rounding, TensorMut, TensorRef, check_eps, check_len,
+    value_error,
 };
 use samebits_schema::Call;
 
@@ -46,7 +47,7 @@ pub struct NormRope {
 ///
 /// // Position 0 is rotated by nothing: what is left is the norm.
 /// let cpu = Cpu::best();
-/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0]);
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2)?, &[0]);
 /// let (rounding, pairing) = (Rounding::Once, Pairing::Half);
 /// let shape = NormRope { tokens: 1, heads: 1, dim: 2, eps: 0.0, rounding, weight_offset: false, pairing };
 /// let mut y = [0f32; 2];
@@ -66,6 +67,7 @@ pub fn norm_rope<I: Element, O: Element>(
     if dim % 2 != 0 {
         return Err(value_error("norm_rope", format!("the head dimension is {dim}; it must be even")));
     }
+    check_eps("norm_rope", shape.eps)?;
     check_len("norm_rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
     check_len("norm_rope", "w", "[D]", w.len(), &[dim])?;
     check_len("norm_rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;
@@ -133,6 +135,7 @@ pub fn on_device<I: Stored, O: Stored>(
 ) -> Result<(), Error> {
     let NormRope { tokens, heads, dim, eps, weight_offset, pairing, .. } = *shape;
     table.check("norm_rope", tokens, dim)?;
+    check_eps("norm_rope", shape.eps)?;
     check_len("norm_rope", "x", "[T,H,D]", x.len(), &[tokens, heads, dim])?;
     check_len("norm_rope", "w", "[D]", w.len(), &[dim])?;
     check_len("norm_rope", "y", "[T,H,D]", y.len(), &[tokens, heads, dim])?;

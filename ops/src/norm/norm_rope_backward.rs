@@ -14,7 +14,7 @@ use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorMut, TensorRef, check_eps, check_len};
 
 const NAME: &str = "norm_rope_backward";
 
@@ -29,7 +29,7 @@ const NAME: &str = "norm_rope_backward";
 ///
 /// // Position 0 is rotated by nothing; what is longer along x has the same norm: of dy, that part is lost.
 /// let cpu = Cpu::best();
-/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0]);
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2)?, &[0]);
 /// let (rounding, pairing) = (Rounding::Once, Pairing::Half);
 /// let shape = NormRope { tokens: 1, heads: 1, dim: 2, eps: 0.0, rounding, weight_offset: false, pairing };
 /// let (x, w, dy, mut dx) = ([2f32, -2.0], [1.0, 3.0], [1.0, 1.0], [0f32; 2]);
@@ -58,6 +58,7 @@ pub fn norm_rope_backward<I: Element, O: Element>(
 fn check(shape: &NormRope, [x, w, dy, dx]: [usize; 4]) -> Result<(), Error> {
     let NormRope { tokens, heads, dim, .. } = *shape;
     check_even(NAME, dim)?;
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[T,H,D]", x, &[tokens, heads, dim])?;
     check_len(NAME, "w", "[D]", w, &[dim])?;
     check_len(NAME, "dy", "[T,H,D]", dy, &[tokens, heads, dim])?;

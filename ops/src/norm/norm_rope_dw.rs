@@ -13,7 +13,7 @@ use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::token::chains::{Tokens, Turns, begin};
 use crate::token::device;
-use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorRef, check_len};
+use crate::{Cpu, Element, Error, NormRope, RmsNorm, Rope, RopeTable, TensorRef, check_eps, check_len};
 
 const NAME: &str = "norm_rope_dw";
 
@@ -29,7 +29,7 @@ const NAME: &str = "norm_rope_dw";
 ///
 /// // Position 0 is rotated by nothing.
 /// let cpu = Cpu::best();
-/// let back = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0]).reversed();
+/// let back = RopeTable::new(&cpu, &inv_freq(10_000.0, 2)?, &[0]).reversed();
 /// let (rounding, pairing) = (Rounding::Once, Pairing::Half);
 /// let shape = NormRope { tokens: 1, heads: 1, dim: 2, eps: 0.0, rounding, weight_offset: false, pairing };
 /// let mut dw = [0f32; 128];
@@ -49,6 +49,7 @@ pub fn norm_rope_dw<I: Element>(
     let NormRope { tokens: count, heads, dim, pairing, .. } = *shape;
     let extents = [count, heads, dim];
     check_even(NAME, dim)?;
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[T,H,D]", x.len(), &extents)?;
     check_len(NAME, "dy", "[T,H,D]", dy.len(), &extents)?;
     back.check(NAME, &Rope { tokens: count, heads, dim, pairing })?;
@@ -116,6 +117,7 @@ pub fn on_device<I: Stored>(
     let NormRope { tokens: count, heads, dim, eps, rounding, pairing, .. } = *shape;
     check_even(NAME, dim)?;
     back.check(NAME, count, dim)?;
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[T,H,D]", x.len(), &[count, heads, dim])?;
     check_len(NAME, "dy", "[T,H,D]", dy.len(), &[count, heads, dim])?;
     tokens.check([NAME, "dw"], [count, dim], carry, dw)?;

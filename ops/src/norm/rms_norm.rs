@@ -15,7 +15,7 @@ use crate::simd::{
 };
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_eps, check_len};
 use half::bf16;
 use samebits_schema::Call;
 
@@ -72,6 +72,7 @@ pub fn rms_norm<I: Element, O: Element>(
     y: &mut [O],
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, .. } = *shape;
+    check_eps("rms_norm", shape.eps)?;
     check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;
@@ -133,6 +134,7 @@ pub fn on_device<I: Stored, O: Stored>(
     y: &mut Buffer<O>,
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, .. } = *shape;
+    check_eps("rms_norm", shape.eps)?;
     check_len("rms_norm", "x", "[R,N]", x.len(), &[rows, n])?;
     check_len("rms_norm", "w", "[N]", w.len(), &[n])?;
     check_len("rms_norm", "y", "[R,N]", y.len(), &[rows, n])?;

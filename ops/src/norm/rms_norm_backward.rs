@@ -16,7 +16,7 @@ use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
-use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_len};
+use crate::{Cpu, Element, Error, RmsNorm, TensorMut, TensorRef, check_eps, check_len};
 
 /// Weighed gradients kept between their sum and the result, a multiple of 256. Those of a longer row are made twice.
 pub(super) const KEPT: usize = 4096;
@@ -81,6 +81,7 @@ pub(super) fn on_slices<I: Element, O: Element>(
 /// Checks the lengths of x, w, dy and dx, and that of dsum.
 fn check([op, name]: Names, shape: &RmsNorm, [x, w, dy, dx]: [usize; 4], dsum: Option<usize>) -> Result<(), Error> {
     let rows = [shape.rows, shape.n];
+    check_eps(op, shape.eps)?;
     check_len(op, name, "[R,N]", x, &rows)?;
     check_len(op, "w", "[N]", w, &rows[1..])?;
     check_len(op, "dy", "[R,N]", dy, &rows)?;

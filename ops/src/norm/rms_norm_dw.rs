@@ -14,7 +14,7 @@ use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::token::chains::{Normed, Tokens, Turns, add_products, begin};
 use crate::token::device;
-use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorRef, check_len};
+use crate::{Cpu, Element, Error, RmsNorm, Rounding, TensorRef, check_eps, check_len};
 
 const NAME: &str = "rms_norm_dw";
 
@@ -42,6 +42,7 @@ pub fn rms_norm_dw<I: Element>(
     dw: &mut [f32],
 ) -> Result<(), Error> {
     let extents = [shape.rows, shape.n];
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[R,N]", x.len(), &extents)?;
     check_len(NAME, "dy", "[R,N]", dy.len(), &extents)?;
     run(cpu, shape, tokens, [x, dy].map(|rows| TensorRef::of(rows, &extents)), dw)
@@ -94,6 +95,7 @@ pub fn on_device<I: Stored>(
     dw: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let RmsNorm { rows, n, eps, rounding, .. } = *shape;
+    check_eps(NAME, shape.eps)?;
     check_len(NAME, "x", "[R,N]", x.len(), &[rows, n])?;
     check_len(NAME, "dy", "[R,N]", dy.len(), &[rows, n])?;
     tokens.check([NAME, "dw"], [rows, n], carry, dw)?;

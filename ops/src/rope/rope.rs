@@ -46,15 +46,29 @@ pub struct Rope {
     pub pairing: Pairing,
 }
 
-/// `inv_freq[i] = f32(theta^(-2i/D))` for `i < D/2`.
+/// `inv_freq[i] = f32(theta^(-2i/D))` for `i < D/2`; `dim` is D.
+///
+/// # Errors
+/// [`Error::Value`] when D is odd or more than there is room for, or theta is not positive and finite.
 ///
 /// ```
 /// use samebits_ops::inv_freq;
 ///
-/// assert_eq!(inv_freq(10_000.0, 4), [1.0, 0.01]);
+/// assert_eq!(inv_freq(10_000.0, 4)?, [1.0, 0.01]);
+/// # Ok::<(), samebits_ops::Error>(())
 /// ```
-pub fn inv_freq(theta: f64, dim: usize) -> Vec<f32> {
-    (0..dim / 2).map(|i| libm::pow(theta, -2.0 * i as f64 / dim as f64) as f32).collect()
+pub fn inv_freq(theta: f64, dim: usize) -> Result<Vec<f32>, Error> {
+    const NAME: &str = "inv_freq";
+    check_even(NAME, dim)?;
+    if !(theta > 0.0 && theta.is_finite()) {
+        return Err(value_error(NAME, format!("theta is {theta}; it must be positive and finite")));
+    }
+    let mut frequencies = Vec::new();
+    if dim > i32::MAX as usize || frequencies.try_reserve_exact(dim / 2).is_err() {
+        return Err(value_error(NAME, format!("the head dimension is {dim}; there is no room for its frequencies")));
+    }
+    frequencies.extend((0..dim / 2).map(|i| libm::pow(theta, -2.0 * i as f64 / dim as f64) as f32));
+    Ok(frequencies)
 }
 
 /// Cosines and sines, one row of D/2 each per token; made once, used by every layer.
@@ -137,7 +151,7 @@ pub(crate) struct Angles<'a> {
 ///
 /// // Two tokens of one head; that at position 0 stays as it is.
 /// let cpu = Cpu::best();
-/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0, 1]);
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2)?, &[0, 1]);
 /// let shape = Rope { tokens: 2, heads: 1, dim: 2, pairing: Pairing::Half };
 /// let mut y = [0f32; 4];
 /// rope(&cpu, &shape, &table, &[1f32, 2.0, 1.0, 0.0], &mut y)?;
@@ -374,7 +388,7 @@ pub(crate) fn with_rotations(
 
 /// The angles of the positions of a call; a gradient rotates back.
 fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
-    let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"));
+    let inv_freq = inv_freq(args.call.float("theta"), args.call.dim("D"))?;
     let table = RopeTable::new(cpu, &inv_freq, args.integers("pos")?);
     Ok(if args.call.op.gradient_of.is_some() { table.reversed() } else { table })
 }
@@ -677,7 +691,7 @@ mod tests {
         for (cpu, (heads, dim)) in
             Isa::of_machine().flat_map(|isa| sizes.map(|size| (Cpu::new(isa, 1, usize::MAX).unwrap(), size)))
         {
-            let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[3, 1000]);
+            let table = RopeTable::new(&cpu, &inv_freq(10_000.0, dim).unwrap(), &[3, 1000]);
             let x: Vec<f32> = (0..tokens * heads * dim).map(|i| number(i).to_f32()).collect();
             for pairing in [Pairing::Half, Pairing::Interleaved] {
                 let (mut expected, mut expected_back) = (vec![0f32; x.len()], vec![0f32; x.len()]);
@@ -755,7 +769,7 @@ mod tests {
 
     #[test]
     fn inv_freq_is_the_power() {
-        let freq = inv_freq(10_000.0, 64);
+        let freq = inv_freq(10_000.0, 64).unwrap();
         assert_eq!((freq.len(), freq[0]), (32, 1.0));
         assert_eq!(freq[16], 0.01);
     }

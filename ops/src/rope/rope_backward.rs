@@ -58,7 +58,7 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// // What is rotated and rotated back is where it was, but for rounding.
 /// let cpu = Cpu::best();
-/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2), &[0, 1]);
+/// let table = RopeTable::new(&cpu, &inv_freq(10_000.0, 2)?, &[0, 1]);
 /// let shape = Rope { tokens: 2, heads: 1, dim: 2, pairing: Pairing::Half };
 /// let (mut y, mut back) = ([0f32; 4], [0f32; 4]);
 /// rope(&cpu, &shape, &table, &[1f32, 2.0, 1.0, 0.0], &mut y)?;

@@ -22,8 +22,8 @@ const NAME: &str = "batch_loss";
 /// assert_eq!([0, 1].map(|group| sequences_of_group(5, 2, group)), [0..2, 2..5]);
 /// ```
 pub fn sequences_of_group(sequences: usize, groups: usize, group: usize) -> Range<usize> {
-    let border = |group: usize| (group as u128 * sequences as u128 / groups as u128) as usize;
-    border(group)..border(group + 1)
+    let border = |group: u128| ((group * sequences as u128) / groups.max(1) as u128).min(sequences as u128) as usize;
+    border(group as u128)..border(group as u128 + 1)
 }
 
 /// The loss of the logical batch whose sequences are worth `per_sequence[B]`, dealt to `groups` groups: their sum over

@@ -118,7 +118,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         RmsNorm { rows, n, eps: 1e-6, rounding, weight_offset: n % 2 == 1 }
     }
     fn table(r: &Round, n: usize) -> RopeTable {
-        RopeTable::new(&r.cpu, &inv_freq(10_000.0, n), &r.ints(0..3))
+        RopeTable::new(&r.cpu, &inv_freq(10_000.0, n).unwrap(), &r.ints(0..3))
     }
     fn pairing(r: &Round) -> Pairing {
         if r.cpu.threads() == 1 { Pairing::Half } else { Pairing::Interleaved }

@@ -3,6 +3,7 @@
 mod attention_gradient;
 mod call;
 mod experts;
+mod extreme;
 #[cfg(unix)]
 mod fork;
 mod gemm_dw;

@@ -118,7 +118,7 @@ fn check_heads<I: Stored, O: Stored>(heads: usize, dim: usize, spread: u32, seed
     let shape = NormRope { tokens, heads, dim, eps, rounding: Rounding::Once, weight_offset, pairing };
     let norm = RmsNorm { rows: tokens * heads, n: dim, eps, rounding: Rounding::Once, weight_offset };
     for cpu in cpus() {
-        let back = RopeTable::new(&cpu, &inv_freq(10_000.0, dim), &[0, 5, 70_000]).reversed();
+        let back = RopeTable::new(&cpu, &inv_freq(10_000.0, dim).unwrap(), &[0, 5, 70_000]).reversed();
         let mut turned = vec![0f32; dy.len()];
         rope_backward(&cpu, &Rope { tokens, heads, dim, pairing }, &back, &dy, &mut turned).unwrap();
         let expected = all_rounded::<O>(&rms_norm_page(&norm, [&widened(&x), &widened(&w), &turned], None));

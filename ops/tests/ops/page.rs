@@ -204,11 +204,19 @@ fn ln_of(l: f32) -> f64 {
     if z >= f64::from_bits(0x3FF6_A09E_6000_0000) {
         (z, e) = (z / 2.0, e + 1.0);
     }
-    let s = (z - 1.0) / (z + 1.0);
+    e.mul_add(LN2, ln_series((z - 1.0) / (z + 1.0)))
+}
+
+fn ln_series(s: f64) -> f64 {
     let q = s * s;
     let r = [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0].into_iter();
     let r = r.fold(1.0 / 21.0, |r: f64, d: f64| r.mul_add(q, 1.0 / d));
-    e.mul_add(LN2, (2.0 * s) * r)
+    (2.0 * s) * r
+}
+
+/// The logarithm of `1 + a / b`, as section 3 computes it.
+fn ln1p_of(a: f32, b: f32) -> f64 {
+    ln_series(f64::from(a) / (2.0 * f64::from(b) + f64::from(a)))
 }
 
 /// The logarithm of `l * 2^n`.
@@ -216,7 +224,29 @@ fn lse_of(n: f32, l: f32) -> f32 {
     f64::from(n).mul_add(LN2, ln_of(l)) as f32
 }
 
-/// Largest exponent, sum of the weights, and the weights of a row; no weights where the row is NaN.
+/// The same sum of weights as `l`.
+fn sum_of(weights: &[f32]) -> f32 {
+    join(std::array::from_fn(|i| {
+        lanes(weights[segment(weights.len(), i)].iter().copied().enumerate(), |acc, w| acc + w)
+    }))
+}
+
+fn top_of(row: &[f32]) -> f32 {
+    row.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// A row as seen from its largest element: section 5.
+fn from_top(row: &[f32]) -> Vec<f32> {
+    row.iter().map(|x| x - top_of(row)).collect()
+}
+
+/// Those of a row as softmax has them: of one whose exponents overflow, from the top.
+fn shares_page(row: &[f32]) -> Option<(f32, f32, Vec<f32>)> {
+    let found = weights_page(row)?;
+    if found.0.is_infinite() && top_of(row).is_finite() { weights_page(&from_top(row)) } else { Some(found) }
+}
+
+/// Largest exponent, sum of the weights, and the weights of a row as it stands; no weights where the row is NaN.
 fn weights_page(row: &[f32]) -> Option<(f32, f32, Vec<f32>)> {
     let split: Vec<(f32, f32)> = row.iter().map(|&x| exp_split(x, LOG2E_HI, LOG2E_LO)).collect();
     let n = split.iter().map(|(_, i)| *i).fold(f32::NEG_INFINITY, f32::max);
@@ -225,15 +255,12 @@ fn weights_page(row: &[f32]) -> Option<(f32, f32, Vec<f32>)> {
     }
     let weigh = |(x, &(m, i)): (&f32, &(f32, f32))| if *x == f32::NEG_INFINITY { 0.0 } else { weight(m, i, n) };
     let weights: Vec<f32> = row.iter().zip(&split).map(weigh).collect();
-    let l = join(std::array::from_fn(|i| {
-        lanes(weights[segment(row.len(), i)].iter().copied().enumerate(), |acc, w| acc + w)
-    }));
-    Some((n, l, weights))
+    Some((n, sum_of(&weights), weights))
 }
 
 /// softmax_backward of a row, before the last rounding.
 fn softmax_backward_page(x: &[f32], dy: &[f32]) -> Vec<f32> {
-    let weights = weights_page(x).filter(|(n, ..)| n.is_finite());
+    let weights = shares_page(x).filter(|(n, ..)| n.is_finite());
     let p: Vec<f32> = match weights {
         Some((_, l, weights)) => weights.into_iter().map(|w| w / l).collect(),
         None => vec![f32::NAN; x.len()],
@@ -347,14 +374,21 @@ fn entropy_page(vocab: usize, temperature: f64, logits: &[f32]) -> [Vec<f32>; 2]
     let [_, lse] = logprob_page(vocab, temperature, logits, &vec![-1; logits.len() / vocab]);
     let of_row = |(row, &lse): (&[f32], &f32)| {
         let x: Vec<f32> = row.iter().map(|z| z * inverse).collect();
-        let Some((_, l, weights)) = weights_page(&x).filter(|_| lse.is_finite()) else { return f32::NAN };
-        let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let (t, _) = exp_split(top, LOG2E_HI, LOG2E_LO);
+        let Some((n, mut l, mut weights)) = weights_page(&x).filter(|_| lse.is_finite()) else { return f32::NAN };
+        if n.abs() >= 65536.0 {
+            (_, l, weights) = weights_page(&from_top(&x)).expect("it is finite");
+        }
+        let top = top_of(&x);
+        let first = x.iter().position(|x| *x == top).expect("one is");
+        let mut others = weights.clone();
+        others[first] = 0.0;
+        let (t, rest) = (weights[first], sum_of(&others));
         let s = join(std::array::from_fn(|i| {
             let terms = segment(x.len(), i).map(|j| (weights[j], x[j]));
             lanes(terms.enumerate(), |acc, (w, x)| if w == 0.0 { acc } else { w.mul_add(top - x, acc) })
         }));
-        ((ln_of(l) - ln_of(t)) + f64::from(s) / f64::from(l)) as f32
+        let spread = if rest < t { ln1p_of(rest, t) } else { ln_of(l) - ln_of(t) };
+        (spread + f64::from(s) / f64::from(l)) as f32
     };
     [logits.chunks(vocab).zip(&lse).map(of_row).collect(), lse]
 }
@@ -418,14 +452,29 @@ pub(crate) fn logprob_page(vocab: usize, temperature: f64, logits: &[f32], targe
     let (mut logprobs, mut lses) = (Vec::new(), Vec::new());
     for (row, &target) in logits.chunks(vocab).zip(target) {
         let x: Vec<f32> = row.iter().map(|z| z * inverse).collect();
-        let lse = match weights_page(&x) {
-            None => f32::NAN,
-            Some(_) if x.iter().all(|x| *x == f32::NEG_INFINITY) => f32::NEG_INFINITY,
-            Some((n, ..)) if n.is_infinite() => f32::NAN,
-            Some((n, l, _)) => lse_of(n, l),
+        let (top, weighed) = (top_of(&x), weights_page(&x));
+        let Some((n, l, weights)) = weighed.filter(|_| top > f32::NEG_INFINITY) else {
+            lses.push(if x.iter().all(|x| *x == f32::NEG_INFINITY) { f32::NEG_INFINITY } else { f32::NAN });
+            logprobs.push(if target < 0 { 0.0 } else { f32::NAN });
+            continue;
         };
-        lses.push(lse);
-        logprobs.push(usize::try_from(target).map_or(0.0, |target| x[target] - lse));
+        let from_top = (n.abs() >= 65536.0).then(|| weights_page(&from_top(&x)).expect("it is finite"));
+        lses.push(match &from_top {
+            Some((_, l, _)) if n.is_infinite() => (f64::from(top) + ln_of(*l)) as f32,
+            _ => lse_of(n, l),
+        });
+        let far = from_top.is_some();
+        let (_, l, mut weights) = from_top.unwrap_or((n, l, weights));
+        logprobs.push(usize::try_from(target).map_or(0.0, |target| {
+            let t = std::mem::take(&mut weights[target]);
+            let rest = sum_of(&weights);
+            let exact = match far {
+                _ if rest < t => 0.0 - ln1p_of(rest, t),
+                true => (f64::from(x[target]) - f64::from(top)) - ln_of(l),
+                false => f64::from(x[target]) - f64::from(n).mul_add(LN2, ln_of(l)),
+            };
+            exact as f32
+        }));
     }
     [logprobs, lses]
 }
@@ -701,9 +750,18 @@ proptest! {
     }
 
     #[test]
-    fn logprob_and_softmax_are_the_page(rows in 1usize..4, vocab in 1usize..3000, spread in 1u32..6, seed: u64) {
+    fn logprob_and_softmax_are_the_page(
+        rows in 1usize..4, vocab in 1usize..3000, spread in 1u32..6, seed: u64,
+        // Of all logits: of tokens that are nearly certain, and of rows that are far from zero and farther.
+        certain in prop::sample::select(vec![0.0f32, 8.0, 16.0, 30.0]),
+        offset in prop::sample::select(vec![0.0f32, 0.0, 0.0, 900.0, 45_400.0, 45_450.0, -1e5, 3e6, -1e7, 2.35e38, 3e38, -3e38]),
+    ) {
         let seed = seed >> 2;
-        let x: Vec<f32> = values(seed, rows * vocab, spread);
+        let mut x: Vec<f32> = values(seed, rows * vocab, spread);
+        for (r, x) in x.chunks_mut(vocab).enumerate() {
+            x[(seed.rotate_left(r as u32) % vocab as u64) as usize] += certain;
+            x.iter_mut().for_each(|x| *x += offset);
+        }
         for cpu in cpus() {
             let mut y = vec![0f32; x.len()];
             softmax(&cpu, rows, vocab, &x, &mut y).unwrap();
@@ -713,7 +771,7 @@ proptest! {
             let expected = logprob_page(vocab, 1.0, &x, &target);
             prop_assert_eq!([bits(&logp), bits(&lse)], expected.map(|v| all_rounded::<f32>(&v)), "{:?}", cpu);
             let share = |row: &[f32]| {
-                let (_, l, weights) = weights_page(row).expect("the row is finite");
+                let (_, l, weights) = shares_page(row).expect("the row is finite");
                 weights.into_iter().map(|w| w / l).collect::<Vec<_>>()
             };
             let expected: Vec<f32> = x.chunks(vocab).flat_map(share).collect();
@@ -924,7 +982,30 @@ fn linear_logprob_at_its_ends() {
     };
     let w: Vec<f32> = (0..vocab).flat_map(|v| [row(v), if v == 7 { 1.0 } else { 0.0 }]).collect();
     let inf = f32::INFINITY;
-    let x = [1.0, 0.0, 0.5, 0.0, -1.0, 0.0, 1.0, -1e38, 1.0, inf, 1.0, -inf, f32::NAN, 0.0, 1e37, 0.0];
+    let x = [
+        1.0,
+        0.0,
+        0.5,
+        0.0,
+        -1.0,
+        0.0,
+        1.0,
+        -1e38,
+        1.0,
+        inf,
+        1.0,
+        -inf,
+        f32::NAN,
+        0.0,
+        1e37,
+        0.0,
+        600.0,
+        0.0,
+        -1200.0,
+        0.0,
+        3.7e36,
+        0.0,
+    ];
     let rows = x.len() / k;
     let target: Vec<i32> = (0..rows as i32).map(|r| 7 + 250 * (r % 2)).collect();
     let [expected, expected_lse] = logprob_page(vocab, 1.0, &gemm_page(rows, vocab, k, &x, &w, None), &target);

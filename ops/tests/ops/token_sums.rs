@@ -111,7 +111,7 @@ fn check<I: Stored>(tokens: usize, heads: usize, n: usize, spread: u32, seed: u6
         if n.is_multiple_of(2) {
             let positions: Vec<i32> = (0..tokens).map(|t| (t * t * 31 % 70_001) as i32).collect();
             let back = |rows: std::ops::Range<usize>| {
-                RopeTable::new(&cpu, &inv_freq(10_000.0, n), &positions[rows]).reversed()
+                RopeTable::new(&cpu, &inv_freq(10_000.0, n).unwrap(), &positions[rows]).reversed()
             };
             let mut turned = vec![0f32; dy.len()];
             let shape = Rope { tokens, heads, dim: n, pairing };

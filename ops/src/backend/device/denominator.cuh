@@ -3,9 +3,28 @@
 #pragma once
 #include "reduce.cuh"
 
-// sum * 2^n; the sum is +0 for a row without a finite element and NaN for a row with a NaN or +inf.
+// From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.
+#define FAR 65536.0f
+
+// What the weights of a row are measured by: the largest exponent, and what is taken from every element first, which is
+// the largest one of a row that is far from zero.
+struct Origin {
+    float n, top;
+    bool from_top;
+};
+
+DEVICE Origin origin_of(float n) { return Origin{n, 0.0f, false}; }
+DEVICE Origin origin_at(float top) { return Origin{0.0f, top, true}; }
+
+DEVICE float weight_from(const Origin &o, float x) {
+    Split s = exp_split(o.from_top ? __fsub_rn(x, o.top) : x, LOG2E_HI, LOG2E_LO);
+    return weight(s.m, s.i, o.n);
+}
+
+// The sum is +0 for a row without a finite element and NaN for a row with a NaN or +inf; `rest` is without one of them.
 struct Denominator {
-    float n, sum;
+    Origin origin;
+    float sum, rest;
 };
 
 DEVICE float largest_of_warp(float v) {
@@ -48,11 +67,16 @@ DEVICE Segment segment_of_warp(long long count) {
     return Segment{from, min(count, from + length)};
 }
 
-// What weights of a row are measured by: its largest element and the exponent of that; `sum` is the one of a row without
-// weights, which is `special`.
+// What is known of a row before its weights: its largest element and what they are measured by; `sum` is the one of a row
+// without weights, which is `special`.
 struct Reference {
-    float top, n, sum;
+    float top;
+    Origin origin;
+    float sum;
     bool special;
+
+    // Whether the row is far from zero and not measured from its top.
+    DEVICE bool far() const { return !special && fabsf(origin.n) >= FAR; }
 };
 
 DEVICE Reference reference(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
@@ -72,39 +96,93 @@ DEVICE Reference reference(GLOBAL(const In) x, long long count, float scale, SHA
     // Rounding a product by a positive scale grows with x, and so does the exponent of the product.
     float top = __fmul_rn(largest_of_block(largest, room), scale);
     float n = rintf(__fmul_rn(top, LOG2E_HI));
-    if (invalid || top == INFINITE) return Reference{top, n, NOT_A_NUMBER, true};
-    if (top == -INFINITE) return Reference{top, n, 0.0f, true};
-    // A finite element beyond 2^127.5 overflows x * log2(e): inf - inf.
-    return Reference{top, n, NOT_A_NUMBER, fabsf(n) == INFINITE};
+    // A finite element beyond 2^127.5 overflows x * log2(e).
+    Origin origin = fabsf(n) < INFINITE ? origin_of(n) : origin_at(top);
+    if (invalid || top == INFINITE) return Reference{top, origin, NOT_A_NUMBER, true};
+    return Reference{top, origin, 0.0f, top == -INFINITE};
 }
 
-// Two passes: the largest exponent, then the weights below it. For every row there is.
-DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
-    Reference r = reference(x, count, scale, room);
-    if (r.special) return Denominator{r.n, r.sum};
+// The lane of element `at` of a segment without that element; for all threads of the warp.
+DEVICE float lane_without(GLOBAL(const In) x, const Segment &segment, long long at, float scale, const Origin &origin) {
+    float sum = 0.0f;
+    for (long long from = segment.from + (at - segment.from) % 256; from < segment.to; from += 32 * 256) {
+        long long mine = from + threadIdx.x % 32 * 256;
+        float w = 0.0f;
+        if (mine < segment.to && mine != at) w = weight_from(origin, __fmul_rn(widen(static_cast<In>(x[mine])), scale));
+        // What is left out, and what stands behind the end, adds +0.
+        for (int i = 0; i < 32; i++) sum = __fadd_rn(sum, __shfl_sync(WHOLE_WARP, w, i));
+    }
+    return sum;
+}
+
+// The sum of all segments but for element `without`, of whose weights each warp has `lanes` and `part`. Where there is no such
+// element, that of all.
+DEVICE float join_without(GLOBAL(const In) x, Segment segment, long long without, float scale, const Origin &origin, Eight lanes,
+                          float part, SHARED_POINTER(float) room) {
+    if (segment.from <= without && without < segment.to) {
+        float others = lane_without(x, segment, without, scale, origin);
+        int lane = static_cast<int>((without - segment.from) % 256);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (static_cast<int>(threadIdx.x % 32) * 8 + j == lane) lanes.v[j] = others;
+        }
+        part = fold_lanes(lanes);
+    }
+    return join_warps(part, room);
+}
+
+// The sums of weights measured by `origin`.
+DEVICE Denominator sum_of(GLOBAL(const In) x, long long count, float scale, const Origin &origin, long long without,
+                          SHARED_POINTER(float) room) {
     bool aligned = aligned16(x);
     Segment segment = segment_of_warp(count);
     Eight lanes = no_lanes();
     for (long long at = segment.from + threadIdx.x % 32 * 8; at < segment.to; at += 256) {
         Eight v = load_up_to8<In>(x + at, segment.to - at, aligned, -INFINITE);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            Split s = exp_split(__fmul_rn(v.v[j], scale), LOG2E_HI, LOG2E_LO);
-            lanes.v[j] = __fadd_rn(lanes.v[j], weight(s.m, s.i, r.n));
-        }
+        for (int j = 0; j < 8; j++) lanes.v[j] = __fadd_rn(lanes.v[j], weight_from(origin, __fmul_rn(v.v[j], scale)));
     }
-    return Denominator{r.n, join_warps(fold_lanes(lanes), room)};
+    float part = fold_lanes(lanes), sum = join_warps(part, room);
+    if (without < 0) return Denominator{origin, sum, sum};
+    return Denominator{origin, sum, join_without(x, segment, without, scale, origin, lanes, part, room)};
+}
+
+// Two passes: the largest exponent, then the weights below it. For every row there is.
+DEVICE Denominator denominator(GLOBAL(const In) x, long long count, float scale, SHARED_POINTER(float) room) {
+    Reference r = reference(x, count, scale, room);
+    if (r.special) return Denominator{r.origin, r.sum, r.sum};
+    return sum_of(x, count, scale, r.origin, -1, room);
 }
 
 // The share of an element of the row, NaN where there is none.
 DEVICE float share(float x, const Denominator &d) {
     if (d.sum != d.sum || d.sum == 0.0f) return NOT_A_NUMBER;
-    Split s = exp_split(x, LOG2E_HI, LOG2E_LO);
-    return __fdiv_rn(weight(s.m, s.i, d.n), d.sum);
+    return __fdiv_rn(weight_from(d.origin, x), d.sum);
+}
+
+DEVICE double logarithm_from(const Origin &o, float l) {
+    if (o.from_top) return __dadd_rn(static_cast<double>(o.top), natural_logarithm(l));
+    return logarithm_of_sum(o.n, l);
 }
 
 DEVICE float lse_of(const Denominator &d) {
     if (d.sum == 0.0f) return -INFINITE;
     if (d.sum != d.sum) return NOT_A_NUMBER;
-    return log_sum(d.n, d.sum);
+    return __double2float_rn(logarithm_from(d.origin, d.sum));
+}
+
+// The log-probability of the element x that `rest` is without.
+DEVICE float logprob_of(float x, const Denominator &d) {
+    if (!(d.sum > 0.0f)) return NOT_A_NUMBER;
+    float t = weight_from(d.origin, x);
+    double logprob;
+    if (d.rest < t) {
+        logprob = __dsub_rn(0.0, logarithm_of_one_plus(d.rest, t));
+    } else if (d.origin.from_top) {
+        double below = __dsub_rn(static_cast<double>(x), static_cast<double>(d.origin.top));
+        logprob = __dsub_rn(below, natural_logarithm(d.sum));
+    } else {
+        logprob = __dsub_rn(static_cast<double>(x), logarithm_of_sum(d.origin.n, d.sum));
+    }
+    return __double2float_rn(logprob);
 }

@@ -86,6 +86,14 @@ DEVICE float hyperbolic_tangent(float x) {
     return copysignf(t, x);
 }
 
+// The logarithm of (1 + s) / (1 - s), of |s| up to 1/3.
+DEVICE double logarithm_of_quotient(double s) {
+    double q = __dmul_rn(s, s);
+    double r = __ddiv_rn(1.0, 21.0);
+    for (int d = 19; d >= 1; d -= 2) r = __fma_rn(r, q, __ddiv_rn(1.0, static_cast<double>(d)));
+    return __dmul_rn(__dmul_rn(2.0, s), r);
+}
+
 // The natural logarithm of a positive normal f32, in f64.
 DEVICE double natural_logarithm(float l) {
     long long bits = __double_as_longlong(static_cast<double>(l));
@@ -95,14 +103,15 @@ DEVICE double natural_logarithm(float l) {
         z = __dmul_rn(z, 0.5);
         e = __dadd_rn(e, 1.0);
     }
-    double s = __ddiv_rn(__dsub_rn(z, 1.0), __dadd_rn(z, 1.0));
-    double q = __dmul_rn(s, s);
-    double r = __ddiv_rn(1.0, 21.0);
-    for (int d = 19; d >= 1; d -= 2) r = __fma_rn(r, q, __ddiv_rn(1.0, static_cast<double>(d)));
-    return __fma_rn(e, LN_2, __dmul_rn(__dmul_rn(2.0, s), r));
+    return __fma_rn(e, LN_2, logarithm_of_quotient(__ddiv_rn(__dsub_rn(z, 1.0), __dadd_rn(z, 1.0))));
 }
 
-// The logarithm of l * 2^n, rounded to f32 once.
-DEVICE float log_sum(float n, float l) {
-    return __double2float_rn(__fma_rn(static_cast<double>(n), LN_2, natural_logarithm(l)));
+// The logarithm of 1 + a / b, of 0 <= a < b, in f64.
+DEVICE double logarithm_of_one_plus(float a, float b) {
+    double over = static_cast<double>(a), under = static_cast<double>(b);
+    return logarithm_of_quotient(__ddiv_rn(over, __dadd_rn(__dmul_rn(2.0, under), over)));
 }
+
+// The logarithm of l * 2^n, in f64, and rounded to f32 once.
+DEVICE double logarithm_of_sum(float n, float l) { return __fma_rn(static_cast<double>(n), LN_2, natural_logarithm(l)); }
+DEVICE float log_sum(float n, float l) { return __double2float_rn(logarithm_of_sum(n, l)); }

@@ -613,5 +613,11 @@ fn dots_of_exact_operands_are_fused_steps() {
             }
         }
         assert!(small > 500, "sums near the smallest normal number: {small}");
+        // The least sum that is gone on from, of which a product leaves the last bit alone.
+        let (sum, exponent) = (f32::from_bits(WHOLE.to_bits() + 1), (WHOLE.to_bits() >> 23) as i32 - 127);
+        let product = [exponent / 2, exponent - exponent / 2].map(|exponent| bf16::from_f32(2f32.powi(exponent)));
+        // SAFETY: as above.
+        let dot = unsafe { cpu.dispatch_dot(Dot(sum, [pair(-product[0], bf16::ZERO), pair(product[1], bf16::ZERO)])) };
+        assert_eq!(dot, sum - WHOLE, "{}", cpu.isa());
     }
 }

@@ -18,7 +18,13 @@ pub(super) const UNIT: Unit = Unit {
 /// Segments of a row and lanes of a segment; both belong to the contract.
 const LANES: usize = 8 * 256;
 /// Words of a row's segments beside their lanes: as in linear_logprob.cu.
-const FACTS: usize = 8 * 3;
+const FACTS: usize = 8 * 5;
+/// What a pass over the tiles does, and what it leaves to do of a row: as in linear_logprob.cu.
+const FIRST: i32 = 0;
+const KNOWN: i32 = 1;
+const FROM_TOP: i32 = 2;
+const LOST: i32 = 1;
+const IS_FAR: i32 = 2;
 /// Rows whose sums are in hand at a time, at most: enough for the weight to be worth its way.
 const MOST_ROWS: usize = 512;
 /// Columns of a tile of logits, at most; a multiple of 16, as every tile.
@@ -103,7 +109,7 @@ pub fn linear_logprob<I: Stored>(
     let mut found = vec![0; plan.rows];
     for first in (0..rows).step_by(plan.rows) {
         let count = plan.rows.min(rows - first);
-        let mut pass = |again: bool| -> Result<usize, Error> {
+        let mut run = |pass: i32| -> Result<[usize; 2], Error> {
             // A vocabulary of none has one tile of none.
             for from in (0..vocab.max(1)).step_by(plan.width) {
                 let width = plan.width.min(vocab - from);
@@ -119,7 +125,7 @@ pub fn linear_logprob<I: Stored>(
                     .long(width)
                     .float(scale)
                     .int(i32::from(from == 0))
-                    .int(i32::from(again));
+                    .int(pass);
                 // SAFETY: the workspace has room for `count` rows of a tile and of sums, the other lengths were checked.
                 unsafe {
                     launch_gemm(device, &Gemm::new(count, width, k), (x, first), (w, from), None, (&room, logits))?;
@@ -144,20 +150,26 @@ pub fn linear_logprob<I: Stored>(
                 true => arguments.buffer_from(&room, held + first).buffer_from(&room, held_lse + first),
                 false => arguments.buffer_from(logprob, first).buffer_from(lse, first),
             };
+            let arguments = arguments.long(vocab).int(pass);
             // SAFETY: as above.
             unsafe {
                 device.launch(Build::of::<f32, f32>(op), "linear_logprob_end", [count, 1, 1], 256, 0, &arguments)?
             };
             lost.download(device, &mut found)?;
-            Ok(found[..count].iter().filter(|&&lost| lost != 0).count())
+            Ok([LOST, IS_FAR].map(|left| found[..count].iter().filter(|&&found| found == left).count()))
         };
-        let again = pass(false)?;
-        if again > 0 {
-            if strict {
-                device.ledger().note(Counter::SlowPaths, again, SUMMED_TWICE)?;
-            }
-            pass(true)?;
-            device.ledger().add(Counter::SlowPaths, again);
+        let again = |count: usize| match strict {
+            true => device.ledger().note(Counter::SlowPaths, count, SUMMED_TWICE),
+            false => Ok(device.ledger().add(Counter::SlowPaths, count)),
+        };
+        let [lost, mut far] = run(FIRST)?;
+        if lost > 0 {
+            again(lost)?;
+            [_, far] = run(KNOWN)?;
+        }
+        if far > 0 {
+            again(far)?;
+            run(FROM_TOP)?;
         }
     }
     if strict {

@@ -46,6 +46,7 @@ impl<T: Element> Case<T> {
                     x[0] = T::narrow(if row % 7 == 2 { f32::INFINITY } else { f32::NEG_INFINITY });
                 }
                 4 => x[0] = T::narrow(-3e38),
+                6 => x[k - 1] = T::narrow(2e4 * row as f32),
                 5 => x[1] = T::narrow(f32::INFINITY),
                 _ => {}
             }
