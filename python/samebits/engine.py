@@ -10,17 +10,31 @@ from dataclasses import dataclass, field
 from typing import Any, Iterator, Mapping, Sequence
 
 from . import _native
+from .experts import by_folder
 
 __all__ = ["Engine", "Sample", "Stream", "Token"]
 
 
-def tensors_of(state: Any) -> dict[str, Any]:
-    """The tensors of a state dictionary or a module by name, each in row-major order."""
-    if not isinstance(state, Mapping):
-        if not hasattr(state, "state_dict"):
-            raise TypeError(f"state: is a {type(state).__name__}; give a state dictionary or a module")
-        state = state.state_dict()
-    return {name: tensor.contiguous() if hasattr(tensor, "contiguous") else tensor for name, tensor in state.items()}
+def state_of(state: Any) -> Mapping[str, Any]:
+    """A state dictionary, or that of a module."""
+    if isinstance(state, Mapping):
+        return state
+    if not hasattr(state, "state_dict"):
+        raise TypeError(f"state: is a {type(state).__name__}; give a state dictionary or a module")
+    return state.state_dict()
+
+
+def tensors_of(state: Any, family: str) -> dict[str, Any]:
+    """The tensors of a state dictionary or a module by the names of folders, each in row-major order."""
+    tensors = by_folder(state_of(state), family)
+    return {name: tensor.contiguous() if hasattr(tensor, "contiguous") else tensor for name, tensor in tensors.items()}
+
+
+def config_beside(model: Any, config: Any) -> Any:
+    """The config that was given, or else the model's own."""
+    if config is None and (config := getattr(model, "config", None)) is None:
+        raise ValueError("config: is missing; give a folder, a dictionary or a config beside the tensors")
+    return config
 
 
 def config_of(config: Any) -> tuple[str | None, str | None]:
@@ -122,7 +136,8 @@ class Engine:
         samples = engine.generate(["12+34="], n=4, temperature=1.0, seed=7)
 
     `model` is a Hugging Face folder, a state dictionary, or a module (`samebits.torch.CausalLM`, one of transformers); without a
-    folder `config` is a folder, a dictionary as config.json has it, or a config of transformers. Every parameter is rounded
+    folder `config` is a folder, a dictionary as config.json has it, or a config of transformers, by default the module's. Tensors have
+    the names of folders or those of modules of transformers 5, where experts of a layer are one; `update` takes both. Every parameter is rounded
     once to `dtype` ("bf16", "fp16" or "fp32"): what `CausalLM` reads, and where a folder holds nothing wider what it holds.
 
     A text depends on the weights, its prompt, its number, temperature and seed. `batch` (texts in a step), `chunk` (tokens of
@@ -155,12 +170,11 @@ class Engine:
                 raise ValueError("config: the folder has its own; give one of the two")
             tensors, text, folder = None, None, os.fspath(model)
         else:
-            if config is None and (config := getattr(model, "config", None)) is None:
-                raise ValueError("config: is missing; give a folder, a dictionary or a config beside the tensors")
-            tensors = tensors_of(model)
-            text, folder = config_of(config)
+            text, folder = config_of(config_beside(model, config))
+            tensors = tensors_of(model, _native.family(text, folder))
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         self._native = _native.Engine(tensors, dtype, text, folder, *how)
+        self._family = _native.family(text, folder)
         self.rope_length, self._depends = self._native.rope_length()
         # Between the version that a request is made by and the request nothing is changed.
         self._lock = threading.Lock()
@@ -213,7 +227,7 @@ class Engine:
         changed. With `end` such texts are ended as they are, with stop "ended". Weights that are refused leave the old ones.
         """
         with self._lock:
-            return self._native.update(tensors_of(state), end)
+            return self._native.update(tensors_of(state, self._family), end)
 
     def tokens(self, prompts: Any) -> list[list[int]]:
         """Prompts as lists of tokens."""

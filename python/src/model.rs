@@ -123,6 +123,13 @@ pub fn folder_files(folder: PathBuf) -> PyResult<Vec<String>> {
     Ok(found.into_iter().map(|(name, _)| name).collect())
 }
 
+/// The family of a model, by the text of a config.json or the folder that has it: its `model_type`.
+#[pyfunction]
+#[pyo3(signature = (config, folder))]
+pub fn family(config: Option<&str>, folder: Option<PathBuf>) -> PyResult<&'static str> {
+    Ok(config_of(config, folder.as_deref(), None).map_err(refused)?.family.name())
+}
+
 /// Writes a safetensors file of tensors by name; it appears whole or not at all.
 #[pyfunction]
 pub fn save(path: PathBuf, tensors: &Bound<'_, PyDict>, metadata: BTreeMap<String, String>) -> PyResult<()> {

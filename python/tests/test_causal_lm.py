@@ -466,3 +466,81 @@ def test_frequencies_belong_to_a_declared_length(family, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     again = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved")
     assert (again.rope_length, logprobs(again)) == (40, made)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
+def test_experts_that_a_module_holds_in_one(family, tmp_path):
+    """Modules of transformers 5 have all experts of a layer in one tensor, folders each by itself: the same model."""
+    transformers = pytest.importorskip("transformers")
+    folder = CHECKPOINTS / family
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    fused = [name for name in module.state_dict() if name.endswith("experts.gate_up_proj")]
+    assert fused
+    separate, model = samebits.torch.CausalLM.from_pretrained(folder, dtype="fp32"), samebits.torch.CausalLM(module, dtype="fp32")
+    assert model.state_dict().keys() == module.state_dict().keys() != separate.state_dict().keys()
+    assert samebits.torch.sha256(model) == samebits.torch.sha256(separate)
+    given, engines = sequences(40), [samebits.Engine(one, dtype="fp32") for one in (folder, module, model)]
+    told = lambda engine: [(s.tokens.tolist(), s.logprobs.tobytes()) for s in engine.generate(given, max_tokens=5, seed=3)]
+    before = told(engines[0])
+    assert all(told(engine) == before for engine in engines)
+
+    # A step under either naming.
+    steps = []
+    for one in (separate, model):
+        optimizer = samebits.torch.AdamW(one, lr=0.01, max_norm=0.5)
+        found = gradients(one, given, size=2)
+        for name, parameter in one.named_parameters():
+            parameter.grad = found[name]
+        optimizer.step()
+        one.zero_grad()
+        count = counted(given)
+        samebits.torch.nll(one.logprob(given), count, denominator=count.sum().item())[0].backward()
+        steps.append((found, {name: p.grad for name, p in one.named_parameters()}, optimizer.norm))
+    assert steps[0][2] == steps[1][2] and samebits.torch.sha256(model) == samebits.torch.sha256(separate)
+
+    # By transformers: what it makes of the folder of one is the state of the other.
+    separate.save_pretrained(tmp_path / "separate")
+    model.save_pretrained(tmp_path / "model")
+    assert all(same(a, b) for a, b in zip(*(load(tmp_path / name / "model.safetensors").values() for name in ("separate", "model"))))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "separate", dtype=torch.float32)
+    assert all_same(model.state_dict(), again.state_dict())
+    for at in (0, 1):
+        # Gradients too, as if they were weights.
+        with torch.no_grad():
+            for name, parameter in separate.named_parameters():
+                parameter.copy_(steps[0][at][name])
+        separate.save_pretrained(tmp_path / "gradients")
+        of = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gradients", dtype=torch.float32).state_dict()
+        assert all(same(steps[1][at][name], of[name]) for name in dict(model.named_parameters()))
+
+    # And back: into the module, into a model and an engine of the other naming.
+    module.load_state_dict(model.state_dict())
+    other = samebits.torch.CausalLM.from_pretrained(folder, dtype="fp32")
+    other.load_state_dict(module.state_dict())
+    back = samebits.torch.CausalLM(again, dtype="fp32")
+    back.load_state_dict(other.state_dict())
+    for one in (other, back):
+        assert samebits.torch.sha256(one) == samebits.torch.sha256(model)
+    for engine, state in zip(engines, (module, other.state_dict(), model)):
+        engine.update(state)
+    after = told(engines[0])
+    assert before != after and all(told(engine) == after for engine in engines)
+
+
+def test_experts_that_do_not_fit_are_refused_by_name():
+    transformers = pytest.importorskip("transformers")
+    module = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "mixtral", dtype=torch.float32)
+    state, name = module.state_dict(), "model.layers.1.mlp.experts.gate_up_proj"
+    engine = samebits.Engine(module)
+    one = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
+    cases = [
+        ({**state, name: state[name][0]}, "`model.layers.1.mlp.experts.gate_up_proj`: has shape .*; experts of a layer together are .E,2F,H."),
+        ({**state, name: state[name][:-1]}, "tensor `model.layers.1.block_sparse_moe.experts.5.w1.weight` is missing"),
+        ({**state, one: state[name][0]}, f"tensor `{one}`: stands there twice"),
+    ]
+    for given, line in cases:
+        for call in (lambda: engine.update(given), lambda: samebits.torch.CausalLM(given, module.config)):
+            with pytest.raises(ValueError, match=line) as error:
+                call()
+            assert "\n" not in str(error.value)
+    assert engine.version == 0

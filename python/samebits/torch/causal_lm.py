@@ -9,14 +9,15 @@ import hashlib
 import json
 import os
 import shutil
-from typing import Any, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .. import ops as _ops
-from ..engine import config_of, tensors_of
+from ..engine import config_beside, config_of, state_of, tensors_of
+from ..experts import Place, by_folder, places
 
 __all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
 
@@ -34,6 +35,11 @@ class CausalLM(torch.nn.Module):
     temperature 1 with these weights. `micro_batch` sequences of a call share a forward (all of them without it) and with
     `recompute` layers are run again for the reverse pass instead of kept; neither moves a bit, nor do padding, and threads.
 
+    `tensors` is a state dictionary or a module, `config` a folder, a dictionary or a config of transformers, by default the module's.
+    Parameters keep the names that tensors came with, those of folders or of modules of transformers 5, where experts of a layer are
+    one: so do `.grad` and `state_dict`. What is added in the order of names (the norm of `AdamW`, `sha256`) has the names of folders
+    in both, and `load_state_dict` takes both.
+
     `rope_length` is that of `samebits.Engine`: without it the one that the folder was trained at, and a text that is longer is
     refused.
 
@@ -42,8 +48,8 @@ class CausalLM(torch.nn.Module):
 
     def __init__(
         self,
-        tensors: Mapping[str, Any],
-        config: Any,
+        tensors: Any,
+        config: Any = None,
         *,
         dtype: str = "bf16",
         micro_batch: int | None = None,
@@ -52,18 +58,23 @@ class CausalLM(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.dtype, self.micro_batch, self.recompute = dtype, micro_batch, recompute
-        text, self._folder = config_of(config)
-        tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in tensors.items()}
-        self._native = _native.Model(tensors_of(tensors), dtype, text, self._folder, rope_length)
+        text, self._folder = config_of(config_beside(tensors, config))
+        tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in state_of(tensors).items()}
+        self._family = _native.family(text, self._folder)
+        self._native = _native.Model(tensors_of(tensors, self._family), dtype, text, self._folder, rope_length)
         self.rope_length, self._depends = self._native.rope_length()
         if text is None:
             with open(os.path.join(self._folder, "config.json"), encoding="utf-8") as file:
                 text = file.read()
         self.config: dict[str, Any] = json.loads(text)
-        self._names = list(self._native.parameters())
+        whose = {of: name for name, tensor in tensors.items() for of, _ in places(name, tensor, self._family)}
+        self._names = list(dict.fromkeys(whose[of] for of in self._native.parameters()))
+        constants = list(dict.fromkeys(whose[of] for of in self._native.constants()))
+        # Of each tensor those of a folder that stand in it.
+        self._places = {name: places(name, tensors[name], self._family) for name in (*self._names, *constants)}
         for name in self._names:
             self._put(name, torch.nn.Parameter(tensors[name].to(torch.float32, copy=True).contiguous()))
-        for name in self._native.constants():
+        for name in constants:
             self._put(name, tensors[name].to(torch.float32, copy=True).contiguous())
         self._sums: accumulate | None = None
 
@@ -89,9 +100,13 @@ class CausalLM(torch.nn.Module):
         """The parameters by name, and the weights that a forward reads brought up to them."""
         if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in self.state_dict().values()):
             raise NotImplementedError("CausalLM: its parameters are f32 on the processor; what forwards read is `dtype`")
-        self._native.refresh(tensors_of(self))
+        self._native.refresh(tensors_of(self, self._family))
         named = dict(self.named_parameters())
         return [named[name] for name in self._names]
+
+    def _gradients(self, found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """By the names of parameters, of gradients by those of folders."""
+        return {name: _whole(self._places[name], lambda of: found[of].torch()) for name in self._names}
 
     def logprob(self, tokens: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
         """The log-probability of each token, given those before it: f32, with gradients.
@@ -136,10 +151,18 @@ class CausalLM(torch.nn.Module):
         return accumulate(self, groups, sequences, ranks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module; the table of a tied folder may stand there twice."""
+        """As of every module, by the names of folders or of modules; the table of a tied folder may stand there twice."""
         table, head = "model.embed_tokens.weight", "lm_head.weight"
         if head in state_dict and head not in self._names and torch.equal(state_dict[head], state_dict[table]):
             state_dict = {name: tensor for name, tensor in state_dict.items() if name != head}
+        given = by_folder(state_dict, self._family)
+        state = {}
+        for name, parts in self._places.items():
+            if all(of in given for of, _ in parts):
+                state[name] = state_dict[name] if name in state_dict else _whole(parts, given.__getitem__)
+                given = {of: tensor for of, tensor in given.items() if of not in dict(parts)}
+        # What is left belongs to none of them.
+        state_dict = {**{name: t for name, t in state_dict.items() if any(of in given for of, _ in places(name, t, self._family))}, **state}
         return super().load_state_dict(state_dict, strict, assign)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -150,7 +173,7 @@ class CausalLM(torch.nn.Module):
         os.makedirs(folder, exist_ok=True)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
         tensors = {name: parameter.detach().to(dtype) for name, parameter in self.named_parameters()}
-        tensors |= {name: tensor for name, tensor in self.named_buffers()}
+        tensors = by_folder(tensors | dict(self.named_buffers()), self._family)
         _native.save(os.path.join(folder, "model.safetensors"), tensors, {"format": "pt"})
         config = dict(self.config)
         named = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.dtype]
@@ -163,6 +186,16 @@ class CausalLM(torch.nn.Module):
             if not os.path.exists(there := os.path.join(folder, name)):
                 os.makedirs(os.path.dirname(there), exist_ok=True)
                 shutil.copyfile(os.path.join(self._folder, name), there)
+
+
+def _whole(parts: list[Place], tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """The tensor of a module whose parts a folder has."""
+    if not parts[0][1]:
+        return tensor(parts[0][0])
+    experts: dict[int, list[torch.Tensor]] = {}
+    for of, at in parts:
+        experts.setdefault(at[0], []).append(tensor(of))
+    return torch.stack([torch.cat(halves) for halves in experts.values()])
 
 
 class _Placed:
@@ -220,8 +253,8 @@ class _Logprob(torch.autograd.Function):
         ctx.sums.reverse(ctx.state, dlogprob.contiguous())
         if block is not None:
             return nothing
-        found = ctx.sums.finish(model._native)
-        return (None, None, None, *[found[name].torch() for name in model._names])
+        found = model._gradients(ctx.sums.finish(model._native))
+        return (None, None, None, *[found[name] for name in model._names])
 
 
 class _Logits(torch.autograd.Function):
@@ -271,8 +304,8 @@ class accumulate:
         else:
             found = self._native.finish(model._native)
         named = dict(model.named_parameters())
-        for name, gradient in found.items():
-            named[name].grad = gradient.torch()
+        for name, gradient in model._gradients(found).items():
+            named[name].grad = gradient
 
     def _gathered(self) -> list[dict[str, torch.Tensor]]:
         """The sums of every rank, in their order. A name says which rows of a table a rank has looked up, so others may not have it."""
@@ -387,6 +420,8 @@ class AdamW(torch.optim.Optimizer):
             raise TypeError("AdamW: give a module or named parameters; the norm is added in the order of names")
         named.sort(key=lambda one: one[0].encode())
         self._names = {id(parameter): name for name, parameter in named}
+        # Of a CausalLM by the names of folders, which other tensors than its own may have.
+        self._places = {id(parameter): _places(params, name) for name, parameter in named}
         self.max_norm, self.norm = max_norm, None
         super().__init__([p for _, p in named], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -401,7 +436,10 @@ class AdamW(torch.optim.Optimizer):
         gradients = [p.grad.to(torch.float32).contiguous() for _, p in todo]
         if not todo:
             return loss
-        sums = [_ops.square_sum(block) for gradient in gradients for block in _blocks(gradient)]
+        parts = [(of, gradient[at]) for (_, p), gradient in zip(todo, gradients) for of, at in self._places.get(id(p), [("", ())])]
+        if any(at for of in self._places.values() for _, at in of):
+            parts.sort(key=lambda one: one[0].encode())
+        sums = [_ops.square_sum(block) for _, part in parts for block in _blocks(part)]
         norm, factor = _ops.clip_factor(torch.cat(sums), max_norm=1.0 if self.max_norm is None else self.max_norm)
         if not torch.isfinite(norm):
             bad = next((p for (_, p), g in zip(todo, gradients) if not torch.isfinite(g).all()), None)
@@ -438,6 +476,11 @@ class AdamW(torch.optim.Optimizer):
                 self.state[p][key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def _places(model: Any, name: str) -> list[Place]:
+    """By the names of folders, what a parameter holds."""
+    return model._places[name] if isinstance(model, CausalLM) else [(name, ())]
+
+
 def _blocks(gradient: torch.Tensor) -> list[torch.Tensor]:
     flat = gradient.reshape(-1)
     whole = flat.numel() // _BLOCK * _BLOCK
@@ -450,7 +493,8 @@ def sha256(model: torch.nn.Module) -> str:
     `samebits train`.
     """
     digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters(), key=lambda one: one[0].encode()):
-        words = parameter.detach().to(torch.float32).contiguous().view(torch.int32)
+    parts = [(of, parameter[at]) for name, parameter in model.named_parameters() for of, at in _places(model, name)]
+    for _, part in sorted(parts, key=lambda one: one[0].encode()):
+        words = part.detach().to(torch.float32).contiguous().view(torch.int32)
         digest.update(words.numpy().astype("<i4", copy=False).tobytes())
     return digest.hexdigest()
