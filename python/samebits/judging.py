@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -118,7 +119,10 @@ def judge(
     (docs/GATE.md), which know the callable as `name`, by default its `__name__`. `out` is a folder for the report.
 
     Axes `restart` and `soak` are for processes of their own, which import `fn` by its name; of one that cannot be imported
-    they are not asked, and the report says so. A script needs `if __name__ == "__main__":` around the call.
+    they are not asked, and the report says so. A script needs `if __name__ == "__main__":` around the call: else they would come by
+    the call themselves, and RuntimeError says so before anything runs.
+
+    Of a module of torch it is `forward` that is asked for its parameters. A callable that writes to its inputs is red.
 
     Raises ValueError or TypeError for what does not fit, RuntimeError where the run is broken.
     """
@@ -141,8 +145,10 @@ def judge(
         skipped = {f"invariance/{axis}": why for axis in own}
         if not asked:
             raise ValueError(f"judge: nothing is left to ask: {why}")
+    elif own and (line := _called_on_import(fn)):
+        raise RuntimeError(line)
     own_name = name
-    name = name or re.sub(r"[^\w.-]+", "-", getattr(fn, "__name__", "")).strip("-") or "callable"
+    name = name or re.sub(r"[^\w.-]+", "-", getattr(fn, "__name__", type(fn).__name__)).strip("-") or "callable"
     select = ["--slice", slice, "--op", op]
     for option, values in (("--dtype", dtypes), ("--case", cases)):
         select += [word for value in values for word in (option, value)]
@@ -184,6 +190,44 @@ def judge(
     if all(record["verdict"] == "unsupported" for record in records):
         raise ValueError("judge: nothing of the selection was judged; everything is unsupported")
     return Report(code == 0, records, table, skipped, slice, html)
+
+
+def _called_on_import(fn: Callable[..., Any]) -> str | None:
+    """What to say where another process, which imports the callable, would come by this very call: a module that is being imported
+    calls `judge`, the main one outside of what asks for `__name__`.
+    """
+    main = sys.modules["__main__"]
+    anew = {getattr(fn, "__module__", None): sys.modules.get(getattr(fn, "__module__", None) or "")}
+    if getattr(main, "__file__", None):
+        anew["__main__"] = main
+    frame = sys._getframe(1)
+    while frame is not None:
+        of = anew.get(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "<module>" and of is not None and vars(of) is frame.f_globals and not _guarded(frame):
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return (
+                f"judge: {where} calls it while the module is imported, and axes `restart` and `soak` import it in other processes; put the "
+                'call behind `if __name__ == "__main__":`, or name `axes` without these'
+            )
+        frame = frame.f_back
+    return None
+
+
+def _guarded(frame: Any) -> bool:
+    """Whether the line of a module that runs stands in something that asks for `__name__`; so too where that cannot be seen."""
+    if frame.f_globals.get("__name__") != "__main__":
+        # To another process it has the same name.
+        return False
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp, ast.BoolOp)) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):
+            test = node if isinstance(node, ast.BoolOp) else node.test
+            if any(isinstance(name, ast.Name) and name.id == "__name__" for name in ast.walk(test)):
+                return True
+    return False
 
 
 def _lack(subject: wire.Subject, case: dict[str, Any]) -> str | None:

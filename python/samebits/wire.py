@@ -122,6 +122,17 @@ class Torch:
         back = sorted(range(len(order)), key=order.__getitem__)
         return tensor.permute(order).contiguous().permute(back) if order else tensor
 
+    def seen(self, tensor: Any) -> tuple[Any, int]:
+        """What `same` compares: all bytes around a tensor, and how often torch has written them."""
+        return self._bytes(tensor).clone(), tensor._version
+
+    def same(self, tensor: Any, seen: tuple[Any, int]) -> bool:
+        """Whether a tensor and what lies around it are as they were, and nobody has written them."""
+        return tensor._version == seen[1] and self.torch.equal(self._bytes(tensor), seen[0])
+
+    def _bytes(self, tensor: Any) -> Any:
+        return self.torch.empty(0, dtype=self.torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
     def write(self, tensor: Any) -> tuple[str, list[int], bytes]:
         torch = self.torch
         if not isinstance(tensor, torch.Tensor):
@@ -186,6 +197,19 @@ class Numpy:
         back = sorted(range(len(order)), key=order.__getitem__)
         return numpy.ascontiguousarray(array.transpose(order)).transpose(back) if order else array
 
+    def seen(self, array: Any) -> bytes:
+        """What `same` compares: all bytes around an array."""
+        return self._around(array).tobytes("A")
+
+    def same(self, array: Any, seen: bytes) -> bool:
+        """Whether an array and what lies around it are as they were."""
+        return self._around(array).tobytes("A") == seen
+
+    def _around(self, array: Any) -> Any:
+        while isinstance(array.base, self.numpy.ndarray):
+            array = array.base
+        return array
+
     def write(self, array: Any) -> tuple[str, list[int], bytes]:
         numpy = self.numpy
         if not isinstance(array, (numpy.ndarray, numpy.generic)):
@@ -221,6 +245,59 @@ def _order(layout: str | None, axes: int) -> list[int]:
 # --- the callable
 
 
+def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a callable; of what torch calls by `*args`, those of what is called: the `forward` of a module, the function
+    of an operator or of autograd.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        while isinstance(fn, torch.nn.Module):
+            # A compiled module hands on to the one that it was made of.
+            inner = getattr(fn, "_orig_mod", None)
+            fn = fn.forward if inner is None else inner
+        if isinstance(fn, torch._ops.OpOverloadPacket):
+            fn = getattr(fn, fn.overloads()[0])
+        schema = getattr(fn, "schema", None) or getattr(fn, "_schema", None)
+        if isinstance(schema, torch._C.FunctionSchema):
+            kinds = inspect.Parameter
+            found = [
+                kinds(
+                    a.name, kinds.KEYWORD_ONLY if a.kwarg_only else kinds.POSITIONAL_OR_KEYWORD,
+                    default=a.default_value if a.has_default_value() else kinds.empty,
+                )
+                for a in schema.arguments
+            ]
+            return [parameter for parameter in found if parameter.name != "self"]
+        if isinstance(fn, torch.library.CustomOpDef):
+            fn = fn._init_fn
+        if (function := _autograd(fn)) is not None:
+            # Without `setup_context`, the context of the call comes first.
+            alone = function.setup_context is torch.autograd.Function.setup_context
+            return list(inspect.signature(function.forward).parameters.values())[int(alone) :]
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except ValueError:
+        line = f"{name_of(fn)}: Python cannot tell its parameters; judge a function that calls it, `def fn(x, w, eps): ..`"
+        raise TypeError(line) from None
+
+
+def _autograd(fn: Any) -> Any:
+    """The function of torch.autograd whose `apply` this is."""
+    torch, owner = sys.modules.get("torch"), getattr(fn, "__self__", None)
+    own = torch is not None and isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    return owner if own and fn.__name__ == "apply" else None
+
+
+def name_of(fn: Any) -> str:
+    if (function := _autograd(fn)) is not None:
+        return f"{function.__qualname__}.apply"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(fn, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(fn)
+    fn = getattr(fn, "_init_fn", fn)
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
+
+
 class Subject:
     """A callable that stands for an op, and how it takes the op's inputs and attributes."""
 
@@ -232,19 +309,21 @@ class Subject:
         self.library = LIBRARIES[library](device)
         inputs = [i["name"] for i in self.form["inputs"]]
         self.known = {*inputs, *(a["name"] for a in self.form["attributes"]), "dtype"}
-        parameters = list(inspect.signature(fn).parameters.values())
+        parameters = parameters_of(fn)
+        # What takes nothing by name has all of its parameters by place.
+        self.places = inspect.Signature(parameters) if _autograd(fn) is not None else None
         kinds = inspect.Parameter
         places = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         self.takes_all = any(p.kind == kinds.VAR_KEYWORD for p in parameters)
         self.by_name = {p.name for p in parameters if p.kind in (kinds.KEYWORD_ONLY, kinds.POSITIONAL_OR_KEYWORD)}
         # Inputs go in by name where fn has their names; else the required ones by place, in the schema's order.
         required = [i["name"] for i in self.form["inputs"] if not i["optional"]]
-        self.named = self.takes_all or all(name in self.by_name for name in required)
+        variadic = any(p.kind == kinds.VAR_POSITIONAL for p in parameters)
+        self.named = all(name in self.by_name for name in required) or (self.takes_all and not variadic)
         if self.named:
             self.placed: list[str] = []
         else:
             strangers = [p for p in places if p.kind == kinds.POSITIONAL_ONLY or p.name not in self.known]
-            variadic = any(p.kind == kinds.VAR_POSITIONAL for p in parameters)
             self.placed = required if variadic else inputs[: len(strangers)]
             if self.placed[: len(required)] != required:
                 raise TypeError(
@@ -259,7 +338,7 @@ class Subject:
             raise TypeError(f"{self.describe()}: `{unknown[0]}` has no default and is no input or attribute of {op}")
 
     def describe(self) -> str:
-        return getattr(self.fn, "__qualname__", None) or getattr(self.fn, "__name__", None) or type(self.fn).__name__
+        return name_of(self.fn)
 
     def lacks(self, inputs: set[str], attributes: dict[str, str], dtype: str, out: str) -> str | None:
         """What of a call it does not take; `attributes` as text, dtypes by the contract's names."""
@@ -317,6 +396,8 @@ class Subject:
             name: self.library.read(_DTYPES[wire][0], shape, data, None if wire == "I32" else layout)
             for name, (wire, shape, data) in tensors.items()
         }
+        inputs = dict(given)
+        before = {name: self.library.seen(tensor) for name, tensor in inputs.items()}
         kinds = {a["name"]: a["kind"] for a in self.form["attributes"]}
         keywords = {a["name"]: a["default"] for a in self.form["attributes"] if a["name"] in self.by_name}
         keywords |= {name: _value(kinds.get(name, "text"), text) for name, text in attributes.items() if self._takes(name)}
@@ -325,11 +406,18 @@ class Subject:
         places = [given.pop(name, None) for name in self.placed]
         threads = int(metadata["config.threads"]) if "config.threads" in metadata else None
 
+        if self.places is not None:
+            bound = self.places.bind(*places, **given, **keywords)
+            bound.apply_defaults()
+            places, given, keywords = list(bound.args), {}, {}
+
         def work() -> Any:
             with _native.Cpu(threads=threads):
                 return self.fn(*places, **given, **keywords)
 
         outputs = self.library.call(work, threads)
+        if written := [name for name, tensor in before.items() if not self.library.same(inputs[name], tensor)]:
+            raise RuntimeError(f"it wrote to its input `{written[0]}`, which others read after it; write to a copy")
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         names = [o["name"] for o in self.form["outputs"]]
         if len(outputs) != len(names):
@@ -381,7 +469,8 @@ def packed(fn: Callable[..., Any], op: str, library: str, device: str) -> bytes 
         return None
     try:
         text = pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:
+        # Objects of other libraries say in many ways that they cannot be.
         return None
     preparation = {k: v for k, v in spawn.get_preparation_data("samebits").items() if k != "authkey"}
     return pickle.dumps((preparation, text, op, library, device))

@@ -43,6 +43,53 @@ def contiguous_only(x, w, eps):
     return rms_norm(flat, w, eps)
 
 
+class Module(torch.nn.Module):
+    def forward(self, x, w, eps):
+        return rms_norm(x, w, eps)
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        return rms_norm(x, w, eps)
+
+
+@torch.library.custom_op("test_judge::rms_norm", mutates_args=())
+def operator(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(x, w, eps)
+
+
+def in_place(x, w, eps):
+    """Which leaves the same bits."""
+    return rms_norm(x.mul_(1.0), w, eps)
+
+
+def over_its_input(x, w, eps):
+    y = rms_norm(x, w, eps)
+    x.zero_()
+    return y
+
+
+def behind_its_back(x, w, eps):
+    """As a kernel of another language writes, of which torch sees nothing."""
+    y = rms_norm(x, w, eps)
+    w.data[-1] = 0
+    return y
+
+
+def beside_its_input(x, w, eps):
+    """Where rows lie apart, into the gaps."""
+    y = rms_norm(x, w, eps)
+    if x.stride(0) > x.shape[1]:
+        torch.as_strided(x.data, (1,), (1,), x.shape[1]).zero_()
+    return y
+
+
+def add_into(a, b):
+    a += b
+    return a
+
+
 class Stateful:
     __name__ = "stateful"
 
@@ -145,6 +192,84 @@ def test_a_fault_is_red_where_it_belongs(fn, judgment, words, more):
     assert {judgment_of(record) for record in report.red} == {judgment}
     assert words in reason_of(report.red[0])
     assert "RED" in str(report)
+
+
+@pytest.mark.parametrize(
+    "fn, name",
+    [
+        (Module(), "Module"),
+        (torch.compile(Module(), backend="eager"), "OptimizedModule"),
+        (Function.apply, "Function.apply"),
+        (lambda *inputs, **others: rms_norm(*inputs, others.get("eps", 1e-6)), "<lambda>"),
+        (operator, "operator"),
+        (torch.ops.test_judge.rms_norm, "test_judge.rms_norm"),
+        (torch.ops.test_judge.rms_norm.default, "test_judge.rms_norm.default"),
+    ],
+    ids=["module", "compiled", "autograd", "lambda", "custom_op", "operator", "overload"],
+)
+def test_what_torch_calls_by_args_is_taken_by_its_own_parameters(fn, name):
+    report = judge(fn, axes=["batch", "layout", "repeat"])
+    assert report.ok and report.verdicts["invariance/batch"]["pass"] == 1
+    assert report.records[0]["kernel"] == name
+
+
+def test_a_callable_without_parameters_that_python_can_tell_is_refused():
+    with pytest.raises(TypeError, match="rms_norm: Python cannot tell its parameters; judge a function that calls it"):
+        judge(torch.rms_norm)
+
+
+@pytest.mark.parametrize("fn, name", [(in_place, "x"), (over_its_input, "x"), (behind_its_back, "w"), (beside_its_input, "x")])
+def test_what_writes_to_its_inputs_is_red(fn, name):
+    layouts = {"judgments": ["invariance"], "axes": ["layout"]} if fn is beside_its_input else {"judgments": ["accuracy"]}
+    report = judge(fn, **layouts)
+    assert not report.ok and {f"it wrote to its input `{name}`" in reason_of(record) for record in report.red} == {True}
+    report = samebits.judge(add_into, "add", ["fp32"], library="numpy", cases=["add/fp32/small-normal-fp32"], judgments=["accuracy"])
+    assert not report.ok and "it wrote to its input `a`" in reason_of(report.red[0])
+
+
+SCRIPT = """
+import samebits
+from test_judge import SMALL, rms_norm
+
+def mine(x, w, eps):
+    return rms_norm(x, w, eps)
+
+def main():
+    {call}
+
+{after}
+"""
+CALL = 'print("ended", samebits.judge({fn}, op="rms_norm", axes={axes}, **SMALL).ok)'
+
+
+@pytest.mark.parametrize(
+    "fn, after, axes, refused",
+    [
+        ("mine", "main()", [], True),
+        ("rms_norm", "assert (\n    main() is None\n)", ["restart"], True),
+        ("mine", 'if __name__ == "__main__":\n    main()', ["restart"], False),
+        ("rms_norm", 'main() if __name__ == "__main__" else None', ["restart"], False),
+        ("mine", "main()", ["repeat"], False),
+    ],
+)
+def test_a_script_without_the_guard_is_refused_before_anything_runs(fn, after, axes, refused, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(call=CALL.format(fn=fn, axes=axes), after=after))
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    if not refused:
+        assert done.stdout == "ended True\n" and done.returncode == 0, done.stdout + done.stderr
+        return
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and done.stdout == ""
+    assert last.startswith(f"RuntimeError: judge: {script}:") and 'put the call behind `if __name__ == "__main__":`' in last
+
+
+def test_a_module_that_judges_while_it_is_imported_is_refused(tmp_path):
+    (tmp_path / "kernels.py").write_text(SCRIPT.format(call=CALL.format(fn="mine", axes=[]), after="main()"))
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", "import kernels"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "kernels.py" in done.stderr.splitlines()[-1] and "calls it while the module is imported" in done.stderr.splitlines()[-1]
 
 
 def test_cases_of_attributes_that_the_signature_lacks_are_not_asked():
