@@ -1,6 +1,7 @@
 """batch_invariant: an operator, and a model of transformers, alone and among others."""
 
 import contextlib
+import ctypes
 import threading
 
 import pytest
@@ -304,6 +305,56 @@ def test_a_mask_that_is_written_is_read_again(block):
     after = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert same(after[:, :, :5], before[:, :, :5]) and not same(after[:, :, 5:], before[:, :, 5:])
     assert same(after, F.scaled_dot_product_attention(q, k, v, attn_mask=mask.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("form", ["whole", "expanded", "of all rows"])
+@pytest.mark.parametrize("how", ["torch", "data", "numpy", "set", "memory"])
+def test_a_mask_is_read_again_however_it_was_written(how, form, inference, dtype, block):
+    q, k, v = (floats((3, 2, 9, 16), "float32", 60 + i) for i in range(3))
+    causal = torch.ones(9, 9, dtype=torch.bool).tril() if form != "of all rows" else torch.ones(1, 9, dtype=torch.bool)
+    hidden = torch.finfo(torch.float32).min
+    value = lambda visible: visible if dtype == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, hidden)
+    later = causal & (torch.arange(9) < 5)
+    kept = value(causal.expand(3, 1, *causal.shape) if form == "whole" else causal[None, None])
+    kept = kept.contiguous() if form == "whole" else kept
+    mask = kept if form == "whole" else kept.expand(3, 1, 9, 9)
+    with torch.inference_mode(inference):
+        before = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert same(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), before)
+        new = value(later.expand_as(kept))
+        if how == "torch":
+            kept.copy_(new)
+        elif how == "data":
+            kept.data.copy_(new)
+        elif how == "numpy":
+            kept.numpy()[:] = new.numpy()
+        elif how == "set":
+            mask.data = new.clone() if form == "whole" else new.clone().expand(3, 1, 9, 9)
+        else:
+            ctypes.memmove(kept.data_ptr(), new.contiguous().data_ptr(), kept.numel() * kept.element_size())
+        after = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert not same(after[:, :, 5:], before[:, :, 5:])
+        assert same(after, F.scaled_dot_product_attention(q, k, v, attn_mask=mask.clone()))
+
+
+def test_rows_of_a_parameter_that_were_written_are_no_rows_of_it(block):
+    """What was looked up is known by its table as long as it is what was looked up."""
+    tokens, x = torch.tensor([2, 0, 1, 2]), floats((4, 8), "float32", 5)
+    writes = {
+        "torch": lambda y: y.mul_(3.0),
+        "data": lambda y: y.data.mul_(3.0),
+        "numpy": lambda y: y.detach().numpy().__imul__(3.0),
+    }
+    for write in writes.values():
+        model = torch.nn.ParameterDict({"w": torch.nn.Parameter(floats((3, 8), "float32", 6))})
+        with contextlib.suppress(RuntimeError), samebits.torch.accumulate(model):
+            y = model["w"][tokens]
+            write(y)
+            made = x + y
+            assert same(made.detach(), x + 3.0 * model["w"].detach()[tokens])
+            made.sum().backward()
 
 
 # --- what is not covered

@@ -38,7 +38,17 @@ class Plan(NamedTuple):
     blind: torch.Tensor | None
 
 
-# By mask, which every layer of a model shares.
+class _Known(NamedTuple):
+    """A plan, and what it was made of."""
+
+    rows: tuple[int, int]
+    inference: bool
+    mask: torch.Tensor
+    plan: Plan | None
+
+
+# By mask, which every layer of a model shares. A mask may be written in many ways that leave no trace (`.data`, numpy, another
+# process), so a plan holds as long as the mask has the elements that it was made of.
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -46,22 +56,24 @@ def _planned(mask: torch.Tensor, batch: int, rows: int) -> Plan | None:
     """The plan of `mask[B or 1,H or 1,T or 1,S]`, or None where it is not one for all heads, adds other numbers than 0 and
     minus infinity (or the lowest number in its place), or lets a row see keys with a gap between them.
     """
-    try:
-        key = (mask._version, batch, rows)
-    except RuntimeError:  # It is of torch.inference_mode, which counts no versions.
-        key = None
-    known = _plans.get(mask)
-    if known is None or key is None or known[0] != key:
-        plan = None
-        if mask.shape[1] == 1 or mask.stride(1) == 0:
-            one = mask[:, 0]
-            if one.dtype != torch.bool:
-                visible = one == 0
-                one = visible if bool((visible | (one <= torch.finfo(one.dtype).min)).all()) else None
-            plan = None if one is None else _plan(one.expand(batch, rows, -1))
-        known = (key, plan)
-        _plans[mask] = known
-    return known[1]
+    if mask.shape[1] != 1 and mask.stride(1) != 0:
+        return None
+    # What belongs to torch.inference_mode is of no use to other calls.
+    inference, known = torch.is_inference_mode_enabled(), _plans.get(mask)
+    one = mask[:, 0]
+    for axis in (0, 1):
+        # Of what is expanded, once.
+        one = one.narrow(axis, 0, 1) if one.stride(axis) == 0 else one
+    if known is not None and (known.rows, known.inference, known.mask.dtype) == ((batch, rows), inference, one.dtype):
+        if torch.equal(known.mask, one):
+            return known.plan
+    visible: torch.Tensor | None = one
+    if one.dtype != torch.bool:
+        visible = one == 0
+        visible = visible if bool((visible | (one <= torch.finfo(one.dtype).min)).all()) else None
+    plan = None if visible is None else _plan(visible.expand(batch, rows, -1))
+    _plans[mask] = _Known((batch, rows), inference, one.clone(), plan)
+    return plan
 
 
 def _plan(mask: torch.Tensor) -> Plan | None:

@@ -251,7 +251,7 @@ def _embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, sc
         # Positions, once for all sequences, whose gradient would be summed before its tokens are known.
         _ours._active.share(weight, y)
         if padding_idx is None:
-            _looked[y] = weight, input.int()
+            _looked[y] = weight, input.int(), y._version
     if padding_idx is not None:
         y = torch.where((input == padding_idx % weight.shape[0])[..., None], y.detach(), y)
     return y
@@ -402,7 +402,7 @@ def _expand(x, *shape):
 
 
 # What was looked up once for all sequences of a micro-batch, and rows that were chosen by a tensor, while `accumulate` carries
-# sums: the table and the tokens.
+# sums: the table, the tokens, and how often torch had written them.
 _looked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _chosen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _times, _plus_parameter = _shared(True), _shared(False)
@@ -414,14 +414,23 @@ def _item(x, index):
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int64, torch.int32) or index.dim() != 1:
         return NotImplemented
     made = x[index]
-    _chosen[made] = x, index.int()
+    _chosen[made] = x, index.int(), made._version
     return made
+
+
+def _as_looked_up(kept: WeakTensorKeyDictionary, y: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Table and tokens of what was looked up, and has not been written since."""
+    found = kept.get(y) if isinstance(y, torch.Tensor) else None
+    return None if found is None or found[2] != y._version else found[:2]
 
 
 def _rows(x: Any, y: Any) -> Any:
     """y to be added to x: where it is rows of a parameter, one for each of x, they are carried."""
-    found = _chosen.get(y) if isinstance(y, torch.Tensor) else None
+    found = _as_looked_up(_chosen, y)
     if found is None or not isinstance(x, torch.Tensor) or x.shape != y.shape or bool((found[1] < 0).any()):
+        return y
+    # Written in a way that leaves no trace, they are no rows of it any more.
+    if not torch.equal(y, found[0][found[1]]):
         return y
     return _Rows.apply(*found, _ours._active.begin("embedding", {"w": found[0]})["w"])
 
@@ -434,7 +443,7 @@ def _spreads(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _plus(a, b, **other):
     for x, y in ((a, b), (b, a)):
-        found = _looked.get(y) if isinstance(y, torch.Tensor) else None
+        found = _as_looked_up(_looked, y)
         if found is None or other or not isinstance(x, torch.Tensor) or x.dtype != y.dtype or not torch.is_grad_enabled():
             continue
         if _spreads(x, y):
