@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import samebits.torch as _ours
 
+from . import positions
 from .attention import masked_attention
 from .covered import COVERED, FUNCTIONS, PASSES, ROUNDED_ONCE, any_complex, any_floats, kernels, laid_out, plain, product
 
@@ -32,18 +33,18 @@ F = torch.nn.functional
 
 
 class _State:
-    """Of a block: whether it is open, and what it refuses."""
+    """Of a block: whether it is open, what it refuses, and the length that rotary frequencies belong to."""
 
-    def __init__(self, strict: bool) -> None:
-        self.open, self.strict = True, strict
+    def __init__(self, strict: bool, rope_length: int | None) -> None:
+        self.open, self.strict, self.rope_length = True, strict, rope_length
 
 
 _counts: Counter[str] = Counter()
 
 
 def uncovered() -> dict[str, int]:
-    """The operators that may sum and are not covered, and how often they ran since the outermost block began: this block, or
-    the last one.
+    """The operators that may sum and are not covered, modules whose frequencies followed the longest text, and how often they ran
+    since the outermost block began: this block, or the last one.
     """
     return dict(_counts)
 
@@ -456,7 +457,30 @@ def _plus_in_place(a, b, **other):
     return a.add_(_rows(a, b), **other)
 
 
+def _longest(state: _State, caller: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The largest of all elements; where a module asks for it whose rotary frequencies depend on a length, what was declared."""
+    if args or kwargs or not isinstance(x, torch.Tensor) or x.is_floating_point() or x.device.type == "meta" or not x.numel():
+        return NotImplemented
+    module = positions.asked_by(caller)
+    if module is None:
+        return NotImplemented
+    told, name = positions.declared(module, caller, x, state.rope_length)
+    if told is not None:
+        return told
+    _named(state, f"{name} takes its frequencies from the longest text of the batch; declare a length, rope_length=N, that no text is longer than", name)
+    return NotImplemented
+
+
+def _named(state: _State, line: str, name: str) -> None:
+    """Counts what a module does, or refuses it."""
+    if state.strict:
+        raise RuntimeError(f"batch_invariant: {line}")
+    _counts[name] += 1
+
+
 _T = torch.Tensor
+# What one number of all elements may be asked by.
+_WHOLE = {torch.max, torch.amax, _T.max, _T.amax}
 # By function of torch as Python calls it.
 _ABOVE: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
@@ -499,6 +523,12 @@ class _Above(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (_T.backward, torch.autograd.backward):
             return self.back(*args, **kwargs)
+        if func in _WHOLE:
+            made = _longest(self.state, sys._getframe(1), *args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        elif func is torch.arange and (name := positions.counted_from_the_end(sys._getframe(1))) is not None:
+            _named(self.state, f"{name} counts positions from the end of the longest text; leave strict out to count it", name)
         carries = _ours._active is not None
         handler = _ABOVE.get(func) or (_CARRIED.get(func) if carries else None)
         if handler is not None:
@@ -537,24 +567,33 @@ class batch_invariant:
 
     Backward calls belong into the block as well. It holds for the thread that enters it. An operator that is not covered runs
     as it is and is counted (`uncovered`); with `strict` it raises RuntimeError.
+
+    `rope_length` is the longest text, of all calls, as `samebits.Engine` has it. Where the scaling of rotary positions depends on a length
+    (longrope, dynamic) their frequencies belong to it, and without it to the length that the model was trained on; positions beyond
+    it are refused by ValueError, and where none was declared as an operator is that is not covered.
     """
 
-    def __init__(self, strict: bool = False) -> None:
-        self._strict = strict
-        self._before: list[bool | None] = []
+    def __init__(self, strict: bool = False, rope_length: int | None = None) -> None:
+        if rope_length is not None and rope_length < 1:
+            raise ValueError(f"rope_length: is {rope_length}; it must be at least 1")
+        self._strict, self._rope_length = strict, rope_length
+        self._before: list[tuple[bool, int | None] | None] = []
 
     def __enter__(self) -> batch_invariant:
         global _open
         if _open == 0:
             _counts.clear()
         _open += 1
-        # The inner one of two blocks says what is refused.
+        # The inner one of two blocks says what is refused, and the length where it has one.
         modes = getattr(_here, "modes", None)
-        self._before.append(modes[0].state.strict if modes else None)
         if modes:
-            modes[0].state.strict = self._strict
+            state = modes[0].state
+            self._before.append((state.strict, state.rope_length))
+            state.strict = self._strict
+            state.rope_length = state.rope_length if self._rope_length is None else self._rope_length
         else:
-            _enter(_State(self._strict))
+            self._before.append(None)
+            _enter(_State(self._strict, self._rope_length))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -566,7 +605,8 @@ class batch_invariant:
             _here.modes[0].state.open = False
             _here.modes = None
         else:
-            _here.modes[0].state.strict = before
+            state = _here.modes[0].state
+            state.strict, state.rope_length = before
         _open -= 1
 
 
@@ -592,10 +632,10 @@ def _in_thread(frame: Any, event: str, arg: Any) -> None:
         _enter(_state)
 
 
-def enable(strict: bool = False) -> None:
+def enable(strict: bool = False, rope_length: int | None = None) -> None:
     """`batch_invariant` from now on, until `disable`: for this thread, and those that `threading` starts meanwhile."""
     global _profile, _state
-    _enabled.append(batch_invariant(strict).__enter__())
+    _enabled.append(batch_invariant(strict, rope_length).__enter__())
     if _state is None:
         _state, _profile = _here.modes[0].state, threading.getprofile()
         threading.setprofile(_in_thread)
