@@ -60,15 +60,20 @@ def thresholds(file):
     return tomllib.loads((Path(__file__).parents[2] / "contract" / file).read_text(encoding="utf-8"))["threshold"]
 
 
-def assert_accurate(found, truth, kind, direction="forward"):
-    """That `found` lies within the published bound of a class of ops around `truth`, in f64."""
-    dtype = NAMES[found.dtype]
+def published(dtype, kind, direction="forward"):
+    """The published bound of a class of ops."""
     (row,) = [
         row
         for row in thresholds("ws1.toml")
-        if row["rows"] == "published" and kind in row["classes"] and dtype in row["dtypes"] and "accuracy" in row["judgments"]
+        if row["rows"] == "published" and kind in row["classes"] and NAMES[dtype] in row["dtypes"] and "accuracy" in row["judgments"]
         and direction in row.get("directions", ["forward", "gradient"])
     ]  # fmt: skip
+    return row
+
+
+def assert_accurate(found, truth, kind, direction="forward"):
+    """That `found` lies within the published bound of a class of ops around `truth`, in f64."""
+    row = published(found.dtype, kind, direction)
     error, bound = (found.double() - truth.double()).abs(), row["atol"] + row["rtol"] * truth.double().abs()
     assert found.shape == truth.shape and bool((error <= bound).all()), f"{error.max()} is too far, of {truth.abs().max()}"
 

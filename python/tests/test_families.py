@@ -38,7 +38,8 @@ MORE = {
 # By reason: the families whose numbers within the block depend on who stands beside them, and padded on which side. A reason that the
 # block knows is named by `uncovered`, and strict mode refuses it; the others are docs/PYTHON.md's.
 DEPENDS = {
-    "named": {"mpt": "right", "falcon": "right left"},
+    # (BigBird makes its attention anew for short texts, at random, and then takes the old weights.)
+    "named": {"mpt": "right", "falcon": "right left", "big_bird": ""},
     # Positions are counted from the first padded token, as in torch without the block.
     "places": dict.fromkeys(
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet roformer trocr whisper".split(), "left"
@@ -47,24 +48,22 @@ DEPENDS = {
     "mask": {"cpmant": "right", "prophetnet": "right left"},
     # Chunks that are counted from the first padded token, and states that padded tokens move.
     "states": dict.fromkeys(
-        "kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm".split(),
+        "bailing_hybrid kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm".split(),
         "left",
     ),
-    # Keys with equal scores are chosen by where they stand.
-    "choice": {"axk2": "left", "glm_moe_dsa": "left"},
 }
 # What is not made of these sizes.
 NOT_MADE = set(
     """
-    blt cohere_compass_text dbrx dots3_note dots3_note_text fuyu gemma3 gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_unified
-    gemma4_unified_assistant got_ocr2 gpt_neo lfm2_moe longcat_flash mamba2 moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
+    blt cohere_compass_text dbrx fuyu gemma3 gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_unified
+    gemma4_text gemma4_unified_assistant git got_ocr2 gpt_neo lfm2_moe longcat_flash mamba2 moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal
     reformer xmod zamba zamba2 zaya
     """.split()
 )
 
 
 def made(family, **own):
-    """A model of a family of random weights, or None where it cannot be made of these sizes."""
+    """A model of a family of random weights."""
     name = NAMES[family]
     kind = getattr(transformers, name if isinstance(name, str) else name[0])
     config = kind.config_class
@@ -77,6 +76,9 @@ def made(family, **own):
     except Exception:
         config = config(**{key: value for key, value in given.items() if key != "num_key_value_heads"})
     config.is_decoder = True
+    with torch.device("meta"):
+        elements = sum(parameter.numel() for parameter in kind(config).parameters())
+    assert elements < 3e7, f"it has {elements} parameters"
     torch.manual_seed(0)
     model = kind(config)
     with torch.no_grad():
@@ -91,14 +93,15 @@ def texts():
 
 
 @torch.no_grad()
-def beside(model, side, kept=True):
+def beside(model, side):
     """Logits of a short text alone, and padded on a side beside a longer one."""
     short, long = texts()
     blank = torch.zeros(1, LONG - SHORT, dtype=torch.long)
     order = (lambda text, blank: torch.cat([text, blank] if side == "right" else [blank, text], 1))
     mask = torch.cat([order(torch.ones_like(short), blank), torch.ones_like(long)])
-    places = {}
-    if "position_ids" in inspect.signature(model.forward).parameters and "padding_idx" not in vars(getattr(getattr(model, "base_model", None), "embeddings", model)):
+    places, embeddings = {}, getattr(model.base_model, "embeddings", None)
+    by_padding = hasattr(embeddings, "padding_idx") and not isinstance(embeddings, torch.nn.Embedding)
+    if "position_ids" in inspect.signature(model.forward).parameters and not by_padding:
         # Those with an index of padding count places by it.
         places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     alone = model(short, attention_mask=torch.ones_like(short), use_cache=False).logits[0]
@@ -112,7 +115,6 @@ def test_who_depends_on_a_longer_neighbour(family):
     expected = {side for families in DEPENDS.values() for side in families.get(family, "").split()}
     try:
         model = made(family)
-        assert sum(parameter.numel() for parameter in model.parameters()) < 1e8, "too large"
         with samebits.torch.batch_invariant():
             found = {side for side in ("right", "left") if not same(*beside(model, side))}
             named = samebits.torch.uncovered()
@@ -121,7 +123,7 @@ def test_who_depends_on_a_longer_neighbour(family):
         return
     assert family not in NOT_MADE and found == expected, (found, named)
     assert bool(named) == (family in DEPENDS["named"]), named
-    if named:
+    if named and found:
         with samebits.torch.batch_invariant(strict=True), pytest.raises(RuntimeError, match="batch_invariant: "):
             beside(model, "right")
 

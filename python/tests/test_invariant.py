@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import itertools
+import math
 import threading
 
 import pytest
 import samebits.torch
 import torch
-from conftest import assert_accurate, assert_beside_torch, by_size, floats, same
+from conftest import assert_accurate, assert_beside_torch, by_size, floats, published, same
 
 F = torch.nn.functional
 DTYPES = ["float32", "bfloat16"]
@@ -231,6 +233,144 @@ def test_gradients_are_those_of_torch(name):
     with samebits.torch.batch_invariant(strict=True):
         found = gradient(x)
     assert_accurate(found, truth, "reduction", "gradient")
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_ones_the_first_are_chosen(dtype, largest):
+    """However many stand beside them, as keys that are hidden do."""
+    seen_in_torch = False
+    hidden = -math.inf if largest else math.inf
+    for length, k in itertools.product((5, 17, 40, 300, 1000), (2, 4, 9)):
+        if k >= length:
+            continue
+        x = torch.randint(0, 3, (50, length), generator=torch.Generator().manual_seed(length)).to(getattr(torch, dtype))
+        chosen = lambda x, before: (x.topk(k, -1, largest).indices - before).sort(-1).values
+        beside = [torch.cat([torch.full((50, more), hidden, dtype=x.dtype), x], 1) for more in (16, 700)]
+        seen_in_torch |= not torch.equal(chosen(beside[1], 700), chosen(x, 0))
+        with samebits.torch.batch_invariant(strict=True):
+            values, at = x.topk(k, -1, largest)
+            alone = chosen(x, 0)
+            assert same(x.gather(-1, at), values) and all(torch.equal(chosen(b, m), alone) for b, m in zip(beside, (16, 700)))
+            first = x.sort(dim=-1, descending=largest, stable=True).indices[:, :k].sort(-1).values
+            assert torch.equal(alone, first) and same(x.T.topk(k, 0, largest).values.T, values)
+            out = torch.empty(0, dtype=x.dtype), torch.empty(0, dtype=torch.long)
+            assert same(torch.topk(x, k, -1, largest, out=out)[0], values) and out[1].shape == at.shape
+    assert seen_in_torch
+
+
+# --- what is no ordinary number
+
+
+def special(dtype):
+    """Rows of what is no ordinary number, by name."""
+    inf, most = math.inf, torch.finfo(dtype).max
+    rows = {
+        "ordinary": floats((5, 7), "float32", 90), "lowest": [[-most] * 7] * 3, "highest": [[most] * 7] * 3,
+        "lowest and ordinary": [[-most] * 4 + [1.0] * 3] * 3, "highest and lowest": [[most, -most, 0, 1, 2, 3, 4]],
+        "half of the highest": [[most / 2, 0, 1, 2, 3, 4, 5]], "hidden": [[-inf] * 7] * 2, "some hidden": [[-inf, 1, 2, -inf, 0, 0, 0]],
+        "infinite": [[inf, 1, 2, -inf, 0, 0, 0], [1, 2, 3, inf, inf, 0, 0]], "NaN": [[math.nan, 1, 2, 3, 0, 0, 0], [1] * 7],
+        "NaN and infinite": [[math.nan, inf, 2, 3, 0, 0, 0]], "-0": [[-0.0] * 7] * 2, "great": [[1e30] * 7] * 2,
+        "great and greater": [[2e38, 3e38, 0, 1, 2, 3, 4], [-2e38, -3e38, -2.5e38, -2e38, -3e38, -3.1e38, -3e38]], "one": [[1.0]],
+        "no rows": torch.zeros(0, 7), "no terms": torch.zeros(3, 0),
+    }  # fmt: skip
+    return {name: torch.as_tensor(rows[name], dtype=torch.float64).to(dtype) for name in rows}
+
+
+def losses(x, reduction="mean", at=0, **how):
+    return F.cross_entropy(x, torch.full((len(x),), at), reduction=reduction, **how)
+
+
+SPECIAL = {
+    "softmax": lambda x: x.softmax(-1), "softmax over rows": lambda x: x.softmax(0), "softmax in f32": lambda x: x.softmax(-1, dtype=torch.float32),
+    "log_softmax": lambda x: x.log_softmax(-1), "log_softmax over rows": lambda x: x.log_softmax(0),
+    "logsumexp": lambda x: x.logsumexp(-1), "logsumexp over rows": lambda x: x.logsumexp(0), "logsumexp kept": lambda x: x.logsumexp(-1, keepdim=True),
+    "cross_entropy": losses, "cross_entropy of each": lambda x: losses(x, "none"), "cross_entropy of none": lambda x: losses(x, "none", -100),
+    "mean of no cross_entropy": lambda x: losses(x, at=-100), "smooth": lambda x: losses(x, label_smoothing=0.1),
+    "sum": lambda x: x.sum(-1), "sum over rows": lambda x: x.sum(0), "sum of all": lambda x: x.sum(),
+    "mean": lambda x: x.mean(-1), "mean over rows": lambda x: x.mean(0), "mean of all": lambda x: x.mean(),
+    "var": lambda x: x.var(-1), "var over rows": lambda x: x.var(0), "var of all": lambda x: x.var(), "var of a population": lambda x: x.var(-1, correction=0),
+    "std": lambda x: x.std(-1), "std kept": lambda x: x.std(-1, keepdim=True), "var_mean": lambda x: torch.cat([y.reshape(-1) for y in torch.var_mean(x, -1)]),
+    "norm": lambda x: x.norm(dim=-1), "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]), "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
+    "mm": lambda x: x @ x.T, "linear": lambda x: F.linear(x, x),
+}  # fmt: skip
+# What differs from torch, as docs/PYTHON.md has it: where ours is the rounded result and torch's is not (which depends on its vectors), and
+# where squares are beyond f32, so that ours is 0 and torch's NaN.
+NEARER = {
+    **{(name, "highest and lowest"): value for name, value in {"sum": 10, "sum of all": 10, "mean": 10 / 7, "mean of all": 10 / 7}.items()},
+    **{("var of all", name): 0 for name in ("lowest", "highest")},
+    **{("layer_norm", name): 0 for name in ("great", "lowest", "highest")},
+    # In fp16.
+    ("cross_entropy", "lowest and ordinary"): 65504,
+}
+SQUARES = {("layer_norm", "highest and lowest"), ("layer_norm", "half of the highest")}
+
+
+def agree(ours, theirs):
+    """Whether these are one result but for roundings."""
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return type(ours) is type(theirs)
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    row, (a, b) = published(theirs.dtype, "reduction"), (ours.double(), theirs.double())
+    return torch.allclose(a, b, rtol=row["rtol"], atol=row["atol"], equal_nan=True)
+
+
+def outcome(function, x):
+    try:
+        return function(x)
+    except (RuntimeError, IndexError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_no_ordinary_number_gives_what_torch_has(dtype, recwarn):
+    for (name, function), (row, x) in itertools.product(SPECIAL.items(), special(dtype).items()):
+        theirs = outcome(function, x.clone())
+        with samebits.torch.batch_invariant():
+            ours = outcome(function, x.clone())
+            assert samebits.torch.uncovered() == {}, (name, row)
+        if (name, row) in NEARER and not agree(ours, theirs):
+            theirs = torch.full_like(theirs, NEARER[name, row])
+        if (name, row) in SQUARES and dtype != torch.float16:
+            theirs = torch.zeros_like(x)
+        assert agree(ours, theirs), (name, row, ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["log_softmax", "logsumexp", "cross_entropy of each", "softmax", "var"])
+def test_gradients_of_what_is_no_ordinary_number(name, dtype):
+    def gradient(x):
+        x = x.clone().requires_grad_()
+        y = SPECIAL[name](x)
+        y.sum().backward()
+        return x.grad
+
+    for row, x in special(dtype).items():
+        if row in ("no rows", "no terms", "one") or (name == "var" and row in ("highest and lowest", "great")):
+            # Of the last ones the mean is right, and torch's is not.
+            continue
+        theirs = gradient(x)
+        with samebits.torch.batch_invariant(strict=True):
+            assert agree(gradient(x), theirs), row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_confident_row_has_its_small_loss(dtype):
+    """Of logits of any size, in f32 and rounded once."""
+    for offset in (0.0, 1e3, 1e30):
+        x = torch.tensor([[offset + 16.0 * max(1.0, offset * 2**-6), offset, offset]], dtype=torch.float64).to(dtype)
+        with samebits.torch.batch_invariant(strict=True):
+            found = x.log_softmax(-1)
+        assert_accurate(found, x.double().log_softmax(-1), "reduction")
+        assert offset or found[0, 0] < 0
+
+
+def test_rows_that_see_nothing_are_zero(block):
+    """Where torch has NaN, or for the lowest number the mean of all keys, padding too: how many there are is the longest text's."""
+    q, k, v = (floats((1, 2, 4, 8), "float32", 95 + i) for i in range(3))
+    for mask in (torch.zeros(4, 4, dtype=torch.bool), torch.full((4, 4), -math.inf), torch.full((4, 4), torch.finfo(torch.float32).min)):
+        assert same(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), torch.zeros(1, 2, 4, 8))
 
 
 # --- attention

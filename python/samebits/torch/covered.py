@@ -32,7 +32,7 @@ permute permute_copy pixel_shuffle pixel_unshuffle ravel real reflection_pad1d r
 replication_pad1d replication_pad2d reshape resize resize_as resolve_conj resolve_neg result_type roll rot90 round scalar_tensor
 scatter searchsorted select select_backward select_copy select_scatter set sign signbit slice slice_backward slice_copy
 slice_scatter sort split split_copy split_with_sizes squeeze squeeze_copy stack swapaxes sym_numel sym_size sym_storage_offset
-sym_stride t t_copy take threshold threshold_backward to topk transpose transpose_copy tril tril_indices triu triu_indices trunc
+sym_stride t t_copy take threshold threshold_backward to transpose transpose_copy tril tril_indices triu triu_indices trunc
 unbind unbind_copy unfold unfold_copy unique_consecutive _unique2 unique_dim unsafe_chunk unsafe_split unsafe_split_with_sizes
 unsqueeze unsqueeze_copy value_selecting_reduction_backward view view_as view_as_complex view_as_real view_copy where zero zeros
 zeros_like
@@ -175,12 +175,12 @@ def _mean(x, dim=None, keepdim=False, *, dtype=None):
 
 
 def _var64(x, dim, correction, keepdim):
-    """In f64, `[..]` without the axes of `dim`."""
+    """In f64, `[..]` without the axes of `dim`; `...` where there is nothing to sum."""
+    if x.numel() == 0:
+        return ...
     kept = [d for d in range(x.dim()) if d not in _dims(x, dim)]
     rows = x.double().permute([*kept, *_dims(x, dim)]).reshape(math.prod(x.shape[d] for d in kept), -1)
     terms = rows.shape[1]
-    if x.numel() == 0:
-        return NotImplemented
     away = rows - (_row_sums(rows) / terms)[:, None]
     var = _row_sums(away * away) / max(terms - (1 if correction is None else correction), 0)
     return var.reshape([extent if d in kept else 1 for d, extent in enumerate(x.shape) if keepdim or d in kept])
@@ -188,17 +188,26 @@ def _var64(x, dim, correction, keepdim):
 
 def _var(x, dim=None, *, correction=1, keepdim=False):
     var = _var64(x, dim, correction, keepdim) if plain(x) else NotImplemented
-    return var if var is NotImplemented else var.to(x.dtype)
+    return var.to(x.dtype) if isinstance(var, torch.Tensor) else var
 
 
 def _var_mean(x, dim=None, *, correction=1, keepdim=False):
     var = _var(x, dim, correction=correction, keepdim=keepdim)
-    return var if var is NotImplemented else (var, _mean(x, dim, keepdim))
+    if not isinstance(var, torch.Tensor):
+        return var
+    mean = _mean(x, dim, keepdim)
+    if not bool(mean.isfinite().all()):
+        # The sum is beyond f32, or the row is not finite: then torch has no mean of it, here, where it goes by differences.
+        kept = [d for d in range(x.dim()) if d not in _dims(x, dim)]
+        rows = x.double().permute([*kept, *_dims(x, dim)]).reshape(mean.numel(), -1)
+        wide = (_row_sums(rows) / rows.shape[1]).reshape(mean.shape)
+        mean = torch.where(mean.isfinite(), mean, torch.where(wide.isfinite(), wide, torch.nan).to(mean.dtype))
+    return var, mean
 
 
 def _std(x, dim=None, *, correction=1, keepdim=False):
     var = _var64(x, dim, correction, keepdim) if plain(x) else NotImplemented
-    return var if var is NotImplemented else var.sqrt().to(x.dtype)
+    return var.sqrt().to(x.dtype) if isinstance(var, torch.Tensor) else var
 
 
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
@@ -319,16 +328,19 @@ def _lse(rows: torch.Tensor) -> torch.Tensor:
     return kernels["logprob"](rows, torch.full((rows.shape[0],), -1, dtype=torch.int32))[1]
 
 
+# From here on a logarithm of sums is the largest element, with whatever is beside it: half an ulp is more than any count of terms adds.
+_HUGE = 1e38
+
+
 def _log_softmax(x, dim, half_to_float=False):
     if not plain(x):
         return NotImplemented
     if x.numel() == 0:
         return ...
-    rows = _last(x, dim)
-    if x.dtype == torch.float32:
-        # Small numbers have small roundings.
-        rows = rows - rows.amax(-1, keepdim=True)
-    return _along(rows.float() - _lse(rows)[:, None], x, dim).to(x.dtype)
+    rows = _last(x, dim).float()
+    # Small numbers have small roundings.
+    rows = rows - rows.amax(-1, keepdim=True)
+    return _along(rows - _lse(rows)[:, None], x, dim).to(x.dtype)
 
 
 def _log_softmax_backward(dy, y, dim, input_dtype):
@@ -342,15 +354,21 @@ def _log_softmax_backward(dy, y, dim, input_dtype):
 
 def _logsumexp(x, dim, keepdim=False):
     dims = _dims(x, dim)
-    if not plain(x) or len(dims) != 1 or x.numel() == 0 or x.dim() == 0:
+    if not plain(x) or len(dims) != 1 or x.dim() == 0:
         return NotImplemented
-    made = _along(_lse(_last(x, dims[0])), x, dims[0]).to(x.dtype)
+    if x.numel() == 0:
+        return ...
+    rows = _last(x, dims[0])
+    top = rows.amax(-1).float()
+    made = _along(torch.where(top.abs() > _HUGE, top, _lse(rows)), x, dims[0]).to(x.dtype)
     return made if keepdim else made.squeeze(dims[0])
 
 
 def _nll_loss(x, target, weight, reduction, ignore_index):
-    if not plain(x) or target.numel() == 0:
+    if not plain(x):
         return NotImplemented
+    if 0 in (x.numel(), target.numel()):
+        return ...
     rows, at = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     counts = at != ignore_index
     index = torch.where(counts, at, 0)
@@ -452,6 +470,20 @@ def _embedding_backward(dy, tokens, rows, padding_idx, scale_by_frequency):
 def _stable_sort(x, dim=-1, descending=False, *, stable=True):
     # Equal ones in their order: by it experts have their tokens.
     return torch.ops.aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+
+
+def _topk(x, k, dim=-1, largest=True, sorted=True, *, values=None, indices=None):
+    if values is not None:
+        return ...
+    made = torch.ops.aten.topk.default(x, k, dim, largest, sorted)
+    if x.dim() > 0 and 0 < k < x.shape[dim]:
+        last = made[0].amin(dim, keepdim=True) if largest else made[0].amax(dim, keepdim=True)
+        tied = (x >= last if largest else x <= last).sum(dim, keepdim=True) > k
+        if bool(tied.any()):
+            # Of equal ones the first: which torch chooses depends on how many there are, as keys of a longer text.
+            firsts = torch.ops.aten.sort.stable(x, stable=True, dim=dim, descending=largest)
+            return tuple(torch.where(tied, first.narrow(dim, 0, k), one) for first, one in zip(firsts, made))
+    return made
 
 
 def _add(x, y, *, alpha=1):
@@ -596,6 +628,7 @@ COVERED: dict[str, Callable[..., Any]] = {
     "std": _std,
     "sub": _sub,
     "sum": _sum,
+    "topk": _topk,
     "var": _var,
     "var_mean": _var_mean,
     "vdot": _dot,

@@ -63,8 +63,17 @@ def _count(mode: _Below, func: Any) -> None:
 
 def _report(mode: _Below, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-    if not tensors or any(t.device.type != "meta" for t in tensors):
+    if tensors and all(t.device.type == "meta" for t in tensors):
+        return func(*args, **kwargs)
+    if any(t.numel() == 0 for t in tensors):
+        # Of nothing, or for nothing, nothing is summed.
+        made = func(*args, **kwargs)
+        outputs = made if isinstance(made, (tuple, list)) else (made,)
+        if all(t.numel() == 0 for t in tensors) or all(isinstance(t, torch.Tensor) and t.numel() == 0 for t in outputs):
+            return made
         _count(mode, func)
+        return made
+    _count(mode, func)
     return func(*args, **kwargs)
 
 
