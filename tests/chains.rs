@@ -2,6 +2,8 @@
 
 #[path = "chains/gradients.rs"]
 mod gradients;
+#[path = "chains/nonfinite.rs"]
+mod nonfinite;
 #[path = "chains/training.rs"]
 mod training;
 

@@ -35,7 +35,7 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::{axis, spec};
 use samebits_goldens::Store;
-use samebits_models::{Config, Model, Precision, RopeLength};
+use samebits_models::{Config, Model, ModelError, Precision, RopeLength};
 use samebits_ops::device::Device;
 use samebits_ops::{Counter, Cpu, Isa};
 use samebits_schema::{Op, Value};
@@ -128,6 +128,25 @@ impl Folder {
             bail!("--rope-length {asked}: {path} was made with {length}; frequencies of two lengths are not compared");
         }
         Ok(self.rope_length.or(recorded.map(|(_, length)| length)))
+    }
+}
+
+/// What may come out of a run.
+#[derive(clap::Args, Clone, Copy)]
+pub struct Nonfinite {
+    /// Write NaN and infinities where a run makes them; without it that is an error, which names the layer, the op, the
+    /// sequence and the token where it began
+    #[arg(long)]
+    pub allow_nonfinite: bool,
+}
+
+/// Adds how a result that is not finite is written all the same.
+pub fn or_allow(e: ModelError) -> ModelError {
+    match e {
+        ModelError::NotFinite { place, sequence, token, why } => {
+            ModelError::NotFinite { place, sequence, token, why: format!("{why}; or give --allow-nonfinite") }
+        }
+        e => e,
     }
 }
 

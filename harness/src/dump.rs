@@ -271,7 +271,7 @@ mod tests {
     fn write(path: &Path, records: &[Record]) {
         let mut writer = Writer::create(path, 1 << 20).unwrap();
         for &(site, layer, tokens, values) in records {
-            writer.see(&mut Seen { layer, site, tokens, values: &mut values.to_vec() }).unwrap();
+            writer.see(&mut Seen { layer, site, op: None, tokens, values: &mut values.to_vec() }).unwrap();
         }
         writer.finish().unwrap();
     }
@@ -324,7 +324,7 @@ mod tests {
         }
         std::fs::remove_file(&path).unwrap();
         let mut writer = Writer::create(&path, 100).unwrap();
-        let mut seen = Seen { layer: Some(2), site: "mlp", tokens: &[(0, 0)], values: &mut [0.0; 40] };
+        let mut seen = Seen { layer: Some(2), site: "mlp", op: None, tokens: &[(0, 0)], values: &mut [0.0; 40] };
         let line = writer.see(&mut seen).unwrap_err().to_string();
         assert!(line.contains("would exceed 100 bytes at layers.2.mlp"), "{line}");
         drop(writer);

@@ -38,7 +38,7 @@ use crate::qkv::{Projections, Qkv};
 use crate::step::{Form, Rows, SequenceInput, Step, StepInputs, shape};
 use crate::trace::TraceHook;
 use crate::weights::Weights;
-use crate::{ModelError, PageOrder};
+use crate::{ModelError, PAGE_SIZE, PageOrder, Tripwire};
 use samebits_ops::device::{Device, Part};
 use samebits_ops::{Backend, Cpu, DType, Element, Tensor, TensorRef};
 use std::collections::BTreeMap;
@@ -179,6 +179,23 @@ impl<'a> Runner<'a> {
             cache.forms.keep(form, Form { inputs, recorded });
         }
         Ok(logits.into_vec().expect("logits are f32, and on the host"))
+    }
+
+    /// Why the logits behind the last of some tokens, the first ones of a sequence with room for `limit`, are not finite: runs
+    /// them again, alone, which moves no bit, and looks at all that is computed on the way.
+    pub fn why_not_finite(&self, label: usize, tokens: &[i32], limit: usize) -> ModelError {
+        let look = || -> Result<(), ModelError> {
+            let mut cache = self.cache(PAGE_SIZE, PageOrder::Ascending)?;
+            let input = SequenceInput { sequence: cache.open(limit), label, tokens };
+            let mut tripwire = Tripwire;
+            let mut hook = TraceHook { looks: true, ..TraceHook::of(Some(&mut tripwire)) };
+            self.step(&[input], &mut cache, Rows::Last, &mut hook).map(drop)
+        };
+        let unseen = || {
+            let (place, why) = ("the logits".into(), "they are not, and all behind them is: a probe changed it".into());
+            ModelError::NotFinite { place, sequence: label, token: tokens.len() - 1, why }
+        };
+        look().err().unwrap_or_else(unseen).helped(self.decoder.dtype)
     }
 }
 

@@ -55,7 +55,7 @@ impl Engine {
     /// Feeds all texts on their way, and begins others while there is room: what became of them.
     ///
     /// # Errors
-    /// Logits that are NaN; too little memory. No request is left then.
+    /// Logits or log-probabilities that are not finite; too little memory. No request is left then.
     pub fn step(&mut self, cpu: &Cpu) -> Result<Vec<Event>, ModelError> {
         self.queue.step(&self.model.on(cpu))
     }

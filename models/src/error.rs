@@ -1,3 +1,4 @@
+use samebits_ops::DType;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,17 @@ pub enum ModelError {
         /// What is wrong, and what would be right.
         why: String,
     },
+    /// A result is not finite, although all that it was made from is.
+    NotFinite {
+        /// Where: layer, op and site.
+        place: String,
+        /// The number of the sequence.
+        sequence: usize,
+        /// The number of the token in it.
+        token: usize,
+        /// What stands there, and what would help.
+        why: String,
+    },
     /// Several things are wrong with a folder: at least two, each an error of its own.
     Several(Vec<ModelError>),
     /// An op refused to run.
@@ -67,6 +79,19 @@ impl ModelError {
             1 => Err(complaints.remove(0)),
             _ => Err(ModelError::Several(complaints)),
         }
+    }
+
+    /// The same, with what would help a run in `dtype`, where it is about values that are not finite.
+    pub(crate) fn helped(mut self, dtype: DType) -> ModelError {
+        if let ModelError::NotFinite { why, .. } = &mut self {
+            *why += match dtype {
+                DType::Fp16 => "; fp16 ends at 65504, and bf16 where fp32 does: run it in bf16",
+                DType::Bf16 | DType::Fp32 | DType::I32 => {
+                    "; bf16 and fp32 end at 3.4e38: its weights, or what it was given, are too large"
+                }
+            };
+        }
+        self
     }
 
     /// Adds another complaint about the same folder.
@@ -104,6 +129,9 @@ impl ModelError {
             ModelError::Field { field, why, .. } => format!("`{field}` {why}"),
             ModelError::Tensor { tensor, why, .. } => format!("tensor `{tensor}` {why}"),
             ModelError::Input { what, why } => format!("{what}: {why}"),
+            ModelError::NotFinite { place, sequence, token, why } => {
+                format!("not finite: {place} of sequence {sequence}, token {token}: {why}")
+            }
             ModelError::Op(e) => e.to_string(),
             ModelError::Several(all) => {
                 // A file is named once for what follows it.

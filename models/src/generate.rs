@@ -3,7 +3,7 @@
 use crate::decoder::Runner;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::{Encoded, Tokenizer};
-use crate::trace::TraceHook;
+use crate::trace::{TraceHook, all_finite};
 use crate::{ModelError, PAGE_SIZE, PageOrder};
 use samebits_ops::argmax;
 
@@ -79,14 +79,12 @@ pub(crate) fn greedy(
         }
         let input = SequenceInput { sequence, label: 0, tokens: &fed };
         let logits = on.step(&[input], &mut cache, Rows::Last, &mut TraceHook::default())?;
+        if !all_finite(&logits) {
+            let fed = [&prompt[..], &tokens].concat();
+            return Err(on.why_not_finite(0, &fed, prompt.len().saturating_add(max_tokens).min(config.max_positions)));
+        }
         let mut next = [0];
         argmax(on.cpu, 1, config.vocab, &logits, &mut next)?;
-        // argmax ranks NaN highest, so one look tells.
-        if logits[next[0] as usize].is_nan() {
-            let why =
-                format!("the logits after position {} are NaN; its weights overflow f32", cache.len(sequence) - 1);
-            return Err(ModelError::input("model", why));
-        }
         if config.eos.contains(&next[0]) {
             break Stop::Eos;
         }

@@ -11,9 +11,9 @@ use crate::decoder::{Decoder, Runner, Stream};
 use crate::kv_cache::{KvCache, buffer};
 use crate::pass::Pass;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
-use crate::sums::{Partial, Sums, Tree};
-use crate::trace::TraceHook;
-use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen};
+use crate::sums::{Partial, Sums, Tree, overflows};
+use crate::trace::{TraceHook, all_finite};
+use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
@@ -78,6 +78,8 @@ pub struct GradientRun {
     pub ranks: usize,
     /// Whether layers are run again for their reverse pass, so that their activations need not be kept.
     pub recompute: bool,
+    /// Whether what is made may be NaN or infinite; else that is an error that says where it began.
+    pub allow_nonfinite: bool,
 }
 
 impl GradientRun {
@@ -90,7 +92,8 @@ impl GradientRun {
 
 impl Default for GradientRun {
     fn default() -> GradientRun {
-        GradientRun { micro_batch: 1, padding: Padding::None, pack: false, ranks: 1, recompute: false }
+        let (micro_batch, padding, ranks) = (1, Padding::None, 1);
+        GradientRun { micro_batch, padding, pack: false, ranks, recompute: false, allow_nonfinite: false }
     }
 }
 
@@ -146,7 +149,7 @@ impl Model {
     /// # Errors
     /// A batch without tokens that count or whose parts do not fit each other, tokens outside the vocabulary, more tokens
     /// than the model has positions, groups that are no power of two or that the ranks do not divide, numbers that are
-    /// not finite; a model on a device; too little memory.
+    /// not finite; a model on a device; too little memory; [`ModelError::NotFinite`] where what is made is not finite and need be.
     pub fn gradients(
         &self,
         cpu: &Cpu,
@@ -168,7 +171,29 @@ pub(crate) fn gradients(
     cpu: &Cpu,
     batch: &Batch,
     run: &GradientRun,
-    (mut probe, mut spare): (Option<&mut dyn Probe>, Option<Tensor>),
+    (probe, spare): (Option<&mut dyn Probe>, Option<Tensor>),
+    progress: impl FnMut(usize),
+) -> Result<Gradients, ModelError> {
+    let found = make(decoder, cpu, batch, run, (probe, spare, false), progress)?;
+    let values = |gradient: &Tensor| all_finite(gradient.as_slice().expect("it is f32, and on the host"));
+    let Some((name, _)) =
+        found.parameters.iter().find(|(_, gradient)| !values(gradient)).filter(|_| !run.allow_nonfinite)
+    else {
+        return Ok(found);
+    };
+    // Once more without padding, which is NaN, and with a look at all that is computed.
+    let (alone, mut tripwire) = (GradientRun { micro_batch: 1, padding: Padding::None, pack: false, ..*run }, Tripwire);
+    let again = make(decoder, cpu, batch, &alone, (Some(&mut tripwire), None, true), |_| ());
+    Err(again.err().map_or_else(|| overflows(name), |e| e.helped(decoder.dtype)))
+}
+
+/// [`gradients`]; with `looks` a probe is told of ops.
+fn make(
+    decoder: &Decoder,
+    cpu: &Cpu,
+    batch: &Batch,
+    run: &GradientRun,
+    (mut probe, mut spare, looks): (Option<&mut dyn Probe>, Option<Tensor>, bool),
     mut progress: impl FnMut(usize),
 ) -> Result<Gradients, ModelError> {
     let on = Runner { decoder, machine: cpu, cpu };
@@ -181,7 +206,7 @@ pub(crate) fn gradients(
             let mut sums = Sums::new(spare.take());
             for part in run.parts(batch.group(group)) {
                 done += part.len();
-                let shown = Shown { probe: again(&mut probe), first: part.start };
+                let shown = Shown { probe: again(&mut probe), first: part.start, looks };
                 let found = micro_batch(&on, batch, (part, denominator), run, shown, &mut sums)?;
                 per_sequence.extend(found.0);
                 logprob.extend(found.1);
@@ -201,7 +226,8 @@ pub(crate) fn gradients(
             let rows = if gradient.shape().len() > 1 { gradient.shape()[0] } else { 1 };
             let tokens: Vec<(usize, usize)> = (0..rows).map(|row| (0, row)).collect();
             let values = gradient.as_slice_mut::<f32>().expect("it is f32, and on the host");
-            probe.see(&mut Seen { layer: None, site: &format!("parameters.{name}"), tokens: &tokens, values })?;
+            let (layer, op) = (None, None);
+            probe.see(&mut Seen { layer, site: &format!("parameters.{name}"), op, tokens: &tokens, values })?;
         }
     }
     Ok(Gradients { parameters, loss: loss[0], per_sequence, logprob })
@@ -372,6 +398,8 @@ struct Shown<'p> {
     probe: Option<&'p mut dyn Probe>,
     /// The number of the first sequence of the micro-batch.
     first: usize,
+    /// Whether it is told of ops.
+    looks: bool,
 }
 
 impl Probe for Shown<'_> {
@@ -389,7 +417,8 @@ impl Probe for Shown<'_> {
         let tokens: Vec<(usize, usize)> = there.iter().map(number).collect();
         let mut values: Vec<f32> =
             there.iter().flat_map(|&row| &seen.values[row * width..][..width]).copied().collect();
-        probe.see(&mut Seen { layer: seen.layer, site: seen.site, tokens: &tokens, values: &mut values })?;
+        let Seen { layer, site, op, .. } = *seen;
+        probe.see(&mut Seen { layer, site, op, tokens: &tokens, values: &mut values })?;
         for (&row, values) in there.iter().zip(values.chunks_exact(width)) {
             seen.values[row * width..][..width].copy_from_slice(values);
         }
@@ -411,6 +440,9 @@ fn micro_batch(
     let mut forward = forward(on, &batch.sequences[part.clone()], run, &mut shown, [true, with_entropy])?;
     let logprob = std::mem::take(&mut forward.logprob);
     let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
+    if !run.allow_nonfinite {
+        check_loss(batch, part.start, &logprob, &per_sequence, &dlogprob)?;
+    }
     let mut dentropy = None;
     if let Some(entropy) = forward.entropy.take() {
         let (term, gradients) = entropy_term(on.cpu, batch, part, &entropy, denominator)?;
@@ -478,8 +510,8 @@ fn forward(
     let step = Step::of(on.machine, &given, &mut cache)?;
     let inputs = StepInputs::new(on, &step, &given, &cache, &step.positions(), Rows::All, None)?;
 
-    let is_seen = shown.probe.is_some();
-    let mut hook = TraceHook { probe: Some(shown) };
+    let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
+    let mut hook = TraceHook { looks, ..TraceHook::of(Some(shown)) };
     let mut pass = pass(on, &mut hook, (keep && !run.recompute).then(Vec::new));
     let mut stream = decoder.embed(&mut pass, &step, &inputs)?;
     if !is_seen {
@@ -506,6 +538,10 @@ fn forward(
         sequences.map(|(&start, &length)| [&[0.0], &rows[start..start + length - 1]].concat()).collect()
     };
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
+    let bad = logprob.iter().position(|logprob| !all_finite(logprob));
+    if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
+        return Err(why_not_finite(on, &sequences[number], first + number));
+    }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (kept, blocks) = (pass.kept, arranged.blocks);
     Ok(MicroBatch {
@@ -526,6 +562,46 @@ fn forward(
     })
 }
 
+/// Why a log-probability of a sequence is not finite: runs its forward again, alone, and looks at all that is computed.
+fn why_not_finite(on: &Runner, sequence: &[i32], number: usize) -> ModelError {
+    let mut tripwire = Tripwire;
+    let mut shown = Shown { probe: Some(&mut tripwire), first: number, looks: true };
+    let found = forward(on, &[sequence.to_vec()], &GradientRun::default(), &mut shown, [false, false]);
+    let unseen = || {
+        let (place, why) =
+            ("log-probabilities".into(), "they are not, and all behind them is: a probe changed it".into());
+        ModelError::NotFinite { place, sequence: number, token: 0, why }
+    };
+    found.err().unwrap_or_else(unseen).helped(on.decoder.dtype)
+}
+
+/// Refuses a loss of finite log-probabilities that is not finite.
+fn check_loss(
+    batch: &Batch,
+    first: usize,
+    logprob: &[Vec<f32>],
+    per_sequence: &[f32],
+    dlogprob: &[Vec<f32>],
+) -> Result<(), ModelError> {
+    for (b, logprob) in logprob.iter().enumerate().filter(|(_, logprob)| all_finite(logprob)) {
+        if per_sequence[b].is_finite() && all_finite(&dlogprob[b]) {
+            continue;
+        }
+        // Where no token's gradient is, the sum of all tokens is not.
+        let token = dlogprob[b].iter().position(|slope| !slope.is_finite()).unwrap_or(0);
+        let (place, sequence, new) = ("op policy_loss".to_string(), first + b, logprob[token]);
+        let why = match batch.loss {
+            Loss::Policy { old_logprob, .. } if token > 0 => {
+                let old = old_logprob[sequence][token];
+                format!("the ratio exp({new} - {old}) leaves f32; is old_logprob of this model and these tokens?")
+            }
+            _ => "the sum of its tokens leaves f32".into(),
+        };
+        return Err(ModelError::NotFinite { place, sequence, token, why });
+    }
+    Ok(())
+}
+
 /// Goes back through a forward from the gradients of the log-probability and, where there is one, of the entropy of each token
 /// of each sequence.
 fn reverse(
@@ -539,8 +615,8 @@ fn reverse(
     let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut cache, mut stream, of_rows, .. } =
         forward;
     let mut entered = forward.entered;
-    let is_seen = shown.probe.is_some();
-    let mut hook = TraceHook { probe: if is_seen { Some(shown) } else { None } };
+    let (is_seen, looks) = (shown.probe.is_some(), shown.looks);
+    let mut hook = TraceHook { looks, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
     let mut pass = pass(on, &mut hook, forward.kept);
     let by_row = |tokens: &[Vec<f32>]| {
         let mut rows = vec![0f32; mask.len()];
@@ -608,6 +684,8 @@ pub struct Accumulator {
     of_groups: Tree,
     /// Groups that have ended.
     ended: usize,
+    /// Whether its sums need not be finite: what they are made of was not, or need not be.
+    allow_nonfinite: bool,
 }
 
 impl Accumulator {
@@ -629,7 +707,8 @@ impl Accumulator {
         let held = rank * groups / ranks..(rank + 1) * groups / ranks;
         let begun = sequences_of_group(sequences, groups, held.start).start;
         let (sums, of_groups, ended) = (Sums::default(), Tree::default(), held.start);
-        Ok(Accumulator { sequences, groups, held, begun, done: begun, sums, of_groups, ended })
+        let (done, allow_nonfinite) = (begun, false);
+        Ok(Accumulator { sequences, groups, held, begun, done, sums, of_groups, ended, allow_nonfinite })
     }
 
     /// Log-probabilities of the next sequences.
@@ -660,6 +739,7 @@ impl Accumulator {
         let parts = model.micro_batches(cpu, sequences, of_groups, run, true)?;
         let logprob = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
         let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
+        self.allow_nonfinite |= run.allow_nonfinite;
         self.begun += sequences.len();
         Ok(forward)
     }
@@ -680,6 +760,7 @@ impl Accumulator {
         if !lengths.eq(dlogprob.iter().map(Vec::len)) {
             return Err(ModelError::input("dlogprob", "it must have an element for each token"));
         }
+        self.allow_nonfinite |= !dlogprob.iter().all(|dlogprob| all_finite(dlogprob));
         let on = Runner { decoder: &forward.decoder, machine: cpu, cpu };
         let mut at = 0;
         for part in forward.parts {
@@ -687,7 +768,7 @@ impl Accumulator {
                 self.end_group(cpu)?;
             }
             let count = part.starts.len();
-            let mut shown = Shown { probe: None, first: self.done };
+            let mut shown = Shown { probe: None, first: self.done, looks: false };
             reverse(&on, part, (&dlogprob[at..at + count], None), &mut shown, &mut self.sums)?;
             at += count;
             self.done += count;
@@ -704,7 +785,8 @@ impl Accumulator {
     /// What this rank has of the gradients.
     ///
     /// # Errors
-    /// Sequences that have not been gone back through; too little memory.
+    /// Sequences that have not been gone back through; sums that are not finite, although the log-probabilities and their
+    /// gradients are; too little memory.
     pub fn partial(mut self, cpu: &Cpu) -> Result<Partial, ModelError> {
         let last = sequences_of_group(self.sequences, self.groups, self.held.end - 1).end;
         if self.done != self.begun || self.sequences < usize::MAX && self.done != last {
@@ -717,7 +799,11 @@ impl Accumulator {
         while self.ended < self.held.end {
             self.end_group(cpu)?;
         }
-        Ok(Partial(self.of_groups.root()))
+        let root = self.of_groups.root();
+        match root.not_finite().filter(|_| !self.allow_nonfinite) {
+            Some(name) => Err(overflows(name)),
+            None => Ok(Partial(root)),
+        }
     }
 }
 
@@ -747,7 +833,7 @@ impl Model {
         let on = self.on(cpu);
         check_sequences(on.config(), sequences, run)?;
         let run_part = |part: Range<usize>| {
-            let mut shown = Shown { probe: None, first: part.start };
+            let mut shown = Shown { probe: None, first: part.start, looks: false };
             forward(&on, &sequences[part], run, &mut shown, [keep, false])
         };
         groups.into_iter().flat_map(|group| run.parts(group)).map(run_part).collect()
@@ -1107,11 +1193,11 @@ mod tests {
     #[test]
     fn padding_is_spoilt() {
         let (tokens, mut values) = ([(PADDING, 0), (0, 0), (PADDING, 1)], [1f32; 6]);
-        let mut shown = Shown { probe: None, first: 0 };
-        shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens, values: &mut values }).unwrap();
+        let (mut shown, layer, op) = (Shown { probe: None, first: 0, looks: false }, None, None);
+        shown.see(&mut Seen { layer, site: "embed", op, tokens: &tokens, values: &mut values }).unwrap();
         assert_eq!(values.map(f32::is_nan), [true, true, false, false, true, true]);
         let mut alone = [1f32; 3];
-        shown.see(&mut Seen { layer: None, site: "embed", tokens: &tokens[..1], values: &mut alone }).unwrap();
+        shown.see(&mut Seen { layer, site: "embed", op, tokens: &tokens[..1], values: &mut alone }).unwrap();
         assert!(alone.iter().all(|v| v.is_nan()));
         assert_eq!("left:65535".parse::<Padding>().unwrap(), Padding::Left(MOST_PADDING));
         assert!("right:65536".parse::<Padding>().is_err());

@@ -5,7 +5,7 @@ use crate::machine::Machine;
 use crate::rotary::RopeLength;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
-use crate::trace::TraceHook;
+use crate::trace::{TraceHook, all_finite};
 use crate::weights::Weights;
 use crate::{Audit, Config, Grouping, ModelError, Run, Schedule};
 use samebits_ops::device::Device;
@@ -304,7 +304,8 @@ impl Model {
     ///
     /// # Errors
     /// A sequence without tokens, a token outside the vocabulary, more tokens than the model has positions, a schedule that
-    /// makes no progress, too little memory, or what the probe refuses.
+    /// makes no progress, too little memory, or what the probe refuses; [`ModelError::NotFinite`] where logits are not finite
+    /// and need be.
     pub fn forward_run(&self, cpu: &Cpu, sequences: &[&[i32]], mut run: Run) -> Result<Vec<f32>, ModelError> {
         for tokens in sequences {
             self.config().check_tokens("tokens", tokens, tokens.len())?;
@@ -316,7 +317,15 @@ impl Model {
             let why = format!("{} makes no progress; use a number of at least 1", run.schedule);
             return Err(ModelError::input("schedule", why));
         }
-        forward(&self.on(cpu), sequences, &mut run)
+        let logits = forward(&self.on(cpu), sequences, &mut run)?;
+        if !run.allow_nonfinite && !all_finite(&logits) {
+            let vocab = self.config().vocab;
+            let places = sequences.iter().enumerate().flat_map(|(b, tokens)| (0..tokens.len()).map(move |t| (b, t)));
+            let mut rows = places.zip(logits.chunks_exact(vocab));
+            let ((b, t), _) = rows.find(|(_, row)| !all_finite(row)).expect("one is not finite");
+            return Err(self.on(cpu).why_not_finite(b, &sequences[b][..=t], sequences[b].len()));
+        }
+        Ok(logits)
     }
 
     /// The tokenizer of the folder.
@@ -345,7 +354,7 @@ impl Model {
     /// # Errors
     /// No usable `tokenizer.json`; characters that it has no token for, unless it has an unknown token of its own; a prompt
     /// without tokens, outside the vocabulary or longer than the model's positions;
-    /// logits that are NaN.
+    /// logits that are not finite.
     pub fn generate(&self, cpu: &Cpu, prompt: &str, max_tokens: usize) -> Result<Generation, ModelError> {
         let tokenizer = self.tokenizer()?;
         generate::greedy(&self.on(cpu), tokenizer, prompt, max_tokens)
@@ -447,7 +456,7 @@ fn forward_round(
         pieces.iter().map(|(i, tokens, _)| SequenceInput { sequence: number(*i), label: fed[*i].label, tokens });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let found = on.step(&inputs, cache, Rows::All, &mut TraceHook { probe })?;
+    let found = on.step(&inputs, cache, Rows::All, &mut TraceHook::of(probe))?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {

@@ -2,10 +2,10 @@
 
 use crate::ModelError;
 use crate::config::{Config, OpAttributes};
-use crate::machine::{Machine, empty};
+use crate::machine::{Machine, empty, typed};
 use crate::step::Step;
 use crate::trace::TraceHook;
-use samebits_ops::{Attributes, Calls, DType, Tensor, TensorMut, TensorRef};
+use samebits_ops::{Attributes, Calls, DType, Element, Tensor, TensorMut, TensorRef};
 
 pub(crate) struct Pass<'a, 'p> {
     pub machine: &'a dyn Machine,
@@ -72,7 +72,36 @@ impl Pass<'_, '_> {
         inputs: &[(&str, TensorRef)],
         outputs: [(&str, TensorMut); N],
     ) -> Result<(), ModelError> {
+        if self.hook.looks && self.hook.op.is_none() {
+            self.look(op, attributes, inputs, &outputs)?;
+        }
         Ok(self.calls.run(self.machine, op, attributes, inputs, outputs.into())?)
+    }
+
+    /// Runs an op for its outputs alone, and notes it where one of them is not finite.
+    fn look(
+        &mut self,
+        op: &str,
+        attributes: &Attributes,
+        inputs: &[(&str, TensorRef)],
+        outputs: &[(&str, TensorMut)],
+    ) -> Result<(), ModelError> {
+        let own = outputs.iter().map(|(_, output)| self.empty(output.dtype(), output.shape()));
+        let mut own = own.collect::<Result<Vec<_>, _>>()?;
+        let names = outputs.iter().map(|(name, _)| *name);
+        let given = names.zip(own.iter_mut().map(Tensor::view_mut)).collect();
+        self.calls.run(self.machine, op, attributes, inputs, given)?;
+        for output in own.into_iter().filter(|output| output.dtype() != DType::I32) {
+            let output = if output.is_on_host() { output } else { self.machine.download(output.view())? };
+            let is_finite = typed!(output.dtype() => A, {
+                output.as_slice::<A>().expect("it is on the host, and of this dtype").iter().all(|v| v.widen().is_finite())
+            });
+            if !is_finite {
+                self.hook.op = Some(format!("{op} in {}", output.dtype()));
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Shows a site where somebody looks, and brings back what that changed; else nothing is copied.

@@ -9,7 +9,7 @@ use crate::generate::Stop;
 use crate::kv_cache::KvCache;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
-use crate::trace::TraceHook;
+use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Run};
 use samebits_ops::{Cpu, Logprob, argmax, logprob, scale, softmax};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -96,7 +96,7 @@ impl Model {
     ///
     /// # Errors
     /// An empty prompt, a token outside the vocabulary, a prompt that leaves no position to sample at, a temperature that
-    /// is negative or not finite, logits that are NaN, too little memory; what `done` refuses.
+    /// is negative or not finite, logits or log-probabilities that are not finite, too little memory; what `done` refuses.
     pub fn rollout(
         &self,
         cpu: &Cpu,
@@ -170,8 +170,7 @@ impl Model {
         let whole: Vec<Vec<i32>> = texts.iter().map(|(prompt, tokens)| [*prompt, *tokens].concat()).collect();
         // The last token's own logits are of no use.
         let fed: Vec<&[i32]> = whole.iter().map(|tokens| &tokens[..tokens.len() - 1]).collect();
-        let Run { schedule, grouping, page_size, page_order, .. } = run;
-        let run = Run { schedule, grouping, page_size, page_order, probe: None };
+        let run = Run { allow_nonfinite: false, probe: None, ..run };
         let logits = self.forward_run(cpu, &fed, run)?;
         let mut scores = Vec::new();
         let mut row = 0;
@@ -404,6 +403,10 @@ impl Queue {
                 self.stems.insert(of, (self.cache.fork(text.number, prompt.len(), text.sample.limit), wanted));
             }
             let position = prompt.len() + text.sample.tokens.len();
+            if !all_finite(logits) {
+                let fed = [&prompt[..], &text.sample.tokens].concat();
+                return Err(on.why_not_finite(text.sample.sequence, &fed, text.sample.limit));
+            }
             let token = choose(cpu, sampling, logits, text.sample.sequence, position)?;
             let logprob = logprobs(cpu, c.vocab, sampling.temperature, logits, &[token])?[0];
             text.sample.logprobs.push(logprob);
@@ -461,6 +464,13 @@ fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &
     let (mut scores, mut lse) = (vec![0f32; tokens.len()], vec![0f32; tokens.len()]);
     let shape = Logprob { rows: tokens.len(), vocab, temperature };
     logprob(cpu, &shape, logits, tokens, &mut scores, &mut lse)?;
+    if !all_finite(&scores) {
+        let largest = logits.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let why = format!(
+            "is {temperature}; logits as large as {largest:e} over it are beyond f32: raise it, or look at the weights"
+        );
+        return Err(ModelError::input("temperature", why));
+    }
     Ok(scores)
 }
 
@@ -469,12 +479,6 @@ fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &
 fn choose(cpu: &Cpu, sampling: &Sampling, logits: &[f32], sequence: usize, position: usize) -> Result<i32, ModelError> {
     let mut best = [0];
     argmax(cpu, 1, logits.len(), logits, &mut best)?;
-    // argmax ranks NaN highest, so one look tells.
-    if logits[best[0] as usize].is_nan() {
-        let why =
-            format!("the logits of sequence {sequence} before position {position} are NaN; its weights overflow f32");
-        return Err(ModelError::input("model", why));
-    }
     if sampling.temperature == 0.0 {
         return Ok(best[0]);
     }

@@ -103,6 +103,8 @@ pub struct Run<'a> {
     pub page_size: usize,
     /// Which page is taken next.
     pub page_order: PageOrder,
+    /// Whether logits may be NaN or infinite; else they are an error that says where that began.
+    pub allow_nonfinite: bool,
     /// Who is shown what is computed on the way, and may change it.
     pub probe: Option<&'a mut dyn Probe>,
 }
@@ -117,6 +119,7 @@ impl Default for Run<'_> {
             grouping: Grouping::Together,
             page_size: PAGE_SIZE,
             page_order: PageOrder::Ascending,
+            allow_nonfinite: false,
             probe: None,
         }
     }

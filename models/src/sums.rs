@@ -7,6 +7,7 @@
 use crate::kv_cache::grow;
 use crate::linear::Source;
 use crate::machine::{empty, no_room};
+use crate::trace::all_finite;
 use crate::{Model, ModelError};
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};
 use serde_json::{Value, json};
@@ -219,6 +220,12 @@ impl Totals {
         Ok(Totals(joined))
     }
 
+    /// The parameter of a sum that is not finite.
+    pub fn not_finite(&self) -> Option<&str> {
+        let is_not = |total: &Total| !all_finite(total.values.as_slice::<f32>().expect("it is f32, and on the host"));
+        self.0.iter().find(|(_, total)| is_not(total)).map(|(of, _)| &of.name[..])
+    }
+
     /// The gradient of every one of `parameters`; +0 for one that no token reached.
     pub fn finish(
         self,
@@ -298,14 +305,19 @@ impl Partial {
     /// Those of all ranks in their order, of which there are a power of two, joined.
     ///
     /// # Errors
-    /// Another number of ranks; sums of other models; too little memory.
+    /// Another number of ranks; sums of other models; finite sums whose own sum is not; too little memory.
     pub fn join(cpu: &Cpu, ranks: Vec<Partial>) -> Result<Partial, ModelError> {
         if !ranks.len().is_power_of_two() {
             return Err(ModelError::input("ranks", format!("there are {}; give a power of two", ranks.len())));
         }
+        let were_finite = ranks.iter().all(|rank| rank.0.not_finite().is_none());
         let mut tree = Tree::default();
         ranks.into_iter().try_for_each(|rank| tree.push(cpu, rank.0))?;
-        Ok(Partial(tree.root()))
+        let root = tree.root();
+        match root.not_finite().filter(|_| were_finite) {
+            Some(name) => Err(overflows(name)),
+            None => Ok(Partial(root)),
+        }
     }
 
     /// The gradient of every parameter of `model` in f32, under its name in the folder.
@@ -319,6 +331,13 @@ impl Partial {
         }
         self.0.finish(cpu, parameters)
     }
+}
+
+/// What is said of a gradient that is not finite.
+pub(crate) fn overflows(name: &str) -> ModelError {
+    let why =
+        format!("of `{name}` is not finite, although log-probabilities and their gradients are: it is beyond f32");
+    ModelError::input("gradient", why)
 }
 
 /// What a name of [`Partial::tensors`] says.

@@ -3,6 +3,7 @@
 use crate::ModelError;
 use crate::machine::typed;
 use crate::step::Step;
+use crate::sums::overflows;
 use samebits_ops::{Element, Tensor};
 use std::borrow::Cow;
 
@@ -29,6 +30,8 @@ pub struct Seen<'a> {
     pub site: &'a str,
     /// Sequence and position of each token, as the caller numbers its sequences; of a parameter 0 and the row.
     pub tokens: &'a [(usize, usize)],
+    /// Of the ops since the last site the first whose output is not finite, in a run that looks for it.
+    pub op: Option<&'a str>,
     /// Values, a row for each token. Positions and experts are whole numbers.
     pub values: &'a mut [f32],
 }
@@ -47,9 +50,18 @@ impl Seen<'_> {
 #[derive(Default)]
 pub(crate) struct TraceHook<'a> {
     pub probe: Option<&'a mut dyn Probe>,
+    /// Whether the op is looked for that makes the first value that is not finite.
+    pub looks: bool,
+    /// That op.
+    pub op: Option<String>,
 }
 
-impl TraceHook<'_> {
+impl<'a> TraceHook<'a> {
+    /// Shows `probe`.
+    pub fn of(probe: Option<&'a mut dyn Probe>) -> TraceHook<'a> {
+        TraceHook { probe, ..TraceHook::default() }
+    }
+
     /// Shows a site, whose values are on the host, and says whether that changed it.
     pub fn see(
         &mut self,
@@ -99,8 +111,9 @@ impl TraceHook<'_> {
         narrow: fn(f32) -> T,
     ) -> Result<bool, ModelError> {
         let Some(probe) = &mut self.probe else { return Ok(false) };
+        let op = self.op.take();
         let mut seen: Vec<f32> = values.iter().map(|&v| widen(v)).collect();
-        probe.see(&mut Seen { layer, site, tokens: &step.tokens, values: &mut seen })?;
+        probe.see(&mut Seen { layer, site, op: op.as_deref(), tokens: &step.tokens, values: &mut seen })?;
         // What was not changed keeps its bits, those of a NaN too.
         let changed = |(value, seen): &(&mut T, f32)| widen(**value).to_bits() != seen.to_bits();
         let mut any = false;
@@ -112,28 +125,37 @@ impl TraceHook<'_> {
     }
 }
 
-/// Ends a run at the first value that is NaN or infinite, and says where it stood.
+/// Ends a run at the first value that is NaN or infinite, with [`ModelError::NotFinite`].
 #[derive(Default)]
 pub struct Tripwire;
 
 impl Probe for Tripwire {
     fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
         let Some(first) = seen.values.iter().position(|v| !v.is_finite()) else { return Ok(()) };
+        if let Some(name) = seen.site.strip_prefix("parameters.") {
+            return Err(overflows(name));
+        }
         let width = seen.values.len() / seen.tokens.len().max(1);
-        let (sequence, position) = seen.tokens[first / width];
+        let (sequence, token) = seen.tokens[first / width];
         let count = seen.values.iter().filter(|v| !v.is_finite()).count();
         let finite = || seen.values.iter().copied().filter(|v| v.is_finite());
         let (low, high) = (finite().fold(f32::INFINITY, f32::min), finite().fold(f32::NEG_INFINITY, f32::max));
         let range = if low <= high { format!("the others lie in {low:e} to {high:e}") } else { "no other is".into() };
-        let why = format!(
-            "{} of sequence {sequence}, position {position}, element {} is {}; {count} of {} are not finite, {range}",
-            seen.name(),
-            first % width,
-            seen.values[first],
-            seen.values.len(),
-        );
-        Err(ModelError::input("not finite", why))
+        let (element, value, all) = (first % width, seen.values[first], seen.values.len());
+        let why = format!("element {element} is {value}; {count} of {all} there are not finite, {range}");
+        // A site that one op alone makes is called as that op.
+        let op = seen.op.unwrap_or(seen.site);
+        let place = match seen.layer {
+            Some(layer) => format!("layer {layer}, op {op} (site {})", seen.name()),
+            None => format!("op {op} (site {})", seen.name()),
+        };
+        Err(ModelError::NotFinite { place, sequence, token, why })
     }
+}
+
+/// Whether all of some values are finite; without a way out in the middle, so that it is as fast as memory.
+pub(crate) fn all_finite(values: &[f32]) -> bool {
+    values.chunks(4096).all(|some| some.iter().fold(true, |all, x| all & x.is_finite()))
 }
 
 #[cfg(test)]

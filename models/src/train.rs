@@ -11,7 +11,7 @@ use crate::machine::typed;
 use crate::sums::zeros;
 use crate::weights::Weights;
 use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision};
-use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Tensor, TensorMut, TensorRef, adamw};
+use samebits_ops::{AdamW, Attributes, Backend, Cpu, DType, Element, Tensor, TensorMut, TensorRef, adamw};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -46,6 +46,8 @@ pub struct Trainer {
     tensors: BTreeMap<String, Arc<Tensor>>,
     /// Steps done.
     step: usize,
+    /// Whether a step ended in the middle, or with weights that are not finite.
+    is_spoilt: bool,
     /// The gradient that the head had in the last step: the first of a reverse pass, which is there together with all
     /// that was kept of the forward, so what a step holds at most does not grow. The system takes long to hand so much out again.
     spare: Option<Tensor>,
@@ -99,7 +101,7 @@ impl Trainer {
                 tensors.insert(name, Arc::new(values));
             }
         }
-        Ok(Trainer { config, dtype, state, tensors, step: 0, spare: None })
+        Ok(Trainer { config, dtype, state, tensors, step: 0, is_spoilt: false, spare: None })
     }
 
     /// Sizes and parameters.
@@ -154,7 +156,7 @@ impl Trainer {
         for (name, [w, ..]) in &mut state {
             self.tensors.insert(name.clone(), Arc::new(round(cpu, w, self.dtype)?));
         }
-        (self.state, self.step) = (state, step);
+        (self.state, self.step, self.is_spoilt) = (state, step, false);
         Ok(())
     }
 
@@ -163,6 +165,12 @@ impl Trainer {
     /// # Errors
     /// Those of [`Model::gradients`](crate::Model::gradients) of a batch; parameters of the optimizer that are out of range.
     pub fn check(&self, cpu: &Cpu, batch: &Batch, run: &GradientRun, optimizer: &Optimizer) -> Result<(), ModelError> {
+        if self.is_spoilt {
+            return Err(ModelError::input(
+                "weights",
+                "a step did not end, so they are spoilt; begin anew, or resume a state",
+            ));
+        }
         adamw::<f32>(cpu, &self.shape(optimizer), &[], None, [&mut [], &mut [], &mut []], &mut [])?;
         factor(cpu, &[0.0], optimizer.max_norm)?;
         batch.check(&self.config, cpu, run).map(|_| ())
@@ -177,8 +185,8 @@ impl Trainer {
     /// The next step.
     ///
     /// # Errors
-    /// Those of [`Trainer::check`]; a loss or a norm that is not finite; too little memory. Weights and moments are then as
-    /// they were.
+    /// Those of [`Trainer::check`]; a loss, a gradient or a norm that is not finite; too little memory. Weights and moments are
+    /// then as they were. A step that makes weights that are not finite: no other is taken then before [`Trainer::resume`].
     pub fn advance(
         &mut self,
         cpu: &Cpu,
@@ -199,6 +207,8 @@ impl Trainer {
                 format!("step {step} has loss {} and gradient norm {norm}; lower --lr or look at the data", found.loss);
             return Err(ModelError::input("not finite", why));
         }
+        self.is_spoilt = true;
+        let mut beyond = None;
         let sha256 = std::thread::scope(|scope| {
             // A step waits for memory and a digest computes, so one of the threads makes that of what is done.
             let (done, weights) = channel();
@@ -217,6 +227,9 @@ impl Trainer {
                     let pieces = w.chunks_mut(PIECE).zip(m.chunks_mut(PIECE)).zip(v.chunks_mut(PIECE));
                     for ((((w, m), v), g), rounded) in pieces.zip(g.chunks(PIECE)).zip(rounded.chunks_mut(PIECE)) {
                         adamw(&others, &shape, g, Some(factor), [&mut *w, m, v], rounded)?;
+                        if !rounded.iter().fold(true, |all, x| all & x.widen().is_finite()) {
+                            beyond.get_or_insert(name);
+                        }
                         done.send(&*w).expect("the other end waits for all");
                     }
                 });
@@ -230,7 +243,12 @@ impl Trainer {
                 Err(weights) => sha256(weights),
             })
         })?;
-        self.step = step;
+        if let Some(name) = beyond {
+            let why =
+                format!("step {step} takes weights of `{name}` beyond {}; lower --lr or --weight-decay", self.dtype);
+            return Err(ModelError::input("not finite", why));
+        }
+        (self.step, self.is_spoilt) = (step, false);
         Ok(StepReport { step, loss: found.loss, norm, sha256 })
     }
 }
@@ -420,5 +438,24 @@ mod tests {
         let error = advance(&mut trainer, &cpu, loss).unwrap_err().to_string();
         assert!(error.contains("step 1 has loss") && error.contains("norm inf"), "{error}");
         assert_eq!((trainer.step(), bits(trainer.state())), (0, before));
+    }
+
+    /// A step that takes weights beyond their dtype is refused, and so is any behind it, until there is a state again.
+    #[test]
+    fn a_step_beyond_the_dtype_is_refused() {
+        let cpu = Cpu::best();
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/deepseek-v3");
+        let mut trainer = Trainer::load(&dir, Precision::Fp16, None, &cpu, |_, _| ()).unwrap();
+        let before = copy(trainer.state());
+        let step = |trainer: &mut Trainer, lr: f64| {
+            let optimizer = Optimizer { lr, beta1: 0.9, beta2: 0.9, eps: 1e-6, weight_decay: 1e3, max_norm: 1.0 };
+            batch(Loss::Nll, |batch| trainer.advance(&cpu, batch, &GradientRun::default(), &optimizer, |_| ()))
+        };
+        let error = step(&mut trainer, 1e4).unwrap_err().to_string();
+        assert!(error.contains("step 1 takes weights of `") && error.contains("beyond fp16"), "{error}");
+        let error = step(&mut trainer, 1e-5).unwrap_err().to_string();
+        assert!(error.contains("they are spoilt") && trainer.step() == 0, "{error}");
+        trainer.resume(&cpu, 0, before).unwrap();
+        assert_eq!(step(&mut trainer, 1e-5).unwrap().step, 1);
     }
 }

@@ -97,6 +97,7 @@ fn runs_of_any_kind_end() {
             grouping: pick.of(&[Grouping::Together, Grouping::Alone]),
             page_size: pick.of(&SIZES),
             page_order: pick.of(&[PageOrder::Ascending, PageOrder::Scattered]),
+            allow_nonfinite: pick.below(2) == 0,
             probe: None,
         };
         let texts: Vec<Vec<i32>> = (0..pick.below(4)).map(|_| pick.tokens()).collect();
@@ -126,6 +127,7 @@ fn gradient_run(pick: &mut Choices) -> GradientRun {
         pack: pick.below(2) == 0,
         ranks: pick.of(&[1, 1, 1, 1, 2, 0, usize::MAX]),
         recompute: pick.below(2) == 0,
+        allow_nonfinite: pick.below(2) == 0,
     }
 }
 

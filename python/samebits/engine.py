@@ -149,7 +149,8 @@ class Engine:
     their frequencies belong to it, and without it to the length that the model was trained on; a text that would grow beyond it
     is refused. `CausalLM` takes the same.
 
-    Raises ValueError for what does not fit the model, MemoryError, RuntimeError for weights in use.
+    Raises ValueError for what does not fit the model, and for logits or log-probabilities that are not finite (it names the layer,
+    the op, the sequence and the token where that began), MemoryError, RuntimeError for weights in use.
     """
 
     def __init__(

@@ -230,8 +230,14 @@ impl Model {
 
     /// `[sequences, longest]`: the log-probability of each token, given those before it; 0 for the first ones and behind a
     /// sequence.
-    fn logprobs(&self, py: Python<'_>, sequences: Vec<Vec<i32>>, micro_batch: usize) -> PyResult<Tensor> {
-        let run = GradientRun { micro_batch, ..GradientRun::default() };
+    fn logprobs(
+        &self,
+        py: Python<'_>,
+        sequences: Vec<Vec<i32>>,
+        micro_batch: usize,
+        allow_nonfinite: bool,
+    ) -> PyResult<Tensor> {
+        let run = GradientRun { micro_batch, allow_nonfinite, ..GradientRun::default() };
         let found = locked(py, "logprob", &self.0, |held, cpu| {
             let found = held.model.logprobs(cpu, &sequences, &run)?;
             rectangle(&found.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)
@@ -240,10 +246,11 @@ impl Model {
     }
 
     /// `[sequences, longest, V]`: logits behind each token, zeros behind a sequence.
-    fn logits(&self, py: Python<'_>, sequences: Vec<Vec<i32>>) -> PyResult<Tensor> {
+    fn logits(&self, py: Python<'_>, sequences: Vec<Vec<i32>>, allow_nonfinite: bool) -> PyResult<Tensor> {
         let found = locked(py, "logits", &self.0, |held, cpu| {
             let all: Vec<&[i32]> = sequences.iter().map(|tokens| &tokens[..]).collect();
-            let (logits, vocab) = (held.model.forward_run(cpu, &all, Run::default())?, held.model.config().vocab);
+            let run = Run { allow_nonfinite, ..Run::default() };
+            let (logits, vocab) = (held.model.forward_run(cpu, &all, run)?, held.model.config().vocab);
             let mut rest = &logits[..];
             let mut rows = Vec::new();
             for tokens in all {
@@ -310,8 +317,9 @@ impl Accumulator {
         sequences: Vec<Vec<i32>>,
         micro_batch: usize,
         recompute: bool,
+        allow_nonfinite: bool,
     ) -> PyResult<(Forward, Tensor)> {
-        let run = GradientRun { micro_batch, recompute, ..GradientRun::default() };
+        let run = GradientRun { micro_batch, recompute, allow_nonfinite, ..GradientRun::default() };
         let (forward, logprob) = locked(py, "logprob", &self.0, |sums, cpu| {
             let sums = sums.as_mut().ok_or_else(|| gone(READ))?;
             let held = model.0.lock().unwrap_or_else(|e| e.into_inner());

@@ -544,3 +544,25 @@ def test_experts_that_do_not_fit_are_refused_by_name():
                 call()
             assert "\n" not in str(error.value)
     assert engine.version == 0
+def test_what_is_not_finite_is_an_error_that_says_where(tmp_path):
+    """In fp16 the gated activation of layer 0 is beyond 65504."""
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "qwen3-adder")
+    state = dict(model.state_dict())
+    for name, factor in [("gate_proj", 300.0), ("up_proj", 3000.0)]:
+        state[f"model.layers.0.mlp.{name}.weight"] = state[f"model.layers.0.mlp.{name}.weight"] * factor
+    text, began = [[3, 9, 4]], r"not finite: layer 0, op silu_mul in fp16 .site layers.0.mlp. of sequence 0, token 0: .* run it in bf16"
+    assert torch.isfinite(samebits.torch.CausalLM(state, CHECKPOINTS / "qwen3-adder").logprob(text)).all()
+    half = samebits.torch.CausalLM(state, CHECKPOINTS / "qwen3-adder", dtype="fp16")
+    for asked in (lambda: half.logprob(text), lambda: half(text), lambda: torch.no_grad()(half.logprob)(text)):
+        with pytest.raises(ValueError, match=began):
+            asked()
+    engine = samebits.Engine(half, CHECKPOINTS / "qwen3-adder", dtype="fp16")
+    with pytest.raises(ValueError, match=began):
+        engine.generate(text, max_tokens=2)
+    half = samebits.torch.CausalLM(state, CHECKPOINTS / "qwen3-adder", dtype="fp16", allow_nonfinite=True)
+    logprob = half.logprob(text)
+    assert not torch.isfinite(logprob).all() and not torch.isfinite(half(text)).all()
+    logprob.sum().backward()
+    # A gradient that is finite where it is given, and not where it comes out.
+    with pytest.raises(ValueError, match="gradient: of `.*` is not finite"):
+        model.logprob(text).sum().mul(3e38).backward()

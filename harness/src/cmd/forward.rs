@@ -1,4 +1,4 @@
-use super::{Folder, Machine, On, Working, place};
+use super::{Folder, Machine, Nonfinite, On, Working, or_allow, place};
 use crate::dump::Writer;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
@@ -59,6 +59,9 @@ pub struct Args {
     cap: u64,
 
     #[command(flatten)]
+    nonfinite: Nonfinite,
+
+    #[command(flatten)]
     on: On,
 
     #[command(flatten)]
@@ -92,12 +95,13 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         grouping: args.batch,
         page_size: args.page_size,
         page_order: args.page_order,
+        allow_nonfinite: args.nonfinite.allow_nonfinite,
         probe: writer.as_mut().map(|writer| writer as _),
     };
-    let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match e {
+    let found = model.forward_run(&cpu, &sequences, run).map_err(|e| match tokens.in_file(or_allow(e)) {
         // The dump's, which names itself.
-        ModelError::File { .. } => e.into(),
-        _ => anyhow::Error::new(e).context(args.tokens.display().to_string()),
+        e @ ModelError::File { .. } => e.into(),
+        e => anyhow::Error::new(e).context(args.tokens.display().to_string()),
     })?;
     if let (Some(writer), Some(path)) = (writer, &args.dump) {
         writer.finish().with_context(|| format!("--dump {}", path.display()))?;
@@ -218,6 +222,18 @@ impl Tokens {
     /// The places of the tokens that count, in the order of the sequences.
     pub fn places(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.tokens.len()).filter(|&place| self.counts(place))
+    }
+
+    /// An error about a token of a sequence, by the place of the token in the file, padding counted.
+    pub fn in_file(&self, e: ModelError) -> ModelError {
+        match e {
+            ModelError::NotFinite { place, sequence, token, why } => {
+                let places = (0..self.len).filter(|t| self.counts(sequence * self.len + t));
+                let token = places.clone().nth(token).unwrap_or(token);
+                ModelError::NotFinite { place, sequence, token, why }
+            }
+            e => e,
+        }
     }
 
     /// The place of the first token of each sequence.

@@ -1,4 +1,4 @@
-use super::{Folder, Machine, counting};
+use super::{Folder, Machine, Nonfinite, counting, or_allow};
 use crate::dump::Writer;
 use crate::examples::{Examples, LossOptions, refusal};
 use anyhow::{Context, Result, ensure};
@@ -39,6 +39,9 @@ pub struct Args {
 
     #[command(flatten)]
     how: How,
+
+    #[command(flatten)]
+    nonfinite: Nonfinite,
 
     /// Also write everything that was computed on the way, forward and back, for `samebits trace`; it appears whole or not
     /// at all
@@ -89,7 +92,7 @@ impl How {
     /// The same for the models.
     pub fn run(&self) -> GradientRun {
         let &How { micro_batch, pad: padding, pack, ranks, recompute, .. } = self;
-        GradientRun { micro_batch, padding, pack, ranks, recompute }
+        GradientRun { micro_batch, padding, pack, ranks, recompute, ..GradientRun::default() }
     }
 }
 
@@ -113,10 +116,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let probe = writer.as_mut().map(|writer| writer as _);
     let bar = counting(batch);
-    let (sequences, run) = (examples.all.batch(args.how.groups), args.how.run());
+    let sequences = examples.all.batch(args.how.groups);
+    let run = GradientRun { allow_nonfinite: args.nonfinite.allow_nonfinite, ..args.how.run() };
     let found = model
         .gradients(&cpu, &sequences, &run, probe, |done| bar.set_position(done as u64))
-        .map_err(|e| refusal(e, &args.tokens))?;
+        .map_err(|e| refusal(examples.tokens.in_file(or_allow(e)), &args.tokens))?;
     bar.finish_and_clear();
     if let (Some(writer), Some(path)) = (writer, &args.dump) {
         writer.finish().with_context(|| format!("--dump {}", path.display()))?;
@@ -151,7 +155,7 @@ mod tests {
     fn options_reach_the_run() {
         let run = |words: &[&str]| {
             let line = Line::try_parse_from([&["grad"], words].concat()).unwrap();
-            let GradientRun { micro_batch, padding, pack, ranks, recompute } = line.how.run();
+            let GradientRun { micro_batch, padding, pack, ranks, recompute, .. } = line.how.run();
             (micro_batch, padding, pack, ranks, recompute)
         };
         assert_eq!(run(&[]), (1, Padding::None, false, 1, false));

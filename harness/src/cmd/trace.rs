@@ -116,6 +116,8 @@ fn dump(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let sequences = read.sequences();
     let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;
+    // Dumps are compared as they are.
+    run.allow_nonfinite = true;
     run.probe = Some(&mut writer);
     model.forward_run(&cpu, &sequences, run).with_context(|| settings.to_string())?;
     writer.finish().with_context(|| path.display().to_string())
@@ -126,6 +128,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let default = args.machine.cpu(None)?;
     let (mut isa, mut threads, mut budget, mut dtype) = (default.isa(), default.threads(), usize::MAX, Precision::Bf16);
     let (mut run, mut groups, mut loss, mut entropy) = (GradientRun::default(), 1, LossKind::Nll, 0.0);
+    run.allow_nonfinite = true;
     for word in settings.split(',') {
         let (key, value) = word.split_once('=').with_context(|| {
             format!("{settings}: `{word}` is no setting of gradients; use loss=nll, micro-batch=3, ..")

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use samebits_contract::atomic_write::{self, AtomicFile};
 use samebits_contract::wire::write_tensors;
-use samebits_models::{Config, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer, folder_files};
+use samebits_models::{Config, ModelError, Optimizer, Precision, ROPE_LENGTH, StepReport, Trainer, folder_files};
 use samebits_ops::{self as ops, Cpu};
 use samebits_schema::{adamw, clip_factor};
 use serde_json::{Map, Value, json};
@@ -145,6 +145,14 @@ fn train(args: &Args) -> Result<ExitCode> {
     };
     let (in_data, run) = (|e| refusal(e, &args.data), args.how.run());
     let of_step = |step: usize| (step * args.batch..(step + 1) * args.batch).map(|number| number % sequences);
+    // A step's sequences by their numbers in the file.
+    let in_step = |e: ModelError, step: usize| match e {
+        ModelError::NotFinite { place, sequence, token, why } => {
+            let sequence = of_step(step).nth(sequence).unwrap_or(sequence);
+            in_data(examples.tokens.in_file(ModelError::NotFinite { place, sequence, token, why }))
+        }
+        e => in_data(e),
+    };
     // All of the file, before a step that would stand for nothing behind a later one that is refused.
     trainer.check(&cpu, &examples.all.batch(args.how.groups), &run, &optimizer).map_err(in_data)?;
     // Behind as many steps as there are sequences the same ones come again.
@@ -159,10 +167,12 @@ fn train(args: &Args) -> Result<ExitCode> {
     let bar = counting(args.steps * args.batch);
     while trainer.step() < args.steps {
         let done = trainer.step() * args.batch;
-        let picked = examples.all.pick(&of_step(trainer.step()).collect::<Vec<_>>());
+        let step_before = trainer.step();
+        let picked = examples.all.pick(&of_step(step_before).collect::<Vec<_>>());
         let at = |of_step: usize| bar.set_position((done + of_step) as u64);
         let started = Instant::now();
-        let report = trainer.advance(&cpu, &picked.batch(args.how.groups), &run, &optimizer, at).map_err(in_data)?;
+        let report = trainer.advance(&cpu, &picked.batch(args.how.groups), &run, &optimizer, at);
+        let report = report.map_err(|e| in_step(e, step_before))?;
         let StepReport { step, loss, norm, sha256 } = &report;
         bar.suspend(|| writeln!(std::io::stdout().lock(), "step {step} loss {loss} norm {norm} sha256 {sha256}"))?;
         if args.times {

@@ -43,6 +43,9 @@ class CausalLM(torch.nn.Module):
     `rope_length` is that of `samebits.Engine`: without it the one that the folder was trained at, and a text that is longer is
     refused.
 
+    A log-probability, a logit or a gradient that is not finite although weights and gradients given are is a ValueError, which
+    names the layer, the op, the sequence and the token where it began; with `allow_nonfinite` it comes out as it is.
+
     One backward call is one whole logical batch, unless it stands inside `accumulate`.
     """
 
@@ -55,9 +58,10 @@ class CausalLM(torch.nn.Module):
         micro_batch: int | None = None,
         recompute: bool = False,
         rope_length: int | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         super().__init__()
-        self.dtype, self.micro_batch, self.recompute = dtype, micro_batch, recompute
+        self.dtype, self.micro_batch, self.recompute, self.allow_nonfinite = dtype, micro_batch, recompute, allow_nonfinite
         text, self._folder = config_of(config_beside(tensors, config))
         tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in state_of(tensors).items()}
         self._family = _native.family(text, self._folder)
@@ -119,7 +123,7 @@ class CausalLM(torch.nn.Module):
         weights = self._weights()
         of = self.micro_batch or max(len(placed.sequences), 1)
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
-            return placed.out(self._native.logprobs(placed.sequences, of).torch())
+            return placed.out(self._native.logprobs(placed.sequences, of, self.allow_nonfinite).torch())
         if all(weight.requires_grad for weight in weights):
             return placed.out(_Logprob.apply(self, placed.sequences, of, *weights))
         frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
@@ -131,7 +135,7 @@ class CausalLM(torch.nn.Module):
         """
         placed = _Placed(tokens, mask)
         weights = self._weights()
-        logits = placed.out(self._native.logits(placed.sequences).torch())
+        logits = placed.out(self._native.logits(placed.sequences, self.allow_nonfinite).torch())
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
             return _Logits.apply(logits, *weights)
         return logits
@@ -237,7 +241,8 @@ class _Logprob(torch.autograd.Function):
     def forward(ctx, model, sequences, micro_batch, *weights):
         ctx.model, ctx.block = model, model._sums
         ctx.sums = _native.Accumulator() if ctx.block is None else ctx.block._native
-        ctx.state, logprob = ctx.sums.forward(model._native, sequences, micro_batch, model.recompute)
+        how = (micro_batch, model.recompute, model.allow_nonfinite)
+        ctx.state, logprob = ctx.sums.forward(model._native, sequences, *how)
         ctx.set_materialize_grads(False)
         return logprob.torch()
 
