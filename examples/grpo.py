@@ -127,7 +127,7 @@ def main() -> int:
                 logprob = model.logprob(sequences[part])
                 width = logprob.shape[1]
                 loss, per_sequence[part] = samebits.torch.policy_loss(
-                    logprob, rollout[part, :width], advantage[part], count[part, :width], denominator=denominator
+                    logprob, rollout[part, :width], advantage[part], count[part, :width], denominator=denominator, temperature=1.0
                 )
                 loss.backward()
                 trained[part, :width] = logprob.detach()

@@ -79,7 +79,7 @@ class Sampler:
             if how[name] != value:
                 raise ValueError(f"{name}: is {how[name]}; answers come from the whole distribution, so use {value}")
         if temperature != 1.0:
-            raise ValueError(f"temperature: is {temperature}; CausalLM.logprob is that of 1")
+            raise ValueError(f"temperature: is {temperature}; the policy here computes log-probabilities at 1")
         self.model, self.length, self.times = model, max_completion_length, 0
 
     def generate(self, *, prompts: list[list[int]], images: None, num_generations: int, profiler: Any) -> tuple:

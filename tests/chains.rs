@@ -4,6 +4,8 @@
 mod gradients;
 #[path = "chains/nonfinite.rs"]
 mod nonfinite;
+#[path = "chains/temperature.rs"]
+mod temperature;
 #[path = "chains/training.rs"]
 mod training;
 

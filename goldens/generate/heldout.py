@@ -97,8 +97,8 @@ WAYS = [["--micro-batch", "2"], ["--micro-batch", "3"], ["--micro-batch", str(SE
         ["--recompute", "--micro-batch", "3", "--pad", "left:1"], ["--threads", "1"], ["--threads", "3"], ["--budget", "400000"],
         ["--isa", "scalar"], ["--isa", "avx2"], ["--isa", "avx512"]]
 RANKS = [["--groups", "8", "--ranks", ranks] for ranks in ["1", "2", "4", "8"]]
-LOSSES = {"nll": [], "policy": ["--loss", "policy"],
-          "policy_entropy": ["--loss", "policy", "--entropy", str(gradients.ENTROPY)]}
+POLICY = ["--loss", "policy", "--temperature", "1"]
+LOSSES = {"nll": [], "policy": POLICY, "policy_entropy": [*POLICY, "--entropy", str(gradients.ENTROPY)]}
 
 
 def run(program, verb, model, tokens, out, *words):

@@ -1,10 +1,10 @@
 //! What a model is trained on: a file of sequences, which of their tokens count, and what policies need of them.
 
-use crate::cmd::attribute;
 use crate::cmd::forward::{Tokens, words};
+use crate::cmd::{attribute, warn};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
-use samebits_models::{Batch, Loss, ModelError};
+use samebits_models::{Batch, Loss, ModelError, Precision};
 use samebits_schema::policy_loss;
 use std::path::Path;
 
@@ -39,6 +39,11 @@ pub struct LossOptions {
     /// policy: C times the mean entropy of the distributions that tokens that count were drawn from is subtracted
     #[arg(long, default_value_t = 0.0, value_name = "C", allow_negative_numbers = true, value_parser = coefficient)]
     entropy: f64,
+
+    /// What logits are divided by, as they were where the texts were sampled; 0, where the likeliest tokens were taken, counts
+    /// as 1 [default: `temperature` of the file's metadata, else 1]
+    #[arg(long, value_name = "T")]
+    temperature: Option<f64>,
 }
 
 fn coefficient(text: &str) -> Result<f64, &'static str> {
@@ -48,7 +53,12 @@ fn coefficient(text: &str) -> Result<f64, &'static str> {
 impl LossOptions {
     /// A loss with this coefficient of the entropy, and ratios that are clipped as by default.
     pub fn of(loss: LossKind, entropy: f64) -> LossOptions {
-        LossOptions { loss, clip_low: CLIP, clip_high: CLIP, entropy }
+        LossOptions { loss, clip_low: CLIP, clip_high: CLIP, entropy, temperature: None }
+    }
+
+    /// At a temperature.
+    pub fn at(self, temperature: Option<f64>) -> LossOptions {
+        LossOptions { temperature, ..self }
     }
 }
 
@@ -58,6 +68,8 @@ pub struct Examples {
     pub tokens: Tokens,
     /// All of them.
     pub all: Sequences,
+    /// What logits are divided by.
+    pub temperature: f64,
 }
 
 /// Sequences in logical order.
@@ -67,6 +79,7 @@ pub struct Sequences {
     /// Advantages, and log-probabilities when they were sampled.
     policy: Option<(Vec<f32>, Vec<Vec<f32>>)>,
     options: LossOptions,
+    temperature: f64,
 }
 
 impl Sequences {
@@ -77,7 +90,8 @@ impl Sequences {
             let old = numbers.iter().map(|&number| old[number].clone()).collect();
             (numbers.iter().map(|&number| advantages[number]).collect(), old)
         });
-        Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options: self.options }
+        let (options, temperature) = (self.options, self.temperature);
+        Sequences { tokens: rows(&self.tokens), count: rows(&self.count), policy, options, temperature }
     }
 
     /// Whether a token of those with these numbers counts.
@@ -97,7 +111,8 @@ impl Sequences {
             None => Loss::Nll,
             Some((advantages, old_logprob)) => Loss::Policy { advantages, old_logprob, low, high, entropy },
         };
-        Batch { sequences: &self.tokens, count: &self.count, loss, groups }
+        let temperature = self.temperature;
+        Batch { sequences: &self.tokens, count: &self.count, loss, temperature, groups }
     }
 }
 
@@ -105,16 +120,36 @@ impl Examples {
     /// Reads `tokens` and `attention_mask` as `samebits forward`, `mask`, and what the loss needs besides.
     ///
     /// # Errors
-    /// A file that cannot be read; tensors that are missing, or of another dtype or shape.
-    pub fn read(path: &Path, options: LossOptions) -> Result<Examples> {
+    /// A file that cannot be read; tensors that are missing, or of another dtype or shape; texts that were sampled at another
+    /// temperature, and of a policy in another dtype than that of the run.
+    pub fn read(path: &Path, options: LossOptions, dtype: Precision) -> Result<Examples> {
         let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
-        Examples::parse(&bytes, options).with_context(|| path.display().to_string())
+        let examples = Examples::parse(&bytes, options, dtype).with_context(|| path.display().to_string())?;
+        let sampled = examples.tokens.sampled;
+        if let (LossKind::Policy, (None, None)) = (options.loss, (options.temperature, sampled.0)) {
+            let dtype = if sampled.1.is_some() { String::new() } else { format!(", and {} as `dtype`", dtype.name()) };
+            warn(&format!(
+                "{}: does not say at what `temperature` its old_logprob was sampled (in its metadata, or --temperature): 1 is \
+                 taken{dtype}",
+                path.display()
+            ));
+        }
+        Ok(examples)
     }
 
-    fn parse(bytes: &[u8], options: LossOptions) -> Result<Examples> {
+    fn parse(bytes: &[u8], options: LossOptions, dtype: Precision) -> Result<Examples> {
         ensure!(options.loss == LossKind::Policy || options.entropy == 0.0, "--entropy: only --loss policy has one");
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
         let tokens = Tokens::of(&file, bytes)?;
+        let temperature = temperature(options, tokens.sampled.0)?;
+        if let (LossKind::Policy, Some(sampled)) = (options.loss, tokens.sampled.1.filter(|sampled| *sampled != dtype))
+        {
+            let (sampled, dtype) = (sampled.name(), dtype.name());
+            bail!(
+                "metadata `dtype`: old_logprob was sampled in {sampled}, and this run is in {dtype}; ratios of two dtypes are \
+                 not compared: give --dtype {sampled}, or sample in {dtype}"
+            );
+        }
         let [batch, len] = tokens.shape();
         let sequences = tokens.sequences();
         let count = match tensor(&file, "mask", Dtype::I32, &[batch, len]) {
@@ -153,8 +188,23 @@ impl Examples {
                 Some((advantages, tokens.of_sequences(&old)))
             }
         };
-        Ok(Examples { tokens, all: Sequences { tokens: sequences, count, policy, options } })
+        let all = Sequences { tokens: sequences, count, policy, options, temperature };
+        Ok(Examples { tokens, all, temperature })
     }
+}
+
+/// What logits are divided by: what was asked for, or what the file says that its texts were sampled at.
+fn temperature(options: LossOptions, sampled: Option<f64>) -> Result<f64> {
+    // Where the likeliest tokens were taken, log-probabilities are those at 1.
+    let at = |temperature: f64| if temperature == 0.0 { 1.0 } else { temperature };
+    if let (Some(asked), Some(sampled)) = (options.temperature, sampled) {
+        ensure!(
+            at(asked) == at(sampled),
+            "metadata `temperature`: its texts were sampled at {sampled}, and --temperature is {asked}; ratios of two temperatures \
+             are not compared: leave --temperature out"
+        );
+    }
+    Ok(at(options.temperature.or(sampled).unwrap_or(1.0)))
 }
 
 /// What a model refuses of the file at `path`, or of an option beside it, which is named then.
@@ -163,6 +213,7 @@ pub fn refusal(e: ModelError, path: &Path) -> anyhow::Error {
         ModelError::Input { what: what @ ("groups" | "ranks" | "micro batch"), why } => {
             anyhow!("--{}: {why}", what.replace(' ', "-"))
         }
+        ModelError::Input { what: "temperature", why } => anyhow!("--temperature: {why}"),
         // A dump names itself; memory and budget are no matter of the file.
         ModelError::File { .. } | ModelError::Op(_) => e.into(),
         _ => anyhow::Error::new(e).context(path.display().to_string()),

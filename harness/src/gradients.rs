@@ -41,7 +41,8 @@ impl Checkpoints {
             },
             _ => Loss::Nll,
         };
-        let sequences = Batch { sequences: &tokens, count: &count, loss, groups: call.count("groups") };
+        let (temperature, groups) = (1.0, call.count("groups"));
+        let sequences = Batch { sequences: &tokens, count: &count, loss, temperature, groups };
         let mut probe = self.probe_of_gradients(model.config());
         let probe = probe.as_mut().map(|probe| &mut **probe as &mut dyn Probe);
         let found = model.gradients(cpu, &sequences, &run_of(call)?, probe, |_| {})?;

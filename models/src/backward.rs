@@ -280,6 +280,8 @@ pub(crate) struct Logprobs {
     pub lse: Tensor,
     /// Of the distributions that rows have.
     pub entropy: Option<Tensor>,
+    /// What logits were divided by.
+    pub temperature: f64,
 }
 
 impl Decoder {
@@ -290,29 +292,30 @@ impl Decoder {
         pass: &mut Pass,
         a: &Tensor,
         targets: &[i32],
+        temperature: f64,
         with_entropy: bool,
     ) -> Result<Logprobs, ModelError> {
-        let n = targets.len();
+        let (n, at) = (targets.len(), Attributes::new().with("temperature", temperature));
         let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
         if self.attributes.softcap.is_none() && !with_entropy {
             let inputs = [("x", a.view()), ("w", self.lm_head.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
             let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
-            pass.op("linear_logprob", &self.attributes.none, &inputs, outputs)?;
-            return Ok(Logprobs { logprob, lse, entropy: None });
+            pass.op("linear_logprob", &at, &inputs, outputs)?;
+            return Ok(Logprobs { logprob, lse, entropy: None, temperature });
         }
         let mut entropy = if with_entropy { Some(pass.empty(DType::Fp32, &[n])?) } else { None };
         for rows in tiles(n) {
             let logits = self.logits(pass, a.rows(rows.clone()))?;
             let target = TensorRef::new(&targets[rows.clone()], &[rows.len()])?;
             let outputs = [("logprob", logprob.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows.clone()))];
-            pass.op("logprob", &self.attributes.none, &[("logits", logits.view()), ("target", target)], outputs)?;
+            pass.op("logprob", &at, &[("logits", logits.view()), ("target", target)], outputs)?;
             if let Some(entropy) = &mut entropy {
                 // It makes the same lse.
                 let outputs = [("entropy", entropy.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows))];
-                pass.op("entropy", &self.attributes.none, &[("logits", logits.view())], outputs)?;
+                pass.op("entropy", &at, &[("logits", logits.view())], outputs)?;
             }
         }
-        Ok(Logprobs { logprob, lse, entropy })
+        Ok(Logprobs { logprob, lse, entropy, temperature })
     }
 
     /// From `dlogprob[n]` and, where there are entropies, theirs: that of a, in f32.
@@ -324,7 +327,8 @@ impl Decoder {
         of_rows: &Logprobs,
         (dlogprob, dentropy): (&Tensor, Option<&Tensor>),
     ) -> Result<Tensor, ModelError> {
-        let lse = &of_rows.lse;
+        let (lse, temperature) = (&of_rows.lse, of_rows.temperature);
+        let of_logits = Attributes::new().with("temperature", temperature);
         let (n, head, at) = (targets.len(), &self.lm_head, &self.attributes);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
         if at.softcap.is_some() || dentropy.is_some() {
@@ -348,7 +352,7 @@ impl Decoder {
                     ("lse", lse.rows(rows.clone())),
                     ("dlogprob", dlogprob.rows(rows.clone())),
                 ];
-                back.pass.op("logprob_backward", &at.none, &inputs, [("dlogits", dcapped.view_mut())])?;
+                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dcapped.view_mut())])?;
                 if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
                     let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
                     let inputs = [
@@ -357,7 +361,7 @@ impl Decoder {
                         ("lse", lse.rows(rows.clone())),
                         ("dentropy", dentropy.rows(rows.clone())),
                     ];
-                    back.pass.op("entropy_backward", &at.none, &inputs, [("dlogits", more.view_mut())])?;
+                    back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
                     dcapped = back.sum(dcapped, more)?;
                 }
                 let dlogits = match &softcapped {
@@ -375,7 +379,8 @@ impl Decoder {
                 back.write_rows(&dx, &mut da, rows.start)?;
             }
         } else {
-            let (source, shape) = (head.source(0), LinearLogprob::new(n, self.config.vocab, self.config.hidden));
+            let (source, rows) = (head.source(0), n);
+            let shape = LinearLogprob { rows, vocab: self.config.vocab, k: self.config.hidden, temperature };
             let dw = back.sums.matrix(back.cpu, Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
             let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
             let gradients = LogprobGradients { dlogprob, dlse: None };

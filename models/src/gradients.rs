@@ -10,6 +10,7 @@ use crate::backward::{Backward, Block, Logprobs};
 use crate::decoder::{Decoder, Runner, Stream};
 use crate::kv_cache::{KvCache, buffer};
 use crate::pass::Pass;
+use crate::rollout::{check_temperature, divisor};
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
@@ -31,6 +32,8 @@ pub struct Batch<'a> {
     pub count: &'a [Vec<i32>],
     /// What is made of the log-probabilities.
     pub loss: Loss<'a>,
+    /// What logits are divided by for log-probabilities and entropies: what texts were sampled at. 0 counts as 1.
+    pub temperature: f64,
     /// How many groups the sequences are dealt to: a power of two.
     pub groups: usize,
 }
@@ -137,7 +140,7 @@ pub struct Gradients {
     pub loss: f32,
     /// What each sequence adds to it before it is divided.
     pub per_sequence: Vec<f32>,
-    /// The log-probability of each token of each sequence, +0 for the first ones.
+    /// The log-probability of each token of each sequence at the temperature of the batch, +0 for the first ones.
     pub logprob: Vec<Vec<f32>>,
 }
 
@@ -241,9 +244,10 @@ impl Batch<'_> {
 
     /// Refuses what cannot be run; the number of tokens that count.
     pub(crate) fn check(&self, config: &Config, cpu: &Cpu, run: &GradientRun) -> Result<f64, ModelError> {
-        let Batch { sequences, count, loss, groups } = *self;
+        let Batch { sequences, count, loss, temperature, groups } = *self;
         let bad = |what: &'static str, why: String| Err(ModelError::input(what, why));
         check_groups(groups, run.ranks)?;
+        check_temperature(temperature)?;
         check_sequences(config, sequences, run)?;
         check_lengths("mask", sequences, count)?;
         for (b, count) in count.iter().enumerate() {
@@ -437,7 +441,8 @@ fn micro_batch(
     sums: &mut Sums,
 ) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
     let with_entropy = batch.loss.entropy() != 0.0;
-    let mut forward = forward(on, &batch.sequences[part.clone()], run, &mut shown, [true, with_entropy])?;
+    let (sequences, keeps) = (&batch.sequences[part.clone()], [true, with_entropy]);
+    let mut forward = forward(on, sequences, batch.temperature, run, &mut shown, keeps)?;
     let logprob = std::mem::take(&mut forward.logprob);
     let (mut per_sequence, dlogprob) = loss(on.cpu, batch, part.clone(), &logprob, denominator)?;
     if !run.allow_nonfinite {
@@ -478,10 +483,11 @@ struct MicroBatch {
     kept: Option<Vec<(&'static str, Tensor)>>,
 }
 
-/// Runs some sequences forward; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
+/// Runs some sequences forward, to log-probabilities at a temperature; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
 fn forward(
     on: &Runner,
     sequences: &[Vec<i32>],
+    temperature: f64,
     run: &GradientRun,
     shown: &mut Shown,
     [keep, with_entropy]: [bool; 2],
@@ -526,7 +532,7 @@ fn forward(
     }
     decoder.last_sum(&mut pass, &step, &mut stream)?;
     decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, with_entropy)?;
+    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, divisor(temperature), with_entropy)?;
     pass.see(None, "logprob", &step, &mut of_rows.logprob)?;
     if let Some(entropy) = &mut of_rows.entropy {
         pass.see(None, "entropy", &step, entropy)?;
@@ -540,7 +546,7 @@ fn forward(
     let (logprob, entropy) = (by_token(&of_rows.logprob), of_rows.entropy.as_ref().map(by_token));
     let bad = logprob.iter().position(|logprob| !all_finite(logprob));
     if let Some(number) = bad.filter(|_| !run.allow_nonfinite && !looks) {
-        return Err(why_not_finite(on, &sequences[number], first + number));
+        return Err(why_not_finite(on, &sequences[number], temperature, first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
     let (kept, blocks) = (pass.kept, arranged.blocks);
@@ -563,16 +569,26 @@ fn forward(
 }
 
 /// Why a log-probability of a sequence is not finite: runs its forward again, alone, and looks at all that is computed.
-fn why_not_finite(on: &Runner, sequence: &[i32], number: usize) -> ModelError {
+fn why_not_finite(on: &Runner, sequence: &[i32], temperature: f64, number: usize) -> ModelError {
     let mut tripwire = Tripwire;
     let mut shown = Shown { probe: Some(&mut tripwire), first: number, looks: true };
-    let found = forward(on, &[sequence.to_vec()], &GradientRun::default(), &mut shown, [false, false]);
+    let (sequence, run) = ([sequence.to_vec()], GradientRun::default());
+    let found = forward(on, &sequence, temperature, &run, &mut shown, [false, false]);
     let unseen = || {
         let (place, why) =
             ("log-probabilities".into(), "they are not, and all behind them is: a probe changed it".into());
         ModelError::NotFinite { place, sequence: number, token: 0, why }
     };
-    found.err().unwrap_or_else(unseen).helped(on.decoder.dtype)
+    match found.err().unwrap_or_else(unseen) {
+        // All before it was finite.
+        ModelError::NotFinite { place, sequence, token, why }
+            if place.contains("(site logprob)") && temperature != 1.0 =>
+        {
+            let why = format!("{why}; logits divided by a temperature of {temperature} leave f32: raise it");
+            ModelError::NotFinite { place, sequence, token, why }
+        }
+        e => e.helped(on.decoder.dtype),
+    }
 }
 
 /// Refuses a loss of finite log-probabilities that is not finite.
@@ -593,7 +609,9 @@ fn check_loss(
         let why = match batch.loss {
             Loss::Policy { old_logprob, .. } if token > 0 => {
                 let old = old_logprob[sequence][token];
-                format!("the ratio exp({new} - {old}) leaves f32; is old_logprob of this model and these tokens?")
+                format!(
+                    "the ratio exp({new} - {old}) leaves f32: look whether old_logprob is of this model and these tokens"
+                )
             }
             _ => "the sum of its tokens leaves f32".into(),
         };
@@ -711,16 +729,17 @@ impl Accumulator {
         Ok(Accumulator { sequences, groups, held, begun, done, sums, of_groups, ended, allow_nonfinite })
     }
 
-    /// Log-probabilities of the next sequences.
+    /// Log-probabilities of the next sequences at a temperature, 0 for 1.
     ///
     /// # Errors
-    /// A sequence without tokens, or more of them than there are; tokens outside the vocabulary; more tokens than the model
+    /// A temperature that logits cannot be divided by; a sequence without tokens, or more of them than there are; tokens outside the vocabulary; more tokens than the model
     /// has positions; a micro-batch of 0; a model on a device; too little memory.
     pub fn forward(
         &mut self,
         model: &Model,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
+        temperature: f64,
         run: &GradientRun,
     ) -> Result<Forward, ModelError> {
         let last = sequences_of_group(self.sequences, self.groups, self.held.end - 1).end;
@@ -736,7 +755,7 @@ impl Accumulator {
             of_groups.push(at..to);
             at = at.max(to);
         }
-        let parts = model.micro_batches(cpu, sequences, of_groups, run, true)?;
+        let parts = model.micro_batches(cpu, sequences, temperature, of_groups, run, true)?;
         let logprob = parts.iter().flat_map(|part| part.logprob.iter().cloned()).collect();
         let forward = Forward { logprob, decoder: model.decoder.clone(), first: self.begun, parts };
         self.allow_nonfinite |= run.allow_nonfinite;
@@ -808,13 +827,20 @@ impl Accumulator {
 }
 
 impl Model {
-    /// Log-probabilities of the tokens of some sequences by the forward of training, `run.micro_batch` of them at a time: of
-    /// each sequence that of each token, given those before it; +0 for the first ones.
+    /// Log-probabilities at a temperature (0 for 1) of the tokens of some sequences by the forward of training, `run.micro_batch`
+    /// of them at a time: of each sequence that of each token, given those before it; +0 for the first ones.
     ///
     /// # Errors
     /// As [`Accumulator::forward`].
-    pub fn logprobs(&self, cpu: &Cpu, sequences: &[Vec<i32>], run: &GradientRun) -> Result<Vec<Vec<f32>>, ModelError> {
-        let found = self.micro_batches(cpu, sequences, std::iter::once(0..sequences.len()), run, false)?;
+    pub fn logprobs(
+        &self,
+        cpu: &Cpu,
+        sequences: &[Vec<i32>],
+        temperature: f64,
+        run: &GradientRun,
+    ) -> Result<Vec<Vec<f32>>, ModelError> {
+        let all = std::iter::once(0..sequences.len());
+        let found = self.micro_batches(cpu, sequences, temperature, all, run, false)?;
         Ok(found.into_iter().flat_map(|part| part.logprob).collect())
     }
 
@@ -823,6 +849,7 @@ impl Model {
         &self,
         cpu: &Cpu,
         sequences: &[Vec<i32>],
+        temperature: f64,
         groups: impl IntoIterator<Item = Range<usize>>,
         run: &GradientRun,
         keep: bool,
@@ -831,10 +858,11 @@ impl Model {
             return Err(ModelError::input("device", "gradients are made on the processor; load the model there"));
         }
         let on = self.on(cpu);
+        check_temperature(temperature)?;
         check_sequences(on.config(), sequences, run)?;
         let run_part = |part: Range<usize>| {
             let mut shown = Shown { probe: None, first: part.start, looks: false };
-            forward(&on, &sequences[part], run, &mut shown, [keep, false])
+            forward(&on, &sequences[part], temperature, run, &mut shown, [keep, false])
         };
         groups.into_iter().flat_map(|group| run.parts(group)).map(run_part).collect()
     }
@@ -926,7 +954,7 @@ mod tests {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
             let made = |groups: usize, run: GradientRun| {
-                let batch = Batch { sequences: &sequences, count: &count, loss, groups };
+                let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 0.7, groups };
                 let mut done = Vec::new();
                 let found = model.gradients(&cpu, &batch, &run, None, |sequences| done.push(sequences)).unwrap();
                 assert!(found.logprob.iter().map(Vec::len).eq(lengths) && found.per_sequence.len() == lengths.len());
@@ -968,9 +996,11 @@ mod tests {
             let sequences: Vec<Vec<i32>> = lengths.iter().map(|&n| of(n)).collect();
             let count: Vec<Vec<i32>> =
                 lengths.iter().map(|&n| (0..n).map(|t| i32::from(t % 3 > 0)).collect()).collect();
-            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 4 };
+            let temperature = 1.3;
+            let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature, groups: 4 };
             let expected = model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap();
-            let logprob = model.logprobs(&cpu, &sequences, &GradientRun { micro_batch: 3, ..Default::default() });
+            let three = GradientRun { micro_batch: 3, ..GradientRun::default() };
+            let logprob = model.logprobs(&cpu, &sequences, temperature, &three);
             assert!(logprob.unwrap() == expected.logprob);
             let denominator = count.iter().flatten().sum::<i32>().into();
             for (ranks, part, recompute) in [(1, 8, true), (1, 3, false), (2, 1, false), (4, 2, false)] {
@@ -982,7 +1012,8 @@ mod tests {
                     let last = batch.group((rank + 1) * 4 / ranks - 1).end;
                     for first in (first..last).step_by(part) {
                         let of_part = first..last.min(first + part);
-                        let forward = sums.forward(&model, &cpu, &sequences[of_part.clone()], &run).unwrap();
+                        let forward =
+                            sums.forward(&model, &cpu, &sequences[of_part.clone()], temperature, &run).unwrap();
                         assert!(forward.logprob == expected.logprob[of_part.clone()]);
                         let (_, dlogprob) = loss(&cpu, &batch, of_part, &forward.logprob, denominator).unwrap();
                         sums.reverse(&cpu, forward, &dlogprob).unwrap();
@@ -1016,19 +1047,19 @@ mod tests {
         // The second of two ranks has the last two of four sequences.
         let rank = || Accumulator::new(Some(4), 2, 1, 2).unwrap();
         let too_many = "there are 3 after number 2; 4 were to come";
-        refused(rank().forward(&model, &cpu, &sequences, &run).map(|_| ()), too_many);
+        refused(rank().forward(&model, &cpu, &sequences, 1.0, &run).map(|_| ()), too_many);
         let mut sums = rank();
-        let forward = sums.forward(&model, &cpu, &sequences[..1], &run).unwrap();
+        let forward = sums.forward(&model, &cpu, &sequences[..1], 1.0, &run).unwrap();
         let too_many = "there are 2 after number 3; 4 were to come";
-        refused(sums.forward(&model, &cpu, &sequences[1..], &run).map(|_| ()), too_many);
+        refused(sums.forward(&model, &cpu, &sequences[1..], 1.0, &run).map(|_| ()), too_many);
         sums.reverse(&cpu, forward, &zeros[..1]).unwrap();
         refused(sums.partial(&cpu).map(|_| ()), "3 of 4 have come");
         for sequences_of_batch in [Some(2), None] {
             let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
-            sums.forward(&model, &cpu, &sequences[..2], &run).unwrap();
+            sums.forward(&model, &cpu, &sequences[..2], 1.0, &run).unwrap();
             refused(sums.partial(&cpu).map(|_| ()), "0 of 2 have been gone back through");
             let mut sums = Accumulator::new(sequences_of_batch, 1, 0, 1).unwrap();
-            let forward = sums.forward(&model, &cpu, &sequences[..2], &run).unwrap();
+            let forward = sums.forward(&model, &cpu, &sequences[..2], 1.0, &run).unwrap();
             sums.reverse(&cpu, forward, &zeros).unwrap();
             assert_eq!(sums.partial(&cpu).unwrap().finish(&cpu, &model).unwrap().len(), model.parameters().len());
         }
@@ -1039,7 +1070,7 @@ mod tests {
     fn packing_moves_no_bit() {
         let cpu = Cpu::best();
         let (sequences, count) = ([vec![1, 2, 3, 9], vec![4, 5]], [vec![0, 1, 1, 0], vec![0, 1]]);
-        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 1 };
+        let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature: 1.0, groups: 1 };
         for name in ["qwen3", "gemma2", "mixtral", "deepseek-v3"] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let [packed, rows] = [true, false].map(|packs| {
@@ -1074,7 +1105,7 @@ mod tests {
                 entropy: 0.0,
             };
             let (sequences, count) = ([vec![1, 2, 3], vec![4, 5, 6]], [vec![0, 1, 1], vec![0, 1, 1]]);
-            let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
+            let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
             model.gradients(&cpu, &batch, &GradientRun::default(), None, |_| ()).unwrap().per_sequence
         };
         assert_eq!(loss(0.25, 0.5), [-3.0, 1.5]);
@@ -1135,7 +1166,7 @@ mod tests {
         let padded = GradientRun { padding: Padding::Left(2), ..together };
         let all = ["dmlp_norm", "dattention_sum", "dattention", "dq", "dk", "dv", "dinput_norm"];
         for (name, loss) in [("gemma2", Loss::Nll), ("qwen3-moe", Loss::Nll), ("qwen3-moe", with_entropy)] {
-            let batch = Batch { sequences: &sequences, count: &count, loss, groups: 1 };
+            let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
             let cpu = Cpu::best();
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints").join(name);
             let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();

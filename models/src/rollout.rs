@@ -449,7 +449,7 @@ impl Queue {
 }
 
 /// Refuses a temperature that logits cannot be divided by.
-fn check_temperature(t: f64) -> Result<(), ModelError> {
+pub(crate) fn check_temperature(t: f64) -> Result<(), ModelError> {
     let inverse = (1.0 / t) as f32;
     if t == 0.0 || t > 0.0 && t.is_finite() && inverse > 0.0 && inverse.is_finite() {
         return Ok(());
@@ -458,9 +458,15 @@ fn check_temperature(t: f64) -> Result<(), ModelError> {
     Err(ModelError::input("temperature", why))
 }
 
+/// What logits are divided by for log-probabilities: at a temperature of 0, where the likeliest token is taken, they are those
+/// at 1.
+pub(crate) fn divisor(temperature: f64) -> f64 {
+    if temperature == 0.0 { 1.0 } else { temperature }
+}
+
 /// `logits[rows,V]`, one token for each row.
 fn logprobs(cpu: &Cpu, vocab: usize, temperature: f64, logits: &[f32], tokens: &[i32]) -> Result<Vec<f32>, ModelError> {
-    let temperature = if temperature == 0.0 { 1.0 } else { temperature };
+    let temperature = divisor(temperature);
     let (mut scores, mut lse) = (vec![0f32; tokens.len()], vec![0f32; tokens.len()]);
     let shape = Logprob { rows: tokens.len(), vocab, temperature };
     logprob(cpu, &shape, logits, tokens, &mut scores, &mut lse)?;

@@ -316,7 +316,7 @@ mod tests {
     /// Six tokens in two groups.
     fn batch<T>(loss: Loss, then: impl FnOnce(&Batch) -> T) -> T {
         let (sequences, count) = ([vec![1, 2, 3, 4], vec![5, 6]], [vec![0, 1, 0, 1], vec![0, 1]]);
-        then(&Batch { sequences: &sequences, count: &count, loss, groups: 2 })
+        then(&Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 2 })
     }
 
     fn advance(trainer: &mut Trainer, cpu: &Cpu, loss: Loss) -> Result<StepReport, ModelError> {

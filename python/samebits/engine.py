@@ -77,6 +77,26 @@ class Sample:
     """The version of the weights that made all of it."""
     rope_length: int = field(repr=False)
     """The declared length of the engine that made it."""
+    temperature: float = field(repr=False)
+    """What logits were divided by; 0 where the likeliest tokens were taken."""
+    dtype: str = field(repr=False)
+    """That of the engine."""
+
+
+def divisor(temperature: float) -> float:
+    """What logits are divided by for log-probabilities: those of the likeliest tokens are those at 1."""
+    return 1.0 if temperature == 0 else float(temperature)
+
+
+def comparable(samples: Sequence[Sample], who: str, dtype: str, rope_length: int | None, temperature: float | None) -> None:
+    """Refuses samples whose log-probabilities `who` would not find again: of another temperature, dtype or rope length."""
+    for sample in samples:
+        at, own = divisor(sample.temperature), None if temperature is None else divisor(temperature)
+        found = [("temperature", at, own), ("dtype", sample.dtype, dtype), ("rope_length", sample.rope_length, rope_length)]
+        for name, made, here in found:
+            if here is not None and made != here:
+                line = f"{name}: sample {sample.sequence} was made with {made}, {who} has {here}; two are not compared"
+                raise ValueError(line)
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,7 @@ class Token:
 class Stream(Iterator[Token]):
     """The tokens of a request as they are made. It ends its texts when it is closed or forgotten."""
 
-    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[int, int]) -> None:
+    def __init__(self, engine: _native.Engine, request: int, prompts: list[list[int]], of: tuple[int, int, float, str]) -> None:
         self._engine, self._request, self._prompts, self._of = engine, request, prompts, of
         self._told: list[Token] = []
         self._open, self._process = True, os.getpid()
@@ -176,6 +196,7 @@ class Engine:
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         self._native = _native.Engine(tensors, dtype, text, folder, *how)
         self._family = _native.family(text, folder)
+        self.dtype = dtype
         self.rope_length, self._depends = self._native.rope_length()
         # Between the version that a request is made by and the request nothing is changed.
         self._lock = threading.Lock()
@@ -203,23 +224,26 @@ class Engine:
         with self._lock:
             version = self.version
             request = self._native.add(found, n, max_tokens, float(temperature), seed, ignore_eos, first)
-        return Stream(self._native, request, found, (version, self.rope_length))
+        return Stream(self._native, request, found, (version, self.rope_length, float(temperature), self.dtype))
 
     def generate(self, prompts: Any, n: int = 1, **sampling: Any) -> list[Sample]:
         """The texts that `stream` of the same arguments gives, in the order of their numbers."""
         found = [token.sample for token in self.stream(prompts, n, **sampling) if token.sample]
         return sorted(found, key=lambda sample: sample.sequence)
 
-    def score(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Any]:
-        """The log-probabilities of samples once more, each by one forward over prompt and tokens: the bits of `logprobs`, with
-        the weights and the temperature that made them.
+    def score(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Any]:
+        """The log-probabilities of samples once more, each by one forward over prompt and tokens, at the temperature that it was
+        made at: the bits of `logprobs`, with the weights that made them. Raises ValueError for samples of another dtype or rope
+        length than the engine's, or of another `temperature` than the one that is asked for.
         """
-        for sample in samples if self._depends else ():
-            if sample.rope_length != self.rope_length:
-                made, own = sample.rope_length, self.rope_length
-                raise ValueError(f"rope_length: sample {sample.sequence} was made with {made}, the engine has {own}; two are not compared")
-        texts = [(sample.prompt_tokens, [int(token) for token in sample.tokens]) for sample in samples]
-        return [array(row, "float32") for row in self._native.score(texts, float(temperature))]
+        comparable(samples, "the engine", self.dtype, self.rope_length if self._depends else None, temperature)
+        rows: list[Any] = [None] * len(samples)
+        for at in dict.fromkeys(sample.temperature for sample in samples):
+            places = [place for place, sample in enumerate(samples) if sample.temperature == at]
+            texts = [(samples[place].prompt_tokens, [int(token) for token in samples[place].tokens]) for place in places]
+            for place, row in zip(places, self._native.score(texts, at)):
+                rows[place] = array(row, "float32")
+        return rows
 
     def update(self, state: Any, *, end: bool = False) -> int:
         """Packs other weights, a state dictionary or a module, and gives the number of their version.

@@ -228,18 +228,19 @@ impl Model {
         locked(py, "model", &self.0, |held, _| Ok(held.model.constants().cloned().collect()))
     }
 
-    /// `[sequences, longest]`: the log-probability of each token, given those before it; 0 for the first ones and behind a
-    /// sequence.
+    /// `[sequences, longest]`: the log-probability of each token at a temperature, given those before it; 0 for the first ones
+    /// and behind a sequence.
     fn logprobs(
         &self,
         py: Python<'_>,
         sequences: Vec<Vec<i32>>,
+        temperature: f64,
         micro_batch: usize,
         allow_nonfinite: bool,
     ) -> PyResult<Tensor> {
         let run = GradientRun { micro_batch, allow_nonfinite, ..GradientRun::default() };
         let found = locked(py, "logprob", &self.0, |held, cpu| {
-            let found = held.model.logprobs(cpu, &sequences, &run)?;
+            let found = held.model.logprobs(cpu, &sequences, temperature, &run)?;
             rectangle(&found.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)
         });
         Ok(lent(found?))
@@ -310,11 +311,13 @@ impl Accumulator {
     }
 
     /// A forward of the next sequences, and their log-probabilities as `Model.logprobs`.
+    #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
         py: Python<'_>,
         model: &Model,
         sequences: Vec<Vec<i32>>,
+        temperature: f64,
         micro_batch: usize,
         recompute: bool,
         allow_nonfinite: bool,
@@ -323,7 +326,7 @@ impl Accumulator {
         let (forward, logprob) = locked(py, "logprob", &self.0, |sums, cpu| {
             let sums = sums.as_mut().ok_or_else(|| gone(READ))?;
             let held = model.0.lock().unwrap_or_else(|e| e.into_inner());
-            let forward = sums.forward(&held.model, cpu, &sequences, &run)?;
+            let forward = sums.forward(&held.model, cpu, &sequences, temperature, &run)?;
             let logprob = rectangle(&forward.logprob.iter().map(|row| &row[..]).collect::<Vec<_>>(), None)?;
             Ok((forward, logprob))
         })?;

@@ -5,6 +5,7 @@ import json
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -308,7 +309,7 @@ def test_steps_are_those_of_the_command(tmp_path, loss, dtype):
                     value, each = samebits.torch.nll(logprob, given["mask"][part], **how)
                 else:
                     old, advantage = given["old_logprob"][part], given["advantages"][part]
-                    value, each = samebits.torch.policy_loss(logprob, old, advantage, given["mask"][part], **how)
+                    value, each = samebits.torch.policy_loss(logprob, old, advantage, given["mask"][part], **how, temperature=1.0)
                 value.backward()
                 per_sequence.append(each)
         optimizer.step()
@@ -566,3 +567,57 @@ def test_what_is_not_finite_is_an_error_that_says_where(tmp_path):
     # A gradient that is finite where it is given, and not where it comes out.
     with pytest.raises(ValueError, match="gradient: of `.*` is not finite"):
         model.logprob(text).sum().mul(3e38).backward()
+
+
+@pytest.mark.parametrize("family", ["qwen3-adder", "gemma2"])
+def test_one_temperature_from_sampling_to_training(family):
+    """On policy at its own temperature alone; two in a ratio are refused, and what nobody said is said."""
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / family)
+    engine = samebits.Engine(model, CHECKPOINTS / family)
+    for temperature in (0.7, 1.0, 0.0):
+        samples = engine.generate([[5, 6, 7], [9, 10]], 2, max_tokens=5, temperature=temperature, seed=3, ignore_eos=True)
+        texts = [s.prompt_tokens + s.tokens.tolist() for s in samples]
+        logprob, plain = model.logprob(samples), model.logprob(texts, temperature=temperature)
+        old, count = torch.zeros(logprob.shape), torch.zeros(logprob.shape, dtype=torch.int32)
+        for b, sample in enumerate(samples):
+            there = slice(len(sample.prompt_tokens), len(texts[b]))
+            old[b, there], count[b, there] = torch.from_numpy(sample.logprobs), 1
+        at_own = same(model.logprob(texts).detach(), logprob.detach())
+        assert same(logprob.detach(), plain.detach()) and at_own == (temperature != 0.7)
+        with torch.no_grad():
+            assert same(model.logprob(samples), logprob.detach())
+        assert same(torch.where(count == 1, logprob.detach(), 0.0), old)
+        loss = lambda made, **how: samebits.torch.policy_loss(
+            made, old, torch.ones(4), count, denominator=count.sum().item(), **how
+        )[0]  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Through what a loss is made of, too.
+            assert loss(logprob) == loss(plain, temperature=temperature) == loss((plain + 0)[:, :], temperature=temperature) == -1
+        with pytest.warns(UserWarning, match="policy_loss: at what temperature old_logprob was sampled is not said; that of logprob"):
+            loss(plain)
+        with pytest.raises(ValueError, match="policy_loss: temperature: old_logprob is of 0.9, logprob of "):
+            loss(plain * 1, temperature=0.9)
+        with pytest.raises(ValueError, match="temperature: sample 0 was made with .*, the model has 0.9"):
+            model.logprob(samples, temperature=0.9)
+    with pytest.raises(ValueError, match="dtype: sample 0 was made with bf16, the model has fp32"):
+        samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / family, dtype="fp32").logprob(samples)
+    with pytest.raises(ValueError, match="samples and other sequences are mixed"):
+        model.logprob([*samples, [1, 2]])
+    with pytest.raises(ValueError, match="temperature: is -1"):
+        model.logprob([[1, 2]], temperature=-1)
+
+
+def test_gradients_at_a_temperature_are_those_of_a_smaller_head():
+    """Exactly, where the temperature is a power of two."""
+    state = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "llama").state_dict()
+    smaller = state | {"lm_head.weight": state["lm_head.weight"] / 2}
+    made = []
+    for tensors, temperature in [(state, 2.0), (smaller, 1.0)]:
+        model = samebits.torch.CausalLM(tensors, CHECKPOINTS / "llama")
+        logprob = model.logprob([[3, 1, 4, 1, 5], [9, 2, 6]], temperature=temperature)
+        logprob.sum().backward()
+        made.append((logprob.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (a, of_a), (b, of_b) = made
+    of_a["lm_head.weight"] *= 2
+    assert same(a, b) and all_same(of_a, of_b)

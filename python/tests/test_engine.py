@@ -149,10 +149,19 @@ def test_scores_are_the_log_probabilities_of_sampling():
     one = engine()
     for temperature in (1.0, 0.7):
         samples = one.generate(PROMPTS, 3, max_tokens=9, temperature=temperature, seed=2)
-        scores = one.score(samples, temperature)
-        assert all(same(torch.from_numpy(s.logprobs), torch.from_numpy(found)) for s, found in zip(samples, scores))
-    # At another temperature they are others.
-    assert any(s.logprobs.tobytes() != found.tobytes() for s, found in zip(samples, one.score(samples)))
+        for scores in (one.score(samples), one.score(samples, temperature)):
+            assert all(same(torch.from_numpy(s.logprobs), torch.from_numpy(found)) for s, found in zip(samples, scores))
+        assert {(s.temperature, s.dtype) for s in samples} == {(temperature, "bf16")}
+    # At another temperature they would be others, and so in another dtype.
+    with pytest.raises(ValueError, match="temperature: sample 0 was made with 0.7, the engine has 1.0; two are not compared"):
+        one.score(samples, 1.0)
+    with pytest.raises(ValueError, match="dtype: sample 0 was made with bf16, the engine has fp32"):
+        engine(dtype="fp32").score(samples)
+    # Samples of several temperatures are scored each at its own; those of the likeliest tokens at 1.
+    mixed = samples[:2] + one.generate(PROMPTS[:1], max_tokens=4, temperature=0) + samples[2:3]
+    for sample, found in zip(mixed, one.score(mixed)):
+        assert same(torch.from_numpy(sample.logprobs), torch.from_numpy(found))
+    assert len(one.score(mixed[2:3], 1.0)) == 1
 
 
 def weights(scale=1.0):

@@ -129,7 +129,11 @@ fn the_verb_writes_the_same_file_or_one_line() {
     let nan = |all: &mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>| {
         all.get_mut("advantages").unwrap().2[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
     };
-    broken(&changed("qwen3-moe", dir.path(), nan), &["--loss", "policy"], "advantages: element [1] is NaN");
+    broken(
+        &changed("qwen3-moe", dir.path(), nan),
+        &["--loss", "policy", "--temperature", "1"],
+        "advantages: element [1] is NaN",
+    );
     let zeros = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().2.fill(0));
     broken(&zeros, &[], "mask: no token counts");
     let first = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().2[0] = 1);
@@ -139,7 +143,7 @@ fn the_verb_writes_the_same_file_or_one_line() {
     let shape = changed("qwen3-moe", dir.path(), |all| all.get_mut("mask").unwrap().1.reverse());
     broken(&shape, &[], "tensor `mask`: shape [12, 64] must be [64, 12]");
     let none = changed("qwen3-moe", dir.path(), |all| drop(all.remove("old_logprob")));
-    broken(&none, &["--loss", "policy"], "tensor `old_logprob`: missing");
+    broken(&none, &["--loss", "policy", "--temperature", "1"], "tensor `old_logprob`: missing");
     let far = changed("qwen3-moe", dir.path(), |all| {
         all.get_mut("old_logprob")
             .unwrap()
@@ -147,9 +151,9 @@ fn the_verb_writes_the_same_file_or_one_line() {
             .chunks_exact_mut(4)
             .for_each(|o| o.copy_from_slice(&f32::NAN.to_le_bytes()));
     });
-    broken(&far, &["--loss", "policy"], "is NaN; it must be finite");
+    broken(&far, &["--loss", "policy", "--temperature", "1"], "is NaN; it must be finite");
     let halves = changed("qwen3-moe", dir.path(), |all| all.get_mut("advantages").unwrap().0 = Dtype::I32);
-    broken(&halves, &["--loss", "policy"], "tensor `advantages`: dtype is I32; it must be F32");
+    broken(&halves, &["--loss", "policy", "--temperature", "1"], "tensor `advantages`: dtype is I32; it must be F32");
     let floats = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().0 = Dtype::F32);
     broken(&floats, &[], "tokens");
     let below = changed("qwen3-moe", dir.path(), |all| all.get_mut("tokens").unwrap().2[..4].fill(255));
@@ -178,7 +182,8 @@ fn shown(model: &Model, run: &GradientRun, clip: Option<f64>, probe: &mut dyn Pr
     let old = SEQUENCES.map(|tokens| vec![-1.0; tokens.len()]);
     let policy =
         clip.map(|low| Loss::Policy { advantages: &[1.0; 4], old_logprob: &old, low, high: 0.2, entropy: 0.0 });
-    let batch = Batch { sequences: &sequences, count: &count, loss: policy.unwrap_or(Loss::Nll), groups: 1 };
+    let loss = policy.unwrap_or(Loss::Nll);
+    let batch = Batch { sequences: &sequences, count: &count, loss, temperature: 1.0, groups: 1 };
     model.gradients(&Cpu::best(), &batch, run, Some(probe), |_| {})
 }
 

@@ -138,7 +138,7 @@ fn gradients_and_steps_say_it_too() {
         samebits(&[&args[..], extra].concat())
     };
     let model = checkpoint("llama");
-    let policy = ["--loss", "policy", "--micro-batch", "2", "--pad", "left:3"];
+    let policy = ["--loss", "policy", "--temperature", "1", "--micro-batch", "2", "--pad", "left:3"];
     write_policy(Path::new(&tokens), -4.0, 1.0);
     assert!(grad(&model, &policy).status.success());
     std::fs::remove_file(&out).unwrap();
@@ -146,9 +146,9 @@ fn gradients_and_steps_say_it_too() {
     write_policy(Path::new(&tokens), -1e4, -1.0);
     let found = line(&grad(&model, &policy));
     assert!(found.contains("not finite: op policy_loss of sequence 1, token 2: the ratio exp("), "{found}");
-    assert!(found.contains("is old_logprob of this model") && !Path::new(&out).exists(), "{found}");
+    assert!(found.contains("look whether old_logprob is of this model") && !Path::new(&out).exists(), "{found}");
     let data = ["--data", &tokens, "--out", &path("steps"), "--steps", "2", "--batch", "1", "--lr", "0.001"];
-    let train = ["train", "--model", model.to_str().unwrap(), "--loss", "policy"];
+    let train = ["train", "--model", model.to_str().unwrap(), "--loss", "policy", "--temperature", "1"];
     let stepped = samebits(&[&train[..], &data].concat());
     let found = String::from_utf8_lossy(&stepped.stderr).to_string();
     assert_eq!((stepped.status.code(), found.lines().count()), (Some(2), 1), "{found}");
@@ -187,17 +187,17 @@ fn the_library_refuses_what_is_not_finite() {
         e => panic!("{e}"),
     };
     let (run, allowed) = (GradientRun::default(), GradientRun { allow_nonfinite: true, ..GradientRun::default() });
-    assert_eq!(refused(model().logprobs(&cpu, &sequences, &run).map(drop)), (0, 0));
-    let made = model().logprobs(&cpu, &sequences, &allowed).unwrap();
+    assert_eq!(refused(model().logprobs(&cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
+    let made = model().logprobs(&cpu, &sequences, 1.0, &allowed).unwrap();
     assert!(made.iter().flatten().any(|v| !v.is_finite()));
     assert_eq!(refused(model().score(&cpu, &[(&[1], &[2])], 1.0, Default::default()).map(drop)), (0, 0));
     let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();
-    assert_eq!(refused(sums.forward(&model(), &cpu, &sequences, &run).map(drop)), (0, 0));
-    let forward = sums.forward(&model(), &cpu, &sequences, &allowed).unwrap();
+    assert_eq!(refused(sums.forward(&model(), &cpu, &sequences, 1.0, &run).map(drop)), (0, 0));
+    let forward = sums.forward(&model(), &cpu, &sequences, 1.0, &allowed).unwrap();
     sums.reverse(&cpu, forward, &[vec![1.0; 3], vec![1.0; 2]]).unwrap();
     assert!(sums.partial(&cpu).is_ok(), "asked for");
     let count = [vec![0, 1, 1], vec![0, 1]];
-    let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, groups: 1 };
+    let batch = Batch { sequences: &sequences, count: &count, loss: Loss::Nll, temperature: 1.0, groups: 1 };
     assert_eq!(refused(model().gradients(&cpu, &batch, &run, None, |_| ()).map(drop)), (0, 0));
     // An engine ends what is on its way.
     let mut engine = Engine::new(model(), &Serving::default(), &cpu).unwrap();
@@ -210,7 +210,7 @@ fn the_library_refuses_what_is_not_finite() {
     let model = Model::load(&checkpoint("llama"), Precision::Bf16, &cpu).unwrap();
     let of = |slope: f32| {
         let mut sums = Accumulator::new(None, 1, 0, 1).unwrap();
-        let forward = sums.forward(&model, &cpu, &sequences, &run).unwrap();
+        let forward = sums.forward(&model, &cpu, &sequences, 1.0, &run).unwrap();
         sums.reverse(&cpu, forward, &[vec![slope; 3], vec![slope; 2]]).unwrap();
         sums.partial(&cpu).map(drop)
     };

@@ -248,7 +248,7 @@ fn what_is_refused_leaves_nothing() {
         let mut args = arguments("2", &out);
         let place = args.iter().position(|arg| arg == "--data").unwrap();
         args[place + 1] = data.to_str().unwrap().into();
-        args.extend(["--loss".into(), "policy".into()]);
+        args.extend(["--loss", "policy", "--temperature", "1"].map(String::from));
         let found = samebits(&args.iter().map(String::as_str).collect::<Vec<_>>());
         let line = String::from_utf8_lossy(&found.stderr).to_string();
         assert_eq!((found.status.code(), line.lines().count()), (Some(2), 1), "{name}: {line}");

@@ -123,6 +123,8 @@ pub struct Tokens {
     len: usize,
     /// The rope length that the file says its texts were made with, in its metadata.
     pub rope_length: Option<usize>,
+    /// The temperature and the dtype that it says they were sampled at and in.
+    pub sampled: (Option<f64>, Option<Precision>),
 }
 
 impl Tokens {
@@ -140,9 +142,13 @@ impl Tokens {
     /// Those of a file that has been read, and its bytes.
     pub fn of(file: &SafeTensors, bytes: &[u8]) -> Result<Tokens> {
         let (_, header) = SafeTensors::read_metadata(bytes).context("not a safetensors file")?;
-        let recorded = header.metadata().as_ref().and_then(|fields| fields.get("rope_length"));
-        let rope_length = recorded.map(|text| text.parse());
+        let field = |name: &str| header.metadata().as_ref().and_then(|fields| fields.get(name));
+        let rope_length = field("rope_length").map(|text| text.parse());
         let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
+        let temperature = field("temperature").map(|text| text.parse());
+        let temperature = temperature.transpose().context("metadata `temperature`: it must be a number")?;
+        // Of other programs it may say something else.
+        let sampled = (temperature, field("dtype").and_then(|text| text.parse().ok()));
         let Ok(tensor) = file.tensor("tokens") else {
             bail!("tensor `tokens`: missing; store the tokens as I32 [B, T] under that name");
         };
@@ -170,7 +176,7 @@ impl Tokens {
                 Some(mask)
             }
         };
-        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length })
+        Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length, sampled })
     }
 
     /// Refuses tokens and lengths that the model does not have, by their place in the file, padding counted.

@@ -12,7 +12,9 @@ use std::process::ExitCode;
 
 /// Computes a model's loss on some sequences and the gradient of every parameter
 ///
-/// Reads `tokens`, i32 [B, T], from a safetensors file, `attention_mask` and the metadata's `rope_length` as forward does. With `mask`, i32 [B, T],
+/// Reads `tokens`, i32 [B, T], from a safetensors file, `attention_mask` and the metadata's `rope_length` as forward does. Where the
+/// metadata has the `temperature` and the `dtype` that texts were sampled at and in, log-probabilities are those at that temperature, and a policy of
+/// another one or another dtype is refused. With `mask`, i32 [B, T],
 /// only the log-probabilities of tokens at a 1 count, each given the tokens before it; without it all but those of
 /// first tokens do. Writes a safetensors file with the f32 gradient of every parameter under its name in the folder,
 /// `loss` [1], `per_sequence` [B] and `logprob` [B, T]. Only the sequences, their order, the loss and --groups decide
@@ -105,7 +107,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         atomic_write::check(dump).with_context(|| format!("--dump {}", dump.display()))?;
     }
     ensure!(args.dtype != Precision::Fp16, "--dtype fp16: gradients are made in bf16 or fp32");
-    let examples = Examples::read(&args.tokens, args.loss)?;
+    let examples = Examples::read(&args.tokens, args.loss, args.dtype)?;
     let recorded = examples.tokens.rope_length.map(|length| (&*args.tokens, length));
     let model = args.folder.load(args.dtype, &cpu, recorded)?;
     examples.tokens.check(model.config()).with_context(|| args.tokens.display().to_string())?;
@@ -134,7 +136,11 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     tensors.insert("loss".into(), Tensor::fp32(&[1], vec![found.loss]));
     tensors.insert("per_sequence".into(), Tensor::fp32(&[batch], found.per_sequence));
     tensors.insert("logprob".into(), Tensor::fp32(&[batch, len], logprob));
-    let metadata = BTreeMap::from([("rope_length".into(), model.config().longest().to_string())]);
+    let metadata = BTreeMap::from([
+        ("rope_length".into(), model.config().longest().to_string()),
+        ("temperature".into(), examples.temperature.to_string()),
+        ("dtype".into(), args.dtype.name().into()),
+    ]);
     atomic_write::write(&args.out, &File { tensors, metadata }.encode()).with_context(out)?;
     Ok(ExitCode::SUCCESS)
 }

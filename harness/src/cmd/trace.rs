@@ -128,6 +128,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
     let default = args.machine.cpu(None)?;
     let (mut isa, mut threads, mut budget, mut dtype) = (default.isa(), default.threads(), usize::MAX, Precision::Bf16);
     let (mut run, mut groups, mut loss, mut entropy) = (GradientRun::default(), 1, LossKind::Nll, 0.0);
+    let mut temperature = None;
     run.allow_nonfinite = true;
     for word in settings.split(',') {
         let (key, value) = word.split_once('=').with_context(|| {
@@ -139,6 +140,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
         match key {
             "loss" => loss = LossKind::from_str(value, false).map_err(|_| anyhow!("{word}: use nll or policy"))?,
             "entropy" => entropy = value.parse().with_context(|| format!("{word}: give a number"))?,
+            "temperature" => temperature = Some(value.parse().with_context(|| format!("{word}: give a number"))?),
             "micro-batch" => run.micro_batch = count()?,
             "pad" => run.padding = value.parse()?,
             "pack" => run.pack = flag()?,
@@ -150,8 +152,8 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
             "threads" => threads = count()?,
             "dtype" => dtype = value.parse()?,
             _ => bail!(
-                "{word}: no such setting of gradients; use loss, entropy, micro-batch, pad, pack, groups, ranks, recompute, \
-                 budget, isa, threads or dtype"
+                "{word}: no such setting of gradients; use loss, entropy, temperature, micro-batch, pad, pack, groups, ranks, \
+                 recompute, budget, isa, threads or dtype"
             ),
         }
     }
@@ -160,7 +162,7 @@ fn dump_gradients(args: &Args, settings: &str, path: &Path) -> Result<()> {
         bail!("{settings}: is not a file; for settings give --model and --tokens");
     };
     let cpu = Cpu::new(isa, threads, budget)?;
-    let examples = Examples::read(tokens, LossOptions::of(loss, entropy))?;
+    let examples = Examples::read(tokens, LossOptions::of(loss, entropy).at(temperature), dtype)?;
     let folder = Folder { model: model.clone(), strict: false, rope_length: args.rope_length };
     let model = folder.load(dtype, &cpu, examples.tokens.rope_length.map(|length| (&**tokens, length)))?;
     let mut writer = Writer::create(path, args.cap).with_context(|| path.display().to_string())?;

@@ -113,7 +113,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     let goes_on = state.exists();
     ensure!(goes_on || !place("config.json").exists(), "{}: holds a model and no run; name another folder", at_out());
     atomic_write::remove_leftovers(&args.out).with_context(at_out)?;
-    let examples = Examples::read(&args.data, args.loss)?;
+    let examples = Examples::read(&args.data, args.loss, args.dtype)?;
     let [sequences, _] = examples.tokens.shape();
     ensure!((1..=sequences).contains(&args.batch), "--batch {}: the file has {sequences} sequences", args.batch);
 
@@ -130,7 +130,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     drop(loading);
     args.folder.pass(trainer.config())?;
     examples.tokens.check(trainer.config()).with_context(|| args.data.display().to_string())?;
-    let settings = settings(args, &trainer)?;
+    let settings = settings(args, &trainer, examples.temperature)?;
     let mut reports = Vec::new();
     if goes_on {
         reports = resume(&mut trainer, &cpu, &state, &lines, &settings)?;
@@ -234,7 +234,7 @@ fn trained_config(from: &Path, dtype: Precision, rope_length: Option<usize>) -> 
 }
 
 /// What decides the bits of a run but for how many steps it has.
-fn settings(args: &Args, trainer: &Trainer) -> Result<Value> {
+fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
     let depends = trainer.config().rotary.trained_length().is_some();
     let rope_length = depends.then(|| trainer.config().longest());
@@ -244,7 +244,9 @@ fn settings(args: &Args, trainer: &Trainer) -> Result<Value> {
         "data": sha256(&data),
         "batch": args.batch,
         "groups": args.how.groups,
-        "loss": format!("{:?}", args.loss),
+        // Where the temperature was said does not matter.
+        "loss": format!("{:?}", args.loss.at(None)),
+        "temperature": temperature,
         "dtype": args.dtype.name(),
         "optimizer": [args.lr, args.beta1, args.beta2, args.eps, args.weight_decay, args.max_norm],
     }))

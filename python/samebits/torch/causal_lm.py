@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from typing import Any, Callable, Iterable, Mapping
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .. import ops as _ops
-from ..engine import config_beside, config_of, state_of, tensors_of
+from ..engine import Sample, comparable, config_beside, config_of, divisor, state_of, tensors_of
 from ..experts import Place, by_folder, places
 
 __all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
@@ -32,7 +33,7 @@ class CausalLM(torch.nn.Module):
 
     Parameters are f32; what a forward reads is parameters rounded once to `dtype` ("bf16", "fp16" or "fp32"). Forward and
     gradient are those of `samebits grad`: log-probabilities have the bits of `samebits.Engine` and `samebits rollout` at
-    temperature 1 with these weights. `micro_batch` sequences of a call share a forward (all of them without it) and with
+    the same temperature with these weights. `micro_batch` sequences of a call share a forward (all of them without it) and with
     `recompute` layers are run again for the reverse pass instead of kept; neither moves a bit, nor do padding, and threads.
 
     `tensors` is a state dictionary or a module, `config` a folder, a dictionary or a config of transformers, by default the module's.
@@ -112,20 +113,30 @@ class CausalLM(torch.nn.Module):
         """By the names of parameters, of gradients by those of folders."""
         return {name: _whole(self._places[name], lambda of: found[of].torch()) for name in self._names}
 
-    def logprob(self, tokens: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def logprob(self, tokens: Any, mask: torch.Tensor | None = None, *, temperature: float | None = None) -> torch.Tensor:
         """The log-probability of each token, given those before it: f32, with gradients.
 
-        `tokens` is a list of sequences, or a tensor `[B,T]` of whole numbers whose `mask[B,T]` is 1 for the tokens of a
-        sequence, one behind the other, and 0 for padding. Gives `[B,T]`, of a list `[B, longest]`: 0 for the first token of a
-        sequence and for padding, whatever stands there.
+        Logits are divided by `temperature`, 1 without it (0, where the likeliest tokens were taken, counts as 1). `tokens` may be a
+        list of samples of an `Engine`: prompts and tokens at the temperature that they were made at, and another one, another
+        dtype or another rope length is refused. Else it is a list of sequences, or a tensor `[B,T]` of whole numbers whose
+        `mask[B,T]` is 1 for the tokens of a sequence, one behind the other, and 0 for padding. Gives `[B,T]`, of a list
+        `[B, longest]`: 0 for the first token of a sequence and for padding, whatever stands there.
         """
+        samples = [one for one in tokens if isinstance(one, Sample)] if isinstance(tokens, (list, tuple)) else []
+        if samples:
+            if len(samples) != len(tokens):
+                raise ValueError("tokens: samples and other sequences are mixed; give one kind")
+            temperature = samples[0].temperature if temperature is None else temperature
+            comparable(samples, "the model", self.dtype, self.rope_length if self._depends else None, temperature)
+            tokens = [sample.prompt_tokens + [int(token) for token in sample.tokens] for sample in samples]
+        temperature = divisor(1.0 if temperature is None else temperature)
         placed = _Placed(tokens, mask)
         weights = self._weights()
         of = self.micro_batch or max(len(placed.sequences), 1)
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
-            return placed.out(self._native.logprobs(placed.sequences, of, self.allow_nonfinite).torch())
+            return placed.out(self._native.logprobs(placed.sequences, temperature, of, self.allow_nonfinite).torch())
         if all(weight.requires_grad for weight in weights):
-            return placed.out(_Logprob.apply(self, placed.sequences, of, *weights))
+            return placed.out(_Logprob.apply(self, placed.sequences, temperature, bool(samples), of, *weights))
         frozen = next(name for name, weight in zip(self._names, weights) if not weight.requires_grad)
         raise NotImplementedError(f"logprob: `{frozen}` requires no gradient; all parameters do, or none")
 
@@ -238,10 +249,12 @@ class _Placed:
 
 class _Logprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, model, sequences, micro_batch, *weights):
+    def forward(ctx, model, sequences, temperature, is_known, micro_batch, *weights):
+        # For losses, which look for them: a temperature that samples say is known.
+        ctx.temperature, ctx.is_known = temperature, is_known
         ctx.model, ctx.block = model, model._sums
         ctx.sums = _native.Accumulator() if ctx.block is None else ctx.block._native
-        how = (micro_batch, model.recompute, model.allow_nonfinite)
+        how = (temperature, micro_batch, model.recompute, model.allow_nonfinite)
         ctx.state, logprob = ctx.sums.forward(model._native, sequences, *how)
         ctx.set_materialize_grads(False)
         return logprob.torch()
@@ -250,7 +263,7 @@ class _Logprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dlogprob):
         model, block = ctx.model, ctx.block
-        nothing = (None,) * (3 + len(model._names))
+        nothing = (None,) * (5 + len(model._names))
         if dlogprob is None:
             return nothing
         if block is not model._sums:
@@ -259,7 +272,7 @@ class _Logprob(torch.autograd.Function):
         if block is not None:
             return nothing
         found = model._gradients(ctx.sums.finish(model._native))
-        return (None, None, None, *[found[name] for name in model._names])
+        return (*(None,) * 5, *[found[name] for name in model._names])
 
 
 class _Logits(torch.autograd.Function):
@@ -372,6 +385,38 @@ def nll(
     return _loss("nll", logprob, {"count": count}, {"denominator": denominator, "reduction": reduction}, groups)
 
 
+def _made_by(logprob: torch.Tensor) -> list[Any]:
+    """The calls of `CausalLM.logprob` that a tensor was made by."""
+    waiting, seen, found = [logprob.grad_fn], set(), []
+    # What is made of log-probabilities before a loss is little; a whole model of torch is not gone through.
+    while waiting and len(seen) < 1000:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "is_known"):
+            found.append(node)
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def _same_temperature(logprob: torch.Tensor, temperature: float | None) -> None:
+    """Refuses ratios of log-probabilities at two temperatures, and says what is taken where nothing is said."""
+    for made in _made_by(logprob):
+        if temperature is not None and made.temperature != divisor(temperature):
+            raise ValueError(
+                f"policy_loss: temperature: old_logprob is of {temperature:g}, logprob of {made.temperature:g}; ratios of two "
+                f"temperatures are not compared: CausalLM.logprob(.., temperature={temperature:g})"
+            )
+        if temperature is None and not made.is_known:
+            warnings.warn(
+                f"policy_loss: at what temperature old_logprob was sampled is not said; that of logprob, {made.temperature:g}, is "
+                "taken: give temperature=.., or samples to CausalLM.logprob",
+                stacklevel=3,
+            )
+
+
 def policy_loss(
     logprob: torch.Tensor,
     old_logprob: torch.Tensor,
@@ -386,10 +431,15 @@ def policy_loss(
     beta: float | None = None,
     reduction: str | None = None,
     groups: int = 1,
+    temperature: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clipped policy gradient loss of the op `policy_loss`: as `nll`, with `old_logprob[B,T]` and `advantage[B]` in f32, ratios
     between 1 - low and 1 + high, and a distance from `reference[B,T]` where `kl` ("k1", "k3") and `beta` ask for one.
+
+    `temperature` is what old_logprob was sampled at. A logprob that `CausalLM` made at another one is a ValueError; without it, a
+    warning says that that of logprob is taken, unless logprob was made of samples, which say it.
     """
+    _same_temperature(logprob, temperature)
     inputs = {"old_logprob": old_logprob, "advantage": advantage, "count": count, "reference": reference}
     attributes = {"denominator": denominator, "low": low, "high": high, "kl": kl, "beta": beta, "reduction": reduction}
     return _loss("policy_loss", logprob, inputs, attributes, groups)
