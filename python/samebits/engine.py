@@ -46,6 +46,19 @@ def config_of(config: Any) -> tuple[str | None, str | None]:
     return json.dumps(dict(config)), None
 
 
+# Folders whose fields have been named.
+_named: set[str] = set()
+
+
+def name_passed(passed: list[str], folder: str | None, strict: bool) -> None:
+    """Names once what was passed by of a folder, as the command does on stderr; `strict` refuses it."""
+    if passed and strict:
+        raise ValueError(f"strict: {'; '.join(passed)}")
+    if passed and folder is not None and (place := os.path.realpath(folder)) not in _named:
+        _named.add(place)
+        warnings.warn("; ".join(passed), stacklevel=3)
+
+
 def array(values: list[Any], dtype: str) -> Any:
     """As a numpy array, where there is numpy."""
     try:
@@ -169,6 +182,9 @@ class Engine:
     their frequencies belong to it, and without it to the length that the model was trained on; a text that would grow beyond it
     is refused. `CausalLM` takes the same.
 
+    What is passed by of a folder (fields that no code reads, or whose value asks for nothing; buffers) is named once, in a warning;
+    with `strict` it is a ValueError.
+
     Raises ValueError for what does not fit the model, and for logits or log-probabilities that are not finite (it names the layer,
     the op, the sequence and the token where that began), MemoryError, RuntimeError for weights in use.
     """
@@ -185,6 +201,7 @@ class Engine:
         page_order: str = "ascending",
         share_prompts: bool = True,
         rope_length: int | None = None,
+        strict: bool = False,
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
             if config is not None:
@@ -196,6 +213,7 @@ class Engine:
         how = (batch, chunk, page_size, page_order, share_prompts, rope_length)
         self._native = _native.Engine(tensors, dtype, text, folder, *how)
         self._family = _native.family(text, folder)
+        name_passed(self._native.passed(), folder, strict)
         self.dtype = dtype
         self.rope_length, self._depends = self._native.rope_length()
         # Between the version that a request is made by and the request nothing is changed.

@@ -191,6 +191,11 @@ impl Engine {
         })
     }
 
+    /// A line for each field and kind of tensor of its folder that was passed by.
+    fn passed(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        self.run(py, |state, _| Ok(state.engine.model().passed().to_vec()))
+    }
+
     /// The declared length that frequencies belong to, and whether their scaling depends on one.
     fn rope_length(&self, py: Python<'_>) -> PyResult<(usize, bool)> {
         self.run(py, |state, _| Ok(rope_length(state.engine.model().config())))

@@ -213,6 +213,11 @@ impl Model {
         })
     }
 
+    /// A line for each field and kind of tensor of its folder that was passed by.
+    fn passed(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        locked(py, "model", &self.0, |held, _| Ok(held.model.passed().to_vec()))
+    }
+
     /// The declared length that frequencies belong to, and whether their scaling depends on one.
     fn rope_length(&self, py: Python<'_>) -> PyResult<(usize, bool)> {
         locked(py, "model", &self.0, |held, _| Ok(rope_length(held.model.config())))

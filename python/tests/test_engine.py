@@ -1,10 +1,12 @@
 """`samebits.Engine`: the samples of `samebits rollout`, whoever shares their steps; and weights that change."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -363,3 +365,27 @@ def test_modules_of_transformers_are_taken_as_they_are(family):
         logits = model(torch.tensor([[3, 1, 4, 1, 5, *sample.tokens.tolist()]])).logits[0, 4:-1].float()
     there = logits.log_softmax(-1).gather(-1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
     assert (there - torch.from_numpy(sample.logprobs)).abs().max() < 0.05
+
+
+def test_fields_that_are_passed_by_are_named_once_a_folder(tmp_path):
+    """As the command does on stderr; a strict one refuses them."""
+    folder = tmp_path / "odd"
+    shutil.copytree(ADDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"unsloth_version": "2026.1", "attn_logit_softcapping": None}))
+    line = "config.json: `unsloth_version` is .2026.1., which no model's code reads; it is passed by"
+    for make in (samebits.Engine, samebits.torch.CausalLM.from_pretrained):
+        with pytest.raises(ValueError, match="strict: .*" + line):
+            make(folder, strict=True)
+        assert make(ADDER, strict=True)
+    with pytest.warns(UserWarning, match=line) as told:
+        samebits.Engine(folder)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samebits.Engine(folder)
+        samebits.torch.CausalLM.from_pretrained(tmp_path / "odd/../odd")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    with pytest.warns(UserWarning, match=line):
+        samebits.torch.CausalLM.from_pretrained(other)

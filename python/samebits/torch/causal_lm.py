@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _native
 from .. import ops as _ops
-from ..engine import Sample, comparable, config_beside, config_of, divisor, state_of, tensors_of
+from ..engine import Sample, comparable, config_beside, config_of, divisor, name_passed, state_of, tensors_of
 from ..experts import Place, by_folder, places
 
 __all__ = ["AdamW", "CausalLM", "nll", "policy_loss", "sha256"]
@@ -42,7 +42,7 @@ class CausalLM(torch.nn.Module):
     in both, and `load_state_dict` takes both.
 
     `rope_length` is that of `samebits.Engine`: without it the one that the folder was trained at, and a text that is longer is
-    refused.
+    refused. What is passed by of a folder is named once, in a warning; with `strict` it is refused.
 
     A log-probability, a logit or a gradient that is not finite although weights and gradients given are is a ValueError, which
     names the layer, the op, the sequence and the token where it began; with `allow_nonfinite` it comes out as it is.
@@ -60,6 +60,7 @@ class CausalLM(torch.nn.Module):
         recompute: bool = False,
         rope_length: int | None = None,
         allow_nonfinite: bool = False,
+        strict: bool = False,
     ) -> None:
         super().__init__()
         self.dtype, self.micro_batch, self.recompute, self.allow_nonfinite = dtype, micro_batch, recompute, allow_nonfinite
@@ -67,6 +68,7 @@ class CausalLM(torch.nn.Module):
         tensors = {name: torch.as_tensor(tensor).detach() for name, tensor in state_of(tensors).items()}
         self._family = _native.family(text, self._folder)
         self._native = _native.Model(tensors_of(tensors, self._family), dtype, text, self._folder, rope_length)
+        name_passed(self._native.passed(), self._folder, strict)
         self.rope_length, self._depends = self._native.rope_length()
         if text is None:
             with open(os.path.join(self._folder, "config.json"), encoding="utf-8") as file:
