@@ -8,6 +8,8 @@ mod nonfinite;
 mod temperature;
 #[path = "chains/training.rs"]
 mod training;
+#[path = "chains/unsaid.rs"]
+mod unsaid;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;

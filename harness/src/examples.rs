@@ -17,6 +17,9 @@ pub enum LossKind {
     Policy,
 }
 
+/// A log-probability may be above 0 by so much: other programs round it.
+const ROUNDED: f32 = 0.01;
+
 /// How far ratios may be from 1 where nothing else is said.
 const CLIP: f64 = 0.2;
 
@@ -70,6 +73,10 @@ pub struct Examples {
     pub all: Sequences,
     /// What logits are divided by.
     pub temperature: f64,
+    /// Names of tensors that look like a mask and are none.
+    unread: Vec<String>,
+    /// What is odd about old log-probabilities.
+    odd: Option<String>,
 }
 
 /// Sequences in logical order.
@@ -125,13 +132,22 @@ impl Examples {
     pub fn read(path: &Path, options: LossOptions, dtype: Precision) -> Result<Examples> {
         let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
         let examples = Examples::parse(&bytes, options, dtype).with_context(|| path.display().to_string())?;
-        let sampled = examples.tokens.sampled;
-        if let (LossKind::Policy, (None, None)) = (options.loss, (options.temperature, sampled.0)) {
-            let dtype = if sampled.1.is_some() { String::new() } else { format!(", and {} as `dtype`", dtype.name()) };
+        let [temperature, of_dtype] = &examples.tokens.sampled;
+        if options.loss == LossKind::Policy && options.temperature.is_none() && temperature.is_none() {
+            let dtype = if of_dtype.is_some() { String::new() } else { format!(", and {} as `dtype`", dtype.name()) };
             warn(&format!(
                 "{}: does not say at what `temperature` its old_logprob was sampled (in its metadata, or --temperature): 1 is \
                  taken{dtype}",
                 path.display()
+            ));
+        }
+        if let Some(odd) = &examples.odd {
+            warn(&format!("{}: {odd}; are these probabilities or ratios?", path.display()));
+        }
+        if !examples.unread.is_empty() {
+            let (path, names) = (path.display(), examples.unread.join("`, `"));
+            warn(&format!(
+                "{path}: tensor `{names}` has a whole number for each token and is not read; which tokens count stands in `mask`"
             ));
         }
         Ok(examples)
@@ -141,9 +157,11 @@ impl Examples {
         ensure!(options.loss == LossKind::Policy || options.entropy == 0.0, "--entropy: only --loss policy has one");
         let file = SafeTensors::deserialize(bytes).context("not a safetensors file")?;
         let tokens = Tokens::of(&file, bytes)?;
-        let temperature = temperature(options, tokens.sampled.0)?;
-        if let (LossKind::Policy, Some(sampled)) = (options.loss, tokens.sampled.1.filter(|sampled| *sampled != dtype))
-        {
+        let [sampled_at, sampled_in] = &tokens.sampled;
+        let temperature = temperature(options, sampled_at.as_deref())?;
+        let sampled_in = sampled_in.as_ref().filter(|_| options.loss == LossKind::Policy);
+        let sampled_in = sampled_in.map(|text| text.parse::<Precision>()).transpose().context("metadata `dtype`")?;
+        if let Some(sampled) = sampled_in.filter(|sampled| *sampled != dtype) {
             let (sampled, dtype) = (sampled.name(), dtype.name());
             bail!(
                 "metadata `dtype`: old_logprob was sampled in {sampled}, and this run is in {dtype}; ratios of two dtypes are \
@@ -175,6 +193,7 @@ impl Examples {
             }
             Err(e) => return Err(e),
         };
+        let mut odd = None;
         let policy = match options.loss {
             LossKind::Nll => None,
             LossKind::Policy => {
@@ -185,16 +204,31 @@ impl Examples {
                     let at = [place / len, place % len];
                     bail!("tensor `old_logprob`: element {at:?} is {}; it must be finite", old[place]);
                 }
+                let counted = tokens.places().zip(count.iter().flatten()).filter(|(_, counts)| **counts == 1);
+                if let Some((place, _)) = counted.into_iter().find(|&(place, _)| old[place] > ROUNDED) {
+                    let at = [place / len, place % len];
+                    odd = Some(format!(
+                        "tensor `old_logprob`: element {at:?} is {}, and no log-probability is above 0",
+                        old[place]
+                    ));
+                }
                 Some((advantages, tokens.of_sequences(&old)))
             }
         };
         let all = Sequences { tokens: sequences, count, policy, options, temperature };
-        Ok(Examples { tokens, all, temperature })
+        let unread = file.iter().filter(|(name, tensor)| {
+            let whole =
+                [Dtype::BOOL, Dtype::U8, Dtype::I8, Dtype::I16, Dtype::I32, Dtype::I64].contains(&tensor.dtype());
+            whole && tensor.shape() == [batch, len] && !["tokens", "attention_mask", "mask"].contains(name)
+        });
+        let unread = unread.map(|(name, _)| name.escape_default().to_string()).collect();
+        Ok(Examples { tokens, all, temperature, unread, odd })
     }
 }
 
 /// What logits are divided by: what was asked for, or what the file says that its texts were sampled at.
-fn temperature(options: LossOptions, sampled: Option<f64>) -> Result<f64> {
+fn temperature(options: LossOptions, sampled: Option<&str>) -> Result<f64> {
+    let sampled = sampled.map(str::parse::<f64>).transpose().context("metadata `temperature`: it must be a number")?;
     // Where the likeliest tokens were taken, log-probabilities are those at 1.
     let at = |temperature: f64| if temperature == 0.0 { 1.0 } else { temperature };
     if let (Some(asked), Some(sampled)) = (options.temperature, sampled) {

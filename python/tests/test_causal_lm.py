@@ -621,3 +621,39 @@ def test_gradients_at_a_temperature_are_those_of_a_smaller_head():
     (a, of_a), (b, of_b) = made
     of_a["lm_head.weight"] *= 2
     assert same(a, b) and all_same(of_a, of_b)
+
+
+def test_masks_and_losses_say_what_they_do_not_mean():
+    model = samebits.torch.CausalLM.from_pretrained(ADDER)
+    tokens = torch.tensor([[3, 9, 4, 7], [0, 0, 8, 3]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    expected = model.logprob(tokens, mask).detach()
+    for fine in (mask.bool(), mask.float(), mask.to(torch.uint8)):
+        assert same(model.logprob(tokens, fine).detach(), expected)
+    # As attention adds it to scores: the contrary.
+    for wrong in (torch.where(mask == 1, 0.0, -torch.inf), mask * 2, mask * 0.5):
+        with pytest.raises(ValueError, match="mask: holds more than 0 and 1"):
+            model.logprob(tokens, wrong)
+    with pytest.raises(ValueError, match="a sequence has none"):
+        model.logprob(tokens, mask * torch.tensor([[1], [0]]))
+    logprob, count = model.logprob(tokens, mask), torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]])
+    policy = lambda old, **how: samebits.torch.policy_loss(
+        logprob, old, torch.tensor([1.0, -1.0]), how.get("count", count), denominator=4, temperature=1.0
+    )  # fmt: skip
+    old = logprob.detach().clone()
+    assert policy(old)[0] == policy(old, count=count.bool())[0] == policy(old, count=count.float())[0]
+    for wrong in (count * 0.5, count * 2):
+        with pytest.raises(ValueError, match="policy_loss: count holds more than 0 and 1"):
+            policy(old, count=wrong)
+        with pytest.raises(ValueError, match="nll: count holds more than 0 and 1"):
+            samebits.torch.nll(logprob, wrong, denominator=4)
+    with pytest.warns(UserWarning, match="policy_loss: old_logprob is above 0 where a token counts; are these probabilities"):
+        policy(old.exp())
+    old[1, 0] = torch.nan
+    assert torch.isfinite(policy(old)[0])
+    old[1, 3] = torch.nan
+    with pytest.raises(ValueError, match=r"policy_loss: old_logprob: element \[1, 3\] is nan; where a token counts"):
+        policy(old)
+    old[1, 3] = -1e4
+    with pytest.raises(ValueError, match="policy_loss: not finite: sequence 1 is beyond f32"):
+        policy(old)

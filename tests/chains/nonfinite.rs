@@ -111,13 +111,13 @@ fn verbs_say_where_a_value_left_its_range() {
 
 /// A file of two sequences of 4 tokens, of which one of the first and the last two of the second count; with the old log-probabilities and
 /// advantages of a policy.
-fn write_policy(path: &Path, old: f32, advantage: f32) {
+pub fn write_policy(path: &Path, old: f32, advantage: f32) {
     let ints = |values: &[i32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let floats = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let mut all_old = [-4.0; 8];
     all_old[6] = old;
     // Ratios far from 1 are clipped.
-    all_old[7] = old.max(-6.5);
+    all_old[7] = old.clamp(-6.5, -4.0);
     let all = [
         ("tokens", Dtype::I32, vec![2, 4], ints(&[1, 2, 3, 4, 5, 6, 7, 8])),
         ("mask", Dtype::I32, vec![2, 4], ints(&[0, 1, 0, 0, 0, 0, 1, 1])),

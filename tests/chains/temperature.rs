@@ -87,7 +87,7 @@ fn gradients_are_those_of_a_smaller_head() {
                     found.iter_mut().for_each(|v| *v /= factor);
                 }
                 assert!(expected.iter().any(|v| *v != 0.0));
-                assert_eq!(bits(&found), bits(&expected), "{name} at {temperature}, entropy {entropy}");
+                assert!(bits(&found) == bits(&expected), "{name} at {temperature}, entropy {entropy}");
             }
         }
     }
@@ -152,7 +152,7 @@ fn verbs_take_what_the_file_says_and_refuse_another() {
     assert_eq!((&fields["temperature"][..], &fields["dtype"][..]), ("0.7", "bf16"));
     let refused = |tokens: &str, extra: &[&str], parts: &[&str]| {
         let (code, line, made) = grad(tokens, extra);
-        assert_eq!((code, line.lines().count(), made), (Some(2), 1, None), "{line}");
+        assert_eq!((code, line.lines().count(), made.is_none()), (Some(2), 1, true), "{line}");
         assert!(parts.iter().all(|part| line.contains(part)), "{line}");
     };
     let two = [
@@ -168,6 +168,11 @@ fn verbs_take_what_the_file_says_and_refuse_another() {
     refused(&silent, &["--temperature=-1"], &["--temperature: is -1; it must be 0 or"]);
     refused(&silent, &["--temperature", "NaN"], &["--temperature: is NaN"]);
     refused(&file("odd", &[("temperature", "hot")]), &[], &["odd: metadata `temperature`: it must be a number"]);
+    refused(
+        &file("torch", &[("dtype", "torch.float16")]),
+        &policy,
+        &["torch: metadata `dtype`: ", "is not bf16, fp16"],
+    );
 
     // A run of training goes on at its own temperature alone.
     let train = |tokens: &str, steps: &str, extra: &[&str]| {

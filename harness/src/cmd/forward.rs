@@ -1,4 +1,4 @@
-use super::{Folder, Machine, Nonfinite, On, Working, or_allow, place};
+use super::{Folder, Machine, Nonfinite, On, Working, or_allow, place, warn};
 use crate::dump::Writer;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors};
@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let tokens = Tokens::read(&args.tokens)?;
     let Tokens { batch, len, .. } = tokens;
     let model = args.folder.load(args.dtype, &cpu, tokens.rope_length.map(|length| (&*args.tokens, length)))?;
-    tokens.check(model.config()).with_context(|| args.tokens.display().to_string())?;
+    tokens.check(model.config(), &args.tokens)?;
     let model = place(model, &cpu, device.as_ref())?;
     let working = Working::on(format!("{batch} sequences of {len} tokens"));
     let sequences = tokens.sequences();
@@ -123,8 +123,8 @@ pub struct Tokens {
     len: usize,
     /// The rope length that the file says its texts were made with, in its metadata.
     pub rope_length: Option<usize>,
-    /// The temperature and the dtype that it says they were sampled at and in.
-    pub sampled: (Option<f64>, Option<Precision>),
+    /// What it says of the `temperature` and the `dtype` that they were sampled at and in.
+    pub sampled: [Option<String>; 2],
 }
 
 impl Tokens {
@@ -145,10 +145,7 @@ impl Tokens {
         let field = |name: &str| header.metadata().as_ref().and_then(|fields| fields.get(name));
         let rope_length = field("rope_length").map(|text| text.parse());
         let rope_length = rope_length.transpose().context("metadata `rope_length`: it must be a whole number")?;
-        let temperature = field("temperature").map(|text| text.parse());
-        let temperature = temperature.transpose().context("metadata `temperature`: it must be a number")?;
-        // Of other programs it may say something else.
-        let sampled = (temperature, field("dtype").and_then(|text| text.parse().ok()));
+        let sampled = ["temperature", "dtype"].map(|name| field(name).cloned());
         let Ok(tensor) = file.tensor("tokens") else {
             bail!("tensor `tokens`: missing; store the tokens as I32 [B, T] under that name");
         };
@@ -179,8 +176,29 @@ impl Tokens {
         Ok(Tokens { tokens: words(tensor.data(), i32::from_le_bytes), mask, batch, len, rope_length, sampled })
     }
 
-    /// Refuses tokens and lengths that the model does not have, by their place in the file, padding counted.
-    pub fn check(&self, config: &Config) -> Result<()> {
+    /// Refuses tokens and lengths that the model does not have, by their place in the file at `path`, padding counted; names
+    /// what looks like padding and is taken for tokens.
+    pub fn check(&self, config: &Config, path: &Path) -> Result<()> {
+        self.check_places(config).with_context(|| path.display().to_string())?;
+        let Some(pad) = config.pad.filter(|_| self.mask.is_none()) else { return Ok(()) };
+        for (b, row) in self.tokens.chunks_exact(self.len).enumerate() {
+            let first = row.iter().take_while(|token| **token == pad).count();
+            let last = row.iter().rev().take_while(|token| **token == pad).count();
+            // One may be meant: some models pad with the token that begins or ends a text.
+            if first.max(last) > 1 {
+                let (place, count) = if first > last { ("begins", first) } else { ("ends", last) };
+                warn(&format!(
+                    "{}: sequence {b} {place} with {count} tokens {pad}, config.json's pad_token_id, and there is no tensor \
+                     `attention_mask`: they are taken for tokens of the text",
+                    path.display()
+                ));
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_places(&self, config: &Config) -> Result<()> {
         for (b, row) in self.tokens.chunks_exact(self.len).enumerate() {
             let counts = |t: &usize| self.counts(b * self.len + t);
             let wrong = |t: &usize| !usize::try_from(row[*t]).is_ok_and(|token| token < config.vocab);

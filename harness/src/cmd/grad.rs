@@ -110,7 +110,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let examples = Examples::read(&args.tokens, args.loss, args.dtype)?;
     let recorded = examples.tokens.rope_length.map(|length| (&*args.tokens, length));
     let model = args.folder.load(args.dtype, &cpu, recorded)?;
-    examples.tokens.check(model.config()).with_context(|| args.tokens.display().to_string())?;
+    examples.tokens.check(model.config(), &args.tokens)?;
     let [batch, len] = examples.tokens.shape();
     let mut writer = match &args.dump {
         None => None,

@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (first, texts) = read(args)?;
     let dtype = match args.dtype {
         Some(dtype) => dtype,
-        None => first.dtype.parse()?,
+        None => first.dtype.parse().with_context(|| format!("{}:1: dtype", args.rollout.display()))?,
     };
     let model = args.folder.load(dtype, &cpu, first.rope_length.map(|length| (&*args.rollout, length)))?;
     // Of one that depends on it the length must be known.

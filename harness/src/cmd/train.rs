@@ -129,7 +129,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     let mut trainer = Trainer::load(dir, args.dtype, length, &cpu, |done, total| loading.at(done, total))?;
     drop(loading);
     args.folder.pass(trainer.config())?;
-    examples.tokens.check(trainer.config()).with_context(|| args.data.display().to_string())?;
+    examples.tokens.check(trainer.config(), &args.data)?;
     let settings = settings(args, &trainer, examples.temperature)?;
     let mut reports = Vec::new();
     if goes_on {
@@ -238,8 +238,14 @@ fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
     let depends = trainer.config().rotary.trained_length().is_some();
     let rope_length = depends.then(|| trainer.config().longest());
+    let path = args.folder.model.join("config.json");
+    let config = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let mut config: Value = serde_json::from_str(&config).with_context(|| path.display().to_string())?;
+    config.sort_all_objects();
     Ok(json!({
         "model": trainer.sha256(),
+        // As its fields have it, whatever stands between them.
+        "config": sha256(config.to_string().as_bytes()),
         "rope_length": rope_length,
         "data": sha256(&data),
         "batch": args.batch,

@@ -230,6 +230,8 @@ class _Placed:
         mask = torch.ones_like(tokens) if mask is None else mask
         if mask.shape != tokens.shape:
             raise ValueError(f"mask: shape {list(mask.shape)} must be {list(tokens.shape)}")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("mask: holds more than 0 and 1; 1 is for tokens, 0 for padding (one that is added to scores is none)")
         self.shape, self.sequences, self.starts = tokens.shape, [], []
         for b, (row, here) in enumerate(zip(tokens.tolist(), (mask != 0).tolist())):
             count = sum(here)
@@ -353,6 +355,12 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprob, op, inputs, attributes, groups):
         per_sequence, dlogprob = getattr(_ops, op)(logprob, **inputs, **attributes)
+        # Of log-probabilities that are finite where they count.
+        finite = torch.isfinite(per_sequence) & torch.isfinite(dlogprob).all(-1)
+        bad = ~finite & torch.isfinite(torch.where(inputs["count"] != 0, logprob, 0.0)).all(-1)
+        if bad.any():
+            b = int(bad.nonzero()[0])
+            raise ValueError(f"{op}: not finite: sequence {b} is beyond f32; look whether old_logprob is of this model and these tokens")
         ctx.save_for_backward(dlogprob)
         ctx.mark_non_differentiable(per_sequence)
         loss = _ops.batch_loss(per_sequence, groups=groups, denominator=attributes["denominator"])
@@ -367,6 +375,15 @@ class _Loss(torch.autograd.Function):
 
 def _loss(op: str, logprob: torch.Tensor, inputs: dict[str, Any], attributes: dict[str, Any], groups: int):
     count = inputs["count"]
+    if not ((count == 0) | (count == 1)).all():
+        raise ValueError(f"{op}: count holds more than 0 and 1; a token counts or does not, and weights are the loss's")
+    for name, tensor in inputs.items():
+        bad = None if tensor is None or name == "count" else ~torch.isfinite(tensor)
+        if bad is not None and tensor.shape == count.shape:
+            bad = bad & (count == 1)
+        if bad is not None and bad.any():
+            at = bad.nonzero()[0].tolist()
+            raise ValueError(f"{op}: {name}: element {at} is {tensor[tuple(at)].item()}; where a token counts it must be finite")
     inputs["count"] = count if count.dtype == torch.int32 else count.to(torch.int32)
     attributes = {name: value for name, value in attributes.items() if value is not None}
     with torch.no_grad():
@@ -442,6 +459,9 @@ def policy_loss(
     warning says that that of logprob is taken, unless logprob was made of samples, which say it.
     """
     _same_temperature(logprob, temperature)
+    # Other programs round theirs.
+    if old_logprob.shape == count.shape and bool(((old_logprob > 0.01) & (count != 0)).any()):
+        warnings.warn("policy_loss: old_logprob is above 0 where a token counts; are these probabilities or ratios?", stacklevel=2)
     inputs = {"old_logprob": old_logprob, "advantage": advantage, "count": count, "reference": reference}
     attributes = {"denominator": denominator, "low": low, "high": high, "kl": kl, "beta": beta, "reduction": reduction}
     return _loss("policy_loss", logprob, inputs, attributes, groups)
