@@ -41,10 +41,8 @@ fn main() {
         machine: Box::leak(Box::new(machine::axes(isa))),
     }));
 
-    let all_restarts = std::env::var("SAMEBITS_RESTARTS").is_ok_and(|which| which == "all");
     let mut trials = Vec::new();
-    for mut group in plan(contract, judge.implementation.name(), &Selection::all(Slice::Default)) {
-        group.retain(|trial| all_restarts || !is_later_restart(trial));
+    for group in plan(contract, judge.implementation.name(), &Selection::all(Slice::Default)) {
         let names: Vec<String> = group.iter().map(|trial| trial.name()).collect();
         let records: Arc<OnceLock<Vec<Record>>> = Arc::default();
         let group = Arc::new(group);
@@ -91,12 +89,6 @@ fn random_calls(contract: &'static Contract, ours: &'static dyn Implementation) 
         if passed > 0 { Ok(()) } else { Err(Failed::from("nothing was compared")) }
     };
     ops.map(|spec| Trial::test(format!("random_calls::{}", spec.name), move || calls(spec))).collect()
-}
-
-/// Whether a process would be started for a case beyond the small ones. A start takes 6 ms on a virtual machine, a quarter of
-/// all that is judged here; `samebits check` starts them all, and with SAMEBITS_RESTARTS=all, as in ci/nightly, so does this.
-fn is_later_restart(trial: &samebits_harness::judge::Trial) -> bool {
-    trial.axis.is_some_and(|axis| axis.name == "restart") && trial.case.slice != Slice::Quick
 }
 
 fn outcome(record: &Record) -> Result<Completion, Failed> {

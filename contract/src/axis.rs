@@ -699,7 +699,10 @@ impl<'a> Base<'a> {
         let owned = self.spec.owned().map(|(_, axis)| axis);
         let inputs = self.spec.inputs.iter().filter(|input| input.rows > 0 || input.axes.first().copied() == owned);
         let held = inputs.filter_map(|input| self.case.inputs.get(input.name));
-        held.map(|tensor| tensor.len() / self.entries).max().unwrap_or(1).max(1)
+        // Logits that an op makes of a row by itself are no input, and take as long as a sixteenth of so many elements.
+        let weights = self.case.inputs.get("w").filter(|_| self.spec.input("target").is_some());
+        let made = weights.map(|w| w.shape()[0] / 16);
+        held.map(|tensor| tensor.len() / self.entries).chain(made).max().unwrap_or(1).max(1)
     }
 
     /// The row axes with their prefix for settings.

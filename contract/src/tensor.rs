@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 pub use samebits_schema::DType;
 
@@ -15,8 +16,8 @@ fn bytes_of<T: Copy, const N: usize>(elements: &[T], bytes: impl Fn(T) -> [u8; N
 /// Elements of one type in row-major order, and their shape.
 #[derive(Clone, Debug)]
 pub struct Array<T> {
-    /// The elements stand at its end, so that the first may be aligned.
-    room: Vec<T>,
+    /// The elements stand at its end, so that the first may be aligned. Cases that differ in something else have one room.
+    room: Arc<Vec<T>>,
     start: usize,
     shape: Vec<usize>,
 }
@@ -26,7 +27,7 @@ impl<T: Copy> Array<T> {
     fn last_of(room: Vec<T>, shape: &[usize]) -> Array<T> {
         let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
         let start = count.and_then(|count| room.len().checked_sub(count)).expect("shape matches the data");
-        Array { room, start, shape: shape.to_vec() }
+        Array { room: Arc::new(room), start, shape: shape.to_vec() }
     }
 
     /// All of `room`. Panics when `shape` takes more or fewer.
@@ -100,9 +101,9 @@ impl<T> Deref for Array<T> {
     }
 }
 
-impl<T> DerefMut for Array<T> {
+impl<T: Clone> DerefMut for Array<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        &mut self.room[self.start..]
+        &mut Arc::make_mut(&mut self.room)[self.start..]
     }
 }
 
@@ -288,10 +289,14 @@ impl Tensor {
 
     /// Whether both tensors have the same dtype, shape and bits.
     pub fn same_bits(&self, other: &Tensor) -> bool {
-        let (a, b) = (self.elements(), other.elements());
-        self.dtype() == other.dtype()
-            && self.shape() == other.shape()
-            && (0..self.len()).all(|i| a.bits(i) == b.bits(i))
+        self.shape() == other.shape()
+            && match (self, other) {
+                (Tensor::Bf16(a), Tensor::Bf16(b)) => a.iter().zip(&**b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                (Tensor::Fp16(a), Tensor::Fp16(b)) => a.iter().zip(&**b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                (Tensor::Fp32(a), Tensor::Fp32(b)) => a.iter().zip(&**b).all(|(a, b)| a.to_bits() == b.to_bits()),
+                (Tensor::I32(a), Tensor::I32(b)) => **a == **b,
+                _ => false,
+            }
     }
 
     /// The same elements as a view one element into a larger allocation, so that they are aligned to no vector.

@@ -105,8 +105,9 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
         let Some(row) = contract.row(implementation, case) else { continue };
         let mut trials = Vec::new();
         let entry = contract.implementation(implementation);
-        // To start a program may take seconds: one of the small cases shows as much as a large one.
-        let restarts = entry.is_none_or(|entry| entry.command.is_none()) || case.slice == Slice::Quick;
+        // To start a program takes milliseconds at least, and may take seconds: a small case shows as much as a large one.
+        let built_in = entry.is_none_or(|entry| entry.command.is_none());
+        let restarts = case.slice == Slice::Quick || built_in && selection.slice == Slice::Exhaustive;
         let listed = entry.and_then(|entry| entry.judgments.as_ref());
         // What the row says holds, whatever the entry claims of itself.
         let same_as = contract.same_as(implementation, case).is_some();
@@ -210,17 +211,17 @@ impl Judge<'_> {
     /// Judges the trials of one group, in order.
     pub fn group(&self, trials: &[Trial]) -> Vec<Record> {
         let mut oracle: Option<Result<References, String>> = None;
-        let mut base: Option<(&str, Result<Base, String>)> = None;
+        let mut base: Option<(&CaseSpec, Result<Base, String>)> = None;
         trials
             .iter()
             .map(|trial| {
                 let start = Instant::now();
-                let first = base.as_ref().is_none_or(|(name, _)| *name != trial.case.name);
+                let first = base.as_ref().is_none_or(|(case, _)| case.name != trial.case.name);
                 if first {
                     if trial.case.spec().reads_stored() {
                         oracle = None;
                     }
-                    base = Some((&trial.case.name, self.base(trial.case)));
+                    base = Some((trial.case, self.base(trial.case, base.take())));
                 }
                 let (_, base) = base.as_ref().expect("just made");
                 let mut record = match base {
@@ -247,8 +248,15 @@ impl Judge<'_> {
             .collect()
     }
 
-    fn base(&self, spec: &CaseSpec) -> Result<Base, String> {
-        let case = self.recordings.fill(spec, self.machine.seed)?;
+    /// `before` is the last case of the group.
+    fn base(&self, spec: &CaseSpec, before: Option<(&CaseSpec, Result<Base, String>)>) -> Result<Base, String> {
+        let case = match before {
+            // The same inputs, made once.
+            Some((of, Ok(before))) if of.group == spec.group && spec.fill != Fill::Recorded => {
+                Case { name: spec.name.clone(), out: spec.out, ..before.case }
+            }
+            _ => self.recordings.fill(spec, self.machine.seed)?,
+        };
         let mut answer = self.implementation.run(&case);
         if let (Status::Ok, Err(reason)) = (answer.status, complete(spec, &answer)) {
             answer = Answer { kernel: answer.kernel, ..Answer::error(reason) };
@@ -795,11 +803,13 @@ pub fn stale_waivers(contract: &Contract, rows: &str, implementation: &str, reco
 /// A setting that asks exactly what the base asked shows nothing, unless asking again is the point.
 fn another_question(axis: &Axis, base: &Case, variant: &Variant) -> Result<(), String> {
     let case = variant.case();
-    let same_inputs = base.inputs.len() == case.inputs.len()
-        && base.inputs.iter().all(|(name, a)| case.inputs.get(name).is_some_and(|b| a.same_bits(b)));
-    let same = base.op == case.op && base.params == case.params && base.config == case.config && same_inputs;
-    if variant.rows.is_empty() || (same && matches!(variant.way, Way::Plain | Way::Parts(..)) && axis.name != "repeat")
-    {
+    let same_inputs = || {
+        base.inputs.len() == case.inputs.len()
+            && base.inputs.iter().all(|(name, a)| case.inputs.get(name).is_some_and(|b| a.same_bits(b)))
+    };
+    let same = || base.op == case.op && base.params == case.params && base.config == case.config && same_inputs();
+    let may_be_same = !matches!(variant.way, Way::Plain | Way::Parts(..)) || axis.name == "repeat";
+    if variant.rows.is_empty() || (!may_be_same && same()) {
         return Err(format!("{} = {}: asks what the base asks; nothing is varied", axis.name, variant.setting));
     }
     Ok(())
