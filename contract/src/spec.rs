@@ -71,6 +71,34 @@ mod softmax_backward;
 mod square_sum;
 mod token_sum;
 
+/// What most ops that sum nothing are asked.
+const PLAIN: &[Fill] = &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes];
+
+/// What sums of one sign are asked, or those whose terms cannot be chosen.
+const SUMS: &[Fill] =
+    &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power];
+
+/// What sums are asked whose terms may cancel.
+const SIGNED_SUMS: &[Fill] =
+    &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power];
+
+/// What sums of exponentials are asked.
+const WEIGHTS: &[Fill] = &[
+    Fill::Normal,
+    Fill::Wide,
+    Fill::Tiny,
+    Fill::NearOverflow,
+    Fill::Peaky,
+    Fill::Edges,
+    Fill::Classes,
+    Fill::Sharp,
+    Fill::Power,
+];
+
+/// What ops of one exponential are asked.
+const GATES: &[Fill] =
+    &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::AllBf16, Fill::Classes, Fill::Sharp];
+
 /// Below this an f32 rounding error is absolute: the smallest normal number. A condition other than 0 includes it.
 const FLOOR: f64 = f32::MIN_POSITIVE as f64;
 

@@ -4,16 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::add_rms_norm::OP,
     class: Class::Reduction,
-    fills: &[
-        Fill::Normal,
-        Fill::Wide,
-        Fill::Cancel,
-        Fill::Tiny,
-        Fill::NearOverflow,
-        Fill::Edges,
-        Fill::Classes,
-        Fill::Power,
-    ],
+    fills: SIGNED_SUMS,
     table: include_str!("../../ops/add_rms_norm.toml"),
     make,
     compute,

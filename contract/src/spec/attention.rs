@@ -4,17 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::attention::OP,
     class: Class::Attention,
-    fills: &[
-        Fill::Normal,
-        Fill::Wide,
-        Fill::Tiny,
-        Fill::NearOverflow,
-        Fill::Peaky,
-        Fill::Edges,
-        Fill::Classes,
-        Fill::Sharp,
-        Fill::Power,
-    ],
+    fills: WEIGHTS,
     table: include_str!("../../ops/attention.toml"),
     make,
     compute,

@@ -6,7 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::embedding_dw::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
+    fills: SUMS,
     table: include_str!("../../ops/embedding_dw.toml"),
     make,
     compute,

@@ -5,16 +5,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::layer_norm::OP,
     class: Class::Reduction,
-    fills: &[
-        Fill::Normal,
-        Fill::Wide,
-        Fill::Cancel,
-        Fill::Tiny,
-        Fill::NearOverflow,
-        Fill::Edges,
-        Fill::Classes,
-        Fill::Power,
-    ],
+    fills: SIGNED_SUMS,
     table: include_str!("../../ops/layer_norm.toml"),
     make,
     compute,

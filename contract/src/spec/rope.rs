@@ -4,7 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::rope::OP,
     class: Class::Elementwise,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: PLAIN,
     table: include_str!("../../ops/rope.toml"),
     make: |maker| make(maker, "x", -1.0),
     compute,

@@ -4,16 +4,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::silu_mul::OP,
     class: Class::Elementwise,
-    fills: &[
-        Fill::Normal,
-        Fill::Wide,
-        Fill::Tiny,
-        Fill::NearOverflow,
-        Fill::Edges,
-        Fill::AllBf16,
-        Fill::Classes,
-        Fill::Sharp,
-    ],
+    fills: GATES,
     table: include_str!("../../ops/silu_mul.toml"),
     make: |maker| make(maker, sharp::silu),
     compute,

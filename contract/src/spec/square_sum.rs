@@ -5,7 +5,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::square_sum::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes, Fill::Power],
+    fills: SUMS,
     table: include_str!("../../ops/square_sum.toml"),
     make,
     compute,

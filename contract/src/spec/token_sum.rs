@@ -6,16 +6,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::token_sum::OP,
     class: Class::Reduction,
-    fills: &[
-        Fill::Normal,
-        Fill::Wide,
-        Fill::Cancel,
-        Fill::Tiny,
-        Fill::NearOverflow,
-        Fill::Edges,
-        Fill::Classes,
-        Fill::Power,
-    ],
+    fills: SIGNED_SUMS,
     table: include_str!("../../ops/token_sum.toml"),
     make,
     compute,
