@@ -4,12 +4,17 @@
 //! so many records of invariance must be red. By default a part of them, all with `SAMEBITS_ORDERS=all`.
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use samebits_contract::axis;
+use samebits_contract::case::{Answer, Case};
 use samebits_contract::fill::Fill;
+use samebits_contract::orders;
 use samebits_contract::record::{Judgment, Record};
-use samebits_contract::table::{Contract, Slice};
+use samebits_contract::spec;
+use samebits_contract::table::{CaseSpec, Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_contract::verdict::Verdict;
 use samebits_harness::checkpoints::Checkpoints;
+use samebits_harness::implementation::Implementation;
 use samebits_harness::judge::{self, Judge, Selection, plan};
 use samebits_harness::machine;
 use samebits_mutants::orders::{FOLLOWS, Follows, OPS, Order, Ordered, When};
@@ -18,6 +23,9 @@ use std::sync::Arc;
 /// How many records of a mutant must be red in the quick slice, and in the default one.
 const QUICK: usize = 3;
 const DEFAULT: usize = 10;
+
+/// Sums of an op that has several, each of which is seen where it alone follows the rows.
+const ALONE: [(&str, &str); 2] = [("attention", "weights"), ("attention", "values")];
 
 struct Bench {
     contract: Contract,
@@ -32,37 +40,96 @@ fn main() {
     let mut trials = Vec::new();
     for (place, op) in OPS.into_iter().enumerate() {
         for out in [DType::Bf16, DType::Fp16, DType::Fp32] {
-            if !bench
-                .contract
-                .cases(Slice::Default)
-                .any(|case| case.op == op && case.fill == Fill::Power && case.out == out)
-            {
+            if !bench.contract.cases(Slice::Default).any(|case| takes(op, out, case)) {
                 continue;
             }
             // Two others for each op.
             let taken = move |number: usize| all || number % 21 == place % 21;
-            let (here, fixed) = (bench.clone(), bench.clone());
+            let mutants = move || {
+                FOLLOWS.iter().enumerate().filter(move |(number, _)| taken(*number)).map(|(_, follows)| follows)
+            };
+            let here = bench.clone();
             trials.push(Trial::test(format!("{op}::{out}::follows_the_rows"), move || {
-                let mutants =
-                    FOLLOWS.iter().enumerate().filter(|(number, _)| taken(*number)).map(|(_, follows)| follows);
-                here.all_are_seen(op, out, mutants)
+                here.all_are_seen(op, None, out, mutants())
             }));
+            for &(_, sum) in ALONE.iter().filter(|(of, _)| *of == op) {
+                let here = bench.clone();
+                trials.push(Trial::test(format!("{op}::{out}::{sum}_alone"), move || {
+                    here.all_are_seen(op, Some(sum), out, mutants())
+                }));
+            }
             // Bounds are tightest where nothing is rounded again.
             if out == DType::Fp32 {
+                let fixed = bench.clone();
                 trials.push(Trial::test(format!("{op}::{out}::held_fixed"), move || {
-                    let orders =
-                        FOLLOWS.iter().enumerate().filter(|(number, _)| taken(*number)).map(|(_, follows)| follows);
-                    orders.into_iter().try_for_each(|follows| fixed.is_right(op, out, follows))
+                    mutants().try_for_each(|follows| fixed.is_right(op, out, follows))
                 }));
             }
         }
     }
+    trials.push(Trial::test("what_is_said_is_measured", what_is_said_is_measured));
     trials.push(Trial::test("the_judgment_order", move || bench.order_is_judged()));
     libtest_mimic::run(&arguments, trials).exit();
 }
 
+/// The cases of an op that show an order in outputs of `out`: those of fill `power`, and all where outputs are f32 by contract.
+fn takes(op: &str, out: DType, case: &CaseSpec) -> bool {
+    // Of every pair of a query and a key plain loops have the terms of three gradients; the other cases have fewer pairs.
+    let takes_minutes = op == "attention_backward" && ["orders", "orders_long"].contains(&&case.stem[..]);
+    case.op == op && case.out == out && (case.fill == Fill::Power || f32_alone(op)) && !takes_minutes
+}
+
+fn f32_alone(op: &str) -> bool {
+    spec::find(op).is_some_and(|spec| spec.outs() == [DType::Fp32])
+}
+
+/// Attention in f32 by chains, and by another order where keys stand in pages.
+struct Paged(Order);
+
+impl Implementation for Paged {
+    fn name(&self) -> &str {
+        "mutant/order"
+    }
+
+    fn version(&self) -> &str {
+        ""
+    }
+
+    fn run(&self, case: &Case) -> Answer {
+        let order = |order| Follows { usual: order, other: order, when: When::Above(0) };
+        let ordered = |order_of: Order| Ordered { follows: order(order_of), only: None, out: DType::Fp32 };
+        if case.op != axis::PAGED {
+            return ordered(Order::Chain).run(case);
+        }
+        let mut case = Case { op: "attention".into(), ..case.clone() };
+        let table = case.inputs.remove("page_table").expect("it is checked");
+        let pages: Vec<usize> = table.as_i32().expect("integers").iter().map(|&page| page as usize).collect();
+        for name in ["k", "v"] {
+            let tensor = &case.inputs[name];
+            let (size, shape) = (tensor.shape()[1], [table.shape()[0], table.shape()[1] * tensor.shape()[1]]);
+            let shape = [&shape, &tensor.shape()[2..]].concat();
+            let width = tensor.shape()[2..].iter().product::<usize>() * size;
+            let dense = tensor.gather(width, &pages.iter().map(|&page| Some(page)).collect::<Vec<_>>(), &shape);
+            case.inputs.insert(name.into(), dense);
+        }
+        ordered(self.0).run(&case)
+    }
+}
+
+/// What reports say of narrow outputs is what is measured here, of every op that has them and a sum.
+fn what_is_said_is_measured() -> Result<(), Failed> {
+    let measured: Vec<&str> = OPS.into_iter().filter(|op| !f32_alone(op)).collect();
+    match measured.iter().find(|op| !orders::MEASURED.contains(op)) {
+        Some(op) => Err(format!("{op} is measured and not among contract's `orders::MEASURED`").into()),
+        None if measured.len() != orders::MEASURED.len() => {
+            Err(format!("{:?}, of which {measured:?} are measured", orders::MEASURED).into())
+        }
+        None => Ok(()),
+    }
+}
+
 impl Bench {
-    /// The records of the cases of fill `power` of `op` with outputs of `out`, and in which slice each case is.
+    /// The records of the cases that show an order, and in which slice each case is.
     fn judge(
         &self,
         mutant: &Ordered,
@@ -71,14 +138,13 @@ impl Bench {
         judgments: &[Judgment],
         axes: &[&str],
     ) -> Vec<(Slice, Record)> {
-        let takes = |trial: &judge::Trial| trial.case.fill == Fill::Power && trial.case.out == mutant.out;
-        self.judge_those(mutant, op, slice, judgments, axes, takes)
+        self.judge_those(mutant, op, slice, judgments, axes, |trial| takes(op, mutant.out, trial.case))
     }
 
     /// The same of all cases.
     fn judge_all(
         &self,
-        mutant: &Ordered,
+        mutant: &dyn Implementation,
         op: &str,
         slice: Slice,
         judgments: &[Judgment],
@@ -89,7 +155,7 @@ impl Bench {
 
     fn judge_those(
         &self,
-        mutant: &Ordered,
+        mutant: &dyn Implementation,
         op: &str,
         slice: Slice,
         judgments: &[Judgment],
@@ -143,7 +209,7 @@ impl Bench {
             ("logprob", DType::Fp32, true),
         ] {
             for (follows, changes) in [(changes, true), (Follows { usual: changes.other, ..changes }, false)] {
-                let mutant = Ordered { follows, out };
+                let mutant = Ordered { follows, only: None, out };
                 let records = bench.judge_all(&mutant, op, Slice::Quick, &[Judgment::Order], &[]);
                 let of_form = |verdict: &Verdict| match (seen, changes) {
                     (false, _) => matches!(verdict, Verdict::Unsupported { .. }),
@@ -166,8 +232,20 @@ impl Bench {
                 }
             }
         }
+        // Keys in pages are asked for where they are offered.
+        for (order, is_red) in [(Order::Chain, false), (Order::Blocks(16), true)] {
+            let records = bench.judge_all(&Paged(order), "attention", Slice::Quick, &[Judgment::Order], &[]);
+            let mut seen = records.iter().map(|(_, record)| record).filter(|record| record.out == DType::Fp32);
+            let of_pages = |record: &Record| match &record.verdict {
+                Verdict::Fail(evidence) => is_red && evidence.message.contains("pages of 16 keys"),
+                verdict => !is_red && *verdict == Verdict::Pass,
+            };
+            if seen.clone().count() != 3 || !seen.all(of_pages) {
+                return Err(format!("{order:?} over pages: {records:?}").into());
+            }
+        }
         // Claimed bits have the canonical order, which is judged as their arithmetic.
-        let mutant = Ordered { follows: changes, out: DType::Fp32 };
+        let mutant = Ordered { follows: changes, only: None, out: DType::Fp32 };
         match self.judge_all(&mutant, "gemm", Slice::Quick, &[Judgment::Order], &[]).len() {
             0 => Ok(()),
             count => Err(format!("{count} records of order for one that claims the canonical bits").into()),
@@ -175,11 +253,20 @@ impl Bench {
     }
 
     /// Each of the mutants turns enough records red.
-    fn all_are_seen<'a>(&self, op: &str, out: DType, mutants: impl Iterator<Item = &'a Follows>) -> Result<(), Failed> {
+    fn all_are_seen<'a>(
+        &self,
+        op: &str,
+        only: Option<&'static str>,
+        out: DType,
+        mutants: impl Iterator<Item = &'a Follows>,
+    ) -> Result<(), Failed> {
         let (mut least, mut missed) = ((usize::MAX, usize::MAX), Vec::new());
         for follows in mutants {
-            let mutant = Ordered { follows: *follows, out };
-            let records = self.judge(&mutant, op, Slice::Default, &[Judgment::Invariance], &["batch"]);
+            let mutant = Ordered { follows: *follows, only, out };
+            // Where outputs are f32 by contract there are fewer records on each axis.
+            let axes = ["batch", "micro_batch", "accumulation", "padding"];
+            let axes = if f32_alone(op) { &axes[..] } else { &axes[..3] };
+            let records = self.judge(&mutant, op, Slice::Default, &[Judgment::Invariance], axes);
             let red = |slice: Slice| {
                 let fails =
                     |(of, record): &&(Slice, Record)| *of <= slice && matches!(record.verdict, Verdict::Fail(_));
@@ -192,20 +279,29 @@ impl Bench {
             }
             let (quick, default) = (red(Slice::Quick), red(Slice::Default));
             least = (least.0.min(quick), least.1.min(default));
-            if quick < QUICK || default < DEFAULT {
+            // Losses have one dtype, and so a third of the cases of others.
+            let enough = if ["nll", "policy_loss"].contains(&op) { 5 } else { DEFAULT };
+            if quick < QUICK || default < enough {
                 missed.push(format!("{follows}: {quick} red records in the quick slice, {default} in the default one"));
             }
         }
-        println!("{op} {out}: at least {} red records in the quick slice, {} in the default one", least.0, least.1);
+        println!(
+            "{op} {}{out}: at least {} red records in the quick slice, {} in the default one",
+            only.unwrap_or(""),
+            least.0,
+            least.1
+        );
         if missed.is_empty() { Ok(()) } else { Err(format!("{op} {out}:\n{}", missed.join("\n")).into()) }
     }
 
     /// The same orders, one at a time for any number of rows, are within every bound and the same on every axis.
     fn is_right(&self, op: &str, out: DType, follows: &Follows) -> Result<(), Failed> {
         for order in [follows.usual, follows.other] {
-            let mutant = Ordered { follows: Follows { usual: order, other: order, ..*follows }, out };
-            let mut records = self.judge(&mutant, op, Slice::Default, &[Judgment::Accuracy], &[]);
-            records.extend(self.judge(&mutant, op, Slice::Quick, &[Judgment::Invariance], &["padding"]));
+            let mutant = Ordered { follows: Follows { usual: order, other: order, ..*follows }, only: None, out };
+            // Other cases hold infinities and NaN, which plain loops need not have as the page has them.
+            let power = |trial: &judge::Trial| trial.case.fill == Fill::Power && trial.case.out == out;
+            let mut records = self.judge_those(&mutant, op, Slice::Default, &[Judgment::Accuracy], &[], power);
+            records.extend(self.judge_those(&mutant, op, Slice::Quick, &[Judgment::Invariance], &["padding"], power));
             if let Some((_, red)) = records.iter().find(|(_, record)| record.verdict.is_red()) {
                 return Err(format!("{order:?}: {}: {:?} {:?}", red.case, red.judgment, red.verdict).into());
             }

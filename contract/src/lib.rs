@@ -13,6 +13,7 @@ pub mod fill;
 pub mod gradients;
 mod load;
 pub mod number_class;
+pub mod orders;
 mod power;
 mod print;
 pub mod record;

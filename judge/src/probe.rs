@@ -26,6 +26,8 @@ pub struct Probe<'a> {
     pub out: DType,
     /// Columns of a matrix product; queries of each sequence in attention.
     pub columns: usize,
+    /// In attention, how many keys a page holds; `None` asks for keys side by side.
+    pub pages: Option<usize>,
     /// How it is asked to run.
     pub config: Config,
 }
@@ -33,7 +35,7 @@ pub struct Probe<'a> {
 impl<'a> Probe<'a> {
     /// Asks `implementation` about one pair of dtypes, with one column and as it runs by itself.
     pub fn new(implementation: &'a dyn Implementation, dtype: DType, out: DType) -> Probe<'a> {
-        Probe { implementation, dtype, out, columns: 1, config: Config::default() }
+        Probe { implementation, dtype, out, columns: 1, pages: None, config: Config::default() }
     }
 
     /// Everything that `op` can be asked: its arithmetic, and with `order` the order of its sums.

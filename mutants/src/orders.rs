@@ -4,7 +4,7 @@
 use crate::plain::values;
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
-use samebits_contract::tensor::DType;
+use samebits_contract::tensor::{DType, Tensor};
 use samebits_harness::implementation::Implementation;
 use std::collections::BTreeMap;
 
@@ -177,23 +177,45 @@ impl std::fmt::Display for Follows {
 pub struct Ordered {
     /// How it adds.
     pub follows: Follows,
+    /// Which of its sums follows the rows, by the name that `answer` gives it; the others keep the usual order. All do where
+    /// it is `None`.
+    pub only: Option<&'static str>,
     /// The one output dtype that it offers.
     pub out: DType,
 }
 
 /// The ops that [`Ordered`] answers.
-pub const OPS: [&str; 11] = [
+pub const OPS: [&str; 30] = [
     "gemm",
     "gemm_dx",
+    "gemm_dw",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_dw",
+    "add_rms_norm",
+    "add_rms_norm_backward",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_dw",
+    "norm_rope",
+    "norm_rope_backward",
+    "norm_rope_dw",
     "softmax",
     "softmax_backward",
+    "attention",
+    "attention_backward",
     "logprob",
     "linear_logprob",
-    "attention",
+    "linear_logprob_backward",
+    "entropy",
+    "combine",
+    "combine_backward",
+    "token_sum",
+    "embedding_dw",
+    "square_sum",
+    "nll",
+    "policy_loss",
+    "group_advantage",
 ];
 
 impl Implementation for Ordered {
@@ -209,28 +231,56 @@ impl Implementation for Ordered {
         if case.out != self.out {
             return Answer::unsupported(format!("its outputs are {}", self.out));
         }
-        answer(case, &self.follows).unwrap_or_else(|| Answer::unsupported("it has no such form"))
+        answer(&Call { case, follows: self.follows, only: self.only })
+            .unwrap_or_else(|| Answer::unsupported("it has no such form"))
     }
 }
 
-/// The inputs of a case, widened, and a few of its numbers.
+/// A case, and how it is added.
 struct Call<'a> {
     case: &'a Case,
+    follows: Follows,
+    only: Option<&'static str>,
 }
 
 impl Call<'_> {
+    /// The order of the sum called `sum` where so many rows are computed together.
+    fn order(&self, sum: &str, rows: usize) -> Order {
+        if self.only.is_none_or(|only| only == sum) { self.follows.of(rows) } else { self.follows.usual }
+    }
+
     fn input(&self, name: &str) -> Vec<f32> {
         values(&self.case.inputs[name])
+    }
+
+    fn optional(&self, name: &str) -> Option<Vec<f32>> {
+        self.case.inputs.get(name).map(values)
     }
 
     fn shape(&self, name: &str) -> Vec<usize> {
         self.case.inputs[name].shape().to_vec()
     }
 
+    fn ints(&self, name: &str) -> Vec<i32> {
+        self.case.inputs[name].as_i32().expect("integers").to_vec()
+    }
+
     fn number(&self, name: &str, default: f64) -> f64 {
         self.case.params.get(name).map_or(default, |text| text.parse().expect("it is checked"))
     }
 
+    /// Whether it has no parameters but these.
+    fn knows(&self, params: &[&str]) -> bool {
+        self.case.params.keys().all(|name| params.contains(&&name[..]))
+    }
+
+    /// The numbers of the rows of a `mask` that count.
+    fn counted(&self, rows: usize) -> Vec<usize> {
+        let mask = self.case.inputs.get("mask").and_then(Tensor::as_i32);
+        (0..rows).filter(|row| mask.is_none_or(|mask| mask[row * mask.len() / rows] != 0)).collect()
+    }
+
+    /// Answers with these outputs, those of no dtype of their own in that of the case.
     fn answer<const N: usize>(&self, outputs: [(&str, DType, Vec<usize>, Vec<f32>); N]) -> Answer {
         let tensor = |(name, dtype, shape, values): (&str, DType, Vec<usize>, Vec<f32>)| {
             let wide: Vec<f64> = values.into_iter().map(f64::from).collect();
@@ -238,107 +288,82 @@ impl Call<'_> {
         };
         Answer::ok("mutant", BTreeMap::from(outputs.map(tensor)))
     }
+
+    /// Answers with one output in the dtype of the case.
+    fn one(&self, name: &str, shape: Vec<usize>, values: Vec<f32>) -> Answer {
+        self.answer([(name, self.case.out, shape, values)])
+    }
+
+    /// A sum over tokens for each of `places` rows of an output of width `n`, from `carry` on: of the terms of the tokens that
+    /// `of` their number, of those that count, and their row sends there.
+    fn token_sums(&self, places: usize, n: usize, terms: &[f32], of: impl Fn(usize, usize) -> usize) -> Vec<f32> {
+        let order = self.order("tokens", terms.len() / n);
+        let mut sums: Vec<Vec<f32>> = vec![Vec::new(); places * n];
+        if let Some(carry) = self.optional("carry") {
+            sums.iter_mut().zip(carry).for_each(|(sum, carry)| sum.push(carry));
+        }
+        for (number, row) in self.counted(terms.len() / n).into_iter().enumerate() {
+            let place = of(number, row);
+            (0..n).for_each(|column| sums[place * n + column].push(terms[row * n + column]));
+        }
+        sums.iter().map(|terms| order.sum(terms)).collect()
+    }
+
+    /// Answers with 64 sums over rows, `heads` of each token, behind those of the first `token_offset` tokens.
+    fn vector_sums(&self, name: &str, n: usize, heads: usize, terms: &[f32]) -> Answer {
+        let first = self.number("token_offset", 0.0) as usize * heads;
+        let sums = self.token_sums(64, n, terms, |number, _| (first + number) % 64);
+        self.answer([(name, DType::Fp32, vec![64, n], sums)])
+    }
 }
 
-/// One element after the other, by the sums of `follows`; `None` for a form that is not offered.
-fn answer(case: &Case, follows: &Follows) -> Option<Answer> {
-    let call = Call { case };
-    let out = case.out;
-    let plain = |known: &[&str]| case.params.keys().all(|name| known.contains(&&name[..]));
-    match &case.op[..] {
-        "gemm" | "gemm_dx" if plain(&[]) && !case.inputs.contains_key("bias") => {
-            let (left, result) = if case.op == "gemm" { ("x", "y") } else { ("dy", "dx") };
-            let (x, w, shape) = (call.input(left), call.input("w"), call.shape("w"));
-            let (m, k) = (call.shape(left)[0], call.shape(left)[1]);
-            let columns = if case.op == "gemm" { shape[0] } else { shape[1] };
-            let order = follows.of(m);
-            let weight =
-                |column: usize, i: usize| if case.op == "gemm" { w[column * k + i] } else { w[i * columns + column] };
-            let element = |row: usize, column: usize| {
-                let terms: Vec<f32> = (0..k).map(|i| x[row * k + i] * weight(column, i)).collect();
-                order.sum(&terms)
-            };
-            let y = (0..m * columns).map(|at| element(at / columns, at % columns)).collect();
-            Some(call.answer([(result, out, vec![m, columns], y)]))
+/// One element after the other, each sum in its order; `None` for a form that is not offered.
+fn answer(call: &Call) -> Option<Answer> {
+    let case = call.case;
+    let bare = call.knows(&[]);
+    let answer = match &case.op[..] {
+        "gemm" | "gemm_dx" if bare && !case.inputs.contains_key("bias") => gemm(call),
+        "gemm_dw" if bare => {
+            let (x, dy, n, k) = (call.input("x"), call.input("dy"), call.shape("dy")[1], call.shape("x")[1]);
+            let products = x.chunks(k).zip(dy.chunks(n));
+            let terms: Vec<f32> =
+                products.flat_map(|(x, dy)| dy.iter().flat_map(|dy| x.iter().map(move |x| x * dy))).collect();
+            let dw = call.token_sums(1, n * k, &terms, |_, _| 0);
+            call.answer([("dw", DType::Fp32, vec![n, k], dw)])
         }
-        "rms_norm" if plain(&["eps"]) => {
-            let (x, w, n) = (call.input("x"), call.input("w"), call.shape("w")[0]);
-            let order = follows.of(x.len() / n);
-            let eps = call.number("eps", 1e-6) as f32;
-            let row = |x: &[f32]| {
-                let r = 1.0 / (order.sum(&squares(x)) / n as f32 + eps).sqrt();
-                x.iter().zip(&w).map(|(x, w)| x * r * w).collect::<Vec<_>>()
-            };
-            Some(call.answer([("y", out, call.shape("x"), x.chunks(n).flat_map(row).collect())]))
+        "rms_norm"
+        | "add_rms_norm"
+        | "norm_rope"
+        | "rms_norm_backward"
+        | "add_rms_norm_backward"
+        | "norm_rope_backward"
+        | "rms_norm_dw"
+        | "norm_rope_dw"
+            if call.knows(&["eps", "theta", "token_offset"]) && !case.inputs.contains_key("dsum") =>
+        {
+            rms_norm(call)
         }
-        "rms_norm_backward" if plain(&["eps"]) => {
-            let (x, w, dy, n) = (call.input("x"), call.input("w"), call.input("dy"), call.shape("w")[0]);
-            let order = follows.of(x.len() / n);
-            let eps = call.number("eps", 1e-6) as f32;
-            let row = |(x, dy): (&[f32], &[f32])| {
-                let r = 1.0 / (order.sum(&squares(x)) / n as f32 + eps).sqrt();
-                let g: Vec<f32> = dy.iter().zip(&w).map(|(dy, w)| dy * w).collect();
-                let c = order.sum(&products(x, &g)) / n as f32 * r * r;
-                x.iter().zip(g).map(|(x, g)| r * (g - c * x)).collect::<Vec<_>>()
-            };
-            Some(call.answer([("dx", out, call.shape("x"), x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())]))
+        "layer_norm" | "layer_norm_backward" | "layer_norm_dw" if call.knows(&["eps", "token_offset"]) => {
+            layer_norm(call)
         }
-        "layer_norm" | "layer_norm_backward" if plain(&["eps"]) => {
+        "softmax" | "softmax_backward" if bare => {
             let (x, n) = (call.input("x"), *call.shape("x").last()?);
-            let given = |name: &str, default: f32| match case.inputs.contains_key(name) {
-                true => call.input(name),
-                false => vec![default; n],
-            };
-            // Nothing is added without a bias, not even the +0 that would turn a -0.
-            let (w, bias, order) = (given("w", 1.0), given("bias", -0.0), follows.of(x.len() / n));
-            let eps = call.number("eps", 1e-5) as f32;
-            let normed = |x: &[f32]| {
-                let mean = order.sum(x) / n as f32;
-                let d: Vec<f32> = x.iter().map(|x| x - mean).collect();
-                let r = 1.0 / (order.sum(&squares(&d)) / n as f32 + eps).sqrt();
-                (d.into_iter().map(|d| d * r).collect::<Vec<f32>>(), r)
-            };
-            if case.op == "layer_norm" {
-                let row = |x: &[f32]| {
-                    let h = normed(x).0;
-                    h.iter().zip(&w).zip(&bias).map(|((h, w), bias)| h * w + bias).collect::<Vec<_>>()
-                };
-                return Some(call.answer([("y", out, call.shape("x"), x.chunks(n).flat_map(row).collect())]));
-            }
-            let dy = call.input("dy");
-            let row = |(x, dy): (&[f32], &[f32])| {
-                let (h, r) = normed(x);
-                let g: Vec<f32> = dy.iter().zip(&w).map(|(dy, w)| dy * w).collect();
-                let (a, b) = (order.sum(&g) / n as f32, order.sum(&products(&h, &g)) / n as f32);
-                h.iter().zip(g).map(|(h, g)| r * (g - a - b * h)).collect::<Vec<_>>()
-            };
-            Some(call.answer([("dx", out, call.shape("x"), x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())]))
-        }
-        "softmax" | "softmax_backward" if plain(&[]) => {
-            let (x, n) = (call.input("x"), *call.shape("x").last()?);
-            let order = follows.of(x.len() / n);
+            let (weights, products) = (call.order("weights", x.len() / n), call.order("products", x.len() / n));
             if case.op == "softmax" {
-                let y = x.chunks(n).flat_map(|x| shares(x, order).0).collect();
-                return Some(call.answer([("y", out, call.shape("x"), y)]));
+                return Some(call.one("y", call.shape("x"), x.chunks(n).flat_map(|x| shares(x, weights).0).collect()));
             }
             let dy = call.input("dy");
             let row = |(x, dy): (&[f32], &[f32])| {
-                let p = shares(x, order).0;
-                let dot = order.sum(&products(&p, dy));
+                let p = shares(x, weights).0;
+                let dot = products.sum(&times(&p, dy));
                 p.iter().zip(dy).map(|(p, dy)| p * (dy - dot)).collect::<Vec<_>>()
             };
-            Some(call.answer([("dx", out, call.shape("x"), x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())]))
+            call.one("dx", call.shape("x"), x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())
         }
-        "logprob" | "linear_logprob" if plain(&[]) => {
-            let target = case.inputs["target"].as_i32()?.to_vec();
-            let order = follows.of(target.len());
-            let logits = if case.op == "logprob" {
-                call.input("logits")
-            } else {
-                let (x, w, k) = (call.input("x"), call.input("w"), call.shape("w")[1]);
-                let row = |x: &[f32]| w.chunks(k).map(|w| order.sum(&products(x, w))).collect::<Vec<_>>();
-                x.chunks(k).flat_map(row).collect()
-            };
+        "logprob" | "linear_logprob" if bare => {
+            let target = call.ints("target");
+            let order = call.order("weights", target.len());
+            let logits = if case.op == "logprob" { call.input("logits") } else { linear_logits(call) };
             let v = logits.len() / target.len();
             let lse: Vec<f32> = logits.chunks(v).map(|x| shares(x, order).1).collect();
             let logprob = |(row, &target): (usize, &i32)| match usize::try_from(target) {
@@ -347,45 +372,368 @@ fn answer(case: &Case, follows: &Follows) -> Option<Answer> {
             };
             let logprob = target.iter().enumerate().map(logprob).collect();
             let shape = vec![target.len()];
-            Some(call.answer([("logprob", DType::Fp32, shape.clone(), logprob), ("lse", DType::Fp32, shape, lse)]))
+            call.answer([("logprob", DType::Fp32, shape.clone(), logprob), ("lse", DType::Fp32, shape, lse)])
         }
-        "attention" if plain(&["scale", "causal"]) => Some(attention(&call, follows)),
-        _ => None,
+        "linear_logprob_backward" if bare => linear_logprob_backward(call),
+        "entropy" if bare => {
+            let (logits, shape) = (call.input("logits"), call.shape("logits"));
+            let [of_weights, of_distances] = ["weights", "distances"].map(|sum| call.order(sum, shape[0]));
+            let (mut entropy, mut levels) = (Vec::new(), Vec::new());
+            for row in logits.chunks(shape[1]) {
+                let (_, level, weights, sum) = shares(row, of_weights);
+                let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let distances =
+                    row.iter().zip(&weights).map(|(x, weight)| if *weight == 0.0 { 0.0 } else { weight * (top - x) });
+                let distance = of_distances.sum(&distances.collect::<Vec<_>>());
+                entropy.push((f64::from(sum).ln() + f64::from(distance) / f64::from(sum)) as f32);
+                levels.push(level);
+            }
+            let shape = vec![shape[0]];
+            call.answer([("entropy", DType::Fp32, shape.clone(), entropy), ("lse", DType::Fp32, shape, levels)])
+        }
+        "attention" if call.knows(&["scale", "causal"]) => attention(call),
+        "attention_backward" if call.knows(&["scale", "causal"]) => attention_backward(call),
+        "combine" | "combine_backward" if bare && !case.inputs.contains_key("shared") => combine(call),
+        "token_sum" if call.knows(&["token_offset"]) => {
+            call.vector_sums("sum", call.shape("x")[1], 1, &call.input("x"))
+        }
+        "embedding_dw" => {
+            let (tokens, of_dw) = (call.ints("tokens"), call.shape("carry"));
+            let dw = call.token_sums(of_dw[0], of_dw[1], &call.input("dy"), |_, row| tokens[row] as usize);
+            call.answer([("dw", DType::Fp32, of_dw, dw)])
+        }
+        "square_sum" => {
+            let (x, shape) = (call.input("x"), call.shape("x"));
+            let order = call.order("squares", shape[0]);
+            let sums = x.chunks(shape[1]).map(|row| order.sum(&squares(row))).collect();
+            call.answer([("sum", DType::Fp32, vec![shape[0]], sums)])
+        }
+        "nll" | "policy_loss" if call.knows(&["denominator", "low", "high"]) => losses(call),
+        "group_advantage" if call.knows(&["eps"]) => {
+            let (reward, shape) = (call.input("reward"), call.shape("reward"));
+            let [of_mean, of_squares] = ["mean", "squares"].map(|sum| call.order(sum, shape[0]));
+            let (s, eps) = (shape[1] as f32, call.number("eps", 1e-6) as f32);
+            let of_prompt = |reward: &[f32]| {
+                let mean = of_mean.sum(reward) / s;
+                let d: Vec<f32> = reward.iter().map(|reward| reward - mean).collect();
+                let deviation = (of_squares.sum(&squares(&d)) / s).sqrt() + eps;
+                d.into_iter().map(|d| d / deviation).collect::<Vec<_>>()
+            };
+            call.one("advantage", shape, reward.chunks(s as usize).flat_map(of_prompt).collect())
+        }
+        _ => return None,
+    };
+    Some(answer)
+}
+
+/// The sums of `nll` and `policy_loss` by sequence, and the gradients of tokens.
+fn losses(call: &Call) -> Answer {
+    let (logprob, count, shape) = (call.input("logprob"), call.ints("count"), call.shape("logprob"));
+    let (old, advantage) = (call.optional("old_logprob"), call.optional("advantage"));
+    let [low, high] = [1.0 - call.number("low", 0.2), 1.0 + call.number("high", 0.2)].map(|end| end as f32);
+    let denominator = call.number("denominator", 1.0) as f32;
+    let token = |i: usize| match (&old, &advantage) {
+        (Some(old), Some(advantage)) => {
+            let (ratio, advantage) = (f64::from(logprob[i] - old[i]).exp() as f32, advantage[i / shape[1]]);
+            let (u, v) = (ratio * advantage, ratio.clamp(low, high) * advantage);
+            if v < u { (-v, 0.0) } else { (-u, -u) }
+        }
+        _ => (-logprob[i], -1.0),
+    };
+    let order = call.order("tokens", shape[0]);
+    let (mut sums, mut slopes) = (Vec::new(), vec![0.0; logprob.len()]);
+    for sequence in 0..shape[0] {
+        let counted = (sequence * shape[1]..(sequence + 1) * shape[1]).filter(|&i| count[i] != 0);
+        let terms = counted.map(|i| {
+            let (value, slope) = token(i);
+            slopes[i] = slope / denominator;
+            value
+        });
+        sums.push(order.sum(&terms.collect::<Vec<_>>()));
+    }
+    call.answer([("per_sequence", DType::Fp32, vec![shape[0]], sums), ("dlogprob", DType::Fp32, shape, slopes)])
+}
+
+fn gemm(call: &Call) -> Answer {
+    let forward = call.case.op == "gemm";
+    let (left, result) = if forward { ("x", "y") } else { ("dy", "dx") };
+    let (x, w, shape) = (call.input(left), call.input("w"), call.shape("w"));
+    let (m, k) = (call.shape(left)[0], call.shape(left)[1]);
+    let columns = if forward { shape[0] } else { shape[1] };
+    let order = call.order("products", m);
+    let weight = |column: usize, i: usize| if forward { w[column * k + i] } else { w[i * columns + column] };
+    let element = |row: usize, column: usize| {
+        let terms: Vec<f32> = (0..k).map(|i| x[row * k + i] * weight(column, i)).collect();
+        order.sum(&terms)
+    };
+    let y = (0..m * columns).map(|at| element(at / columns, at % columns)).collect();
+    call.one(result, vec![m, columns], y)
+}
+
+/// `rms_norm`, alone, after `add`, before `rope`; their gradients, and those of their weights.
+fn rms_norm(call: &Call) -> Answer {
+    let (op, eps) = (&call.case.op[..], call.number("eps", 1e-6) as f32);
+    let rotated = op.starts_with("norm_rope");
+    let read = if op == "add_rms_norm_backward" { "sum" } else { "x" };
+    let (mut x, shape) = (call.input(read), call.shape(read));
+    let n = shape[shape.len() - 1];
+    let rows = shape[0];
+    let (of_squares, of_products) = (call.order("squares", rows), call.order("products", rows));
+    let root = |x: &[f32]| 1.0 / (of_squares.sum(&squares(x)) / n as f32 + eps).sqrt();
+    if let Some(residual) = call.optional("residual") {
+        let sum: Vec<f32> = x.iter().zip(residual).map(|(x, residual)| x + residual).collect();
+        // What is normalised is what is stored.
+        x = sum.iter().map(|&sum| round::round(f64::from(sum), call.case.out) as f32).collect();
+        let y = normalised(&x, &call.input("w"), root);
+        return call.answer([("sum", call.case.out, shape.clone(), sum), ("y", call.case.out, shape, y)]);
+    }
+    let Some(mut dy) = call.optional("dy") else {
+        let mut y = normalised(&x, &call.input("w"), root);
+        if rotated {
+            rotate(call, &mut y, 1.0);
+        }
+        return call.one("y", shape, y);
+    };
+    if rotated {
+        rotate(call, &mut dy, -1.0);
+    }
+    if op.ends_with("_dw") {
+        let h = normalised(&x, &vec![1.0; n], root);
+        return call.vector_sums("dw", n, x.len() / n / rows, &times(&h, &dy));
+    }
+    let w = call.input("w");
+    let row = |(x, dy): (&[f32], &[f32])| {
+        let r = root(x);
+        let g = times(dy, &w);
+        let c = of_products.sum(&times(x, &g)) / n as f32 * r * r;
+        x.iter().zip(g).map(|(x, g)| r * (g - c * x)).collect::<Vec<_>>()
+    };
+    call.one("dx", shape, x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())
+}
+
+fn normalised(x: &[f32], w: &[f32], root: impl Fn(&[f32]) -> f32) -> Vec<f32> {
+    let row = |x: &[f32]| {
+        let r = root(x);
+        x.iter().zip(w).map(|(x, w)| x * r * w).collect::<Vec<_>>()
+    };
+    x.chunks(w.len()).flat_map(row).collect()
+}
+
+/// Turns the heads `x[T,H,D]`, i with i + D/2, by their positions times `sign`.
+fn rotate(call: &Call, x: &mut [f32], sign: f64) {
+    let (shape, theta) = (call.shape("x"), call.number("theta", 10000.0));
+    let (heads, d) = (shape[1], shape[2]);
+    for (token, pos) in call.ints("pos").into_iter().enumerate() {
+        for i in 0..d / 2 {
+            // The angle is one of f32.
+            let angle = f64::from(pos as f32 * theta.powf(-2.0 * i as f64 / d as f64) as f32);
+            let (cos, sin) = (angle.cos() as f32, (sign * angle.sin()) as f32);
+            for head in x[token * heads * d..][..heads * d].chunks_mut(d) {
+                let (a, b) = (head[i], head[i + d / 2]);
+                (head[i], head[i + d / 2]) = (a * cos - b * sin, b * cos + a * sin);
+            }
+        }
     }
 }
 
-fn attention(call: &Call, follows: &Follows) -> Answer {
-    let (q, k, v) = (call.input("q"), call.input("k"), call.input("v"));
-    let (of_q, of_k, e) = (call.shape("q"), call.shape("k"), call.shape("v")[3]);
-    let [b, t, hq, d] = of_q[..] else { unreachable!("it is checked") };
-    let (s, hkv) = (of_k[1], of_k[2]);
-    let ints = |name: &str| call.case.inputs[name].as_i32().expect("integers").to_vec();
-    let (q_pos, kv_len) = (ints("q_pos"), ints("kv_len"));
-    let scale = call.number("scale", 1.0 / (d as f64).sqrt()) as f32;
-    let causal = call.number("causal", 0.0) == 1.0;
-    let order = follows.of(b * t);
+fn layer_norm(call: &Call) -> Answer {
+    let (case, x, n) = (call.case, call.input("x"), call.shape("x").pop().expect("there is an axis"));
+    // Nothing is added without a bias, not even the +0 that would turn a -0.
+    let given = |name: &str, default: f32| call.optional(name).unwrap_or(vec![default; n]);
+    let (w, bias, eps) = (given("w", 1.0), given("bias", -0.0), call.number("eps", 1e-5) as f32);
+    let order = |sum: &str| call.order(sum, x.len() / n);
+    let (of_mean, of_squares) = (order("mean"), order("squares"));
+    let normed = |x: &[f32]| {
+        let mean = of_mean.sum(x) / n as f32;
+        let d: Vec<f32> = x.iter().map(|x| x - mean).collect();
+        let r = 1.0 / (of_squares.sum(&squares(&d)) / n as f32 + eps).sqrt();
+        (d.into_iter().map(|d| d * r).collect::<Vec<f32>>(), r)
+    };
+    let Some(dy) = call.optional("dy") else {
+        let row = |x: &[f32]| {
+            let h = normed(x).0;
+            h.iter().zip(&w).zip(&bias).map(|((h, w), bias)| h * w + bias).collect::<Vec<_>>()
+        };
+        return call.one("y", call.shape("x"), x.chunks(n).flat_map(row).collect());
+    };
+    if case.op == "layer_norm_dw" {
+        let h: Vec<f32> = x.chunks(n).flat_map(|x| normed(x).0).collect();
+        return call.vector_sums("dw", n, 1, &times(&h, &dy));
+    }
+    let (of_gradients, of_products) = (order("gradients"), order("products"));
+    let row = |(x, dy): (&[f32], &[f32])| {
+        let (h, r) = normed(x);
+        let g = times(dy, &w);
+        let (a, b) = (of_gradients.sum(&g) / n as f32, of_products.sum(&times(&h, &g)) / n as f32);
+        h.iter().zip(g).map(|(h, g)| r * (g - a - b * h)).collect::<Vec<_>>()
+    };
+    call.one("dx", call.shape("x"), x.chunks(n).zip(dy.chunks(n)).flat_map(row).collect())
+}
+
+/// The logits of `linear_logprob`.
+fn linear_logits(call: &Call) -> Vec<f32> {
+    let (x, w, k) = (call.input("x"), call.input("w"), call.shape("w")[1]);
+    let order = call.order("products", x.len() / k);
+    let row = |x: &[f32]| w.chunks(k).map(|w| order.sum(&times(x, w))).collect::<Vec<_>>();
+    x.chunks(k).flat_map(row).collect()
+}
+
+fn linear_logprob_backward(call: &Call) -> Answer {
+    let (x, w, of_w) = (call.input("x"), call.input("w"), call.shape("w"));
+    let (v, k, target) = (of_w[0], of_w[1], call.ints("target"));
+    let (lse, dlogprob, dlse) = (call.input("lse"), call.input("dlogprob"), call.optional("dlse"));
+    let dtype = call.case.inputs["x"].dtype();
+    let mut dz = linear_logits(call);
+    for (row, dz) in dz.chunks_mut(v).enumerate() {
+        let own = if target[row] < 0 { 0.0 } else { dlogprob[row] };
+        let c = dlse.as_ref().map_or(0.0, |dlse| dlse[row]) - own;
+        for (j, z) in dz.iter_mut().enumerate() {
+            let g = f64::from(*z - lse[row]).exp() as f32 * c;
+            let g = if target[row] == j as i32 { g + own } else { g };
+            *z = round::round(f64::from(g), dtype) as f32;
+        }
+    }
+    let order = call.order("vocabulary", target.len());
+    let row = |dz: &[f32]| {
+        let column = |column: usize| order.sum(&(0..v).map(|j| dz[j] * w[j * k + column]).collect::<Vec<_>>());
+        (0..k).map(column).collect::<Vec<_>>()
+    };
+    let dx = dz.chunks(v).flat_map(row).collect();
+    let products = dz.chunks(v).zip(x.chunks(k));
+    let terms: Vec<f32> = products.flat_map(|(dz, x)| dz.iter().flat_map(|dz| x.iter().map(move |x| dz * x))).collect();
+    let dw = call.token_sums(1, v * k, &terms, |_, _| 0);
+    call.answer([("dx", call.case.out, call.shape("x"), dx), ("dw", DType::Fp32, of_w, dw)])
+}
+
+fn combine(call: &Call) -> Answer {
+    let (x, weight, row, n) = (call.input("x"), call.input("weight"), call.ints("row"), call.shape("x")[1]);
+    let (t, k) = (call.shape("row")[0], call.shape("row")[1]);
+    let place = |token: usize, choice: usize| row[token * k + choice] as usize * n;
+    if call.case.op == "combine" {
+        let order = call.order("experts", t);
+        let element = |token: usize, column: usize| {
+            order.sum(&(0..k).map(|i| weight[token * k + i] * x[place(token, i) + column]).collect::<Vec<_>>())
+        };
+        return call.one("y", vec![t, n], (0..t * n).map(|at| element(at / n, at % n)).collect());
+    }
+    let (dy, order) = (call.input("dy"), call.order("products", t));
+    let (mut dx, mut dweight) = (vec![0.0; x.len()], Vec::new());
+    for (at, weight) in weight.iter().enumerate() {
+        let (from, dy) = (place(at / k, at % k), &dy[at / k * n..][..n]);
+        dx[from..][..n].iter_mut().zip(dy).for_each(|(dx, dy)| *dx = weight * dy);
+        dweight.push(order.sum(&times(&x[from..][..n], dy)));
+    }
+    call.answer([("dx", call.case.out, call.shape("x"), dx), ("dweight", DType::Fp32, vec![t, k], dweight)])
+}
+
+/// Queries and keys, and which of these a row sees.
+struct Heads {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    /// Extents of q, and D and E.
+    rows: [usize; 3],
+    dims: [usize; 2],
+    /// Places of keys of a head that each row sees.
+    seen: Vec<Vec<usize>>,
+    scale: f32,
+}
+
+impl Heads {
+    fn of(call: &Call) -> Heads {
+        let (of_q, of_k, e) = (call.shape("q"), call.shape("k"), call.shape("v")[3]);
+        let [b, t, hq, d] = of_q[..] else { unreachable!("it is checked") };
+        let (s, hkv) = (of_k[1], of_k[2]);
+        let (q_pos, kv_len) = (call.ints("q_pos"), call.ints("kv_len"));
+        let causal = call.number("causal", 0.0) == 1.0;
+        let keys = |row: usize| {
+            let (token, head) = (row / hq, row % hq / (hq / hkv));
+            let seen = (0..kv_len[token / t] as usize).filter(|&j| !causal || j as i32 <= q_pos[token]);
+            seen.map(|j| (token / t * s + j) * hkv + head).collect()
+        };
+        Heads {
+            q: call.input("q"),
+            k: call.input("k"),
+            v: call.input("v"),
+            rows: [b, t, hq],
+            dims: [d, e],
+            seen: (0..b * t * hq).map(keys).collect(),
+            scale: call.number("scale", 1.0 / (d as f64).sqrt()) as f32,
+        }
+    }
+
+    /// How many queries there are.
+    fn queries(&self) -> usize {
+        self.rows[0] * self.rows[1]
+    }
+
+    fn scores(&self, row: usize, order: Order) -> Vec<f32> {
+        let d = self.dims[0];
+        self.seen[row]
+            .iter()
+            .map(|&at| order.sum(&times(&self.q[row * d..][..d], &self.k[at * d..][..d])) * self.scale)
+            .collect()
+    }
+}
+
+fn attention(call: &Call) -> Answer {
+    let heads = Heads::of(call);
+    let ([b, t, hq], [_, e]) = (heads.rows, heads.dims);
+    let [of_scores, of_weights, of_values] =
+        ["scores", "weights", "values"].map(|sum| call.order(sum, heads.queries()));
     let (mut out, mut levels) = (Vec::new(), Vec::new());
-    for row in 0..b * t * hq {
-        let (token, head) = (row / hq, row % hq / (hq / hkv));
-        let keys: Vec<usize> = (0..kv_len[token / t] as usize)
-            .filter(|&j| !causal || j as i32 <= q_pos[token])
-            .map(|j| (token / t * s + j) * hkv + head)
-            .collect();
-        let score = |&at: &usize| order.sum(&products(&q[row * d..][..d], &k[at * d..][..d])) * scale;
-        let scores: Vec<f32> = keys.iter().map(score).collect();
-        if scores.is_empty() {
+    for (row, keys) in heads.seen.iter().enumerate() {
+        if keys.is_empty() {
             out.extend(vec![0.0; e]);
             levels.push(f32::NEG_INFINITY);
             continue;
         }
-        let (_, level, weights, sum) = shares(&scores, order);
+        let (_, level, weights, sum) = shares(&heads.scores(row, of_scores), of_weights);
         levels.push(level);
         for column in 0..e {
-            let terms: Vec<f32> = keys.iter().zip(&weights).map(|(at, weight)| weight * v[at * e + column]).collect();
-            out.push(order.sum(&terms) / sum);
+            let terms: Vec<f32> =
+                keys.iter().zip(&weights).map(|(at, weight)| weight * heads.v[at * e + column]).collect();
+            out.push(of_values.sum(&terms) / sum);
         }
     }
     call.answer([("out", call.case.out, vec![b, t, hq, e], out), ("lse", DType::Fp32, vec![b, t, hq], levels)])
+}
+
+fn attention_backward(call: &Call) -> Answer {
+    let heads = Heads::of(call);
+    let [d, e] = heads.dims;
+    let (out, dout, lse) = (call.input("out"), call.input("dout"), call.input("lse"));
+    let [of_scores, of_products, of_keys, of_queries] =
+        ["scores", "products", "keys", "queries"].map(|sum| call.order(sum, heads.rows[0]));
+    let mut dq = Vec::with_capacity(heads.q.len());
+    let counted = call.counted(heads.seen.len());
+    // The terms of each key, one column behind the other.
+    let mut of_dk: Vec<Vec<f32>> = vec![Vec::new(); heads.k.len()];
+    let mut of_dv: Vec<Vec<f32>> = vec![Vec::new(); heads.v.len()];
+    for (row, keys) in heads.seen.iter().enumerate() {
+        let (q, dout, out) = (&heads.q[row * d..][..d], &dout[row * e..][..e], &out[row * e..][..e]);
+        let delta = of_products.sum(&times(dout, out));
+        let mut terms: Vec<Vec<f32>> = vec![Vec::new(); d];
+        for (&at, score) in keys.iter().zip(heads.scores(row, of_scores)) {
+            let p = f64::from(score - lse[row]).exp() as f32;
+            let g = p * (of_products.sum(&times(dout, &heads.v[at * e..][..e])) - delta);
+            (0..d).for_each(|i| terms[i].push(g * heads.k[at * d + i]));
+            // Padding asks for nothing of a key.
+            if counted.binary_search(&row).is_ok() {
+                (0..d).for_each(|i| of_dk[at * d + i].push(g * q[i]));
+                (0..e).for_each(|i| of_dv[at * e + i].push(p * dout[i]));
+            }
+        }
+        dq.extend(terms.iter().map(|terms| of_keys.sum(terms) * heads.scale));
+    }
+    let dk = of_dk.iter().map(|terms| of_queries.sum(terms) * heads.scale).collect();
+    let dv = of_dv.iter().map(|terms| of_queries.sum(terms)).collect();
+    let dtype = call.case.out;
+    call.answer([
+        ("dq", dtype, call.shape("q"), dq),
+        ("dk", dtype, call.shape("k"), dk),
+        ("dv", dtype, call.shape("v"), dv),
+    ])
 }
 
 /// The shares of a row, the logarithm of its sum, its weights and their sum.
@@ -399,9 +747,9 @@ fn shares(x: &[f32], order: Order) -> (Vec<f32>, f32, Vec<f32>, f32) {
 }
 
 fn squares(x: &[f32]) -> Vec<f32> {
-    products(x, x)
+    times(x, x)
 }
 
-fn products(a: &[f32], b: &[f32]) -> Vec<f32> {
+fn times(a: &[f32], b: &[f32]) -> Vec<f32> {
     a.iter().zip(b).map(|(a, b)| a * b).collect()
 }

@@ -5,7 +5,7 @@ use super::*;
 pub(super) const SPEC: Spec = Spec {
     op: &samebits_schema::combine_backward::OP,
     class: Class::Reduction,
-    fills: &[Fill::Normal, Fill::Wide, Fill::Cancel, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes],
+    fills: SIGNED_SUMS,
     table: include_str!("../../ops/combine_backward.toml"),
     make,
     compute,
@@ -15,6 +15,11 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (r, n, t, k) = (maker.dim("R"), maker.dim("N"), maker.dim("T"), maker.dim("K"));
     let (weight, dy, x) = match maker.fill {
         Fill::Classes => classes(maker, [r, n, t, k]),
+        // dweight is sums of masks; a sign is one for all terms that masses cancel among.
+        Fill::Power => {
+            let (x, signs) = power::product(maker, "x", [r, t, n]);
+            (vec![1.0; t * k], signs, x)
+        }
         fill => {
             let (mut dy, mut x) = (maker.values("dy", fill, t * n, n), maker.values("x", fill, r * n, n));
             match fill {

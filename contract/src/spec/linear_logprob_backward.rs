@@ -18,8 +18,13 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let (m, v, k) = (maker.dim("M"), maker.dim("V"), maker.dim("K"));
     // What has a number for each row is f32.
     let wide = Maker { dtype: DType::Fp32, ..*maker };
-    let mut inputs = if maker.fill == Fill::Classes { BTreeMap::new() } else { linear_logprob::make(maker) };
+    let own = matches!(maker.fill, Fill::Classes | Fill::Power);
+    let mut inputs = if own { BTreeMap::new() } else { linear_logprob::make(maker) };
     inputs.extend(mask_and_carry(maker, m, [v, k]));
+    if maker.fill == Fill::Power {
+        power(maker, [m, v, k], &mut inputs);
+        return inputs;
+    }
     if maker.fill == Fill::Classes {
         classes(maker, [m, v, k], &mut inputs);
         return inputs;
@@ -42,6 +47,28 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         inputs.extend(wide.floats([("dlse", vec![m], gradient("dlse"))]));
     }
     inputs
+}
+
+/// Logits of 0 and an lse of 0, so that every p is 1, and no targets: all gradients of the logits of a row are its dlse, 1, 2, 4
+/// or 8. The first half of the columns of w are masks over the vocabulary, which are dx, and the second half of those of x over
+/// tokens, which are dw.
+fn power(maker: &Maker, [m, v, k]: [usize; 3], inputs: &mut BTreeMap<String, Tensor>) {
+    let wide = Maker { dtype: DType::Fp32, ..*maker };
+    let columns = |name: &str, colours: Vec<usize>, is_mask: &dyn Fn(usize) -> bool| {
+        let (draw, rows) = (maker.draw(name), colours.len());
+        let column =
+            |column: usize| if is_mask(column) { power::mask(&draw, column, &colours) } else { vec![0.0; rows] };
+        gemm_dx::transposed(&(0..k).flat_map(column).collect::<Vec<_>>(), rows)
+    };
+    let (x, w) = (
+        columns("x", (0..m).map(|row| row % 4).collect(), &|column| column >= k / 2),
+        columns("w", vec![0; v], &|column| column < k / 2),
+    );
+    inputs.extend(maker.floats([("x", vec![m, k], x), ("w", vec![v, k], w)]));
+    let dlse = (0..m).map(|row| f64::from(1 << (row % 4))).collect();
+    let rows = [("lse", vec![m], vec![0.0; m]), ("dlogprob", vec![m], vec![0.0; m]), ("dlse", vec![m], dlse)];
+    inputs.extend(wide.floats(rows));
+    inputs.insert("target".into(), Tensor::i32(&[m], maker.ints("target", vec![-1; m])));
 }
 
 /// Logits of 0 and an lse of 0, so that every p is 1, and no targets: all gradients of the logits of a row are its dlse. That

@@ -40,5 +40,10 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
 fn compute(c: &Checked) -> References {
     let (r, n) = (c.dim("R"), c.dim("N"));
     let x = c.floats("x");
-    one("sum", Reference::new(vec![r], x.chunks(n).map(|row| sum_of(row.iter().map(|x| x * x)))))
+    let of_row = |row: &[f64]| {
+        let squares = || row.iter().map(|x| x * x);
+        let (sum, condition) = sum_of(squares());
+        (sum, condition * (1.0 + absorbed(squares(), sum)))
+    };
+    one("sum", Reference::new(vec![r], x.chunks(n).map(of_row)))
 }

@@ -106,7 +106,8 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (implementation, _) =
         super::check::open(&contract, &args.implementation, &args.place, Cpu::best(), &args.place.checkpoints())?;
     let config = Config { isa: args.isa.clone(), threads: args.threads, ..Config::default() };
-    let asked = Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, config };
+    let asked =
+        Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, pages: None, config };
 
     let mut stdout = std::io::stdout().lock();
     let version = Some(implementation.version()).filter(|v| !v.is_empty()).map_or(String::new(), |v| format!(" ({v})"));

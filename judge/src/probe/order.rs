@@ -1,6 +1,7 @@
 //! The order in which a kernel adds, from questions whose answers depend on which terms meet first.
 
 use super::{Finding, Probe, Tree};
+use samebits_contract::axis;
 use samebits_contract::case::Config;
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
@@ -129,7 +130,7 @@ pub const USUAL: &str = "8 rows";
 
 impl Probe<'_> {
     /// Asks the same questions with other numbers of rows, so that each stands at other places, with other numbers of columns
-    /// (queries, in attention) and on other numbers of threads. Answers are compared as they come, so no order needs to be
+    /// (queries, in attention), with keys in pages where these are offered, and on other numbers of threads. Answers are compared as they come, so no order needs to be
     /// known. The number of settings that were asked.
     ///
     /// # Errors
@@ -161,6 +162,11 @@ impl Probe<'_> {
         if matches!(op, Op::Gemm | Op::Attention) {
             let name = if op == Op::Gemm { "columns" } else { "queries" };
             settings.extend([2, 17, 65].map(|columns| (format!("8 rows, {columns} {name}"), of(columns, None), 8)));
+        }
+        // Pages are another op, which need not be offered.
+        let paged = |size: usize| Probe { pages: Some(size), ..of(1, None) };
+        if op == Op::Attention && paged(16).sums(op, &[vec![0.0; 2]]).is_ok() {
+            settings.extend([16, 7, 1].map(|size| (format!("8 rows, pages of {size} keys"), paged(size), 8)));
         }
         settings.extend(threads.iter().map(|&threads| (format!("8 rows, {threads} threads"), of(1, Some(threads)), 8)));
         let count = settings.len();
@@ -252,14 +258,33 @@ impl Probe<'_> {
                 let zeros = |count: usize| vec![0.0; count];
                 let int =
                     |shape: &[usize], value: usize| Tensor::i32(shape, vec![value as i32; shape.iter().product()]);
-                let inputs = vec![
+                let mut inputs = vec![
                     ("q", make(&[m, queries, 1, 16], &zeros(m * queries * 16))),
-                    ("k", make(&[m, n, 1, 16], &zeros(m * n * 16))),
-                    ("v", make(&[m, n, 1, 1], &flat)),
                     ("q_pos", int(&[m, queries], n - 1)),
                     ("kv_len", int(&[m], n)),
                 ];
-                let answer = self.ask("attention", self.out, &[], inputs)?;
+                let op = match self.pages {
+                    None => {
+                        inputs.push(("k", make(&[m, n, 1, 16], &zeros(m * n * 16))));
+                        inputs.push(("v", make(&[m, n, 1, 1], &flat)));
+                        "attention"
+                    }
+                    Some(size) => {
+                        // From the last page to the first.
+                        let each = n.div_ceil(size);
+                        let pages = m * each;
+                        let mut values = zeros(pages * size);
+                        for (i, value) in flat.iter().enumerate() {
+                            let (row, key) = (i / n, i % n);
+                            values[(pages - 1 - (row * each + key / size)) * size + key % size] = *value;
+                        }
+                        inputs.push(("k", make(&[pages, size, 1, 16], &zeros(pages * size * 16))));
+                        inputs.push(("v", make(&[pages, size, 1, 1], &values)));
+                        inputs.push(("page_table", Tensor::i32(&[m, each], (0..pages as i32).rev().collect())));
+                        axis::PAGED
+                    }
+                };
+                let answer = self.ask(op, self.out, &[], inputs)?;
                 let out = answer.outputs.get("out").filter(|out| out.len() == m * queries);
                 let out = out.ok_or("the answer lacks `out`")?;
                 // Divided by the number of keys, a power of two.

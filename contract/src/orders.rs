@@ -1,0 +1,46 @@
+//! What is known of how well outputs of one dtype show the order of an op's sums.
+
+/// Ops with outputs in several dtypes whose sums were measured: each of the orders that `docs/METHOD.md` lists ("Power") turns
+/// cases of fill `power` red, with outputs of one dtype alone. `tests/orders.rs` holds it.
+pub const MEASURED: [&str; 17] = [
+    "gemm",
+    "gemm_dx",
+    "rms_norm",
+    "rms_norm_backward",
+    "add_rms_norm",
+    "add_rms_norm_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "norm_rope",
+    "norm_rope_backward",
+    "softmax",
+    "softmax_backward",
+    "attention",
+    "attention_backward",
+    "linear_logprob_backward",
+    "combine",
+    "combine_backward",
+];
+
+/// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of its sum.
+pub const UNMEASURED: [&str; 1] = ["fold"];
+
+/// What outputs of one dtype show of an op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// It has no sum whose order could change, or stores it in f32 whatever is asked.
+    NoSum,
+    /// All orders that were judged, in cases of fill `power`.
+    All,
+    /// Nobody measured.
+    Unmeasured,
+}
+
+/// What is known of `op`.
+pub fn seen(op: &str) -> Seen {
+    match op {
+        _ if MEASURED.contains(&op) => Seen::All,
+        _ if UNMEASURED.contains(&op) => Seen::Unmeasured,
+        _ => Seen::NoSum,
+    }
+}
