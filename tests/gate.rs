@@ -158,6 +158,17 @@ fn nothing_is_asked_that_is_not_required() {
         text.contains("note: right: asked what `required` names (add, silu_mul: bf16 -> bf16 or fp32); "),
         "{text}"
     );
+    assert!(!text.contains("narrow outputs alone"), "silu_mul and add have no sum: {text}");
+    // What rounding hides of sums is said, in all that people read.
+    let narrow = "[[implementation.required]]\nops = [\"rms_norm\"]\ndtypes = [\"bf16\"]\nouts = [\"bf16\"]";
+    let (code, text) =
+        check(&format!("judgments = [\"accuracy\", \"invariance\"]\n{narrow}"), &["--judgment", "invariance"]);
+    assert_eq!(code, Some(0), "{text}");
+    let hidden = "right: narrow outputs alone of rms_norm (bf16): ";
+    assert!(text.contains(&format!("\nnote: {hidden}")) && text.contains("it leaves none unseen"), "{text}");
+    let read = |name: &str| std::fs::read_to_string(folder.path().join("run").join(name)).unwrap();
+    assert!(read("summary.md").contains(&format!("\nNote: {}", hidden.replace('_', "\\_"))));
+    assert!(read("report.html").contains(&format!("Note: {hidden}")));
     for (stems, part) in [("stems = [\"smal\"]", "stem `smal`"), ("stems = [\"!smal\"]", "stem `!smal`")] {
         let (code, text) = check(&format!("{required}\n{stems}"), &[]);
         assert!(code == Some(2) && text.contains(part) && text.lines().count() == 1, "{text}");

@@ -72,6 +72,7 @@ pub fn run(gates: impl IntoIterator<Item = Gate>) -> ! {
             let report = asked.report(started, records);
             let summary = Summary::of(report.folder());
             println!("{}: {}", asked.name(), summary.headline());
+            samebits_reports::notes(report.folder()).iter().for_each(|note| println!("{note}"));
             let left_out = asked.not_asked();
             if !left_out.is_empty() {
                 println!("{}: {}", asked.name(), not_asked(&left_out));

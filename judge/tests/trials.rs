@@ -1,5 +1,6 @@
 //! What `cargo test` sees of gates that are red: exit codes, names and reasons. Each gate is this program again.
 
+use half::bf16;
 use libtest_mimic::{Arguments, Failed, Trial};
 use samebits_judge::{Call, DType, Gate};
 use std::process::Command;
@@ -10,6 +11,10 @@ fn main() {
         Err(_) => libtest_mimic::run(&Arguments::from_args(), tests()).exit(),
         Ok("right") => samebits_judge::run([gate(add), Gate::new("second", "add", add)]),
         Ok("wrong") => gate(wrong_in_batches).run(),
+        Ok("narrow") => {
+            let gate = Gate::new("planted", "rms_norm", narrow).dtypes([DType::Bf16]);
+            gate.cases(["rms_norm/bf16/orders-power-bf16"]).run()
+        }
         Ok("nothing") => gate(|call| call.unsupported("not today")).run(),
         Ok("half") => gate(|call| match call.dtype("y") {
             DType::Fp32 => add(call),
@@ -26,6 +31,17 @@ fn add(call: &mut Call) {
     let (a, b) = (call.input::<f32>("a"), call.input::<f32>("b"));
     for (y, (a, b)) in call.output::<f32>("y").iter_mut().zip(a.iter().zip(b)) {
         *y = if (a + b).is_nan() { f32::NAN } else { a + b };
+    }
+}
+
+/// An rms_norm of bf16 alone.
+fn narrow(call: &mut Call) {
+    let wide = |all: &[bf16]| all.iter().map(|v| v.to_f64()).collect::<Vec<f64>>();
+    let (x, w, eps) = (wide(call.input::<bf16>("x")), wide(call.input::<bf16>("w")), call.float("eps"));
+    let y = call.output::<bf16>("y");
+    for (x, y) in x.chunks_exact(w.len()).zip(y.chunks_exact_mut(w.len())) {
+        let root = (x.iter().map(|x| x * x).sum::<f64>() / w.len() as f64 + eps).sqrt();
+        y.iter_mut().zip(x.iter().zip(&w)).for_each(|(y, (x, w))| *y = bf16::from_f64(x / root * w));
     }
 }
 
@@ -64,6 +80,9 @@ fn tests() -> Vec<Trial> {
     vec![
         all("right_gates_are_green", || {
             says("right", &[], 0, &["test result: ok", "planted: GREEN", "second: GREEN", "not asked: invariance"])
+        }),
+        all("what_narrow_outputs_hide_is_said", || {
+            says("narrow", &[], 0, &["planted: GREEN", "\nplanted: narrow outputs alone of rms_norm (bf16): "])
         }),
         all("a_wrong_gate_is_red", || {
             let parts = ["invariance:batch", "FAILED", "batch = ", "planted: RED"];

@@ -85,7 +85,7 @@ fn subtitle(folder: &RunFolder) -> String {
 }
 
 fn notes(folder: &RunFolder) -> String {
-    folder.run.notes.iter().map(|note| format!("<p class=\"note\">Note: {}</p>", escaped(note))).collect()
+    crate::narrow::notes(folder).iter().map(|note| format!("<p class=\"note\">Note: {}</p>", escaped(note))).collect()
 }
 
 fn facts(folder: &RunFolder) -> String {

@@ -14,6 +14,7 @@ mod grid;
 mod html;
 mod junit;
 mod markdown;
+mod narrow;
 mod read;
 mod summary;
 #[cfg(test)]
@@ -22,6 +23,7 @@ mod text;
 
 pub use annotate::annotations;
 pub use compare::{Change, Changes, Kind, changes};
+pub use narrow::notes;
 pub use read::{ReportError, RunFolder, read, record};
 pub use summary::{Counts, Summary};
 pub use text::table;

@@ -2,6 +2,7 @@
 
 use crate::describe::{again, arguments, number, one_line, percent, red, why};
 use crate::grid::{self, Unsupported};
+use crate::narrow;
 use crate::text::{SHOWN, cell};
 use crate::{RunFolder, Summary};
 use samebits_contract::record::Judgment;
@@ -26,8 +27,8 @@ pub fn document(folder: &RunFolder) -> String {
     for (name, value) in &run.machine {
         row(&mut text, &[name.clone(), value.clone()]);
     }
-    for note in &run.notes {
-        let _ = writeln!(text, "\nNote: {}", escaped(note));
+    for note in narrow::notes(folder) {
+        let _ = writeln!(text, "\nNote: {}", escaped(&note));
     }
 
     for implementation in grid::implementations(records) {

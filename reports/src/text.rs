@@ -2,6 +2,7 @@
 
 use crate::describe::{again, one_line, red, why};
 use crate::grid::{self, Unsupported};
+use crate::narrow;
 use crate::{Counts, RunFolder, Summary};
 use samebits_contract::record::Judgment;
 use std::fmt::Write;
@@ -56,11 +57,12 @@ pub fn table(folder: &RunFolder) -> String {
         let _ = writeln!(text, "  {line}");
     }
 
-    if !run.notes.is_empty() {
+    let notes = narrow::notes(folder);
+    if !notes.is_empty() {
         let _ = writeln!(text);
     }
-    for note in &run.notes {
-        let _ = writeln!(text, "note: {}", one_line(note));
+    for note in notes {
+        let _ = writeln!(text, "note: {}", one_line(&note));
     }
 
     let _ = writeln!(text, "\n{}", Summary::of(folder).headline());
