@@ -1,11 +1,22 @@
 //! What the probe says: of our ops exactly what NUMERICS.md declares, of mutants what is wrong with them.
 
+use samebits_contract::case::Answer;
+use samebits_contract::tensor::DType;
+use samebits_contract::wire::{decode_request, encode_answer, read_frame, write_frame};
+use samebits_harness::implementation::Implementation;
+use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_mutants::{run_trials, trial};
-use samebits_ops::Isa;
+use samebits_ops::{Cpu, Isa};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+/// The argument that makes this test a program which answers as ours do, with outputs of bf16 alone.
+const NARROW: &str = "--answer-in-bf16";
+
 fn main() {
+    if std::env::args().nth(1).is_some_and(|asked| asked == NARROW) {
+        return answer_in_bf16();
+    }
     let isas = Isa::of_machine().map(Isa::name);
     let by_isa = isas
         .map(|isa| trial(format!("our_ops_do_what_the_page_says::{isa}"), move || our_ops_do_what_the_page_says(isa)));
@@ -17,6 +28,20 @@ fn main() {
         ("drawings_and_wrong_arguments", drawings_and_wrong_arguments),
     ];
     run_trials(by_isa.chain(tests.map(|(name, test)| trial(name, test))).collect())
+}
+
+fn answer_in_bf16() {
+    let ours = CpuImplementation::new(Cpu::best());
+    let (mut input, mut output) = (std::io::stdin().lock(), std::io::stdout().lock());
+    while let Some(frame) = read_frame(&mut input).unwrap() {
+        let mut case = decode_request(&frame).unwrap();
+        let id = case.config.id.take();
+        let answer = match case.out {
+            DType::Bf16 => ours.run(&case),
+            _ => Answer::unsupported("its outputs are bf16"),
+        };
+        write_frame(&mut output, &encode_answer(&Answer { id, ..answer })).unwrap();
+    }
 }
 
 fn samebits(args: &[&str]) -> Output {
@@ -195,6 +220,27 @@ fn drawings_and_wrong_arguments() {
     assert_eq!(output.status.code(), Some(0));
     let svg = std::fs::read_to_string(folder.path().join("ours-cpu-gemm-fp32-40-1.svg")).unwrap();
     assert_eq!(svg.matches("<circle").count(), 39, "a sum of 40 terms has 39 additions");
+    // A program of bf16 alone is asked with f32 outputs by default: what to ask instead is said.
+    let folder = tempfile::tempdir().unwrap();
+    let list = folder.path().join("impls.toml");
+    let command = [std::env::current_exe().unwrap().to_str().unwrap(), NARROW].map(String::from);
+    std::fs::write(
+        &list,
+        format!("[[implementation]]\nname = \"theirs\"\nabout = \"another\"\ncommand = {command:?}\n"),
+    )
+    .unwrap();
+    let asked = ["probe", "--impls", list.to_str().unwrap(), "--impl", "theirs", "--dtype", "bf16", "--terms", "33"];
+    let output = samebits(&asked);
+    assert!(
+        text(&output)
+            .contains(": not revealed: its outputs are bf16\n    if its outputs are bf16, ask with --out bf16\n"),
+        "{}",
+        text(&output)
+    );
+    assert!(
+        text(&samebits(&[&asked[..], &["--out", "bf16"]].concat()))
+            .contains("rows 1 2 3 7 8 9 10 16 33 64 129 257: as declared")
+    );
     // The last bit of a sum of squares is not seen in bf16.
     let folder = tempfile::tempdir().unwrap();
     let args =
