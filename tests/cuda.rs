@@ -1923,7 +1923,7 @@ fn full_device() -> Result<(), Failed> {
         let driver = Emulator::with_room(&[], false, room)?;
         Ok(CudaImplementation::new(Ok(Device::new(Box::new(driver), usize::MAX, usize::MAX)), cpu()))
     };
-    let answer = agree(&device(tensors + 20 * 4 * (704 + 2074))?, &linear(m, v))?;
+    let answer = agree(&device(tensors + 20 * 4 * (704 + 2090))?, &linear(m, v))?;
     if !answer.plan.contains("rows 16") || answer.ledger.get("plan_retries") != Some(&2) {
         return Err(format!("plan {}, ledger {:?}", answer.plan, answer.ledger).into());
     }
@@ -1937,12 +1937,12 @@ fn full_device() -> Result<(), Failed> {
 fn small_budget() -> Result<(), Failed> {
     let device = emulated(&[], false)?;
     let mut case = linear(9, 100);
-    case.config.budget = Some(4 * 2 * (112 + 2074));
+    case.config.budget = Some(4 * 2 * (112 + 2090));
     let answer = agree(&device, &case)?;
     if !answer.plan.contains("rows 2") {
         return Err(answer.plan.into());
     }
-    case.config.budget = Some(8359);
+    case.config.budget = Some(8423);
     let answer = device.run(&case);
     if answer.smallest_budget != Some(8424) {
         return Err(format!("{:?} {}", answer.smallest_budget, answer.reason).into());

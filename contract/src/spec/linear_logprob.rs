@@ -106,7 +106,9 @@ fn compute(c: &Checked) -> References {
         } else {
             0.0
         };
-        let size = size + moved;
+        // A logit about the end of f32 may be infinite in some order of its sum.
+        let ends = values.iter().any(|value| value.is_finite() && value.abs() >= HUGE);
+        let size = if ends { f64::INFINITY } else { size + moved };
         lse.push((level, size));
         logprob.push(match usize::try_from(target) {
             Err(_) => (0.0, 0.0),

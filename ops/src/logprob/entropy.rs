@@ -153,7 +153,7 @@ impl<I: Element> Kernel for Row<'_, I> {
         if let Some(sum) = special {
             return (f32::narrow(f32::NAN), Denominator { origin, sum, rest: sum }.lse());
         }
-        let far = reference.from_top().map(|from_top| {
+        let far = reference.seen_from_top().map(|from_top| {
             origin = from_top.origin;
             s.enter(Total { x, scale, reference: &reference, without: None, next: &[] }).lse()
         });

@@ -395,8 +395,9 @@ impl<I: Element> Block<'_, I> {
                 self.segment(segment, pass, x, slot, facts, logprob_out);
             });
         };
-        // SAFETY: of both, the workers of a pass are done.
+        // SAFETY: the workers of a pass are done.
         let of_row = |r: usize| (0..segments).map(move |segment| unsafe { facts_out.part(segment * rows + r, 1)[0] });
+        // SAFETY: as above, and each is let go before the next.
         let logprob = |r: usize| unsafe { &mut logprob_out.part(r, 1)[0] };
         let largest = |r: usize| of_row(r).map(|facts| facts[0]).fold(f32::NEG_INFINITY, f32::max);
 
@@ -439,9 +440,10 @@ impl<I: Element> Block<'_, I> {
                 let Some(top) = pass.by[r] else { continue };
                 let ([sum, rest], origin) = (joined(of_row(r), 0.0), Origin::top(top));
                 *logprob(r) = origin.logprob(*logprob(r), sum, rest);
-                if top == f32::NEG_INFINITY {
-                    // No logit is finite.
-                    (*lse, *logprob(r)) = (top, f32::narrow(f32::NAN));
+                if top.is_infinite() {
+                    // No logit is finite, or one is +inf beside another whose exponent is.
+                    let nan = f32::narrow(f32::NAN);
+                    (*lse, *logprob(r)) = (if top < 0.0 { top } else { nan }, nan);
                 } else if exponents[r].is_infinite() {
                     *lse = origin.ln(sum) as f32;
                 }

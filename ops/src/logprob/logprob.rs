@@ -198,7 +198,7 @@ impl<I: Element> Kernel for Row<'_, I> {
         let total = s.enter(Total { x, scale, reference: &reference, without: target, next });
         let Some(target) = target else { return (0.0, total.lse()) };
         let z = x[target].widen() * scale;
-        match reference.from_top() {
+        match reference.seen_from_top() {
             None => (total.logprob(z), total.lse()),
             Some(from_top) => {
                 let near = s.enter(Total { x, scale, reference: &from_top, without: Some(target), next: &[] });
@@ -426,7 +426,7 @@ impl Reference {
     }
 
     /// The same row measured from its top, where it is [`FAR`] from zero and is not so measured.
-    pub fn from_top(&self) -> Option<Reference> {
+    pub fn seen_from_top(&self) -> Option<Reference> {
         let far = self.special.is_none() && self.origin.n.abs() >= FAR;
         far.then(|| Reference { origin: Origin::top(self.top), near: None, ..*self })
     }

@@ -124,6 +124,21 @@ fn rows_of_any_range_are_gemm_and_logprob() {
     }
 }
 
+/// Behind a logit whose exponent is infinite, one that is so itself.
+#[test]
+fn infinite_logits_and_exponents_are_told_apart() {
+    let mut w = vec![1.6f32; 40];
+    w[39] = 2.0;
+    let case = |x: [f32; 3]| Case {
+        shape: LinearLogprob::new(3, 40, 1),
+        x: x.to_vec(),
+        w: w.clone(),
+        target: vec![3, 39, -1],
+    };
+    case([2e38, 1.6e38, 2e38]).check();
+    case([-2e38, -1.6e38, 1e30]).check();
+}
+
 /// Runs a case strictly and not: as many slow paths are counted as are refused.
 fn check_slow_paths(case: &Case<bf16>, amount: impl Fn(Isa) -> usize) {
     let expected = case.expected();
