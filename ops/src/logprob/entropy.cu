@@ -17,12 +17,13 @@ KERNEL(256, 4) entropy(GLOBAL(const In) logits, GLOBAL(float) entropy, GLOBAL(fl
         }
         // The first of the largest: the first round of all threads that meets one, and in it the first thread.
         float first_round = INFINITE;
-        for (long long at = threadIdx.x; at < vocab && first_round == INFINITE; at += blockDim.x) {
-            if (__fmul_rn(widen(static_cast<In>(x[at])), scale) == r.top) first_round = static_cast<float>(at / blockDim.x);
+        int number = 0;
+        for (long long at = threadIdx.x; at < vocab && first_round == INFINITE; at += blockDim.x, number++) {
+            if (__fmul_rn(widen(static_cast<In>(x[at])), scale) == r.top) first_round = static_cast<float>(number);
         }
         float round = -largest_of_block(-first_round, room);
         float thread = -largest_of_block(first_round == round ? -static_cast<float>(threadIdx.x) : -INFINITE, room);
-        long long first = static_cast<long long>(round) * blockDim.x + static_cast<long long>(thread);
+        long long first = static_cast<long long>(static_cast<int>(round)) * blockDim.x + static_cast<int>(thread);
         Segment segment = segment_of_warp(vocab);
         Eight weights = no_lanes(), distances = no_lanes();
         for (long long at = segment.from + threadIdx.x % 32 * 8; at < segment.to; at += 256) {
