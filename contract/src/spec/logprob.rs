@@ -115,15 +115,19 @@ pub(super) fn log_sum(x: &[f64]) -> (f64, f64) {
 /// where that one lies.
 pub(super) fn below_level(x: &[f64], target: usize) -> (f64, f64) {
     let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let finite = || x.iter().enumerate().filter(|(_, v)| **v != f64::NEG_INFINITY).map(|(i, v)| (i, v - top));
-    let total: f64 = finite().map(|(_, below)| below.exp()).sum();
-    let rest: f64 = finite().filter(|(i, _)| *i != target).map(|(_, below)| below.exp()).sum();
-    let (own, moved) = (x[target] - top, finite().map(|(_, below)| below.exp() * below.abs()).sum::<f64>() / total);
+    let weights: Vec<f64> = x.iter().map(|v| (v - top).exp()).collect();
+    let (mut total, mut rest, mut moved) = (0.0, 0.0, 0.0);
+    for (i, (weight, v)) in weights.iter().zip(x).enumerate().filter(|(_, (_, v))| **v != f64::NEG_INFINITY) {
+        total += weight;
+        rest += if i == target { 0.0 } else { *weight };
+        moved += weight * (v - top).abs();
+    }
+    let own = x[target] - top;
     // Of one that is nearly certain, the distance from ln(1) is lost where it is taken as a difference.
-    let value = if rest < own.exp() { 0.0 - (rest / own.exp()).ln_1p() } else { own - total.ln() };
+    let value = if rest < weights[target] { 0.0 - (rest / weights[target]).ln_1p() } else { own - total.ln() };
     let exact = rest == 0.0;
-    let lost = absorbed(finite().map(|(_, below)| below.exp()), total);
-    (value, if exact { 0.0 } else { 1.0 + lost + value.abs() + own.abs() + moved })
+    let lost = absorbed(weights.into_iter(), total);
+    (value, if exact { 0.0 } else { 1.0 + lost + value.abs() + own.abs() + moved / total })
 }
 
 /// Whether the exponent `x * log2(e)` of `e^x` is beyond f32.

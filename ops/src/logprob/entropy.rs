@@ -11,7 +11,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::typed;
 use crate::gemm::gemm::segment_length;
-use crate::logprob::logprob::{Denominator, Reference, Total, inverse, join, lane_without, weights};
+use crate::logprob::logprob::{Denominator, Reference, folded, inverse, join, weights};
 use crate::math::{ln, ln1p};
 use crate::reduce::{Add, Lanes};
 use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at};
@@ -155,7 +155,7 @@ impl<I: Element> Kernel for Row<'_, I> {
         }
         let far = reference.seen_from_top().map(|from_top| {
             origin = from_top.origin;
-            s.enter(Total { x, scale, reference: &reference, without: None, next: &[] }).lse()
+            Denominator::of_long_row(s, x, scale, &reference).lse()
         });
         let first = first(x, |x| x.widen() * scale == top);
         let OnLine([w, below]) = &mut OnLine([[0f32; TILE]; 2]);
@@ -169,13 +169,8 @@ impl<I: Element> Kernel for Row<'_, I> {
                 of_weights.add(s, w, Add);
                 of_products.add_products(s, w, below);
             }
-            if i == first / length {
-                let at = first % length;
-                let others = lane_without(segment, at, scale, &origin);
-                rest[i] = of_weights.with(s, at, others, false).fold(s, segment.len());
-            }
-            sums[i] = of_weights.fold(s, segment.len());
-            rest[i] = if i == first / length { rest[i] } else { sums[i] };
+            let at = first.checked_sub(i * length);
+            [sums[i], rest[i]] = folded(s, of_weights, false, (segment, scale, &origin), at);
             distances[i] = of_products.fold(s, segment.len());
         }
         let total = Denominator { origin, sum: join(sums), rest: join(rest) };

@@ -201,8 +201,8 @@ impl<I: Element> Kernel for Row<'_, I> {
         match reference.seen_from_top() {
             None => (total.logprob(z), total.lse()),
             Some(from_top) => {
-                let near = s.enter(Total { x, scale, reference: &from_top, without: Some(target), next: &[] });
-                (near.logprob(z), total.lse())
+                let far = s.enter(Total { x, scale, reference: &from_top, without: Some(target), next: &[] });
+                (far.logprob(z), total.lse())
             }
         }
     }
@@ -290,6 +290,12 @@ impl Denominator {
         Denominator { origin, sum, rest: sum }
     }
 
+    /// The same of a row of any length, whose weights are not kept.
+    #[inline(always)]
+    pub fn of_long_row<S: Simd, I: Element>(s: S, x: &[I], scale: f32, reference: &Reference) -> Denominator {
+        s.enter(Total { x, scale, reference, without: None, next: &[] })
+    }
+
     /// The logarithm of the sum.
     pub fn lse(&self) -> f32 {
         match self.sum {
@@ -341,21 +347,32 @@ impl<I: Element> Kernel for Total<'_, I> {
                     lanes.add(s, tile, Add);
                 }
             }
-            let fold = |mut lanes: Lanes| if pairs { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) };
-            let left_out = without.and_then(|at| at.checked_sub(i * length)).filter(|&at| at < x.len());
-            let others = left_out.map(|at| fold(lanes.with(s, at, lane_without(x, at, scale, &origin), pairs)));
-            part[i] = fold(lanes);
-            rest[i] = others.unwrap_or(part[i]);
+            let at = without.and_then(|at| at.checked_sub(i * length));
+            [part[i], rest[i]] = folded(s, lanes, pairs, (x, scale, &origin), at);
         }
         Denominator { origin, sum: join(part), rest: join(rest) }
     }
 }
 
-/// The lane of element `at` of a segment, without that element.
+/// The sum of the segment x of `x * scale`, whose weights are in the lanes (with `pairs` as [`Lanes::fold_pairs`] takes them), and the
+/// same without its element `at`, where it has one.
 #[inline(always)]
-pub(crate) fn lane_without<I: Element>(x: &[I], at: usize, scale: f32, origin: &Origin) -> f32 {
-    let others = (at % LANES..x.len()).step_by(LANES).filter(|&i| i != at);
-    others.fold(0.0, |sum, i| sum + origin.weight(x[i].widen() * scale))
+pub(crate) fn folded<S: Simd, I: Element>(
+    s: S,
+    lanes: Lanes,
+    pairs: bool,
+    (x, scale, origin): (&[I], f32, &Origin),
+    at: Option<usize>,
+) -> [f32; 2] {
+    let fold = |mut lanes: Lanes| if pairs { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) };
+    let without = at.filter(|&at| at < x.len()).map(|at| {
+        // Of one lane there is a second sum.
+        let others = (at % LANES..x.len()).step_by(LANES).filter(|&i| i != at);
+        let lane = others.fold(0.0, |sum, i| sum + origin.weight(x[i].widen() * scale));
+        fold(lanes.with(s, at, lane, pairs))
+    });
+    let sum = fold(lanes);
+    [sum, without.unwrap_or(sum)]
 }
 
 /// Weights that stay in the first cache until they are added; a multiple of 256.
@@ -450,37 +467,13 @@ impl<I: Element> Kernel for Extent<'_, I> {
 /// The weights `w` of `x * scale`; -inf has weight +0.
 #[inline(always)]
 pub(crate) fn weights<S: Simd, I: Element>(s: S, x: &[I], scale: f32, origin: Origin, w: &mut [f32]) {
-    match origin.top {
-        None => s.enter(Weights { x, scale, n: origin.n, w }),
-        Some(top) => s.enter(FromTop { x, scale, top, w }),
-    }
-}
-
-/// The weights of a row that is far from zero.
-struct FromTop<'a, I> {
-    x: &'a [I],
-    scale: f32,
-    top: f32,
-    w: &'a mut [f32],
-}
-
-impl<I: Element> Kernel for FromTop<'_, I> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        let FromTop { x, scale, top, w } = self;
-        let (c_hi, c_lo, n) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(0.0));
-        for at in (0..x.len()).step_by(S::LANES) {
-            let below = s.sub(scaled(s, load_at(s, x, at, I::default()), scale), s.splat(top));
-            narrow_at(s, weigh::<S, true>(s, below, c_hi, c_lo, n), w, at);
-        }
-    }
+    s.enter(Weights { x, scale, origin, w });
 }
 
 struct Weights<'a, I> {
     x: &'a [I],
     scale: f32,
-    n: f32,
+    origin: Origin,
     w: &'a mut [f32],
 }
 
@@ -488,11 +481,17 @@ impl<I: Element> Kernel for Weights<'_, I> {
     type Output = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Weights { x, scale, n, w } = self;
-        if is_small(s, s.splat(n)) {
-            weights_of::<S, I, true>(s, x, scale, n, w)
-        } else {
-            weights_of::<S, I, false>(s, x, scale, n, w)
+        let Weights { x, scale, origin: Origin { n, top }, w } = self;
+        match top {
+            None if is_small(s, s.splat(n)) => weights_of::<S, I, true>(s, x, scale, n, w),
+            None => weights_of::<S, I, false>(s, x, scale, n, w),
+            // Such rows are rare.
+            Some(top) => {
+                for at in (0..x.len()).step_by(S::LANES) {
+                    let below = s.sub(scaled(s, load_at(s, x, at, I::default()), scale), s.splat(top));
+                    narrow_at(s, scaled_weight::<_, true>(s, below, 1.0, n), w, at);
+                }
+            }
         }
     }
 }

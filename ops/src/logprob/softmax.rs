@@ -9,7 +9,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::gemm::gemm::segment_length;
-use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
+use crate::logprob::logprob::{Denominator, Reference, join, weights};
 use crate::math::{LOG2E, near_coefficients, near_weight, near_weights};
 use crate::reduce::{EightSums, Lanes};
 use crate::simd::scalar::Scalar;
@@ -138,10 +138,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             }
             let Denominator { origin, sum, .. } = match &reference {
                 Some(reference) => Denominator::of_row(s, x, 1.0, reference, kept),
-                None => {
-                    let reference = &Reference::of(s, x, 1.0);
-                    s.enter(Total { x, scale: 1.0, reference, without: None, next: &[] })
-                }
+                None => Denominator::of_long_row(s, x, 1.0, &Reference::of(s, x, 1.0)),
             };
             for x in x.chunks(KEPT) {
                 let w = &mut kept[..x.len()];

@@ -10,7 +10,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
 use crate::call::Entry;
 use crate::element::{typed, typed_pair};
 use crate::gemm::gemm::segment_length;
-use crate::logprob::logprob::{Denominator, Reference, Total, join, weights};
+use crate::logprob::logprob::{Denominator, Reference, join, weights};
 use crate::logprob::softmax::KEPT;
 use crate::reduce::Lanes;
 use crate::simd::stream::{Stream, is_large};
@@ -138,10 +138,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
             let (x, dy) = (self.x.row(row), self.dy.row(row));
             let total = match whole_row {
                 true => Denominator::of_row(s, x, 1.0, &Reference::of(s, x, 1.0), kept),
-                false => {
-                    let reference = &Reference::of(s, x, 1.0);
-                    s.enter(Total { x, scale: 1.0, reference, without: None, next: &[] })
-                }
+                false => Denominator::of_long_row(s, x, 1.0, &Reference::of(s, x, 1.0)),
             };
             if whole_row {
                 divide(s, &total, &mut kept[..n]);

@@ -165,13 +165,13 @@ impl Draw {
         let shape = LossShape::new(self.extent(), self.extent());
         LossShape {
             reduction: self.pick(&[Reduction::Sum, Reduction::Mean]),
-            denominator: self.positive_below_range(),
+            denominator: self.positive_in_f32(),
             ..shape
         }
     }
 
-    /// As [`Draw::positive`]; one over it need not be finite.
-    fn positive_below_range(&mut self) -> f64 {
+    /// As [`Draw::positive`], of what one over need not be finite.
+    fn positive_in_f32(&mut self) -> f64 {
         self.number(&[1.0, 0.7, 1e30], &[0.0, -9.0, f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300, 1e-320])
     }
 }
@@ -506,7 +506,7 @@ const OPS: [(&str, Op); 44] = [
     ("the step", |d| {
         let n = d.extent();
         let (x, mut sum) = (d.floats(&[n]), d.floats(&[n.div_ceil(NORM_BLOCK)]));
-        let max_norm = d.positive_below_range();
+        let max_norm = d.positive_in_f32();
         let shape = AdamW {
             lr: d.number(&[0.0, 1e-3, 1e4], &[-1.0, 1e5, f64::NAN]),
             beta1: d.number(&[0.0, 0.9], &[-0.1, 1.0, f64::NAN]),
@@ -528,7 +528,7 @@ const OPS: [(&str, Op); 44] = [
         let (n, tokens) = (d.extent(), d.extent());
         let (mask, x, mut sum) = (d.ints(&[tokens], 2), d.floats(&[tokens, n]), d.floats(&[64, n]));
         let of = d.tokens(&mask);
-        let (groups, denominator) = (d.pick(&[1, 1, 2, 0, 3, usize::MAX]), d.positive_below_range());
+        let (groups, denominator) = (d.pick(&[1, 1, 2, 0, 3, usize::MAX]), d.positive_in_f32());
         let (samples, eps) = (d.extent(), d.number(&[0.0, 1e-6], &[-1.0, f64::NAN, f64::INFINITY, 1e300]));
         let (reward, mut advantage) = (d.floats(&[2, samples]), d.floats(&[2, samples]));
         let (to, whole) = (d.extent(), sequences_of_group(tokens, d.extent(), d.extent()));
