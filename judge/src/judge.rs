@@ -817,6 +817,10 @@ fn another_question(axis: &Axis, base: &Case, variant: &Variant) -> Result<(), S
 
 /// Why sameness of the answer would say nothing: an output holds one value over and over where the oracle's does not.
 fn constant(trial: &Trial, base: &Base, oracle: &mut Option<Result<References, String>>) -> Option<String> {
+    // What survives of such sums is a matter of their order, and a right one may leave the same of each.
+    if trial.case.fill == Fill::Power {
+        return None;
+    }
     let one_value = |tensor: &Tensor| {
         let elements = tensor.elements();
         (1..tensor.len()).all(|i| elements.bits(i) == elements.bits(0))

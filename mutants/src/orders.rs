@@ -53,8 +53,15 @@ impl Order {
             Order::Strided(count) => chain(&lanes(terms, count)),
             Order::Pairwise => {
                 let mut sums = terms.to_vec();
-                while sums.len() > 1 {
-                    sums = sums.chunks(2).map(chain_of_two).collect();
+                let mut count = n;
+                while count > 1 {
+                    for i in 0..count / 2 {
+                        sums[i] = sums[2 * i] + sums[2 * i + 1];
+                    }
+                    if count % 2 == 1 {
+                        sums[count / 2] = sums[count - 1];
+                    }
+                    count = count.div_ceil(2);
                 }
                 sums.first().copied().unwrap_or(0.0)
             }
@@ -73,13 +80,11 @@ impl Order {
     }
 }
 
-fn chain_of_two(two: &[f32]) -> f32 {
-    two.iter().copied().reduce(|a, b| a + b).expect("a chunk has one")
-}
-
 fn lanes(terms: &[f32], count: usize) -> Vec<f32> {
     let mut lanes = vec![0.0f32; count];
-    terms.iter().enumerate().for_each(|(i, term)| lanes[i % count] += term);
+    for piece in terms.chunks(count) {
+        lanes.iter_mut().zip(piece).for_each(|(lane, term)| *lane += term);
+    }
     lanes
 }
 

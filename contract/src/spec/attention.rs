@@ -106,8 +106,14 @@ fn power(maker: &Maker, [b, t, s, hq, hkv, d, e]: [usize; 7]) -> [Vec<f64>; 3] {
                 let top = |j: usize| logits.get(j) == Some(&power::TOP);
                 let lost: f64 = logits.iter().filter(|logit| **logit != power::TOP).map(|logit| weight(*logit)).sum();
                 let large = (0..common).filter(|&j| top(j)).count() as f64;
-                (0..s).for_each(|j| k[key(j) * d] = logits.get(j).copied().unwrap_or(-power::TOP));
-                queries.iter().for_each(|&row| q[row * d] = 1.0 / scale);
+                for j in 0..s {
+                    k[key(j) * d] = logits.get(j).copied().unwrap_or(-power::TOP);
+                    // Another element takes the top to 0, so that lse shows all of what is lost beside it.
+                    k[key(j) * d + d - 1] -= power::TOP;
+                }
+                for &row in &queries {
+                    (q[row * d], q[row * d + d - 1]) = (1.0 / scale, 1.0 / scale);
+                }
                 for column in 0..e {
                     let sum = large + lost * of_v.below(column, 1 << 20) as f64 * round::pow2(-20);
                     let candidates = power::significands(maker, &of_v, e + column);
