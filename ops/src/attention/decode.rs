@@ -645,7 +645,7 @@ impl<I: Element> Pass<'_, I> {
     }
 }
 
-/// The scores of a panel of bf16 keys, head after head: its keys change places, then come the products.
+/// The scores of a panel of bf16 keys, head after head: its keys are transposed, then come the products.
 struct PanelScores<'a, 'p> {
     /// The keys of all heads, `d` elements each.
     keys: &'a RowsSideBySide<'a>,

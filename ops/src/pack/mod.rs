@@ -61,7 +61,7 @@ pub fn f32_of_rows<'a, I: Element>(
         interleave::<false>(cpu, rows, k, words, as_words_mut(out), stride, Prefetch::NONE);
         return;
     }
-    // Some steps at a time are widened into rows of their own, which then change places.
+    // Some steps at a time are widened into rows of their own, which are then transposed.
     let mut wide = [[0f32; STEPS]; PANEL];
     for first in (0..rows).step_by(PANEL) {
         let rows = PANEL.min(rows - first);

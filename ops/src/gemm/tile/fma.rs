@@ -26,7 +26,7 @@ const CODED_NEAR: usize = 2 * NEAR;
 const STEPS_IN_SETS: usize = 8;
 /// Words of a cache line.
 const LINE: usize = 16;
-/// Steps of k in a round of a chain of 8 lanes.
+/// Steps of k by which a chain of 8 lanes is unrolled.
 const UNROLLED: usize = 4;
 
 /// The first multiples of a distance, which the compiler takes for any numbers. It would come to each by additions in every
@@ -95,7 +95,7 @@ trait Steps: Copy {
         let mut right = self.behind(at);
         // One place serves all rows.
         let (x, mut place) = (rows.map(|row| a.wrapping_add(row)), at * Self::K * left[1]);
-        // Steps of k in a round; prefill gains 1% at most.
+        // Steps of k by which the loop is unrolled; prefill gains 1% at most.
         let round = if S::LANES == 8 { UNROLLED } else { Self::K };
         let columns = VECTORS * S::LANES;
         let (mut line, on) = self.asking(before, round * ROWS * columns);
