@@ -66,6 +66,39 @@ fn lines_of_markdown_end_at_the_width() {
     assert_eq!(long_lines(&format!("{words}\n| {words}\n```\n{words}\n```\n- {words}\n")), [1, 6]);
 }
 
+/// The address of a heading within its page, as GitHub makes it.
+fn anchor(heading: &str) -> String {
+    let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    heading.to_lowercase().chars().filter(kept).map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// Links within the repository that lead nowhere, of a page at `path`.
+fn broken_links(path: &Path, text: &str) -> Vec<String> {
+    let links = text.match_indices("](").filter_map(|(at, _)| text[at + 2..].split(')').next());
+    let ours = links.filter(|link| !link.contains("://") && !link.contains(char::is_whitespace));
+    let broken = ours.filter(|link| {
+        let (file, place) = link.split_once('#').map_or((*link, None), |(file, place)| (file, Some(place)));
+        let target = if file.is_empty() { path.to_path_buf() } else { path.parent().unwrap().join(file) };
+        let is_there = |place: &str| {
+            let page = std::fs::read_to_string(&target).unwrap_or_default();
+            page.lines()
+                .filter(|line| line.starts_with('#'))
+                .any(|line| anchor(line.trim_start_matches('#').trim()) == place)
+        };
+        !target.exists() || place.is_some_and(|place| !is_there(place))
+    });
+    broken.map(|link| format!("{}: {link}", path.display())).collect()
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let broken = |path: PathBuf| broken_links(&path, &std::fs::read_to_string(&path).unwrap());
+    assert_eq!(pages().into_iter().flat_map(broken).collect::<Vec<_>>(), [""; 0]);
+    let text = "[a](docs/WIRE.md) [b](docs/none.md) [c](docs/PERFORMANCE.md#an-nvidia-h100) [d](docs/WIRE.md#no-such)";
+    let seen: Vec<String> = broken_links(&root().join("README.md"), text);
+    assert!(seen.len() == 2 && seen[0].ends_with(": docs/none.md") && seen[1].ends_with("#no-such"), "{seen:?}");
+}
+
 /// What a page says between the two lines of `name`, and the page without it.
 fn part(text: &str, name: &str) -> (String, String) {
     let begin = format!("<!-- generated {name}: ");
