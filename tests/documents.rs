@@ -57,7 +57,8 @@ fn lines_of_markdown_end_at_the_width() {
     let pages = pages();
     assert!(pages.len() > 15, "{pages:?}");
     let mut long = Vec::new();
-    for path in pages {
+    // Branches that meet join their lines of CHANGELOG, and lines that were filled again would stand there twice.
+    for path in pages.into_iter().filter(|path| !path.ends_with("CHANGELOG.md")) {
         let lines = long_lines(&std::fs::read_to_string(&path).unwrap());
         long.extend(lines.iter().map(|line| format!("{}:{line}", path.display())));
     }
