@@ -341,7 +341,7 @@ impl Tensor {
         }
     }
 
-    /// A tensor from little-endian bytes, its first element on the border of a cache line; `None` when the length does not
+    /// A tensor from little-endian bytes, its first element aligned to a cache line; `None` when the length does not
     /// match `shape`, or the extents of `shape` overflow, be it beside a 0.
     pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Option<Tensor> {
         let nonzero = shape.iter().filter(|&&d| d > 0).try_fold(1usize, |n, &d| n.checked_mul(d))?;
@@ -353,17 +353,17 @@ impl Tensor {
         let two = |c: &[u8]| u16::from_le_bytes([c[0], c[1]]);
         let four = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]);
         Some(match dtype {
-            DType::Bf16 => Tensor::Bf16(on_a_line(shape, bytes.chunks_exact(2).map(|c| bf16::from_bits(two(c))))),
-            DType::Fp16 => Tensor::Fp16(on_a_line(shape, bytes.chunks_exact(2).map(|c| f16::from_bits(two(c))))),
-            DType::Fp32 => Tensor::Fp32(on_a_line(shape, bytes.chunks_exact(4).map(|c| f32::from_bits(four(c))))),
-            DType::I32 => Tensor::I32(on_a_line(shape, bytes.chunks_exact(4).map(|c| four(c) as i32))),
+            DType::Bf16 => Tensor::Bf16(line_aligned(shape, bytes.chunks_exact(2).map(|c| bf16::from_bits(two(c))))),
+            DType::Fp16 => Tensor::Fp16(line_aligned(shape, bytes.chunks_exact(2).map(|c| f16::from_bits(two(c))))),
+            DType::Fp32 => Tensor::Fp32(line_aligned(shape, bytes.chunks_exact(4).map(|c| f32::from_bits(four(c))))),
+            DType::I32 => Tensor::I32(line_aligned(shape, bytes.chunks_exact(4).map(|c| four(c) as i32))),
         })
     }
 }
 
-/// An array whose first element stands on the border of a cache line, as libraries for tensors place theirs: times of
-/// kernels would hang on where an allocator happens to put things.
-fn on_a_line<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIterator<Item = T>) -> Array<T> {
+/// An array whose first element is aligned to a cache line, as libraries for tensors align theirs. Otherwise the times of
+/// kernels would depend on where an allocator happens to put things.
+fn line_aligned<T: Copy + Default>(shape: &[usize], elements: impl ExactSizeIterator<Item = T>) -> Array<T> {
     let line = LINE / size_of::<T>();
     let mut room = Vec::<T>::with_capacity(elements.len() + line);
     let before = room.as_ptr().align_offset(LINE).min(line);
@@ -380,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_bytes_bring_starts_on_a_line_and_keeps_its_bits() {
+    fn what_bytes_bring_is_aligned_to_a_cache_line_and_keeps_its_bits() {
         for dtype in [DType::Bf16, DType::Fp16, DType::Fp32, DType::I32] {
             for count in [0, 1, 33, 5000, 100_000] {
                 let bytes: Vec<u8> = (0..count * dtype.size()).map(|i| (i * 7 % 251) as u8).collect();

@@ -11,7 +11,7 @@ use std::time::Instant;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ceiling {
-    /// Bytes per second of reading 256 MiB in order, with or without asking memory ahead, whichever is faster.
+    /// Bytes per second of reading 256 MiB in order, with or without a prefetch, whichever is faster.
     Read,
     /// Bytes per second of copying 256 MiB with the system's memcpy; what is read and what is written both count.
     Copy,

@@ -4,7 +4,7 @@ use crate::simd::{Kernel, MAX_LANES, OnLine, Simd, Storage, load_at, load_two, s
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
 pub(crate) const LANES: usize = 256;
-/// Elements that are read from memory once and then, where not all lanes fit the registers, again from the first cache.
+/// Elements that are read from memory once and then, where not all lanes fit the registers, again from L1.
 const TILE: usize = 16 * LANES;
 
 /// How one element enters its lane.

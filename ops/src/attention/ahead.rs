@@ -1,4 +1,4 @@
-//! What decode asks of memory ahead of its work: the keys or values of the next panel, a share for each head. It changes no bit.
+//! What decode prefetches: the keys or values of the next panel, a share for each head. It changes no bit.
 
 use super::attention::{Job, Range};
 use super::decode::Task;
@@ -9,7 +9,7 @@ use crate::simd::prefetch_second;
 use crate::tensor::Heads;
 use crate::workspace::memory::PAGE;
 
-/// Keys of a sequence that are asked for while others are worked on.
+/// Keys of a sequence that are prefetched while others are worked on.
 #[derive(Clone, Copy)]
 pub struct Next {
     b: usize,
@@ -35,17 +35,18 @@ impl Next {
     }
 }
 
-/// Where the rows of k or v stand that the heads of a task ask for.
+/// Where the rows of k or v stand that the heads of a task prefetch.
 pub struct Ahead<'a, I> {
     job: &'a Job<'a, I>,
     heads: Range,
     /// These heads of row 0.
     start: *const i8,
-    /// Bytes of these heads, and from one row to the next: 0 where rows do not stand one behind the other, and none is asked for.
+    /// Bytes of these heads, and from one row to the next. 0 where rows do not stand one behind the other: then none is
+    /// prefetched.
     width: usize,
     stride: usize,
     rows_in_page: usize,
-    /// Rows that each head asks for.
+    /// Rows that each head prefetches.
     share: usize,
 }
 
@@ -64,8 +65,8 @@ impl<'a, I: Element> Ahead<'a, I> {
         }
     }
 
-    /// The share of some heads of the next keys, in the order of memory: every head asks for some whole rows, on its way where
-    /// they are adjacent and can be, else at once.
+    /// The share of some heads of the next keys, in the order of memory: every head prefetches some whole rows, on its way
+    /// where they are adjacent and can be, else at once.
     pub fn of(&self, next: Next, some: Range, on_the_way: bool) -> Prefetch {
         if self.stride == 0 {
             return Prefetch::NONE;
@@ -77,9 +78,9 @@ impl<'a, I: Element> Ahead<'a, I> {
         };
         let row = |j: usize| self.job.key_row(next.b, j);
         let at = |row: usize| self.start.wrapping_add(row * self.stride);
-        // To find where a page stands holds up what comes after, and pages asked for one behind the other are found together: so
-        // it is done before they are asked for. On vectors of 8 a head finds those of the one behind it (a Zen 3 takes 0.95 of the
-        // time of all at once), on others the first one finds them all.
+        // A TLB miss holds up the loads behind it, and misses that are under way together overlap. So one line of every page is
+        // prefetched before the others. On vectors of 8 a head does so for the pages of the next head (a Zen 3 takes 0.95 of
+        // the time of all at once); on others the first head does so for all pages.
         let first = some.from == self.heads.from;
         let to_find = match self.job.cpu.isa().lanes() {
             8 if first => keys_of(some.from, some.to + 1),

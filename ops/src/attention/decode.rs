@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Work for one worker is at least this many bytes of keys and values: less does not pay for waking it.
 const WORTHWHILE: usize = 128 << 10;
 
-/// Words of workspace that stay in the second cache of a worker: sequences wait for their turn rather than push out the
+/// Words of workspace that stay in the L2 of a worker: sequences wait for their turn rather than push out the
 /// scores of others.
 const KEPT: usize = 256 << 10;
 
@@ -241,7 +241,7 @@ impl<I: Element> Pass<'_, I> {
         let blocks = count * plan.blocks;
         let rounds = blocks.div_ceil(plan.workers);
         let cuts = if 3 * rounds * plan.workers <= 4 * blocks { 1 } else { kv_heads };
-        // What a sequence does not see is no task: the one before it asks for what comes after.
+        // What a sequence does not see is no task: the one before it prefetches what comes after.
         let task = |i: usize| {
             let (b, block, cut) = (first + i / cuts / plan.blocks, i / cuts % plan.blocks, i % cuts);
             let seen = job.seen(b);
@@ -253,7 +253,7 @@ impl<I: Element> Pass<'_, I> {
         };
         let tasks: Vec<Task> = (0..count * plan.blocks * cuts).filter_map(task).collect();
         let slow = AtomicUsize::new(0);
-        // A worker asks for its next block while it is at work on one.
+        // A worker prefetches its next block while it is at work on one.
         let each = |slots: &mut [&mut [u32]], work: &Work| {
             job.cpu.each_with_next(slots.iter_mut(), tasks.len(), |slot, i, following| {
                 work(slot, &tasks[i], following.map(|i| &tasks[i]));
@@ -556,7 +556,7 @@ impl<I: Element> Pass<'_, I> {
             let panel_end = (from / PANEL + 1) * PANEL;
             let to = if in_place.is_some() { job.run_end(from) } else { panel_end };
             let to = to.min(panel_end).min(keys.to);
-            // At the start of a panel the next one is asked for.
+            // At the start of a panel the next one is prefetched.
             let begins = from == keys.from || from.is_multiple_of(PANEL);
             let next = if begins { Next::after(panel_end, task, following) } else { Next::NOTHING };
             let whole = in_place.is_some() && to - from == PANEL;
@@ -645,7 +645,7 @@ impl<I: Element> Pass<'_, I> {
     }
 }
 
-/// The scores of a panel of bf16 keys, head after head: its keys change places, then come the products.
+/// The scores of a panel of bf16 keys, head after head: its keys are transposed, then come the products.
 struct PanelScores<'a, 'p> {
     /// The keys of all heads, `d` elements each.
     keys: &'a RowsSideBySide<'a>,
@@ -654,7 +654,7 @@ struct PanelScores<'a, 'p> {
     /// The queries of a sequence, laid out.
     rows: usize,
     queries: &'a [u32],
-    /// What a head asks for.
+    /// What a head prefetches.
     asks: &'a dyn Fn(usize) -> Prefetch,
     /// Where keys are laid out.
     panel: &'a mut [u32],

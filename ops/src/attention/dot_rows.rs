@@ -41,7 +41,7 @@ pub fn heads_at_once(rows: usize) -> usize {
     if rows <= 4 { 2 } else { 1 }
 }
 
-/// Writes the sums of `rows` queries of each head (one, or [`heads_at_once`]) and all keys, asks for `ahead` on the way, and
+/// Writes the sums of `rows` queries of each head (one, or [`heads_at_once`]) and all keys, prefetches `ahead` on the way, and
 /// returns the keys' smallest nonzero magnitude.
 pub fn dot_rows(cpu: &Cpu, heads: &mut [Head], rows: usize, keys: &Keys, stride: usize, ahead: Prefetch) -> f32 {
     let d = keys.len;
@@ -79,7 +79,7 @@ impl<const HEADS: usize, const GROUPS: usize> Kernel512 for Quarters<'_, '_, HEA
     unsafe fn run<S: Simd512>(self, s: S) -> f32 {
         let Quarters { heads, rows, keys, stride, mut ahead } = self;
         let words = keys.len / 2;
-        // Two lines for every eight words of four keys are as many as there are; anything else is asked for at once.
+        // Two lines for every eight words of four keys are as many as there are; anything else is prefetched at once.
         let mut next: *const i8 = keys.k.as_ptr().cast();
         let mut step = 0;
         match ahead.bounds() {

@@ -22,7 +22,7 @@ const TILES_BETWEEN: usize = 8;
 const ROWS: usize = 48;
 /// Keys or values laid out at a time.
 const PART: usize = 64;
-/// Keys between a value and the one asked of memory beside it.
+/// How many keys ahead values are prefetched.
 const AHEAD: usize = 32;
 
 /// How a call is cut into tiles.
@@ -102,7 +102,7 @@ impl Tiles {
         if self.span == 0 { PART } else { PART.min(self.span) }
     }
 
-    /// Keys whose scores are looked at while the first cache has them. Dot products of pairs go block by block.
+    /// Keys whose scores are looked at while they are in L1. Dot products of pairs go block by block.
     fn scores_at_once(&self) -> usize {
         if self.query_pairs { usize::MAX } else { PART }
     }
@@ -181,7 +181,7 @@ pub fn run<I: Element, O: Element>(
         lay_values_out(job, plan, from, as_floats_mut(values));
         let values = as_floats(values);
         job.cpu.each_in(slots.iter_mut(), count * tiles, |slot, task| {
-            // The tiles of an entry go one after another, while the second cache has its keys and values; the last queries see
+            // The tiles of an entry go one after another, while its keys and values are in L2; the last queries see
             // the most keys: they go first.
             let (entry, tile) = (task / tiles, tiles - 1 - task % tiles);
             let (b, kv_head) = ((from + entry) / kv_heads, (from + entry) % kv_heads);
@@ -806,7 +806,7 @@ struct Exponentiate<'a> {
     c: (f32, f32),
     softmax: &'a Softmax,
     sums: &'a mut Sums,
-    /// What is read next: memory brings it to the second cache while weights are computed. It may be empty.
+    /// What is read next, prefetched to L2 while weights are computed. It may be empty.
     ahead: &'a [f32],
 }
 

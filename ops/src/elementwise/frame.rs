@@ -181,7 +181,7 @@ impl<P: Pointwise, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
     }
 }
 
-/// So many bytes ahead of the work memory is asked for: what one element costs leaves the processor's own look-ahead behind.
+/// The prefetch distance in bytes: what one element costs leaves the processor's own look-ahead behind.
 const AHEAD: usize = 6 << 10;
 
 /// What [`Pointwise::first`] makes of the elements of a; with `PAIRS` in the order of [`load_two`] as far as they are whole
@@ -224,7 +224,7 @@ impl<P: Pointwise, I: Element, const PAIRS: bool, const N: usize> Kernel for Fir
 }
 
 /// [`Pointwise::first`] of every element of a, in the order in which [`load_two`] takes them from `I` to `O`. What comes behind
-/// `inputs`, as long as a, is asked for meanwhile: these loops wait for no memory.
+/// `inputs`, as long as a, is prefetched meanwhile: these loops wait for no memory.
 #[inline(always)]
 pub(super) fn make_firsts<S: Simd, I: Element, O: Element, const N: usize>(
     s: S,

@@ -119,7 +119,7 @@ struct Part<'a, P, I, O> {
     large: bool,
 }
 
-/// So many bytes ahead of the work memory is asked for.
+/// The prefetch distance in bytes.
 const AHEAD: usize = 4 << 10;
 
 impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {

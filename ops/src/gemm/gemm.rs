@@ -672,7 +672,7 @@ pub(crate) struct Says {
     pub flushes: &'static str,
 }
 
-/// Rows of a block at most: with 2048 steps of k they are in the second cache of 1 MiB.
+/// Rows of a block at most: with 2048 steps of k they fit an L2 of 1 MiB.
 const BLOCK_ROWS: usize = 96;
 /// From so many rows on tiles pass over a panel together.
 const FEWEST_ROWS: usize = 13;
@@ -971,7 +971,7 @@ impl<I: Element> Product<'_, I> {
                 if plan.block > 0 {
                     let tasks = panels * tiles.div_ceil(plan.block);
                     cpu.each_after(slots.iter_mut().collect(), [packs, tasks], pack, |(slot, _), task| {
-                        // All panels pass over a block, which stays in the second cache.
+                        // All panels pass over a block, which stays in L2.
                         let (panel, from) = (task % panels, task / panels * plan.block);
                         let some = from..tiles.min(from + plan.block);
                         // SAFETY: all tiles are packed, and nobody writes them until the last task has ended.
@@ -1225,7 +1225,7 @@ impl<'a, O> SharedOut<'a, O> {
         SharedOut { data: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
     }
 
-    /// Asks for the cache lines of `rows` elements, `stride` apart from `at`.
+    /// Prefetches the cache lines of `rows` elements, `stride` apart from `at`.
     pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
         let mut line = self.data.wrapping_add(at);
         for _ in 0..rows {

@@ -45,10 +45,10 @@ pub enum Right<'a> {
     Vnni(&'a [u32], usize),
     /// The same in 12 bits a weight, for whom [`crate::Isa::reads_coded`] names.
     Dictionary(DictionaryPanel<'a>),
-    /// Such pairs with the earlier k in the low half, as rows of bf16 hold it, and memory that is asked for on the way; for
+    /// Such pairs with the earlier k in the low half, as rows of bf16 hold it, and memory that is prefetched on the way; for
     /// [`fma_tile`] and one chain of adjacent rows.
     PairsAsking(&'a [u32], usize, Prefetch),
-    /// bf16, and memory that is asked for on the way.
+    /// bf16, and memory that is prefetched on the way.
     Bf16(&'a [half::bf16], usize, Prefetch),
 }
 

@@ -134,7 +134,7 @@ pub fn on_device<I: Stored>(
     unsafe { device.launch(Build::of::<I, f32>("entropy"), "entropy", [rows, 1, 1], 256, 0, &arguments) }
 }
 
-/// Weights that stay in the first cache until they are added; a multiple of 256.
+/// Weights that stay in L1 until they are added; a multiple of 256.
 const TILE: usize = 1024;
 
 /// Computes entropy and lse of the row `x * scale`.

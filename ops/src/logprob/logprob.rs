@@ -319,7 +319,7 @@ pub(crate) struct Total<'a, I> {
     pub reference: &'a Reference,
     /// The element that `rest` is without.
     pub without: Option<usize>,
-    /// What is read next: memory brings it to the second cache while weights are computed. It may be empty.
+    /// What is read next, prefetched to L2 while weights are computed. It may be empty.
     pub next: &'a [I],
 }
 
@@ -375,11 +375,11 @@ pub(crate) fn folded<S: Simd, I: Element>(
     [sum, without.unwrap_or(sum)]
 }
 
-/// Weights that stay in the first cache until they are added; a multiple of 256.
+/// Weights that stay in L1 until they are added; a multiple of 256.
 const TILE: usize = 1024;
 
-/// Adds the weights of a segment, none of them negligible, to the lanes and asks for as many elements of `next`. Bf16 is taken by
-/// pairs.
+/// Adds the weights of a segment, none of them negligible, to the lanes and prefetches as many elements of `next`. Bf16 is
+/// taken by pairs.
 struct NearSum<'a, I> {
     x: &'a [I],
     next: &'a [I],

@@ -23,7 +23,7 @@ use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
-/// Weights kept between the sum and the division: most of a first cache. Those of a longer row are computed twice.
+/// Weights kept between the sum and the division: most of an L1. Those of a longer row are computed twice.
 pub(super) const KEPT: usize = 8192;
 
 /// `x[R,N] -> y[R,N]`, row-major; `rows` is R, `n` is N.
@@ -191,7 +191,7 @@ fn turn<S: Simd, I: Element, O: Element>(
 /// A segment of [`turn`], no longer than [`BLOCK`].
 struct Turn<'a, I, O> {
     x: &'a [I],
-    /// What is asked for meanwhile: the same elements of the next row, if there is one.
+    /// What is prefetched meanwhile: the same elements of the next row, if there is one.
     next: *const I,
     unit: f32,
     lanes: &'a mut Lanes,
@@ -200,7 +200,7 @@ struct Turn<'a, I, O> {
     y: &'a mut [O],
 }
 
-/// How many bytes ahead of itself y is asked for.
+/// The prefetch distance of y, in bytes.
 const AHEAD: usize = 2048;
 
 impl<I: Element, O: Element> Kernel for Turn<'_, I, O> {

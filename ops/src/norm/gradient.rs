@@ -42,7 +42,7 @@ impl<S: Simd> Slope<S> {
         if let Some(dsum) = dsum { s.add(dx, dsum) } else { dx }
     }
 
-    /// Elements that stand side by side, last rounding, as the next of `stream`. What lies at `next` is asked for
+    /// Elements that stand side by side, last rounding, as the next of `stream`. What lies at `next` is prefetched
     /// meanwhile, as far as these are long.
     #[inline(always)]
     pub fn row<H: Element, I: Element, O: Element, const NEXT: usize>(

@@ -15,7 +15,7 @@ use crate::through_f32::{self, f32_row};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_eps, check_len};
 use samebits_schema::Call;
 
-/// Differences kept between their squares and the product: a part of a first cache, a multiple of 256. Those of a longer
+/// Differences kept between their squares and the product: a part of an L1, a multiple of 256. Those of a longer
 /// row are computed twice.
 pub(super) const KEPT: usize = 4096;
 

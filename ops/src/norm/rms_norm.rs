@@ -261,7 +261,7 @@ impl<S: Simd> Scale<S> {
         s.mul(self.normed::<HF>(s, x), s.add(w, self.offset))
     }
 
-    /// The row `x` with the `weights`, last rounding, as the next elements of `stream`. What lies at `next` is asked for
+    /// The row `x` with the `weights`, last rounding, as the next elements of `stream`. What lies at `next` is prefetched
     /// meanwhile, as far as this row is long.
     #[inline(always)]
     pub fn row<I: Element, W: Element, O: Element, N: Element, const NEXT: usize>(
@@ -288,7 +288,7 @@ fn offset(shape: &RmsNorm) -> f32 {
     if shape.weight_offset { 1.0 } else { -0.0 }
 }
 
-/// Weights of at most so many features are laid out: they stay in the first cache, beside a row.
+/// Weights of at most so many features are laid out: they stay in L1, beside a row.
 const LAID_OUT: usize = 4096;
 /// So many rows pay for it.
 const ROWS_TO_LAY_OUT: usize = 4;

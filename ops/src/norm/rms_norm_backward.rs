@@ -235,7 +235,7 @@ impl<I: Element, O: Element> Kernel for Part<'_, I, O> {
     }
 }
 
-/// A row of x and dy, and w; what is asked for while it is written.
+/// A row of x and dy, and w; what is prefetched while it is written.
 pub(super) struct Row<'a, I, D, const NEXT: usize> {
     pub x: &'a [I],
     pub w: &'a [I],

@@ -23,17 +23,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Words of a block: 2 pairs of k of 32 columns.
 pub const BLOCK: usize = 3 * LINE;
-/// Words that blocks are asked for ahead to the first cache, as far as `fma.rs` asks for other panels: 2 KiB.
+/// The prefetch distance of blocks to L1 in words, the same 2 KiB as of other panels in `fma.rs`.
 pub const NEAR: usize = 512;
-/// Words that they are asked for ahead of that, to the second cache: 8 KiB, the distance hardly matters. The first has 16 misses
-/// under way at most, 10 GB/s of a Xeon's memory; so two threads read 26 GB/s of 12-bit weights, 20 without this.
+/// How far ahead of that they are prefetched to L2: 8 KiB, the distance hardly matters. L1 has 16 misses under way at most,
+/// 10 GB/s of a Xeon's memory; so two threads read 26 GB/s of 12-bit weights, 20 without this.
 pub const FAR: usize = 2048;
 /// Words of an escape, a block that is not coded.
 pub const ESCAPE: usize = 2 * PANEL;
 /// Words before the numbers of the escapes: the table, the smallest nonzero magnitude, how many escapes there are.
 const HEADER: usize = 6;
 
-/// Asks for the block at `far` to the second cache, and for the one at `near` to the first.
+/// Prefetches the block at `far` to L2 and the one at `near` to L1.
 #[inline(always)]
 pub fn ask(far: *const u32, near: *const u32) {
     for line in 0..BLOCK / LINE {

@@ -24,7 +24,7 @@ fn pair(earlier: bf16, later: bf16) -> u32 {
 
 /// Lays `rows` rows of `k` bf16 side by side as pairs: `out[p * stride + r]` is pair p of row r, the earlier element in the
 /// high half as products of pairs take it, or, without `SWAP`, in the low half as rows hold it, which saves an exchange; an odd
-/// end is filled with `pad`. Other places of `out` keep what they hold. On the way memory is asked for `ahead`.
+/// end is filled with `pad`. Other places of `out` keep what they hold. `ahead` is prefetched on the way.
 #[allow(clippy::too_many_arguments)]
 pub fn pairs_of_rows<'a, const SWAP: bool>(
     cpu: &Cpu,
@@ -61,7 +61,7 @@ pub fn f32_of_rows<'a, I: Element>(
         interleave::<false>(cpu, rows, k, words, as_words_mut(out), stride, Prefetch::NONE);
         return;
     }
-    // Some steps at a time are widened into rows of their own, which then change places.
+    // Some steps at a time are widened into rows of their own, which are then transposed.
     let mut wide = [[0f32; STEPS]; PANEL];
     for first in (0..rows).step_by(PANEL) {
         let rows = PANEL.min(rows - first);
@@ -93,7 +93,7 @@ impl<'a> RowsSideBySide<'a> {
     }
 
     /// [`pairs_of_rows`] of `k` elements of each row from `at` on, both even, without an exchange, as part of a kernel; `out` is a
-    /// panel of [`PANEL`] columns. On the way memory is asked for, a line at a time; returns what is left to be asked for.
+    /// panel of [`PANEL`] columns. `ahead` is prefetched on the way, a line at a time; returns what is left of it.
     #[inline(always)]
     pub fn pairs_on<S: Simd>(&self, s: S, at: usize, k: usize, out: &mut [u32], ahead: Prefetch) -> Prefetch {
         assert!(at.is_multiple_of(2) && k.is_multiple_of(2), "whole pairs");
@@ -125,7 +125,7 @@ pub fn rows_of_panel<const SWAP: bool>(
 const STEPS: usize = 64;
 
 /// `out[p * stride + r] = row(r)[p]` for words p, their halves exchanged with `SWAP`; `row` points to `words` words,
-/// aligned or not. Memory is asked for `ahead` on the way of the first [`PANEL`] rows.
+/// aligned or not. `ahead` is prefetched on the way of the first [`PANEL`] rows.
 fn interleave<const SWAP: bool>(
     cpu: &Cpu,
     rows: usize,
@@ -197,7 +197,7 @@ impl<const SWAP: bool> Interleave<'_, SWAP> {
         let whole = words / S::LANES * S::LANES;
         let steps = rows.div_ceil(S::LANES) * (whole / S::LANES);
         let share = ahead.lines().div_ceil(steps.max(1));
-        // A line that is near is asked for where nothing else is.
+        // A line that is near is prefetched where nothing else is.
         let (mut line, last) = ahead.bounds().unwrap_or((from[0].cast(), from[0].cast()));
         for first in (0..rows).step_by(S::LANES) {
             let count = S::LANES.min(rows - first);
@@ -314,7 +314,7 @@ pub fn f32_tiles<'a, I: Element>(
     }
 }
 
-/// How many rows ahead of its work [`f32_tiles`] asks for memory.
+/// The prefetch distance of [`f32_tiles`], in rows.
 const ROWS_AHEAD: usize = 8;
 
 struct WideTiles<'a, F> {
@@ -510,14 +510,14 @@ pub fn from_biased(least: u16) -> f32 {
     bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
 }
 
-/// Asks for the cache lines of `x`, which stands apart from what was read before it.
+/// Prefetches the cache lines of `x`, which stands apart from what was read before it.
 #[inline(always)]
 pub fn prefetch<T>(x: &[T]) {
     Prefetch::of(x).ask(usize::MAX);
 }
 
-/// Asks for as much memory as `x` takes, `bytes` behind its start, to the second cache: what is asked to the first waits for the
-/// places that loads wait for.
+/// Prefetches as much memory as `x` takes, `bytes` behind its start, to L2: a prefetch to L1 waits for the same places as a
+/// load.
 #[inline(always)]
 pub fn prefetch_at<T>(x: &[T], bytes: usize) {
     for line in (bytes..bytes + size_of_val(x)).step_by(64) {
@@ -525,7 +525,7 @@ pub fn prefetch_at<T>(x: &[T], bytes: usize) {
     }
 }
 
-/// Memory that will be read next, asked for some lines at a time between other work: all at once they would fill the queue
+/// Memory that will be read next, prefetched some lines at a time between other work: all at once they would fill the queue
 /// of misses and hold up every load behind them.
 #[derive(Clone, Copy)]
 pub struct Prefetch {
@@ -542,7 +542,7 @@ impl Default for Prefetch {
 impl Prefetch {
     pub const NONE: Prefetch = Prefetch { at: std::ptr::null(), lines: 0 };
 
-    /// `bytes` bytes from `start` on, which may be any: what is no memory is not asked for.
+    /// `bytes` bytes from `start` on, which may be any: what is no memory is not prefetched.
     #[inline(always)]
     pub fn at(start: *const i8, bytes: usize) -> Prefetch {
         Prefetch { at: start, lines: bytes.div_ceil(64) }
@@ -576,7 +576,7 @@ impl Prefetch {
         (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))
     }
 
-    /// Asks for the next `count` lines.
+    /// Prefetches the next `count` lines.
     #[inline(always)]
     pub fn ask(&mut self, count: usize) {
         for _ in 0..count.min(self.lines) {

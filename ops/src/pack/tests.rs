@@ -69,7 +69,7 @@ fn rows_become_pairs() {
     }
 }
 
-/// [`RowsSideBySide::pairs_on`], and what it leaves to be asked for.
+/// [`RowsSideBySide::pairs_on`], and what it leaves to be prefetched.
 struct Pairs<'a> {
     rows: &'a RowsSideBySide<'a>,
     at: usize,

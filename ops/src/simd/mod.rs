@@ -527,7 +527,7 @@ pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
     }
 }
 
-/// Asks for the line that holds `p`. It reads nothing, so `p` may be any address.
+/// Prefetches the line that holds `p`. It reads nothing, so `p` may be any address.
 #[inline(always)]
 pub fn prefetch<T>(p: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -539,7 +539,7 @@ pub fn prefetch<T>(p: *const T) {
     let _ = p;
 }
 
-/// [`prefetch`] to the second cache.
+/// [`prefetch`] to L2.
 #[inline(always)]
 pub fn prefetch_second<T>(p: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -551,7 +551,8 @@ pub fn prefetch_second<T>(p: *const T) {
     let _ = p;
 }
 
-/// Asks for the line that holds `p` in order to write it: no other cache keeps it. It writes nothing, so `p` may be any address.
+/// Prefetches the line that holds `p` in order to write it: no other cache keeps it. It writes nothing, so `p` may be any
+/// address.
 #[inline(always)]
 pub fn prefetch_to_write<T>(p: *const T) {
     #[cfg(target_arch = "x86_64")]

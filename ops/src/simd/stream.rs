@@ -2,13 +2,13 @@
 //!
 //! A store to a line that no cache holds first reads it from memory. For an output that does not fit the caches that
 //! read is a third of all traffic and pushes out what is still needed. So its whole lines leave by stores that bypass the
-//! caches: each from registers as soon as it is made ([`Stream::fill`]), or from a buffer that stays in the first cache
+//! caches: each from registers as soon as it is made ([`Stream::fill`]), or from a buffer that stays in L1
 //! ([`Stream::room`]), for ops that make their elements in another order.
 
 use crate::simd::{MAX_LANES, OnLine, Simd, prefetch_second};
 use crate::{Cpu, Element};
 
-/// Elements that are made together at most: all that is made of so many stays in the first cache.
+/// Elements that are made together at most: all that is made of so many stays in L1.
 pub const BLOCK: usize = 1024;
 /// Elements that [`Made::line`] makes: whole lines of memory (one of bf16, two of f32) and pairs of vectors.
 pub const LINE: usize = 32;
@@ -37,7 +37,7 @@ pub fn take<'a, T>(x: &mut &'a [T], n: usize) -> &'a [T] {
     taken
 }
 
-/// Asks for the [`LINE`] elements at `next`, to the second cache, and moves on to those behind them.
+/// Prefetches the [`LINE`] elements at `next` to L2 and moves on to those behind them.
 #[inline(always)]
 pub fn ask<T>(next: &mut *const T) {
     for byte in (0..LINE * size_of::<T>()).step_by(64) {

@@ -58,7 +58,7 @@ impl<'a> Tokens<'a> {
         if n == 0 || rows == 0 {
             return Ok(());
         }
-        // Sums of 64 KB stay in the second cache beside the rows that pass.
+        // Sums of 64 KB stay in L2 beside the rows that pass.
         let chains = ((16 << 10) / n).clamp(1, CHAINS.div_ceil(cpu.threads()));
         let start = (self.offset % CHAINS) * (heads % CHAINS) % CHAINS;
         cpu.chunks(dw, chains * n, |chunk, dw| {

@@ -276,7 +276,7 @@ struct Part<'a, O> {
     large: bool,
 }
 
-/// So many bytes ahead of the work memory is asked for.
+/// The prefetch distance in bytes.
 const AHEAD: usize = 4 << 10;
 
 impl<O: Element> Kernel for Part<'_, O> {

@@ -1,10 +1,10 @@
 //! Many tiles and one panel with fused multiply-adds, for products of many rows.
 //!
-//! A tile by itself reads its panel from the second cache for every six or twelve rows. Here [`STEPS`] steps of k of the
-//! panel are laid out as f32 in the first cache and all tiles of a block pass over them, so that what comes from further
+//! A tile by itself reads its panel from L2 for every six or twelve rows. Here [`STEPS`] steps of k of the
+//! panel are laid out as f32 in L1 and all tiles of a block pass over them, so that what comes from further
 //! away is the tiles alone, once. A sum is the same chain as in [`super::fma_tile`]: what it has reached waits in memory
 //! between the pieces of a segment, and finished segments wait there for their join, short ones that a piece has two of in
-//! the first cache. [`fma_chains`] takes one chain for each sum, and leaves it where it belongs.
+//! L1. [`fma_chains`] takes one chain for each sum, and leaves it where it belongs.
 
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
@@ -15,7 +15,7 @@ use crate::simd::{Kernel, Simd, prefetch};
 use crate::{Cpu, Isa};
 use std::mem::MaybeUninit;
 
-/// Steps of k that are in the first cache at a time: 16 KiB of a panel, half of the smallest such cache.
+/// Steps of k that are in L1 at a time: 16 KiB of a panel, half of the smallest L1.
 const STEPS: usize = 128;
 /// The same of 16 lanes where sums are far from it: of a chain, and of two segments together.
 const MOST_STEPS: usize = 256;
@@ -170,7 +170,7 @@ struct Part {
 /// A piece of k.
 #[derive(Clone, Copy)]
 struct Piece {
-    /// A part of one segment; or the whole of two that are joined, the first of which waits in the first cache.
+    /// A part of one segment; or the whole of two that are joined, the first of which waits in L1.
     parts: [Part; 2],
     count: usize,
     /// How many segments there are.
@@ -178,7 +178,7 @@ struct Piece {
     /// From one row of the sums to the next, and from one level of what waits.
     row: usize,
     level: usize,
-    /// Of a chain: lines of `far` that are asked for, and whether it ends, with the last rounding.
+    /// Of a chain: lines of `far` that are prefetched, and whether it ends, with the last rounding.
     far: usize,
     ends: bool,
 }
@@ -190,7 +190,7 @@ struct Place {
     right: *const f32,
     sums: *mut f32,
     waiting: *mut f32,
-    /// What is asked for meanwhile: the same piece of the next tile, lines of the panel from one to another, and the rows of
+    /// What is prefetched meanwhile: the same piece of the next tile, lines of the panel from one to another, and the rows of
     /// the sums that come next.
     next: *const f32,
     ahead: [*const u32; 2],
@@ -221,7 +221,7 @@ impl Sums<'_, '_> {
                 (count, piece_steps) = (2, piece_steps + steps);
             }
             let (piece_at, ahead, lines) = lay_out(s, right, at, piece_steps, room);
-            // Each call asks for a share of the lines.
+            // Each call prefetches a share of the lines.
             let share = lines.div_ceil(tiles * (PANEL / columns));
             let (far, ends) = (if at == 0 { ROWS * columns / LINE } else { 0 }, at + piece_steps == end);
             let piece = Piece { parts, count, segments, row, level, far, ends };

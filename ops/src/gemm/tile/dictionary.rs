@@ -243,7 +243,7 @@ impl Kernel512 for DictionaryRow<'_> {
                 unsafe {
                     let mut at = [0, 1].map(|i| coded.blocks().as_ptr().add((bound[i] / 2 + block) * BLOCK));
                     let mut x = [0, 1].map(|i| left.add(bound[i] + 2 * block));
-                    // The next two segments are asked for in the order of memory.
+                    // The next two segments are prefetched in the order of memory.
                     let mut ahead = coded.blocks().as_ptr().wrapping_add((bound[0] / 2 + 2 * (shared + block)) * BLOCK);
                     while block < stop {
                         macro_rules! one {

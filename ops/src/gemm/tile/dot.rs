@@ -252,7 +252,7 @@ impl Kernel512 for Row<'_, '_> {
     }
 }
 
-/// So many bytes ahead the weights of few rows are asked for.
+/// The prefetch distance of the weights of few rows, in bytes.
 const STREAMED: usize = 16384;
 
 /// The innermost loops: `ROWS` rows and `VECTORS` vectors of columns.

@@ -10,23 +10,23 @@ use crate::pack::dictionary::{BLOCK, DictionaryPanel, FAR, NEAR, ask};
 use crate::simd::{Kernel, Simd, prefetch, prefetch_second};
 use std::mem::MaybeUninit;
 
-/// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of a first cache.
+/// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of an L1.
 const STEPS_IN_CACHE: usize = 512;
-/// How far ahead of a streamed step lines are asked for: 2 KiB of a panel, of pairs as of f32. A Xeon streams pairs at 18.6 GB/s
-/// so, at 15.2 with 4 KiB and at 16.6 unasked.
+/// The prefetch distance of a streamed step: 2 KiB of a panel, of pairs as of f32. A Xeon streams pairs at 18.6 GB/s so, at
+/// 15.2 with 4 KiB and at 16.6 without a prefetch.
 const STEPS_AHEAD: usize = 16;
-/// Words that coded blocks are asked for ahead, to the second cache and to the first: 64 and 4 KiB. One thread of a Zen 4 decodes 31
-/// tokens a second of a model of 494 M parameters so, 29 with the 8 and 2 KiB that dot products ask ahead and 27 with 8 and 4.
+/// The prefetch distances of coded blocks in words, to L2 and to L1: 64 and 4 KiB. One thread of a Zen 4 decodes 31 tokens a
+/// second of a model of 494 M parameters so, 29 with the 8 and 2 KiB of dot products and 27 with 8 and 4.
 const CODED_FAR: usize = 8 * FAR;
 /// See [`CODED_FAR`].
 const CODED_NEAR: usize = 2 * NEAR;
 /// Steps that are summed for two vectors of columns before the next two. Lines of 8 rows that stand 2 KiB apart stay in the sets
-/// of a first cache until their other half is read, those of 32 do not: on a Zen 4, 84 to 91 ns for 8 keys of 128 columns and
+/// of an L1 until their other half is read, those of 32 do not: on a Zen 4, 84 to 91 ns for 8 keys of 128 columns and
 /// four rows, whose multiply-adds alone take 75, and 102 with 32 steps.
 const STEPS_IN_SETS: usize = 8;
 /// Words of a cache line.
 const LINE: usize = 16;
-/// Steps of k in a round of a chain of 8 lanes.
+/// Steps of k by which a chain of 8 lanes is unrolled.
 const UNROLLED: usize = 4;
 
 /// The first multiples of a distance, which the compiler takes for any numbers. It would come to each by additions in every
@@ -62,13 +62,13 @@ trait Steps: Copy {
     fn vectors(lanes: usize, rows: usize) -> usize {
         if lanes == 8 && rows <= 2 { 4 } else { 2 }
     }
-    /// What is asked for on the way in a chain before which the tile has `before` multiply-adds, `round` of them in a round:
-    /// where its first round begins to ask, and how far it is to the next one's place. None by default.
+    /// What is prefetched on the way in a chain before which the tile has `before` multiply-adds, `round` of them in a
+    /// round: where its first round begins to prefetch, and how far it is to the next one's place. None by default.
     #[inline(always)]
     fn asking(self, _before: usize, _round: usize) -> (*const i8, usize) {
         (std::ptr::null(), 0)
     }
-    /// Lines that a load of so many steps of k of so many columns asks for.
+    /// Lines that a load of so many steps of k of so many columns prefetches.
     #[inline(always)]
     fn lines(_steps: usize, _columns: usize) -> usize {
         0
@@ -95,7 +95,7 @@ trait Steps: Copy {
         let mut right = self.behind(at);
         // One place serves all rows.
         let (x, mut place) = (rows.map(|row| a.wrapping_add(row)), at * Self::K * left[1]);
-        // Steps of k in a round; prefill gains 1% at most.
+        // Steps of k by which the loop is unrolled; prefill gains 1% at most.
         let round = if S::LANES == 8 { UNROLLED } else { Self::K };
         let columns = VECTORS * S::LANES;
         let (mut line, on) = self.asking(before, round * ROWS * columns);
@@ -171,7 +171,7 @@ struct PairSteps<const HIGH: bool>(*const u32, Multiples);
 #[derive(Clone, Copy)]
 struct Bf16Steps(*const half::bf16, Multiples);
 
-/// Steps that ask for memory on the way, evenly over all multiply-adds of a tile: at once, or all of it during the first of
+/// Steps that prefetch memory on the way, evenly over all multiply-adds of a tile: at once, or all of it during the first of
 /// the rows that share an operand, it would come no faster than what waits for it.
 #[derive(Clone, Copy)]
 struct Asking<B> {
@@ -186,7 +186,7 @@ const FRACTION: u32 = 16;
 impl<B: Placed> Asking<B> {
     #[inline(always)]
     fn new(steps: B, tile: &Tile<'_, f32>, ahead: Prefetch) -> Self {
-        // Where nothing is asked for, a line that is near is.
+        // Where there is nothing to prefetch, a line that is near is prefetched.
         let (first, bytes) =
             ahead.bounds().map_or((steps.at(0, 0).cast(), 0), |(first, _)| (first, 64 * ahead.lines()));
         let all = (tile.rows * tile.columns).saturating_mul(tile.order.end()).max(1);
@@ -226,7 +226,7 @@ impl<B: Placed> Steps for Asking<B> {
 }
 
 /// The steps of a panel that comes from memory. Two vectors of 8 lanes are half of what a step holds, and memory is not
-/// found ahead of every other line: so the lines of later steps are asked for.
+/// found ahead of every other line: so the lines of later steps are prefetched.
 #[derive(Clone, Copy)]
 struct Streamed<B>(B);
 
@@ -584,7 +584,7 @@ unsafe fn few_steps<S: Simd, const ROWS: usize>(
     out: *mut f32,
     ahead: Prefetch,
 ) -> usize {
-    // As much as these steps of two vectors read; past the last lines those are asked for again.
+    // As much as these steps of two vectors read; past the last lines those are prefetched again.
     let asked = STEPS_IN_SETS / 2;
     let (first, last) = match ahead.bounds() {
         Some((first, last)) => (first, last.wrapping_sub(64 * (asked - 1)).max(first)),

@@ -293,7 +293,7 @@ fn tiles_of_multiply_adds_are_plain_chains() {
         (7, &[2], &[16]),
         (255, &[1, 2, 7, 8, 12, 16], &[48]),
         (258, &[3], &[16]),
-        // From memory, and from so near that nothing is asked for.
+        // From memory, and from so near that nothing is prefetched.
         (520, &[1, 3, 12], &[32]),
     ] {
         let (most, widest) = (*heights.last().unwrap(), *widths.last().unwrap());
