@@ -279,11 +279,11 @@ impl Bench {
             }
             let (quick, default) = (red(Slice::Quick), red(Slice::Default));
             least = (least.0.min(quick), least.1.min(default));
-            // Losses have one dtype, and so a third of the cases of others.
             let enough = match only {
                 // One of several sums that a kernel has in one order.
                 Some(_) => (1, 5),
-                None if ["nll", "policy_loss"].contains(&op) => (QUICK, 5),
+                // Losses have one dtype, and so a third of the cases of others.
+                None if ["nll", "policy_loss"].contains(&op) => (QUICK, 7),
                 None => (QUICK, DEFAULT),
             };
             if quick < enough.0 || default < enough.1 {
