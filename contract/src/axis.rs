@@ -171,7 +171,7 @@ struct Owned {
 
 impl Owned {
     fn of(case: &Case) -> Option<Owned> {
-        let op = samebits_schema::find(&case.op)?;
+        let op = spec::of(&case.op, &case.params)?.op;
         let (names, axis) = op.owned()?;
         let beside = op.inputs.iter().find(|input| input.axes[0] == axis)?;
         let extent = case.inputs[beside.name].shape()[0];
@@ -540,7 +540,7 @@ struct Base<'a> {
 
 impl<'a> Base<'a> {
     fn new(case: &'a Case) -> Base<'a> {
-        let spec = spec::find(&case.op).expect("the case is checked");
+        let spec = spec::of(&case.op, &case.params).expect("the case is checked");
         let input = spec.inputs.iter().find(|input| input.rows == spec.row_axes).expect("an input has all row axes");
         let shape = case.inputs[input.name].shape();
         Base { case, spec, entries: shape[0], inner: if spec.row_axes == 2 { shape[1] } else { 1 } }
@@ -973,7 +973,7 @@ fn ways<'a>(case: &'a Case, ways: &[&str]) -> Vec<Variant<'a>> {
             .map(|change| change.split_once('=').expect("name=value"))
             .map(|(name, value)| (name.to_string(), value.to_string()))
             .collect();
-        let spec = spec::find(&case.op).expect("the case is checked");
+        let spec = spec::of(&case.op, &case.params).expect("the case is checked");
         let differs = |(name, value): &(String, String)| {
             let default = spec.attribute(name).map(|attribute| attribute.default);
             match (case.params.get(name), default) {

@@ -6,6 +6,8 @@ use crate::round;
 use crate::spec::Reference;
 use crate::tensor::{DType, Elements, Tensor};
 use crate::verdict::Evidence;
+use samebits_schema::{Op, Output};
+use std::collections::BTreeMap;
 
 /// How far an output may be from its reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,7 +46,7 @@ pub struct ChainBound {
     pub rms_of_recorded: Option<f64>,
     /// Largest error as a multiple of that of the recorded run.
     pub max_of_recorded: Option<f64>,
-    /// Largest error as a share of the largest |logit| of the reference.
+    /// Largest error as a share of the largest |value| of the reference.
     pub max_of_largest: Option<f64>,
     /// Largest difference of the log-probability of a next token.
     pub max_dlogp: Option<f64>,
@@ -335,16 +337,16 @@ fn percentile(values: &mut [f64], percent: usize) -> f64 {
     *values.select_nth_unstable_by(rank, f64::total_cmp).1
 }
 
-/// Errors of the logits of a whole model.
-#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+/// Errors of an output of a whole model; of one that is no logits, those of tokens are 0.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct ChainMeasure {
-    /// Logits compared.
+    /// Elements compared.
     pub samples: usize,
-    /// RMS error of the logits.
+    /// Root mean square of the errors.
     pub rms: f64,
-    /// Largest error of a logit.
+    /// Largest error of an element.
     pub max: f64,
-    /// Largest |logit| of the reference.
+    /// Largest |value| of the reference.
     pub largest: f64,
     /// Next tokens compared.
     pub tokens: usize,
@@ -359,108 +361,137 @@ pub struct ChainMeasure {
     pub clip_fraction: f64,
 }
 
-/// Measures `found`, logits `[B,T,V]`, against `reference` of the same shape. The next token of position t is
-/// `tokens[b,t+1]`; the last position has none.
-///
-/// # Errors
-/// Evidence when shapes differ, a value is not finite, a token is outside the vocabulary, or nothing is active.
-pub fn chain(tokens: &Tensor, found: &Tensor, reference: &Tensor) -> Result<ChainMeasure, Box<Evidence>> {
-    let output = "logits";
-    let refuse = |message: String| Err(whole(output, message));
-    let shape = reference.shape();
-    if found.shape() != shape || shape.len() != 3 || tokens.shape() != &shape[..2] {
-        return refuse(format!(
-            "logits have shape {:?}, the reference {shape:?}, tokens {:?}; [B,T,V] and [B,T] must agree",
-            found.shape(),
-            tokens.shape()
-        ));
-    }
-    let Some(tokens) = tokens.as_i32() else {
-        return refuse(format!("tokens are {}; they must be i32", tokens.dtype()));
-    };
-    let (have, want) = (found.to_f64(), reference.to_f64());
-    if let Some(index) = (0..found.len()).find(|&i| !have[i].is_finite() || !want[i].is_finite()) {
-        let mut evidence = at(output, found, index);
-        evidence.expected = show(reference.value(index));
-        (evidence.count, evidence.total) = (1, found.len());
-        evidence.message =
-            format!("{}: {} against {}: not finite", place(&evidence), evidence.found, evidence.expected);
-        return Err(evidence);
-    }
-    let (t, v) = (shape[1], shape[2]);
-    let mut measure = ChainMeasure {
-        samples: found.len(),
-        rms: 0.0,
-        max: 0.0,
-        largest: 0.0,
-        tokens: 0,
-        max_dlogp: 0.0,
-        mean_dlogp: 0.0,
-        approx_kl: 0.0,
-        clip_fraction: 0.0,
-    };
-    for (a, b) in have.iter().zip(&want) {
-        measure.rms += (a - b) * (a - b);
-        measure.max = measure.max.max((a - b).abs());
-        measure.largest = measure.largest.max(b.abs());
-    }
-    measure.rms = (measure.rms / measure.samples as f64).sqrt();
-    let mut clipped = 0;
-    for row in (0..tokens.len()).filter(|row| row % t + 1 < t) {
-        let Some(next) = usize::try_from(tokens[row + 1]).ok().filter(|&next| next < v) else {
-            return refuse(format!("token {} is outside the vocabulary of {v}", tokens[row + 1]));
-        };
-        let logp = |logits: &[f64]| {
-            let row = &logits[row * v..][..v];
-            let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            row[next] - top - row.iter().map(|z| (z - top).exp()).sum::<f64>().ln()
-        };
-        let d = logp(&want) - logp(&have);
-        measure.tokens += 1;
-        measure.max_dlogp = measure.max_dlogp.max(d.abs());
-        measure.mean_dlogp += d.abs();
-        measure.approx_kl += d.exp_m1() - d;
-        clipped += usize::from(!(0.8..=1.2).contains(&(-d).exp()));
-    }
-    if measure.tokens == 0 {
-        return refuse("no position has a next token: nothing to compare".to_string());
-    }
-    measure.mean_dlogp /= measure.tokens as f64;
-    measure.approx_kl /= measure.tokens as f64;
-    measure.clip_fraction = clipped as f64 / measure.tokens as f64;
-    Ok(measure)
+/// An output of a whole model, as its program declares it, and what the model was given.
+pub struct OfProgram<'a> {
+    /// The form of the call.
+    pub op: &'static Op,
+    /// The output.
+    pub output: &'static Output,
+    /// The inputs of the call.
+    pub inputs: &'a BTreeMap<String, Tensor>,
 }
 
-/// Holds a chain's measure to `bound`; `recorded` is the measure of the checkpoint's own recorded run.
-pub fn hold_chain(
-    measure: &ChainMeasure,
-    recorded: Option<&ChainMeasure>,
-    bound: &ChainBound,
-) -> Option<Box<Evidence>> {
-    let of_recorded = |have: f64, of: fn(&ChainMeasure) -> f64| recorded.map(|r| have / of(r));
-    let rules = [
-        ("rms error / recorded run's", bound.rms_of_recorded, of_recorded(measure.rms, |r| r.rms)),
-        ("max error / recorded run's", bound.max_of_recorded, of_recorded(measure.max, |r| r.max)),
-        ("max error / largest |logit|", bound.max_of_largest, Some(measure.max / measure.largest)),
-        ("max |dlogp|", bound.max_dlogp, Some(measure.max_dlogp)),
-        ("mean |dlogp|", bound.mean_dlogp, Some(measure.mean_dlogp)),
-        ("approx KL", bound.approx_kl, Some(measure.approx_kl)),
-        ("clip fraction", bound.clip_fraction, Some(measure.clip_fraction)),
-    ];
-    for (name, limit, have) in rules {
-        let Some(limit) = limit else { continue };
-        let message = match have {
-            None => format!("logits: {name} has a bound, and no recorded run to measure it by was given"),
-            Some(have) if have <= limit => continue,
-            Some(have) => format!("logits: {name} is {have:.3e}; the bound is {limit:e}"),
-        };
-        let mut evidence = whole("logits", message);
-        evidence.expected = format!("{name} <= {limit:e}");
-        evidence.found = have.map_or("nothing recorded".into(), show);
-        (evidence.count, evidence.total) = (measure.samples, measure.samples);
-        return Some(evidence);
+impl OfProgram<'_> {
+    /// Measures `found` against `reference`, which must have its shape. Where they are [logits](Op::logits) of an input, of
+    /// tokens `[B,T]` say, their log-probabilities are measured too: the next token of position t is `tokens[b,t+1]`, and the
+    /// last position has none.
+    ///
+    /// # Errors
+    /// Evidence when shapes differ, a value is not finite, a token is outside the vocabulary, or nothing is active.
+    pub fn measure(&self, found: &Tensor, reference: &Tensor) -> Result<ChainMeasure, Box<Evidence>> {
+        let name = self.output.name;
+        let refuse = |message: String| Err(whole(name, message));
+        if found.shape() != reference.shape() || found.is_empty() {
+            let [found, reference] = [found, reference].map(Tensor::shape);
+            return refuse(format!(
+                "{name} has shape {found:?}, the reference {reference:?}; they must agree and hold something"
+            ));
+        }
+        let (have, want) = (found.to_f64(), reference.to_f64());
+        if let Some(index) = (0..found.len()).find(|&i| !have[i].is_finite() || !want[i].is_finite()) {
+            let mut evidence = at(name, found, index);
+            evidence.expected = show(reference.value(index));
+            (evidence.count, evidence.total) = (1, found.len());
+            evidence.message =
+                format!("{}: {} against {}: not finite", place(&evidence), evidence.found, evidence.expected);
+            return Err(evidence);
+        }
+        let mut measure = ChainMeasure { samples: found.len(), ..ChainMeasure::default() };
+        for (a, b) in have.iter().zip(&want) {
+            measure.rms += (a - b) * (a - b);
+            measure.max = measure.max.max((a - b).abs());
+            measure.largest = measure.largest.max(b.abs());
+        }
+        measure.rms = (measure.rms / measure.samples as f64).sqrt();
+        match self.op.logits(self.output) {
+            Some(input) => self.measure_logits(measure, &self.inputs[input.name], [&have, &want], found.shape()),
+            None => Ok(measure),
+        }
     }
-    None
+
+    /// The same with what the logits say of the next tokens.
+    fn measure_logits(
+        &self,
+        mut measure: ChainMeasure,
+        tokens: &Tensor,
+        [have, want]: [&[f64]; 2],
+        shape: &[usize],
+    ) -> Result<ChainMeasure, Box<Evidence>> {
+        let name = self.output.name;
+        let refuse = |message: String| Err(whole(name, message));
+        let (v, leading) = shape.split_last().expect("logits have an axis of their own");
+        let Some(t) = tokens.shape().last().copied().filter(|_| tokens.shape() == leading) else {
+            let tokens = tokens.shape();
+            return refuse(format!(
+                "{name} has shape {shape:?}, the tokens {tokens:?}; the axes before the last must agree"
+            ));
+        };
+        let Some(tokens) = tokens.as_i32() else {
+            return refuse(format!("tokens are {}; they must be i32", tokens.dtype()));
+        };
+        let mut clipped = 0;
+        for row in (0..tokens.len()).filter(|row| row % t + 1 < t) {
+            let Some(next) = usize::try_from(tokens[row + 1]).ok().filter(|next| next < v) else {
+                return refuse(format!("token {} is outside the vocabulary of {v}", tokens[row + 1]));
+            };
+            let logp = |logits: &[f64]| {
+                let row = &logits[row * v..][..*v];
+                let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                row[next] - top - row.iter().map(|z| (z - top).exp()).sum::<f64>().ln()
+            };
+            let d = logp(want) - logp(have);
+            measure.tokens += 1;
+            measure.max_dlogp = measure.max_dlogp.max(d.abs());
+            measure.mean_dlogp += d.abs();
+            measure.approx_kl += d.exp_m1() - d;
+            clipped += usize::from(!(0.8..=1.2).contains(&(-d).exp()));
+        }
+        if measure.tokens == 0 {
+            return refuse("no position has a next token: nothing to compare".to_string());
+        }
+        measure.mean_dlogp /= measure.tokens as f64;
+        measure.approx_kl /= measure.tokens as f64;
+        measure.clip_fraction = clipped as f64 / measure.tokens as f64;
+        Ok(measure)
+    }
+
+    /// Holds a measure to `bound`; `recorded` is the measure of the checkpoint's own recorded run. Limits on log-probabilities
+    /// are for logits alone.
+    pub fn hold(
+        &self,
+        measure: &ChainMeasure,
+        recorded: Option<&ChainMeasure>,
+        bound: &ChainBound,
+    ) -> Option<Box<Evidence>> {
+        let of_recorded = |have: f64, of: fn(&ChainMeasure) -> f64| recorded.map(|r| have / of(r));
+        let of_errors = [
+            ("rms error / recorded run's", bound.rms_of_recorded, of_recorded(measure.rms, |r| r.rms)),
+            ("max error / recorded run's", bound.max_of_recorded, of_recorded(measure.max, |r| r.max)),
+            ("max error / largest |value|", bound.max_of_largest, Some(measure.max / measure.largest)),
+        ];
+        let of_tokens = [
+            ("max |dlogp|", bound.max_dlogp, Some(measure.max_dlogp)),
+            ("mean |dlogp|", bound.mean_dlogp, Some(measure.mean_dlogp)),
+            ("approx KL", bound.approx_kl, Some(measure.approx_kl)),
+            ("clip fraction", bound.clip_fraction, Some(measure.clip_fraction)),
+        ];
+        let of_tokens = of_tokens.into_iter().filter(|_| self.op.logits(self.output).is_some());
+        let name = self.output.name;
+        for (what, limit, have) in of_errors.into_iter().chain(of_tokens) {
+            let Some(limit) = limit else { continue };
+            let message = match have {
+                None => format!("{name}: {what} has a bound, and no recorded run to measure it by was given"),
+                Some(have) if have <= limit => continue,
+                Some(have) => format!("{name}: {what} is {have:.3e}; the bound is {limit:e}"),
+            };
+            let mut evidence = whole(name, message);
+            evidence.expected = format!("{what} <= {limit:e}");
+            evidence.found = have.map_or("nothing recorded".into(), show);
+            (evidence.count, evidence.total) = (measure.samples, measure.samples);
+            return Some(evidence);
+        }
+        None
+    }
 }
 
 /// Evidence about an output as a whole.
@@ -653,6 +684,15 @@ mod tests {
 
     #[test]
     fn chain_measures_logits_and_tokens() {
+        let op = &samebits_schema::chain::OP;
+        let chain = |tokens: &Tensor, found: &Tensor, want: &Tensor| {
+            let inputs = BTreeMap::from([("tokens".to_string(), tokens.clone())]);
+            OfProgram { op, output: &op.outputs[0], inputs: &inputs }.measure(found, want)
+        };
+        let nothing = BTreeMap::new();
+        let hold = |measure: &ChainMeasure, recorded: Option<&ChainMeasure>, bound: &ChainBound| {
+            OfProgram { op, output: &op.outputs[0], inputs: &nothing }.hold(measure, recorded, bound)
+        };
         let tokens = Tensor::i32(&[1, 3], vec![0, 1, 1]);
         let want = Tensor::fp32(&[1, 3, 2], vec![0.0, 0.0, 0.0, 0.0, 4.0, 0.0]);
         assert_eq!(chain(&tokens, &want, &want).unwrap().max_dlogp, 0.0);
@@ -662,14 +702,40 @@ mod tests {
         assert!((measure.max_dlogp - d).abs() < 1e-12 && (measure.rms - (1.0f64 / 6.0).sqrt()).abs() < 1e-12);
         assert_eq!((measure.tokens, measure.max, measure.largest, measure.clip_fraction), (2, 1.0, 4.0, 0.5));
         let bound = ChainBound { max_dlogp: Some(0.06), ..Default::default() };
-        assert!(hold_chain(&measure, None, &bound).unwrap().message.contains("dlogp"));
+        assert!(hold(&measure, None, &bound).unwrap().message.contains("logits: max |dlogp|"));
         let relative = ChainBound { rms_of_recorded: Some(1.0), ..Default::default() };
-        assert_eq!(hold_chain(&measure, Some(&measure), &relative), None);
-        assert!(hold_chain(&measure, None, &relative).unwrap().message.contains("no recorded run"));
+        assert_eq!(hold(&measure, Some(&measure), &relative), None);
+        assert!(hold(&measure, None, &relative).unwrap().message.contains("no recorded run"));
         let broken = Tensor::fp32(&[1, 3, 2], vec![0.0, f32::NAN, 0.0, 0.0, 4.0, 0.0]);
         assert!(chain(&tokens, &broken, &want).unwrap_err().message.contains("not finite"));
         let short = Tensor::i32(&[1, 1], vec![0]);
         let one = Tensor::fp32(&[1, 1, 2], vec![0.0, 0.0]);
         assert!(chain(&short, &one, &one).unwrap_err().message.contains("nothing"));
+        assert!(chain(&short, &want, &want).unwrap_err().message.contains("before the last must agree"));
+        assert!(chain(&tokens, &want, &one).unwrap_err().message.contains("they must agree"));
+        assert!(
+            chain(&Tensor::i32(&[1, 3], vec![0, 1, 2]), &want, &want)
+                .unwrap_err()
+                .message
+                .contains("token 2 is outside")
+        );
+    }
+
+    /// What another program gives is measured by its name, without tokens.
+    #[test]
+    fn outputs_of_any_program_are_measured() {
+        static OUTPUT: Output = Output { name: "noise", ..samebits_schema::chain::OP.outputs[0] };
+        static DENOISER: Op = Op { inputs: &[], outputs: &[OUTPUT], program: "denoiser", ..samebits_schema::chain::OP };
+        let inputs = BTreeMap::new();
+        let noise = OfProgram { op: &DENOISER, output: &OUTPUT, inputs: &inputs };
+        let want = Tensor::fp32(&[1, 1, 2, 2], vec![0.0, 8.0, 0.0, 0.0]);
+        let found = Tensor::fp32(&[1, 1, 2, 2], vec![0.0, 8.0, 2.0, 0.0]);
+        let measure = noise.measure(&found, &want).unwrap();
+        assert_eq!((measure.samples, measure.rms, measure.max, measure.largest, measure.tokens), (4, 1.0, 2.0, 8.0, 0));
+        let bound = |limit| ChainBound { max_of_largest: Some(limit), max_dlogp: Some(0.0), ..Default::default() };
+        assert_eq!(noise.hold(&measure, None, &bound(0.25)), None, "a bound on log-probabilities is for logits");
+        let evidence = noise.hold(&measure, None, &bound(0.2)).unwrap();
+        assert_eq!(evidence.message, "noise: max error / largest |value| is 2.500e-1; the bound is 2e-1");
+        assert!(noise.measure(&Tensor::fp32(&[0], vec![]), &Tensor::fp32(&[0], vec![])).is_err());
     }
 }

@@ -235,7 +235,7 @@ impl Maker<'_> {
 }
 
 /// A tensor of `dtype`; NaN payloads are cut, not made canonical, because inputs may hold any.
-fn input(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
+pub(crate) fn input(dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
     let bits = |v: f64, mantissa: u32, width: u32| {
         let nan = |raw: u64| {
             let payload = ((raw & ((1 << 52) - 1)) >> (52 - mantissa)) as u32;

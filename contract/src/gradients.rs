@@ -10,18 +10,18 @@ use crate::compare::whole;
 use crate::tensor::Tensor;
 use crate::verdict::Evidence;
 use crate::wire::File;
+use samebits_schema::Op;
 use std::collections::BTreeMap;
 
 /// How many vectors a gradient is sketched with, and up to how many elements it is recorded whole.
 const SKETCH: usize = 16;
 const WHOLE: usize = 160;
 
-/// What stands beside the parameters of a loss.
-const VALUES: [&str; 3] = ["loss", "per_sequence", "logprob"];
+/// The output that is the gradient of every parameter; what the others are held to stands beside the parameters.
+const GRADIENTS: &str = "gradients";
 
-/// The inputs of a recorded case.
-const INPUTS: [(&str, &str); 4] =
-    [("tokens", "tokens"), ("mask", "count"), ("advantages", "advantage"), ("old_logprob", "old_logprob")];
+/// Inputs that are recorded under another name.
+const RECORDED_AS: [(&str, &str); 2] = [("count", "mask"), ("advantage", "advantages")];
 
 /// Limits on the gradients of a whole model; an absent limit is not asked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -61,8 +61,8 @@ pub struct GradientMeasure {
 pub struct Recorded {
     batches: usize,
     parameters: Vec<Parameter>,
-    /// Loss, sums by sequence and log-probabilities of all batches.
-    values: [Tensor; 3],
+    /// What the program gives beside them, of all batches: loss, sums by sequence and log-probabilities.
+    values: Vec<(&'static str, Tensor)>,
 }
 
 /// A recorded gradient: a row for each batch, and behind it its length and the length of torch's bf16 error.
@@ -81,40 +81,42 @@ fn batches(file: &File) -> Result<usize, String> {
     Ok(losses.len().max(1))
 }
 
-/// The inputs of every batch of a file, under the names of the op.
+/// The inputs of every batch of a file, as the program `op` declares them: those that it needs, and of the others the floats
+/// where the loss is a policy's, which reads them.
 ///
 /// # Errors
 /// What the file lacks.
-pub fn inputs(file: &File, loss: &str) -> Result<Vec<BTreeMap<String, Tensor>>, String> {
+pub fn inputs(op: &Op, file: &File, loss: &str) -> Result<Vec<BTreeMap<String, Tensor>>, String> {
     let batches = batches(file)?;
     let mut all = vec![BTreeMap::new(); batches];
-    for (stored, name) in if loss.starts_with("policy") { &INPUTS[..] } else { &INPUTS[..2] } {
-        let tensor = file.tensors.get(*stored).ok_or_else(|| format!("tensor `{stored}` is missing"))?;
+    for input in op.inputs.iter().filter(|input| !input.optional || input.is_float() && loss.starts_with("policy")) {
+        let stored = RECORDED_AS.iter().find(|(name, _)| *name == input.name).map_or(input.name, |(_, stored)| stored);
+        let tensor = file.tensors.get(stored).ok_or_else(|| format!("tensor `{stored}` is missing"))?;
         let rows = tensor.shape().first().map_or(0, |rows| rows / batches);
         for (number, inputs) in all.iter_mut().enumerate() {
-            inputs.insert(name.to_string(), tensor.range(0, number * rows, (number + 1) * rows));
+            inputs.insert(input.name.to_string(), tensor.range(0, number * rows, (number + 1) * rows));
         }
     }
     Ok(all)
 }
 
 impl Recorded {
-    /// What `file` holds of `loss`, where `elements` has how many elements the tensors of the model have.
+    /// What `file` holds of `loss` for the program `op`, where `elements` has how many elements the tensors of the model have.
     ///
     /// # Errors
     /// What does not fit, in one line.
-    pub fn of(mut file: File, loss: &str, elements: &BTreeMap<String, usize>) -> Result<Recorded, String> {
+    pub fn of(op: &Op, mut file: File, loss: &str, elements: &BTreeMap<String, usize>) -> Result<Recorded, String> {
         let batches = batches(&file)?;
         let prefix = format!("{loss}.");
         let names: Vec<String> =
             file.tensors.keys().filter_map(|key| key.strip_prefix(&prefix)).map(String::from).collect();
         let mut take = |name: &str| file.tensors.remove(&format!("{prefix}{name}"));
-        let mut values = Vec::new();
-        for name in VALUES {
-            values.push(take(name).ok_or_else(|| format!("tensor `{prefix}{name}` is missing"))?);
+        let mut values: Vec<(&str, Tensor)> = Vec::new();
+        for name in op.outputs.iter().map(|output| output.name).filter(|name| *name != GRADIENTS) {
+            values.push((name, take(name).ok_or_else(|| format!("tensor `{prefix}{name}` is missing"))?));
         }
         let mut parameters = Vec::new();
-        for name in names.into_iter().filter(|name| !VALUES.contains(&name.as_str())) {
+        for name in names.into_iter().filter(|name| !values.iter().any(|(value, _)| value == name)) {
             let kept = take(&name).expect("it was listed");
             let elements = *elements.get(&name).ok_or_else(|| format!("`{name}`: the model has no such tensor"))?;
             let width = if elements > WHOLE { SKETCH } else { elements };
@@ -127,7 +129,6 @@ impl Recorded {
             }
             parameters.push(Parameter { name, elements, kept });
         }
-        let values = values.try_into().expect("there are three");
         Ok(Recorded { batches, parameters, values })
     }
 
@@ -145,12 +146,12 @@ impl Recorded {
         };
         let elements: usize = self.parameters.iter().map(|parameter| parameter.elements).sum();
         for (number, outputs) in answers.iter().enumerate() {
-            let found = &outputs["gradients"];
+            let found = &outputs[GRADIENTS];
             if found.shape() != [elements] {
                 let message = format!("gradients: shape {:?}; the parameters have {elements} elements", found.shape());
                 return Err((whole("gradients", message), measure));
             }
-            for (name, recorded) in VALUES.iter().zip(&self.values) {
+            for (name, recorded) in &self.values {
                 let (found, rows) = (&outputs[*name], recorded.shape()[0] / self.batches);
                 let recorded = recorded.range(0, number * rows, (number + 1) * rows);
                 if found.shape() != recorded.shape() {
@@ -216,7 +217,7 @@ impl Parameter {
         let mut squares = [0f64; 3];
         let width = self.kept.shape()[1];
         for (number, outputs) in answers.iter().enumerate() {
-            let found = outputs["gradients"].range(0, first, first + self.elements).to_f64();
+            let found = outputs[GRADIENTS].range(0, first, first + self.elements).to_f64();
             let kept = self.kept.range(0, number, number + 1).to_f64();
             let of_batch = [distance(&found, &kept[..width - 2]), kept[width - 2].powi(2), kept[width - 1].powi(2)];
             squares.iter_mut().zip(of_batch).for_each(|(sum, square)| *sum += square);
@@ -289,7 +290,7 @@ mod tests {
             ])
         });
         let file = File { tensors, metadata: BTreeMap::new() };
-        (Recorded::of(file, "nll", &elements).unwrap(), answers)
+        (Recorded::of(&samebits_schema::chain_backward::OP, file, "nll", &elements).unwrap(), answers)
     }
 
     const BOUND: GradientBound = GradientBound {

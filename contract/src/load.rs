@@ -764,7 +764,11 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
     let first_case = contract.cases.len();
     let mut seen = BTreeMap::new();
     for entry in &raw.case {
-        for case in cases(spec, source, entry)? {
+        let of_program = spec::of(spec.name, &entry.get_ref().params).ok_or_else(|| {
+            let message = format!("program `{}` of {} is not known", entry.get_ref().params["program"], spec.name);
+            source.fail(entry.span().start, message)
+        })?;
+        for case in cases(of_program, source, entry)? {
             if let Some(line) = seen.insert(case.name.clone(), source.line(entry.span().start)) {
                 let message = format!("case `{}` is already made at line {line}; change the stem", case.name);
                 return Err(source.fail(entry.span().start, message));
@@ -989,10 +993,9 @@ fn case_shape(
     shape: &BTreeMap<String, usize>,
     fill: Fill,
 ) -> Result<(), ContractError> {
-    // The tokens of a chain are recorded beside its checkpoint, or drawn below V.
+    // What a program takes is recorded beside its checkpoint, or drawn.
     let needed = match (spec.class, fill) {
         (Class::Chain, Fill::Recorded) => vec![],
-        (Class::Chain, _) => vec!["B", "T", "V"],
         _ => spec.shape(),
     };
     let optional: Vec<_> = spec.inputs.iter().filter(|input| input.optional).map(|input| input.name).collect();

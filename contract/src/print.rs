@@ -34,7 +34,7 @@ impl fmt::Display for ChainBound {
         let limits = [
             ("rms <= {} of recorded", self.rms_of_recorded),
             ("max <= {} of recorded", self.max_of_recorded),
-            ("max <= {} of largest |logit|", self.max_of_largest),
+            ("max <= {} of largest |value|", self.max_of_largest),
             ("max |dlogp| <= {}", self.max_dlogp),
             ("mean |dlogp| <= {}", self.mean_dlogp),
             ("approx KL <= {}", self.approx_kl),

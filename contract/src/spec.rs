@@ -6,12 +6,12 @@
 //! can be stated before anything is measured.
 
 use crate::case::Case;
-use crate::fill::{Fill, Maker};
+use crate::fill::{self, Fill, Maker};
 use crate::power;
 use crate::round;
 use crate::sharp;
 use crate::tensor::{DType, Tensor};
-use samebits_schema::{Attributes, Call, Given, Op, Output, REST};
+use samebits_schema::{Attributes, Call, Given, Holds, Op, Output, REST};
 use std::collections::BTreeMap;
 use std::ops::Deref;
 
@@ -335,6 +335,20 @@ pub fn find(op: &str) -> Option<&'static Spec> {
     all().iter().find(|spec| spec.name == op)
 }
 
+/// The specification of calls of the op called `op` with these parameters: of a whole model, that of its program.
+pub fn of(op: &str, params: &BTreeMap<String, String>) -> Option<&'static Spec> {
+    let first = find(op)?;
+    match params.get("program") {
+        Some(program) if first.program != program => {
+            OF_FURTHER_PROGRAMS.iter().find(|spec| spec.name == op && spec.program == program)
+        }
+        _ => Some(first),
+    }
+}
+
+/// Those of programs that are not the first of their op. Their cases stand in the table of the op, which the first one names.
+static OF_FURTHER_PROGRAMS: &[Spec] = &[];
+
 /// Checks the form of a case of any op of the wire.
 ///
 /// # Errors
@@ -384,10 +398,18 @@ impl Spec {
         }
     }
 
-    /// The extents that a case of a table gives: the axes of the inputs, R and N where these may have any shape.
+    /// The extents that a case of a table gives: the axes of the inputs, R and N where these may have any shape, and those of
+    /// a model below which integers are drawn.
     pub fn shape(&self) -> Vec<&'static str> {
         let named = |axis| if axis == REST { vec!["R", "N"] } else { vec![axis] };
-        self.axes().into_iter().flat_map(named).collect()
+        let mut shape: Vec<_> = self.axes().into_iter().flat_map(named).collect();
+        for input in self.inputs {
+            match input.holds {
+                Holds::Below(axis) if self.is_of_model(axis) && !shape.contains(&axis) => shape.push(axis),
+                _ => {}
+            }
+        }
+        shape
     }
 
     /// Whether an output is read again as it is stored, so that the oracle's answer depends on the case's `out`.

@@ -344,7 +344,7 @@ impl CaseSpec {
 
     /// The op's specification.
     pub fn spec(&self) -> &'static Spec {
-        spec::find(&self.op).expect("the loader knows the op")
+        spec::of(&self.op, &self.params).expect("the loader knows the op")
     }
 
     /// The case with its inputs. For fill `recorded` the inputs are empty (and the parameters of a vector too): the holder of

@@ -1,7 +1,7 @@
 //! The models that chain cases name, and their answers.
 
 use samebits_contract::case::{Answer, Case};
-use samebits_contract::spec::{Class, Error, find};
+use samebits_contract::spec::{self, Class, Error, find};
 use samebits_contract::tensor::Tensor;
 use samebits_judge::recordings::Recordings;
 use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, RopeLength, Run, Schedule, Tripwire};
@@ -82,18 +82,22 @@ impl Checkpoints {
 
     /// The same on a device where there is one. Models are copied to the first device that asks.
     pub fn answer_on(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Answer {
-        let spec = find(&case.op).expect("it was asked whether the op is answered here");
+        let Some(spec) = spec::of(&case.op, &case.params) else {
+            return Answer::unsupported(format!("{}: program `{}` is not known", case.op, case.params["program"]));
+        };
         let call = match spec.validate(case) {
             Err(Error::Unsupported(reason)) => return Answer::unsupported(reason),
             Err(e) => return Answer::error(e.reason()),
             Ok(checked) => checked.call,
         };
-        let outputs = match device {
-            Some(_) if spec.is_model_gradient() => {
+        // What a program declares, the models of that program give, by the same names.
+        let outputs = match (spec.program, spec.is_model_gradient(), device) {
+            ("decoder", true, Some(_)) => {
                 return Answer::unsupported(format!("{}: gradients of models are made on the processor", case.op));
             }
-            _ if spec.is_model_gradient() => self.gradients(cpu, case, &call),
-            _ => self.logits(cpu, device, case).map(|logits| BTreeMap::from([("logits".to_string(), logits)])),
+            ("decoder", true, None) => self.gradients(cpu, case, &call),
+            ("decoder", false, _) => self.logits(cpu, device, case),
+            (program, ..) => return Answer::unsupported(format!("{}: no model here is a {program}", case.op)),
         };
         match outputs {
             Ok(outputs) => {
@@ -114,7 +118,8 @@ impl Checkpoints {
         }
     }
 
-    fn logits(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Result<Tensor, Failure> {
+    /// What a decoder gives: logits of tokens.
+    fn logits(&self, cpu: &Cpu, device: Option<&Device>, case: &Case) -> Result<BTreeMap<String, Tensor>, Failure> {
         let param = |name: &str, default: &str| case.params.get(name).map_or(default.to_string(), String::clone);
         let text = |e: ModelError| format!("chain: {e}");
         let precision: Precision = param("dtype", "bf16").parse().map_err(text)?;
@@ -142,7 +147,8 @@ impl Checkpoints {
         if let Some(i) = logits.iter().position(|logit| !logit.is_finite()) {
             return Err(Failure::Text(format!("chain: logit {i} is {}; the weights overflow", logits[i])));
         }
-        Ok(Tensor::fp32(&[batch, len, model.config().vocab], logits))
+        let logits = Tensor::fp32(&[batch, len, model.config().vocab], logits);
+        Ok(BTreeMap::from([("logits".to_string(), logits)]))
     }
 
     /// What a run of gradients is shown to.

@@ -9,7 +9,7 @@ use samebits_schema::Call;
 use std::collections::BTreeMap;
 
 impl Checkpoints {
-    /// Answers a case of `chain_backward`, which `call` has the form of.
+    /// Answers a case of `chain_backward` of a decoder, which `call` has the form of.
     pub(crate) fn gradients(&self, cpu: &Cpu, case: &Case, call: &Call) -> Result<BTreeMap<String, Tensor>, Failure> {
         let precision: Precision = call.word("dtype").parse()?;
         let model = self.model(call.word("model"), precision, cpu, None)?;

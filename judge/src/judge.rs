@@ -408,7 +408,7 @@ impl Judge<'_> {
         outcome
     }
 
-    /// Logits against the recorded fp32 run, and next to the error of the recorded run in the same dtype.
+    /// What a program gives against the recorded fp32 run, and next to the error of the recorded run in the same dtype.
     fn chain(&self, trial: &Trial, base: &Base) -> Outcome {
         let bound = self.contract.bound(self.rows, trial.row, trial.case, trial.case.dtype, Judgment::Accuracy);
         let Some(Bound::Chain(bound)) = bound else {
@@ -418,18 +418,28 @@ impl Judge<'_> {
             Ok(recorded) => recorded,
             Err(reason) => return Outcome::untested(reason),
         };
-        let (tokens, found) = (&base.case.inputs["tokens"], &base.answer.outputs["logits"]);
-        let measured = compare::chain(tokens, found, &recorded.fp32);
-        let own = recorded.same_dtype.as_ref().map(|own| compare::chain(tokens, own, &recorded.fp32)).transpose();
-        match (measured, own) {
-            (Ok(measure), Ok(own)) => {
-                let evidence = compare::hold_chain(&measure, own.as_ref(), &bound);
-                let verdict = evidence.map_or(Verdict::Pass, Verdict::Fail);
-                Outcome { chain: Some(measure), ..Outcome::of(verdict) }
+        let mut outcome = Outcome::of(Verdict::Pass);
+        for output in trial.case.spec().outputs {
+            let of_program = compare::OfProgram { op: trial.case.spec().op, output, inputs: &base.case.inputs };
+            let reference = &recorded.fp32[output.name];
+            let measured = of_program.measure(&base.answer.outputs[output.name], reference);
+            let own =
+                recorded.same_dtype.as_ref().map(|own| of_program.measure(&own[output.name], reference)).transpose();
+            let (measure, evidence) = match (measured, own) {
+                (Ok(measure), Ok(own)) => {
+                    let evidence = of_program.hold(&measure, own.as_ref(), &bound);
+                    (measure, evidence)
+                }
+                (Err(evidence), _) => return Outcome::of(Verdict::Fail(evidence)),
+                (_, Err(evidence)) => return Outcome::error(format!("the recorded run: {}", evidence.message)),
+            };
+            // The record has the measure of what fails, else of the first output.
+            match evidence {
+                Some(evidence) => return Outcome { chain: Some(measure), ..Outcome::of(Verdict::Fail(evidence)) },
+                None => _ = outcome.chain.get_or_insert(measure),
             }
-            (Err(evidence), _) => Outcome::of(Verdict::Fail(evidence)),
-            (_, Err(evidence)) => Outcome::error(format!("the recorded run: {}", evidence.message)),
         }
+        outcome
     }
 
     /// Gradients of every recorded batch, of which the case is the first, against those of torch.
@@ -878,7 +888,9 @@ fn complete(case: &CaseSpec, answer: &Answer) -> Result<(), String> {
 /// way to every element, nothing is claimed, and the verdict is `unsupported`.
 pub fn hold(contract: &Contract, implementation: &dyn Implementation, case: &Case) -> Verdict {
     let error = |reason: String| Verdict::Error { reason };
-    let Some(spec) = spec::find(&case.op) else { return error(format!("op `{}`: no oracle knows it", case.op)) };
+    let Some(spec) = spec::of(&case.op, &case.params) else {
+        return error(format!("op `{}`: no oracle knows it", case.op));
+    };
     let references = match spec.oracle(case) {
         Ok(references) => references,
         Err(e) => return error(format!("the oracle refuses the call: {}", e.reason())),

@@ -7,18 +7,32 @@ use samebits_contract::gradients::{self, inputs};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
+use samebits_schema::{Op, Output};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The vectors that this crate was built with, by name.
 static VECTORS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/vectors.rs"));
 
-/// Logits recorded beside a checkpoint.
+/// What is recorded beside a checkpoint of the outputs that its program declares, by their names.
 pub struct Recorded {
     /// The reference.
-    pub fp32: Tensor,
+    pub fp32: BTreeMap<&'static str, Tensor>,
     /// The recorded run in the case's own dtype, when it is not the reference itself.
-    pub same_dtype: Option<Tensor>,
+    pub same_dtype: Option<BTreeMap<&'static str, Tensor>>,
+}
+
+/// The inputs that a program declares, from what is recorded: all but optional ones that are not there.
+fn declared(program: &Op, file: &mut File) -> Result<BTreeMap<String, Tensor>, String> {
+    let mut inputs = BTreeMap::new();
+    for input in program.inputs {
+        match file.tensors.remove(input.name) {
+            Some(tensor) => _ = inputs.insert(input.name.to_string(), tensor),
+            None if input.optional => {}
+            None => return Err(format!("reference.safetensors: tensor `{}` is missing", input.name)),
+        }
+    }
+    Ok(inputs)
 }
 
 /// A folder of checkpoint folders, and the vectors.
@@ -110,25 +124,28 @@ impl Recordings {
         } else if spec.fill == Fill::Recorded && spec.spec().is_model_gradient() {
             case.inputs = self.batches(spec)?.swap_remove(0);
         } else if spec.fill == Fill::Recorded {
-            let mut reference = self.reference(&spec.params["model"])?;
-            let tokens =
-                reference.tensors.remove("tokens").ok_or("reference.safetensors: tensor `tokens` is missing")?;
-            case.inputs.insert("tokens".into(), tokens);
+            case.inputs = declared(spec.spec(), &mut self.reference(&spec.params["model"])?)?;
         }
         Ok(case)
     }
 
-    /// The recorded logits that `spec` is held to.
+    /// The recorded outputs that `spec` is held to: `<output>.fp32`, and `<output>.<dtype>` of another dtype.
     ///
     /// # Errors
     /// What is missing, in one line.
     pub fn recorded(&self, spec: &CaseSpec) -> Result<Recorded, String> {
         let mut reference = self.reference(&spec.params["model"])?;
-        let mut take = |name: &str| {
-            reference.tensors.remove(name).ok_or(format!("reference.safetensors: tensor `{name}` is missing"))
+        let mut take = |dtype: DType| {
+            let one = |output: &'static Output| {
+                let stored = format!("{}.{dtype}", output.name);
+                let tensor = reference.tensors.remove(&stored);
+                let tensor = tensor.ok_or_else(|| format!("reference.safetensors: tensor `{stored}` is missing"))?;
+                Ok::<_, String>((output.name, tensor))
+            };
+            spec.spec().outputs.iter().map(one).collect::<Result<BTreeMap<_, _>, _>>()
         };
-        let fp32 = take("logits.fp32")?;
-        let same_dtype = if spec.dtype == DType::Fp32 { None } else { Some(take(&format!("logits.{}", spec.dtype))?) };
+        let fp32 = take(DType::Fp32)?;
+        let same_dtype = if spec.dtype == DType::Fp32 { None } else { Some(take(spec.dtype)?) };
         Ok(Recorded { fp32, same_dtype })
     }
 
@@ -147,7 +164,7 @@ impl Recordings {
     /// # Errors
     /// What is missing, in one line.
     pub fn batches(&self, spec: &CaseSpec) -> Result<Vec<BTreeMap<String, Tensor>>, String> {
-        inputs(&self.gradients_file(spec)?, loss_of(&spec.params))
+        inputs(spec.spec(), &self.gradients_file(spec)?, loss_of(&spec.params))
             .map_err(|why| format!("gradients/{}.safetensors: {why}", spec.params["model"]))
     }
 
@@ -162,7 +179,7 @@ impl Recordings {
         let bytes = std::fs::read(&path).map_err(|e| wrong(e.to_string()))?;
         let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
         let elements = file.tensors.into_iter().map(|(name, tensor)| (name, tensor.len())).collect();
-        gradients::Recorded::of(self.gradients_file(spec)?, loss_of(&spec.params), &elements)
+        gradients::Recorded::of(spec.spec(), self.gradients_file(spec)?, loss_of(&spec.params), &elements)
             .map_err(|why| format!("gradients/{model}.safetensors: {why}"))
     }
 }
@@ -172,5 +189,28 @@ fn loss_of(params: &BTreeMap<String, String>) -> &str {
     match params.get("loss").map_or("nll", String::as_str) {
         "policy" if params.contains_key("entropy") => "policy_entropy",
         loss => loss,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use samebits_schema::{Input, Role};
+
+    /// What is recorded goes in under the names that a program declares, whatever they are.
+    #[test]
+    fn recorded_inputs_are_those_that_the_program_declares() {
+        const TOKENS: Input = samebits_schema::chain::OP.inputs[0];
+        const LATENTS: Input = Input { name: "latents", role: Role::Activation, ..TOKENS };
+        const PROMPT: Input = Input { name: "prompt", optional: true, ..TOKENS };
+        static DENOISER: Op = Op { inputs: &[LATENTS, PROMPT], program: "denoiser", ..samebits_schema::chain::OP };
+        let one = |names: &[&str]| {
+            let tensor = |name: &&str| (name.to_string(), Tensor::i32(&[1, 1], vec![name.len() as i32]));
+            let mut file = File { tensors: names.iter().map(tensor).collect(), metadata: BTreeMap::new() };
+            declared(&DENOISER, &mut file).map(|inputs| inputs.into_keys().collect::<Vec<_>>())
+        };
+        assert_eq!(one(&["latents", "noise.fp32"]), Ok(vec!["latents".to_string()]));
+        assert_eq!(one(&["latents", "prompt"]), Ok(vec!["latents".to_string(), "prompt".to_string()]));
+        assert_eq!(one(&["tokens"]), Err("reference.safetensors: tensor `latents` is missing".into()));
     }
 }

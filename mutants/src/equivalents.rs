@@ -58,7 +58,7 @@ impl Equivalent {
 
     /// The outputs of the variant with the rows of the base, where the variant answers for all of them.
     pub fn rearranged(&self, case: &Case) -> Option<Answer> {
-        let spec = spec::find(&case.op)?;
+        let spec = spec::of(&case.op, &case.params)?;
         let call = spec.validate(case).ok()?.call;
         let axis = axis::find(self.axis).filter(|axis| axis.applies(spec))?;
         let mut machine = self.machine.clone();

@@ -117,6 +117,11 @@ impl Attribute {
         Attribute { name, about, kind: Kind::Choice(words), default: DefaultValue::Is(words[0]) }
     }
 
+    /// What the model is whose form a call has: `words` is the one of [`Op::program`].
+    pub(crate) const fn program(words: &'static [&'static str]) -> Attribute {
+        Attribute::choice("program", words, "what kind of model it is, which decides inputs and outputs")
+    }
+
     /// The same with another default.
     pub(crate) const fn default(self, default: DefaultValue) -> Attribute {
         Attribute { default, ..self }
@@ -286,7 +291,8 @@ impl Attributes {
     /// # Errors
     /// [`Error::Invalid`] for an attribute that the op does not have, a value that it may not be and one that is missing;
     /// [`Error::Unsupported`] for another profile, and for TF32 of an op without a matrix product.
-    pub fn parse(op: &Op, text: &BTreeMap<String, String>) -> Result<Attributes, Error> {
+    pub fn parse(op: &'static Op, text: &BTreeMap<String, String>) -> Result<Attributes, Error> {
+        let op = op.form_of(text.get("program").map(String::as_str))?;
         let mut attributes = Attributes::new();
         for (name, text) in text {
             if let Some(attribute) = known(op, name)? {
@@ -299,6 +305,14 @@ impl Attributes {
         match op.attributes().filter(required).find(|attribute| attributes.get(attribute.name).is_none()) {
             Some(attribute) => Err(missing(op, attribute)),
             None => Ok(attributes),
+        }
+    }
+
+    /// The program that a call names.
+    pub(crate) fn program(&self) -> Option<&str> {
+        match self.get("program") {
+            Some(Value::Word(program)) => Some(program),
+            _ => None,
         }
     }
 

@@ -1,7 +1,7 @@
 use crate::Error;
 use crate::attribute::{Attributes, Value};
 use crate::dtype::DType;
-use crate::op::{Op, Output, OutputDType, REST, axes, constant};
+use crate::op::{Extent, Op, Output, OutputDType, REST, axes, constant};
 
 /// An input as a call gives it: its form without its elements.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +45,7 @@ impl Dims {
         self.bound.iter().find(|(name, _)| *name == axis).map(|(_, extent)| *extent)
     }
 
-    /// Every named axis with its extent, in the order of the inputs.
+    /// Every named axis with its extent, in the order of the inputs, and behind them those of [`Op::extents`].
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.bound.iter().copied()
     }
@@ -161,7 +161,7 @@ impl Call {
         }
     }
 
-    /// The extents of an output; `None` where an axis of it is bound by no input.
+    /// The extents of an output; `None` where one of them is [the model's](Extent::OfModel).
     pub fn output_shape(&self, output: &Output) -> Option<Vec<usize>> {
         let mut shape = Vec::with_capacity(output.axes.len());
         for &axis in output.axes {
@@ -173,7 +173,7 @@ impl Call {
         Some(shape)
     }
 
-    /// The outputs whose extents the inputs decide: all but those of whole models.
+    /// The outputs whose extents the call decides: all but those with an axis of a model.
     pub fn outputs(&self) -> Vec<Form> {
         let form = |output: &Output| {
             Some(Form { name: output.name, dtype: self.output_dtype(output), shape: self.output_shape(output)? })
@@ -182,7 +182,8 @@ impl Call {
     }
 }
 
-/// Checks a call of `op` with these inputs and attributes, whose float outputs are to have dtype `out`. Extents may be 0.
+/// Checks a call of `op`, or of its form for the program that the attributes name, with these inputs and attributes, whose
+/// float outputs are to have dtype `out`. Extents may be 0.
 /// The integers that index inputs hold are another matter: [`check_indexes`](crate::check_indexes).
 ///
 /// # Errors
@@ -193,6 +194,7 @@ pub fn validate(op: &'static Op, inputs: &[Given], attributes: Attributes, out: 
     if !out.is_float() {
         return invalid(format!("`out`: {out} is not an output dtype; use bf16, fp16 or fp32"));
     }
+    let op = op.form_of(attributes.program())?;
     if let Some(given) = inputs.iter().find(|given| op.input(given.name).is_none()) {
         let known: Vec<_> = op.inputs.iter().map(|input| input.name).collect();
         return invalid(format!(
@@ -273,8 +275,23 @@ pub fn validate(op: &'static Op, inputs: &[Given], attributes: Attributes, out: 
         }
     }
     let attributes = attributes.complete(op, &dims)?;
-    let call = Call { op, dims, out, dtypes, attributes };
+    let mut call = Call { op, dims, out, dtypes, attributes };
     (op.check)(&call)?;
+    for &(axis, extent) in op.extents {
+        if let Extent::Of(_, of) = extent {
+            let extent = of(&call);
+            call.dims.bound.push((axis, extent));
+        }
+    }
+    for output in op.outputs {
+        let open = |axis: &&&str| **axis != REST && call.dims.get(axis).is_none() && !op.is_of_model(axis);
+        if let Some(axis) = output.axes.iter().find(open) {
+            let name = output.name;
+            return invalid(format!(
+                "output `{name}`: nothing says the extent of its axis {axis}; give an input that has it"
+            ));
+        }
+    }
     for output in call.outputs() {
         if bytes(&output.shape, output.dtype).is_none() {
             return invalid(format!("output `{}`: shape {:?} is too large for an answer", output.name, output.shape));

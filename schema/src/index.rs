@@ -40,7 +40,9 @@ impl Holds {
     /// The least and the largest integer that `call` admits, where each element is judged alone. Nothing fits when the
     /// least is above the largest.
     pub fn range(self, call: &Call) -> (i64, i64) {
-        let extent = |axis: &str| i64::try_from(call.dim(axis)).unwrap_or(i64::MAX);
+        // Of an axis of the model, as many as an i32 can name.
+        let of_model = |axis: &str| call.op.is_of_model(axis).then_some(1 << 31);
+        let extent = |axis: &str| of_model(axis).unwrap_or_else(|| i64::try_from(call.dim(axis)).unwrap_or(i64::MAX));
         match self {
             Holds::Floats | Holds::Mask => (i64::from(i32::MIN), i64::from(i32::MAX)),
             Holds::Position => (0, i64::from(i32::MAX)),

@@ -32,7 +32,7 @@ pub use attribute::{Attribute, Attributes, DefaultValue, Kind, PROFILE, TF32, Va
 pub use call::{Call, Dims, Form, Given, validate};
 pub use dtype::DType;
 pub use index::{Holds, check_indexes};
-pub use op::{Input, Op, Output, OutputDType, REST, Role};
+pub use op::{Extent, Input, Op, Output, OutputDType, REST, Role};
 pub use ops::*;
 
 use std::fmt;

@@ -220,6 +220,17 @@ impl Output {
     }
 }
 
+/// Where the extent of an axis comes from that no input has.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum Extent {
+    /// From extents and attributes of the call, in words and as a function. It is asked for calls that [`Op::check`] lets
+    /// pass; the extents that stand before it in [`Op::extents`] are there.
+    Of(&'static str, fn(&Call) -> usize),
+    /// From the model that the call names: only who has the checkpoint knows it.
+    OfModel,
+}
+
 /// The form of an op.
 #[derive(Clone, Copy)]
 pub struct Op {
@@ -233,6 +244,12 @@ pub struct Op {
     pub attributes: &'static [Attribute],
     /// Output tensors.
     pub outputs: &'static [Output],
+    /// Where the axes of outputs that no input has get their extents.
+    pub extents: &'static [(&'static str, Extent)],
+    /// The word of the attribute `program` for which a call has this form; empty for ops that run no model.
+    pub program: &'static str,
+    /// The forms that calls of the same name have for other programs: with inputs, attributes and outputs of their own.
+    pub programs: &'static [&'static Op],
     /// How many axes make a logical row: 1, or 2 where a row is (sequence, position). An output whose first axis is that of a [`Holds::Distinct`] input has there what the row owns that names it.
     pub row_axes: usize,
     /// What [`Op::check`] refuses, in words; empty when it refuses nothing.
@@ -254,6 +271,9 @@ impl Op {
         inputs: &[],
         attributes: &[],
         outputs: &[],
+        extents: &[],
+        program: "",
+        programs: &[],
         row_axes: 1,
         refused: "",
         check: |_| Ok(()),
@@ -287,6 +307,40 @@ impl Op {
     /// The output called `name`.
     pub fn output(&self, name: &str) -> Option<&'static Output> {
         self.outputs.iter().find(|output| output.name == name)
+    }
+
+    /// Its form for every program: its own first. It is the only one for ops that run no model.
+    pub fn forms(&'static self) -> impl Iterator<Item = &'static Op> {
+        std::iter::once(self).chain(self.programs.iter().copied())
+    }
+
+    /// Its form for the program that a call names.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`]: no form of it is of that program.
+    pub fn form_of(&'static self, program: Option<&str>) -> Result<&'static Op, Error> {
+        let Some(program) = program.filter(|_| !self.program.is_empty()) else { return Ok(self) };
+        self.forms().find(|form| form.program == program).ok_or_else(|| {
+            let known: Vec<_> = self.forms().map(|form| form.program).collect();
+            Error::Unsupported(format!("param `program`: `{program}` is not offered; use {}", list(&known, "or")))
+        })
+    }
+
+    /// Where the extent of an axis comes from that no input has.
+    pub fn extent(&self, axis: &str) -> Option<Extent> {
+        self.extents.iter().find(|(name, _)| *name == axis).map(|(_, extent)| *extent)
+    }
+
+    /// Whether the extent of an axis is the model's.
+    pub fn is_of_model(&self, axis: &str) -> bool {
+        matches!(self.extent(axis), Some(Extent::OfModel))
+    }
+
+    /// The input whose integers are entries of the last axis of `output`, where that has the axes of the input before it: what
+    /// stands there are logits of the entries, as of tokens.
+    pub fn logits(&self, output: &Output) -> Option<&'static Input> {
+        let (last, leading) = output.axes.split_last()?;
+        self.inputs.iter().find(|input| input.axes == leading && input.holds == Holds::Below(last))
     }
 
     /// The names of its axes as inputs bind them, each once, in order; [`REST`] where a tensor has it. Numbers are no names.

@@ -4,7 +4,7 @@ use crate::attribute::{Attribute, DefaultValue, TF32, Value};
 use crate::call::Call;
 use crate::dtype::DType;
 use crate::index::Holds;
-use crate::op::{Input, Op, Output, OutputDType, REST, Role};
+use crate::op::{Extent, Input, Op, Output, OutputDType, REST, Role};
 use crate::{Error, Kind};
 use std::ops::Bound::{Excluded, Included, Unbounded};
 

@@ -7,7 +7,7 @@ fn forms_are_whole() {
     let names: BTreeSet<_> = OPS.iter().map(|op| op.name).collect();
     assert_eq!(names.len(), OPS.len(), "a name stands twice");
     assert!(OPS.len() >= 21);
-    for op in OPS {
+    for op in OPS.iter().flat_map(|op| op.forms()) {
         let name = op.name;
         let distinct = |all: Vec<&str>| all.iter().collect::<BTreeSet<_>>().len() == all.len();
         assert!(distinct(op.inputs.iter().map(|input| input.name).collect()), "{name}: an input stands twice");
@@ -20,6 +20,11 @@ fn forms_are_whole() {
         assert!(op.gradient_of.is_none_or(|of| names.contains(of)), "{name}");
         assert!(op.inputs.iter().any(|input| input.rows == op.row_axes), "{name}: no input has all row axes");
         let axes = op.axes();
+        let twice = op.extents.iter().find(|(axis, _)| axes.contains(axis));
+        assert!(twice.is_none(), "{name}: an input has the extent of {twice:?}");
+        let of_model = op.extents.iter().any(|(_, extent)| matches!(extent, Extent::OfModel));
+        assert!(!of_model || !op.program.is_empty(), "{name}: an extent is a model's, and no program is named");
+        assert_eq!(op.attribute("program").is_some(), !op.program.is_empty(), "{name}");
         for input in op.inputs {
             let what = format!("{name} `{}`", input.name);
             assert!(!input.dtypes.is_empty() && input.rows <= op.row_axes, "{what}");
@@ -42,11 +47,12 @@ fn forms_are_whole() {
                 }
                 _ => vec![],
             };
-            assert!(named.iter().all(|axis| axes.contains(axis)), "{what} holds entries of an axis that there is not");
+            let known = |axis: &&str| axes.contains(axis) || op.is_of_model(axis);
+            assert!(named.iter().all(known), "{what} holds entries of an axis that there is not");
         }
         for output in op.outputs {
-            let bound = output.axes.iter().filter(|axis| axes.contains(axis) || axis.parse::<usize>().is_ok()).count();
-            assert!(bound == output.axes.len() || op.needs_more(), "{name} `{}`: an axis is not bound", output.name);
+            let bound = |axis: &&str| axes.contains(axis) || axis.parse::<usize>().is_ok() || op.extent(axis).is_some();
+            assert!(output.axes.iter().all(bound), "{name} `{}`: an axis is not bound", output.name);
             // Its rows are those of the inputs that have all row axes, as far as it has them.
             let rows = op.inputs.iter().find(|input| input.rows == op.row_axes).expect("there is one");
             let owned = op.owned().is_some_and(|(_, axis)| output.axes[0] == axis);
@@ -62,7 +68,7 @@ fn forms_are_whole() {
         // The first lines of its file say its form.
         let file = format!("{}/src/ops/{name}.rs", env!("CARGO_MANIFEST_DIR"));
         let text = std::fs::read_to_string(file).unwrap().replace("\n/// ", " ");
-        assert!(text.contains(&format!("`{}`\npub static OP", op.form())), "{name}: write {}", op.form());
+        assert!(text.contains(&format!("`{}`\npub static ", op.form())), "{name}: write {}", op.form());
     }
 }
 
@@ -439,4 +445,123 @@ fn samples_are_accepted() {
         );
         assert!(partial > 3 || !["gemm", "gemm_dx"].contains(&op.name), "{}: {partial} partial sums", op.name);
     }
+}
+
+/// An extent that nothing binds is an error: an output must not go missing in silence.
+#[test]
+fn an_extent_that_nothing_binds_is_an_error() {
+    static LOOSE: Op = Op {
+        name: "loose",
+        about: "an output whose N only an optional input has, which the call leaves out",
+        inputs: &[Input::activation("x", &["R", "K"]), Input::weight("bias", &["N"]).optional()],
+        outputs: &[Output::out("y", &["R", "N"])],
+        ..Op::PLAIN
+    };
+    let x = Given { name: "x", dtype: DType::Fp32, shape: &[2, 3] };
+    let bias = Given { name: "bias", dtype: DType::Fp32, shape: &[5] };
+    assert_eq!(validate(&LOOSE, &[x, bias], Attributes::new(), DType::Fp32).unwrap().outputs()[0].shape, [2, 5]);
+    let error = validate(&LOOSE, &[x], Attributes::new(), DType::Fp32).unwrap_err();
+    assert!(error.reason().contains("output `y`: nothing says the extent of its axis N"), "{error}");
+}
+
+/// Extents that are functions of inputs and attributes, as a convolution has them.
+#[test]
+fn extents_of_outputs_are_functions() {
+    static FOLDED: Op = Op {
+        name: "folded",
+        about: "windows of a row, one every `stride` elements, and what is left over",
+        inputs: &[Input::activation("x", &["R", "L"]), Input::weight("w", &["K"])],
+        attributes: &[Attribute::count("stride", 1, "1", "how far windows are apart")],
+        outputs: &[Output::out("y", &["R", "O", "K"]), Output::out("rest", &["R", "O+1"])],
+        extents: &[(
+            "O",
+            Extent::Of("(L - K) / stride + 1", |call| (call.dim("L") - call.dim("K")) / call.count("stride") + 1),
+        )],
+        check: |call| match call.dim("K") <= call.dim("L") {
+            true => Ok(()),
+            false => Err(Error::Invalid("input `w`: longer than a row".into())),
+        },
+        ..Op::PLAIN
+    };
+    let shapes = |stride: usize, [l, k]: [usize; 2]| {
+        let x = Given { name: "x", dtype: DType::Bf16, shape: &[2, l] };
+        let w = Given { name: "w", dtype: DType::Bf16, shape: &[k] };
+        let call = validate(&FOLDED, &[x, w], Attributes::new().with("stride", stride), DType::Fp32)?;
+        Ok::<_, Error>((call.dim("O"), call.outputs().into_iter().map(|form| form.shape).collect::<Vec<_>>()))
+    };
+    assert_eq!(shapes(1, [10, 3]), Ok((8, vec![vec![2, 8, 3], vec![2, 9]])));
+    assert_eq!(shapes(4, [10, 3]), Ok((2, vec![vec![2, 2, 3], vec![2, 3]])));
+    assert!(shapes(1, [2, 3]).unwrap_err().reason().contains("longer than a row"));
+    assert!(shapes(1, [usize::MAX / 2, 1]).unwrap_err().reason().contains("overflow"));
+    assert!(shapes(1, [1 << 60, 1]).unwrap_err().reason().contains("output `y`: shape"));
+}
+
+/// A program declares inputs and outputs of its own for `chain`: the call names it and has its form.
+#[test]
+fn a_program_declares_inputs_and_outputs() {
+    static DENOISER: Op = Op {
+        name: "chain",
+        about: "noise of latents, and what the decoder of the model makes of them",
+        program: "denoiser",
+        inputs: &[
+            Input::activation("latents", &["B", "C", "H", "W"]),
+            Input::activation("timesteps", &["B"]).fp32(),
+            Input::index("prompt", &["B", "S"], Holds::Below("V")).optional(),
+        ],
+        attributes: &[Attribute::program(&["denoiser"]), Attribute::count("steps", 1, "1", "how many times")],
+        outputs: &[
+            Output::out("noise", &["B", "C", "H", "W"]),
+            Output::fixed("pixels", &["B", "3", "Y", "X"], DType::Fp32),
+            Output::fixed("hidden", &["B", "D"], DType::Fp32),
+        ],
+        extents: &[
+            ("V", Extent::OfModel),
+            ("D", Extent::OfModel),
+            ("Y", Extent::Of("8 H", |call| call.dim("H").saturating_mul(8))),
+            ("X", Extent::Of("8 W", |call| call.dim("W").saturating_mul(8))),
+        ],
+        ..Op::PLAIN
+    };
+    static CHAIN: Op = Op { programs: &[&DENOISER], ..chain::OP };
+    let call = |op: &'static Op, words: &[(&str, &str)], given: &[Given]| {
+        let text = words.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        validate(op, given, Attributes::parse(op, &text)?, DType::Fp32)
+    };
+    let latents = Given { name: "latents", dtype: DType::Bf16, shape: &[2, 4, 5, 6] };
+    let timesteps = Given { name: "timesteps", dtype: DType::Fp32, shape: &[2] };
+    let tokens = Given { name: "tokens", dtype: DType::I32, shape: &[2, 7] };
+    let prompt = Given { name: "prompt", dtype: DType::I32, shape: &[2, 3] };
+    let denoiser = [("program", "denoiser"), ("steps", "3")];
+    let found = call(&CHAIN, &denoiser, &[latents, timesteps, prompt]).unwrap();
+    assert_eq!((found.op.program, found.count("steps"), found.dims.get("Y")), ("denoiser", 3, Some(40)));
+    let shapes: Vec<_> = found.outputs().into_iter().map(|form| (form.name, form.shape)).collect();
+    assert_eq!(shapes, [("noise", vec![2, 4, 5, 6]), ("pixels", vec![2, 3, 40, 48])]);
+    let hidden = DENOISER.output("hidden").unwrap();
+    assert_eq!(found.output_shape(hidden), None, "D is the model's");
+    let integers = |prompt: &'static [i32]| check_indexes(&found, |name| (name == "prompt").then_some(prompt));
+    assert!(integers(&[0, 1, i32::MAX, 3, 4, 5]).is_ok() && integers(&[0, 1, -1, 3, 4, 5]).is_err());
+
+    // Each program has its own inputs and parameters, and the first is that of a call that names none.
+    let decoder = [("model", "m"), ("dtype", "bf16")];
+    assert_eq!(call(&CHAIN, &decoder, &[tokens]).unwrap().op.program, "decoder");
+    let named = [("model", "m"), ("dtype", "bf16"), ("program", "decoder")];
+    assert_eq!(call(&CHAIN, &named, &[tokens]).unwrap().op.program, "decoder");
+    for (words, given, part) in [
+        (&denoiser[..], &[tokens][..], "input `tokens`: chain has no such input; it takes latents, timesteps, prompt"),
+        (&decoder, &[latents], "input `latents`: chain has no such input; it takes tokens"),
+        (
+            &[("program", "denoiser"), ("schedule", "decode")],
+            &[latents, timesteps],
+            "param `schedule`: chain has no such",
+        ),
+        (&[("program", "painter")], &[tokens], "param `program`: `painter` is not offered; use decoder or denoiser"),
+    ] {
+        let error = call(&CHAIN, words, given).unwrap_err().to_string();
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+    let error = call(&chain::OP, &denoiser, &[latents, timesteps]).unwrap_err();
+    assert_eq!(error.to_string(), "unsupported: param `program`: `denoiser` is not offered; use decoder");
+    // Logits are seen by their axes.
+    assert_eq!(chain::OP.logits(&chain::OP.outputs[0]).map(|input| input.name), Some("tokens"));
+    assert!(DENOISER.outputs.iter().all(|output| DENOISER.logits(output).is_none()));
 }

@@ -1,5 +1,5 @@
 use anyhow::{Result, bail};
-use samebits_schema::{Attribute, DefaultValue, Input, Kind, OPS, Op, Output, OutputDType, find};
+use samebits_schema::{Attribute, DefaultValue, Extent, Input, Kind, OPS, Op, Output, OutputDType, find};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::ops::Bound;
@@ -28,7 +28,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
         bail!("`{name}` is not an op; there are {}", known.join(", "));
     }
     let chosen = |op: &&&Op| args.ops.is_empty() || args.ops.iter().any(|name| name == op.name);
-    let ops: Vec<&Op> = OPS.iter().filter(chosen).copied().collect();
+    let ops: Vec<&Op> = OPS.iter().filter(chosen).flat_map(|op| op.forms()).collect();
     let mut stdout = std::io::stdout().lock();
     if args.json {
         let all = json!({ "ops": ops.iter().map(|op| object(op)).collect::<Vec<_>>() });
@@ -48,10 +48,12 @@ fn object(op: &Op) -> Value {
         "name": op.name,
         "about": op.about,
         "gradient_of": op.gradient_of,
+        "program": Some(op.program).filter(|program| !program.is_empty()),
         "row_axes": op.row_axes,
         "inputs": op.inputs.iter().map(input_object).collect::<Vec<_>>(),
         "attributes": op.attributes().map(attribute_object).collect::<Vec<_>>(),
         "outputs": op.outputs.iter().map(output_object).collect::<Vec<_>>(),
+        "extents": op.extents.iter().map(|(axis, extent)| json!({ "axis": axis, "is": words(*extent) })).collect::<Vec<_>>(),
         "refused": op.refusals(),
     })
 }
@@ -102,6 +104,14 @@ fn output_object(output: &Output) -> Value {
     json!({ "name": output.name, "axes": output.axes, "dtype": output_dtype(output), "rows": output.rows })
 }
 
+/// Where an extent comes from that no input has.
+fn words(extent: Extent) -> &'static str {
+    match extent {
+        Extent::Of(formula, _) => formula,
+        _ => "the model's",
+    }
+}
+
 fn output_dtype(output: &Output) -> String {
     match output.dtype {
         OutputDType::Fixed(dtype) => dtype.name().into(),
@@ -137,6 +147,9 @@ fn text(op: &Op) -> String {
     for output in op.outputs {
         text += &format!("  output     {}: {}\n", output.name, output_dtype(output));
     }
+    for (axis, extent) in op.extents {
+        text += &format!("  extent     {axis}: {}\n", words(*extent));
+    }
     if !op.refusals().is_empty() {
         text += &format!("  refused    {}\n", op.refusals());
     }
@@ -162,8 +175,9 @@ fn markdown(ops: &[&Op]) -> String {
             let dtype = output.fixed_dtype().map(|dtype| format!(" {dtype}")).unwrap_or_default();
             format!("`{}{}`{dtype}", output.name, axes(output.axes))
         });
-        let cells = [joined(inputs.collect()), joined(parameters.collect()), joined(outputs.collect()), op.refusals()]
-            .join(" | ");
+        let extents = op.extents.iter().map(|(axis, extent)| format!("{axis} is {}", words(*extent)));
+        let outputs = joined(outputs.chain(extents).collect());
+        let cells = [joined(inputs.collect()), joined(parameters.collect()), outputs, op.refusals()].join(" | ");
         page += &format!("| `{}` | {} | {cells} |\n", op.name, op.about);
     }
     page += "\n| parameter | of | value | meaning | default |\n| --- | --- | --- | --- | --- |\n";

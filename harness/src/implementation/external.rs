@@ -134,16 +134,20 @@ fn fitting(case: &Case, answer: &Answer) -> Result<(), String> {
     if answer.status != Status::Ok {
         return Ok(());
     }
+    // The extents of the model's axes, the vocabulary for one, are for the answer to choose, each once.
+    let mut of_model: BTreeMap<&str, usize> = BTreeMap::new();
     for output in call.op.outputs {
         let Some(tensor) = answer.outputs.get(output.name) else { continue };
         let (dtype, found) = (call.output_dtype(output), tensor.shape());
         if tensor.dtype() != dtype {
             return Err(format!("output `{}` is {}; it must be {dtype}", output.name, tensor.dtype()));
         }
-        // An axis that no input binds, the vocabulary of a model, is for the answer to choose.
         let shape = call.output_shape(output).unwrap_or_else(|| {
-            let extent = |(i, axis): (usize, &&str)| call.dims.get(axis).or(found.get(i).copied()).unwrap_or(0);
-            output.axes.iter().enumerate().map(extent).collect()
+            let chosen = |i: usize| found.get(i).copied().unwrap_or(0);
+            let mut extent = |(i, axis): (usize, &&'static str)| {
+                call.dims.get(axis).unwrap_or_else(|| *of_model.entry(axis).or_insert_with(|| chosen(i)))
+            };
+            output.axes.iter().enumerate().map(&mut extent).collect()
         });
         if found != shape {
             return Err(format!("output `{}` has shape {found:?}; it must be {shape:?}", output.name));

@@ -33,4 +33,5 @@ pub static OP: Op = Op {
         2.0 * pairs * (3 * call.dim("D") + 2 * call.dim("E")) as f64
     },
     gradient_of: Some("attention"),
+    ..Op::PLAIN
 };

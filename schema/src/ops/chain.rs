@@ -4,9 +4,10 @@ use super::*;
 /// `tokens[B,T] -> logits[B,T,V]`
 pub static OP: Op = Op {
     name: "chain",
-    about: "a whole model, for programs that have its checkpoint; V is the model's",
-    inputs: &[Input::index("tokens", &["B", "T"], Holds::Position).rows(2)],
+    about: "a whole model, for who has its checkpoint",
+    inputs: &[Input::index("tokens", &["B", "T"], Holds::Below("V")).rows(2)],
     attributes: &[
+        PROGRAM,
         Attribute { name: "model", about: "the name of its folder", kind: Kind::Text, default: DefaultValue::Required },
         Attribute::choice("dtype", &["bf16", "fp16", "fp32"], "the dtype of weights and products")
             .default(DefaultValue::Required),
@@ -25,11 +26,16 @@ pub static OP: Op = Op {
         ),
     ],
     outputs: &[Output::fixed("logits", &["B", "T", "V"], DType::Fp32).rows(2)],
+    extents: &[("V", Extent::OfModel)],
+    program: "decoder",
     row_axes: 2,
     refused: "another `schedule`; N = 0",
     check,
     ..Op::PLAIN
 };
+
+/// Of what `chain` and `chain_backward` take and give here.
+pub(super) const PROGRAM: Attribute = Attribute::program(&["decoder"]);
 
 fn check(call: &Call) -> Result<(), Error> {
     let schedule = call.word("schedule");

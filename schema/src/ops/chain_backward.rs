@@ -1,5 +1,6 @@
 //! The gradients of whole models.
 use super::batch_loss::{self, GROUPS};
+use super::chain::PROGRAM;
 use super::policy_loss::{HIGH, LOW};
 use super::*;
 
@@ -7,16 +8,17 @@ use super::*;
 /// logprob[B,T]`
 pub static OP: Op = Op {
     name: "chain_backward",
-    about: "the loss of a whole model and its gradient, for programs that have its checkpoint; P is all elements of all \
-            parameters, in the order of their names (bytes)",
+    about: "the loss of a whole model and its gradient, for who has its checkpoint: all elements of all parameters, in \
+            the order of their names (bytes)",
     inputs: &[
-        Input::index("tokens", &["B", "T"], Holds::Position).rows(2),
+        Input::index("tokens", &["B", "T"], Holds::Below("V")).rows(2),
         Input::index("length", &["B"], Holds::Length(&["T"])).optional(),
         Input::index("count", &["B", "T"], Holds::Mask).rows(2),
         Input::activation("advantage", &["B"]).fp32().optional(),
         Input::activation("old_logprob", &["B", "T"]).fp32().optional().rows(2),
     ],
     attributes: &[
+        PROGRAM,
         Attribute { name: "model", about: "the name of its folder", kind: Kind::Text, default: DefaultValue::Required },
         Attribute::choice("dtype", &["bf16", "fp32"], "the dtype of weights and products")
             .default(DefaultValue::Required),
@@ -48,6 +50,8 @@ pub static OP: Op = Op {
         Output::fixed("per_sequence", &["B"], DType::Fp32),
         Output::fixed("logprob", &["B", "T"], DType::Fp32).rows(2),
     ],
+    extents: &[("V", Extent::OfModel), ("P", Extent::OfModel)],
+    program: "decoder",
     row_axes: 2,
     refused: "another `pad`; `groups` that are no power of two, or more than 65536, or that `ranks` do not divide; a policy \
               without advantage and old_logprob, and any of them, or `entropy`, without it",
