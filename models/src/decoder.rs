@@ -380,7 +380,9 @@ fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {
 mod tests {
     use super::*;
     use crate::{Model, PAGE_SIZE, Precision};
+    use samebits_ops::TensorRef;
     use std::path::Path;
+    use std::sync::Arc;
 
     /// Some tied folders store the table a second time: it has one gradient.
     #[test]
