@@ -1,12 +1,12 @@
 //! What is in a model folder, tensor by tensor, beside what its config asks for.
 
-use crate::config::{Config, Mlp};
+use crate::ModelError;
+use crate::config::Config;
+use crate::decoder::expected;
 use crate::error::escaped;
 use crate::train::sha256;
 use crate::weights::{HEAD, Weights, few};
-use crate::{Family, ModelError};
 use samebits_ops::{Element, bf16};
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -76,7 +76,7 @@ impl Audit {
             findings.push(Finding { wrong, tensor: escaped(tensor), what: escaped(&what) });
         };
         // The door that loading goes through too.
-        let (complaints, buffers) = weights.fit(&config);
+        let (complaints, buffers) = weights.fit(&config, expected(&config));
         for complaint in complaints {
             match complaint {
                 ModelError::Tensor { tensor, why, .. } => note(true, &tensor, why),
@@ -211,90 +211,6 @@ impl TensorReport {
 
 /// What is wrong with a second table.
 pub(crate) const DIFFERS: &str = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
-
-/// Every tensor that a config asks for, with its shape.
-pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
-    let all = RefCell::new(BTreeMap::new());
-    let put = |name: String, shape: &[usize]| drop(all.borrow_mut().insert(name, shape.to_vec()));
-    put("model.embed_tokens.weight".into(), &[c.vocab, c.hidden]);
-    put("model.norm.weight".into(), &[c.hidden]);
-    if !c.tied {
-        put("lm_head.weight".into(), &[c.vocab, c.hidden]);
-    }
-    for (i, mlp) in c.mlps.iter().enumerate() {
-        let matrix = |part: &str, n: usize, k: usize, bias: bool| {
-            put(format!("model.layers.{i}.{part}.weight"), &[n, k]);
-            if bias {
-                put(format!("model.layers.{i}.{part}.bias"), &[n]);
-            }
-        };
-        let h = c.hidden;
-        if let Some(l) = c.latent {
-            if let Some(rank) = l.q_rank {
-                matrix("self_attn.q_a_proj", rank, h, l.bias);
-                matrix("self_attn.q_b_proj", c.q_width(), rank, false);
-            } else {
-                matrix("self_attn.q_proj", c.q_width(), h, false);
-            }
-            matrix("self_attn.kv_a_proj_with_mqa", l.kv_rank + l.rotary, h, l.bias);
-            matrix("self_attn.kv_b_proj", c.q_heads * (l.nope + c.value_dim), l.kv_rank, false);
-        } else if c.fused {
-            matrix("self_attn.qkv_proj", c.q_width() + c.k_width() + c.v_width(), h, c.qkv_bias);
-        } else {
-            matrix("self_attn.q_proj", c.q_width(), h, c.qkv_bias);
-            matrix("self_attn.k_proj", c.k_width(), h, c.qkv_bias);
-            matrix("self_attn.v_proj", c.v_width(), h, c.qkv_bias);
-        }
-        matrix("self_attn.o_proj", h, c.q_heads * c.value_dim, c.o_bias || c.latent.is_some_and(|l| l.bias));
-        let gated = |prefix: &str, [gate, up, down]: [&str; 3], width: usize| {
-            if c.fused {
-                matrix(&format!("{prefix}.gate_up_proj"), 2 * width, h, c.mlp_bias);
-            } else {
-                matrix(&format!("{prefix}.{gate}"), width, h, c.mlp_bias);
-                matrix(&format!("{prefix}.{up}"), width, h, c.mlp_bias);
-            }
-            matrix(&format!("{prefix}.{down}"), h, width, c.mlp_bias);
-        };
-        let plain = ["gate_proj", "up_proj", "down_proj"];
-        match (*mlp, c.experts) {
-            (Mlp::Dense(width), _) => gated("mlp", plain, width),
-            (Mlp::Sparse, None) => {}
-            (Mlp::Sparse, Some(e)) => {
-                let mixtral = c.family == Family::Mixtral;
-                let block = if mixtral { "block_sparse_moe" } else { "mlp" };
-                for expert in 0..e.count {
-                    let names = if mixtral { ["w1", "w3", "w2"] } else { plain };
-                    gated(&format!("{block}.experts.{expert}"), names, e.width);
-                }
-                if let Some(width) = e.shared_width {
-                    gated(&format!("{block}.shared_experts"), plain, width);
-                }
-                matrix(&format!("{block}.gate"), e.count, h, false);
-                if e.choice_bias {
-                    put(format!("model.layers.{i}.{block}.gate.e_score_correction_bias"), &[e.count]);
-                }
-            }
-        }
-        let norm = |part: &str, n: usize| put(format!("model.layers.{i}.{part}.weight"), &[n]);
-        norm("input_layernorm", h);
-        norm("post_attention_layernorm", h);
-        if c.post_norms {
-            norm("pre_feedforward_layernorm", h);
-            norm("post_feedforward_layernorm", h);
-        }
-        if c.head_norms {
-            norm("self_attn.q_norm", c.key_dim);
-            norm("self_attn.k_norm", c.key_dim);
-        }
-        if let Some(l) = c.latent {
-            norm("self_attn.kv_a_layernorm", l.kv_rank);
-            if let Some(rank) = l.q_rank {
-                norm("self_attn.q_a_layernorm", rank);
-            }
-        }
-    }
-    all.into_inner()
-}
 
 #[cfg(test)]
 mod tests {

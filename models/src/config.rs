@@ -5,9 +5,11 @@
 //! asks for something, and what is passed by is named ([`crate::fields`]).
 
 use crate::fields::Fields;
+use crate::layers::mlp::Activation;
+use crate::layers::{LayerPlan, attend, attention, branch, latent_attention, mlp, moe, norm};
 use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError};
-use samebits_ops::{Attention, Attributes, GroupWorth, Pairing, Route, Scoring, Tf32};
+use samebits_ops::{GroupWorth, Pairing, Scoring};
 use std::path::Path;
 
 /// What a model computes: sizes, parameters and the parts that families differ in. Every size is at most `i32::MAX`.
@@ -74,6 +76,8 @@ pub struct Config {
     pub rms_eps: f32,
     /// Whether the output projection is the embedding table.
     pub tied: bool,
+    /// The branches of each layer.
+    pub blocks: Vec<Vec<branch::Plan>>,
     /// Layers behind the last one that predict further tokens; stored with some models and not part of the forward.
     pub extra_layers: usize,
     /// The token that begins a text.
@@ -84,15 +88,6 @@ pub struct Config {
     pub pad: Option<i32>,
     /// A line for each field that was passed by: no code reads it, or its value asks for nothing.
     pub passed: Vec<String>,
-}
-
-/// Activation of the MLP's gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// `silu_mul`.
-    Silu,
-    /// `gelu_mul`.
-    Gelu,
 }
 
 /// The MLP of a layer.
@@ -144,14 +139,6 @@ pub struct Experts {
     pub normalise: bool,
     /// Factor of the weights.
     pub scale: f64,
-}
-
-impl Experts {
-    /// The choice of experts for `tokens` tokens.
-    pub(crate) fn route(&self, tokens: usize) -> Route {
-        let Experts { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *self;
-        Route { tokens, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale }
-    }
 }
 
 impl Config {
@@ -238,6 +225,7 @@ impl Config {
             rope_length: RopeLength::OfText,
             rms_eps: rms_eps(&fields),
             tied: fields.flag("tie_word_embeddings", family == Family::Gemma2),
+            blocks: Vec::new(),
             extra_layers: 0,
             bos: fields.token("bos_token_id", vocab),
             eos: fields.eos(vocab),
@@ -263,6 +251,7 @@ impl Config {
         }
         fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
         config.passed = fields.end()?;
+        config.blocks = (0..layers).map(|i| config.block(i)).collect();
         Ok(config)
     }
 
@@ -345,41 +334,103 @@ impl Config {
         self.q_heads * self.key_dim
     }
 
-    /// The attributes of the ops of a forward.
-    pub(crate) fn attributes(&self) -> OpAttributes {
-        let &Config { rms_eps, weight_offset, pairing, .. } = self;
-        let eps = Attributes::new().with("eps", f64::from(rms_eps));
-        let norm = eps.clone().with("weight_offset", weight_offset);
-        let pairing = if pairing == Pairing::Interleaved { "interleaved" } else { "half" };
-        OpAttributes {
-            none: Attributes::new(),
-            latent_norm: Attributes::new().with("eps", f64::from(LATENT_EPS)),
-            rope: Attributes::new().with("pairing", pairing),
-            norm_rope: norm.clone().with("pairing", pairing),
-            norm_dw: eps.clone(),
-            norm_rope_dw: eps.with("pairing", pairing),
-            norm,
-            embed_scale: self.embed_scale.map(|factor| Attributes::new().with("factor", factor)),
-            softcap: self.logit_softcap.map(|cap| Attributes::new().with("cap", cap)),
-        }
+    /// What all norms of the residual stream have in common.
+    pub(crate) fn norms(&self) -> norm::Plan {
+        norm::Plan { eps: self.rms_eps, offset: self.weight_offset }
     }
 
-    /// Attention of a layer: `batch` sequences, `queries` and `keys` rows in all.
-    pub(crate) fn attention(&self, batch: usize, queries: usize, keys: usize, layer: usize) -> Attention {
-        Attention {
-            batch,
-            queries,
-            keys,
-            q_heads: self.q_heads,
-            kv_heads: self.kv_heads,
-            head_dim: self.key_dim,
+    /// The first of the layers' attentions.
+    pub(crate) fn attention(&self) -> Option<&attend::Heads> {
+        self.blocks.iter().flatten().find_map(|branch| match &branch.layer {
+            LayerPlan::Attention(plan) => Some(&plan.heads),
+            LayerPlan::LatentAttention(plan) => Some(&plan.heads),
+            _ => None,
+        })
+    }
+
+    /// The first of the layers' mixtures of experts.
+    pub(crate) fn experts(&self) -> Option<&moe::Plan> {
+        self.blocks.iter().flatten().find_map(|branch| match &branch.layer {
+            LayerPlan::Moe(plan) => Some(plan),
+            _ => None,
+        })
+    }
+
+    fn block(&self, i: usize) -> Vec<branch::Plan> {
+        let heads = attend::Heads {
+            queries: self.q_heads,
+            keys: self.kv_heads,
+            key_dim: self.key_dim,
             value_dim: self.value_dim,
             scale: self.scale,
-            causal: true,
-            window: self.windows[layer],
             softcap: self.attention_softcap,
-            tf32: Tf32::Disabled,
-        }
+            window: self.windows[i],
+        };
+        let (hidden, pairing, activation) = (self.hidden, self.pairing, self.activation);
+        let mixer = match self.latent {
+            Some(Latent { q_rank, kv_rank, nope, rotary, bias }) => {
+                LayerPlan::LatentAttention(latent_attention::Plan {
+                    hidden,
+                    heads,
+                    pairing,
+                    q_rank,
+                    kv_rank,
+                    nope,
+                    rotary,
+                    bias,
+                })
+            }
+            None => LayerPlan::Attention(attention::Plan {
+                hidden,
+                heads,
+                rotary: self.rotary.dim,
+                pairing,
+                head_norms: self.head_norms.then(|| self.norms()),
+                bias: self.qkv_bias,
+                o_bias: self.o_bias,
+                fused: self.fused,
+            }),
+        };
+        let names = if self.fused { mlp::Names::Fused(["gate_up_proj", "down_proj"]) } else { mlp::Names::PLAIN };
+        let gated = |width, names| mlp::Plan { hidden, width, activation, bias: self.mlp_bias, names };
+        let layer = match (self.mlps[i], self.experts) {
+            (Mlp::Sparse, Some(e)) => {
+                let mixtral = self.family == Family::Mixtral;
+                let of_experts = if mixtral { mlp::Names::Each(["w1", "w3", "w2"]) } else { names };
+                LayerPlan::Moe(moe::Plan {
+                    count: e.count,
+                    chosen: e.chosen,
+                    expert: gated(e.width, of_experts),
+                    shared: e.shared_width.map(|width| gated(width, names)),
+                    scoring: e.scoring,
+                    choice_bias: e.choice_bias,
+                    groups: e.groups,
+                    top_groups: e.top_groups,
+                    group_worth: e.group_worth,
+                    normalise: e.normalise,
+                    scale: e.scale,
+                    block: if mixtral { "block_sparse_moe" } else { "mlp" },
+                })
+            }
+            (Mlp::Dense(width), _) => LayerPlan::Mlp(gated(width, names)),
+            (Mlp::Sparse, None) => unreachable!("sparse layers have experts"),
+        };
+        let behind = |name| self.post_norms.then_some(name);
+        let before_mlp = if self.post_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
+        vec![
+            branch::Plan {
+                place: branch::Place::Mixer,
+                before: Some("input_layernorm"),
+                layer: mixer,
+                behind: behind("post_attention_layernorm"),
+            },
+            branch::Plan {
+                place: branch::Place::Mlp,
+                before: Some(before_mlp),
+                layer,
+                behind: behind("post_feedforward_layernorm"),
+            },
+        ]
     }
 
     /// Elements of a token's keys.
@@ -393,30 +444,8 @@ impl Config {
     }
 }
 
-/// The attributes of the ops of a forward and a reverse pass, by what they are used for.
-pub(crate) struct OpAttributes {
-    /// Of ops without any.
-    pub none: Attributes,
-    /// Of norms of the residual stream.
-    pub norm: Attributes,
-    /// Of norms of the short vectors of latent attention.
-    pub latent_norm: Attributes,
-    pub rope: Attributes,
-    pub norm_rope: Attributes,
-    /// Of gradients of the weights of norms, of the residual stream and of heads.
-    pub norm_dw: Attributes,
-    pub norm_rope_dw: Attributes,
-    /// Of the scaling of embedded tokens, where there is one.
-    pub embed_scale: Option<Attributes>,
-    /// Of the softcap of logits, where there is one.
-    pub softcap: Option<Attributes>,
-}
-
 /// The field that training records a declared length in; no other program reads it.
 pub const ROPE_LENGTH: &str = "samebits_rope_length";
-
-/// The norms of the short vectors have an epsilon of their own.
-const LATENT_EPS: f32 = 1e-6;
 
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;

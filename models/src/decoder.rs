@@ -27,61 +27,40 @@
 //! The products read the same bf16 operands in all four, so the last costs no arithmetic, only wider activations
 //! between ops: little beside the weights that every step reads.
 
-use crate::audit::DIFFERS;
-use crate::config::{Config, Mlp, OpAttributes};
-use crate::experts::{Mixture, PROJECTIONS};
-use crate::kv_cache::KvCache;
-use crate::linear::{Gated, Linear, Loader, Source, Vector};
-use crate::machine::{Machine, typed};
+use crate::backward::Backward;
+use crate::config::Config;
+use crate::layers::branch::{self, Branch, Stream};
+use crate::layers::embedding::Embedding;
+use crate::layers::head::Head;
+use crate::layers::loader::Loader;
+use crate::layers::norm::Norm;
+use crate::machine::Machine;
 use crate::pass::Pass;
-use crate::qkv::{Projections, Qkv};
-use crate::step::{Form, Rows, SequenceInput, Step, StepInputs, shape};
+use crate::state::{Kind, States};
+use crate::step::{Form, Rows, SequenceInput, Step, StepInputs};
 use crate::trace::TraceHook;
 use crate::weights::Weights;
 use crate::{ModelError, PAGE_SIZE, PageOrder, Tripwire};
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Backend, Cpu, DType, Element, Tensor, TensorRef};
+use samebits_ops::{Cpu, DType, Isa, Tensor};
 use std::collections::BTreeMap;
-use std::mem::swap;
-use std::sync::Arc;
 
 /// Weights of a model, ready to run.
 pub(crate) struct Decoder {
     pub config: Config,
     /// What products and attention read.
     pub dtype: DType,
-    pub attributes: OpAttributes,
-    /// `[V, hidden]`; `None` where it is the output projection.
-    embed: Option<Arc<Tensor>>,
-    pub layers: Vec<Layer>,
-    pub final_norm: Vector,
-    pub lm_head: Linear,
+    embedding: Embedding,
+    /// The branches of each block.
+    blocks: Vec<Vec<Branch>>,
+    final_norm: Norm,
+    pub head: Head,
     /// Name and shape of every parameter.
     pub parameters: BTreeMap<String, Vec<usize>>,
     /// The same of what is read and is no parameter.
     pub constants: BTreeMap<String, Vec<usize>>,
     /// Whether an update ended in the middle: weights of two versions.
     torn: bool,
-}
-
-/// The name of the embedding table in a folder.
-pub(crate) const TABLE: &str = "model.embed_tokens";
-
-pub(crate) struct Layer {
-    pub input_norm: Vector,
-    pub projections: Projections,
-    pub o: Linear,
-    /// Behind the attention.
-    pub post_attention_norm: Option<Vector>,
-    pub mlp_norm: Vector,
-    pub mlp: LayerMlp,
-    /// Behind the MLP.
-    pub post_mlp_norm: Option<Vector>,
-}
-
-pub(crate) enum LayerMlp {
-    Dense(Box<Gated>),
-    Sparse(Box<Mixture>),
 }
 
 /// A decoder where it runs.
@@ -100,18 +79,18 @@ impl<'a> Runner<'a> {
         &self.decoder.config
     }
 
-    /// An empty cache.
+    /// The states of no sequence yet.
     ///
     /// # Errors
     /// A page without positions; those of a device.
-    pub fn cache(&self, page_size: usize, order: PageOrder) -> Result<KvCache, ModelError> {
-        let c = self.config();
+    pub fn states(&self, page_size: usize, order: PageOrder) -> Result<States, ModelError> {
         if page_size == 0 {
             return Err(ModelError::input("page size", "is 0; a page holds at least 1 position"));
         }
         // Room for no more than one text can have.
-        let page_size = page_size.min(c.longest().max(1));
-        KvCache::new(self.machine, self.decoder.dtype, c.layers, [c.k_width(), c.v_width()], page_size, order)
+        let page_size = page_size.min(self.config().longest().max(1));
+        let kinds: Vec<Kind> = self.decoder.blocks.iter().flatten().map(Branch::state).collect();
+        States::new(self.machine, self.decoder.dtype, &kinds, page_size, order)
     }
 
     /// Runs the next tokens of some sequences: logits `[rows, V]`, in the order of the sequences.
@@ -123,7 +102,7 @@ impl<'a> Runner<'a> {
     pub fn step(
         &self,
         sequences: &[SequenceInput],
-        cache: &mut KvCache,
+        states: &mut States,
         rows: Rows,
         hook: &mut TraceHook,
     ) -> Result<Vec<f32>, ModelError> {
@@ -132,26 +111,25 @@ impl<'a> Runner<'a> {
         }
         let &Runner { decoder, machine, .. } = self;
         let c = self.config();
-        let step = Step::of(machine, sequences, cache)?;
-        let columns = cache.columns(sequences.iter().map(|input| input.sequence));
+        let step = Step::of(machine, sequences, states)?;
+        let columns = states.columns(sequences.iter().map(|input| input.sequence));
         let form = [step.rows(), columns.next_power_of_two()];
-        let known = if step.is_single() { cache.forms.recorded.remove(&form) } else { None };
+        let known = if step.is_single() { states.forms.recorded.remove(&form) } else { None };
         let again = known.is_some();
         let (earlier, recorded) = known.map_or((None, None), |known| (Some(known.inputs), known.recorded));
         let pos = step.positions();
         let angle_pos = hook.positions(None, &step, &pos)?;
-        let inputs = StepInputs::new(self, &step, sequences, cache, &angle_pos, rows, earlier)?;
+        let inputs = StepInputs::new(self, &step, sequences, states, &angle_pos, rows, earlier)?;
 
         // What a probe asks for is copied, and so is a choice that the host makes products of: that is not recorded.
-        let may_record = hook.probe.is_none() && (c.experts.is_none() || inputs.choices.is_some());
-        let (calls, gated) = (std::mem::take(&mut cache.forms.calls), Default::default());
-        let (dtype, attributes) = (decoder.dtype, &decoder.attributes);
-        let mut pass = Pass { machine, config: c, dtype, attributes, hook, calls, gated, kept: None };
+        let may_record = hook.probe.is_none() && (c.experts().is_none() || inputs.choices.is_some());
+        let calls = std::mem::take(&mut states.forms.calls);
+        let mut pass = Pass::new((machine, decoder.dtype), (&step, &inputs), hook, calls, false);
         let recorded = match recorded {
             None if again && may_record => {
                 let mut logits = None;
                 let graph = machine.capture(&mut || {
-                    let made = decoder.forward(&mut pass, &step, &inputs, cache);
+                    let made = decoder.forward(&mut pass, states);
                     logits = Some(made.map_err(ModelError::into_op)?);
                     Ok(())
                 })?;
@@ -164,19 +142,19 @@ impl<'a> Runner<'a> {
                 machine.replay(graph)?;
                 machine.download(logits.view())?
             }
-            None => match decoder.forward(&mut pass, &step, &inputs, cache)? {
+            None => match decoder.forward(&mut pass, states)? {
                 logits if logits.is_on_host() => logits,
                 logits => machine.download(logits.view())?,
             },
         };
-        let with_logits = inputs.last.as_ref().map_or(&step, |(_, step)| step);
-        pass.see(None, "logits", with_logits, &mut logits)?;
-        cache.forms.calls = pass.calls;
+        pass.step = inputs.last.as_ref().map_or(&step, |(_, step)| step);
+        pass.see_at(None, "logits", &mut logits)?;
+        states.forms.calls = pass.calls;
         for input in sequences {
-            cache.advance(input.sequence, input.tokens.len());
+            states.advance(input.sequence, input.tokens.len());
         }
         if step.is_single() {
-            cache.forms.keep(form, Form { inputs, recorded });
+            states.forms.keep(form, Form { inputs, recorded });
         }
         Ok(logits.into_vec().expect("logits are f32, and on the host"))
     }
@@ -185,11 +163,11 @@ impl<'a> Runner<'a> {
     /// them again, alone, which moves no bit, and looks at all that is computed on the way.
     pub fn why_not_finite(&self, label: usize, tokens: &[i32], limit: usize) -> ModelError {
         let look = || -> Result<(), ModelError> {
-            let mut cache = self.cache(PAGE_SIZE, PageOrder::Ascending)?;
-            let input = SequenceInput { sequence: cache.open(limit), label, tokens };
+            let mut states = self.states(PAGE_SIZE, PageOrder::Ascending)?;
+            let input = SequenceInput { sequence: states.open(limit), label, tokens };
             let mut tripwire = Tripwire;
             let mut hook = TraceHook { looks: true, ..TraceHook::of(Some(&mut tripwire)) };
-            self.step(&[input], &mut cache, Rows::Last, &mut hook).map(drop)
+            self.step(&[input], &mut states, Rows::Last, &mut hook).map(drop)
         };
         let unseen = || {
             let (place, why) = ("the logits".into(), "they are not, and all behind them is: a probe changed it".into());
@@ -211,344 +189,200 @@ impl Decoder {
     ) -> Result<Decoder, ModelError> {
         let mut config = config.clone();
         config.check()?;
-        config.passed.extend(weights.check(&config)?);
+        config.passed.extend(weights.check(&config, expected(&config))?);
         let c = &config;
-        let w = &mut weights;
+        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs };
         // The largest tensors first: what is read of one is given back before the model has its whole size.
-        let (embed, lm_head) = tables(c, w, dtype, cpu, packs)?;
-        let mut layers = Vec::new();
-        for layer in 0..c.layers {
-            layers.push(Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?);
-        }
-        let final_norm = final_norm(c, w)?;
-        let (parameters, constants) = (std::mem::take(&mut w.parameters), std::mem::take(&mut w.constants));
-        let (attributes, torn) = (c.attributes(), false);
-        Ok(Decoder { config, dtype, attributes, embed, layers, final_norm, lm_head, parameters, constants, torn })
+        let (embedding, head) = tables(c, &mut loader)?;
+        let blocks = (0..c.layers).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
+        let final_norm = final_norm(c, &mut loader)?;
+        let Weights { parameters, constants, .. } = weights;
+        Ok(Decoder { config, dtype, embedding, blocks, final_norm, head, parameters, constants, torn: false })
     }
 
     /// Refuses weights that [`Decoder::load`] would refuse, and keeps nothing of them.
     pub fn check(&self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
-        let (c, w) = (&self.config, &mut weights);
-        w.check(c)?;
-        tables(c, w, self.dtype, cpu, false)?;
+        weights.check(&self.config, expected(&self.config))?;
+        let (dtype, prefix) = (self.dtype, String::new());
+        tables(&self.config, &mut Loader { dtype, cpu, weights: &mut weights, prefix, packs: false })?;
         for (name, shape) in &self.parameters {
-            if !w.parameters.contains_key(name) {
-                w.tensor(name, self.dtype, shape)?;
+            if !weights.parameters.contains_key(name) {
+                weights.tensor(name, dtype, shape)?;
             }
         }
         for (name, shape) in &self.constants {
-            w.constant(name, shape)?;
+            weights.constant(name, shape)?;
         }
         Ok(())
     }
 
-    /// Takes packed weights that [`Decoder::check`] has let by, a layer at a time in the place of the old one.
+    /// Takes packed weights that [`Decoder::check`] has let by, a block at a time in the place of the old one.
     ///
     /// # Errors
     /// Too little memory; nothing runs then before an update is whole.
     pub fn update(&mut self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
-        let (c, dtype, w, packs) = (&self.config, self.dtype, &mut weights, true);
+        let (c, dtype, prefix) = (&self.config, self.dtype, String::new());
+        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix, packs: true };
         self.torn = true;
-        (self.embed, self.lm_head) = tables(c, w, dtype, cpu, packs)?;
-        for (layer, place) in self.layers.iter_mut().enumerate() {
-            *place = Layer::load(&mut Loader { config: c, dtype, cpu, weights: w, layer, packs })?;
+        (self.embedding, self.head) = tables(c, &mut loader)?;
+        for (i, place) in self.blocks.iter_mut().enumerate() {
+            *place = block(c, i, &mut loader)?;
         }
-        self.final_norm = final_norm(c, w)?;
+        self.final_norm = final_norm(c, &mut loader)?;
         self.torn = false;
         Ok(())
     }
 
     /// Takes the weights from the processor to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        for layer in &mut self.layers {
-            layer.projections.move_to(cpu, device)?;
-            layer.o.move_to(cpu, device)?;
-            match &mut layer.mlp {
-                LayerMlp::Dense(mlp) => mlp.move_to(cpu, device)?,
-                LayerMlp::Sparse(mixture) => mixture.move_to(cpu, device)?,
-            }
-        }
-        self.lm_head.move_to(cpu, device)?;
-        let of_layers = self.layers.iter_mut().flat_map(|layer| {
-            let always = [&mut layer.input_norm, &mut layer.mlp_norm];
-            always.into_iter().chain(&mut layer.post_attention_norm).chain(&mut layer.post_mlp_norm)
-        });
-        let norms = of_layers.chain([&mut self.final_norm]).map(|norm| &mut norm.w);
-        for tensor in norms {
-            *tensor = Backend::upload(device, tensor.view())?;
-        }
-        if let Some(embed) = &mut self.embed {
-            *embed = Arc::new(Backend::upload(device, embed.view())?);
-        }
-        Ok(())
+        self.blocks.iter_mut().flatten().try_for_each(|branch| branch.move_to(cpu, device))?;
+        self.final_norm.move_to(device)?;
+        self.head.linear.move_to(cpu, device)?;
+        self.embedding.move_to(device)
     }
 
     /// The ops of a step: logits `[rows, V]`.
-    fn forward(
-        &self,
-        pass: &mut Pass,
-        step: &Step,
-        inputs: &StepInputs,
-        cache: &mut KvCache,
-    ) -> Result<Tensor, ModelError> {
-        let c = &self.config;
-        let mut stream = self.embed(pass, step, inputs)?;
-        for i in 0..c.layers {
-            self.layer(i, pass, step, inputs, cache, &mut stream)?;
+    fn forward(&self, pass: &mut Pass, states: &mut States) -> Result<Tensor, ModelError> {
+        let mut stream = self.embed(pass)?;
+        for i in 0..self.blocks.len() {
+            self.block(i, pass, states, &mut stream)?;
         }
-        self.last_sum(pass, step, &mut stream)?;
-        let mut step = step;
-        if let Some((last, left)) = &inputs.last {
-            step = left;
-            let mut x = pass.empty(DType::Fp32, &[step.rows(), c.hidden])?;
-            let from = Part { rows: Some(last), ..Part::whole(c.hidden) };
-            pass.machine.copy_rows([step.rows(), c.hidden], (&stream.x, from), (&mut x, Part::whole(c.hidden)))?;
+        stream.add(pass)?;
+        if let Some((last, left)) = &pass.inputs.last {
+            pass.step = left;
+            let size = [left.rows(), self.config.hidden];
+            let mut x = pass.empty(DType::Fp32, &size)?;
+            let from = Part { rows: Some(last), ..Part::whole(size[1]) };
+            pass.machine.copy_rows(size, (&stream.x, from), (&mut x, Part::whole(size[1])))?;
             stream.x = x;
         }
-        self.last_norm(pass, step, &mut stream)?;
-        self.logits(pass, stream.a.view())
+        self.last_norm(pass, &mut stream)?;
+        self.head.logits(pass, stream.a.view())
     }
 
-    /// The residual stream of a step's tokens, before the first layer.
-    pub fn embed(&self, pass: &mut Pass, step: &Step, inputs: &StepInputs) -> Result<Stream, ModelError> {
+    /// The residual stream of a step's tokens, before the first block.
+    pub fn embed(&self, pass: &mut Pass) -> Result<Stream, ModelError> {
         if self.torn {
             let why = "an update ran out of memory, so they are of two versions; update them again";
             return Err(ModelError::input("weights", why));
         }
-        let (at, n) = (&self.attributes, step.rows());
-        let mut stream = Stream::new(pass, n)?;
-        let table = self.embed.as_ref().map_or(self.lm_head.matrix(0), |embed| embed.view());
-        let tokens = inputs.tokens.view(&[n])?;
-        let Stream { x, sum, .. } = &mut stream;
-        pass.op("embedding", &at.none, &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
-        if let Some(factor) = &at.embed_scale {
-            pass.op("scale", factor, &[("x", x.view())], [("y", sum.view_mut())])?;
-            swap(x, sum);
-        }
-        pass.see(None, "embed", step, x)?;
+        let mut stream = Stream::new(pass, pass.step.rows(), self.config.hidden)?;
+        self.embedding.forward(pass, &self.head.linear, stream.room())?;
         Ok(stream)
     }
 
-    /// Layer number `i`.
-    pub fn layer(
+    /// Block number `i`: what its reverse pass reads, where one will follow.
+    pub fn block(
         &self,
         i: usize,
         pass: &mut Pass,
-        step: &Step,
-        inputs: &StepInputs,
-        cache: &mut KvCache,
+        states: &mut States,
         stream: &mut Stream,
-    ) -> Result<(), ModelError> {
-        let (c, n, layer) = (&self.config, step.rows(), &self.layers[i]);
-        let Stream { x, y, sum, a, heads, lse } = stream;
-        // Attention block. The layer before has left what it adds to x in y.
-        if i == 0 {
-            norm(pass, x, &layer.input_norm, a)?;
-        } else {
-            add_norm(pass, [x, y], &layer.input_norm, sum, a)?;
-            swap(x, sum);
-            pass.see(Some(i - 1), "sum", step, x)?;
+    ) -> Result<Vec<branch::Saved>, ModelError> {
+        let first: usize = self.blocks[..i].iter().map(Vec::len).sum();
+        let mut saved = Vec::new();
+        pass.layer = Some(i);
+        for (branch, state) in self.blocks[i].iter().zip(&mut states.layers[first..]) {
+            saved.extend(branch.forward(pass, state, stream)?);
         }
-        pass.see(Some(i), "input_norm", step, a)?;
-        let Qkv { mut q, mut k, mut v } = layer.projections.apply(pass, inputs.angles.tensor(), a)?;
-        pass.see(Some(i), "q", step, &mut q)?;
-        pass.see(Some(i), "k", step, &mut k)?;
-        pass.see(Some(i), "v", step, &mut v)?;
-        let (shape, [keys, values]) = (shape(c, step, cache, i), &mut cache.layers[i]);
-        for (from, to, width) in [(&k, &mut *keys, c.k_width()), (&v, &mut *values, c.v_width())] {
-            let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
-            pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
-        }
-        let q_pos = pass.hook.positions(Some(i), step, &inputs.attention.q_pos)?;
-        pass.machine.attention(&shape, &inputs.attention, &q_pos, [&q, &*keys, &*values], [heads, lse])?;
-        pass.see(Some(i), "attention", step, heads)?;
-        pass.keep("sum", x)?;
-        pass.keep("input_norm", a)?;
-        for (name, values) in [("q", q), ("k", k), ("v", v)] {
-            pass.keep_own(name, values);
-        }
-        pass.keep("attention", heads)?;
-        pass.keep("lse", lse)?;
-        layer.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
-        pass.see(Some(i), "o", step, y)?;
-        if let Some(w) = &layer.post_attention_norm {
-            pass.keep("o", y)?;
-            norm(pass, y, w, sum)?;
-            swap(y, sum);
-            pass.see(Some(i), "post_attention_norm", step, y)?;
-        }
-
-        // MLP block.
-        add_norm(pass, [x, y], &layer.mlp_norm, sum, a)?;
-        swap(x, sum);
-        pass.see(Some(i), "attention_sum", step, x)?;
-        pass.see(Some(i), "mlp_norm", step, a)?;
-        match &layer.mlp {
-            LayerMlp::Dense(mlp) => mlp.apply_to(pass, 0, a.view(), y.view_mut())?,
-            LayerMlp::Sparse(mixture) => mixture.apply(pass, step, i, inputs.choices.as_ref(), a, y)?,
-        }
-        pass.see(Some(i), "mlp", step, y)?;
-        pass.keep("attention_sum", x)?;
-        pass.keep("mlp_norm", a)?;
-        if let Some(w) = &layer.post_mlp_norm {
-            pass.keep("mlp", y)?;
-            norm(pass, y, w, sum)?;
-            swap(y, sum);
-            pass.see(Some(i), "post_mlp_norm", step, y)?;
-        }
-        Ok(())
+        pass.layer = None;
+        Ok(saved)
     }
 
-    /// Adds what the last layer has left in y to x.
-    pub fn last_sum(&self, pass: &mut Pass, step: &Step, stream: &mut Stream) -> Result<(), ModelError> {
-        let Stream { x, y, sum, .. } = stream;
-        pass.op("add", &self.attributes.none, &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
-        swap(x, sum);
-        pass.see(Some(self.config.layers - 1), "sum", step, x)
-    }
-
-    /// The normed form of x in a.
-    pub fn last_norm(&self, pass: &mut Pass, step: &Step, stream: &mut Stream) -> Result<(), ModelError> {
-        let Stream { x, a, .. } = stream;
+    /// The normed form of x in a, behind the last block.
+    pub fn last_norm(&self, pass: &mut Pass, stream: &mut Stream) -> Result<(), ModelError> {
+        let Stream { x, a, .. } = &mut *stream;
         if !a.reshape(x.shape()) {
             *a = pass.empty(self.dtype, x.shape())?;
         }
-        norm(pass, x, &self.final_norm, a)?;
-        pass.see(None, "final_norm", step, a)
+        stream.norm(pass, &self.final_norm)?;
+        pass.see_at(None, "final_norm", &mut stream.a)
     }
 
-    /// `a[rows,hidden]` to logits `[rows,V]`.
-    pub fn logits(&self, pass: &mut Pass, a: TensorRef) -> Result<Tensor, ModelError> {
-        let logits = self.lm_head.apply(pass, a, DType::Fp32)?;
-        let Some(cap) = &self.attributes.softcap else { return Ok(logits) };
-        let mut capped = pass.empty(DType::Fp32, logits.shape())?;
-        pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
-        Ok(capped)
+    /// From that of a behind the last norm: that of the residual stream x before it.
+    pub fn last_norm_backward(&self, back: &mut Backward, x: &Tensor, da: &Tensor) -> Result<Tensor, ModelError> {
+        let dx = self.final_norm.backward(back, x, da)?;
+        self.see_gradient(back, self.blocks.len(), 0, dx)
     }
-}
 
-/// The rows of a step on their way through the layers.
-pub(crate) struct Stream {
-    /// The residual stream, `[n,hidden]`.
-    pub x: Tensor,
-    /// What a block adds to it.
-    pub y: Tensor,
-    /// Room for the next of either.
-    sum: Tensor,
-    /// The normed form of x, as products read it.
-    pub a: Tensor,
-    /// What attention makes: `[n,Hq * E]`, `[n,Hq]`.
-    heads: Tensor,
-    lse: Tensor,
-}
-
-impl Stream {
-    fn new(pass: &Pass, n: usize) -> Result<Stream, ModelError> {
-        let (c, stream, narrow) = (pass.config, DType::Fp32, pass.dtype);
-        Ok(Stream {
-            x: pass.empty(stream, &[n, c.hidden])?,
-            y: pass.empty(stream, &[n, c.hidden])?,
-            sum: pass.empty(stream, &[n, c.hidden])?,
-            a: pass.empty(narrow, &[n, c.hidden])?,
-            heads: pass.empty(narrow, &[n, c.q_heads * c.value_dim])?,
-            lse: pass.empty(stream, &[n, c.q_heads])?,
-        })
-    }
-}
-
-/// `y = norm(x)`
-fn norm(pass: &mut Pass, x: &Tensor, w: &Vector, y: &mut Tensor) -> Result<(), ModelError> {
-    pass.op("rms_norm", &pass.attributes.norm, &[("x", x.view()), ("w", w.w.view())], [("y", y.view_mut())])
-}
-
-/// `sum = x + residual`, `y = norm(sum)`
-fn add_norm(
-    pass: &mut Pass,
-    [x, residual]: [&Tensor; 2],
-    w: &Vector,
-    sum: &mut Tensor,
-    y: &mut Tensor,
-) -> Result<(), ModelError> {
-    let inputs = [("x", x.view()), ("residual", residual.view()), ("w", w.w.view())];
-    pass.op("add_rms_norm", &pass.attributes.norm, &inputs, [("sum", sum.view_mut()), ("y", y.view_mut())])
-}
-
-impl Layer {
-    fn load(loader: &mut Loader) -> Result<Layer, ModelError> {
-        let c = loader.config;
-        let projections = Projections::load(loader)?;
-        let o_bias = c.o_bias || c.latent.is_some_and(|latent| latent.bias);
-        let o = loader.linear("self_attn.o_proj", c.hidden, c.q_heads * c.value_dim, o_bias)?;
-        let mlp = match c.mlps[loader.layer] {
-            Mlp::Dense(width) => LayerMlp::Dense(Box::new(loader.gated("mlp", PROJECTIONS, width)?)),
-            Mlp::Sparse => {
-                let experts = c.experts.expect("sparse layers have experts");
-                LayerMlp::Sparse(Box::new(Mixture::load(loader, experts)?))
-            }
-        };
-        let mut norm = |part: &str| loader.vector(&format!("{part}.weight"), c.hidden);
-        let input_norm = norm("input_layernorm")?;
-        // What stands before the MLP has this name only where nothing stands behind the attention.
-        let (post_attention_norm, mlp_norm, post_mlp_norm) = if c.post_norms {
-            let behind = norm("post_attention_layernorm")?;
-            (Some(behind), norm("pre_feedforward_layernorm")?, Some(norm("post_feedforward_layernorm")?))
-        } else {
-            (None, norm("post_attention_layernorm")?, None)
-        };
-        Ok(Layer { input_norm, projections, o, post_attention_norm, mlp_norm, mlp, post_mlp_norm })
-    }
-}
-
-/// The table of embeddings, `None` where it is the output projection; and that.
-fn tables(
-    c: &Config,
-    w: &mut Weights,
-    dtype: DType,
-    cpu: &Cpu,
-    packs: bool,
-) -> Result<(Option<Arc<Tensor>>, Linear), ModelError> {
-    let (table, head) = (format!("{TABLE}.weight"), "lm_head.weight");
-    let mut embed = Some(w.matrix(&table, dtype, &[c.vocab, c.hidden])?);
-    if c.tied && w.contains(head) {
-        // Some tied folders store the table a second time: then it must be the same table.
-        let path = w.path(head);
-        let again = w.tensor(head, dtype, &[c.vocab, c.hidden])?;
-        w.parameters.remove(head);
-        if !same_bits(&again, embed.as_ref().expect("it was just read")) {
-            return Err(ModelError::tensor(&path, head, DIFFERS));
+    /// From that of the residual stream behind block number `i`: that of the stream before it.
+    pub fn block_backward(
+        &self,
+        i: usize,
+        back: &mut Backward,
+        saved: Vec<branch::Saved>,
+        mut dsum: Tensor,
+    ) -> Result<Tensor, ModelError> {
+        for (at, (branch, saved)) in self.blocks[i].iter().zip(saved).enumerate().rev() {
+            back.pass.layer = Some(i);
+            let dx = branch.backward(back, saved, &dsum)?;
+            back.pass.layer = None;
+            dsum = self.see_gradient(back, i, at, dx)?;
         }
+        Ok(dsum)
     }
-    let own = if c.tied { embed.take() } else { Some(w.matrix(head, dtype, &[c.vocab, c.hidden])?) };
-    let source = Source::whole(if c.tied { TABLE } else { "lm_head" }.into(), c.vocab);
-    let lm_head = Linear::new(cpu, source, own.expect("tied or its own"), None, packs)?;
-    Ok((embed, lm_head))
+
+    /// Shows the gradient of the residual stream before branch number `at` of a block, by the name of the branch that made it.
+    fn see_gradient(&self, back: &mut Backward, block: usize, at: usize, mut dx: Tensor) -> Result<Tensor, ModelError> {
+        let before = self.blocks[..block].iter().enumerate().flat_map(|(i, block)| block.iter().map(move |b| (i, b)));
+        let own = self.blocks.get(block).into_iter().flatten().take(at).map(|branch| (block, branch));
+        match before.chain(own).last() {
+            Some((layer, branch)) => back.see_at(Some(layer), branch.gradient_site(), &mut dx)?,
+            None => back.see_at(None, "dembed", &mut dx)?,
+        }
+        Ok(dx)
+    }
+
+    /// From that of the residual stream before the first block, of these tokens.
+    pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], dx: Tensor) -> Result<(), ModelError> {
+        self.embedding.backward(back, tokens, dx)
+    }
 }
 
-fn final_norm(c: &Config, w: &mut Weights) -> Result<Vector, ModelError> {
-    let name = "model.norm.weight";
-    Ok(Vector { w: w.tensor(name, DType::Fp32, &[c.hidden])?, name: name.into() })
+/// Every tensor that a config asks for, with its shape: what loading takes.
+pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
+    let mut weights = Weights::listing();
+    let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best isa is available");
+    let prefix = String::new();
+    let mut loader = Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false };
+    let mut take = || -> Result<(), ModelError> {
+        tables(c, &mut loader)?;
+        for i in 0..c.layers {
+            block(c, i, &mut loader)?;
+        }
+        final_norm(c, &mut loader).map(drop)
+    };
+    take().expect("a list has every tensor, and none needs memory");
+    let Weights { mut parameters, constants, .. } = weights;
+    parameters.extend(constants);
+    parameters
 }
 
-fn same_bits(a: &Tensor, b: &Tensor) -> bool {
-    typed!(a.dtype() => A, {
-        let (a, b) = (a.as_slice::<A>().unwrap_or_default(), b.as_slice::<A>().unwrap_or_default());
-        a.iter().zip(b).all(|(a, b)| a.widen().to_bits() == b.widen().to_bits())
-    })
+/// The table of embeddings and the output projection.
+fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelError> {
+    loader.prefix.clear();
+    let (embedding, head) = Embedding::load(loader, [c.vocab, c.hidden], c.tied, c.embed_scale)?;
+    Ok((embedding, Head::new(head, c.logit_softcap)))
+}
+
+/// The branches of block number `i`.
+fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
+    loader.prefix = format!("model.layers.{i}.");
+    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms())).collect()
+}
+
+fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {
+    loader.prefix.clear();
+    Norm::load(loader, "model.norm", c.hidden, &c.norms())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::{Model, PAGE_SIZE, Precision};
+    use samebits_ops::TensorRef;
     use std::path::Path;
-
-    /// One bit tells them apart; 0 and -0 are equal numbers.
-    #[test]
-    fn tables_are_compared_by_their_bits() {
-        let table = |last: f32| Tensor::new(vec![1.0, 2.0, last], &[3]).unwrap();
-        assert!(same_bits(&table(0.0), &table(0.0)));
-        assert!(!same_bits(&table(0.0), &table(-0.0)));
-    }
+    use std::sync::Arc;
 
     /// Some tied folders store the table a second time: it has one gradient.
     #[test]
@@ -636,12 +470,12 @@ mod tests {
         let model = Model::load(&dir, Precision::Bf16, &cpu).unwrap();
         let (on, vocab) = (model.on(&cpu), model.config().vocab);
         let run = |rows: Rows| {
-            let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending).unwrap();
+            let mut states = on.states(PAGE_SIZE, PageOrder::Ascending).unwrap();
             let inputs = [&[1, 2, 3][..], &[4, 5]].map(|tokens| {
-                let sequence = cache.open(tokens.len());
+                let sequence = states.open(tokens.len());
                 SequenceInput { sequence, label: sequence, tokens }
             });
-            let logits = on.step(&inputs, &mut cache, rows, &mut TraceHook::default()).unwrap();
+            let logits = on.step(&inputs, &mut states, rows, &mut TraceHook::default()).unwrap();
             logits.chunks(vocab).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<u32>>>()
         };
         let all = run(Rows::All);

@@ -1,8 +1,9 @@
 //! What each family reads from its config beyond what all share: the same fields as its code in transformers.
 
 use crate::ModelError;
-use crate::config::{Activation, Config, Experts, Latent, Mlp};
+use crate::config::{Config, Experts, Latent, Mlp};
 use crate::fields::Fields;
+use crate::layers::mlp::Activation;
 use crate::rotary::Scaling;
 use samebits_ops::{GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};

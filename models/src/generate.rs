@@ -66,19 +66,19 @@ pub(crate) fn greedy(
         config.check_length("prompt", &who, prompt.len().saturating_add(max_tokens))?;
     }
 
-    let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
-    let sequence = cache.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
+    let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
+    let sequence = states.open(prompt.len().saturating_add(max_tokens).min(config.max_positions));
     let mut fed = prompt.clone();
     let mut tokens = Vec::new();
     let stop = loop {
         if tokens.len() >= max_tokens {
             break Stop::MaxTokens;
         }
-        if cache.len(sequence) + fed.len() > config.max_positions {
+        if states.len(sequence) + fed.len() > config.max_positions {
             break Stop::MaxPositions;
         }
         let input = SequenceInput { sequence, label: 0, tokens: &fed };
-        let logits = on.step(&[input], &mut cache, Rows::Last, &mut TraceHook::default())?;
+        let logits = on.step(&[input], &mut states, Rows::Last, &mut TraceHook::default())?;
         if !all_finite(&logits) {
             let fed = [&prompt[..], &tokens].concat();
             return Err(on.why_not_finite(0, &fed, prompt.len().saturating_add(max_tokens).min(config.max_positions)));

@@ -6,11 +6,14 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
-use crate::backward::{Backward, Block, Logprobs};
-use crate::decoder::{Decoder, Runner, Stream};
-use crate::kv_cache::{KvCache, buffer};
+use crate::backward::{Backward, Block};
+use crate::decoder::{Decoder, Runner};
+use crate::layers::branch::{Place, Saved, Stream};
+use crate::layers::head::Logprobs;
+use crate::memory::buffer;
 use crate::pass::Pass;
 use crate::rollout::{check_temperature, divisor};
+use crate::state::States;
 use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
@@ -475,12 +478,19 @@ struct MicroBatch {
     starts: Vec<usize>,
     step: Step,
     inputs: StepInputs,
-    cache: KvCache,
+    states: States,
     stream: Stream,
     of_rows: Logprobs,
-    /// What enters each layer, where layers are run again; else what the forward kept.
-    entered: Vec<[Tensor; 2]>,
-    kept: Option<Vec<(&'static str, Tensor)>>,
+    /// What enters each block, where blocks are run again; else what they saved.
+    entered: Vec<Entered>,
+    saved: Vec<Vec<Saved>>,
+}
+
+/// The stream as it enters a block.
+struct Entered {
+    x: Tensor,
+    y: Tensor,
+    added_by: Option<(usize, Place)>,
 }
 
 /// Runs some sequences forward, to log-probabilities at a temperature; `keep`: a reverse pass will follow; `with_entropy`: and it will have their gradients.
@@ -497,13 +507,13 @@ fn forward(
     let arranged = Arranged::new(&lengths, run);
     let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
 
-    let mut cache = on.cache(PAGE_SIZE, PageOrder::Ascending)?;
+    let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
     let mut given = Vec::new();
     let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
     let mut starts = vec![0; sequences.len()];
     for &(label, length) in &arranged.pieces {
         let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
-        given.push(SequenceInput { sequence: cache.open(length), label, tokens });
+        given.push(SequenceInput { sequence: states.open(length), label, tokens });
         if label == PADDING {
             targets.resize(targets.len() + length, -1);
         } else {
@@ -513,29 +523,30 @@ fn forward(
         }
         mask.resize(mask.len() + length, i32::from(label != PADDING));
     }
-    let step = Step::of(on.machine, &given, &mut cache)?;
-    let inputs = StepInputs::new(on, &step, &given, &cache, &step.positions(), Rows::All, None)?;
+    let step = Step::of(on.machine, &given, &mut states)?;
+    let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
 
     let (is_seen, looks, first) = (shown.probe.is_some(), shown.looks, shown.first);
     let mut hook = TraceHook { looks, ..TraceHook::of(Some(shown)) };
-    let mut pass = pass(on, &mut hook, (keep && !run.recompute).then(Vec::new));
-    let mut stream = decoder.embed(&mut pass, &step, &inputs)?;
+    let mut pass = pass(on, (&step, &inputs), &mut hook, keep && !run.recompute);
+    let mut stream = decoder.embed(&mut pass)?;
     if !is_seen {
         pass.hook.probe = None;
     }
-    let mut entered = Vec::new();
+    let (mut entered, mut saved) = (Vec::new(), Vec::new());
     for i in 0..c.layers {
         if keep && run.recompute {
-            entered.push([on.machine.upload(stream.x.view())?, on.machine.upload(stream.y.view())?]);
+            let (x, y) = (on.machine.upload(stream.x.view())?, on.machine.upload(stream.y.view())?);
+            entered.push(Entered { x, y, added_by: stream.added_by });
         }
-        decoder.layer(i, &mut pass, &step, &inputs, &mut cache, &mut stream)?;
+        saved.push(decoder.block(i, &mut pass, &mut states, &mut stream)?);
     }
-    decoder.last_sum(&mut pass, &step, &mut stream)?;
-    decoder.last_norm(&mut pass, &step, &mut stream)?;
-    let mut of_rows = decoder.logprob(&mut pass, &stream.a, &targets, divisor(temperature), with_entropy)?;
-    pass.see(None, "logprob", &step, &mut of_rows.logprob)?;
+    stream.add(&mut pass)?;
+    decoder.last_norm(&mut pass, &mut stream)?;
+    let mut of_rows = decoder.head.logprob(&mut pass, &stream.a, &targets, divisor(temperature), with_entropy)?;
+    pass.see("logprob", &mut of_rows.logprob)?;
     if let Some(entropy) = &mut of_rows.entropy {
-        pass.see(None, "entropy", &step, entropy)?;
+        pass.see("entropy", entropy)?;
     }
     // A row knows of the token behind it.
     let by_token = |rows: &Tensor| -> Vec<Vec<f32>> {
@@ -549,7 +560,7 @@ fn forward(
         return Err(why_not_finite(on, &sequences[number], temperature, first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
-    let (kept, blocks) = (pass.kept, arranged.blocks);
+    let blocks = arranged.blocks;
     Ok(MicroBatch {
         logprob,
         entropy,
@@ -560,11 +571,11 @@ fn forward(
         starts,
         step,
         inputs,
-        cache,
+        states,
         stream,
         of_rows,
         entered,
-        kept,
+        saved,
     })
 }
 
@@ -630,12 +641,12 @@ fn reverse(
     sums: &mut Sums,
 ) -> Result<(), ModelError> {
     let (decoder, c) = (on.decoder, on.config());
-    let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut cache, mut stream, of_rows, .. } =
+    let MicroBatch { blocks, mask, targets, tokens, starts, step, inputs, mut states, mut stream, of_rows, .. } =
         forward;
-    let mut entered = forward.entered;
+    let (mut entered, mut saved) = (forward.entered, forward.saved);
     let (is_seen, looks) = (shown.probe.is_some(), shown.looks);
     let mut hook = TraceHook { looks, ..TraceHook::of(if is_seen { Some(shown) } else { None }) };
-    let mut pass = pass(on, &mut hook, forward.kept);
+    let mut pass = pass(on, (&step, &inputs), &mut hook, !entered.is_empty());
     let by_row = |tokens: &[Vec<f32>]| {
         let mut rows = vec![0f32; mask.len()];
         for (&start, of_sequence) in starts.iter().zip(tokens) {
@@ -644,37 +655,35 @@ fn reverse(
         Tensor::new(rows, &[mask.len()])
     };
     let mut drows = by_row(dlogprob)?;
-    pass.see(None, "dlogprob", &step, &mut drows)?;
+    pass.see("dlogprob", &mut drows)?;
     let mut dentropy = dentropy.map(by_row).transpose()?;
     if let Some(dentropy) = &mut dentropy {
-        pass.see(None, "dentropy", &step, dentropy)?;
+        pass.see("dentropy", dentropy)?;
     }
 
     let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
     let angles = angles.reversed();
-    let mut back = Backward { pass, step: &step, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
-    let da = decoder.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
+    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
+    let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers).rev() {
-        if let Some([x, y]) = entered.pop() {
-            (stream.x, stream.y) = (x, y);
-            back.pass.kept = Some(Vec::new());
-            decoder.layer(i, &mut back.pass, &step, &inputs, &mut cache, &mut stream)?;
+        let mut of_block = saved.pop().expect("every block was run");
+        if let Some(Entered { x, y, added_by }) = entered.pop() {
+            (stream.x, stream.y, stream.added_by) = (x, y, added_by);
+            of_block = decoder.block(i, &mut back.pass, &mut states, &mut stream)?;
         }
-        dx = decoder.layer_backward(i, &mut back, dx)?;
+        dx = decoder.block_backward(i, &mut back, of_block, dx)?;
     }
-    decoder.embed_backward(&mut back, &tokens, dx)?;
-    assert!(back.pass.kept.is_some_and(|kept| kept.is_empty()), "the reverse pass takes all that was kept");
-    Ok(())
+    decoder.embed_backward(&mut back, &tokens, dx)
 }
 
 fn pass<'a, 'p>(
     on: &Runner<'a>,
+    of_step: (&'a Step, &'a StepInputs),
     hook: &'a mut TraceHook<'p>,
-    kept: Option<Vec<(&'static str, Tensor)>>,
+    keeps: bool,
 ) -> Pass<'a, 'p> {
-    let (machine, config, dtype, attributes) = (on.machine, on.config(), on.decoder.dtype, &on.decoder.attributes);
-    Pass { machine, config, dtype, attributes, hook, calls: Calls::default(), gated: Default::default(), kept }
+    Pass::new((on.machine, on.decoder.dtype), of_step, hook, Calls::default(), keeps)
 }
 
 /// Log-probabilities by the forward of training, and what its reverse pass reads.

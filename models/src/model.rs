@@ -1,8 +1,9 @@
 use crate::decoder::{Decoder, Runner};
 use crate::generate::{self, Generation};
-use crate::kv_cache::{KvCache, buffer};
 use crate::machine::Machine;
+use crate::memory::buffer;
 use crate::rotary::RopeLength;
+use crate::state::States;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{TraceHook, all_finite};
@@ -403,11 +404,11 @@ fn forward(on: &Runner, sequences: &[&[i32]], run: &mut Run) -> Result<Vec<f32>,
         Grouping::Together => sequences.len().max(1),
         Grouping::Alone => 1,
     };
-    let mut cache = on.cache(run.page_size, run.page_order)?;
+    let mut states = on.states(run.page_size, run.page_order)?;
     for fed in fed.chunks_mut(group) {
         let mut round = 0;
         while fed.iter().any(|fed| fed.done < fed.tokens.len()) {
-            forward_round(on, fed, round, &mut cache, run, &mut logits)?;
+            forward_round(on, fed, round, &mut states, run, &mut logits)?;
             round += 1;
         }
     }
@@ -419,7 +420,7 @@ fn forward_round(
     on: &Runner,
     fed: &mut [Fed],
     round: usize,
-    cache: &mut KvCache,
+    states: &mut States,
     run: &mut Run,
     logits: &mut [f32],
 ) -> Result<(), ModelError> {
@@ -442,13 +443,16 @@ fn forward_round(
         if count == 0 {
             continue;
         }
-        let mut tokens = fed.tokens[fed.done..fed.done + count].to_vec();
-        let mut right = count;
+        // Where layers recur, a rollback may have gone back behind what is done.
+        let held = fed.number.map_or(0, |number| states.len(number));
+        let mut tokens = fed.tokens[held..fed.done + count].to_vec();
+        let mut right = tokens.len();
         if let Schedule::Speculative(_) = run.schedule {
-            right = 1 + round % count;
+            right = fed.done - held + 1 + round % count;
+            fed.number.into_iter().for_each(|number| states.snapshot(number));
             tokens[right..].iter_mut().for_each(|token| *token = (*token + 1) % vocab as i32);
         }
-        fed.number.get_or_insert_with(|| cache.open(fed.tokens.len()));
+        fed.number.get_or_insert_with(|| states.open(fed.tokens.len()));
         pieces.push((i, tokens, right));
     }
     let number = |i: usize| fed[i].number.expect("it has begun");
@@ -456,23 +460,24 @@ fn forward_round(
         pieces.iter().map(|(i, tokens, _)| SequenceInput { sequence: number(*i), label: fed[*i].label, tokens });
     let inputs: Vec<SequenceInput> = inputs.collect();
     let probe = run.probe.as_mut().map(|probe| &mut **probe as &mut dyn crate::Probe);
-    let found = on.step(&inputs, cache, Rows::All, &mut TraceHook::of(probe))?;
+    let found = on.step(&inputs, states, Rows::All, &mut TraceHook::of(probe))?;
 
     let mut from = 0;
     for (i, tokens, right) in &pieces {
         let fed = &mut fed[*i];
-        let rows = &found[from * vocab..(from + right) * vocab];
-        logits[(fed.row + fed.done) * vocab..][..rows.len()].copy_from_slice(rows);
-        from += tokens.len();
-        fed.done += right;
         let number = fed.number.expect("it has begun");
-        cache.truncate(number, fed.done);
+        let held = states.len(number) - tokens.len();
+        let rows = &found[from * vocab..(from + right) * vocab];
+        logits[(fed.row + held) * vocab..][..rows.len()].copy_from_slice(rows);
+        from += tokens.len();
+        fed.done = held + right;
+        states.rollback(number, fed.done);
         if fed.done == fed.tokens.len() {
-            cache.close(number);
+            states.close(number);
         } else if matches!(run.schedule, Schedule::Prefix(_)) && round == 0 {
             // The donor ends; what it began is gone on with by another.
-            fed.number = Some(cache.fork(number, fed.done, fed.tokens.len()));
-            cache.close(number);
+            fed.number = Some(states.fork(number, fed.done, fed.tokens.len()));
+            states.close(number);
         }
     }
     Ok(())

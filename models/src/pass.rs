@@ -1,67 +1,75 @@
-//! One pass of a step through a model: how its parts call ops and show what they made.
+//! One pass of a step through a model: how its layers call ops, show what they made and keep it.
 
 use crate::ModelError;
-use crate::config::{Config, OpAttributes};
 use crate::machine::{Machine, empty, typed};
-use crate::step::Step;
+use crate::step::{Step, StepInputs};
 use crate::trace::TraceHook;
 use samebits_ops::{Attributes, Calls, DType, Element, Tensor, TensorMut, TensorRef};
+use std::collections::BTreeMap;
 
 pub(crate) struct Pass<'a, 'p> {
     pub machine: &'a dyn Machine,
-    pub config: &'a Config,
     /// What products and attention read.
     pub dtype: DType,
-    pub attributes: &'a OpAttributes,
+    pub step: &'a Step,
+    pub inputs: &'a StepInputs,
+    /// The block that is run; `None` before the first and behind the last.
+    pub layer: Option<usize>,
     pub hook: &'a mut TraceHook<'p>,
     pub calls: Calls,
-    /// What a gated MLP computes on the way.
-    pub gated: GatedBuffers,
-    /// What a reverse pass will read of what is computed, where there will be one: the last is read first.
-    pub kept: Option<Vec<(&'static str, Tensor)>>,
+    /// Whether a reverse pass will follow, and layers keep what it reads.
+    pub keeps: bool,
+    /// What layers have left for the next ones, by name: the system takes longer to hand out fresh pages than an op takes
+    /// to fill them.
+    rooms: BTreeMap<&'static str, Tensor>,
 }
 
-/// Gate, up and their product, kept for the next MLP: the system takes longer to hand out fresh pages than an op takes
-/// to fill them.
-#[derive(Default)]
-pub(crate) struct GatedBuffers {
-    pub gate: Option<Tensor>,
-    pub up: Option<Tensor>,
-    pub product: Option<Tensor>,
-}
+impl<'a, 'p> Pass<'a, 'p> {
+    /// A pass before its first op. `keeps` says whether a reverse pass will follow.
+    pub fn new(
+        (machine, dtype): (&'a dyn Machine, DType),
+        (step, inputs): (&'a Step, &'a StepInputs),
+        hook: &'a mut TraceHook<'p>,
+        calls: Calls,
+        keeps: bool,
+    ) -> Pass<'a, 'p> {
+        Pass { machine, dtype, step, inputs, layer: None, hook, calls, keeps, rooms: BTreeMap::new() }
+    }
 
-impl Pass<'_, '_> {
     /// A tensor of any elements, to be written over.
     pub fn empty(&self, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
         empty(self.machine, dtype, shape)
     }
 
-    /// The same, in the place of one that is kept where there is room.
-    pub fn room<'t>(
-        &self,
-        kept: &'t mut Option<Tensor>,
-        dtype: DType,
-        shape: &[usize],
-    ) -> Result<&'t mut Tensor, ModelError> {
-        if !kept.as_mut().is_some_and(|kept| kept.reshape(shape)) {
-            *kept = Some(self.empty(dtype, shape)?);
+    /// The same, in the place of one that was left under this name, where there is room.
+    pub fn room(&mut self, name: &'static str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
+        if let Some(mut left) = self.rooms.remove(name)
+            && left.dtype() == dtype
+            && left.reshape(shape)
+        {
+            return Ok(left);
         }
-        Ok(kept.as_mut().expect("it was just made"))
+        self.empty(dtype, shape)
     }
 
-    /// Keeps a copy for the reverse pass, where there will be one.
-    pub fn keep(&mut self, name: &'static str, values: &Tensor) -> Result<(), ModelError> {
-        if let Some(kept) = &mut self.kept {
-            kept.push((name, self.machine.upload(values.view())?));
-        }
-        Ok(())
+    /// Leaves tensors that nobody reads any more for those that will ask for room under their names.
+    pub fn leave<const N: usize>(&mut self, tensors: [(&'static str, Tensor); N]) {
+        self.rooms.extend(tensors);
     }
 
-    /// [`Pass::keep`] of what the forward has no more use for: it is not copied.
-    pub fn keep_own(&mut self, name: &'static str, values: Tensor) {
-        if let Some(kept) = &mut self.kept {
-            kept.push((name, values));
+    /// Copies for the reverse pass, where one will follow, of what will be written over.
+    pub fn kept<const N: usize>(&self, values: [&Tensor; N]) -> Result<Option<[Tensor; N]>, ModelError> {
+        if !self.keeps {
+            return Ok(None);
         }
+        let copies = values.into_iter().map(|values| self.machine.upload(values.view()));
+        let copies = copies.collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(copies.try_into().ok().expect("one for each")))
+    }
+
+    /// `y = x`, as products read it.
+    pub fn round(&mut self, x: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
+        self.op("scale", &Attributes::new(), &[("x", x.view())], [("y", y.view_mut())])
     }
 
     /// Runs an op.
@@ -104,22 +112,21 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// Shows a site where somebody looks, and brings back what that changed; else nothing is copied.
-    pub fn see(
-        &mut self,
-        layer: Option<usize>,
-        site: &'static str,
-        step: &Step,
-        values: &mut Tensor,
-    ) -> Result<(), ModelError> {
+    /// Shows a site of the block that is run where somebody looks, and brings back what that changed; else nothing is copied.
+    pub fn see(&mut self, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
+        self.see_at(self.layer, site, values)
+    }
+
+    /// [`Pass::see`] of a site of another block, or of none.
+    pub fn see_at(&mut self, layer: Option<usize>, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         if self.hook.probe.is_none() {
             return Ok(());
         }
         if values.is_on_host() {
-            return self.hook.see(layer, site, step, values).map(drop);
+            return self.hook.see(layer, site, self.step, values).map(drop);
         }
         let mut host = self.machine.download(values.view())?;
-        if self.hook.see(layer, site, step, &mut host)? {
+        if self.hook.see(layer, site, self.step, &mut host)? {
             *values = self.machine.upload(host.view())?;
         }
         Ok(())

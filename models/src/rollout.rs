@@ -6,7 +6,7 @@
 
 use crate::decoder::Runner;
 use crate::generate::Stop;
-use crate::kv_cache::KvCache;
+use crate::state::States;
 use crate::step::{Rows, SequenceInput};
 use crate::tokenizer::Encoded;
 use crate::trace::{TraceHook, all_finite};
@@ -215,7 +215,7 @@ struct Request {
 /// Texts that wait and texts on their way, over one cache. Requests come and go between any two steps.
 pub(crate) struct Queue {
     serving: Serving,
-    cache: KvCache,
+    states: States,
     requests: BTreeMap<usize, Request>,
     /// Requests so far.
     added: usize,
@@ -235,7 +235,7 @@ impl Queue {
         }
         Ok(Queue {
             serving: *serving,
-            cache: on.cache(serving.page_size, serving.page_order)?,
+            states: on.states(serving.page_size, serving.page_order)?,
             requests: BTreeMap::new(),
             added: 0,
             waiting: VecDeque::new(),
@@ -295,10 +295,10 @@ impl Queue {
     pub fn end(&mut self, request: usize) -> Vec<Sample> {
         self.waiting.retain(|(of, ..)| *of != request);
         let stems = self.stems.extract_if(|(of, _), _| *of == request);
-        stems.for_each(|(_, (stem, _))| self.cache.close(stem));
+        stems.for_each(|(_, (stem, _))| self.states.close(stem));
         let ended = self.active.extract_if(.., |text| text.request == request);
         let samples = ended.map(|text| {
-            self.cache.close(text.number);
+            self.states.close(text.number);
             text.sample
         });
         let samples = samples.collect();
@@ -329,15 +329,15 @@ impl Queue {
             let (number, pending) = match self.stems.get_mut(&(request, prompt)) {
                 Some((stem, wanted)) => {
                     // The last token is fed again: its logits are what the first sampled token comes from.
-                    let number = self.cache.fork(*stem, tokens.len() - 1, limit);
+                    let number = self.states.fork(*stem, tokens.len() - 1, limit);
                     *wanted -= 1;
                     if *wanted == 0 {
-                        self.cache.close(*stem);
+                        self.states.close(*stem);
                         self.stems.remove(&(request, prompt));
                     }
-                    (number, tokens[tokens.len() - 1..].to_vec())
+                    (number, tokens[self.states.len(number)..].to_vec())
                 }
-                None => (self.cache.open(limit), tokens.clone()),
+                None => (self.states.open(limit), tokens.clone()),
             };
             self.active.push(Active { request, sample, number, pending });
         }
@@ -377,7 +377,7 @@ impl Queue {
                 SequenceInput { sequence: text.number, label: text.sample.sequence, tokens }
             })
             .collect();
-        let logits = on.step(&inputs, &mut self.cache, Rows::Last, &mut TraceHook::default())?;
+        let logits = on.step(&inputs, &mut self.states, Rows::Last, &mut TraceHook::default())?;
         let fed: Vec<usize> = inputs.iter().map(|input| input.tokens.len()).collect();
         let texts = fed.len();
         let of_prompts = self.active.iter().zip(&fed).filter(|(text, _)| text.sample.tokens.is_empty());
@@ -400,7 +400,7 @@ impl Queue {
                 && !self.stems.contains_key(&of)
                 && text.sample.tokens.is_empty()
             {
-                self.stems.insert(of, (self.cache.fork(text.number, prompt.len(), text.sample.limit), wanted));
+                self.stems.insert(of, (self.states.fork(text.number, prompt.len(), text.sample.limit), wanted));
             }
             let position = prompt.len() + text.sample.tokens.len();
             if !all_finite(logits) {
@@ -429,7 +429,7 @@ impl Queue {
         }
         for (at, event) in ended.into_iter().rev() {
             let text = self.active.remove(at);
-            self.cache.close(text.number);
+            self.states.close(text.number);
             self.left(text.request);
             events[event].sample = Some(text.sample);
         }

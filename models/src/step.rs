@@ -3,11 +3,11 @@
 use crate::ModelError;
 use crate::config::Config;
 use crate::decoder::Runner;
-use crate::kv_cache::KvCache;
 use crate::machine::{AttentionMetadata, Index, IndexOf, Machine};
 use crate::rotary::RopeLength;
+use crate::state::States;
 use samebits_ops::device::Graph;
-use samebits_ops::{Attention, Calls, Cpu, Prepared, RopeTable, Tensor};
+use samebits_ops::{Calls, Cpu, Prepared, RopeTable, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ pub(crate) enum Rows {
 /// The next tokens of one sequence.
 #[derive(Clone, Copy)]
 pub(crate) struct SequenceInput<'a> {
-    /// Its number in the cache.
+    /// Its number in the states.
     pub sequence: usize,
     /// What the caller calls it.
     pub label: usize,
@@ -40,12 +40,12 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// The step of some sequences; every position gets a place in the cache.
-    pub fn of(machine: &dyn Machine, inputs: &[SequenceInput], cache: &mut KvCache) -> Result<Step, ModelError> {
+    /// The step of some sequences; every position gets a place in the states.
+    pub fn of(machine: &dyn Machine, inputs: &[SequenceInput], states: &mut States) -> Result<Step, ModelError> {
         let mut step = Step { starts: vec![0], tokens: Vec::new() };
         for input in inputs {
-            cache.reserve(machine, input.sequence, input.tokens.len())?;
-            let start = cache.len(input.sequence);
+            states.reserve(machine, input.sequence, input.tokens.len())?;
+            let start = states.len(input.sequence);
             step.tokens.extend((start..start + input.tokens.len()).map(|pos| (input.label, pos)));
             step.starts.push(step.tokens.len());
         }
@@ -88,8 +88,10 @@ impl Step {
 /// What the kernels of a step are told.
 pub(crate) struct StepInputs {
     pub tokens: Index,
-    /// Rows of the cache that its keys and values go to.
+    /// Rows of the pages that its keys and values go to.
     pub rows: Index,
+    /// Rows that layers which recur read and write, by sequence; `None` where none does.
+    pub state_rows: Option<[Index; 2]>,
     pub attention: AttentionMetadata,
     pub angles: Prepared,
     /// The rows that get logits, and the step that is left of them, where not all do.
@@ -105,7 +107,7 @@ impl StepInputs {
         on: &Runner,
         step: &Step,
         sequences: &[SequenceInput],
-        cache: &KvCache,
+        states: &States,
         angle_pos: &[i32],
         rows: Rows,
         earlier: Option<StepInputs>,
@@ -115,39 +117,52 @@ impl StepInputs {
         let tokens: Vec<i32> = sequences.iter().flat_map(|input| input.tokens).copied().collect();
         let mut at = Vec::with_capacity(n);
         for (i, input) in sequences.iter().enumerate() {
-            let start = cache.len(input.sequence);
-            at.extend((start..).take(step.rows_of(i).len()).map(|pos| cache.row(input.sequence, pos) as i32));
+            let start = states.len(input.sequence);
+            let positions = (start..).take(step.rows_of(i).len());
+            at.extend(positions.filter_map(|pos| states.row(input.sequence, pos)).map(|row| row as i32));
         }
-        let angles = angles(config, on.cpu, step, sequences, cache, angle_pos);
-        let (tokens_before, rows_before, angles_before, on_device, choices) = match earlier {
-            Some(StepInputs { tokens, rows, angles, attention, choices, .. }) => {
-                (Some(tokens), Some(rows), Some(angles), attention.on_device, Some(choices))
+        let angles = angles(config, on.cpu, step, sequences, states, angle_pos);
+        let (tokens_before, rows_before, angles_before, on_device, choices, states_before) = match earlier {
+            Some(StepInputs { tokens, rows, angles, attention, choices, state_rows, .. }) => {
+                (Some(tokens), Some(rows), Some(angles), attention.on_device, Some(choices), state_rows)
             }
-            None => (None, None, None, None, None),
+            None => (None, None, None, None, None, None),
         };
         let of_tokens = IndexOf { op: "embedding", limit: config.vocab, distinct: false };
-        let of_rows = IndexOf { op: "kv cache", limit: cache.rows(), distinct: true };
+        let of_rows = IndexOf { op: "kv cache", limit: states.positions(), distinct: true };
         let of_last = IndexOf { op: "model", limit: n, distinct: false };
         let tokens = machine.index(of_tokens, tokens, tokens_before)?;
         let rows_of_cache = machine.index(of_rows, at, rows_before)?;
         let angles = machine.angles(angles, angles_before)?;
+        let state_rows = match states.rows_of_step(numbers.clone()) {
+            None => None,
+            Some(([read, written], limit)) => {
+                let (read_before, written_before) = states_before.map(<(Index, Index)>::from).unzip();
+                let of_states = IndexOf { op: "state", limit, distinct: false };
+                let read = machine.index(of_states, read, read_before)?;
+                Some([read, machine.index(IndexOf { distinct: true, ..of_states }, written, written_before)?])
+            }
+        };
         let choices = match choices {
             Some(choices) => choices,
             None if step.is_single() => machine.choices(config, on.decoder.dtype, n)?,
             None => None,
         };
-        let kv_len = sequences.iter().map(|input| (cache.len(input.sequence) + input.tokens.len()) as i32).collect();
+        let kv_len = sequences.iter().map(|input| (states.len(input.sequence) + input.tokens.len()) as i32).collect();
         let mut attention = AttentionMetadata {
             q_start: step.starts.iter().map(|&start| start as i32).collect(),
             q_pos: step.positions(),
             kv_len,
-            block_table: cache.table(numbers),
-            page_size: cache.page_size(),
+            block_table: states.table(numbers),
+            page_size: states.page_size(),
             on_device,
         };
         let columns = attention.block_table.len() / sequences.len();
         let columns = if step.is_single() { columns.next_power_of_two() } else { columns };
-        machine.place(&mut attention, &shape(config, step, cache, 0), columns)?;
+        if let Some(heads) = config.attention() {
+            let shape = heads.shape(step.sequences(), n, states.positions());
+            machine.place(&mut attention, &shape, columns)?;
+        }
         let last = match rows {
             Rows::Last if !step.is_single() => {
                 let (last, left) = step.last();
@@ -155,13 +170,8 @@ impl StepInputs {
             }
             _ => None,
         };
-        Ok(StepInputs { tokens, rows: rows_of_cache, attention, angles, last, choices })
+        Ok(StepInputs { tokens, rows: rows_of_cache, state_rows, attention, angles, last, choices })
     }
-}
-
-/// Attention of a layer in a step.
-pub(crate) fn shape(config: &Config, step: &Step, cache: &KvCache, layer: usize) -> Attention {
-    config.attention(step.sequences(), step.rows(), cache.rows(), layer)
 }
 
 /// Cosines and sines of a step, by the length that their frequencies belong to.
@@ -170,7 +180,7 @@ fn angles(
     cpu: &Cpu,
     step: &Step,
     sequences: &[SequenceInput],
-    cache: &KvCache,
+    states: &States,
     pos: &[i32],
 ) -> RopeTable {
     let rotary = &config.rotary;
@@ -179,7 +189,7 @@ fn angles(
     for (i, input) in sequences.iter().enumerate() {
         let limit = rotary.class_of(match config.rope_length {
             RopeLength::Declared(length) => length,
-            RopeLength::OfText => cache.limit(input.sequence),
+            RopeLength::OfText => states.limit(input.sequence),
         });
         by_limit.entry(limit).or_insert_with(|| rotary.inv_freq(limit));
         limits.extend(step.rows_of(i).map(|_| limit));
@@ -195,7 +205,7 @@ pub(crate) struct Form {
     pub recorded: Option<(Graph, Tensor)>,
 }
 
-/// What is kept of steps over a cache.
+/// What is kept of steps over a states.
 #[derive(Default)]
 pub(crate) struct Forms {
     /// By sequences, and the columns of the block table rounded up to a power of two: with the columns goes how far

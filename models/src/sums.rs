@@ -4,9 +4,9 @@
 //! from where the tokens before left them, so how tokens are cut into micro-batches is not seen. A parameter that no
 //! token of a group reached is +0 there. Of a table only the rows are held that tokens looked up.
 
-use crate::kv_cache::grow;
-use crate::linear::Source;
+use crate::layers::linear::Source;
 use crate::machine::{empty, no_room};
+use crate::memory::grow;
 use crate::trace::all_finite;
 use crate::{Model, ModelError};
 use samebits_ops::{Attributes, Backend, Cpu, DType, Tensor, TensorRef};

@@ -6,8 +6,8 @@
 
 use crate::decoder::Decoder;
 use crate::gradients::gradients;
-use crate::kv_cache::buffer;
 use crate::machine::typed;
+use crate::memory::buffer;
 use crate::sums::zeros;
 use crate::weights::Weights;
 use crate::{Audit, Batch, Config, GradientRun, ModelError, Precision};

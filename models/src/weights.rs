@@ -4,11 +4,10 @@
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
 //! that a model in memory is held once.
 
-use crate::audit::expected;
 use crate::error::escaped;
 use crate::files::{open, parse, read_object};
-use crate::kv_cache::buffer;
 use crate::machine::typed;
+use crate::memory::buffer;
 use crate::{Config, ModelError};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
@@ -31,6 +30,8 @@ pub(crate) struct Weights<'a> {
     source: PathBuf,
     /// What stands in memory instead of a file.
     memory: BTreeMap<String, InMemory<'a>>,
+    /// Whether these are no tensors but the list of those that are taken: each is there, without rows.
+    pub lists: bool,
     /// What every parameter is rounded to before it is read, if only to be widened again.
     rounded: Option<DType>,
     /// Name and shape of what was taken by [`Weights::tensor`].
@@ -84,6 +85,7 @@ impl<'a> Weights<'a> {
             tensors,
             source,
             memory: BTreeMap::new(),
+            lists: false,
             rounded: None,
             parameters,
             constants,
@@ -91,6 +93,11 @@ impl<'a> Weights<'a> {
             taken: 0,
             progress,
         }
+    }
+
+    /// No tensors, but the list of those that are taken.
+    pub fn listing() -> Weights<'a> {
+        Weights { lists: true, ..Weights::empty(Path::new("a list")) }
     }
 
     /// Those of a model in memory, each of floats on the host.
@@ -220,9 +227,9 @@ impl<'a> Weights<'a> {
         self.shards.get(stored.shard).map_or(&self.source, |(path, _)| path)
     }
 
-    /// Looks whether these are the tensors that `config` asks for, by what headers say: all that is wrong. What is no part
+    /// Looks whether these are the tensors that `config` asks for, which are `wanted`, by what headers say: all that is wrong. What is no part
     /// of what is computed is dropped, and the buffers of it are named.
-    pub fn fit(&mut self, config: &Config) -> (Vec<ModelError>, Vec<String>) {
+    pub fn fit(&mut self, config: &Config, mut wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
         for extra in 0..config.extra_layers {
             let prefix = format!("model.layers.{}.", config.layers + extra);
             self.tensors.retain(|name, _| !name.starts_with(&prefix));
@@ -230,7 +237,6 @@ impl<'a> Weights<'a> {
         let buffers: Vec<String> =
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
         buffers.iter().for_each(|name| drop(self.tensors.remove(name)));
-        let mut wanted = expected(config);
         let mut complaints = Vec::new();
         for (name, stored) in &self.tensors {
             let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
@@ -254,8 +260,12 @@ impl<'a> Weights<'a> {
     }
 
     /// [`Weights::fit`] where what does not fit is refused; a line on the buffers that are passed by.
-    pub fn check(&mut self, config: &Config) -> Result<Option<String>, ModelError> {
-        let (complaints, buffers) = self.fit(config);
+    pub fn check(
+        &mut self,
+        config: &Config,
+        wanted: BTreeMap<String, Vec<usize>>,
+    ) -> Result<Option<String>, ModelError> {
+        let (complaints, buffers) = self.fit(config, wanted);
         ModelError::all(few(complaints))?;
         Ok(buffers.first().map(|first| {
             let (count, source) = (buffers.len(), self.source.display());
@@ -282,6 +292,9 @@ impl<'a> Weights<'a> {
     /// Takes a parameter of the model, as [`Weights::take`] does.
     pub fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.parameters.insert(name.into(), shape.into());
+        if self.lists {
+            return without_rows(dtype, shape);
+        }
         let first = self.rounded.unwrap_or(dtype);
         if first == dtype {
             return typed!(dtype => A, Ok(Tensor::new(self.take::<A>(name, shape)?, shape)?));
@@ -312,6 +325,9 @@ impl<'a> Weights<'a> {
     /// Takes something that is no parameter, in f32.
     pub fn constant(&mut self, name: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
         self.constants.insert(name.into(), shape.into());
+        if self.lists {
+            return without_rows(DType::Fp32, shape);
+        }
         Ok(Tensor::new(self.take::<f32>(name, shape)?, shape)?)
     }
 
@@ -355,6 +371,12 @@ impl<'a> Weights<'a> {
         }
         Ok(data)
     }
+}
+
+/// A tensor of this shape, but for its rows.
+fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
+    let shape = [&[0], &shape[1..]].concat();
+    typed!(dtype => A, Ok(Tensor::new(Vec::<A>::new(), &shape)?))
 }
 
 /// The output projection where it is a tensor of its own.

@@ -2,7 +2,7 @@
 
 use super::{AttentionMetadata, Index, IndexOf, Machine, typed};
 use crate::ModelError;
-use crate::kv_cache::grow;
+use crate::memory::grow;
 use samebits_ops::device::Part;
 use samebits_ops::{
     Attention, Cpu, Error, Keys, Prepared, Qkv, RopeTable, Route, Scalar, Sequences, Tensor, attention, route,

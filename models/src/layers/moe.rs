@@ -5,47 +5,93 @@
 //! sum knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and
 //! the host need not know the choice.
 
+use super::linear::Linear;
+use super::loader::Loader;
+use super::mlp::{self, Mlp};
+use crate::ModelError;
 use crate::backward::Backward;
-use crate::config::{Config, Experts};
-use crate::linear::{Gated, Linear, Loader};
-use crate::machine::{Index, IndexOf};
+use crate::machine::IndexOf;
 use crate::pass::Pass;
-use crate::step::Step;
-use crate::{Family, ModelError};
+use crate::state::LayerState;
 use samebits_ops::device::{Device, Part};
-use samebits_ops::{Attributes, Backend, Cpu, DType, Scoring, Tensor, TensorRef};
+use samebits_ops::{Attributes, Backend, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef};
 
-pub(crate) struct Mixture {
-    sizes: Experts,
+/// What a mixture of experts is made of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Experts.
+    pub count: usize,
+    /// Experts chosen for a token.
+    pub chosen: usize,
+    /// An expert.
+    pub expert: mlp::Plan,
+    /// The experts that see every token, as one.
+    pub shared: Option<mlp::Plan>,
+    /// How router logits become scores.
+    pub scoring: Scoring,
+    /// Whether a bias is added to the scores for the choice.
+    pub choice_bias: bool,
+    /// Groups of experts.
+    pub groups: usize,
+    /// Groups that a token's experts come from.
+    pub top_groups: usize,
+    /// What a group is worth.
+    pub group_worth: GroupWorth,
+    /// Whether weights are divided by their sum.
+    pub normalise: bool,
+    /// Factor of the weights.
+    pub scale: f64,
+    /// What stands before the names of its tensors.
+    pub block: &'static str,
+}
+
+impl Plan {
+    /// The choice of experts for `tokens` tokens.
+    fn route(&self, tokens: usize) -> Route {
+        let Plan { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *self;
+        Route { tokens, experts: count, chosen, scoring, groups, top_groups, group_worth, normalise, scale }
+    }
+}
+
+pub(crate) struct Moe {
+    plan: Plan,
     router: Linear,
     /// Added to the scores for the choice alone.
     choice_bias: Option<Tensor>,
-    experts: Gated,
-    shared: Option<Gated>,
+    experts: Mlp,
+    shared: Option<Mlp>,
 }
 
-impl Mixture {
-    pub fn load(loader: &mut Loader, sizes: Experts) -> Result<Mixture, ModelError> {
-        let Config { family, hidden, .. } = *loader.config;
-        let (block, names) = match family {
-            Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
-            _ => ("mlp", PROJECTIONS),
-        };
-        let router = loader.linear(&format!("{block}.gate"), sizes.count, hidden, false)?;
+/// What a reverse pass reads, beside a.
+pub(crate) struct Saved {
+    /// The router's logits, and of each token the experts and their weights.
+    logits: Tensor,
+    experts: Vec<i32>,
+    weight: Tensor,
+    /// The rows of a that each expert took, one expert's behind the other's; what was made of them, and on the way.
+    gathered: Tensor,
+    made: Tensor,
+    by_expert: Vec<mlp::Saved>,
+    shared: Option<mlp::Saved>,
+}
+
+impl Moe {
+    pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
+        let block = plan.block;
+        let router = loader.linear(&format!("{block}.gate"), plan.count, plan.expert.hidden, false)?;
         let bias = format!("{block}.gate.e_score_correction_bias");
         // It decides the choice, which has no gradient: no parameter.
-        let choice_bias = sizes.choice_bias.then(|| loader.constant(&bias, sizes.count)).transpose()?;
-        let experts = (0..sizes.count)
-            .map(|e| loader.gated(&format!("{block}.experts.{e}"), names, sizes.width))
+        let choice_bias = plan.choice_bias.then(|| loader.constant(&bias, plan.count)).transpose()?;
+        let experts = (0..plan.count)
+            .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}"), &plan.expert))
             .collect::<Result<_, _>>()?;
-        let shared = sizes
-            .shared_width
-            .map(|width| loader.gated(&format!("{block}.shared_experts"), PROJECTIONS, width))
-            .transpose()?;
-        Ok(Mixture { sizes, router, choice_bias, experts: Gated::stack(experts), shared })
+        let shared = match &plan.shared {
+            None => None,
+            Some(plan) => Some(Mlp::load_as(loader, &format!("{block}.shared_experts"), plan)?),
+        };
+        Ok(Moe { plan: plan.clone(), router, choice_bias, experts: Mlp::stack(experts), shared })
     }
 
-    /// Takes the weights to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.router.move_to(cpu, device)?;
         if let Some(bias) = &mut self.choice_bias {
@@ -55,127 +101,121 @@ impl Mixture {
         self.shared.as_mut().map_or(Ok(()), |shared| shared.move_to(cpu, device))
     }
 
-    /// `a[n,hidden] -> y[n,hidden]`. `choices` are those of the step.
-    pub fn apply(
+    /// `a[n,hidden] -> y[n,hidden]`
+    pub fn forward(
         &self,
         pass: &mut Pass,
-        step: &Step,
-        layer: usize,
-        choices: Option<&Index>,
+        _state: &mut LayerState,
         a: &Tensor,
         y: &mut Tensor,
-    ) -> Result<(), ModelError> {
-        let (chosen, n) = (self.sizes.chosen, step.rows());
+    ) -> Result<Option<Saved>, ModelError> {
+        let (chosen, n, choices) = (self.plan.chosen, pass.step.rows(), pass.inputs.choices.as_ref());
         let mut logits = self.router.apply(pass, a.view(), DType::Fp32)?;
-        pass.see(Some(layer), "router", step, &mut logits)?;
+        pass.see("router", &mut logits)?;
         let mut weight = pass.empty(DType::Fp32, &[n, chosen])?;
-        let mut choice = pass.machine.route(&self.sizes.route(n), &logits, self.choice_bias.as_ref(), &mut weight)?;
+        let mut choice = pass.machine.route(&self.plan.route(n), &logits, self.choice_bias.as_ref(), &mut weight)?;
         let mut experts = Vec::new();
         if choices.is_none() || pass.hook.probe.is_some() {
             experts = pass.machine.read_index(&choice)?;
-            if pass.hook.see_indices(Some(layer), "experts", step, &mut experts)? {
-                let what = IndexOf { op: "experts", limit: self.sizes.count, distinct: false };
+            if pass.hook.see_indices(pass.layer, "experts", pass.step, &mut experts)? {
+                let what = IndexOf { op: "experts", limit: self.plan.count, distinct: false };
                 choice = pass.machine.index(what, experts.clone(), Some(choice))?;
             }
         }
-        pass.see(Some(layer), "expert_weights", step, &mut weight)?;
+        pass.see("expert_weights", &mut weight)?;
 
         let mut made = pass.empty(DType::Fp32, &[n * chosen, y.shape()[1]])?;
-        let rows;
+        let (rows, kept);
         let rows = match choices {
             Some(choices) => {
                 self.experts.apply_chosen(pass, (a, chosen), &choice, &mut made)?;
+                kept = None;
                 choices.view(&[n, chosen])?
             }
             None => {
-                rows = self.apply_by_expert(pass, &experts, a, &mut made)?;
+                (rows, kept) = self.apply_by_expert(pass, &experts, a, &mut made)?;
                 TensorRef::new(&rows, &[n, chosen])?
             }
         };
-        pass.keep("made", &made)?;
-        pass.keep("expert_weights", &weight)?;
-        pass.keep("router", &logits)?;
-        if pass.kept.is_some() {
-            pass.keep("experts", &Tensor::new(experts, &[n, chosen])?)?;
-        }
-        let x = [("x", made.view()), ("row", rows), ("weight", weight.view())];
-        let none = &pass.attributes.none;
+        let (x, none) = ([("x", made.view()), ("row", rows), ("weight", weight.view())], Attributes::new());
+        let mut of_shared = None;
         match &self.shared {
-            None => pass.op("combine", none, &x, [("y", y.view_mut())]),
+            None => pass.op("combine", &none, &x, [("y", y.view_mut())])?,
             Some(shared) => {
                 let mut added = pass.empty(DType::Fp32, y.shape())?;
-                shared.apply_to(pass, 0, a.view(), added.view_mut())?;
+                of_shared = shared.apply_to(pass, 0, a.view(), added.view_mut())?;
                 let [x, row, weight] = x;
-                pass.op("combine", none, &[x, row, weight, ("shared", added.view())], [("y", y.view_mut())])
+                pass.op("combine", &none, &[x, row, weight, ("shared", added.view())], [("y", y.view_mut())])?;
             }
         }
+        Ok(kept.map(|(gathered, by_expert)| {
+            let shared = of_shared;
+            Saved { logits, experts, weight, gathered, made, by_expert, shared }
+        }))
     }
 
-    /// Every expert's product with the rows of a that chose it, one expert's behind the other's; says which row each
-    /// choice has. `experts` are the choices `[n,K]`.
+    /// Every expert's product with the rows of a that chose it, one expert's behind the other's: which row each choice has,
+    /// and what a reverse pass reads. `experts` are the choices `[n,K]`.
     fn apply_by_expert(
         &self,
         pass: &mut Pass,
         experts: &[i32],
         a: &Tensor,
         made: &mut Tensor,
-    ) -> Result<Vec<i32>, ModelError> {
+    ) -> Result<(Vec<i32>, Option<(Tensor, Vec<mlp::Saved>)>), ModelError> {
         let (n, hidden) = (a.shape()[0], a.shape()[1]);
         let (order, rows) = by_expert(experts);
-        let tokens = order.iter().map(|&choice| (choice / self.sizes.chosen) as i32).collect();
+        let tokens = order.iter().map(|&choice| (choice / self.plan.chosen) as i32).collect();
         let tokens = pass.machine.index(IndexOf { op: "experts", limit: n, distinct: false }, tokens, None)?;
         let mut gathered = pass.empty(pass.dtype, &[order.len(), hidden])?;
         let from = Part { rows: Some(&tokens), ..Part::whole(hidden) };
         pass.machine.copy_rows([order.len(), hidden], (a, from), (&mut gathered, Part::whole(hidden)))?;
-        let mut first = 0;
+        let (mut first, mut saved) = (0, Vec::new());
         for choices in order.chunk_by(|&a, &b| experts[a] == experts[b]) {
             let (expert, part) = (experts[choices[0]] as usize, first..first + choices.len());
-            self.experts.apply_to(pass, expert, gathered.rows(part.clone()), made.rows_mut(part))?;
+            saved.extend(self.experts.apply_to(pass, expert, gathered.rows(part.clone()), made.rows_mut(part))?);
             first += choices.len();
         }
-        pass.keep("gathered", &gathered)?;
-        Ok(rows)
+        Ok((rows, pass.keeps.then_some((gathered, saved))))
     }
 
-    /// From `dy[n,hidden]` in f32: that of a, in f32. What was kept is taken from the end.
-    pub fn backward(&self, back: &mut Backward, layer: usize, a: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let (chosen, mask, f32) = (self.sizes.chosen, back.mask, DType::Fp32);
-        let from_shared = match &self.shared {
-            None => None,
-            Some(shared) => Some(shared.backward(back, 0, a.view(), dy.view(), mask)?),
+    /// From `dy[n,hidden]` in f32: that of a, in f32.
+    pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
+        let (chosen, mask, f32) = (self.plan.chosen, back.mask, DType::Fp32);
+        let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, shared } = saved;
+        let from_shared = match (&self.shared, shared) {
+            (Some(mlp), Some(saved)) => Some(mlp.backward(back, a, saved, dy)?),
+            _ => None,
         };
-        let (experts, logits) = (back.take("experts"), back.take("router"));
-        let (weight, made, gathered) = (back.take("expert_weights"), back.take("made"), back.take("gathered"));
-        let experts = experts.as_slice::<i32>().expect("they are numbers on the host");
-        let (order, rows) = by_expert(experts);
+        let (order, rows) = by_expert(&experts);
         let rows = Tensor::new(rows, weight.shape())?;
 
         let (mut dmade, mut dweight) = (back.pass.empty(f32, made.shape())?, back.pass.empty(f32, weight.shape())?);
         let inputs = [("x", made.view()), ("row", rows.view()), ("weight", weight.view()), ("dy", dy.view())];
         let outputs = [("dx", dmade.view_mut()), ("dweight", dweight.view_mut())];
-        back.pass.op("combine_backward", &back.pass.attributes.none, &inputs, outputs)?;
-        back.see(Some(layer), "dexpert_weights", &mut dweight)?;
+        back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
+        back.see("dexpert_weights", &mut dweight)?;
 
         // Of an expert the tokens are those that chose it.
         let mut dgathered = back.pass.empty(f32, gathered.shape())?;
         let mask_of_rows: Vec<i32> = order.iter().map(|&choice| mask[choice / chosen]).collect();
-        let mut end = order.len();
-        for choices in order.chunk_by(|&a, &b| experts[a] == experts[b]).rev() {
-            let part = end - choices.len()..end;
+        let mut first = 0;
+        for (choices, saved) in order.chunk_by(|&a, &b| experts[a] == experts[b]).zip(of_experts) {
+            let part = first..first + choices.len();
             let (expert, mask) = (experts[choices[0]] as usize, &mask_of_rows[part.clone()]);
             let (x, dy) = (gathered.rows(part.clone()), dmade.rows(part.clone()));
-            let dx = self.experts.backward(back, expert, x, dy, mask)?;
-            end = part.start;
+            let dx = self.experts.backward_of(back, expert, x, saved, dy, mask)?;
+            first = part.end;
             back.write_rows(&dx, &mut dgathered, part.start)?;
         }
         let mut from_experts = back.pass.empty(f32, a.shape())?;
         let ones = Tensor::new(vec![1f32; experts.len()], weight.shape())?;
         let mut inputs = vec![("x", dgathered.view()), ("row", rows.view()), ("weight", ones.view())];
         inputs.extend(from_shared.as_ref().map(|shared| ("shared", shared.view())));
-        back.pass.op("combine", &back.pass.attributes.none, &inputs, [("y", from_experts.view_mut())])?;
+        back.pass.op("combine", &Attributes::new(), &inputs, [("y", from_experts.view_mut())])?;
 
-        let mut dlogits = self.route_backward(back, &logits, experts, &dweight)?;
-        back.see(Some(layer), "drouter", &mut dlogits)?;
+        let mut dlogits = self.route_backward(back, &logits, &experts, &dweight)?;
+        back.see("drouter", &mut dlogits)?;
         let from_router = self.router.backward(back, 0, a.view(), dlogits.view(), mask, f32)?;
         back.sum(from_router, from_experts)
     }
@@ -188,7 +228,7 @@ impl Mixture {
         experts: &[i32],
         dweight: &Tensor,
     ) -> Result<Tensor, ModelError> {
-        let Experts { count, chosen, scoring, normalise, scale, .. } = self.sizes;
+        let Plan { count, chosen, scoring, normalise, scale, .. } = self.plan;
         let n = logits.shape()[0];
         let (mut rank, mut spread) = (vec![-1; n * count], vec![0f32; n * count]);
         let dweight = dweight.as_slice::<f32>().expect("it is f32, and on the host");
@@ -218,6 +258,3 @@ fn by_expert(experts: &[i32]) -> (Vec<usize>, Vec<i32>) {
     order.iter().enumerate().for_each(|(row, &choice)| rows[choice] = row as i32);
     (order, rows)
 }
-
-/// What most families call the matrices of a gated MLP.
-pub(crate) const PROJECTIONS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];

@@ -1,0 +1,107 @@
+//! The layers that models are made of: each a struct of weights that loads itself, runs forward and goes back.
+//!
+//! What a layer is made of is data, its `Plan`. A forward that a reverse pass will follow gives what that reads as a `Saved`
+//! of the layer's own; what enters a layer is kept by whoever calls it. What a layer keeps of a sequence from step to step is
+//! its state ([`crate::state`]).
+
+pub(crate) mod attend;
+pub(crate) mod attention;
+pub(crate) mod branch;
+pub(crate) mod embedding;
+pub(crate) mod head;
+pub(crate) mod heads;
+pub(crate) mod latent_attention;
+pub(crate) mod linear;
+pub(crate) mod loader;
+pub(crate) mod mlp;
+pub(crate) mod moe;
+pub(crate) mod norm;
+
+use crate::ModelError;
+use crate::backward::Backward;
+use crate::pass::Pass;
+use crate::state::{Kind, LayerState};
+use loader::Loader;
+use samebits_ops::device::Device;
+use samebits_ops::{Cpu, Tensor};
+
+/// The kinds of layers that stand in the branches of a block: the module of each, and whether it keeps a state.
+macro_rules! layers {
+    ($($(#[$doc:meta])* $kind:ident in $module:ident, state: $state:expr;)*) => {
+        /// What a layer of a block is made of.
+        #[derive(Clone, Debug, PartialEq)]
+        pub enum LayerPlan {
+            $($(#[$doc])* $kind($module::Plan),)*
+        }
+
+        /// A layer of a block.
+        pub(crate) enum Layer {
+            $($kind(Box<$module::$kind>),)*
+        }
+
+        /// What the reverse pass of a layer reads, beside what entered it.
+        pub(crate) enum Saved {
+            $($kind($module::Saved),)*
+        }
+
+        impl Layer {
+            pub fn load(loader: &mut Loader, plan: &LayerPlan) -> Result<Layer, ModelError> {
+                Ok(match plan {
+                    $(LayerPlan::$kind(plan) => Layer::$kind(Box::new($module::$kind::load(loader, plan)?)),)*
+                })
+            }
+
+            /// Takes the weights to a device.
+            pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+                match self {
+                    $(Layer::$kind(layer) => layer.move_to(cpu, device),)*
+                }
+            }
+
+            /// What it keeps of a sequence from step to step.
+            pub fn state(&self) -> Kind {
+                match self {
+                    $(Layer::$kind(layer) => ($state)(layer),)*
+                }
+            }
+
+            /// `a[n,hidden] -> y[n,hidden]`: a as products read it, y in f32.
+            pub fn forward(
+                &self,
+                pass: &mut Pass,
+                state: &mut LayerState,
+                a: &Tensor,
+                y: &mut Tensor,
+            ) -> Result<Option<Saved>, ModelError> {
+                match self {
+                    $(Layer::$kind(layer) => Ok(layer.forward(pass, state, a, y)?.map(Saved::$kind)),)*
+                }
+            }
+
+            /// From `dy[n,hidden]` in f32: that of a, in f32.
+            pub fn backward(
+                &self,
+                back: &mut Backward,
+                a: &Tensor,
+                saved: Saved,
+                dy: &Tensor,
+            ) -> Result<Tensor, ModelError> {
+                match (self, saved) {
+                    $((Layer::$kind(layer), Saved::$kind(saved)) => layer.backward(back, a, saved, dy),)*
+                    _ => unreachable!("what a layer saved comes back to it"),
+                }
+            }
+        }
+    };
+}
+
+layers! {
+    /// Attention whose queries, keys and values have projections of their own.
+    Attention in attention, state: attention::Attention::state;
+    /// Attention over keys and values that are made from one short vector per token.
+    LatentAttention in latent_attention, state: latent_attention::LatentAttention::state;
+    /// A gated MLP.
+    Mlp in mlp, state: |_| Kind::None;
+    /// A mixture of experts.
+    Moe in moe, state: |_| Kind::None;
+}

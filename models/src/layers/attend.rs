@@ -1,0 +1,178 @@
+//! Softmax attention: from queries, keys and values to heads, over the pages of the sequences.
+
+use crate::ModelError;
+use crate::backward::{Backward, Block};
+use crate::machine::typed;
+use crate::pass::Pass;
+use crate::state::{Kind, LayerState};
+use crate::sums::zeros;
+use samebits_ops::device::Part;
+use samebits_ops::{Attention, Attributes, DType, Tensor, TensorRef, Tf32};
+
+/// The heads of an attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Heads {
+    /// Query heads, a multiple of `keys`.
+    pub queries: usize,
+    /// Key and value heads.
+    pub keys: usize,
+    /// Elements of a query and of a key.
+    pub key_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+    /// Factor of the scores.
+    pub scale: f64,
+    /// Soft limit of the scores.
+    pub softcap: Option<f64>,
+    /// How many positions back it reaches; `None` for all.
+    pub window: Option<usize>,
+}
+
+/// What attention reads of a step's tokens: `q[n,Hq,D]`, `k[n,Hkv,D]`, `v[n,Hkv,E]`.
+pub(crate) struct Qkv {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+}
+
+/// What attention made, and what it made it from.
+pub(crate) struct Attended {
+    qkv: Qkv,
+    /// `[n,Hq * E]`
+    pub heads: Tensor,
+    /// `[n,Hq]`
+    lse: Tensor,
+}
+
+impl Attended {
+    /// What a reverse pass reads.
+    pub fn keep(self, pass: &mut Pass) -> Option<Attended> {
+        if pass.keeps {
+            return Some(self);
+        }
+        pass.leave([("heads", self.heads), ("lse", self.lse)]);
+        None
+    }
+}
+
+impl Heads {
+    /// Elements of a token's queries, keys, values and heads.
+    pub fn widths(&self) -> [usize; 4] {
+        let &Heads { queries, keys, key_dim, value_dim, .. } = self;
+        [queries * key_dim, keys * key_dim, keys * value_dim, queries * value_dim]
+    }
+
+    /// What is kept of a token: its key and its value.
+    pub(crate) fn state(&self) -> Kind {
+        let [_, k, v, _] = self.widths();
+        Kind::Paged([k, v])
+    }
+
+    /// Attention of `batch` sequences, `queries` and `keys` rows in all.
+    pub(crate) fn shape(&self, batch: usize, queries: usize, keys: usize) -> Attention {
+        Attention {
+            batch,
+            queries,
+            keys,
+            q_heads: self.queries,
+            kv_heads: self.keys,
+            head_dim: self.key_dim,
+            value_dim: self.value_dim,
+            scale: self.scale,
+            causal: true,
+            window: self.window,
+            softcap: self.softcap,
+            tf32: Tf32::Disabled,
+        }
+    }
+
+    /// Puts keys and values to those of the tokens before, and attends to all of them.
+    pub(crate) fn forward(
+        &self,
+        pass: &mut Pass,
+        state: &mut LayerState,
+        mut qkv: Qkv,
+    ) -> Result<Attended, ModelError> {
+        let Qkv { q, k, v } = &mut qkv;
+        pass.see("q", q)?;
+        pass.see("k", k)?;
+        pass.see("v", v)?;
+        let (n, inputs, [keys, values]) = (pass.step.rows(), pass.inputs, state.pages());
+        for (from, to) in [(&*k, &mut *keys), (&*v, &mut *values)] {
+            let width = to.shape()[1];
+            let part = Part { rows: Some(&inputs.rows), ..Part::whole(width) };
+            pass.machine.copy_rows([n, width], (from, Part::whole(width)), (to, part))?;
+        }
+        let q_pos = pass.hook.positions(pass.layer, pass.step, &inputs.attention.q_pos)?;
+        let mut heads = pass.room("heads", pass.dtype, &[n, self.queries * self.value_dim])?;
+        let mut lse = pass.room("lse", DType::Fp32, &[n, self.queries])?;
+        let (shape, out) = (self.shape(pass.step.sequences(), n, keys.shape()[0]), [&mut heads, &mut lse]);
+        pass.machine.attention(&shape, &inputs.attention, &q_pos, [q, &*keys, &*values], out)?;
+        pass.see("attention", &mut heads)?;
+        Ok(Attended { qkv, heads, lse })
+    }
+
+    /// From `dheads`, as attention reads it: those of queries, keys and values, in f32. Those of rows of no sequence are +0.
+    pub(crate) fn backward(&self, back: &mut Backward, attended: Attended, dheads: &Tensor) -> Result<Qkv, ModelError> {
+        let (Attended { qkv, heads, lse }, n, f32) = (attended, dheads.shape()[0], DType::Fp32);
+        let (q, k) = ([self.queries, self.key_dim], [self.keys, self.key_dim]);
+        let (v, o) = ([self.keys, self.value_dim], [self.queries, self.value_dim]);
+        let attributes = Attributes::new()
+            .with("scale", self.scale)
+            .with("causal", true)
+            .with("window", self.window.unwrap_or(0))
+            .with("softcap", self.softcap.unwrap_or(0.0));
+        let gradient = |[heads, dim]: [usize; 2]| zeros(back.cpu, &[n, heads * dim]);
+        let mut all = Qkv { q: gradient(q)?, k: gradient(k)?, v: gradient(v)? };
+        for block in back.blocks {
+            let (batch, rows) = (block.lengths.len(), block.rows);
+            let lengths: Vec<i32> = block.lengths.iter().map(|&length| length as i32).collect();
+            let (positions, mask) = (block.positions(), block.mask());
+            let inputs = [
+                ("q", rows_of(block, &qkv.q, &q)?),
+                ("k", rows_of(block, &qkv.k, &k)?),
+                ("v", rows_of(block, &qkv.v, &v)?),
+                ("out", rows_of(block, &heads, &o)?),
+                ("lse", rows_of(block, &lse, &[self.queries])?),
+                ("dout", rows_of(block, dheads, &o)?),
+                ("q_pos", TensorRef::new(&positions, &[batch, rows])?),
+                ("kv_len", TensorRef::new(&lengths, &[batch])?),
+                ("mask", TensorRef::new(&mask, &[batch, rows])?),
+            ];
+            let of_block = |[heads, dim]: [usize; 2]| back.pass.empty(f32, &[batch, rows, heads, dim]);
+            let (mut dq, mut dk, mut dv) = (of_block(q)?, of_block(k)?, of_block(v)?);
+            let outputs = [("dq", dq.view_mut()), ("dk", dk.view_mut()), ("dv", dv.view_mut())];
+            back.pass.op("attention_backward", &attributes, &inputs, outputs)?;
+            for (from, to) in [(&dq, &mut all.q), (&dk, &mut all.k), (&dv, &mut all.v)] {
+                let width = to.shape()[1];
+                for number in 0..batch {
+                    let from_part = Part { offset: number * rows * width, ..Part::whole(width) };
+                    let to_part = Part { offset: (block.first + number * block.stride) * width, ..Part::whole(width) };
+                    back.pass.machine.copy_rows([rows, width], (from, from_part), (to, to_part))?;
+                }
+            }
+        }
+        let Qkv { q, k, v } = &mut all;
+        back.see("dq", q)?;
+        back.see("dk", k)?;
+        back.see("dv", v)?;
+        Ok(all)
+    }
+}
+
+/// The rows of the sequences of a block: `values[n,..]` as `[sequences,rows,..]`, `..` being `axes`.
+fn rows_of<'t>(block: &Block, values: &'t Tensor, axes: &[usize]) -> Result<TensorRef<'t>, ModelError> {
+    let width: usize = axes.iter().product();
+    let mut shape = vec![block.lengths.len(), block.rows];
+    let mut strides = vec![block.stride * width, width];
+    let mut inner = width;
+    for &axis in axes {
+        inner /= axis;
+        shape.push(axis);
+        strides.push(inner);
+    }
+    typed!(values.dtype() => A, {
+        let data = values.as_slice::<A>().expect("it is on the host, and of this dtype");
+        Ok(TensorRef::strided(&data[block.first * width..], &shape, &strides)?)
+    })
+}

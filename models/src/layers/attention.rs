@@ -1,0 +1,129 @@
+//! Attention whose queries, keys and values have projections of their own.
+//!
+//! Matrices are cut by rows when they are loaded, so that the rotary part of a head comes out in f32 and is rounded after
+//! its rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
+
+use super::attend::{self, Attended, Qkv};
+use super::heads::{Heads, Rotation};
+use super::linear::Linear;
+use super::loader::Loader;
+use super::norm;
+use crate::ModelError;
+use crate::backward::Backward;
+use crate::pass::Pass;
+use crate::state::{Kind, LayerState};
+use samebits_ops::device::Device;
+use samebits_ops::{Cpu, DType, Pairing, Tensor};
+
+/// What an attention is made of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Its heads.
+    pub heads: attend::Heads,
+    /// The first elements of a head, which are rotated.
+    pub rotary: usize,
+    /// Which of them rotate together.
+    pub pairing: Pairing,
+    /// The norm of every query and key head before the rotation.
+    pub head_norms: Option<norm::Plan>,
+    /// Biases on the query, key and value projections.
+    pub bias: bool,
+    /// A bias on the output projection.
+    pub o_bias: bool,
+    /// Whether query, key and value are stored as one matrix.
+    pub fused: bool,
+}
+
+pub(crate) struct Attention {
+    heads: attend::Heads,
+    q: Heads,
+    k: Heads,
+    v: Linear,
+    o: Linear,
+}
+
+/// What a reverse pass reads, beside a.
+pub(crate) struct Saved {
+    /// Heads before their norm.
+    q_raw: Option<Tensor>,
+    k_raw: Option<Tensor>,
+    attended: Attended,
+}
+
+impl Attention {
+    pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Attention, ModelError> {
+        let &Plan { hidden, rotary, bias, .. } = plan;
+        let heads = plan.heads.clone();
+        let (d, [q_width, k_width, v_width, o_width]) = (heads.key_dim, heads.widths());
+        let nope = d - rotary;
+        let whole = |count: usize, projection| Heads::new(count, rotary, projection, Rotation::new(plan.pairing));
+        let name = "self_attn.qkv_proj";
+        let (mut q, mut k, v) = if !plan.fused {
+            let q = loader.linear("self_attn.q_proj", q_width, hidden, bias)?;
+            let k = loader.linear("self_attn.k_proj", k_width, hidden, bias)?;
+            let v = loader.linear("self_attn.v_proj", v_width, hidden, bias)?;
+            (whole(heads.queries, q), whole(heads.keys, k), v)
+        } else if nope == 0 {
+            let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;
+            (whole(heads.queries, q), whole(heads.keys, k), v)
+        } else {
+            // Query, key and value heads one behind the other, as if they were heads of one matrix.
+            let all = loader.matrix(name, q_width + k_width + v_width, hidden)?;
+            let cut = |first, count| -> Result<Heads, ModelError> {
+                let [rotated, passed] = loader.cut(name, &all, None, first, count, [rotary, nope])?;
+                Ok(whole(count, rotated).with_nope(passed, nope))
+            };
+            let (q, k) = (cut(0, heads.queries)?, cut(q_width, heads.keys)?);
+            let [v] = loader.cut(name, &all, None, q_width + k_width, heads.keys, [heads.value_dim])?;
+            (q, k, v)
+        };
+        if let Some(plan) = &plan.head_norms {
+            q = q.with_norm(loader, "self_attn.q_norm", d, plan)?;
+            k = k.with_norm(loader, "self_attn.k_norm", d, plan)?;
+        }
+        let o = loader.linear("self_attn.o_proj", hidden, o_width, plan.o_bias)?;
+        Ok(Attention { heads, q, k, v, o })
+    }
+
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.q.move_to(cpu, device)?;
+        self.k.move_to(cpu, device)?;
+        self.v.move_to(cpu, device)?;
+        self.o.move_to(cpu, device)
+    }
+
+    pub fn state(&self) -> Kind {
+        self.heads.state()
+    }
+
+    /// `a[n,hidden] -> y[n,hidden]`
+    pub fn forward(
+        &self,
+        pass: &mut Pass,
+        state: &mut LayerState,
+        a: &Tensor,
+        y: &mut Tensor,
+    ) -> Result<Option<Saved>, ModelError> {
+        let (q, q_raw) = self.q.forward(pass, a)?;
+        let (k, k_raw) = self.k.forward(pass, a)?;
+        let v = self.v.apply(pass, a.view(), pass.dtype)?;
+        let attended = self.heads.forward(pass, state, Qkv { q, k, v })?;
+        self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
+        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended }))
+    }
+
+    /// From `dy[n,hidden]` in f32: that of a, in f32.
+    pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
+        let (Saved { q_raw, k_raw, attended }, mask) = (saved, back.mask);
+        let mut dheads = self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, back.pass.dtype)?;
+        back.see("dattention", &mut dheads)?;
+        let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, &dheads)?;
+        let from_q = self.q.backward(back, a, q_raw, dq)?;
+        let from_k = self.k.backward(back, a, k_raw, dk)?;
+        let from_v = self.v.backward(back, 0, a.view(), dv.view(), mask, DType::Fp32)?;
+        let sum = back.sum(from_q, from_k)?;
+        back.sum(sum, from_v)
+    }
+}

@@ -1,0 +1,221 @@
+//! A residual branch: a layer between norms, whose output is added to the residual stream. A block is one, or two.
+
+use super::loader::Loader;
+use super::norm::{self, Norm};
+use super::{Layer, LayerPlan, Saved as LayerSaved};
+use crate::ModelError;
+use crate::backward::Backward;
+use crate::pass::Pass;
+use crate::state::{Kind, LayerState};
+use samebits_ops::device::Device;
+use samebits_ops::{Attributes, Cpu, DType, Tensor};
+use std::mem::swap;
+
+/// What a branch is made of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Its place in the block.
+    pub place: Place,
+    /// The name of the norm before the layer, without `.weight`; `None` where the layer reads the stream as it is.
+    pub before: Option<&'static str>,
+    /// The layer.
+    pub layer: LayerPlan,
+    /// The name of the norm behind the layer, where there is one.
+    pub behind: Option<&'static str>,
+}
+
+/// The place of a branch in its block, by which the sites of its values are called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Mixes the tokens of a sequence.
+    Mixer,
+    /// Works on each token alone.
+    Mlp,
+}
+
+/// The names of the values of a branch, and of their gradients.
+struct Sites {
+    /// Behind the norm before the layer.
+    norm: [&'static str; 2],
+    /// What the layer makes.
+    made: [&'static str; 2],
+    /// Behind the norm behind it.
+    behind: &'static str,
+    /// The residual stream, once that is added.
+    sum: [&'static str; 2],
+}
+
+impl Place {
+    fn sites(self) -> &'static Sites {
+        match self {
+            Place::Mixer => &Sites {
+                norm: ["input_norm", "dinput_norm"],
+                made: ["o", "do"],
+                behind: "post_attention_norm",
+                sum: ["attention_sum", "dattention_sum"],
+            },
+            Place::Mlp => &Sites {
+                norm: ["mlp_norm", "dmlp_norm"],
+                made: ["mlp", "dmlp"],
+                behind: "post_mlp_norm",
+                sum: ["sum", "dsum"],
+            },
+        }
+    }
+}
+
+/// The rows of a step on their way through the branches.
+pub(crate) struct Stream {
+    /// The residual stream, `[n,hidden]` in f32.
+    pub x: Tensor,
+    /// What the last branch adds to it.
+    pub y: Tensor,
+    /// That branch: its block, and its place there.
+    pub added_by: Option<(usize, Place)>,
+    /// Room for the next of either.
+    sum: Tensor,
+    /// x as a layer reads it.
+    pub a: Tensor,
+}
+
+impl Stream {
+    /// One of `n` rows, of any elements.
+    pub fn new(pass: &Pass, n: usize, hidden: usize) -> Result<Stream, ModelError> {
+        let row = |dtype| pass.empty(dtype, &[n, hidden]);
+        let (x, y, sum) = (row(DType::Fp32)?, row(DType::Fp32)?, row(DType::Fp32)?);
+        Ok(Stream { x, y, added_by: None, sum, a: row(pass.dtype)? })
+    }
+
+    /// Room for the next x.
+    pub fn room(&mut self) -> [&mut Tensor; 2] {
+        [&mut self.x, &mut self.sum]
+    }
+
+    /// Adds what the last branch made to x.
+    pub fn add(&mut self, pass: &mut Pass) -> Result<(), ModelError> {
+        let Stream { x, y, sum, .. } = self;
+        pass.op("add", &Attributes::new(), &[("a", x.view()), ("b", y.view())], [("y", sum.view_mut())])?;
+        swap(x, sum);
+        self.see_sum(pass)
+    }
+
+    /// The normed form of x in a.
+    pub fn norm(&mut self, pass: &mut Pass, norm: &Norm) -> Result<(), ModelError> {
+        norm.forward(pass, &self.x, &mut self.a)
+    }
+
+    /// Adds what the last branch made to x, where there was one, and makes the form of x in a that a layer reads.
+    fn enter(&mut self, pass: &mut Pass, norm: Option<&Norm>) -> Result<(), ModelError> {
+        match norm {
+            Some(norm) if self.added_by.is_none() => self.norm(pass, norm),
+            Some(norm) => {
+                let Stream { x, y, sum, a, .. } = self;
+                norm.add_forward(pass, [x, y], sum, a)?;
+                swap(x, sum);
+                self.see_sum(pass)
+            }
+            None => {
+                if self.added_by.is_some() {
+                    self.add(pass)?;
+                }
+                pass.round(&self.x, &mut self.a)
+            }
+        }
+    }
+
+    fn see_sum(&mut self, pass: &mut Pass) -> Result<(), ModelError> {
+        let (layer, place) = self.added_by.take().expect("a branch has added to it");
+        pass.see_at(Some(layer), place.sites().sum[0], &mut self.x)
+    }
+}
+
+pub(crate) struct Branch {
+    place: Place,
+    before: Option<Norm>,
+    layer: Layer,
+    behind: Option<Norm>,
+}
+
+/// What a reverse pass reads.
+pub(crate) struct Saved {
+    /// The residual stream, and the form of it that the layer read.
+    x: Tensor,
+    a: Tensor,
+    layer: LayerSaved,
+    /// What the layer made, where a norm reads it.
+    made: Option<Tensor>,
+}
+
+impl Branch {
+    pub fn load(loader: &mut Loader, plan: &Plan, hidden: usize, norms: &norm::Plan) -> Result<Branch, ModelError> {
+        let layer = Layer::load(loader, &plan.layer)?;
+        let mut norm = |name: Option<&str>| name.map(|name| Norm::load(loader, name, hidden, norms)).transpose();
+        Ok(Branch { place: plan.place, before: norm(plan.before)?, layer, behind: norm(plan.behind)? })
+    }
+
+    /// Takes the weights to a device.
+    pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.layer.move_to(cpu, device)?;
+        [&mut self.before, &mut self.behind].into_iter().flatten().try_for_each(|norm| norm.move_to(device))
+    }
+
+    /// What its layer keeps of a sequence from step to step.
+    pub fn state(&self) -> Kind {
+        self.layer.state()
+    }
+
+    /// x, which takes what the branch before made, and in y what this one makes.
+    pub fn forward(
+        &self,
+        pass: &mut Pass,
+        state: &mut LayerState,
+        stream: &mut Stream,
+    ) -> Result<Option<Saved>, ModelError> {
+        let sites = self.place.sites();
+        stream.enter(pass, self.before.as_ref())?;
+        let Stream { x, y, sum, a, .. } = stream;
+        pass.see(sites.norm[0], a)?;
+        let entered = pass.kept([&*x, &*a])?;
+        let layer = self.layer.forward(pass, state, a, y)?;
+        pass.see(sites.made[0], y)?;
+        let mut made = None;
+        if let Some(norm) = &self.behind {
+            made = pass.kept([&*y])?;
+            norm.forward(pass, y, sum)?;
+            swap(y, sum);
+            pass.see(sites.behind, y)?;
+        }
+        stream.added_by = pass.layer.map(|layer| (layer, self.place));
+        let made = made.map(|[made]| made);
+        Ok(entered.zip(layer).map(|([x, a], layer)| Saved { x, a, layer, made }))
+    }
+
+    /// From `dsum` of the stream with what this branch adds: that of the stream before.
+    pub fn backward(&self, back: &mut Backward, saved: Saved, dsum: &Tensor) -> Result<Tensor, ModelError> {
+        let (sites, Saved { x, a, layer, made }) = (self.place.sites(), saved);
+        let dmade = match (&self.behind, made) {
+            (Some(norm), Some(made)) => {
+                let mut dmade = norm.backward(back, &made, dsum)?;
+                back.see(sites.made[1], &mut dmade)?;
+                Some(dmade)
+            }
+            _ => None,
+        };
+        let mut da = self.layer.backward(back, &a, layer, dmade.as_ref().unwrap_or(dsum))?;
+        back.see(sites.norm[1], &mut da)?;
+        match &self.before {
+            Some(norm) => norm.add_backward(back, &x, &da, dsum),
+            None => {
+                let mut dx = back.pass.empty(DType::Fp32, x.shape())?;
+                let inputs = [("a", da.view()), ("b", dsum.view())];
+                back.pass.op("add", &Attributes::new(), &inputs, [("y", dx.view_mut())])?;
+                Ok(dx)
+            }
+        }
+    }
+
+    /// The site of the gradient of the stream with what this branch adds.
+    pub fn gradient_site(&self) -> &'static str {
+        self.place.sites().sum[1]
+    }
+}

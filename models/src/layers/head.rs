@@ -1,0 +1,168 @@
+//! The output projection: from the last norm to logits, or to log-probabilities and back.
+
+use super::linear::Linear;
+use crate::ModelError;
+use crate::backward::Backward;
+use crate::machine::typed;
+use crate::pass::Pass;
+use crate::sums::Of;
+use samebits_ops::{
+    Attributes, DType, LinearLogprob, LogprobGradients, LogprobRows, Tensor, TensorRef, linear_logprob_backward,
+    linear_logprob_backward_packed,
+};
+use std::ops::Range;
+
+/// Log-probabilities of rows' targets, and what their gradient needs: each `[n]`, in f32.
+pub(crate) struct Logprobs {
+    pub logprob: Tensor,
+    pub lse: Tensor,
+    /// Of the distributions that rows have.
+    pub entropy: Option<Tensor>,
+    /// What logits were divided by.
+    pub temperature: f64,
+}
+
+/// The output projection, and the soft limit of its logits.
+pub(crate) struct Head {
+    pub linear: Linear,
+    softcap: Option<Attributes>,
+}
+
+impl Head {
+    pub fn new(linear: Linear, softcap: Option<f64>) -> Head {
+        Head { linear, softcap: softcap.map(|cap| Attributes::new().with("cap", cap)) }
+    }
+
+    /// `a[rows,hidden]` to logits `[rows,V]`.
+    pub fn logits(&self, pass: &mut Pass, a: TensorRef) -> Result<Tensor, ModelError> {
+        let logits = self.linear.apply(pass, a, DType::Fp32)?;
+        let Some(cap) = &self.softcap else { return Ok(logits) };
+        let mut capped = pass.empty(DType::Fp32, logits.shape())?;
+        pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
+        Ok(capped)
+    }
+
+    /// `a[n,hidden]` to the log-probabilities of `targets`, +0 for a target that is negative, and what their gradient needs;
+    /// with entropies on demand.
+    pub fn logprob(
+        &self,
+        pass: &mut Pass,
+        a: &Tensor,
+        targets: &[i32],
+        temperature: f64,
+        with_entropy: bool,
+    ) -> Result<Logprobs, ModelError> {
+        let (n, at) = (targets.len(), Attributes::new().with("temperature", temperature));
+        let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
+        if self.softcap.is_none() && !with_entropy {
+            let inputs = [("x", a.view()), ("w", self.linear.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
+            let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
+            pass.op("linear_logprob", &at, &inputs, outputs)?;
+            return Ok(Logprobs { logprob, lse, entropy: None, temperature });
+        }
+        let mut entropy = if with_entropy { Some(pass.empty(DType::Fp32, &[n])?) } else { None };
+        for rows in tiles(n) {
+            let logits = self.logits(pass, a.rows(rows.clone()))?;
+            let target = TensorRef::new(&targets[rows.clone()], &[rows.len()])?;
+            let outputs = [("logprob", logprob.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows.clone()))];
+            pass.op("logprob", &at, &[("logits", logits.view()), ("target", target)], outputs)?;
+            if let Some(entropy) = &mut entropy {
+                // It makes the same lse.
+                let outputs = [("entropy", entropy.rows_mut(rows.clone())), ("lse", lse.rows_mut(rows))];
+                pass.op("entropy", &at, &[("logits", logits.view())], outputs)?;
+            }
+        }
+        Ok(Logprobs { logprob, lse, entropy, temperature })
+    }
+
+    /// From `dlogprob[n]` and, where there are entropies, theirs: that of a, in f32.
+    pub fn logprob_backward(
+        &self,
+        back: &mut Backward,
+        a: &Tensor,
+        targets: &[i32],
+        of_rows: &Logprobs,
+        (dlogprob, dentropy): (&Tensor, Option<&Tensor>),
+    ) -> Result<Tensor, ModelError> {
+        let (lse, temperature) = (&of_rows.lse, of_rows.temperature);
+        let of_logits = Attributes::new().with("temperature", temperature);
+        let (n, head) = (targets.len(), &self.linear);
+        let mut da = back.pass.empty(DType::Fp32, a.shape())?;
+        if self.softcap.is_some() || dentropy.is_some() {
+            for rows in tiles(n) {
+                // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
+                let few = rows.len();
+                let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
+                let softcapped = match &self.softcap {
+                    None => None,
+                    Some(cap) => {
+                        let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
+                        back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
+                        Some((cap, capped))
+                    }
+                };
+                let capped = softcapped.as_ref().map_or(&logits, |(_, capped)| capped);
+                let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
+                let inputs = [
+                    ("logits", capped.view()),
+                    ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
+                    ("lse", lse.rows(rows.clone())),
+                    ("dlogprob", dlogprob.rows(rows.clone())),
+                ];
+                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dcapped.view_mut())])?;
+                if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
+                    let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
+                    let inputs = [
+                        ("logits", capped.view()),
+                        ("entropy", entropy.rows(rows.clone())),
+                        ("lse", lse.rows(rows.clone())),
+                        ("dentropy", dentropy.rows(rows.clone())),
+                    ];
+                    back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
+                    dcapped = back.sum(dcapped, more)?;
+                }
+                let dlogits = match &softcapped {
+                    None => back.rounded(dcapped.view())?,
+                    Some((cap, _)) => {
+                        let mut dlogits = back.pass.empty(back.pass.dtype, logits.shape())?;
+                        let inputs = [("x", logits.view()), ("dy", dcapped.view())];
+                        back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
+                        dlogits
+                    }
+                };
+                let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
+                back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
+                let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
+                back.write_rows(&dx, &mut da, rows.start)?;
+            }
+        } else {
+            let (source, rows) = (head.source(0), n);
+            let shape = LinearLogprob { rows, vocab: head.matrix(0).shape()[0], k: a.shape()[1], temperature };
+            let dw = back.sums.matrix(back.cpu, Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
+            let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
+            let gradients = LogprobGradients { dlogprob, dlse: None };
+            let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };
+            let dx = da.as_slice_mut::<f32>().expect("f32, and on the host");
+            typed!(a.dtype() => A, {
+                let x = a.as_slice::<A>().expect("of this dtype, and on the host");
+                match head.packed(0) {
+                    Some(w) => linear_logprob_backward_packed(back.cpu, &shape, x, w, &rows, dx, dw)?,
+                    None => {
+                        let w = head.matrix(0).contiguous::<A>().expect("gradients are made on the processor");
+                        linear_logprob_backward(back.cpu, &shape, x, w, &rows, dx, dw)?;
+                    }
+                }
+            });
+        }
+        back.see_at(None, "dfinal_norm", &mut da)?;
+        Ok(da)
+    }
+}
+
+/// Rows of logits that are there at a time.
+const TILE: usize = 256;
+
+/// n rows, a tile at a time.
+fn tiles(n: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..n).step_by(TILE).map(move |first| first..n.min(first + TILE))
+}

@@ -1,0 +1,124 @@
+//! How layers take their tensors out of a folder.
+
+use super::linear::{Linear, Source};
+use super::norm::Vector;
+use crate::ModelError;
+use crate::machine::{Index, Machine, empty};
+use crate::weights::Weights;
+use samebits_ops::device::Part;
+use samebits_ops::{Cpu, DType, Tensor};
+use std::sync::Arc;
+
+/// Loads the tensors that stand under one prefix, such as those of a block.
+pub(crate) struct Loader<'a, 'w> {
+    /// What products read.
+    pub dtype: DType,
+    pub cpu: &'a Cpu,
+    pub weights: &'a mut Weights<'w>,
+    /// What stands before the name of each.
+    pub prefix: String,
+    /// Whether matrices are packed.
+    pub packs: bool,
+}
+
+impl Loader<'_, '_> {
+    fn name(&self, part: &str) -> String {
+        format!("{}{part}", self.prefix)
+    }
+
+    /// A vector, in f32.
+    pub fn vector(&mut self, part: &str, n: usize) -> Result<Vector, ModelError> {
+        let name = self.name(part);
+        Ok(Vector { w: self.weights.tensor(&name, DType::Fp32, &[n])?, name })
+    }
+
+    /// The same of something that is no parameter.
+    pub fn constant(&mut self, part: &str, n: usize) -> Result<Tensor, ModelError> {
+        self.weights.constant(&self.name(part), &[n])
+    }
+
+    /// `w[n,k]` as it is stored.
+    pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Arc<Tensor>, ModelError> {
+        self.weights.matrix(&self.name(&format!("{part}.weight")), self.dtype, &[n, k])
+    }
+
+    fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
+        bias.then(|| self.weights.tensor(&self.name(&format!("{part}.bias")), self.dtype, &[n])).transpose()
+    }
+
+    /// One matrix `[n,k]`.
+    pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
+        let w = self.matrix(part, n, k)?;
+        Linear::new(self.cpu, Source::whole(self.name(part), n), w, self.bias(part, n, bias)?, self.packs)
+    }
+
+    /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each.
+    /// A row's product does not depend on which rows stand beside it.
+    pub fn parts<const N: usize>(
+        &mut self,
+        part: &str,
+        groups: usize,
+        widths: [usize; N],
+        k: usize,
+        bias: bool,
+    ) -> Result<[Linear; N], ModelError> {
+        let n = groups * widths.iter().sum::<usize>();
+        let whole = self.matrix(part, n, k)?;
+        let bias = self.bias(part, n, bias)?;
+        self.cut(part, &whole, bias.as_ref(), 0, groups, widths)
+    }
+
+    /// [`Loader::parts`] of a matrix that has been read, from row `first` on.
+    pub fn cut<const N: usize>(
+        &self,
+        part: &str,
+        whole: &Tensor,
+        bias: Option<&Tensor>,
+        first: usize,
+        groups: usize,
+        widths: [usize; N],
+    ) -> Result<[Linear; N], ModelError> {
+        let size: usize = widths.iter().sum();
+        let mut start = first;
+        let mut made = Vec::new();
+        for width in widths {
+            let source = Source { name: self.name(part), groups, size, start, width };
+            // A list has no rows.
+            let there = if self.weights.lists { 0 } else { groups * width };
+            let rows = Index::Host(source.rows().take(there).map(|row| row as i32).collect());
+            let gather = |from: &Tensor, k: usize, shape: &[usize]| -> Result<Tensor, ModelError> {
+                let (mut to, n) = (empty(self.cpu, self.dtype, shape)?, there);
+                let part = Part { rows: Some(&rows), ..Part::whole(k) };
+                Machine::copy_rows(self.cpu, [n, k], (from, part), (&mut to, Part::whole(k)))?;
+                Ok(to)
+            };
+            let (n, k) = (there, whole.shape()[1]);
+            let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
+            let w = Arc::new(gather(whole, k, &[n, k])?);
+            made.push(Linear::new(self.cpu, source, w, bias, self.packs)?);
+            start += width;
+        }
+        Ok(made.try_into().ok().expect("one for each width"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// Two groups of three rows are cut in the first row and the rest of each, biases along with them.
+    #[test]
+    fn biases_are_cut_with_their_rows() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/checkpoints/llama");
+        let cpu = Cpu::best();
+        let mut weights = Weights::open(&dir).unwrap();
+        let prefix = String::new();
+        let loader = Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: true };
+        let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
+        let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
+        let parts = loader.cut("q", &whole, Some(&bias), 0, 2, [1, 2]).unwrap();
+        let biases = parts.map(|part| part.bias(0).unwrap().contiguous::<f32>().unwrap().to_vec());
+        assert_eq!(biases, [vec![0.0, 3.0], vec![1.0, 2.0, 4.0, 5.0]]);
+    }
+}
