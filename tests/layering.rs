@@ -294,3 +294,157 @@ fn walk(dir: &Path, files: &mut Vec<PathBuf>) {
         }
     }
 }
+
+/// Files of a crate by their modules: `pack::dictionary`, and nothing for the root.
+type Sources = BTreeMap<String, String>;
+
+/// The files under `src` as they are compiled without tests and read without comments.
+fn sources(src: &Path) -> Sources {
+    let mut files = Vec::new();
+    walk(src, &mut files);
+    let mut sources = Sources::new();
+    for file in files {
+        let name = file.strip_prefix(src).expect("under it").with_extension("");
+        let mut module: Vec<_> = name.iter().map(|part| part.to_str().expect("UTF-8")).collect();
+        if file.extension().is_none_or(|e| e != "rs") || module.last().is_some_and(|last| last.ends_with("tests")) {
+            continue;
+        }
+        module.pop_if(|last| *last == "mod" || *last == "lib");
+        let text = std::fs::read_to_string(&file).unwrap();
+        let text: String = text.lines().map(|line| line.split("//").next().expect("one").to_string() + "\n").collect();
+        let tests = text.match_indices("#[cfg(test)]\n").find(|(at, test)| {
+            let item = text[at + test.len()..].lines().next().unwrap_or_default();
+            item.contains("mod ") && item.ends_with('{')
+        });
+        let end = tests.map_or(text.len(), |(at, _)| at);
+        sources.insert(module.join("::"), text[..end].into());
+    }
+    sources
+}
+
+/// The paths of a tree of imports, as in `a::{b, c::d as e}`, that begins a text; and how much of the text that is.
+fn paths(text: &str) -> (Vec<Vec<String>>, usize) {
+    let skip = |at: usize| at + text[at..].len() - text[at..].trim_start().len();
+    let (mut path, mut at) = (Vec::new(), skip(0));
+    loop {
+        if text[at..].starts_with('{') {
+            let mut found = Vec::new();
+            at += 1;
+            while !text[skip(at)..].starts_with('}') {
+                let (inner, read) = paths(&text[skip(at)..]);
+                found.extend(inner.into_iter().map(|inner| [&path[..], &inner].concat()));
+                at = skip(at) + read;
+                // Behind a path stand its other name and a comma.
+                at += text[at..].find([',', '}']).expect("the brace is closed");
+                at += usize::from(text[at..].starts_with(','));
+            }
+            return (found, skip(at) + 1);
+        }
+        let len = text[at..].find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(text[at..].len());
+        path.push(text[at..at + len].to_string());
+        at += len;
+        match text[at..].strip_prefix("::") {
+            Some(rest) if rest.starts_with(|c: char| c.is_alphabetic() || c == '_' || c == '{') => at += 2,
+            _ => return (vec![path], at),
+        }
+    }
+}
+
+/// What the files name of each other by `crate::` and `super::`, in imports and in between. What a file hands on from another
+/// (`pub use`) stands where it comes from; the root and what is in no file are left out.
+fn imports_of(sources: &Sources) -> BTreeMap<&str, BTreeSet<&str>> {
+    let parent = |module: &str| module.rsplit_once("::").map_or(String::new(), |(parent, _)| parent.to_string());
+    let absolute = |module: &str, path: &[String]| -> Vec<String> {
+        let (first, rest) = path.split_first().expect("a path has a part");
+        let from = match first.as_str() {
+            "crate" => String::new(),
+            "super" => parent(module),
+            _ => return [module.split("::").map(String::from).collect(), path.to_vec()].concat(),
+        };
+        let from = from.split("::").filter(|part| !part.is_empty()).map(String::from);
+        from.chain(rest.iter().cloned()).filter(|part| part != "self" && !part.is_empty()).collect()
+    };
+    // By module and name, what it hands on.
+    let mut handed = BTreeMap::new();
+    for (module, text) in sources {
+        for line in text.split(['\n', ';']).filter(|line| line.starts_with("pub")) {
+            let at = text.find(line).expect("it is a part");
+            if let Some(tree) = text[at..].split_once("use ").filter(|(head, _)| head.len() < 12).map(|(_, tree)| tree)
+            {
+                for path in paths(tree).0 {
+                    let path: Vec<_> = absolute(module, &path).into_iter().filter(|part| !part.is_empty()).collect();
+                    handed.insert((module.as_str(), path.last().expect("a name").clone()), path);
+                }
+            }
+        }
+    }
+    let file_of = |mut path: Vec<String>| loop {
+        let (at, module) = (0..=path.len())
+            .rev()
+            .find_map(|at| sources.get_key_value(&path[..at].join("::")).map(|(module, _)| (at, module.as_str())))
+            .expect("the root is there");
+        match path.get(at).and_then(|name| handed.get(&(module, name.clone()))) {
+            Some(from) if *from != path => path = [&from[..], &path[at + 1..]].concat(),
+            _ => return module,
+        }
+    };
+    let mut imports: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (module, text) in sources.iter().filter(|(module, _)| !module.is_empty()) {
+        for start in ["crate::", "super::"] {
+            for (at, _) in text.match_indices(start) {
+                let found = paths(&text[at..]).0.into_iter().map(|path| file_of(absolute(module, &path)));
+                imports.entry(module).or_default().extend(found.filter(|of| of != module && !of.is_empty()));
+            }
+        }
+    }
+    imports
+}
+
+/// The shortest way from every file back to itself, each circle once.
+fn circles(sources: &Sources) -> Vec<String> {
+    let imports = imports_of(sources);
+    let mut found: BTreeMap<BTreeSet<&str>, String> = BTreeMap::new();
+    for &start in imports.keys() {
+        let (mut ways, mut seen) = (vec![vec![start]], BTreeSet::new());
+        while let Some(way) = (!ways.is_empty()).then(|| ways.remove(0)) {
+            let last = way.last().expect("a way has a start");
+            for &next in imports.get(last).into_iter().flatten() {
+                if next == start {
+                    let circle = [&way[..], &[start]].concat().join(" -> ");
+                    found.entry(way.iter().copied().collect()).or_insert(circle);
+                    ways.clear();
+                    break;
+                }
+                if seen.insert(next) {
+                    ways.push([&way[..], &[next]].concat());
+                }
+            }
+        }
+    }
+    found.into_values().collect()
+}
+
+/// A file of ops is read with what it imports, and none of that imports it again. Below are views, vectors and layouts, above
+/// them ops, above those the registry.
+#[test]
+fn no_circle_of_files() {
+    let sources = sources(&root().join("ops/src"));
+    let imports = imports_of(&sources);
+    assert!(imports["registry"].contains("gemm::gemm") || imports["registry"].contains("gemm"), "{imports:?}");
+    assert!(imports["gemm::gemm"].contains("backend::cpu"), "what the root hands on is seen: {imports:?}");
+    assert_eq!(circles(&sources), [""; 0]);
+    // A circle by names that a folder and the root hand on is seen, also where a brace holds it; one in a comment is not.
+    let planted = [
+        ("", "pub use a::{View, x::Y};\npub use b::c::Op;\n"),
+        ("a", "use crate::{Error, b::{self}};\n"),
+        ("b", "pub use c::{Op as Other, Op};\n"),
+        ("b::c", "use super::{d};\nfn f(x: crate::View) {}"),
+        ("b::d", ""),
+    ];
+    let mut planted: Sources = planted.map(|(module, text)| (module.to_string(), text.to_string())).into();
+    assert_eq!(circles(&planted), [""; 0]);
+    planted.insert("a".into(), "use crate::{Error, Op};\n".into());
+    assert_eq!(circles(&planted), ["a -> b::c -> a"]);
+    planted.insert("a".into(), "use crate::b::{Error, Op};\n".into());
+    assert_eq!(circles(&planted), ["a -> b::c -> a"]);
+}

@@ -19,7 +19,7 @@ use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
 use samebits_ops::{
-    Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, Tensor, TensorMut, TensorRef, sequences_of_group,
+    Attributes, Backend, Calls, Cpu, MOST_GROUPS, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -661,7 +661,7 @@ fn reverse(
         pass.see("dentropy", dentropy)?;
     }
 
-    let Prepared::Angles(_, angles) = &inputs.angles else { panic!("they are those of the processor") };
+    let angles = inputs.angles.get::<RopeTable>().expect("they are those of the processor");
     let angles = angles.reversed();
     let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
     let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;

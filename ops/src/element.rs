@@ -1,6 +1,7 @@
 //! Storage types, exact widening, and the last rounding.
 
 use crate::Scalar;
+use crate::backend::device::Plain;
 use crate::simd::Storage;
 use half::{bf16, f16};
 
@@ -35,6 +36,10 @@ pub trait Element: Storage + Scalar + std::fmt::Debug {
     /// The last rounding: to nearest even with gradual underflow; a NaN becomes the canonical one.
     fn narrow(value: f32) -> Self;
 }
+
+/// Storage types of tensors on a device.
+pub trait Stored: Element + Plain {}
+impl<T: Element + Plain> Stored for T {}
 
 /// Runs an expression with `$T` as the type of a float dtype. The kernels of every type are compiled in this crate, where
 /// a generic function would be compiled again in each crate that calls it.

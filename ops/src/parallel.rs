@@ -2,24 +2,12 @@
 //!
 //! The pool takes a task's code as `&dyn Fn`: it is compiled once, not once for every kernel.
 
-use crate::{Cpu, Error};
-use std::collections::HashMap;
+use crate::Cpu;
+use crate::backend::pool::pool;
+use crate::simd::prefetch::prefetch;
+use std::marker::PhantomData;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
-
-/// Threads of another library: runs `work` for every number below `count`, each once, and returns when all have ended. They
-/// need not run side by side.
-pub type Team = fn(count: usize, work: &(dyn Fn(usize) + Sync));
-
-/// The process that works on a team, and the team.
-static TEAM: OnceLock<(u32, Team)> = OnceLock::new();
-
-/// Lets `team` do the work of this process's threads from now on, in the numbers that each [`Cpu`] has; the first team
-/// stays. Threads of two libraries that wait by spinning take each other's cores. The child of a fork has threads of its own, as
-/// no team need live on there.
-pub fn work_on(team: Team) {
-    TEAM.get_or_init(|| (std::process::id(), team));
-}
 
 impl Cpu {
     /// Runs `work(0)` on the calling thread and the other numbers below `count` beside it, or all on the team; `count` is at
@@ -28,10 +16,7 @@ impl Cpu {
         match (count, self.pool()) {
             (0, _) => {}
             (1, _) | (_, None) => work(0),
-            (_, Some(own)) if own.process == std::process::id() => match TEAM.get() {
-                Some((process, team)) if *process == own.process => team(count, work),
-                _ => own.run(count, work),
-            },
+            (_, Some(own)) if own.is_here() => own.run_or_team(count, work),
             // The child of a fork: the workers stayed behind. Where none can be started, the caller does the work of all.
             _ => match pool(self.threads()) {
                 Ok(pool) => pool.run(count, work),
@@ -167,77 +152,58 @@ impl Drop for Ended<'_> {
     }
 }
 
-/// The workers beside the calling thread.
-///
-/// A thread that sleeps takes tens of microseconds to wake, as long as many an op. So whoever has nothing left to do stays
-/// awake for a moment: a worker for the next op, the caller for the workers. Only where each thread has a core.
-pub(crate) struct Pool {
-    workers: rayon::ThreadPool,
-    /// The process that they are threads of.
-    process: u32,
-    /// How many ops there were: who waits for the next one sees it move.
-    ops: AtomicUsize,
-    awake: bool,
+/// A slice that tasks write to in disjoint parts.
+pub(crate) struct SharedOut<'a, O> {
+    data: *mut O,
+    len: usize,
+    of: PhantomData<&'a mut [O]>,
 }
 
-/// How often a waiting thread looks: some 100 microseconds in all.
-const LOOKS: usize = 4000;
+// SAFETY: the only accesses are `part` and `read`, whose callers promise that no part overlaps another or what is read.
+unsafe impl<O: Send + Sync> Sync for SharedOut<'_, O> {}
 
-impl Pool {
-    /// Runs `work(0)` on the calling thread and the other numbers below `count` on workers.
-    fn run(self: &Arc<Pool>, count: usize, work: &(dyn Fn(usize) + Sync)) {
-        let op = self.ops.fetch_add(1, Ordering::Release) + 1;
-        let working = &AtomicUsize::new(count - 1);
-        self.workers.in_place_scope(|scope| {
-            for i in 1..count {
-                scope.spawn(move |_| {
-                    work(i);
-                    working.fetch_sub(1, Ordering::Release);
-                    if self.awake {
-                        let pool = self.clone();
-                        rayon::spawn(move || pool.look(|| pool.ops.load(Ordering::Acquire) != op));
-                    }
-                });
-            }
-            work(0);
-            // The end of the scope would put the caller to sleep.
-            if self.awake {
-                self.look(|| working.load(Ordering::Acquire) == 0);
-            }
-        });
+impl<'a, O> SharedOut<'a, O> {
+    /// All of `slice`.
+    pub(crate) fn new(slice: &'a mut [O]) -> SharedOut<'a, O> {
+        SharedOut { data: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
     }
 
-    /// Waits for `over`, not for long.
-    fn look(&self, over: impl Fn() -> bool) {
-        for _ in 0..LOOKS {
-            if over() {
-                return;
-            }
-            std::hint::spin_loop();
+    /// Prefetches the cache lines of `rows` elements, `stride` apart from `at`.
+    pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
+        let mut line = self.data.wrapping_add(at);
+        for _ in 0..rows {
+            prefetch(line);
+            line = line.wrapping_add(stride);
         }
     }
-}
 
-/// By process and number of threads.
-type Pools = HashMap<(u32, usize), Arc<Pool>>;
-
-/// The pool for so many threads, one for the whole process: an axis over threads uses it again. Those of a process that
-/// forked stay in the list of its child, because workers that are not there cannot be ended.
-pub(crate) fn pool(threads: usize) -> Result<Arc<Pool>, Error> {
-    static POOLS: OnceLock<Mutex<Pools>> = OnceLock::new();
-    let process = std::process::id();
-    let mut pools = POOLS.get_or_init(Mutex::default).lock().expect("no panic while holding the lock");
-    if let Some(pool) = pools.get(&(process, threads)) {
-        return Ok(pool.clone());
+    /// Where `columns` elements of each of some rows stand, `stride` apart from `at`.
+    pub(crate) fn rows(&self, at: usize, [rows, columns]: [usize; 2], stride: usize) -> *mut O {
+        let end = (rows - 1).checked_mul(stride).and_then(|last| last.checked_add(at)?.checked_add(columns));
+        assert!(end.is_some_and(|end| end <= self.len), "rows outside the slice");
+        self.data.wrapping_add(at)
     }
-    let workers = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads - 1)
-        .thread_name(|i| format!("samebits-{}", i + 1))
-        .build()
-        .map_err(|e| Error::Unavailable(format!("cannot start {threads} threads: {e}")))?;
-    let awake = std::thread::available_parallelism().is_ok_and(|cores| threads <= cores.get());
-    let pool = Pool { workers, process, ops: AtomicUsize::new(0), awake };
-    Ok(pools.entry((process, threads)).or_insert(Arc::new(pool)).clone())
+
+    /// The elements `at..at + len`, to be read.
+    ///
+    /// # Safety
+    /// No live part overlaps it.
+    pub(crate) unsafe fn read(&self, at: usize, len: usize) -> &[O] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the slice");
+        // SAFETY: inside the slice; the rest is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.data.add(at), len) }
+    }
+
+    /// The elements `at..at + len`.
+    ///
+    /// # Safety
+    /// No other live part, and nothing that is read, overlaps it.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn part(&self, at: usize, len: usize) -> &mut [O] {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the output");
+        // SAFETY: in bounds by the assertion, exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
+    }
 }
 
 #[cfg(test)]

@@ -6,10 +6,10 @@
 //! axis it is.
 
 use crate::backend::device::{Buffer, Indices, Plain};
-use crate::gemm::gemm::PackedWeight;
-use crate::rope::rope::{RopeTable, Rotations};
 use crate::{Error, bf16, f16, value_error};
 use samebits_schema::DType;
+use std::any::Any;
+use std::fmt;
 use std::io::{self, Write};
 use std::ops::Range;
 
@@ -483,18 +483,68 @@ macro_rules! scalar {
 }
 scalar!(bf16: Bf16 DeviceBf16, f16: Fp16 DeviceFp16, f32: Fp32 DeviceFp32, i32: I32 DeviceI32);
 
+/// What an op makes of an input for itself and its kin, to be given in the place of that input: a packed weight, a table of
+/// angles. [`TensorRef::prepared`] gives it; only the ops that know the type read it.
+pub trait Operand: Any + fmt::Debug + Send + Sync {
+    /// The op that reads it.
+    fn op(&self) -> &'static str;
+    /// Element type of what it stands for.
+    fn dtype(&self) -> DType;
+    /// Extents of what it stands for.
+    fn shape(&self) -> Vec<usize>;
+    /// What it is, and what an op that cannot read it is to be given: "a packed weight; give the matrix".
+    fn what(&self) -> &'static str;
+    /// What was done to make it: "weights packed".
+    fn done(&self) -> &'static str;
+}
+
+/// An input in the form that its op reads fastest, for a caller who gives it again and again.
+#[derive(Debug)]
+pub struct Prepared {
+    input: &'static str,
+    operand: Box<dyn Operand>,
+}
+
+impl Prepared {
+    /// `operand` for the place of the input of this name.
+    pub fn new(input: &'static str, operand: impl Operand) -> Prepared {
+        Prepared { input, operand: Box::new(operand) }
+    }
+
+    /// The input whose place it takes.
+    pub fn input(&self) -> &'static str {
+        self.input
+    }
+
+    /// What takes its place.
+    pub fn tensor(&self) -> TensorRef<'_> {
+        TensorRef::prepared(&*self.operand)
+    }
+
+    /// What was done, in words.
+    pub fn what(&self) -> &'static str {
+        self.operand.done()
+    }
+
+    /// What was made, where it is of this type.
+    pub fn get<T: Operand>(&self) -> Option<&T> {
+        (&*self.operand as &dyn Any).downcast_ref()
+    }
+
+    /// The same, for itself.
+    pub fn into<T: Operand>(self) -> Option<T> {
+        (self.operand as Box<dyn Any>).downcast().ok().map(|operand| *operand)
+    }
+}
+
 /// Where the elements of a tensor are, and in which form.
 #[derive(Clone, Copy)]
 enum Data<'a> {
     Host(Slice<'a>),
     /// Elements of a buffer, from one on.
     Device(DeviceSlice<'a>, usize),
-    /// The weight of a product, laid out for it.
-    Packed(&'a PackedWeight),
-    /// In the place of positions: their cosines and sines.
-    Angles(&'a RopeTable),
-    /// The same on a device.
-    Rotations(&'a Rotations),
+    /// What an op has made of it beforehand.
+    Prepared(&'a dyn Operand),
     /// Whole numbers on a device, which the host has checked.
     Indices(&'a Indices),
 }
@@ -559,20 +609,13 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { data: Data::Device(T::buffer(data), 0), layout })
     }
 
-    /// A weight `[N,K]` that was packed for products, in the place of the matrix that it holds.
-    pub fn packed(weight: &'a PackedWeight) -> TensorRef<'a> {
-        let layout = Layout::contiguous(&[weight.n(), weight.k()]).expect("two axes");
-        TensorRef { data: Data::Packed(weight), layout }
-    }
-
-    /// Cosines and sines of positions, in the place of the positions.
-    pub fn angles(table: &'a RopeTable) -> TensorRef<'a> {
-        TensorRef { data: Data::Angles(table), layout: Layout::contiguous(&[table.tokens()]).expect("one axis") }
-    }
-
-    /// The same on a device.
-    pub fn rotations(table: &'a Rotations) -> TensorRef<'a> {
-        TensorRef { data: Data::Rotations(table), layout: Layout::contiguous(&[table.tokens()]).expect("one axis") }
+    /// What an op has made of an input, in its place.
+    ///
+    /// # Panics
+    /// When it stands for more than [`MAX_RANK`] axes.
+    pub fn prepared(operand: &'a dyn Operand) -> TensorRef<'a> {
+        let layout = Layout::contiguous(&operand.shape()).expect("few axes");
+        TensorRef { data: Data::Prepared(operand), layout }
     }
 
     /// Whole numbers on a device in the place of those of the host, in row-major order.
@@ -590,8 +633,8 @@ impl<'a> TensorRef<'a> {
         match self.data {
             Data::Host(slice) => slice.dtype(),
             Data::Device(slice, _) => slice.dtype(),
-            Data::Packed(weight) => weight.dtype(),
-            Data::Angles(_) | Data::Rotations(_) | Data::Indices(_) => DType::I32,
+            Data::Prepared(operand) => operand.dtype(),
+            Data::Indices(_) => DType::I32,
         }
     }
 
@@ -617,19 +660,9 @@ impl<'a> TensorRef<'a> {
         TensorRef { data: Data::Host(T::slice(data)), layout }
     }
 
-    /// The packed weight that it is.
-    pub(crate) fn as_packed(&self) -> Option<&'a PackedWeight> {
-        if let Data::Packed(weight) = self.data { Some(weight) } else { None }
-    }
-
-    /// The table that it is.
-    pub(crate) fn as_angles(&self) -> Option<&'a RopeTable> {
-        if let Data::Angles(table) = self.data { Some(table) } else { None }
-    }
-
-    /// The table on a device that it is.
-    pub(crate) fn as_rotations(&self) -> Option<&'a Rotations> {
-        if let Data::Rotations(table) = self.data { Some(table) } else { None }
+    /// What an op has made, where it is that and of this type.
+    pub fn as_prepared<T: Operand>(&self) -> Option<&'a T> {
+        if let Data::Prepared(operand) = self.data { (operand as &dyn Any).downcast_ref() } else { None }
     }
 
     /// The indices on a device that it is.
@@ -721,10 +754,7 @@ impl<'a> TensorRef<'a> {
             Data::Device(..) | Data::Indices(_) => {
                 Err(value_error(op, format!("`{name}` is on a device; the op runs on the host")))
             }
-            Data::Packed(_) => Err(value_error(op, format!("`{name}` is a packed weight; give the matrix"))),
-            Data::Angles(_) | Data::Rotations(_) => {
-                Err(value_error(op, format!("`{name}` is a table of angles; give the positions")))
-            }
+            Data::Prepared(operand) => Err(value_error(op, format!("`{name}` is {}", operand.what()))),
         }
     }
 

@@ -28,13 +28,14 @@ impl Machine for Device {
     }
 
     fn angles(&self, table: RopeTable, earlier: Option<Prepared>) -> Result<Prepared, Error> {
-        match earlier {
-            Some(Prepared::Rotations(name, mut rotations)) => {
+        let rotations = match earlier.and_then(Prepared::into::<Rotations>) {
+            Some(mut rotations) => {
                 rotations.fill(self, &table)?;
-                Ok(Prepared::Rotations(name, rotations))
+                rotations
             }
-            _ => Ok(Prepared::Rotations("pos", Rotations::new(self, &table)?)),
-        }
+            None => Rotations::new(self, &table)?,
+        };
+        Ok(Prepared::new("pos", rotations))
     }
 
     /// How far attention is planned goes with the columns, so no length within them needs another plan. No bit depends

@@ -19,7 +19,7 @@ impl Machine for Cpu {
     }
 
     fn angles(&self, table: RopeTable, _earlier: Option<Prepared>) -> Result<Prepared, Error> {
-        Ok(Prepared::Angles("pos", table))
+        Ok(Prepared::new("pos", table))
     }
 
     fn place(&self, _metadata: &mut AttentionMetadata, _shape: &Attention, _columns: usize) -> Result<(), Error> {

@@ -1,11 +1,9 @@
 //! What decode prefetches: the keys or values of the next panel, a share for each head. It changes no bit.
 
-use super::attention::{Job, Range};
-use super::decode::Task;
 use crate::Element;
-use crate::gemm::tile::PANEL;
-use crate::pack::Prefetch;
-use crate::simd::prefetch_second;
+use crate::attention::job::{Job, Range, Task};
+use crate::pack::PANEL;
+use crate::simd::prefetch::{Prefetch, prefetch_second};
 use crate::tensor::Heads;
 use crate::workspace::memory::PAGE;
 

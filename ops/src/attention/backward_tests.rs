@@ -1,7 +1,8 @@
 //! The gradient of attention against a plain computation, on every plan: nothing that decides how a call is cut moves a bit.
 
-use super::attention::{Attention, BLOCK, Qkv};
-use super::attention_backward::{AttentionOutputs, QkvGradients, QueryRows, attention_backward};
+use super::attention_backward::{AttentionOutputs, QkvGradients, attention_backward};
+use crate::attention::backward_job::QueryRows;
+use crate::attention::job::{Attention, BLOCK, Qkv};
 use crate::gemm::tests::{bits, number, on_every_plan};
 use crate::math::{exp_or_nothing, tanh};
 use crate::simd::scalar::Scalar;

@@ -12,13 +12,12 @@
 //! Pairs that are not visible have +0 for p and g. As a sum begins with +0 and its last step adds to +0, such a step
 //! changes nothing, unless it multiplies an infinity or NaN: then they are left out one by one.
 
-use super::attention::{BLOCK, Range, add_to};
-use super::attention_backward::{Gradients, Job};
-use crate::gemm::tile::{Left, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile};
+use crate::attention::backward_job::{Gradients, Job};
+use crate::attention::job::{BLOCK, Range, add_to};
+use crate::gemm::tile::{Left, Order, Right, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{exp_or_nothing, tanh};
-use crate::pack::{
-    Prefetch, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows,
-};
+use crate::pack::{PANEL, as_floats_mut, as_words, as_words_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows};
+use crate::simd::prefetch::Prefetch;
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
 use crate::workspace::{Need, Plan};

@@ -3,15 +3,16 @@
 //! weights and the sums of every block; and the blocks joined, ascending.
 
 use super::ahead::{Ahead, Next};
-use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
 use crate::attention::dot_rows::{DIMENSIONS, Head, Keys, MAX_QUERIES, dot_rows, heads_at_once};
-use crate::gemm::gemm::SharedOut;
-use crate::gemm::tile::{Left, MAX_ROWS, Order, PANEL, Right, Tile, dot_is_exact, dot_tile, fma_tile, fma_tile_on};
+use crate::attention::job::{BLOCK, Job, Range, Row, Task, add_to, max_exponent};
+use crate::gemm::tile::{Left, MAX_ROWS, Order, Right, Tile, dot_is_exact, dot_tile, fma_tile, fma_tile_on};
 use crate::math::{is_small, tanh, weigh};
 use crate::pack::{
-    Prefetch, RowsSideBySide, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude,
-    least_of_vnni, pairs_of_rows,
+    PANEL, RowsSideBySide, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, least_magnitude, least_of_vnni,
+    pairs_of_rows,
 };
+use crate::parallel::SharedOut;
+use crate::simd::prefetch::Prefetch;
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::{eight, of_eight, vectors};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at, narrow_at};
@@ -203,17 +204,6 @@ struct Pass<'a, I> {
     plan: &'a Streams,
     first: usize,
     count: usize,
-}
-
-/// A task: the key heads `heads` of a block of sequence b.
-pub struct Task {
-    pub b: usize,
-    /// The block of keys, and where it stands among those of the workspace.
-    block: usize,
-    place: usize,
-    heads: Range,
-    /// The keys of the block that some query sees.
-    pub keys: Range,
 }
 
 /// What a worker does with its slot, a task, and the task it will have next.

@@ -1,8 +1,9 @@
 //! Launches of attention.
 
-use super::attention::{Factors, Lens, check, check_places, check_tensors};
+use crate::attention::job::{Factors, Lens, check, check_places, check_tensors};
 use crate::backend::device::workspace::choose;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
+use crate::element::Stored;
 use crate::workspace::{Need, Plan};
 use crate::{Attention, Error, Keys, Qkv, Sequences, Tf32, value_error};
 use std::iter::successors;

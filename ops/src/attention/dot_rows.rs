@@ -10,8 +10,8 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::Cpu;
-use crate::pack::{Prefetch, from_biased};
-use crate::simd::prefetch;
+use crate::pack::from_biased;
+use crate::simd::prefetch::{Prefetch, prefetch};
 use crate::simd::words::{Kernel512, Simd512};
 use half::bf16;
 

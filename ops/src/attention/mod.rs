@@ -3,10 +3,12 @@
 mod ahead;
 pub(crate) mod attention;
 pub(crate) mod attention_backward;
+pub(crate) mod backward_job;
 mod backward_tiles;
 mod decode;
 pub(crate) mod device;
 pub(crate) mod dot_rows;
+pub(crate) mod job;
 mod prefill;
 
 use crate::call::Entry;

@@ -1,16 +1,17 @@
 //! Many query rows to a key head: tiles of 16, 32 or 48 rows, one row per lane. A tile keeps the scores of all its keys, or,
 //! where the budget has no room for them, makes them twice, some keys at a time.
 
-use super::attention::{BLOCK, Job, Range, Row, add_to, max_exponent};
-use crate::gemm::gemm::{Ran, SharedOut, Tally};
+use crate::attention::job::{BLOCK, Job, Range, Row, add_to, max_exponent};
+use crate::gemm::gemm::{Ran, Tally};
 use crate::gemm::tile::{Left, Order, Right, TILE_ROWS, Tile, dot_is_exact, dot_tile, fma_tile};
 use crate::math::{is_small, near_coefficients, near_unit, near_weights, tanh, weigh};
 use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, pairs_of_rows,
-    prefetch, prefetch_at, vnni_of_row,
+    as_floats, as_floats_mut, bf16_slice, f32_of_rows, f32_row, f32_rows, least_magnitude, pairs_of_rows, vnni_of_row,
 };
+use crate::parallel::SharedOut;
+use crate::simd::prefetch::{Prefetch, prefetch_all, prefetch_at, prefetch_second};
 use crate::simd::unroll::{Unrolled, eight, of_eight, vectors};
-use crate::simd::{Kernel, Simd, load_at, prefetch_second};
+use crate::simd::{Kernel, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element};
@@ -209,7 +210,7 @@ fn lay_keys_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mut 
         // Rows of one head stand apart from each other.
         let last = (job.kv_len[b] as usize).max(1) - 1;
         let key = |j: usize| {
-            prefetch(job.key(b, (block * BLOCK + j + AHEAD).min(last), kv_head));
+            prefetch_all(job.key(b, (block * BLOCK + j + AHEAD).min(last), kv_head));
             job.key(b, block * BLOCK + j, kv_head)
         };
         let mut least = f32::INFINITY;
@@ -256,7 +257,7 @@ fn lay_values_out<I: Element>(job: &Job<I>, plan: &Tiles, first: usize, out: &mu
         for (j, out) in out.chunks_exact_mut(plan.columns).enumerate().take(count) {
             // As in `lay_part_out`, four values ahead.
             prefetch_at(&*out, 4 * size_of_val(&*out));
-            prefetch(&job.value(b, (block * BLOCK + j + AHEAD).min(last), kv_head)[..job.shape.value_dim]);
+            prefetch_all(&job.value(b, (block * BLOCK + j + AHEAD).min(last), kv_head)[..job.shape.value_dim]);
             let value = &job.value(b, block * BLOCK + j, kv_head)[..job.shape.value_dim];
             f32_row(job.cpu, value, job.shape.tf32, &mut out[..job.shape.value_dim]);
         }
@@ -435,7 +436,7 @@ impl<I: Element> RowTile<'_, I> {
                 least_key = f32::INFINITY;
                 for (j, pairs) in (from..to).zip(part.chunks_exact_mut(step.max(1))) {
                     let key = |j: usize| bf16_slice(job.key(b, j, kv_head)).expect("bf16");
-                    prefetch(key((j + AHEAD).min(keys.to - 1)));
+                    prefetch_all(key((j + AHEAD).min(keys.to - 1)));
                     least_key = least_key.min(vnni_of_row(cpu, key(j), bf16::ZERO, pairs));
                 }
             }
@@ -467,7 +468,7 @@ impl<I: Element> RowTile<'_, I> {
                         None => {
                             let wide = as_floats_mut(part);
                             let key = |j: usize| {
-                                prefetch(job.key(b, (start + j + AHEAD).min(keys.to - 1), kv_head));
+                                prefetch_all(job.key(b, (start + j + AHEAD).min(keys.to - 1), kv_head));
                                 job.key(b, start + j, kv_head)
                             };
                             lay_part_out(job, plan, mine.to - start, key, wide);

@@ -1,7 +1,7 @@
 //! Attention against a plain computation, on every plan: nothing that decides how a call is cut moves a bit.
 
-use super::attention::{Attention, BLOCK, Job, Keys, Sequences};
 use super::{decode::Streams, prefill::Tiles};
+use crate::attention::job::{Attention, BLOCK, Job, Keys, Sequences};
 use crate::gemm::tests::{bits, number, on_every_plan, plain};
 use crate::math::{exp_split, lse, tanh, weight};
 use crate::simd::scalar::Scalar;

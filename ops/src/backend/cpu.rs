@@ -1,8 +1,8 @@
 //! How to run on this machine: instruction set, threads and workspace. None of it may move a bit.
 
 use crate::Error;
+use crate::backend::pool::{Pool, pool};
 use crate::ledger::Ledger;
-use crate::parallel::{Pool, pool};
 use crate::workspace::memory::Memory;
 use std::fmt;
 use std::str::FromStr;

@@ -2,3 +2,4 @@
 
 pub(crate) mod cpu;
 pub mod device;
+pub(crate) mod pool;

@@ -1,9 +1,9 @@
 //! The frame of ops that take one element of each of two inputs and make one of the output.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
+use crate::backend::device::{Arguments, Buffer, Build, Device};
 use crate::call;
-use crate::element::{typed, typed_pair};
-use crate::pack::prefetch_at;
+use crate::element::{Stored, typed, typed_pair};
+use crate::simd::prefetch::prefetch_at;
 use crate::simd::stream::{BLOCK, LINE, Made, Stream, is_large, take};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired, store_two};

@@ -1,10 +1,10 @@
 //! The frame of the gradients of gated activations, `y = act(gate) * up`: `gate, up, dy -> dgate, dup`.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored};
+use crate::backend::device::{Arguments, Buffer, Build, Device};
 use crate::call;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::elementwise::frame::{ELEMENTS_PER_BLOCK, Pointwise, as_rows, make_firsts};
-use crate::pack::prefetch_at;
+use crate::simd::prefetch::prefetch_at;
 use crate::simd::stream::{BLOCK, LINE, Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, paired};
 use crate::through_f32::{convert, widen};

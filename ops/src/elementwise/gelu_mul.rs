@@ -5,8 +5,9 @@
 //! Order: `a = C * fma(K, (g*g)*g, g)`, `(g * sigmoid(a)) * u`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device::{Buffer, Device, Stored, Unit};
+use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
 use crate::simd::Simd;

@@ -5,8 +5,9 @@
 //! Order: `v = s * (1 - s)`, `t = v * (g * (C * fma(3K, g*g, 1)))`, 0 where v is; `(dy * u) * (s + t)`; `dy * (g * s)`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device::{Buffer, Device, Stored, Unit};
+use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::elementwise::gated::{self, Gated, gated_backward};
 use crate::elementwise::gelu_mul::{C, GeluMul};
 use crate::simd::Simd;

@@ -3,8 +3,9 @@
 //! Formula: `y = x * factor`.
 //! Rounding: `f32(factor)`; one f32 product; last rounding.
 
-use crate::backend::device::{Buffer, Device, Stored, Unit};
+use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};

@@ -5,8 +5,9 @@
 //! Order: `(dy * u) * (s * fma(g, 1 - s, 1))`; `dy * (g * s)`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device::{Buffer, Device, Stored, Unit};
+use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::elementwise::gated::{self, Gated, gated_backward};
 use crate::elementwise::silu_mul::SiluMul;
 use crate::simd::Simd;

@@ -4,8 +4,9 @@
 //! Order: `t = tanh(x * f32(1/cap))`, `1/cap` in f64; `dy * fma(-t, t, 1)`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device::{Buffer, Device, Stored, Unit};
+use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::elementwise::softcap::factors;
 use crate::math::tanh;

@@ -1,7 +1,8 @@
 //! Launches of matrix products.
 
-use super::gemm::segment_length;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
+use crate::element::Stored;
+use crate::gemm::shape::segment_length;
 use crate::{Error, Gemm, Tf32, check_len, value_error};
 
 /// The kernels of gemm.

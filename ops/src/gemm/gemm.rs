@@ -6,96 +6,26 @@
 //! Rounding: each fma and each join once to f32; `+ bias` once in f32; the last rounding to the output type.
 
 use super::device;
-use crate::call::{Arguments, Entry, Prepared};
+use super::shape::Gemm;
+use crate::call::{Arguments, Entry};
 use crate::element::typed;
 use crate::gemm::tile::{
-    Block, Left, MAX_ROWS, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, block_words, dot_is_exact, dot_tile,
+    Block, Left, MAX_ROWS, Order, Right, TILE_ROWS, Tile, block_rows, block_words, dot_is_exact, dot_tile,
     dot_unpacking, fma_block, fma_tile, unpack,
 };
 use crate::pack::dictionary::{self, DictionaryPanel};
-use crate::pack::{
-    Prefetch, as_floats, as_floats_mut, as_words, as_words_of, bf16_slice, f32_of_columns, f32_of_rows, f32_row,
-    least_magnitude, least_of_vnni, pairs_of_rows, rows_of_panel, vnni_of_columns,
-};
-use crate::simd::{self, Kernel, Simd, load_at, narrow_at};
-use crate::tensor::Rows;
+use crate::pack::matrix::{Matrix, Packing, Side, least_of_rows, pack_panels, pack_rows, panel_words, row_words};
+use crate::pack::{PANEL, as_floats, as_floats_mut, as_words, as_words_of, f32_of_rows, f32_row, rows_of_panel};
+use crate::parallel::SharedOut;
+use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::tensor::{Operand, Prepared, Rows};
 use crate::workspace::memory::{LINE, Memory};
 use crate::workspace::{Need, Plan, choose};
 use crate::{Counter, Cpu, DType, Element, Error, TensorMut, TensorRef, Tf32, check_len, value_error};
 use half::bf16;
-use samebits_schema::Call;
+use std::fmt;
 use std::iter::successors;
-use std::marker::PhantomData;
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// Dimensions of `x[M,K] * w[N,K]^T -> y[M,N]`, and the part of a longer sum that one tensor-parallel rank holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gemm {
-    /// Rows of x.
-    pub m: usize,
-    /// Rows of w.
-    pub n: usize,
-    /// Columns of both that are here.
-    pub k: usize,
-    /// First column that is here.
-    pub k_offset: usize,
-    /// Columns of the whole product; segments are cut by it.
-    pub k_total: usize,
-    /// How f32 operands are read.
-    pub tf32: Tf32,
-}
-
-impl Gemm {
-    /// The whole product: no tensor parallelism, TF32 off.
-    pub fn new(m: usize, n: usize, k: usize) -> Gemm {
-        Gemm { m, n, k, k_offset: 0, k_total: k, tf32: Tf32::Disabled }
-    }
-
-    /// Whether this is one rank's part of a longer sum: no bias is added, and the output should be f32.
-    pub fn is_partial(&self) -> bool {
-        self.k != self.k_total
-    }
-
-    /// The bounds of the segments here, relative to `k_offset`: 9 for the whole, 5, 3 or 2 for a subtree.
-    pub(crate) fn bounds(&self) -> Result<Vec<usize>, Error> {
-        bounds("gemm", ["columns", "k_total"], [self.k_offset, self.k, self.k_total])
-    }
-}
-
-/// The bounds of the segments between `offset` and `offset + count` of a sum of `total`, relative to `offset`. `names` are
-/// what terms stand in and what says how many there are.
-pub(super) fn bounds(
-    op: &'static str,
-    [terms, total_name]: [&str; 2],
-    [offset, count, total]: [usize; 3],
-) -> Result<Vec<usize>, Error> {
-    let length = segment_length(total);
-    let end = offset
-        .checked_add(count)
-        .filter(|&end| end <= total)
-        .ok_or_else(|| value_error(op, format!("{terms} {offset}+{count} exceed {total_name} {total}")))?;
-    let bound = |segment: usize| segment.saturating_mul(length).min(total);
-    for count in [8, 4, 2, 1] {
-        for first in (0..8usize).step_by(count) {
-            if (first.saturating_mul(length), bound(first + count)) == (offset, end) {
-                return Ok((first..=first + count).map(|segment| bound(segment).max(offset) - offset).collect());
-            }
-        }
-    }
-    Err(value_error(
-        op,
-        format!(
-            "{terms} {offset}..{end} of {total} are not a subtree of the eight segments of {length}; \
-             use 1, 2, 4 or 8 equal ranks with {total_name} a multiple of 128"
-        ),
-    ))
-}
-
-/// Elements per segment of a sum of `n`: `16 * ceil(n / 128)`.
-pub(crate) fn segment_length(n: usize) -> usize {
-    16 * n.div_ceil(128)
-}
 
 /// `x[M,K], w[N,K], bias[N]? -> y[M,N]`, all row-major. The weight is laid out anew in every call: pack it once and call
 /// [`gemm_packed`] where it is used again.
@@ -192,7 +122,7 @@ pub(super) fn check_weight(op: &'static str, [n, k]: [usize; 2], tf32: Tf32, w: 
     if w.shape() != [n, k] {
         return Err(value_error(op, format!("w is {:?}; it must be [{n}, {k}]", w.shape())));
     }
-    if w.as_packed().is_some() && tf32 == Tf32::Enabled {
+    if w.as_prepared::<PackedWeight>().is_some() && tf32 == Tf32::Enabled {
         return Err(value_error(op, "a packed weight is whole; TF32 reads the matrix"));
     }
     Ok(())
@@ -228,15 +158,6 @@ pub(crate) const OP: Entry = Entry {
     prepare: Some(prepare),
 };
 
-impl Gemm {
-    /// The dimensions of a call.
-    pub(crate) fn of(call: &Call) -> Gemm {
-        let tf32 = if call.tf32() { Tf32::Enabled } else { Tf32::Disabled };
-        let (k_offset, k_total) = (call.count("k_offset"), call.count("k_total"));
-        Gemm { m: call.dim("M"), n: call.dim("N"), k: call.dim("K"), k_offset, k_total, tf32 }
-    }
-}
-
 /// The weight `w` of a product, packed; none under TF32.
 pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, Error> {
     packed(cpu, args, Side::Rows)
@@ -245,11 +166,11 @@ pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, E
 /// The weight `w` of a product whose outputs are a side of it.
 pub(super) fn packed(cpu: &Cpu, args: &Arguments, outputs: Side) -> Result<Option<Prepared>, Error> {
     let w = args.input("w");
-    if args.call.tf32() || w.as_packed().is_some() {
+    if args.call.tf32() || w.as_prepared::<PackedWeight>().is_some() {
         return Ok(None);
     }
     w.on_host(args.op(), "w")?;
-    Ok(Some(Prepared::Weight("w", PackedWeight::of(cpu, outputs, w)?)))
+    Ok(Some(Prepared::new("w", PackedWeight::of(cpu, outputs, w)?)))
 }
 
 /// A weight matrix `w[N,K]` packed once, for any [`Cpu`]: panels of 32 rows of w, k by k; bf16 as pairs along k with the
@@ -268,8 +189,43 @@ pub struct PackedWeight {
     memory: Memory,
 }
 
+impl fmt::Debug for PackedWeight {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "PackedWeight([{}, {}] of {}, {:?})", self.n(), self.k(), self.dtype, self.form)
+    }
+}
+
+impl Operand for PackedWeight {
+    fn op(&self) -> &'static str {
+        if self.side == Side::Rows { "gemm" } else { "gemm_dx" }
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        vec![self.n(), self.k()]
+    }
+
+    fn what(&self) -> &'static str {
+        "a packed weight; give the matrix"
+    }
+
+    fn done(&self) -> &'static str {
+        "weights packed"
+    }
+}
+
+impl<'a> TensorRef<'a> {
+    /// A weight `[N,K]` that was packed for products, in the place of the matrix that it holds.
+    pub fn packed(weight: &'a PackedWeight) -> TensorRef<'a> {
+        TensorRef::prepared(weight)
+    }
+}
+
 /// What packed panels hold.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 enum Form {
     /// f32.
     F32,
@@ -422,154 +378,6 @@ impl PackedWeight {
     }
 }
 
-/// Words of one packed panel: 32 columns of k elements, then a line that starts with the smallest nonzero magnitude of
-/// pairs (infinity when there is none).
-pub(crate) fn panel_words(k: usize, pairs: bool) -> usize {
-    PANEL.saturating_mul(row_words(k, pairs)).saturating_add(LINE)
-}
-
-/// Words of one packed row, whole pairs of k.
-pub(crate) fn row_words(k: usize, pairs: bool) -> usize {
-    if pairs { k.div_ceil(2) } else { k.div_ceil(2).saturating_mul(2) }
-}
-
-/// What the outputs of a product are of its weight: in the rows or the columns of w stand the factors of one.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Side {
-    /// gemm: `w[outputs, terms]`.
-    Rows,
-    /// gemm_dx: `w[terms, outputs]`.
-    Columns,
-}
-
-impl Side {
-    /// Rows and columns of the matrix from outputs and terms of the product; or the other way round.
-    pub(super) fn of(self, a: usize, b: usize) -> [usize; 2] {
-        if self == Side::Rows { [a, b] } else { [b, a] }
-    }
-}
-
-/// A weight as it stands in memory.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a, I> {
-    pub rows: Rows<'a, I>,
-    pub side: Side,
-}
-
-impl<'a, I: Element> Matrix<'a, I> {
-    /// Packs the panels of some outputs, of all `terms`.
-    pub(crate) fn pack(&self, cpu: &Cpu, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
-        let size = panel_words(terms, I::IS_BF16);
-        let panels = outputs.clone().step_by(PANEL).zip(out.chunks_exact_mut(size));
-        if self.side == Side::Rows {
-            let operand = Operand { tf32, pad: bf16::NEG_ZERO, pairs: I::IS_BF16, stride: PANEL };
-            panels.for_each(|(at, out)| pack_rows(cpu, self.rows, at, PANEL.min(outputs.end - at), operand, out));
-        } else if I::IS_BF16 {
-            let end = size - LINE;
-            // What stands beside the last outputs is no weight.
-            panels.filter(|(at, _)| outputs.end - at < PANEL).for_each(|(_, panel)| panel.fill(0));
-            let row = |term: usize| bf16_slice(self.piece(term, outputs.clone())).expect("bf16");
-            vnni_of_columns(cpu, terms, row, bf16::NEG_ZERO, PANEL, out, size);
-            for panel in out.chunks_exact_mut(size) {
-                panel[end] = least_of_vnni(cpu, &panel[..end]).to_bits();
-            }
-        } else {
-            f32_of_columns(cpu, terms, |term| self.piece(term, outputs.clone()), tf32, as_floats_mut(out), size);
-            for panel in out.chunks_exact_mut(size) {
-                if terms % 2 == 1 {
-                    panel[terms * PANEL..][..PANEL].fill(0);
-                }
-                panel[size - LINE] = f32::NAN.to_bits();
-            }
-        }
-    }
-
-    /// Lays `steps` terms from `from` on of the outputs from `first` on side by side as f32.
-    pub(crate) fn widen(
-        &self,
-        cpu: &Cpu,
-        [from, steps]: [usize; 2],
-        [first, columns]: [usize; 2],
-        tf32: Tf32,
-        out: &mut [f32],
-    ) {
-        match self.side {
-            Side::Rows => f32_of_rows(cpu, columns, steps, |c| &self.rows.row(first + c)[from..], tf32, out, PANEL),
-            Side::Columns => {
-                let row = |step: usize| self.piece(from + step, first..first + columns);
-                f32_of_columns(cpu, steps, row, tf32, out, out.len());
-            }
-        }
-    }
-
-    /// The smallest nonzero magnitude of the bf16 factors of `columns` outputs from `first` on.
-    fn least(&self, cpu: &Cpu, terms: usize, first: usize, columns: usize) -> f32 {
-        match self.side {
-            Side::Rows => least_of_rows(cpu, self.rows, first, columns),
-            Side::Columns => (0..terms)
-                .map(|term| least_magnitude(cpu, bf16_slice(self.piece(term, first..first + columns)).expect("bf16")))
-                .fold(f32::INFINITY, f32::min),
-        }
-    }
-
-    /// Factors of some outputs that stand in one row.
-    #[inline(always)]
-    fn piece(&self, term: usize, outputs: Range<usize>) -> &'a [I] {
-        &self.rows.row(term)[outputs]
-    }
-}
-
-/// Packs the panels of some outputs of w into `out`, in parallel.
-fn pack_panels<I: Element>(cpu: &Cpu, w: Matrix<I>, terms: usize, outputs: Range<usize>, tf32: Tf32, out: &mut [u32]) {
-    // Several panels share the lines and pages of the rows that they are pieces of.
-    let together = if w.side == Side::Columns { 4 } else { 1 };
-    cpu.chunks(out, together * panel_words(terms, I::IS_BF16), |number, out| {
-        let first = outputs.start + number * together * PANEL;
-        w.pack(cpu, terms, first..outputs.end.min(first + together * PANEL), tf32, out);
-    });
-}
-
-/// How rows are packed.
-#[derive(Clone, Copy)]
-pub(crate) struct Operand {
-    tf32: Tf32,
-    /// What ends pairs of an odd k.
-    pad: bf16,
-    pairs: bool,
-    /// From one k to the next.
-    stride: usize,
-}
-
-/// Packs `rows` rows of x from `first` on side by side, and writes their smallest nonzero magnitude behind, at the start
-/// of the last line of `out`.
-fn pack_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize, operand: Operand, out: &mut [u32]) {
-    let Operand { tf32, pad, pairs, stride } = operand;
-    let k = x.n();
-    let (out, end) = out.split_at_mut(out.len() - LINE);
-    if I::IS_BF16 && pairs {
-        let row = |r: usize| bf16_slice(x.row(first + r)).expect("bf16");
-        // First, as it reads the rows in order, which memory answers faster than pieces of all rows in turn.
-        end[0] = least_of_rows(cpu, x, first, rows).to_bits();
-        pairs_of_rows::<true>(cpu, rows, k, row, pad, out, stride, Prefetch::NONE);
-    } else {
-        let out = as_floats_mut(out);
-        if k % 2 == 1 {
-            out[k * stride..][..rows].fill(0.0);
-        }
-        f32_of_rows(cpu, rows, k, |r| x.row(first + r), tf32, out, stride);
-        end[0] = f32::NAN.to_bits();
-    }
-}
-
-/// The smallest nonzero magnitude of `rows` rows of bf16 from `first` on.
-pub(super) fn least_of_rows<I: Element>(cpu: &Cpu, x: Rows<I>, first: usize, rows: usize) -> f32 {
-    let least = |x: &[I]| least_magnitude(cpu, bf16_slice(x).expect("bf16"));
-    match x.together(first, rows) {
-        Some(all) => least(all),
-        None => (first..first + rows).map(|r| least(x.row(r))).fold(f32::INFINITY, f32::min),
-    }
-}
-
 /// Packed panels, wherever they stand.
 #[derive(Clone, Copy)]
 pub(crate) struct Panels<'a> {
@@ -652,7 +460,7 @@ impl<'a, I: Element> Weight<'a, I> {
 
     /// The same where a side of it has.
     pub(super) fn of_side(op: &'static str, w: TensorRef<'a>, side: Side) -> Result<Weight<'a, I>, Error> {
-        match w.as_packed() {
+        match w.as_prepared::<PackedWeight>() {
             Some(packed) if packed.side == side => Ok(Weight::Packed(packed.panels())),
             Some(_) => {
                 let how = if side == Side::Rows { "pack" } else { "pack_for_dx" };
@@ -901,7 +709,7 @@ impl<I: Element> Product<'_, I> {
 
     /// Packs `rows` rows of x from `first` on, `stride` from one k to the next.
     pub(crate) fn pack_x(&self, first: usize, rows: usize, stride: usize, pairs: bool, out: &mut [u32]) {
-        let operand = Operand { tf32: self.shape.tf32, pad: bf16::ZERO, pairs, stride };
+        let operand = Packing { tf32: self.shape.tf32, pad: bf16::ZERO, pairs, stride };
         if rows < stride {
             out.fill(0);
         }
@@ -1208,60 +1016,6 @@ impl Ran {
 
 /// Steps of k at a time where a tile leaves `VDPBF16PS`.
 const SLOW_STEPS: usize = 128;
-
-/// A slice that tasks write to in disjoint parts.
-pub(crate) struct SharedOut<'a, O> {
-    data: *mut O,
-    len: usize,
-    of: PhantomData<&'a mut [O]>,
-}
-
-// SAFETY: the only accesses are `part` and `read`, whose callers promise that no part overlaps another or what is read.
-unsafe impl<O: Send + Sync> Sync for SharedOut<'_, O> {}
-
-impl<'a, O> SharedOut<'a, O> {
-    /// All of `slice`.
-    pub(crate) fn new(slice: &'a mut [O]) -> SharedOut<'a, O> {
-        SharedOut { data: slice.as_mut_ptr(), len: slice.len(), of: PhantomData }
-    }
-
-    /// Prefetches the cache lines of `rows` elements, `stride` apart from `at`.
-    pub(crate) fn prefetch_rows(&self, at: usize, rows: usize, stride: usize) {
-        let mut line = self.data.wrapping_add(at);
-        for _ in 0..rows {
-            simd::prefetch(line);
-            line = line.wrapping_add(stride);
-        }
-    }
-
-    /// Where `columns` elements of each of some rows stand, `stride` apart from `at`.
-    pub(crate) fn rows(&self, at: usize, [rows, columns]: [usize; 2], stride: usize) -> *mut O {
-        let end = (rows - 1).checked_mul(stride).and_then(|last| last.checked_add(at)?.checked_add(columns));
-        assert!(end.is_some_and(|end| end <= self.len), "rows outside the slice");
-        self.data.wrapping_add(at)
-    }
-
-    /// The elements `at..at + len`, to be read.
-    ///
-    /// # Safety
-    /// No live part overlaps it.
-    pub(crate) unsafe fn read(&self, at: usize, len: usize) -> &[O] {
-        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the slice");
-        // SAFETY: inside the slice; the rest is the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.data.add(at), len) }
-    }
-
-    /// The elements `at..at + len`.
-    ///
-    /// # Safety
-    /// No other live part, and nothing that is read, overlaps it.
-    #[allow(clippy::mut_from_ref)]
-    pub(crate) unsafe fn part(&self, at: usize, len: usize) -> &mut [O] {
-        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "part outside the output");
-        // SAFETY: in bounds by the assertion, exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
-    }
-}
 
 /// `+ bias` and the last rounding of the rows of a tile, `stride` apart from `at` in y.
 ///

@@ -10,14 +10,18 @@
 //! the instruction could flush something.
 
 use super::device;
-use super::gemm::{SharedOut, finish, least_of_rows};
-use crate::backend::device::{Arguments, Buffer, Device, Stored, Unit};
+use super::gemm::finish;
+use crate::backend::device::{Arguments, Buffer, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::gemm::tile::{
-    Chains, Left, Order, PANEL, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
+    Chains, Left, Order, Right, TILE_ROWS, Tile, block_rows, dot_is_exact, dot_tile, fma_chains, fma_tile,
 };
-use crate::pack::{LOOKED_THROUGH, as_floats, as_floats_mut, bf16_slice, f32_tiles, least_of_parts, vnni_of_columns};
+use crate::pack::matrix::least_of_rows;
+use crate::pack::{
+    LOOKED_THROUGH, PANEL, as_floats, as_floats_mut, bf16_slice, f32_tiles, least_of_parts, vnni_of_columns,
+};
+use crate::parallel::SharedOut;
 use crate::simd::{Kernel, Simd, load_at};
 use crate::tensor::Rows;
 use crate::token::chains::{carried, mask_of};

@@ -8,10 +8,12 @@
 //! one behind the other.
 
 use super::device;
-use super::gemm::{Gemm, PackedWeight, Product, Says, Side, Weight, bounds, check_weight, packed};
-use crate::backend::device::{Arguments, Buffer, Device, Stored, Unit};
+use super::gemm::{PackedWeight, Product, Says, Weight, check_weight, packed};
+use crate::backend::device::{Arguments, Buffer, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
+use crate::gemm::shape::{Gemm, bounds};
+use crate::pack::matrix::Side;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len};
 use samebits_schema::Call;
 

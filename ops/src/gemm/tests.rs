@@ -1,9 +1,10 @@
 //! Products against plain chains on every plan: nothing that decides how one is cut moves a bit.
 
-use super::gemm::{Gemm, PackedWeight, gemm, gemm_packed, prepare};
+use super::gemm::{PackedWeight, gemm, gemm_packed, prepare};
 use super::gemm_dw::{GemmDw, gemm_dw};
 use super::gemm_dx::{GemmDx, gemm_dx, gemm_dx_packed};
 use crate::call::Arguments;
+use crate::gemm::shape::Gemm;
 use crate::{Backend, Counter, Cpu, DType, Element, Error, Isa, TensorMut, TensorRef, Tf32};
 use half::{bf16, f16};
 use samebits_schema::{Attributes, Given, find, validate};

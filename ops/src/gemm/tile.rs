@@ -14,11 +14,10 @@ pub use block::{Block, Chains, block_rows, block_words, fma_block, fma_chains};
 pub use dot::{dot_tile, dot_unpacking, unpack};
 pub use fma::{fma_tile, fma_tile_on};
 
-use crate::pack::Prefetch;
+use crate::pack::PANEL;
 use crate::pack::dictionary::DictionaryPanel;
+use crate::simd::prefetch::Prefetch;
 
-/// Columns of a packed panel.
-pub const PANEL: usize = 32;
 /// Rows that fill the registers two vectors wide.
 pub const TILE_ROWS: usize = 12;
 /// Rows of the tallest tile: what passes while a panel is in the nearest caches.

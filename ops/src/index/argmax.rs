@@ -2,9 +2,9 @@
 //!
 //! Order: the lowest index among equals; -0 equals +0. A NaN counts as larger than every number, so the first NaN wins.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// `x[R,N] -> index[R]`, row-major, counted from 0; `rows` is R, `n` is N, at least 1.

@@ -3,9 +3,9 @@
 //! Formula: `y[t] = w[tokens[t]]`.
 //! Rounding: none when the types agree (a NaN becomes the canonical one); else the last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::through_f32::convert;
 use crate::{Cpu, Element, Error, PackedWeight, TensorMut, TensorRef, check_len, value_error};
 
@@ -48,7 +48,7 @@ fn run(cpu: &Cpu, w: TensorRef, tokens: &[i32], y: TensorMut) -> Result<(), Erro
     }
     typed!(y.dtype() => O, {
         let y = y.host::<O>("embedding", "y")?;
-        if let Some(w) = w.as_packed() {
+        if let Some(w) = w.as_prepared::<PackedWeight>() {
             cpu.chunks(y, dim, |t, y| w.unpack_row(tokens[t] as usize, |k, value| y[k] = O::narrow(value)));
             return Ok(());
         }

@@ -4,9 +4,9 @@
 //! Order: a chain of additions for each element, tokens ascending, from carry.
 //! Rounding: every addition once to f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::token::chains::{begin, mask_of};

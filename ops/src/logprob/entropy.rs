@@ -7,10 +7,10 @@
 //! rest is not below t.
 //! Special: -inf and what has weight +0 is skipped; a row whose lse is NaN or -inf has entropy NaN.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::gemm::gemm::segment_length;
+use crate::element::{Stored, typed};
+use crate::gemm::shape::segment_length;
 use crate::logprob::logprob::{Denominator, Reference, folded, inverse, join, weights};
 use crate::math::{ln, ln1p};
 use crate::reduce::{Add, Lanes};

@@ -13,14 +13,14 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::segment_length;
-use crate::gemm::gemm::{
-    Gemm, PackedWeight, Panels, Product, Ran, SAYS, SharedOut, Tally, Weight, panel_words, prepare, row_words,
-};
-use crate::gemm::tile::{Block as Tiles, MAX_ROWS, PANEL, TILE_ROWS, block_words, fma_block};
+use crate::gemm::gemm::{PackedWeight, Panels, Product, Ran, SAYS, Tally, Weight, prepare};
+use crate::gemm::shape::{Gemm, segment_length};
+use crate::gemm::tile::{Block as Tiles, MAX_ROWS, TILE_ROWS, block_words, fma_block};
 use crate::logprob::logprob::{FAR, Origin, check_targets, inverse, join};
 use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, weight};
-use crate::pack::{as_floats, as_floats_mut};
+use crate::pack::matrix::{panel_words, row_words};
+use crate::pack::{PANEL, as_floats, as_floats_mut};
+use crate::parallel::SharedOut;
 use crate::reduce::Lanes;
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::workspace::memory::LINE;

@@ -13,12 +13,16 @@ pub(crate) mod device;
 
 use crate::call::Entry;
 use crate::element::typed;
-use crate::gemm::gemm::{Gemm, Matrix, PackedWeight, Product, Says, SharedOut, Side, Tiling, Weight, segment_length};
+use crate::gemm::gemm::{PackedWeight, Product, Says, Tiling, Weight};
 use crate::gemm::gemm_dw::{Cut, Factors, GemmDw, Sums, goes_on_exactly};
-use crate::gemm::tile::{PANEL, dot_is_exact};
+use crate::gemm::shape::{Gemm, segment_length};
+use crate::gemm::tile::dot_is_exact;
 use crate::logprob::logprob::{check_targets, inverse};
 use crate::logprob::logprob_backward::Given;
-use crate::pack::{Prefetch, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows};
+use crate::pack::matrix::{Matrix, Side};
+use crate::pack::{PANEL, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows};
+use crate::parallel::SharedOut;
+use crate::simd::prefetch::Prefetch;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
 use crate::through_f32::convert;
@@ -213,7 +217,7 @@ impl<'a, I: Element> Source<'a, I> {
     fn of(w: TensorRef<'a>) -> Result<Source<'a, I>, Error> {
         // A weight that is packed for another op is refused.
         Weight::<I>::of(NAME, w)?;
-        match w.as_packed() {
+        match w.as_prepared::<PackedWeight>() {
             None => Ok(Source::Rows(w.rows())),
             Some(packed) if packed.dtype() == I::slice(&[]).dtype() => Ok(Source::Packed(packed)),
             Some(packed) => Err(value_error(NAME, format!("`w` was packed from {}; x is {}", packed.dtype(), I::NAME))),

@@ -9,17 +9,18 @@
 //! Special: a NaN or +inf in the row gives NaN; -inf is skipped; all -inf gives lse -inf and logprob NaN; target < 0
 //! gives logprob 0.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
-use crate::gemm::gemm::segment_length;
+use crate::element::{Stored, typed};
+use crate::gemm::shape::segment_length;
 use crate::math::{
     LOG2E_HI, LOG2E_LO, exp_split, is_small, ln, ln_of_sum, ln1p, near_unit, near_weight, weigh, weight,
 };
 use crate::reduce::{Add, LANES, Lanes};
+use crate::simd::prefetch::prefetch_second;
 use crate::simd::scalar::Scalar;
 use crate::simd::unroll::Unrolled;
-use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, prefetch_second, store_two};
+use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, store_two};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
 
 /// Dimensions and parameter of `logprob`.

@@ -6,9 +6,9 @@
 //! Rounding: every step once to f32; last rounding.
 //! Special: for a negative target dlogprob counts as +0.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::logprob::logprob::{Logprob, check_targets, checked_inverse, inverse};
 use crate::math::exp_or_nothing;
 use crate::simd::scalar::Scalar;

@@ -5,19 +5,19 @@
 //! Rounding: every step once to f32; `weight / sum`, last rounding.
 //! Special: a NaN or +inf in the row, or nothing but -inf, gives a row of NaN.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
-use crate::gemm::gemm::segment_length;
+use crate::element::{Stored, typed, typed_pair};
+use crate::gemm::shape::segment_length;
 use crate::logprob::logprob::{Denominator, Reference, join, weights};
 use crate::math::{LOG2E, near_coefficients, near_weight, near_weights};
 use crate::reduce::{EightSums, Lanes};
+use crate::simd::prefetch::{prefetch_second, prefetch_to_write};
 use crate::simd::scalar::Scalar;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{
-    Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_quotients, narrow_two, paired, prefetch_second,
-    prefetch_to_write, store_two,
+    Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_quotients, narrow_two, paired, store_two,
 };
 use crate::tensor::Rows;
 use crate::through_f32::{self, f32_row};

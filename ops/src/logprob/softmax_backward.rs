@@ -6,10 +6,10 @@
 //! Rounding: every step once to f32, p too; last rounding.
 //! Special: a row of which softmax makes NaN is NaN.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
-use crate::gemm::gemm::segment_length;
+use crate::element::{Stored, typed, typed_pair};
+use crate::gemm::shape::segment_length;
 use crate::logprob::logprob::{Denominator, Reference, join, weights};
 use crate::logprob::softmax::KEPT;
 use crate::reduce::Lanes;

@@ -4,9 +4,9 @@
 //! Order: a chain over the rank r, ascending: `acc = fma(weight, x, acc)` from +0; then `+ shared`.
 //! Rounding: every step once to f32; last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::{Arguments as CallArguments, Entry};
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::{Cpu, DType, Element, Error, TensorMut, TensorRef, check_len, value_error};

@@ -6,9 +6,9 @@
 //! `lane = fma(dy, x, lane)`.
 //! Rounding: every step once to f32; last rounding of dx.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::moe::combine::{Combine, check_rows, weights, weights_on_device};
 use crate::reduce::Lanes;
 use crate::simd::stream::{Stream, is_large};

@@ -9,9 +9,9 @@
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
 //! Rounding: every step once to f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::logprob::softmax;
 use crate::math::sigmoid;
 use crate::simd::scalar::Scalar;

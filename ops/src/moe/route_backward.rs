@@ -7,9 +7,9 @@
 //! `fma(a, s, sum)`. For an expert that is not chosen, a is +0, and the sigmoid gives +0.
 //! Rounding: every step once to f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::{Arguments as CallArguments, Entry};
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::logprob::softmax;
 use crate::moe::route::{GroupWorth, Route, Scoring, check_choice, sigmoid_of};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};

@@ -3,9 +3,9 @@
 //! Formula: `sum = x + residual`, `y = rms_norm(sum, w)`.
 //! Order and rounding: bit for bit `add` with its last rounding, then `rms_norm` of the sum as it is stored.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::elementwise::add::{self, Add};
 use crate::elementwise::frame::Applied;
 use crate::norm::rms_norm::{ROWS, Scale, Weights, one_row};

@@ -3,8 +3,9 @@
 //! Formula: `rms_norm_backward` of sum, plus dsum: the gradient of x and of residual alike.
 //! Order and rounding: as `rms_norm_backward`, `+ dsum` in f32 before the last rounding where it is given.
 
-use crate::backend::device::{Buffer, Device, Stored};
+use crate::backend::device::{Buffer, Device};
 use crate::call::Entry;
+use crate::element::Stored;
 use crate::norm::rms_norm_backward::{Names, UNIT, call, call_on_device, on_buffers, on_slices};
 use crate::{Cpu, Element, Error, RmsNorm};
 

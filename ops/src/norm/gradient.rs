@@ -2,8 +2,9 @@
 //! `dx = r * fma(factor, h, g - a)`, plus `dsum` where there is one.
 
 use crate::Element;
+use crate::simd::prefetch::prefetch_second;
 use crate::simd::stream::Stream;
-use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, prefetch_second, store_two};
+use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two, store_two};
 
 /// `g[i] = dy[i] * (w[i] + offset)`; dy itself where there is no w. An offset of -0 changes no weight.
 #[inline(always)]

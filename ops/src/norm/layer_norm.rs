@@ -4,9 +4,9 @@
 //! Order: `lanes(x)`, each lane a sum, divided by `f32(N)`; `lanes(d*d)`, each lane a chain of fma, divided by `f32(N)`.
 //! Rounding: every step once to f32: d, r, `d*r`, then `* w` and `+ bias` where they are given; last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::reduce::{Add, Lanes, Square, lane_sum};
 use crate::simd::stream::{Stream, is_large};
 use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two, store_two};

@@ -5,9 +5,9 @@
 //! `r * fma(-b, h, g - a)`.
 //! Rounding: every step once to f32; last rounding. Without w there is no product: g is dy.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::norm::gradient::{Slope, weigh};
 use crate::norm::layer_norm::{KEPT, differences, moments};
 use crate::norm::rms_norm::ROWS;

@@ -5,9 +5,9 @@
 //! Order: 64 chains of fma over tokens, ascending, from carry or +0.
 //! Rounding: difference and h once to f32; every fma once.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::norm::layer_norm::{KEPT, moments};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;

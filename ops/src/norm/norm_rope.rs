@@ -3,9 +3,9 @@
 //! Formula: `y = rope(rms_norm(x, w))`, the norm over each head.
 //! Order and rounding: bit for bit `rms_norm` of `[T*H, D]` with an f32 output, then `rope` of that; one last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::norm::rms_norm::{ROWS, Scale, Weights};
 use crate::rope::rope::{Rotations, f32_heads, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::stream::{BLOCK, Stream, is_large};

@@ -4,9 +4,9 @@
 //! Order and rounding: bit for bit `rope_backward` with an f32 output, then `rms_norm_backward` of `[T*H, D]` with that as its
 //! dy; one last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::norm::rms_norm::ROWS;
 use crate::norm::rms_norm_backward::{KEPT, Row, gradient_of_row};
 use crate::rope::rope::{Rotations, check_even, f32_heads, prepare, rotate_head, with_rotations, with_table};

@@ -4,9 +4,9 @@
 //! Formula: dy is turned back by its position; then `rms_norm_dw` over heads, those of a token side by side.
 //! Order and rounding: bit for bit `rope_backward` with an f32 output, then `rms_norm_dw` of `[T*H, D]` with that as its dy.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::norm::rms_norm_dw::add_row;
 use crate::rope::rope::{Rotations, check_even, prepare, rotate_head, with_rotations, with_table};
 use crate::simd::{Kernel, Simd};

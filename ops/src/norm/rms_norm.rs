@@ -5,9 +5,9 @@
 //! Rounding: every step once to f32. `once`: `(x*r)*w`, last rounding. `hf`: `x*r` is rounded to bf16, then `w *` it,
 //! last rounding. `weight_offset` first makes `w + 1` in f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::reduce::{Square, lane_sum};
 use crate::simd::stream::{LINE, Made, Stream, ask, is_large, take};
 use crate::simd::{

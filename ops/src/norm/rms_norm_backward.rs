@@ -6,9 +6,9 @@
 //!
 //! `add_rms_norm_backward` is the same with one addition more, and runs here.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::{self, Entry};
-use crate::element::{typed, typed_pair};
+use crate::element::{Stored, typed, typed_pair};
 use crate::norm::gradient::{Slope, weigh};
 use crate::norm::rms_norm::{ROWS, Scale};
 use crate::reduce::Lanes;

@@ -6,9 +6,9 @@
 //! Order: 64 chains of fma over tokens, ascending, from carry or +0.
 //! Rounding: h once to f32, or for hf to bf16; every fma once.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::norm::rms_norm::Scale;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;

@@ -5,24 +5,22 @@
 //! seven bits of exponent) becomes a number below 16: weights of a matrix are of like size, so 8 values of those seven
 //! bits, 16 exponents, hold nearly all of them. A panel has a table of its own.
 //!
-//! A block is two pairs of k of 32 columns: two lines of low bytes, then a line of codes, those of the first pair in the
-//! low halves of its bytes. A block with a weight that is not in the table is an escape: its 16-bit pairs stand behind all
+//! A [block](crate::simd::coded) is two pairs of k of 32 columns. A block with a weight that is not in the table is an escape: its 16-bit pairs stand behind all
 //! panels. A matrix with many escapes is not coded.
 //!
-//! [`DictionaryPanel::pair`] gives the pairs one at a time; [`dot_tile`](crate::gemm::tile::dot_tile) and, on 8 lanes,
-//! [`fma_tile`](crate::gemm::tile::fma_tile) sum with them.
+//! [`DictionaryPanel::pair`] gives the pairs one at a time; products sum with them by `VDPBF16PS` and on 8 lanes.
 
-use crate::gemm::gemm::{Matrix, SharedOut, panel_words};
-use crate::gemm::tile::PANEL;
-use crate::simd::{prefetch, prefetch_second};
+use crate::pack::PANEL;
+use crate::pack::matrix::{Matrix, panel_words};
+use crate::parallel::SharedOut;
+use crate::simd::coded::{BLOCK, decoded, place};
+use crate::simd::prefetch::{prefetch, prefetch_second};
 use crate::workspace::memory::{LINE, Memory};
 use crate::{Cpu, Error, Tf32};
 use half::bf16;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Words of a block: 2 pairs of k of 32 columns.
-pub const BLOCK: usize = 3 * LINE;
 /// The prefetch distance of blocks to L1 in words, the same 2 KiB as of other panels in `fma.rs`.
 pub const NEAR: usize = 512;
 /// How far ahead of that they are prefetched to L2: 8 KiB, the distance hardly matters. L1 has 16 misses under way at most,
@@ -117,13 +115,6 @@ pub fn pack(cpu: &Cpu, [n, k]: [usize; 2], w: Matrix<bf16>) -> Result<Option<Mem
     Ok((!too_many.into_inner()).then_some(memory))
 }
 
-/// Where the high byte of a word of pairs stands in a block: column c, the later k (0) or the earlier (1).
-fn place(column: usize, half: usize) -> usize {
-    // Bytes of both kinds meet in lanes of 16: the first 8 of each lane go to columns 0 to 15, the others to 16 to 31.
-    let word = 2 * (column % 16) + half;
-    word / 8 * 16 + column / 16 * 8 + word % 8
-}
-
 /// Writes the panel that `pairs` hold; `None` when it has more escapes than there is room for.
 fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], escapes: &mut [u32]) -> Option<()> {
     let exponent = |half: u32| (half >> 8 & 0x7F) as usize;
@@ -175,17 +166,6 @@ fn encode(form: Form, pairs: &[u32], least: u32, out: &mut [u32], escapes: &mut 
     }
     (head[4], head[5]) = (least, count as u32);
     Some(())
-}
-
-/// Pair `step` of a block and a column.
-pub fn decoded(table: &[u32; 4], block: &[u32; BLOCK], step: usize, column: usize) -> u32 {
-    let byte = |words: &[u32], at: usize| words[at / 4].to_le_bytes()[at % 4];
-    let half = |half: usize| {
-        let at = place(column, half);
-        let code = usize::from(byte(block, 128 + at) >> (4 * step) & 15);
-        u32::from(byte(table, code)) << 8 | u32::from(byte(block, 64 * step + at))
-    };
-    half(1) << 16 | half(0)
 }
 
 /// A panel of coded weights.

@@ -1,14 +1,17 @@
-//! Operands of a [`Tile`](crate::gemm::tile::Tile) as the kernels read them: bf16 in VNNI form, that is in
-//! pairs along k, everything else as f32.
+//! Operands of products as their kernels read them: bf16 in VNNI form, that is in pairs along k, everything else as f32.
 
 pub mod dictionary;
+pub mod matrix;
 
-use crate::gemm::tile::PANEL;
-use crate::simd::{self, Kernel, MAX_LANES, Simd, load_at};
+use crate::simd::prefetch::{Prefetch, prefetch, prefetch_all};
+use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::{Cpu, Element, Tf32};
 use half::bf16;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Columns of a packed panel.
+pub const PANEL: usize = 32;
 
 /// `x` as bf16 when that is what it is.
 pub fn bf16_slice<I: Element>(x: &[I]) -> Option<&[bf16]> {
@@ -205,7 +208,7 @@ impl<const SWAP: bool> Interleave<'_, SWAP> {
             for p in (0..whole).step_by(S::LANES) {
                 if share <= 1 {
                     // No loop in the loop, which would leave the rows no registers.
-                    simd::prefetch(line);
+                    prefetch(line);
                     line = line.wrapping_add(64).min(last);
                 } else {
                     ahead.ask(share);
@@ -261,7 +264,7 @@ impl<'a, F: Fn(usize) -> &'a [bf16]> Kernel for PairsOfColumns<'_, F> {
             // As in `f32_tiles`.
             for ahead in [2 * p + ROWS_AHEAD, 2 * p + ROWS_AHEAD + 1] {
                 if ahead < 2 * pairs {
-                    prefetch(row(ahead));
+                    prefetch_all(row(ahead));
                 }
             }
             let (earlier, later) = (row(2 * p), row(2 * p + 1));
@@ -333,7 +336,7 @@ impl<'a, I: Element, F: Fn(usize) -> &'a [I]> Kernel for WideTiles<'_, F> {
         for p in 0..k {
             // Pieces of rows are too far from each other for the processor to guess.
             if p + ROWS_AHEAD < k {
-                prefetch(row(p + ROWS_AHEAD));
+                prefetch_all(row(p + ROWS_AHEAD));
             }
             let row = row(p);
             for (tile, first) in (0..row.len()).step_by(width).enumerate() {
@@ -508,83 +511,6 @@ impl Kernel for Least<'_> {
 pub fn from_biased(least: u16) -> f32 {
     // NaN and what stands for "none" are above infinity.
     bf16::from_bits(least.saturating_add(1).min(0x7F80)).widen()
-}
-
-/// Prefetches the cache lines of `x`, which stands apart from what was read before it.
-#[inline(always)]
-pub fn prefetch<T>(x: &[T]) {
-    Prefetch::of(x).ask(usize::MAX);
-}
-
-/// Prefetches as much memory as `x` takes, `bytes` behind its start, to L2: a prefetch to L1 waits for the same places as a
-/// load.
-#[inline(always)]
-pub fn prefetch_at<T>(x: &[T], bytes: usize) {
-    for line in (bytes..bytes + size_of_val(x)).step_by(64) {
-        simd::prefetch_second(x.as_ptr().wrapping_byte_add(line));
-    }
-}
-
-/// Memory that will be read next, prefetched some lines at a time between other work: all at once they would fill the queue
-/// of misses and hold up every load behind them.
-#[derive(Clone, Copy)]
-pub struct Prefetch {
-    at: *const i8,
-    lines: usize,
-}
-
-impl Default for Prefetch {
-    fn default() -> Prefetch {
-        Prefetch::NONE
-    }
-}
-
-impl Prefetch {
-    pub const NONE: Prefetch = Prefetch { at: std::ptr::null(), lines: 0 };
-
-    /// `bytes` bytes from `start` on, which may be any: what is no memory is not prefetched.
-    #[inline(always)]
-    pub fn at(start: *const i8, bytes: usize) -> Prefetch {
-        Prefetch { at: start, lines: bytes.div_ceil(64) }
-    }
-
-    /// All of `x`.
-    #[inline(always)]
-    pub fn of<T>(x: &[T]) -> Prefetch {
-        Prefetch::at(x.as_ptr().cast(), size_of_val(x))
-    }
-
-    pub fn lines(&self) -> usize {
-        self.lines
-    }
-
-    /// What is behind the first `lines` lines.
-    #[inline(always)]
-    pub fn behind(self, lines: usize) -> Prefetch {
-        let lines = lines.min(self.lines);
-        Prefetch { at: self.at.wrapping_add(64 * lines), lines: self.lines - lines }
-    }
-
-    /// The first `lines` lines, and what is behind them.
-    #[inline(always)]
-    pub fn split_at(self, lines: usize) -> (Prefetch, Prefetch) {
-        (Prefetch { lines: lines.min(self.lines), ..self }, self.behind(lines))
-    }
-
-    /// The first line and the last, if there are any.
-    pub fn bounds(&self) -> Option<(*const i8, *const i8)> {
-        (self.lines > 0).then(|| (self.at, self.at.wrapping_add(64 * (self.lines - 1))))
-    }
-
-    /// Prefetches the next `count` lines.
-    #[inline(always)]
-    pub fn ask(&mut self, count: usize) {
-        for _ in 0..count.min(self.lines) {
-            simd::prefetch(self.at);
-            self.at = self.at.wrapping_add(64);
-        }
-        self.lines -= count.min(self.lines);
-    }
 }
 
 /// The same words as f32.

@@ -5,17 +5,18 @@
 //! Rounding: `inv_freq = f32(theta^(-2i/D))`; `angle = f32(pos) * inv_freq`, one f32 product; `c` and `s` are cosine and
 //! sine of that f32 angle, correctly rounded to f32; then as written, and the last rounding.
 
-use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit, int};
-use crate::call::{Arguments, Entry, Prepared};
-use crate::element::{typed, typed_pair};
-use crate::pack::prefetch_at;
+use crate::backend::device::{self, Buffer, Build, Device, Unit, int};
+use crate::call::{Arguments, Entry};
+use crate::element::{Stored, typed, typed_pair};
+use crate::simd::prefetch::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::unroll::Unrolled;
 use crate::simd::{Kernel, OnLine, Simd, load_at, narrow_at, paired};
-use crate::tensor::Rows;
+use crate::tensor::{Operand, Prepared, Rows};
 use crate::through_f32::{self, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
-use samebits_schema::Call;
+use samebits_schema::{Call, DType};
+use std::fmt;
 
 /// Which elements of a head rotate together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,6 +132,46 @@ impl RopeTable {
     pub(crate) fn check(&self, op: &'static str, shape: &Rope) -> Result<(), Error> {
         check_len(op, "table", "[T,D/2]", self.cos.len(), &[shape.tokens, shape.dim / 2])?;
         check_len(op, "table row", "[D/2]", self.half, &[shape.dim / 2])
+    }
+}
+
+impl fmt::Debug for RopeTable {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "RopeTable({} tokens, {} angles each)", self.tokens(), self.half)
+    }
+}
+
+impl Operand for RopeTable {
+    fn op(&self) -> &'static str {
+        "rope"
+    }
+
+    fn dtype(&self) -> DType {
+        DType::I32
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        vec![self.tokens()]
+    }
+
+    fn what(&self) -> &'static str {
+        "a table of angles; give the positions"
+    }
+
+    fn done(&self) -> &'static str {
+        "sines and cosines tabled"
+    }
+}
+
+impl<'a> TensorRef<'a> {
+    /// Cosines and sines of positions, in the place of the positions.
+    pub fn angles(table: &'a RopeTable) -> TensorRef<'a> {
+        TensorRef::prepared(table)
+    }
+
+    /// The same on a device.
+    pub fn rotations(table: &'a Rotations) -> TensorRef<'a> {
+        TensorRef::prepared(table)
     }
 }
 
@@ -347,6 +388,34 @@ impl Rotations {
     }
 }
 
+impl fmt::Debug for Rotations {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "Rotations({} tokens, {} angles each)", self.tokens(), self.half)
+    }
+}
+
+impl Operand for Rotations {
+    fn op(&self) -> &'static str {
+        "rope"
+    }
+
+    fn dtype(&self) -> DType {
+        DType::I32
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        vec![self.tokens()]
+    }
+
+    fn what(&self) -> &'static str {
+        "a table of angles; give the positions"
+    }
+
+    fn done(&self) -> &'static str {
+        "sines and cosines tabled"
+    }
+}
+
 impl Rope {
     /// The parameters of a call.
     pub(crate) fn of(call: &Call) -> Rope {
@@ -363,7 +432,7 @@ pub(crate) fn with_table(
     work: impl FnOnce(&RopeTable) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let made;
-    let table = match args.input("pos").as_angles() {
+    let table = match args.input("pos").as_prepared::<RopeTable>() {
         Some(table) => table,
         None => {
             made = table_of(cpu, args)?;
@@ -380,7 +449,7 @@ pub(crate) fn with_rotations(
     args: &Arguments,
     work: impl FnOnce(&Rotations) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    match args.input("pos").as_rotations() {
+    match args.input("pos").as_prepared::<Rotations>() {
         Some(table) => work(table),
         None => work(&Rotations::new(on, &table_of(&Cpu::best(), args)?)?),
     }
@@ -395,7 +464,7 @@ fn table_of(cpu: &Cpu, args: &Arguments) -> Result<RopeTable, Error> {
 
 /// The same, for the next calls too.
 pub(crate) fn prepare(cpu: &Cpu, args: &Arguments) -> Result<Option<Prepared>, Error> {
-    Ok(Some(Prepared::Angles("pos", table_of(cpu, args)?)))
+    Ok(Some(Prepared::new("pos", table_of(cpu, args)?)))
 }
 
 /// Some tokens, from `first` on.

@@ -4,9 +4,9 @@
 //! Order: `dx1 = fma(dy1, c, dy2*s)`, `dx2 = fma(dy2, c, -(dy1*s))`: `rope` with sines of the other sign.
 //! Rounding: as [`rope`](super::rope).
 
-use crate::backend::device::{Buffer, Device, Stored};
+use crate::backend::device::{Buffer, Device};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::rope::rope::{Names, Rope, RopeTable, Rotations, UNIT, on_buffers, on_slices, prepare, run};
 use crate::rope::rope::{with_rotations, with_table};
 use crate::{Cpu, Element, Error};

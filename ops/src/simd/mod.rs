@@ -9,8 +9,10 @@
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+pub mod coded;
 #[cfg(feature = "emulated-isa")]
 pub mod emulated;
+pub mod prefetch;
 pub mod scalar;
 pub mod stream;
 pub mod unroll;
@@ -19,7 +21,6 @@ pub mod unroll;
 pub mod words;
 
 use crate::backend::cpu::{Cpu, Isa};
-use crate::pack::dictionary::{self, BLOCK};
 use half::{bf16, f16};
 
 /// Most lanes any instruction set has; sizes stack buffers.
@@ -160,14 +161,14 @@ pub trait Simd: Copy + Send + Sync {
     /// The pairs of `LANES` columns from `vector * LANES` on, of pair `step` of a coded block, as they stand. Not of vectors that
     /// are unrolled.
     /// # Safety
-    /// `table` is valid for reading 4 words, `block` for a [`BLOCK`]; step and vector are in it.
+    /// `table` is valid for reading 4 words, `block` for a [`BLOCK`](coded::BLOCK); step and vector are in it.
     #[inline(always)]
     unsafe fn coded_pairs(self, table: *const u32, block: *const u32, step: usize, vector: usize) -> Self::F {
         assert!(Self::LANES <= MAX_LANES);
         // SAFETY: the caller's promise, and there are as many words as the vector has.
         unsafe {
-            let (table, block) = (&*table.cast(), &*block.cast::<[u32; BLOCK]>());
-            let column = |i: usize| dictionary::decoded(table, block, step, vector * Self::LANES + i);
+            let (table, block) = (&*table.cast(), &*block.cast::<[u32; coded::BLOCK]>());
+            let column = |i: usize| coded::decoded(table, block, step, vector * Self::LANES + i);
             let words: [u32; MAX_LANES] = std::array::from_fn(|i| if i < Self::LANES { column(i) } else { 0 });
             self.load(words.as_ptr().cast())
         }
@@ -525,44 +526,6 @@ pub fn store_two<S: Simd>(s: S, v: (S::F, S::F), y: &mut [f32]) {
         s.store(v.0, y.as_mut_ptr());
         s.store(v.1, y.as_mut_ptr().add(S::LANES));
     }
-}
-
-/// Prefetches the line that holds `p`. It reads nothing, so `p` may be any address.
-#[inline(always)]
-pub fn prefetch<T>(p: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch reads nothing and may name any address.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
-}
-
-/// [`prefetch`] to L2.
-#[inline(always)]
-pub fn prefetch_second<T>(p: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: as above.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(p.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
-}
-
-/// Prefetches the line that holds `p` in order to write it: no other cache keeps it. It writes nothing, so `p` may be any
-/// address.
-#[inline(always)]
-pub fn prefetch_to_write<T>(p: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: as above; the intrinsic would be another instruction where the compiler is not told that the machine has this
-    // one, which any machine with AVX2 takes.
-    unsafe {
-        std::arch::asm!("prefetchw [{}]", in(reg) p.addr(), options(nomem, nostack, preserves_flags));
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
 }
 
 #[cfg(test)]

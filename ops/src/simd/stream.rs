@@ -5,7 +5,8 @@
 //! caches: each from registers as soon as it is made ([`Stream::fill`]), or from a buffer that stays in L1
 //! ([`Stream::room`]), for ops that make their elements in another order.
 
-use crate::simd::{MAX_LANES, OnLine, Simd, prefetch_second};
+use crate::simd::prefetch::prefetch_second;
+use crate::simd::{MAX_LANES, OnLine, Simd};
 use crate::{Cpu, Element};
 
 /// Elements that are made together at most: all that is made of so many stays in L1.

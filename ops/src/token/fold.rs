@@ -4,9 +4,9 @@
 //! Order: for h in C/2, C/4, .., 1: `x[c] = x[c] + x[c + h]` for every c < h.
 //! Rounding: every addition once to f32; last rounding.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};

@@ -4,9 +4,9 @@
 //! Order: 64 chains of additions, tokens ascending, from carry or +0.
 //! Rounding: every addition once to f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;
 use crate::token::chains::{Tokens, Turns, begin};

@@ -6,11 +6,11 @@
 //! `w = fma(-rate, m / fma(sqrt(v), unbias, eps), w * keep)`. The constants are made in f64.
 //! Rounding: each constant and every step once to f32; rounded is w with the last rounding.
 
-use crate::backend::device::{self, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{self, Buffer, Build, Device, Unit};
 use crate::call::{Arguments, Entry};
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::elementwise::frame::as_rows;
-use crate::pack::prefetch_at;
+use crate::simd::prefetch::prefetch_at;
 use crate::simd::stream::{BLOCK, Stream, is_large};
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::Rows;

@@ -24,14 +24,17 @@ mod copy_rows;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod driver;
+mod indices;
 mod sources;
 pub(crate) mod workspace;
 
-pub use copy_rows::{Indices, Part, copy_rows};
+pub(crate) use copy_rows::UNIT as COPIES;
+pub use copy_rows::{Part, copy_rows};
 pub use driver::{Arguments, Clock, Driver, Launch};
-pub use sources::{Build, HEADERS, Unit, units};
+pub use indices::Indices;
+pub use sources::{Build, HEADERS, Unit};
 
-use crate::{Counter, Element, Error, Ledger, value_error};
+use crate::{Counter, Error, Ledger, value_error};
 use arena::Arena;
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -545,10 +548,6 @@ fn bytes_of_mut<T: Plain>(slice: &mut [T]) -> &mut [u8] {
     // SAFETY: as above; every pattern of bits is a value of T.
     unsafe { std::slice::from_raw_parts_mut(slice.as_mut_ptr().cast(), size_of_val(slice)) }
 }
-
-/// Storage types of tensors on a device.
-pub trait Stored: Element + Plain {}
-impl<T: Element + Plain> Stored for T {}
 
 /// An int argument from a dimension.
 pub(crate) fn int(op: &'static str, name: &str, value: usize) -> Result<i32, Error> {

@@ -1,7 +1,6 @@
 //! The text of the kernels, which is part of the program, and the ways to build it.
 
-use super::{Stored, copy_rows};
-use crate::call::{Entry, entries};
+use crate::element::Stored;
 
 /// One `.cu` file.
 #[derive(Debug)]
@@ -24,12 +23,6 @@ impl Unit {
     pub(crate) const fn of(name: &'static str, source: &'static str, kernels: &'static [&'static str]) -> Unit {
         Unit { name, source, kernels, has_out: true, has_product: false }
     }
-}
-
-/// Every unit: those of the ops, and copies of rows. Ops that share one have it once.
-pub fn units() -> impl Iterator<Item = &'static Unit> {
-    let own = |entry: &'static Entry| entry.unit.filter(|unit| unit.name == entry.name);
-    entries().filter_map(own).chain([&copy_rows::UNIT])
 }
 
 macro_rules! headers {
@@ -73,14 +66,6 @@ impl Build {
     /// That of a unit for inputs I and outputs O.
     pub(crate) fn of<I: Stored, O: Stored>(unit: &'static str) -> Build {
         Build { unit, input: I::NAME, output: O::NAME, tf32: false }
-    }
-
-    /// The unit's text.
-    ///
-    /// # Panics
-    /// When there is no such unit.
-    pub fn source(&self) -> &'static Unit {
-        units().find(|unit| unit.name == self.unit).expect("builds name units")
     }
 
     /// The options by which the text learns of the types, for any C++ compiler.

@@ -9,9 +9,11 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{PANEL, Right};
-use crate::pack::dictionary::BLOCK;
-use crate::simd::{Kernel, Simd, prefetch};
+use super::Right;
+use crate::pack::PANEL;
+use crate::simd::coded::BLOCK;
+use crate::simd::prefetch::prefetch;
+use crate::simd::{Kernel, Simd};
 use crate::{Cpu, Isa};
 use std::mem::MaybeUninit;
 

@@ -4,9 +4,10 @@
 // Vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::PANEL;
-use crate::pack::dictionary::{BLOCK, DictionaryPanel, ESCAPE, FAR, NEAR, ask};
-use crate::pack::prefetch as prefetch_all;
+use crate::pack::PANEL;
+use crate::pack::dictionary::{DictionaryPanel, ESCAPE, FAR, NEAR, ask};
+use crate::simd::coded::BLOCK;
+use crate::simd::prefetch::prefetch_all;
 use crate::simd::words::{Kernel512, Simd512};
 use crate::simd::{Kernel, Simd};
 use crate::workspace::memory::LINE;

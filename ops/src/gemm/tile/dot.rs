@@ -4,11 +4,12 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::dictionary::{DictionaryChains, DictionaryRow, Unpack};
-use super::{Order, PANEL, Right, TILE_ROWS, Tile};
+use super::{Order, Right, TILE_ROWS, Tile};
 use crate::Cpu;
+use crate::pack::PANEL;
 use crate::pack::dictionary::DictionaryPanel;
+use crate::simd::prefetch::{prefetch, prefetch_second};
 use crate::simd::words::{Kernel512, Simd512};
-use crate::simd::{prefetch, prefetch_second};
 use std::mem::MaybeUninit;
 
 /// Runs `tile` with `VDPBF16PS`; both operands are pairs, and `cpu` [has it](crate::Isa::has_dot).

@@ -3,11 +3,13 @@
 // Row and vector numbers index several arrays at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::{Left, Order, PANEL, Right, TILE_ROWS, Tile, last};
+use super::{Left, Order, Right, TILE_ROWS, Tile, last};
 use crate::Cpu;
-use crate::pack::Prefetch;
-use crate::pack::dictionary::{BLOCK, DictionaryPanel, FAR, NEAR, ask};
-use crate::simd::{Kernel, Simd, prefetch, prefetch_second};
+use crate::pack::PANEL;
+use crate::pack::dictionary::{DictionaryPanel, FAR, NEAR, ask};
+use crate::simd::coded::BLOCK;
+use crate::simd::prefetch::{Prefetch, prefetch, prefetch_second};
+use crate::simd::{Kernel, Simd};
 use std::mem::MaybeUninit;
 
 /// Longer panels are taken to come from memory: even pairs of so many steps are 32 KiB, all of an L1.

@@ -2,7 +2,8 @@
 
 use super::SUMMED_TWICE;
 use crate::backend::device::workspace::choose;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
+use crate::element::Stored;
 use crate::gemm::device::launch_gemm;
 use crate::logprob::logprob::checked_inverse;
 use crate::workspace::{Need, Plan};

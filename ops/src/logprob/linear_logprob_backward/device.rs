@@ -3,12 +3,12 @@
 
 use super::NAME;
 use crate::backend::device::workspace::choose;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Stored, Unit};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call;
-use crate::element::typed;
+use crate::element::{Stored, typed};
 use crate::gemm::device::launch_gemm;
-use crate::gemm::gemm::segment_length;
 use crate::gemm::gemm_dw::launch;
+use crate::gemm::shape::segment_length;
 use crate::logprob::logprob::checked_inverse;
 use crate::logprob::logprob_backward::DeviceGradients;
 use crate::token::device::with_mask;

@@ -1,8 +1,8 @@
 //! Coded panels against the weights that they hold, and which blocks are escapes.
 
 use super::*;
-use crate::gemm::gemm::Side;
 use crate::gemm::tests::number;
+use crate::pack::matrix::Side;
 use crate::{Isa, TensorRef};
 
 /// Weights of 16 exponents, all that a table holds, equally many of each, but for some far smaller ones, (row, k).
