@@ -40,7 +40,7 @@ mod train;
 mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
-pub use config::{Config, ROPE_LENGTH};
+pub use config::{Config, Experts, Latent, Mlp, ROPE_LENGTH};
 pub use engine::Engine;
 pub use error::ModelError;
 pub use families::Family;
