@@ -367,7 +367,7 @@ class Subject:
             return encode(outputs, {"status": "ok", "reason": "", "kernel": self.describe(), **said, **more})
         except (Unsupported, NotImplementedError) as e:
             status, error = "unsupported", e
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             status, error = "error", e
         reason = " ".join(str(error).split()) or type(error).__name__
         if status == "error":

@@ -109,6 +109,10 @@ def raises(x, w, eps):
     raise ZeroDivisionError("of the callable")
 
 
+def leaves(x, w, eps):
+    sys.exit(3)
+
+
 def add(a, b):
     """By place and by name; it talks, which must not reach the wire."""
     print("adding")
@@ -184,6 +188,7 @@ def test_arrays_of_numpy_and_what_is_not_offered():
         (Stateful(), "invariance/repeat", "repeat = ", {"judgments": ["invariance"], "axes": ["repeat"]}),
         (refuses, "accuracy", "required (bf16 is mandatory) and not offered: on Tuesdays", {"judgments": ["accuracy"]}),
         (raises, "accuracy", "ZeroDivisionError: of the callable", {"judgments": ["accuracy"]}),
+        (leaves, "accuracy", "SystemExit: 3", {"judgments": ["accuracy"]}),
     ],
 )
 def test_a_fault_is_red_where_it_belongs(fn, judgment, words, more):
