@@ -41,7 +41,7 @@ macro_rules! layers {
 
         /// What the reverse pass of a layer reads, beside what entered it.
         pub(crate) enum Saved {
-            $($kind($module::Saved),)*
+            $($kind(Box<$module::Saved>),)*
         }
 
         impl Layer {
@@ -74,7 +74,7 @@ macro_rules! layers {
                 y: &mut Tensor,
             ) -> Result<Option<Saved>, ModelError> {
                 match self {
-                    $(Layer::$kind(layer) => Ok(layer.forward(pass, state, a, y)?.map(Saved::$kind)),)*
+                    $(Layer::$kind(layer) => Ok(layer.forward(pass, state, a, y)?.map(|saved| Saved::$kind(Box::new(saved)))),)*
                 }
             }
 
@@ -87,7 +87,7 @@ macro_rules! layers {
                 dy: &Tensor,
             ) -> Result<Tensor, ModelError> {
                 match (self, saved) {
-                    $((Layer::$kind(layer), Saved::$kind(saved)) => layer.backward(back, a, saved, dy),)*
+                    $((Layer::$kind(layer), Saved::$kind(saved)) => layer.backward(back, a, *saved, dy),)*
                     _ => unreachable!("what a layer saved comes back to it"),
                 }
             }

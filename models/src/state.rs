@@ -35,7 +35,7 @@ pub(crate) enum Kind {
 pub(crate) enum LayerState {
     None,
     /// Keys and values, each `[rows,width]`; a row is a position of some page.
-    Paged([Tensor; 2]),
+    Paged(Box<[Tensor; 2]>),
     Recurrent(Recurrent),
 }
 
@@ -91,7 +91,8 @@ impl States {
             Ok(match kind {
                 Kind::None => LayerState::None,
                 Kind::Paged([keys, values]) => {
-                    LayerState::Paged([empty(machine, dtype, &[0, *keys])?, empty(machine, dtype, &[0, *values])?])
+                    let sides = [empty(machine, dtype, &[0, *keys])?, empty(machine, dtype, &[0, *values])?];
+                    LayerState::Paged(Box::new(sides))
                 }
                 Kind::Recurrent(widths) => LayerState::Recurrent(Recurrent::new(machine, widths)?),
             })

@@ -75,6 +75,9 @@ pub(crate) struct Saved {
     shared: Option<mlp::Saved>,
 }
 
+/// The rows of each expert, one's behind the other's, and what each saved.
+type ByExpert = (Tensor, Vec<mlp::Saved>);
+
 impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
         let block = plan.block;
@@ -162,7 +165,7 @@ impl Moe {
         experts: &[i32],
         a: &Tensor,
         made: &mut Tensor,
-    ) -> Result<(Vec<i32>, Option<(Tensor, Vec<mlp::Saved>)>), ModelError> {
+    ) -> Result<(Vec<i32>, Option<ByExpert>), ModelError> {
         let (n, hidden) = (a.shape()[0], a.shape()[1]);
         let (order, rows) = by_expert(experts);
         let tokens = order.iter().map(|&choice| (choice / self.plan.chosen) as i32).collect();

@@ -73,7 +73,7 @@ impl Pages {
 /// Keys and values of all layers that keep them.
 fn sides(layers: &mut [LayerState]) -> impl Iterator<Item = &mut samebits_ops::Tensor> {
     let paged = layers.iter_mut().filter_map(|layer| match layer {
-        LayerState::Paged(sides) => Some(sides),
+        LayerState::Paged(sides) => Some(sides.iter_mut()),
         _ => None,
     });
     paged.flatten()
