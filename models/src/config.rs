@@ -76,8 +76,6 @@ pub struct Config {
     pub rms_eps: f32,
     /// Whether the output projection is the embedding table.
     pub tied: bool,
-    /// The branches of each layer.
-    pub blocks: Vec<Vec<branch::Plan>>,
     /// Layers behind the last one that predict further tokens; stored with some models and not part of the forward.
     pub extra_layers: usize,
     /// The token that begins a text.
@@ -225,7 +223,6 @@ impl Config {
             rope_length: RopeLength::OfText,
             rms_eps: rms_eps(&fields),
             tied: fields.flag("tie_word_embeddings", family == Family::Gemma2),
-            blocks: Vec::new(),
             extra_layers: 0,
             bos: fields.token("bos_token_id", vocab),
             eos: fields.eos(vocab),
@@ -251,7 +248,6 @@ impl Config {
         }
         fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
         config.passed = fields.end()?;
-        config.blocks = (0..layers).map(|i| config.block(i)).collect();
         Ok(config)
     }
 
@@ -339,33 +335,22 @@ impl Config {
         norm::Plan { eps: self.rms_eps, offset: self.weight_offset }
     }
 
-    /// The first of the layers' attentions.
-    pub(crate) fn attention(&self) -> Option<&attend::Heads> {
-        self.blocks.iter().flatten().find_map(|branch| match &branch.layer {
-            LayerPlan::Attention(plan) => Some(&plan.heads),
-            LayerPlan::LatentAttention(plan) => Some(&plan.heads),
-            _ => None,
-        })
-    }
-
-    /// The first of the layers' mixtures of experts.
-    pub(crate) fn experts(&self) -> Option<&moe::Plan> {
-        self.blocks.iter().flatten().find_map(|branch| match &branch.layer {
-            LayerPlan::Moe(plan) => Some(plan),
-            _ => None,
-        })
-    }
-
-    fn block(&self, i: usize) -> Vec<branch::Plan> {
-        let heads = attend::Heads {
+    /// The heads of an attention with this window.
+    pub(crate) fn attention(&self, window: Option<usize>) -> attend::Heads {
+        attend::Heads {
             queries: self.q_heads,
             keys: self.kv_heads,
             key_dim: self.key_dim,
             value_dim: self.value_dim,
             scale: self.scale,
             softcap: self.attention_softcap,
-            window: self.windows[i],
-        };
+            window,
+        }
+    }
+
+    /// The branches of layer `i` of a config that [`Config::check`] has let by.
+    pub(crate) fn block(&self, i: usize) -> Vec<branch::Plan> {
+        let heads = self.attention(self.windows[i]);
         let (hidden, pairing, activation) = (self.hidden, self.pairing, self.activation);
         let mixer = match self.latent {
             Some(Latent { q_rank, kv_rank, nope, rotary, bias }) => {

@@ -122,7 +122,7 @@ impl<'a> Runner<'a> {
         let inputs = StepInputs::new(self, &step, sequences, states, &angle_pos, rows, earlier)?;
 
         // What a probe asks for is copied, and so is a choice that the host makes products of: that is not recorded.
-        let may_record = hook.probe.is_none() && (c.experts().is_none() || inputs.choices.is_some());
+        let may_record = hook.probe.is_none() && (c.experts.is_none() || inputs.choices.is_some());
         let calls = std::mem::take(&mut states.forms.calls);
         let mut pass = Pass::new((machine, decoder.dtype), (&step, &inputs), hook, calls, false);
         let recorded = match recorded {
@@ -368,7 +368,7 @@ fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelErr
 /// The branches of block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
     loader.prefix = format!("model.layers.{i}.");
-    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms())).collect()
+    c.block(i).iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms())).collect()
 }
 
 fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {

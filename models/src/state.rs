@@ -61,8 +61,7 @@ pub(crate) struct States {
     /// What is kept of the steps that were run over it.
     pub forms: Forms,
     pages: Option<Pages>,
-    rows: Option<recurrent::States>,
-    page_size: usize,
+    rows: Option<recurrent::RowPool>,
     sequences: Vec<Option<Sequence>>,
 }
 
@@ -103,8 +102,7 @@ impl States {
             layers: kinds.iter().map(layer).collect::<Result<_, _>>()?,
             forms: Forms::default(),
             pages: is_paged.then(|| Pages::new(page_size, order)),
-            rows: recurs.then(|| recurrent::States::new(order)),
-            page_size: page_size.max(1),
+            rows: recurs.then(|| recurrent::RowPool::new(order)),
             sequences: Vec::new(),
         })
     }
@@ -254,9 +252,9 @@ impl States {
         self.pages.as_ref().map_or(0, |pages| pages.pool.len() * pages.size)
     }
 
-    /// Positions in a page.
+    /// Positions in a page; 1 where no layer keeps any.
     pub fn page_size(&self) -> usize {
-        self.page_size
+        self.pages.as_ref().map_or(1, |pages| pages.size)
     }
 
     /// The most pages of one of the sequences.

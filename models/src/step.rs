@@ -159,8 +159,8 @@ impl StepInputs {
         };
         let columns = attention.block_table.len() / sequences.len();
         let columns = if step.is_single() { columns.next_power_of_two() } else { columns };
-        if let Some(heads) = config.attention() {
-            let shape = heads.shape(step.sequences(), n, states.positions());
+        if let Some(window) = config.windows.first() {
+            let shape = config.attention(*window).shape(step.sequences(), n, states.positions());
             machine.place(&mut attention, &shape, columns)?;
         }
         let last = match rows {

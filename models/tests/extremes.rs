@@ -255,6 +255,26 @@ fn steps_of_any_kind_end() {
     }
 }
 
+/// A model runs what a changed config says, not what its folder said.
+#[test]
+fn a_changed_config_is_what_runs() {
+    let cpu = Cpu::best();
+    let good = Config::load(&checkpoint("llama3")).unwrap();
+    let tensors = Model::read_tensors(&checkpoint("llama3")).unwrap();
+    let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();
+    let logits = |c: &Config| {
+        let model = Model::of_tensors(c, &views, Precision::Fp32, None, &cpu).unwrap();
+        model.forward_run(&cpu, &[&[1, 2, 3]], Run::default()).unwrap()
+    };
+    let changes: [fn(&mut Config); 3] =
+        [|c| c.windows = vec![Some(1); c.layers], |c| c.scale *= 2.0, |c| c.attention_softcap = Some(0.25)];
+    for (i, change) in changes.iter().enumerate() {
+        let mut changed = good.clone();
+        change(&mut changed);
+        assert!(logits(&changed) != logits(&good), "change {i}");
+    }
+}
+
 /// Whoever changes a config can make it say anything.
 #[test]
 fn changed_configs_are_refused() {

@@ -89,8 +89,8 @@ impl Machine for Device {
 
     /// Matrices whose rows are no multiples of 16 bytes are left to the products that are cut by expert.
     fn choices(&self, config: &Config, dtype: DType, tokens: usize) -> Result<Option<Index>, Error> {
-        let Some(experts) = config.experts() else { return Ok(None) };
-        if [config.hidden, experts.expert.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
+        let Some(experts) = config.experts else { return Ok(None) };
+        if [config.hidden, experts.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
             return Ok(None);
         }
         let limit = tokens * experts.chosen;

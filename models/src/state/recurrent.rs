@@ -64,16 +64,16 @@ pub(super) struct Rows {
 const MOST_SNAPSHOTS: usize = 4;
 
 /// The rows of all sequences.
-pub(super) struct States {
+pub(super) struct RowPool {
     pub pool: Pool,
 }
 
-impl States {
-    pub fn new(order: PageOrder) -> States {
+impl RowPool {
+    pub fn new(order: PageOrder) -> RowPool {
         let mut pool = Pool::new(order);
         pool.grow(1);
         pool.take();
-        States { pool }
+        RowPool { pool }
     }
 
     /// Makes sure that there is a row for the next step of a sequence. Says whether rows have moved.

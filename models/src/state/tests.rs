@@ -87,6 +87,23 @@ fn a_shared_beginning_is_copied_before_it_is_written() {
     }
 }
 
+/// Pages behind the place may be somebody else's.
+#[test]
+fn what_is_fed_behind_a_rollback_reaches_no_fork() {
+    for order in ORDERS {
+        for page_size in 1..6 {
+            let mut states = states(page_size, order, &paged());
+            let a = states.open(20);
+            feed(&mut states, a, 7, 0.0);
+            let b = states.fork(a, 7, 20);
+            assert_eq!(states.rollback(a, 2), 2);
+            feed(&mut states, a, 5, 500.0);
+            assert_eq!(keys(&mut states, 0, a), [0.0, 1.0, 502.0, 503.0, 504.0, 505.0, 506.0]);
+            assert_eq!(keys(&mut states, 0, b), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "{order:?} {page_size}");
+        }
+    }
+}
+
 #[test]
 fn more_than_was_declared_is_an_error_and_changes_nothing() {
     let mut states = states(2, PageOrder::Ascending, &paged());
