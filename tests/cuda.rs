@@ -1459,7 +1459,7 @@ fn model(name: &str) -> Result<(), Failed> {
     if count("replays") != expected {
         return Err(format!("{} replays where {expected} are expected: {counts:?}", count("replays")).into());
     }
-    let (logits, told) = (16 * 4 * c.vocab as u64, 16 * 4 * c.rotary.dim as u64 + 1024);
+    let (logits, told) = (16 * 4 * c.vocab as u64, 16 * 4 * c.rotary[0].dim as u64 + 1024);
     if count("staged_bytes") > logits + told || count("device_fp32_bytes") == 0 || count("launches") == 0 {
         return Err(format!("beside {logits} bytes of logits: {counts:?}").into());
     }

@@ -122,7 +122,7 @@ impl Folder {
     pub fn rope_length(&self, config: &Config, recorded: Option<(&Path, usize)>) -> Result<Option<usize>> {
         if let (Some(asked), Some((path, length))) = (self.rope_length, recorded)
             && asked != length
-            && config.rotary.trained_length().is_some()
+            && config.trained_length().is_some()
         {
             let path = path.display();
             bail!("--rope-length {asked}: {path} was made with {length}; frequencies of two lengths are not compared");

@@ -98,7 +98,7 @@ impl Audit {
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
             let extra =
-                (0..config.extra_layers).any(|i| name.starts_with(&format!("model.layers.{}.", config.layers + i)));
+                (0..config.extra_layers).any(|i| name.starts_with(&format!("model.layers.{}.", config.layers() + i)));
             if extra {
                 note(false, &name, "is not used: it predicts further tokens".into());
             }
@@ -228,6 +228,6 @@ mod tests {
             assert!(audit.parameters > 1000 && audit.tensors.iter().all(|t| t.sha256.len() == 64));
             seen += 1;
         }
-        assert_eq!(seen, 17, "checkpoints");
+        assert!(seen >= crate::Family::all().len(), "checkpoints");
     }
 }

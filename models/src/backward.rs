@@ -28,8 +28,8 @@ use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef,
 pub(crate) struct Backward<'a, 'p> {
     pub pass: Pass<'a, 'p>,
     pub cpu: &'a Cpu,
-    /// The rotations back.
-    pub angles: &'a RopeTable,
+    /// The rotations back, of each of the config's.
+    pub angles: &'a [RopeTable],
     /// 0 for each row that is padding.
     pub mask: &'a [i32],
     /// Where sequences stand in the rows.

@@ -5,14 +5,12 @@
 //! asks for something, and what is passed by is named ([`crate::fields`]).
 
 use crate::fields::Fields;
-use crate::layers::mlp::Activation;
-use crate::layers::{LayerPlan, attend, attention, branch, latent_attention, mlp, moe, norm};
+use crate::layers::{LayerPlan, attend, branch, is_size, moe, norm};
 use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError};
-use samebits_ops::{GroupWorth, Pairing, Scoring};
 use std::path::Path;
 
-/// What a model computes: sizes, parameters and the parts that families differ in. Every size is at most `i32::MAX`.
+/// What a model computes, as data: its blocks, and what stands before and behind them. Every size is at most `i32::MAX`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// Model family.
@@ -21,50 +19,16 @@ pub struct Config {
     pub vocab: usize,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Decoder layers.
-    pub layers: usize,
-    /// Query heads, a multiple of `kv_heads`.
-    pub q_heads: usize,
-    /// Key and value heads.
-    pub kv_heads: usize,
-    /// Elements of a query and of a key.
-    pub key_dim: usize,
-    /// Elements of a value.
-    pub value_dim: usize,
-    /// Factor of the attention scores.
-    pub scale: f64,
-    /// Soft limit of the attention scores.
-    pub attention_softcap: Option<f64>,
-    /// For each layer, how many positions back its attention reaches; `None` for all.
-    pub windows: Vec<Option<usize>>,
-    /// Where keys and values are made from a latent vector: its sizes.
-    pub latent: Option<Latent>,
-    /// RMS norm of every query and key head before the rotation.
-    pub head_norms: bool,
-    /// Biases on the query, key and value projections.
-    pub qkv_bias: bool,
-    /// A bias on the attention's output projection.
-    pub o_bias: bool,
-    /// Biases in the MLP.
-    pub mlp_bias: bool,
-    /// Whether query, key and value, and gate and up, are stored as one matrix each.
-    pub fused: bool,
-    /// How positions become angles.
-    pub rotary: Rotary,
-    /// Which elements of a head rotate together.
-    pub pairing: Pairing,
-    /// The MLP's activation.
-    pub activation: Activation,
-    /// The MLP of each layer.
-    pub mlps: Vec<Mlp>,
-    /// How experts are chosen, where a layer has any.
-    pub experts: Option<Experts>,
+    /// The branches of each block, in the order in which they are run.
+    pub blocks: Vec<Vec<branch::Plan>>,
+    /// All norms of the residual stream.
+    pub norms: norm::Plan,
+    /// The name of that behind the last block, without `.weight`.
+    pub final_norm: &'static str,
+    /// How positions become angles: the tables that attentions name.
+    pub rotary: Vec<Rotary>,
     /// Factor of the embedded tokens.
     pub embed_scale: Option<f64>,
-    /// Whether 1 is added to norm weights.
-    pub weight_offset: bool,
-    /// Whether there are norms behind the attention and the MLP too.
-    pub post_norms: bool,
     /// Soft limit of the logits.
     pub logit_softcap: Option<f64>,
     /// Longest sequence that the model is for.
@@ -72,11 +36,9 @@ pub struct Config {
     /// What the frequencies of rotary positions belong to. Where nothing else is said the length that the model was trained on,
     /// for scalings that depend on a length, else `max_positions`.
     pub rope_length: RopeLength,
-    /// Added under the root of every RMS norm of the residual stream, and of heads.
-    pub rms_eps: f32,
     /// Whether the output projection is the embedding table.
     pub tied: bool,
-    /// Layers behind the last one that predict further tokens; stored with some models and not part of the forward.
+    /// Blocks behind the last one that predict further tokens; stored with some models and not part of the forward.
     pub extra_layers: usize,
     /// The token that begins a text.
     pub bos: Option<i32>,
@@ -86,57 +48,6 @@ pub struct Config {
     pub pad: Option<i32>,
     /// A line for each field that was passed by: no code reads it, or its value asks for nothing.
     pub passed: Vec<String>,
-}
-
-/// The MLP of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mlp {
-    /// One for all tokens, of this width.
-    Dense(usize),
-    /// A mixture of experts.
-    Sparse,
-}
-
-/// Sizes of latent attention: keys and values of all heads are made from one short vector per token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Latent {
-    /// Elements of the vector that queries are made from; `None` when they are made from the residual stream.
-    pub q_rank: Option<usize>,
-    /// Elements of the vector that keys and values are made from.
-    pub kv_rank: usize,
-    /// Elements of a key that carry no position.
-    pub nope: usize,
-    /// Elements of a key that are rotated, the same for all heads.
-    pub rotary: usize,
-    /// Biases on the projections down to the short vectors and on the output projection.
-    pub bias: bool,
-}
-
-/// A mixture of experts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Experts {
-    /// Experts.
-    pub count: usize,
-    /// Experts chosen for a token.
-    pub chosen: usize,
-    /// Width of an expert.
-    pub width: usize,
-    /// Width of the experts that see every token, together; `None` without such experts.
-    pub shared_width: Option<usize>,
-    /// How router logits become scores.
-    pub scoring: Scoring,
-    /// Whether a bias is added to the scores for the choice.
-    pub choice_bias: bool,
-    /// Groups of experts.
-    pub groups: usize,
-    /// Groups that a token's experts come from.
-    pub top_groups: usize,
-    /// What a group is worth.
-    pub group_worth: GroupWorth,
-    /// Whether weights are divided by their sum.
-    pub normalise: bool,
-    /// Factor of the weights.
-    pub scale: f64,
 }
 
 impl Config {
@@ -190,61 +101,45 @@ impl Config {
             layers = 0;
         }
         let hidden = fields.required_size("hidden_size");
-        let q_heads = fields.required_size("num_attention_heads");
         let vocab = fields.required_size("vocab_size");
         let mut config = Config {
             family,
             vocab,
             hidden,
-            layers,
-            q_heads,
-            kv_heads: q_heads,
-            key_dim: 0,
-            value_dim: 0,
-            scale: 0.0,
-            attention_softcap: None,
-            windows: vec![None; layers],
-            latent: None,
-            head_norms: false,
-            qkv_bias: false,
-            o_bias: false,
-            mlp_bias: false,
-            fused: false,
-            rotary: Rotary::default(),
-            pairing: Pairing::Half,
-            activation: Activation::Silu,
-            mlps: vec![Mlp::Dense(fields.required_size("intermediate_size")); layers],
-            experts: None,
+            blocks: Vec::new(),
+            norms: norm::Plan { eps: eps(&fields, family.eps), offset: false },
+            final_norm: "model.norm",
+            rotary: Vec::new(),
             embed_scale: None,
-            weight_offset: false,
-            post_norms: false,
             logit_softcap: None,
             max_positions: fields.required_size("max_position_embeddings"),
             rope_length: RopeLength::OfText,
-            rms_eps: rms_eps(&fields),
-            tied: fields.flag("tie_word_embeddings", family == Family::Gemma2),
+            tied: fields.flag("tie_word_embeddings", family.tied),
             extra_layers: 0,
             bos: fields.token("bos_token_id", vocab),
             eos: fields.eos(vocab),
             pad: fields.pad(vocab),
             passed: Vec::new(),
         };
-        config.read_family(&fields);
-        let widest = config.key_dim.max(config.value_dim);
-        if q_heads.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize) {
-            let why = format!("is {widest}; times num_attention_heads {q_heads} it exceeds {}", i32::MAX);
-            fields.refuse("head_dim", why);
+        family.blocks(&mut config, &fields, layers);
+        if let Some(heads) = config.heads().next() {
+            let (queries, widest) = (heads.queries, heads.key_dim.max(heads.value_dim));
+            if queries.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize) {
+                let why = format!("is {widest}; times num_attention_heads {queries} it exceeds {}", i32::MAX);
+                fields.refuse("head_dim", why);
+            }
         }
-        let experts = config.experts.map_or(0, |experts| experts.count);
-        if experts.saturating_mul(layers) > MOST_EXPERTS {
+        if config.experts_in_all() > MOST_EXPERTS {
+            let experts = config.experts().map(|plan| plan.count).max().unwrap_or(0);
             let why = format!("is {layers}; with {experts} experts in each that is more than {MOST_EXPERTS} experts");
             fields.refuse("num_hidden_layers", why);
         }
-        let trained = config.rotary.trained_length().unwrap_or(config.max_positions).min(config.max_positions);
+        let longest = config.max_positions;
+        let trained = config.trained_length().unwrap_or(longest).min(longest);
         let recorded = fields.size(ROPE_LENGTH);
         config.rope_length = RopeLength::Declared(recorded.unwrap_or(trained));
-        if recorded.is_some_and(|length| length > config.max_positions) {
-            fields.refuse(ROPE_LENGTH, format!("is more than the model's {} positions", config.max_positions));
+        if recorded.is_some_and(|length| length > longest) {
+            fields.refuse(ROPE_LENGTH, format!("is more than the model's {longest} positions"));
         }
         fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
         config.passed = fields.end()?;
@@ -253,39 +148,18 @@ impl Config {
 
     /// Refuses what no reading of a folder gives, but whoever changes a config can.
     pub(crate) fn check(&self) -> Result<(), ModelError> {
-        let Config { layers, q_heads, kv_heads, key_dim, value_dim, max_positions, rotary, experts, .. } = self;
-        let within = |n: usize| (1..=i32::MAX as usize).contains(&n);
-        let sizes =
-            [self.vocab, self.hidden, *q_heads, *kv_heads, *key_dim, *value_dim, *max_positions, self.longest()];
-        let widths = self.mlps.iter().all(|mlp| !matches!(mlp, Mlp::Dense(width) if !within(*width)));
-        let of_experts = experts.is_none_or(|e| {
-            let count = within(e.count) && e.count.saturating_mul(*layers) <= MOST_EXPERTS && within(e.width);
-            let groups = e.groups > 0 && e.top_groups > 0 && e.count.is_multiple_of(e.groups);
-            count && groups && within(e.chosen) && e.shared_width.is_none_or(within)
-        });
-        let of_latent = self.latent.is_none_or(|l| {
-            let ranks = l.q_rank.is_none_or(within) && within(l.kv_rank) && within(l.nope) && within(l.rotary);
-            ranks && l.nope + l.rotary == *key_dim && rotary.dim == l.rotary && kv_heads == q_heads
-        });
+        let sizes = [self.vocab, self.hidden, self.max_positions, self.longest()];
+        let layers = self.layers();
         let checks = [
-            (sizes.into_iter().all(within) && widths, "sizes are 1 to 2147483647"),
-            (
-                *layers <= MOST_LAYERS && self.windows.len() == *layers && self.mlps.len() == *layers,
-                "every layer has a window and an MLP",
-            ),
-            (self.windows.iter().flatten().all(|window| within(*window)), "windows hold a position"),
-            (*kv_heads > 0 && q_heads.is_multiple_of(*kv_heads), "query heads are a multiple of key heads"),
-            (q_heads.checked_mul(*key_dim.max(value_dim)).is_some_and(within), "heads fit their width"),
-            (rotary.dim.is_multiple_of(2) && rotary.dim <= *key_dim, "an even number of elements of a head is rotated"),
-            (of_experts && (experts.is_some() || !self.mlps.contains(&Mlp::Sparse)), "sparse layers have experts"),
-            (of_latent, "heads are as wide as the parts of latent attention"),
-            (self.extra_layers <= MOST_LAYERS, "layers behind the last are few"),
+            (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
+            (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
+            (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
         ];
-        match checks.into_iter().find(|(holds, _)| !holds) {
+        let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
+        let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
+        match broken.or_else(plans) {
             None => Ok(()),
-            Some((_, rule)) => {
-                Err(ModelError::input("config", format!("was changed, and no longer holds that {rule}")))
-            }
+            Some(rule) => Err(ModelError::input("config", format!("was changed, and no longer holds that {rule}"))),
         }
     }
 
@@ -325,107 +199,42 @@ impl Config {
         Err(ModelError::input(what, why))
     }
 
-    /// Elements of a token's queries.
-    pub fn q_width(&self) -> usize {
-        self.q_heads * self.key_dim
+    /// The length that the model was trained on, where frequencies of rotary positions depend on a length.
+    pub fn trained_length(&self) -> Option<usize> {
+        self.rotary.iter().filter_map(Rotary::trained_length).min()
     }
 
-    /// What all norms of the residual stream have in common.
-    pub(crate) fn norms(&self) -> norm::Plan {
-        norm::Plan { eps: self.rms_eps, offset: self.weight_offset }
+    /// Blocks.
+    pub fn layers(&self) -> usize {
+        self.blocks.len()
     }
 
-    /// The heads of an attention with this window.
-    pub(crate) fn attention(&self, window: Option<usize>) -> attend::Heads {
-        attend::Heads {
-            queries: self.q_heads,
-            keys: self.kv_heads,
-            key_dim: self.key_dim,
-            value_dim: self.value_dim,
-            scale: self.scale,
-            softcap: self.attention_softcap,
-            window,
-        }
+    /// The layers of all blocks.
+    pub(crate) fn plans(&self) -> impl Iterator<Item = &LayerPlan> {
+        self.blocks.iter().flatten().map(|branch| &branch.layer)
     }
 
-    /// The branches of layer `i` of a config that [`Config::check`] has let by.
-    pub(crate) fn block(&self, i: usize) -> Vec<branch::Plan> {
-        let heads = self.attention(self.windows[i]);
-        let (hidden, pairing, activation) = (self.hidden, self.pairing, self.activation);
-        let mixer = match self.latent {
-            Some(Latent { q_rank, kv_rank, nope, rotary, bias }) => {
-                LayerPlan::LatentAttention(latent_attention::Plan {
-                    hidden,
-                    heads,
-                    pairing,
-                    q_rank,
-                    kv_rank,
-                    nope,
-                    rotary,
-                    bias,
-                })
-            }
-            None => LayerPlan::Attention(attention::Plan {
-                hidden,
-                heads,
-                rotary: self.rotary.dim,
-                pairing,
-                head_norms: self.head_norms.then(|| self.norms()),
-                bias: self.qkv_bias,
-                o_bias: self.o_bias,
-                fused: self.fused,
-            }),
-        };
-        let names = if self.fused { mlp::Names::Fused(["gate_up_proj", "down_proj"]) } else { mlp::Names::PLAIN };
-        let gated = |width, names| mlp::Plan { hidden, width, activation, bias: self.mlp_bias, names };
-        let layer = match (self.mlps[i], self.experts) {
-            (Mlp::Sparse, Some(e)) => {
-                let mixtral = self.family == Family::Mixtral;
-                let of_experts = if mixtral { mlp::Names::Each(["w1", "w3", "w2"]) } else { names };
-                LayerPlan::Moe(moe::Plan {
-                    count: e.count,
-                    chosen: e.chosen,
-                    expert: gated(e.width, of_experts),
-                    shared: e.shared_width.map(|width| gated(width, names)),
-                    scoring: e.scoring,
-                    choice_bias: e.choice_bias,
-                    groups: e.groups,
-                    top_groups: e.top_groups,
-                    group_worth: e.group_worth,
-                    normalise: e.normalise,
-                    scale: e.scale,
-                    block: if mixtral { "block_sparse_moe" } else { "mlp" },
-                })
-            }
-            (Mlp::Dense(width), _) => LayerPlan::Mlp(gated(width, names)),
-            (Mlp::Sparse, None) => unreachable!("sparse layers have experts"),
-        };
-        let behind = |name| self.post_norms.then_some(name);
-        let before_mlp = if self.post_norms { "pre_feedforward_layernorm" } else { "post_attention_layernorm" };
-        vec![
-            branch::Plan {
-                place: branch::Place::Mixer,
-                before: Some("input_layernorm"),
-                layer: mixer,
-                behind: behind("post_attention_layernorm"),
-            },
-            branch::Plan {
-                place: branch::Place::Mlp,
-                before: Some(before_mlp),
-                layer,
-                behind: behind("post_feedforward_layernorm"),
-            },
-        ]
+    /// The heads of every attention.
+    pub(crate) fn heads(&self) -> impl Iterator<Item = &attend::Heads> {
+        self.plans().filter_map(LayerPlan::heads)
     }
 
-    /// Elements of a token's keys.
-    pub fn k_width(&self) -> usize {
-        self.kv_heads * self.key_dim
+    /// Every mixture of experts.
+    pub(crate) fn experts(&self) -> impl Iterator<Item = &moe::Plan> {
+        self.plans().filter_map(|plan| match plan {
+            LayerPlan::Moe(plan) => Some(plan),
+            _ => None,
+        })
     }
 
-    /// Elements of a token's values.
-    pub fn v_width(&self) -> usize {
-        self.kv_heads * self.value_dim
+    fn experts_in_all(&self) -> usize {
+        self.experts().fold(0, |sum, plan| sum.saturating_add(plan.count))
+    }
+
+    /// For each block, how many positions back its attention reaches; `None` for all, and where it has none.
+    pub fn windows(&self) -> Vec<Option<usize>> {
+        let of = |block: &Vec<branch::Plan>| block.iter().find_map(|branch| branch.layer.heads()?.window);
+        self.blocks.iter().map(of).collect()
     }
 }
 
@@ -438,15 +247,16 @@ const MOST_LAYERS: usize = 1 << 16;
 /// More experts in all layers together are a mistake.
 const MOST_EXPERTS: usize = 1 << 20;
 
-fn rms_eps(fields: &Fields) -> f32 {
-    let Some(value) = fields.get("rms_norm_eps") else {
-        fields.refuse("rms_norm_eps", "is missing; it must be a number above 0");
+/// What norms of the family add under the root.
+fn eps(fields: &Fields, name: &str) -> f32 {
+    let Some(value) = fields.get(name) else {
+        fields.refuse(name, "is missing; it must be a number above 0");
         return 1.0;
     };
     match value.as_f64().map(|eps| eps as f32) {
         Some(eps) if eps > 0.0 && eps.is_finite() => eps,
         _ => {
-            fields.refuse("rms_norm_eps", format!("is {value}; it must be a number above 0 within f32"));
+            fields.refuse(name, format!("is {value}; it must be a number above 0 within f32"));
             1.0
         }
     }
@@ -474,21 +284,22 @@ mod tests {
 
     #[test]
     fn families_and_defaults() {
-        for family in [Family::Qwen3, Family::Qwen2, Family::Llama, Family::Phi3] {
-            assert_eq!(read(family.name(), json!({})).unwrap().family, family);
+        for family in ["qwen3", "qwen2", "llama", "phi3"] {
+            assert_eq!(read(family, json!({})).unwrap().family.name(), family);
         }
         let llama =
             read("llama", json!({"num_key_value_heads": null, "head_dim": null, "rope_parameters": null})).unwrap();
-        assert_eq!((llama.kv_heads, llama.key_dim, llama.rotary.theta), (4, 16, 10_000.0));
+        let heads = llama.heads().next().unwrap();
+        assert_eq!((heads.keys, heads.key_dim, llama.rotary[0].theta), (4, 16, 10_000.0));
         assert_eq!((llama.tied, llama.bos, llama.eos.len()), (false, None, 0));
     }
 
     #[test]
     fn both_spellings_of_the_rotary_base() {
         let old = json!({"rope_parameters": null, "rope_theta": 5e5, "rope_scaling": {"type": "default"}});
-        assert_eq!(read("qwen3", old).unwrap().rotary.theta, 5e5);
-        assert_eq!(read("qwen3", json!({"rope_theta": 10000})).unwrap().rotary.theta, 1e4);
-        assert_eq!(read("qwen3", json!({"rope_parameters": {"rope_theta": 7.5}})).unwrap().rotary.theta, 7.5);
+        assert_eq!(read("qwen3", old).unwrap().rotary[0].theta, 5e5);
+        assert_eq!(read("qwen3", json!({"rope_theta": 10000})).unwrap().rotary[0].theta, 1e4);
+        assert_eq!(read("qwen3", json!({"rope_parameters": {"rope_theta": 7.5}})).unwrap().rotary[0].theta, 7.5);
     }
 
     /// What a scaling takes where the folder does not say it, and what follows from it for cosines and sines.
@@ -497,7 +308,7 @@ mod tests {
         let read = |family: &str, parameters: Value| {
             let mut all = json!({"rope_theta": 10000.0, "original_max_position_embeddings": 128});
             all.as_object_mut().unwrap().extend(parameters.as_object().unwrap().clone());
-            read(family, json!({"rope_parameters": all})).unwrap().rotary
+            read(family, json!({"rope_parameters": all})).unwrap().rotary.remove(0)
         };
         let yarn = |changes: Value| {
             let mut all = json!({"rope_type": "yarn"});
@@ -528,7 +339,7 @@ mod tests {
 
     #[test]
     fn windows_and_lengths() {
-        let windows = |family: &str, changes| read(family, changes).unwrap().windows;
+        let windows = |family: &str, changes| read(family, changes).unwrap().windows();
         assert_eq!(windows("mistral", json!({"sliding_window": 9})), [Some(9); 2]);
         // The family's own default, where the key is missing and not null.
         assert_eq!(windows("mistral", json!({})), [Some(4096); 2]);
@@ -541,11 +352,14 @@ mod tests {
         let gemma2 = json!({"sliding_window": 7, "attn_logit_softcapping": 5, "final_logit_softcapping": null});
         assert_eq!(windows("gemma2", gemma2.clone()), [Some(7), None]);
         let gemma2 = read("gemma2", gemma2).unwrap();
-        assert_eq!((gemma2.attention_softcap, gemma2.logit_softcap, gemma2.embed_scale), (Some(5.0), None, Some(8.0)));
+        assert_eq!(
+            (gemma2.heads().next().unwrap().softcap, gemma2.logit_softcap, gemma2.embed_scale),
+            (Some(5.0), None, Some(8.0))
+        );
         let stretched = json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}});
         let stretched = read("llama", stretched).unwrap();
         assert_eq!(stretched.max_positions, 1280);
-        assert_eq!(stretched.rotary.scaling, Scaling::Dynamic { factor: 2.5, original: 512 });
+        assert_eq!(stretched.rotary[0].scaling, Scaling::Dynamic { factor: 2.5, original: 512 });
     }
 
     #[test]
@@ -898,7 +712,7 @@ mod tests {
             let read = Config::read(Fields::new("config.json".into(), map));
             let config = read.unwrap_or_else(|line| panic!("{name}: {line}"));
             if name == "Mistral without a window" {
-                assert_eq!(config.windows, [Some(4096); 2]);
+                assert_eq!(config.windows(), [Some(4096); 2]);
             }
         }
     }

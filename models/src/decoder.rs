@@ -122,7 +122,7 @@ impl<'a> Runner<'a> {
         let inputs = StepInputs::new(self, &step, sequences, states, &angle_pos, rows, earlier)?;
 
         // What a probe asks for is copied, and so is a choice that the host makes products of: that is not recorded.
-        let may_record = hook.probe.is_none() && (c.experts.is_none() || inputs.choices.is_some());
+        let may_record = hook.probe.is_none() && (c.experts().next().is_none() || inputs.choices.is_some());
         let calls = std::mem::take(&mut states.forms.calls);
         let mut pass = Pass::new((machine, decoder.dtype), (&step, &inputs), hook, calls, false);
         let recorded = match recorded {
@@ -194,7 +194,7 @@ impl Decoder {
         let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs };
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (embedding, head) = tables(c, &mut loader)?;
-        let blocks = (0..c.layers).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
+        let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
         let final_norm = final_norm(c, &mut loader)?;
         let Weights { parameters, constants, .. } = weights;
         Ok(Decoder { config, dtype, embedding, blocks, final_norm, head, parameters, constants, torn: false })
@@ -347,7 +347,7 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
     let mut loader = Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false };
     let mut take = || -> Result<(), ModelError> {
         tables(c, &mut loader)?;
-        for i in 0..c.layers {
+        for i in 0..c.layers() {
             block(c, i, &mut loader)?;
         }
         final_norm(c, &mut loader).map(drop)
@@ -368,12 +368,12 @@ fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelErr
 /// The branches of block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
     loader.prefix = format!("model.layers.{i}.");
-    c.block(i).iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms())).collect()
+    c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms)).collect()
 }
 
 fn final_norm(c: &Config, loader: &mut Loader) -> Result<Norm, ModelError> {
     loader.prefix.clear();
-    Norm::load(loader, "model.norm", c.hidden, &c.norms())
+    Norm::load(loader, c.final_norm, c.hidden, &c.norms)
 }
 
 #[cfg(test)]

@@ -127,6 +127,11 @@ impl Fields {
         self.map.get(field).filter(|value| !value.is_null())
     }
 
+    /// Whether somebody asked for the field.
+    pub fn was_asked(&self, field: &str) -> bool {
+        self.asked.borrow().contains(field)
+    }
+
     /// Whether the field is there, if only as null.
     pub fn has(&self, field: &str) -> bool {
         self.map.contains_key(field)

@@ -19,7 +19,7 @@ use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
 use samebits_ops::{
-    Attributes, Backend, Calls, Cpu, MOST_GROUPS, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
+    Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -534,7 +534,7 @@ fn forward(
         pass.hook.probe = None;
     }
     let (mut entered, mut saved) = (Vec::new(), Vec::new());
-    for i in 0..c.layers {
+    for i in 0..c.layers() {
         if keep && run.recompute {
             let (x, y) = (on.machine.upload(stream.x.view())?, on.machine.upload(stream.y.view())?);
             entered.push(Entered { x, y, added_by: stream.added_by });
@@ -661,12 +661,13 @@ fn reverse(
         pass.see("dentropy", dentropy)?;
     }
 
-    let angles = inputs.angles.get::<RopeTable>().expect("they are those of the processor");
-    let angles = angles.reversed();
+    let of_processor =
+        |angles: &Prepared| angles.get::<RopeTable>().expect("they are those of the processor").reversed();
+    let angles: Vec<RopeTable> = inputs.angles.iter().map(of_processor).collect();
     let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
     let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
-    for i in (0..c.layers).rev() {
+    for i in (0..c.layers()).rev() {
         let mut of_block = saved.pop().expect("every block was run");
         if let Some(Entered { x, y, added_by }) = entered.pop() {
             (stream.x, stream.y, stream.added_by) = (x, y, added_by);
@@ -1195,7 +1196,7 @@ mod tests {
             };
             let mut sites: Vec<String> = of_losses.iter().map(|site| site.to_string()).collect();
             let parameters = ["- parameters.".to_string()];
-            for layer in (0..model.config().layers).rev() {
+            for layer in (0..model.config().layers()).rev() {
                 // Gemma has norms behind both parts, Qwen experts in all layers but the first.
                 let own = match name {
                     "gemma2" => vec!["dsum", "dmlp", all[0], all[1], "do"],

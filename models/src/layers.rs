@@ -20,10 +20,20 @@ pub(crate) mod norm;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
+use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
 use loader::Loader;
 use samebits_ops::device::Device;
 use samebits_ops::{Cpu, Tensor};
+
+/// What a changed plan no longer holds.
+const SIZES: &str = "sizes are 1 to 2147483647";
+const WIDTH: &str = "layers are as wide as the residual stream";
+
+/// Whether a size is one that ops take.
+pub(crate) fn is_size(n: usize) -> bool {
+    (1..=i32::MAX as usize).contains(&n)
+}
 
 /// The kinds of layers that stand in the branches of a block: the module of each, and whether it keeps a state.
 macro_rules! layers {
@@ -42,6 +52,15 @@ macro_rules! layers {
         /// What the reverse pass of a layer reads, beside what entered it.
         pub(crate) enum Saved {
             $($kind(Box<$module::Saved>),)*
+        }
+
+        impl LayerPlan {
+            /// What it no longer holds, where it was changed: of a model of this width, with these rotations.
+            pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
+                match self {
+                    $(LayerPlan::$kind(plan) => plan.check(hidden, tables),)*
+                }
+            }
         }
 
         impl Layer {
@@ -93,6 +112,26 @@ macro_rules! layers {
             }
         }
     };
+}
+
+impl LayerPlan {
+    /// How an attention rotates.
+    pub(crate) fn rope(&self) -> Option<&heads::Rope> {
+        match self {
+            LayerPlan::Attention(plan) => Some(&plan.rope),
+            LayerPlan::LatentAttention(plan) => Some(&plan.rope),
+            _ => None,
+        }
+    }
+
+    /// The heads of an attention.
+    pub(crate) fn heads(&self) -> Option<&attend::Heads> {
+        match self {
+            LayerPlan::Attention(plan) => Some(&plan.heads),
+            LayerPlan::LatentAttention(plan) => Some(&plan.heads),
+            _ => None,
+        }
+    }
 }
 
 layers! {

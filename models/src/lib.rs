@@ -8,6 +8,19 @@
 //! Nothing in a folder is trusted: a file that is missing, damaged or asks for something this crate does not compute is
 //! a [`ModelError`], one line naming the file, the field or tensor, and what would be right.
 
+/// What a [`Config`](crate::Config) is made of: layers, as data.
+pub mod plan {
+    pub use crate::layers::LayerPlan as Layer;
+    pub use crate::layers::attend::Heads;
+    pub use crate::layers::attention::{Names as AttentionNames, Plan as Attention, QkvNames};
+    pub use crate::layers::branch::{Place, Plan as Branch};
+    pub use crate::layers::heads::{NormOf, QkNorm, Rope};
+    pub use crate::layers::latent_attention::Plan as LatentAttention;
+    pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
+    pub use crate::layers::moe::Plan as Moe;
+    pub use crate::layers::norm::Plan as Norm;
+}
+
 mod audit;
 mod backward;
 mod chat;
@@ -40,13 +53,12 @@ mod train;
 mod weights;
 
 pub use audit::{Audit, Finding, TensorReport};
-pub use config::{Config, Experts, Latent, Mlp, ROPE_LENGTH};
+pub use config::{Config, ROPE_LENGTH};
 pub use engine::Engine;
 pub use error::ModelError;
 pub use families::Family;
 pub use generate::{Generation, Stop};
 pub use gradients::{Accumulator, Batch, Forward, GradientRun, Gradients, Loss, Padding};
-pub use layers::mlp::Activation;
 pub use model::{Model, Precision, folder_files};
 pub use rollout::{Event, Sample, Sampling, Serving, Timing};
 pub use rotary::{RopeLength, Rotary, Scaling};

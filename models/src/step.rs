@@ -1,10 +1,9 @@
 //! A step: the next tokens of some sequences, one behind the other, and what kernels are told of them.
 
 use crate::ModelError;
-use crate::config::Config;
 use crate::decoder::Runner;
 use crate::machine::{AttentionMetadata, Index, IndexOf, Machine};
-use crate::rotary::RopeLength;
+use crate::rotary::{RopeLength, Rotary};
 use crate::state::States;
 use samebits_ops::device::Graph;
 use samebits_ops::{Calls, Cpu, Prepared, RopeTable, Tensor};
@@ -80,7 +79,8 @@ impl Step {
         self.rows() == self.sequences()
     }
 
-    fn rows_of(&self, input: usize) -> Range<usize> {
+    /// The rows of a sequence.
+    pub fn rows_of(&self, input: usize) -> Range<usize> {
         self.starts[input]..self.starts[input + 1]
     }
 }
@@ -93,7 +93,8 @@ pub(crate) struct StepInputs {
     /// Rows that layers which recur read and write, by sequence; `None` where none does.
     pub state_rows: Option<[Index; 2]>,
     pub attention: AttentionMetadata,
-    pub angles: Prepared,
+    /// Cosines and sines of each of the config's rotations.
+    pub angles: Vec<Prepared>,
     /// The rows that get logits, and the step that is left of them, where not all do.
     pub last: Option<(Index, Step)>,
     /// The choices of experts one after the other, where each takes a product of its own.
@@ -121,19 +122,23 @@ impl StepInputs {
             let positions = (start..).take(step.rows_of(i).len());
             at.extend(positions.filter_map(|pos| states.row(input.sequence, pos)).map(|row| row as i32));
         }
-        let angles = angles(config, on.cpu, step, sequences, states, angle_pos);
         let (tokens_before, rows_before, angles_before, on_device, choices, states_before) = match earlier {
             Some(StepInputs { tokens, rows, angles, attention, choices, state_rows, .. }) => {
-                (Some(tokens), Some(rows), Some(angles), attention.on_device, Some(choices), state_rows)
+                (Some(tokens), Some(rows), angles, attention.on_device, Some(choices), state_rows)
             }
-            None => (None, None, None, None, None, None),
+            None => (None, None, Vec::new(), None, None, None),
         };
         let of_tokens = IndexOf { op: "embedding", limit: config.vocab, distinct: false };
         let of_rows = IndexOf { op: "kv cache", limit: states.positions(), distinct: true };
         let of_last = IndexOf { op: "model", limit: n, distinct: false };
         let tokens = machine.index(of_tokens, tokens, tokens_before)?;
         let rows_of_cache = machine.index(of_rows, at, rows_before)?;
-        let angles = machine.angles(angles, angles_before)?;
+        let mut angles_before = angles_before.into_iter();
+        let tables = config.rotary.iter().map(|rotary| {
+            let table = angles(rotary, config.rope_length, on.cpu, step, sequences, states, angle_pos);
+            machine.angles(table, angles_before.next())
+        });
+        let angles = tables.collect::<Result<_, _>>()?;
         let state_rows = match states.rows_of_step(numbers.clone()) {
             None => None,
             Some(([read, written], limit)) => {
@@ -159,8 +164,8 @@ impl StepInputs {
         };
         let columns = attention.block_table.len() / sequences.len();
         let columns = if step.is_single() { columns.next_power_of_two() } else { columns };
-        if let Some(window) = config.windows.first() {
-            let shape = config.attention(*window).shape(step.sequences(), n, states.positions());
+        if let Some(heads) = config.heads().next() {
+            let shape = heads.shape(step.sequences(), n, states.positions());
             machine.place(&mut attention, &shape, columns)?;
         }
         let last = match rows {
@@ -176,18 +181,18 @@ impl StepInputs {
 
 /// Cosines and sines of a step, by the length that their frequencies belong to.
 fn angles(
-    config: &Config,
+    rotary: &Rotary,
+    length: RopeLength,
     cpu: &Cpu,
     step: &Step,
     sequences: &[SequenceInput],
     states: &States,
     pos: &[i32],
 ) -> RopeTable {
-    let rotary = &config.rotary;
     let mut by_limit: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
     let mut limits = Vec::with_capacity(pos.len());
     for (i, input) in sequences.iter().enumerate() {
-        let limit = rotary.class_of(match config.rope_length {
+        let limit = rotary.class_of(match length {
             RopeLength::Declared(length) => length,
             RopeLength::OfText => states.limit(input.sequence),
         });

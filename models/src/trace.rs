@@ -189,7 +189,8 @@ mod tests {
             let (plain, shown) = (run(None), run(Some(&mut names)));
             assert!(plain.iter().zip(&shown).all(|(a, b)| a.to_bits() == b.to_bits()), "{checkpoint}");
             let sites = || block.iter().chain(rest);
-            let layers = (0..model.config().layers).flat_map(|i| sites().map(move |site| format!("layers.{i}.{site}")));
+            let layers =
+                (0..model.config().layers()).flat_map(|i| sites().map(move |site| format!("layers.{i}.{site}")));
             let of_model = |names: [&str; 2]| names.map(String::from);
             let mut expected = of_model(["positions", "embed"]).to_vec();
             expected.extend(layers.chain(of_model(["final_norm", "logits"])));

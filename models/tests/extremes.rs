@@ -2,8 +2,9 @@
 //!
 //! Compiled with overflow checks; sizes that no memory holds must be refused before they are asked for.
 
+use samebits_models::plan::{Branch, Heads, Layer};
 use samebits_models::{
-    Accumulator, Audit, Batch, Config, Engine, Event, GradientRun, Grouping, Loss, Mlp, Model, ModelError, Optimizer,
+    Accumulator, Audit, Batch, Config, Engine, Event, GradientRun, Grouping, Loss, Model, ModelError, Optimizer,
     Padding, PageOrder, Partial, Precision, RopeLength, Run, Sampling, Schedule, Serving, Trainer,
 };
 use samebits_ops::{Cpu, Tensor};
@@ -266,12 +267,57 @@ fn a_changed_config_is_what_runs() {
         let model = Model::of_tensors(c, &views, Precision::Fp32, None, &cpu).unwrap();
         model.forward_run(&cpu, &[&[1, 2, 3]], Run::default()).unwrap()
     };
-    let changes: [fn(&mut Config); 3] =
-        [|c| c.windows = vec![Some(1); c.layers], |c| c.scale *= 2.0, |c| c.attention_softcap = Some(0.25)];
+    fn heads(c: &mut Config) -> impl Iterator<Item = &mut Heads> {
+        c.blocks.iter_mut().flatten().filter_map(|branch| match &mut branch.layer {
+            Layer::Attention(plan) => Some(&mut plan.heads),
+            _ => None,
+        })
+    }
+    let changes: [fn(&mut Config); 4] = [
+        |c| heads(c).for_each(|heads| heads.window = Some(1)),
+        |c| heads(c).for_each(|heads| heads.scale *= 2.0),
+        |c| heads(c).for_each(|heads| heads.softcap = Some(0.25)),
+        |c| c.norms.eps = 1.0,
+    ];
     for (i, change) in changes.iter().enumerate() {
         let mut changed = good.clone();
         change(&mut changed);
         assert!(logits(&changed) != logits(&good), "change {i}");
+    }
+}
+
+/// Changes one number of a block.
+fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
+    let of_heads = |heads: &mut Heads, at: usize| match at {
+        0 => heads.queries = n,
+        1 => heads.keys = n,
+        2 => heads.key_dim = n,
+        3 => heads.value_dim = n,
+        _ => heads.window = Some(n),
+    };
+    let at = pick.below(block.len());
+    match &mut block[at].layer {
+        Layer::Attention(plan) => match pick.below(8) {
+            5 => plan.hidden = n,
+            6 => plan.rope.table = n,
+            7 => plan.rope.dim = n,
+            at => of_heads(&mut plan.heads, at),
+        },
+        Layer::LatentAttention(plan) => match pick.below(9) {
+            5 => plan.nope = n,
+            6 => plan.kv_rank = n,
+            7 => plan.q_rank = Some(n),
+            8 => plan.rope.dim = n,
+            at => of_heads(&mut plan.heads, at),
+        },
+        Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
+        Layer::Moe(plan) => match pick.below(5) {
+            0 => plan.count = n,
+            1 => plan.groups = n,
+            2 => plan.chosen = n,
+            3 => plan.top_groups = n,
+            _ => plan.expert.width = n,
+        },
     }
 }
 
@@ -288,37 +334,16 @@ fn changed_configs_are_refused() {
         let mut pick = Choices(5);
         for _ in 0..150 {
             let (mut c, n) = (good.clone(), pick.of(&SIZES));
-            match pick.below(18) {
+            let which = pick.below(c.blocks.len());
+            match pick.below(8) {
                 0 => c.vocab = n,
                 1 => c.hidden = n,
-                2 => c.layers = n,
-                3 => c.q_heads = n,
-                4 => c.kv_heads = n,
-                5 => c.key_dim = n,
-                6 => c.value_dim = n,
-                7 => c.windows = vec![Some(n); n.min(4)],
-                8 => c.mlps = vec![if n % 2 == 0 { Mlp::Sparse } else { Mlp::Dense(n) }; n.min(4)],
-                9 => c.rotary.dim = n,
-                10 => c.max_positions = n,
-                11 => c.extra_layers = n,
-                12 => c.experts = None,
-                13 => c.latent = None,
-                14 => {
-                    if let Some(e) = &mut c.experts {
-                        *(if pick.below(2) == 0 { &mut e.count } else { &mut e.groups }) = n;
-                    }
-                }
-                15 => {
-                    if let Some(e) = &mut c.experts {
-                        e.chosen = n;
-                    }
-                }
-                16 => {
-                    if let Some(l) = &mut c.latent {
-                        l.nope = n;
-                    }
-                }
-                _ => c.rope_length = RopeLength::Declared(n),
+                2 => c.blocks.truncate(n),
+                3 => c.rotary[0].dim = n,
+                4 => c.max_positions = n,
+                5 => c.extra_layers = n,
+                6 => c.rope_length = RopeLength::Declared(n),
+                _ => change(&mut c.blocks[which], n, &mut pick),
             }
             let same = c == good;
             drop(c.clone().declare(n));

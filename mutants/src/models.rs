@@ -41,7 +41,7 @@ pub struct ModelMutant<P> {
 impl<P: Probe> ModelMutant<P> {
     /// For models of `config`.
     pub fn new(mutation: ModelMutation, config: &Config, beside: P) -> ModelMutant<P> {
-        let windowed = config.windows.iter().map(Option::is_some).collect();
+        let windowed = config.windows().iter().map(Option::is_some).collect();
         ModelMutant { mutation, windowed, scores: Vec::new(), order: Vec::new(), attended: Vec::new(), beside }
     }
 }

@@ -160,7 +160,7 @@ pub fn config_of(
 
 /// The declared length of a run, and whether frequencies depend on it.
 pub fn rope_length(config: &Config) -> (usize, bool) {
-    (config.longest(), config.rotary.trained_length().is_some())
+    (config.longest(), config.trained_length().is_some())
 }
 
 /// A model over weights that Python holds.

@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     };
     let model = args.folder.load(dtype, &cpu, first.rope_length.map(|length| (&*args.rollout, length)))?;
     // Of one that depends on it the length must be known.
-    let depends = |config: &Config| config.rotary.trained_length().is_some();
+    let depends = |config: &Config| config.trained_length().is_some();
     if first.rope_length.is_none() && depends(model.config()) {
         bail!("{}:1: has no `rope_length`, which this model's log-probabilities depend on", args.rollout.display());
     }

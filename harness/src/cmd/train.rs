@@ -200,7 +200,7 @@ fn train(args: &Args) -> Result<ExitCode> {
         atomic_write::write(&place(&name), &bytes).with_context(at_out)?;
     }
     // Last: with it the folder is whole.
-    let depends = trainer.config().rotary.trained_length().is_some();
+    let depends = trainer.config().trained_length().is_some();
     let length = depends.then(|| trainer.config().longest());
     let config = trained_config(&dir.join("config.json"), args.dtype, length)?;
     atomic_write::write(&place("config.json"), &config).with_context(at_out)?;
@@ -236,7 +236,7 @@ fn trained_config(from: &Path, dtype: Precision, rope_length: Option<usize>) -> 
 /// What decides the bits of a run but for how many steps it has.
 fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
-    let depends = trainer.config().rotary.trained_length().is_some();
+    let depends = trainer.config().trained_length().is_some();
     let rope_length = depends.then(|| trainer.config().longest());
     let path = args.folder.model.join("config.json");
     let config = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;

@@ -1,5 +1,6 @@
 //! Softmax attention: from queries, keys and values to heads, over the pages of the sequences.
 
+use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::{Backward, Block};
 use crate::machine::typed;
@@ -56,6 +57,22 @@ impl Attended {
 }
 
 impl Heads {
+    /// What they no longer hold, where they were changed.
+    pub(crate) fn check(&self) -> Result<(), &'static str> {
+        let &Heads { queries, keys, key_dim, value_dim, window, .. } = self;
+        if ![queries, keys, key_dim, value_dim].into_iter().all(is_size) {
+            Err(SIZES)
+        } else if !queries.is_multiple_of(keys) {
+            Err("query heads are a multiple of key heads")
+        } else if !queries.checked_mul(key_dim.max(value_dim)).is_some_and(is_size) {
+            Err("heads fit their width")
+        } else if !window.is_none_or(is_size) {
+            Err("windows hold a position")
+        } else {
+            Ok(())
+        }
+    }
+
     /// Elements of a token's queries, keys, values and heads.
     pub fn widths(&self) -> [usize; 4] {
         let &Heads { queries, keys, key_dim, value_dim, .. } = self;
@@ -161,7 +178,7 @@ impl Heads {
 }
 
 /// The rows of the sequences of a block: `values[n,..]` as `[sequences,rows,..]`, `..` being `axes`.
-fn rows_of<'t>(block: &Block, values: &'t Tensor, axes: &[usize]) -> Result<TensorRef<'t>, ModelError> {
+pub(crate) fn rows_of<'t>(block: &Block, values: &'t Tensor, axes: &[usize]) -> Result<TensorRef<'t>, ModelError> {
     let width: usize = axes.iter().product();
     let mut shape = vec![block.lengths.len(), block.rows];
     let mut strides = vec![block.stride * width, width];

@@ -3,17 +3,18 @@
 //! Matrices are cut by rows when they are loaded, so that the rotary part of a head comes out in f32 and is rounded after
 //! its rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
 
+use super::WIDTH;
 use super::attend::{self, Attended, Qkv};
-use super::heads::{Heads, Rotation};
+use super::heads::{Heads, QkNorm, Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
-use super::norm;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
+use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, DType, Pairing, Tensor};
+use samebits_ops::{Cpu, DType, Tensor};
 
 /// What an attention is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,18 +23,60 @@ pub struct Plan {
     pub hidden: usize,
     /// Its heads.
     pub heads: attend::Heads,
-    /// The first elements of a head, which are rotated.
-    pub rotary: usize,
-    /// Which of them rotate together.
-    pub pairing: Pairing,
-    /// The norm of every query and key head before the rotation.
-    pub head_norms: Option<norm::Plan>,
+    /// How queries and keys are rotated.
+    pub rope: Rope,
+    /// The norms of queries and keys before that.
+    pub norm: Option<QkNorm>,
     /// Biases on the query, key and value projections.
     pub bias: bool,
     /// A bias on the output projection.
     pub o_bias: bool,
-    /// Whether query, key and value are stored as one matrix.
-    pub fused: bool,
+    /// The names of its tensors.
+    pub names: Names,
+}
+
+/// Names of the tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Names {
+    /// The projections.
+    pub qkv: QkvNames,
+    /// The output projection.
+    pub o: &'static str,
+    /// The norms of queries and keys.
+    pub norms: [&'static str; 2],
+}
+
+/// Names of the query, key and value projections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkvNames {
+    /// A matrix each.
+    Each([&'static str; 3]),
+    /// One matrix.
+    Fused(&'static str),
+}
+
+impl Names {
+    /// What most families call them.
+    pub const PLAIN: Names = Names {
+        qkv: QkvNames::Each(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        o: "self_attn.o_proj",
+        norms: ["self_attn.q_norm", "self_attn.k_norm"],
+    };
+}
+
+impl Plan {
+    /// What it no longer holds, where it was changed.
+    pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
+        if self.hidden != hidden {
+            return Err(WIDTH);
+        }
+        // A norm of heads is one op with their rotation, which is of all their elements.
+        if self.norm.is_some() && self.rope.dim != self.heads.key_dim {
+            return Err("heads behind a norm are rotated whole");
+        }
+        self.heads.check()?;
+        self.rope.check(self.heads.key_dim, tables)
+    }
 }
 
 pub(crate) struct Attention {
@@ -54,36 +97,46 @@ pub(crate) struct Saved {
 
 impl Attention {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Attention, ModelError> {
-        let &Plan { hidden, rotary, bias, .. } = plan;
+        let &Plan { hidden, rope, bias, names, .. } = plan;
         let heads = plan.heads.clone();
         let (d, [q_width, k_width, v_width, o_width]) = (heads.key_dim, heads.widths());
-        let nope = d - rotary;
-        let whole = |count: usize, projection| Heads::new(count, rotary, projection, Rotation::new(plan.pairing));
-        let name = "self_attn.qkv_proj";
-        let (mut q, mut k, v) = if !plan.fused {
-            let q = loader.linear("self_attn.q_proj", q_width, hidden, bias)?;
-            let k = loader.linear("self_attn.k_proj", k_width, hidden, bias)?;
-            let v = loader.linear("self_attn.v_proj", v_width, hidden, bias)?;
-            (whole(heads.queries, q), whole(heads.keys, k), v)
-        } else if nope == 0 {
-            let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;
-            (whole(heads.queries, q), whole(heads.keys, k), v)
-        } else {
-            // Query, key and value heads one behind the other, as if they were heads of one matrix.
-            let all = loader.matrix(name, q_width + k_width + v_width, hidden)?;
-            let cut = |first, count| -> Result<Heads, ModelError> {
-                let [rotated, passed] = loader.cut(name, &all, None, first, count, [rotary, nope])?;
-                Ok(whole(count, rotated).with_nope(passed, nope))
-            };
-            let (q, k) = (cut(0, heads.queries)?, cut(q_width, heads.keys)?);
-            let [v] = loader.cut(name, &all, None, q_width + k_width, heads.keys, [heads.value_dim])?;
-            (q, k, v)
+        let (rotary, nope) = (rope.dim, d - rope.dim);
+        let whole = |count: usize, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
+        let (mut q, mut k, v) = match names.qkv {
+            QkvNames::Each(names) if nope == 0 => {
+                let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
+                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
+                (whole(heads.queries, q?), whole(heads.keys, k?), v?)
+            }
+            QkvNames::Each([q, k, v]) => {
+                let mut cut = |name, count| -> Result<Heads, ModelError> {
+                    let [rotated, passed] = loader.parts(name, count, [rotary, nope], hidden, bias)?;
+                    Ok(whole(count, rotated).with_nope(passed, nope))
+                };
+                let (q, k) = (cut(q, heads.queries)?, cut(k, heads.keys)?);
+                (q, k, loader.linear(v, v_width, hidden, bias)?)
+            }
+            QkvNames::Fused(name) if nope == 0 => {
+                let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;
+                (whole(heads.queries, q), whole(heads.keys, k), v)
+            }
+            QkvNames::Fused(name) => {
+                // Query, key and value heads one behind the other, as if they were heads of one matrix.
+                let all = loader.matrix(name, q_width + k_width + v_width, hidden)?;
+                let cut = |first, count| -> Result<Heads, ModelError> {
+                    let [rotated, passed] = loader.cut(name, &all, None, first, count, [rotary, nope])?;
+                    Ok(whole(count, rotated).with_nope(passed, nope))
+                };
+                let (q, k) = (cut(0, heads.queries)?, cut(q_width, heads.keys)?);
+                let [v] = loader.cut(name, &all, None, q_width + k_width, heads.keys, [heads.value_dim])?;
+                (q, k, v)
+            }
         };
-        if let Some(plan) = &plan.head_norms {
-            q = q.with_norm(loader, "self_attn.q_norm", d, plan)?;
-            k = k.with_norm(loader, "self_attn.k_norm", d, plan)?;
+        if let Some(norm) = &plan.norm {
+            q = q.with_norm(loader, names.norms[0], norm)?;
+            k = k.with_norm(loader, names.norms[1], norm)?;
         }
-        let o = loader.linear("self_attn.o_proj", hidden, o_width, plan.o_bias)?;
+        let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
         Ok(Attention { heads, q, k, v, o })
     }
 

@@ -4,17 +4,19 @@
 //! are cut by rows as those of attention are.
 
 use super::attend::{self, Attended, Qkv};
-use super::heads::Rotation;
+use super::heads::{Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::{self, Norm};
+use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::{concat, split};
 use crate::pass::Pass;
+use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, DType, Pairing, Tensor};
+use samebits_ops::{Cpu, DType, Tensor};
 
 /// What a latent attention is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,18 +25,34 @@ pub struct Plan {
     pub hidden: usize,
     /// Its heads, whose keys have a nope part and a rotary part.
     pub heads: attend::Heads,
-    /// Which elements of a rotary part rotate together.
-    pub pairing: Pairing,
+    /// How a rotary part is rotated, the same for all heads of a key.
+    pub rope: Rope,
     /// Elements of the vector that queries are made from; `None` when they are made from the residual stream.
     pub q_rank: Option<usize>,
     /// Elements of the vector that keys and values are made from.
     pub kv_rank: usize,
     /// Elements of a key that carry no position.
     pub nope: usize,
-    /// Elements of a key that are rotated, the same for all heads.
-    pub rotary: usize,
     /// Biases on the projections down to the short vectors and on the output projection.
     pub bias: bool,
+}
+
+impl Plan {
+    /// What it no longer holds, where it was changed.
+    pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
+        let &Plan { nope, rope, q_rank, kv_rank, .. } = self;
+        self.heads.check()?;
+        rope.check(self.heads.key_dim, tables)?;
+        if self.hidden != hidden {
+            Err(WIDTH)
+        } else if !(q_rank.is_none_or(is_size) && is_size(kv_rank) && is_size(nope) && is_size(rope.dim)) {
+            Err(SIZES)
+        } else if nope + rope.dim != self.heads.key_dim || self.heads.keys != self.heads.queries {
+            Err("heads are as wide as the parts of latent attention")
+        } else {
+            Ok(())
+        }
+    }
 }
 
 /// The norms of the short vectors have an epsilon of their own.
@@ -69,8 +87,8 @@ pub(crate) struct Saved {
 
 impl LatentAttention {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<LatentAttention, ModelError> {
-        let &Plan { hidden, q_rank, kv_rank, nope, rotary, bias, .. } = plan;
-        let (heads, rotation) = (plan.heads.clone(), Rotation::new(plan.pairing));
+        let &Plan { hidden, rope, q_rank, kv_rank, nope, bias, .. } = plan;
+        let (heads, rotation, rotary) = (plan.heads.clone(), Rotation::new(&rope), rope.dim);
         let (count, value_dim) = (heads.queries, heads.value_dim);
         let q_down = match q_rank {
             None => None,

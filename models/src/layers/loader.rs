@@ -28,8 +28,13 @@ impl Loader<'_, '_> {
 
     /// A vector, in f32.
     pub fn vector(&mut self, part: &str, n: usize) -> Result<Vector, ModelError> {
-        let name = self.name(part);
-        Ok(Vector { w: self.weights.tensor(&name, DType::Fp32, &[n])?, name })
+        self.tensor(part, &[n])
+    }
+
+    /// A parameter that no product reads, in f32.
+    pub fn tensor(&mut self, name: &str, shape: &[usize]) -> Result<Vector, ModelError> {
+        let name = self.name(name);
+        Ok(Vector { w: self.weights.tensor(&name, DType::Fp32, shape)?, name })
     }
 
     /// The same of something that is no parameter.

@@ -2,10 +2,12 @@
 
 use super::linear::Linear;
 use super::loader::Loader;
+use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::Index;
 use crate::pass::Pass;
+use crate::rotary::Rotary;
 use crate::state::LayerState;
 use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Cpu, DType, Tensor, TensorMut, TensorRef};
@@ -25,8 +27,16 @@ pub struct Plan {
     pub names: Names,
 }
 
-/// What most families call the MLP of a block.
-pub(crate) const BLOCK: &str = "mlp";
+impl Plan {
+    /// What it no longer holds, where it was changed.
+    pub(crate) fn check(&self, hidden: usize, _: &[Rotary]) -> Result<(), &'static str> {
+        match (self.hidden == hidden, is_size(self.width)) {
+            (false, _) => Err(WIDTH),
+            (_, false) => Err(SIZES),
+            _ => Ok(()),
+        }
+    }
+}
 
 /// Names of the matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +49,9 @@ pub enum Names {
 
 impl Names {
     /// What most families call them.
-    pub const PLAIN: Names = Names::Each(["gate_proj", "up_proj", "down_proj"]);
+    pub const PLAIN: Names = Names::Each(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]);
+    /// Those of an expert, behind the name of the expert.
+    pub const OF_EXPERT: Names = Names::Each(["gate_proj", "up_proj", "down_proj"]);
 }
 
 /// Activation of the gate.
@@ -69,23 +81,23 @@ pub(crate) struct Saved {
 
 impl Mlp {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Mlp, ModelError> {
-        Mlp::load_as(loader, BLOCK, plan)
+        Mlp::load_as(loader, "", plan)
     }
 
-    /// The MLP whose matrices stand under `prefix`.
+    /// The MLP whose matrices have names behind `prefix`.
     pub fn load_as(loader: &mut Loader, prefix: &str, plan: &Plan) -> Result<Mlp, ModelError> {
         let Plan { hidden, width, activation, bias, names } = *plan;
         let (gate, up, down) = match names {
             Names::Each([gate, up, down]) => {
-                let mut widen = |name| loader.linear(&format!("{prefix}.{name}"), width, hidden, bias);
+                let mut widen = |name| loader.linear(&format!("{prefix}{name}"), width, hidden, bias);
                 (widen(gate)?, widen(up)?, down)
             }
             Names::Fused([both, down]) => {
-                let [gate, up] = loader.parts(&format!("{prefix}.{both}"), 1, [width, width], hidden, bias)?;
+                let [gate, up] = loader.parts(&format!("{prefix}{both}"), 1, [width, width], hidden, bias)?;
                 (gate, up, down)
             }
         };
-        let down = loader.linear(&format!("{prefix}.{down}"), hidden, width, bias)?;
+        let down = loader.linear(&format!("{prefix}{down}"), hidden, width, bias)?;
         Ok(Mlp { gate, up, down, activation, width })
     }
 

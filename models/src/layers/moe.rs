@@ -8,10 +8,12 @@
 use super::linear::Linear;
 use super::loader::Loader;
 use super::mlp::{self, Mlp};
+use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::IndexOf;
 use crate::pass::Pass;
+use crate::rotary::Rotary;
 use crate::state::LayerState;
 use samebits_ops::device::{Device, Part};
 use samebits_ops::{Attributes, Backend, Cpu, DType, GroupWorth, Route, Scoring, Tensor, TensorRef};
@@ -46,6 +48,19 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// What it no longer holds, where it was changed.
+    pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
+        let &Plan { count, chosen, groups, top_groups, .. } = self;
+        [Some(&self.expert), self.shared.as_ref()].into_iter().flatten().try_for_each(|p| p.check(hidden, tables))?;
+        if ![count, chosen, groups, top_groups].into_iter().all(is_size) {
+            Err(SIZES)
+        } else if !count.is_multiple_of(groups) {
+            Err("groups are of as many experts each")
+        } else {
+            Ok(())
+        }
+    }
+
     /// The choice of experts for `tokens` tokens.
     fn route(&self, tokens: usize) -> Route {
         let Plan { count, chosen, scoring, groups, top_groups, group_worth, normalise, scale, .. } = *self;
@@ -86,11 +101,11 @@ impl Moe {
         // It decides the choice, which has no gradient: no parameter.
         let choice_bias = plan.choice_bias.then(|| loader.constant(&bias, plan.count)).transpose()?;
         let experts = (0..plan.count)
-            .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}"), &plan.expert))
+            .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
             .collect::<Result<_, _>>()?;
         let shared = match &plan.shared {
             None => None,
-            Some(plan) => Some(Mlp::load_as(loader, &format!("{block}.shared_experts"), plan)?),
+            Some(plan) => Some(Mlp::load_as(loader, &format!("{block}.shared_experts."), plan)?),
         };
         Ok(Moe { plan: plan.clone(), router, choice_bias, experts: Mlp::stack(experts), shared })
     }

@@ -4,6 +4,7 @@
 use super::{AttentionMetadata, Index, IndexOf, Machine, typed};
 use crate::ModelError;
 use crate::config::Config;
+use crate::layers::moe;
 use samebits_ops::device::{self, Buffer, Device, Indices, Part, Rotations};
 use samebits_ops::{Attention, Backend, DType, Error, Prepared, Qkv, RopeTable, Route, Scalar, Tensor};
 
@@ -89,8 +90,13 @@ impl Machine for Device {
 
     /// Matrices whose rows are no multiples of 16 bytes are left to the products that are cut by expert.
     fn choices(&self, config: &Config, dtype: DType, tokens: usize) -> Result<Option<Index>, Error> {
-        let Some(experts) = config.experts else { return Ok(None) };
-        if [config.hidden, experts.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
+        let mut all = config.experts();
+        let Some(experts) = all.next() else { return Ok(None) };
+        let of = |plan: &moe::Plan| (plan.chosen, plan.expert.width);
+        if all.any(|other| of(other) != of(experts)) {
+            return Ok(None);
+        }
+        if [config.hidden, experts.expert.width].iter().any(|k| !(k * dtype.size()).is_multiple_of(16)) {
             return Ok(None);
         }
         let limit = tokens * experts.chosen;

@@ -1,0 +1,116 @@
+//! DeepSeek V2: latent attention, shared experts, softmax routing.
+
+use super::Family;
+use super::parts::{chosen, expert, gated, only_silu, pre_norm, rope};
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::heads::Rope;
+use crate::layers::{LayerPlan, attend, latent_attention, mlp, moe};
+use crate::rotary::Scaling;
+use samebits_ops::{GroupWorth, Pairing, Scoring};
+use serde_json::{Value, json};
+
+pub(super) const FAMILY: Family = Family::of("deepseek_v2", read);
+
+fn read(c: &mut Config, f: &Fields, layers: usize) {
+    only_silu(f);
+    f.present(&["q_lora_rank"]);
+    let bias = f.flag("mlp_bias", false);
+    let mixer = latent(c, f, Pairing::Interleaved);
+    let mut experts = shared_experts(c, f);
+    f.only("scoring_func", &[json!("softmax")]);
+    f.only("topk_method", &[json!("greedy"), json!("group_limited_greedy")]);
+    // Its code in transformers does not read the field.
+    f.only("norm_topk_prob", &[json!(false)]);
+    if f.get("topk_method").is_none_or(|method| method == "greedy") {
+        (experts.groups, experts.top_groups) = (1, 1);
+    }
+    experts.expert.bias = bias;
+    experts.shared.iter_mut().for_each(|shared| shared.bias = bias);
+    let dense = mlp::Plan { bias, ..gated(c, f.required_size("intermediate_size")) };
+    c.blocks = blocks(f, layers, mixer, experts, dense);
+}
+
+/// Latent attention.
+pub(super) fn latent(c: &mut Config, f: &Fields, pairing: Pairing) -> latent_attention::Plan {
+    let queries = f.required_size("num_attention_heads");
+    let (q_rank, kv_rank) = (f.size("q_lora_rank"), f.required_size("kv_lora_rank"));
+    let (nope, rotary) = (f.required_size("qk_nope_head_dim"), f.required_size("qk_rope_head_dim"));
+    let bias = f.flag("attention_bias", false);
+    let (key_dim, value_dim) = (nope + rotary, f.required_size("v_head_dim"));
+    f.only("num_key_value_heads", &[json!(queries)]);
+    f.only("head_dim", &[json!(rotary)]);
+    f.only("qk_head_dim", &[json!(key_dim)]);
+    let rope = Rope { pairing, ..rope(c, f, rotary, Some(10_000.0)) };
+    let mut scale = 1.0 / (key_dim as f64).sqrt();
+    if let Some(mscale) = mscale_all(c, f) {
+        scale *= mscale * mscale;
+    }
+    let heads = attend::Heads { queries, keys: queries, key_dim, value_dim, scale, softcap: None, window: None };
+    latent_attention::Plan { hidden: c.hidden, heads, rope, q_rank, kv_rank, nope, bias }
+}
+
+/// What scores are multiplied by the square of, where positions are scaled.
+fn mscale_all(c: &Config, f: &Fields) -> Option<f64> {
+    if c.rotary.iter().all(|rotary| rotary.scaling == Scaling::Default) {
+        return None;
+    }
+    let mut found = None;
+    for map in ["rope_parameters", "rope_scaling"].iter().filter_map(|object| f.get(object)?.as_object()) {
+        let number = |key: &str| map.get(key).and_then(Value::as_f64).filter(|v| *v != 0.0);
+        if let (Some(all), Some(factor)) = (number("mscale_all_dim"), number("factor")) {
+            found = Some(crate::rotary::mscale(factor, all));
+        }
+    }
+    found
+}
+
+/// Experts in groups by softmax scores, and some that see every token.
+pub(super) fn shared_experts(c: &Config, f: &Fields) -> moe::Plan {
+    let count = f.required_size("n_routed_experts");
+    f.only("moe_layer_freq", &[json!(1)]);
+    let width = f.required_size("moe_intermediate_size");
+    let shared = f.size_or_zero("n_shared_experts") * width;
+    let groups = f.size("n_group").unwrap_or(1);
+    let top_groups = f.size("topk_group").unwrap_or(1);
+    if groups > 0 && !count.is_multiple_of(groups) {
+        f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}"));
+    }
+    moe::Plan {
+        count,
+        chosen: chosen(f, count),
+        expert: expert(c, width),
+        shared: (shared > 0).then(|| expert(c, shared)),
+        scoring: Scoring::Softmax,
+        choice_bias: false,
+        groups,
+        top_groups,
+        group_worth: GroupWorth::Max,
+        normalise: false,
+        scale: f.positive("routed_scaling_factor").unwrap_or(1.0),
+        block: "mlp",
+    }
+}
+
+/// Experts behind the first `first_k_dense_replace` layers.
+pub(super) fn blocks(
+    f: &Fields,
+    layers: usize,
+    mixer: latent_attention::Plan,
+    experts: moe::Plan,
+    dense: mlp::Plan,
+) -> Vec<Vec<crate::layers::branch::Plan>> {
+    let &moe::Plan { count, chosen, groups, top_groups, .. } = &experts;
+    let held = top_groups.saturating_mul(count / groups.max(1));
+    let known = count > 0 && groups > 0 && top_groups > 0;
+    if known && (top_groups > groups || held < chosen) {
+        let why = format!("is {top_groups}; of {groups} groups it must hold num_experts_per_tok {chosen}");
+        f.refuse("topk_group", why);
+    }
+    let first = f.size_or_zero("first_k_dense_replace");
+    let block = |i| {
+        let mlp = if i < first { LayerPlan::Mlp(dense.clone()) } else { LayerPlan::Moe(experts.clone()) };
+        pre_norm(LayerPlan::LatentAttention(mixer.clone()), mlp)
+    };
+    (0..layers).map(block).collect()
+}

@@ -1,0 +1,36 @@
+//! DeepSeek V3: V2 with sigmoid routing and a bias on the choice.
+
+use super::Family;
+use super::deepseek_v2::{blocks, latent, shared_experts};
+use super::parts::{gated, only_silu};
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::moe;
+use samebits_ops::{GroupWorth, Pairing, Scoring};
+use serde_json::json;
+
+pub(super) const FAMILY: Family = Family::of("deepseek_v3", read);
+
+fn read(c: &mut Config, f: &Fields, layers: usize) {
+    only_silu(f);
+    f.present(&["q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "routed_scaling_factor"]);
+    let pairing = if f.flag("rope_interleave", true) { Pairing::Interleaved } else { Pairing::Half };
+    c.extra_layers = f.size_or_zero("num_nextn_predict_layers");
+    let mixer = latent(c, f, pairing);
+    let experts = shared_experts(c, f);
+    f.only("scoring_func", &[json!("sigmoid")]);
+    f.only("topk_method", &[json!("noaux_tc")]);
+    let (count, groups) = (experts.count, experts.groups);
+    if groups > 1 && count > 0 && count / groups < 2 {
+        f.refuse("n_group", format!("is {groups}; a group needs two of the {count} experts"));
+    }
+    let experts = moe::Plan {
+        scoring: Scoring::Sigmoid,
+        choice_bias: true,
+        group_worth: GroupWorth::TopTwo,
+        normalise: f.flag("norm_topk_prob", true),
+        ..experts
+    };
+    let dense = gated(c, f.required_size("intermediate_size"));
+    c.blocks = blocks(f, layers, mixer, experts, dense);
+}

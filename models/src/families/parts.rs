@@ -1,0 +1,192 @@
+//! What the files of families have in common.
+
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::branch::{self, Place};
+use crate::layers::heads::{QkNorm, Rope};
+use crate::layers::mlp::Activation;
+use crate::layers::{LayerPlan, attend, attention, mlp, moe};
+use crate::rotary::Scaling;
+use samebits_ops::{GroupWorth, Pairing, Scoring};
+use serde_json::{Value, json};
+
+/// What a folder gets that does not say a size.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Missing {
+    /// What follows from the others, as the family's code has it.
+    Derived,
+    /// An error: the family's own default has nothing to do with its sizes, so the folder is ambiguous.
+    Refused,
+}
+
+/// Refuses every activation but silu.
+pub(super) fn only_silu(f: &Fields) {
+    f.only("hidden_act", &[json!("silu"), json!("swish")]);
+}
+
+/// Heads that all have projections of their own; what stands for `num_key_value_heads` and `head_dim` where they are missing.
+pub(super) fn heads(c: &Config, f: &Fields, kv: Missing, dim: Missing) -> attend::Heads {
+    let queries = f.required_size("num_attention_heads");
+    let keys = match f.size("num_key_value_heads") {
+        Some(heads) => heads,
+        None if kv == Missing::Derived => queries,
+        None => f.required_size("num_key_value_heads"),
+    };
+    if keys > 0 && !queries.is_multiple_of(keys) {
+        let why = format!("is {keys}; it must divide num_attention_heads {queries}");
+        f.refuse("num_key_value_heads", why);
+    }
+    let dim = match f.size("head_dim") {
+        Some(dim) => dim,
+        None if dim == Missing::Refused => f.required_size("head_dim"),
+        None if queries == 0 => 0,
+        None if c.hidden.is_multiple_of(queries) => c.hidden / queries,
+        None => {
+            let why = format!("is {queries}; without head_dim it must divide hidden_size {}", c.hidden);
+            f.refuse("num_attention_heads", why);
+            0
+        }
+    };
+    let scale = 1.0 / (dim as f64).sqrt();
+    attend::Heads { queries, keys, key_dim: dim, value_dim: dim, scale, softcap: None, window: None }
+}
+
+/// How whole heads are rotated; `theta` is the base where the folder says none, and must be said without.
+pub(super) fn rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
+    rope_of(c, f, dim, theta, false)
+}
+
+/// The same, where a folder may say that only a first part of a head is rotated.
+pub(super) fn partial_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
+    rope_of(c, f, dim, theta, true)
+}
+
+fn rope_of(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>, partial: bool) -> Rope {
+    let rotary = crate::rotary::read(f, dim, partial, theta, c.max_positions);
+    // The published length is that of the training; these scalings are there to go beyond it.
+    let stretch = match rotary.scaling {
+        Scaling::Linear { factor } | Scaling::Dynamic { factor, .. } => c.max_positions as f64 * factor,
+        Scaling::Yarn { factor, original, .. } => original as f64 * factor,
+        _ => 0.0,
+    };
+    c.max_positions = c.max_positions.max(stretch.min(f64::from(i32::MAX)) as usize);
+    let rope = Rope { table: c.rotary.len(), dim: rotary.dim, pairing: Pairing::Half };
+    c.rotary.push(rotary);
+    rope
+}
+
+/// An attention without norms and biases, by the names that most families have.
+pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attention::Plan {
+    let names = attention::Names::PLAIN;
+    attention::Plan { hidden: c.hidden, heads, rope, norm: None, bias: false, o_bias: false, names }
+}
+
+/// A gated MLP of this width, by the names that most families have.
+pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
+    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, bias: false, names: mlp::Names::PLAIN }
+}
+
+/// An expert of this width.
+pub(super) fn expert(c: &Config, width: usize) -> mlp::Plan {
+    mlp::Plan { names: mlp::Names::OF_EXPERT, ..gated(c, width) }
+}
+
+/// The norm of each query and key head.
+pub(super) fn head_norms(c: &Config) -> Option<QkNorm> {
+    Some(QkNorm { norm: c.norms, of: crate::layers::heads::NormOf::Head })
+}
+
+/// A block of two branches, each behind a norm: `x + mixer(norm(x))`, then `x + mlp(norm(x))`.
+pub(super) fn pre_norm(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
+    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None };
+    vec![branch(Place::Mixer, "input_layernorm", mixer), branch(Place::Mlp, "post_attention_layernorm", mlp)]
+}
+
+/// The window of each layer: by `layer_types` where they are given, else of those that are `windowed`.
+pub(super) fn windows(
+    f: &Fields,
+    layers: usize,
+    window: Option<usize>,
+    windowed: impl Fn(usize) -> bool,
+) -> Vec<Option<usize>> {
+    let otherwise = || (0..layers).map(|i| window.filter(|_| windowed(i))).collect();
+    let Some(value) = f.get("layer_types") else { return otherwise() };
+    let Some(types) = value.as_array() else {
+        f.refuse("layer_types", "is not a list of layer types");
+        return otherwise();
+    };
+    if types.len() != layers {
+        if layers > 0 {
+            f.refuse("layer_types", format!("has {} entries; num_hidden_layers is {layers}", types.len()));
+        }
+        return otherwise();
+    }
+    let of = |i: usize, kind: &Value| match (kind.as_str(), window) {
+        (Some("full_attention"), _) => Ok(None),
+        (Some("sliding_attention"), Some(_)) => Ok(window),
+        (Some("sliding_attention"), None) => {
+            Err((i, "is \"sliding_attention\", but there is no sliding_window in use".to_string()))
+        }
+        _ => Err((i, format!("is {kind}; supported are \"full_attention\" and \"sliding_attention\""))),
+    };
+    let read: Result<Vec<_>, _> = types.iter().enumerate().map(|(i, kind)| of(i, kind)).collect();
+    read.unwrap_or_else(|(i, why)| {
+        f.refuse(format!("layer_types[{i}]"), why);
+        otherwise()
+    })
+}
+
+/// The first of `names` that is there, as a size.
+pub(super) fn first_size(f: &Fields, names: &[&str]) -> usize {
+    let found = names.iter().fold(None, |found, name| found.or_else(|| f.size(name)));
+    found.unwrap_or_else(|| f.required_size(names[0]))
+}
+
+/// `num_experts_per_tok`, at most `count`.
+pub(super) fn chosen(f: &Fields, count: usize) -> usize {
+    let chosen = f.required_size("num_experts_per_tok");
+    if count > 0 && chosen > count {
+        f.refuse("num_experts_per_tok", format!("is {chosen}; there are {count} experts"));
+    }
+    chosen
+}
+
+/// A mixture of `count` experts by softmax scores, without groups and shared experts.
+pub(super) fn softmax_experts(f: &Fields, count: usize, expert: mlp::Plan, normalise: bool) -> moe::Plan {
+    moe::Plan {
+        count,
+        chosen: chosen(f, count),
+        expert,
+        shared: None,
+        scoring: Scoring::Softmax,
+        choice_bias: false,
+        groups: 1,
+        top_groups: 1,
+        group_worth: GroupWorth::Max,
+        normalise,
+        scale: 1.0,
+        block: "mlp",
+    }
+}
+
+/// Which layers have experts: every `decoder_sparse_step`-th, but those in `mlp_only_layers`.
+pub(super) fn sparse_by_step(f: &Fields, layers: usize) -> Vec<bool> {
+    let step = f.size("decoder_sparse_step").unwrap_or(1);
+    let given = f.get("mlp_only_layers");
+    let numbers = |value: &Value| value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect());
+    let dense: Vec<u64> = given.map_or(Some(Vec::new()), numbers).unwrap_or_else(|| {
+        let value = given.unwrap_or(&Value::Null);
+        f.refuse("mlp_only_layers", format!("is {value}; it must be a list of layer numbers"));
+        Vec::new()
+    });
+    (0..layers).map(|i| (i + 1).is_multiple_of(step) && !dense.contains(&(i as u64))).collect()
+}
+
+/// Qwen's windows: of the layers from `max_window_layers` on, where `use_sliding_window` switches them on.
+pub(super) fn switched_windows(f: &Fields, layers: usize) -> Vec<Option<usize>> {
+    let window = if f.flag("use_sliding_window", false) { f.size("sliding_window") } else { None };
+    // Without the switch, the family's code drops the window.
+    f.unread(&["sliding_window"]);
+    let first = f.get("max_window_layers").map_or(28, |_| f.size_or_zero("max_window_layers"));
+    windows(f, layers, window, |i| i >= first)
+}

@@ -1,0 +1,22 @@
+//! Phi-3, 3.5 and 4: fused projections, long rotary positions, heads that are rotated in part.
+
+use super::Family;
+use super::parts::{Missing, attention, gated, heads, only_silu, partial_rope, pre_norm};
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::attention::QkvNames;
+use crate::layers::{LayerPlan, attend, attention, mlp};
+
+pub(super) const FAMILY: Family = Family::of("phi3", read);
+
+fn read(c: &mut Config, f: &Fields, layers: usize) {
+    only_silu(f);
+    let heads = heads(c, f, Missing::Derived, Missing::Derived);
+    let heads = attend::Heads { window: f.size("sliding_window"), ..heads };
+    let rope = partial_rope(c, f, heads.key_dim, Some(10_000.0));
+    let names = attention::Names { qkv: QkvNames::Fused("self_attn.qkv_proj"), ..attention::Names::PLAIN };
+    let mixer = attention::Plan { names, ..attention(c, heads, rope) };
+    let names = mlp::Names::Fused(["mlp.gate_up_proj", "mlp.down_proj"]);
+    let mlp = mlp::Plan { names, ..gated(c, f.required_size("intermediate_size")) };
+    c.blocks = vec![pre_norm(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp)); layers];
+}
