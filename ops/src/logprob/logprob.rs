@@ -365,15 +365,35 @@ pub(crate) fn folded<S: Simd, I: Element>(
     (x, scale, origin): (&[I], f32, &Origin),
     at: Option<usize>,
 ) -> [f32; 2] {
-    let fold = |mut lanes: Lanes| if pairs { lanes.fold_pairs(s, x.len()) } else { lanes.fold(s, x.len()) };
-    let without = at.filter(|&at| at < x.len()).map(|at| {
+    let mut rest = None;
+    if let Some(at) = at.filter(|&at| at < x.len()) {
         // Of one lane there is a second sum.
-        let others = (at % LANES..x.len()).step_by(LANES).filter(|&i| i != at);
-        let lane = others.fold(0.0, |sum, i| sum + origin.weight(x[i].widen() * scale));
-        fold(lanes.with(s, at, lane, pairs))
-    });
-    let sum = fold(lanes);
-    [sum, without.unwrap_or(sum)]
+        let (mut lane, mut next) = (0.0, at % LANES);
+        let (mut values, mut weighed) = ([0f32; 64], [0f32; 64]);
+        while next < x.len() {
+            let mut count = 0;
+            while count < values.len() && next < x.len() {
+                if next != at {
+                    values[count] = x[next].widen();
+                    count += 1;
+                }
+                next += LANES;
+            }
+            weights(s, &values[..count], scale, *origin, &mut weighed[..count]);
+            for weight in &weighed[..count] {
+                lane += weight;
+            }
+        }
+        rest = Some(fold(s, lanes.with(s, at, lane, pairs), pairs, x.len()));
+    }
+    let sum = fold(s, lanes, pairs, x.len());
+    [sum, rest.unwrap_or(sum)]
+}
+
+/// The sum in the lanes of so many elements.
+#[inline(always)]
+fn fold<S: Simd>(s: S, mut lanes: Lanes, pairs: bool, len: usize) -> f32 {
+    if pairs { lanes.fold_pairs(s, len) } else { lanes.fold(s, len) }
 }
 
 /// Weights that stay in L1 until they are added; a multiple of 256.
