@@ -94,7 +94,6 @@ impl Config {
                 fields.refuse(field, why);
             }
         }
-        fields.only("pretraining_tp", &[1.into()]);
         let mut layers = fields.required_size("num_hidden_layers");
         if layers > MOST_LAYERS {
             fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read"));
@@ -122,6 +121,9 @@ impl Config {
             passed: Vec::new(),
         };
         family.blocks(&mut config, &fields, layers);
+        if !fields.was_asked("pretraining_tp") {
+            fields.only("pretraining_tp", &[1.into()]);
+        }
         if let Some(heads) = config.heads().next() {
             let (queries, widest) = (heads.queries, heads.key_dim.max(heads.value_dim));
             if queries.checked_mul(widest).is_none_or(|width| width > i32::MAX as usize) {

@@ -6,7 +6,7 @@
 //! on it would rotate the same tokens differently.
 
 use crate::fields::{Fields, asks_for_nothing, same};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::f64::consts::TAU;
 
@@ -38,6 +38,8 @@ pub enum RopeLength {
 pub enum Scaling {
     /// None.
     Default,
+    /// All 0: nothing turns, and positions are known by the masks alone.
+    Zero,
     /// All divided by a factor.
     Linear {
         /// The divisor.
@@ -96,15 +98,24 @@ pub(crate) fn mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * libm::log(factor) + 1.0 }
 }
 
+/// What a family says of its rotations before a folder is read.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked<'a> {
+    pub head_dim: usize,
+    /// Whether a folder may say that only a first part of a head is rotated.
+    pub partial: bool,
+    /// The base where the folder says none; without, it must be said.
+    pub theta: Option<f64>,
+    pub max_positions: usize,
+    /// The type of the layers that it is for, under which `rope_parameters` has their own, and the older field of their base.
+    /// An older scaling is for layers of full attention.
+    pub of: Option<[&'a str; 2]>,
+}
+
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
-pub(crate) fn read(
-    f: &Fields,
-    head_dim: usize,
-    partial: bool,
-    default_theta: Option<f64>,
-    max_positions: usize,
-) -> Rotary {
+pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
+    let Asked { head_dim, partial, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -114,13 +125,15 @@ pub(crate) fn read(
         _ => {}
     };
     for key in ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings"] {
-        if let Some(value) = f.get(key) {
-            note(key, key.into(), value);
+        let field = of.filter(|_| key == "rope_theta").map_or(key, |[_, field]| field);
+        if let Some(value) = f.get(field) {
+            note(key, field.into(), value);
         }
     }
     for object in ["rope_parameters", "rope_scaling"] {
-        for (key, value) in f.object(object).into_iter().flatten().filter(|(_, value)| !value.is_null()) {
-            let name = format!("{object}.{key}");
+        let Some((place, map)) = f.object(object).and_then(|map| place_of(f, object, map, of)) else { continue };
+        for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
+            let name = format!("{place}.{key}");
             // The kind has two spellings.
             let key = if key == "type" { "rope_type" } else { key };
             match KEYS.iter().find(|known| **known == key) {
@@ -306,6 +319,26 @@ pub(crate) fn read(
     rotary
 }
 
+/// Where the parameters of the layers asked for stand, under which name.
+fn place_of<'m>(
+    f: &Fields,
+    object: &str,
+    map: &'m Map<String, Value>,
+    of: Option<[&str; 2]>,
+) -> Option<(String, &'m Map<String, Value>)> {
+    let Some([kind, _]) = of else { return Some((object.into(), map)) };
+    for (key, value) in map.iter().filter(|_| object == "rope_parameters") {
+        if !["full_attention", "sliding_attention"].contains(&&key[..]) {
+            let why = format!("is {value}; the parameters stand under the types of layers here");
+            f.refuse(format!("{object}.{key}"), why);
+        }
+    }
+    match map.get(kind) {
+        Some(Value::Object(own)) => Some((format!("{object}.{kind}"), own)),
+        _ => (kind == "full_attention" && object == "rope_scaling").then(|| (object.into(), map)),
+    }
+}
+
 /// The key of the length of the training.
 const ORIGINAL: &str = "original_max_position_embeddings";
 
@@ -378,6 +411,7 @@ impl Rotary {
         let round = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v as f32).collect();
         match &self.scaling {
             Scaling::Default => round(&mut plain(self.theta)),
+            Scaling::Zero => vec![0.0; half],
             Scaling::Linear { factor } => round(&mut plain(self.theta).map(|f| f / factor)),
             Scaling::Dynamic { factor, original } => {
                 if length <= *original {

@@ -1,10 +1,9 @@
 //! Gemma 2: windows in every other layer, soft limits, gelu, norms behind the layers too, 1 added to norm weights.
 
 use super::Family;
-use super::parts::{Missing, attention, gated, heads, rope, windows};
+use super::parts::{Missing, attention, gated, heads, rope, sandwich, windows};
 use crate::config::Config;
 use crate::fields::Fields;
-use crate::layers::branch::{self, Place};
 use crate::layers::mlp::Activation;
 use crate::layers::{LayerPlan, attend, attention, mlp};
 use serde_json::json;
@@ -28,16 +27,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let windows = windows(f, layers, f.size("sliding_window"), |i| i % 2 == 0);
     let rope = rope(c, f, heads.key_dim, Some(10_000.0));
     let mlp = mlp::Plan { activation: Activation::Gelu, ..gated(c, f.required_size("intermediate_size")) };
-    let branch =
-        |place, before, layer, behind| branch::Plan { place, before: Some(before), layer, behind: Some(behind) };
     let block = |window| {
         let heads = attend::Heads { window, ..heads.clone() };
         let mixer = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
-        let (mixer, mlp) = (LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp.clone()));
-        vec![
-            branch(Place::Mixer, "input_layernorm", mixer, "post_attention_layernorm"),
-            branch(Place::Mlp, "pre_feedforward_layernorm", mlp, "post_feedforward_layernorm"),
-        ]
+        sandwich(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp.clone()))
     };
     c.blocks = windows.into_iter().map(block).collect();
 }

@@ -3,10 +3,10 @@
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch::{self, Place};
-use crate::layers::heads::{QkNorm, Rope};
+use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
 use crate::layers::{LayerPlan, attend, attention, mlp, moe};
-use crate::rotary::Scaling;
+use crate::rotary::{Asked, Rotary, Scaling};
 use samebits_ops::{GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
@@ -53,16 +53,29 @@ pub(super) fn heads(c: &Config, f: &Fields, kv: Missing, dim: Missing) -> attend
 
 /// How whole heads are rotated; `theta` is the base where the folder says none, and must be said without.
 pub(super) fn rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
-    rope_of(c, f, dim, theta, false)
+    push(c, crate::rotary::read(f, asked(c, dim, theta)))
 }
 
 /// The same, where a folder may say that only a first part of a head is rotated.
 pub(super) fn partial_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
-    rope_of(c, f, dim, theta, true)
+    push(c, crate::rotary::read(f, Asked { partial: true, ..asked(c, dim, theta) }))
 }
 
-fn rope_of(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>, partial: bool) -> Rope {
-    let rotary = crate::rotary::read(f, dim, partial, theta, c.max_positions);
+/// How layers of one type rotate; `field` is the older name of their base, `theta` its default.
+pub(super) fn rope_of_kind(c: &mut Config, f: &Fields, dim: usize, kind: &str, field: &str, theta: f64) -> Rope {
+    push(c, crate::rotary::read(f, Asked { of: Some([kind, field]), ..asked(c, dim, Some(theta)) }))
+}
+
+/// No rotation.
+pub(super) fn no_rope(c: &mut Config, dim: usize) -> Rope {
+    push(c, Rotary { dim, scaling: Scaling::Zero, ..Rotary::default() })
+}
+
+fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
+    Asked { head_dim, partial: false, theta, max_positions: c.max_positions, of: None }
+}
+
+fn push(c: &mut Config, rotary: Rotary) -> Rope {
     // The published length is that of the training; these scalings are there to go beyond it.
     let stretch = match rotary.scaling {
         Scaling::Linear { factor } | Scaling::Dynamic { factor, .. } => c.max_positions as f64 * factor,
@@ -93,7 +106,28 @@ pub(super) fn expert(c: &Config, width: usize) -> mlp::Plan {
 
 /// The norm of each query and key head.
 pub(super) fn head_norms(c: &Config) -> Option<QkNorm> {
-    Some(QkNorm { norm: c.norms, of: crate::layers::heads::NormOf::Head })
+    Some(QkNorm { norm: c.norms, of: NormOf::Head })
+}
+
+/// The norms of whole queries and keys.
+pub(super) fn row_norms(c: &Config) -> Option<QkNorm> {
+    Some(QkNorm { norm: c.norms, of: NormOf::Row })
+}
+
+/// A block of two branches with a norm behind each layer: `x + norm(mixer(x))`, then `x + norm(mlp(x))`.
+pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
+    let branch = |place, layer, behind| branch::Plan { place, before: None, layer, behind: Some(behind) };
+    vec![branch(Place::Mixer, mixer, "post_attention_layernorm"), branch(Place::Mlp, mlp, "post_feedforward_layernorm")]
+}
+
+/// A block of two branches with a norm before and behind each layer.
+pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
+    let branch =
+        |place, before, layer, behind| branch::Plan { place, before: Some(before), layer, behind: Some(behind) };
+    vec![
+        branch(Place::Mixer, "input_layernorm", mixer, "post_attention_layernorm"),
+        branch(Place::Mlp, "pre_feedforward_layernorm", mlp, "post_feedforward_layernorm"),
+    ]
 }
 
 /// A block of two branches, each behind a norm: `x + mixer(norm(x))`, then `x + mlp(norm(x))`.
