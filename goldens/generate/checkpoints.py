@@ -53,6 +53,7 @@ MODELS = {
     "gemma2": ("Gemma2", dict(BASE, num_hidden_layers=4, head_dim=16, sliding_window=11, query_pre_attn_scalar=24,
                               final_logit_softcapping=8.0, attn_logit_softcapping=5.0, tie_word_embeddings=True), 40,
                "bf16"),
+    "olmo2": ("Olmo2", dict(BASE, num_hidden_layers=2, attention_bias=True), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),

@@ -63,6 +63,8 @@ SHAPES = {
                     attn_logit_softcapping=30.0, tie_word_embeddings=True),
                dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, final_logit_softcapping=8.0,
                     attn_logit_softcapping=6.0, tie_word_embeddings=True)],
+    "Olmo2": [dict(rope_parameters=ROPE(1e4)), dict(attention_bias=True, rope_parameters=ROPE(5e5)),
+              dict(rms_norm_eps=1e-4)],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.

@@ -8,6 +8,7 @@ mod llama;
 mod mistral;
 mod mixtral;
 mod neutral;
+mod olmo2;
 mod parts;
 mod phi3;
 mod qwen2;
@@ -32,6 +33,7 @@ const ALL: &[Family] = &[
     qwen3_moe::FAMILY,
     deepseek_v2::FAMILY,
     deepseek_v3::FAMILY,
+    olmo2::FAMILY,
 ];
 
 /// A model family.
