@@ -54,6 +54,18 @@ MODELS = {
                               final_logit_softcapping=8.0, attn_logit_softcapping=5.0, tie_word_embeddings=True), 40,
                "bf16"),
     "olmo2": ("Olmo2", dict(BASE, num_hidden_layers=2, attention_bias=True), 24, "bf16"),
+    "olmo3": ("Olmo3", dict(BASE, num_hidden_layers=4, sliding_window=9, rope_parameters=dict(
+        full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=10000.0))), 40, "bf16"),
+    "olmoe": ("Olmoe", dict(BASE, num_hidden_layers=2, intermediate_size=24, num_experts=8, num_experts_per_tok=3), 12, "bf16"),
+    "seed-oss": ("SeedOss", dict(BASE, num_hidden_layers=2, head_dim=16, attention_out_bias=True), 24, "bf16"),
+    "smollm3": ("SmolLM3", dict(BASE, num_hidden_layers=3, no_rope_layer_interval=2, use_sliding_window=True,
+                                sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
+    "exaone4": ("Exaone4", dict(BASE, num_hidden_layers=4, sliding_window=9, sliding_window_pattern=2), 24, "bf16"),
+    "gemma3": ("Gemma3", dict(BASE, num_hidden_layers=3, head_dim=16, sliding_window=9, query_pre_attn_scalar=24,
+                              layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                              tie_word_embeddings=True, rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=2.0),
+        sliding_attention=dict(rope_type="default", rope_theta=10000.0))), 40, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),
@@ -68,12 +80,14 @@ MODELS = {
     "deepseek-v3": ("DeepseekV3", dict(LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=2.5,
                                        num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
 }
+# Where a text model has a config of its own.
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
-    offset = model.config.model_type == "gemma2"
+    offset = model.config.model_type in ("gemma2", "gemma3_text")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -119,7 +133,7 @@ def make(name, out):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(1000 + seed)
-        config = getattr(transformers, f"{kind}Config")(**sizes)
+        config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
         weights(model, generator)
         model.to(DTYPES[stored]).save_pretrained(folder)

@@ -30,7 +30,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 # The coefficient of the loss `policy_entropy`, which is recorded of these.
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
-LENGTHS = {"phi3": 36, "mixtral": 12, "qwen3-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 

@@ -48,6 +48,7 @@ SIZES = [
 LATENT = dict(moe_intermediate_size=26, first_k_dense_replace=1)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, mlp_only_layers=[], decoder_sparse_step=1)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
+BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
     "Qwen3": [dict(head_dim=14, rope_parameters=ROPE(1e6)), dict(head_dim=22, rope_parameters=ROPE(5e4)),
               dict(head_dim=10, rope_parameters=ROPE(1e4), attention_bias=True)],
@@ -65,6 +66,21 @@ SHAPES = {
                     attn_logit_softcapping=6.0, tie_word_embeddings=True)],
     "Olmo2": [dict(rope_parameters=ROPE(1e4)), dict(attention_bias=True, rope_parameters=ROPE(5e5)),
               dict(rms_norm_eps=1e-4)],
+    "Olmo3": [dict(sliding_window=5, rope_parameters=BY_TYPE(ROPE(1e4), ROPE(5e5))),
+              dict(sliding_window=3, layer_types=["full_attention", "sliding_attention", "full_attention"],
+                   rope_parameters=BY_TYPE(dict(checkpoints.YARN, factor=2.0), ROPE(1e4))),
+              dict(sliding_window=9, attention_bias=True, rope_parameters=BY_TYPE(ROPE(1e5), ROPE(1e5)))],
+    "Olmoe": [dict(num_experts=4, num_experts_per_tok=2), dict(num_experts=5, num_experts_per_tok=3, norm_topk_prob=True),
+              dict(num_experts=6, num_experts_per_tok=2)],
+    "SeedOss": [dict(head_dim=14), dict(head_dim=20, attention_out_bias=True), dict(head_dim=12, attention_bias=False)],
+    "SmolLM3": [dict(no_rope_layer_interval=2), dict(no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=4),
+                dict(attention_bias=True, no_rope_layers=[1, 0])],
+    "Exaone4": [dict(sliding_window=5, sliding_window_pattern=2), dict(sliding_window=None),
+                dict(sliding_window=3, layer_types=["full_attention", "sliding_attention"])],
+    "Gemma3": [dict(head_dim=12, sliding_window=4, query_pre_attn_scalar=17, sliding_window_pattern=2),
+               dict(head_dim=22, sliding_window=7, query_pre_attn_scalar=22, final_logit_softcapping=20.0),
+               dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, attn_logit_softcapping=6.0,
+                    layer_types=["full_attention", "sliding_attention"])],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.
@@ -170,7 +186,7 @@ def make(family, number, program, folder, batches):
     generator = torch.Generator().manual_seed(977 * number + len(family))
     torch.manual_seed(number)
     sizes = COMMON | SIZES[number] | SHAPES[family][number]
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
     checkpoints.weights(model, generator)
     model.to(torch.bfloat16).save_pretrained(folder)
     # Grouped products of experts ask for other sizes.

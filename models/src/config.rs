@@ -5,6 +5,7 @@
 //! asks for something, and what is passed by is named ([`crate::fields`]).
 
 use crate::fields::Fields;
+use crate::layers::head::Finish;
 use crate::layers::{LayerPlan, attend, branch, is_size, moe, norm};
 use crate::rotary::{RopeLength, Rotary};
 use crate::{Family, ModelError};
@@ -29,8 +30,8 @@ pub struct Config {
     pub rotary: Vec<Rotary>,
     /// Factor of the embedded tokens.
     pub embed_scale: Option<f64>,
-    /// Soft limit of the logits.
-    pub logit_softcap: Option<f64>,
+    /// What is done to the logits.
+    pub finish: Option<Finish>,
     /// Longest sequence that the model is for.
     pub max_positions: usize,
     /// What the frequencies of rotary positions belong to. Where nothing else is said the length that the model was trained on,
@@ -110,7 +111,7 @@ impl Config {
             final_norm: "model.norm",
             rotary: Vec::new(),
             embed_scale: None,
-            logit_softcap: None,
+            finish: None,
             max_positions: fields.required_size("max_position_embeddings"),
             rope_length: RopeLength::OfText,
             tied: fields.flag("tie_word_embeddings", family.tied),
@@ -355,7 +356,7 @@ mod tests {
         assert_eq!(windows("gemma2", gemma2.clone()), [Some(7), None]);
         let gemma2 = read("gemma2", gemma2).unwrap();
         assert_eq!(
-            (gemma2.heads().next().unwrap().softcap, gemma2.logit_softcap, gemma2.embed_scale),
+            (gemma2.heads().next().unwrap().softcap, gemma2.finish, gemma2.embed_scale),
             (Some(5.0), None, Some(8.0))
         );
         let stretched = json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}});

@@ -362,7 +362,7 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
 fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelError> {
     loader.prefix.clear();
     let (embedding, head) = Embedding::load(loader, [c.vocab, c.hidden], c.tied, c.embed_scale)?;
-    Ok((embedding, Head::new(head, c.logit_softcap)))
+    Ok((embedding, Head::new(head, c.finish)))
 }
 
 /// The branches of block number `i`.

@@ -3,17 +3,23 @@
 
 mod deepseek_v2;
 mod deepseek_v3;
+mod exaone4;
 mod gemma2;
+mod gemma3_text;
 mod llama;
 mod mistral;
 mod mixtral;
 mod neutral;
 mod olmo2;
+mod olmo3;
+mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_moe;
+mod seed_oss;
+mod smollm3;
 
 use crate::ModelError;
 use crate::config::Config;
@@ -34,6 +40,12 @@ const ALL: &[Family] = &[
     deepseek_v2::FAMILY,
     deepseek_v3::FAMILY,
     olmo2::FAMILY,
+    olmo3::FAMILY,
+    olmoe::FAMILY,
+    seed_oss::FAMILY,
+    smollm3::FAMILY,
+    exaone4::FAMILY,
+    gemma3_text::FAMILY,
 ];
 
 /// A model family.

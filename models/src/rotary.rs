@@ -102,8 +102,10 @@ pub(crate) fn mscale(factor: f64, mscale: f64) -> f64 {
 #[derive(Clone, Copy)]
 pub(crate) struct Asked<'a> {
     pub head_dim: usize,
-    /// Whether a folder may say that only a first part of a head is rotated.
-    pub partial: bool,
+    /// The share of a head that is rotated where the folder says none; `None` where only whole heads are.
+    pub partial: Option<f64>,
+    /// Whether folders wrote "longrope" under the older names "su" and "yarn".
+    pub renamed: bool,
     /// The base where the folder says none; without, it must be said.
     pub theta: Option<f64>,
     pub max_positions: usize,
@@ -115,7 +117,7 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -175,15 +177,15 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
     if theta < 1.0 {
         f.refuse(name("rope_theta"), format!("is {theta}; it must be a number of at least 1"));
     }
-    let mut share = number("partial_rotary_factor").unwrap_or(1.0);
-    if share > 1.0 || share != 1.0 && !partial {
-        let supported = if partial { "above 0 and at most 1" } else { "1" };
+    let mut share = number("partial_rotary_factor").or(partial).unwrap_or(1.0);
+    if share > 1.0 || share != 1.0 && partial.is_none() {
+        let supported = if partial.is_some() { "above 0 and at most 1" } else { "1" };
         f.refuse(name("partial_rotary_factor"), format!("is {share}; supported is {supported}"));
         share = 1.0;
     }
     let dim = (head_dim as f64 * share) as usize;
     if head_dim > 0 && (dim == 0 || !dim.is_multiple_of(2)) {
-        let field = if partial { "partial_rotary_factor" } else { "head_dim" };
+        let field = if partial.is_some() { "partial_rotary_factor" } else { "head_dim" };
         f.refuse(field, format!("is {dim} elements of a head; rotary positions need an even number"));
     }
     let original = match number("original_max_position_embeddings") {
@@ -209,8 +211,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         None => (String::new(), "default"),
         Some((name, value)) => (name.clone(), value.as_str().unwrap_or("no word")),
     };
-    // One family wrote its scaling under two older names.
-    let kind = if partial && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
+    let kind = if renamed && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
     let top = ["rope_theta", "rope_type", "partial_rotary_factor"];
     let (keys, scaling, factor): (&[&str], Scaling, f64) = match kind {
         // Nothing reads the length of the training.

@@ -4,6 +4,7 @@ use super::Family;
 use super::parts::{Missing, attention, gated, heads, rope, sandwich, windows};
 use crate::config::Config;
 use crate::fields::Fields;
+use crate::layers::head::Finish;
 use crate::layers::mlp::Activation;
 use crate::layers::{LayerPlan, attend, attention, mlp};
 use serde_json::json;
@@ -23,7 +24,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let heads = attend::Heads { scale, softcap: f.positive("attn_logit_softcapping"), ..heads };
     c.norms.offset = true;
     c.embed_scale = Some((c.hidden as f64).sqrt());
-    c.logit_softcap = f.positive("final_logit_softcapping");
+    c.finish = f.positive("final_logit_softcapping").map(Finish::Softcap);
     let windows = windows(f, layers, f.size("sliding_window"), |i| i % 2 == 0);
     let rope = rope(c, f, heads.key_dim, Some(10_000.0));
     let mlp = mlp::Plan { activation: Activation::Gelu, ..gated(c, f.required_size("intermediate_size")) };

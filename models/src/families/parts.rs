@@ -56,9 +56,9 @@ pub(super) fn rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -
     push(c, crate::rotary::read(f, asked(c, dim, theta)))
 }
 
-/// The same, where a folder may say that only a first part of a head is rotated.
-pub(super) fn partial_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
-    push(c, crate::rotary::read(f, Asked { partial: true, ..asked(c, dim, theta) }))
+/// The same, where only a first part of a head may be rotated: this share where the folder says none.
+pub(super) fn partial_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>, share: f64) -> Rope {
+    push(c, crate::rotary::read(f, Asked { partial: Some(share), ..asked(c, dim, theta) }))
 }
 
 /// How layers of one type rotate; `field` is the older name of their base, `theta` its default.
@@ -71,11 +71,12 @@ pub(super) fn no_rope(c: &mut Config, dim: usize) -> Rope {
     push(c, Rotary { dim, scaling: Scaling::Zero, ..Rotary::default() })
 }
 
-fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
-    Asked { head_dim, partial: false, theta, max_positions: c.max_positions, of: None }
+pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
+    Asked { head_dim, partial: None, renamed: false, theta, max_positions: c.max_positions, of: None }
 }
 
-fn push(c: &mut Config, rotary: Rotary) -> Rope {
+/// One more rotation.
+pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
     // The published length is that of the training; these scalings are there to go beyond it.
     let stretch = match rotary.scaling {
         Scaling::Linear { factor } | Scaling::Dynamic { factor, .. } => c.max_positions as f64 * factor,
@@ -116,14 +117,19 @@ pub(super) fn row_norms(c: &Config) -> Option<QkNorm> {
 
 /// A block of two branches with a norm behind each layer: `x + norm(mixer(x))`, then `x + norm(mlp(x))`.
 pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch = |place, layer, behind| branch::Plan { place, before: None, layer, behind: Some(behind) };
+    let branch = |place, layer, behind| branch::Plan { place, before: None, layer, behind: Some(behind), factor: None };
     vec![branch(Place::Mixer, mixer, "post_attention_layernorm"), branch(Place::Mlp, mlp, "post_feedforward_layernorm")]
 }
 
 /// A block of two branches with a norm before and behind each layer.
 pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch =
-        |place, before, layer, behind| branch::Plan { place, before: Some(before), layer, behind: Some(behind) };
+    let branch = |place, before, layer, behind| branch::Plan {
+        place,
+        before: Some(before),
+        layer,
+        behind: Some(behind),
+        factor: None,
+    };
     vec![
         branch(Place::Mixer, "input_layernorm", mixer, "post_attention_layernorm"),
         branch(Place::Mlp, "pre_feedforward_layernorm", mlp, "post_feedforward_layernorm"),
@@ -132,7 +138,7 @@ pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
 
 /// A block of two branches, each behind a norm: `x + mixer(norm(x))`, then `x + mlp(norm(x))`.
 pub(super) fn pre_norm(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None };
+    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None, factor: None };
     vec![branch(Place::Mixer, "input_layernorm", mixer), branch(Place::Mlp, "post_attention_layernorm", mlp)]
 }
 

@@ -22,6 +22,8 @@ pub struct Plan {
     pub layer: LayerPlan,
     /// The name of the norm behind the layer, where there is one.
     pub behind: Option<&'static str>,
+    /// Factor of what is added to the residual stream.
+    pub factor: Option<f64>,
 }
 
 /// The place of a branch in its block, by which the sites of its values are called.
@@ -134,6 +136,7 @@ pub(crate) struct Branch {
     before: Option<Norm>,
     layer: Layer,
     behind: Option<Norm>,
+    factor: Option<Attributes>,
 }
 
 /// What a reverse pass reads.
@@ -150,7 +153,8 @@ impl Branch {
     pub fn load(loader: &mut Loader, plan: &Plan, hidden: usize, norms: &norm::Plan) -> Result<Branch, ModelError> {
         let layer = Layer::load(loader, &plan.layer)?;
         let mut norm = |name: Option<&str>| name.map(|name| Norm::load(loader, name, hidden, norms)).transpose();
-        Ok(Branch { place: plan.place, before: norm(plan.before)?, layer, behind: norm(plan.behind)? })
+        let factor = plan.factor.map(|factor| Attributes::new().with("factor", factor));
+        Ok(Branch { place: plan.place, before: norm(plan.before)?, layer, behind: norm(plan.behind)?, factor })
     }
 
     /// Takes the weights to a device.
@@ -185,6 +189,10 @@ impl Branch {
             swap(y, sum);
             pass.see(sites.behind, y)?;
         }
+        if let Some(factor) = &self.factor {
+            pass.op("scale", factor, &[("x", y.view())], [("y", sum.view_mut())])?;
+            swap(y, sum);
+        }
         stream.added_by = pass.layer.map(|layer| (layer, self.place));
         let made = made.map(|[made]| made);
         Ok(entered.zip(layer).map(|([x, a], layer)| Saved { x, a, layer, made }))
@@ -193,14 +201,18 @@ impl Branch {
     /// From `dsum` of the stream with what this branch adds: that of the stream before.
     pub fn backward(&self, back: &mut Backward, saved: Saved, dsum: &Tensor) -> Result<Tensor, ModelError> {
         let (sites, Saved { x, a, layer, made }) = (self.place.sites(), saved);
-        let dmade = match (&self.behind, made) {
-            (Some(norm), Some(made)) => {
-                let mut dmade = norm.backward(back, &made, dsum)?;
-                back.see(sites.made[1], &mut dmade)?;
-                Some(dmade)
-            }
-            _ => None,
-        };
+        let mut dmade = None;
+        if let Some(factor) = &self.factor {
+            let mut dy = back.pass.empty(DType::Fp32, dsum.shape())?;
+            back.pass.op("scale", factor, &[("x", dsum.view())], [("y", dy.view_mut())])?;
+            dmade = Some(dy);
+        }
+        if let (Some(norm), Some(made)) = (&self.behind, made) {
+            dmade = Some(norm.backward(back, &made, dmade.as_ref().unwrap_or(dsum))?);
+        }
+        if let Some(dmade) = &mut dmade {
+            back.see(sites.made[1], dmade)?;
+        }
         let mut da = self.layer.backward(back, &a, layer, dmade.as_ref().unwrap_or(dsum))?;
         back.see(sites.norm[1], &mut da)?;
         match &self.before {

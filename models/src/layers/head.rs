@@ -22,24 +22,57 @@ pub(crate) struct Logprobs {
     pub temperature: f64,
 }
 
-/// The output projection, and the soft limit of its logits.
+/// What is done to logits behind the projection.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Finish {
+    /// They are bent below a soft limit.
+    Softcap(f64),
+    /// They are multiplied by a factor.
+    Scale(f64),
+}
+
+/// The output projection, and what is done to its logits.
 pub(crate) struct Head {
     pub linear: Linear,
-    softcap: Option<Attributes>,
+    finish: Option<(Finish, Attributes)>,
 }
 
 impl Head {
-    pub fn new(linear: Linear, softcap: Option<f64>) -> Head {
-        Head { linear, softcap: softcap.map(|cap| Attributes::new().with("cap", cap)) }
+    pub fn new(linear: Linear, finish: Option<Finish>) -> Head {
+        let attributes = |finish| match finish {
+            Finish::Softcap(cap) => Attributes::new().with("cap", cap),
+            Finish::Scale(factor) => Attributes::new().with("factor", factor),
+        };
+        Head { linear, finish: finish.map(|finish| (finish, attributes(finish))) }
     }
 
     /// `a[rows,hidden]` to logits `[rows,V]`.
     pub fn logits(&self, pass: &mut Pass, a: TensorRef) -> Result<Tensor, ModelError> {
         let logits = self.linear.apply(pass, a, DType::Fp32)?;
-        let Some(cap) = &self.softcap else { return Ok(logits) };
-        let mut capped = pass.empty(DType::Fp32, logits.shape())?;
-        pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
-        Ok(capped)
+        Ok(self.finished(pass, &logits)?.unwrap_or(logits))
+    }
+
+    /// What is made of logits behind the projection, where anything is.
+    fn finished(&self, pass: &mut Pass, logits: &Tensor) -> Result<Option<Tensor>, ModelError> {
+        let Some((finish, attributes)) = &self.finish else { return Ok(None) };
+        let mut y = pass.empty(DType::Fp32, logits.shape())?;
+        let op = if matches!(finish, Finish::Softcap(_)) { "softcap" } else { "scale" };
+        pass.op(op, attributes, &[("x", logits.view())], [("y", y.view_mut())])?;
+        Ok(Some(y))
+    }
+
+    /// From `dy` of that: the gradient of the logits of the projection, as its product reads it.
+    fn finished_backward(&self, back: &mut Backward, logits: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
+        let Some((finish, attributes)) = &self.finish else { return back.rounded(dy.view()) };
+        let mut dlogits = back.pass.empty(back.pass.dtype, logits.shape())?;
+        let (x, out) = (("x", logits.view()), dlogits.view_mut());
+        match finish {
+            Finish::Softcap(_) => {
+                back.pass.op("softcap_backward", attributes, &[x, ("dy", dy.view())], [("dx", out)])?;
+            }
+            Finish::Scale(_) => back.pass.op("scale", attributes, &[("x", dy.view())], [("y", out)])?,
+        }
+        Ok(dlogits)
     }
 
     /// `a[n,hidden]` to the log-probabilities of `targets`, +0 for a target that is negative, and what their gradient needs;
@@ -54,7 +87,7 @@ impl Head {
     ) -> Result<Logprobs, ModelError> {
         let (n, at) = (targets.len(), Attributes::new().with("temperature", temperature));
         let (mut logprob, mut lse) = (pass.empty(DType::Fp32, &[n])?, pass.empty(DType::Fp32, &[n])?);
-        if self.softcap.is_none() && !with_entropy {
+        if self.finish.is_none() && !with_entropy {
             let inputs = [("x", a.view()), ("w", self.linear.matrix(0)), ("target", TensorRef::new(targets, &[n])?)];
             let outputs = [("logprob", logprob.view_mut()), ("lse", lse.view_mut())];
             pass.op("linear_logprob", &at, &inputs, outputs)?;
@@ -88,48 +121,33 @@ impl Head {
         let of_logits = Attributes::new().with("temperature", temperature);
         let (n, head) = (targets.len(), &self.linear);
         let mut da = back.pass.empty(DType::Fp32, a.shape())?;
-        if self.softcap.is_some() || dentropy.is_some() {
+        if self.finish.is_some() || dentropy.is_some() {
             for rows in tiles(n) {
                 // The logits of a few rows at a time: a chain over tokens goes on from tile to tile.
                 let few = rows.len();
                 let logits = head.apply(&mut back.pass, a.rows(rows.clone()), DType::Fp32)?;
-                let softcapped = match &self.softcap {
-                    None => None,
-                    Some(cap) => {
-                        let mut capped = back.pass.empty(DType::Fp32, logits.shape())?;
-                        back.pass.op("softcap", cap, &[("x", logits.view())], [("y", capped.view_mut())])?;
-                        Some((cap, capped))
-                    }
-                };
-                let capped = softcapped.as_ref().map_or(&logits, |(_, capped)| capped);
-                let mut dcapped = back.pass.empty(DType::Fp32, logits.shape())?;
+                let finished = self.finished(&mut back.pass, &logits)?;
+                let finished = finished.as_ref().unwrap_or(&logits);
+                let mut dfinished = back.pass.empty(DType::Fp32, logits.shape())?;
                 let inputs = [
-                    ("logits", capped.view()),
+                    ("logits", finished.view()),
                     ("target", TensorRef::new(&targets[rows.clone()], &[few])?),
                     ("lse", lse.rows(rows.clone())),
                     ("dlogprob", dlogprob.rows(rows.clone())),
                 ];
-                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dcapped.view_mut())])?;
+                back.pass.op("logprob_backward", &of_logits, &inputs, [("dlogits", dfinished.view_mut())])?;
                 if let (Some(entropy), Some(dentropy)) = (&of_rows.entropy, dentropy) {
                     let mut more = back.pass.empty(DType::Fp32, logits.shape())?;
                     let inputs = [
-                        ("logits", capped.view()),
+                        ("logits", finished.view()),
                         ("entropy", entropy.rows(rows.clone())),
                         ("lse", lse.rows(rows.clone())),
                         ("dentropy", dentropy.rows(rows.clone())),
                     ];
                     back.pass.op("entropy_backward", &of_logits, &inputs, [("dlogits", more.view_mut())])?;
-                    dcapped = back.sum(dcapped, more)?;
+                    dfinished = back.sum(dfinished, more)?;
                 }
-                let dlogits = match &softcapped {
-                    None => back.rounded(dcapped.view())?,
-                    Some((cap, _)) => {
-                        let mut dlogits = back.pass.empty(back.pass.dtype, logits.shape())?;
-                        let inputs = [("x", logits.view()), ("dy", dcapped.view())];
-                        back.pass.op("softcap_backward", cap, &inputs, [("dx", dlogits.view_mut())])?;
-                        dlogits
-                    }
-                };
+                let dlogits = self.finished_backward(back, &logits, &dfinished)?;
                 let (x, mask) = (a.rows(rows.clone()), &back.mask[rows.clone()]);
                 back.add_matrix(head.source(0), x, dlogits.view(), mask)?;
                 let dx = head.input_gradient(back, 0, dlogits.view(), DType::Fp32)?;
