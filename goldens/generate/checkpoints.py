@@ -66,6 +66,10 @@ MODELS = {
                               tie_word_embeddings=True, rope_parameters=dict(
         full_attention=dict(rope_type="linear", rope_theta=1000000.0, factor=2.0),
         sliding_attention=dict(rope_type="default", rope_theta=10000.0))), 40, "bf16"),
+    "glm4": ("Glm4", dict(BASE, num_hidden_layers=2, head_dim=16, rms_norm_eps=1e-5), 24, "bf16"),
+    "ernie4-5": ("Ernie4_5", dict(BASE, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True), 24, "bf16"),
+    "granite": ("Granite", dict(BASE, num_hidden_layers=2, embedding_multiplier=6.0, residual_multiplier=0.3,
+                                attention_multiplier=0.2, logits_scaling=3.0), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),

@@ -81,6 +81,10 @@ SHAPES = {
                dict(head_dim=22, sliding_window=7, query_pre_attn_scalar=22, final_logit_softcapping=20.0),
                dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, attn_logit_softcapping=6.0,
                     layer_types=["full_attention", "sliding_attention"])],
+    "Glm4": [dict(head_dim=12), dict(head_dim=20, attention_bias=False), dict(head_dim=16, rms_norm_eps=1e-5)],
+    "Ernie4_5": [dict(head_dim=14, use_bias=True), dict(head_dim=22), dict(head_dim=12, rope_parameters=ROPE(1e4))],
+    "Granite": [dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0),
+                dict(attention_multiplier=0.25, logits_scaling=1.7), dict(residual_multiplier=1.5, attention_multiplier=0.3)],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.

@@ -3,9 +3,12 @@
 
 mod deepseek_v2;
 mod deepseek_v3;
+mod ernie4_5;
 mod exaone4;
 mod gemma2;
 mod gemma3_text;
+mod glm4;
+mod granite;
 mod llama;
 mod mistral;
 mod mixtral;
@@ -46,6 +49,9 @@ const ALL: &[Family] = &[
     smollm3::FAMILY,
     exaone4::FAMILY,
     gemma3_text::FAMILY,
+    glm4::FAMILY,
+    ernie4_5::FAMILY,
+    granite::FAMILY,
 ];
 
 /// A model family.

@@ -12,20 +12,14 @@ __all__ = ["Place", "by_folder", "places"]
 Place = tuple[str, tuple[Any, ...]]
 
 _SEPARATE = ("gate_proj", "up_proj", "down_proj")
-# By family: the block that has the experts in folders, where it is not `mlp`, and what gate, up and down are called there.
-_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", _SEPARATE),
-    "deepseek_v2": ("mlp", _SEPARATE),
-    "deepseek_v3": ("mlp", _SEPARATE),
-}
+# By family: the block that has the experts in folders, and what gate, up and down are called there, where that is not what
+# modules and most folders say.
+_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
 
 
 def places(name: str, tensor: Any, family: str) -> list[Place]:
     """The tensors of a folder that the tensor `name` holds; itself, where a folder has it as it is."""
-    if family not in _FAMILIES:
-        return [(name, ())]
-    block, (gate, up, down) = _FAMILIES[family]
+    block, (gate, up, down) = _FAMILIES.get(family, ("mlp", _SEPARATE))
     *path, last = name.split(".")
     if path[:-1] and path[-1] == "experts" and last in ("gate_up_proj", "down_proj"):
         shape = tuple(tensor.shape)

@@ -469,7 +469,7 @@ def test_frequencies_belong_to_a_declared_length(family, tmp_path):
     assert (again.rope_length, logprobs(again)) == (40, made)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "olmoe", "deepseek-v2", "deepseek-v3"])
 def test_experts_that_a_module_holds_in_one(family, tmp_path):
     """Modules of transformers 5 have all experts of a layer in one tensor, folders each by itself: the same model."""
     transformers = pytest.importorskip("transformers")
