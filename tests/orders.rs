@@ -282,8 +282,6 @@ impl Bench {
             let enough = match only {
                 // One of several sums that a kernel has in one order.
                 Some(_) => (1, 5),
-                // Losses have one dtype, and so a third of the cases of others.
-                None if ["nll", "policy_loss"].contains(&op) => (QUICK, 7),
                 None => (QUICK, DEFAULT),
             };
             if quick < enough.0 || default < enough.1 {

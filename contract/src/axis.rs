@@ -771,8 +771,27 @@ fn sizes(limit: usize) -> Vec<usize> {
     sizes
 }
 
+/// Of more entries than this more settings are asked: one row may hide what another shows.
+const MANY: usize = 32;
+
+/// One number of each gap between [`sizes`] below `limit`, drawn: kernels choose by numbers that are near no power of two as well.
+fn between(limit: usize, draw: &mut impl FnMut(usize) -> usize) -> Vec<usize> {
+    let gaps = (3..).map(|k| 1usize << k).map(|p| (p + 2, (2 * p - 1).min(limit)));
+    gaps.take_while(|(least, _)| *least < limit).map(|(least, end)| least + draw(end - least)).collect()
+}
+
+/// Numbers below what is asked for, drawn for this case and seed.
+fn draws(case: &Case, machine: &Machine) -> impl FnMut(usize) -> usize + use<> {
+    let mut state = hash(&case.name) ^ machine.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    move |below| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 33) % below as u64) as usize
+    }
+}
+
 fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     let base = Base::new(case);
+    let mut draw = draws(case, machine);
     let mut variants = Vec::new();
     // The rows over and over, every copy held to the first: 1 to 9 and all around powers of two.
     let most = (machine.room / base.width()).min(2049);
@@ -785,18 +804,22 @@ fn batch<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
     for (axis, prefix) in base.axes() {
         let extent = base.extent(axis);
         if extent > 1 {
-            // More of them where there are many: one row may hide what another shows.
-            let alone = base.probes(axis, if extent > 32 { 24 } else { 8 }).into_iter();
+            let alone = base.probes(axis, if extent <= MANY { 8 } else { [66, 24][axis] }).into_iter();
             variants.extend(alone.map(|row| base.pick(format!("{prefix}alone:{row}"), axis, &[row])));
             // A prefix of one is row 0 alone.
-            for size in sizes(extent).into_iter().filter(|&size| size > 1) {
+            let drawn = if extent > MANY { between(extent, &mut draw) } else { Vec::new() };
+            for size in sizes(extent).into_iter().filter(|&size| size > 1).chain(drawn) {
                 let picks: Vec<usize> = (0..size).collect();
                 variants.push(base.pick(format!("{prefix}first:{size}"), axis, &picks));
             }
         }
-        // The next power of two above twice the batch, and one more.
-        let more = (2 * extent).next_power_of_two() + 1 - extent;
-        variants.push(base.surround(format!("{prefix}more:{more}"), axis, [0, more], Garbage::Other));
+        // The next power of two above twice the batch, and one more; one of those on the way there.
+        let power = (2 * extent).next_power_of_two();
+        let most = (2 * extent).min(126);
+        let drawn = (MANY < extent && extent < most).then(|| 1 + draw(most - extent));
+        for more in [power + 1 - extent].into_iter().chain(drawn) {
+            variants.push(base.surround(format!("{prefix}more:{more}"), axis, [0, more], Garbage::Other));
+        }
     }
     variants
 }
@@ -810,10 +833,9 @@ fn position<'a>(case: &'a Case, machine: &Machine) -> Vec<Variant<'a>> {
         let stride = (1..n).rev().map(|s| s.div_ceil(2)).find(|s| *s > 1 && gcd(*s, n) == 1).unwrap_or(1);
         // A draw of its own for every case and seed.
         let mut shuffled: Vec<usize> = (0..n).collect();
-        let mut state = hash(&case.name) ^ machine.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let mut draw = draws(case, machine);
         for i in (1..n).rev() {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            shuffled.swap(i, ((state >> 33) % (i as u64 + 1)) as usize);
+            shuffled.swap(i, draw(i + 1));
         }
         let orders: [(&str, Vec<usize>); 5] = [
             ("rotate1", (0..n).map(|i| (i + 1) % n).collect()),
@@ -1615,5 +1637,10 @@ mod tests {
     fn batch_sizes() {
         assert_eq!(sizes(1), [0; 0]);
         assert_eq!(sizes(20), [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]);
+        assert_eq!(between(10, &mut |_| 0), [0; 0]);
+        assert_eq!(between(11, &mut |count| count - 1), [10]);
+        assert_eq!(between(65, &mut |_| 0), [10, 18, 34]);
+        assert_eq!(between(65, &mut |count| count - 1), [14, 30, 62]);
+        assert_eq!(between(40, &mut |count| count - 1), [14, 30, 39]);
     }
 }
