@@ -16,6 +16,7 @@ pub(crate) mod loader;
 pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod norm;
+pub(crate) mod recur;
 
 use crate::ModelError;
 use crate::backward::Backward;

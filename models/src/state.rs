@@ -27,7 +27,6 @@ pub(crate) enum Kind {
     /// Keys and values of these widths, for each position.
     Paged([usize; 2]),
     /// Rows of these widths in f32.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no family has such a layer yet"))]
     Recurrent(Vec<usize>),
 }
 
@@ -47,7 +46,6 @@ impl LayerState {
     }
 
     /// The rows of a layer that recurs.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no family has such a layer yet"))]
     pub fn rows(&mut self) -> &mut Recurrent {
         let LayerState::Recurrent(rows) = self else { unreachable!("a layer has the state that it asked for") };
         rows

@@ -25,7 +25,6 @@ impl Recurrent {
     }
 
     /// The rows of a part: `[sequences,width]`.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no family has such a layer yet"))]
     pub fn read(&self, machine: &dyn Machine, part: usize, rows: &Index, count: usize) -> Result<Tensor, ModelError> {
         let width = self.0[part].shape()[1];
         let mut values = empty(machine, DType::Fp32, &[count, width])?;
@@ -35,7 +34,6 @@ impl Recurrent {
     }
 
     /// Writes `values[sequences,width]` to rows of a part.
-    #[cfg_attr(not(test), expect(dead_code, reason = "no family has such a layer yet"))]
     pub fn write(
         &mut self,
         machine: &dyn Machine,
