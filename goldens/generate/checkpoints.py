@@ -70,6 +70,8 @@ MODELS = {
     "ernie4-5": ("Ernie4_5", dict(BASE, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True), 24, "bf16"),
     "granite": ("Granite", dict(BASE, num_hidden_layers=2, embedding_multiplier=6.0, residual_multiplier=0.3,
                                 attention_multiplier=0.2, logits_scaling=3.0), 24, "bf16"),
+    "lfm2": ("Lfm2", dict(BASE, num_hidden_layers=4, intermediate_size=96, block_multiple_of=8, conv_bias=True,
+                          layer_types=["conv", "full_attention", "conv", "conv"]), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),

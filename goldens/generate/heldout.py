@@ -85,6 +85,9 @@ SHAPES = {
     "Ernie4_5": [dict(head_dim=14, use_bias=True), dict(head_dim=22), dict(head_dim=12, rope_parameters=ROPE(1e4))],
     "Granite": [dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0),
                 dict(attention_multiplier=0.25, logits_scaling=1.7), dict(residual_multiplier=1.5, attention_multiplier=0.3)],
+    "Lfm2": [dict(conv_L_cache=3, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]),
+             dict(conv_L_cache=4, block_multiple_of=6, conv_bias=True, layer_types=["full_attention", "conv", "conv"]),
+             dict(conv_L_cache=2, block_multiple_of=16, block_ffn_dim_multiplier=1.25, layer_types=["conv", "conv"])],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.

@@ -9,6 +9,7 @@ mod gemma2;
 mod gemma3_text;
 mod glm4;
 mod granite;
+mod lfm2;
 mod llama;
 mod mistral;
 mod mixtral;
@@ -52,6 +53,7 @@ const ALL: &[Family] = &[
     glm4::FAMILY,
     ernie4_5::FAMILY,
     granite::FAMILY,
+    lfm2::FAMILY,
 ];
 
 /// A model family.

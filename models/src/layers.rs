@@ -7,6 +7,7 @@
 pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod branch;
+pub(crate) mod conv;
 pub(crate) mod embedding;
 pub(crate) mod head;
 pub(crate) mod heads;
@@ -140,6 +141,8 @@ layers! {
     Attention in attention, state: attention::Attention::state;
     /// Attention over keys and values that are made from one short vector per token.
     LatentAttention in latent_attention, state: latent_attention::LatentAttention::state;
+    /// A short convolution between two gates.
+    ShortConv in conv, state: conv::ShortConv::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// A mixture of experts.

@@ -310,6 +310,7 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             8 => plan.rope.dim = n,
             at => of_heads(&mut plan.heads, at),
         },
+        Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Moe(plan) => match pick.below(5) {
             0 => plan.count = n,
@@ -326,7 +327,7 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
 fn changed_configs_are_refused() {
     let cpu = Cpu::best();
     let mut refused = 0;
-    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2"] {
+    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2"] {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();

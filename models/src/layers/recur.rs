@@ -2,7 +2,6 @@
 //!
 //! The sequences of a step stand one behind the other. Those that follow each other with equally many tokens are one call,
 //! without a copy where they are the whole step: a prefill of one, and a decode of any number.
-#![expect(dead_code, reason = "no family has such a layer yet")]
 
 use crate::ModelError;
 use crate::backward::{Backward, Block};

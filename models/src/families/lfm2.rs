@@ -1,0 +1,86 @@
+//! LFM2: short convolutions between gates, and in some layers attention with norms of heads.
+
+use super::Family;
+use super::parts::{Missing, attention, gated, head_norms, heads, rope};
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::attention::QkvNames;
+use crate::layers::branch::{self, Place};
+use crate::layers::{LayerPlan, attention, conv, mlp};
+use serde_json::Value;
+
+pub(super) const FAMILY: Family = Family { eps: "norm_eps", tied: true, ..Family::of("lfm2", read) };
+
+fn read(c: &mut Config, f: &Fields, layers: usize) {
+    let heads = heads(c, f, Missing::Refused, Missing::Derived);
+    // Folders name it in two ways; the older one counts.
+    c.tied = f.flag("tie_embedding", c.tied);
+    c.final_norm = "model.embedding_norm";
+    let conv =
+        conv::Plan { hidden: c.hidden, taps: f.size("conv_L_cache").unwrap_or(3), bias: f.flag("conv_bias", false) };
+    let width = width(f);
+    let attends = attends(f, layers);
+    let rope = rope(c, f, heads.key_dim, Some(1_000_000.0));
+    let names = attention::Names {
+        qkv: QkvNames::Each(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        o: "self_attn.out_proj",
+        norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+    };
+    let attention = attention::Plan { norm: head_norms(c), names, ..attention(c, heads, rope) };
+    let names = mlp::Names::Each(["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"]);
+    let mlp = mlp::Plan { names, ..gated(c, width) };
+    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None, factor: None };
+    let block = |attends| {
+        let mixer = if attends { LayerPlan::Attention(attention.clone()) } else { LayerPlan::ShortConv(conv.clone()) };
+        vec![branch(Place::Mixer, "operator_norm", mixer), branch(Place::Mlp, "ffn_norm", LayerPlan::Mlp(mlp.clone()))]
+    };
+    c.blocks = attends.into_iter().map(block).collect();
+}
+
+/// The width of the MLPs, which is not what `intermediate_size` says.
+fn width(f: &Fields) -> usize {
+    // Folders name it in two ways; the older one counts.
+    let said = f.size("block_ff_dim").unwrap_or_else(|| f.required_size("intermediate_size"));
+    f.unread(&["intermediate_size"]);
+    let factor = if f.has("block_ffn_dim_multiplier") { f.positive("block_ffn_dim_multiplier") } else { Some(1.0) };
+    let multiple = f.size("block_multiple_of").unwrap_or(256);
+    if !f.flag("block_auto_adjust_ff_dim", true) {
+        return said;
+    }
+    let width = (2.0 * said as f64 / 3.0) as usize;
+    // A null switches the multiples off too.
+    let Some(factor) = factor else { return width };
+    let width = (factor * width as f64) as usize;
+    width.checked_next_multiple_of(multiple.max(1)).filter(|width| *width <= i32::MAX as usize).unwrap_or_else(|| {
+        f.refuse("block_ffn_dim_multiplier", "makes the MLPs wider than 2147483647");
+        0
+    })
+}
+
+/// Which layers attend: by `layer_types`, or by `full_attn_idxs`, or all.
+fn attends(f: &Fields, layers: usize) -> Vec<bool> {
+    let all = vec![true; layers];
+    let numbers = f.get("full_attn_idxs");
+    if let Some(types) = f.get("layer_types") {
+        let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
+            f.refuse("layer_types", format!("is not a list of {layers} layer types"));
+            return all;
+        };
+        let attends = |(i, kind): (usize, &Value)| match kind.as_str() {
+            Some("full_attention") => true,
+            Some("conv") => false,
+            _ => {
+                let why = format!("is {kind}; supported are \"conv\" and \"full_attention\"");
+                f.refuse(format!("layer_types[{i}]"), why);
+                true
+            }
+        };
+        return types.iter().enumerate().map(attends).collect();
+    }
+    let Some(numbers) = numbers else { return all };
+    let Some(numbers) = numbers.as_array() else {
+        f.refuse("full_attn_idxs", format!("is {numbers}; it must be a list of layer numbers"));
+        return all;
+    };
+    (0..layers).map(|i| numbers.iter().any(|number| number.as_u64() == Some(i as u64))).collect()
+}
