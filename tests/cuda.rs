@@ -22,9 +22,12 @@ use samebits_harness::judge::{Judge, Selection, plan};
 use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
-use samebits_ops::device::{self, AttentionMetadata, Buffer, Device, Indices, Part, Stored};
-use samebits_ops::{Attention, Counter, Cpu, Gemm, Isa, Qkv, RmsNorm, Rounding, bf16, f16};
-use samebits_schema::{Kind, OPS, Op, REST};
+use samebits_ops::device::{self, AttentionMetadata, Buffer, Build, Device, Indices, Part, Stored};
+use samebits_ops::{
+    Attention, Attributes, Backend, Counter, Cpu, Entry, Error, Gemm, Isa, Qkv, RmsNorm, Rounding, TensorRef,
+};
+use samebits_ops::{bf16, f16, register};
+use samebits_schema::{Input, Kind, OPS, Op, Output, REST};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -67,6 +70,9 @@ fn main() {
     trials.push(Trial::test("device::what_is_captured_reads_what_stands_there", captured));
     trials.push(Trial::test("device::indices_and_attention_metadata_are_checked", checked_metadata));
     trials.push(Trial::test("mutants::bias_of_another_expert", other_expert));
+    trials.push(Trial::test("outside::kernels_of_another_crate", outside));
+    trials.push(Trial::test("structs::both_sides_lay_them_out_alike", same_structs));
+    trials.push(Trial::test("structs::a_struct_that_differs_is_seen", other_structs));
     trials.push(Trial::test("add_rms_norm::every_type_of_sum", || sums(&[])));
     trials.push(Trial::test("mutants::norm_of_the_unrounded_sum", unrounded_sum));
     trials.push(Trial::test("memory::the_logits_of_linear_logprob_do_not_grow", bounded_logits));
@@ -121,6 +127,105 @@ fn same_bits(cases: &[Case], backwards: bool) -> Result<(), Failed> {
     let device = emulated(&[], backwards)?;
     assert!(!cases.is_empty());
     cases.iter().try_for_each(|case| agree(&device, case).map(drop))
+}
+
+/// Where a struct on the host and the one of its unit, with `changes`, are not laid out alike.
+fn struct_difference(layout: &device::StructLayout, changes: &[Change]) -> Option<String> {
+    let names: Vec<&str> = layout.fields.iter().map(|(name, ..)| *name).collect();
+    let places = layout.fields.iter().flat_map(|(_, offset, size)| [*offset, *size]);
+    let wanted: Vec<usize> = [layout.size, layout.align].into_iter().chain(places).collect();
+    match emulator::struct_layout(changes, layout.unit, layout.name, &names) {
+        Err(log) => Some(log),
+        Ok(found) if found != wanted => Some(format!("{found:?} where the host has {wanted:?}")),
+        Ok(_) => None,
+    }
+}
+
+/// Every struct that a kernel takes is the one that the host fills, and none is packed by hand.
+fn same_structs() -> Result<(), Failed> {
+    let layouts: Vec<_> = device::units().flat_map(|unit| unit.structs).collect();
+    for layout in &layouts {
+        if let Some(difference) = struct_difference(layout, &[]) {
+            return Err(format!("{} of {}.cu: {difference}", layout.name, layout.unit).into());
+        }
+    }
+    let (mut declared, mut folders) = (0, vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("../ops/src")]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") && !path.ends_with("device/layout.rs") {
+                let text = std::fs::read_to_string(&path)?;
+                declared += text.matches("launch_struct! {").count();
+                let by_hand = text.contains("to_ne_bytes") && !path.ends_with("device/driver.rs");
+                assert!(!by_hand, "{}: declare a `launch_struct!`", path.display());
+            }
+        }
+    }
+    assert_eq!((layouts.len(), declared), (3, 3), "a unit has the structs of its file");
+    Ok(())
+}
+
+/// Fields in another order, of another size, one more in the padding, one less.
+fn other_structs() -> Result<(), Failed> {
+    let units: Vec<_> = device::units().flat_map(|unit| unit.structs).collect();
+    let call = |unit: &str| *units.iter().find(|layout| layout.unit == unit).expect("it has one");
+    for (unit, from, to) in [
+        ("attention.cu", "causal, capped, paged", "capped, causal, paged"),
+        ("attention.cu", "long long slots_before;", "int slots_before;"),
+        ("attention_backward.cu", "float cap, cap_factor, hi, lo;", "float cap, cap_factor, hi, lo, more;"),
+        ("route.cu", "float scale;", ""),
+    ] {
+        let file: &'static str = unit;
+        let layout = call(unit.trim_end_matches(".cu"));
+        assert!(struct_difference(layout, &[Change { file, from, to }]).is_some(), "{unit}: `{to}` for `{from}`");
+    }
+    Ok(())
+}
+
+/// The kernel of an op that another crate has registered: written over the headers that ours are written over.
+static SQUARE: device::Unit = device::Unit::of(
+    "outside_square",
+    "#include \"elementwise.cuh\"\n\
+     struct Square { DEVICE float operator()(float x) const { return __fmul_rn(x, x); } };\n\
+     KERNEL(256, 4) outside_square(GLOBAL(const In) x, GLOBAL(Out) y, long long n) { elementwise(Square(), x, y, n); }\n",
+    &["outside_square"],
+);
+
+/// It is compiled, started and counted as any other.
+fn outside() -> Result<(), Failed> {
+    static OP: Op = Op {
+        name: "outside_square",
+        about: "every element times itself",
+        inputs: &[Input::activation("x", &["R", "N"])],
+        outputs: &[Output::out("y", &["R", "N"])],
+        ..Op::PLAIN
+    };
+    static ENTRY: Entry = Entry::new("outside_square", |_, _| Err(Error::Unavailable("on a device alone".into())))
+        .on_device(
+            |device, args| {
+                let (x, y) = (args.input("x"), args.output("y"));
+                let (x, y) = (x.device::<bf16>("outside_square", "x")?, y.device::<f32>("outside_square", "y")?);
+                let arguments = device::Arguments::new().buffer(x).buffer(y).long(x.len());
+                let (build, grid) = (Build::of::<bf16, f32>("outside_square"), [x.len().div_ceil(2048), 1, 1]);
+                // SAFETY: the form says that both have as many elements as the kernel is told.
+                unsafe { device.launch(build, "outside_square", grid, 256, 0, &arguments) }
+            },
+            &SQUARE,
+        );
+    register(&OP, &ENTRY).map_err(|e| e.to_string())?;
+    let device = Device::new(Box::new(Emulator::new(&[], false)?), usize::MAX, usize::MAX);
+    let host: Vec<bf16> = (0..3 * 1001).map(|i| bf16::from_f32(i as f32 / 8.0 - 100.0)).collect();
+    let x = Backend::upload(&device, TensorRef::new(&host, &[3, 1001])?)?;
+    let mut y = Backend::empty(&device, samebits_ops::DType::Fp32, &[3, 1001])?;
+    device.call("outside_square", Attributes::new(), &[("x", x.view())], vec![("y", y.view_mut())])?;
+    let found = Backend::download(&device, y.view())?;
+    let expected: Vec<f32> = host.iter().map(|x| x.to_f32() * x.to_f32()).collect();
+    assert_eq!(found.as_slice::<f32>(), Some(&expected[..]));
+    assert_eq!(device.ledger().count(Counter::Launches), 1);
+    assert!(device.ledger().kernels().contains(&"outside_square"));
+    Ok(())
 }
 
 /// Types of inputs and outputs that all shapes run with: every type on either side, and with SAMEBITS_CUDA=all, as in

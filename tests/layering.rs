@@ -1,6 +1,7 @@
 //! Who may import whom, and what no file of the repository may say.
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -447,4 +448,184 @@ fn no_circle_of_files() {
     assert_eq!(circles(&planted), ["a -> b::c -> a"]);
     planted.insert("a".into(), "use crate::b::{Error, Op};\n".into());
     assert_eq!(circles(&planted), ["a -> b::c -> a"]);
+}
+
+/// Whose functions and files are measured.
+const MEASURED: [&str; 6] = ["contract", "harness", "judge", "models", "ops", "schema"];
+
+/// The most lines of a function, from its `fn` to its closing brace.
+const FUNCTION: usize = 80;
+
+/// File, name and lines.
+type LongFunctions<'a> = &'a [(&'a str, &'a str, usize)];
+
+/// File and lines.
+type LongFiles<'a> = &'a [(&'a str, usize)];
+
+/// The most lines of a file, without its tests.
+const FILE: usize = 800;
+
+/// Functions above [`FUNCTION`]. None may grow or be added; what is short enough again leaves.
+const LONG_FUNCTIONS: LongFunctions = &[
+    ("contract/src/axis.rs", "all", 136),
+    ("contract/src/load.rs", "cases", 86),
+    ("harness/src/cmd/check.rs", "judge", 151),
+    ("harness/src/cmd/goldens.rs", "run", 139),
+    ("harness/src/cmd/measure.rs", "compare", 84),
+    ("harness/src/cmd/probe.rs", "run", 89),
+    ("harness/src/cmd/train.rs", "train", 104),
+    ("judge/src/judge.rs", "invariance", 104),
+    ("judge/src/probe/arithmetic.rs", "hand_on", 97),
+    ("judge/src/probe/order.rs", "sums", 94),
+    ("models/src/gradients.rs", "forward", 84),
+    ("models/src/rollout.rs", "feed", 85),
+    ("models/src/rotary.rs", "read", 203),
+    ("ops/src/attention/decode.rs", "sums", 97),
+    ("ops/src/attention/dot_rows.rs", "run", 90),
+    ("ops/src/attention/prefill.rs", "all", 82),
+    ("ops/src/attention/prefill.rs", "run", 93),
+    ("ops/src/attention/prefill.rs", "score", 91),
+    ("ops/src/attention/prefill.rs", "values", 83),
+    ("ops/src/gemm/gemm.rs", "packed", 120),
+    ("ops/src/gemm/tile/block.rs", "add", 94),
+    ("ops/src/logprob/linear_logprob.rs", "run", 87),
+    ("ops/src/logprob/linear_logprob.rs", "segment", 140),
+    ("ops/src/logprob/linear_logprob/device.rs", "linear_logprob", 101),
+    ("ops/src/logprob/linear_logprob_backward.rs", "run", 83),
+    ("ops/src/logprob/linear_logprob_backward/device.rs", "linear_logprob_backward", 110),
+    ("schema/src/call.rs", "validate", 110),
+];
+
+/// Files above [`FILE`], in the same way.
+const LONG_FILES: LongFiles = &[
+    ("contract/src/axis.rs", 1338),
+    ("contract/src/load.rs", 1260),
+    ("judge/src/judge.rs", 937),
+    ("models/src/gradients.rs", 938),
+    ("ops/src/attention/backward_tiles.rs", 819),
+    ("ops/src/attention/decode.rs", 811),
+    ("ops/src/attention/prefill.rs", 948),
+    ("ops/src/gemm/gemm.rs", 1061),
+    ("ops/src/tensor.rs", 1084),
+];
+
+/// The functions in some tokens with their lines, those within others too; tests are left out.
+fn functions(tokens: TokenStream, found: &mut Vec<(String, usize)>) {
+    let trees: Vec<TokenTree> = tokens.into_iter().collect();
+    let is = |at: usize, punct: char| matches!(trees.get(at), Some(TokenTree::Punct(p)) if p.as_char() == punct);
+    let brace = |at: usize| match trees.get(at) {
+        Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Brace => Some(group),
+        _ => None,
+    };
+    // Behind what begins at `from`: the end of an item.
+    let end = |from: usize| (from..trees.len()).find(|&at| is(at, ';') || brace(at).is_some()).unwrap_or(trees.len());
+    let mut at = 0;
+    while at < trees.len() {
+        match (&trees[at], trees.get(at + 1)) {
+            (TokenTree::Punct(hash), Some(TokenTree::Group(attribute)))
+                if hash.as_char() == '#'
+                    && ["cfg(test)", "test"].contains(&attribute.stream().to_string().replace(' ', "").as_str()) =>
+            {
+                at = end(at + 2) + 1;
+                continue;
+            }
+            (TokenTree::Ident(word), Some(TokenTree::Ident(name))) if word == "fn" => {
+                if let Some(body) = brace(end(at)) {
+                    let lines = body.span_close().end().line - word.span().start().line + 1;
+                    found.push((name.to_string(), lines));
+                }
+            }
+            (TokenTree::Group(group), _) => functions(group.stream(), found),
+            _ => {}
+        }
+        at += 1;
+    }
+}
+
+/// What is too long in a file, but for what the exceptions name. Each of them that is needed goes into `used`.
+fn too_long(
+    path: &str,
+    text: &str,
+    (long_functions, long_files): (LongFunctions, LongFiles),
+    used: &mut BTreeSet<String>,
+) -> Vec<String> {
+    let mut found = Vec::new();
+    functions(text.parse().unwrap_or_else(|e| panic!("{path}: {e}")), &mut found);
+    let mut wrong = Vec::new();
+    for (name, lines) in found.into_iter().filter(|(_, lines)| *lines > FUNCTION) {
+        match long_functions.iter().find(|(file, function, _)| (*file, *function) == (path, name.as_str())) {
+            Some((.., most)) if lines <= *most => _ = used.insert(format!("{path}: {name}")),
+            Some((.., most)) => wrong.push(format!("{path}: {name} has {lines} lines; it had {most}")),
+            None => wrong.push(format!("{path}: {name} has {lines} lines; {FUNCTION} are the most")),
+        }
+    }
+    let tests = text.match_indices("\n#[cfg(test)]\n").find(|(at, attribute)| {
+        let item = text[at + attribute.len()..].lines().next().unwrap_or_default();
+        item.contains("mod ") && item.ends_with('{')
+    });
+    let lines = text[..tests.map_or(text.len(), |(at, _)| at + 1)].lines().count();
+    match long_files.iter().find(|(file, _)| *file == path) {
+        _ if lines <= FILE => {}
+        Some((_, most)) if lines <= *most => _ = used.insert(path.to_string()),
+        Some((_, most)) => wrong.push(format!("{path} has {lines} lines; it had {most}")),
+        None => wrong.push(format!("{path} has {lines} lines; {FILE} are the most")),
+    }
+    wrong
+}
+
+/// No function above 80 lines, no file above 800, but for those that were there.
+#[test]
+fn functions_and_files_can_be_read_at_once() {
+    let exceptions = (LONG_FUNCTIONS, LONG_FILES);
+    let (mut used, mut wrong, mut measured) = (BTreeSet::new(), Vec::new(), 0);
+    for member in MEASURED {
+        let mut files = Vec::new();
+        walk(&root().join(member).join("src"), &mut files);
+        for file in files {
+            let path = file.strip_prefix(root()).expect("under the root").to_string_lossy().replace('\\', "/");
+            let tests = file.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with("tests"));
+            if file.extension().is_some_and(|e| e == "rs") && !tests {
+                wrong.extend(too_long(&path, &std::fs::read_to_string(&file).unwrap(), exceptions, &mut used));
+                measured += 1;
+            }
+        }
+    }
+    assert!(measured > 200, "only {measured} files were found");
+    wrong.sort();
+    assert!(wrong.is_empty(), "{}\nmake them shorter", wrong.join("\n"));
+    let listed = LONG_FUNCTIONS.iter().map(|(file, name, _)| format!("{file}: {name}"));
+    let listed: BTreeSet<String> = listed.chain(LONG_FILES.iter().map(|(file, _)| file.to_string())).collect();
+    let stale: Vec<_> = listed.difference(&used).collect();
+    assert!(stale.is_empty(), "no exception is needed any more for {stale:?}");
+    assert_eq!(listed.len(), LONG_FUNCTIONS.len() + LONG_FILES.len(), "an exception stands twice");
+
+    // What is too long is seen: within another function or a macro, and a text with braces ends none. Tests are left out.
+    let function = |name: &str, lines: usize| format!("fn {name}() {{\n{}}}\n", "let x = \"}\";\n".repeat(lines - 2));
+    let measure = |text: &str, exceptions: LongFunctions| {
+        let mut used = BTreeSet::new();
+        (too_long("a.rs", text, (exceptions, &[("a.rs", 900)]), &mut used), used.len())
+    };
+    let long = function("long", 81);
+    let seen = "a.rs: long has 81 lines; 80 are the most".to_string();
+    assert_eq!(measure(&function("short", 80), &[]), (vec![], 0));
+    for text in [
+        long.clone(),
+        format!("impl A for [u8; 3] where u8: B {{\n    pub const unsafe {long}}}\n"),
+        format!("fn outer() -> u8 {{ {long} 1 }}").replace("fn outer() -> u8 { ", "macro_rules! m { () => { ") + "}",
+    ] {
+        assert_eq!(measure(&text, &[]).0, std::slice::from_ref(&seen), "{text}");
+    }
+    assert_eq!(measure(&format!("fn outer() {{\n{long}}}\n"), &[]).0.len(), 2, "both of them");
+    assert_eq!(
+        measure(&format!("#[cfg(test)]\nmod tests {{\n{long}}}\n#[test]\n{long}fn a(f: fn(u8)) -> u8;\n"), &[]).0,
+        [""; 0]
+    );
+    assert_eq!(measure(&long, &[("a.rs", "long", 81)]), (vec![], 1));
+    assert_eq!(measure(&long, &[("a.rs", "long", 80)]).0, ["a.rs: long has 81 lines; it had 80"]);
+    assert_eq!(measure(&"\n".repeat(900), &[]), (vec![], 1));
+    assert_eq!(measure(&"\n".repeat(901), &[]).0, ["a.rs has 901 lines; it had 900"]);
+    assert_eq!(
+        measure(&format!("{}#[cfg(test)]\nmod tests {{\n{}}}\n", "\n".repeat(800), "\n".repeat(200)), &[]).0,
+        [""; 0]
+    );
 }

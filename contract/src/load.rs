@@ -14,7 +14,7 @@ use crate::table::{
     Threshold, Waiver, fits, narrower,
 };
 use crate::tensor::DType;
-use samebits_schema::Attributes;
+use samebits_schema::{Attributes, IEEE, PROFILE, profile_suffix};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
@@ -410,8 +410,10 @@ fn parse(files: &BTreeMap<String, String>, today: &str) -> Result<Contract, Cont
     };
     let main = source("ws1.toml")?;
     let raw: RawContract = main.table()?;
-    if raw.profile.get_ref() != "ieee" {
-        let message = format!("profile `{}` is not known; use \"ieee\"", raw.profile.get_ref());
+    let profiles = samebits_schema::profiles();
+    if !profiles.contains(&raw.profile.get_ref().as_str()) {
+        let known = profiles.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(" or ");
+        let message = format!("profile `{}` is not known; use {known}", raw.profile.get_ref());
         return Err(main.fail(raw.profile.span().start, message));
     }
     let policy = raw.policy.get_ref();
@@ -768,7 +770,7 @@ fn op_table(contract: &mut Contract, spec: &Spec, source: &Source, today: &str) 
             let message = format!("program `{}` of {} is not known", entry.get_ref().params["program"], spec.name);
             source.fail(entry.span().start, message)
         })?;
-        for case in cases(of_program, source, entry)? {
+        for case in cases(&contract.profile, of_program, source, entry)? {
             if let Some(line) = seen.insert(case.name.clone(), source.line(entry.span().start)) {
                 let message = format!("case `{}` is already made at line {line}; change the stem", case.name);
                 return Err(source.fail(entry.span().start, message));
@@ -859,7 +861,12 @@ fn same_selection(a: &Row, b: &Row) -> bool {
 }
 
 /// The cases of one `[[case]]`: every fill x dtype x out x swept extent.
-fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<CaseSpec>, ContractError> {
+fn cases(
+    profile: &str,
+    spec: &Spec,
+    source: &Source,
+    entry: &Spanned<RawCase>,
+) -> Result<Vec<CaseSpec>, ContractError> {
     let (at, raw) = (entry.span().start, entry.get_ref());
     let fail = |message: String| Err(source.fail(at, message));
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
@@ -874,7 +881,7 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
         }
     }
     if !raw.vectors.is_empty() {
-        return vectors(spec, source, entry);
+        return vectors(profile, spec, source, entry);
     }
     if raw.sweep.len() > 1 {
         return fail("`sweep` runs over one axis; write another [[case]] for the other".into());
@@ -907,11 +914,11 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                 if !spec.dtypes().contains(&dtype) || (fill == Fill::AllBf16 && dtype == DType::Fp16) {
                     return fail(format!("{} with fill {fill_name} does not take {dtype}", spec.name));
                 }
-                let mut params = raw.params.clone();
+                let mut params = in_profile(profile, &raw.params);
                 if spec.class == Class::Chain {
                     params.insert("dtype".into(), dtype.name().into());
                 }
-                let group = format!("{}/{dtype}/{stem}-{}", spec.name, fill.name());
+                let (group, suffix) = (format!("{}/{dtype}/{stem}-{}", spec.name, fill.name()), suffix(&params));
                 for out_name in &raw.outs {
                     let out = float(source, at, out_name)?;
                     if !spec.outs().contains(&out) {
@@ -919,8 +926,8 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
                         return fail(format!("{} does not return {out}; use {}", spec.name, known.join(", ")));
                     }
                     let case = CaseSpec {
-                        name: format!("{group}-{out}"),
-                        group: group.clone(),
+                        name: format!("{group}-{out}{suffix}"),
+                        group: format!("{group}{suffix}"),
                         op: spec.name.into(),
                         stem: stem.clone(),
                         fill,
@@ -942,7 +949,12 @@ fn cases(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<C
 }
 
 /// The cases of one `[[case]]` with `vectors`: every vector x dtype x out. All else stands in the vectors' files.
-fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec<CaseSpec>, ContractError> {
+fn vectors(
+    profile: &str,
+    spec: &Spec,
+    source: &Source,
+    entry: &Spanned<RawCase>,
+) -> Result<Vec<CaseSpec>, ContractError> {
     let (at, raw) = (entry.span().start, entry.get_ref());
     let fail = |message: String| Err(source.fail(at, message));
     let given = [raw.shape.is_empty(), raw.sweep.is_empty(), raw.params.is_empty(), raw.ints.is_empty()];
@@ -960,6 +972,8 @@ fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec
         let stem = format!("{}_{}", raw.stem, name.replace(['-', '.'], "_"));
         for dtype in &raw.dtypes {
             let dtype = float(source, at, dtype)?;
+            let params = in_profile(profile, &BTreeMap::new());
+            let suffix = suffix(&params);
             let group = format!("{}/{dtype}/{stem}-{}", spec.name, Fill::Recorded.name());
             for out in &raw.outs {
                 let out = float(source, at, out)?;
@@ -967,15 +981,15 @@ fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec
                     return fail(format!("{} does not return {out}", spec.name));
                 }
                 all.push(CaseSpec {
-                    name: format!("{group}-{out}"),
-                    group: group.clone(),
+                    name: format!("{group}-{out}{suffix}"),
+                    group: format!("{group}{suffix}"),
                     op: spec.name.into(),
                     stem: stem.clone(),
                     fill: Fill::Recorded,
                     dtype,
                     out,
                     shape: BTreeMap::new(),
-                    params: BTreeMap::new(),
+                    params: params.clone(),
                     ints: BTreeMap::new(),
                     vector: Some(format!("{}-{name}", spec.name)),
                     slice: raw.slice,
@@ -984,6 +998,21 @@ fn vectors(spec: &Spec, source: &Source, entry: &Spanned<RawCase>) -> Result<Vec
         }
     }
     Ok(all)
+}
+
+/// Parameters of a case of a contract: those that it gives, and the contract's profile where calls would have another.
+fn in_profile(profile: &str, params: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    let mut params = params.clone();
+    if profile != IEEE {
+        params.entry(PROFILE.name.into()).or_insert_with(|| profile.into());
+    }
+    params
+}
+
+/// What is behind the name of a case, and of its group, where its profile is not the default: whatever is kept under a name is
+/// kept for one profile.
+fn suffix(params: &BTreeMap<String, String>) -> String {
+    profile_suffix(params.get(PROFILE.name).map_or(IEEE, String::as_str))
 }
 
 fn case_shape(

@@ -302,9 +302,10 @@ impl Slice {
 /// A case before its inputs are made.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CaseSpec {
-    /// `<op>/<dtype>/<stem>-<fill>-<out>`: unique and stable.
+    /// `<op>/<dtype>/<stem>-<fill>-<out>`, and `@<profile>` where that is not the default: unique and stable, and the key of
+    /// goldens.
     pub name: String,
-    /// The name without `-<out>`: cases of one group have the same inputs and parameters, so the oracle's answer to
+    /// The name without `-<out>`, with the profile as there: cases of one group have the same inputs and parameters, so the oracle's answer to
     /// one serves them all.
     pub group: String,
     /// The op's stem.
@@ -342,6 +343,11 @@ impl CaseSpec {
         self.slice == Slice::Quick && !self.spec().is_model_gradient() && self.fill != Fill::Power
     }
 
+    /// The profile whose bits it asks for.
+    pub fn profile(&self) -> &str {
+        self.params.get(samebits_schema::PROFILE.name).map_or(samebits_schema::IEEE, String::as_str)
+    }
+
     /// The op's specification.
     pub fn spec(&self) -> &'static Spec {
         spec::of(&self.op, &self.params).expect("the loader knows the op")
@@ -355,7 +361,9 @@ impl CaseSpec {
 
     /// The case with inputs of another draw for every `seed`; 0 is the draw that goldens hold.
     pub fn build_seeded(&self, seed: u64) -> Case {
-        let key = if seed == 0 { self.group.clone() } else { format!("{}#{seed}", self.group) };
+        // Every profile is asked the same.
+        let group = self.group.split('@').next().expect("split gives one");
+        let key = if seed == 0 { group.to_string() } else { format!("{group}#{seed}") };
         let (shape, ints, params) = (&self.shape, &self.ints, &self.params);
         let maker = Maker { key: &key, dtype: self.dtype, fill: self.fill, shape, ints, params };
         let inputs = if self.vector.is_some() { BTreeMap::new() } else { (self.spec().make)(&maker) };

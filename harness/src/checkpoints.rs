@@ -5,8 +5,8 @@ use samebits_contract::spec::{self, Class, Error, find};
 use samebits_contract::tensor::Tensor;
 use samebits_judge::recordings::Recordings;
 use samebits_models::{Config, Grouping, Model, ModelError, Precision, Probe, RopeLength, Run, Schedule, Tripwire};
-use samebits_ops::Cpu;
 use samebits_ops::device::Device;
+use samebits_ops::{Cpu, Profile};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -90,6 +90,10 @@ impl Checkpoints {
             Err(e) => return Answer::error(e.reason()),
             Ok(checked) => checked.call,
         };
+        // Models call ops of the usual profile, whatever the call of the whole model names.
+        if let Err(e) = Profile::of(&call) {
+            return Answer::unsupported(e.to_string());
+        }
         // What a program declares, the models of that program give, by the same names.
         let outputs = match (spec.program, spec.is_model_gradient(), device) {
             ("decoder", true, Some(_)) => {

@@ -310,8 +310,12 @@ impl Judge<'_> {
         let judgments = entry.and_then(|entry| entry.judgments.as_ref());
         // Golden is the claim to have the canonical bits, and with them the canonical order.
         let canonical = judgments.is_none_or(|judgments| judgments.contains(&Judgment::Golden));
-        let CaseSpec { op, dtype, out, .. } = trial.case;
-        let probe = Probe::new(self.implementation, *dtype, *out);
+        let (CaseSpec { op, dtype, out, .. }, profile) = (trial.case, trial.case.profile());
+        if !probe::declares(profile) {
+            let reason = format!("no answers are declared for the profile `{profile}`");
+            return Outcome::of(Verdict::Unsupported { reason });
+        }
+        let probe = Probe::new(self.implementation, profile, *dtype, *out);
         match probe.findings(op, canonical) {
             Err(reason) => Outcome::error(format!("asked about its arithmetic: {reason}")),
             Ok(findings) if findings.is_empty() => {
@@ -341,7 +345,7 @@ impl Judge<'_> {
     fn order(&self, trial: &Trial) -> Outcome {
         let CaseSpec { op, dtype, out, .. } = trial.case;
         let op = probe::Op::find(op).expect("the plan asks of these alone");
-        match Probe::new(self.implementation, *dtype, *out).one_order(op, &self.machine.threads) {
+        match Probe::new(self.implementation, trial.case.profile(), *dtype, *out).one_order(op, &self.machine.threads) {
             Ok(settings) => Outcome { setting: Some(format!("{settings} settings")), ..Outcome::of(Verdict::Pass) },
             Err(Apart::Unasked(reason)) => Outcome::of(Verdict::Unsupported { reason }),
             Err(Apart::NoAnswer(reason)) => Outcome::error(reason),

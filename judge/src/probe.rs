@@ -15,11 +15,14 @@ pub use tree::Tree;
 use crate::implementation::Implementation;
 use samebits_contract::case::{Answer, Case, Config, Status};
 use samebits_contract::tensor::{DType, Tensor};
+use samebits_schema::{IEEE, PROFILE, profile_suffix};
 
 /// An implementation that is asked.
 pub struct Probe<'a> {
     /// Who.
     pub implementation: &'a dyn Implementation,
+    /// The profile that calls name.
+    pub profile: &'a str,
     /// Dtype of the inputs.
     pub dtype: DType,
     /// Dtype of the outputs that show the order of a sum.
@@ -33,16 +36,19 @@ pub struct Probe<'a> {
 }
 
 impl<'a> Probe<'a> {
-    /// Asks `implementation` about one pair of dtypes, with one column and as it runs by itself.
-    pub fn new(implementation: &'a dyn Implementation, dtype: DType, out: DType) -> Probe<'a> {
-        Probe { implementation, dtype, out, columns: 1, pages: None, config: Config::default() }
+    /// Asks `implementation` about one pair of dtypes in a profile, with one column and as it runs by itself.
+    pub fn new(implementation: &'a dyn Implementation, profile: &'a str, dtype: DType, out: DType) -> Probe<'a> {
+        Probe { implementation, profile, dtype, out, columns: 1, pages: None, config: Config::default() }
     }
 
     /// Everything that `op` can be asked: its arithmetic, and with `order` the order of its sums.
     ///
     /// # Errors
-    /// When the implementation does not answer.
+    /// When the implementation does not answer, or nothing is [declared](declares) for the profile.
     pub fn findings(&self, op: &str, order: bool) -> Result<Vec<Finding>, String> {
+        if !declares(self.profile) {
+            return Err(format!("no answers are declared for the profile `{}`", self.profile));
+        }
         let mut findings = self.arithmetic(op)?;
         if let Some(op) = Op::find(op).filter(|op| order && op.shows(self.dtype, self.out)) {
             findings.push(self.order(op));
@@ -65,16 +71,26 @@ impl<'a> Probe<'a> {
     }
 
     fn run(&self, op: &str, out: DType, params: &[(&str, String)], inputs: Vec<(&str, Tensor)>) -> Answer {
+        let profile = Some((PROFILE.name, self.profile.to_string())).filter(|_| self.profile != IEEE);
+        let params = params.iter().cloned().chain(profile);
         let case = Case {
-            name: format!("probe/{op}"),
+            name: format!("probe/{op}{}", profile_suffix(self.profile)),
             op: op.into(),
             out,
-            params: params.iter().map(|(name, value)| (name.to_string(), value.clone())).collect(),
+            params: params.map(|(name, value)| (name.to_string(), value)).collect(),
             inputs: inputs.into_iter().map(|(name, tensor)| (name.to_string(), tensor)).collect(),
             config: self.config.clone(),
         };
         self.implementation.run(&case)
     }
+}
+
+/// The profiles whose answers are declared: here, by [`Op::declared`] and where the questions are asked.
+const DECLARED: [&str; 1] = [IEEE];
+
+/// Whether there are declared answers to compare those of a profile with.
+pub fn declares(profile: &str) -> bool {
+    DECLARED.contains(&profile)
 }
 
 /// Whether `op` can be asked about its arithmetic or its order in these dtypes.

@@ -7,7 +7,7 @@ use samebits_contract::gradients::{self, inputs};
 use samebits_contract::table::CaseSpec;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_contract::wire::File;
-use samebits_schema::{Op, Output};
+use samebits_schema::{IEEE, Op, Output, PROFILE};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -80,7 +80,12 @@ impl Recordings {
         };
         let file = File::decode(&bytes).map_err(|e| wrong(e.to_string()))?;
         match file.metadata.get("op") {
-            Some(op) if *op == spec.op => Ok(file),
+            Some(op) if *op == spec.op => match file.metadata.get(PROFILE.name).map_or(IEEE, String::as_str) {
+                profile if profile == spec.profile() => Ok(file),
+                other => {
+                    Err(wrong(format!("its profile is {other}; the case `{}` is one of {}", spec.name, spec.profile())))
+                }
+            },
             other => Err(wrong(format!("its op is {other:?}; the case `{}` is one of {}", spec.name, spec.op))),
         }
     }

@@ -4,18 +4,21 @@
 //! over slices (`rms_norm`, ..) end in the same kernels.
 
 use crate::backend::device::{Device, Graph, Unit};
+use crate::profile::Profile;
 use crate::tensor::{Prepared, Tensor, TensorMut, TensorRef};
 use crate::{Cpu, Error, value_error};
 use samebits_schema::{Attributes, Call, DType, Given, OutputDType, REST};
+use std::fmt;
 
 /// Runs an op on a backend.
-type Run<B> = fn(&B, &mut Arguments) -> Result<(), Error>;
+pub type Run<B> = fn(&B, &mut Arguments) -> Result<(), Error>;
 
 /// Makes the better form of an input.
-type Prepare = fn(&Cpu, &Arguments) -> Result<Option<Prepared>, Error>;
+pub type Prepare = fn(&Cpu, &Arguments) -> Result<Option<Prepared>, Error>;
 
-/// An op as calls reach it.
-pub(crate) struct Entry {
+/// An op as calls reach it. Another crate makes one with [`Entry::new`] and gives it to [`register`](crate::register).
+#[non_exhaustive]
+pub struct Entry {
     /// Its stem.
     pub name: &'static str,
     /// Runs it on the processor.
@@ -28,8 +31,35 @@ pub(crate) struct Entry {
     pub prepare: Option<Prepare>,
 }
 
-/// The tensors and attributes of a call that has been checked.
-pub(crate) struct Arguments<'c, 'a> {
+impl Entry {
+    /// An op that runs on the processor.
+    pub const fn new(name: &'static str, cpu: Run<Cpu>) -> Entry {
+        Entry { name, cpu, device: None, unit: None, prepare: None }
+    }
+
+    /// The same on devices too, by the kernels of `unit`.
+    #[must_use]
+    pub const fn on_device(self, device: Run<Device>, unit: &'static Unit) -> Entry {
+        Entry { device: Some(device), unit: Some(unit), ..self }
+    }
+
+    /// The same with a better form of an input.
+    #[must_use]
+    pub const fn with_prepare(self, prepare: Prepare) -> Entry {
+        Entry { prepare: Some(prepare), ..self }
+    }
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (device, prepare) = (self.device.is_some(), self.prepare.is_some());
+        write!(f, "Entry {{ {}, device: {device}, prepare: {prepare} }}", self.name)
+    }
+}
+
+/// The tensors and attributes of a call that has been checked: names, dtypes and shapes are those of the op's form.
+#[non_exhaustive]
+pub struct Arguments<'c, 'a> {
     /// Extents and attributes, with their defaults.
     pub call: &'c Call,
     /// By name.
@@ -45,6 +75,9 @@ impl<'a> Arguments<'_, 'a> {
     }
 
     /// An input that the form of the op has.
+    ///
+    /// # Panics
+    /// When the form has no such input, or the call left it out.
     pub fn input(&self, name: &str) -> TensorRef<'a> {
         self.optional(name).expect("the call was checked")
     }
@@ -55,14 +88,29 @@ impl<'a> Arguments<'_, 'a> {
     }
 
     /// The integers of an input, which are on the host.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when they are elsewhere or have gaps.
+    ///
+    /// # Panics
+    /// As [`Arguments::input`].
     pub fn integers(&self, name: &str) -> Result<&'a [i32], Error> {
         self.input(name).dense(self.op(), name)
     }
 
     /// An output, once.
+    ///
+    /// # Panics
+    /// When the form has no such output, or it was taken before.
     pub fn output(&mut self, name: &str) -> TensorMut<'a> {
         let at = self.outputs.iter().position(|(given, _)| *given == name).expect("the call was checked");
         self.outputs.swap_remove(at).1
+    }
+}
+
+impl fmt::Debug for Arguments<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Arguments of {:?}", self.call)
     }
 }
 
@@ -77,7 +125,7 @@ fn given_shape(axes: &[&str], shape: &[usize]) -> Vec<usize> {
 }
 
 /// Checks the form of a call and completes its attributes.
-fn form(
+pub(crate) fn form(
     op: &str,
     attributes: Attributes,
     inputs: &[(&str, TensorRef)],
@@ -100,6 +148,7 @@ fn form(
 
 /// Checks that the tensors of a call are those that its form was made of.
 pub(crate) fn fits(call: &Call, inputs: &[(&str, TensorRef)], outputs: &[(&str, TensorMut)]) -> Result<(), Error> {
+    Profile::of(call)?;
     let op = call.op;
     let bad = |name: &str, what: String| Err(value_error(op.name, format!("`{name}` {what}")));
     for input in op.inputs {
@@ -238,75 +287,4 @@ pub trait Backend {
     /// # Errors
     /// As [`Backend::call`]; [`Error::Memory`].
     fn prepare(&self, call: &Call, inputs: &[(&str, TensorRef)]) -> Result<Option<Prepared>, Error>;
-}
-
-/// Calls that are repeated: the form of each is checked when it comes for the first time.
-///
-/// ```
-/// use samebits_ops::{Attributes, Calls, Cpu, Tensor};
-///
-/// let (x, mut y) = (Tensor::new(vec![1.0f32, 2.0], &[2])?, Tensor::new(vec![0.0f32; 2], &[2])?);
-/// let (mut calls, twice) = (Calls::default(), Attributes::new().with("factor", 2.0));
-/// for _ in 0..3 {
-///     calls.run(&Cpu::best(), "scale", &twice, &[("x", x.view())], vec![("y", y.view_mut())])?;
-/// }
-/// assert_eq!(y.as_slice::<f32>(), Some(&[2.0, 4.0][..]));
-/// # Ok::<(), samebits_ops::Error>(())
-/// ```
-#[derive(Default)]
-pub struct Calls {
-    checked: Vec<Checked>,
-}
-
-/// A call, and what it was made of.
-struct Checked {
-    call: Call,
-    attributes: Attributes,
-    tensors: Vec<(String, DType, Vec<usize>)>,
-}
-
-/// More calls than this are forgotten together.
-const MOST_CALLS: usize = 512;
-
-impl Calls {
-    /// [`Backend::call`], with less to check where a call of this form was made before.
-    ///
-    /// # Errors
-    /// As [`Backend::call`].
-    pub fn run(
-        &mut self,
-        backend: &dyn Backend,
-        op: &str,
-        attributes: &Attributes,
-        inputs: &[(&str, TensorRef)],
-        outputs: Vec<(&str, TensorMut)>,
-    ) -> Result<(), Error> {
-        let known = self.checked.iter().position(|checked| {
-            let tensors = checked.tensors.iter().map(|(name, dtype, shape)| (&name[..], *dtype, &shape[..]));
-            checked.call.op.name == op && tensors.eq(forms(inputs, &outputs)) && checked.attributes == *attributes
-        });
-        let known = match known {
-            Some(known) => known,
-            None => {
-                let call = form(op, attributes.clone(), inputs, &outputs)?;
-                if self.checked.len() >= MOST_CALLS {
-                    self.checked.clear();
-                }
-                let given = forms(inputs, &outputs);
-                let tensors = given.map(|(name, dtype, shape)| (name.into(), dtype, shape.into())).collect();
-                self.checked.push(Checked { call, attributes: attributes.clone(), tensors });
-                self.checked.len() - 1
-            }
-        };
-        backend.run(&self.checked[known].call, inputs, outputs)
-    }
-}
-
-/// Name, dtype and shape of every tensor of a call.
-fn forms<'f>(
-    inputs: &'f [(&str, TensorRef)],
-    outputs: &'f [(&str, TensorMut)],
-) -> impl Iterator<Item = (&'f str, DType, &'f [usize])> {
-    let inputs = inputs.iter().map(|(name, tensor)| (*name, tensor.dtype(), tensor.shape()));
-    inputs.chain(outputs.iter().map(|(name, tensor)| (*name, tensor.dtype(), tensor.shape())))
 }

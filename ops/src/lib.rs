@@ -5,6 +5,8 @@
 //! order written in `docs/NUMERICS.md`; outputs are rounded once, at the end. In signatures I is the type of inputs and
 //! O that of outputs, not always the same. A length that does not match its dimensions is an [`Error`], before
 //! anything is written.
+//!
+//! Another crate can [`register`] ops of its own: they are called by name as these are.
 
 // The file of an op bears its name, also where its folder does.
 #![allow(clippy::module_inception)]
@@ -15,6 +17,7 @@ compile_error!("the tests need a feature: cargo test -p samebits-ops --features 
 mod attention;
 mod backend;
 mod call;
+mod calls;
 mod conv;
 mod element;
 mod elementwise;
@@ -27,6 +30,7 @@ mod moe;
 mod norm;
 mod pack;
 mod parallel;
+mod profile;
 mod reduce;
 mod registry;
 mod rope;
@@ -43,7 +47,8 @@ pub use attention::backward_job::QueryRows;
 pub use attention::job::{Attention, Keys, Qkv, Sequences};
 pub use backend::cpu::{Cpu, Isa};
 pub use backend::pool::{Team, work_on};
-pub use call::{Backend, Calls};
+pub use call::{Arguments, Backend, Entry, Prepare, Run};
+pub use calls::Calls;
 pub use conv::causal_conv1d::{ConvInputs, causal_conv1d};
 pub use conv::causal_conv1d_backward::{ConvGradients, causal_conv1d_backward};
 pub use conv::causal_conv1d_dw::causal_conv1d_dw;
@@ -90,13 +95,16 @@ pub use norm::norm_rope_dw::norm_rope_dw;
 pub use norm::rms_norm::{RmsNorm, Rounding, rms_norm};
 pub use norm::rms_norm_backward::rms_norm_backward;
 pub use norm::rms_norm_dw::rms_norm_dw;
+pub use profile::{IEEE, Profile};
+pub use registry::register;
 pub use rope::rope::{Pairing, Rope, RopeTable, inv_freq, rope};
 pub use rope::rope_backward::rope_backward;
+pub use samebits_schema as schema;
 pub use samebits_schema::batch_loss::MOST_GROUPS;
 pub use samebits_schema::{Attributes, DType};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
-pub use tensor::{Layout, MAX_RANK, Operand, Prepared, Scalar, Slice, SliceMut, Tensor, TensorMut, TensorRef};
+pub use tensor::{Layout, MAX_RANK, Operand, Prepared, Rows, Scalar, Slice, SliceMut, Tensor, TensorMut, TensorRef};
 pub use token::chains::{CHAINS, Tokens};
 pub use token::fold::fold;
 pub use token::token_sum::token_sum;
@@ -139,7 +147,7 @@ pub mod device {
     pub use crate::logprob::entropy::on_device as entropy;
     pub use crate::logprob::entropy_backward::{DeviceGradients as EntropyGradients, on_device as entropy_backward};
     pub use crate::logprob::linear_logprob::device::linear_logprob;
-    pub use crate::logprob::linear_logprob_backward::device::{DeviceRows as LogprobRows, linear_logprob_backward};
+    pub use crate::logprob::linear_logprob_backward::device::DeviceRows as Logproblinear_logprob_backward;
     pub use crate::logprob::logprob::on_device as logprob;
     pub use crate::logprob::logprob_backward::{DeviceGradients as LogprobGradients, on_device as logprob_backward};
     pub use crate::logprob::softmax::on_device as softmax;

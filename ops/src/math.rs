@@ -1,24 +1,35 @@
 //! Elementary functions: `docs/NUMERICS.md`, section 2. Vector forms are the same steps in every lane.
 
+use crate::profile::IEEE;
 use crate::simd::Simd;
 use crate::simd::scalar::Scalar;
 
 /// High part of log2(e).
-pub const LOG2E_HI: f32 = f32::from_bits(0x3FB8_AA3B);
+pub const LOG2E_HI: f32 = IEEE.log2e[0];
 /// Low part of log2(e): `LOG2E_HI + LOG2E_LO` carries about 48 bits.
-pub const LOG2E_LO: f32 = f32::from_bits(0x32A5_7060);
+pub const LOG2E_LO: f32 = IEEE.log2e[1];
 /// Both.
 pub const LOG2E: (f32, f32) = (LOG2E_HI, LOG2E_LO);
 /// The natural logarithm of 2 in f64.
-const LN_2: f64 = f64::from_bits(0x3FE6_2E42_FEFA_39EF);
+const LN_2: f64 = IEEE.ln_2;
+/// `1 / d` for odd d, from the largest of [`IEEE`] down to 1.
+const LN_TERMS: [f64; (IEEE.ln_terms as usize).div_ceil(2)] = {
+    let mut terms = [0.0; (IEEE.ln_terms as usize).div_ceil(2)];
+    let mut at = 0;
+    while at < terms.len() {
+        terms[at] = 1.0 / (IEEE.ln_terms - 2 * at as u32) as f64;
+        at += 1;
+    }
+    terms
+};
 /// Coefficients of `2^f` on [-0.5, 0.5], from the highest power; the constant term is 1.
-const EXP2: [u32; 6] = [0x3920_b5b7, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
+const EXP2: [u32; 6] = IEEE.exp2;
 /// Far enough from 2^22, from where on a product has no fraction.
 const SMALL: f32 = 2_097_152.0;
 /// `e^x` of numbers up to this magnitude is normal, and 2 to the power of its exponent as well.
 const NORMAL: f32 = 86.0;
 /// Weights more than this many powers of two below the largest are +0.
-const NEGLIGIBLE: f32 = -100.0;
+pub const NEGLIGIBLE: f32 = IEEE.negligible;
 
 /// `(m, i)` with `m * 2^i` close to `2^(x * (c_hi + c_lo))`; `i` is integral, `m` in about [0.70, 1.42].
 #[inline(always)]
@@ -27,7 +38,7 @@ pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F)
     let i = s.round(t);
     let f = fraction(s, x, i, c_hi, c_lo);
     // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
-    let f = s.select_ge(s.abs(t), s.splat(4_194_304.0), s.splat(0.0), f);
+    let f = s.select_ge(s.abs(t), s.splat(IEEE.whole), s.splat(0.0), f);
     (exp2_fraction(s, f, 1.0), i)
 }
 
@@ -57,7 +68,7 @@ fn exp2_fraction<S: Simd>(s: S, f: S::F, unit: f32) -> S::F {
 /// `2^-n` where [`near_weight`] gives the weights under the reference point n of all x whose exponent is `least` or more:
 /// none is negligible, and no step of it leaves the normal numbers.
 pub fn near_unit(n: f32, least: f32) -> Option<f32> {
-    (n <= 100.0 && least >= f32::max(n + NEGLIGIBLE, -126.0)).then(|| Scalar.pow2(-n))
+    (n <= -NEGLIGIBLE && least >= f32::max(n + NEGLIGIBLE, -126.0)).then(|| Scalar.pow2(-n))
 }
 
 /// The [`weight`] of `e^x` by the [`near_unit`] of its row: the power of two of the reference point is in the coefficients.
@@ -191,7 +202,7 @@ pub fn ln(l: f32) -> f64 {
     let bits = f64::from(l).to_bits();
     let mut e = ((bits >> 52) as i32 - 1023) as f64;
     let mut z = f64::from_bits((bits & 0x000F_FFFF_FFFF_FFFF) | 0x3FF0_0000_0000_0000);
-    if z >= f64::from_bits(0x3FF6_A09E_6000_0000) {
+    if z >= IEEE.ln_half {
         z /= 2.0;
         e += 1.0;
     }
@@ -209,9 +220,9 @@ pub fn ln1p(a: f32, b: f32) -> f64 {
 #[inline(always)]
 fn ln_of_quotient(s: f64) -> f64 {
     let q = s * s;
-    let mut r = 1.0 / 21.0;
-    for denominator in [19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0, 1.0] {
-        r = f64::mul_add(r, q, 1.0 / denominator);
+    let mut r = LN_TERMS[0];
+    for term in &LN_TERMS[1..] {
+        r = f64::mul_add(r, q, *term);
     }
     (2.0 * s) * r
 }

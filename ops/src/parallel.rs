@@ -107,7 +107,7 @@ impl Cpu {
     }
 
     /// Runs `work(index, chunk)` for every `size`-element chunk of `out`.
-    pub(crate) fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+    pub fn chunks<T: Send>(&self, out: &mut [T], size: usize, work: impl Fn(usize, &mut [T]) + Sync) {
         let size = size.max(1);
         let count = out.len().div_ceil(size);
         let chunks = Mutex::new(out.chunks_mut(size).enumerate());
@@ -121,12 +121,12 @@ impl Cpu {
     }
 
     /// How many elements of an elementwise op one task takes: enough to pay for starting it.
-    pub(crate) fn elements_per_chunk(&self, len: usize) -> usize {
+    pub fn elements_per_chunk(&self, len: usize) -> usize {
         len.div_ceil(4 * self.threads()).next_multiple_of(4096)
     }
 
     /// How many rows of `n` elements one task takes.
-    pub(crate) fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
+    pub fn rows_per_chunk(&self, rows: usize, n: usize) -> usize {
         (self.elements_per_chunk(rows.saturating_mul(n)) / n.max(1)).max(1)
     }
 }

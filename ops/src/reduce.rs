@@ -1,9 +1,10 @@
 //! The `lanes` sum: element i goes to lane `i mod 256`, each lane is a chain from +0, and the lanes fold in halves.
 
+use crate::profile::IEEE;
 use crate::simd::{Kernel, MAX_LANES, OnLine, Simd, Storage, load_at, load_two, store_two};
 
 /// Lanes of the sum; belongs to the contract, not to the machine.
-pub(crate) const LANES: usize = 256;
+pub(crate) const LANES: usize = IEEE.lanes;
 /// Elements that are read from memory once and then, where not all lanes fit the registers, again from L1.
 const TILE: usize = 16 * LANES;
 

@@ -6,8 +6,9 @@ use crate::rope::rope::{RopeTable, Rotations};
 use crate::tensor::{Prepared, Scalar, Tensor, TensorMut, TensorRef};
 use crate::workspace::memory::ask_for_huge_pages;
 use crate::{Cpu, Error, bf16, f16};
-use samebits_schema::{Call, DType};
+use samebits_schema::{Call, DType, Op};
 use std::mem::MaybeUninit;
+use std::sync::{PoisonError, RwLock};
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
@@ -25,22 +26,83 @@ const FOLDERS: [&[&Entry]; 11] = [
     crate::train::OPS,
 ];
 
-/// Every op.
+/// The ops that other crates have registered. Every change is a single step, so a panic elsewhere leaves it whole.
+static OTHERS: RwLock<Vec<&Entry>> = RwLock::new(Vec::new());
+
+/// Every op of this crate.
 pub(crate) fn entries() -> impl Iterator<Item = &'static Entry> {
     FOLDERS.iter().copied().flatten().copied()
 }
 
+/// Every op of other crates.
+fn others() -> Vec<&'static Entry> {
+    OTHERS.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
 fn find(op: &str) -> Result<&'static Entry, Error> {
-    entries().find(|entry| entry.name == op).ok_or_else(|| {
-        let known: Vec<_> = entries().map(|entry| entry.name).collect();
+    let other = || OTHERS.read().unwrap_or_else(PoisonError::into_inner).iter().copied().find(|entry| entry.name == op);
+    entries().find(|entry| entry.name == op).or_else(other).ok_or_else(|| {
+        let known: Vec<_> = entries().chain(others()).map(|entry| entry.name).collect();
         Error::Unavailable(format!("op `{op}` is not offered; use one of {}", known.join(", ")))
     })
+}
+
+/// Makes an op of another crate known, for the life of the program: its form to [`samebits_schema::find`] and what runs it to
+/// every [`Backend`], so that [`Backend::call`] and [`Calls`](crate::Calls) take its name as that of any other op. A call
+/// is checked by its form before the op sees it.
+///
+/// # Errors
+/// [`Error::Request`] where another op has the name, the form is not whole, or form, entry and kernels are not named alike.
+///
+/// ```
+/// use samebits_ops::schema::{Input, Op, Output};
+/// use samebits_ops::{Attributes, Backend, Cpu, DType, Entry, TensorMut, TensorRef, register};
+///
+/// static CUBE: Op = Op {
+///     name: "cube",
+///     about: "the third power of every element",
+///     inputs: &[Input::activation("x", &["R", "N"]).fp32()],
+///     outputs: &[Output::fixed("y", &["R", "N"], DType::Fp32)],
+///     ..Op::PLAIN
+/// };
+/// static RUN: Entry = Entry::new("cube", |cpu, args| {
+///     let x = args.input("x").dense::<f32>("cube", "x")?;
+///     let y = args.output("y").host::<f32>("cube", "y")?;
+///     let size = cpu.elements_per_chunk(y.len());
+///     cpu.chunks(y, size, |chunk, y| {
+///         y.iter_mut().zip(&x[chunk * size..]).for_each(|(y, x)| *y = x * x * x);
+///     });
+///     Ok(())
+/// });
+///
+/// register(&CUBE, &RUN)?;
+/// let (x, mut y) = ([1.0f32, 2.0, -3.0], [0.0f32; 3]);
+/// let (inputs, y_of) = ([("x", TensorRef::new(&x, &[1, 3])?)], TensorMut::new(&mut y, &[1, 3])?);
+/// Cpu::best().call("cube", Attributes::new(), &inputs, vec![("y", y_of)])?;
+/// assert_eq!(y, [1.0, 8.0, -27.0]);
+/// assert!(register(&CUBE, &RUN).is_err(), "the name is taken");
+/// # Ok::<(), samebits_ops::Error>(())
+/// ```
+pub fn register(op: &'static Op, entry: &'static Entry) -> Result<(), Error> {
+    let refused = |what: &str| Err(Error::Request(format!("op `{}`: {what}", op.name)));
+    if op.name != entry.name {
+        return refused(&format!("its entry is called `{}`; name both alike", entry.name));
+    }
+    let known = |unit: &'static Unit| units().any(|other| std::ptr::eq(unit, other));
+    if entry.unit.is_some_and(|unit| unit.name != op.name && !known(unit)) {
+        return refused("its unit bears another name; call it as the op, or take that of an op that is there");
+    }
+    // The form last of what can fail and first of what is seen: it refuses a name that is taken, for both.
+    let mut others = OTHERS.write().unwrap_or_else(PoisonError::into_inner);
+    samebits_schema::register(op)?;
+    others.push(entry);
+    Ok(())
 }
 
 /// Every unit: those of the ops, and copies of rows. Ops that share one have it once.
 pub fn units() -> impl Iterator<Item = &'static Unit> {
     let own = |entry: &'static Entry| entry.unit.filter(|unit| unit.name == entry.name);
-    entries().filter_map(own).chain([&COPIES])
+    entries().filter_map(own).chain([&COPIES]).chain(others().into_iter().filter_map(own))
 }
 
 impl Build {

@@ -189,8 +189,8 @@ impl Leading {
 }
 
 /// The rows of a tensor: its last axis, once for every entry of the others.
-#[derive(Clone, Copy)]
-pub(crate) struct Rows<'a, T> {
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a, T> {
     data: &'a [T],
     n: usize,
     leading: Leading,
@@ -215,13 +215,13 @@ impl<'a, T> Rows<'a, T> {
 
     /// Where row `r` begins; any address where there is no such row.
     #[inline(always)]
-    pub fn address(&self, r: usize) -> *const T {
+    pub(crate) fn address(&self, r: usize) -> *const T {
         self.data.as_ptr().wrapping_add(self.leading.offset(r))
     }
 
     /// Rows `from..from + count` as one slice where nothing lies between them.
     #[inline(always)]
-    pub fn together(&self, from: usize, count: usize) -> Option<&'a [T]> {
+    pub(crate) fn together(&self, from: usize, count: usize) -> Option<&'a [T]> {
         let dense = self.leading.stride().is_some_and(|stride| stride == self.n) || count <= 1;
         dense.then(|| if count == 0 { &[][..] } else { &self.data[self.leading.offset(from)..][..count * self.n] })
     }
@@ -761,18 +761,33 @@ impl<'a> TensorRef<'a> {
     /// All elements of `op`'s `name`, which a kernel reads in row-major order.
     ///
     /// # Errors
-    /// [`Error::Value`] that names the axis with a stride of its own.
-    pub(crate) fn dense<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a [T], Error> {
+    /// [`Error::Value`] that names the axis with a stride of its own; for elements that are elsewhere or of another type.
+    pub fn dense<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a [T], Error> {
         self.on_host(op, name)?;
         self.layout.refuse_gap(op, name)?;
-        Ok(self.contiguous().expect("it is on the host, without gaps, and of this type"))
+        self.contiguous().ok_or_else(|| type_error::<T>(op, name, self.dtype()))
+    }
+
+    /// The rows of `op`'s `name`, wherever its strides put them.
+    ///
+    /// # Errors
+    /// [`Error::Value`] when the elements are not on the host or of another type, or there is no axis.
+    pub fn host_rows<T: Scalar>(&self, op: &'static str, name: &str) -> Result<Rows<'a, T>, Error> {
+        self.on_host(op, name)?;
+        if self.dtype() != T::DTYPE {
+            return Err(type_error::<T>(op, name, self.dtype()));
+        }
+        if self.shape().is_empty() {
+            return Err(value_error(op, format!("`{name}` has no axis, so no rows")));
+        }
+        Ok(self.rows())
     }
 
     /// The buffer of `op`'s `name`.
     ///
     /// # Errors
-    /// [`Error::Value`] when it is not on a device or has gaps.
-    pub(crate) fn device<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a Buffer<T>, Error> {
+    /// [`Error::Value`] when it is not on a device, has gaps, is a part of a buffer or is of another type.
+    pub fn device<T: Scalar>(&self, op: &'static str, name: &str) -> Result<&'a Buffer<T>, Error> {
         let (buffer, at) = self.device_part(op, name)?;
         if at > 0 || self.layout.count() != Some(buffer.len()) { Err(part_error(op, name)) } else { Ok(buffer) }
     }
@@ -784,10 +799,18 @@ impl<'a> TensorRef<'a> {
     pub(crate) fn device_part<T: Scalar>(&self, op: &'static str, name: &str) -> Result<(&'a Buffer<T>, usize), Error> {
         self.layout.refuse_gap(op, name)?;
         match self.data {
-            Data::Device(slice, at) => Ok((T::of_buffer(slice).expect("the dtype was looked at"), at)),
+            Data::Device(slice, at) => {
+                let buffer = T::of_buffer(slice).ok_or_else(|| type_error::<T>(op, name, self.dtype()))?;
+                Ok((buffer, at))
+            }
             _ => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
         }
     }
+}
+
+/// An op that reads or writes elements of type `T` was given others.
+fn type_error<T: Scalar>(op: &'static str, name: &str, dtype: DType) -> Error {
+    value_error(op, format!("`{name}` is {dtype}; this kernel takes {}", T::DTYPE))
 }
 
 /// An op that reads or writes whole buffers was given a part of one.
@@ -875,10 +898,11 @@ impl<'a> TensorMut<'a> {
     /// The elements of `op`'s `name` on the host.
     ///
     /// # Errors
-    /// [`Error::Value`] when they are on a device.
-    pub(crate) fn host<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut [T], Error> {
+    /// [`Error::Value`] when they are on a device or of another type.
+    pub fn host<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut [T], Error> {
+        let dtype = self.dtype();
         match self.data {
-            DataMut::Host(slice) => Ok(T::of_mut(slice).expect("the dtype was looked at")),
+            DataMut::Host(slice) => T::of_mut(slice).ok_or_else(|| type_error::<T>(op, name, dtype)),
             DataMut::Device(..) => Err(value_error(op, format!("`{name}` is on a device; the op runs on the host"))),
         }
     }
@@ -886,8 +910,8 @@ impl<'a> TensorMut<'a> {
     /// The buffer of `op`'s `name`.
     ///
     /// # Errors
-    /// [`Error::Value`] when it is on the host.
-    pub(crate) fn device<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut Buffer<T>, Error> {
+    /// [`Error::Value`] when it is on the host, a part of a buffer or of another type.
+    pub fn device<T: Scalar>(self, op: &'static str, name: &str) -> Result<&'a mut Buffer<T>, Error> {
         let count = self.layout.count();
         let (buffer, at) = self.device_part(op, name)?;
         if at > 0 || count != Some(buffer.len()) { Err(part_error(op, name)) } else { Ok(buffer) }
@@ -902,8 +926,12 @@ impl<'a> TensorMut<'a> {
         op: &'static str,
         name: &str,
     ) -> Result<(&'a mut Buffer<T>, usize), Error> {
+        let dtype = self.dtype();
         match self.data {
-            DataMut::Device(slice, at) => Ok((T::of_buffer_mut(slice).expect("the dtype was looked at"), at)),
+            DataMut::Device(slice, at) => {
+                let buffer = T::of_buffer_mut(slice).ok_or_else(|| type_error::<T>(op, name, dtype))?;
+                Ok((buffer, at))
+            }
             DataMut::Host(_) => Err(value_error(op, format!("`{name}` is on the host; the op runs on a device"))),
         }
     }

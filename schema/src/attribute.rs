@@ -1,7 +1,9 @@
 use crate::call::Dims;
 use crate::op::Op;
+use crate::profile::{PROFILE, profiles};
 use crate::{Error, list};
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::ops::Bound;
 
 /// What an attribute may be.
@@ -58,8 +60,8 @@ pub struct Attribute {
     pub default: DefaultValue,
 }
 
-/// The value of an attribute.
-#[derive(Clone, Debug, PartialEq)]
+/// The value of an attribute. Numbers are equal when their bits are: 0 and -0 are not.
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Value {
     /// A whole number.
@@ -72,14 +74,6 @@ pub enum Value {
     Word(String),
 }
 
-/// Which arithmetic: an attribute of every call.
-pub const PROFILE: Attribute = Attribute {
-    name: "profile",
-    about: "which arithmetic and order of sums; another profile is `unsupported` where a program does not have it",
-    kind: Kind::Choice(&["ieee"]),
-    default: DefaultValue::Is("ieee"),
-};
-
 /// How f32 operands of a matrix product are read: an attribute of the ops that have one.
 pub const TF32: Attribute = Attribute {
     name: "tf32",
@@ -89,16 +83,13 @@ pub const TF32: Attribute = Attribute {
 };
 
 impl Attribute {
-    pub(crate) const fn count(
-        name: &'static str,
-        least: usize,
-        default: &'static str,
-        about: &'static str,
-    ) -> Attribute {
+    /// A whole number of at least `least`.
+    pub const fn count(name: &'static str, least: usize, default: &'static str, about: &'static str) -> Attribute {
         Attribute { name, about, kind: Kind::Count(least), default: DefaultValue::Is(default) }
     }
 
-    pub(crate) const fn float(
+    /// A finite number between two limits.
+    pub const fn float(
         name: &'static str,
         lower: Bound<f64>,
         upper: Bound<f64>,
@@ -108,22 +99,23 @@ impl Attribute {
         Attribute { name, about, kind: Kind::Float(lower, upper), default: DefaultValue::Is(default) }
     }
 
-    pub(crate) const fn flag(name: &'static str, about: &'static str) -> Attribute {
+    /// Yes or no; no is the default.
+    pub const fn flag(name: &'static str, about: &'static str) -> Attribute {
         Attribute { name, about, kind: Kind::Flag, default: DefaultValue::Is("0") }
     }
 
     /// A choice whose default is the first word.
-    pub(crate) const fn choice(name: &'static str, words: &'static [&'static str], about: &'static str) -> Attribute {
+    pub const fn choice(name: &'static str, words: &'static [&'static str], about: &'static str) -> Attribute {
         Attribute { name, about, kind: Kind::Choice(words), default: DefaultValue::Is(words[0]) }
     }
 
     /// What the model is whose form a call has: `words` is the one of [`Op::program`].
-    pub(crate) const fn program(words: &'static [&'static str]) -> Attribute {
+    pub const fn program(words: &'static [&'static str]) -> Attribute {
         Attribute::choice("program", words, "what kind of model it is, which decides inputs and outputs")
     }
 
     /// The same with another default.
-    pub(crate) const fn default(self, default: DefaultValue) -> Attribute {
+    pub const fn default(self, default: DefaultValue) -> Attribute {
         Attribute { default, ..self }
     }
 
@@ -166,7 +158,10 @@ impl Attribute {
                 number.is_finite() && above && below
             }
             (Kind::Flag, Value::Flag(_)) => true,
-            (Kind::Choice(words), Value::Word(word)) => words.contains(&word.as_str()),
+            (Kind::Choice(words), Value::Word(word)) => {
+                // Other crates may have profiles of their own.
+                words.contains(&word.as_str()) || (self.name == PROFILE.name && profiles().contains(&word.as_str()))
+            }
             (Kind::Text, Value::Word(text)) => !text.is_empty(),
             _ => false,
         }
@@ -202,7 +197,8 @@ impl Attribute {
 
     fn refuse(&self, text: &str) -> Error {
         if self.name == PROFILE.name {
-            return Error::Unsupported(format!("param `profile`: `{text}` is not offered; use {}", self.range()));
+            let known = list(&profiles(), "or");
+            return Error::Unsupported(format!("param `profile`: `{text}` is not offered; use {known}"));
         }
         Error::Invalid(format!("param `{}`: `{text}` is not {}", self.name, self.range()))
     }
@@ -223,6 +219,31 @@ fn number(limit: f64) -> String {
         _ if limit == 0.0 || (1e-3..1e6).contains(&limit.abs()) => limit.to_string(),
         _ if f64::from(limit as f32) == limit => format!("{:e}", limit as f32),
         _ => format!("{limit:e}"),
+    }
+}
+
+impl PartialEq for Value {
+    fn eq(&self, other: &Value) -> bool {
+        match (self, other) {
+            (Value::Count(a), Value::Count(b)) => a == b,
+            (Value::Float(a), Value::Float(b)) => a.to_bits() == b.to_bits(),
+            (Value::Flag(a), Value::Flag(b)) => a == b,
+            (Value::Word(a), Value::Word(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+
+impl Eq for Value {}
+
+impl Hash for Value {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        match self {
+            Value::Count(count) => count.hash(state),
+            Value::Float(number) => number.to_bits().hash(state),
+            Value::Flag(flag) => flag.hash(state),
+            Value::Word(word) => word.hash(state),
+        }
     }
 }
 
@@ -270,7 +291,7 @@ impl From<&str> for Value {
 /// let attributes = Attributes::new().with("eps", 1e-5).with("rounding", "hf");
 /// assert_eq!(attributes.get("eps").unwrap().to_string(), "0.00001");
 /// ```
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Attributes(BTreeMap<String, Value>);
 
 impl Attributes {

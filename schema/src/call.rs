@@ -2,6 +2,7 @@ use crate::Error;
 use crate::attribute::{Attributes, Value};
 use crate::dtype::DType;
 use crate::op::{Extent, Op, Output, OutputDType, REST, axes, constant};
+use crate::profile::PROFILE;
 
 /// An input as a call gives it: its form without its elements.
 #[derive(Clone, Copy, Debug)]
@@ -150,6 +151,11 @@ impl Call {
     /// Whether f32 operands are to be read as TF32; false for ops without a matrix product.
     pub fn tf32(&self) -> bool {
         self.attributes.get("tf32") == Some(&Value::Word("enabled".into()))
+    }
+
+    /// The profile: which arithmetic and order of sums.
+    pub fn profile(&self) -> &str {
+        self.word(PROFILE.name)
     }
 
     /// The dtype of an output.

@@ -2,7 +2,8 @@
 //! outputs; and what shapes and attributes alone do not say.
 //!
 //! [`validate`] is the one check of a call: requests on the wire, cases of the contract and calls of the ops go through
-//! it. The crate computes nothing on the elements of tensors and imports nothing.
+//! it. The crate computes nothing on the elements of tensors and imports nothing. Another crate [registers](register) ops of
+//! its own.
 //!
 //! ```
 //! use samebits_schema::{Attributes, DType, Given, find, validate};
@@ -26,14 +27,18 @@ mod dtype;
 mod index;
 mod op;
 mod ops;
+mod profile;
+mod register;
 pub mod sample;
 
-pub use attribute::{Attribute, Attributes, DefaultValue, Kind, PROFILE, TF32, Value};
+pub use attribute::{Attribute, Attributes, DefaultValue, Kind, TF32, Value};
 pub use call::{Call, Dims, Form, Given, following, validate};
 pub use dtype::DType;
 pub use index::{Holds, check_indexes};
 pub use op::{Extent, Input, Op, Output, OutputDType, REST, Role};
 pub use ops::*;
+pub use profile::{IEEE, PROFILE, PROFILES, profile_suffix, profiles, register_profile};
+pub use register::{find, register};
 
 use std::fmt;
 

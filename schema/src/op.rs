@@ -1,7 +1,8 @@
-use crate::attribute::{Attribute, DefaultValue, PROFILE};
+use crate::attribute::{Attribute, DefaultValue};
 use crate::call::Call;
 use crate::dtype::DType;
 use crate::index::Holds;
+use crate::profile::PROFILE;
 use crate::{Error, list};
 
 /// Stands last among axes for any number of further axes, the same in every tensor of a call that has it.
@@ -63,33 +64,33 @@ pub struct Input {
 
 impl Input {
     /// A float input of group `T`: bf16, fp16 or fp32.
-    pub(crate) const fn float(name: &'static str, axes: &'static [&'static str], role: Role) -> Input {
+    pub const fn float(name: &'static str, axes: &'static [&'static str], role: Role) -> Input {
         let dtypes = &DType::FLOATS;
         Input { name, axes, role, dtypes, group: Some("T"), optional: false, rows: 0, holds: Holds::Floats }
     }
 
     /// An activation whose first axis is the logical rows.
-    pub(crate) const fn activation(name: &'static str, axes: &'static [&'static str]) -> Input {
+    pub const fn activation(name: &'static str, axes: &'static [&'static str]) -> Input {
         Input::float(name, axes, Role::Activation).rows(1)
     }
 
     /// A weight, shared by all rows.
-    pub(crate) const fn weight(name: &'static str, axes: &'static [&'static str]) -> Input {
+    pub const fn weight(name: &'static str, axes: &'static [&'static str]) -> Input {
         Input::float(name, axes, Role::Weight)
     }
 
     /// The gradient of an output whose first axis is the logical rows.
-    pub(crate) const fn gradient(name: &'static str, axes: &'static [&'static str]) -> Input {
+    pub const fn gradient(name: &'static str, axes: &'static [&'static str]) -> Input {
         Input::float(name, axes, Role::Gradient).rows(1)
     }
 
     /// Which of the T rows are tokens, where a call does not say that all are.
-    pub(crate) const fn mask(axes: &'static [&'static str]) -> Input {
+    pub const fn mask(axes: &'static [&'static str]) -> Input {
         Input::index("mask", axes, Holds::Mask).optional()
     }
 
     /// What the sum that an op returns starts from; +0 where it is left out.
-    pub(crate) const fn carry(axes: &'static [&'static str]) -> Input {
+    pub const fn carry(axes: &'static [&'static str]) -> Input {
         Input::float("carry", axes, Role::State).fp32().optional()
     }
 
@@ -99,22 +100,22 @@ impl Input {
     }
 
     /// An i32 input whose first axis is the logical rows.
-    pub(crate) const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
+    pub const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
         Input { dtypes: &[DType::I32], group: None, holds, ..Input::float(name, axes, Role::Index) }.rows(1)
     }
 
     /// The same with `rows` leading axes of logical rows.
-    pub(crate) const fn rows(self, rows: usize) -> Input {
+    pub const fn rows(self, rows: usize) -> Input {
         Input { rows, ..self }
     }
 
     /// The same, and a call may leave it out.
-    pub(crate) const fn optional(self) -> Input {
+    pub const fn optional(self) -> Input {
         Input { optional: true, ..self }
     }
 
     /// The same, of f32 whatever the other floats are.
-    pub(crate) const fn fp32(self) -> Input {
+    pub const fn fp32(self) -> Input {
         Input { dtypes: &[DType::Fp32], group: None, ..self }
     }
 
@@ -197,22 +198,22 @@ pub struct Output {
 
 impl Output {
     /// An output of dtype `out` whose first axis is the logical rows.
-    pub(crate) const fn out(name: &'static str, axes: &'static [&'static str]) -> Output {
+    pub const fn out(name: &'static str, axes: &'static [&'static str]) -> Output {
         Output { name, axes, dtype: OutputDType::Out, rows: 1 }
     }
 
     /// The same of a dtype of its own.
-    pub(crate) const fn fixed(name: &'static str, axes: &'static [&'static str], dtype: DType) -> Output {
+    pub const fn fixed(name: &'static str, axes: &'static [&'static str], dtype: DType) -> Output {
         Output { name, axes, dtype: OutputDType::Fixed(dtype), rows: 1 }
     }
 
     /// A sum over the rows that are tokens, of f32.
-    pub(crate) const fn token_sum(name: &'static str, axes: &'static [&'static str]) -> Output {
+    pub const fn token_sum(name: &'static str, axes: &'static [&'static str]) -> Output {
         Output::fixed(name, axes, DType::Fp32).rows(0)
     }
 
     /// The same with `rows` leading axes of logical rows.
-    pub(crate) const fn rows(self, rows: usize) -> Output {
+    pub const fn rows(self, rows: usize) -> Output {
         Output { rows, ..self }
     }
 
@@ -271,7 +272,7 @@ pub struct Op {
 
 impl Op {
     /// What most ops have.
-    pub(crate) const PLAIN: Op = Op {
+    pub const PLAIN: Op = Op {
         name: "",
         about: "",
         inputs: &[],

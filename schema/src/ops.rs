@@ -129,11 +129,6 @@ pub static OPS: &[&Op] = &[
     &chain_backward::OP,
 ];
 
-/// The op called `name`.
-pub fn find(name: &str) -> Option<&'static Op> {
-    OPS.iter().copied().find(|op| op.name == name)
-}
-
 fn invalid<T>(why: String) -> Result<T, Error> {
     Err(Error::Invalid(why))
 }

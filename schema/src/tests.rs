@@ -9,69 +9,66 @@ fn forms_are_whole() {
     assert!(OPS.len() >= 21);
     for op in OPS.iter().flat_map(|op| op.forms()) {
         let name = op.name;
-        let distinct = |all: Vec<&str>| all.iter().collect::<BTreeSet<_>>().len() == all.len();
-        assert!(distinct(op.inputs.iter().map(|input| input.name).collect()), "{name}: an input stands twice");
-        assert!(
-            distinct(op.attributes().map(|attribute| attribute.name).collect()),
-            "{name}: an attribute stands twice"
-        );
-        assert!(distinct(op.outputs.iter().map(|output| output.name).collect()), "{name}: an output stands twice");
-        assert!(!op.about.is_empty() && !op.outputs.is_empty(), "{name}");
+        op.whole().unwrap();
         assert!(op.gradient_of.is_none_or(|of| names.contains(of)), "{name}");
-        assert!(op.inputs.iter().any(|input| input.rows == op.row_axes), "{name}: no input has all row axes");
-        let axes = op.axes();
-        // Where an input has an extent that follows, a call may leave it out; then there would be none else.
-        let bound = |axis: &str, input: &Input| !(input.optional && op.follows(axis)) && input.axes.contains(&axis);
-        let twice = op.extents.iter().find(|(axis, _)| op.inputs.iter().any(|input| bound(axis, input)));
-        assert!(twice.is_none(), "{name}: an input has the extent of {twice:?}");
-        let of_model = op.extents.iter().any(|(_, extent)| matches!(extent, Extent::OfModel));
-        assert!(!of_model || !op.program.is_empty(), "{name}: an extent is a model's, and no program is named");
-        assert_eq!(op.attribute("program").is_some(), !op.program.is_empty(), "{name}");
-        for input in op.inputs {
-            let what = format!("{name} `{}`", input.name);
-            assert!(!input.dtypes.is_empty() && input.rows <= op.row_axes, "{what}");
-            assert_eq!(input.is_float(), input.holds == Holds::Floats, "{what}");
-            assert_eq!(input.role == Role::Index, !input.is_float(), "{what}");
-            let open = input.axes.iter().position(|axis| *axis == REST);
-            assert!(open.is_none_or(|at| at + 1 == input.axes.len()), "{what}: {REST} stands last");
-            let named: Vec<&str> = match input.holds {
-                Holds::Below(axis) | Holds::Distinct(axis) | Holds::BelowOrIgnored(axis) | Holds::Starts(axis) => {
-                    vec![axis]
-                }
-                Holds::Ranks(axis) => {
-                    assert!(op.attribute("chosen").is_some() && input.axes.last() == Some(&axis), "{what}");
-                    vec![axis]
-                }
-                Holds::Length(axes) => axes.to_vec(),
-                Holds::Pages { pages, size, lengths } => {
-                    assert!(op.input(lengths).is_some_and(|input| !input.is_float()), "{what}");
-                    vec![pages, size]
-                }
-                _ => vec![],
-            };
-            let known = |axis: &&str| axes.contains(axis) || op.is_of_model(axis);
-            assert!(named.iter().all(known), "{what} holds entries of an axis that there is not");
-        }
-        for output in op.outputs {
-            let bound = |axis: &&str| axes.contains(axis) || axis.parse::<usize>().is_ok() || op.extent(axis).is_some();
-            assert!(output.axes.iter().all(bound), "{name} `{}`: an axis is not bound", output.name);
-            // Its rows are those of the inputs that have all row axes, as far as it has them.
-            let rows = op.inputs.iter().find(|input| input.rows == op.row_axes).expect("there is one");
-            let owned = op.owned().is_some_and(|(_, axis)| output.axes[0] == axis);
-            let same = output.rows <= op.row_axes && output.axes[..output.rows] == rows.axes[..output.rows];
-            assert!(same || owned || output.axes == [REST], "{name} `{}`: its rows", output.name);
-        }
-        let carried = op.carried().and_then(Output::fixed_dtype);
-        assert!(op.input("carry").is_none() || carried == Some(DType::Fp32), "{name}: nothing goes on from `carry`");
-        for attribute in op.attributes() {
-            let DefaultValue::Is(text) = attribute.default else { continue };
-            assert!(attribute.parse(text).is_ok(), "{name} `{}`: the default {text} is refused", attribute.name);
-        }
         // The first lines of its file say its form.
         let file = format!("{}/src/ops/{name}.rs", env!("CARGO_MANIFEST_DIR"));
         let text = std::fs::read_to_string(file).unwrap().replace("\n/// ", " ");
         assert!(text.contains(&format!("`{}`\npub static ", op.form())), "{name}: write {}", op.form());
     }
+}
+
+/// Forms that break a promise, each in one part.
+#[test]
+fn a_form_that_is_not_whole_is_refused() {
+    const X: [Input; 1] = [Input::activation("x", &["R", "N"])];
+    const Y: [Output; 1] = [Output::out("y", &["R", "N"])];
+    const Z: Input = Input::activation("z", &["R", "N"]);
+    const OP: Op = Op { name: "cube", about: "the third power", inputs: &X, outputs: &Y, ..Op::PLAIN };
+    OP.whole().unwrap();
+    const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
+        Input::index(name, axes, holds)
+    }
+    fn kept<T, const N: usize>(items: [T; N]) -> &'static [T] {
+        Box::leak(Box::new(items))
+    }
+    const PAGES: Holds = Holds::Pages { pages: "N", size: "N", lengths: "x" };
+    const RANKS: Holds = Holds::Ranks("N");
+    for (op, part) in [
+        (Op { name: "", ..OP }, "a name is"),
+        (Op { name: "Cube", ..OP }, "a name is"),
+        (Op { about: "", ..OP }, "`about`"),
+        (Op { inputs: kept([X[0], X[0]]), ..OP }, "an input stands twice"),
+        (Op { outputs: kept([Y[0], Y[0]]), ..OP }, "an output stands twice"),
+        (Op { attributes: kept([PROFILE]), ..OP }, "an attribute stands twice"),
+        (Op { outputs: &[], ..OP }, "no output"),
+        (Op { row_axes: 2, ..OP }, "no input has all row axes"),
+        (Op { extents: &[("N", Extent::OfModel)], ..OP }, "an axis of an input"),
+        (Op { extents: &[("V", Extent::OfModel)], ..OP }, "no program is named"),
+        (Op { program: "decoder", ..OP }, "`program`"),
+        (Op { inputs: kept([X[0], Input { dtypes: &[], ..Z }]), ..OP }, "`z`: it may have no dtype"),
+        (Op { inputs: kept([X[0], Z.rows(2)]), ..OP }, "more row axes"),
+        (Op { inputs: kept([X[0], Input { holds: Holds::Mask, ..Z }]), ..OP }, "not what it holds"),
+        (Op { inputs: kept([X[0], Input { role: Role::Index, ..Z }]), ..OP }, "role `Index`"),
+        (Op { inputs: kept([X[0], Input::weight("w", &[REST, "N"])]), ..OP }, "stands last"),
+        (
+            Op { inputs: kept([X[0], index("at", &["R"], Holds::Below("V"))]), ..OP },
+            "`at`: it holds entries of an axis",
+        ),
+        (Op { inputs: kept([X[0], index("at", &["R"], PAGES)]), ..OP }, "the lengths of its pages"),
+        (Op { inputs: kept([X[0], index("at", &["R", "N"], RANKS)]), ..OP }, "`chosen`"),
+        (Op { outputs: kept([Output::out("y", &["R", "V"])]), ..OP }, "an axis is not bound"),
+        (Op { outputs: kept([Output::out("y", &["N"])]), ..OP }, "its rows"),
+        (Op { outputs: kept([Y[0].rows(3)]), ..OP }, "its rows"),
+        (Op { inputs: kept([X[0], Input::carry(&["N"])]), ..OP }, "goes on from `carry`"),
+        (Op { attributes: kept([Attribute::count("n", 1, "0", "a count")]), ..OP }, "`0` is not a whole number"),
+    ] {
+        let error = op.whole().expect_err(part).to_string();
+        assert!(error.contains(part), "{error}: {part}");
+        let name = op.name;
+        assert!(register(Box::leak(Box::new(op))).is_err() && find(name).is_none(), "{part}");
+    }
+    assert!(register(Box::leak(Box::new(Op { name: "scale", ..OP }))).is_err(), "one of ours has the name");
 }
 
 /// An input's name, dtype and shape.

@@ -294,6 +294,32 @@ impl Driver for Emulator {
     }
 }
 
+/// The struct `name` of a unit as the compiler lays it out: its size, its alignment, and offset and size of its fields.
+///
+/// # Errors
+/// The compiler's log, also where the struct has not exactly these fields.
+pub fn struct_layout(changes: &[Change], unit: &str, name: &str, fields: &[&str]) -> Result<Vec<usize>, String> {
+    let of = |field: &&str| format!(", offsetof({name}, {field}), sizeof((({name} *)0)->{field})");
+    // A structured binding has as many names as there are fields.
+    let names: Vec<String> = (0..fields.len()).map(|at| format!("f{at}")).collect();
+    let text = format!(
+        "#include \"{unit}.cu\"\n#include <cstddef>\n\
+         static inline void count(const {name} &all) {{ auto &[{}] = all; (void)f0; }}\n\
+         extern \"C\" __attribute__((visibility(\"default\"))) const unsigned long long *struct_layout() {{\n\
+         static const unsigned long long all[] = {{sizeof({name}), alignof({name}){}}};\n\
+         (void)count;\nreturn all;\n}}\n",
+        names.join(", "),
+        fields.iter().map(of).collect::<String>(),
+    );
+    let definitions = ["-DIN=bf16".to_string(), "-DOUT=fp32".to_string()];
+    let library = Library::build(changes, &format!("{unit}-{name}"), &text, &definitions)?;
+    // SAFETY: the type is that of the text.
+    let layout: extern "C" fn() -> *const u64 = unsafe { std::mem::transmute(library.find("struct_layout")) };
+    // SAFETY: it has as many entries, for as long as the library is open.
+    let found = unsafe { std::slice::from_raw_parts(layout(), 2 + 2 * fields.len()) };
+    Ok(found.iter().map(|&number| number as usize).collect())
+}
+
 /// A shared library, opened until the process ends.
 struct Library(*mut c_void);
 

@@ -35,7 +35,7 @@ fn view(x: Result<Tensor>) -> Tensor {
 }
 
 fn cpus() -> Vec<Cpu> {
-    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
+    let isas = Isa::all().filter(|isa| isa.available());
     isas.flat_map(|isa| [1, 2].map(|threads| Cpu::new(isa, threads, 1 << 30).unwrap())).collect()
 }
 

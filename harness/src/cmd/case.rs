@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
 /// All that any implementation may be asked to vary.
 fn everything() -> Machine {
     Machine {
-        isas: Isa::ALL.iter().map(Isa::to_string).collect(),
+        isas: Isa::all().map(|isa| isa.to_string()).collect(),
         layouts: LAYOUTS.map(String::from).to_vec(),
         ..samebits_judge::machine::of_slice(Slice::Exhaustive)
     }

@@ -101,7 +101,7 @@ fn cpu() -> CpuReport {
     CpuReport {
         model: crate::machine::processor(),
         cores: std::thread::available_parallelism().map_or(1, |n| n.get()),
-        isas: Isa::ALL.into_iter().map(|isa| (isa.name(), isa.available())).collect(),
+        isas: Isa::all().map(|isa| (isa.name(), isa.available())).collect(),
         best: Isa::best().name(),
     }
 }

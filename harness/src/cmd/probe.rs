@@ -106,8 +106,9 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     let (implementation, _) =
         super::check::open(&contract, &args.implementation, &args.place, Cpu::best(), &args.place.checkpoints())?;
     let config = Config { isa: args.isa.clone(), threads: args.threads, ..Config::default() };
-    let asked =
-        Probe { implementation: implementation.as_ref(), dtype, out, columns: args.columns, pages: None, config };
+    let profile = &contract.profile;
+    ensure!(probe::declares(profile), "no answers are declared for the profile `{profile}`");
+    let asked = Probe { columns: args.columns, config, ..Probe::new(implementation.as_ref(), profile, dtype, out) };
 
     let mut stdout = std::io::stdout().lock();
     let version = Some(implementation.version()).filter(|v| !v.is_empty()).map_or(String::new(), |v| format!(" ({v})"));
@@ -171,7 +172,7 @@ struct Shown {
 fn order(stdout: &mut impl Write, args: &Args, probe: &Probe, op: Op, n: usize, rows: &[usize]) -> Result<Shown> {
     let mut shown = Shown { as_declared: true, one: true, drawn: 0 };
     writeln!(stdout, "\norder of a sum of {n} terms")?;
-    let declared = op.declared(n).context("a sum has a term")?;
+    let declared = op.declared(probe.profile, n).context("a sum has a term")?;
     let mut trees: BTreeMap<Result<Tree, String>, Vec<usize>> = BTreeMap::new();
     for &m in rows {
         trees.entry(probe.tree(op, n, m)).or_default().push(m);

@@ -79,9 +79,10 @@ impl Op {
         }
     }
 
-    /// The tree that the contract declares for `n` terms.
-    pub fn declared(self, n: usize) -> Option<Tree> {
+    /// The tree that a profile declares for `n` terms; `None` for no terms, and where it [declares](super::declares) none.
+    pub fn declared(self, profile: &str, n: usize) -> Option<Tree> {
         match self {
+            _ if !super::declares(profile) => None,
             Op::Gemm => Tree::segments(n, Tree::chain),
             Op::Combine | Op::EmbeddingDw | Op::GemmDw => Tree::chain(0, n),
             Op::TokenSum => Tree::tokens(n),
@@ -346,7 +347,7 @@ impl Probe<'_> {
     /// some that are drawn. Where one says no, the whole order is asked for.
     pub fn order(&self, op: Op) -> Finding {
         let n = self.terms_asked(op);
-        let declared = op.declared(n).expect("a sum has a term");
+        let declared = op.declared(self.profile, n).expect("a sum has a term, and the profile is asked for first");
         let fits = if op.cancels() { self.fits_signed(op, n, &declared) } else { self.fits_positive(op, n, &declared) };
         let found = match fits {
             Ok(true) => declared.text(),

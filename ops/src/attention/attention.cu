@@ -7,9 +7,7 @@
 // is not needed.
 #include "denominator.cuh"
 
-#define KEYS 256
-
-// What all three kernels are told; the host fills it in device/attention.rs.
+// What all three kernels are told; the same struct is in device.rs.
 struct Call {
     // Slots of earlier launches.
     long long slots_before;

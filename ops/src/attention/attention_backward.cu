@@ -5,9 +5,9 @@
 // the sums.
 #include "math.cuh"
 
-#define PAIRS 256
+#define PAIRS KEYS
 
-// What the kernels are told; the host fills it in attention_backward.rs.
+// What the kernels are told; the same struct is in attention_backward.rs.
 struct Call {
     // 0 means none.
     long long window;

@@ -15,10 +15,11 @@ use super::backward_job::{Gradients, Job, Order, Parameters, QueryRows};
 use super::backward_tiles::{self, Tiles};
 use crate::attention::job::{Attention, Qkv, Sequences, check_places, factors};
 use crate::backend::device::workspace::choose as choose_on_device;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int, launch_struct};
 use crate::call::Entry;
 use crate::element::{Stored, typed};
 use crate::parallel::SharedOut;
+use crate::profile::IEEE;
 use crate::workspace::{Need, Plan, choose};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, Tf32, check_len};
 use std::iter::successors;
@@ -211,6 +212,7 @@ pub(crate) const OP: Entry = Entry {
 /// Its kernels.
 const UNIT: Unit = Unit {
     has_product: true,
+    structs: &[Call::LAYOUT],
     ..Unit::of(
         "attention_backward",
         include_str!("attention_backward.cu"),
@@ -218,8 +220,29 @@ const UNIT: Unit = Unit {
     )
 };
 
-/// Threads of a block, and pairs or columns that it takes.
-const PAIRS: usize = 256;
+launch_struct! {
+    /// What the kernels are told.
+    struct Call of "attention_backward" {
+        /// 0 means none.
+        window: i64,
+        queries: i32,
+        keys: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        causal: i32,
+        capped: i32,
+        masked: i32,
+        cap: f32,
+        cap_factor: f32,
+        hi: f32,
+        lo: f32,
+    }
+}
+
+/// Threads of a block, and pairs or columns that it takes: a block of keys for a row of dq.
+const PAIRS: usize = IEEE.keys;
 
 /// The workspace on a device: a delta for each row and head.
 struct Deltas(usize);
@@ -256,15 +279,25 @@ pub fn on_device<I: Stored, O: Stored>(
     let build = Build { tf32: shape.tf32 == Tf32::Enabled && I::NAME == "fp32", ..Build::of::<I, O>(op) };
     // 0 says that there is none.
     let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
-    let flags = [shape.causal, cap.is_some(), rows.mask.is_some()].map(usize::from);
-    let ints = [queries, keys, q_heads, kv_heads, head_dim, value_dim].into_iter().chain(flags);
-    let ints = ints.map(|value| int(op, "an extent", value)).collect::<Result<Vec<_>, _>>()?;
-    let (cap, factor) = cap.unwrap_or((0.0, 0.0));
-    let mut call = Vec::from(window.to_ne_bytes());
-    call.extend(ints.iter().flat_map(|value| value.to_ne_bytes()));
-    call.extend([cap, factor, hi, lo].iter().flat_map(|value| value.to_ne_bytes()));
-    // A struct with an i64 is whole multiples of one.
-    call.resize(call.len().next_multiple_of(8), 0);
+    let extent = |value: usize| int(op, "an extent", value);
+    let (cap_set, (cap, cap_factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
+    let call = Call {
+        window,
+        queries: extent(queries)?,
+        keys: extent(keys)?,
+        q_heads: extent(q_heads)?,
+        kv_heads: extent(kv_heads)?,
+        head_dim: extent(head_dim)?,
+        value_dim: extent(value_dim)?,
+        causal: i32::from(shape.causal),
+        capped: i32::from(cap_set),
+        masked: i32::from(rows.mask.is_some()),
+        cap,
+        cap_factor,
+        hi,
+        lo,
+    };
+    let call = call.bytes();
     let given = || {
         let arguments = Arguments::new().layout(&call).buffer(q).buffer(k).buffer(v).buffer(lse).buffer(dout);
         arguments.buffer_from(&deltas, 0).buffer_from(&indices, 0).buffer_from(&indices, batch * queries)

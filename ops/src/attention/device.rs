@@ -1,8 +1,8 @@
 //! Launches of attention.
 
-use crate::attention::job::{Factors, Lens, check, check_places, check_tensors};
+use crate::attention::job::{BLOCK as KEYS, Factors, Lens, check, check_places, check_tensors};
 use crate::backend::device::workspace::choose;
-use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int, launch_struct};
 use crate::element::Stored;
 use crate::workspace::{Need, Plan};
 use crate::{Attention, Error, Keys, Qkv, Sequences, Tf32, value_error};
@@ -11,6 +11,7 @@ use std::iter::successors;
 /// The kernels of attention in all its forms.
 pub(super) const UNIT: Unit = Unit {
     has_product: true,
+    structs: &[Call::LAYOUT],
     ..Unit::of(
         "attention",
         include_str!("attention.cu"),
@@ -28,8 +29,34 @@ pub(super) const UNIT: Unit = Unit {
     )
 };
 
-/// Keys of a block, which belongs to the contract.
-const KEYS: usize = 256;
+launch_struct! {
+    /// What all three kernels are told.
+    struct Call of "attention" {
+        /// Slots of earlier launches.
+        slots_before: i64,
+        /// 0 means none.
+        window: i64,
+        /// Tiles of a sequence and key head.
+        tiles: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        causal: i32,
+        capped: i32,
+        paged: i32,
+        page_size: i32,
+        page_columns: i32,
+        /// Blocks of keys, and whether each goes to a block of threads of its own.
+        blocks: i32,
+        split: i32,
+        cap: f32,
+        cap_factor: f32,
+        c_hi: f32,
+        c_lo: f32,
+    }
+}
+
 /// Bytes of each key in shared memory at a time, in two stages: as in attention.cu.
 const PART: usize = 128;
 /// From this many slots on, a block of threads goes through all blocks of keys of its slot.
@@ -287,22 +314,9 @@ fn join(shape: &Attention, sequences: &Sequences, q_start: Vec<i32>) -> Vec<i32>
     [&q_start, sequences.q_pos, sequences.kv_len, &keys].concat()
 }
 
-/// Starts the kernels of a call.
-///
-/// # Safety
-/// The buffers are as long as `shape` says, and `metadata` was set for that shape.
-unsafe fn launch_attention<I: Stored, O: Stored>(
-    device: &Device,
-    shape: &Attention,
-    Factors { cap, c: (c_hi, c_lo) }: Factors,
-    metadata: &AttentionMetadata,
-    Qkv { q, k, v }: Qkv<Buffer<I>>,
-    out: &mut Buffer<O>,
-    lse: &mut Buffer<f32>,
-) -> Result<(), Error> {
-    let op = "attention";
-    let Attention { batch, q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
-    let &AttentionMetadata { page_size, columns, most, reach, ref indices, .. } = metadata;
+/// The slots that a call takes where there is room.
+fn preferred(shape: &Attention, &AttentionMetadata { most, reach, .. }: &AttentionMetadata) -> Slots {
+    let Attention { batch, q_heads, kv_heads, value_dim, .. } = *shape;
     let most_rows = most * (q_heads / kv_heads);
     let height = if most_rows <= 4 { 4 } else { 16.min(most_rows.next_power_of_two()) };
     let preferred = Slots {
@@ -317,35 +331,62 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let one = preferred.need().shared.max(1);
     let split = preferred.all() < MANY && preferred.blocks > 1;
     let slots = preferred.all().min((ENOUGH / one).max(1)).min(0xFFFF);
-    let preferred = Slots { slots, split, ..preferred };
-    let (plan, room) = choose(device, op, successors(Some(preferred), Slots::smaller))?;
+    Slots { slots, split, ..preferred }
+}
 
+/// What the kernels are told of a call, as if no slots went before.
+fn told(
+    shape: &Attention,
+    Factors { cap, c: (c_hi, c_lo) }: Factors,
+    &AttentionMetadata { page_size, columns, .. }: &AttentionMetadata,
+    plan: &Slots,
+) -> Result<Call, Error> {
+    let Attention { q_heads, kv_heads, head_dim, value_dim, .. } = *shape;
     let (cap_set, (cap, factor)) = (cap.is_some(), cap.unwrap_or((0.0, 0.0)));
     // 0 says that there is none.
     let window = shape.window.map_or(0, |window| i64::try_from(window).unwrap_or(i64::MAX).min(1 << 40));
-    let ints = [
-        plan.tiles(),
-        q_heads,
-        kv_heads,
-        head_dim,
-        value_dim,
-        usize::from(shape.causal),
-        usize::from(cap_set),
-        usize::from(page_size > 0),
-        page_size,
-        columns,
-        plan.blocks,
-        usize::from(plan.split),
-    ];
-    let ints = ints.map(|value| int(op, "an extent", value)).into_iter().collect::<Result<Vec<_>, _>>()?;
-    let call = |first: usize| -> Vec<u8> {
-        let mut bytes = Vec::from((first as i64).to_ne_bytes());
-        bytes.extend(window.to_ne_bytes());
-        bytes.extend(ints.iter().flat_map(|value| value.to_ne_bytes()));
-        bytes.extend([cap, factor, c_hi, c_lo].iter().flat_map(|value| value.to_ne_bytes()));
-        bytes
-    };
+    let extent = |value: usize| int("attention", "an extent", value);
+    Ok(Call {
+        slots_before: 0,
+        window,
+        tiles: extent(plan.tiles())?,
+        q_heads: extent(q_heads)?,
+        kv_heads: extent(kv_heads)?,
+        head_dim: extent(head_dim)?,
+        value_dim: extent(value_dim)?,
+        causal: i32::from(shape.causal),
+        capped: i32::from(cap_set),
+        paged: i32::from(page_size > 0),
+        page_size: extent(page_size)?,
+        page_columns: extent(columns)?,
+        blocks: extent(plan.blocks)?,
+        split: i32::from(plan.split),
+        cap,
+        cap_factor: factor,
+        c_hi,
+        c_lo,
+    })
+}
 
+/// Starts the kernels of a call.
+///
+/// # Safety
+/// The buffers are as long as `shape` says, and `metadata` was set for that shape.
+unsafe fn launch_attention<I: Stored, O: Stored>(
+    device: &Device,
+    shape: &Attention,
+    factors: Factors,
+    metadata: &AttentionMetadata,
+    Qkv { q, k, v }: Qkv<Buffer<I>>,
+    out: &mut Buffer<O>,
+    lse: &mut Buffer<f32>,
+) -> Result<(), Error> {
+    let op = "attention";
+    let (batch, value_dim, indices) = (shape.batch, shape.value_dim, &metadata.indices);
+    let preferred = preferred(shape, metadata);
+    let (plan, room) = choose(device, op, successors(Some(preferred), Slots::smaller))?;
+
+    let call = told(shape, factors, metadata, &plan)?;
     let positions = batch + 1;
     let lengths = positions + metadata.positions();
     let parts = [0, positions, lengths, lengths + batch];
@@ -360,7 +401,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let shared = 2 * KEYS * (PART + 16);
     for first in (0..plan.all()).step_by(plan.slots) {
         let slots = plan.slots.min(plan.all() - first);
-        let call = call(first);
+        let call = Call { slots_before: first as i64, ..call }.bytes();
         let of_scores = Arguments::new()
             .layout(&call)
             .buffer(q)

@@ -2,6 +2,7 @@
 
 use crate::math::lse;
 use crate::parallel::SharedOut;
+use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::{Cpu, Element, Error, Tf32, check_len, value_error};
@@ -118,7 +119,7 @@ pub enum Keys<'a> {
 }
 
 /// Keys per block: belongs to the contract, not to the machine.
-pub(super) const BLOCK: usize = 256;
+pub(super) const BLOCK: usize = IEEE.keys;
 
 impl Attention {
     /// The keys that a position sees, of a sequence of `kv_len` of them.

@@ -282,7 +282,7 @@ impl<I: Element> Case<I> {
 /// and the emulated one takes the way that this machine does not.
 fn both_ways() -> impl Iterator<Item = Isa> {
     let emulated = |isa: &Isa| isa.available() && isa.emulates().is_some() && isa.has_dot();
-    Isa::of_machine().filter(move |isa| !emulated(isa)).chain(Isa::ALL.into_iter().filter(emulated))
+    Isa::of_machine().filter(move |isa| !emulated(isa)).chain(Isa::all().filter(emulated))
 }
 
 fn check(shape: Attention, form: Form, gaps: [usize; 2], sequences: &[Sequence]) {

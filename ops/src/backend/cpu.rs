@@ -30,13 +30,20 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Every instruction set this crate has kernels for.
-    #[cfg(not(feature = "emulated-isa"))]
-    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
-    /// Every instruction set this crate has kernels for, and the emulated ones.
-    #[cfg(feature = "emulated-isa")]
-    pub const ALL: [Isa; 6] =
-        [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::EmulatedAvx512, Isa::EmulatedAvx512Bf16];
+    /// Every instruction set this crate has kernels for, and behind them the emulated ones where the build has them.
+    pub fn all() -> impl DoubleEndedIterator<Item = Isa> {
+        const ALL: &[Isa] = &[
+            Isa::Scalar,
+            Isa::Avx2,
+            Isa::Avx512,
+            Isa::Avx512Bf16,
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512,
+            #[cfg(feature = "emulated-isa")]
+            Isa::EmulatedAvx512Bf16,
+        ];
+        ALL.iter().copied()
+    }
 
     /// The name used on the command line and in kernel names.
     pub fn name(self) -> &'static str {
@@ -90,13 +97,13 @@ impl Isa {
 
     /// Those of this machine and, where some are emulated, those that it lacks.
     pub fn of_machine() -> impl Iterator<Item = Isa> {
-        Isa::ALL.into_iter().filter(|isa| isa.available() && !isa.emulates().is_some_and(Isa::available))
+        Isa::all().filter(|isa| isa.available() && !isa.emulates().is_some_and(Isa::available))
     }
 
     /// The most capable instruction set of this machine, none that is emulated.
     pub fn best() -> Isa {
         let real = |isa: &Isa| isa.available() && isa.emulates().is_none();
-        Isa::ALL.into_iter().rfind(real).expect("scalar is always available")
+        Isa::all().rfind(real).expect("scalar is always available")
     }
 
     /// The instruction set whose kernels an emulated one runs; `None` for a real one.
@@ -156,8 +163,7 @@ impl FromStr for Isa {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Isa, Error> {
-        Isa::ALL
-            .into_iter()
+        Isa::all()
             .find(|isa| isa.name() == name)
             .ok_or_else(|| Error::Unavailable(format!("unknown isa `{name}`; use scalar, avx2, avx512 or avx512bf16")))
     }
@@ -197,7 +203,7 @@ impl Cpu {
     /// [`Error::Unavailable`] when the machine lacks `isa`, `threads` is 0 or the threads cannot be started.
     pub fn new(isa: Isa, threads: usize, budget: usize) -> Result<Cpu, Error> {
         if !isa.available() {
-            let have: Vec<_> = Isa::ALL.into_iter().filter(|isa| isa.available()).map(Isa::name).collect();
+            let have: Vec<_> = Isa::all().filter(|isa| isa.available()).map(Isa::name).collect();
             return Err(Error::Unavailable(format!("this machine lacks `{isa}`; it has {}", have.join(", "))));
         }
         if threads == 0 || threads > 1024 {

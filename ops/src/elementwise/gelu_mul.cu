@@ -5,7 +5,7 @@
 struct GeluMul {
     DEVICE float operator()(float gate, float up) const {
         float cube = __fmul_rn(__fmul_rn(gate, gate), gate);
-        float a = __fmul_rn(__uint_as_float(0x3FCC422Au), __fmaf_rn(__uint_as_float(0x3D372713u), cube, gate));
+        float a = __fmul_rn(GELU_SCALE, __fmaf_rn(GELU_CUBE, cube, gate));
         return __fmul_rn(__fmul_rn(gate, sigmoid_of_number(a)), up);
     }
 };

@@ -10,13 +10,14 @@ use crate::call::Entry;
 use crate::element::Stored;
 use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::math::one_plus_exp_neg;
+use crate::profile::IEEE;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
 /// `f32(2 * sqrt(2 / pi))`.
-pub(super) const C: f32 = f32::from_bits(0x3FCC_422A);
+pub(super) const C: f32 = IEEE.gelu[0];
 /// `f32(0.044715)`.
-const K: f32 = f32::from_bits(0x3D37_2713);
+const K: f32 = IEEE.gelu[1];
 
 /// Its kernels.
 const UNIT: Unit = Unit::of("gelu_mul", include_str!("gelu_mul.cu"), &["gelu_mul"]);

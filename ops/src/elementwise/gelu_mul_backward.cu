@@ -3,9 +3,9 @@
 
 struct GeluMulBackward {
     DEVICE Activation operator()(float gate) const {
-        float c = __uint_as_float(0x3FCC422Au);
+        float c = GELU_SCALE;
         float square = __fmul_rn(gate, gate);
-        float a = __fmul_rn(c, __fmaf_rn(__uint_as_float(0x3D372713u), __fmul_rn(square, gate), gate));
+        float a = __fmul_rn(c, __fmaf_rn(GELU_CUBE, __fmul_rn(square, gate), gate));
         // A NaN would be lost where the sigmoid of a number is 0 or 1.
         float s = gate == gate ? sigmoid_of_number(a) : gate;
         float v = __fmul_rn(s, __fsub_rn(1.0f, s));

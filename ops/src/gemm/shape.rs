@@ -1,5 +1,6 @@
 //! Dimensions of a product, and the segments of its sums.
 
+use crate::profile::IEEE;
 use crate::{Error, Tf32, value_error};
 use samebits_schema::Call;
 
@@ -51,7 +52,7 @@ pub(super) fn bounds(
         .ok_or_else(|| value_error(op, format!("{terms} {offset}+{count} exceed {total_name} {total}")))?;
     let bound = |segment: usize| segment.saturating_mul(length).min(total);
     for count in [8, 4, 2, 1] {
-        for first in (0..8usize).step_by(count) {
+        for first in (0..IEEE.segments).step_by(count) {
             if (first.saturating_mul(length), bound(first + count)) == (offset, end) {
                 return Ok((first..=first + count).map(|segment| bound(segment).max(offset) - offset).collect());
             }
@@ -68,7 +69,7 @@ pub(super) fn bounds(
 
 /// Elements per segment of a sum of `n`: `16 * ceil(n / 128)`.
 pub(crate) fn segment_length(n: usize) -> usize {
-    16 * n.div_ceil(128)
+    IEEE.segment_length(n)
 }
 
 impl Gemm {

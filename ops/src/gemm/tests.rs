@@ -241,7 +241,7 @@ fn every_plan_of_the_gradient_of_a_weight_makes_plain_chains() {
 /// that this machine does not.
 #[test]
 fn the_other_way_makes_plain_chains() {
-    let others = || Isa::ALL.into_iter().filter(|isa| isa.available() && isa.emulates().is_some() && isa.has_dot());
+    let others = || Isa::all().filter(|isa| isa.available() && isa.emulates().is_some() && isa.has_dot());
     for [m, n, k] in [[24, 40, 100], [100, 56, 20], [25, 63, 33]] {
         let (x, w) = (numbers::<bf16>(0, m * k), numbers::<bf16>(m * k, n * k));
         check::<_, f32>(&others().collect::<Vec<_>>(), [m, n, k], &x, &w, None);
@@ -286,7 +286,7 @@ fn the_gradient_of_ordinary_operands_takes_no_slow_path() {
     let [m, outputs, terms] = [24, 40, 300];
     let (dy, w) = (numbers::<bf16>(0, m * terms), numbers::<bf16>(m * terms, terms * outputs));
     // Emulated ones too: so many rows are left to multiply-adds where those are faster.
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+    for isa in Isa::all().filter(|isa| isa.available()) {
         let (cpu, mut dx) = (Cpu::new(isa, 1, usize::MAX).unwrap(), vec![0f32; m * outputs]);
         cpu.ledger().forbid(Counter::SlowPaths);
         let packed = PackedWeight::pack_for_dx(&cpu, terms, outputs, &w).unwrap();
@@ -302,7 +302,7 @@ fn slow_paths_are_counted_and_refused() {
     let [x, w] = small([m, n, k]);
     let ordinary = numbers::<bf16>(0, m * k);
     // 30 rows are tiles of `VDPBF16PS` also where many rows are left to multiply-adds.
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.available()) {
+    for isa in Isa::all().filter(|isa| isa.available()) {
         let packed = [Isa::Scalar, isa]
             .map(|isa| Some(PackedWeight::pack(&Cpu::new(isa, 1, usize::MAX).unwrap(), n, k, &w).unwrap()));
         for w_packed in packed.iter().chain([&None]) {

@@ -17,11 +17,11 @@ use crate::gemm::gemm::{PackedWeight, Panels, Product, Ran, SAYS, Tally, Weight,
 use crate::gemm::shape::{Gemm, segment_length};
 use crate::gemm::tile::{Block as Tiles, MAX_ROWS, TILE_ROWS, block_words, fma_block};
 use crate::logprob::logprob::{FAR, Origin, check_targets, inverse, join};
-use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, weight};
+use crate::math::{LOG2E_HI, LOG2E_LO, NEGLIGIBLE, exp_split, weight};
 use crate::pack::matrix::{panel_words, row_words};
 use crate::pack::{PANEL, as_floats, as_floats_mut};
 use crate::parallel::SharedOut;
-use crate::reduce::Lanes;
+use crate::reduce::{LANES, Lanes};
 use crate::simd::{Kernel, MAX_LANES, Simd, load_at};
 use crate::workspace::memory::LINE;
 use crate::workspace::{Need, Plan, choose};
@@ -29,8 +29,6 @@ use crate::{Counter, Cpu, Element, Error, TensorRef, check_len, value_error};
 use std::iter::successors;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Lanes of a sum; belongs to the contract.
-const LANES: usize = 256;
 /// Words of the running sums of a row: its lanes and a line of what follows.
 const STATE: usize = LANES + LINE;
 /// The largest exponent met so far.
@@ -47,8 +45,6 @@ const OTHERS: usize = LANES + 4;
 const TOP: usize = LANES + 5;
 /// Rows whose sums are in hand at a time, at most.
 const BLOCK_ROWS: usize = 512;
-/// Weights further below the reference point are +0.
-const NEGLIGIBLE: f32 = 100.0;
 
 /// Dimensions and parameter of `linear_logprob`.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -268,7 +264,7 @@ fn joined(segments: impl Iterator<Item = [f32; FACTS]>, n: f32) -> [f32; 2] {
     for (i, [of_segment, sum, rest, ..]) in segments.enumerate() {
         // Exact: what is left is at least 2^-101. A segment that is far below has no weight at all.
         let shift = of_segment - n;
-        if shift >= -NEGLIGIBLE {
+        if shift >= NEGLIGIBLE {
             (sums[i], rests[i]) = (sum * exp2(shift), rest * exp2(shift));
         }
     }
@@ -407,7 +403,7 @@ impl<I: Element> Block<'_, I> {
         for (r, by) in pass.by[..rows].iter_mut().enumerate() {
             // A weight that was added and is cut under the final n.
             let n = largest(r);
-            let cut = |f: [f32; FACTS]| f[0] - n >= -NEGLIGIBLE && f[3] - n < -NEGLIGIBLE;
+            let cut = |f: [f32; FACTS]| f[0] - n >= NEGLIGIBLE && f[3] - n < NEGLIGIBLE;
             *by = of_row(r).any(cut).then_some(n);
         }
         let mut again = pass.count(rows);
@@ -709,7 +705,7 @@ fn move_range(exponents: &[f32], state: &mut [f32]) {
     if n > state[N] {
         let shift = state[N] - n;
         // Weights that all fall below the cut become +0; else the lanes keep every bit.
-        if shift >= -NEGLIGIBLE {
+        if shift >= NEGLIGIBLE {
             let factor = exp2(shift);
             state[..LANES].iter_mut().for_each(|sum| *sum *= factor);
             state[OTHERS] *= factor;
@@ -720,10 +716,10 @@ fn move_range(exponents: &[f32], state: &mut [f32]) {
         }
         state[N] = n;
     }
-    let added = exponents.iter().copied().filter(|i| i - n >= -NEGLIGIBLE);
+    let added = exponents.iter().copied().filter(|i| i - n >= NEGLIGIBLE);
     state[LEAST] = added.fold(state[LEAST], f32::min);
     // Under the cut nothing is added, so no later exponent is less.
-    state[WATCH] = if state[LEAST] - n > -NEGLIGIBLE { state[LEAST] } else { f32::NEG_INFINITY };
+    state[WATCH] = if state[LEAST] - n > NEGLIGIBLE { state[LEAST] } else { f32::NEG_INFINITY };
 }
 
 #[inline(always)]

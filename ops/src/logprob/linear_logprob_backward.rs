@@ -22,6 +22,7 @@ use crate::logprob::logprob_backward::Given;
 use crate::pack::matrix::{Matrix, Side};
 use crate::pack::{PANEL, as_elements_mut, as_floats_mut, bf16_slice, f32_of_rows, least_of_all, pairs_of_rows};
 use crate::parallel::SharedOut;
+use crate::profile::IEEE;
 use crate::simd::prefetch::Prefetch;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
@@ -42,7 +43,7 @@ const MOST_COLUMNS: usize = 1024;
 /// Tiles are not made smaller than this as long as there is the other extent to give up.
 const FEW: [usize; 2] = [64, 256];
 /// Segments of the vocabulary; belongs to the contract.
-const SEGMENTS: usize = 8;
+const SEGMENTS: usize = IEEE.segments;
 /// Sums of dx: those of a segment, and three finished subtrees that wait to be joined.
 const LEVELS: usize = 1 + 3;
 

@@ -16,6 +16,7 @@ use crate::gemm::shape::segment_length;
 use crate::math::{
     LOG2E_HI, LOG2E_LO, exp_split, is_small, ln, ln_of_sum, ln1p, near_unit, near_weight, weigh, weight,
 };
+use crate::profile::IEEE;
 use crate::reduce::{Add, LANES, Lanes};
 use crate::simd::prefetch::prefetch_second;
 use crate::simd::scalar::Scalar;
@@ -210,7 +211,7 @@ impl<I: Element> Kernel for Row<'_, I> {
 }
 
 /// From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.
-pub(crate) const FAR: f32 = 65536.0;
+pub(crate) const FAR: f32 = IEEE.far;
 
 /// What the weights of a row are measured by.
 #[derive(Clone, Copy, Debug)]

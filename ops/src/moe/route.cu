@@ -4,7 +4,7 @@
 #include "math.cuh"
 #include "rank.cuh"
 
-// What the host fills in: device/route.rs.
+// What the kernel is told; the same struct is in route.rs.
 struct Choice {
     int experts, chosen, groups, top_groups;
     // Whether scores are sigmoids, whether there is a bias, whether a group is worth its two largest choices, and
@@ -87,8 +87,7 @@ KERNEL(32, 16) route(Choice choice, GLOBAL(const In) logits, GLOBAL(const float)
     float sum = 0.0f;
     if (choice.normalise) {
         for (int rank = 0; rank < choice.chosen; rank++) sum = __fadd_rn(sum, weights[rank]);
-        // f32(1e-20)
-        if (choice.sigmoid) sum = __fadd_rn(sum, __uint_as_float(0x1E3CE508u));
+        if (choice.sigmoid) sum = __fadd_rn(sum, ROUTE_SUM);
     }
     for (int rank = 0; rank < choice.chosen; rank++) {
         float w = weights[rank];

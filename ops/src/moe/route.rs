@@ -9,11 +9,12 @@
 //! in the order of rank, from +0; with the sigmoid `f32(1e-20)` is added last.
 //! Rounding: every step once to f32.
 
-use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
+use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int, launch_struct};
 use crate::call::Entry;
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
 use crate::math::sigmoid;
+use crate::profile::IEEE;
 use crate::simd::scalar::Scalar;
 use crate::{Counter, Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 use samebits_schema::Call;
@@ -144,7 +145,25 @@ fn run(
 const SHARED: usize = 48 << 10;
 
 /// Its kernels.
-const UNIT: Unit = Unit { has_out: false, ..Unit::of("route", include_str!("route.cu"), &["route"]) };
+const UNIT: Unit =
+    Unit { has_out: false, structs: &[Choice::LAYOUT], ..Unit::of("route", include_str!("route.cu"), &["route"]) };
+
+launch_struct! {
+    /// What the kernel is told.
+    struct Choice of "route" {
+        experts: i32,
+        chosen: i32,
+        groups: i32,
+        top_groups: i32,
+        /// Whether scores are sigmoids, whether there is a bias, whether a group is worth its two largest choices, and whether
+        /// weights are divided by their sum.
+        sigmoid: i32,
+        has_bias: i32,
+        top_two: i32,
+        normalise: i32,
+        scale: f32,
+    }
+}
 
 /// route, by name: rank and weight of every expert, -1 and +0 where it is not chosen.
 pub(crate) const OP: Entry = Entry {
@@ -216,19 +235,18 @@ pub fn on_device<I: Stored>(
             Some(scores)
         }
     };
-    let ints = [
-        int(op, "the number of experts", experts)?,
-        chosen as i32,
-        groups as i32,
-        top_groups as i32,
-        i32::from(shape.scoring == Scoring::Sigmoid),
-        i32::from(bias.is_some()),
-        i32::from(shape.group_worth == GroupWorth::TopTwo),
-        i32::from(shape.normalise),
-    ];
-    let mut choice: Vec<u8> = ints.iter().flat_map(|value| value.to_ne_bytes()).collect();
-    choice.extend(scale.to_ne_bytes());
-    let arguments = Arguments::new().layout(&choice).buffer(logits);
+    let choice = Choice {
+        experts: int(op, "the number of experts", experts)?,
+        chosen: chosen as i32,
+        groups: groups as i32,
+        top_groups: top_groups as i32,
+        sigmoid: i32::from(shape.scoring == Scoring::Sigmoid),
+        has_bias: i32::from(bias.is_some()),
+        top_two: i32::from(shape.group_worth == GroupWorth::TopTwo),
+        normalise: i32::from(shape.normalise),
+        scale,
+    };
+    let arguments = Arguments::new().layout(&choice.bytes()).buffer(logits);
     let arguments = match &scores {
         Some(scores) => arguments.buffer(scores),
         None => arguments.null(),
@@ -360,7 +378,7 @@ fn choose_row<I: Element>(
     if shape.normalise {
         let mut sum = weight.iter().fold(0f32, |sum, weight| sum + weight);
         if shape.scoring == Scoring::Sigmoid {
-            sum += 1e-20;
+            sum += IEEE.route;
         }
         weight.iter_mut().for_each(|weight| *weight /= sum);
     }

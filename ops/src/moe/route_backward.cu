@@ -20,8 +20,7 @@ route_backward(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(const fl
     float sum = 0.0f, common = 0.0f, whole = 0.0f;
     if (normalise) {
         for (int rank = 0; rank < chosen; rank++) sum = __fadd_rn(sum, score(index[rank]));
-        // f32(1e-20)
-        if (sigmoid) sum = __fadd_rn(sum, __uint_as_float(0x1E3CE508u));
+        if (sigmoid) sum = __fadd_rn(sum, ROUTE_SUM);
         for (int rank = 0; rank < chosen; rank++) {
             float share = __fdiv_rn(score(index[rank]), sum);
             common = __fmaf_rn(__fmul_rn(dweight[rank], scale), share, common);

@@ -12,6 +12,7 @@ use crate::call::{Arguments as CallArguments, Entry};
 use crate::element::{Stored, typed};
 use crate::logprob::softmax;
 use crate::moe::route::{GroupWorth, Route, Scoring, check_choice, sigmoid_of};
+use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Rows;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
@@ -140,7 +141,7 @@ impl Kernel for Part<'_> {
             if shape.normalise {
                 let mut sum = scores.iter().fold(0f32, |sum, score| sum + score);
                 if shape.scoring == Scoring::Sigmoid {
-                    sum += 1e-20;
+                    sum += IEEE.route;
                 }
                 let common = a.iter().zip(&scores).fold(0f32, |common, (a, score)| a.mul_add(score / sum, common));
                 a.iter_mut().for_each(|a| *a = (*a - common) / sum);

@@ -21,6 +21,7 @@ pub mod unroll;
 pub mod words;
 
 use crate::backend::cpu::{Cpu, Isa};
+use crate::profile::IEEE;
 use half::{bf16, f16};
 
 /// Most lanes any instruction set has; sizes stack buffers.
@@ -99,7 +100,7 @@ pub trait Simd: Copy + Send + Sync {
     #[inline(always)]
     fn scale(self, m: Self::F, i: Self::F) -> Self::F {
         // From 2^252 on either way the result is infinite or +0; the first of the two products is exact.
-        let i = self.min(self.splat(252.0), self.max(self.splat(-252.0), i));
+        let i = self.min(self.splat(IEEE.most_scaled), self.max(self.splat(-IEEE.most_scaled), i));
         let h = self.floor(self.mul(i, self.splat(0.5)));
         self.mul(self.mul(m, self.pow2(h)), self.pow2(self.sub(i, h)))
     }

@@ -3,12 +3,13 @@
 //! Threads take chains, so each row is read by one thread, whole, and its sum stays in the cache.
 
 use crate::call::Arguments;
+use crate::profile::IEEE;
 use crate::simd::{Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::through_f32::convert;
 use crate::{Cpu, Element, Error, TensorRef, check_len};
 
 /// Chains of a sum over tokens.
-pub const CHAINS: usize = 64;
+pub const CHAINS: usize = IEEE.chains;
 
 /// Which rows of a call are tokens, and where the first of them stands in its group.
 ///

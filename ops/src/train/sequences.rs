@@ -8,7 +8,7 @@
 
 use crate::backend::device::Arguments;
 use crate::call;
-use crate::reduce::{Add, Lanes};
+use crate::reduce::{Add, LANES, Lanes};
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len, value_error};
 
@@ -116,8 +116,6 @@ pub(super) fn run(
 
 /// Tokens whose values are made before they are added.
 const BLOCK: usize = 512;
-/// Lanes of the sum.
-const LANES: usize = 256;
 
 /// One sequence; its output is `per_sequence`.
 struct Sequence<'a, L> {

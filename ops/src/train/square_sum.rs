@@ -6,6 +6,7 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::call::Entry;
+use crate::profile::IEEE;
 use crate::reduce::{Square, lane_sum};
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Rows;
@@ -15,7 +16,7 @@ const NAME: &str = "square_sum";
 
 /// Elements of a block of a gradient: `square_sum` of such rows, and of what is left behind the last whole one, is what
 /// [`clip_factor`](crate::clip_factor) takes.
-pub const NORM_BLOCK: usize = 65536;
+pub const NORM_BLOCK: usize = IEEE.norm_block;
 
 /// The sums `sum[R]` of the squares of rows `x[R,N]`.
 ///

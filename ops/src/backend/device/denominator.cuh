@@ -3,9 +3,6 @@
 #pragma once
 #include "reduce.cuh"
 
-// From |n| of this size on the log-probabilities and the entropy of a row are measured from its top.
-#define FAR 65536.0f
-
 // What the weights of a row are measured by: the largest exponent, and what is taken from every element first, which is
 // the largest one of a row that is far from zero.
 struct Origin {
@@ -105,8 +102,8 @@ DEVICE Reference reference(GLOBAL(const In) x, long long count, float scale, SHA
 // The lane of element `at` of a segment without that element; for all threads of the warp.
 DEVICE float lane_without(GLOBAL(const In) x, const Segment &segment, long long at, float scale, const Origin &origin) {
     float sum = 0.0f;
-    for (long long from = segment.from + (at - segment.from) % 256; from < segment.to; from += 32 * 256) {
-        long long mine = from + threadIdx.x % 32 * 256;
+    for (long long from = segment.from + (at - segment.from) % LANES; from < segment.to; from += 32 * LANES) {
+        long long mine = from + threadIdx.x % 32 * LANES;
         float w = 0.0f;
         if (mine < segment.to && mine != at) w = weight_from(origin, __fmul_rn(widen(static_cast<In>(x[mine])), scale));
         // What is left out, and what stands behind the end, adds +0.
@@ -121,7 +118,7 @@ DEVICE float join_without(GLOBAL(const In) x, Segment segment, long long without
                           float part, SHARED_POINTER(float) room) {
     if (segment.from <= without && without < segment.to) {
         float others = lane_without(x, segment, without, scale, origin);
-        int lane = static_cast<int>((without - segment.from) % 256);
+        int lane = static_cast<int>((without - segment.from) % LANES);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (static_cast<int>(threadIdx.x % 32) * 8 + j == lane) lanes.v[j] = others;

@@ -2,14 +2,10 @@
 // compiler may contract two of them.
 #pragma once
 #include "element.cuh"
+#include "profile.cuh"
 
-#define LOG2E_HI __uint_as_float(0x3FB8AA3Bu)
-#define LOG2E_LO __uint_as_float(0x32A57060u)
-#define LN_2 __longlong_as_double(0x3FE62E42FEFA39EFll)
 #define INFINITE __uint_as_float(0x7F800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7FC00000u)
-// Weights more than this many powers of two below the largest are +0.
-#define NEGLIGIBLE -100.0f
 // Adding this rounds a number below 2^22 to an integer, ties to even, and leaves that integer in the low bits.
 #define ROUNDING 12582912.0f
 
@@ -18,12 +14,12 @@ DEVICE float pow2(int i) { return __uint_as_float(static_cast<unsigned>(i + 127)
 
 // The polynomial of 2^f.
 DEVICE float exp2_fraction(float f) {
-    float m = __uint_as_float(0x3920b5b7u);
-    m = __fmaf_rn(m, f, __uint_as_float(0x3aaf841au));
-    m = __fmaf_rn(m, f, __uint_as_float(0x3c1d96f0u));
-    m = __fmaf_rn(m, f, __uint_as_float(0x3d6357beu));
-    m = __fmaf_rn(m, f, __uint_as_float(0x3e75fdeeu));
-    m = __fmaf_rn(m, f, __uint_as_float(0x3f317218u));
+    float m = EXP2_6;
+    m = __fmaf_rn(m, f, EXP2_5);
+    m = __fmaf_rn(m, f, EXP2_4);
+    m = __fmaf_rn(m, f, EXP2_3);
+    m = __fmaf_rn(m, f, EXP2_2);
+    m = __fmaf_rn(m, f, EXP2_1);
     return __fmaf_rn(m, f, 1.0f);
 }
 
@@ -37,7 +33,7 @@ DEVICE Split exp_split(float x, float c_hi, float c_lo) {
     float i = rintf(t);
     float f = __fmaf_rn(x, c_hi, -i);
     f = __fmaf_rn(x, c_lo, f);
-    if (fabsf(t) >= 4194304.0f) f = 0.0f;
+    if (fabsf(t) >= NO_FRACTION) f = 0.0f;
     return Split{exp2_fraction(f), i};
 }
 
@@ -48,9 +44,9 @@ DEVICE float weight(float m, float i, float n) {
     return __fmul_rn(m, pow2(static_cast<int>(d)));
 }
 
-// (m * 2^h) * 2^(i-h) with i clamped to [-252, 252] and h = floor(i / 2).
+// (m * 2^h) * 2^(i-h) with i clamped to MOST_SCALED on both sides and h = floor(i / 2).
 DEVICE float scaled(float m, float i) {
-    int whole = static_cast<int>(fminf(fmaxf(i, -252.0f), 252.0f));
+    int whole = static_cast<int>(fminf(fmaxf(i, -MOST_SCALED), MOST_SCALED));
     int half = whole >> 1;
     return __fmul_rn(__fmul_rn(m, pow2(half)), pow2(whole - half));
 }
@@ -74,7 +70,7 @@ DEVICE float sigmoid_of_number(float x) {
     float shifted = __fadd_rn(__fmul_rn(y, LOG2E_HI), ROUNDING);
     float i = __fsub_rn(shifted, ROUNDING);
     float f = __fmaf_rn(y, LOG2E_LO, __fmaf_rn(y, LOG2E_HI, -i));
-    int whole = max(-252, min(252, static_cast<int>(__float_as_uint(shifted) - __float_as_uint(ROUNDING))));
+    int whole = max(static_cast<int>(-MOST_SCALED), min(static_cast<int>(MOST_SCALED), static_cast<int>(__float_as_uint(shifted) - __float_as_uint(ROUNDING))));
     int half = whole >> 1;
     float e = __fmul_rn(__fmul_rn(exp2_fraction(f), pow2(half)), pow2(whole - half));
     return __frcp_rn(__fadd_rn(1.0f, e));
@@ -89,8 +85,8 @@ DEVICE float hyperbolic_tangent(float x) {
 // The logarithm of (1 + s) / (1 - s), of |s| up to 1/3.
 DEVICE double logarithm_of_quotient(double s) {
     double q = __dmul_rn(s, s);
-    double r = __ddiv_rn(1.0, 21.0);
-    for (int d = 19; d >= 1; d -= 2) r = __fma_rn(r, q, __ddiv_rn(1.0, static_cast<double>(d)));
+    double r = __ddiv_rn(1.0, static_cast<double>(LN_TERMS));
+    for (int d = LN_TERMS - 2; d >= 1; d -= 2) r = __fma_rn(r, q, __ddiv_rn(1.0, static_cast<double>(d)));
     return __dmul_rn(__dmul_rn(2.0, s), r);
 }
 
@@ -99,7 +95,7 @@ DEVICE double natural_logarithm(float l) {
     long long bits = __double_as_longlong(static_cast<double>(l));
     double e = static_cast<double>(static_cast<int>(bits >> 52) - 1023);
     double z = __longlong_as_double((bits & 0x000FFFFFFFFFFFFFll) | 0x3FF0000000000000ll);
-    if (z >= __longlong_as_double(0x3FF6A09E60000000ll)) {
+    if (z >= LN_HALF) {
         z = __dmul_rn(z, 0.5);
         e = __dadd_rn(e, 1.0);
     }

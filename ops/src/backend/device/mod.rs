@@ -25,6 +25,7 @@ mod copy_rows;
 pub mod cuda;
 pub mod driver;
 mod indices;
+mod layout;
 mod sources;
 pub(crate) mod workspace;
 
@@ -32,6 +33,8 @@ pub(crate) use copy_rows::UNIT as COPIES;
 pub use copy_rows::{Part, copy_rows};
 pub use driver::{Arguments, Clock, Driver, Launch};
 pub use indices::Indices;
+pub use layout::StructLayout;
+pub(crate) use layout::launch_struct;
 pub use sources::{Build, HEADERS, Unit};
 
 use crate::{Counter, Error, Ledger, value_error};
@@ -333,11 +336,15 @@ impl Device {
         }
     }
 
-    /// Starts a kernel and takes note of it.
+    /// Starts a kernel of a build, in a grid of blocks of so many threads with so many bytes of shared memory beside what it
+    /// declares, and takes note of it.
+    ///
+    /// # Errors
+    /// [`Error::Compile`]; [`Error::Device`], also for a buffer of another device and a grid that no device takes.
     ///
     /// # Safety
     /// The arguments are those of the kernel: addresses of live buffers, as long as the other arguments say.
-    pub(crate) unsafe fn launch(
+    pub unsafe fn launch(
         &self,
         build: Build,
         kernel: &'static str,

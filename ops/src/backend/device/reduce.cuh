@@ -5,6 +5,9 @@
 
 #define WHOLE_WARP 0xFFFFFFFFu
 
+// What the kernels count on: eight lanes to a thread of a warp, and a segment to each of eight warps.
+static_assert(LANES == 8 * 32 && SEGMENTS == 8, "the kernels are written for another profile");
+
 // for h in 128, 64, .., 1: lane[l] = lane[l] + lane[l + h]. The sum is that of thread 0; all threads return it.
 DEVICE float fold_lanes(Eight lanes) {
 #pragma unroll
@@ -39,4 +42,6 @@ DEVICE float join_segments(const float *s) {
 }
 
 // Elements per segment of a sum of n.
-DEVICE long long segment_length(long long n) { return 16 * ((n + 127) / 128); }
+DEVICE long long segment_length(long long n) {
+    return SEGMENT_STEP * ((n + (SEGMENT_STEP * SEGMENTS - 1)) / (SEGMENT_STEP * SEGMENTS));
+}

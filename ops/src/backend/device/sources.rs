@@ -1,5 +1,6 @@
 //! The text of the kernels, which is part of the program, and the ways to build it.
 
+use super::StructLayout;
 use crate::element::Stored;
 
 /// One `.cu` file.
@@ -16,12 +17,14 @@ pub struct Unit {
     pub has_out: bool,
     /// Whether it holds a matrix product, which reads f32 by the TF32 policy.
     pub has_product: bool,
+    /// The structs that its kernels take by value, as the host lays them out.
+    pub structs: &'static [StructLayout],
 }
 
 impl Unit {
     /// A unit without a product, whose outputs have a type of their own.
-    pub(crate) const fn of(name: &'static str, source: &'static str, kernels: &'static [&'static str]) -> Unit {
-        Unit { name, source, kernels, has_out: true, has_product: false }
+    pub const fn of(name: &'static str, source: &'static str, kernels: &'static [&'static str]) -> Unit {
+        Unit { name, source, kernels, has_out: true, has_product: false, structs: &[] }
     }
 }
 
@@ -32,13 +35,14 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 15] = headers![
+pub static HEADERS: [(&str, &str); 16] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
     "machine.cuh",
     "math.cuh",
     "moments.cuh",
+    "profile.cuh",
     "rank.cuh",
     "reduce.cuh",
     "rotate.cuh",
@@ -65,7 +69,7 @@ pub struct Build {
 
 impl Build {
     /// That of a unit for inputs I and outputs O.
-    pub(crate) fn of<I: Stored, O: Stored>(unit: &'static str) -> Build {
+    pub fn of<I: Stored, O: Stored>(unit: &'static str) -> Build {
         Build { unit, input: I::NAME, output: O::NAME, tf32: false }
     }
 

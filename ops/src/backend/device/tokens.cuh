@@ -15,7 +15,7 @@ struct Tokens {
 // Calls `add(row)` for the rows of chain `chain`, ascending. The threads of a warp do so together.
 template <class Add> DEVICE void each_row(const Tokens &tokens, int chain, const Add &add) {
     if (!tokens.has_mask) {
-        for (long long row = (chain - tokens.start + 64) % 64; row < tokens.rows; row += 64) add(row);
+        for (long long row = (chain - tokens.start + CHAINS) % CHAINS; row < tokens.rows; row += CHAINS) add(row);
         return;
     }
     int count = tokens.start;
@@ -25,8 +25,8 @@ template <class Add> DEVICE void each_row(const Tokens &tokens, int chain, const
         if (row < tokens.rows) token = tokens.mask[row / tokens.heads] != 0;
         unsigned counted = __ballot_sync(WHOLE_WARP, token);
         // Of 32 rows at most one is this chain's.
-        int place = (chain - count + 64) % 64, found = __popc(counted);
-        count = (count + found) % 64;
+        int place = (chain - count + CHAINS) % CHAINS, found = __popc(counted);
+        count = (count + found) % CHAINS;
         if (place >= found) continue;
         for (int i = 0; i < place; i++) counted &= counted - 1;
         add(from + __ffs(counted) - 1);

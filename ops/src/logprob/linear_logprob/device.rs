@@ -6,6 +6,7 @@ use crate::backend::device::{Arguments, Buffer, Build, Device, Unit};
 use crate::element::Stored;
 use crate::gemm::device::launch_gemm;
 use crate::logprob::logprob::checked_inverse;
+use crate::profile::IEEE;
 use crate::workspace::{Need, Plan};
 use crate::{Counter, Error, Gemm, LinearLogprob, check_len};
 use std::iter::successors;
@@ -17,9 +18,9 @@ pub(super) const UNIT: Unit = Unit {
 };
 
 /// Segments of a row and lanes of a segment; both belong to the contract.
-const LANES: usize = 8 * 256;
+const LANES: usize = IEEE.segments * IEEE.lanes;
 /// Words of a row's segments beside their lanes: as in linear_logprob.cu.
-const FACTS: usize = 8 * 5;
+const FACTS: usize = IEEE.segments * 5;
 /// What a pass over the tiles does, and what it leaves to do of a row: as in linear_logprob.cu.
 const FIRST: i32 = 0;
 const KNOWN: i32 = 1;
