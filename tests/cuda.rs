@@ -164,6 +164,7 @@ fn every_op_has_shapes() -> Result<(), Failed> {
 /// Ragged shapes: lengths around lanes, vectors, tiles, segments, blocks of keys.
 const SHAPES: &[(&str, Make)] = &[
     ("add", |dtype, out| elementwise("add", "a", "b", dtype, out)),
+    ("mul", |dtype, out| elementwise("mul", "a", "b", dtype, out)),
     ("silu_mul", |dtype, out| elementwise("silu_mul", "gate", "up", dtype, out)),
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),
     ("softcap", |dtype, out| pointwise("softcap", "cap", ["30", "0.37"], dtype, out)),
@@ -199,6 +200,9 @@ const SHAPES: &[(&str, Make)] = &[
         };
         [1, 8, 13, 64, 1100].map(of).to_vec()
     }),
+    ("causal_conv1d", convolutions),
+    ("causal_conv1d_backward", convolutions_back),
+    ("causal_conv1d_dw", |dtype, _| convolution_sums(dtype)),
     ("argmax", |dtype, out| {
         let of = |n: usize| Maker::new("argmax", dtype, out).float("x", &[3, n], 1.0).special("x", n).case();
         [1, 5, 256, 2049, 4096].map(of).to_vec()
@@ -465,6 +469,63 @@ fn norm_rope_dws(dtype: DType, _: DType) -> Vec<Case> {
         let make = make().ints("mask", &[tokens], &counted(tokens)).fp32_of("carry", &[64, dim], &carry);
         let case = make.param("token_offset", "77").param("pairing", "interleaved").case();
         cases.push(hf(case, "norm_rope_dw"));
+    }
+    cases
+}
+
+/// Sequences, rows, channels and taps: fewer rows than a state has, channels around a block, one tap.
+const CONVOLUTIONS: [[usize; 4]; 6] =
+    [[1, 1, 1, 1], [2, 2, 5, 4], [3, 9, 33, 3], [2, 4, 300, 2], [17, 1, 64, 4], [2, 20, 8, 8]];
+
+fn convolutions(dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, c, k] in CONVOLUTIONS {
+        let make = || Maker::new("causal_conv1d", dtype, out).float("x", &[b, t, c], 1.0).float("w", &[c, k], 1.0);
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (3 * i) % (t + 1)) as i32).collect();
+        let make = make().special("x", c).float("bias", &[c], 1.0).ints("len", &[b], &lengths);
+        cases.push(if k > 1 {
+            make.fp32_of("state", &[b, k - 1, c], &spread(b * (k - 1) * c, 7)).case()
+        } else {
+            make.case()
+        });
+    }
+    cases
+}
+
+fn convolutions_back(dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, c, k] in CONVOLUTIONS {
+        let make =
+            || Maker::new("causal_conv1d_backward", dtype, out).float("dy", &[b, t, c], 1.0).float("w", &[c, k], 1.0);
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (3 * i) % (t + 1)) as i32).collect();
+        let make = make().special("dy", c).ints("len", &[b], &lengths);
+        cases.push(if k > 1 {
+            make.fp32_of("dnext", &[b, k - 1, c], &spread(b * (k - 1) * c, 8)).case()
+        } else {
+            make.case()
+        });
+    }
+    cases
+}
+
+fn convolution_sums(dtype: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, c, k] in CONVOLUTIONS.into_iter().chain([[3, 70, 9, 4], [2, 5, 700, 4]]) {
+        let (of_rows, of_sums) = ([b, t, c], [64, c, k]);
+        let make = || {
+            let make = Maker::new("causal_conv1d_dw", dtype, DType::Fp32).float("x", &of_rows, 1.0);
+            make.float("dy", &of_rows, 1.0).fp32_of("carry", &of_sums, &vec![0.0; 64 * c * k])
+        };
+        cases.push(make().case());
+        let make = make().special("dy", c).fp32_of("carry", &of_sums, &spread(64 * c * k, 9));
+        let make = make.ints("mask", &[b, t], &counted(b * t)).param("token_offset", "1000003");
+        cases.push(if k > 1 {
+            make.fp32_of("state", &[b, k - 1, c], &spread(b * (k - 1) * c, 7)).case()
+        } else {
+            make.case()
+        });
     }
     cases
 }
@@ -963,7 +1024,33 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 45] = [
+const MUTANTS: [Mutant; 48] = [
+    Mutant {
+        name: "taps_from_the_last",
+        change: Change { file: "causal_conv1d.cu", from: "taps + j]", to: "taps + taps - 1 - j]" },
+        shapes: "causal_conv1d",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_next_one_row_late",
+        change: Change {
+            file: "causal_conv1d_backward.cu",
+            from: "if (has_dnext && row >= end)",
+            to: "if (has_dnext && row > end)",
+        },
+        shapes: "causal_conv1d_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "state_counted_as_rows",
+        change: Change {
+            file: "causal_conv1d_dw.cu",
+            from: "rows.at(b, t + j, channel)",
+            to: "rows.at(b, t + taps - 1 - j, channel)",
+        },
+        shapes: "causal_conv1d_dw",
+        says: "elements differ",
+    },
     Mutant {
         name: "gradient_of_keys_without_barrier",
         change: Change {

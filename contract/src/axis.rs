@@ -11,7 +11,7 @@ use crate::round;
 use crate::spec::{self, Class, Spec};
 use crate::tensor::{DType, Tensor};
 use crate::verdict::Evidence;
-use samebits_schema::{Op, Output};
+use samebits_schema::{Holds, Input, Op, Output, Role};
 use std::borrow::Cow;
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -149,9 +149,12 @@ impl<'a> Variant<'a> {
     }
 }
 
-/// `output` of a variant, without what belongs to keys behind those of the base, whose output has this shape.
+/// `output` of a variant, without what belongs to keys, or rows of a sequence, behind those of the base, whose output has this
+/// shape.
 pub fn shortened<'t>(op: &Op, output: &Output, base: &[usize], found: &'t Tensor) -> Cow<'t, Tensor> {
-    let keys = base.get(output.rows).filter(|_| (1..op.row_axes).contains(&output.rows));
+    let of_keys = (1..op.row_axes).contains(&output.rows);
+    let of_rows = op.padded().is_some_and(|(_, axis)| output.axes.get(output.rows) == Some(&axis));
+    let keys = base.get(output.rows).filter(|_| of_keys || of_rows);
     match keys.filter(|keys| found.shape().get(output.rows).is_some_and(|extent| extent > keys)) {
         Some(&keys) => Cow::Owned(found.range(output.rows, 0, keys)),
         None => Cow::Borrowed(found),
@@ -209,6 +212,16 @@ pub enum Join {
     /// Each goes on with this output of the one before as its `carry`, so that the last one has the whole; of other outputs,
     /// rows one behind the other.
     Carry(&'static str),
+    /// Each goes on with output `next` of the one before as its input `state`, and the last one has that of the whole; of other
+    /// outputs, side by side along this axis.
+    Steps {
+        /// The axis of the rows that a step has some of.
+        axis: usize,
+        /// The input.
+        state: &'static str,
+        /// The output.
+        next: &'static str,
+    },
     /// The f32 partial sums of a matrix product, added as the tree of its segments; then the bias, then rounded.
     Tree {
         /// The output that they are.
@@ -239,6 +252,11 @@ impl Join {
                 case.inputs.extend(before.get(*name).map(|sum| ("carry".to_string(), sum.clone())));
                 Cow::Owned(case)
             }
+            Join::Steps { state, next, .. } => {
+                let mut case = case.clone();
+                case.inputs.extend(before.get(*next).map(|next| (state.to_string(), next.clone())));
+                Cow::Owned(case)
+            }
             _ => Cow::Borrowed(case),
         }
     }
@@ -249,10 +267,11 @@ impl Join {
     /// When the outputs do not fit together.
     pub fn whole(&self, parts: Vec<BTreeMap<String, Tensor>>) -> Result<BTreeMap<String, Tensor>, String> {
         match self {
-            Join::Along(_) | Join::Carry(_) => {
+            Join::Along(_) | Join::Carry(_) | Join::Steps { .. } => {
                 let (axis, carried) = match self {
                     Join::Along(axis) => (axis, ""),
                     Join::Carry(name) => (&0, *name),
+                    Join::Steps { axis, next, .. } => (axis, *next),
                     Join::Tree { .. } => unreachable!("it is another arm"),
                 };
                 let mut parts = parts.into_iter();
@@ -503,7 +522,7 @@ impl Axis {
             Applies::Attention => attention,
             Applies::Packing => attention || gradients,
             Applies::Ranks => Product::of(spec.name).is_some() || spec.class == Class::Attention,
-            Applies::Steps => attention || chain && !gradients,
+            Applies::Steps => attention || chain && !gradients || spec.stepped().is_some(),
             Applies::Ops => !chain,
             Applies::Rows => !chain && spec.has_rows(),
             Applies::Padding => gradients || !chain && (spec.has_rows() || spec.input("mask").is_some()),
@@ -639,11 +658,20 @@ impl<'a> Base<'a> {
         };
         let mut case = self.replace(axis, wider);
         if self.spec.input("mask").is_some() && !self.case.inputs.contains_key("mask") {
-            let all =
-                Tensor::i32(&[self.entries, self.inner][..self.spec.row_axes], vec![1; self.entries * self.inner]);
-            case.inputs.insert("mask".into(), wider("mask", &all));
+            case.inputs.insert("mask".into(), wider("mask", &self.mask("mask")));
         }
         case
+    }
+
+    /// The mask called `name`, or one that counts every token where the case leaves it out.
+    fn mask(&self, name: &str) -> Tensor {
+        let given = self.case.inputs.get(name).cloned();
+        given.unwrap_or_else(|| {
+            let axes = self.spec.input(name).expect("the op has a mask").axes;
+            let call = spec::check_form(self.case).expect("the case is checked");
+            let shape: Vec<usize> = axes.iter().map(|axis| call.dim(axis)).collect();
+            Tensor::i32(&shape, vec![1; shape.iter().product()])
+        })
     }
 
     /// Everything but entry `probe` of row axis `axis` replaced by garbage.
@@ -667,8 +695,9 @@ impl<'a> Base<'a> {
             let mut part = self.replace(0, |_, tensor| tensor.range(0, from, to));
             if self.spec.attribute("token_offset").is_some() {
                 let given = self.case.params.get("token_offset").map_or(0, |text| text.parse().expect("checked"));
-                let mask = self.case.inputs.get("mask").and_then(Tensor::as_i32);
-                let before = mask.map_or(from, |mask| mask[..from].iter().filter(|&&token| token != 0).count());
+                let mask = self.mask("mask");
+                let (mask, each) = (mask.as_i32().expect("it is checked"), mask.len() / self.entries);
+                let before = mask[..from * each].iter().filter(|&&token| token != 0).count();
                 part.params.insert("token_offset".into(), (given + before).to_string());
             }
             if padding > 0 { Base::new(&part).surrounded(0, [padding, 0], Garbage::Nan) } else { part }
@@ -849,7 +878,73 @@ fn padding<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     if base.spec.class == Class::Attention {
         keys(base, &mut variants);
     }
+    if let Some((says, axis)) = base.spec.padded() {
+        behind(base, says, axis, &mut variants);
+    }
     variants
+}
+
+/// Sequences of rows: more of them behind the last, which are padding, and other content in those that are padding already.
+/// Of what a mask says is none, a gradient alone is not read: the row may be one that others look back at.
+fn behind<'a>(base: Base<'a>, says: &'static Input, axis: &'static str, variants: &mut Vec<Variant<'a>>) {
+    let has_rows = move |name: &str| base.spec.input(name).is_some_and(|input| input.axes.get(1) == Some(&axis));
+    let rows = spec::check_form(base.case).expect("the case is checked").dim(axis);
+    let (is_mask, name) = (says.holds == Holds::Mask, says.name);
+    // Which rows are there.
+    let there = if is_mask {
+        base.mask(name)
+    } else {
+        base.case.inputs.get(name).cloned().unwrap_or_else(|| lengths(base, rows))
+    };
+    let numbers = there.as_i32().expect("it is checked").to_vec();
+    let is_padding = move |row: usize| match is_mask {
+        true => numbers[row] == 0,
+        false => (row % rows) as i32 >= numbers[row / rows],
+    };
+    let padding: Vec<bool> = (0..base.entries * rows).map(is_padding).collect();
+    for (garbage, garbage_name) in GARBAGE {
+        for more in [1, 7] {
+            let there = there.clone();
+            let make = move || {
+                let mut case = base.case.clone();
+                case.inputs.insert(name.into(), there);
+                for (input, tensor) in case.inputs.iter_mut().filter(|(input, _)| has_rows(input)) {
+                    let picks: Vec<usize> = (0..more).map(|i| i % rows).collect();
+                    let tail = tensor.select(1, &picks);
+                    let tail = match input == name {
+                        true => Tensor::i32(tail.shape(), vec![0; tail.len()]),
+                        false => spoil(&tail, garbage, &format!("{input}/behind")),
+                    };
+                    *tensor = tensor.append(1, &tail);
+                }
+                case
+            };
+            variants.push(Variant::plain(format!("behind+{more}:{garbage_name}"), base.same(), make));
+        }
+        if padding.contains(&true) {
+            let padding = padding.clone();
+            let make = move || {
+                let mut case = base.case.clone();
+                for (input, tensor) in case.inputs.iter_mut().filter(|(input, _)| *input != name && has_rows(input)) {
+                    let role = base.spec.input(input).map(|input| input.role);
+                    if is_mask && role != Some(Role::Gradient) {
+                        continue;
+                    }
+                    let count = padding.len();
+                    let both = tensor.append(0, &spoil(tensor, garbage, &format!("{input}/padding")));
+                    let picks: Vec<_> = (0..count).map(|i| Some(if padding[i] { count + i } else { i })).collect();
+                    *tensor = both.gather(tensor.len() / count, &picks, tensor.shape());
+                }
+                case
+            };
+            variants.push(Variant::plain(format!("padding:{garbage_name}"), base.same(), make));
+        }
+    }
+}
+
+/// As many rows as there are, for each sequence.
+fn lengths(base: Base, rows: usize) -> Tensor {
+    Tensor::i32(&[base.entries], vec![rows as i32; base.entries])
 }
 
 /// As few tokens in each call as there are sequences in a micro-batch, without padding and with.
@@ -887,7 +982,8 @@ fn accumulation<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
                     *tensor = spoil(tensor, Garbage::Nan, input.name);
                 }
             }
-            padding.inputs.insert("mask".into(), Tensor::i32(&[n - n / 2], vec![0; n - n / 2]));
+            let mask = base.mask("mask").range(0, n / 2, n);
+            padding.inputs.insert("mask".into(), Tensor::i32(mask.shape(), vec![0; mask.len()]));
             others.insert(0, padding);
         }
         variants.push(idle);
@@ -1303,10 +1399,47 @@ fn query_chunks(case: &Case) -> Vec<Variant<'_>> {
         .collect()
 }
 
+/// Sequences of rows with a state: a few rows at a time, the state that a part ends with carried to the next.
+fn row_chunks(case: &Case) -> Vec<Variant<'_>> {
+    let base = Base::new(case);
+    let (state, next) = base.spec.stepped().expect("it has a state");
+    let (says, axis) = base.spec.padded().expect("it has lengths");
+    let rows = spec::check_form(case).expect("the case is checked").dim(axis);
+    let given = case.inputs.get(says.name).and_then(Tensor::as_i32);
+    let chunks = [1, 2, 3, 7, 16].into_iter().filter(|&n| n < rows);
+    chunks
+        .map(|chunk| {
+            let part = |from: usize| {
+                let to = (from + chunk).min(rows);
+                let mut part = case.clone();
+                for input in base.spec.inputs.iter().filter(|input| input.axes.get(1) == Some(&axis)) {
+                    if let Some(tensor) = case.inputs.get(input.name) {
+                        part.inputs.insert(input.name.into(), tensor.range(1, from, to));
+                    }
+                }
+                if let Some(given) = given {
+                    let left = given.iter().map(|&len| (len - from as i32).clamp(0, (to - from) as i32)).collect();
+                    part.inputs.insert(says.name.into(), Tensor::i32(&[base.entries], left));
+                }
+                part
+            };
+            let mut parts = (0..rows).step_by(chunk).map(part);
+            let case = parts.next().expect("a case has a row");
+            let setting = if chunk == 1 { "decode".to_string() } else { format!("chunk:{chunk}") };
+            let join = Join::Steps { axis: 1, state: state.name, next: next.name };
+            let way = Way::Parts(parts.collect(), join);
+            Variant { way, ..Variant::plain(setting, base.same(), || case) }
+        })
+        .collect()
+}
+
 /// Schedules, each with another page size and order beside it.
 fn schedule<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
     if case.inputs.contains_key("q_pos") {
         return query_chunks(case);
+    }
+    if Base::new(case).spec.stepped().is_some() {
+        return row_chunks(case);
     }
     let length = Base::new(case).inner;
     let current = case.params.get("schedule").map_or("prefill", String::as_str);
@@ -1447,17 +1580,19 @@ mod tests {
                 for variant in settings.into_iter().filter(|v| !matches!(v.way, Way::Parts(_, Join::Tree { .. }))) {
                     let mut found = spec.oracle(variant.case()).unwrap();
                     if let Way::Parts(others, join) = &variant.way {
-                        let parts = std::iter::once(variant.case()).chain(others).map(|part| {
-                            let references = spec.oracle(part).unwrap();
+                        let mut parts: Vec<BTreeMap<String, Tensor>> = Vec::new();
+                        for part in std::iter::once(variant.case()).chain(others) {
+                            let part = parts.last().map_or(Cow::Borrowed(part), |before| join.after(before, part));
+                            let references = spec.oracle(&part).unwrap();
                             let rounded = spec.outputs.iter().map(|output| {
                                 (
                                     output.name.to_string(),
                                     references[output.name].rounded(spec.output_dtype(output, case.out)),
                                 )
                             });
-                            rounded.collect::<BTreeMap<String, Tensor>>()
-                        });
-                        let whole = join.whole(parts.collect()).unwrap();
+                            parts.push(rounded.collect());
+                        }
+                        let whole = join.whole(parts).unwrap();
                         for (name, tensor) in whole {
                             let reference = found.get_mut(&name).unwrap();
                             (reference.shape, reference.value) = (tensor.shape().to_vec(), tensor.to_f64());

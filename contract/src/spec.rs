@@ -25,6 +25,9 @@ mod argmax;
 mod attention;
 mod attention_backward;
 mod batch_loss;
+mod causal_conv1d;
+mod causal_conv1d_backward;
+mod causal_conv1d_dw;
 mod chain;
 mod chain_backward;
 mod clip_factor;
@@ -49,6 +52,7 @@ mod linear_logprob;
 mod linear_logprob_backward;
 mod logprob;
 mod logprob_backward;
+mod mul;
 mod nll;
 mod norm_rope;
 mod norm_rope_backward;
@@ -287,6 +291,9 @@ pub fn all() -> &'static [Spec] {
         layer_norm_dw::SPEC,
         attention::SPEC,
         attention_backward::SPEC,
+        causal_conv1d::SPEC,
+        causal_conv1d_backward::SPEC,
+        causal_conv1d_dw::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,
@@ -308,6 +315,7 @@ pub fn all() -> &'static [Spec] {
         norm_rope_backward::SPEC,
         norm_rope_dw::SPEC,
         add::SPEC,
+        mul::SPEC,
         embedding::SPEC,
         embedding_dw::SPEC,
         argmax::SPEC,
@@ -398,11 +406,12 @@ impl Spec {
         }
     }
 
-    /// The extents that a case of a table gives: the axes of the inputs, R and N where these may have any shape, and those of
+    /// The extents that a case of a table gives: the axes of the inputs that follow from no others, R and N where these may have any shape, and those of
     /// a model below which integers are drawn.
     pub fn shape(&self) -> Vec<&'static str> {
         let named = |axis| if axis == REST { vec!["R", "N"] } else { vec![axis] };
-        let mut shape: Vec<_> = self.axes().into_iter().flat_map(named).collect();
+        let given = self.axes().into_iter().filter(|axis| !self.follows(axis));
+        let mut shape: Vec<_> = given.flat_map(named).collect();
         for input in self.inputs {
             match input.holds {
                 Holds::Below(axis) if self.is_of_model(axis) && !shape.contains(&axis) => shape.push(axis),

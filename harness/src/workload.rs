@@ -4,7 +4,7 @@ use crate::ceilings::Ceiling;
 use samebits_contract::case::{Case, Config};
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_ops::{Element, Isa, bf16, f16};
-use samebits_schema::{Attributes, Call, Given, Holds, Input, OPS, REST, Role, find, validate};
+use samebits_schema::{Attributes, Call, Given, Holds, Input, OPS, REST, Role, find, following, validate};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -293,8 +293,8 @@ impl Plan {
         let op = find(op)
             .filter(|op| !op.needs_more())
             .ok_or_else(|| format!("op: no inputs are made for `{op}`; use one of {}", known()))?;
-        let axes: Vec<&str> =
-            op.axes().into_iter().flat_map(|axis| if axis == REST { vec!["R", "N"] } else { vec![axis] }).collect();
+        let axes = op.axes().into_iter().filter(|axis| !op.follows(axis));
+        let axes: Vec<&str> = axes.flat_map(|axis| if axis == REST { vec!["R", "N"] } else { vec![axis] }).collect();
         let optional = |name: &str| op.input(name).is_some_and(|input| input.optional);
         if let Some(name) =
             given.keys().find(|name| !axes.contains(&name.as_str()) && !optional(name) && op.attribute(name).is_none())
@@ -312,6 +312,17 @@ impl Plan {
                 extent => extents.insert(axis, extent),
             };
         }
+        let params: BTreeMap<String, String> = given
+            .iter()
+            .filter(|(name, _)| op.attribute(name).is_some())
+            .map(|(k, v)| (k.clone(), v.clone()))
+            .collect();
+        let attributes = Attributes::parse(op, &params).map_err(|e| e.to_string())?;
+        if op.axes().into_iter().any(|axis| op.follows(axis)) {
+            let known = op.axes().into_iter().filter_map(|axis| Some((axis, *extents.get(axis)?)));
+            let following = following(op, known.collect::<Vec<_>>(), attributes.clone());
+            extents.extend(following.map_err(|e| e.to_string())?);
+        }
         let mut inputs = Vec::new();
         for input in op.inputs {
             match given.get(input.name).map_or(if input.optional { "0" } else { "1" }, String::as_str) {
@@ -323,12 +334,6 @@ impl Plan {
             let shape = input.shape(|axis| extents[axis], &rest);
             inputs.push((input, input.dtype_beside(dtype), shape));
         }
-        let params: BTreeMap<String, String> = given
-            .iter()
-            .filter(|(name, _)| op.attribute(name).is_some())
-            .map(|(k, v)| (k.clone(), v.clone()))
-            .collect();
-        let attributes = Attributes::parse(op, &params).map_err(|e| e.to_string())?;
         let forms: Vec<Given> =
             inputs.iter().map(|(input, dtype, shape)| Given { name: input.name, dtype: *dtype, shape }).collect();
         let call = validate(op, &forms, attributes, out).map_err(|e| e.to_string())?;

@@ -92,6 +92,21 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "factor_narrowed",
+        about: "The second factor is rounded to bf16 before the product.",
+        op: "mul",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden", "arithmetic"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let b = &case.inputs["b"];
+                let narrow: Vec<f64> = b.to_f64().into_iter().map(|v| round::round(v, DType::Bf16)).collect();
+                let narrow = round::tensor(b.dtype(), b.shape(), &narrow);
+                case.inputs.insert("b".into(), narrow);
+            })
+        },
+    },
+    Mutation {
         name: "input_scaled",
         about: "A call scales its gate where it lies; asked the same right afterwards, it finds the gate scaled.",
         op: "silu_mul",

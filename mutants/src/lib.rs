@@ -8,6 +8,7 @@
 
 mod attention;
 mod chain;
+mod convolutions;
 mod elements;
 mod equivalents;
 mod gemm;

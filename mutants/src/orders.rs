@@ -190,7 +190,7 @@ pub struct Ordered {
 }
 
 /// The ops that [`Ordered`] answers.
-pub const OPS: [&str; 30] = [
+pub const OPS: [&str; 31] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -221,6 +221,7 @@ pub const OPS: [&str; 30] = [
     "nll",
     "policy_loss",
     "group_advantage",
+    "causal_conv1d_dw",
 ];
 
 impl Implementation for Ordered {
@@ -401,6 +402,23 @@ fn answer(call: &Call) -> Option<Answer> {
         "combine" | "combine_backward" if bare && !case.inputs.contains_key("shared") => combine(call),
         "token_sum" if call.knows(&["token_offset"]) => {
             call.vector_sums("sum", call.shape("x")[1], 1, &call.input("x"))
+        }
+        "causal_conv1d_dw" if call.knows(&["token_offset"]) => {
+            let (x, dy, state, shape) = (call.input("x"), call.input("dy"), call.optional("state"), call.shape("x"));
+            let (taps, [t, c]) = (call.shape("carry")[2], [shape[1], shape[2]]);
+            let row = |b: usize, row: usize, channel: usize| match (row.checked_sub(taps - 1), &state) {
+                (Some(row), _) => x[(b * t + row) * c + channel],
+                (None, Some(state)) => state[(b * (taps - 1) + row) * c + channel],
+                (None, None) => 0.0,
+            };
+            let term = |i: usize| {
+                let (token, channel, j) = (i / taps / c, i / taps % c, i % taps);
+                dy[token * c + channel] * row(token / t, token % t + j, channel)
+            };
+            let terms: Vec<f32> = (0..x.len() * taps).map(term).collect();
+            let first = call.number("token_offset", 0.0) as usize;
+            let dw = call.token_sums(64, c * taps, &terms, |number, _| (first + number) % 64);
+            call.answer([("dw", DType::Fp32, vec![64, c, taps], dw)])
         }
         "embedding_dw" => {
             let (tokens, of_dw) = (call.ints("tokens"), call.shape("carry"));

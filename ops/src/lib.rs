@@ -15,6 +15,7 @@ compile_error!("the tests need a feature: cargo test -p samebits-ops --features 
 mod attention;
 mod backend;
 mod call;
+mod conv;
 mod element;
 mod elementwise;
 mod gemm;
@@ -43,10 +44,15 @@ pub use attention::job::{Attention, Keys, Qkv, Sequences};
 pub use backend::cpu::{Cpu, Isa};
 pub use backend::pool::{Team, work_on};
 pub use call::{Backend, Calls};
+pub use conv::causal_conv1d::{ConvInputs, causal_conv1d};
+pub use conv::causal_conv1d_backward::{ConvGradients, causal_conv1d_backward};
+pub use conv::causal_conv1d_dw::causal_conv1d_dw;
+pub use conv::taps::CausalConv1d;
 pub use element::{Element, Tf32};
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;
 pub use elementwise::gelu_mul_backward::gelu_mul_backward;
+pub use elementwise::mul::mul;
 pub use elementwise::scale::scale;
 pub use elementwise::silu_mul::silu_mul;
 pub use elementwise::silu_mul_backward::silu_mul_backward;
@@ -109,10 +115,16 @@ pub mod device {
     pub use crate::attention::attention_backward::on_device as attention_backward;
     pub use crate::attention::device::{AttentionMetadata, attention, attention_at};
     pub use crate::backend::device::*;
+    pub use crate::conv::causal_conv1d::{DeviceInputs as ConvInputs, on_device as causal_conv1d};
+    pub use crate::conv::causal_conv1d_backward::{
+        DeviceGradients as ConvGradients, on_device as causal_conv1d_backward,
+    };
+    pub use crate::conv::causal_conv1d_dw::on_device as causal_conv1d_dw;
     pub use crate::element::Stored;
     pub use crate::elementwise::add::on_device as add;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
     pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;
+    pub use crate::elementwise::mul::on_device as mul;
     pub use crate::elementwise::scale::on_device as scale;
     pub use crate::elementwise::silu_mul::on_device as silu_mul;
     pub use crate::elementwise::silu_mul_backward::on_device as silu_mul_backward;

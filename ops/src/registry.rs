@@ -11,8 +11,9 @@ use std::mem::MaybeUninit;
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 10] = [
+const FOLDERS: [&[&Entry]; 11] = [
     crate::attention::OPS,
+    crate::conv::OPS,
     crate::elementwise::OPS,
     crate::gemm::OPS,
     crate::index::OPS,

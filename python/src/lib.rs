@@ -19,7 +19,7 @@ use pyo3::types::{PyCFunction, PyDict, PyList};
 use samebits_contract::axis;
 use samebits_contract::table::Contract;
 use samebits_ops::{Attributes, DType};
-use samebits_schema::{Attribute, DefaultValue, Kind, OPS, Op, OutputDType, find, sample as samples};
+use samebits_schema::{Attribute, DefaultValue, Extent, Kind, OPS, Op, OutputDType, find, sample as samples};
 use std::ffi::{CString, OsString};
 use std::path::PathBuf;
 
@@ -102,6 +102,11 @@ fn schema<'py>(py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
             outputs.append(each)?;
         }
         object.set_item("outputs", outputs)?;
+        let follow = op.extents.iter().filter_map(|(axis, extent)| match extent {
+            Extent::Of(formula, _) => Some((*axis, *formula)),
+            _ => None,
+        });
+        object.set_item("extents", follow.collect::<Vec<_>>())?;
         list.append(object)?;
     }
     Ok(list)

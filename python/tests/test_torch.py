@@ -126,6 +126,12 @@ def routed(z, k=2):
     return s * chosen
 
 
+def convolved(x, w, bias, state):
+    rows = torch.cat([state, x], 1)
+    taps = [w[:, j] * rows[:, j : j + x.shape[1]] for j in range(w.shape[1])]
+    return sum(taps) + bias, rows[:, x.shape[1] :]
+
+
 # By op: leaves, its call, and the same in torch.
 CASES = {
     "gemm": ([(5, 32), (7, 32), (7,)], lambda x, w, b: ops.gemm(x, w, b), lambda x, w, b: x @ w.T + b),
@@ -172,7 +178,13 @@ CASES = {
         lambda x, w: turned(norm(x, w), POS),
     ),
     "add": ([(5, 9)] * 2, lambda a, b: ops.add(a, b), lambda a, b: a + b),
+    "mul": ([(5, 9)] * 2, lambda a, b: ops.mul(a, b), lambda a, b: a * b),
     "embedding": ([(9, 16)], lambda w: ops.embedding(w, TOKENS), lambda w: w[TOKENS.long()]),
+    "causal_conv1d": (
+        [(2, 9, 16), (16, 4), (16,), (2, 3, 16)],
+        lambda x, w, b, s: ops.causal_conv1d(x, w, b, s),
+        convolved,
+    ),
     "route": ([(5, 8)], lambda z: ops.route(z, chosen=2)[1], routed),
     "combine": (
         [(6, 16), (3, 2), (3, 16)],
@@ -184,7 +196,7 @@ CASES = {
 
 # By op, where it is no reduction: the class of contract/src/spec/OP.rs.
 KINDS = {
-    **dict.fromkeys(["add", "embedding", "gelu_mul", "rope", "scale", "silu_mul", "softcap"], "elementwise"),
+    **dict.fromkeys(["add", "embedding", "gelu_mul", "mul", "rope", "scale", "silu_mul", "softcap"], "elementwise"),
     **dict.fromkeys(["entropy", "logprob", "linear_logprob"], "logprob"),
     "attention": "attention",
 }

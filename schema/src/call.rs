@@ -278,9 +278,16 @@ pub fn validate(op: &'static Op, inputs: &[Given], attributes: Attributes, out: 
     let mut call = Call { op, dims, out, dtypes, attributes };
     (op.check)(&call)?;
     for &(axis, extent) in op.extents {
-        if let Extent::Of(_, of) = extent {
-            let extent = of(&call);
-            call.dims.bound.push((axis, extent));
+        let Extent::Of(words, of) = extent else { continue };
+        let extent = of(&call);
+        match call.dims.get(axis) {
+            None => call.dims.bound.push((axis, extent)),
+            Some(bound) if bound == extent => {}
+            Some(bound) => {
+                let has = |given: &&Given| op.input(given.name).is_some_and(|input| input.axes.contains(&axis));
+                let name = inputs.iter().find(has).map_or("", |given| given.name);
+                return invalid(format!("input `{name}`: {axis} is {bound}; it must be {extent}, which is {words}"));
+            }
         }
     }
     for output in op.outputs {
@@ -298,6 +305,30 @@ pub fn validate(op: &'static Op, inputs: &[Given], attributes: Attributes, out: 
         }
     }
     Ok(call)
+}
+
+/// The extents that [follow](Extent::Of) from `known` ones and the attributes: for who makes inputs that have such an axis.
+///
+/// # Errors
+/// [`Error::Invalid`] for attributes, and for extents that the op refuses.
+pub fn following(
+    op: &'static Op,
+    known: impl IntoIterator<Item = (&'static str, usize)>,
+    attributes: Attributes,
+) -> Result<Vec<(&'static str, usize)>, Error> {
+    let dims = Dims { bound: known.into_iter().filter(|(axis, _)| !op.follows(axis)).collect(), rest: Vec::new() };
+    let attributes = attributes.complete(op, &dims)?;
+    let mut call = Call { op, dims, out: DType::Fp32, dtypes: Vec::new(), attributes };
+    (op.check)(&call)?;
+    let mut following = Vec::new();
+    for &(axis, extent) in op.extents {
+        if let Extent::Of(_, of) = extent {
+            let extent = of(&call);
+            following.push((axis, extent));
+            call.dims.bound.push((axis, extent));
+        }
+    }
+    Ok(following)
 }
 
 /// Bytes of a tensor; `None` where its extents overflow, be it beside a 0.

@@ -29,7 +29,7 @@ mod ops;
 pub mod sample;
 
 pub use attribute::{Attribute, Attributes, DefaultValue, Kind, PROFILE, TF32, Value};
-pub use call::{Call, Dims, Form, Given, validate};
+pub use call::{Call, Dims, Form, Given, following, validate};
 pub use dtype::DType;
 pub use index::{Holds, check_indexes};
 pub use op::{Extent, Input, Op, Output, OutputDType, REST, Role};

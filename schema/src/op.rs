@@ -93,6 +93,11 @@ impl Input {
         Input::float("carry", axes, Role::State).fp32().optional()
     }
 
+    /// What a sequence is before its first row, of f32 so that every cut of it carries the same.
+    pub(crate) const fn state(name: &'static str, axes: &'static [&'static str]) -> Input {
+        Input::float(name, axes, Role::State).rows(1).fp32()
+    }
+
     /// An i32 input whose first axis is the logical rows.
     pub(crate) const fn index(name: &'static str, axes: &'static [&'static str], holds: Holds) -> Input {
         Input { dtypes: &[DType::I32], group: None, holds, ..Input::float(name, axes, Role::Index) }.rows(1)
@@ -220,12 +225,13 @@ impl Output {
     }
 }
 
-/// Where the extent of an axis comes from that no input has.
+/// Where the extent of an axis comes from that no input need have.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Extent {
     /// From extents and attributes of the call, in words and as a function. It is asked for calls that [`Op::check`] lets
-    /// pass; the extents that stand before it in [`Op::extents`] are there.
+    /// pass; the extents that stand before it in [`Op::extents`] are there. An input that may be left out can have the
+    /// axis as well, and must then have that extent.
     Of(&'static str, fn(&Call) -> usize),
     /// From the model that the call names: only who has the checkpoint knows it.
     OfModel,
@@ -331,6 +337,11 @@ impl Op {
         self.extents.iter().find(|(name, _)| *name == axis).map(|(_, extent)| *extent)
     }
 
+    /// Whether the extent of an axis [follows](Extent::Of) from others, also where an input has it.
+    pub fn follows(&self, axis: &str) -> bool {
+        matches!(self.extent(axis), Some(Extent::Of(..)))
+    }
+
     /// Whether the extent of an axis is the model's.
     pub fn is_of_model(&self, axis: &str) -> bool {
         matches!(self.extent(axis), Some(Extent::OfModel))
@@ -364,6 +375,27 @@ impl Op {
     pub fn carried(&self) -> Option<&'static Output> {
         let carry = self.input("carry")?;
         self.outputs.iter().find(|output| output.axes == carry.axes)
+    }
+
+    /// The state that a call begins with and the one that it ends with, which what follows begins with: `state` and the output
+    /// of the same axes.
+    pub fn stepped(&self) -> Option<(&'static Input, &'static Output)> {
+        let state = self.input("state").filter(|_| self.gradient_of.is_none())?;
+        let next = self.outputs.iter().find(|output| output.axes == state.axes)?;
+        Some((state, next))
+    }
+
+    /// The axis of rows of a sequence of which a call may say that the last ones are padding, where a sequence is a logical
+    /// row: the second one of inputs. What says so is the input: a length, or a mask.
+    pub fn padded(&self) -> Option<(&'static Input, &'static str)> {
+        if self.row_axes != 1 {
+            return None;
+        }
+        self.inputs.iter().find_map(|input| match (input.holds, input.axes) {
+            (Holds::Length([axis]), [_]) => Some((input, *axis)),
+            (Holds::Mask, [_, axis]) => Some((input, *axis)),
+            _ => None,
+        })
     }
 
     /// The values of `out` that make a difference: all floats, or fp32 alone where every output has a dtype of its own.

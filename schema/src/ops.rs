@@ -16,6 +16,9 @@ pub mod argmax;
 pub mod attention;
 pub mod attention_backward;
 pub mod batch_loss;
+pub mod causal_conv1d;
+pub mod causal_conv1d_backward;
+pub mod causal_conv1d_dw;
 pub mod chain;
 pub mod chain_backward;
 pub mod clip_factor;
@@ -39,6 +42,7 @@ pub mod linear_logprob;
 pub mod linear_logprob_backward;
 pub mod logprob;
 pub mod logprob_backward;
+pub mod mul;
 pub mod nll;
 pub mod norm_rope;
 pub mod norm_rope_backward;
@@ -80,6 +84,9 @@ pub static OPS: &[&Op] = &[
     &paged_attention::OP,
     &packed_attention::OP,
     &attention_backward::OP,
+    &causal_conv1d::OP,
+    &causal_conv1d_backward::OP,
+    &causal_conv1d_dw::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,
@@ -101,6 +108,7 @@ pub static OPS: &[&Op] = &[
     &norm_rope_backward::OP,
     &norm_rope_dw::OP,
     &add::OP,
+    &mul::OP,
     &embedding::OP,
     &embedding_dw::OP,
     &argmax::OP,

@@ -1,7 +1,7 @@
 //! Random calls of any op, for tests that want them: extents, dtypes and attributes that [`validate`] accepts, and
 //! integers that [`check_indexes`](crate::check_indexes) accepts wherever there are any.
 
-use crate::{Attribute, Attributes, Call, DType, Given, Holds, Kind, Op, validate};
+use crate::{Attribute, Attributes, Call, DType, Given, Holds, Kind, Op, following, validate};
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
@@ -61,6 +61,10 @@ pub fn sample(op: &'static Op, random: &mut Random) -> Sample {
         if random.below(3) == 0 {
             size = random.pick(&[16, 17, 32, 33, 64, 128]);
             extents.insert(random.pick(&axes), size);
+        }
+        if axes.iter().any(|axis| op.follows(axis)) {
+            let known = op.axes().into_iter().map(|axis| (axis, extents[axis]));
+            extents.extend(following(op, known.collect::<Vec<_>>(), Attributes::new()).unwrap_or_default());
         }
         let rest: Vec<usize> = (0..random.below(4)).map(|_| random.below(7)).collect();
         let mut groups: BTreeMap<&str, DType> = BTreeMap::new();

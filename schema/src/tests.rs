@@ -20,7 +20,9 @@ fn forms_are_whole() {
         assert!(op.gradient_of.is_none_or(|of| names.contains(of)), "{name}");
         assert!(op.inputs.iter().any(|input| input.rows == op.row_axes), "{name}: no input has all row axes");
         let axes = op.axes();
-        let twice = op.extents.iter().find(|(axis, _)| axes.contains(axis));
+        // Where an input has an extent that follows, a call may leave it out; then there would be none else.
+        let bound = |axis: &str, input: &Input| !(input.optional && op.follows(axis)) && input.axes.contains(&axis);
+        let twice = op.extents.iter().find(|(axis, _)| op.inputs.iter().any(|input| bound(axis, input)));
         assert!(twice.is_none(), "{name}: an input has the extent of {twice:?}");
         let of_model = op.extents.iter().any(|(_, extent)| matches!(extent, Extent::OfModel));
         assert!(!of_model || !op.program.is_empty(), "{name}: an extent is a model's, and no program is named");
@@ -494,6 +496,33 @@ fn extents_of_outputs_are_functions() {
     assert!(shapes(1, [2, 3]).unwrap_err().reason().contains("longer than a row"));
     assert!(shapes(1, [usize::MAX / 2, 1]).unwrap_err().reason().contains("overflow"));
     assert!(shapes(1, [1 << 60, 1]).unwrap_err().reason().contains("output `y`: shape"));
+}
+
+/// An extent that follows is held where an input has it, and is there where the input is left out.
+#[test]
+fn an_input_may_have_an_extent_that_follows() {
+    let call = |state: Option<&'static [usize]>, w: &'static [usize]| {
+        let inputs = [("x", &[2, 5, 6][..]), ("w", w)].into_iter().chain(state.map(|state| ("state", state)));
+        fp32("causal_conv1d", &[], &inputs.collect::<Vec<_>>())
+    };
+    for (state, taps) in
+        [(None, &[6, 4][..]), (Some(&[2, 3, 6][..]), &[6, 4]), (None, &[6, 1]), (Some(&[2, 0, 6]), &[6, 1])]
+    {
+        let call = call(state, taps).unwrap();
+        assert_eq!(call.outputs()[1].shape, [2, taps[1] - 1, 6]);
+        assert_eq!(following(call.op, call.dims.iter(), Attributes::new()), Ok(vec![("J", taps[1] - 1)]));
+    }
+    for (state, w, part) in [
+        (Some(&[2, 4, 6][..]), &[6, 4][..], "input `state`: J is 4; it must be 3, which is K - 1"),
+        (Some(&[2, 0, 6]), &[6, 2], "input `state`: J is 0; it must be 1, which is K - 1"),
+        (None, &[6, 0], "input `w`: axis K is empty; a convolution has at least one tap"),
+    ] {
+        let error = call(state, w).unwrap_err().to_string();
+        assert!(error.contains(part), "`{part}` is not in: {error}");
+    }
+    let mut random = sample::Random::new(3);
+    let with_state = |_: &usize| sample::sample(&causal_conv1d::OP, &mut random).call.has("state");
+    assert!((0..100).filter(with_state).count() > 30, "states are drawn");
 }
 
 /// A program declares inputs and outputs of its own for `chain`: the call names it and has its form.

@@ -302,6 +302,46 @@ fn judged(case: &Case, output: &str) -> Vec<(f64, f64)> {
     std::iter::zip(reference.value.iter().copied(), reference.condition.iter().copied()).collect()
 }
 
+/// Two sequences of two channels and three taps, the second of one row.
+#[test]
+fn convolutions_by_hand() {
+    let (w, bias) = (f32s(&[2, 3], &[100.0, 10.0, 1.0, 1.0, 0.0, -1.0]), f32s(&[2], &[0.0, 0.5]));
+    let x = f32s(&[2, 3, 2], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0, 9.0]);
+    let state = f32s(&[2, 2, 2], &[-1.0, -2.0, -3.0, -4.0, 0.5, 0.25, 2.0, 3.0]);
+    let len = Tensor::i32(&[2], vec![3, 1]);
+    let values = |case: &Case, output: &str| judged(case, output).into_iter().map(|(v, _)| v).collect::<Vec<_>>();
+    let call = case(
+        "causal_conv1d",
+        &[],
+        &[("x", x.clone()), ("w", w.clone()), ("bias", bias), ("state", state.clone()), ("len", len.clone())],
+    );
+    let first = [-129.0, -3.5, -287.0, -7.5, 135.0, -3.5];
+    assert_eq!(values(&call, "y"), [first, [77.0, -7.25, 0.0, 0.0, 0.0, 0.0]].concat());
+    assert_eq!(values(&call, "next"), [3.0, 4.0, 5.0, 6.0, 2.0, 3.0, 7.0, 8.0]);
+    // Without a state: +0, which an infinite tap makes NaN.
+    let call = case(
+        "causal_conv1d",
+        &[],
+        &[("x", f32s(&[1, 2, 1], &[1.0, 2.0])), ("w", f32s(&[1, 2], &[f32::INFINITY, 1.0]))],
+    );
+    assert!(values(&call, "y")[0].is_nan() && values(&call, "y")[1] == f64::INFINITY);
+    assert_eq!(values(&call, "next"), [2.0]);
+    let dnext = f32s(&[2, 2, 2], &[0.5; 8]);
+    let call = case("causal_conv1d_backward", &[], &[("dy", x.clone()), ("w", w), ("dnext", dnext), ("len", len)]);
+    let [state_of_one, rows] = [[100.0, 2.0, 310.0, 4.0], [531.0, 4.0, 53.5, -3.5]];
+    assert_eq!(values(&call, "dstate"), [state_of_one, [700.0, 8.0, 70.5, 0.5]].concat());
+    assert_eq!(values(&call, "dx"), [&rows[..], &[5.5, -5.5], &[7.5, -7.5, 0.0, 0.0, 0.0, 0.0]].concat());
+    // The second row of the second sequence is no token; its x is one that the third looks back at.
+    let mask = Tensor::i32(&[2, 3], vec![1, 1, 1, 1, 0, 1]);
+    let inputs =
+        [("x", x.clone()), ("dy", x), ("state", state), ("mask", mask), ("carry", f32s(&[64, 2, 3], &[0.25; 384]))];
+    let dw = values(&case("causal_conv1d_dw", &[("token_offset", "62")], &inputs), "dw");
+    assert_eq!(dw[62 * 6..][..6], [-0.75, -2.75, 1.25, -3.75, -7.75, 4.25]);
+    assert_eq!(dw[..6], [5.25, 15.25, 25.25, 12.25, 24.25, 36.25]);
+    assert_eq!(dw[2 * 6..][..6], [63.25, 81.25, 81.25, 72.25, 81.25, 81.25]);
+    assert!(dw[3 * 6..62 * 6].iter().all(|v| *v == 0.25));
+}
+
 /// What a product with an uncertain number is uncertain by.
 #[test]
 fn terms_by_hand() {
@@ -668,6 +708,8 @@ fn gradients_are_finite_differences() {
                 "R" if spec.owned().is_some() => 9,
                 // Two to a key head.
                 "Hq" => 6,
+                // Rows before those of a convolution with three taps.
+                "J" => 2,
                 _ => 3,
             };
             let shape = input.shape(extent, &[3, 3]);
@@ -675,7 +717,12 @@ fn gradients_are_finite_differences() {
             let mut number = || (random.below(768) as f32 - 384.0) / 256.0;
             let tensor = match (input.name, input.is_float()) {
                 ("carry", _) => f32s(&shape, &vec![0.0; count]),
-                ("mask", _) => Tensor::i32(&shape, vec![1; count]),
+                // What a forward with lengths leaves out is no token.
+                ("mask", _) => {
+                    let len = inputs.get("len").and_then(Tensor::as_i32);
+                    let counts = |i: usize| len.is_none_or(|len| (i % shape[1]) < len[i / shape[1]] as usize);
+                    Tensor::i32(&shape, (0..count).map(|i| i32::from(counts(i))).collect())
+                }
                 (_, true) => f32s(&shape, &(0..count).map(|_| number()).collect::<Vec<_>>()),
                 (_, false) => {
                     let most = if matches!(input.holds, Holds::Distinct(_)) { 9 } else { 3 };
@@ -721,8 +768,9 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
     }
     let loss = |inputs: &BTreeMap<&str, Tensor>| {
         let weighed = |(name, output): (String, Reference)| {
-            // A choice has no gradient, and nobody has one of attention's lse.
-            if [("route_backward", "rank"), ("attention_backward", "lse")].contains(&(spec.name, &name)) {
+            // A choice has no gradient, nobody has one of attention's lse, and taps are not in the state that they leave.
+            let none = [("route_backward", "rank"), ("attention_backward", "lse"), ("causal_conv1d_dw", "next")];
+            if none.contains(&(spec.name, &name)) {
                 return 0.0;
             }
             let dy = inputs[format!("d{name}").as_str()].to_f64();

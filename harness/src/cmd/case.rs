@@ -113,7 +113,7 @@ fn under(axis: &Axis, setting: &str, case: &Case, machine: &Machine) -> Result<V
     Ok(match &variant.way {
         Way::Plain | Way::Fresh | Way::Soak => vec![own],
         Way::After(before) => before.iter().cloned().chain([own]).collect(),
-        Way::Parts(_, Join::Carry(output)) => {
+        Way::Parts(_, Join::Carry(output) | Join::Steps { next: output, .. }) => {
             super::warn(&format!(
                 "the first part alone: each of the others goes on with `{output}` of the answer before"
             ));

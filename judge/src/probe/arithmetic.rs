@@ -16,16 +16,20 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 39] = [
+pub const HANDS_ON: [&str; 43] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_dw",
     "combine",
     "combine_backward",
     "route_backward",
     "attention",
     "attention_backward",
     "add",
+    "mul",
     "scale",
     "embedding",
     "rms_norm",
@@ -59,7 +63,8 @@ pub const HANDS_ON: [&str; 39] = [
 ];
 
 /// Those that sum over tokens.
-const TOKEN_SUMS: [&str; 5] = ["token_sum", "rms_norm_dw", "layer_norm_dw", "norm_rope_dw", "embedding_dw"];
+const TOKEN_SUMS: [&str; 6] =
+    ["token_sum", "rms_norm_dw", "layer_norm_dw", "norm_rope_dw", "causal_conv1d_dw", "embedding_dw"];
 
 const CANONICAL: &str = "the canonical NaN";
 const NEAREST: &str = "to nearest, ties to even";
@@ -146,7 +151,7 @@ impl Probe<'_> {
     fn accumulator(&self, op: &str) -> Result<Option<String>, String> {
         // fp16 has no numbers below 2^-24, but products of two.
         let lowest = match (self.dtype, op) {
-            (DType::Fp16, "gemm" | "gemm_dx" | "gemm_dw" | "combine") => 36,
+            (DType::Fp16, op) if is_product(op) || op == "combine" => 36,
             (DType::Fp16, _) => 24,
             _ => 60,
         };
@@ -297,7 +302,7 @@ impl Probe<'_> {
     /// The sum of `terms` as `op` adds them; `None` where it adds nothing, or its inputs do not hold them.
     fn sum(&self, op: &str, terms: &[f64]) -> Result<Option<Number>, String> {
         match (op, terms) {
-            ("gemm" | "gemm_dx" | "gemm_dw" | "combine", _) => {
+            _ if is_product(op) || op == "combine" => {
                 // Terms too small for fp16 are products.
                 let small = |term: f64| term != 0.0 && term.abs() < round::pow2(-13) && self.dtype == DType::Fp16;
                 let factors: Vec<f64> =
@@ -358,8 +363,10 @@ impl Probe<'_> {
             return Ok(None);
         }
         match op {
-            "gemm" | "gemm_dx" | "gemm_dw" | "combine" => self.dot(op, &[a], &[b]),
+            // A sum of k terms of it is k such sums: it is asked for one term alone.
+            _ if is_product(op) || ["combine", "causal_conv1d_backward"].contains(&op) => self.dot(op, &[a], &[b]),
             "scale" => self.one(op, &[("factor", b.to_string())], vec![("x", self.make(&[1, 1], &[a]))], "y"),
+            "mul" => self.one(op, &[], vec![("a", self.make(&[1, 1], &[a])), ("b", self.make(&[1, 1], &[b]))], "y"),
             "combine_backward" => {
                 let one = |v: f64| self.make(&[1, 1], &[v]);
                 let inputs =
@@ -389,7 +396,7 @@ impl Probe<'_> {
         // A norm without eps of equal elements is 1, and at position 0 nothing is rotated: beside -0 stands what adds -0.
         let eps = [("eps", "0".to_string())];
         match op {
-            "gemm" | "gemm_dx" | "gemm_dw" | "combine" => self.dot(op, &[v], &[1.0]),
+            _ if is_product(op) || ["combine", "causal_conv1d_backward"].contains(&op) => self.dot(op, &[v], &[1.0]),
             _ if ["fold", "nll", "batch_loss"].contains(&op) || TOKEN_SUMS.contains(&op) => self.sum(op, &[v]),
             "attention" => self.mean(&[v]),
             "attention_backward" => self.values_gradient(&[v]),
@@ -486,6 +493,20 @@ impl Probe<'_> {
                 let row = Tensor::i32(&[1, k], (0..k as i32).collect());
                 (vec![("x", self.make(&[k, 1], x)), ("weight", self.make(&[1, k], w)), ("row", row)], "y")
             }
+            // All terms but the last stand in the state.
+            "causal_conv1d" => {
+                let state: Vec<f32> = x[..k - 1].iter().map(|v| *v as f32).collect();
+                let mut inputs = vec![("x", self.make(&[1, 1, 1], &x[k - 1..])), ("w", self.make(&[1, k], w))];
+                if k > 1 {
+                    inputs.push(("state", Tensor::fp32(&[1, k - 1, 1], state)));
+                }
+                (inputs, "y")
+            }
+            // The first row meets the last tap first.
+            "causal_conv1d_backward" => {
+                let w: Vec<f64> = w.iter().rev().copied().collect();
+                (vec![("dy", self.make(&[1, k, 1], x)), ("w", self.make(&[1, k], &w))], "dx")
+            }
             "gemm_dx" => (vec![("dy", self.make(&[1, k], x)), ("w", self.make(&[k, 1], w))], "dx"),
             "gemm_dw" => (vec![("x", self.make(&[k, 1], x)), ("dy", self.make(&[k, 1], w))], "dw"),
             _ => (vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))], "y"),
@@ -498,7 +519,8 @@ impl Probe<'_> {
     fn token_sum(&self, op: &str, terms: &[f64]) -> Result<Option<Number>, String> {
         // Every 64th token is one of the chain.
         let apart = if op == "embedding_dw" { 1 } else { 64 };
-        let (tokens, width) = ((terms.len() - 1) * apart + 1, if op == "token_sum" { 1 } else { 2 });
+        let width = if ["token_sum", "causal_conv1d_dw"].contains(&op) { 1 } else { 2 };
+        let tokens = (terms.len() - 1) * apart + 1;
         let mut dy = vec![0.0; tokens * width];
         terms.iter().enumerate().for_each(|(i, term)| dy[i * apart * width] = *term);
         let shape = if op == "norm_rope_dw" { vec![tokens, 1, width] } else { vec![tokens, width] };
@@ -510,6 +532,10 @@ impl Probe<'_> {
             "embedding_dw" => {
                 let carry = Tensor::fp32(&[1, 2], vec![0.0; 2]);
                 self.one(op, &[], vec![("dy", rows), ("tokens", zeros), ("carry", carry)], "dw")
+            }
+            "causal_conv1d_dw" => {
+                let (x, dy) = (self.make(&[1, tokens, 1], &vec![1.0; tokens]), self.make(&[1, tokens, 1], &dy));
+                self.one(op, &[], vec![("x", x), ("dy", dy), ("carry", Tensor::fp32(&[64, 1, 1], vec![0.0; 64]))], "dw")
             }
             "layer_norm_dw" => self.one(op, &eps, vec![("x", norm(-1.0)), ("dy", rows)], "dw"),
             "norm_rope_dw" => self.one(op, &eps, vec![("x", norm(1.0)), ("dy", rows), ("pos", zeros)], "dw"),
@@ -588,7 +614,7 @@ impl Probe<'_> {
 
 /// Whether an op is a matrix product.
 fn is_product(op: &str) -> bool {
-    ["gemm", "gemm_dx", "gemm_dw"].contains(&op)
+    ["gemm", "gemm_dx", "gemm_dw", "causal_conv1d"].contains(&op)
 }
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.

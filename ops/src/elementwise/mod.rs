@@ -5,6 +5,7 @@ pub(crate) mod frame;
 mod gated;
 pub(crate) mod gelu_mul;
 pub(crate) mod gelu_mul_backward;
+pub(crate) mod mul;
 pub(crate) mod scale;
 pub(crate) mod silu_mul;
 pub(crate) mod silu_mul_backward;
@@ -18,6 +19,7 @@ pub(crate) const OPS: &[&Entry] = &[
     &add::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,
+    &mul::OP,
     &scale::OP,
     &silu_mul::OP,
     &silu_mul_backward::OP,

@@ -128,6 +128,10 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         // Few choices for each token, and a row for each.
         "K" if op.owned().is_some() => 3,
         _ if op.owned().is_some_and(|(_, owned)| owned == axis) => 3 * extent("T", large) + 2,
+        // Those of a convolution.
+        "K" if op.follows("J") => 4,
+        "J" => 3,
+        "C" if op.follows("J") => extent("N", large),
         _ => extent(axis, large),
     };
     input.shape(extent, &[3, 4, if large { 83 } else { 16 }])

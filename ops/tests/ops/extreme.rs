@@ -156,6 +156,13 @@ impl Draw {
         if n == 0 || k == 0 { [n.min(8), k.min(8)] } else { [n, k] }
     }
 
+    /// A convolution, and the extents of rows, of a state and of its taps.
+    fn convolution(&mut self) -> (CausalConv1d, [[usize; 3]; 3]) {
+        let [batch, length, channels, taps] = [self.extent(), self.extent(), self.extent(), self.extent()];
+        let shape = CausalConv1d { batch, length, channels, taps };
+        (shape, [[batch, length, channels], [batch, taps.saturating_sub(1), channels], [channels, taps, 1]])
+    }
+
     fn linear(&mut self) -> LinearLogprob {
         let (rows, [vocab, k]) = (self.extent(), self.matrix());
         LinearLogprob { rows, vocab, k, temperature: self.positive() }
@@ -178,11 +185,39 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 44] = [
+const OPS: [(&str, Op); 48] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
         add(&d.cpu, &a, &b, &mut y)
+    }),
+    ("mul", |d| {
+        let n = d.extent();
+        let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
+        mul(&d.cpu, &a, &b, &mut y)
+    }),
+    ("causal_conv1d", |d| {
+        let (shape, [rows, of_state, of_w]) = d.convolution();
+        let (x, w, bias, state) = (d.floats(&rows), d.floats(&of_w), d.floats(&of_w[..1]), d.floats(&of_state));
+        let (mut y, mut next, len) = (d.floats(&rows), d.floats(&of_state), d.ints(&rows[..1], shape.length));
+        let (bias, state) = (d.flag().then_some(&bias[..]), d.flag().then_some(&state[..]));
+        let inputs = ConvInputs { x: &x[..], w: &w, bias, state, len: d.flag().then_some(&len[..]) };
+        causal_conv1d(&d.cpu, &shape, &inputs, &mut y, &mut next)
+    }),
+    ("causal_conv1d_backward", |d| {
+        let (shape, [rows, of_state, of_w]) = d.convolution();
+        let (dy, w, dnext) = (d.floats(&rows), d.floats(&of_w), d.floats(&of_state));
+        let (mut dx, mut dstate, len) = (d.floats(&rows), d.floats(&of_state), d.ints(&rows[..1], shape.length));
+        let dnext = d.flag().then_some(&dnext[..]);
+        let given = ConvGradients { dy: &dy[..], w: &w, dnext, len: d.flag().then_some(&len[..]) };
+        causal_conv1d_backward(&d.cpu, &shape, &given, &mut dx, &mut dstate)
+    }),
+    ("causal_conv1d_dw", |d| {
+        let (shape, [rows, of_state, of_w]) = d.convolution();
+        let (x, dy, state, mask) = (d.floats(&rows), d.floats(&rows), d.floats(&of_state), d.ints(&rows[..2], 2));
+        let (mut dw, tokens) = (d.floats(&[64, of_w[0], of_w[1]]), d.tokens(&mask));
+        let state = d.flag().then_some(&state[..]);
+        causal_conv1d_dw(&d.cpu, &shape, tokens, &x, &dy, state, &mut dw)
     }),
     ("silu_mul", |d| {
         let n = d.extent();

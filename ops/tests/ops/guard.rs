@@ -125,6 +125,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
     }
     vec![
         ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("mul", |r, n| mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("gelu_mul", |r, n| gelu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("softcap", |r, n| softcap(&r.cpu, 2.0, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),

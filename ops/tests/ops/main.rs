@@ -2,6 +2,7 @@
 
 mod attention_gradient;
 mod call;
+mod conv;
 mod experts;
 mod extreme;
 #[cfg(unix)]

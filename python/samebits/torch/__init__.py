@@ -85,6 +85,9 @@ def _forms(op: dict[str, Any], given: list[tuple[dict[str, Any], torch.Tensor]],
                 torch._check(extents[axis] == extent)
             else:
                 extents[axis] = extent
+    # Extents that follow from others are written as Python has them.
+    for axis, formula in op["extents"]:
+        extents.setdefault(axis, eval(formula, {"__builtins__": {}}, extents))
     floats = [tensor.dtype for _, tensor in given if tensor.dtype.is_floating_point]
     out = dtype or (floats[0] if floats else torch.float32)
     forms = []
@@ -138,6 +141,14 @@ class _Call:
         known = {attribute["name"] for attribute in _SCHEMA[name]["attributes"]}
         return {key: value for key, value in self.attributes.items() if key in known}
 
+    def mask(self) -> torch.Tensor | None:
+        """Which rows are tokens, where the call has lengths of its sequences."""
+        lengths = self.tensors.get("len")
+        if lengths is None:
+            return None
+        rows = torch.arange(self.inputs["x"][0][-2], device=lengths.device)
+        return (rows < lengths.reshape(-1, 1)).to(torch.int32)
+
     def apply(self, name: str) -> dict[str, torch.Tensor]:
         """What the gradient op `name` makes, by the inputs that it is the gradient of."""
         args = []
@@ -145,6 +156,8 @@ class _Call:
             stem = i["name"]
             if stem in self.tensors:
                 args.append(self.tensors[stem])
+            elif stem == "mask":
+                args.append(self.mask())
             elif stem[:1] == "d" and stem[1:] in self.gradients:
                 dtype = torch.float32 if i["group"] is None else self.dtype
                 args.append(self.gradients[stem[1:]].to(dtype))
@@ -166,8 +179,10 @@ class _Call:
         begun = self.carried.get(of)
         if begun is not None:
             return begun.go_on(name, args, attributes)
-        if name == "embedding_dw":
-            attributes["carry"] = args[0].new_zeros(self.inputs[of][0], dtype=torch.float32)
+        carry = next(i for i in _SCHEMA[name]["inputs"] if i["name"] == "carry")
+        if not carry["optional"]:
+            chains = [64] if carry["axes"][0] == "64" else []
+            attributes["carry"] = args[0].new_zeros([*chains, *self.inputs[of][0]], dtype=torch.float32)
         sums, others = _sum(name, args, attributes)
         return {of: _joined(name, sums), **others}
 
@@ -187,25 +202,34 @@ def _sum(
 
 def _joined(name: str, sums: torch.Tensor) -> torch.Tensor:
     """The sum that the 64 chains of a vector make; that of a matrix is one already."""
-    return ops.fold(sums) if _SCHEMA[name]["outputs"][0]["axes"][0] == "64" else sums
+    return ops.fold(sums.flatten(1)) if _SCHEMA[name]["outputs"][0]["axes"][0] == "64" else sums
 
 
 def _bias(call: _Call) -> dict[str, torch.Tensor]:
     if "bias" not in call.inputs:
         return {}
-    return call.sum("bias", "token_sum", call.gradients["y"])
+    mask = call.mask()
+    return call.sum("bias", "token_sum", call.gradients["y"], None if mask is None else mask.flatten())
 
 
 def _norm_of_sum(call: _Call) -> dict[str, torch.Tensor]:
     return call.sum("w", "rms_norm_dw", call.tensors["sum"], call.gradients["y"].to(call.dtype))
 
 
+def _factors(call: _Call) -> dict[str, torch.Tensor]:
+    dy = call.gradients["y"]
+    others = {"a": call.tensors["b"], "b": call.tensors["a"]}
+    return {name: ops.mul(dy.to(other.dtype), other, dtype=dy.dtype) for name, other in others.items()}
+
+
 # Beside what the schema's gradient ops give: the gradients of inputs, as functions of a call, and what they read.
 _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Tensor]]]] = {
     "gemm": ((), _bias),
+    "causal_conv1d": ((), _bias),
     "layer_norm": ((), _bias),
     "add_rms_norm": (("sum",), _norm_of_sum),
     "add": ((), lambda call: {"a": call.gradients["y"], "b": call.gradients["y"]}),
+    "mul": (("a", "b"), _factors),
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
@@ -250,7 +274,13 @@ class _Sum:
         if self.sums is not None:
             attributes["carry"] = self.sums
         self.name, (self.sums, others) = name, _sum(name, args, attributes)
-        self.tokens += math.prod(args[0].shape[: args[0].dim() - len(axes) + 1])
+        inputs = [i["name"] for i in _SCHEMA[name]["inputs"]]
+        at = inputs.index("mask")
+        if at < len(args) and args[at] is not None:
+            self.tokens += int((args[at] != 0).sum())
+        else:
+            token = len(axes) - len(_SCHEMA[name]["inputs"][at]["axes"])
+            self.tokens += math.prod(args[0].shape[: args[0].dim() - token])
         return others
 
     def stack(self, shape: torch.Size) -> torch.Tensor:

@@ -32,7 +32,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 14] = headers![
+pub static HEADERS: [(&str, &str); 15] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
@@ -44,6 +44,7 @@ pub static HEADERS: [(&str, &str); 14] = headers![
     "rotate.cuh",
     "scale.cuh",
     "sequences.cuh",
+    "taps.cuh",
     "tile.cuh",
     "tokens.cuh",
     "turned.cuh"
