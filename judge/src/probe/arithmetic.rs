@@ -133,7 +133,8 @@ impl Probe<'_> {
         }
         // A sum begins with +0, and that is what -0 is added to.
         let sums = is_product(op)
-            || ["combine", "attention", "attention_backward", "nll", "batch_loss"].contains(&op)
+            || ["combine", "causal_conv1d_backward", "attention", "attention_backward", "nll", "batch_loss"]
+                .contains(&op)
             || TOKEN_SUMS.contains(&op);
         found("-0", self.hand_on(op, -0.0)?.map(|y| y.text()), if sums { "+0" } else { "-0" });
         found("inf", self.hand_on(op, f64::INFINITY)?.map(|y| y.text()), "inf");
