@@ -1581,7 +1581,7 @@ fn checkpoints() -> Vec<String> {
     let mut names: Vec<String> =
         entries.filter_map(|entry| entry.expect("it can be read").file_name().into_string().ok()).collect();
     names.sort();
-    assert_eq!(names.len(), 17, "{names:?}");
+    assert!(names.len() >= samebits_models::Family::all().len(), "{names:?}");
     names
 }
 
