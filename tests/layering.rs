@@ -385,7 +385,7 @@ fn imports_of(sources: &Sources) -> BTreeMap<&str, BTreeSet<&str>> {
             .find_map(|at| sources.get_key_value(&path[..at].join("::")).map(|(module, _)| (at, module.as_str())))
             .expect("the root is there");
         match path.get(at).and_then(|name| handed.get(&(module, name.clone()))) {
-            Some(from) if *from != path => path = [&from[..], &path[at + 1..]].concat(),
+            Some(from) if !path.starts_with(from) => path = [&from[..], &path[at + 1..]].concat(),
             _ => return module,
         }
     };
