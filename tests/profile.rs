@@ -152,7 +152,8 @@ fn who_does_not_have_it_refuses_it_by_name() {
             let output = vec![("y", TensorMut::new(&mut y, &[1]).unwrap())];
             let called = calls.run(&Cpu::best(), "scale", &attributes, &inputs, output);
             assert_eq!(called.is_err(), refused, "{profile}");
-            assert!(!refused || called.unwrap_err().to_string().contains(&format!("profile `{profile}`")));
+            let said = called.map_or_else(|error| error.to_string(), |()| String::new());
+            assert!(!refused || said.contains("profile") && said.contains(profile), "{said}");
         }
     }
 
@@ -211,7 +212,7 @@ fn a_run_says_that_it_is_not_offered() {
     for record in judged(&Careless(cpu())) {
         let said = format!("{}: {:?}", record.case, record.verdict);
         match record.judgment {
-            Judgment::Golden => assert!(record.verdict.is_red() && said.contains("blessed"), "{said}"),
+            Judgment::Golden => assert!(said.contains("not among the goldens"), "{said}"),
             Judgment::Arithmetic => assert!(said.contains("no answers are declared for the profile `dummy`"), "{said}"),
             _ => {}
         }
