@@ -19,6 +19,7 @@ use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
 use samebits_harness::implementation::cuda::CudaImplementation;
 use samebits_harness::judge::{Judge, Selection, plan};
+use samebits_models::plan::{Branch, Layer};
 use samebits_models::{
     Grouping, Model, ModelError, PageOrder, Precision, Probe, Run, Sample, Sampling, Schedule, Seen, Serving,
 };
@@ -1651,7 +1652,14 @@ fn model(name: &str) -> Result<(), Failed> {
     if count("replays") != expected {
         return Err(format!("{} replays where {expected} are expected: {counts:?}", count("replays")).into());
     }
-    let (logits, told) = (16 * 4 * c.vocab as u64, 16 * 4 * c.rotary[0].dim as u64 + 1024);
+    // Angles of each rotation; of layers that recur the row of zeros that sequences begin with, and which rows a step reads.
+    let angles: usize = c.rotary.iter().map(|rotary| 16 * 4 * rotary.dim).sum();
+    let rows = |branch: &Branch| match &branch.layer {
+        Layer::ShortConv(conv) => 4 * (conv.taps - 1) * conv.hidden + 128,
+        _ => 0,
+    };
+    let rows: usize = c.blocks.iter().flatten().map(rows).sum();
+    let (logits, told) = (16 * 4 * c.vocab as u64, (angles + rows) as u64 + 1024);
     if count("staged_bytes") > logits + told || count("device_fp32_bytes") == 0 || count("launches") == 0 {
         return Err(format!("beside {logits} bytes of logits: {counts:?}").into());
     }
