@@ -58,6 +58,9 @@ pub(super) struct Rows {
     snapshots: Vec<(usize, i32)>,
 }
 
+/// Rows that there are from the first sequence on: steps that were recorded know the places, and those move when rows are added.
+const LEAST_ROWS: usize = 16;
+
 /// More snapshots of a sequence than this are not kept: the oldest goes.
 const MOST_SNAPSHOTS: usize = 4;
 
@@ -84,7 +87,7 @@ impl RowPool {
         if sequence.rows.next.is_some() {
             return Ok(false);
         }
-        let grown = self.pool.next_len();
+        let grown = self.pool.next_len().map(|len| len.max(LEAST_ROWS));
         if let Some(len) = grown {
             for layer in layers {
                 let LayerState::Recurrent(Recurrent(parts)) = layer else { continue };
