@@ -493,12 +493,12 @@ const LONG_FUNCTIONS: LongFunctions = &[
     ("ops/src/logprob/linear_logprob/device.rs", "linear_logprob", 101),
     ("ops/src/logprob/linear_logprob_backward.rs", "run", 83),
     ("ops/src/logprob/linear_logprob_backward/device.rs", "linear_logprob_backward", 110),
-    ("schema/src/call.rs", "validate", 110),
+    ("schema/src/call.rs", "validate", 117),
 ];
 
 /// Files above [`FILE`], in the same way.
 const LONG_FILES: LongFiles = &[
-    ("contract/src/axis.rs", 1338),
+    ("contract/src/axis.rs", 1494),
     ("contract/src/load.rs", 1260),
     ("judge/src/judge.rs", 937),
     ("models/src/gradients.rs", 938),
