@@ -622,6 +622,117 @@ def attention_backward(
     """
     ...
 
+def causal_conv1d(
+    x: T,
+    w: T,
+    bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """Each channel over its last K rows, those of `state` before the first; `next` is the state for what follows.
+
+    Inputs:
+        x[B,T,C]: bf16, fp16 or fp32
+        w[C,K]: bf16, fp16 or fp32
+        bias[C]: bf16, fp16 or fp32, optional
+        state[B,J,C]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,T,C]: dtype
+        next[B,J,C]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; K = 0; J other than K - 1; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def causal_conv1d_backward(
+    dy: T,
+    w: T,
+    dnext: T | None = None,
+    len: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The gradients of x and state from those of causal_conv1d's y and next.
+
+    A gradient of `causal_conv1d`.
+
+    Inputs:
+        dy[B,T,C]: bf16, fp16 or fp32
+        w[C,K]: bf16, fp16 or fp32
+        dnext[B,J,C]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of dy): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[B,T,C]: dtype
+        dstate[B,J,C]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; K = 0; J other than K - 1; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def causal_conv1d_dw(
+    x: T,
+    dy: T,
+    carry: T,
+    state: T | None = None,
+    mask: T | None = None,
+    *,
+    token_offset: int = 0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """64 sums over tokens, which `fold` joins: the gradient of w from that of causal_conv1d's y, added to `carry`.
+
+    A gradient of `causal_conv1d`.
+
+    Inputs:
+        x[B,T,C]: bf16, fp16 or fp32
+        dy[B,T,C]: bf16, fp16 or fp32
+        carry[64,C,K]: fp32
+        state[B,J,C]: fp32, optional
+        mask[B,T]: i32; 0: padding; anything else: a token, optional
+
+    Attributes:
+        token_offset (0): how many tokens of the group earlier calls have had; a whole number of at least 0
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype: nothing here follows it
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dw[64,C,K]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; K = 0; J other than K - 1
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def logprob(
     logits: T,
     target: T,
@@ -1327,6 +1438,35 @@ def add(
     into: T | None = None,
 ) -> T:
     """A + b.
+
+    Inputs:
+        a[...]: bf16, fp16 or fp32
+        b[...]: bf16, fp16 or fp32
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of a): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[...]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def mul(
+    a: T,
+    b: T,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """A * b.
 
     Inputs:
         a[...]: bf16, fp16 or fp32
