@@ -96,7 +96,7 @@ pub const MUTATIONS: &[Mutation] = &[
         about: "The second factor is rounded to bf16 before the product.",
         op: "mul",
         caught_by: "accuracy",
-        also_red: Others::Are(&["golden", "arithmetic"]),
+        also_red: Others::Are(&["golden"]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
                 let b = &case.inputs["b"];
