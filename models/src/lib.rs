@@ -8,7 +8,7 @@
 //! Nothing in a folder is trusted: a file that is missing, damaged or asks for something this crate does not compute is
 //! a [`ModelError`], one line naming the file, the field or tensor, and what would be right.
 
-/// What a [`Config`](crate::Config) is made of: layers, as data.
+/// What a [`Config`] is made of: layers, as data.
 pub mod plan {
     pub use crate::layers::LayerPlan as Layer;
     pub use crate::layers::attend::Heads;
