@@ -406,8 +406,8 @@ impl Spec {
         }
     }
 
-    /// The extents that a case of a table gives: the axes of the inputs that follow from no others, R and N where these may have any shape, and those of
-    /// a model below which integers are drawn.
+    /// The extents that a case of a table gives: the axes of the inputs but those that follow from others, R and N where these
+    /// may have any shape, and those of a model below which integers are drawn.
     pub fn shape(&self) -> Vec<&'static str> {
         let named = |axis| if axis == REST { vec!["R", "N"] } else { vec![axis] };
         let given = self.axes().into_iter().filter(|axis| !self.follows(axis));

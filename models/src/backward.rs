@@ -18,7 +18,7 @@
 
 use crate::ModelError;
 use crate::layers::linear::Source;
-use crate::machine::typed;
+use crate::machine::{Machine, typed};
 use crate::pass::Pass;
 use crate::sums::{Of, Sums};
 use samebits_ops::device::Part;
@@ -59,6 +59,34 @@ impl Block {
     pub fn mask(&self) -> Vec<i32> {
         let of = |&length: &usize| (0..self.rows).map(move |row| i32::from(row < length));
         self.lengths.iter().flat_map(of).collect()
+    }
+
+    /// The rows of its sequences: `values[n,..]` as `[sequences,rows,..]`, `..` being `axes`.
+    pub fn view<'t>(&self, values: &'t Tensor, axes: &[usize]) -> Result<TensorRef<'t>, ModelError> {
+        let width: usize = axes.iter().product();
+        let mut shape = vec![self.lengths.len(), self.rows];
+        let mut strides = vec![self.stride * width, width];
+        let mut inner = width;
+        for &axis in axes {
+            inner /= axis;
+            shape.push(axis);
+            strides.push(inner);
+        }
+        typed!(values.dtype() => A, {
+            let data = values.as_slice::<A>().expect("it is on the host, and of this dtype");
+            Ok(TensorRef::strided(&data[self.first * width..], &shape, &strides)?)
+        })
+    }
+
+    /// Puts what was made of its sequences, `made[sequences,rows,..]`, into their rows of `to[n,width]`.
+    pub fn put(&self, machine: &dyn Machine, made: &Tensor, to: &mut Tensor) -> Result<(), ModelError> {
+        let width = to.shape()[1];
+        for number in 0..self.lengths.len() {
+            let from = Part { offset: number * self.rows * width, ..Part::whole(width) };
+            let at = Part { offset: (self.first + number * self.stride) * width, ..Part::whole(width) };
+            machine.copy_rows([self.rows, width], (made, from), (to, at))?;
+        }
+        Ok(())
     }
 }
 

@@ -519,6 +519,11 @@ mod tests {
                 "is 1; \"longrope\" needs at least 2",
             ),
             ("qwen2", json!({"rope_parameters": null}), "`rope_parameters.rope_theta` is missing"),
+            (
+                "lfm2",
+                json!({"norm_eps": 1e-5, "rms_norm_eps": null, "full_attn_idxs": [0, "1"]}),
+                "`full_attn_idxs` is [0,\"1\"]; it must be a list of layer numbers",
+            ),
         ];
         for (family, changes, expected) in cases {
             let line = read(family, changes.clone()).unwrap_err();
@@ -706,6 +711,54 @@ mod tests {
                     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
                     "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 16,
                 }),
+            ),
+            (
+                "LFM2",
+                json!({"block_auto_adjust_ff_dim": true, "block_dim": 48, "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true, "conv_L_cache": 3, "conv_bias": false, "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": true, "full_attn_idxs": [1], "max_position_embeddings": 128000, "model_type": "lfm2", "norm_eps": 1e-05, "num_heads": 4, "num_key_value_heads": 2, "rope_theta": 1000000.0, "use_pos_enc": true, "rms_norm_eps": null, "intermediate_size": null}),
+            ),
+            (
+                "gemma-3-1b",
+                json!({"attention_bias": false, "attn_logit_softcapping": null, "cache_implementation": "hybrid", "final_logit_softcapping": null, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 80, "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6}),
+            ),
+            (
+                "SmolLM3",
+                json!({"attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false, "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 0], "num_key_value_heads": 2, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "use_sliding_window": false}),
+            ),
+            (
+                "EXAONE-4.0-1.2B",
+                json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 65536, "model_type": "exaone4", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": null, "sliding_window_pattern": null, "tie_word_embeddings": true}),
+            ),
+            (
+                "EXAONE-4.0-32B",
+                json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"], "max_position_embeddings": 131072, "model_type": "exaone4", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": false, "num_hidden_layers": 4}),
+            ),
+            (
+                "OLMo-2",
+                json!({"attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "max_position_embeddings": 4096, "model_type": "olmo2", "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false}),
+            ),
+            (
+                "Olmo-3",
+                json!({"attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 65536, "model_type": "olmo3", "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": false}),
+            ),
+            (
+                "Seed-OSS",
+                json!({"attention_bias": true, "attention_out_bias": false, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "max_position_embeddings": 524288, "mlp_bias": false, "model_type": "seed_oss", "num_key_value_heads": 2, "residual_dropout": 0.1, "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": false}),
+            ),
+            (
+                "GLM-4-0414",
+                json!({"attention_bias": false, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "max_position_embeddings": 32768, "model_type": "glm4", "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false}),
+            ),
+            (
+                "ERNIE-4.5-0.3B",
+                json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "max_position_embeddings": 131072, "model_type": "ernie4_5", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 500000.0, "tie_word_embeddings": true, "use_bias": false, "is_decoder": false}),
+            ),
+            (
+                "granite-3.3",
+                json!({"attention_bias": false, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu", "intermediate_size": 80, "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "granite", "num_key_value_heads": 2, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0, "tie_word_embeddings": true}),
+            ),
+            (
+                "OLMoE",
+                json!({"attention_bias": false, "clip_qkv": null, "hidden_act": "silu", "intermediate_size": 32, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false}),
             ),
         ];
         for (name, changes) in published {

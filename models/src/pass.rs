@@ -80,10 +80,21 @@ impl<'a, 'p> Pass<'a, 'p> {
         inputs: &[(&str, TensorRef)],
         outputs: [(&str, TensorMut); N],
     ) -> Result<(), ModelError> {
+        self.run(op, attributes, inputs, outputs.into())
+    }
+
+    /// [`Pass::op`] with as many outputs as there come to be.
+    pub fn run(
+        &mut self,
+        op: &str,
+        attributes: &Attributes,
+        inputs: &[(&str, TensorRef)],
+        outputs: Vec<(&str, TensorMut)>,
+    ) -> Result<(), ModelError> {
         if self.hook.looks && self.hook.op.is_none() {
             self.look(op, attributes, inputs, &outputs)?;
         }
-        Ok(self.calls.run(self.machine, op, attributes, inputs, outputs.into())?)
+        Ok(self.calls.run(self.machine, op, attributes, inputs, outputs)?)
     }
 
     /// Runs an op for its outputs alone, and notes it where one of them is not finite.

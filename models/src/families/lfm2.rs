@@ -1,7 +1,7 @@
 //! LFM2: short convolutions between gates, and in some layers attention with norms of heads.
 
 use super::Family;
-use super::parts::{Missing, attention, gated, head_norms, heads, rope};
+use super::parts::{Missing, attention, gated, head_norms, heads, layer_numbers, rope};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::attention::QkvNames;
@@ -60,7 +60,7 @@ fn width(f: &Fields) -> usize {
 /// Which layers attend: by `layer_types`, or by `full_attn_idxs`, or all.
 fn attends(f: &Fields, layers: usize) -> Vec<bool> {
     let all = vec![true; layers];
-    let numbers = f.get("full_attn_idxs");
+    let numbers = layer_numbers(f, "full_attn_idxs");
     if let Some(types) = f.get("layer_types") {
         let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
             f.refuse("layer_types", format!("is not a list of {layers} layer types"));
@@ -77,10 +77,5 @@ fn attends(f: &Fields, layers: usize) -> Vec<bool> {
         };
         return types.iter().enumerate().map(attends).collect();
     }
-    let Some(numbers) = numbers else { return all };
-    let Some(numbers) = numbers.as_array() else {
-        f.refuse("full_attn_idxs", format!("is {numbers}; it must be a list of layer numbers"));
-        return all;
-    };
-    (0..layers).map(|i| numbers.iter().any(|number| number.as_u64() == Some(i as u64))).collect()
+    numbers.map_or(all, |numbers| (0..layers).map(|i| numbers.contains(&(i as u64))).collect())
 }

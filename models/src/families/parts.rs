@@ -209,16 +209,20 @@ pub(super) fn softmax_experts(f: &Fields, count: usize, expert: mlp::Plan, norma
     }
 }
 
+/// A list of layer numbers, where the folder has it; what is none is refused.
+pub(super) fn layer_numbers(f: &Fields, field: &str) -> Option<Vec<u64>> {
+    let value = f.get(field)?;
+    let numbers = value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect());
+    if numbers.is_none() {
+        f.refuse(field, format!("is {value}; it must be a list of layer numbers"));
+    }
+    numbers
+}
+
 /// Which layers have experts: every `decoder_sparse_step`-th, but those in `mlp_only_layers`.
 pub(super) fn sparse_by_step(f: &Fields, layers: usize) -> Vec<bool> {
     let step = f.size("decoder_sparse_step").unwrap_or(1);
-    let given = f.get("mlp_only_layers");
-    let numbers = |value: &Value| value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect());
-    let dense: Vec<u64> = given.map_or(Some(Vec::new()), numbers).unwrap_or_else(|| {
-        let value = given.unwrap_or(&Value::Null);
-        f.refuse("mlp_only_layers", format!("is {value}; it must be a list of layer numbers"));
-        Vec::new()
-    });
+    let dense = layer_numbers(f, "mlp_only_layers").unwrap_or_default();
     (0..layers).map(|i| (i + 1).is_multiple_of(step) && !dense.contains(&(i as u64))).collect()
 }
 

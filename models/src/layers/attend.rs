@@ -2,8 +2,7 @@
 
 use super::{SIZES, is_size};
 use crate::ModelError;
-use crate::backward::{Backward, Block};
-use crate::machine::typed;
+use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::state::{Kind, LayerState};
 use crate::sums::zeros;
@@ -146,12 +145,12 @@ impl Heads {
             let lengths: Vec<i32> = block.lengths.iter().map(|&length| length as i32).collect();
             let (positions, mask) = (block.positions(), block.mask());
             let inputs = [
-                ("q", rows_of(block, &qkv.q, &q)?),
-                ("k", rows_of(block, &qkv.k, &k)?),
-                ("v", rows_of(block, &qkv.v, &v)?),
-                ("out", rows_of(block, &heads, &o)?),
-                ("lse", rows_of(block, &lse, &[self.queries])?),
-                ("dout", rows_of(block, dheads, &o)?),
+                ("q", block.view(&qkv.q, &q)?),
+                ("k", block.view(&qkv.k, &k)?),
+                ("v", block.view(&qkv.v, &v)?),
+                ("out", block.view(&heads, &o)?),
+                ("lse", block.view(&lse, &[self.queries])?),
+                ("dout", block.view(dheads, &o)?),
                 ("q_pos", TensorRef::new(&positions, &[batch, rows])?),
                 ("kv_len", TensorRef::new(&lengths, &[batch])?),
                 ("mask", TensorRef::new(&mask, &[batch, rows])?),
@@ -161,12 +160,7 @@ impl Heads {
             let outputs = [("dq", dq.view_mut()), ("dk", dk.view_mut()), ("dv", dv.view_mut())];
             back.pass.op("attention_backward", &attributes, &inputs, outputs)?;
             for (from, to) in [(&dq, &mut all.q), (&dk, &mut all.k), (&dv, &mut all.v)] {
-                let width = to.shape()[1];
-                for number in 0..batch {
-                    let from_part = Part { offset: number * rows * width, ..Part::whole(width) };
-                    let to_part = Part { offset: (block.first + number * block.stride) * width, ..Part::whole(width) };
-                    back.pass.machine.copy_rows([rows, width], (from, from_part), (to, to_part))?;
-                }
+                block.put(back.pass.machine, from, to)?;
             }
         }
         let Qkv { q, k, v } = &mut all;
@@ -175,21 +169,4 @@ impl Heads {
         back.see("dv", v)?;
         Ok(all)
     }
-}
-
-/// The rows of the sequences of a block: `values[n,..]` as `[sequences,rows,..]`, `..` being `axes`.
-pub(crate) fn rows_of<'t>(block: &Block, values: &'t Tensor, axes: &[usize]) -> Result<TensorRef<'t>, ModelError> {
-    let width: usize = axes.iter().product();
-    let mut shape = vec![block.lengths.len(), block.rows];
-    let mut strides = vec![block.stride * width, width];
-    let mut inner = width;
-    for &axis in axes {
-        inner /= axis;
-        shape.push(axis);
-        strides.push(inner);
-    }
-    typed!(values.dtype() => A, {
-        let data = values.as_slice::<A>().expect("it is on the host, and of this dtype");
-        Ok(TensorRef::strided(&data[block.first * width..], &shape, &strides)?)
-    })
 }

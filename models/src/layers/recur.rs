@@ -5,7 +5,6 @@
 
 use crate::ModelError;
 use crate::backward::{Backward, Block};
-use crate::layers::attend::rows_of;
 use crate::pass::Pass;
 use crate::state::LayerState;
 use crate::step::Step;
@@ -55,45 +54,40 @@ pub(crate) fn forward(
     let (machine, inputs, sequences) = (pass.machine, pass.inputs, pass.step.sequences());
     let [read, written] = inputs.state_rows.as_ref().expect("a layer that recurs has rows");
     let state = state.rows();
-    let mut parts = Vec::new();
+    let (mut before, mut next) = (Vec::new(), Vec::new());
     for number in 0..kept.len() {
-        let before = state.read(machine, number, read, sequences)?;
-        let next = pass.empty(DType::Fp32, before.shape())?;
-        parts.push((before, next));
+        let part = state.read(machine, number, read, sequences)?;
+        next.push(pass.empty(DType::Fp32, part.shape())?);
+        before.push(part);
     }
     for run in runs(pass.step) {
-        let here = tokens.iter().map(|(_, x, _)| cut(pass, x, &run.rows)).collect::<Result<Vec<_>, _>>()?;
-        let before =
-            parts.iter().map(|(before, _)| cut(pass, before, &run.sequences)).collect::<Result<Vec<_>, _>>()?;
-        let mut next =
-            before.iter().map(|x| pass.empty(DType::Fp32, x.get().shape())).collect::<Result<Vec<_>, _>>()?;
-        let mut made = pass.empty(y.dtype(), &[run.rows.len(), y.shape()[1]])?;
-        let shape = |axes: &[usize]| [&[run.sequences.len(), run.tokens], axes].concat();
-        let of_state = |axes: &[usize]| [&[run.sequences.len()], axes].concat();
+        let (rows, of) = (&run.rows, &run.sequences);
+        let of_tokens = |axes: &[usize]| [&[of.len(), run.tokens], axes].concat();
+        let of_state = |axes: &[usize]| [&[of.len()], axes].concat();
+        // Where the run is not all of the step, what it reads and makes are tensors of their own.
+        let some = tokens.iter().map(|(_, x, _)| cut(pass, x, rows)).collect::<Result<Vec<_>, _>>()?;
+        let begun = before.iter().map(|x| cut(pass, x, of)).collect::<Result<Vec<_>, _>>()?;
+        let mut made = room(pass, y, rows)?;
+        let mut ended = next.iter().map(|x| room(pass, x, of)).collect::<Result<Vec<_>, _>>()?;
         let mut inputs = Vec::new();
-        for ((name, _, axes), x) in tokens.iter().zip(&here) {
-            inputs.push((*name, x.get().view_as(&shape(axes))?));
+        for ((name, x, axes), some) in tokens.iter().zip(&some) {
+            inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_tokens(axes))?));
         }
-        for (([name, _], axes), x) in kept.iter().zip(&before) {
-            inputs.push((*name, x.get().view_as(&of_state(axes))?));
+        for (([name, _], axes), (x, some)) in kept.iter().zip(before.iter().zip(&begun)) {
+            inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_state(axes))?));
         }
         inputs.extend_from_slice(weights);
-        let mut outputs = vec![(output, made.view_mut_as(&shape(axes))?)];
-        for (([_, name], axes), x) in kept.iter().zip(&mut next) {
-            outputs.push((*name, x.view_mut_as(&of_state(axes))?));
+        let mut outputs = vec![(output, made.as_mut().unwrap_or(y).view_mut_as(&of_tokens(axes))?)];
+        for (([_, name], axes), (x, some)) in kept.iter().zip(next.iter_mut().zip(&mut ended)) {
+            outputs.push((*name, some.as_mut().unwrap_or(x).view_mut_as(&of_state(axes))?));
         }
-        pass.calls.run(machine, op, attributes, &inputs, outputs)?;
-        if run.rows.len() == y.shape()[0] {
-            *y = made;
-            next.into_iter().zip(&mut parts).for_each(|(next, (_, place))| *place = next);
-            break;
-        }
-        join(pass, &made, y, run.rows.start)?;
-        for (next, (_, place)) in next.iter().zip(&mut parts) {
-            join(pass, next, place, run.sequences.start)?;
+        pass.run(op, attributes, &inputs, outputs)?;
+        made.map_or(Ok(()), |made| join(pass, &made, y, rows.start))?;
+        for (ended, next) in ended.into_iter().zip(&mut next) {
+            ended.map_or(Ok(()), |ended| join(pass, &ended, next, of.start))?;
         }
     }
-    for (number, (_, next)) in parts.iter().enumerate() {
+    for (number, next) in next.iter().enumerate() {
         state.write(machine, number, written, next)?;
     }
     Ok(())
@@ -110,44 +104,28 @@ pub(crate) fn backward(
     let n = tokens[0].1.shape()[0];
     let mut all = widths.iter().map(|width| zeros(back.cpu, &[n, *width])).collect::<Result<Vec<_>, _>>()?;
     for block in back.blocks {
-        let inputs = tokens.iter().map(|(name, x, axes)| Ok((*name, rows_of(block, x, axes)?)));
+        let inputs = tokens.iter().map(|(name, x, axes)| Ok((*name, block.view(x, axes)?)));
         let inputs = inputs.collect::<Result<Vec<_>, ModelError>>()?;
         for (made, to) in call(back, block, inputs)?.iter().zip(&mut all) {
-            let width = to.shape()[1];
-            for number in 0..block.lengths.len() {
-                let from = Part { offset: number * block.rows * width, ..Part::whole(width) };
-                let at = Part { offset: (block.first + number * block.stride) * width, ..Part::whole(width) };
-                back.pass.machine.copy_rows([block.rows, width], (made, from), (to, at))?;
-            }
+            block.put(back.pass.machine, made, to)?;
         }
     }
     Ok(all)
 }
 
-/// Some rows of a tensor: itself where they are all.
-enum Cut<'a> {
-    Whole(&'a Tensor),
-    Part(Tensor),
-}
-
-impl Cut<'_> {
-    fn get(&self) -> &Tensor {
-        match self {
-            Cut::Whole(tensor) => tensor,
-            Cut::Part(tensor) => tensor,
-        }
-    }
-}
-
-fn cut<'a>(pass: &Pass, x: &'a Tensor, rows: &Range<usize>) -> Result<Cut<'a>, ModelError> {
-    let &[n, width] = x.shape() else { unreachable!("it has rows") };
-    if *rows == (0..n) {
-        return Ok(Cut::Whole(x));
-    }
-    let mut part = pass.empty(x.dtype(), &[rows.len(), width])?;
+/// Some rows of a tensor; `None` where they are all.
+fn cut(pass: &Pass, x: &Tensor, rows: &Range<usize>) -> Result<Option<Tensor>, ModelError> {
+    let Some(mut part) = room(pass, x, rows)? else { return Ok(None) };
+    let width = x.shape()[1];
     let from = Part { offset: rows.start * width, ..Part::whole(width) };
     pass.machine.copy_rows([rows.len(), width], (x, from), (&mut part, Part::whole(width)))?;
-    Ok(Cut::Part(part))
+    Ok(Some(part))
+}
+
+/// Room for some rows of a tensor, of any elements; `None` where they are all.
+fn room(pass: &Pass, x: &Tensor, rows: &Range<usize>) -> Result<Option<Tensor>, ModelError> {
+    let &[n, width] = x.shape() else { unreachable!("it has rows") };
+    (*rows != (0..n)).then(|| pass.empty(x.dtype(), &[rows.len(), width])).transpose()
 }
 
 /// Puts `part` into the rows of `whole` from row `first` on.

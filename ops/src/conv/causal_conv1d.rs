@@ -61,15 +61,8 @@ pub fn causal_conv1d<I: Element, O: Element>(
 ) -> Result<(), Error> {
     let ConvInputs { x, w, bias, state, len } = *inputs;
     let CausalConv1d { batch, length, channels, taps } = *shape;
-    shape.check_taps(NAME)?;
-    let before = shape.before();
-    shape.check_rows(NAME, "x", x.len())?;
-    shape.check_weight(NAME, w.len())?;
-    bias.map_or(Ok(()), |bias| check_len(NAME, "bias", "[C]", bias.len(), &[channels]))?;
-    state.map_or(Ok(()), |state| shape.check_state(NAME, "state", state.len()))?;
-    shape.check_rows(NAME, "y", y.len())?;
-    shape.check_state(NAME, "next", next.len())?;
-    let (of_rows, of_state) = ([batch, length, channels], [batch, before, channels]);
+    check(shape, [x.len(), w.len()], [bias.map(<[I]>::len), state.map(<[f32]>::len)], [y.len(), next.len()])?;
+    let (of_rows, of_state) = ([batch, length, channels], [batch, shape.before(), channels]);
     let tensors = Tensors {
         x: TensorRef::of(x, &of_rows),
         w: TensorRef::of(w, &[channels, taps]),
@@ -78,6 +71,22 @@ pub fn causal_conv1d<I: Element, O: Element>(
         len,
     };
     run(cpu, shape, tensors, TensorMut::of(y, &of_rows), TensorMut::of(next, &of_state))
+}
+
+/// Checks how many elements there are of `[x, w]`, of `[bias, state]` where they are given, and of `[y, next]`.
+fn check(
+    shape: &CausalConv1d,
+    [x, w]: [usize; 2],
+    [bias, state]: [Option<usize>; 2],
+    [y, next]: [usize; 2],
+) -> Result<(), Error> {
+    shape.check_taps(NAME)?;
+    shape.check_rows(NAME, "x", x)?;
+    shape.check_weight(NAME, w)?;
+    bias.map_or(Ok(()), |bias| check_len(NAME, "bias", "[C]", bias, &[shape.channels]))?;
+    state.map_or(Ok(()), |state| shape.check_state(NAME, "state", state))?;
+    shape.check_rows(NAME, "y", y)?;
+    shape.check_state(NAME, "next", next)
 }
 
 /// The inputs of any layout.
@@ -340,13 +349,7 @@ pub fn on_device<I: Stored, O: Stored>(
     next: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let DeviceInputs { x, w, bias, state, len } = *inputs;
-    shape.check_taps(NAME)?;
-    shape.check_rows(NAME, "x", x.len())?;
-    shape.check_weight(NAME, w.len())?;
-    bias.map_or(Ok(()), |bias| check_len(NAME, "bias", "[C]", bias.len(), &[shape.channels]))?;
-    state.map_or(Ok(()), |state| shape.check_state(NAME, "state", state.len()))?;
-    shape.check_rows(NAME, "y", y.len())?;
-    shape.check_state(NAME, "next", next.len())?;
+    check(shape, [x.len(), w.len()], [bias.map(Buffer::len), state.map(Buffer::len)], [y.len(), next.len()])?;
     len.map_or(Ok(()), |len| check_indices(NAME, shape, len))?;
     let parts =
         Parts { x: (x, 0), w: (w, 0), bias: bias.map(|bias| (bias, 0)), state: state.map(|state| (state, 0)), len };

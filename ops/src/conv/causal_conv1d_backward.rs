@@ -58,12 +58,7 @@ pub fn causal_conv1d_backward<I: Element, O: Element>(
     dstate: &mut [f32],
 ) -> Result<(), Error> {
     let ConvGradients { dy, w, dnext, len } = *given;
-    shape.check_taps(NAME)?;
-    shape.check_rows(NAME, "dy", dy.len())?;
-    shape.check_weight(NAME, w.len())?;
-    dnext.map_or(Ok(()), |dnext| shape.check_state(NAME, "dnext", dnext.len()))?;
-    shape.check_rows(NAME, "dx", dx.len())?;
-    shape.check_state(NAME, "dstate", dstate.len())?;
+    check(shape, [dy.len(), w.len()], dnext.map(<[f32]>::len), [dx.len(), dstate.len()])?;
     let CausalConv1d { batch, length, channels, taps } = *shape;
     let (of_rows, of_state) = ([batch, length, channels], [batch, shape.before(), channels]);
     let tensors = Tensors {
@@ -73,6 +68,21 @@ pub fn causal_conv1d_backward<I: Element, O: Element>(
         len,
     };
     run(cpu, shape, tensors, TensorMut::of(dx, &of_rows), TensorMut::of(dstate, &of_state))
+}
+
+/// Checks how many elements there are of `[dy, w]`, of dnext where it is given, and of `[dx, dstate]`.
+fn check(
+    shape: &CausalConv1d,
+    [dy, w]: [usize; 2],
+    dnext: Option<usize>,
+    [dx, dstate]: [usize; 2],
+) -> Result<(), Error> {
+    shape.check_taps(NAME)?;
+    shape.check_rows(NAME, "dy", dy)?;
+    shape.check_weight(NAME, w)?;
+    dnext.map_or(Ok(()), |dnext| shape.check_state(NAME, "dnext", dnext))?;
+    shape.check_rows(NAME, "dx", dx)?;
+    shape.check_state(NAME, "dstate", dstate)
 }
 
 /// The inputs of any layout.
@@ -256,12 +266,7 @@ pub fn on_device<I: Stored, O: Stored>(
     dstate: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let DeviceGradients { dy, w, dnext, len } = *given;
-    shape.check_taps(NAME)?;
-    shape.check_rows(NAME, "dy", dy.len())?;
-    shape.check_weight(NAME, w.len())?;
-    dnext.map_or(Ok(()), |dnext| shape.check_state(NAME, "dnext", dnext.len()))?;
-    shape.check_rows(NAME, "dx", dx.len())?;
-    shape.check_state(NAME, "dstate", dstate.len())?;
+    check(shape, [dy.len(), w.len()], dnext.map(Buffer::len), [dx.len(), dstate.len()])?;
     len.map_or(Ok(()), |len| check_indices(NAME, shape, len))?;
     let parts = Parts { dy: (dy, 0), w: (w, 0), dnext: dnext.map(|dnext| (dnext, 0)), len };
     launch(on, shape, parts, (dx, 0), (dstate, 0))
