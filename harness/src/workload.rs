@@ -383,11 +383,13 @@ impl Plan {
     }
 
     /// What stands in the middle of an input. The lse of logits that are a product is about theirs, so that probabilities
-    /// have the size of a model's: their logarithms are about normal.
+    /// have the size of a model's: their logarithms are about normal. A second moment is a mean of squares.
     fn level(&self, input: &Input) -> f32 {
-        let weighed = self.call.op.inputs.iter().any(|input| input.role == Role::Weight);
-        match self.call.dims.get("V") {
+        let call = &self.call;
+        let weighed = call.op.inputs.iter().any(|input| input.role == Role::Weight);
+        match call.dims.get("V") {
             Some(vocab) if input.name == "lse" && weighed => (vocab as f32).ln() + 32.0 / 9.0,
+            _ if (call.op.name, input.name) == ("adamw", "v") => self.limit(input),
             _ => 0.0,
         }
     }
@@ -621,6 +623,10 @@ mod tests {
             let clock = Clock::new(1);
             let answer = implementation.answer(&case, Some(&clock));
             assert_eq!(answer.status, Status::Ok, "{}: {}", op.name, answer.reason);
+            for (name, output) in &answer.outputs {
+                let finite = output.to_f64().iter().all(|x| x.is_finite());
+                assert!(finite, "{}: {name} is not finite", op.name);
+            }
             assert!(clock.reading().is_some(), "{} is answered without `request.timed`", op.name);
             answered += 1;
         }
