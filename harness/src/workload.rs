@@ -383,13 +383,14 @@ impl Plan {
     }
 
     /// What stands in the middle of an input. The lse of logits that are a product is about theirs, so that probabilities
-    /// have the size of a model's: their logarithms are about normal. A second moment is a mean of squares.
+    /// have the size of a model's: their logarithms are about normal. Squares, and what is summed of them, are
+    /// no less than 0.
     fn level(&self, input: &Input) -> f32 {
         let call = &self.call;
         let weighed = call.op.inputs.iter().any(|input| input.role == Role::Weight);
         match call.dims.get("V") {
             Some(vocab) if input.name == "lse" && weighed => (vocab as f32).ln() + 32.0 / 9.0,
-            _ if (call.op.name, input.name) == ("adamw", "v") => self.limit(input),
+            _ if [("adamw", "v"), ("clip_factor", "sum")].contains(&(call.op.name, input.name)) => self.limit(input),
             _ => 0.0,
         }
     }
