@@ -109,6 +109,18 @@ fn verbs_say_where_a_value_left_its_range() {
     assert!(found.contains("its weights, or what it was given, are too large"), "{found}");
 }
 
+/// Ops of layers that recur are looked at as all others.
+#[test]
+fn an_op_with_a_state_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = loud("lfm2", dir.path(), &[("conv.in_proj.weight", 1e4), ("conv.conv.weight", 1e38)]);
+    let (tokens, out) = (dir.path().join("tokens"), dir.path().join("out"));
+    write_tokens(&tokens, &[("tokens", &[3, 9, 4]), ("attention_mask", &[1, 1, 1])], [1, 3]);
+    let [model, tokens, out] = [&model, &tokens, &out].map(|path| path.to_str().unwrap());
+    let found = line(&samebits(&["forward", "--model", model, "--tokens", tokens, "--out", out]));
+    assert!(found.contains("not finite: layer 0, op causal_conv1d in fp32 (site layers.0.conv"), "{found}");
+}
+
 /// A file of two sequences of 4 tokens, of which one of the first and the last two of the second count; with the old log-probabilities and
 /// advantages of a policy.
 pub fn write_policy(path: &Path, old: f32, advantage: f32) {
