@@ -1495,7 +1495,7 @@ fn grouping<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::table::{Contract, Slice};
+    use crate::table::{CaseSpec, Contract, Slice};
     use crate::tensor::DType;
 
     fn machine() -> Machine {
@@ -1518,13 +1518,19 @@ mod tests {
             && a.inputs.iter().all(|(name, tensor)| b.inputs.get(name).is_some_and(|other| tensor.same_bits(other)))
     }
 
+    /// The quick cases, one of those that differ in their outputs' dtype alone: their inputs are the same.
+    fn once_a_group(contract: &Contract) -> impl Iterator<Item = &CaseSpec> {
+        let mut groups = std::collections::BTreeSet::new();
+        contract.cases(Slice::Quick).filter(move |case| groups.insert(&case.group))
+    }
+
     /// Every variant of every quick case: a valid case, pairs of rows that exist and hold the same inputs, and a
     /// question that is not the base's.
     #[test]
     fn variants_vary_and_select_rows() {
         let contract = Contract::load(None).unwrap();
         let mut count = BTreeMap::new();
-        for case_spec in contract.cases(Slice::Quick).filter(|case| case.fill != Fill::Recorded) {
+        for case_spec in once_a_group(&contract).filter(|case| case.fill != Fill::Recorded) {
             let (case, spec) = (case_spec.build(), case_spec.spec());
             spec.validate(&case).unwrap_or_else(|e| panic!("{}: {e}", case.name));
             for axis in all().iter().filter(|axis| axis.applies(spec)) {
@@ -1563,7 +1569,7 @@ mod tests {
     #[test]
     fn paired_rows_hold_the_same_inputs() {
         let contract = Contract::load(None).unwrap();
-        for case_spec in contract.cases(Slice::Quick).filter(|case| case.fill != Fill::Recorded) {
+        for case_spec in once_a_group(&contract).filter(|case| case.fill != Fill::Recorded) {
             let (case, spec) = (case_spec.build(), case_spec.spec());
             for axis in all().iter().filter(|axis| axis.applies(spec)) {
                 for variant in (axis.variants)(&case, &machine()) {
@@ -1592,10 +1598,9 @@ mod tests {
     #[test]
     fn the_oracle_is_invariant() {
         let contract = Contract::load(None).unwrap();
-        for case_spec in contract.cases(Slice::Quick).filter(|case| case.spec().class != Class::Chain) {
-            if case_spec.out != DType::Fp32 {
-                continue;
-            }
+        // Where a long sum is cut is a question to implementations.
+        let asked = |case: &&CaseSpec| case.spec().class != Class::Chain && case.fill != Fill::Power;
+        for case_spec in contract.cases(Slice::Quick).filter(asked).filter(|case| case.out == DType::Fp32) {
             let (case, spec) = (case_spec.build(), case_spec.spec());
             let base = spec.oracle(&case).unwrap();
             for axis in ["batch", "position", "neighbours", "padding", "schedule", "ranks"] {
