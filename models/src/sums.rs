@@ -233,7 +233,7 @@ impl Totals {
         parameters: &BTreeMap<String, Vec<usize>>,
     ) -> Result<BTreeMap<String, Tensor>, ModelError> {
         let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
-        for (of, Total { values, has }) in self.0 {
+        for (of, Total { mut values, has }) in self.0 {
             let shape = &parameters[&of.name];
             let rows = match has {
                 Has::LookedUp(rows) => {
@@ -245,6 +245,12 @@ impl Totals {
                 }
                 Has::Some(rows) if values.shape() != shape => rows,
                 _ => {
+                    // The taps of a convolution were summed as one vector.
+                    let count = |shape: &[usize]| shape.iter().product::<usize>();
+                    if count(values.shape()) != count(shape) || !values.reshape(shape) {
+                        let why = format!("`{}`: shape {:?} where {shape:?} was expected", of.name, values.shape());
+                        return Err(ModelError::input("partial", why));
+                    }
                     found.insert(of.name, values);
                     continue;
                 }
@@ -434,6 +440,25 @@ mod tests {
 
     fn expected(values: &[f32]) -> Vec<u32> {
         values.iter().map(|v| v.to_bits()).collect()
+    }
+
+    /// A gradient has the shape of its parameter, also where it was summed as a vector.
+    #[test]
+    fn gradients_have_the_shape_of_their_parameter() {
+        let cpu = Cpu::best();
+        let of = |name: &str, values: &[f32], shape: &[usize]| {
+            (Of::whole(name), Total { values: tensor(values, shape), has: Has::All })
+        };
+        let shapes = [("m", vec![2, 1]), ("taps", vec![2, 1, 3]), ("v", vec![2])];
+        let parameters: BTreeMap<_, _> = shapes.map(|(name, shape)| (name.to_string(), shape)).into();
+        let sums = [of("m", &[1.0; 2], &[2, 1]), of("taps", &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[6])];
+        let found = Totals(sums.into()).finish(&cpu, &parameters).unwrap();
+        for (name, shape) in &parameters {
+            assert_eq!(found[name].shape(), shape, "{name}");
+        }
+        assert_eq!(bits(&found["taps"]), expected(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
+        let wrong = Totals([of("v", &[1.0; 3], &[3])].into()).finish(&cpu, &parameters).err().unwrap().to_string();
+        assert!(wrong.contains("`v`: shape [3] where [2] was expected"), "{wrong}");
     }
 
     /// The names of what ranks exchange say which rows a sum has; rows that cannot be are refused.
