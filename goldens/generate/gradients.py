@@ -143,7 +143,7 @@ def addition(generator):
 def logprobs(model, tokens):
     """[B, T] each: of each token given those before it, and the entropy of what it was drawn from."""
     found, entropy = torch.zeros(tokens.shape), torch.zeros(tokens.shape)
-    logp = model(tokens).logits.float().log_softmax(-1)[:, :-1]
+    logp = model(tokens, use_cache=False).logits.float().log_softmax(-1)[:, :-1]
     found[:, 1:] = logp.gather(-1, tokens[:, 1:, None])[..., 0]
     entropy[:, 1:] = -(logp.exp() * logp).sum(-1)
     return found, entropy
@@ -161,7 +161,7 @@ def routing(model, tokens, noise=None):
             disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
             hooks.append(module.register_forward_hook(disturb))
     with torch.no_grad():
-        model(tokens)
+        model(tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
     return torch.stack(chosen) if chosen else None

@@ -75,11 +75,11 @@ SHAPES = {
     "SeedOss": [dict(head_dim=14), dict(head_dim=20, attention_out_bias=True), dict(head_dim=12, attention_bias=False)],
     "SmolLM3": [dict(no_rope_layer_interval=2), dict(no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=4),
                 dict(attention_bias=True, no_rope_layers=[1, 0])],
-    "Exaone4": [dict(sliding_window=5, sliding_window_pattern=2), dict(sliding_window=None),
+    "Exaone4": [dict(sliding_window=5, sliding_window_pattern=2), dict(sliding_window=None, layer_types=["full_attention"] * 3),
                 dict(sliding_window=3, layer_types=["full_attention", "sliding_attention"])],
     "Gemma3": [dict(head_dim=12, sliding_window=4, query_pre_attn_scalar=17, sliding_window_pattern=2),
                dict(head_dim=22, sliding_window=7, query_pre_attn_scalar=22, final_logit_softcapping=20.0),
-               dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, attn_logit_softcapping=6.0,
+               dict(head_dim=10, sliding_window=30, query_pre_attn_scalar=40, final_logit_softcapping=6.0,
                     layer_types=["full_attention", "sliding_attention"])],
     "Glm4": [dict(head_dim=12), dict(head_dim=20, attention_bias=False), dict(head_dim=16, rms_norm_eps=1e-5)],
     "Ernie4_5": [dict(head_dim=14, use_bias=True), dict(head_dim=22), dict(head_dim=12, rope_parameters=ROPE(1e4))],
@@ -247,6 +247,12 @@ def held_out(family, number, batches, program, work):
                         good &= same
                         if not same:
                             print(f"{family} {number} {loss}: {' '.join(way)} has other bits", flush=True)
+        # That of a bias of keys is 0 where they are not rotated: what is left is rounding.
+        largest = max(row[3] for row in squares.values())
+        nothing = [name for name, row in squares.items() if row[3] <= 1e-12 * largest]
+        if nothing:
+            print(f"{family:10} {number} gradients that are 0 but for rounding, left out: {', '.join(nothing)}", flush=True)
+        squares = {name: row for name, row in squares.items() if name not in nothing}
         share = lambda a, b: 0.0 if a == 0 else float((a / b) ** 0.5)
         ratio, name = max((share(row[0], row[1]), name) for name, row in squares.items())
         error, widest = max((share(row[2], row[3]), name) for name, row in squares.items())

@@ -392,6 +392,11 @@ mod tests {
             ("qwen2", json!({"use_mrope": true}), "`use_mrope` is true"),
             ("llama", json!({"attention_bias": 1}), "`attention_bias` is 1; it must be true or false"),
             ("llama", json!({"sliding_window": 5}), "`sliding_window` is 5, which this family does not know"),
+            (
+                "gemma3_text",
+                json!({"sliding_window": 4, "attn_logit_softcapping": 6.0}),
+                "`attn_logit_softcapping` is 6.0, which this family",
+            ),
             ("llama", json!({"attn_logit_softcapping": 50.0}), "`attn_logit_softcapping` is 50.0, which this family"),
             (
                 "qwen3",

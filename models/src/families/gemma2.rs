@@ -16,8 +16,9 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let (heads, bias, mlp) = gemma(c, f);
     let windows = windows(f, layers, f.size("sliding_window"), |i| i % 2 == 0);
     let rope = rope(c, f, heads.key_dim, Some(10_000.0));
+    let softcap = f.positive("attn_logit_softcapping");
     let block = |window| {
-        let heads = attend::Heads { window, ..heads.clone() };
+        let heads = attend::Heads { window, softcap, ..heads.clone() };
         let mixer = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
         sandwich(LayerPlan::Attention(mixer), LayerPlan::Mlp(mlp.clone()))
     };
@@ -38,7 +39,7 @@ pub(super) fn gemma(c: &mut Config, f: &Fields) -> (attend::Heads, bool, mlp::Pl
     c.embed_scale = Some((c.hidden as f64).sqrt());
     c.finish = f.positive("final_logit_softcapping").map(Finish::Softcap);
     let scale = 1.0 / f.positive("query_pre_attn_scalar").unwrap_or(256.0).sqrt();
-    let heads = attend::Heads { scale, softcap: f.positive("attn_logit_softcapping"), ..heads };
+    let heads = attend::Heads { scale, ..heads };
     let mlp = mlp::Plan { activation: Activation::Gelu, ..gated(c, f.required_size("intermediate_size")) };
     (heads, bias, mlp)
 }

@@ -10,6 +10,7 @@ use crate::layers::{LayerPlan, attend, attention};
 pub(super) const FAMILY: Family = Family { tied: true, ..Family::of("gemma3_text", read) };
 
 fn read(c: &mut Config, f: &Fields, layers: usize) {
+    // Its code names a limit of scores and never applies one: a value is refused, published folders have null.
     f.present(&["sliding_window"]);
     let (heads, bias, mlp) = gemma(c, f);
     let every = f.size("sliding_window_pattern").or(f.size("_sliding_window_pattern")).unwrap_or(6).max(1);
