@@ -224,7 +224,9 @@ pub fn accuracy(
             evidence.ulp = judged.ulp;
             (evidence.count, evidence.total) = (wrong, measure.samples);
             let how = if judged.of_bound.is_finite() {
-                format!("{:.3} times its bound", judged.of_bound)
+                // Three digits of what is just outside would say that it is inside.
+                let digits = if judged.of_bound < 1.001 { 6 } else { 3 };
+                format!("{:.digits$} times its bound", judged.of_bound)
             } else {
                 "outside any bound".to_string()
             };

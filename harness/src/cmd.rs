@@ -331,7 +331,7 @@ pub struct Select {
     #[arg(long, value_name = "NAME")]
     case: Vec<String>,
 
-    /// Only this judgment: accuracy, invariance, golden, arithmetic or coverage; may be given again
+    /// Only this judgment: accuracy, invariance, golden, arithmetic, order or coverage; may be given again
     #[arg(long, value_name = "JUDGMENT")]
     judgment: Vec<String>,
 

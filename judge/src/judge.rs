@@ -353,9 +353,8 @@ impl Judge<'_> {
                 let evidence = Evidence {
                     message: format!(
                         "order = {setting}: the sum of {terms} terms is added in another order than with {}: {count} of {total} \
-                         questions are answered otherwise; `samebits probe --op {}` shows the orders",
-                        probe::USUAL,
-                        op.name()
+                         questions are answered otherwise",
+                        probe::USUAL
                     ),
                     output: trial.case.spec().outputs[0].name.to_string(),
                     expected: format!("{expected:e}"),

@@ -112,9 +112,9 @@ def judge(
     its default are not asked, and the report says so; raising NotImplementedError in one that is asked is red. It returns the op's outputs. It is
     called in this thread, a request at a time, and axis `threads` sets the threads of torch and of `samebits.ops`.
 
-    `canonical` is the claim to have the bits of NUMERICS: goldens and the order of sums are judged as well. `slice` is
-    "quick" (if not given), "default" or "exhaustive"; `cases`, `axes` and `judgments` take a part: an axis may name one
-    setting, "batch=again:3", as a red record does. `layouts` names how inputs may lie in
+    `canonical` is the claim to have the bits of NUMERICS: goldens are judged as well; that sums have one order is judged
+    always. `slice` is "quick" (if not given), "default" or "exhaustive"; `cases`, `axes` and `judgments` take a part: an axis
+    may name one setting, "batch=again:3", as a red record does. `layouts` names how inputs may lie in
     memory (all by default: offset, fused, heads_first, strided, transposed). `waivers` are files of failures that are known
     (docs/GATE.md), which know the callable as `name`, by default its `__name__`. `out` is a folder for the report.
 

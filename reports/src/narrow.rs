@@ -48,7 +48,7 @@ fn unseen(records: &[Record], implementation: &str) -> Vec<String> {
         said.entry(what).or_default().entry(op.name).or_default().push(dtype.name());
     }
     const SENTENCES: [&str; 3] = [
-        "rounding hides single ulps, but in the cases of fill power; of the orders that docs/METHOD.md lists it leaves none unseen",
+        "rounding hides single ulps, but in the cases of fill power; of the orders of f32 sums that docs/METHOD.md lists it leaves none unseen",
         "rounding hides single ulps, and no case of fill power was judged along the batch; an order of sums that follows the batch may be unseen",
         "rounding hides single ulps, and which orders of sums it leaves unseen was not measured; fp32 outputs would show them",
     ];

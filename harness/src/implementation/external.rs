@@ -30,7 +30,12 @@ impl External {
         let name = &entry.name;
         let folder = entry.folder.as_deref().or(root).map(Path::to_path_buf);
         let command = entry.command.clone().ok_or_else(|| format!("implementation `{name}` is built in"))?;
-        let program = Program { command, env: entry.env.clone(), folder, limit: "`timeout` in its list" };
+        let program = Program {
+            command,
+            env: entry.env.clone(),
+            folder,
+            limit: "`timeout`: in its list, or an argument of `judge`",
+        };
         let version = match entry.version.split_first() {
             None => String::new(),
             Some((head, arguments)) => {
