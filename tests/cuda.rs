@@ -273,6 +273,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("mul", |dtype, out| elementwise("mul", "a", "b", dtype, out)),
     ("silu_mul", |dtype, out| elementwise("silu_mul", "gate", "up", dtype, out)),
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),
+    ("sigmoid_mul", |dtype, out| gated_rows(&["x"], dtype, out)),
+    ("sigmoid_mul_backward", |dtype, out| gated_rows(&["x", "dy"], dtype, out)),
     ("softcap", |dtype, out| pointwise("softcap", "cap", ["30", "0.37"], dtype, out)),
     ("scale", |dtype, out| pointwise("scale", "factor", ["-1.7", "55.42562584220407"], dtype, out)),
     ("rope", |dtype, out| rotated("rope", dtype, out)),
@@ -862,6 +864,38 @@ fn combine_gradients(dtype: DType, out: DType) -> Vec<Case> {
     cases
 }
 
+/// Rows, gates and what a gate is for: around a thread's eight elements and a warp's 256; the op by its inputs beside gates.
+fn gated_rows(inputs: &[&'static str], dtype: DType, out: DType) -> Vec<Case> {
+    let op = if inputs.len() == 1 { "sigmoid_mul" } else { "sigmoid_mul_backward" };
+    let of = |[rows, gates, each]: [usize; 3]| {
+        let make = Maker::new(op, dtype, out).float("gate", &[rows, gates], 40.0).special("gate", gates.max(1));
+        inputs.iter().fold(make, |make, name| make.float(name, &[rows, gates * each], 1.0))
+    };
+    let shapes = [
+        [0, 1, 1],
+        [1, 1, 1],
+        [2, 1, 0],
+        [3, 9, 1],
+        [2, 1024, 1],
+        [7, 293, 1],
+        [3, 1, 33],
+        [2, 5, 3],
+        [2, 3, 8],
+        [3, 7, 12],
+        [2, 2, 256],
+        [2, 1, 2057],
+        [5, 3, 264],
+    ];
+    let mut cases: Vec<Case> = shapes.map(|shape| of(shape).case()).to_vec();
+    // Products that underflow to -0 in each lane, and in one alone.
+    if dtype != DType::Fp16 && inputs.len() == 2 {
+        let least = |make: Maker, n: usize| (0..n).fold(make, |make, i| make.set("x", i, -1e-30).set("dy", i, 1e-30));
+        cases.push(least(of([1, 1, 300]), 300).case());
+        cases.push(least(of([1, 9, 1]), 9).case());
+    }
+    cases
+}
+
 /// An op of rows by its form: five rows of widths around lanes, vectors and what a warp keeps of a row, with every choice of
 /// optional inputs, and with attributes left out and not.
 fn by_form(op: &Op, dtype: DType, out: DType) -> Vec<Case> {
@@ -1130,7 +1164,33 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 48] = [
+const MUTANTS: [Mutant; 51] = [
+    Mutant {
+        name: "gate_of_the_elements_before",
+        change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },
+        shapes: "sigmoid_mul",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "sum_of_one_product_without_the_other_lanes",
+        change: Change {
+            file: "sigmoid_mul_backward.cu",
+            from: "__fadd_rn(__fmaf_rn(g.v[i], v.v[i], 0.0f), 0.0f)",
+            to: "__fmaf_rn(g.v[i], v.v[i], 0.0f)",
+        },
+        shapes: "sigmoid_mul_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_a_gate_in_reverse",
+        change: Change {
+            file: "sigmoid_mul_backward.cu",
+            from: "for (long long at = first; at < each; at += 256) {",
+            to: "for (long long at = first + (each - 1) / 256 * 256; at >= 0; at -= 256) {\n        if (at >= each) continue;",
+        },
+        shapes: "sigmoid_mul_backward",
+        says: "elements differ",
+    },
     Mutant {
         name: "taps_from_the_last",
         change: Change { file: "causal_conv1d.cu", from: "taps + j]", to: "taps + taps - 1 - j]" },

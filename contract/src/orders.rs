@@ -2,7 +2,7 @@
 
 /// Ops with outputs in several dtypes whose sums were measured: each of the orders that `docs/METHOD.md` lists ("Power") turns
 /// cases of fill `power` red, with outputs of one dtype alone. `tests/orders.rs` holds it.
-pub const MEASURED: [&str; 17] = [
+pub const MEASURED: [&str; 18] = [
     "gemm",
     "gemm_dx",
     "rms_norm",
@@ -20,6 +20,7 @@ pub const MEASURED: [&str; 17] = [
     "linear_logprob_backward",
     "combine",
     "combine_backward",
+    "sigmoid_mul_backward",
 ];
 
 /// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of the sum of

@@ -66,6 +66,8 @@ mod rope_backward;
 mod route;
 mod route_backward;
 mod scale;
+mod sigmoid_mul;
+mod sigmoid_mul_backward;
 mod silu_mul;
 mod silu_mul_backward;
 mod softcap;
@@ -306,6 +308,8 @@ pub fn all() -> &'static [Spec] {
         silu_mul_backward::SPEC,
         gelu_mul::SPEC,
         gelu_mul_backward::SPEC,
+        sigmoid_mul::SPEC,
+        sigmoid_mul_backward::SPEC,
         softcap::SPEC,
         softcap_backward::SPEC,
         scale::SPEC,

@@ -30,6 +30,8 @@ BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_lay
 LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
               moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
               first_k_dense_replace=1)
+SIGMOID = dict(num_hidden_layers=2, head_dim=16, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3,
+               moe_intermediate_size=24, first_k_dense_replace=1, routed_scaling_factor=1.5)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
@@ -81,11 +83,29 @@ MODELS = {
                                 sliding_window=None), 12, "bf16"),
     "qwen3-moe": ("Qwen3Moe", dict(BASE, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
                                    norm_topk_prob=True, mlp_only_layers=[0], decoder_sparse_step=1), 12, "bf16"),
+    "qwen2-moe": ("Qwen2Moe", dict(BASE, num_hidden_layers=2, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24,
+                                   shared_expert_intermediate_size=40), 12, "bf16"),
+    "granite-moe": ("GraniteMoe", dict(BASE, num_hidden_layers=2, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3,
+                                       embedding_multiplier=6.0, residual_multiplier=0.3, attention_multiplier=0.2,
+                                       logits_scaling=3.0), 12, "bf16"),
+    "hunyuan-dense": ("HunYuanDenseV1", dict(BASE, num_hidden_layers=2, head_dim=16, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=10000.0, factor=1.0, alpha=50.0)), 24, "bf16"),
+    "hunyuan-moe": ("HunYuanMoEV1", dict(BASE, num_hidden_layers=2, head_dim=16, intermediate_size=24, num_experts=8, moe_topk=3),
+                    12, "bf16"),
+    "glm4-moe": ("Glm4Moe", dict(BASE, **SIGMOID, attention_bias=True, use_qk_norm=True), 12, "bf16"),
+    "minimax-m2": ("MiniMaxM2", dict(BASE, num_hidden_layers=2, head_dim=16, intermediate_size=24, num_local_experts=8,
+                                     num_experts_per_tok=2, rope_parameters=dict(
+        rope_type="default", rope_theta=5000000.0, partial_rotary_factor=0.5)), 12, "bf16"),
+    "ernie4-5-moe": ("Ernie4_5_Moe", dict(BASE, num_hidden_layers=2, moe_num_experts=8, moe_k=3, moe_intermediate_size=24,
+                                          moe_num_shared_experts=1, tie_word_embeddings=True), 12, "bf16"),
+    "dots1": ("Dots1", dict(BASE, **SIGMOID, norm_topk_prob=True, sliding_window=9, max_window_layers=1), 12, "bf16"),
     "deepseek-v2": ("DeepseekV2", dict(LATENT, q_lora_rank=None, n_group=4, topk_group=2,
                                        topk_method="group_limited_greedy", routed_scaling_factor=1.5), 12, "bf16"),
     "deepseek-v3": ("DeepseekV3", dict(LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=2.5,
                                        num_hidden_layers=2, rope_parameters=dict(YARN, mscale=0.7, mscale_all_dim=1.0)), 12, "bf16"),
 }
+# Ends of the names of the modules that choose experts.
+ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate")
 # Where a text model has a config of its own.
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,7 +123,7 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.1)
             elif "embed_tokens" in name:
                 tensor.copy_(noise * 0.5)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(("mlp.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)
             else:
                 sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
@@ -123,7 +143,7 @@ def run(folder, tokens, dtype, noise=None):
 
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith(("TopKRouter", "TopkRouter")):
+        if kind.endswith(ROUTERS):
             module.register_forward_hook(note)
         elif noise and kind.endswith("DecoderLayer"):
             module.register_forward_hook(disturb)

@@ -26,11 +26,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import checkpoints
+
 SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 # The coefficient of the loss `policy_entropy`, which is recorded of these.
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
-LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "hunyuan-moe": 12, "glm4-moe": 12,
+           "minimax-m2": 12, "ernie4-5-moe": 12, "dots1": 12, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -73,23 +76,29 @@ def run(model, data, loss):
 def split(model, folder, gradients):
     """Gradients of fused experts as those of the tensors in the folder."""
     stored = load_file(folder / "model.safetensors")
+    family = model.config.model_type
+    # Mixtral's names, and those of what is like it.
+    mixtral = family in ("mixtral", "minimax_m2")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, gradient in gradients.items():
-        if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
-            base = name.rsplit(".", 1)[0]
-            mixtral = model.config.model_type == "mixtral"
-            if mixtral:
-                base = base.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith("e_score_correction_bias"):
+            continue
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        base = name.rsplit(".", 1)[0]
+        if family == "granitemoe":
+            for module, stem in [("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"),
+                                 ("router.weight", "router.layer.weight")]:
+                name = name.replace(f"block_sparse_moe.{module}", f"block_sparse_moe.{stem}")
+            found[name] = gradient
+        elif ".experts.gate_up_proj" in name:
             for expert in range(gradient.shape[0]):
-                if name.endswith("down_proj"):
-                    found[f"{base}.{expert}.{'w2' if mixtral else 'down_proj'}.weight"] = gradient[expert]
-                else:
-                    gate, up = gradient[expert].chunk(2)
-                    found[f"{base}.{expert}.{'w1' if mixtral else 'gate_proj'}.weight"] = gate
-                    found[f"{base}.{expert}.{'w3' if mixtral else 'up_proj'}.weight"] = up
+                found[f"{base}.{expert}.{gate}.weight"], found[f"{base}.{expert}.{up}.weight"] = gradient[expert].chunk(2)
+        elif ".experts.down_proj" in name:
+            for expert in range(gradient.shape[0]):
+                found[f"{base}.{expert}.{down}.weight"] = gradient[expert]
         else:
-            if model.config.model_type == "mixtral":
-                name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
             found[name] = gradient
     for name, gradient in found.items():
         assert name in stored and stored[name].shape == gradient.shape, name
@@ -154,11 +163,15 @@ def routing(model, tokens, noise=None):
     chosen, hooks = [], []
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith(("TopKRouter", "TopkRouter")):
+        if kind.endswith(checkpoints.ROUTERS):
             note = lambda module, args, out: chosen.append(out[-1].sort(dim=-1).values)
             hooks.append(module.register_forward_hook(note))
         elif noise and kind.endswith("DecoderLayer"):
             disturb = lambda module, args, out: out * (1 + torch.randn(out.shape, generator=noise) / 64)
+            hooks.append(module.register_forward_hook(disturb))
+        # Sigmoid scores lie close to one another, and the first router stands before the first layer's end.
+        elif noise and kind == "MiniMaxM2Attention":
+            disturb = lambda module, args, out: (out[0] * (1 + torch.randn(out[0].shape, generator=noise) / 64), *out[1:])
             hooks.append(module.register_forward_hook(disturb))
     with torch.no_grad():
         model(tokens, use_cache=False)

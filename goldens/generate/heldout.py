@@ -47,6 +47,8 @@ SIZES = [
 ]
 LATENT = dict(moe_intermediate_size=26, first_k_dense_replace=1)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, mlp_only_layers=[], decoder_sparse_step=1)
+SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=26,
+               first_k_dense_replace=1, routed_scaling_factor=1.3)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -96,6 +98,34 @@ SHAPES = {
                 dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=None)],
     "Qwen3Moe": [dict(EXPERTS, head_dim=10, norm_topk_prob=False), dict(EXPERTS, head_dim=22, norm_topk_prob=True),
                  dict(EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[1], num_experts=4)],
+    "Qwen2Moe": [dict(EXPERTS, shared_expert_intermediate_size=30), dict(EXPERTS, shared_expert_intermediate_size=22,
+                                                                           norm_topk_prob=True, qkv_bias=False),
+                 dict(EXPERTS, shared_expert_intermediate_size=46, mlp_only_layers=[1], num_experts=4, use_sliding_window=True,
+                      sliding_window=4)],
+    "GraniteMoe": [dict(num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.3, residual_multiplier=0.4),
+                   dict(num_local_experts=5, num_experts_per_tok=3, embedding_multiplier=3.0, attention_multiplier=0.25,
+                        logits_scaling=2.0),
+                   dict(num_local_experts=6, num_experts_per_tok=2, attention_bias=True, attention_multiplier=0.3)],
+    "HunYuanDenseV1": [dict(head_dim=14), dict(head_dim=22, attention_bias=True, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=10000.0, factor=1.0, alpha=1000.0)), dict(head_dim=12, rms_norm_eps=1e-4)],
+    "HunYuanMoEV1": [dict(head_dim=14, num_experts=4, moe_topk=2), dict(head_dim=22, num_experts=5, moe_topk=2, attention_bias=True),
+                     dict(head_dim=12, num_experts=6, moe_topk=3, rope_parameters=dict(
+                         rope_type="dynamic", rope_theta=10000.0, factor=1.0, alpha=20.0))],
+    "Glm4Moe": [dict(SIGMOID, head_dim=12, use_qk_norm=True), dict(SIGMOID, head_dim=20, n_group=2, topk_group=1),
+                dict(SIGMOID, head_dim=16, use_qk_norm=True, n_shared_experts=2, norm_topk_prob=False, rope_parameters=dict(
+                    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25))],
+    "MiniMaxM2": [dict(head_dim=12, num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+                  dict(head_dim=20, num_local_experts=5, num_experts_per_tok=2, rotary_dim=12),
+                  dict(head_dim=16, num_local_experts=6, num_experts_per_tok=3)],
+    "Ernie4_5_Moe": [dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=26, moe_num_shared_experts=0),
+                     dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=34, moe_num_shared_experts=2,
+                          moe_layer_interval=2),
+                     dict(moe_num_experts=6, moe_k=3, moe_intermediate_size=22, moe_num_shared_experts=1,
+                          moe_layer_start_index=0, moe_layer_end_index=0)],
+    "Dots1": [dict(SIGMOID, head_dim=14), dict(SIGMOID, head_dim=22, attention_bias=True, n_group=2, topk_group=1,
+                                                norm_topk_prob=True, sliding_window=4, max_window_layers=2),
+              dict(SIGMOID, head_dim=12, n_shared_experts=2)],
     "DeepseekV2": [dict(LATENT, num_key_value_heads=5, q_lora_rank=18, kv_lora_rank=22, qk_nope_head_dim=10,
                         qk_rope_head_dim=6, v_head_dim=14, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
                         topk_method="greedy", n_group=1, topk_group=1, routed_scaling_factor=1.0),

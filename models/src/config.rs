@@ -365,6 +365,41 @@ mod tests {
         assert_eq!(stretched.rotary[0].scaling, Scaling::Dynamic { factor: 2.5, original: 512 });
     }
 
+    /// A base that is stretched once and for all, a share of a head in elements, and which layers have experts.
+    #[test]
+    fn bases_and_shares_and_sparse_layers() {
+        let stretched =
+            json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 8.0, "factor": 1.0}});
+        let hunyuan = read("hunyuan_v1_dense", stretched).unwrap();
+        let expected = Rotary { theta: 1e4 * libm::pow(8.0, 16.0 / 14.0), dim: 16, ..Rotary::default() };
+        assert_eq!((&hunyuan.rotary[..], hunyuan.trained_length()), (&[expected][..], None));
+        let plain = json!({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 0, "factor": 2.0}});
+        let plain = read("hunyuan_v1_dense", plain).unwrap();
+        assert_eq!(plain.rotary[0].scaling, Scaling::Dynamic { factor: 2.0, original: 512 });
+        let minimax = |more: Value| {
+            let mut all = json!({"num_local_experts": 4, "num_experts_per_tok": 2});
+            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            read("minimax_m2", all).unwrap().rotary[0].dim
+        };
+        assert_eq!((minimax(json!({"rotary_dim": 6})), minimax(json!({}))), (6, 16));
+        assert_eq!(minimax(json!({"rotary_dim": 6, "partial_rotary_factor": 0.5})), 8);
+        let ernie = |more: Value| {
+            let mut all = json!({"num_hidden_layers": 5, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8});
+            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            let blocks = read("ernie4_5_moe", all).unwrap().blocks;
+            blocks.iter().map(|block| matches!(block[1].layer, LayerPlan::Moe(_))).collect::<Vec<_>>()
+        };
+        assert_eq!(ernie(json!({})), [false, true, true, true, true]);
+        let some = json!({"moe_layer_start_index": 0, "moe_layer_end_index": 3, "moe_layer_interval": 2});
+        assert_eq!(ernie(some), [false, true, false, true, false]);
+        assert_eq!(ernie(json!({"moe_layer_end_index": -1})), [false, true, true, true, true]);
+        let qwen = json!({
+            "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
+            "use_sliding_window": true, "max_window_layers": 3,
+        });
+        assert_eq!(read("qwen2_moe", qwen).unwrap().windows(), [Some(4096), None, Some(4096), None]);
+    }
+
     #[test]
     fn eos_is_a_token_or_a_list() {
         assert_eq!(read("llama", json!({"eos_token_id": 7})).unwrap().eos, [7]);
@@ -524,6 +559,24 @@ mod tests {
                 "is 1; \"longrope\" needs at least 2",
             ),
             ("qwen2", json!({"rope_parameters": null}), "`rope_parameters.rope_theta` is missing"),
+            ("hunyuan_v1_dense", json!({"use_qk_norm": false}), "`use_qk_norm` is false; supported is true"),
+            ("hunyuan_v1_moe", json!({"num_experts": 4, "moe_topk": [2, 5]}), "`moe_topk` is 5; there are 4 experts"),
+            (
+                "hunyuan_v1_moe",
+                json!({"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": [96, 90]}),
+                "`moe_intermediate_size` is [96,90]; supported is 96",
+            ),
+            (
+                "hunyuan_v1_moe",
+                json!({"num_experts": [4]}),
+                "`num_experts` must be a whole number of at least 1, or a list of 2",
+            ),
+            ("ernie4_5_moe", json!({"use_bias": true}), "`use_bias` is true; supported is false"),
+            (
+                "minimax_m2",
+                json!({"scoring_func": "softmax"}),
+                "`scoring_func` is \"softmax\"; supported is \"sigmoid\"",
+            ),
             (
                 "lfm2",
                 json!({"norm_eps": 1e-5, "rms_norm_eps": null, "full_attn_idxs": [0, "1"]}),
@@ -618,11 +671,20 @@ mod tests {
             "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "auto_map": {"AutoConfig": "x"}, "embd_pdrop": 0.0,
             "hidden_act": "silu", "model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.0, "rope_theta": 10000.0,
         });
-        let phi = |more: Value| {
-            let mut all = phi.clone();
+        let with = |some: &Value, more: Value| {
+            let mut all = some.clone();
             all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
             all
         };
+        let phi = |more: Value| with(&phi, more);
+        let hunyuan = json!({
+            "add_classification_head": false, "anyres_pooling_size": 2, "attention_bias": false, "attention_head_dim": 16, "class_num": 0,
+            "cla_share_factor": 2, "dense_list": [48, 0], "eod_token_id": 3, "head_dim": 16, "hidden_act": "silu", "im_start_id": 4,
+            "mask_init_id": 12, "max_position_embeddings": 32768, "mlp_bias": false, "norm_type": "rms", "num_key_value_heads": 2,
+            "org_vocab_size": 96, "pad_token_id": 0, "pool_type": "last", "position_embedding_xdrope": false, "pretraining_tp": 1,
+            "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"},
+            "rope_theta": 10000.0, "tie_word_embeddings": true, "use_cla": false, "use_qk_norm": true, "use_rotary_pos_emb": true,
+        });
         let published = [
             (
                 "Phi-3-mini-4k",
@@ -764,6 +826,38 @@ mod tests {
             (
                 "OLMoE",
                 json!({"attention_bias": false, "clip_qkv": null, "hidden_act": "silu", "intermediate_size": 32, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false}),
+            ),
+            (
+                "Qwen1.5-MoE-A2.7B",
+                json!({"decoder_sparse_step": 1, "hidden_act": "silu", "max_position_embeddings": 8192, "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 22, "norm_topk_prob": false, "num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 88, "sliding_window": 32768, "tie_word_embeddings": false, "use_sliding_window": false, "qkv_bias": true}),
+            ),
+            (
+                "granite-3.0-1b-a400m",
+                json!({"attention_bias": false, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu", "intermediate_size": 32, "logits_scaling": 6.0, "max_position_embeddings": 4096, "model_type": "granitemoe", "num_experts_per_tok": 4, "num_key_value_heads": 2, "num_local_experts": 8, "output_router_logits": false, "pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.0, "tie_word_embeddings": true}),
+            ),
+            ("Hunyuan-7B", with(&hunyuan, json!({"model_type": "hunyuan_v1_dense"}))),
+            (
+                "Hunyuan-A13B",
+                with(
+                    &hunyuan,
+                    json!({"model_type": "hunyuan_v1_moe", "group_limited_greedy": false, "kv_lora_rank": null, "moe_drop_tokens": false, "moe_intermediate_size": [64, 64], "moe_layer_num_skipped": 0, "moe_random_routing_dropped_token": false, "moe_topk": [2, 2], "num_experts": 4, "num_shared_expert": [1, 1], "norm_topk_prob": true, "use_mixed_mlp_moe": true, "use_mla": false}),
+                ),
+            ),
+            (
+                "GLM-4.5-Air",
+                json!({"attention_bias": true, "eos_token_id": [2, 3], "first_k_dense_replace": 1, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 22, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": true, "num_experts_per_tok": 4, "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "pad_token_id": 0, "partial_rotary_factor": 0.5, "rope_scaling": null, "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1, "use_qk_norm": false}),
+            ),
+            (
+                "MiniMax-M2",
+                json!({"attn_type_list": [1, 1], "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 196608, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_experts_per_tok": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 8, "scoring_func": "sigmoid", "shared_intermediate_size": 0, "tie_word_embeddings": false, "use_mtp": true, "use_qk_norm": true, "use_routing_bias": true}),
+            ),
+            (
+                "ERNIE-4.5-21B-A3B",
+                json!({"hidden_act": "silu", "max_position_embeddings": 131072, "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 22, "moe_k": 3, "moe_layer_end_index": 1, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_use_aux_free": true, "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "pad_token_id": 0, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": true, "use_bias": false}),
+            ),
+            (
+                "dots.llm1",
+                json!({"attention_bias": false, "first_k_dense_replace": 1, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 32768, "max_window_layers": 62, "model_type": "dots1", "moe_intermediate_size": 22, "moe_layer_freq": 1, "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": true, "num_experts_per_tok": 4, "num_key_value_heads": 4, "pretraining_tp": 1, "rope_scaling": null, "rope_theta": 10000000, "routed_scaling_factor": 2.5, "sliding_window": null, "tie_word_embeddings": false, "use_sliding_window": false}),
             ),
         ];
         for (name, changes) in published {

@@ -3,14 +3,21 @@
 
 mod deepseek_v2;
 mod deepseek_v3;
+mod dots1;
 mod ernie4_5;
+mod ernie4_5_moe;
 mod exaone4;
 mod gemma2;
 mod gemma3_text;
 mod glm4;
+mod glm4_moe;
 mod granite;
+mod granitemoe;
+mod hunyuan_v1_dense;
+mod hunyuan_v1_moe;
 mod lfm2;
 mod llama;
+mod minimax_m2;
 mod mistral;
 mod mixtral;
 mod neutral;
@@ -20,6 +27,7 @@ mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
+mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
 mod seed_oss;
@@ -54,6 +62,14 @@ const ALL: &[Family] = &[
     ernie4_5::FAMILY,
     granite::FAMILY,
     lfm2::FAMILY,
+    qwen2_moe::FAMILY,
+    granitemoe::FAMILY,
+    hunyuan_v1_dense::FAMILY,
+    hunyuan_v1_moe::FAMILY,
+    glm4_moe::FAMILY,
+    minimax_m2::FAMILY,
+    ernie4_5_moe::FAMILY,
+    dots1::FAMILY,
 ];
 
 /// A model family.

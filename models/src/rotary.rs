@@ -106,6 +106,8 @@ pub(crate) struct Asked<'a> {
     pub partial: Option<f64>,
     /// Whether folders wrote "longrope" under the older names "su" and "yarn".
     pub renamed: bool,
+    /// Whether "dynamic" with an `alpha` stretches the base by it, whatever the length.
+    pub stretched: bool,
     /// The base where the folder says none; without, it must be said.
     pub theta: Option<f64>,
     pub max_positions: usize,
@@ -117,7 +119,7 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, renamed, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, stretched, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -138,7 +140,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             let name = format!("{place}.{key}");
             // The kind has two spellings.
             let key = if key == "type" { "rope_type" } else { key };
-            match KEYS.iter().find(|known| **known == key) {
+            match KEYS.iter().chain(&["alpha"][..usize::from(stretched)]).find(|known| **known == key) {
                 Some(key) => note(key, name, value),
                 None if OTHERS.contains(&key) && !asks_for_nothing(value) => {
                     f.refuse(name, format!("is {value}, which no supported scaling reads"));
@@ -213,6 +215,10 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
     };
     let kind = if renamed && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
     let top = ["rope_theta", "rope_type", "partial_rotary_factor"];
+    let alpha = found.get("alpha").filter(|(_, alpha)| kind == "dynamic" && !same(alpha, &json!(0)));
+    if alpha.is_some() {
+        return stretched_base(f, &found, (theta, dim), number("alpha").unwrap_or(1.0));
+    }
     let (keys, scaling, factor): (&[&str], Scaling, f64) = match kind {
         // Nothing reads the length of the training.
         "default" => (&[ORIGINAL], Scaling::Default, 1.0),
@@ -262,17 +268,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
                 let why = format!("is {original}, so that the ramp of \"yarn\" would end at {high} and begin at {low}");
                 f.refuse(name(ORIGINAL), why);
             }
-            let keys = &[
-                "factor",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            ];
-            (keys, scaling, attention)
+            (&YARN, scaling, attention)
         }
         "longrope" => {
             let factor = number("factor").unwrap_or(max_positions as f64 / original.max(1) as f64);
@@ -297,8 +293,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         }
     };
     for (key, (name, value)) in found.iter().filter(|(key, _)| !top.contains(key) && !keys.contains(key)) {
-        // A factor of 1 scales nothing.
-        if asks_for_nothing(value) || key.ends_with("factor") && same(value, &json!(1)) {
+        if scales_nothing(key, value) {
             f.pass(name, value, "which asks for nothing here; it is passed by");
         } else {
             f.refuse(name.clone(), format!("is {value}, but rope_type \"{kind}\" does not read {key}"));
@@ -318,6 +313,30 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         f.refuse(name("rope_type"), format!("is \"{kind}\", whose frequencies are not finite with these numbers"));
     }
     rotary
+}
+
+/// Whether a number asks for nothing: a factor of 1 scales nothing, and an alpha of 0 is none.
+fn scales_nothing(key: &str, value: &Value) -> bool {
+    let nothing = [("factor", 1), ("alpha", 0)];
+    asks_for_nothing(value) || nothing.iter().any(|(end, number)| key.ends_with(end) && same(value, &json!(number)))
+}
+
+/// A base that is stretched by `alpha`, whatever the length. No other number of such a scaling is read.
+fn stretched_base(
+    f: &Fields,
+    found: &BTreeMap<&str, (String, &Value)>,
+    (theta, dim): (f64, usize),
+    alpha: f64,
+) -> Rotary {
+    if dim == 2 {
+        f.refuse(found["alpha"].0.clone(), "is set; the formula needs more than 2 rotated elements");
+    }
+    let read = ["rope_theta", "rope_type", "partial_rotary_factor", "alpha"];
+    for (key, (name, value)) in found.iter().filter(|(key, _)| !read.contains(key)) {
+        f.pass(name, value, &format!("which \"dynamic\" with an alpha does not read; {key} is passed by"));
+    }
+    let theta = theta * libm::pow(alpha, dim as f64 / (dim as f64 - 2.0));
+    Rotary { theta, dim, scaling: Scaling::Default, factor: 1.0 }
 }
 
 /// Where the parameters of the layers asked for stand, under which name.
@@ -354,6 +373,10 @@ const OTHERS: [&str; 8] = [
     "mrope_section",
     "short_mscale",
 ];
+
+/// Those that "yarn" reads.
+const YARN: [&str; 8] =
+    ["factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
 
 /// Every key that a scaling may have.
 const KEYS: [&str; 15] = [

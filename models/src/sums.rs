@@ -259,8 +259,8 @@ impl Totals {
                 found.insert(of.name.clone(), zeros(cpu, shape)?);
             }
             let whole = found.get_mut(&of.name).and_then(Tensor::as_slice_mut::<f32>).expect("it is on the host");
+            let width: usize = values.shape()[1..].iter().product();
             let values = values.as_slice::<f32>().expect("it is f32, and on the host");
-            let width: usize = shape[1..].iter().product();
             for (row, values) in rows.rows().zip(values.chunks_exact(width)) {
                 whole[row * width..][..width].copy_from_slice(values);
             }

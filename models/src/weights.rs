@@ -232,7 +232,7 @@ impl<'a> Weights<'a> {
     pub fn fit(&mut self, config: &Config, mut wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
         for extra in 0..config.extra_layers {
             let prefix = format!("model.layers.{}.", config.layers() + extra);
-            self.tensors.retain(|name, _| !name.starts_with(&prefix));
+            self.tensors.retain(|name, _| !name.starts_with(&prefix) && !name.starts_with("model.mtp_"));
         }
         let buffers: Vec<String> =
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();

@@ -155,6 +155,37 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "gates_taken_in_turn",
+        about: "The elements of a row take its gates in turn, as if each were for every G-th of them.",
+        op: "sigmoid_mul",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let (gates, n) = (case.inputs["gate"].shape()[1], case.inputs["x"].shape()[1]);
+            mutant.asked(case, |case| {
+                let turned: Vec<usize> = (0..n).map(|i| i % gates.max(1)).collect();
+                let gate = case.inputs["gate"].select(1, &turned);
+                case.inputs.insert("gate".into(), gate);
+            })
+        },
+    },
+    Mutation {
+        name: "slope_without_the_rest",
+        about: "The gradient of a gate is that of its exponential: without the factor of one less the sigmoid.",
+        op: "sigmoid_mul_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            let gate = case.inputs["gate"].to_f64();
+            if let Some(dgate) = answer.outputs.get_mut("dgate") {
+                let values = dgate.to_f64().into_iter().zip(gate).map(|(value, gate)| value * (1.0 + gate.exp()));
+                *dgate = round::tensor(dgate.dtype(), dgate.shape(), &values.collect::<Vec<_>>());
+            }
+            answer
+        },
+    },
+    Mutation {
         name: "out_ignored",
         about: "The output is f32 whatever the request says.",
         op: "embedding",

@@ -190,7 +190,7 @@ pub struct Ordered {
 }
 
 /// The ops that [`Ordered`] answers.
-pub const OPS: [&str; 31] = [
+pub const OPS: [&str; 32] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -215,6 +215,7 @@ pub const OPS: [&str; 31] = [
     "entropy",
     "combine",
     "combine_backward",
+    "sigmoid_mul_backward",
     "token_sum",
     "embedding_dw",
     "square_sum",
@@ -400,6 +401,18 @@ fn answer(call: &Call) -> Option<Answer> {
         "attention" if call.knows(&["scale", "causal"]) => attention(call),
         "attention_backward" if call.knows(&["scale", "causal"]) => attention_backward(call),
         "combine" | "combine_backward" if bare && !case.inputs.contains_key("shared") => combine(call),
+        "sigmoid_mul_backward" => {
+            let [gate, x, dy] = ["gate", "x", "dy"].map(|name| call.input(name));
+            let (shape, of_gates) = (call.shape("x"), call.shape("gate"));
+            let (order, each) = (call.order("products", shape[0]), shape[1] / of_gates[1]);
+            let s: Vec<f32> = gate.iter().map(|gate| 1.0 / (1.0 + (-gate).exp())).collect();
+            let of_gate = |(i, s): (usize, &f32)| {
+                order.sum(&times(&x[i * each..][..each], &dy[i * each..][..each])) * (s * (1.0 - s))
+            };
+            let dgate = s.iter().enumerate().map(of_gate).collect();
+            let dx = dy.iter().enumerate().map(|(i, dy)| s[i / each] * dy).collect();
+            call.answer([("dgate", case.out, of_gates, dgate), ("dx", case.out, shape, dx)])
+        }
         "token_sum" if call.knows(&["token_offset"]) => {
             call.vector_sums("sum", call.shape("x")[1], 1, &call.input("x"))
         }

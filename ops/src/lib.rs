@@ -59,6 +59,8 @@ pub use elementwise::gelu_mul::gelu_mul;
 pub use elementwise::gelu_mul_backward::gelu_mul_backward;
 pub use elementwise::mul::mul;
 pub use elementwise::scale::scale;
+pub use elementwise::sigmoid_mul::{SigmoidMul, sigmoid_mul};
+pub use elementwise::sigmoid_mul_backward::sigmoid_mul_backward;
 pub use elementwise::silu_mul::silu_mul;
 pub use elementwise::silu_mul_backward::silu_mul_backward;
 pub use elementwise::softcap::softcap;
@@ -134,6 +136,8 @@ pub mod device {
     pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;
     pub use crate::elementwise::mul::on_device as mul;
     pub use crate::elementwise::scale::on_device as scale;
+    pub use crate::elementwise::sigmoid_mul::on_device as sigmoid_mul;
+    pub use crate::elementwise::sigmoid_mul_backward::on_device as sigmoid_mul_backward;
     pub use crate::elementwise::silu_mul::on_device as silu_mul;
     pub use crate::elementwise::silu_mul_backward::on_device as silu_mul_backward;
     pub use crate::elementwise::softcap::on_device as softcap;

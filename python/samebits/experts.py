@@ -14,11 +14,23 @@ Place = tuple[str, tuple[Any, ...]]
 _SEPARATE = ("gate_proj", "up_proj", "down_proj")
 # By family: the block that has the experts in folders, and what gate, up and down are called there, where that is not what
 # modules and most folders say.
-_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = dict.fromkeys(["mixtral", "minimax_m2"], ("block_sparse_moe", ("w1", "w3", "w2")))
+# Tensors whose module has another path than folders.
+_RENAMED = {
+    "granitemoe": {
+        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+    },
+    "ernie4_5_moe": {"mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
+}
 
 
 def places(name: str, tensor: Any, family: str) -> list[Place]:
     """The tensors of a folder that the tensor `name` holds; itself, where a folder has it as it is."""
+    for end, of in _RENAMED.get(family, {}).items():
+        if name.endswith("." + end):
+            return [(name.removesuffix(end) + of, ())]
     block, (gate, up, down) = _FAMILIES.get(family, ("mlp", _SEPARATE))
     *path, last = name.split(".")
     if path[:-1] and path[-1] == "experts" and last in ("gate_up_proj", "down_proj"):

@@ -163,6 +163,11 @@ CASES = {
         lambda x, w: logprobs(x @ w.T, TOKENS),
     ),
     "softmax": ([(5, 9)], lambda x: ops.softmax(x), lambda x: x.softmax(-1)),
+    "sigmoid_mul": (
+        [(5, 3), (5, 9)],
+        lambda g, x: ops.sigmoid_mul(g, x),
+        lambda g, x: torch.sigmoid(g).repeat_interleave(3, -1) * x,
+    ),
     "silu_mul": ([(5, 9)] * 2, lambda g, u: ops.silu_mul(g, u), lambda g, u: torch.nn.functional.silu(g) * u),
     "gelu_mul": (
         [(5, 9)] * 2,
@@ -196,7 +201,7 @@ CASES = {
 
 # By op, where it is no reduction: the class of contract/src/spec/OP.rs.
 KINDS = {
-    **dict.fromkeys(["add", "embedding", "gelu_mul", "mul", "rope", "scale", "silu_mul", "softcap"], "elementwise"),
+    **dict.fromkeys(["add", "embedding", "gelu_mul", "mul", "rope", "scale", "sigmoid_mul", "silu_mul", "softcap"], "elementwise"),
     **dict.fromkeys(["entropy", "logprob", "linear_logprob"], "logprob"),
     "attention": "attention",
 }

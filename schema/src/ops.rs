@@ -58,6 +58,8 @@ pub mod rope_backward;
 pub mod route;
 pub mod route_backward;
 pub mod scale;
+pub mod sigmoid_mul;
+pub mod sigmoid_mul_backward;
 pub mod silu_mul;
 pub mod silu_mul_backward;
 pub mod softcap;
@@ -99,6 +101,8 @@ pub static OPS: &[&Op] = &[
     &silu_mul_backward::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,
+    &sigmoid_mul::OP,
+    &sigmoid_mul_backward::OP,
     &softcap::OP,
     &softcap_backward::OP,
     &scale::OP,

@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 43] = [
+pub const HANDS_ON: [&str; 45] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -41,6 +41,8 @@ pub const HANDS_ON: [&str; 43] = [
     "gelu_mul",
     "silu_mul_backward",
     "gelu_mul_backward",
+    "sigmoid_mul",
+    "sigmoid_mul_backward",
     "softcap_backward",
     "rope_backward",
     "rms_norm_backward",
@@ -377,6 +379,13 @@ impl Probe<'_> {
             // Where the sigmoid is 1.
             "silu_mul" | "gelu_mul" if b >= 64.0 => {
                 self.one(op, &[], vec![("gate", self.make(&[1, 1], &[b])), ("up", self.make(&[1, 1], &[a]))], "y")
+            }
+            "sigmoid_mul" if b == 1.0 => {
+                self.one(op, &[], vec![("gate", self.make(&[1, 1], &[64.0])), ("x", self.make(&[1, 1], &[a]))], "y")
+            }
+            "sigmoid_mul_backward" if b == 1.0 => {
+                let one = |v: f64| self.make(&[1, 1], &[v]);
+                self.one(op, &[], vec![("gate", one(64.0)), ("x", one(1.0)), ("dy", one(a))], "dx")
             }
             // Where the sigmoid and the slope are 1.
             "silu_mul_backward" | "gelu_mul_backward" => {

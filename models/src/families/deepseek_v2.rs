@@ -1,13 +1,13 @@
 //! DeepSeek V2: latent attention, shared experts, softmax routing.
 
 use super::Family;
-use super::parts::{chosen, expert, gated, only_silu, pre_norm, rope};
+use super::parts::{dense_first, expert, gated, only_silu, pre_norm, rope, softmax_experts};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::heads::Rope;
 use crate::layers::{LayerPlan, attend, latent_attention, mlp, moe};
 use crate::rotary::Scaling;
-use samebits_ops::{GroupWorth, Pairing, Scoring};
+use samebits_ops::Pairing;
 use serde_json::{Value, json};
 
 pub(super) const FAMILY: Family = Family::of("deepseek_v2", read);
@@ -26,9 +26,10 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         (experts.groups, experts.top_groups) = (1, 1);
     }
     experts.expert.bias = bias;
-    experts.shared.iter_mut().for_each(|shared| shared.bias = bias);
+    experts.shared.iter_mut().for_each(|shared| shared.mlp.bias = bias);
     let dense = mlp::Plan { bias, ..gated(c, f.required_size("intermediate_size")) };
-    c.blocks = blocks(f, layers, mixer, experts, dense);
+    let block = |mlp| pre_norm(LayerPlan::LatentAttention(mixer.clone()), mlp);
+    c.blocks = dense_first(f, layers, &experts, &dense).into_iter().map(block).collect();
 }
 
 /// Latent attention.
@@ -77,40 +78,10 @@ pub(super) fn shared_experts(c: &Config, f: &Fields) -> moe::Plan {
         f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}"));
     }
     moe::Plan {
-        count,
-        chosen: chosen(f, count),
-        expert: expert(c, width),
-        shared: (shared > 0).then(|| expert(c, shared)),
-        scoring: Scoring::Softmax,
-        choice_bias: false,
+        shared: (shared > 0).then(|| moe::Shared { mlp: expert(c, shared), name: "shared_experts", gate: None }),
         groups,
         top_groups,
-        group_worth: GroupWorth::Max,
-        normalise: false,
         scale: f.positive("routed_scaling_factor").unwrap_or(1.0),
-        block: "mlp",
+        ..softmax_experts(f, count, expert(c, width), false)
     }
-}
-
-/// Experts behind the first `first_k_dense_replace` layers.
-pub(super) fn blocks(
-    f: &Fields,
-    layers: usize,
-    mixer: latent_attention::Plan,
-    experts: moe::Plan,
-    dense: mlp::Plan,
-) -> Vec<Vec<crate::layers::branch::Plan>> {
-    let &moe::Plan { count, chosen, groups, top_groups, .. } = &experts;
-    let held = top_groups.saturating_mul(count / groups.max(1));
-    let known = count > 0 && groups > 0 && top_groups > 0;
-    if known && (top_groups > groups || held < chosen) {
-        let why = format!("is {top_groups}; of {groups} groups it must hold num_experts_per_tok {chosen}");
-        f.refuse("topk_group", why);
-    }
-    let first = f.size_or_zero("first_k_dense_replace");
-    let block = |i| {
-        let mlp = if i < first { LayerPlan::Mlp(dense.clone()) } else { LayerPlan::Moe(experts.clone()) };
-        pre_norm(LayerPlan::LatentAttention(mixer.clone()), mlp)
-    };
-    (0..layers).map(block).collect()
 }

@@ -1,11 +1,11 @@
 //! DeepSeek V3: V2 with sigmoid routing and a bias on the choice.
 
 use super::Family;
-use super::deepseek_v2::{blocks, latent, shared_experts};
-use super::parts::{gated, only_silu};
+use super::deepseek_v2::{latent, shared_experts};
+use super::parts::{dense_first, gated, only_silu, pre_norm};
 use crate::config::Config;
 use crate::fields::Fields;
-use crate::layers::moe;
+use crate::layers::{LayerPlan, moe};
 use samebits_ops::{GroupWorth, Pairing, Scoring};
 use serde_json::json;
 
@@ -17,20 +17,25 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let pairing = if f.flag("rope_interleave", true) { Pairing::Interleaved } else { Pairing::Half };
     c.extra_layers = f.size_or_zero("num_nextn_predict_layers");
     let mixer = latent(c, f, pairing);
-    let experts = shared_experts(c, f);
+    let experts = sigmoid_experts(f, shared_experts(c, f), true);
+    let dense = gated(c, f.required_size("intermediate_size"));
+    let block = |mlp| pre_norm(LayerPlan::LatentAttention(mixer.clone()), mlp);
+    c.blocks = dense_first(f, layers, &experts, &dense).into_iter().map(block).collect();
+}
+
+/// These experts by sigmoid scores, chosen with a bias; `normalise` where the folder does not say.
+pub(super) fn sigmoid_experts(f: &Fields, experts: moe::Plan, normalise: bool) -> moe::Plan {
     f.only("scoring_func", &[json!("sigmoid")]);
     f.only("topk_method", &[json!("noaux_tc")]);
     let (count, groups) = (experts.count, experts.groups);
     if groups > 1 && count > 0 && count / groups < 2 {
         f.refuse("n_group", format!("is {groups}; a group needs two of the {count} experts"));
     }
-    let experts = moe::Plan {
+    moe::Plan {
         scoring: Scoring::Sigmoid,
-        choice_bias: true,
+        choice_bias: Some(moe::ChoiceBias::PLAIN),
         group_worth: GroupWorth::TopTwo,
-        normalise: f.flag("norm_topk_prob", true),
+        normalise: f.flag("norm_topk_prob", normalise),
         ..experts
-    };
-    let dense = gated(c, f.required_size("intermediate_size"));
-    c.blocks = blocks(f, layers, mixer, experts, dense);
+    }
 }

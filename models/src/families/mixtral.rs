@@ -15,7 +15,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let width = f.required_size("intermediate_size");
     let expert = mlp::Plan { names: mlp::Names::Each(["w1", "w3", "w2"]), ..expert(c, width) };
     let experts = softmax_experts(f, f.required_size("num_local_experts"), expert, true);
-    let experts = moe::Plan { block: "block_sparse_moe", ..experts };
+    let experts = moe::Plan { names: moe::Names { block: "block_sparse_moe", ..moe::Names::PLAIN }, ..experts };
     let rope = rope(c, f, heads.key_dim, Some(1_000_000.0));
     c.blocks = vec![pre_norm(LayerPlan::Attention(attention(c, heads, rope)), LayerPlan::Moe(experts)); layers];
 }

@@ -61,6 +61,11 @@ pub(super) fn partial_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option
     push(c, crate::rotary::read(f, Asked { partial: Some(share), ..asked(c, dim, theta) }))
 }
 
+/// The same, whose base may be stretched once and for all.
+pub(super) fn stretched_rope(c: &mut Config, f: &Fields, dim: usize, theta: Option<f64>) -> Rope {
+    push(c, crate::rotary::read(f, Asked { stretched: true, ..asked(c, dim, theta) }))
+}
+
 /// How layers of one type rotate; `field` is the older name of their base, `theta` its default.
 pub(super) fn rope_of_kind(c: &mut Config, f: &Fields, dim: usize, kind: &str, field: &str, theta: f64) -> Rope {
     push(c, crate::rotary::read(f, Asked { of: Some([kind, field]), ..asked(c, dim, Some(theta)) }))
@@ -72,7 +77,7 @@ pub(super) fn no_rope(c: &mut Config, dim: usize) -> Rope {
 }
 
 pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
-    Asked { head_dim, partial: None, renamed: false, theta, max_positions: c.max_positions, of: None }
+    Asked { head_dim, partial: None, renamed: false, stretched: false, theta, max_positions: c.max_positions, of: None }
 }
 
 /// One more rotation.
@@ -107,12 +112,12 @@ pub(super) fn expert(c: &Config, width: usize) -> mlp::Plan {
 
 /// The norm of each query and key head.
 pub(super) fn head_norms(c: &Config) -> Option<QkNorm> {
-    Some(QkNorm { norm: c.norms, of: NormOf::Head })
+    Some(QkNorm { norm: c.norms, of: NormOf::Head, behind: false })
 }
 
 /// The norms of whole queries and keys.
 pub(super) fn row_norms(c: &Config) -> Option<QkNorm> {
-    Some(QkNorm { norm: c.norms, of: NormOf::Row })
+    Some(QkNorm { norm: c.norms, of: NormOf::Row, behind: false })
 }
 
 /// A block of two branches with a norm behind each layer: `x + norm(mixer(x))`, then `x + norm(mlp(x))`.
@@ -193,20 +198,39 @@ pub(super) fn chosen(f: &Fields, count: usize) -> usize {
 
 /// A mixture of `count` experts by softmax scores, without groups and shared experts.
 pub(super) fn softmax_experts(f: &Fields, count: usize, expert: mlp::Plan, normalise: bool) -> moe::Plan {
+    softmax_experts_of(count, chosen(f, count), expert, normalise)
+}
+
+/// The same, of which so many are chosen.
+pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan, normalise: bool) -> moe::Plan {
     moe::Plan {
         count,
-        chosen: chosen(f, count),
+        chosen,
         expert,
         shared: None,
         scoring: Scoring::Softmax,
-        choice_bias: false,
+        choice_bias: None,
         groups: 1,
         top_groups: 1,
         group_worth: GroupWorth::Max,
         normalise,
         scale: 1.0,
-        block: "mlp",
+        names: moe::Names::PLAIN,
     }
+}
+
+/// What is behind the mixer of each layer: a dense MLP in the first `first_k_dense_replace`, experts in the others.
+pub(super) fn dense_first(f: &Fields, layers: usize, experts: &moe::Plan, dense: &mlp::Plan) -> Vec<LayerPlan> {
+    let &moe::Plan { count, chosen, groups, top_groups, .. } = experts;
+    let held = top_groups.saturating_mul(count / groups.max(1));
+    let known = count > 0 && groups > 0 && top_groups > 0;
+    if known && (top_groups > groups || held < chosen) {
+        let why = format!("is {top_groups}; of {groups} groups it must hold num_experts_per_tok {chosen}");
+        f.refuse("topk_group", why);
+    }
+    let first = f.size_or_zero("first_k_dense_replace");
+    let of = |i| if i < first { LayerPlan::Mlp(dense.clone()) } else { LayerPlan::Moe(experts.clone()) };
+    (0..layers).map(of).collect()
 }
 
 /// A list of layer numbers, where the folder has it; what is none is refused.

@@ -25,7 +25,7 @@ pub struct Plan {
     pub heads: attend::Heads,
     /// How queries and keys are rotated.
     pub rope: Rope,
-    /// The norms of queries and keys before that.
+    /// The norms of queries and keys.
     pub norm: Option<QkNorm>,
     /// Biases on the query, key and value projections.
     pub bias: bool,
@@ -70,9 +70,9 @@ impl Plan {
         if self.hidden != hidden {
             return Err(WIDTH);
         }
-        // A norm of heads is one op with their rotation, which is of all their elements.
-        if self.norm.is_some() && self.rope.dim != self.heads.key_dim {
-            return Err("heads behind a norm are rotated whole");
+        let is_partial = self.rope.dim != self.heads.key_dim;
+        if self.norm.is_some() && is_partial && matches!(self.names.qkv, QkvNames::Fused(_)) {
+            return Err("heads with a norm that are rotated in part have projections of their own");
         }
         self.heads.check()?;
         self.rope.check(self.heads.key_dim, tables)
@@ -107,6 +107,13 @@ impl Attention {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
                 (whole(heads.queries, q?), whole(heads.keys, k?), v?)
+            }
+            // A norm sees all elements of a head, so they come of one projection.
+            QkvNames::Each(names) if plan.norm.is_some() => {
+                let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
+                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
+                let all = |count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
+                (all(heads.queries, q?), all(heads.keys, k?), v?)
             }
             QkvNames::Each([q, k, v]) => {
                 let mut cut = |name, count| -> Result<Heads, ModelError> {

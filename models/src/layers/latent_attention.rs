@@ -150,10 +150,10 @@ impl LatentAttention {
         let from = q_short.as_ref().map_or(a, |[_, short]| short);
         let q_nope = self.q_nope.apply(pass, from.view(), dtype)?;
         let q_raw = self.q_rotary.apply(pass, from.view(), DType::Fp32)?;
-        let (q_rotary, _) = self.rotation.forward(pass, q_raw, [n, heads, rotary])?;
+        let (q_rotary, _) = self.rotation.forward(pass, q_raw, [n, heads, rotary], 0)?;
         let kv = short(pass, &self.kv_down, &self.kv_norm, a)?;
         let k_raw = self.k_rotary.apply(pass, a.view(), DType::Fp32)?;
-        let (k_rotary, _) = self.rotation.forward(pass, k_raw, [n, 1, rotary])?;
+        let (k_rotary, _) = self.rotation.forward(pass, k_raw, [n, 1, rotary], 0)?;
         let k_nope = self.k_nope.apply(pass, kv[1].view(), dtype)?;
         let q = concat(pass.machine, n * heads, (&q_nope, nope, 1), (&q_rotary, rotary, 1))?;
         let k = concat(pass.machine, n * heads, (&k_nope, nope, 1), (&k_rotary, rotary, heads))?;
@@ -174,7 +174,7 @@ impl LatentAttention {
         let [dk_nope, dk_rotary] = split(back.pass.machine, [n, heads], &dqkv.k, [nope, rotary])?;
 
         let from = q_short.as_ref().map_or(a, |[_, short]| short);
-        let dq_raw = self.rotation.backward(back, None, &dq_rotary, [n, heads, rotary])?;
+        let dq_raw = self.rotation.backward(back, None, &dq_rotary, [n, heads, rotary], 0)?;
         let from_nope = self.q_nope.backward(back, 0, from.view(), dq_nope.view(), mask, f32)?;
         let from_rotary = self.q_rotary.backward(back, 0, from.view(), dq_raw.view(), mask, f32)?;
         let mut from_q = back.sum(from_nope, from_rotary)?;
@@ -190,7 +190,7 @@ impl LatentAttention {
         let from_kv = self.kv_down.backward(back, 0, a.view(), dkv_raw.view(), mask, f32)?;
 
         let dk_rotary = back.sum_of_heads(&dk_rotary, [n, heads, rotary])?;
-        let dk_raw = self.rotation.backward(back, None, &dk_rotary, [n, 1, rotary])?;
+        let dk_raw = self.rotation.backward(back, None, &dk_rotary, [n, 1, rotary], 0)?;
         let from_k_rotary = self.k_rotary.backward(back, 0, a.view(), dk_raw.view(), mask, f32)?;
         let sum = back.sum(from_q, from_kv)?;
         back.sum(sum, from_k_rotary)

@@ -38,8 +38,8 @@ impl Loader<'_, '_> {
     }
 
     /// The same of something that is no parameter.
-    pub fn constant(&mut self, part: &str, n: usize) -> Result<Tensor, ModelError> {
-        self.weights.constant(&self.name(part), &[n])
+    pub fn constant(&mut self, part: &str, shape: &[usize]) -> Result<Tensor, ModelError> {
+        self.weights.constant(&self.name(part), shape)
     }
 
     /// `w[n,k]` as it is stored.
@@ -73,7 +73,20 @@ impl Loader<'_, '_> {
         self.cut(part, &whole, bias.as_ref(), 0, groups, widths)
     }
 
-    /// [`Loader::parts`] of a matrix that has been read, from row `first` on.
+    /// A tensor `[count,n,k]` of matrices one behind the other, each cut in parts of `widths` rows.
+    pub fn stacked<const N: usize>(
+        &mut self,
+        part: &str,
+        count: usize,
+        widths: [usize; N],
+        k: usize,
+    ) -> Result<Vec<[Linear; N]>, ModelError> {
+        let n = widths.iter().sum();
+        let whole = self.weights.matrix(&self.name(&format!("{part}.weight")), self.dtype, &[count, n, k])?;
+        (0..count).map(|i| self.cut(part, &whole, None, i * n, 1, widths)).collect()
+    }
+
+    /// [`Loader::parts`] of matrices that have been read, from row `first` on.
     pub fn cut<const N: usize>(
         &self,
         part: &str,
@@ -97,7 +110,7 @@ impl Loader<'_, '_> {
                 Machine::copy_rows(self.cpu, [n, k], (from, part), (&mut to, Part::whole(k)))?;
                 Ok(to)
             };
-            let (n, k) = (there, whole.shape()[1]);
+            let (n, k) = (there, *whole.shape().last().expect("it has rows"));
             let bias = bias.map(|bias| gather(bias, 1, &[n])).transpose()?;
             let w = Arc::new(gather(whole, k, &[n, k])?);
             made.push(Linear::new(self.cpu, source, w, bias, self.packs)?);

@@ -101,6 +101,20 @@ impl Mlp {
         Ok(Mlp { gate, up, down, activation, width })
     }
 
+    /// The MLPs of `count` experts out of two tensors: gate and up of all, and down of all.
+    pub fn load_stacked(
+        loader: &mut Loader,
+        [both, down]: [String; 2],
+        count: usize,
+        plan: &Plan,
+    ) -> Result<Vec<Mlp>, ModelError> {
+        let Plan { hidden, width, activation, .. } = *plan;
+        let widened = loader.stacked(&both, count, [width, width], hidden)?;
+        let narrowed = loader.stacked(&down, count, [hidden], width)?;
+        let made = widened.into_iter().zip(narrowed);
+        Ok(made.map(|([gate, up], [down])| Mlp { gate, up, down, activation, width }).collect())
+    }
+
     /// Those of several experts as one.
     pub fn stack(all: Vec<Mlp>) -> Mlp {
         let (activation, width) = (all[0].activation, all[0].width);

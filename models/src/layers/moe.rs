@@ -27,12 +27,12 @@ pub struct Plan {
     pub chosen: usize,
     /// An expert.
     pub expert: mlp::Plan,
-    /// The experts that see every token, as one.
-    pub shared: Option<mlp::Plan>,
+    /// The experts that see every token.
+    pub shared: Option<Shared>,
     /// How router logits become scores.
     pub scoring: Scoring,
-    /// Whether a bias is added to the scores for the choice.
-    pub choice_bias: bool,
+    /// What is added to the scores for the choice.
+    pub choice_bias: Option<ChoiceBias>,
     /// Groups of experts.
     pub groups: usize,
     /// Groups that a token's experts come from.
@@ -43,15 +43,66 @@ pub struct Plan {
     pub normalise: bool,
     /// Factor of the weights.
     pub scale: f64,
-    /// What stands before the names of its tensors.
+    /// The names of its tensors.
+    pub names: Names,
+}
+
+/// Experts that see every token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shared {
+    /// They, as one.
+    pub mlp: mlp::Plan,
+    /// Their name behind that of the block.
+    pub name: &'static str,
+    /// The name of a row of weights there, where they are multiplied with the sigmoid of its product.
+    pub gate: Option<&'static str>,
+}
+
+/// A number for each expert that decides the choice and is no parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChoiceBias {
+    /// Its name behind that of the block.
+    pub name: &'static str,
+    /// Whether it is stored as a matrix of one row.
+    pub is_matrix: bool,
+}
+
+impl ChoiceBias {
+    /// As most families have it.
+    pub const PLAIN: ChoiceBias = ChoiceBias { name: "gate.e_score_correction_bias", is_matrix: false };
+}
+
+/// Names of the tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Names {
+    /// What stands before all of them.
     pub block: &'static str,
+    /// The router, behind that.
+    pub router: &'static str,
+    /// The experts, behind that.
+    pub experts: ExpertNames,
+}
+
+/// Names of the experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertNames {
+    /// Each has matrices of its own, behind `experts` and its number.
+    Each,
+    /// Two tensors of all experts: gate and up, `[E,2F,hidden]`, and down, `[E,hidden,F]`.
+    Stacked([&'static str; 2]),
+}
+
+impl Names {
+    /// What most families call them.
+    pub const PLAIN: Names = Names { block: "mlp", router: "gate", experts: ExpertNames::Each };
 }
 
 impl Plan {
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
         let &Plan { count, chosen, groups, top_groups, .. } = self;
-        [Some(&self.expert), self.shared.as_ref()].into_iter().flatten().try_for_each(|p| p.check(hidden, tables))?;
+        let shared = self.shared.as_ref().map(|shared| &shared.mlp);
+        [Some(&self.expert), shared].into_iter().flatten().try_for_each(|p| p.check(hidden, tables))?;
         if ![count, chosen, groups, top_groups].into_iter().all(is_size) {
             Err(SIZES)
         } else if !count.is_multiple_of(groups) {
@@ -74,7 +125,13 @@ pub(crate) struct Moe {
     /// Added to the scores for the choice alone.
     choice_bias: Option<Tensor>,
     experts: Mlp,
-    shared: Option<Mlp>,
+    shared: Option<SharedExperts>,
+}
+
+/// The experts that see every token as one, and the gate of what they make.
+struct SharedExperts {
+    mlp: Mlp,
+    gate: Option<Linear>,
 }
 
 /// What a reverse pass reads, beside a.
@@ -87,7 +144,13 @@ pub(crate) struct Saved {
     gathered: Tensor,
     made: Tensor,
     by_expert: Vec<mlp::Saved>,
-    shared: Option<mlp::Saved>,
+    shared: Option<SavedShared>,
+}
+
+/// The same of the shared experts: where they have a gate, its logits and what they made.
+struct SavedShared {
+    mlp: mlp::Saved,
+    gated: Option<(Tensor, Tensor)>,
 }
 
 /// The rows of each expert, one's behind the other's, and what each saved.
@@ -95,17 +158,33 @@ type ByExpert = (Tensor, Vec<mlp::Saved>);
 
 impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
-        let block = plan.block;
-        let router = loader.linear(&format!("{block}.gate"), plan.count, plan.expert.hidden, false)?;
-        let bias = format!("{block}.gate.e_score_correction_bias");
-        // It decides the choice, which has no gradient: no parameter.
-        let choice_bias = plan.choice_bias.then(|| loader.constant(&bias, plan.count)).transpose()?;
-        let experts = (0..plan.count)
-            .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
-            .collect::<Result<_, _>>()?;
+        let (Names { block, router, experts }, hidden) = (plan.names, plan.expert.hidden);
+        let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, false)?;
+        let choice_bias = match plan.choice_bias {
+            None => None,
+            Some(ChoiceBias { name, is_matrix }) => {
+                let shape = [1, plan.count];
+                let mut bias = loader.constant(&format!("{block}.{name}"), &shape[usize::from(!is_matrix)..])?;
+                bias.reshape(&[plan.count]);
+                Some(bias)
+            }
+        };
+        let experts = match experts {
+            ExpertNames::Each => (0..plan.count)
+                .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
+                .collect::<Result<_, _>>()?,
+            ExpertNames::Stacked(names) => {
+                let names = names.map(|name| format!("{block}.{name}"));
+                Mlp::load_stacked(loader, names, plan.count, &plan.expert)?
+            }
+        };
         let shared = match &plan.shared {
             None => None,
-            Some(plan) => Some(Mlp::load_as(loader, &format!("{block}.shared_experts."), plan)?),
+            Some(Shared { mlp, name, gate }) => {
+                let mlp = Mlp::load_as(loader, &format!("{block}.{name}."), mlp)?;
+                let gate = gate.map(|gate| loader.linear(&format!("{block}.{gate}"), 1, hidden, false)).transpose()?;
+                Some(SharedExperts { mlp, gate })
+            }
         };
         Ok(Moe { plan: plan.clone(), router, choice_bias, experts: Mlp::stack(experts), shared })
     }
@@ -160,8 +239,8 @@ impl Moe {
         match &self.shared {
             None => pass.op("combine", &none, &x, [("y", y.view_mut())])?,
             Some(shared) => {
-                let mut added = pass.empty(DType::Fp32, y.shape())?;
-                of_shared = shared.apply_to(pass, 0, a.view(), added.view_mut())?;
+                let added;
+                (added, of_shared) = shared.forward(pass, a)?;
                 let [x, row, weight] = x;
                 pass.op("combine", &none, &[x, row, weight, ("shared", added.view())], [("y", y.view_mut())])?;
             }
@@ -202,7 +281,7 @@ impl Moe {
         let (chosen, mask, f32) = (self.plan.chosen, back.mask, DType::Fp32);
         let Saved { logits, experts, weight, gathered, made, by_expert: of_experts, shared } = saved;
         let from_shared = match (&self.shared, shared) {
-            (Some(mlp), Some(saved)) => Some(mlp.backward(back, a, saved, dy)?),
+            (Some(shared), Some(saved)) => Some(shared.backward(back, a, saved, dy)?),
             _ => None,
         };
         let (order, rows) = by_expert(&experts);
@@ -265,6 +344,45 @@ impl Moe {
         let inputs = [("logits", logits.view()), ("rank", rank.view()), ("dweight", spread.view())];
         back.pass.op("route_backward", &attributes, &inputs, [("dlogits", dlogits.view_mut())])?;
         Ok(dlogits)
+    }
+}
+
+impl SharedExperts {
+    fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
+        self.mlp.move_to(cpu, device)?;
+        self.gate.as_mut().map_or(Ok(()), |gate| gate.move_to(cpu, device))
+    }
+
+    /// From `a[n,hidden]`: what they add, `[n,hidden]` in f32.
+    fn forward(&self, pass: &mut Pass, a: &Tensor) -> Result<(Tensor, Option<SavedShared>), ModelError> {
+        let mut made = pass.empty(DType::Fp32, a.shape())?;
+        let saved = self.mlp.apply_to(pass, 0, a.view(), made.view_mut())?;
+        let Some(gate) = &self.gate else {
+            return Ok((made, saved.map(|mlp| SavedShared { mlp, gated: None })));
+        };
+        let mut logits = gate.apply(pass, a.view(), DType::Fp32)?;
+        pass.see("shared_gate", &mut logits)?;
+        let mut y = pass.empty(DType::Fp32, made.shape())?;
+        let inputs = [("gate", logits.view()), ("x", made.view())];
+        pass.op("sigmoid_mul", &Attributes::new(), &inputs, [("y", y.view_mut())])?;
+        Ok((y, saved.map(|mlp| SavedShared { mlp, gated: Some((logits, made)) })))
+    }
+
+    /// From `dy[n,hidden]` in f32 of what they add: that of a, in f32.
+    fn backward(&self, back: &mut Backward, a: &Tensor, saved: SavedShared, dy: &Tensor) -> Result<Tensor, ModelError> {
+        let SavedShared { mlp, gated } = saved;
+        let (Some(gate), Some((logits, made))) = (&self.gate, gated) else {
+            return self.mlp.backward(back, a, mlp, dy);
+        };
+        let (mut dgate, mut dmade) =
+            (back.pass.empty(DType::Fp32, logits.shape())?, back.pass.empty(DType::Fp32, made.shape())?);
+        let inputs = [("gate", logits.view()), ("x", made.view()), ("dy", dy.view())];
+        let outputs = [("dgate", dgate.view_mut()), ("dx", dmade.view_mut())];
+        back.pass.op("sigmoid_mul_backward", &Attributes::new(), &inputs, outputs)?;
+        back.see("dshared_gate", &mut dgate)?;
+        let from_mlp = self.mlp.backward(back, a, mlp, &dmade)?;
+        let from_gate = gate.backward(back, 0, a.view(), dgate.view(), back.mask, DType::Fp32)?;
+        back.sum(from_mlp, from_gate)
     }
 }
 

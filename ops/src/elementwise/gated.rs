@@ -1,4 +1,4 @@
-//! The frame of the gradients of gated activations, `y = act(gate) * up`: `gate, up, dy -> dgate, dup`.
+//! The frame of the gradients of products with gates, `y = act(gate) * up`: `gate, up, dy -> dgate, dup`.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device};
 use crate::call;
@@ -10,10 +10,18 @@ use crate::simd::{Kernel, OnLine, Simd, load_at, load_two, narrow_at, narrow_two
 use crate::through_f32::{convert, widen};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 
-/// An activation `gate * sigmoid(a)`, of which [`Pointwise::first`] is `1 + e^-a`.
+/// An activation of a gate, made of a sigmoid of which [`Pointwise::first`] is the denominator.
 pub trait Gated: Pointwise {
-    /// The derivative of the activation, of the gate and the sigmoid.
-    fn slope<S: Simd>(self, s: S, gate: S::F, sigmoid: S::F) -> S::F;
+    /// The names of the inputs and outputs.
+    const TENSORS: [&'static str; 5] = ["gate", "up", "dy", "dgate", "dup"];
+    /// dgate and dup before the last rounding, of gate, up and dy and of the sigmoid.
+    fn gradients<S: Simd>(self, s: S, inputs: [S::F; 3], sigmoid: S::F) -> (S::F, S::F);
+}
+
+/// The gradients of `y = (gate * sigmoid) * up`, whose activation has this slope.
+#[inline(always)]
+pub fn of_product<S: Simd>(s: S, [gate, up, dy]: [S::F; 3], sigmoid: S::F, slope: S::F) -> (S::F, S::F) {
+    (s.mul(s.mul(dy, up), slope), s.mul(dy, s.mul(gate, sigmoid)))
 }
 
 /// `dgate = (dy * up) * slope`, `dup = dy * (gate * sigmoid)`, last rounding, of slices of one length.
@@ -51,19 +59,22 @@ pub fn call(cpu: &Cpu, op: impl Gated, args: &mut call::Arguments) -> Result<(),
 }
 
 /// Tensors of any layout and one shape.
-fn run(
+///
+/// # Errors
+/// [`Error::Value`] when a tensor is not on the host.
+pub fn run<P: Gated>(
     cpu: &Cpu,
     name: &'static str,
-    op: impl Gated,
+    op: P,
     inputs: [TensorRef; 3],
     [dgate, dup]: [TensorMut; 2],
 ) -> Result<(), Error> {
-    for (input, what) in inputs.iter().zip(["gate", "up", "dy"]) {
+    for (input, what) in inputs.iter().zip(P::TENSORS) {
         input.on_host(name, what)?;
     }
     let (inputs, n) = as_rows(inputs, dgate.shape());
     typed_pair!(inputs[0].dtype() => I, dgate.dtype() => O, {
-        let (dgate, dup) = (dgate.host::<O>(name, "dgate")?, dup.host::<O>(name, "dup")?);
+        let (dgate, dup) = (dgate.host::<O>(name, P::TENSORS[3])?, dup.host::<O>(name, P::TENSORS[4])?);
         let rows = inputs.map(|x| x.rows::<I>());
         let large = is_large(cpu, dgate);
         each_part(cpu, n, usize::MAX, [dgate, dup], &|row, from, outputs| {
@@ -73,7 +84,7 @@ fn run(
         Ok(())
     }, else typed!(dgate.dtype() => O, {
         // Types that no kernel is compiled for.
-        let (dgate, dup) = (dgate.host::<O>(name, "dgate")?, dup.host::<O>(name, "dup")?);
+        let (dgate, dup) = (dgate.host::<O>(name, P::TENSORS[3])?, dup.host::<O>(name, P::TENSORS[4])?);
         each_part(cpu, n, BLOCK, [dgate, dup], &|row, from, outputs| {
             let len = outputs[0].len();
             let (mut wide, mut made) = ([[0f32; BLOCK]; 3], [[0f32; BLOCK]; 2]);
@@ -168,9 +179,8 @@ impl<P: Gated, I: Element, O: Element> Kernel for Part<'_, P, I, O> {
 
 /// dgate and dup before the last rounding.
 #[inline(always)]
-fn both<S: Simd, P: Gated>(s: S, op: P, [gate, up, dy]: [S::F; 3], first: S::F) -> (S::F, S::F) {
-    let sigmoid = s.div(s.splat(1.0), first);
-    (s.mul(s.mul(dy, up), op.slope(s, gate, sigmoid)), s.mul(dy, s.mul(gate, sigmoid)))
+fn both<S: Simd, P: Gated>(s: S, op: P, inputs: [S::F; 3], first: S::F) -> (S::F, S::F) {
+    op.gradients(s, inputs, s.div(s.splat(1.0), first))
 }
 
 /// Starts the kernel called `name`.

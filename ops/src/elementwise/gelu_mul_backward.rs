@@ -8,7 +8,7 @@
 use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
 use crate::element::Stored;
-use crate::elementwise::gated::{self, Gated, gated_backward};
+use crate::elementwise::gated::{self, Gated, gated_backward, of_product};
 use crate::elementwise::gelu_mul::{C, GeluMul};
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error};
@@ -64,13 +64,13 @@ const THREE_K: f32 = f32::from_bits(0x3E09_5D4F);
 
 impl Gated for GeluMul {
     #[inline(always)]
-    fn slope<S: Simd>(self, s: S, gate: S::F, sigmoid: S::F) -> S::F {
-        let one = s.splat(1.0);
+    fn gradients<S: Simd>(self, s: S, inputs: [S::F; 3], sigmoid: S::F) -> (S::F, S::F) {
+        let (gate, one) = (inputs[0], s.splat(1.0));
         let v = s.mul(sigmoid, s.sub(one, sigmoid));
         let inner = s.mul(s.splat(C), s.fma(s.splat(THREE_K), s.mul(gate, gate), one));
         // Where the sigmoid is 0 or 1, `inner` may be infinite.
         let t = s.select_ge(v, s.splat(f32::from_bits(1)), s.mul(v, s.mul(gate, inner)), s.splat(0.0));
-        s.add(sigmoid, t)
+        of_product(s, inputs, sigmoid, s.add(sigmoid, t))
     }
 }
 

@@ -7,6 +7,8 @@ pub(crate) mod gelu_mul;
 pub(crate) mod gelu_mul_backward;
 pub(crate) mod mul;
 pub(crate) mod scale;
+pub(crate) mod sigmoid_mul;
+pub(crate) mod sigmoid_mul_backward;
 pub(crate) mod silu_mul;
 pub(crate) mod silu_mul_backward;
 pub(crate) mod softcap;
@@ -21,6 +23,8 @@ pub(crate) const OPS: &[&Entry] = &[
     &gelu_mul_backward::OP,
     &mul::OP,
     &scale::OP,
+    &sigmoid_mul::OP,
+    &sigmoid_mul_backward::OP,
     &silu_mul::OP,
     &silu_mul_backward::OP,
     &softcap::OP,

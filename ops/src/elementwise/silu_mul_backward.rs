@@ -8,7 +8,7 @@
 use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
 use crate::element::Stored;
-use crate::elementwise::gated::{self, Gated, gated_backward};
+use crate::elementwise::gated::{self, Gated, gated_backward, of_product};
 use crate::elementwise::silu_mul::SiluMul;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error};
@@ -61,8 +61,9 @@ pub fn silu_mul_backward<I: Element, O: Element>(
 
 impl Gated for SiluMul {
     #[inline(always)]
-    fn slope<S: Simd>(self, s: S, gate: S::F, sigmoid: S::F) -> S::F {
+    fn gradients<S: Simd>(self, s: S, inputs: [S::F; 3], sigmoid: S::F) -> (S::F, S::F) {
         let one = s.splat(1.0);
-        s.mul(sigmoid, s.fma(gate, s.sub(one, sigmoid), one))
+        let slope = s.mul(sigmoid, s.fma(inputs[0], s.sub(one, sigmoid), one));
+        of_product(s, inputs, sigmoid, slope)
     }
 }

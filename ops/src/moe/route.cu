@@ -15,8 +15,7 @@ struct Choice {
 
 DEVICE float score_of(const Choice &choice, GLOBAL(const In) logits, GLOBAL(const float) softmax, long long at) {
     if (!choice.sigmoid) return softmax[at];
-    float x = widen(static_cast<In>(logits[at]));
-    return x != x ? NOT_A_NUMBER : sigmoid_of_number(x);
+    return sigmoid(widen(static_cast<In>(logits[at])));
 }
 
 // The place of the largest of `count` ranks, which becomes 0: taken. All threads return it.

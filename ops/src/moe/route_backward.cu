@@ -4,7 +4,7 @@
 
 KERNEL(128, 8)
 route_backward(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(const float) dweight, GLOBAL(float) dlogits,
-               long long tokens, int experts, int chosen, int sigmoid, int normalise, float scale) {
+               long long tokens, int experts, int chosen, int sigmoids, int normalise, float scale) {
     long long token = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (token >= tokens) return;
     logits = logits + token * experts;
@@ -12,15 +12,14 @@ route_backward(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(const fl
     dweight = dweight + token * chosen;
     dlogits = dlogits + token * experts;
     auto score = [&](int expert) {
-        if (!sigmoid) return static_cast<float>(dlogits[expert]);
-        float x = widen(static_cast<In>(logits[expert]));
-        return x != x ? NOT_A_NUMBER : sigmoid_of_number(x);
+        if (!sigmoids) return static_cast<float>(dlogits[expert]);
+        return sigmoid(widen(static_cast<In>(logits[expert])));
     };
     // Every thread sums by itself: few are chosen.
     float sum = 0.0f, common = 0.0f, whole = 0.0f;
     if (normalise) {
         for (int rank = 0; rank < chosen; rank++) sum = __fadd_rn(sum, score(index[rank]));
-        if (sigmoid) sum = __fadd_rn(sum, ROUTE_SUM);
+        if (sigmoids) sum = __fadd_rn(sum, ROUTE_SUM);
         for (int rank = 0; rank < chosen; rank++) {
             float share = __fdiv_rn(score(index[rank]), sum);
             common = __fmaf_rn(__fmul_rn(dweight[rank], scale), share, common);
@@ -30,7 +29,7 @@ route_backward(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(const fl
         float a = __fmul_rn(dweight[rank], scale);
         return normalise ? __fdiv_rn(__fsub_rn(a, common), sum) : a;
     };
-    if (!sigmoid) {
+    if (!sigmoids) {
         for (int rank = 0; rank < chosen; rank++) whole = __fmaf_rn(of_score(rank), score(index[rank]), whole);
     }
     // What is written now has been read by all.
@@ -42,6 +41,6 @@ route_backward(GLOBAL(const In) logits, GLOBAL(const int) index, GLOBAL(const fl
             a = of_score(rank);
             slope = __fmul_rn(s, __fsub_rn(1.0f, s));
         }
-        dlogits[expert] = narrow<fp32>(sigmoid ? __fmul_rn(a, slope) : __fmul_rn(s, __fsub_rn(a, whole)));
+        dlogits[expert] = narrow<fp32>(sigmoids ? __fmul_rn(a, slope) : __fmul_rn(s, __fsub_rn(a, whole)));
     }
 }

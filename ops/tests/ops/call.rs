@@ -114,6 +114,9 @@ fn extent(axis: &str, large: bool) -> usize {
         ("Z", _) => 8,
         ("C", _) => 4,
         ("E", _) => 16,
+        // They share N.
+        ("G", false) => 3,
+        ("G", true) => 1,
         ("D" | "K", false) => 32,
         ("D", true) => 64,
         ("K", true) => 200,

@@ -3,9 +3,9 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, bf16, combine, combine_backward, embedding,
-    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, silu_mul, silu_mul_backward,
-    softcap, softcap_backward, softmax,
+    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, bf16, combine, combine_backward,
+    embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, sigmoid_mul,
+    sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -84,6 +84,41 @@ fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64)
         assert_eq!([bits(&y), bits(&dup)], of_gelu, "{cpu:?} gelu_mul_backward");
         scale(&cpu, factor, &a, &mut y).unwrap();
         assert_eq!(bits(&y), expected(&|x, _| x * factor as f32), "{cpu:?} scale");
+    }
+}
+
+/// Rows whose gates have `each` elements.
+fn check_gated_rows<I: Element, O: Element>([rows, gates, each]: [usize; 3], spread: f32, seed: u64) {
+    let (shape, len) = (SigmoidMul { rows, gates, n: gates * each }, rows * gates * each);
+    let mut gate: Vec<I> = values(seed, rows * gates, spread);
+    if let Some(last) = gate.last_mut() {
+        *last = I::narrow([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0][seed as usize % 4]);
+    }
+    let (x, dy): (Vec<I>, Vec<I>) = (values(seed ^ 5, len, 2.0), values(seed ^ 7, len, 3.0));
+    let s = |i: usize| sigmoid(gate[i].widen());
+    let of_x = |i: usize| O::narrow(s(i / each) * x[i].widen());
+    let of_dy = |i: usize| O::narrow(s(i / each) * dy[i].widen());
+    let of_gate = |i: usize| {
+        let mut lanes = [0f32; 256];
+        for j in 0..each {
+            lanes[j % 256] = dy[i * each + j].widen().mul_add(x[i * each + j].widen(), lanes[j % 256]);
+        }
+        let mut half = 128;
+        while half > 0 {
+            (0..half).for_each(|l| lanes[l] += lanes[l + half]);
+            half /= 2;
+        }
+        O::narrow(lanes[0] * (s(i) * (1.0 - s(i))))
+    };
+    let expected: [Vec<O>; 2] = [(0..len).map(of_x).collect(), (0..len).map(of_dy).collect()];
+    let of_gates: Vec<O> = (0..rows * gates).map(of_gate).collect();
+    for cpu in cpus() {
+        let (mut y, mut dgate) = (vec![O::default(); len], vec![O::default(); rows * gates]);
+        sigmoid_mul(&cpu, &shape, &gate, &x, &mut y).unwrap();
+        assert_eq!(bits(&y), bits(&expected[0]), "{cpu:?} {shape:?} sigmoid_mul");
+        sigmoid_mul_backward(&cpu, &shape, [&gate, &x, &dy], [&mut dgate, &mut y]).unwrap();
+        assert_eq!(bits(&y), bits(&expected[1]), "{cpu:?} {shape:?} sigmoid_mul_backward: dx");
+        assert_eq!(bits(&dgate), bits(&of_gates), "{cpu:?} {shape:?} sigmoid_mul_backward: dgate");
     }
 }
 
@@ -292,6 +327,18 @@ proptest! {
     }
 
     #[test]
+    fn gated_rows_are_the_page(
+        rows in 0usize..4, gates in 1usize..80, each in prop::sample::select(vec![0usize, 1, 1, 2, 3, 16, 33, 257, 520]),
+        spread in prop::sample::select(vec![0.01f32, 2.0, 90.0, 1e30]), seed: u64,
+    ) {
+        let shape = [rows, if each > 16 { gates % 4 + 1 } else { gates }, each];
+        check_gated_rows::<f32, f32>(shape, spread, seed);
+        check_gated_rows::<f32, bf16>(shape, spread, seed);
+        check_gated_rows::<bf16, bf16>(shape, spread, seed);
+        check_gated_rows::<f16, f32>(shape, spread.min(1000.0), seed);
+    }
+
+    #[test]
     fn route_is_the_page(
         tokens in 1usize..6, size in 2usize..7, groups in 1usize..5, top in 1usize..5, chosen in 1usize..5, seed: u64,
         flags in 0u32..16,
@@ -416,5 +463,19 @@ fn wrong_shapes_and_values_are_refused() {
         let line = line.unwrap_err().to_string();
         assert!(line.contains(expected), "{line}");
         assert_eq!((dx, dweight), ([7.0; 2], [7.0; 2]));
+    }
+}
+
+/// A sum of products that underflow to -0 is -0 where every lane has one; a lane without elements is +0.
+#[test]
+fn sums_of_a_gate_are_minus_zero_where_every_lane_is() {
+    for cpu in cpus() {
+        for (gates, each, zero) in [(1, 300, 0x8000_0000u32), (1, 255, 0), (5, 1, 0)] {
+            let shape = SigmoidMul { rows: 1, gates, n: gates * each };
+            let (gate, x, dy) = (vec![0f32; gates], vec![-1e-30f32; shape.n], vec![1e-30f32; shape.n]);
+            let (mut dgate, mut dx) = (vec![9f32; gates], vec![9f32; shape.n]);
+            sigmoid_mul_backward(&cpu, &shape, [&gate, &x, &dy], [&mut dgate, &mut dx]).unwrap();
+            assert_eq!(bits(&dgate), vec![zero; gates], "{cpu:?} {shape:?}");
+        }
     }
 }

@@ -185,7 +185,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 48] = [
+const OPS: [(&str, Op); 50] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -223,6 +223,19 @@ const OPS: [(&str, Op); 48] = [
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
         silu_mul(&d.cpu, &a, &b, &mut y)
+    }),
+    ("sigmoid_mul", |d| {
+        let shape = SigmoidMul { rows: d.extent(), gates: d.extent(), n: d.extent() };
+        let (of_gates, whole) = ([shape.rows, shape.gates], [shape.rows, shape.n]);
+        let (gate, x, mut y) = (d.floats(&of_gates), d.floats(&whole), d.floats(&whole));
+        sigmoid_mul(&d.cpu, &shape, &gate, &x, &mut y)
+    }),
+    ("sigmoid_mul_backward", |d| {
+        let shape = SigmoidMul { rows: d.extent(), gates: d.extent(), n: d.extent() };
+        let (of_gates, whole) = ([shape.rows, shape.gates], [shape.rows, shape.n]);
+        let (gate, mut dgate) = (d.floats(&of_gates), d.floats(&of_gates));
+        let [x, dy, mut dx] = std::array::from_fn(|_| d.floats(&whole));
+        sigmoid_mul_backward(&d.cpu, &shape, [&gate, &x, &dy], [&mut dgate, &mut dx])
     }),
     ("gelu_mul", |d| {
         let n = d.extent();

@@ -127,6 +127,17 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("mul", |r, n| mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("sigmoid_mul", |r, n| {
+            let shape = SigmoidMul { rows: 3, gates: if n.is_multiple_of(2) { n } else { 1 }, n };
+            let gate = r.floats::<I>(3 * shape.gates);
+            sigmoid_mul(&r.cpu, &shape, &gate, &r.floats(3 * n), &mut r.room::<O>(3 * n))
+        }),
+        ("sigmoid_mul_backward", |r, n| {
+            let shape = SigmoidMul { rows: 3, gates: if n.is_multiple_of(2) { n } else { 1 }, n };
+            let inputs: [&[I]; 3] = [&r.floats(3 * shape.gates), &r.floats(3 * n), &r.floats(3 * n)];
+            let (mut dgate, mut dx) = (r.room::<O>(3 * shape.gates), r.room(3 * n));
+            sigmoid_mul_backward(&r.cpu, &shape, inputs, [&mut dgate, &mut dx])
+        }),
         ("gelu_mul", |r, n| gelu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("softcap", |r, n| softcap(&r.cpu, 2.0, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         ("scale", |r, n| scale(&r.cpu, 0.7, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),

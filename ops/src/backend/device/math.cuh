@@ -76,6 +76,9 @@ DEVICE float sigmoid_of_number(float x) {
     return __frcp_rn(__fadd_rn(1.0f, e));
 }
 
+// 1 / (1 + e^-x). That of a NaN is NaN.
+DEVICE float sigmoid(float x) { return x != x ? NOT_A_NUMBER : sigmoid_of_number(x); }
+
 DEVICE float hyperbolic_tangent(float x) {
     float e = exponential(__fmul_rn(-2.0f, fabsf(x)));
     float t = __fdiv_rn(__fsub_rn(1.0f, e), __fadd_rn(1.0f, e));
