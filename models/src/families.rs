@@ -1,6 +1,7 @@
 //! The families: what the `config.json` of each says, as blocks of layers. A family is one file of data, which reads the
 //! fields that its code in transformers reads, and a line of [`ALL`].
 
+mod bamba;
 mod deepseek_v2;
 mod deepseek_v3;
 mod ernie4_5;
@@ -9,8 +10,10 @@ mod gemma2;
 mod gemma3_text;
 mod glm4;
 mod granite;
+mod granitemoehybrid;
 mod lfm2;
 mod llama;
+mod mamba2;
 mod mistral;
 mod mixtral;
 mod neutral;
@@ -54,6 +57,9 @@ const ALL: &[Family] = &[
     ernie4_5::FAMILY,
     granite::FAMILY,
     lfm2::FAMILY,
+    mamba2::FAMILY,
+    bamba::FAMILY,
+    granitemoehybrid::FAMILY,
 ];
 
 /// A model family.
@@ -65,6 +71,8 @@ pub struct Family {
     pub(crate) eps: &'static str,
     /// Whether the output projection is the embedding table where the folder does not say.
     pub(crate) tied: bool,
+    /// Whether a folder need not say how long a text may be, since no layer counts positions.
+    pub(crate) endless: bool,
     /// Reads what is its own, and the blocks, of which there are so many.
     read: fn(&mut Config, &Fields, usize),
 }
@@ -72,7 +80,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, read }
     }
 
     /// Every supported family.
