@@ -311,6 +311,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("causal_conv1d", convolutions),
     ("causal_conv1d_backward", convolutions_back),
     ("causal_conv1d_dw", |dtype, _| convolution_sums(dtype)),
+    ("ssd_scan", |dtype, out| scans("ssd_scan", dtype, out)),
+    ("ssd_scan_backward", |dtype, out| scans("ssd_scan_backward", dtype, out)),
     ("argmax", |dtype, out| {
         let of = |n: usize| Maker::new("argmax", dtype, out).float("x", &[3, n], 1.0).special("x", n).case();
         [1, 5, 256, 2049, 4096].map(of).to_vec()
@@ -613,6 +615,41 @@ fn convolutions_back(dtype: DType, out: DType) -> Vec<Case> {
             make.fp32_of("dnext", &[b, k - 1, c], &spread(b * (k - 1) * c, 8)).case()
         } else {
             make.case()
+        });
+    }
+    cases
+}
+
+/// Sequences, positions, heads, elements of a head, groups and elements of a state: around warps and their lanes, the positions
+/// whose steps are made together, and the stretches of a reverse pass.
+const SCANS: [[usize; 6]; 7] = [
+    [1, 1, 1, 1, 1, 1],
+    [2, 5, 4, 3, 2, 17],
+    [1, 35, 2, 9, 1, 8],
+    [3, 2, 3, 8, 3, 256],
+    [1, 3, 2, 2, 1, 301],
+    [5, 1, 2, 17, 1, 64],
+    [2, 10, 6, 1, 2, 33],
+];
+
+fn scans(op: &str, dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, h, p, g, n] in SCANS {
+        let of_state = [b, h, p, n];
+        let size = of_state.iter().product();
+        let make = || {
+            let make = Maker::new(op, dtype, out).float("x", &[b, t, h, p], 1.0).float("dt", &[b, t, h], 2.0);
+            let make = make.float("a_log", &[h], 1.0).float("b", &[b, t, g, n], 1.0).float("c", &[b, t, g, n], 1.0);
+            if op == "ssd_scan" { make } else { make.float("dy", &[b, t, h, p], 1.0) }
+        };
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (3 * i) % (t + 1)) as i32).collect();
+        let make = make().float("d", &[h], 1.0).float("dt_bias", &[h], 1.0).ints("len", &[b], &lengths);
+        let make = make.fp32_of("state", &of_state, &spread(size, 7)).special("dt", h).special("x", p);
+        let make = make.param("dt_min", "0.25").param("dt_max", "1.5");
+        cases.push(match op {
+            "ssd_scan" => make.case(),
+            _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
         });
     }
     cases
@@ -1192,6 +1229,36 @@ const MUTANTS: [Mutant; 51] = [
         says: "elements differ",
     },
     Mutant {
+        name: "step_of_the_thread_beside",
+        change: Change {
+            file: "ssd_scan.cu",
+            from: "__shfl_sync(WHOLE_WARP, mine.k, static_cast<int>(t % 32))",
+            to: "__shfl_sync(WHOLE_WARP, mine.k, static_cast<int>((t + 1) % 32))",
+        },
+        shapes: "ssd_scan",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "state_of_many_elements_not_kept",
+        change: Change {
+            file: "ssd_scan.cu",
+            from: "if (at >= 256) s = next[row + at + j];",
+            to: "if (at >= 256) s = has_state ? state[row + at + j] : 0.0f;",
+        },
+        shapes: "ssd_scan",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_state_before_decay",
+        change: Change {
+            file: "ssd_scan_backward.cu",
+            from: "if (end > 0) value = __fmul_rn(k_after, value);",
+            to: "if (end > 1) value = __fmul_rn(k_after, value);",
+        },
+        shapes: "ssd_scan_backward",
+        says: "elements differ",
+    },
+    Mutant {
         name: "taps_from_the_last",
         change: Change { file: "causal_conv1d.cu", from: "taps + j]", to: "taps + taps - 1 - j]" },
         shapes: "causal_conv1d",
@@ -1716,6 +1783,11 @@ fn model(name: &str) -> Result<(), Failed> {
     let angles: usize = c.rotary.iter().map(|rotary| 16 * 4 * rotary.dim).sum();
     let rows = |branch: &Branch| match &branch.layer {
         Layer::ShortConv(conv) => 4 * (conv.taps - 1) * conv.hidden + 128,
+        Layer::Mamba2(scan) => {
+            let inner = scan.heads * scan.head_dim;
+            let channels = inner + 2 * scan.groups * scan.state_dim;
+            4 * ((scan.taps - 1) * channels + inner * scan.state_dim) + 128
+        }
         _ => 0,
     };
     let rows: usize = c.blocks.iter().flatten().map(rows).sum();

@@ -1594,6 +1594,15 @@ mod tests {
         }
     }
 
+    /// Whether what is between the parts of a variant is rounded, or added in another order, as an oracle is not.
+    fn rounds(spec: &Spec, variant: &Variant) -> bool {
+        match variant.way {
+            Way::Parts(_, Join::Tree { .. }) => true,
+            Way::Parts(_, Join::Steps { .. }) => spec.name == "ssd_scan",
+            _ => false,
+        }
+    }
+
     /// The oracle itself holds every axis that varies inputs: what a row's value depends on is its own inputs.
     #[test]
     fn the_oracle_is_invariant() {
@@ -1607,7 +1616,7 @@ mod tests {
                 let axis = find(axis).unwrap();
                 // Sums of f32 parts are rounded; only the parts that stand side by side are the oracle's own.
                 let settings = if axis.applies(spec) { (axis.variants)(&case, &machine()) } else { Vec::new() };
-                for variant in settings.into_iter().filter(|v| !matches!(v.way, Way::Parts(_, Join::Tree { .. }))) {
+                for variant in settings.into_iter().filter(|v| !rounds(spec, v)) {
                     let mut found = spec.oracle(variant.case()).unwrap();
                     if let Way::Parts(others, join) = &variant.way {
                         let mut parts: Vec<BTreeMap<String, Tensor>> = Vec::new();

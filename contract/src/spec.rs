@@ -75,6 +75,8 @@ mod softcap_backward;
 mod softmax;
 mod softmax_backward;
 mod square_sum;
+mod ssd_scan;
+mod ssd_scan_backward;
 mod token_sum;
 
 /// What most ops that sum nothing are asked.
@@ -296,6 +298,8 @@ pub fn all() -> &'static [Spec] {
         causal_conv1d::SPEC,
         causal_conv1d_backward::SPEC,
         causal_conv1d_dw::SPEC,
+        ssd_scan::SPEC,
+        ssd_scan_backward::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,

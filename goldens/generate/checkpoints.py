@@ -27,6 +27,9 @@ from transformers import AutoModelForCausalLM
 BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
             tie_word_embeddings=False)
+SCAN = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, num_heads=8, head_dim=10, state_size=12, chunk_size=8,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0)
+HYBRID = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_chunk_size=8)
 LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
               moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
               first_k_dense_replace=1)
@@ -74,6 +77,12 @@ MODELS = {
                                 attention_multiplier=0.2, logits_scaling=3.0), 24, "bf16"),
     "lfm2": ("Lfm2", dict(BASE, num_hidden_layers=4, intermediate_size=96, block_multiple_of=8, conv_bias=True,
                           layer_types=["conv", "full_attention", "conv", "conv"]), 24, "bf16"),
+    "mamba2": ("Mamba2", dict(SCAN, n_groups=2, use_bias=True, time_step_limit=(0.1, 1.5)), 24, "bf16"),
+    "bamba": ("Bamba", dict(BASE, **HYBRID, mamba_n_groups=2, attn_layer_indices=[1]), 24, "bf16"),
+    "granite-4": ("GraniteMoeHybrid", dict(BASE, **HYBRID, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",
+                                           layer_types=["linear_attention", "full_attention", "linear_attention"],
+                                           shared_intermediate_size=64, embedding_multiplier=6.0, residual_multiplier=0.4,
+                                           attention_multiplier=0.2, logits_scaling=2.0, tie_word_embeddings=True), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),
@@ -121,7 +130,7 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
             elif name.endswith("bias"):
                 tensor.copy_(noise * 0.1)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or "embeddings" in name:
                 tensor.copy_(noise * 0.5)
             elif name.endswith(("mlp.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)

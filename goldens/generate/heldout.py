@@ -49,6 +49,8 @@ LATENT = dict(moe_intermediate_size=26, first_k_dense_replace=1)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=34, mlp_only_layers=[], decoder_sparse_step=1)
 SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=26,
                first_k_dense_replace=1, routed_scaling_factor=1.3)
+ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"])
+SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -90,6 +92,18 @@ SHAPES = {
     "Lfm2": [dict(conv_L_cache=3, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]),
              dict(conv_L_cache=4, block_multiple_of=6, conv_bias=True, layer_types=["full_attention", "conv", "conv"]),
              dict(conv_L_cache=2, block_multiple_of=16, block_ffn_dim_multiplier=1.25, layer_types=["conv", "conv"])],
+    "Mamba2": [dict(ALONE, num_heads=5, head_dim=20, state_size=8, n_groups=1),
+               dict(ALONE, num_heads=12, head_dim=11, state_size=20, n_groups=4, use_bias=True, use_conv_bias=False, conv_kernel=3),
+               dict(ALONE, num_heads=6, head_dim=24, state_size=16, n_groups=2, time_step_limit=(0.2, 0.9), chunk_size=4)],
+    "Bamba": [dict(SCAN, mamba_n_heads=5, mamba_n_groups=1, attn_layer_indices=[0]),
+              dict(SCAN, mamba_n_heads=6, mamba_n_groups=3, mamba_proj_bias=True, attention_bias=True, mlp_bias=True, attn_layer_indices=[1]),
+              dict(SCAN, mamba_n_heads=6, mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=2, time_step_limit=(0.3, 1.0))],
+    "GraniteMoeHybrid": [dict(SCAN, mamba_n_heads=5, num_local_experts=0, position_embedding_type="rope", shared_intermediate_size=40,
+                              layer_types=["full_attention", "linear_attention"], attention_multiplier=0.3),
+                         dict(SCAN, mamba_n_heads=6, num_local_experts=0, shared_intermediate_size=72, embedding_multiplier=12.0,
+                              residual_multiplier=0.22, logits_scaling=8.0, mamba_n_groups=2, tie_word_embeddings=True),
+                         dict(SCAN, mamba_n_heads=6, num_local_experts=0, attention_bias=True, position_embedding_type="nope",
+                              layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_proj_bias=True)],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.

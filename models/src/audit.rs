@@ -97,8 +97,8 @@ impl Audit {
         let mut tables: Vec<Vec<f32>> = Vec::new();
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
-            let extra =
-                (0..config.extra_layers).any(|i| name.starts_with(&format!("model.layers.{}.", config.layers() + i)));
+            let of_extra = |i: usize| format!("{}.{}.", config.stack, config.layers() + i);
+            let extra = (0..config.extra_layers).any(|i| name.starts_with(&of_extra(i)));
             if extra {
                 note(false, &name, "is not used: it predicts further tokens".into());
             }
@@ -108,8 +108,8 @@ impl Audit {
             }
             *audit.dtypes.entry(dtype.clone()).or_default() += 1;
             let values = weights.peek(&name)?;
-            let table = "model.embed_tokens.weight";
-            if config.tied && [table, HEAD].contains(&&name[..]) {
+            let table = format!("{}.weight", config.table);
+            if config.tied && [&table[..], HEAD].contains(&&name[..]) {
                 tables.push(values.clone());
             }
             let report = TensorReport::of(name, dtype, shape, &values);

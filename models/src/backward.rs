@@ -55,6 +55,11 @@ impl Block {
         self.lengths.iter().flat_map(|_| 0..self.rows as i32).collect()
     }
 
+    /// Tokens of each sequence, as ops take them.
+    pub fn lengths_i32(&self) -> Vec<i32> {
+        self.lengths.iter().map(|&length| length as i32).collect()
+    }
+
     /// 0 for padding.
     pub fn mask(&self) -> Vec<i32> {
         let of = |&length: &usize| (0..self.rows).map(move |row| i32::from(row < length));

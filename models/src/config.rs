@@ -22,6 +22,10 @@ pub struct Config {
     pub hidden: usize,
     /// The branches of each block, in the order in which they are run.
     pub blocks: Vec<Vec<branch::Plan>>,
+    /// What stands before the number of a block in the names of its tensors.
+    pub stack: &'static str,
+    /// The name of the table of embeddings, without `.weight`.
+    pub table: &'static str,
     /// All norms of the residual stream.
     pub norms: norm::Plan,
     /// The name of that behind the last block, without `.weight`.
@@ -107,12 +111,18 @@ impl Config {
             vocab,
             hidden,
             blocks: Vec::new(),
+            stack: "model.layers",
+            table: "model.embed_tokens",
             norms: norm::Plan { eps: eps(&fields, family.eps), offset: false },
             final_norm: "model.norm",
             rotary: Vec::new(),
             embed_scale: None,
             finish: None,
-            max_positions: fields.required_size("max_position_embeddings"),
+            max_positions: match fields.size("max_position_embeddings") {
+                None if family.endless => i32::MAX as usize,
+                None => fields.required_size("max_position_embeddings"),
+                Some(positions) => positions,
+            },
             rope_length: RopeLength::OfText,
             tied: fields.flag("tie_word_embeddings", family.tied),
             extra_layers: 0,
@@ -782,6 +792,18 @@ mod tests {
             (
                 "LFM2",
                 json!({"block_auto_adjust_ff_dim": true, "block_dim": 48, "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true, "conv_L_cache": 3, "conv_bias": false, "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": true, "full_attn_idxs": [1], "max_position_embeddings": 128000, "model_type": "lfm2", "norm_eps": 1e-05, "num_heads": 4, "num_key_value_heads": 2, "rope_theta": 1000000.0, "use_pos_enc": true, "rms_norm_eps": null, "intermediate_size": null}),
+            ),
+            (
+                "Mamba-Codestral",
+                json!({"model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "n_groups": 2, "norm_before_gate": true, "num_heads": 6, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true, "max_position_embeddings": null, "rms_norm_eps": null, "num_attention_heads": null}),
+            ),
+            (
+                "Bamba-9B",
+                json!({"model_type": "bamba", "attn_layer_indices": [1], "attn_rotary_emb": 64, "hidden_act": "silu", "intermediate_size": 80, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 262144, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "use_mamba_kernels": true}),
+            ),
+            (
+                "granite-4.0-h-1b",
+                json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 96, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_key_value_heads": 2, "num_local_experts": 0, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 96, "tie_word_embeddings": true}),
             ),
             (
                 "gemma-3-1b",

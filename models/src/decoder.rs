@@ -361,13 +361,13 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
 /// The table of embeddings and the output projection.
 fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelError> {
     loader.prefix.clear();
-    let (embedding, head) = Embedding::load(loader, [c.vocab, c.hidden], c.tied, c.embed_scale)?;
+    let (embedding, head) = Embedding::load(loader, c.table, [c.vocab, c.hidden], c.tied, c.embed_scale)?;
     Ok((embedding, Head::new(head, c.finish)))
 }
 
 /// The branches of block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
-    loader.prefix = format!("model.layers.{i}.");
+    loader.prefix = format!("{}.{i}.", c.stack);
     c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms)).collect()
 }
 

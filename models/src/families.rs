@@ -1,6 +1,7 @@
 //! The families: what the `config.json` of each says, as blocks of layers. A family is one file of data, which reads the
 //! fields that its code in transformers reads, and a line of [`ALL`].
 
+mod bamba;
 mod deepseek_v2;
 mod deepseek_v3;
 mod dots1;
@@ -13,10 +14,12 @@ mod glm4;
 mod glm4_moe;
 mod granite;
 mod granitemoe;
+mod granitemoehybrid;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
 mod lfm2;
 mod llama;
+mod mamba2;
 mod minimax_m2;
 mod mistral;
 mod mixtral;
@@ -70,6 +73,9 @@ const ALL: &[Family] = &[
     minimax_m2::FAMILY,
     ernie4_5_moe::FAMILY,
     dots1::FAMILY,
+    mamba2::FAMILY,
+    bamba::FAMILY,
+    granitemoehybrid::FAMILY,
 ];
 
 /// A model family.
@@ -81,6 +87,8 @@ pub struct Family {
     pub(crate) eps: &'static str,
     /// Whether the output projection is the embedding table where the folder does not say.
     pub(crate) tied: bool,
+    /// Whether a folder need not say how long a text may be, since no layer counts positions.
+    pub(crate) endless: bool,
     /// Reads what is its own, and the blocks, of which there are so many.
     read: fn(&mut Config, &Fields, usize),
 }
@@ -88,7 +96,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, read }
     }
 
     /// Every supported family.

@@ -5,6 +5,7 @@
 use crate::ModelError;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
@@ -52,12 +53,43 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError>
 
 /// The object in a JSON text.
 pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
-    match parse(bytes) {
+    match parse(&without_bare_numbers(bytes)) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(ModelError::file(path, "is not a JSON object")),
         Err(e) => Err(ModelError::file(path, format!("is not JSON: {e}"))),
     }
 }
+
+/// Infinities and NaN, which Python writes as words that JSON does not have, in the form that transformers 5 writes.
+fn without_bare_numbers(bytes: &[u8]) -> Cow<'_, [u8]> {
+    let words = ["-Infinity", "Infinity", "NaN"];
+    let (mut text, mut kept, mut at, mut quoted) = (Vec::new(), 0, 0, false);
+    while at < bytes.len() {
+        match bytes[at] {
+            b'\\' if quoted => at += 1,
+            b'"' => quoted = !quoted,
+            _ if quoted => {}
+            _ => {
+                if let Some(word) = words.into_iter().find(|word| bytes[at..].starts_with(word.as_bytes())) {
+                    text.extend_from_slice(&bytes[kept..at]);
+                    text.extend_from_slice(format!("{{\"{FLOAT}\":\"{word}\"}}").as_bytes());
+                    at += word.len();
+                    kept = at;
+                    continue;
+                }
+            }
+        }
+        at += 1;
+    }
+    if kept == 0 {
+        return Cow::Borrowed(bytes);
+    }
+    text.extend_from_slice(&bytes[kept..]);
+    Cow::Owned(text)
+}
+
+/// The key of an object that stands for a number which JSON does not have.
+pub(crate) const FLOAT: &str = "__float__";
 
 /// A JSON value in which no object has a key twice: readers differ in which of the two they take.
 pub(crate) fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {

@@ -7,6 +7,7 @@
 pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod branch;
+pub(crate) mod causal_conv;
 pub(crate) mod conv;
 pub(crate) mod embedding;
 pub(crate) mod head;
@@ -14,6 +15,7 @@ pub(crate) mod heads;
 pub(crate) mod latent_attention;
 pub(crate) mod linear;
 pub(crate) mod loader;
+pub(crate) mod mamba2;
 pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod norm;
@@ -143,6 +145,8 @@ layers! {
     LatentAttention in latent_attention, state: latent_attention::LatentAttention::state;
     /// A short convolution between two gates.
     ShortConv in conv, state: conv::ShortConv::state;
+    /// A scan of Mamba-2.
+    Mamba2 in mamba2, state: mamba2::Mamba2::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// A mixture of experts.

@@ -231,7 +231,7 @@ impl<'a> Weights<'a> {
     /// of what is computed is dropped, and the buffers of it are named.
     pub fn fit(&mut self, config: &Config, mut wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
         for extra in 0..config.extra_layers {
-            let prefix = format!("model.layers.{}.", config.layers() + extra);
+            let prefix = format!("{}.{}.", config.stack, config.layers() + extra);
             self.tensors.retain(|name, _| !name.starts_with(&prefix) && !name.starts_with("model.mtp_"));
         }
         let buffers: Vec<String> =

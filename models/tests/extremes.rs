@@ -310,6 +310,19 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             8 => plan.rope.dim = n,
             at => of_heads(&mut plan.heads, at),
         },
+        Layer::Mamba2(plan) => {
+            let sizes = [
+                &mut plan.hidden,
+                &mut plan.heads,
+                &mut plan.head_dim,
+                &mut plan.groups,
+                &mut plan.state_dim,
+                &mut plan.taps,
+                &mut plan.norm_groups,
+            ];
+            let at = pick.below(sizes.len());
+            *sizes.into_iter().nth(at).expect("it is one of them") = n;
+        }
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Moe(plan) => match pick.below(5) {
@@ -327,7 +340,7 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
 fn changed_configs_are_refused() {
     let cpu = Cpu::best();
     let mut refused = 0;
-    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2"] {
+    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2"] {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();

@@ -30,6 +30,21 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("state"))),
     },
     Mutation {
+        name: "state_one_row_late",
+        about: "The state has the rows before those that it should have: its newest is missing.",
+        op: "causal_conv1d",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: |mutant, case| {
+            let mut answer = mutant.honest.run(case);
+            if let Some(next) = answer.outputs.get_mut("next") {
+                let rows: Vec<usize> = (0..next.shape()[1]).map(|row| row.saturating_sub(1)).collect();
+                *next = next.select(1, &rows);
+            }
+            answer
+        },
+    },
+    Mutation {
         name: "state_of_padding",
         about: "The state is that behind the last row, whether or not that is padding.",
         op: "causal_conv1d",

@@ -19,6 +19,7 @@ mod mutation;
 pub mod orders;
 mod plain;
 mod rows;
+mod scans;
 mod tokens;
 mod train;
 mod violations;

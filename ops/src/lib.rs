@@ -24,6 +24,7 @@ mod elementwise;
 mod gemm;
 mod index;
 mod ledger;
+mod lengths;
 mod logprob;
 mod math;
 mod moe;
@@ -34,6 +35,7 @@ mod profile;
 mod reduce;
 mod registry;
 mod rope;
+mod scan;
 mod simd;
 mod tensor;
 mod through_f32;
@@ -104,6 +106,9 @@ pub use rope::rope_backward::rope_backward;
 pub use samebits_schema as schema;
 pub use samebits_schema::batch_loss::MOST_GROUPS;
 pub use samebits_schema::{Attributes, DType};
+pub use scan::ssd::{ScanInputs, SsdScan};
+pub use scan::ssd_scan::ssd_scan;
+pub use scan::ssd_scan_backward::{ScanGradients, ScanOutputGradients, ssd_scan_backward};
 #[cfg(feature = "emulated-isa")]
 pub use simd::emulated::emulation_differs;
 pub use tensor::{Layout, MAX_RANK, Operand, Prepared, Rows, Scalar, Slice, SliceMut, Tensor, TensorMut, TensorRef};
@@ -174,6 +179,10 @@ pub mod device {
     pub use crate::registry::units;
     pub use crate::rope::rope::{Rotations, on_device as rope};
     pub use crate::rope::rope_backward::on_device as rope_backward;
+    pub use crate::scan::ssd_scan::{DeviceInputs as ScanInputs, on_device as ssd_scan};
+    pub use crate::scan::ssd_scan_backward::{
+        DeviceOutputGradients as ScanOutputGradients, on_device as ssd_scan_backward,
+    };
     pub use crate::token::device::Tokens;
     pub use crate::token::fold::on_device as fold;
     pub use crate::token::token_sum::on_device as token_sum;

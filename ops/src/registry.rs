@@ -12,7 +12,7 @@ use std::sync::{PoisonError, RwLock};
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 11] = [
+const FOLDERS: [&[&Entry]; 12] = [
     crate::attention::OPS,
     crate::conv::OPS,
     crate::elementwise::OPS,
@@ -22,6 +22,7 @@ const FOLDERS: [&[&Entry]; 11] = [
     crate::moe::OPS,
     crate::norm::OPS,
     crate::rope::OPS,
+    crate::scan::OPS,
     crate::token::OPS,
     crate::train::OPS,
 ];

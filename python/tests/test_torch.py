@@ -132,6 +132,17 @@ def convolved(x, w, bias, state):
     return sum(taps) + bias, rows[:, x.shape[1] :]
 
 
+def scanned(x, dt, a_log, b, c, d, bias, state):
+    e = torch.nn.functional.softplus(dt + bias)
+    b, c = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (b, c))
+    rows = []
+    for t in range(x.shape[1]):
+        kept = torch.exp(-torch.exp(a_log) * e[:, t])[..., None, None] * state
+        state = kept + (e[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        rows.append((state * c[:, t, :, None]).sum(-1) + d[:, None] * x[:, t])
+    return torch.stack(rows, 1), state
+
+
 # By op: leaves, its call, and the same in torch.
 CASES = {
     "gemm": ([(5, 32), (7, 32), (7,)], lambda x, w, b: ops.gemm(x, w, b), lambda x, w, b: x @ w.T + b),
@@ -189,6 +200,11 @@ CASES = {
         [(2, 9, 16), (16, 4), (16,), (2, 3, 16)],
         lambda x, w, b, s: ops.causal_conv1d(x, w, b, s),
         convolved,
+    ),
+    "ssd_scan": (
+        [(2, 5, 4, 3), (2, 5, 4), (4,), (2, 5, 2, 8), (2, 5, 2, 8), (4,), (4,), (2, 4, 3, 8)],
+        lambda *given: ops.ssd_scan(*given),
+        scanned,
     ),
     "route": ([(5, 8)], lambda z: ops.route(z, chosen=2)[1], routed),
     "combine": (

@@ -67,6 +67,8 @@ pub mod softcap_backward;
 pub mod softmax;
 pub mod softmax_backward;
 pub mod square_sum;
+pub mod ssd_scan;
+pub mod ssd_scan_backward;
 pub mod token_sum;
 
 /// All ops, in the order tables print them.
@@ -89,6 +91,8 @@ pub static OPS: &[&Op] = &[
     &causal_conv1d::OP,
     &causal_conv1d_backward::OP,
     &causal_conv1d_dw::OP,
+    &ssd_scan::OP,
+    &ssd_scan_backward::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,

@@ -706,8 +706,8 @@ fn gradients_are_finite_differences() {
             let extent = |axis: &str| match axis {
                 "D" => 6,
                 "R" if spec.owned().is_some() => 9,
-                // Two to a key head.
-                "Hq" => 6,
+                // Two to a key head, or to a group.
+                "Hq" | "H" => 6,
                 // Rows before those of a convolution with three taps.
                 "J" => 2,
                 _ => 3,
@@ -782,8 +782,10 @@ fn differences(spec: &Spec, forward: &Spec, params: &[(&str, &str)], mut inputs:
     assert!(!gradients.is_empty());
     for (name, gradient) in &gradients {
         let x = inputs[&name[1..]].to_f64();
-        // 64 chains are one sum.
-        assert_eq!(gradient.value.len(), x.len() * if gradient.shape[0] == 64 { 64 } else { 1 });
+        // 64 chains are one sum, and so is what a scan gives of its heads' parameters by position.
+        let many = if gradient.shape[0] == 64 { 64 } else { 1 };
+        let many = if ["da_log", "dd"].contains(&name.as_str()) { gradient.shape[..2].iter().product() } else { many };
+        assert_eq!(gradient.value.len(), x.len() * many);
         for i in 0..x.len() {
             let found: f64 = gradient.value.iter().skip(i).step_by(x.len()).sum();
             let moved = |steps: f64| {

@@ -2,10 +2,11 @@
 
 use crate::config::Config;
 use crate::fields::Fields;
+use crate::files::FLOAT;
 use crate::layers::branch::{self, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
-use crate::layers::{LayerPlan, attend, attention, mlp, moe};
+use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
 use crate::rotary::{Asked, Rotary, Scaling};
 use samebits_ops::{GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
@@ -257,4 +258,58 @@ pub(super) fn switched_windows(f: &Fields, layers: usize) -> Vec<Option<usize>> 
     f.unread(&["sliding_window"]);
     let first = f.get("max_window_layers").map_or(28, |_| f.size_or_zero("max_window_layers"));
     windows(f, layers, window, |i| i >= first)
+}
+
+/// A scan of Mamba-2 by the fields and names that hybrid models have.
+pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
+    let size = |field, default| f.size(field).unwrap_or(default);
+    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
+    let inner = c.hidden.saturating_mul(size("mamba_expand", 2));
+    let auto = f.get("mamba_d_head").is_none_or(|value| value == "auto");
+    let head_dim = if auto { inner.checked_div(heads).unwrap_or(0) } else { f.required_size("mamba_d_head") };
+    if heads.checked_mul(head_dim) != Some(inner) {
+        let why =
+            format!("is {heads}; times mamba_d_head {head_dim} it must be hidden_size times mamba_expand, {inner}");
+        f.refuse("mamba_n_heads", why);
+    }
+    if groups > 0 && !heads.is_multiple_of(groups) {
+        f.refuse("mamba_n_groups", format!("is {groups}; it must divide mamba_n_heads {heads}"));
+    }
+    // How many positions a kernel takes at once.
+    f.unread(&["mamba_chunk_size"]);
+    mamba2::Plan {
+        name: "mamba",
+        hidden: c.hidden,
+        heads,
+        head_dim,
+        groups,
+        state_dim: size("mamba_d_state", 256),
+        taps: size("mamba_d_conv", 4),
+        bias: [f.flag("mamba_proj_bias", false), f.flag("mamba_conv_bias", true)],
+        limits: limits(f),
+        norm: c.norms,
+        norm_groups: groups,
+    }
+}
+
+/// The shortest and the longest step of `time_step_limit`; 0 where there is no longest.
+pub(super) fn limits(f: &Fields) -> [f64; 2] {
+    let field = "time_step_limit";
+    let Some(value) = f.get(field) else { return [0.0; 2] };
+    let number = |value: &Value| match value.get(FLOAT) {
+        Some(word) => word.as_str().filter(|word| *word == "Infinity").map(|_| f64::INFINITY),
+        None => value.as_f64(),
+    };
+    let limits = match value.as_array().map(|list| &list[..]) {
+        Some([min, max]) => number(min).zip(number(max)),
+        _ => None,
+    };
+    match limits.filter(|(min, max)| (0.0..=1e38).contains(min) && max >= min && *max > 0.0) {
+        Some((min, max)) if max > 1e38 => [min, 0.0],
+        Some((min, max)) => [min, max],
+        None => {
+            f.refuse(field, format!("is {value}; it must be two numbers of 0 or more that ascend"));
+            [0.0; 2]
+        }
+    }
 }

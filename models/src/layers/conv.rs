@@ -3,19 +3,17 @@
 //!
 //! All between the first projections and the last is f32, and rounded once where the last reads it.
 
+use super::causal_conv::CausalConv;
 use super::linear::Linear;
 use super::loader::Loader;
-use super::norm::Vector;
-use super::recur;
 use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
-use crate::sums::Of;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, CHAINS, Cpu, DType, Tensor, TensorRef};
+use samebits_ops::{Attributes, Cpu, DType, Tensor};
 
 /// What a short convolution is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,13 +38,10 @@ impl Plan {
 }
 
 pub(crate) struct ShortConv {
-    plan: Plan,
     b: Linear,
     c: Linear,
     x: Linear,
-    /// `[hidden,1,taps]`
-    w: Vector,
-    bias: Option<Vector>,
+    conv: CausalConv,
     out: Linear,
 }
 
@@ -66,19 +61,18 @@ impl ShortConv {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<ShortConv, ModelError> {
         let &Plan { hidden, taps, bias } = plan;
         let [b, c, x] = loader.parts("conv.in_proj", 1, [hidden; 3], hidden, bias)?;
-        let w = loader.tensor("conv.conv.weight", &[hidden, 1, taps])?;
-        let of_conv = bias.then(|| loader.vector("conv.conv.bias", hidden)).transpose()?;
+        let conv = CausalConv::load(loader, "conv.conv", [hidden, taps], bias)?;
         let out = loader.linear("conv.out_proj", hidden, hidden, bias)?;
-        Ok(ShortConv { plan: plan.clone(), b, c, x, w, bias: of_conv, out })
+        Ok(ShortConv { b, c, x, conv, out })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         [&mut self.b, &mut self.c, &mut self.x, &mut self.out].into_iter().try_for_each(|l| l.move_to(cpu, device))?;
-        [Some(&mut self.w), self.bias.as_mut()].into_iter().flatten().try_for_each(|vector| vector.move_to(device))
+        self.conv.move_to(device)
     }
 
     pub fn state(&self) -> Kind {
-        Kind::Recurrent(vec![(self.plan.taps - 1) * self.plan.hidden])
+        Kind::Recurrent(vec![self.conv.width()])
     }
 
     /// `a[n,hidden] -> y[n,hidden]`
@@ -89,17 +83,11 @@ impl ShortConv {
         a: &Tensor,
         y: &mut Tensor,
     ) -> Result<Option<Saved>, ModelError> {
-        let Plan { hidden, taps, .. } = self.plan;
         let b = self.b.apply(pass, a.view(), DType::Fp32)?;
         let c = self.c.apply(pass, a.view(), DType::Fp32)?;
         let x = self.x.apply(pass, a.view(), DType::Fp32)?;
         let product = mul(pass, &b, &x, DType::Fp32)?;
-        let mut weights = vec![("w", self.w.w.view_as(&[hidden, taps])?)];
-        weights.extend(self.bias.as_ref().map(|bias| ("bias", bias.w.view())));
-        let mut conv = pass.empty(DType::Fp32, product.shape())?;
-        let (op, tokens) = (("causal_conv1d", &Attributes::new()), [("x", &product, &[hidden][..])]);
-        let kept = [(["state", "next"], &[taps - 1, hidden][..])];
-        recur::forward(pass, state, op, &tokens, &weights, &kept, ("y", &mut conv, &[hidden]))?;
+        let mut conv = self.conv.forward(pass, state, 0, &product)?;
         pass.see("conv", &mut conv)?;
         let gated = mul(pass, &c, &conv, pass.dtype)?;
         self.out.apply_to(pass, 0, gated.view(), y.view_mut())?;
@@ -109,52 +97,18 @@ impl ShortConv {
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
         let (Saved { b, c, x, product, conv, gated }, mask, f32) = (saved, back.mask, DType::Fp32);
-        let (hidden, none) = (self.plan.hidden, Attributes::new());
         let dgated = self.out.backward(back, 0, gated.view(), dy.view(), mask, f32)?;
         let dc = mul(&mut back.pass, &dgated, &conv, f32)?;
         let mut dconv = mul(&mut back.pass, &dgated, &c, f32)?;
         back.see("dconv", &mut dconv)?;
-        if let Some(bias) = &self.bias {
-            let of = (Of::whole(&bias.name), None, hidden);
-            back.add_vector(["token_sum", "sum"], &none, of, &[("x", dconv.view())], mask)?;
-        }
-        let tokens = [("x", &product, &[hidden][..]), ("dy", &dconv, &[hidden])];
-        let made = recur::backward(back, &tokens, &[hidden], |back, block, inputs| self.of_block(back, block, inputs))?;
-        let [dproduct] = &made[..] else { unreachable!("one was asked for") };
-        let db = mul(&mut back.pass, dproduct, &x, f32)?;
-        let dx = mul(&mut back.pass, dproduct, &b, f32)?;
+        let dproduct = self.conv.backward(back, &product, &dconv)?;
+        let db = mul(&mut back.pass, &dproduct, &x, f32)?;
+        let dx = mul(&mut back.pass, &dproduct, &b, f32)?;
         let from_b = self.b.backward(back, 0, a.view(), db.view(), mask, f32)?;
         let from_c = self.c.backward(back, 0, a.view(), dc.view(), mask, f32)?;
         let from_x = self.x.backward(back, 0, a.view(), dx.view(), mask, f32)?;
         let sum = back.sum(from_b, from_c)?;
         back.sum(sum, from_x)
-    }
-
-    /// Of the sequences of a block: the gradient of what the convolution read; that of its weights is added up.
-    fn of_block(
-        &self,
-        back: &mut Backward,
-        block: &crate::backward::Block,
-        inputs: Vec<(&str, TensorRef)>,
-    ) -> Result<Vec<Tensor>, ModelError> {
-        let Plan { hidden, taps, .. } = self.plan;
-        let (batch, rows, mask, none) = (block.lengths.len(), block.rows, block.mask(), Attributes::new());
-        let (w, shape) = (("w", self.w.w.view_as(&[hidden, taps])?), [CHAINS, hidden, taps]);
-        let Backward { pass, sums, cpu, .. } = back;
-        sums.vector(cpu, Of::whole(&self.w.name), None, hidden * taps, &mask, |carry, before, next| {
-            let attributes = none.clone().with("token_offset", before);
-            let carry = TensorRef::new(carry.contiguous::<f32>().expect("it is one piece on the host"), &shape)?;
-            let tokens = [("mask", TensorRef::new(&mask, &[batch, rows])?), ("carry", carry)];
-            let inputs = [&inputs[..], &tokens].concat();
-            pass.op("causal_conv1d_dw", &attributes, &inputs, [("dw", next.view_mut_as(&shape)?)])
-        })?;
-        let lengths: Vec<i32> = block.lengths.iter().map(|&length| length as i32).collect();
-        let mut dx = pass.empty(DType::Fp32, &[batch, rows, hidden])?;
-        let mut dstate = pass.empty(DType::Fp32, &[batch, taps - 1, hidden])?;
-        let given = [inputs[1], w, ("len", TensorRef::new(&lengths, &[batch])?)];
-        let outputs = [("dx", dx.view_mut()), ("dstate", dstate.view_mut())];
-        pass.op("causal_conv1d_backward", &none, &given, outputs)?;
-        Ok(vec![dx])
     }
 }
 

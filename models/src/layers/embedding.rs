@@ -14,10 +14,9 @@ use samebits_ops::{Attributes, Backend, DType, Element, Tensor, embedding_dw};
 use std::mem::swap;
 use std::sync::Arc;
 
-/// The name of the table in a folder, without `.weight`.
-pub(crate) const TABLE: &str = "model.embed_tokens";
-
 pub(crate) struct Embedding {
+    /// The name of the table in a folder, without `.weight`.
+    name: &'static str,
     /// `[V,hidden]`; `None` where it is the output projection.
     table: Option<Arc<Tensor>>,
     hidden: usize,
@@ -29,11 +28,12 @@ impl Embedding {
     /// The table and the output projection: two matrices `[vocab,hidden]`, or one where they are tied.
     pub fn load(
         loader: &mut Loader,
+        called: &'static str,
         [vocab, hidden]: [usize; 2],
         is_tied: bool,
         scale: Option<f64>,
     ) -> Result<(Embedding, Linear), ModelError> {
-        let table = loader.matrix(TABLE, vocab, hidden)?;
+        let table = loader.matrix(called, vocab, hidden)?;
         let own = "lm_head";
         let (table, head, name) = if !is_tied {
             (Some(table), loader.matrix(own, vocab, hidden)?, own)
@@ -47,11 +47,11 @@ impl Embedding {
                     return Err(ModelError::tensor(&path, HEAD, DIFFERS));
                 }
             }
-            (None, table, TABLE)
+            (None, table, called)
         };
         let head = Linear::new(loader.cpu, Source::whole(name.into(), vocab), head, None, loader.packs)?;
         let scale = scale.map(|factor| Attributes::new().with("factor", factor));
-        Ok((Embedding { table, hidden, scale }, head))
+        Ok((Embedding { name: called, table, hidden, scale }, head))
     }
 
     /// Takes the table to a device.
@@ -81,7 +81,7 @@ impl Embedding {
             back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
             dx = scaled;
         }
-        let (dw, rows) = back.sums.table(Of::table(&format!("{TABLE}.weight")), self.hidden, tokens)?;
+        let (dw, rows) = back.sums.table(Of::table(&format!("{}.weight", self.name)), self.hidden, tokens)?;
         let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
         Ok(embedding_dw(back.cpu, self.hidden, dx, &rows, Some(back.mask), dw)?)
     }

@@ -16,8 +16,15 @@ use std::ops::Range;
 /// Rows of tokens `[n,width]`, by the name of the op's input or output, and its axes behind B and T.
 pub(crate) type Rows<'a, T> = (&'a str, T, &'a [usize]);
 
-/// A part of the state: the names of the op's input and output, and its axes behind B.
-pub(crate) type Kept<'a> = ([&'a str; 2], &'a [usize]);
+/// A part of the layer's state.
+pub(crate) struct Kept<'a> {
+    /// Its number.
+    pub part: usize,
+    /// The names of the op's input and output.
+    pub names: [&'a str; 2],
+    /// Its axes behind B.
+    pub axes: &'a [usize],
+}
 
 /// Sequences of a step that follow each other with equally many tokens, and their rows.
 struct Run {
@@ -55,8 +62,8 @@ pub(crate) fn forward(
     let [read, written] = inputs.state_rows.as_ref().expect("a layer that recurs has rows");
     let state = state.rows();
     let (mut before, mut next) = (Vec::new(), Vec::new());
-    for number in 0..kept.len() {
-        let part = state.read(machine, number, read, sequences)?;
+    for kept in kept {
+        let part = state.read(machine, kept.part, read, sequences)?;
         next.push(pass.empty(DType::Fp32, part.shape())?);
         before.push(part);
     }
@@ -73,12 +80,12 @@ pub(crate) fn forward(
         for ((name, x, axes), some) in tokens.iter().zip(&some) {
             inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_tokens(axes))?));
         }
-        for (([name, _], axes), (x, some)) in kept.iter().zip(before.iter().zip(&begun)) {
+        for (Kept { names: [name, _], axes, .. }, (x, some)) in kept.iter().zip(before.iter().zip(&begun)) {
             inputs.push((*name, some.as_ref().unwrap_or(x).view_as(&of_state(axes))?));
         }
         inputs.extend_from_slice(weights);
         let mut outputs = vec![(output, made.as_mut().unwrap_or(y).view_mut_as(&of_tokens(axes))?)];
-        for (([_, name], axes), (x, some)) in kept.iter().zip(next.iter_mut().zip(&mut ended)) {
+        for (Kept { names: [_, name], axes, .. }, (x, some)) in kept.iter().zip(next.iter_mut().zip(&mut ended)) {
             outputs.push((*name, some.as_mut().unwrap_or(x).view_mut_as(&of_state(axes))?));
         }
         pass.run(op, attributes, &inputs, outputs)?;
@@ -87,8 +94,8 @@ pub(crate) fn forward(
             ended.map_or(Ok(()), |ended| join(pass, &ended, next, of.start))?;
         }
     }
-    for (number, next) in next.iter().enumerate() {
-        state.write(machine, number, written, next)?;
+    for (kept, next) in kept.iter().zip(&next) {
+        state.write(machine, kept.part, written, next)?;
     }
     Ok(())
 }

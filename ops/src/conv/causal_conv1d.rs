@@ -9,9 +9,10 @@
 //! Special: rows behind `len` are not read, and their y is +0.
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
-use crate::call::{Arguments as CallArguments, Entry};
+use crate::call::Entry;
 use crate::conv::taps::{Behind, CausalConv1d, Chains, Row, deal, on_host, transposed};
 use crate::element::{Stored, typed};
+use crate::lengths::{Lengths, optional_lengths};
 use crate::parallel::SharedOut;
 use crate::tensor::Rows;
 use crate::through_f32::convert;
@@ -102,7 +103,7 @@ struct Tensors<'a> {
 fn run(cpu: &Cpu, shape: &CausalConv1d, inputs: Tensors, y: TensorMut, next: TensorMut) -> Result<(), Error> {
     let Tensors { x, w, bias, state, len } = inputs;
     on_host(NAME, [("x", Some(x)), ("w", Some(w)), ("bias", bias), ("state", state)])?;
-    shape.check_lengths(NAME, len)?;
+    shape.lengths().check(NAME, len)?;
     typed!(x.dtype() => I, typed!(y.dtype() => O, {
         let rows = Behind { state: state.map(|state| state.heads()), x: x.heads::<I>(), before: shape.before() };
         let next = next.host::<f32>(NAME, "next")?;
@@ -208,14 +209,14 @@ pub(crate) const OP: Entry = Entry {
             w: args.input("w"),
             bias: args.optional("bias"),
             state: args.optional("state"),
-            len: lengths(args)?,
+            len: Lengths::of_call(args)?,
         };
         run(cpu, &CausalConv1d::of(args.call), inputs, args.output("y"), args.output("next"))
     },
     device: Some(|on, args| {
         let (shape, [y, next]) = (CausalConv1d::of(args.call), ["y", "next"].map(|name| args.output(name)));
         let (x, w, bias) = (args.input("x"), args.input("w"), args.optional("bias"));
-        with_lengths(on, args, NAME, &shape, |len| {
+        shape.lengths().on_device(on, args, NAME, |len| {
             typed!(x.dtype() => I, typed!(y.dtype() => O, {
                 let inputs = Parts::<I> {
                     x: x.device_part(NAME, "x")?,
@@ -232,45 +233,8 @@ pub(crate) const OP: Entry = Entry {
     prepare: None,
 };
 
-/// How many rows the sequences of a call by name have, where it says so.
-pub(super) fn lengths<'a>(args: &CallArguments<'_, 'a>) -> Result<Option<&'a [i32]>, Error> {
-    args.optional("len").map(|_| args.integers("len")).transpose()
-}
-
-/// The same on a device, whether they stand there or on the host.
-pub(super) fn with_lengths(
-    on: &Device,
-    args: &CallArguments,
-    op: &'static str,
-    shape: &CausalConv1d,
-    work: impl FnOnce(Option<&Indices>) -> Result<(), Error>,
-) -> Result<(), Error> {
-    match args.optional("len").map(|len| len.as_indices()) {
-        None => work(None),
-        Some(Some(len)) => {
-            check_indices(op, shape, len)?;
-            work(Some(len))
-        }
-        Some(None) => {
-            let len = lengths(args)?.unwrap_or_default();
-            shape.check_lengths(op, Some(len))?;
-            work(Some(&Indices::new(on, op, len, shape.length + 1)?))
-        }
-    }
-}
-
-/// Checks lengths that stand on a device.
-pub(super) fn check_indices(op: &'static str, shape: &CausalConv1d, len: &Indices) -> Result<(), Error> {
-    check_len(op, "len", "[B]", len.len(), &[shape.batch])?;
-    if len.limit() > shape.length + 1 {
-        let what = format!("`len` is below {}; its limit must be T + 1 = {} at most", len.limit(), shape.length + 1);
-        return Err(crate::value_error(op, what));
-    }
-    Ok(())
-}
-
 /// A buffer, and the element that a tensor begins with.
-pub(super) type Part<'a, T> = (&'a Buffer<T>, usize);
+pub(crate) type Part<'a, T> = (&'a Buffer<T>, usize);
 
 /// The inputs on a device.
 struct Parts<'a, I> {
@@ -282,19 +246,11 @@ struct Parts<'a, I> {
 }
 
 /// `arguments` with a buffer that may not be there, and whether it is.
-pub(super) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
+pub(crate) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
     match part {
         Some((buffer, at)) => arguments.buffer_from(buffer, at).int(1),
         None => arguments.null().int(0),
     }
-}
-
-/// The same for lengths.
-pub(super) fn optional_lengths(on: &Device, arguments: Arguments, len: Option<&Indices>) -> Result<Arguments, Error> {
-    Ok(match len {
-        Some(len) => arguments.buffer(len.buffer(on)?).int(1),
-        None => arguments.null().int(0),
-    })
 }
 
 /// Threads of a block, each of which takes a channel of a row.
@@ -350,7 +306,7 @@ pub fn on_device<I: Stored, O: Stored>(
 ) -> Result<(), Error> {
     let DeviceInputs { x, w, bias, state, len } = *inputs;
     check(shape, [x.len(), w.len()], [bias.map(Buffer::len), state.map(Buffer::len)], [y.len(), next.len()])?;
-    len.map_or(Ok(()), |len| check_indices(NAME, shape, len))?;
+    shape.lengths().check_indices(NAME, len)?;
     let parts =
         Parts { x: (x, 0), w: (w, 0), bias: bias.map(|bias| (bias, 0)), state: state.map(|state| (state, 0)), len };
     launch(on, shape, parts, (y, 0), (next, 0))

@@ -10,11 +10,10 @@
 
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::Entry;
-use crate::conv::causal_conv1d::{
-    Part, THREADS, check_indices, grid, lengths, optional, optional_lengths, with_lengths,
-};
+use crate::conv::causal_conv1d::{Part, THREADS, grid, optional};
 use crate::conv::taps::{CausalConv1d, Chains, Row, deal, on_host, transposed};
 use crate::element::{Stored, typed};
+use crate::lengths::{Lengths, optional_lengths};
 use crate::parallel::SharedOut;
 use crate::tensor::{Heads, Rows};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef};
@@ -97,7 +96,7 @@ struct Tensors<'a> {
 fn run(cpu: &Cpu, shape: &CausalConv1d, given: Tensors, dx: TensorMut, dstate: TensorMut) -> Result<(), Error> {
     let Tensors { dy, w, dnext, len } = given;
     on_host(NAME, [("dy", Some(dy)), ("w", Some(w)), ("dnext", dnext)])?;
-    shape.check_lengths(NAME, len)?;
+    shape.lengths().check(NAME, len)?;
     typed!(dy.dtype() => I, typed!(dx.dtype() => O, {
         let (dy, dnext) = (dy.heads::<I>(), dnext.map(|dnext| dnext.heads()));
         let dstate = dstate.host::<f32>(NAME, "dstate")?;
@@ -194,14 +193,14 @@ const UNIT: Unit = Unit::of(NAME, include_str!("causal_conv1d_backward.cu"), &[N
 pub(crate) const OP: Entry = Entry {
     name: NAME,
     cpu: |cpu, args| {
-        let (dy, w, dnext, len) = (args.input("dy"), args.input("w"), args.optional("dnext"), lengths(args)?);
+        let (dy, w, dnext, len) = (args.input("dy"), args.input("w"), args.optional("dnext"), Lengths::of_call(args)?);
         let given = Tensors { dy, w, dnext, len };
         run(cpu, &CausalConv1d::of(args.call), given, args.output("dx"), args.output("dstate"))
     },
     device: Some(|on, args| {
         let (shape, [dx, dstate]) = (CausalConv1d::of(args.call), ["dx", "dstate"].map(|name| args.output(name)));
         let (dy, w, dnext) = (args.input("dy"), args.input("w"), args.optional("dnext"));
-        with_lengths(on, args, NAME, &shape, |len| {
+        shape.lengths().on_device(on, args, NAME, |len| {
             typed!(dy.dtype() => I, typed!(dx.dtype() => O, {
                 let given = Parts::<I> {
                     dy: dy.device_part(NAME, "dy")?,
@@ -267,7 +266,7 @@ pub fn on_device<I: Stored, O: Stored>(
 ) -> Result<(), Error> {
     let DeviceGradients { dy, w, dnext, len } = *given;
     check(shape, [dy.len(), w.len()], dnext.map(Buffer::len), [dx.len(), dstate.len()])?;
-    len.map_or(Ok(()), |len| check_indices(NAME, shape, len))?;
+    shape.lengths().check_indices(NAME, len)?;
     let parts = Parts { dy: (dy, 0), w: (w, 0), dnext: dnext.map(|dnext| (dnext, 0)), len };
     launch(on, shape, parts, (dx, 0), (dstate, 0))
 }

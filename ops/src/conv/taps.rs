@@ -2,6 +2,7 @@
 //! work is dealt. Sequences are `[B,T,C]`, and every element of an output is a chain of K terms of one channel, so vectors run
 //! over C.
 
+use crate::lengths::Lengths;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
 use crate::tensor::{Heads, Rows};
 use crate::{Cpu, Element, Error, TensorRef, check_len, value_error};
@@ -55,14 +56,9 @@ impl CausalConv1d {
         check_len(op, "w", "[C,K]", found, &[self.channels, self.taps])
     }
 
-    /// Checks how many rows the sequences have.
-    pub(super) fn check_lengths(&self, op: &'static str, len: Option<&[i32]>) -> Result<(), Error> {
-        let Some(len) = len else { return Ok(()) };
-        check_len(op, "len", "[B]", len.len(), &[self.batch])?;
-        match len.iter().position(|&len| usize::try_from(len).map_or(true, |len| len > self.length)) {
-            None => Ok(()),
-            Some(i) => Err(value_error(op, format!("len[{i}] is {}; use 0 to {}", len[i], self.length))),
-        }
+    /// The sequences, which may have fewer rows.
+    pub(super) fn lengths(&self) -> Lengths {
+        Lengths { batch: self.batch, length: self.length }
     }
 
     /// How many rows sequence `b` has; the lengths were checked.

@@ -135,6 +135,9 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         "K" if op.follows("J") => 4,
         "J" => 3,
         "C" if op.follows("J") => extent("N", large),
+        // Two heads of a scan to a group.
+        "H" if op.input("a_log").is_some() => 4,
+        "G" => 2,
         _ => extent(axis, large),
     };
     input.shape(extent, &[3, 4, if large { 83 } else { 16 }])

@@ -163,6 +163,17 @@ impl Draw {
         (shape, [[batch, length, channels], [batch, taps.saturating_sub(1), channels], [channels, taps, 1]])
     }
 
+    /// A scan, and the extents of x, of dt, of b and of a state.
+    fn scan(&mut self) -> (SsdScan, [Vec<usize>; 4]) {
+        let [batch, length, head_dim, state_dim] = [self.extent(), self.extent(), self.extent(), self.extent()];
+        let (heads, groups) = self.pick(&[(2, 1), (1, 1), (4, 2), (3, 2), (0, 0), (usize::MAX, 1)]);
+        let [dt_min, dt_max] =
+            [[0.0, 0.5], [0.0, 2.0]].map(|within| self.number(&within, &[-1.0, f64::NAN, f64::INFINITY, 1e300]));
+        let shape = SsdScan { batch, length, heads, head_dim, groups, state_dim, dt_min, dt_max };
+        let (of_dt, of_b) = (vec![batch, length, heads], vec![batch, length, groups, state_dim]);
+        (shape, [vec![batch, length, heads, head_dim], of_dt, of_b, vec![batch, heads, head_dim, state_dim]])
+    }
+
     fn linear(&mut self) -> LinearLogprob {
         let (rows, [vocab, k]) = (self.extent(), self.matrix());
         LinearLogprob { rows, vocab, k, temperature: self.positive() }
@@ -218,6 +229,38 @@ const OPS: [(&str, Op); 50] = [
         let (mut dw, tokens) = (d.floats(&[64, of_w[0], of_w[1]]), d.tokens(&mask));
         let state = d.flag().then_some(&state[..]);
         causal_conv1d_dw(&d.cpu, &shape, tokens, &x, &dy, state, &mut dw)
+    }),
+    ("ssd_scan", |d| {
+        let (shape, [of_x, of_dt, of_b, of_state]) = d.scan();
+        let (x, dt, b, c, state) =
+            (d.floats(&of_x), d.floats(&of_dt), d.floats(&of_b), d.floats(&of_b), d.floats(&of_state));
+        let [a_log, skip, bias] = [d.floats(&of_dt[2..]), d.floats(&of_dt[2..]), d.floats(&of_dt[2..])];
+        let (mut y, mut next, len) = (d.floats(&of_x), d.floats(&of_state), d.ints(&of_x[..1], shape.length));
+        let [skip, dt_bias] = [&skip, &bias].map(|x| d.flag().then_some(&x[..]));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let inputs = ScanInputs { x: &x[..], dt: &dt, a_log: &a_log, b: &b, c: &c, d: skip, dt_bias, state, len };
+        ssd_scan(&d.cpu, &shape, &inputs, &mut y, &mut next)
+    }),
+    ("ssd_scan_backward", |d| {
+        let (shape, [of_x, of_dt, of_b, of_state]) = d.scan();
+        let (x, dt, b, c, a_log) =
+            (d.floats(&of_x), d.floats(&of_dt), d.floats(&of_b), d.floats(&of_b), d.floats(&of_dt[2..]));
+        let (dy, dnext, len) = (d.floats(&of_x), d.floats(&of_state), d.ints(&of_x[..1], shape.length));
+        let [mut dx, mut ddt, mut db, mut dc] = [d.floats(&of_x), d.floats(&of_dt), d.floats(&of_b), d.floats(&of_b)];
+        let [mut da_log, mut dd, mut dstate] = [d.floats(&of_dt), d.floats(&of_dt), d.floats(&of_state)];
+        let (dnext, len) = (d.flag().then_some(&dnext[..]), d.flag().then_some(&len[..]));
+        let inputs =
+            ScanInputs { x: &x[..], dt: &dt, a_log: &a_log, b: &b, c: &c, d: None, dt_bias: None, state: None, len };
+        let made = ScanGradients {
+            dx: &mut dx[..],
+            ddt: &mut ddt,
+            db: &mut db,
+            dc: &mut dc,
+            da_log: &mut da_log[..],
+            dd: &mut dd,
+            dstate: &mut dstate,
+        };
+        ssd_scan_backward(&d.cpu, &shape, &inputs, &ScanOutputGradients { dy: &dy, dnext }, made)
     }),
     ("silu_mul", |d| {
         let n = d.extent();

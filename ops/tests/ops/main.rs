@@ -16,6 +16,7 @@ mod inlined;
 mod linear_logprob_gradient;
 mod norm_gradients;
 mod page;
+mod scan;
 mod token_sums;
 mod train;
 

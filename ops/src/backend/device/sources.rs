@@ -35,7 +35,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 16] = headers![
+pub static HEADERS: [(&str, &str); 17] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
@@ -48,6 +48,7 @@ pub static HEADERS: [(&str, &str); 16] = headers![
     "rotate.cuh",
     "scale.cuh",
     "sequences.cuh",
+    "ssd.cuh",
     "taps.cuh",
     "tile.cuh",
     "tokens.cuh",

@@ -1,0 +1,69 @@
+//! Granite 4: scans of Mamba-2 and some attention, with the factors of Granite; those without experts.
+
+use super::Family;
+use super::parts::{Missing, attention, gated, heads, no_rope, only_silu, pre_norm, rope, scan};
+use crate::config::Config;
+use crate::fields::Fields;
+use crate::layers::branch;
+use crate::layers::head::Finish;
+use crate::layers::{LayerPlan, attend, attention, mlp};
+use serde_json::Value;
+
+pub(super) const FAMILY: Family = Family::of("granitemoehybrid", read);
+
+fn read(c: &mut Config, f: &Fields, layers: usize) {
+    only_silu(f);
+    let heads = heads(c, f, Missing::Derived, Missing::Derived);
+    let heads = attend::Heads { scale: f.positive("attention_multiplier").unwrap_or(1.0), ..heads };
+    // Factors of 1 change no bit; these are products that need not be made.
+    let factor = |field| f.positive(field).filter(|factor| *factor != 1.0);
+    c.embed_scale = factor("embedding_multiplier");
+    c.finish = factor("logits_scaling").map(|divisor| Finish::Scale(1.0 / divisor));
+    let added = factor("residual_multiplier");
+    let rope = match f.get("position_embedding_type").is_some_and(|kind| kind == "rope") {
+        true => rope(c, f, heads.key_dim, Some(10_000.0)),
+        false => {
+            f.unread(&["rope_theta", "rope_scaling", "rope_parameters"]);
+            no_rope(c, heads.key_dim)
+        }
+    };
+    let experts = f.get("num_local_experts").map_or(8, |_| f.size_or_zero("num_local_experts"));
+    if experts > 0 {
+        f.refuse("num_local_experts", format!("is {experts}; supported is 0, a model without experts"));
+    }
+    f.unread(&["num_experts_per_tok", "intermediate_size"]);
+    let bias = f.flag("attention_bias", false);
+    let attention = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
+    let names = mlp::Names::Fused(["shared_mlp.input_linear", "shared_mlp.output_linear"]);
+    let width = f.size("shared_intermediate_size").unwrap_or(1024);
+    let mlp = LayerPlan::Mlp(mlp::Plan { names, ..gated(c, width) });
+    let scan = scan(c, f);
+    let block = |attends| {
+        let mixer = match attends {
+            true => LayerPlan::Attention(attention.clone()),
+            false => LayerPlan::Mamba2(scan.clone()),
+        };
+        let block = pre_norm(mixer, mlp.clone()).into_iter();
+        block.map(|branch| branch::Plan { factor: added, ..branch }).collect()
+    };
+    c.blocks = attends(f, layers).into_iter().map(block).collect();
+}
+
+/// Which layers attend, by `layer_types`; none where they are not given.
+fn attends(f: &Fields, layers: usize) -> Vec<bool> {
+    let none = vec![false; layers];
+    let Some(types) = f.get("layer_types") else { return none };
+    let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
+        f.refuse("layer_types", format!("is not a list of {layers} layer types"));
+        return none;
+    };
+    let attends = |(i, kind): (usize, &Value)| match kind.as_str() {
+        Some("attention" | "full_attention") => true,
+        Some("mamba" | "linear_attention") => false,
+        _ => {
+            f.refuse(format!("layer_types[{i}]"), format!("is {kind}; supported are \"mamba\" and \"attention\""));
+            false
+        }
+    };
+    types.iter().enumerate().map(attends).collect()
+}
