@@ -1201,7 +1201,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 51] = [
+const MUTANTS: [Mutant; 54] = [
     Mutant {
         name: "gate_of_the_elements_before",
         change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },

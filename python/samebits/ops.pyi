@@ -733,6 +733,113 @@ def causal_conv1d_dw(
     """
     ...
 
+def ssd_scan(
+    x: T,
+    dt: T,
+    a_log: T,
+    b: T,
+    c: T,
+    d: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    *,
+    dt_min: float = 0.0,
+    dt_max: float = 0.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The state-space scan of Mamba-2, position after position, from `state` to `next`, the state for what follows.
+
+    Inputs:
+        x[B,T,H,P]: bf16, fp16 or fp32
+        dt[B,T,H]: bf16, fp16 or fp32
+        a_log[H]: bf16, fp16 or fp32
+        b[B,T,G,N]: bf16, fp16 or fp32
+        c[B,T,G,N]: bf16, fp16 or fp32
+        d[H]: bf16, fp16 or fp32, optional
+        dt_bias[H]: bf16, fp16 or fp32, optional
+        state[B,H,P,N]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        dt_min (0.0): steps are no shorter, behind their softplus; a finite number from 0 to 1e38
+        dt_max (0.0): steps are no longer; `0` means no limit; a finite number from 0 to 1e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,T,H,P]: dtype
+        next[B,H,P,N]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; G = 0; H not a multiple of G; dt_max below dt_min but not 0; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def ssd_scan_backward(
+    x: T,
+    dt: T,
+    a_log: T,
+    b: T,
+    c: T,
+    dy: T,
+    d: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    dnext: T | None = None,
+    *,
+    dt_min: float = 0.0,
+    dt_max: float = 0.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T, T, T, T, T, T]:
+    """The gradients of ssd_scan's x, dt, b, c and state; da_log, dd and (for dt_bias) ddt are summed by `token_sum`.
+
+    A gradient of `ssd_scan`.
+
+    Inputs:
+        x[B,T,H,P]: bf16, fp16 or fp32
+        dt[B,T,H]: bf16, fp16 or fp32
+        a_log[H]: bf16, fp16 or fp32
+        b[B,T,G,N]: bf16, fp16 or fp32
+        c[B,T,G,N]: bf16, fp16 or fp32
+        dy[B,T,H,P]: bf16, fp16 or fp32
+        d[H]: bf16, fp16 or fp32, optional
+        dt_bias[H]: bf16, fp16 or fp32, optional
+        state[B,H,P,N]: fp32, optional
+        len[B]: i32; 0 to T, optional
+        dnext[B,H,P,N]: fp32, optional
+
+    Attributes:
+        dt_min (0.0): steps are no shorter, behind their softplus; a finite number from 0 to 1e38
+        dt_max (0.0): steps are no longer; `0` means no limit; a finite number from 0 to 1e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[B,T,H,P]: dtype
+        ddt[B,T,H]: dtype
+        db[B,T,G,N]: dtype
+        dc[B,T,G,N]: dtype
+        da_log[B,T,H]: fp32
+        dd[B,T,H]: fp32
+        dstate[B,H,P,N]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; G = 0; H not a multiple of G; dt_max below dt_min but not 0; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def logprob(
     logits: T,
     target: T,
@@ -1132,6 +1239,69 @@ def gelu_mul_backward(
 
     Raises:
         ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def sigmoid_mul(
+    gate: T,
+    x: T,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """Sigmoid(gate) times x, each gate for N / G elements side by side.
+
+    Inputs:
+        gate[R,G]: bf16, fp16 or fp32
+        x[R,N]: bf16, fp16 or fp32
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of gate): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[R,N]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; N that is not a multiple of G
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def sigmoid_mul_backward(
+    gate: T,
+    x: T,
+    dy: T,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The gradients of gate and x from that of sigmoid_mul's y.
+
+    A gradient of `sigmoid_mul`.
+
+    Inputs:
+        gate[R,G]: bf16, fp16 or fp32
+        x[R,N]: bf16, fp16 or fp32
+        dy[R,N]: bf16, fp16 or fp32
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of gate): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dgate[R,G]: dtype
+        dx[R,N]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; N that is not a multiple of G
         NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
         MemoryError: the workspace does not fit the budget or the system
     """

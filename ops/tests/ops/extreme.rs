@@ -196,7 +196,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 50] = [
+const OPS: [(&str, Op); 52] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
