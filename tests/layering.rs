@@ -472,7 +472,7 @@ const LONG_FUNCTIONS: LongFunctions = &[
     ("harness/src/cmd/check.rs", "judge", 151),
     ("harness/src/cmd/goldens.rs", "run", 139),
     ("harness/src/cmd/measure.rs", "compare", 84),
-    ("harness/src/cmd/probe.rs", "run", 89),
+    ("harness/src/cmd/probe.rs", "run", 85),
     ("harness/src/cmd/train.rs", "train", 104),
     ("judge/src/judge.rs", "invariance", 104),
     ("judge/src/probe/arithmetic.rs", "hand_on", 97),

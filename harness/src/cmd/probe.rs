@@ -150,19 +150,23 @@ pub fn run(args: &Args) -> Result<ExitCode> {
             }
         }
     }
-    match wrong.is_empty() {
-        true if one => writeln!(stdout, "\nas declared")?,
-        true if hidden => writeln!(
-            stdout,
-            "\nthe order is not seen in outputs of {out}; ask with --out fp32 if it has them, and `samebits check` by its cases of fill power"
-        )?,
-        true => writeln!(
-            stdout,
-            "\none order for all numbers of rows; it is not the declared one, which its list does not claim"
-        )?,
-        false => writeln!(stdout, "\nNOT as declared: {}", wrong.join(", "))?,
-    }
+    writeln!(stdout, "\n{}", said(&wrong, one, hidden, out))?;
     Ok(ExitCode::from(u8::from(!wrong.is_empty())))
+}
+
+/// The last line.
+fn said(wrong: &[String], one: bool, hidden: bool, out: DType) -> String {
+    if !wrong.is_empty() {
+        format!("NOT as declared: {}", wrong.join(", "))
+    } else if one {
+        "as declared".into()
+    } else if hidden {
+        format!(
+            "the order is not seen in outputs of {out}; ask with --out fp32 if it has them, and `samebits check` by its cases of fill power"
+        )
+    } else {
+        "one order for all numbers of rows; it is not the declared one, which its list does not claim".into()
+    }
 }
 
 /// What was shown of the order of a sum.
