@@ -795,7 +795,7 @@ mod tests {
             ),
             (
                 "Mamba-Codestral",
-                json!({"model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "n_groups": 2, "norm_before_gate": true, "num_heads": 6, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true, "max_position_embeddings": null, "rms_norm_eps": null, "num_attention_heads": null}),
+                json!({"model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "n_groups": 2, "norm_before_gate": true, "num_heads": 6, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true, "max_position_embeddings": null, "rms_norm_eps": null, "num_key_value_heads": null, "num_attention_heads": null}),
             ),
             (
                 "Bamba-9B",

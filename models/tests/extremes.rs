@@ -353,7 +353,7 @@ fn changed_configs_are_refused() {
                 0 => c.vocab = n,
                 1 => c.hidden = n,
                 2 => c.blocks.truncate(n),
-                3 => c.rotary[0].dim = n,
+                3 => c.rotary.iter_mut().take(1).for_each(|rotary| rotary.dim = n),
                 4 => c.max_positions = n,
                 5 => c.extra_layers = n,
                 6 => c.rope_length = RopeLength::Declared(n),

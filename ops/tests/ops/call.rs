@@ -137,6 +137,8 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         "C" if op.follows("J") => extent("N", large),
         // Two heads of a scan to a group.
         "H" if op.input("a_log").is_some() => 4,
+        // A gate for each element.
+        "G" if op.input("gate").is_some() => extent("N", large),
         "G" => 2,
         _ => extent(axis, large),
     };

@@ -4,7 +4,7 @@ use super::ssd_scan::{A_LOG, B, C, D, DT, DT_BIAS, DT_MAX, DT_MIN, STATE, X, che
 use super::*;
 
 /// `x[B,T,H,P], dt[B,T,H], a_log[H], b[B,T,G,N], c[B,T,G,N], d[H]?, dt_bias[H]?, state[B,H,P,N]?, len[B]?, dy[B,T,H,P],
-/// dnext[B,H,P,N]? -> dx, ddt, db, dc, da_log[B,T,H], dd[B,T,H], dstate[B,H,P,N]`
+/// dnext[B,H,P,N]? -> dx[B,T,H,P], ddt[B,T,H], db[B,T,G,N], dc[B,T,G,N], da_log[B,T,H], dd[B,T,H], dstate[B,H,P,N]`
 pub static OP: Op = Op {
     name: "ssd_scan_backward",
     about: "the gradients of ssd_scan's x, dt, b, c and state; da_log, dd and (for dt_bias) ddt are summed by `token_sum`",
