@@ -23,8 +23,9 @@ pub const MEASURED: [&str; 17] = [
 ];
 
 /// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of the sum of
-/// `fold`, and a convolution adds a few taps.
-pub const UNMEASURED: [&str; 3] = ["fold", "causal_conv1d", "causal_conv1d_backward"];
+/// `fold`, a convolution adds a few taps, and a delta rule what the tokens before have left.
+pub const UNMEASURED: [&str; 5] =
+    ["fold", "causal_conv1d", "causal_conv1d_backward", "gated_delta_rule", "gated_delta_rule_backward"];
 
 /// What outputs of one dtype show of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

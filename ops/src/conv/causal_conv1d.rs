@@ -233,12 +233,12 @@ pub(crate) const OP: Entry = Entry {
 };
 
 /// How many rows the sequences of a call by name have, where it says so.
-pub(super) fn lengths<'a>(args: &CallArguments<'_, 'a>) -> Result<Option<&'a [i32]>, Error> {
+pub(crate) fn lengths<'a>(args: &CallArguments<'_, 'a>) -> Result<Option<&'a [i32]>, Error> {
     args.optional("len").map(|_| args.integers("len")).transpose()
 }
 
 /// The same on a device, whether they stand there or on the host.
-pub(super) fn with_lengths(
+pub(crate) fn with_lengths(
     on: &Device,
     args: &CallArguments,
     op: &'static str,
@@ -260,7 +260,7 @@ pub(super) fn with_lengths(
 }
 
 /// Checks lengths that stand on a device.
-pub(super) fn check_indices(op: &'static str, shape: &CausalConv1d, len: &Indices) -> Result<(), Error> {
+pub(crate) fn check_indices(op: &'static str, shape: &CausalConv1d, len: &Indices) -> Result<(), Error> {
     check_len(op, "len", "[B]", len.len(), &[shape.batch])?;
     if len.limit() > shape.length + 1 {
         let what = format!("`len` is below {}; its limit must be T + 1 = {} at most", len.limit(), shape.length + 1);
@@ -270,7 +270,7 @@ pub(super) fn check_indices(op: &'static str, shape: &CausalConv1d, len: &Indice
 }
 
 /// A buffer, and the element that a tensor begins with.
-pub(super) type Part<'a, T> = (&'a Buffer<T>, usize);
+pub(crate) type Part<'a, T> = (&'a Buffer<T>, usize);
 
 /// The inputs on a device.
 struct Parts<'a, I> {
@@ -282,7 +282,7 @@ struct Parts<'a, I> {
 }
 
 /// `arguments` with a buffer that may not be there, and whether it is.
-pub(super) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
+pub(crate) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -> Arguments {
     match part {
         Some((buffer, at)) => arguments.buffer_from(buffer, at).int(1),
         None => arguments.null().int(0),
@@ -290,7 +290,7 @@ pub(super) fn optional<T: Stored>(arguments: Arguments, part: Option<Part<T>>) -
 }
 
 /// The same for lengths.
-pub(super) fn optional_lengths(on: &Device, arguments: Arguments, len: Option<&Indices>) -> Result<Arguments, Error> {
+pub(crate) fn optional_lengths(on: &Device, arguments: Arguments, len: Option<&Indices>) -> Result<Arguments, Error> {
     Ok(match len {
         Some(len) => arguments.buffer(len.buffer(on)?).int(1),
         None => arguments.null().int(0),

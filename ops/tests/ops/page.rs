@@ -215,7 +215,7 @@ fn ln_series(s: f64) -> f64 {
 }
 
 /// The logarithm of `1 + a / b`, as section 3 computes it.
-fn ln1p_of(a: f32, b: f32) -> f64 {
+pub(crate) fn ln1p_of(a: f32, b: f32) -> f64 {
     ln_series(f64::from(a) / (2.0 * f64::from(b) + f64::from(a)))
 }
 

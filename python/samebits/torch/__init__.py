@@ -146,7 +146,8 @@ class _Call:
         lengths = self.tensors.get("len")
         if lengths is None:
             return None
-        rows = torch.arange(self.inputs["x"][0][-2], device=lengths.device)
+        name, axes = next((i["name"], i["axes"]) for i in self.op["inputs"] if i["axes"][1:2] == ["T"])
+        rows = torch.arange(self.inputs[name][0][1 - len(axes)], device=lengths.device)
         return (rows < lengths.reshape(-1, 1)).to(torch.int32)
 
     def apply(self, name: str) -> dict[str, torch.Tensor]:
@@ -168,7 +169,14 @@ class _Call:
             return self.sum("w", name, *args)
         made = getattr(ops, name)(*args, **self.own(name), dtype=self.dtype)
         made = made if isinstance(made, (tuple, list)) else (made,)
-        return {o[1:]: tensor for o, tensor in zip(outputs, made)}
+        found = {o[1:]: tensor for o, tensor in zip(outputs, made)}
+        mask = self.mask()
+        for of, rows in _BY_POSITION.get(name, {}).items():
+            if of in self.inputs:
+                shape, flat = self.inputs[of][0], None if mask is None else mask.flatten()
+                sums = self.sum(of, "token_sum", found[rows].reshape(-1, math.prod(shape)), flat)
+                found |= {one: tensor.reshape(self.inputs[one][0]) for one, tensor in sums.items()}
+        return {of: tensor for of, tensor in found.items() if of in self.inputs}
 
     def sum(self, of: str, name: str, *args: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """What op `name` makes: the gradient of input `of`, a sum over tokens, unless `accumulate` goes on with it; and those
@@ -233,6 +241,8 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "scale": ((), lambda call: {"x": ops.scale(call.gradients["y"], **call.attributes)}),
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
+# By gradient op: the inputs whose gradient is a sum over positions, and of which one that is.
+_BY_POSITION = {"gated_delta_rule_backward": {"a_log": "a_log", "dt_bias": "g"}}
 # What one output of a gradient op is the gradient of, where the names do not say it.
 _ALSO = {("add_rms_norm", "x"): ("residual",)}
 
