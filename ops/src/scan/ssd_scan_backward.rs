@@ -146,7 +146,12 @@ fn run(
             dd: SharedOut::new(dd.host(NAME, "dd")?),
             dstate: SharedOut::new(dstate.host(NAME, "dstate")?),
         };
-        let sums = [SharedOut::new(db.host(NAME, "db")?), SharedOut::new(dc.host(NAME, "dc")?)];
+        let [db, dc] = [db.host::<O>(NAME, "db")?, dc.host::<O>(NAME, "dc")?];
+        if shape.heads == 0 {
+            // Sums over no heads.
+            [&mut *db, &mut *dc].into_iter().for_each(|sum| sum.fill(O::default()));
+        }
+        let sums = [SharedOut::new(db), SharedOut::new(dc)];
         Reverse { scan: &scan, dy, dnext }.run(&made, &sums)
     })
 }
@@ -559,6 +564,13 @@ fn launch<I: Stored, O: Stored>(
     gradients: ScanGradients<Buffer<O>, Buffer<f32>>,
 ) -> Result<(), Error> {
     let all = shape.units();
+    if shape.heads == 0 {
+        // Sums over no heads.
+        for sum in [gradients.db, gradients.dc] {
+            sum.fill(on, &vec![O::default(); sum.len()])?;
+        }
+        return Ok(());
+    }
     if shape.is_empty() {
         return Ok(());
     }
