@@ -46,9 +46,10 @@ pub fn run(gates: impl IntoIterator<Item = Gate>) -> ! {
             trials.retain(|trial| !arguments.is_filtered_out(&Test::test(name(trial), || Ok(()))));
             let group = Arc::new(Group { trials, records: OnceLock::new() });
             for (index, trial) in group.trials.iter().enumerate() {
-                let group = group.clone();
-                let judged = move || outcome(&group.records.get_or_init(|| judge.group(&group.trials))[index]);
-                tests.push((index, Test::ignorable_test(name(trial), judged)));
+                let (group, name) = (group.clone(), name(trial));
+                let again = again(&name);
+                let judged = move || outcome(&group.records.get_or_init(|| judge.group(&group.trials))[index], &again);
+                tests.push((index, Test::ignorable_test(name, judged)));
             }
             groups.push(group);
         }
@@ -80,6 +81,9 @@ pub fn run(gates: impl IntoIterator<Item = Gate>) -> ! {
             // What no test of its own could say.
             report.unplanned().for_each(|record| println!("{}: {}", record.case, reason(&record.verdict)));
             red |= !report.is_ok();
+        } else if let Some(name) = misnamed(&arguments, asked.name(), &groups) {
+            println!("{}: no judgment is named {name}; --list prints all names", asked.name());
+            red = true;
         } else if !arguments.exact && !records.is_empty() && !records.iter().any(was_compared) {
             println!("{}: nothing was compared; all that was picked is unsupported", asked.name());
             red = true;
@@ -101,10 +105,26 @@ fn reason(verdict: &Verdict) -> String {
     format!("{}: {reason}", verdict.name())
 }
 
-fn outcome(record: &Record) -> Result<Completion, Failed> {
+/// The exact name that was asked of this gate, if none of its judgments has it.
+fn misnamed<'a>(arguments: &'a Arguments, gate: &str, groups: &[Arc<Group>]) -> Option<&'a str> {
+    let name = arguments.filter.as_deref().filter(|_| arguments.exact)?;
+    let of_gate = name.strip_prefix(gate).is_some_and(|rest| rest.starts_with("::"));
+    (of_gate && groups.iter().all(|group| group.trials.is_empty())).then_some(name)
+}
+
+/// The command that runs one judgment again. Cargo names a test's program by its target and 16 hexadecimal digits.
+fn again(name: &str) -> String {
+    let program = std::env::current_exe().ok();
+    let stem = program.as_deref().and_then(|path| path.file_stem()).map(|stem| stem.to_string_lossy());
+    let target = stem.as_deref().and_then(|stem| stem.rsplit_once('-')).map(|(target, _)| target);
+    let target = target.map(|target| format!(" --test {target}")).unwrap_or_default();
+    format!("cargo test{target} -- --exact '{name}'")
+}
+
+fn outcome(record: &Record, again: &str) -> Result<Completion, Failed> {
     match &record.verdict {
         Verdict::Pass => Ok(Completion::Completed),
-        verdict if verdict.is_red() => Err(reason(verdict).into()),
+        verdict if verdict.is_red() => Err(format!("{}\nagain: {again}", reason(verdict)).into()),
         verdict => Ok(Completion::ignored_with(reason(verdict))),
     }
 }

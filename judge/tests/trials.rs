@@ -85,7 +85,8 @@ fn tests() -> Vec<Trial> {
             says("narrow", &[], 0, &["planted: GREEN", "\nplanted: narrow outputs alone of rms_norm (bf16): "])
         }),
         all("a_wrong_gate_is_red", || {
-            let parts = ["invariance:batch", "FAILED", "batch = ", "planted: RED"];
+            let again = "\nagain: cargo test --test trials -- --exact 'planted::add/fp32/";
+            let parts = ["invariance:batch", "FAILED", "batch = ", again, "planted: RED"];
             says("wrong", &[], 101, &parts)
         }),
         all("a_filter_picks_judgments", || {
@@ -100,7 +101,11 @@ fn tests() -> Vec<Trial> {
         all("one_test_is_run_by_its_name", || {
             let (_, listed) = run("right", &["--list"])?;
             let name = listed.lines().find_map(|line| line.strip_suffix(": test")).ok_or("nothing is listed")?;
-            says("right", &["--exact", name], 0, &["1 passed"])
+            says("right", &["--exact", name], 0, &["1 passed"])?;
+            let wrong = ["planted: no judgment is named planted::add/fp32/smal::accuracy"];
+            says("right", &["--exact", "planted::add/fp32/smal::accuracy"], 101, &wrong)?;
+            // It may be a test of another target.
+            says("right", &["--exact", "smal"], 0, &["0 passed"])
         }),
         all("a_gate_that_compares_nothing_is_red", || {
             says("nothing", &[], 101, &["untested: nothing was compared of fp32 -> fp32: not today"])?;
