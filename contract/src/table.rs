@@ -555,6 +555,12 @@ impl Contract {
         chosen.is_some_and(|chosen| chosen.name == case.name)
     }
 
+    /// Whether the axis `restart` is asked on `case` of a program: quick cases whose `out` is their dtype, or the only one of
+    /// their op. To start a program takes milliseconds at least, and may take seconds: these show as much as all.
+    pub fn restarts(&self, case: &CaseSpec) -> bool {
+        case.slice == Slice::Quick && (case.out == case.dtype || case.spec().outs().len() == 1)
+    }
+
     /// The threshold of a class, with its provenance. `None` for an unknown row set or for i32.
     pub fn threshold(
         &self,

@@ -131,13 +131,14 @@ pub fn parse(bytes: &[u8], op: &str) -> Result<Vec<Entry>, (usize, String)> {
         is_sha256(contract.as_ref())
             .map_err(|why| (line_of(bytes, contract.span().start), format!("`contract` {why}")))?;
         for (case, outputs) in cases {
-            let at = line_of(bytes, outputs.span().start);
+            // Only errors count lines: each time it is the whole text.
+            let line = || line_of(bytes, outputs.span().start);
             if op_of(&case) != Some(op) {
-                return Err((at, format!("`{case}` is no case of {op}; {RESTORE}")));
+                return Err((line(), format!("`{case}` is no case of {op}; {RESTORE}")));
             }
             entries.push(Entry {
                 outputs: outputs.as_ref().split("; ").map(output).collect::<Option<_>>().ok_or_else(|| {
-                    (at, format!("`{case}`: not `<output> <dtype> <shape> <sha256> <rows>`; {RESTORE}"))
+                    (line(), format!("`{case}`: not `<output> <dtype> <shape> <sha256> <rows>`; {RESTORE}"))
                 })?,
                 case,
                 file: None,

@@ -163,18 +163,19 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
         for (field, hash) in [("sha256", &sha256), ("contract", &contract)] {
             is_sha256(hash.as_ref()).map_err(|why| (line(hash.span().start), format!("`{field}` {why}")))?;
         }
-        let at = line(outputs.span().start);
+        // Only errors count lines: each time it is the whole text.
+        let at = outputs.span().start;
         let outputs = outputs.into_inner();
         if outputs.is_empty() {
-            return Err((at, format!("`{}` has no outputs; {RESTORE}", case.as_ref())));
+            return Err((line(at), format!("`{}` has no outputs; {RESTORE}", case.as_ref())));
         }
         for (name, output) in &outputs {
-            is_sha256(&output.sha256).map_err(|why| (at, format!("`outputs.{name}.sha256` {why}")))?;
+            is_sha256(&output.sha256).map_err(|why| (line(at), format!("`outputs.{name}.sha256` {why}")))?;
         }
         if let Some(file) = &file {
             is_data_file(file.as_ref(), dir).map_err(|why| (line(file.span().start), why))?;
         }
-        let at = line(case.span().start);
+        let at = case.span().start;
         let case = case.into_inner();
         let entry = Entry {
             case: case.clone(),
@@ -189,7 +190,7 @@ pub fn parse(bytes: &[u8], dir: &Path) -> Result<BTreeMap<String, Entry>, (usize
             outputs,
         };
         if entries.insert(case.clone(), entry).is_some() {
-            return Err((at, format!("`{case}` stands here twice; {RESTORE}")));
+            return Err((line(at), format!("`{case}` stands here twice; {RESTORE}")));
         }
     }
 

@@ -105,9 +105,8 @@ pub fn plan<'a>(contract: &'a Contract, implementation: &str, selection: &Select
         let Some(row) = contract.row(implementation, case) else { continue };
         let mut trials = Vec::new();
         let entry = contract.implementation(implementation);
-        // To start a program takes milliseconds at least, and may take seconds: a small case shows as much as a large one.
         let built_in = entry.is_none_or(|entry| entry.command.is_none());
-        let restarts = case.slice == Slice::Quick || built_in && selection.slice == Slice::Exhaustive;
+        let restarts = contract.restarts(case) || built_in && selection.slice == Slice::Exhaustive;
         let listed = entry.and_then(|entry| entry.judgments.as_ref());
         // What the row says holds, whatever the entry claims of itself.
         let same_as = contract.same_as(implementation, case).is_some();
