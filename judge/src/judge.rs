@@ -775,13 +775,15 @@ fn record_of(contract: &Contract, rows: &str, implementation: &str, trial: &Tria
 /// A record for every waiver of `implementation` that no failure under it needed: judged only when the whole selection is
 /// over.
 pub fn stale_waivers(contract: &Contract, rows: &str, implementation: &str, records: &[Record]) -> Vec<Record> {
+    // Records of a case stand side by side: one look-up for all of them.
     let mine: Vec<(&Record, &CaseSpec, &Row)> = records
-        .iter()
-        .filter(|record| record.implementation == implementation)
-        .filter_map(|record| {
-            let case = contract.case(&record.case)?;
-            Some((record, case, contract.row(implementation, case)?))
+        .chunk_by(|a, b| a.case == b.case)
+        .filter_map(|of_case| {
+            let case = contract.case(&of_case[0].case)?;
+            Some((of_case, case, contract.row(implementation, case)?))
         })
+        .flat_map(|(of_case, case, row)| of_case.iter().map(move |record| (record, case, row)))
+        .filter(|(record, ..)| record.implementation == implementation)
         .collect();
     let mut stale = Vec::new();
     for waiver in &contract.exceptions {
