@@ -275,6 +275,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),
     ("sigmoid_mul", |dtype, out| gated_rows(&["x"], dtype, out)),
     ("sigmoid_mul_backward", |dtype, out| gated_rows(&["x", "dy"], dtype, out)),
+    ("activate", |dtype, out| activations("activate", &["x"], dtype, out)),
+    ("activate_backward", |dtype, out| activations("activate_backward", &["x", "dy"], dtype, out)),
     ("softcap", |dtype, out| pointwise("softcap", "cap", ["30", "0.37"], dtype, out)),
     ("scale", |dtype, out| pointwise("scale", "factor", ["-1.7", "55.42562584220407"], dtype, out)),
     ("rope", |dtype, out| rotated("rope", dtype, out)),
@@ -719,6 +721,21 @@ fn pointwise(op: &'static str, param: &str, numbers: [&str; 2], dtype: DType, ou
     // Every kind of special value.
     let six = Maker::new(op, dtype, out).float("x", &[6, 33], 40.0).special("x", 33);
     cases.push(six.param(param, numbers[1]).case());
+    cases
+}
+
+/// Every kind of activation, near 0 and beyond where it is flat.
+fn activations(op: &'static str, inputs: &[&'static str], dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for kind in ["gelu", "gelu_tanh", "relu2"] {
+        for (n, spread) in [(0, 1.0), (1, 1.0), (7, 3.0), (8, 40.0), (9, 3.0), (2047, 3.0), (2057, 9.0)] {
+            let make = inputs.iter().fold(Maker::new(op, dtype, out), |make, name| make.float(name, &[n], spread));
+            cases.push(make.special("x", n).param("kind", kind).case());
+        }
+        // Every kind of special value.
+        let six = inputs.iter().fold(Maker::new(op, dtype, out), |make, name| make.float(name, &[6, 33], 3.0));
+        cases.push(six.special("x", 33).param("kind", kind).case());
+    }
     cases
 }
 
@@ -1201,7 +1218,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 54] = [
+const MUTANTS: [Mutant; 55] = [
     Mutant {
         name: "gate_of_the_elements_before",
         change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },
@@ -1546,6 +1563,12 @@ const MUTANTS: [Mutant; 54] = [
         says: "elements differ",
     },
     Mutant {
+        name: "an_infinity_times_no_density",
+        change: Change { file: "activate_backward.cu", from: "made.e > 0.0f ?", to: "true ?" },
+        shapes: "activate_backward",
+        says: "elements differ",
+    },
+    Mutant {
         name: "divided_by_the_cap",
         change: Change { file: "softcap.cu", from: "__fmul_rn(x, inverse)", to: "__fdiv_rn(x, cap)" },
         shapes: "softcap",
@@ -1791,7 +1814,8 @@ fn model(name: &str) -> Result<(), Failed> {
         _ => 0,
     };
     let rows: usize = c.blocks.iter().flatten().map(rows).sum();
-    let (logits, told) = (16 * 4 * c.vocab as u64, (angles + rows) as u64 + 1024);
+    let positions = if c.positions.is_some() { 16 * 4 } else { 0 };
+    let (logits, told) = (16 * 4 * c.vocab as u64, (angles + rows + positions) as u64 + 1024);
     if count("staged_bytes") > logits + told || count("device_fp32_bytes") == 0 || count("launches") == 0 {
         return Err(format!("beside {logits} bytes of logits: {counts:?}").into());
     }

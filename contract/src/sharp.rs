@@ -291,6 +291,22 @@ const GELU: [u32; 56] = [
     0xc10c_cced,
 ];
 
+/// Arguments of the gelu of the error function.
+const GELU_ERF: [u32; 12] = [
+    0x3c08_a889,
+    0x3da5_b833,
+    0x3f10_0589,
+    0xbd82_ecdb,
+    0xbdfe_9650,
+    0xbfed_0419,
+    0xc023_e256,
+    0xc030_47a6,
+    0xc03d_d3dd,
+    0xc0ae_c7a7,
+    0xc0b2_a978,
+    0xc12b_0af7,
+];
+
 /// Arguments x of `30 * tanh(x / 30)`.
 const SOFTCAP: [u32; 48] = [
     0x3f8a_db6e,
@@ -375,6 +391,11 @@ pub fn gelu(len: usize) -> Vec<f64> {
     cycle(&GELU, len)
 }
 
+/// Inputs of `activate`, for the gelu of the error function.
+pub fn gelu_erf(len: usize) -> Vec<f64> {
+    cycle(&GELU_ERF, len)
+}
+
 /// Arguments of an exponential that shows as it is.
 pub fn exponents(len: usize) -> Vec<f64> {
     values(&PAIR).chain(values(&ALONE)).cycle().take(len).collect()
@@ -457,6 +478,52 @@ mod tests {
     fn gelu(c: &[f32; 8], g: f32) -> f32 {
         let a = f32::from_bits(0x3fcc_422a) * f32::from_bits(0x3d37_2713).mul_add((g * g) * g, g);
         g * sigmoid(c, a)
+    }
+
+    /// Those of `normal`: the step, then nine coefficients from the highest power on; last, the density.
+    const NORMAL: [u32; 11] = [
+        0x3e87_ae14,
+        0x3cfa_dfc0,
+        0xbe12_bd2d,
+        0x3e5d_21a8,
+        0xbdea_0e03,
+        0x3e0b_d4ba,
+        0x3d79_6d91,
+        0x3dd2_0858,
+        0x3dd7_961d,
+        0x3dd8_8e6b,
+        0x3ecc_422a,
+    ];
+
+    /// The gelu of the error function and its slope, with these constants.
+    fn gelu_erf(c: &[f32; 8], k: &[f32; 11], x: f32) -> [f32; 2] {
+        let t = 1.0 / k[0].mul_add(x.abs(), 1.0);
+        let m = k[2..10].iter().fold(k[1], |m, k| m.mul_add(t, *k));
+        let (e, i) = split(c, (x * x) * -0.5);
+        let e = e * pow2(i / 2) * pow2(i - i / 2);
+        let beyond = e * (m * t);
+        let share = if x >= 0.0 { 1.0 - beyond } else { beyond };
+        [x * share, share + x * (e * k[10])]
+    }
+
+    /// As [`shows`], of value and slope: but for the first coefficient of the exponential and the low part of log2(e), which
+    /// hide behind the share, and the density in the value, which it is no part of.
+    #[test]
+    fn every_bit_of_the_normal_distribution_shows() {
+        let (c, k) = (CONSTANTS.map(f32::from_bits), NORMAL.map(f32::from_bits));
+        for constant in 0..19 {
+            for change in [1, -1i32] {
+                let (mut wrong_c, mut wrong_k) = (c, k);
+                let wrong = if constant < 8 { &mut wrong_c[constant] } else { &mut wrong_k[constant - 8] };
+                *wrong = f32::from_bits(wrong.to_bits().wrapping_add_signed(change));
+                let shown = [0, 1].map(|output| {
+                    let differs = |x| gelu_erf(&c, &k, x)[output] != gelu_erf(&wrong_c, &wrong_k, x)[output];
+                    GELU_ERF.iter().any(|x| differs(f32::from_bits(*x)))
+                });
+                let is_hidden = [0, 7].contains(&constant);
+                assert_eq!(shown, [!is_hidden && constant != 18, !is_hidden], "constant {constant}, {change}");
+            }
+        }
     }
 
     fn softcap(c: &[f32; 8], x: f32) -> f32 {

@@ -17,6 +17,8 @@ use std::ops::Deref;
 
 pub use samebits_schema::Error;
 
+mod activate;
+mod activate_backward;
 mod adamw;
 mod add;
 mod add_rms_norm;
@@ -314,6 +316,8 @@ pub fn all() -> &'static [Spec] {
         gelu_mul_backward::SPEC,
         sigmoid_mul::SPEC,
         sigmoid_mul_backward::SPEC,
+        activate::SPEC,
+        activate_backward::SPEC,
         softcap::SPEC,
         softcap_backward::SPEC,
         scale::SPEC,

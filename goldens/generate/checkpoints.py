@@ -30,6 +30,7 @@ BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_lay
 SCAN = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, num_heads=8, head_dim=10, state_size=12, chunk_size=8,
             bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HYBRID = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_chunk_size=8)
+TOKENS = dict(vocab_size=160, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
               moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
               first_k_dense_replace=1)
@@ -83,6 +84,16 @@ MODELS = {
                                            layer_types=["linear_attention", "full_attention", "linear_attention"],
                                            shared_intermediate_size=64, embedding_multiplier=6.0, residual_multiplier=0.4,
                                            attention_multiplier=0.2, logits_scaling=2.0, tie_word_embeddings=True), 24, "bf16"),
+    "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
+    "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
+    "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,
+                          scale_attn_by_inverse_layer_idx=True), 40, "bf16"),
+    "gpt-neox": ("GPTNeoX", dict(TOKENS, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+                                 max_position_embeddings=64, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)), 40, "bf16"),
+    "cohere2": ("Cohere2", dict(BASE, num_hidden_layers=4, sliding_window=9, logit_scale=0.5, tie_word_embeddings=True,
+                                layer_types=["sliding_attention", "full_attention"] * 2), 24, "bf16"),
+    "nemotron": ("Nemotron", dict(BASE, num_hidden_layers=2, head_dim=16, attention_bias=True), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),
@@ -117,26 +128,31 @@ MODELS = {
 ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate")
 # Where a text model has a config of its own.
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# Where it is not called KindForCausalLM.
+CLASSES = {"GPT2": "GPT2LMHeadModel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
-    offset = model.config.model_type in ("gemma2", "gemma3_text")
+    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron")
+    transposed = model.config.model_type == "gpt2"
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
-            if "norm" in name:
-                tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 tensor.copy_(noise * 0.1)
-            elif "embed_tokens" in name or "embeddings" in name:
+            elif "norm" in name or ".ln_" in name:
+                tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
+            elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
             elif name.endswith(("mlp.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)
             else:
-                sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
-                tensor.copy_(noise * (1.6 if sharp else 1.0) / tensor.shape[-1] ** 0.5)
+                sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "c_attn.weight",
+                                       "query_key_value.weight"))
+                inputs = tensor.shape[0 if transposed and "lm_head" not in name else -1]
+                tensor.copy_(noise * (1.6 if sharp else 1.0) / inputs ** 0.5)
 
 
 def run(folder, tokens, dtype, noise=None):
@@ -169,7 +185,7 @@ def make(name, out):
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(1000 + seed)
         config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
         weights(model, generator)
         model.to(DTYPES[stored]).save_pretrained(folder)
         tokens = torch.randint(3, sizes["vocab_size"], (2, length), generator=generator)

@@ -99,6 +99,8 @@ def split(model, folder, gradients):
             for expert in range(gradient.shape[0]):
                 found[f"{base}.{expert}.{down}.weight"] = gradient[expert]
         else:
+            if family == "gpt_neox":
+                name = name.replace("lm_head.", "embed_out.")
             found[name] = gradient
     for name, gradient in found.items():
         assert name in stored and stored[name].shape == gradient.shape, name

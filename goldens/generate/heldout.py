@@ -104,6 +104,19 @@ SHAPES = {
                               residual_multiplier=0.22, logits_scaling=8.0, mamba_n_groups=2, tie_word_embeddings=True),
                          dict(SCAN, mamba_n_heads=6, num_local_experts=0, attention_bias=True, position_embedding_type="nope",
                               layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_proj_bias=True)],
+    "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
+    "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
+    "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),
+             dict(scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=True)],
+    "GPTNeoX": [dict(rope_parameters=dict(ROPE(1e4), partial_rotary_factor=0.4)),
+                dict(use_parallel_residual=False, hidden_act="gelu_fast", rope_parameters=dict(ROPE(1e5), partial_rotary_factor=1.0)),
+                dict(attention_bias=False, rope_parameters=dict(ROPE(1e4), partial_rotary_factor=0.5))],
+    "Cohere2": [dict(sliding_window=4, sliding_window_pattern=2, logit_scale=0.25),
+                dict(sliding_window=5, attention_bias=True, logit_scale=1.0,
+                     layer_types=["full_attention", "sliding_attention", "full_attention"]),
+                dict(sliding_window=7, layer_types=["sliding_attention"] * 2, logit_scale=3.0, tie_word_embeddings=True)],
+    "Nemotron": [dict(head_dim=12, partial_rotary_factor=0.5), dict(mlp_bias=True, attention_bias=True, partial_rotary_factor=1.0),
+                 dict(hidden_act="gelu", partial_rotary_factor=0.5)],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.
@@ -159,6 +172,8 @@ SHAPES = {
                         qk_rope_head_dim=4, v_head_dim=12, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2,
                         n_group=2, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=False)],
 }
+# Sizes that a family does not have.
+WITHOUT = {"GPT2": ["num_key_value_heads", "intermediate_size"], "GPTNeoX": ["num_key_value_heads"]}
 # Ways to run; none moves a bit.
 WAYS = [["--micro-batch", "2"], ["--micro-batch", "3"], ["--micro-batch", str(SEQUENCES)], ["--pad", "left:3"],
         ["--pad", "right:5", "--micro-batch", "3"], ["--pack", "--micro-batch", "3"],
@@ -237,7 +252,8 @@ def make(family, number, program, folder, batches):
     generator = torch.Generator().manual_seed(977 * number + len(family))
     torch.manual_seed(number)
     sizes = COMMON | SIZES[number] | SHAPES[family][number]
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
+    sizes = {key: value for key, value in sizes.items() if key not in WITHOUT.get(family, [])}
+    model = getattr(transformers, checkpoints.CLASSES.get(family, f"{family}ForCausalLM"))(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
     checkpoints.weights(model, generator)
     model.to(torch.bfloat16).save_pretrained(folder)
     # Grouped products of experts ask for other sizes.

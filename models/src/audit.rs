@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::decoder::expected;
 use crate::error::escaped;
 use crate::train::sha256;
-use crate::weights::{HEAD, Weights, few};
+use crate::weights::{Weights, few};
 use samebits_ops::{Element, bf16};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -94,6 +94,7 @@ impl Audit {
             passed: config.passed.clone(),
             tensors: Vec::new(),
         };
+        let [table, head] = [config.table, config.head].map(|name| format!("{name}.weight"));
         let mut tables: Vec<Vec<f32>> = Vec::new();
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
@@ -108,8 +109,7 @@ impl Audit {
             }
             *audit.dtypes.entry(dtype.clone()).or_default() += 1;
             let values = weights.peek(&name)?;
-            let table = format!("{}.weight", config.table);
-            if config.tied && [&table[..], HEAD].contains(&&name[..]) {
+            if config.tied && [&table, &head].contains(&&name) {
                 tables.push(values.clone());
             }
             let report = TensorReport::of(name, dtype, shape, &values);
@@ -121,8 +121,8 @@ impl Audit {
                 && let Some(other) = by_digest.insert(report.sha256.clone(), report.name.clone())
             {
                 let tied = config.tied && report.name != other;
-                let head = [&report.name, &other].iter().any(|name| *name == "lm_head.weight");
-                if !(tied && head) {
+                let is_head = [&report.name, &other].contains(&&head);
+                if !(tied && is_head) {
                     note(false, &report.name, format!("has the same elements as {other}"));
                 }
             }
@@ -131,7 +131,7 @@ impl Audit {
         if let [one, other] = &tables[..]
             && !one.iter().map(|x| x.to_bits()).eq(other.iter().map(|x| x.to_bits()))
         {
-            note(true, HEAD, DIFFERS.into());
+            note(true, &head, differs(config.table));
         }
         if audit.dtypes.len() > 1 {
             let mix: Vec<String> = audit.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}")).collect();
@@ -210,7 +210,9 @@ impl TensorReport {
 }
 
 /// What is wrong with a second table.
-pub(crate) const DIFFERS: &str = "differs from model.embed_tokens.weight, but tie_word_embeddings is true; remove one";
+pub(crate) fn differs(table: &str) -> String {
+    format!("differs from {table}.weight, but tie_word_embeddings is true; remove one")
+}
 
 #[cfg(test)]
 mod tests {

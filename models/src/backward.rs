@@ -23,6 +23,7 @@ use crate::pass::Pass;
 use crate::sums::{Of, Sums};
 use samebits_ops::device::Part;
 use samebits_ops::{Attributes, Cpu, DType, GemmDw, RopeTable, Tensor, TensorRef, gemm_dw};
+use std::borrow::Borrow;
 
 /// A reverse pass over the rows of a micro-batch.
 pub(crate) struct Backward<'a, 'p> {
@@ -114,7 +115,8 @@ impl Backward<'_, '_> {
     }
 
     /// `a + b` of f32.
-    pub fn sum(&mut self, a: Tensor, b: Tensor) -> Result<Tensor, ModelError> {
+    pub fn sum(&mut self, a: impl Borrow<Tensor>, b: impl Borrow<Tensor>) -> Result<Tensor, ModelError> {
+        let (a, b): (&Tensor, &Tensor) = (a.borrow(), b.borrow());
         let mut y = self.pass.empty(DType::Fp32, a.shape())?;
         self.pass.op("add", &Attributes::new(), &[("a", a.view()), ("b", b.view())], [("y", y.view_mut())])?;
         Ok(y)

@@ -26,6 +26,12 @@ pub struct Config {
     pub stack: &'static str,
     /// The name of the table of embeddings, without `.weight`.
     pub table: &'static str,
+    /// That of the output projection, where it is a matrix of its own.
+    pub head: &'static str,
+    /// That of the table of learned positions, which are added to the embedded tokens, where there is one.
+    pub positions: Option<&'static str>,
+    /// Whether the matrices of blocks are stored transposed.
+    pub transposed: bool,
     /// All norms of the residual stream.
     pub norms: norm::Plan,
     /// The name of that behind the last block, without `.weight`.
@@ -91,8 +97,9 @@ impl Config {
     }
 
     /// Reads what all families share, lets the family read what is its own, and looks at the rest.
-    pub(crate) fn read(fields: Fields) -> Result<Config, ModelError> {
+    pub(crate) fn read(mut fields: Fields) -> Result<Config, ModelError> {
         let family = Family::read(&fields)?;
+        fields.rename(family.renamed);
         for field in ["quantization_config", "compression_config"] {
             if fields.get(field).is_some() {
                 let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
@@ -113,7 +120,10 @@ impl Config {
             blocks: Vec::new(),
             stack: "model.layers",
             table: "model.embed_tokens",
-            norms: norm::Plan { eps: eps(&fields, family.eps), offset: false },
+            head: "lm_head",
+            positions: None,
+            transposed: false,
+            norms: norm::Plan::rms(eps(&fields, family.eps)),
             final_norm: "model.norm",
             rotary: Vec::new(),
             embed_scale: None,
@@ -167,6 +177,10 @@ impl Config {
             (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
             (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
             (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
+            (
+                self.blocks.iter().flatten().all(branch::Plan::is_sound),
+                "a layer beside another keeps nothing of a sequence",
+            ),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
         let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
@@ -224,7 +238,7 @@ impl Config {
 
     /// The layers of all blocks.
     pub(crate) fn plans(&self) -> impl Iterator<Item = &LayerPlan> {
-        self.blocks.iter().flatten().map(|branch| &branch.layer)
+        self.blocks.iter().flatten().flat_map(branch::Plan::layers)
     }
 
     /// The heads of every attention.
@@ -846,6 +860,34 @@ mod tests {
                 json!({"attention_bias": false, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "hidden_act": "silu", "intermediate_size": 80, "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "granite", "num_key_value_heads": 2, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0, "tie_word_embeddings": true}),
             ),
             (
+                "AFM-4.5B",
+                json!({"architectures": ["ArceeForCausalLM"], "attention_bias": false, "head_dim": 12, "hidden_act": "relu2", "max_position_embeddings": 65536, "mlp_bias": false, "model_type": "arcee", "num_key_value_heads": 2, "pad_token_id": 4, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn"}, "rope_theta": 10000.0, "tie_word_embeddings": false}),
+            ),
+            (
+                "starcoder2-3b",
+                json!({"activation_function": "gelu", "attention_softmax_in_fp32": true, "embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_key_value_heads": 2, "residual_dropout": 0.1, "rms_norm_eps": null, "rope_theta": 999999.4420358813, "scale_attention_softmax_in_fp32": true, "scale_attn_weights": true, "sliding_window": 4096, "use_bias": true}),
+            ),
+            (
+                "gpt2",
+                json!({"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attention_dropout": null, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "hidden_size": null, "intermediate_size": null, "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 1024, "num_attention_heads": null, "num_hidden_layers": null, "num_key_value_heads": null, "resid_pdrop": 0.1, "rms_norm_eps": null, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}),
+            ),
+            (
+                "pythia-70m",
+                json!({"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 3, "num_key_value_heads": null, "rms_norm_eps": null, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "use_parallel_residual": true}),
+            ),
+            (
+                "gpt-neox-20b",
+                json!({"architectures": ["GPTNeoXForCausalLM"], "attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 3, "num_key_value_heads": null, "rms_norm_eps": null, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "use_parallel_residual": true}),
+            ),
+            (
+                "c4ai-command-r7b",
+                json!({"architectures": ["Cohere2ForCausalLM"], "attention_bias": false, "cache_implementation": "hybrid", "head_dim": 12, "hidden_act": "silu", "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192, "model_type": "cohere2", "num_key_value_heads": 2, "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj", "rms_norm_eps": null, "rope_scaling": null, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": true, "use_gated_activation": true, "use_parallel_block": true, "use_parallel_embedding": true, "use_qk_norm": false}),
+            ),
+            (
+                "Minitron-4B",
+                json!({"architectures": ["NemotronForCausalLM"], "attention_bias": false, "head_dim": 16, "hidden_act": "relu2", "max_position_embeddings": 4096, "mlp_bias": false, "model_type": "nemotron", "norm_eps": 1e-05, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": null, "rope_scaling": null, "rope_theta": 10000, "tie_word_embeddings": false}),
+            ),
+            (
                 "OLMoE",
                 json!({"attention_bias": false, "clip_qkv": null, "hidden_act": "silu", "intermediate_size": 32, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": false, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false}),
             ),
@@ -892,6 +934,34 @@ mod tests {
                 assert_eq!(config.windows(), [Some(4096); 2]);
             }
         }
+    }
+
+    /// Either name of a field is read, the family's own first; what is wrong is told by the one that stands there.
+    #[test]
+    fn fields_of_other_names() {
+        let gpt2 = |changes: Value| {
+            let mut fields = json!({"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "layer_norm_epsilon": 1e-5});
+            fields.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            Config::parse(&fields.to_string()).map_err(|e| e.to_string())
+        };
+        let config = gpt2(json!({})).unwrap();
+        assert_eq!((config.hidden, config.layers(), config.max_positions), (64, 2, 128));
+        assert!(gpt2(json!({"n_positions": null})).unwrap_err().contains("`n_positions` is missing"));
+        assert!(gpt2(json!({"n_embd": 66})).unwrap_err().contains("`n_head` is 4; it must divide hidden_size 66"));
+        assert!(
+            gpt2(json!({"activation_function": "tanh"})).unwrap_err().contains("`activation_function` is \"tanh\"")
+        );
+        let neox = |changes: Value| {
+            let mut fields = json!({"model_type": "gpt_neox", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "layer_norm_eps": 1e-5});
+            fields.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            Config::parse(&fields.to_string()).unwrap().rotary.remove(0)
+        };
+        let read = |changes| neox(changes).dim;
+        assert_eq!(
+            [read(json!({})), read(json!({"rotary_pct": 0.5})), read(json!({"partial_rotary_factor": 1.0}))],
+            [4, 8, 16]
+        );
+        assert_eq!(neox(json!({"rotary_emb_base": 500})).theta, 500.0);
     }
 
     #[test]

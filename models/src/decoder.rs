@@ -191,7 +191,7 @@ impl Decoder {
         config.check()?;
         config.passed.extend(weights.check(&config, expected(&config))?);
         let c = &config;
-        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs };
+        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix: String::new(), packs, transposed: false };
         // The largest tensors first: what is read of one is given back before the model has its whole size.
         let (embedding, head) = tables(c, &mut loader)?;
         let blocks = (0..c.layers()).map(|i| block(c, i, &mut loader)).collect::<Result<_, _>>()?;
@@ -204,7 +204,10 @@ impl Decoder {
     pub fn check(&self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
         weights.check(&self.config, expected(&self.config))?;
         let (dtype, prefix) = (self.dtype, String::new());
-        tables(&self.config, &mut Loader { dtype, cpu, weights: &mut weights, prefix, packs: false })?;
+        tables(
+            &self.config,
+            &mut Loader { dtype, cpu, weights: &mut weights, prefix, packs: false, transposed: false },
+        )?;
         for (name, shape) in &self.parameters {
             if !weights.parameters.contains_key(name) {
                 weights.tensor(name, dtype, shape)?;
@@ -222,7 +225,7 @@ impl Decoder {
     /// Too little memory; nothing runs then before an update is whole.
     pub fn update(&mut self, mut weights: Weights, cpu: &Cpu) -> Result<(), ModelError> {
         let (c, dtype, prefix) = (&self.config, self.dtype, String::new());
-        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix, packs: true };
+        let mut loader = Loader { dtype, cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         self.torn = true;
         (self.embedding, self.head) = tables(c, &mut loader)?;
         for (i, place) in self.blocks.iter_mut().enumerate() {
@@ -344,7 +347,8 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
     let mut weights = Weights::listing();
     let cpu = Cpu::new(Isa::best(), 1, usize::MAX).expect("the best isa is available");
     let prefix = String::new();
-    let mut loader = Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false };
+    let mut loader =
+        Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false, transposed: false };
     let mut take = || -> Result<(), ModelError> {
         tables(c, &mut loader)?;
         for i in 0..c.layers() {
@@ -361,13 +365,15 @@ pub(crate) fn expected(c: &Config) -> BTreeMap<String, Vec<usize>> {
 /// The table of embeddings and the output projection.
 fn tables(c: &Config, loader: &mut Loader) -> Result<(Embedding, Head), ModelError> {
     loader.prefix.clear();
-    let (embedding, head) = Embedding::load(loader, c.table, [c.vocab, c.hidden], c.tied, c.embed_scale)?;
+    loader.transposed = false;
+    let (embedding, head) = Embedding::load(loader, c)?;
     Ok((embedding, Head::new(head, c.finish)))
 }
 
 /// The branches of block number `i`.
 fn block(c: &Config, i: usize, loader: &mut Loader) -> Result<Vec<Branch>, ModelError> {
     loader.prefix = format!("{}.{i}.", c.stack);
+    loader.transposed = c.transposed;
     c.blocks[i].iter().map(|plan| Branch::load(loader, plan, c.hidden, &c.norms)).collect()
 }
 

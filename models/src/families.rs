@@ -1,7 +1,9 @@
 //! The families: what the `config.json` of each says, as blocks of layers. A family is one file of data, which reads the
 //! fields that its code in transformers reads, and a line of [`ALL`].
 
+mod arcee;
 mod bamba;
+mod cohere2;
 mod deepseek_v2;
 mod deepseek_v3;
 mod dots1;
@@ -12,6 +14,8 @@ mod gemma2;
 mod gemma3_text;
 mod glm4;
 mod glm4_moe;
+mod gpt2;
+mod gpt_neox;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
@@ -23,6 +27,7 @@ mod mamba2;
 mod minimax_m2;
 mod mistral;
 mod mixtral;
+mod nemotron;
 mod neutral;
 mod olmo2;
 mod olmo3;
@@ -35,6 +40,7 @@ mod qwen3;
 mod qwen3_moe;
 mod seed_oss;
 mod smollm3;
+mod starcoder2;
 
 use crate::ModelError;
 use crate::config::Config;
@@ -76,6 +82,12 @@ const ALL: &[Family] = &[
     mamba2::FAMILY,
     bamba::FAMILY,
     granitemoehybrid::FAMILY,
+    arcee::FAMILY,
+    starcoder2::FAMILY,
+    gpt2::FAMILY,
+    gpt_neox::FAMILY,
+    cohere2::FAMILY,
+    nemotron::FAMILY,
 ];
 
 /// A model family.
@@ -89,6 +101,8 @@ pub struct Family {
     pub(crate) tied: bool,
     /// Whether a folder need not say how long a text may be, since no layer counts positions.
     pub(crate) endless: bool,
+    /// Fields that most families call otherwise: that name, and its own. Either is read, as `attribute_map` of transformers has it.
+    pub(crate) renamed: &'static [(&'static str, &'static str)],
     /// Reads what is its own, and the blocks, of which there are so many.
     read: fn(&mut Config, &Fields, usize),
 }
@@ -96,7 +110,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, endless: false, read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, renamed: &[], read }
     }
 
     /// Every supported family.

@@ -98,6 +98,8 @@ pub(crate) struct Fields {
     complaints: RefCell<Vec<ModelError>>,
     /// What is passed by, a line of each.
     passed: RefCell<Vec<String>>,
+    /// Names that fields are asked for by, and those that they have here.
+    renamed: &'static [(&'static str, &'static str)],
 }
 
 impl Fields {
@@ -115,14 +117,26 @@ impl Fields {
 
     pub fn new(path: PathBuf, map: Map<String, Value>) -> Fields {
         let (asked, complaints, passed) = Default::default();
-        Fields { path, map, asked, complaints, passed }
+        Fields { path, map, asked, complaints, passed, renamed: &[] }
     }
 
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// From here on fields that are asked for by the first of two names are also found by the second.
+    pub fn rename(&mut self, renamed: &'static [(&'static str, &'static str)]) {
+        self.renamed = renamed;
+    }
+
+    /// The name that a field has here: its own, unless only the other is there.
+    fn here<'f>(&self, field: &'f str) -> &'f str {
+        let own = self.renamed.iter().find(|(name, _)| *name == field).map(|(_, own)| *own);
+        own.filter(|own| self.map.contains_key(*own) || !self.map.contains_key(field)).unwrap_or(field)
+    }
+
     pub fn get(&self, field: &str) -> Option<&Value> {
+        let field = self.here(field);
         self.asked.borrow_mut().insert(field.into());
         self.map.get(field).filter(|value| !value.is_null())
     }
@@ -134,7 +148,7 @@ impl Fields {
 
     /// Whether the field is there, if only as null.
     pub fn has(&self, field: &str) -> bool {
-        self.map.contains_key(field)
+        self.map.contains_key(self.here(field))
     }
 
     /// Complains unless the fields are there, if only as null: their absence means a default that no other family has.
@@ -151,7 +165,8 @@ impl Fields {
 
     /// Notes what is wrong with a field.
     pub fn refuse(&self, field: impl Into<String>, why: impl Into<String>) {
-        self.complaints.borrow_mut().push(ModelError::field(&self.path, field, why));
+        let field = field.into();
+        self.complaints.borrow_mut().push(ModelError::field(&self.path, self.here(&field), why));
     }
 
     /// Whether nothing was refused so far.

@@ -20,6 +20,7 @@ pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod norm;
 pub(crate) mod recur;
+pub(crate) mod ungated_mlp;
 
 use crate::ModelError;
 use crate::backward::Backward;
@@ -128,6 +129,11 @@ impl LayerPlan {
         }
     }
 
+    /// Whether it keeps nothing of a sequence.
+    pub(crate) fn is_stateless(&self) -> bool {
+        matches!(self, LayerPlan::Mlp(_) | LayerPlan::UngatedMlp(_) | LayerPlan::Moe(_))
+    }
+
     /// The heads of an attention.
     pub(crate) fn heads(&self) -> Option<&attend::Heads> {
         match self {
@@ -149,6 +155,8 @@ layers! {
     Mamba2 in mamba2, state: mamba2::Mamba2::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
+    /// An MLP without a gate.
+    UngatedMlp in ungated_mlp, state: |_| Kind::None;
     /// A mixture of experts.
     Moe in moe, state: |_| Kind::None;
 }

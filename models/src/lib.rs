@@ -13,13 +13,14 @@ pub mod plan {
     pub use crate::layers::LayerPlan as Layer;
     pub use crate::layers::attend::Heads;
     pub use crate::layers::attention::{Names as AttentionNames, Plan as Attention, QkvNames};
-    pub use crate::layers::branch::{Place, Plan as Branch};
+    pub use crate::layers::branch::{Beside, Place, Plan as Branch};
     pub use crate::layers::head::Finish;
     pub use crate::layers::heads::{NormOf, QkNorm, Rope};
     pub use crate::layers::latent_attention::Plan as LatentAttention;
     pub use crate::layers::mlp::{Activation, Names as MlpNames, Plan as Mlp};
     pub use crate::layers::moe::Plan as Moe;
-    pub use crate::layers::norm::Plan as Norm;
+    pub use crate::layers::norm::{Kind as NormKind, Plan as Norm};
+    pub use crate::layers::ungated_mlp::Plan as UngatedMlp;
 }
 
 mod audit;

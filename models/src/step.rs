@@ -88,6 +88,8 @@ impl Step {
 /// What the kernels of a step are told.
 pub(crate) struct StepInputs {
     pub tokens: Index,
+    /// The positions of tokens, where a table of them is looked up.
+    pub positions: Option<Index>,
     /// Rows of the pages that its keys and values go to.
     pub rows: Index,
     /// Rows that layers which recur read and write, by sequence; `None` where none does.
@@ -122,16 +124,20 @@ impl StepInputs {
             let positions = (start..).take(step.rows_of(i).len());
             at.extend(positions.filter_map(|pos| states.row(input.sequence, pos)).map(|row| row as i32));
         }
-        let (tokens_before, rows_before, angles_before, on_device, choices, states_before) = match earlier {
-            Some(StepInputs { tokens, rows, angles, attention, choices, state_rows, .. }) => {
-                (Some(tokens), Some(rows), angles, attention.on_device, Some(choices), state_rows)
-            }
-            None => (None, None, Vec::new(), None, None, None),
-        };
+        let (tokens_before, positions_before, rows_before, angles_before, on_device, choices, states_before) =
+            match earlier {
+                Some(StepInputs { tokens, positions, rows, angles, attention, choices, state_rows, .. }) => {
+                    (Some(tokens), positions, Some(rows), angles, attention.on_device, Some(choices), state_rows)
+                }
+                None => (None, None, None, Vec::new(), None, None, None),
+            };
         let of_tokens = IndexOf { op: "embedding", limit: config.vocab, distinct: false };
         let of_rows = IndexOf { op: "kv cache", limit: states.positions(), distinct: true };
         let of_last = IndexOf { op: "model", limit: n, distinct: false };
         let tokens = machine.index(of_tokens, tokens, tokens_before)?;
+        let of_positions = IndexOf { limit: config.max_positions, ..of_tokens };
+        let positions = config.positions.map(|_| machine.index(of_positions, angle_pos.to_vec(), positions_before));
+        let positions = positions.transpose()?;
         let rows_of_cache = machine.index(of_rows, at, rows_before)?;
         let mut angles_before = angles_before.into_iter();
         let tables = config.rotary.iter().map(|rotary| {
@@ -175,7 +181,7 @@ impl StepInputs {
             }
             _ => None,
         };
-        Ok(StepInputs { tokens, rows: rows_of_cache, state_rows, attention, angles, last, choices })
+        Ok(StepInputs { tokens, positions, rows: rows_of_cache, state_rows, attention, angles, last, choices })
     }
 }
 

@@ -243,7 +243,7 @@ impl Totals {
                     found.insert(of.name, whole);
                     continue;
                 }
-                Has::Some(rows) if values.shape() != shape => rows,
+                Has::Some(rows) if values.shape() != shape || (rows.transposed && shape.len() == 2) => rows,
                 _ => {
                     // The taps of a convolution were summed as one vector.
                     let count = |shape: &[usize]| shape.iter().product::<usize>();
@@ -261,6 +261,12 @@ impl Totals {
             let whole = found.get_mut(&of.name).and_then(Tensor::as_slice_mut::<f32>).expect("it is on the host");
             let width: usize = values.shape()[1..].iter().product();
             let values = values.as_slice::<f32>().expect("it is f32, and on the host");
+            if rows.transposed && shape.len() == 2 {
+                for (row, values) in rows.rows().zip(values.chunks_exact(shape[0])) {
+                    whole[row..].iter_mut().step_by(shape[1]).zip(values).for_each(|(to, value)| *to = *value);
+                }
+                continue;
+            }
             for (row, values) in rows.rows().zip(values.chunks_exact(width)) {
                 whole[row * width..][..width].copy_from_slice(values);
             }
@@ -283,7 +289,7 @@ impl Partial {
         let named = |(of, Total { values, has }): (Of, Total)| {
             let rows = match has {
                 Has::All => Value::Null,
-                Has::Some(rows) => json!([rows.name, rows.groups, rows.size, rows.start, rows.width]),
+                Has::Some(rows) => json!([rows.name, rows.groups, rows.size, rows.start, rows.width, rows.transposed]),
                 Has::LookedUp(rows) => json!(rows),
             };
             (json!([of.name, of.start, of.looked_up, rows]).to_string(), values)
@@ -348,14 +354,14 @@ pub(crate) fn overflows(name: &str) -> ModelError {
 
 /// What a name of [`Partial::tensors`] says.
 fn named(text: &str) -> Option<(Of, Has)> {
-    type Rows = (String, usize, usize, usize, usize);
+    type Rows = (String, usize, usize, usize, usize, bool);
     let (name, start, looked_up, rows): (String, usize, bool, Value) = serde_json::from_str(text).ok()?;
     let has = match (looked_up, rows) {
         (true, rows) => Has::LookedUp(serde_json::from_value(rows).ok()?),
         (false, Value::Null) => Has::All,
         (false, rows) => {
-            let (name, groups, size, start, width) = serde_json::from_value::<Rows>(rows).ok()?;
-            Has::Some(Source { name, groups, size, start, width })
+            let (name, groups, size, start, width, transposed) = serde_json::from_value::<Rows>(rows).ok()?;
+            Has::Some(Source { name, groups, size, start, width, transposed })
         }
     };
     Some((Of { name, start, looked_up }, has))
@@ -542,7 +548,7 @@ mod tests {
     #[test]
     fn gradients_are_whole_parameters() {
         let cpu = Cpu::best();
-        let source = |start, width| Source { name: "p".into(), groups: 2, size: 3, start, width };
+        let source = |start, width| Source { name: "p".into(), groups: 2, size: 3, start, width, transposed: false };
         let total = |values: &[f32], shape: &[usize], has| Total { values: tensor(values, shape), has };
         let (first, rest) = (source(0, 1), source(1, 2));
         let totals = Totals(BTreeMap::from([
@@ -561,6 +567,28 @@ mod tests {
         assert_eq!(bits(&found["p.weight"]), expected(&rows));
         // As if what is added were +0 where no token looked.
         assert_eq!(bits(&found["table"]), expected(&[0.0, 1.5, 6.0, 0.0]));
+    }
+
+    /// The rows of a product are columns of what is stored transposed, also where both are square; its bias stays a vector.
+    #[test]
+    fn gradients_of_transposed_matrices_are_turned_back() {
+        let cpu = Cpu::best();
+        let source = |start, width| Source { name: "p".into(), groups: 1, size: 2, start, width, transposed: true };
+        let of = |source: Source, part: &str, values: &[f32], shape: &[usize]| {
+            (Of::source(&source, part), Total { values: tensor(values, shape), has: Has::Some(source) })
+        };
+        let parts = [
+            of(source(0, 1), "weight", &[1.0, 2.0, 3.0], &[1, 3]),
+            of(source(1, 1), "weight", &[4.0, 5.0, 6.0], &[1, 3]),
+            of(source(0, 2), "bias", &[7.0, 8.0], &[2]),
+        ];
+        let parameters = BTreeMap::from([("p.weight".to_string(), vec![3, 2]), ("p.bias".to_string(), vec![2])]);
+        let found = Totals(parts.into()).finish(&cpu, &parameters).unwrap();
+        assert_eq!(bits(&found["p.weight"]), expected(&[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
+        assert_eq!(bits(&found["p.bias"]), expected(&[7.0, 8.0]));
+        let whole = [of(source(0, 2), "weight", &[1.0, 2.0, 3.0, 4.0], &[2, 2])];
+        let found = Totals(whole.into()).finish(&cpu, &[("p.weight".to_string(), vec![2, 2])].into()).unwrap();
+        assert_eq!(bits(&found["p.weight"]), expected(&[1.0, 3.0, 2.0, 4.0]));
     }
 
     /// A table goes on with the rows that it has, whichever come in between; groups join those of each.

@@ -71,10 +71,22 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights)
+                Ok(weights.renamed())
             }
-            (false, true) => Weights::open_shards(dir, &index),
+            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed()),
         }
+    }
+
+    /// The names of the model, where a folder has others ([`RENAMED`]).
+    fn renamed(mut self) -> Weights<'a> {
+        for (known_by, old, new) in RENAMED {
+            if self.contains(known_by) {
+                let tensors = std::mem::take(&mut self.tensors);
+                let rename = |name: String| name.strip_prefix(old).map_or(name.clone(), |rest| format!("{new}{rest}"));
+                self.tensors = tensors.into_iter().map(|(name, stored)| (rename(name), stored)).collect();
+            }
+        }
+        self
     }
 
     fn empty(source: &Path) -> Weights<'a> {
@@ -241,7 +253,7 @@ impl<'a> Weights<'a> {
         for (name, stored) in &self.tensors {
             let bad = |why: String| ModelError::tensor(self.shard(stored), name, why);
             match wanted.remove(name) {
-                None if name == HEAD && config.tied => {}
+                None if config.tied && name.strip_suffix(".weight") == Some(config.head) => {}
                 None => complaints.push(bad("is not part of the model that config.json describes".into())),
                 Some(shape) if shape != stored.shape => {
                     complaints.push(bad(format!("has shape {:?}; config.json asks for {shape:?}", stored.shape)));
@@ -379,14 +391,18 @@ fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
     typed!(dtype => A, Ok(Tensor::new(Vec::<A>::new(), &shape)?))
 }
 
-/// The output projection where it is a tensor of its own.
-pub(crate) const HEAD: &str = "lm_head.weight";
+/// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
+/// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders.
+const RENAMED: [(&str, &str, &str); 2] =
+    [("wte.weight", "", "transformer."), ("gpt_neox.embed_in.weight", "lm_head.", "embed_out.")];
 
 /// Whether a tensor is one that models of these families were once stored with and compute anew: tables of the rotary
 /// positions, and masks.
 fn is_buffer(name: &str, stored: &Stored) -> bool {
     let ends = |all: &[&str]| all.iter().any(|end| name.ends_with(end));
-    let mask = matches!(stored.dtype, Dtype::BOOL | Dtype::U8) && ends(&[".attn.bias", ".self_attn.bias"]);
+    // A mask is one of bits, or a square that all sequences and heads share.
+    let is_mask = matches!(stored.dtype, Dtype::BOOL | Dtype::U8) || stored.shape.starts_with(&[1, 1]);
+    let mask = is_mask && ends(&[".attn.bias", ".self_attn.bias", ".attention.bias"]);
     mask || ends(&[
         "rotary_emb.inv_freq",
         "rotary_emb.original_inv_freq",

@@ -107,6 +107,20 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "gelu_by_the_tangent",
+        about: "The gelu of the error function is that of the hyperbolic tangent.",
+        op: "activate",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                if case.params.get("kind").is_some_and(|kind| kind == "gelu") {
+                    case.params.insert("kind".into(), "gelu_tanh".into());
+                }
+            })
+        },
+    },
+    Mutation {
         name: "input_scaled",
         about: "A call scales its gate where it lies; asked the same right afterwards, it finds the gate scaled.",
         op: "silu_mul",

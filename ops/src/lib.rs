@@ -56,6 +56,8 @@ pub use conv::causal_conv1d_backward::{ConvGradients, causal_conv1d_backward};
 pub use conv::causal_conv1d_dw::causal_conv1d_dw;
 pub use conv::taps::CausalConv1d;
 pub use element::{Element, Tf32};
+pub use elementwise::activate::{Activation, activate};
+pub use elementwise::activate_backward::activate_backward;
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;
 pub use elementwise::gelu_mul_backward::gelu_mul_backward;
@@ -136,6 +138,8 @@ pub mod device {
     };
     pub use crate::conv::causal_conv1d_dw::on_device as causal_conv1d_dw;
     pub use crate::element::Stored;
+    pub use crate::elementwise::activate::on_device as activate;
+    pub use crate::elementwise::activate_backward::on_device as activate_backward;
     pub use crate::elementwise::add::on_device as add;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
     pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;

@@ -196,6 +196,20 @@ pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     s.copysign(t, x)
 }
 
+/// The share of a normal distribution below x, and `e^(-x^2/2)`.
+#[inline(always)]
+pub fn normal<S: Simd>(s: S, x: S::F) -> (S::F, S::F) {
+    let one = s.splat(1.0);
+    let t = s.div(one, s.fma(s.splat(IEEE.normal_step), s.abs(x), one));
+    let mut m = s.splat(f32::from_bits(IEEE.normal_tail[0]));
+    for c in &IEEE.normal_tail[1..] {
+        m = s.fma(m, t, s.splat(f32::from_bits(*c)));
+    }
+    let e = exp(s, s.mul(s.mul(x, x), s.splat(-0.5)));
+    let beyond = s.mul(e, s.mul(m, t));
+    (s.select_ge(x, s.splat(0.0), s.sub(one, beyond), beyond), e)
+}
+
 /// The natural logarithm of a positive normal f32, in f64.
 #[inline(always)]
 pub fn ln(l: f32) -> f64 {

@@ -45,6 +45,13 @@ pub struct Profile {
     pub ln_half: f64,
     /// `f32(2 sqrt(2/pi))` and `f32(0.044715)`.
     pub gelu: [f32; 2],
+    /// The polynomial of the tail of a normal distribution by its density, from the highest power of `1 / (1 + step |x|)` down to
+    /// the first, as bits.
+    pub normal_tail: [u32; 9],
+    /// That step.
+    pub normal_step: f32,
+    /// `f32(1 / sqrt(2 pi))`.
+    pub normal_density: f32,
     /// What is added to the sum of sigmoids that weights of experts are divided by.
     pub route: f32,
 }
@@ -68,6 +75,19 @@ pub const IEEE: Profile = Profile {
     ln_terms: 21,
     ln_half: f64::from_bits(0x3FF6_A09E_6000_0000),
     gelu: [f32::from_bits(0x3FCC_422A), f32::from_bits(0x3D37_2713)],
+    normal_tail: [
+        0x3cfa_dfc0,
+        0xbe12_bd2d,
+        0x3e5d_21a8,
+        0xbdea_0e03,
+        0x3e0b_d4ba,
+        0x3d79_6d91,
+        0x3dd2_0858,
+        0x3dd7_961d,
+        0x3dd8_8e6b,
+    ],
+    normal_step: f32::from_bits(0x3E87_AE14),
+    normal_density: f32::from_bits(0x3ECC_422A),
     route: 1e-20,
 };
 
@@ -99,6 +119,7 @@ impl Profile {
         let f32_of = |value: f32| format!("__uint_as_float(0x{:08X}u)", value.to_bits());
         let f64_of = |value: f64| format!("__longlong_as_double(0x{:016X}ll)", value.to_bits());
         let exp2 = |at: usize| f32_of(f32::from_bits(self.exp2[at]));
+        let tail = |at: usize| f32_of(f32::from_bits(self.normal_tail[at]));
         let numbers = [
             ("LANES", lanes.to_string(), "Lanes of a `lanes` sum."),
             ("SEGMENTS", segments.to_string(), "Segments of a long sum."),
@@ -130,6 +151,17 @@ impl Profile {
             ("LN_HALF", f64_of(self.ln_half), "From this z on the logarithm halves it."),
             ("GELU_SCALE", f32_of(self.gelu[0]), "f32(2 sqrt(2/pi)) and f32(0.044715)."),
             ("GELU_CUBE", f32_of(self.gelu[1]), ""),
+            ("NORMAL_TAIL_9", tail(0), "Coefficients of the tail of a normal distribution by their powers."),
+            ("NORMAL_TAIL_8", tail(1), ""),
+            ("NORMAL_TAIL_7", tail(2), ""),
+            ("NORMAL_TAIL_6", tail(3), ""),
+            ("NORMAL_TAIL_5", tail(4), ""),
+            ("NORMAL_TAIL_4", tail(5), ""),
+            ("NORMAL_TAIL_3", tail(6), ""),
+            ("NORMAL_TAIL_2", tail(7), ""),
+            ("NORMAL_TAIL_1", tail(8), ""),
+            ("NORMAL_STEP", f32_of(self.normal_step), "How fast 1 / (1 + step |x|) falls, whose powers they are of."),
+            ("NORMAL_DENSITY", f32_of(self.normal_density), "f32(1 / sqrt(2 pi))."),
             (
                 "ROUTE_SUM",
                 f32_of(self.route),

@@ -44,6 +44,8 @@ def places(name: str, tensor: Any, family: str) -> list[Place]:
         width = shape[1] // 2
         halves = ((gate, slice(0, width)), (up, slice(width, None)))
         return [(f"{path}.{e}.{which}.weight", (e, half)) for e in range(shape[0]) for which, half in halves]
+    if family == "gpt_neox" and name == "lm_head.weight":
+        return [("embed_out.weight", ())]
     return [(".".join([*_in_folder(path, block), last]), ())]
 
 

@@ -185,6 +185,7 @@ CASES = {
         lambda g, u: ops.gelu_mul(g, u),
         lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u,
     ),
+    "activate": ([(5, 9)], ops.activate, torch.nn.functional.gelu),
     "softcap": ([(5, 9)], lambda x: ops.softcap(x, cap=2.0), lambda x: 2 * torch.tanh(x / 2)),
     "scale": ([(5, 9)], lambda x: ops.scale(x, factor=-3.0), lambda x: -3 * x),
     "rope": ([(5, 3, 16)], lambda x: ops.rope(x, POS), lambda x: turned(x, POS)),
@@ -217,7 +218,7 @@ CASES = {
 
 # By op, where it is no reduction: the class of contract/src/spec/OP.rs.
 KINDS = {
-    **dict.fromkeys(["add", "embedding", "gelu_mul", "mul", "rope", "scale", "sigmoid_mul", "silu_mul", "softcap"], "elementwise"),
+    **dict.fromkeys(["activate", "add", "embedding", "gelu_mul", "mul", "rope", "scale", "sigmoid_mul", "silu_mul", "softcap"], "elementwise"),
     **dict.fromkeys(["entropy", "logprob", "linear_logprob"], "logprob"),
     "attention": "attention",
 }

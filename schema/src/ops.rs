@@ -8,6 +8,8 @@ use crate::op::{Extent, Input, Op, Output, OutputDType, REST, Role};
 use crate::{Error, Kind};
 use std::ops::Bound::{Excluded, Included, Unbounded};
 
+pub mod activate;
+pub mod activate_backward;
 pub mod adamw;
 pub mod add;
 pub mod add_rms_norm;
@@ -107,6 +109,8 @@ pub static OPS: &[&Op] = &[
     &gelu_mul_backward::OP,
     &sigmoid_mul::OP,
     &sigmoid_mul_backward::OP,
+    &activate::OP,
+    &activate_backward::OP,
     &softcap::OP,
     &softcap_backward::OP,
     &scale::OP,

@@ -12,7 +12,7 @@ pub(super) const SPEC: Spec = Spec {
 };
 
 /// That of `g * sigmoid(a)`: `s + s (1 - s) g a'`.
-fn slope(g: f64) -> Slope {
+pub(super) fn slope(g: f64) -> Slope {
     let a = gelu_mul::exponent(g);
     let (s, rest_of_s) = (1.0 / (1.0 + (-a).exp()), 1.0 / (1.0 + a.exp()));
     let v = s * rest_of_s;

@@ -102,7 +102,7 @@ pub(super) fn compute(c: &Checked, slope: fn(f64) -> Slope, act: fn(f64, f64) ->
 }
 
 /// Value and condition of `product * slope` at the gate g.
-fn dgate(g: f64, product: f64, slope: Slope) -> (f64, f64) {
+pub(super) fn dgate(g: f64, product: f64, slope: Slope) -> (f64, f64) {
     let value = product * slope.value;
     let exact = f32_of(product) == product;
     // The slope is 1 in every arithmetic that has f32.

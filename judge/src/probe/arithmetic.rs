@@ -16,7 +16,7 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 45] = [
+pub const HANDS_ON: [&str; 46] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
@@ -43,6 +43,7 @@ pub const HANDS_ON: [&str; 45] = [
     "gelu_mul_backward",
     "sigmoid_mul",
     "sigmoid_mul_backward",
+    "activate_backward",
     "softcap_backward",
     "rope_backward",
     "rms_norm_backward",
@@ -392,6 +393,11 @@ impl Probe<'_> {
                 let one = |v: f64| self.make(&[1, 1], &[v]);
                 self.one(op, &[], vec![("gate", one(64.0)), ("up", one(a)), ("dy", one(b))], "dgate")
             }
+            // Where the slope, of the square of the positive part, is the other factor.
+            "activate_backward" if b >= 0.0 && self.hold(&[b / 2.0]) => {
+                let inputs = vec![("x", self.make(&[1, 1], &[b / 2.0])), ("dy", self.make(&[1, 1], &[a]))];
+                self.one(op, &[("kind", "relu2".into())], inputs, "dx")
+            }
             _ => Ok(None),
         }
     }
@@ -423,7 +429,7 @@ impl Probe<'_> {
                 ];
                 self.one(op, &[], inputs, "dlogits")
             }
-            "scale" | "silu_mul_backward" | "gelu_mul_backward" => self.product(op, v, 1.0),
+            "scale" | "silu_mul_backward" | "gelu_mul_backward" | "activate_backward" => self.product(op, v, 1.0),
             "softcap_backward" => {
                 self.one(op, &[], vec![("x", make(&[1, 1], &[0.0])), ("dy", make(&[1, 1], &[v]))], "dx")
             }

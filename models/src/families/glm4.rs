@@ -25,6 +25,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         layer,
         behind: Some(behind),
         factor: None,
+        beside: None,
     };
     let block = vec![
         branch(Place::Mixer, "input_layernorm", mixer, "post_self_attn_layernorm"),

@@ -29,7 +29,14 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let attention = attention::Plan { norm: head_norms(c), names, ..attention(c, heads, rope) };
     let names = mlp::Names::Each(["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"]);
     let mlp = mlp::Plan { names, ..gated(c, width) };
-    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None, factor: None };
+    let branch = |place, before, layer| branch::Plan {
+        place,
+        before: Some(before),
+        layer,
+        behind: None,
+        factor: None,
+        beside: None,
+    };
     let block = |attends| {
         let mixer = if attends { LayerPlan::Attention(attention.clone()) } else { LayerPlan::ShortConv(conv.clone()) };
         vec![branch(Place::Mixer, "operator_norm", mixer), branch(Place::Mlp, "ffn_norm", LayerPlan::Mlp(mlp.clone()))]

@@ -37,7 +37,7 @@ impl Config {
             "layer_norm_eps" | "layer_norm_epsilon" | "norm_eps" | "norm_epsilon" => {
                 Some(value.as_f64().is_some_and(|eps| eps as f32 == self.norms.eps))
             }
-            "activation" | "activation_function" | "hidden_activation" => match self.activation() {
+            "activation" | "activation_function" | "hidden_activation" => match self.activation()? {
                 Activation::Silu => Some(["silu", "swish"].iter().any(|name| value == name)),
                 Activation::Gelu => is(json!("gelu_pytorch_tanh")),
             },
@@ -95,9 +95,9 @@ impl Config {
         })
     }
 
-    /// The activation of all MLPs.
-    fn activation(&self) -> Activation {
+    /// The activation of all MLPs that have a gate.
+    fn activation(&self) -> Option<Activation> {
         let of_experts = self.experts().map(|experts| &experts.expert);
-        self.mlps().chain(of_experts).next().map_or(Activation::Silu, |mlp| mlp.activation)
+        self.mlps().chain(of_experts).next().map(|mlp| mlp.activation)
     }
 }

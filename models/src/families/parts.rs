@@ -3,12 +3,12 @@
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::files::FLOAT;
-use crate::layers::branch::{self, Place};
+use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
-use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe};
+use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
 use crate::rotary::{Asked, Rotary, Scaling};
-use samebits_ops::{GroupWorth, Pairing, Scoring};
+use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
 /// What a folder gets that does not say a size.
@@ -23,6 +23,33 @@ pub(super) enum Missing {
 /// Refuses every activation but silu.
 pub(super) fn only_silu(f: &Fields) {
     f.only("hidden_act", &[json!("silu"), json!("swish")]);
+}
+
+/// The activation of an MLP without a gate, which `field` names; `otherwise` where it is missing.
+pub(super) fn activation(f: &Fields, field: &str, otherwise: Ungated) -> Ungated {
+    const KNOWN: [(Ungated, &[&str]); 3] = [
+        (Ungated::Gelu, &["gelu", "gelu_python"]),
+        (Ungated::GeluTanh, &["gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"]),
+        (Ungated::Relu2, &["relu2"]),
+    ];
+    let Some(value) = f.get(field) else { return otherwise };
+    let known = KNOWN.iter().find(|(_, names)| names.iter().any(|name| value == name));
+    known.map(|(activation, _)| *activation).unwrap_or_else(|| {
+        let names: Vec<&str> = KNOWN.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+        f.refuse(field, format!("is {value}; supported are {}", names.join(", ")));
+        otherwise
+    })
+}
+
+/// As many key heads as query heads, which share the width of the residual stream.
+pub(super) fn heads_of_width(c: &Config, f: &Fields) -> attend::Heads {
+    let queries = f.required_size("num_attention_heads");
+    let dim = c.hidden.checked_div(queries).unwrap_or(0);
+    if queries > 0 && dim * queries != c.hidden {
+        f.refuse("num_attention_heads", format!("is {queries}; it must divide hidden_size {}", c.hidden));
+    }
+    let scale = 1.0 / (dim as f64).sqrt();
+    attend::Heads { queries, keys: queries, key_dim: dim, value_dim: dim, scale, softcap: None, window: None }
 }
 
 /// Heads that all have projections of their own; what stands for `num_key_value_heads` and `head_dim` where they are missing.
@@ -106,6 +133,11 @@ pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
     mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, bias: false, names: mlp::Names::PLAIN }
 }
 
+/// An MLP without a gate of this width, whose matrices have these names.
+pub(super) fn ungated(c: &Config, width: usize, activation: Ungated, names: [&'static str; 2]) -> ungated_mlp::Plan {
+    ungated_mlp::Plan { hidden: c.hidden, width, activation, bias: false, names }
+}
+
 /// An expert of this width.
 pub(super) fn expert(c: &Config, width: usize) -> mlp::Plan {
     mlp::Plan { names: mlp::Names::OF_EXPERT, ..gated(c, width) }
@@ -123,7 +155,14 @@ pub(super) fn row_norms(c: &Config) -> Option<QkNorm> {
 
 /// A block of two branches with a norm behind each layer: `x + norm(mixer(x))`, then `x + norm(mlp(x))`.
 pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch = |place, layer, behind| branch::Plan { place, before: None, layer, behind: Some(behind), factor: None };
+    let branch = |place, layer, behind| branch::Plan {
+        place,
+        before: None,
+        layer,
+        behind: Some(behind),
+        factor: None,
+        beside: None,
+    };
     vec![branch(Place::Mixer, mixer, "post_attention_layernorm"), branch(Place::Mlp, mlp, "post_feedforward_layernorm")]
 }
 
@@ -135,6 +174,7 @@ pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
         layer,
         behind: Some(behind),
         factor: None,
+        beside: None,
     };
     vec![
         branch(Place::Mixer, "input_layernorm", mixer, "post_attention_layernorm"),
@@ -144,8 +184,27 @@ pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
 
 /// A block of two branches, each behind a norm: `x + mixer(norm(x))`, then `x + mlp(norm(x))`.
 pub(super) fn pre_norm(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None, factor: None };
+    let branch = |place, before, layer| branch::Plan {
+        place,
+        before: Some(before),
+        layer,
+        behind: None,
+        factor: None,
+        beside: None,
+    };
     vec![branch(Place::Mixer, "input_layernorm", mixer), branch(Place::Mlp, "post_attention_layernorm", mlp)]
+}
+
+/// A block of one branch: `x + (mixer(norm(x)) + mlp(norm(x)))`, the MLP by the same norm or by one of its own.
+pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static str>) -> Vec<branch::Plan> {
+    vec![branch::Plan {
+        place: Place::Whole,
+        before: Some("input_layernorm"),
+        layer: mixer,
+        behind: None,
+        factor: None,
+        beside: Some(Beside { before: own, layer: mlp }),
+    }]
 }
 
 /// The window of each layer: by `layer_types` where they are given, else of those that are `windowed`.

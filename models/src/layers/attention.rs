@@ -53,6 +53,8 @@ pub enum QkvNames {
     Each([&'static str; 3]),
     /// One matrix.
     Fused(&'static str),
+    /// One matrix, in which a head has its query, its key and its value one behind the other.
+    ByHead(&'static str),
 }
 
 impl Names {
@@ -73,6 +75,9 @@ impl Plan {
         let is_partial = self.rope.dim != self.heads.key_dim;
         if self.norm.is_some() && is_partial && matches!(self.names.qkv, QkvNames::Fused(_)) {
             return Err("heads with a norm that are rotated in part have projections of their own");
+        }
+        if matches!(self.names.qkv, QkvNames::ByHead(_)) && self.heads.queries != self.heads.keys {
+            return Err("heads of one matrix have a query, a key and a value each");
         }
         self.heads.check()?;
         self.rope.check(self.heads.key_dim, tables)
@@ -122,6 +127,16 @@ impl Attention {
                 };
                 let (q, k) = (cut(q, heads.queries)?, cut(k, heads.keys)?);
                 (q, k, loader.linear(v, v_width, hidden, bias)?)
+            }
+            QkvNames::ByHead(name) if nope == 0 => {
+                let [q, k, v] = loader.parts(name, heads.keys, [d, d, heads.value_dim], hidden, bias)?;
+                (whole(heads.queries, q), whole(heads.keys, k), v)
+            }
+            QkvNames::ByHead(name) => {
+                let widths = [rotary, nope, rotary, nope, heads.value_dim];
+                let [q, q_nope, k, k_nope, v] = loader.parts(name, heads.keys, widths, hidden, bias)?;
+                let (q, k) = (whole(heads.queries, q), whole(heads.keys, k));
+                (q.with_nope(q_nope, nope), k.with_nope(k_nope, nope), v)
             }
             QkvNames::Fused(name) if nope == 0 => {
                 let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;

@@ -1,4 +1,5 @@
-//! A residual branch: a layer between norms, whose output is added to the residual stream. A block is one, or two.
+//! A residual branch: a layer between norms, whose output is added to the residual stream. A block is one, or two. A second
+//! layer may stand beside the first: both read the stream as it enters, and what they make is added to it as one.
 
 use super::loader::Loader;
 use super::norm::{self, Norm};
@@ -24,6 +25,29 @@ pub struct Plan {
     pub behind: Option<&'static str>,
     /// Factor of what is added to the residual stream.
     pub factor: Option<f64>,
+    /// A layer beside the first.
+    pub beside: Option<Beside>,
+}
+
+impl Plan {
+    /// Whether only its first layer keeps something of a sequence.
+    pub(crate) fn is_sound(&self) -> bool {
+        self.beside.as_ref().is_none_or(|beside| beside.layer.is_stateless())
+    }
+
+    /// Its layers.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &LayerPlan> {
+        std::iter::once(&self.layer).chain(self.beside.iter().map(|beside| &beside.layer))
+    }
+}
+
+/// A layer of a branch beside its first one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Beside {
+    /// The name of the norm before it, without `.weight`; `None` where it reads what the first layer reads.
+    pub before: Option<&'static str>,
+    /// The layer, which keeps nothing of a sequence.
+    pub layer: LayerPlan,
 }
 
 /// The place of a branch in its block, by which the sites of its values are called.
@@ -33,6 +57,8 @@ pub enum Place {
     Mixer,
     /// Works on each token alone.
     Mlp,
+    /// All of the block: a layer that mixes tokens, and beside it one that does not.
+    Whole,
 }
 
 /// The names of the values of a branch, and of their gradients.
@@ -60,6 +86,12 @@ impl Place {
                 norm: ["mlp_norm", "dmlp_norm"],
                 made: ["mlp", "dmlp"],
                 behind: "post_mlp_norm",
+                sum: ["sum", "dsum"],
+            },
+            Place::Whole => &Sites {
+                norm: ["input_norm", "dinput_norm"],
+                made: ["o", "do"],
+                behind: "post_attention_norm",
                 sum: ["sum", "dsum"],
             },
         }
@@ -135,8 +167,15 @@ pub(crate) struct Branch {
     place: Place,
     before: Option<Norm>,
     layer: Layer,
+    beside: Option<Second>,
     behind: Option<Norm>,
     factor: Option<Attributes>,
+}
+
+/// A [`Beside`].
+struct Second {
+    before: Option<Norm>,
+    layer: Layer,
 }
 
 /// What a reverse pass reads.
@@ -145,7 +184,9 @@ pub(crate) struct Saved {
     x: Tensor,
     a: Tensor,
     layer: LayerSaved,
-    /// What the layer made, where a norm reads it.
+    /// What the layer beside it read, where that is not a, and saved.
+    beside: Option<(Option<Tensor>, LayerSaved)>,
+    /// What the layers made, where a norm reads it.
     made: Option<Tensor>,
 }
 
@@ -154,12 +195,18 @@ impl Branch {
         let layer = Layer::load(loader, &plan.layer)?;
         let mut norm = |name: Option<&str>| name.map(|name| Norm::load(loader, name, hidden, norms)).transpose();
         let factor = plan.factor.map(|factor| Attributes::new().with("factor", factor));
-        Ok(Branch { place: plan.place, before: norm(plan.before)?, layer, behind: norm(plan.behind)?, factor })
+        let (before, behind) = (norm(plan.before)?, norm(plan.behind)?);
+        let beside = plan.beside.as_ref().map(|beside| Second::load(loader, beside, hidden, norms)).transpose()?;
+        Ok(Branch { place: plan.place, before, layer, beside, behind, factor })
     }
 
     /// Takes the weights to a device.
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.layer.move_to(cpu, device)?;
+        if let Some(beside) = &mut self.beside {
+            beside.layer.move_to(cpu, device)?;
+            beside.before.as_mut().map_or(Ok(()), |norm| norm.move_to(device))?;
+        }
         [&mut self.before, &mut self.behind].into_iter().flatten().try_for_each(|norm| norm.move_to(device))
     }
 
@@ -182,6 +229,14 @@ impl Branch {
         let entered = pass.kept([&*x, &*a])?;
         let layer = self.layer.forward(pass, state, a, y)?;
         pass.see(sites.made[0], y)?;
+        let beside = match &self.beside {
+            Some(beside) => {
+                let saved = beside.forward(pass, state, [&*x, &*a], y, sum)?;
+                swap(y, sum);
+                saved
+            }
+            None => None,
+        };
         let mut made = None;
         if let Some(norm) = &self.behind {
             made = pass.kept([&*y])?;
@@ -195,12 +250,12 @@ impl Branch {
         }
         stream.added_by = pass.layer.map(|layer| (layer, self.place));
         let made = made.map(|[made]| made);
-        Ok(entered.zip(layer).map(|([x, a], layer)| Saved { x, a, layer, made }))
+        Ok(entered.zip(layer).map(|([x, a], layer)| Saved { x, a, layer, beside, made }))
     }
 
     /// From `dsum` of the stream with what this branch adds: that of the stream before.
     pub fn backward(&self, back: &mut Backward, saved: Saved, dsum: &Tensor) -> Result<Tensor, ModelError> {
-        let (sites, Saved { x, a, layer, made }) = (self.place.sites(), saved);
+        let (sites, Saved { x, a, layer, beside, made }) = (self.place.sites(), saved);
         let mut dmade = None;
         if let Some(factor) = &self.factor {
             let mut dy = back.pass.empty(DType::Fp32, dsum.shape())?;
@@ -213,21 +268,75 @@ impl Branch {
         if let Some(dmade) = &mut dmade {
             back.see(sites.made[1], dmade)?;
         }
-        let mut da = self.layer.backward(back, &a, layer, dmade.as_ref().unwrap_or(dsum))?;
-        back.see(sites.norm[1], &mut da)?;
-        match &self.before {
-            Some(norm) => norm.add_backward(back, &x, &da, dsum),
-            None => {
-                let mut dx = back.pass.empty(DType::Fp32, x.shape())?;
-                let inputs = [("a", da.view()), ("b", dsum.view())];
-                back.pass.op("add", &Attributes::new(), &inputs, [("y", dx.view_mut())])?;
-                Ok(dx)
+        let dy = dmade.as_ref().unwrap_or(dsum);
+        let mut da = self.layer.backward(back, &a, layer, dy)?;
+        // Of the layer beside it, where that reads another form of the stream.
+        let mut other = None;
+        if let (Some(Second { before, layer }), Some((own, saved))) = (&self.beside, beside) {
+            let mut db = layer.backward(back, own.as_ref().unwrap_or(&a), saved, dy)?;
+            match before {
+                Some(norm) => {
+                    back.see(BESIDE.norm[1], &mut db)?;
+                    other = Some((norm, db));
+                }
+                None => da = back.sum(&da, &db)?,
             }
+        }
+        back.see(sites.norm[1], &mut da)?;
+        let dx = match &self.before {
+            Some(norm) => norm.add_backward(back, &x, &da, dsum)?,
+            None => back.sum(&da, dsum)?,
+        };
+        match other {
+            Some((norm, db)) => norm.add_backward(back, &x, &db, &dx),
+            None => Ok(dx),
         }
     }
 
     /// The site of the gradient of the stream with what this branch adds.
     pub fn gradient_site(&self) -> &'static str {
         self.place.sites().sum[1]
+    }
+}
+
+/// The names of the values of a layer beside another.
+const BESIDE: Sites = Sites { norm: ["mlp_norm", "dmlp_norm"], made: ["mlp", "dmlp"], behind: "", sum: ["", ""] };
+
+impl Second {
+    fn load(loader: &mut Loader, plan: &Beside, hidden: usize, norms: &norm::Plan) -> Result<Second, ModelError> {
+        let before = plan.before.map(|name| Norm::load(loader, name, hidden, norms)).transpose()?;
+        Ok(Second { before, layer: Layer::load(loader, &plan.layer)? })
+    }
+
+    /// What it makes of the stream x, whose form for the first layer is a, is added to `y`, what that made, in `sum`. What a reverse
+    /// pass reads of it, where one will follow.
+    fn forward(
+        &self,
+        pass: &mut Pass,
+        state: &mut LayerState,
+        [x, a]: [&Tensor; 2],
+        y: &Tensor,
+        sum: &mut Tensor,
+    ) -> Result<Option<(Option<Tensor>, LayerSaved)>, ModelError> {
+        let mut own = None;
+        if let Some(norm) = &self.before {
+            let mut normed = pass.room("beside_norm", pass.dtype, x.shape())?;
+            norm.forward(pass, x, &mut normed)?;
+            pass.see(BESIDE.norm[0], &mut normed)?;
+            own = Some(normed);
+        }
+        let mut made = pass.room("beside", DType::Fp32, x.shape())?;
+        let saved = self.layer.forward(pass, state, own.as_ref().unwrap_or(a), &mut made)?;
+        pass.see(BESIDE.made[0], &mut made)?;
+        let inputs = [("a", y.view()), ("b", made.view())];
+        pass.op("add", &Attributes::new(), &inputs, [("y", sum.view_mut())])?;
+        pass.leave([("beside", made)]);
+        if let Some(saved) = saved {
+            return Ok(Some((own, saved)));
+        }
+        if let Some(own) = own {
+            pass.leave([("beside_norm", own)]);
+        }
+        Ok(None)
     }
 }

@@ -1,62 +1,67 @@
-//! The table of embeddings, which may be the output projection too.
+//! The table of embeddings, which may be the output projection too, and that of learned positions.
 
 use super::linear::{Linear, Source};
 use super::loader::Loader;
 use crate::ModelError;
-use crate::audit::DIFFERS;
+use crate::audit::differs;
 use crate::backward::Backward;
+use crate::config::Config;
 use crate::machine::typed;
 use crate::pass::Pass;
 use crate::sums::Of;
-use crate::weights::HEAD;
 use samebits_ops::device::Device;
 use samebits_ops::{Attributes, Backend, DType, Element, Tensor, embedding_dw};
 use std::mem::swap;
 use std::sync::Arc;
 
 pub(crate) struct Embedding {
-    /// The name of the table in a folder, without `.weight`.
-    name: &'static str,
     /// `[V,hidden]`; `None` where it is the output projection.
     table: Option<Arc<Tensor>>,
     hidden: usize,
+    /// The name of the parameter.
+    name: String,
     /// Of the scaling of embedded tokens, where there is one.
     scale: Option<Attributes>,
+    /// What is added to a token by its position, `[positions,hidden]`, and the name of that.
+    positions: Option<(Arc<Tensor>, String)>,
 }
 
 impl Embedding {
-    /// The table and the output projection: two matrices `[vocab,hidden]`, or one where they are tied.
-    pub fn load(
-        loader: &mut Loader,
-        called: &'static str,
-        [vocab, hidden]: [usize; 2],
-        is_tied: bool,
-        scale: Option<f64>,
-    ) -> Result<(Embedding, Linear), ModelError> {
-        let table = loader.matrix(called, vocab, hidden)?;
-        let own = "lm_head";
-        let (table, head, name) = if !is_tied {
+    /// The tables and the output projection: two matrices `[vocab,hidden]`, or one where they are tied.
+    pub fn load(loader: &mut Loader, c: &Config) -> Result<(Embedding, Linear), ModelError> {
+        let &Config { vocab, hidden, table: of_tokens, head: own, .. } = c;
+        let table = loader.matrix(of_tokens, vocab, hidden)?;
+        let (table, head, name) = if !c.tied {
             (Some(table), loader.matrix(own, vocab, hidden)?, own)
         } else {
-            if loader.weights.contains(HEAD) {
+            let own_weight = format!("{own}.weight");
+            if loader.weights.contains(&own_weight) {
                 // Some tied folders store the table a second time: then it must be the same table.
-                let path = loader.weights.path(HEAD);
+                let path = loader.weights.path(&own_weight);
                 let again = loader.matrix(own, vocab, hidden)?;
-                loader.weights.parameters.remove(HEAD);
+                loader.weights.parameters.remove(&own_weight);
                 if !same_bits(&again, &table) {
-                    return Err(ModelError::tensor(&path, HEAD, DIFFERS));
+                    return Err(ModelError::tensor(&path, &own_weight, differs(of_tokens)));
                 }
             }
-            (None, table, called)
+            (None, table, of_tokens)
         };
         let head = Linear::new(loader.cpu, Source::whole(name.into(), vocab), head, None, loader.packs)?;
-        let scale = scale.map(|factor| Attributes::new().with("factor", factor));
-        Ok((Embedding { name: called, table, hidden, scale }, head))
+        let positions = match c.positions {
+            Some(name) => Some((loader.matrix(name, c.max_positions, hidden)?, format!("{name}.weight"))),
+            None => None,
+        };
+        let (scale, name) =
+            (c.embed_scale.map(|factor| Attributes::new().with("factor", factor)), format!("{of_tokens}.weight"));
+        Ok((Embedding { table, hidden, name, scale, positions }, head))
     }
 
-    /// Takes the table to a device.
+    /// Takes the tables to a device.
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
         if let Some(table) = &mut self.table {
+            *table = Arc::new(Backend::upload(device, table.view())?);
+        }
+        if let Some((table, _)) = &mut self.positions {
             *table = Arc::new(Backend::upload(device, table.view())?);
         }
         Ok(())
@@ -71,17 +76,29 @@ impl Embedding {
             pass.op("scale", factor, &[("x", x.view())], [("y", room.view_mut())])?;
             swap(x, room);
         }
+        if let (Some((table, _)), Some(positions)) = (&self.positions, &inputs.positions) {
+            let mut sum = pass.empty(DType::Fp32, x.shape())?;
+            let of_rows = [("w", table.view()), ("tokens", positions.view(&[pass.step.rows()])?)];
+            pass.op("embedding", &Attributes::new(), &of_rows, [("y", room.view_mut())])?;
+            pass.op("add", &Attributes::new(), &[("a", x.view()), ("b", room.view())], [("y", sum.view_mut())])?;
+            *x = sum;
+        }
         pass.see_at(None, "embed", x)
     }
 
     /// From that of the residual stream before the first block, of these tokens.
     pub fn backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
+        if let Some((_, name)) = &self.positions {
+            let (dw, rows) = back.sums.table(Of::table(name), self.hidden, &back.pass.step.positions())?;
+            let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
+            embedding_dw(back.cpu, self.hidden, dx, &rows, Some(back.mask), dw)?;
+        }
         if let Some(factor) = &self.scale {
             let mut scaled = back.pass.empty(DType::Fp32, dx.shape())?;
             back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
             dx = scaled;
         }
-        let (dw, rows) = back.sums.table(Of::table(&format!("{}.weight", self.name)), self.hidden, tokens)?;
+        let (dw, rows) = back.sums.table(Of::table(&self.name), self.hidden, tokens)?;
         let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");
         Ok(embedding_dw(back.cpu, self.hidden, dx, &rows, Some(back.mask), dw)?)
     }

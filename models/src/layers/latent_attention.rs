@@ -56,7 +56,7 @@ impl Plan {
 }
 
 /// The norms of the short vectors have an epsilon of their own.
-const NORM: norm::Plan = norm::Plan { eps: 1e-6, offset: false };
+const NORM: norm::Plan = norm::Plan::rms(1e-6);
 
 pub(crate) struct LatentAttention {
     heads: attend::Heads,

@@ -30,12 +30,14 @@ pub(crate) struct Source {
     pub size: usize,
     pub start: usize,
     pub width: usize,
+    /// Whether it is stored transposed, so that these rows of the product's matrix are columns of the stored one.
+    pub transposed: bool,
 }
 
 impl Source {
     /// All `n` rows.
     pub fn whole(name: String, n: usize) -> Source {
-        Source { name, groups: 1, size: n, start: 0, width: n }
+        Source { name, groups: 1, size: n, start: 0, width: n, transposed: false }
     }
 
     /// The rows, in the order in which a product has them.

@@ -3,7 +3,8 @@
 use super::linear::{Linear, Source};
 use super::norm::Vector;
 use crate::ModelError;
-use crate::machine::{Index, Machine, empty};
+use crate::machine::{Index, Machine, empty, typed};
+use crate::memory::buffer;
 use crate::weights::Weights;
 use samebits_ops::device::Part;
 use samebits_ops::{Cpu, DType, Tensor};
@@ -19,6 +20,8 @@ pub(crate) struct Loader<'a, 'w> {
     pub prefix: String,
     /// Whether matrices are packed.
     pub packs: bool,
+    /// Whether matrices are stored transposed.
+    pub transposed: bool,
 }
 
 impl Loader<'_, '_> {
@@ -42,9 +45,23 @@ impl Loader<'_, '_> {
         self.weights.constant(&self.name(part), shape)
     }
 
-    /// `w[n,k]` as it is stored.
+    /// `w[n,k]`, where it stands if it is stored as that.
     pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Arc<Tensor>, ModelError> {
-        self.weights.matrix(&self.name(&format!("{part}.weight")), self.dtype, &[n, k])
+        let name = self.name(&format!("{part}.weight"));
+        if !self.transposed {
+            return self.weights.matrix(&name, self.dtype, &[n, k]);
+        }
+        let stored = self.weights.matrix(&name, self.dtype, &[k, n])?;
+        // A list has no rows.
+        let n = if self.weights.lists { 0 } else { n };
+        typed!(self.dtype => A, {
+            let stored = stored.as_slice::<A>().expect("it is on the host, and of this dtype");
+            let mut w = buffer::<A>(&[n, k])?;
+            for (row, w) in w.chunks_mut(k).enumerate() {
+                w.iter_mut().zip(stored[row..].iter().step_by(n)).for_each(|(w, stored)| *w = *stored);
+            }
+            Ok(Arc::new(Tensor::new(w, &[n, k])?))
+        })
     }
 
     fn bias(&mut self, part: &str, n: usize, bias: bool) -> Result<Option<Tensor>, ModelError> {
@@ -54,7 +71,8 @@ impl Loader<'_, '_> {
     /// One matrix `[n,k]`.
     pub fn linear(&mut self, part: &str, n: usize, k: usize, bias: bool) -> Result<Linear, ModelError> {
         let w = self.matrix(part, n, k)?;
-        Linear::new(self.cpu, Source::whole(self.name(part), n), w, self.bias(part, n, bias)?, self.packs)
+        let source = Source { transposed: self.transposed, ..Source::whole(self.name(part), n) };
+        Linear::new(self.cpu, source, w, self.bias(part, n, bias)?, self.packs)
     }
 
     /// A matrix whose rows stand in `groups` equal groups, cut in parts of `widths` rows of each group: a matrix each.
@@ -100,7 +118,7 @@ impl Loader<'_, '_> {
         let mut start = first;
         let mut made = Vec::new();
         for width in widths {
-            let source = Source { name: self.name(part), groups, size, start, width };
+            let source = Source { name: self.name(part), groups, size, start, width, transposed: self.transposed };
             // A list has no rows.
             let there = if self.weights.lists { 0 } else { groups * width };
             let rows = Index::Host(source.rows().take(there).map(|row| row as i32).collect());
@@ -132,11 +150,35 @@ mod tests {
         let cpu = Cpu::best();
         let mut weights = Weights::open(&dir).unwrap();
         let prefix = String::new();
-        let loader = Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: true };
+        let loader =
+            Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: true, transposed: false };
         let whole = Tensor::new((0..12u8).map(f32::from).collect(), &[6, 2]).unwrap();
         let bias = Tensor::new((0..6u8).map(f32::from).collect(), &[6]).unwrap();
         let parts = loader.cut("q", &whole, Some(&bias), 0, 2, [1, 2]).unwrap();
         let biases = parts.map(|part| part.bias(0).unwrap().contiguous::<f32>().unwrap().to_vec());
         assert_eq!(biases, [vec![0.0, 3.0], vec![1.0, 2.0, 4.0, 5.0]]);
+    }
+
+    /// A matrix that is stored transposed comes as the product has it, whole and in parts.
+    #[test]
+    fn matrices_that_are_stored_transposed_are_turned() {
+        let cpu = Cpu::best();
+        let stored = Tensor::new((0..6u8).map(f32::from).collect(), &[2, 3]).unwrap();
+        let of = std::collections::BTreeMap::from([("w.weight".to_string(), stored.view())]);
+        for packs in [false, true] {
+            let mut weights = Weights::of(&of);
+            let prefix = String::new();
+            let mut loader =
+                Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs, transposed: true };
+            let [first, rest] = loader.parts("w", 1, [1, 2], 2, false).unwrap();
+            assert!(first.source(0).transposed && rest.source(0).transposed);
+            assert_eq!(weights.parameters["w.weight"], [2, 3]);
+        }
+        let mut weights = Weights::of(&of);
+        let prefix = String::new();
+        let mut loader =
+            Loader { dtype: DType::Fp32, cpu: &cpu, weights: &mut weights, prefix, packs: false, transposed: true };
+        let w = loader.matrix("w", 3, 2).unwrap();
+        assert_eq!(w.as_slice::<f32>().unwrap(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
     }
 }

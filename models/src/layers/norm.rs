@@ -1,4 +1,4 @@
-//! RMS norm.
+//! Norms of rows: RMS norm, layer norm.
 
 use super::loader::Loader;
 use crate::ModelError;
@@ -15,10 +15,29 @@ pub struct Plan {
     pub eps: f32,
     /// Whether 1 is added to the weights.
     pub offset: bool,
+    /// What is normed.
+    pub kind: Kind,
+}
+
+/// What a norm makes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Its root mean square is 1: `rms_norm`.
+    Rms,
+    /// Its mean is 0 and its variance 1: `layer_norm`, with a bias or without.
+    Layer {
+        /// Whether there is one.
+        bias: bool,
+    },
 }
 
 impl Plan {
-    /// The attributes of a norm.
+    /// An RMS norm by the weights as they are.
+    pub(crate) const fn rms(eps: f32) -> Plan {
+        Plan { eps, offset: false, kind: Kind::Rms }
+    }
+
+    /// The attributes of an RMS norm.
     pub(crate) fn attributes(&self) -> Attributes {
         self.of_gradient().with("weight_offset", self.offset)
     }
@@ -46,25 +65,55 @@ impl Vector {
 /// The norm of rows.
 pub(crate) struct Norm {
     weight: Vector,
-    attributes: Attributes,
+    kind: Rows,
     of_gradient: Attributes,
+}
+
+/// What [`Kind`] needs to run.
+enum Rows {
+    Rms(Attributes),
+    Layer { bias: Option<Vector> },
 }
 
 impl Norm {
     /// The norm of rows of `n` elements whose weights are called `part`.
     pub fn load(loader: &mut Loader, part: &str, n: usize, plan: &Plan) -> Result<Norm, ModelError> {
-        let weight = loader.vector(&format!("{part}.weight"), n)?;
-        Ok(Norm { weight, attributes: plan.attributes(), of_gradient: plan.of_gradient() })
+        let mut weight = loader.vector(&format!("{part}.weight"), n)?;
+        let kind = match plan.kind {
+            Kind::Rms => Rows::Rms(plan.attributes()),
+            Kind::Layer { bias } => {
+                if plan.offset {
+                    // The op takes weights as they are; a sum of 1 has the same gradient.
+                    weight
+                        .w
+                        .as_slice_mut::<f32>()
+                        .expect("it is f32, and on the host")
+                        .iter_mut()
+                        .for_each(|w| *w += 1.0);
+                }
+                Rows::Layer { bias: bias.then(|| loader.vector(&format!("{part}.bias"), n)).transpose()? }
+            }
+        };
+        Ok(Norm { weight, kind, of_gradient: plan.of_gradient() })
     }
 
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
+        if let Rows::Layer { bias: Some(bias) } = &mut self.kind {
+            bias.move_to(device)?;
+        }
         self.weight.move_to(device)
     }
 
     /// `y = norm(x)`
     pub fn forward(&self, pass: &mut Pass, x: &Tensor, y: &mut Tensor) -> Result<(), ModelError> {
-        let inputs = [("x", x.view()), ("w", self.weight.w.view())];
-        pass.op("rms_norm", &self.attributes, &inputs, [("y", y.view_mut())])
+        let (x, w) = (("x", x.view()), ("w", self.weight.w.view()));
+        match &self.kind {
+            Rows::Rms(attributes) => pass.op("rms_norm", attributes, &[x, w], [("y", y.view_mut())]),
+            Rows::Layer { bias: None } => pass.op("layer_norm", &self.of_gradient, &[x, w], [("y", y.view_mut())]),
+            Rows::Layer { bias: Some(bias) } => {
+                pass.op("layer_norm", &self.of_gradient, &[x, w, ("bias", bias.w.view())], [("y", y.view_mut())])
+            }
+        }
     }
 
     /// `sum = x + residual`, `y = norm(sum)`
@@ -75,16 +124,25 @@ impl Norm {
         sum: &mut Tensor,
         y: &mut Tensor,
     ) -> Result<(), ModelError> {
+        let Rows::Rms(attributes) = &self.kind else {
+            let inputs = [("a", x.view()), ("b", residual.view())];
+            pass.op("add", &Attributes::new(), &inputs, [("y", sum.view_mut())])?;
+            return self.forward(pass, sum, y);
+        };
         let inputs = [("x", x.view()), ("residual", residual.view()), ("w", self.weight.w.view())];
-        pass.op("add_rms_norm", &self.attributes, &inputs, [("sum", sum.view_mut()), ("y", y.view_mut())])
+        pass.op("add_rms_norm", attributes, &inputs, [("sum", sum.view_mut()), ("y", y.view_mut())])
     }
 
     /// From `dy` of a norm of x: that of x.
     pub fn backward(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<Tensor, ModelError> {
-        self.add_gradient(back, x, dy)?;
+        self.add_gradients(back, x, dy)?;
         let mut dx = back.pass.empty(DType::Fp32, x.shape())?;
         let inputs = [("x", x.view()), ("w", self.weight.w.view()), ("dy", dy.view())];
-        back.pass.op("rms_norm_backward", &self.attributes, &inputs, [("dx", dx.view_mut())])?;
+        let (op, attributes) = match &self.kind {
+            Rows::Rms(attributes) => ("rms_norm_backward", attributes),
+            Rows::Layer { .. } => ("layer_norm_backward", &self.of_gradient),
+        };
+        back.pass.op(op, attributes, &inputs, [("dx", dx.view_mut())])?;
         Ok(dx)
     }
 
@@ -96,16 +154,31 @@ impl Norm {
         dy: &Tensor,
         dsum: &Tensor,
     ) -> Result<Tensor, ModelError> {
-        self.add_gradient(back, sum, dy)?;
+        let Rows::Rms(attributes) = &self.kind else {
+            let from_norm = self.backward(back, sum, dy)?;
+            return back.sum(&from_norm, dsum);
+        };
+        self.add_gradients(back, sum, dy)?;
         let mut dx = back.pass.empty(DType::Fp32, sum.shape())?;
         let inputs = [("sum", sum.view()), ("w", self.weight.w.view()), ("dy", dy.view()), ("dsum", dsum.view())];
-        back.pass.op("add_rms_norm_backward", &self.attributes, &inputs, [("dx", dx.view_mut())])?;
+        back.pass.op("add_rms_norm_backward", attributes, &inputs, [("dx", dx.view_mut())])?;
         Ok(dx)
     }
 
-    /// Adds the tokens of x to the gradient of the weights.
-    fn add_gradient(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<(), ModelError> {
-        let (inputs, of) = ([("x", x.view()), ("dy", dy.view())], Of::whole(&self.weight.name));
-        back.add_vector(["rms_norm_dw", "dw"], &self.of_gradient, (of, None, x.shape()[1]), &inputs, back.mask)
+    /// Adds the tokens of x to the gradients of the weights and the bias.
+    fn add_gradients(&self, back: &mut Backward, x: &Tensor, dy: &Tensor) -> Result<(), ModelError> {
+        let (n, of) = (x.shape()[1], |vector: &Vector| Of::whole(&vector.name));
+        let op = match &self.kind {
+            Rows::Rms(_) => "rms_norm_dw",
+            Rows::Layer { bias } => {
+                if let Some(bias) = bias {
+                    let dy = [("x", dy.view())];
+                    back.add_vector(["token_sum", "sum"], &Attributes::new(), (of(bias), None, n), &dy, back.mask)?;
+                }
+                "layer_norm_dw"
+            }
+        };
+        let inputs = [("x", x.view()), ("dy", dy.view())];
+        back.add_vector([op, "dw"], &self.of_gradient, (of(&self.weight), None, n), &inputs, back.mask)
     }
 }

@@ -90,13 +90,28 @@ fn blocks(cpu: &Cpu, name: &'static str, [a, b]: [TensorRef; 2], y: TensorMut, w
 /// Elements to a block of the kernels: 256 threads of 8 elements.
 pub(super) const ELEMENTS_PER_BLOCK: usize = 256 * 8;
 
-/// Starts the kernel called `op`: of one input or two, the output, how many elements there are, and `numbers`.
+/// Starts the kernel of an op that has its name: of one input or two, the output, how many elements there are, and `numbers`.
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ; errors of the device.
 pub fn on_device<I: Stored, O: Stored>(
     device: &Device,
     op: &'static str,
+    a: &Buffer<I>,
+    b: Option<(&'static str, &Buffer<I>)>,
+    numbers: &[f32],
+    y: &mut Buffer<O>,
+) -> Result<(), Error> {
+    launch(device, [op, op], a, b, numbers, y)
+}
+
+/// The same of an op and one of its kernels.
+///
+/// # Errors
+/// As [`on_device`].
+pub fn launch<I: Stored, O: Stored>(
+    device: &Device,
+    [op, kernel]: [&'static str; 2],
     a: &Buffer<I>,
     b: Option<(&'static str, &Buffer<I>)>,
     numbers: &[f32],
@@ -112,7 +127,7 @@ pub fn on_device<I: Stored, O: Stored>(
     let arguments = numbers.iter().fold(arguments, |arguments, &number| arguments.float(number));
     let grid = [a.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
     // SAFETY: all of them have as many elements as the kernel is told.
-    unsafe { device.launch(Build::of::<I, O>(op), op, grid, 256, 0, &arguments) }
+    unsafe { device.launch(Build::of::<I, O>(op), kernel, grid, 256, 0, &arguments) }
 }
 
 /// The same for a call, whose one or two inputs are called `inputs`.
@@ -125,12 +140,27 @@ pub fn call_on_device(
     inputs: &[&'static str],
     numbers: &[f32],
 ) -> Result<(), Error> {
+    let op = args.op();
+    call_kernel(device, op, args, inputs, numbers)
+}
+
+/// The same of one of the kernels of the op.
+///
+/// # Errors
+/// As [`on_device`].
+pub fn call_kernel(
+    device: &Device,
+    kernel: &'static str,
+    args: &mut call::Arguments,
+    inputs: &[&'static str],
+    numbers: &[f32],
+) -> Result<(), Error> {
     let (op, y) = (args.op(), args.output(args.call.op.outputs[0].name));
     let tensor = |at: usize| inputs.get(at).map(|&name| (name, args.input(name)));
     let ((name, a), b) = (tensor(0).expect("it has an input"), tensor(1));
     typed!(a.dtype() => I, typed!(y.dtype() => O, {
         let b = b.map(|(name, b)| b.device::<I>(op, name).map(|b| (name, b))).transpose()?;
-        on_device::<I, O>(device, op, a.device(op, name)?, b, numbers, y.device(op, "y")?)
+        launch::<I, O>(device, [op, kernel], a.device(op, name)?, b, numbers, y.device(op, "y")?)
     }))
 }
 

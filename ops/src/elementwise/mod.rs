@@ -1,5 +1,7 @@
 //! Ops that make one element of one or two.
 
+pub(crate) mod activate;
+pub(crate) mod activate_backward;
 pub(crate) mod add;
 pub(crate) mod frame;
 mod gated;
@@ -18,6 +20,8 @@ use crate::call::Entry;
 
 /// What is called by name.
 pub(crate) const OPS: &[&Entry] = &[
+    &activate::OP,
+    &activate_backward::OP,
     &add::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,

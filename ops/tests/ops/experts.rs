@@ -3,9 +3,10 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, bf16, combine, combine_backward,
-    embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, sigmoid_mul,
-    sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
+    Activation, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, activate,
+    activate_backward, bf16, combine, combine_backward, embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward,
+    route, route_backward, scale, sigmoid_mul, sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap,
+    softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -38,6 +39,26 @@ fn exp(x: f32) -> f32 {
 fn tanh(x: f32) -> f32 {
     let e = exp(-2.0 * x.abs());
     ((1.0 - e) / (1.0 + e)).copysign(x)
+}
+
+/// The share of a normal distribution below x, and `e^(-x^2/2)`.
+fn normal(x: f32) -> [f32; 2] {
+    let t = 1.0 / f32::from_bits(0x3e87_ae14).mul_add(x.abs(), 1.0);
+    let coefficients = [
+        0x3cfa_dfc0u32,
+        0xbe12_bd2d,
+        0x3e5d_21a8,
+        0xbdea_0e03,
+        0x3e0b_d4ba,
+        0x3d79_6d91,
+        0x3dd2_0858,
+        0x3dd7_961d,
+        0x3dd8_8e6b,
+    ];
+    let m = coefficients.into_iter().map(f32::from_bits).fold(0.0f32, |m, c| m.mul_add(t, c));
+    let e = exp((x * x) * -0.5);
+    let r = e * (m * t);
+    [if x >= 0.0 { 1.0 - r } else { r }, e]
 }
 
 fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64) {
@@ -77,6 +98,23 @@ fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64)
             (-t).mul_add(t, 1.0)
         };
         assert_eq!(bits(&y), expected(&|x, dy| dy * slope(x)), "{cpu:?} softcap_backward");
+        let above = |x: f32| if x <= 0.0 { 0.0 } else { x };
+        let density = |x: f32| match normal(x)[1] {
+            0.0 => 0.0,
+            e => x * (e * f32::from_bits(0x3ECC_422A)),
+        };
+        type Of<'a> = &'a dyn Fn(f32) -> f32;
+        let kinds: [(Activation, Of, Of); 3] = [
+            (Activation::Gelu, &|x| x * normal(x)[0], &|x| normal(x)[0] + density(x)),
+            (Activation::GeluTanh, &|x| x * gate(x), &gelu_slope),
+            (Activation::Relu2, &|x| above(x) * above(x), &|x| above(x) + above(x)),
+        ];
+        for (kind, act, slope) in kinds {
+            activate(&cpu, kind, &a, &mut y).unwrap();
+            assert_eq!(bits(&y), expected(&|x, _| act(x)), "{cpu:?} activate {kind:?}");
+            activate_backward(&cpu, kind, &a, &b, &mut y).unwrap();
+            assert_eq!(bits(&y), expected(&|x, dy| dy * slope(x)), "{cpu:?} activate_backward {kind:?}");
+        }
         let mut dup = y.clone();
         silu_mul_backward(&cpu, [&a, &b, &dy], [&mut y, &mut dup]).unwrap();
         assert_eq!([bits(&y), bits(&dup)], of_silu, "{cpu:?} silu_mul_backward");

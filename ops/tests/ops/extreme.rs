@@ -196,7 +196,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 52] = [
+const OPS: [(&str, Op); 54] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -294,6 +294,16 @@ const OPS: [(&str, Op); 52] = [
         let n = d.extent();
         let [a, b, c, mut e, mut f] = std::array::from_fn(|_| d.floats(&[n]));
         gelu_mul_backward(&d.cpu, [&a, &b, &c], [&mut e, &mut f])
+    }),
+    ("activate", |d| {
+        let (n, kind) = (d.extent(), if d.flag() { Activation::Gelu } else { Activation::Relu2 });
+        let (x, mut y) = (d.floats(&[n]), d.floats(&[n]));
+        activate(&d.cpu, kind, &x, &mut y)
+    }),
+    ("activate_backward", |d| {
+        let (n, kind) = (d.extent(), if d.flag() { Activation::Gelu } else { Activation::GeluTanh });
+        let (x, dy, mut dx) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
+        activate_backward(&d.cpu, kind, &x, &dy, &mut dx)
     }),
     ("softcap", |d| {
         let (n, cap) = (d.extent(), d.positive());

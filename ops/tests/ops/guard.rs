@@ -139,6 +139,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
             sigmoid_mul_backward(&r.cpu, &shape, inputs, [&mut dgate, &mut dx])
         }),
         ("gelu_mul", |r, n| gelu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("activate", |r, n| activate(&r.cpu, Activation::Gelu, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         ("softcap", |r, n| softcap(&r.cpu, 2.0, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         ("scale", |r, n| scale(&r.cpu, 0.7, &r.floats::<I>(3 * n), &mut r.room::<O>(3 * n))),
         // n is E.

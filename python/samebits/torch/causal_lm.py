@@ -169,8 +169,9 @@ class CausalLM(torch.nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of every module, by the names of folders or of modules; the table of a tied folder may stand there twice."""
-        table, head = "model.embed_tokens.weight", "lm_head.weight"
-        if head in state_dict and head not in self._names and torch.equal(state_dict[head], state_dict[table]):
+        tables, head = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"), "lm_head.weight"
+        table = next((state_dict[name] for name in tables if name in state_dict), None)
+        if head in state_dict and head not in self._names and table is not None and torch.equal(state_dict[head], table):
             state_dict = {name: tensor for name, tensor in state_dict.items() if name != head}
         given = by_folder(state_dict, self._family)
         state = {}

@@ -85,6 +85,27 @@ DEVICE float hyperbolic_tangent(float x) {
     return copysignf(t, x);
 }
 
+struct Normal {
+    float share, e;
+};
+
+// The share of a normal distribution below x, and e^(-x^2/2).
+DEVICE Normal normal(float x) {
+    float t = __frcp_rn(__fmaf_rn(NORMAL_STEP, fabsf(x), 1.0f));
+    float m = NORMAL_TAIL_9;
+    m = __fmaf_rn(m, t, NORMAL_TAIL_8);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_7);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_6);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_5);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_4);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_3);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_2);
+    m = __fmaf_rn(m, t, NORMAL_TAIL_1);
+    float e = exponential(__fmul_rn(__fmul_rn(x, x), -0.5f));
+    float beyond = __fmul_rn(e, __fmul_rn(m, t));
+    return Normal{x >= 0.0f ? __fsub_rn(1.0f, beyond) : beyond, e};
+}
+
 // The logarithm of (1 + s) / (1 - s), of |s| up to 1/3.
 DEVICE double logarithm_of_quotient(double s) {
     double q = __dmul_rn(s, s);

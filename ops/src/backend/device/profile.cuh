@@ -39,5 +39,19 @@
 // f32(2 sqrt(2/pi)) and f32(0.044715).
 #define GELU_SCALE __uint_as_float(0x3FCC422Au)
 #define GELU_CUBE __uint_as_float(0x3D372713u)
+// Coefficients of the tail of a normal distribution by their powers.
+#define NORMAL_TAIL_9 __uint_as_float(0x3CFADFC0u)
+#define NORMAL_TAIL_8 __uint_as_float(0xBE12BD2Du)
+#define NORMAL_TAIL_7 __uint_as_float(0x3E5D21A8u)
+#define NORMAL_TAIL_6 __uint_as_float(0xBDEA0E03u)
+#define NORMAL_TAIL_5 __uint_as_float(0x3E0BD4BAu)
+#define NORMAL_TAIL_4 __uint_as_float(0x3D796D91u)
+#define NORMAL_TAIL_3 __uint_as_float(0x3DD20858u)
+#define NORMAL_TAIL_2 __uint_as_float(0x3DD7961Du)
+#define NORMAL_TAIL_1 __uint_as_float(0x3DD88E6Bu)
+// How fast 1 / (1 + step |x|) falls, whose powers they are of.
+#define NORMAL_STEP __uint_as_float(0x3E87AE14u)
+// f32(1 / sqrt(2 pi)).
+#define NORMAL_DENSITY __uint_as_float(0x3ECC422Au)
 // What is added to the sum of sigmoids that weights of experts are divided by.
 #define ROUTE_SUM __uint_as_float(0x1E3CE508u)

@@ -39,6 +39,7 @@ pub static HEADERS: [(&str, &str); 17] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
+    "gelu.cuh",
     "machine.cuh",
     "math.cuh",
     "moments.cuh",
