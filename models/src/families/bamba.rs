@@ -24,7 +24,14 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     // How many logits a generation makes, a loss of training, and the rotated part, of which the code knows by itself.
     f.unread(&["num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "use_mamba_kernels"]);
     let attends = layer_numbers(f, "attn_layer_indices").unwrap_or_default();
-    let branch = |place, before, layer| branch::Plan { place, before: Some(before), layer, behind: None, factor: None };
+    let branch = |place, before, layer| branch::Plan {
+        place,
+        before: Some(before),
+        layer,
+        behind: None,
+        factor: None,
+        beside: None,
+    };
     let block = |i: usize| {
         let mixer = match attends.contains(&(i as u64)) {
             true => LayerPlan::Attention(attention.clone()),

@@ -47,6 +47,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         layer: LayerPlan::Mamba2(plan),
         behind: None,
         factor: None,
+        beside: None,
     };
     c.blocks = vec![vec![branch]; layers];
 }

@@ -8,6 +8,7 @@ use super::attend::{self, Attended, Qkv};
 use super::heads::{Heads, QkNorm, Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
+use super::norm;
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -73,8 +74,11 @@ impl Plan {
             return Err(WIDTH);
         }
         let is_partial = self.rope.dim != self.heads.key_dim;
-        if self.norm.is_some() && is_partial && matches!(self.names.qkv, QkvNames::Fused(_)) {
+        if self.norm.is_some() && is_partial && !matches!(self.names.qkv, QkvNames::Each(_)) {
             return Err("heads with a norm that are rotated in part have projections of their own");
+        }
+        if self.norm.is_some_and(|qk| qk.norm.kind != norm::Kind::Rms) {
+            return Err("norms of queries and keys are RMS norms");
         }
         if matches!(self.names.qkv, QkvNames::ByHead(_)) && self.heads.queries != self.heads.keys {
             return Err("heads of one matrix have a query, a key and a value each");
