@@ -10,7 +10,6 @@ use crate::call::Entry;
 use crate::element::Stored;
 use crate::elementwise::activate::{Activation, positive};
 use crate::elementwise::frame::{self, Pointwise, elementwise};
-use crate::elementwise::gated::Gated;
 use crate::elementwise::gelu_mul::GeluMul;
 use crate::math::normal;
 use crate::profile::IEEE;

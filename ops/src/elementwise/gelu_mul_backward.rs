@@ -62,15 +62,23 @@ pub fn gelu_mul_backward<I: Element, O: Element>(
 /// `f32(3 * 0.044715)`.
 const THREE_K: f32 = f32::from_bits(0x3E09_5D4F);
 
-impl Gated for GeluMul {
+impl GeluMul {
+    /// The slope of the activation at `gate`, whose sigmoid this is.
     #[inline(always)]
-    fn gradients<S: Simd>(self, s: S, inputs: [S::F; 3], sigmoid: S::F) -> (S::F, S::F) {
-        let (gate, one) = (inputs[0], s.splat(1.0));
+    pub(super) fn slope<S: Simd>(self, s: S, gate: S::F, sigmoid: S::F) -> S::F {
+        let one = s.splat(1.0);
         let v = s.mul(sigmoid, s.sub(one, sigmoid));
         let inner = s.mul(s.splat(C), s.fma(s.splat(THREE_K), s.mul(gate, gate), one));
         // Where the sigmoid is 0 or 1, `inner` may be infinite.
         let t = s.select_ge(v, s.splat(f32::from_bits(1)), s.mul(v, s.mul(gate, inner)), s.splat(0.0));
-        of_product(s, inputs, sigmoid, s.add(sigmoid, t))
+        s.add(sigmoid, t)
+    }
+}
+
+impl Gated for GeluMul {
+    #[inline(always)]
+    fn gradients<S: Simd>(self, s: S, inputs: [S::F; 3], sigmoid: S::F) -> (S::F, S::F) {
+        of_product(s, inputs, sigmoid, self.slope(s, inputs[0], sigmoid))
     }
 }
 

@@ -35,7 +35,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 17] = headers![
+pub static HEADERS: [(&str, &str); 18] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
