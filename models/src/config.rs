@@ -832,6 +832,10 @@ mod tests {
                 json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 65536, "model_type": "exaone4", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": null, "sliding_window_pattern": null, "tie_word_embeddings": true}),
             ),
             (
+                "EXAONE-4.0-1.2B as transformers 5 saves it",
+                json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["full_attention", "full_attention"], "max_position_embeddings": 65536, "model_type": "exaone4", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": null, "sliding_window_pattern": 0, "tie_word_embeddings": true}),
+            ),
+            (
                 "EXAONE-4.0-32B",
                 json!({"head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"], "max_position_embeddings": 131072, "model_type": "exaone4", "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": false, "num_hidden_layers": 4}),
             ),

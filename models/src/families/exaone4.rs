@@ -26,6 +26,8 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
             );
             1
         }
+        // Where there is no window transformers writes 0.
+        _ if window.is_none() => 1,
         _ => f.size("sliding_window_pattern").unwrap_or(4).max(1),
     };
     let windows = windows(f, layers, window, |i| !(i + 1).is_multiple_of(every));
