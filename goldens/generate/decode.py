@@ -25,22 +25,23 @@ def theirs(folder, tokens):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         prefill = model(tokens).logits
-        cache, rows = None, []
+        cache, rows = {}, []
         for at in range(tokens.shape[1]):
-            out = model(tokens[:, at:at + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(tokens[:, at:at + 1], use_cache=True, **cache)
+            # Models of scans alone call it otherwise.
+            cache = {name: out[name] for name in ["past_key_values", "cache_params"] if name in out}
             rows.append(out.logits)
     return prefill, torch.cat(rows, dim=1)
 
 
-def ours(program, folder):
-    """How many logits differ, and how many there are."""
+def ours(program, folder, length):
+    """How many logits of texts of this length differ, and how many there are."""
     with tempfile.TemporaryDirectory() as work:
         runs = []
         for schedule in ["prefill", "decode"]:
             out = Path(work) / f"{schedule}.safetensors"
             command = [program, "forward", "--model", folder, "--tokens", folder / "reference.safetensors", "--out", out,
-                       "--schedule", schedule, "--dtype", "bf16"]
+                       "--schedule", schedule, "--dtype", "bf16", "--rope-length", length]
             subprocess.run(list(map(str, command)), check=True, capture_output=True)
             (logits,) = [tensor for name, tensor in load_file(out).items() if name.startswith("logits")]
             runs.append(logits.view(torch.int32))
@@ -59,10 +60,11 @@ def main():
     for name in args.names or sorted(folder.name for folder in args.checkpoints.iterdir()):
         folder = args.checkpoints / name
         kind = json.loads((folder / "config.json").read_text())["model_type"]
-        prefill, decode = theirs(folder, load_file(folder / "reference.safetensors")["tokens"].long())
+        tokens = load_file(folder / "reference.safetensors")["tokens"].long()
+        prefill, decode = theirs(folder, tokens)
         share = (prefill != decode).float().mean().item()
         most = (prefill.float() - decode.float()).abs().max().item() / prefill.float().abs().max().item()
-        differ, count = ours(args.samebits, folder)
+        differ, count = ours(args.samebits, folder, tokens.shape[1])
         print(f"| {kind} | {name} | {share:.1%} | {most:.3f} of the largest | {differ} of {count} |", flush=True)
 
 
