@@ -78,6 +78,8 @@ MODELS = {
                                 attention_multiplier=0.2, logits_scaling=3.0), 24, "bf16"),
     "lfm2": ("Lfm2", dict(BASE, num_hidden_layers=4, intermediate_size=96, block_multiple_of=8, conv_bias=True,
                           layer_types=["conv", "full_attention", "conv", "conv"]), 24, "bf16"),
+    "lfm2-moe": ("Lfm2Moe", dict(BASE, num_hidden_layers=3, num_dense_layers=1, num_experts=8, num_experts_per_tok=3,
+                                 moe_intermediate_size=24, layer_types=["conv", "full_attention", "conv"]), 12, "bf16"),
     "mamba2": ("Mamba2", dict(SCAN, n_groups=2, use_bias=True, time_step_limit=(0.1, 1.5)), 24, "bf16"),
     "bamba": ("Bamba", dict(BASE, **HYBRID, mamba_n_groups=2, attn_layer_indices=[1]), 24, "bf16"),
     "granite-4": ("GraniteMoeHybrid", dict(BASE, **HYBRID, num_local_experts=0, num_experts_per_tok=0, position_embedding_type="nope",
@@ -146,7 +148,7 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
-            elif name.endswith(("mlp.gate.weight", "mlp.gate.wg.weight", "router.weight")):
+            elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)
             else:
                 sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "c_attn.weight",

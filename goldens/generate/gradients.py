@@ -33,7 +33,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "ernie4-5-moe": 12, "dots1": 12, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -79,7 +79,7 @@ def split(model, folder, gradients):
     family = model.config.model_type
     # Mixtral's names, and those of what is like it.
     mixtral = family in ("mixtral", "minimax_m2")
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if mixtral or family == "lfm2_moe" else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, gradient in gradients.items():
         if name.endswith("e_score_correction_bias"):
@@ -105,7 +105,7 @@ def split(model, folder, gradients):
     for name, gradient in found.items():
         assert name in stored and stored[name].shape == gradient.shape, name
     missing = set(stored) - set(found)
-    assert all(name.endswith("e_score_correction_bias") for name in missing), missing
+    assert all(name.endswith(("e_score_correction_bias", "expert_bias")) for name in missing), missing
     return found
 
 

@@ -808,6 +808,10 @@ mod tests {
                 json!({"block_auto_adjust_ff_dim": true, "block_dim": 48, "block_ff_dim": 96, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": true, "block_use_xavier_init": true, "conv_L_cache": 3, "conv_bias": false, "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": true, "full_attn_idxs": [1], "max_position_embeddings": 128000, "model_type": "lfm2", "norm_eps": 1e-05, "num_heads": 4, "num_key_value_heads": 2, "rope_theta": 1000000.0, "use_pos_enc": true, "rms_norm_eps": null, "intermediate_size": null}),
             ),
             (
+                "LFM2-8B-A1B",
+                json!({"conv_L_cache": 3, "conv_bias": false, "intermediate_size": 80, "layer_types": ["conv", "full_attention"], "max_position_embeddings": 128000, "model_type": "lfm2_moe", "moe_intermediate_size": 24, "norm_eps": 1e-05, "norm_topk_prob": true, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 4, "num_key_value_heads": 2, "rms_norm_eps": null, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": true}),
+            ),
+            (
                 "Mamba-Codestral",
                 json!({"model_type": "mamba2", "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16, "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 96, "layer_norm_epsilon": 1e-05, "n_groups": 2, "norm_before_gate": true, "num_heads": 6, "rescale_prenorm_residual": false, "residual_in_fp32": true, "rms_norm": true, "state_size": 16, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_init_scheme": "random", "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "time_step_scale": 1.0, "use_bias": false, "use_conv_bias": true, "max_position_embeddings": null, "rms_norm_eps": null, "num_key_value_heads": null, "num_attention_heads": null}),
             ),

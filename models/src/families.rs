@@ -22,6 +22,7 @@ mod granitemoehybrid;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
 mod lfm2;
+mod lfm2_moe;
 mod llama;
 mod mamba2;
 mod minimax_m2;
@@ -71,6 +72,7 @@ const ALL: &[Family] = &[
     ernie4_5::FAMILY,
     granite::FAMILY,
     lfm2::FAMILY,
+    lfm2_moe::FAMILY,
     qwen2_moe::FAMILY,
     granitemoe::FAMILY,
     hunyuan_v1_dense::FAMILY,

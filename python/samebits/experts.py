@@ -14,7 +14,11 @@ Place = tuple[str, tuple[Any, ...]]
 _SEPARATE = ("gate_proj", "up_proj", "down_proj")
 # By family: the block that has the experts in folders, and what gate, up and down are called there, where that is not what
 # modules and most folders say.
-_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = dict.fromkeys(["mixtral", "minimax_m2"], ("block_sparse_moe", ("w1", "w3", "w2")))
+_FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "minimax_m2": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
+}
 # Tensors whose module has another path than folders.
 _RENAMED = {
     "granitemoe": {

@@ -12,13 +12,24 @@ use serde_json::Value;
 pub(super) const FAMILY: Family = Family { eps: "norm_eps", tied: true, ..Family::of("lfm2", read) };
 
 fn read(c: &mut Config, f: &Fields, layers: usize) {
+    let width = width(f);
+    let mlp = LayerPlan::Mlp(dense(c, width));
+    blocks(c, f, layers, |_| mlp.clone());
+}
+
+/// An MLP of a layer.
+pub(super) fn dense(c: &Config, width: usize) -> mlp::Plan {
+    mlp::Plan { names: mlp::Names::Each(["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"]), ..gated(c, width) }
+}
+
+/// All that does not belong to the MLPs, of which each block has one.
+pub(super) fn blocks(c: &mut Config, f: &Fields, layers: usize, mlp: impl Fn(usize) -> LayerPlan) {
     let heads = heads(c, f, Missing::Refused, Missing::Derived);
     // Folders name it in two ways; the older one counts.
     c.tied = f.flag("tie_embedding", c.tied);
     c.final_norm = "model.embedding_norm";
     let conv =
         conv::Plan { hidden: c.hidden, taps: f.size("conv_L_cache").unwrap_or(3), bias: f.flag("conv_bias", false) };
-    let width = width(f);
     let attends = attends(f, layers);
     let rope = rope(c, f, heads.key_dim, Some(1_000_000.0));
     let names = attention::Names {
@@ -27,8 +38,6 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
     };
     let attention = attention::Plan { norm: head_norms(c), names, ..attention(c, heads, rope) };
-    let names = mlp::Names::Each(["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"]);
-    let mlp = mlp::Plan { names, ..gated(c, width) };
     let branch = |place, before, layer| branch::Plan {
         place,
         before: Some(before),
@@ -37,11 +46,11 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         factor: None,
         beside: None,
     };
-    let block = |attends| {
+    let block = |(i, attends)| {
         let mixer = if attends { LayerPlan::Attention(attention.clone()) } else { LayerPlan::ShortConv(conv.clone()) };
-        vec![branch(Place::Mixer, "operator_norm", mixer), branch(Place::Mlp, "ffn_norm", LayerPlan::Mlp(mlp.clone()))]
+        vec![branch(Place::Mixer, "operator_norm", mixer), branch(Place::Mlp, "ffn_norm", mlp(i))]
     };
-    c.blocks = attends.into_iter().map(block).collect();
+    c.blocks = attends.into_iter().enumerate().map(block).collect();
 }
 
 /// The width of the MLPs, which is not what `intermediate_size` says.
