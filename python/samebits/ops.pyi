@@ -1307,6 +1307,68 @@ def sigmoid_mul_backward(
     """
     ...
 
+def activate(
+    x: T,
+    *,
+    kind: Literal["gelu", "gelu_tanh", "relu2"] = 'gelu',
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """An activation of x: its gelu, or the square of what of it is above 0.
+
+    Inputs:
+        x[...]: bf16, fp16 or fp32
+
+    Attributes:
+        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; gelu, gelu_tanh or relu2
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[...]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def activate_backward(
+    x: T,
+    dy: T,
+    *,
+    kind: Literal["gelu", "gelu_tanh", "relu2"] = 'gelu',
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """The gradient of x from that of activate's y.
+
+    A gradient of `activate`.
+
+    Inputs:
+        x[...]: bf16, fp16 or fp32
+        dy[...]: bf16, fp16 or fp32
+
+    Attributes:
+        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; gelu, gelu_tanh or relu2
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dx[...]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def softcap(
     x: T,
     *,
