@@ -81,7 +81,7 @@ pub fn run(gates: impl IntoIterator<Item = Gate>) -> ! {
             // What no test of its own could say.
             report.unplanned().for_each(|record| println!("{}: {}", record.case, reason(&record.verdict)));
             red |= !report.is_ok();
-        } else if let Some(name) = misnamed(&arguments, asked.name(), &groups) {
+        } else if let Some(name) = misnamed(&arguments, asked.name(), groups) {
             println!("{}: no judgment is named {name}; --list prints all names", asked.name());
             red = true;
         } else if !arguments.exact && !records.is_empty() && !records.iter().any(was_compared) {
