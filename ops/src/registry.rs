@@ -15,6 +15,7 @@ use std::sync::{PoisonError, RwLock};
 const FOLDERS: [&[&Entry]; 12] = [
     crate::attention::OPS,
     crate::conv::OPS,
+    crate::delta::OPS,
     crate::elementwise::OPS,
     crate::gemm::OPS,
     crate::index::OPS,

@@ -103,8 +103,10 @@ impl Stored {
 /// The extent of an axis, small enough for every op and large enough for its kernels' borders.
 fn extent(axis: &str, large: bool) -> usize {
     match (axis, large) {
-        ("Hq", _) => 4,
-        ("Hkv", _) => 2,
+        ("Hq" | "Hv", _) => 4,
+        ("Hkv" | "Hk", _) => 2,
+        // A decay for a head.
+        ("G", _) => 1,
         ("B", _) => 2,
         ("T", false) => 5,
         ("T", true) => 19,
