@@ -89,7 +89,13 @@ impl<I: Stored> Drawn<I> {
         let mut tokens = Vec::new();
         for row in (0..self.rows_of(b)).map(|t| b * length + t) {
             let (key, head) = ((row * key_heads + h / (value_heads / key_heads)) * n, row * value_heads + h);
-            let a: Vec<f32> = (0..n).map(|d| exp(self.g[head * decays + if decays == n { d } else { 0 }])).collect();
+            let mut x = self.g[head * decays..][..decays].to_vec();
+            if let Some(bias) = &self.dt_bias {
+                (0..decays).for_each(|i| x[i] += bias[h * decays + i]);
+            }
+            let rate = self.a_log.as_ref().map(|a_log| -exp(a_log[h]));
+            let l: Vec<f32> = x.iter().map(|x| rate.map_or(*x, |rate| rate * softplus(*x))).collect();
+            let a: Vec<f32> = (0..n).map(|d| exp(l[if decays == n { d } else { 0 }])).collect();
             let (k, q) = (widened(&self.k[key..][..n]), widened(&self.q[key..][..n]));
             let w: Vec<f32> = q.iter().map(|q| q * scale as f32).collect();
             let decayed: Vec<f32> = (0..n * m).map(|i| state[i] * a[i / m]).collect();
@@ -172,7 +178,11 @@ impl<I: Stored> Drawn<I> {
             }
             dstate.extend(of_state);
         }
-        dq.iter_mut().for_each(|total| *total *= scale as f32);
+        for (row, totals) in dq.chunks_mut(key_heads * n).enumerate() {
+            if row % length < self.rows_of(row / length) {
+                totals.iter_mut().for_each(|total| *total *= scale as f32);
+            }
+        }
         [dq, dk, dv, dg, dbeta, da_log, dstate]
     }
 
