@@ -105,8 +105,6 @@ fn extent(axis: &str, large: bool) -> usize {
     match (axis, large) {
         ("Hq" | "Hv", _) => 4,
         ("Hkv" | "Hk", _) => 2,
-        // A decay for a head.
-        ("G", _) => 1,
         ("B", _) => 2,
         ("T", false) => 5,
         ("T", true) => 19,
@@ -141,6 +139,8 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         "H" if op.input("a_log").is_some() => 4,
         // A gate for each element.
         "G" if op.input("gate").is_some() => extent("N", large),
+        // A decay for a head.
+        "G" if op.input("beta").is_some() => 1,
         "G" => 2,
         _ => extent(axis, large),
     };
