@@ -1,9 +1,28 @@
 //! Mutations of causal convolutions.
 
-use crate::mutation::{Mutation, Others};
+use crate::mutation::{Mutant, Mutation, Others};
+use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
 use samebits_harness::implementation::Implementation;
+
+/// The state that a call ends with is kept as bf16.
+pub(crate) fn with_narrow_state(mutant: &Mutant, case: &Case) -> Answer {
+    let mut answer = mutant.honest.run(case);
+    if let Some(next) = answer.outputs.get_mut("next") {
+        let kept: Vec<f64> = next.to_f64().into_iter().map(|v| round::round(v, DType::Bf16)).collect();
+        *next = round::tensor(DType::Fp32, next.shape(), &kept);
+    }
+    answer
+}
+
+/// The state is that behind the last row, whether or not that is padding.
+pub(crate) fn with_state_behind_padding(mutant: &Mutant, case: &Case) -> Answer {
+    let mut answer = mutant.honest.run(case);
+    let whole = mutant.asked(case, |case| drop(case.inputs.remove("len")));
+    answer.outputs.extend(whole.outputs.get("next").map(|next| ("next".to_string(), next.clone())));
+    answer
+}
 
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
@@ -12,14 +31,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "causal_conv1d",
         caught_by: "invariance:schedule",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            if let Some(next) = answer.outputs.get_mut("next") {
-                let kept: Vec<f64> = next.to_f64().into_iter().map(|v| round::round(v, DType::Bf16)).collect();
-                *next = round::tensor(DType::Fp32, next.shape(), &kept);
-            }
-            answer
-        },
+        answer: with_narrow_state,
     },
     Mutation {
         name: "state_forgotten",
@@ -50,12 +62,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "causal_conv1d",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            let whole = mutant.asked(case, |case| drop(case.inputs.remove("len")));
-            answer.outputs.extend(whole.outputs.get("next").map(|next| ("next".to_string(), next.clone())));
-            answer
-        },
+        answer: with_state_behind_padding,
     },
     Mutation {
         name: "taps_in_reverse",

@@ -1,9 +1,8 @@
 //! Mutations of scans.
 
+use crate::convolutions::{with_narrow_state, with_state_behind_padding};
 use crate::mutation::{Mutation, Others};
 use samebits_contract::round;
-use samebits_contract::tensor::DType;
-use samebits_harness::implementation::Implementation;
 
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
@@ -12,14 +11,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "ssd_scan",
         caught_by: "invariance:schedule",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            if let Some(next) = answer.outputs.get_mut("next") {
-                let kept: Vec<f64> = next.to_f64().into_iter().map(|v| round::round(v, DType::Bf16)).collect();
-                *next = round::tensor(DType::Fp32, next.shape(), &kept);
-            }
-            answer
-        },
+        answer: with_narrow_state,
     },
     Mutation {
         name: "decay_exponentiated_twice",
@@ -42,12 +34,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "ssd_scan",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            let whole = mutant.asked(case, |case| drop(case.inputs.remove("len")));
-            answer.outputs.extend(whole.outputs.get("next").map(|next| ("next".to_string(), next.clone())));
-            answer
-        },
+        answer: with_state_behind_padding,
     },
     Mutation {
         name: "gradient_of_the_last_state_forgotten",

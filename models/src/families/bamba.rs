@@ -24,21 +24,14 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     // How many logits a generation makes, a loss of training, and the rotated part, of which the code knows by itself.
     f.unread(&["num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb", "use_mamba_kernels"]);
     let attends = layer_numbers(f, "attn_layer_indices").unwrap_or_default();
-    let branch = |place, before, layer| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
-        behind: None,
-        factor: None,
-        beside: None,
-    };
+    let normed = branch::Plan::normed;
     let block = |i: usize| {
         let mixer = match attends.contains(&(i as u64)) {
             true => LayerPlan::Attention(attention.clone()),
             false => LayerPlan::Mamba2(scan.clone()),
         };
         let mlp = LayerPlan::Mlp(mlp.clone());
-        vec![branch(Place::Mixer, "input_layernorm", mixer), branch(Place::Mlp, "pre_ff_layernorm", mlp)]
+        vec![normed(Place::Mixer, "input_layernorm", mixer), normed(Place::Mlp, "pre_ff_layernorm", mlp)]
     };
     c.blocks = (0..layers).map(block).collect();
 }

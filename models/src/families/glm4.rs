@@ -20,12 +20,8 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let names = mlp::Names::Fused(["mlp.gate_up_proj", "mlp.down_proj"]);
     let mlp = LayerPlan::Mlp(mlp::Plan { names, ..gated(c, f.required_size("intermediate_size")) });
     let branch = |place, before, layer, behind| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
         behind: Some(behind),
-        factor: None,
-        beside: None,
+        ..branch::Plan::normed(place, before, layer)
     };
     let block = vec![
         branch(Place::Mixer, "input_layernorm", mixer, "post_self_attn_layernorm"),

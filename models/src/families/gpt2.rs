@@ -41,21 +41,14 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
     let activation = activation(f, "activation_function", Activation::GeluTanh);
     let width = f.size("n_inner").unwrap_or(c.hidden.saturating_mul(4));
     let mlp = ungated_mlp::Plan { bias: true, ..ungated(c, width, activation, ["mlp.c_fc", "mlp.c_proj"]) };
-    let branch = |place, before, layer| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
-        behind: None,
-        factor: None,
-        beside: None,
-    };
+    let normed = branch::Plan::normed;
     let block = |i: usize| {
         let scale = if is_scaled { heads.scale } else { 1.0 } / if by_layer { (i + 1) as f64 } else { 1.0 };
         let heads = attend::Heads { scale, ..heads.clone() };
         let mixer = attention::Plan { bias: true, o_bias: true, names, ..attention(c, heads, rope) };
         vec![
-            branch(Place::Mixer, "ln_1", LayerPlan::Attention(mixer)),
-            branch(Place::Mlp, "ln_2", LayerPlan::UngatedMlp(mlp.clone())),
+            normed(Place::Mixer, "ln_1", LayerPlan::Attention(mixer)),
+            normed(Place::Mlp, "ln_2", LayerPlan::UngatedMlp(mlp.clone())),
         ]
     };
     c.blocks = (0..layers).map(block).collect();

@@ -1,13 +1,12 @@
 //! Granite 4: scans of Mamba-2 and some attention, with the factors of Granite; those without experts.
 
 use super::Family;
-use super::parts::{Missing, attention, gated, heads, no_rope, only_silu, pre_norm, rope, scan};
+use super::parts::{Missing, attends, attention, gated, heads, no_rope, only_silu, pre_norm, rope, scan};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch;
 use crate::layers::head::Finish;
 use crate::layers::{LayerPlan, attend, attention, mlp};
-use serde_json::Value;
 
 pub(super) const FAMILY: Family = Family::of("granitemoehybrid", read);
 
@@ -46,24 +45,7 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         let block = pre_norm(mixer, mlp.clone()).into_iter();
         block.map(|branch| branch::Plan { factor: added, ..branch }).collect()
     };
-    c.blocks = attends(f, layers).into_iter().map(block).collect();
-}
-
-/// Which layers attend, by `layer_types`; none where they are not given.
-fn attends(f: &Fields, layers: usize) -> Vec<bool> {
-    let none = vec![false; layers];
-    let Some(types) = f.get("layer_types") else { return none };
-    let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
-        f.refuse("layer_types", format!("is not a list of {layers} layer types"));
-        return none;
-    };
-    let attends = |(i, kind): (usize, &Value)| match kind.as_str() {
-        Some("attention" | "full_attention") => true,
-        Some("mamba" | "linear_attention") => false,
-        _ => {
-            f.refuse(format!("layer_types[{i}]"), format!("is {kind}; supported are \"mamba\" and \"attention\""));
-            false
-        }
-    };
-    types.iter().enumerate().map(attends).collect()
+    let words: [&[&str]; 2] = [&["attention", "full_attention"], &["mamba", "linear_attention"]];
+    let attends = attends(f, layers, words, false).unwrap_or_else(|| vec![false; layers]);
+    c.blocks = attends.into_iter().map(block).collect();
 }

@@ -1,13 +1,12 @@
 //! LFM2: short convolutions between gates, and in some layers attention with norms of heads.
 
 use super::Family;
-use super::parts::{Missing, attention, gated, head_norms, heads, layer_numbers, rope};
+use super::parts::{Missing, attends, attention, gated, head_norms, heads, layer_numbers, rope};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::attention::QkvNames;
 use crate::layers::branch::{self, Place};
 use crate::layers::{LayerPlan, attention, conv, mlp};
-use serde_json::Value;
 
 pub(super) const FAMILY: Family = Family { eps: "norm_eps", tied: true, ..Family::of("lfm2", read) };
 
@@ -30,7 +29,10 @@ pub(super) fn blocks(c: &mut Config, f: &Fields, layers: usize, mlp: impl Fn(usi
     c.final_norm = "model.embedding_norm";
     let conv =
         conv::Plan { hidden: c.hidden, taps: f.size("conv_L_cache").unwrap_or(3), bias: f.flag("conv_bias", false) };
-    let attends = attends(f, layers);
+    // By numbers where no types are given.
+    let numbers = layer_numbers(f, "full_attn_idxs");
+    let by_number = || numbers.map_or(vec![true; layers], |of| (0..layers).map(|i| of.contains(&(i as u64))).collect());
+    let attends = attends(f, layers, [&["full_attention"], &["conv"]], true).unwrap_or_else(by_number);
     let rope = rope(c, f, heads.key_dim, Some(1_000_000.0));
     let names = attention::Names {
         qkv: QkvNames::Each(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
@@ -38,17 +40,10 @@ pub(super) fn blocks(c: &mut Config, f: &Fields, layers: usize, mlp: impl Fn(usi
         norms: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
     };
     let attention = attention::Plan { norm: head_norms(c), names, ..attention(c, heads, rope) };
-    let branch = |place, before, layer| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
-        behind: None,
-        factor: None,
-        beside: None,
-    };
+    let normed = branch::Plan::normed;
     let block = |(i, attends)| {
         let mixer = if attends { LayerPlan::Attention(attention.clone()) } else { LayerPlan::ShortConv(conv.clone()) };
-        vec![branch(Place::Mixer, "operator_norm", mixer), branch(Place::Mlp, "ffn_norm", mlp(i))]
+        vec![normed(Place::Mixer, "operator_norm", mixer), normed(Place::Mlp, "ffn_norm", mlp(i))]
     };
     c.blocks = attends.into_iter().enumerate().map(block).collect();
 }
@@ -71,27 +66,4 @@ fn width(f: &Fields) -> usize {
         f.refuse("block_ffn_dim_multiplier", "makes the MLPs wider than 2147483647");
         0
     })
-}
-
-/// Which layers attend: by `layer_types`, or by `full_attn_idxs`, or all.
-fn attends(f: &Fields, layers: usize) -> Vec<bool> {
-    let all = vec![true; layers];
-    let numbers = layer_numbers(f, "full_attn_idxs");
-    if let Some(types) = f.get("layer_types") {
-        let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
-            f.refuse("layer_types", format!("is not a list of {layers} layer types"));
-            return all;
-        };
-        let attends = |(i, kind): (usize, &Value)| match kind.as_str() {
-            Some("full_attention") => true,
-            Some("conv") => false,
-            _ => {
-                let why = format!("is {kind}; supported are \"conv\" and \"full_attention\"");
-                f.refuse(format!("layer_types[{i}]"), why);
-                true
-            }
-        };
-        return types.iter().enumerate().map(attends).collect();
-    }
-    numbers.map_or(all, |numbers| (0..layers).map(|i| numbers.contains(&(i as u64))).collect())
 }

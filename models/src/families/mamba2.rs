@@ -41,13 +41,5 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         norm: c.norms,
         norm_groups: groups,
     };
-    let branch = branch::Plan {
-        place: Place::Mixer,
-        before: Some("norm"),
-        layer: LayerPlan::Mamba2(plan),
-        behind: None,
-        factor: None,
-        beside: None,
-    };
-    c.blocks = vec![vec![branch]; layers];
+    c.blocks = vec![vec![branch::Plan::normed(Place::Mixer, "norm", LayerPlan::Mamba2(plan))]; layers];
 }

@@ -169,12 +169,8 @@ pub(super) fn behind(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
 /// A block of two branches with a norm before and behind each layer.
 pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
     let branch = |place, before, layer, behind| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
         behind: Some(behind),
-        factor: None,
-        beside: None,
+        ..branch::Plan::normed(place, before, layer)
     };
     vec![
         branch(Place::Mixer, "input_layernorm", mixer, "post_attention_layernorm"),
@@ -184,15 +180,8 @@ pub(super) fn sandwich(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
 
 /// A block of two branches, each behind a norm: `x + mixer(norm(x))`, then `x + mlp(norm(x))`.
 pub(super) fn pre_norm(mixer: LayerPlan, mlp: LayerPlan) -> Vec<branch::Plan> {
-    let branch = |place, before, layer| branch::Plan {
-        place,
-        before: Some(before),
-        layer,
-        behind: None,
-        factor: None,
-        beside: None,
-    };
-    vec![branch(Place::Mixer, "input_layernorm", mixer), branch(Place::Mlp, "post_attention_layernorm", mlp)]
+    let normed = branch::Plan::normed;
+    vec![normed(Place::Mixer, "input_layernorm", mixer), normed(Place::Mlp, "post_attention_layernorm", mlp)]
 }
 
 /// A block of one branch: `x + (mixer(norm(x)) + mlp(norm(x)))`, the MLP by the same norm or by one of its own.
@@ -205,6 +194,26 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         factor: None,
         beside: Some(Beside { before: own, layer: mlp }),
     }]
+}
+
+/// Which layers attend, by `layer_types`, whose words for those that do and for the others stand with the usual one first; `None`
+/// where they are not given. Where one is refused, all are `otherwise`.
+pub(super) fn attends(f: &Fields, layers: usize, words: [&[&str]; 2], otherwise: bool) -> Option<Vec<bool>> {
+    let types = f.get("layer_types")?;
+    let Some(types) = types.as_array().filter(|types| types.len() == layers) else {
+        f.refuse("layer_types", format!("is not a list of {layers} layer types"));
+        return Some(vec![otherwise; layers]);
+    };
+    let attends = |(i, kind): (usize, &Value)| {
+        let is = |words: &[&str]| kind.as_str().is_some_and(|kind| words.contains(&kind));
+        if !is(words[0]) && !is(words[1]) {
+            let why = format!("is {kind}; supported are {:?} and {:?}", words[1][0], words[0][0]);
+            f.refuse(format!("layer_types[{i}]"), why);
+            return otherwise;
+        }
+        is(words[0])
+    };
+    Some(types.iter().enumerate().map(attends).collect())
 }
 
 /// The window of each layer: by `layer_types` where they are given, else of those that are `windowed`.

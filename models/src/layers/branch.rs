@@ -30,6 +30,11 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// A layer behind a norm: `x + layer(norm(x))`.
+    pub(crate) fn normed(place: Place, before: &'static str, layer: LayerPlan) -> Plan {
+        Plan { place, before: Some(before), layer, behind: None, factor: None, beside: None }
+    }
+
     /// Whether only its first layer keeps something of a sequence.
     pub(crate) fn is_sound(&self) -> bool {
         self.beside.as_ref().is_none_or(|beside| beside.layer.is_stateless())
