@@ -345,6 +345,38 @@ def test_models_with_a_state(family, dtype):
             assert [name for name in whole if not same(whole[name], parts[name])] == []
 
 
+# What carries a state: named where it goes on from one, or begins behind padding, but where its prefill and decode are one formula.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family, layer", [("Mamba2", "Mamba2Mixer"), ("Mamba", "MambaMixer"), ("Qwen3Next", "Qwen3NextGatedDeltaNet"), ("Lfm2", None)])
+def test_states_that_move_bits_are_named(family, layer, dtype):
+    model, ids = made(family, dtype), torch.arange(3, 25).reshape(2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    cache = "cache_params" if family.startswith("Mamba") else "past_key_values"
+
+    def steps():
+        kept = model(ids[:, :7], use_cache=True)[cache]
+        return model(ids[:, 7:8], use_cache=True, **{cache: kept}).logits
+
+    if family == "Mamba" and dtype == "float32":
+        layer = None
+    ways = {"padded left": lambda: model(ids, attention_mask=mask, use_cache=False).logits, "state": steps}
+    with torch.no_grad():
+        for what, way in ways.items():
+            with samebits.torch.batch_invariant():
+                way()
+                named = samebits.torch.uncovered()
+            assert set(named) == ({f"{layer}({what})"} if layer else set()), what
+            with samebits.torch.batch_invariant(strict=True):
+                if layer is None:
+                    way()
+                    continue
+                with pytest.raises(RuntimeError, match=rf"batch_invariant: {layer}\({what}\) has other bits than one call"):
+                    way()
+        with samebits.torch.batch_invariant(strict=True):
+            model(ids, attention_mask=mask.flip(1), use_cache=False)
+
+
 def test_recomputation_moves_no_gradient():
     model = made("Llama", "bfloat16").train()
     with samebits.torch.batch_invariant(strict=True):

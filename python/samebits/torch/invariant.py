@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import samebits.torch as _ours
 
-from . import positions
+from . import positions, states
 from .attention import masked_attention
 from .covered import COVERED, FUNCTIONS, PASSES, ROUNDED_ONCE, any_complex, any_floats, kernels, laid_out, plain, product
 
@@ -538,6 +538,9 @@ class _Above(TorchFunctionMode):
                 return made
         elif func is torch.arange and (name := positions.counted_from_the_end(sys._getframe(1))) is not None:
             _named(self.state, f"{name} counts positions from the end of the longest text; leave strict out to count it", name)
+        elif func in states.EXPONENTIALS and (name := states.moved_by(sys._getframe(1))) is not None:
+            line = f"{name} has other bits than one call for the whole text, padded right; take samebits.Engine, or leave strict out to count it"
+            _named(self.state, line, name)
         carries = _ours._active is not None
         handler = _ABOVE.get(func) or (_CARRIED.get(func) if carries else None)
         if handler is not None:
@@ -569,7 +572,7 @@ _open = 0
 
 class batch_invariant:
     """Within the block every model has the same bits for any batch, padding, number of threads, prefill or decode, as far as it
-    computes them by the same formulas (docs/PYTHON.md names models with a state, which do not).
+    computes them by the same formulas. Layers with a state that do not are named by `uncovered` (docs/PYTHON.md).
 
         with samebits.torch.batch_invariant():
             logits = model(tokens).logits
