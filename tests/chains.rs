@@ -18,7 +18,8 @@ use samebits_contract::table::{Contract, Slice};
 use samebits_contract::tensor::DType;
 use samebits_harness::dump::{Divergence, Reader, Writer, compare};
 use samebits_models::{
-    Audit, Model, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling, Schedule, Serving, Stop,
+    Audit, Model, ModelError, PageOrder, Precision, Probe, RopeLength, Run, Sample, Sampling, Schedule, Seen, Serving,
+    Stop,
 };
 use samebits_mutants::{ModelMutant, ModelMutation};
 use samebits_ops::{Cpu, Isa};
@@ -209,7 +210,7 @@ fn tied_router() -> tempfile::TempDir {
 #[test]
 fn a_mutant_is_traced_to_its_layer() {
     let ties = tied_router();
-    let cases: [(PathBuf, ModelMutation, &str); 5] = [
+    let cases: [(PathBuf, ModelMutation, &str); 7] = [
         // The first layer's keys are right; the second reads what nobody wrote.
         (checkpoint("llama3"), ModelMutation::UnwrittenKey, "layers.1.attention"),
         (checkpoint("qwen3"), ModelMutation::PositionAfterChunk, "layers.0.q"),
@@ -217,6 +218,9 @@ fn a_mutant_is_traced_to_its_layer() {
         // Layer 0 is dense.
         (checkpoint("qwen3-moe"), ModelMutation::ExpertsByArrival, "layers.1.mlp"),
         (checkpoint("gemma2"), ModelMutation::WindowAtChunkBorder, "layers.0.attention"),
+        // What enters the convolution is right, and what it keeps is read rounded.
+        (checkpoint("mamba2"), ModelMutation::NarrowState, "layers.0.conv"),
+        (checkpoint("lfm2"), ModelMutation::NarrowState, "layers.0.conv"),
     ];
     for (dir, mutation, site) in cases {
         let model = load(&dir);
@@ -227,6 +231,58 @@ fn a_mutant_is_traced_to_its_layer() {
         assert_eq!(found.site, site, "{mutation:?}: {found:?}");
         assert!(!found.before.is_empty() && found.count.0 > 0 && found.a.to_bits() != found.b.to_bits(), "{found:?}");
     }
+}
+
+/// The last states of sequences, by sequence, layer and op.
+#[derive(Default)]
+struct States {
+    last: Vec<usize>,
+    found: BTreeMap<(usize, Option<usize>, String), Vec<u32>>,
+}
+
+impl Probe for States {
+    fn see(&mut self, _: &mut Seen) -> Result<(), ModelError> {
+        Ok(())
+    }
+
+    fn see_state(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        let width = seen.values.len() / seen.tokens.len();
+        for (&(sequence, position), row) in seen.tokens.iter().zip(seen.values.chunks_exact(width)) {
+            if position == self.last[sequence] {
+                let bits = row.iter().map(|value| value.to_bits()).collect();
+                self.found.insert((sequence, seen.layer, seen.site.to_string()), bits);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn every_schedule_ends_with_the_states_of_a_prefill() {
+    let mut with_states = 0;
+    for name in names() {
+        let model = load(&checkpoint(&name));
+        let sequences = sequences(&model);
+        let sequences: Vec<&[i32]> = sequences.iter().map(Vec::as_slice).collect();
+        let states = |schedule, page_size| {
+            let last = sequences.iter().map(|tokens| tokens.len() - 1).collect();
+            let mut states = States { last, ..States::default() };
+            let run = Run { schedule, page_size, probe: Some(&mut states), ..Run::default() };
+            model.forward_run(&Cpu::best(), &sequences, run).unwrap();
+            states.found
+        };
+        let expected = states(Schedule::Prefill, 16);
+        if expected.is_empty() {
+            continue;
+        }
+        with_states += 1;
+        assert!(expected.values().flatten().any(|bits| *bits != 0), "{name}");
+        let chunks = [Schedule::Chunk(3), Schedule::Speculative(4), Schedule::Prefix(5)];
+        for schedule in [Schedule::Decode, Schedule::Mixed].into_iter().chain(chunks) {
+            assert!(states(schedule, 3) == expected, "{name}: {schedule}");
+        }
+    }
+    assert!(with_states >= 5, "{with_states} models recur");
 }
 
 fn samebits(args: &[&str]) -> Output {

@@ -128,6 +128,20 @@ impl<'a, 'p> Pass<'a, 'p> {
         self.see_at(self.layer, site, values)
     }
 
+    /// Shows what a layer that recurs keeps of each sequence, `[sequences,width]`, as `op` has made it.
+    pub fn see_state(&mut self, op: &str, values: &mut Tensor) -> Result<(), ModelError> {
+        if self.hook.probe.is_none() {
+            return Ok(());
+        }
+        if values.is_on_host() {
+            return self.hook.see_state(self.layer, op, self.step, values);
+        }
+        let mut host = self.machine.download(values.view())?;
+        self.hook.see_state(self.layer, op, self.step, &mut host)?;
+        *values = self.machine.upload(host.view())?;
+        Ok(())
+    }
+
     /// [`Pass::see`] of a site of another block, or of none.
     pub fn see_at(&mut self, layer: Option<usize>, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
         if self.hook.probe.is_none() {

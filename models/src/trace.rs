@@ -17,6 +17,15 @@ pub trait Probe {
     /// # Errors
     /// Whatever ends the run, for instance a full disk.
     fn see(&mut self, seen: &mut Seen) -> Result<(), ModelError>;
+
+    /// Shows what a layer that recurs keeps of its sequences behind a step: one row for each, by its last token. The site is
+    /// the op that made it. The next step of a sequence begins with what the probe leaves there.
+    ///
+    /// # Errors
+    /// Whatever ends the run.
+    fn see_state(&mut self, _: &mut Seen) -> Result<(), ModelError> {
+        Ok(())
+    }
 }
 
 /// The values of one site in one step.
@@ -74,6 +83,20 @@ impl<'a> TraceHook<'a> {
             let values = values.as_slice_mut::<A>().expect("it is on the host, and of this dtype");
             self.show(layer, site, step, values, A::widen, A::narrow)
         })
+    }
+
+    /// [`Probe::see_state`] of values on the host.
+    pub fn see_state(
+        &mut self,
+        layer: Option<usize>,
+        site: &str,
+        step: &Step,
+        values: &mut Tensor,
+    ) -> Result<(), ModelError> {
+        let Some(probe) = &mut self.probe else { return Ok(()) };
+        let last: Vec<_> = (0..step.sequences()).map(|i| step.tokens[step.rows_of(i).end - 1]).collect();
+        let values = values.as_slice_mut::<f32>().expect("a state is f32, and on the host");
+        probe.see_state(&mut Seen { layer, site, op: None, tokens: &last, values })
     }
 
     /// [`TraceHook::see`] for whole numbers.

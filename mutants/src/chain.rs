@@ -71,6 +71,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::WindowAtChunkBorder),
     },
     Mutation {
+        name: "state_narrowed_between_chunks",
+        about: "What layers that recur keep of a sequence is rounded to bf16 between its chunks.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::NarrowState),
+    },
+    Mutation {
         name: "experts_by_arrival",
         about: "Experts are summed in the order of their numbers where several tokens run together.",
         op: "chain",

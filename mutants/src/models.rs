@@ -1,5 +1,7 @@
 //! Mutants of whole models: a probe that changes what the forward goes on with.
 
+use samebits_contract::round;
+use samebits_contract::tensor::DType;
 use samebits_models::{Config, ModelError, Probe, Seen};
 use std::ops::Range;
 
@@ -19,6 +21,8 @@ pub enum ModelMutation {
     SharedCacheEntry,
     /// In layers with a window, that of the first token of every chunk but the first stands one position too early.
     WindowAtChunkBorder,
+    /// What a layer that recurs keeps between two steps is rounded to bf16.
+    NarrowState,
     /// What attention makes is a little larger in a layer that is run again for its reverse.
     RecomputedAttention,
 }
@@ -67,6 +71,14 @@ impl<P: Probe> Probe for ModelMutant<P> {
         }
         self.beside.see(seen)?;
         self.change(seen);
+        Ok(())
+    }
+
+    fn see_state(&mut self, seen: &mut Seen) -> Result<(), ModelError> {
+        self.beside.see_state(seen)?;
+        if self.mutation == ModelMutation::NarrowState {
+            seen.values.iter_mut().for_each(|value| *value = round::round(f64::from(*value), DType::Bf16) as f32);
+        }
         Ok(())
     }
 }

@@ -1,8 +1,69 @@
 //! Mutations of scans.
 
 use crate::convolutions::{with_narrow_state, with_state_behind_padding};
-use crate::mutation::{Mutation, Others};
+use crate::mutation::{Mutant, Mutation, Others};
+use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::round;
+use samebits_contract::tensor::{DType, Tensor};
+
+/// Positions of a chunk.
+const CHUNK: usize = 4;
+
+/// Chunk by chunk, as parallel forms of a scan do it: what a chunk makes of nothing, and beside it what it makes of the state
+/// that came into it, are added.
+fn by_chunks(mutant: &Mutant, case: &Case) -> Answer {
+    let positions: Vec<usize> = (0..case.inputs["x"].shape()[1]).collect();
+    let mut whole: Option<Answer> = None;
+    let mut state = case.inputs.get("state").cloned();
+    for part in positions.chunks(CHUNK) {
+        let ask = |state: Option<Tensor>, sees_x: bool| {
+            mutant.asked(case, |case| {
+                case.out = DType::Fp32;
+                for name in ["x", "dt", "b", "c"] {
+                    let tokens = case.inputs[name].select(1, part);
+                    case.inputs.insert(name.into(), tokens);
+                }
+                if !sees_x {
+                    let x = &case.inputs["x"];
+                    let zeros = round::tensor(x.dtype(), x.shape(), &vec![0.0; x.len()]);
+                    case.inputs.insert("x".into(), zeros);
+                }
+                if let Some(len) = case.inputs.get_mut("len") {
+                    let of_chunk = |len: &i32| (len - part[0] as i32).clamp(0, part.len() as i32);
+                    *len = Tensor::i32(len.shape(), len.as_i32().expect("integers").iter().map(of_chunk).collect());
+                }
+                case.inputs.remove("state");
+                case.inputs.extend(state.map(|state| ("state".to_string(), state)));
+            })
+        };
+        let mut answer = ask(None, true);
+        if let Some(state) = state.take().filter(|_| answer.status == Status::Ok) {
+            let carried = ask(Some(state), false);
+            for (name, made) in &mut answer.outputs {
+                let terms = made.to_f64().into_iter().zip(carried.outputs[name].to_f64());
+                let sums: Vec<f64> = terms.map(|(a, b)| round::round(a + b, DType::Fp32)).collect();
+                *made = round::tensor(DType::Fp32, made.shape(), &sums);
+            }
+        }
+        if answer.status != Status::Ok {
+            return answer;
+        }
+        state = Some(answer.outputs["next"].clone());
+        whole = Some(match whole {
+            None => answer,
+            Some(before) => {
+                let y = before.outputs["y"].append(1, &answer.outputs["y"]);
+                answer.outputs.insert("y".into(), y);
+                answer
+            }
+        });
+    }
+    let mut whole = whole.unwrap_or_else(|| mutant.asked(case, |_| {}));
+    if let Some(y) = whole.outputs.get_mut("y") {
+        *y = round::tensor(case.out, y.shape(), &y.to_f64());
+    }
+    whole
+}
 
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
@@ -27,6 +88,14 @@ pub const MUTATIONS: &[Mutation] = &[
                 case.inputs.insert("a_log".into(), twice);
             })
         },
+    },
+    Mutation {
+        name: "scan_by_chunks",
+        about: "Four positions at once: what they make of nothing and of the state that came in are added.",
+        op: "ssd_scan",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: by_chunks,
     },
     Mutation {
         name: "scan_goes_on_through_padding",

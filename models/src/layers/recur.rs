@@ -94,7 +94,8 @@ pub(crate) fn forward(
             ended.map_or(Ok(()), |ended| join(pass, &ended, next, of.start))?;
         }
     }
-    for (kept, next) in kept.iter().zip(&next) {
+    for (kept, next) in kept.iter().zip(&mut next) {
+        pass.see_state(op, next)?;
         state.write(machine, kept.part, written, next)?;
     }
     Ok(())
