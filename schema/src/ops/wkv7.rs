@@ -2,7 +2,8 @@
 use super::causal_conv1d::LEN;
 use super::*;
 
-/// `r, w, k, v, a, b[B,T,H,D], state[B,H,D,D]?, len[B]? -> y[B,T,H,D], next[B,H,D,D]`
+/// `r[B,T,H,D], w[B,T,H,D], k[B,T,H,D], v[B,T,H,D], a[B,T,H,D], b[B,T,H,D], state[B,H,D,D]?, len[B]?
+/// -> y[B,T,H,D], next[B,H,D,D]`
 pub static OP: Op = Op {
     name: "wkv7",
     about: "the recurrence of RWKV-7: each token decays the state by e^w, adds b times what a reads of it and k times v, and reads it by r",
