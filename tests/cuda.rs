@@ -315,6 +315,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("causal_conv1d_dw", |dtype, _| convolution_sums(dtype)),
     ("ssd_scan", |dtype, out| scans("ssd_scan", dtype, out)),
     ("ssd_scan_backward", |dtype, out| scans("ssd_scan_backward", dtype, out)),
+    ("wkv7", |dtype, out| recurrences("wkv7", dtype, out)),
+    ("wkv7_backward", |dtype, out| recurrences("wkv7_backward", dtype, out)),
     ("argmax", |dtype, out| {
         let of = |n: usize| Maker::new("argmax", dtype, out).float("x", &[3, n], 1.0).special("x", n).case();
         [1, 5, 256, 2049, 4096].map(of).to_vec()
@@ -651,6 +653,33 @@ fn scans(op: &str, dtype: DType, out: DType) -> Vec<Case> {
         let make = make.param("dt_min", "0.25").param("dt_max", "1.5");
         cases.push(match op {
             "ssd_scan" => make.case(),
+            _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
+        });
+    }
+    cases
+}
+
+/// Sequences, tokens, heads, elements of a head: around segments, columns of a block, what stays in registers, and tokens behind
+/// which a state is kept.
+const RECURRENCES: [[usize; 4]; 7] =
+    [[1, 35, 1, 3], [1, 1, 1, 1], [2, 4, 2, 17], [1, 3, 1, 33], [1, 2, 1, 129], [1, 1, 1, 257], [3, 2, 1, 5]];
+
+fn recurrences(op: &str, dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, h, d] in RECURRENCES {
+        let (of_tokens, of_state, size) = ([b, t, h, d], [b, h, d, d], b * h * d * d);
+        let make = || {
+            let make = Maker::new(op, dtype, out).float("r", &of_tokens, 1.0).float("w", &of_tokens, 1.0);
+            let make = make.float("k", &of_tokens, 0.3).float("v", &of_tokens, 1.0);
+            let make = make.float("a", &of_tokens, 0.2).float("b", &of_tokens, 0.2);
+            if op == "wkv7" { make } else { make.float("dy", &of_tokens, 1.0) }
+        };
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (2 * i) % (t + 1)) as i32).collect();
+        let make = make().special("v", h * d).ints("len", &[b], &lengths);
+        let make = make.fp32_of("state", &of_state, &spread(size, 5));
+        cases.push(match op {
+            "wkv7" => make.case(),
             _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
         });
     }
@@ -1218,7 +1247,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 55] = [
+const MUTANTS: [Mutant; 57] = [
     Mutant {
         name: "gate_of_the_elements_before",
         change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },
@@ -1273,6 +1302,26 @@ const MUTANTS: [Mutant; 55] = [
             to: "if (end > 1) value = __fmul_rn(k_after, value);",
         },
         shapes: "ssd_scan_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "key_and_value_before_the_correction",
+        change: Change {
+            file: "wkv.cuh",
+            from: "__fmaf_rn(k, v, __fmaf_rn(b, sa, __fmul_rn(s, left)))",
+            to: "__fmaf_rn(b, sa, __fmaf_rn(k, v, __fmul_rn(s, left)))",
+        },
+        shapes: "wkv7",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "decay_by_the_state_behind",
+        change: Change {
+            file: "wkv7_backward.cu",
+            from: "sum_w = __fmaf_rn(m, s, sum_w);",
+            to: "sum_w = __fmaf_rn(m, moved(s, left, of_b, read, of_k, of_v), sum_w);",
+        },
+        shapes: "wkv7_backward",
         says: "elements differ",
     },
     Mutant {

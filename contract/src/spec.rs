@@ -80,6 +80,8 @@ mod square_sum;
 mod ssd_scan;
 mod ssd_scan_backward;
 mod token_sum;
+mod wkv7;
+mod wkv7_backward;
 
 /// What most ops that sum nothing are asked.
 const PLAIN: &[Fill] = &[Fill::Normal, Fill::Wide, Fill::Tiny, Fill::NearOverflow, Fill::Edges, Fill::Classes];
@@ -302,6 +304,8 @@ pub fn all() -> &'static [Spec] {
         causal_conv1d_dw::SPEC,
         ssd_scan::SPEC,
         ssd_scan_backward::SPEC,
+        wkv7::SPEC,
+        wkv7_backward::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,

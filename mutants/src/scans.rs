@@ -121,4 +121,51 @@ pub const MUTATIONS: &[Mutation] = &[
         also_red: Others::Are(&["accuracy", "golden"]),
         answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("len"))),
     },
+    Mutation {
+        name: "wkv_state_narrowed",
+        about: "The state that a recurrence of RWKV-7 ends with is kept as bf16.",
+        op: "wkv7",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: with_narrow_state,
+    },
+    Mutation {
+        name: "corrected_behind_the_decay",
+        about: "The state is read by a when it has decayed.",
+        op: "wkv7",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                let (a, w) = (&case.inputs["a"], case.inputs["w"].to_f64());
+                let decayed: Vec<f64> = a.to_f64().into_iter().zip(w).map(|(a, w)| a * w.exp()).collect();
+                let decayed = round::tensor(a.dtype(), a.shape(), &decayed);
+                case.inputs.insert("a".into(), decayed);
+            })
+        },
+    },
+    Mutation {
+        name: "wkv_goes_on_through_padding",
+        about: "The state is that behind the last token, whether or not that is padding.",
+        op: "wkv7",
+        caught_by: "invariance:padding",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: with_state_behind_padding,
+    },
+    Mutation {
+        name: "gradient_of_what_follows_forgotten",
+        about: "What comes behind a piece of a sequence has no gradient.",
+        op: "wkv7_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("dnext"))),
+    },
+    Mutation {
+        name: "gradient_of_padded_tokens",
+        about: "Tokens of padding have gradients as all others.",
+        op: "wkv7_backward",
+        caught_by: "invariance:padding",
+        also_red: Others::Are(&["accuracy", "golden"]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("len"))),
+    },
 ];

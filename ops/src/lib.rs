@@ -41,6 +41,7 @@ mod tensor;
 mod through_f32;
 mod token;
 mod train;
+mod wkv;
 mod workspace;
 
 pub use attention::attention::attention;
@@ -125,6 +126,9 @@ pub use train::nll::nll;
 pub use train::policy_loss::{Kl, PolicyLoss, PolicyTokens, policy_loss};
 pub use train::sequences::{LossShape, Reduction};
 pub use train::square_sum::{NORM_BLOCK, square_sum};
+pub use wkv::heads::{Wkv7, Wkv7Inputs};
+pub use wkv::wkv7::wkv7;
+pub use wkv::wkv7_backward::{Wkv7Gradients, wkv7_backward};
 pub use workspace::memory::{ask_for_huge_pages, keep_freed_memory};
 
 /// The same ops on a device.
@@ -197,6 +201,8 @@ pub mod device {
     pub use crate::train::nll::on_device as nll;
     pub use crate::train::policy_loss::{DeviceTokens as PolicyTokens, on_device as policy_loss};
     pub use crate::train::square_sum::on_device as square_sum;
+    pub use crate::wkv::wkv7::{DeviceInputs as Wkv7Inputs, on_device as wkv7};
+    pub use crate::wkv::wkv7_backward::on_device as wkv7_backward;
 }
 
 /// Why an op did not run. Nothing has been written when one is returned, except for [`Error::Device`]: what a device had

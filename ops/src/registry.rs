@@ -12,7 +12,7 @@ use std::sync::{PoisonError, RwLock};
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 12] = [
+const FOLDERS: [&[&Entry]; 13] = [
     crate::attention::OPS,
     crate::conv::OPS,
     crate::elementwise::OPS,
@@ -25,6 +25,7 @@ const FOLDERS: [&[&Entry]; 12] = [
     crate::scan::OPS,
     crate::token::OPS,
     crate::train::OPS,
+    crate::wkv::OPS,
 ];
 
 /// The ops that other crates have registered. Every change is a single step, so a panic elsewhere leaves it whole.

@@ -143,6 +143,16 @@ def scanned(x, dt, a_log, b, c, d, bias, state):
     return torch.stack(rows, 1), state
 
 
+def rwkv(r, w, k, v, a, b, state):
+    rows = []
+    for t in range(r.shape[1]):
+        read = (state * a[:, t, ..., None]).sum(-2)[..., None, :]
+        state = torch.exp(w[:, t])[..., None] * state + b[:, t, ..., None] * read
+        state = state + k[:, t, ..., None] * v[:, t, ..., None, :]
+        rows.append((state * r[:, t, ..., None]).sum(-2))
+    return torch.stack(rows, 1), state
+
+
 # By op: leaves, its call, and the same in torch.
 CASES = {
     "gemm": ([(5, 32), (7, 32), (7,)], lambda x, w, b: ops.gemm(x, w, b), lambda x, w, b: x @ w.T + b),
@@ -207,6 +217,7 @@ CASES = {
         lambda *given: ops.ssd_scan(*given),
         scanned,
     ),
+    "wkv7": ([(2, 5, 3, 8)] * 6 + [(2, 3, 8, 8)], lambda *given: ops.wkv7(*given), rwkv),
     "route": ([(5, 8)], lambda z: ops.route(z, chosen=2)[1], routed),
     "combine": (
         [(6, 16), (3, 2), (3, 16)],

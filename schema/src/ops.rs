@@ -72,6 +72,8 @@ pub mod square_sum;
 pub mod ssd_scan;
 pub mod ssd_scan_backward;
 pub mod token_sum;
+pub mod wkv7;
+pub mod wkv7_backward;
 
 /// All ops, in the order tables print them.
 pub static OPS: &[&Op] = &[
@@ -95,6 +97,8 @@ pub static OPS: &[&Op] = &[
     &causal_conv1d_dw::OP,
     &ssd_scan::OP,
     &ssd_scan_backward::OP,
+    &wkv7::OP,
+    &wkv7_backward::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,

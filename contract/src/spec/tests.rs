@@ -342,6 +342,29 @@ fn convolutions_by_hand() {
     assert!(dw[3 * 6..62 * 6].iter().all(|v| *v == 0.25));
 }
 
+/// Two heads' worth of a state of two rows and two columns, two tokens; the second sequence is of one.
+#[test]
+fn recurrences_of_rwkv_by_hand() {
+    let of_tokens = |values: [f32; 8]| f32s(&[2, 2, 1, 2], &values);
+    let inputs = [
+        ("r", of_tokens([1.0, 1.0, 2.0, 0.0, 1.0, -1.0, 9.0, 9.0])),
+        ("w", of_tokens([0.0, f32::NEG_INFINITY, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0])),
+        ("k", of_tokens([1.0, 2.0, 0.0, 1.0, 1.0, 3.0, 9.0, 9.0])),
+        ("v", of_tokens([3.0, -1.0, 1.0, 1.0, 2.0, 5.0, 9.0, 9.0])),
+        ("a", of_tokens([1.0, -1.0, 0.0, 1.0, 1.0, 1.0, 9.0, 9.0])),
+        ("b", of_tokens([0.0, 1.0, 2.0, 0.0, 1.0, 0.0, 9.0, 9.0])),
+        ("state", f32s(&[2, 1, 2, 2], &[1.0, 2.0, 0.0, 1.0, 1.0, 0.0, 2.0, 1.0])),
+        ("len", Tensor::i32(&[2], vec![2, 1])),
+    ];
+    let values = |case: &Case, output: &str| judged(case, output).into_iter().map(|(v, _)| v).collect::<Vec<_>>();
+    let call = case("wkv7", &[], &inputs);
+    // a reads (1, 1) before the second row is forgotten, and that row takes it; k and v add (3, -1) and twice that: (4, 1) and
+    // (7, -1). Then a reads the second row, and the first takes twice that. (2, 5) and three times that, and the sum of both rows
+    // to the first.
+    assert_eq!(values(&call, "next"), [18.0, -1.0, 8.0, 0.0, 6.0, 6.0, 8.0, 16.0]);
+    assert_eq!(values(&call, "y"), [11.0, 0.0, 36.0, -2.0, -2.0, -10.0, 0.0, 0.0]);
+}
+
 /// What a product with an uncertain number is uncertain by.
 #[test]
 fn terms_by_hand() {

@@ -68,7 +68,7 @@ impl CausalConv1d {
 }
 
 /// Checks that tensors are on the host.
-pub(super) fn on_host<const N: usize>(op: &'static str, tensors: [(&str, Option<TensorRef>); N]) -> Result<(), Error> {
+pub(crate) fn on_host<const N: usize>(op: &'static str, tensors: [(&str, Option<TensorRef>); N]) -> Result<(), Error> {
     tensors.into_iter().try_for_each(|(name, tensor)| tensor.map_or(Ok(()), |tensor| tensor.on_host(op, name)))
 }
 

@@ -174,6 +174,14 @@ impl Draw {
         (shape, [vec![batch, length, heads, head_dim], of_dt, of_b, vec![batch, heads, head_dim, state_dim]])
     }
 
+    /// A recurrence of RWKV-7, and the extents of what has tokens and of a state.
+    fn recurrence(&mut self) -> (Wkv7, [[usize; 4]; 2]) {
+        let [batch, length, head_dim] = [self.extent(), self.extent(), self.extent()];
+        let heads = self.pick(&[1, 2, 3, 0, usize::MAX]);
+        let shape = Wkv7 { batch, length, heads, head_dim };
+        (shape, [[batch, length, heads, head_dim], [batch, heads, head_dim, head_dim]])
+    }
+
     fn linear(&mut self) -> LinearLogprob {
         let (rows, [vocab, k]) = (self.extent(), self.matrix());
         LinearLogprob { rows, vocab, k, temperature: self.positive() }
@@ -196,7 +204,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 54] = [
+const OPS: [(&str, Op); 56] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -229,6 +237,36 @@ const OPS: [(&str, Op); 54] = [
         let (mut dw, tokens) = (d.floats(&[64, of_w[0], of_w[1]]), d.tokens(&mask));
         let state = d.flag().then_some(&state[..]);
         causal_conv1d_dw(&d.cpu, &shape, tokens, &x, &dy, state, &mut dw)
+    }),
+    ("wkv7", |d| {
+        let (shape, [of_tokens, of_state]) = d.recurrence();
+        let [r, w, k, v, a, b] = [(); 6].map(|()| d.floats(&of_tokens));
+        let (state, len) = (d.floats(&of_state), d.ints(&of_tokens[..1], shape.length));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let inputs = Wkv7Inputs { r: &r[..], w: &w, k: &k, v: &v, a: &a, b: &b, state, len };
+        let (mut y, mut next) = (d.floats(&of_tokens), d.floats(&of_state));
+        wkv7(&d.cpu, &shape, &inputs, &mut y, &mut next)
+    }),
+    ("wkv7_backward", |d| {
+        let (shape, [of_tokens, of_state]) = d.recurrence();
+        let [r, w, k, v, a, b] = [(); 6].map(|()| d.floats(&of_tokens));
+        let (state, len) = (d.floats(&of_state), d.ints(&of_tokens[..1], shape.length));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let inputs = Wkv7Inputs { r: &r[..], w: &w, k: &k, v: &v, a: &a, b: &b, state, len };
+        let (dy, dnext) = (d.floats(&of_tokens), d.floats(&of_state));
+        let [mut dr, mut dw, mut dk, mut dv, mut da, mut db] = [(); 6].map(|()| d.floats(&of_tokens));
+        let mut dstate = d.floats(&of_state);
+        let made = Wkv7Gradients {
+            dr: &mut dr[..],
+            dw: &mut dw,
+            dk: &mut dk,
+            dv: &mut dv,
+            da: &mut da,
+            db: &mut db,
+            dstate: &mut dstate[..],
+        };
+        let dnext = d.flag().then_some(&dnext[..]);
+        wkv7_backward(&d.cpu, &shape, &inputs, &dy, dnext, made)
     }),
     ("ssd_scan", |d| {
         let (shape, [of_x, of_dt, of_b, of_state]) = d.scan();

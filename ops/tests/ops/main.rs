@@ -19,6 +19,7 @@ mod page;
 mod scan;
 mod token_sums;
 mod train;
+mod wkv;
 
 use samebits_ops::{Cpu, Element, Isa};
 

@@ -146,8 +146,8 @@ class _Call:
         lengths = self.tensors.get("len")
         if lengths is None:
             return None
-        axes = next(i["axes"] for i in self.op["inputs"] if i["name"] == "x")
-        rows = torch.arange(self.inputs["x"][0][1 - len(axes)], device=lengths.device)
+        name, axes = next((i["name"], i["axes"]) for i in self.op["inputs"] if i["axes"][1:2] == ["T"])
+        rows = torch.arange(self.inputs[name][0][1 - len(axes)], device=lengths.device)
         return (rows < lengths.reshape(-1, 1)).to(torch.int32)
 
     def apply(self, name: str) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 18] = headers![
+pub static HEADERS: [(&str, &str); 19] = headers![
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
@@ -53,7 +53,8 @@ pub static HEADERS: [(&str, &str); 18] = headers![
     "taps.cuh",
     "tile.cuh",
     "tokens.cuh",
-    "turned.cuh"
+    "turned.cuh",
+    "wkv.cuh"
 ];
 
 /// A unit and what its text is compiled for.
