@@ -75,6 +75,36 @@ fn help_and_version_are_no_errors() {
 }
 
 #[test]
+fn dumps_of_a_gpu() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../units/tests/h100/cublas.safetensors");
+    let run = |path: &Path, more: &[&str]| samebits(&[&["verify", "--dump", text(path)], more].concat(), b"");
+    let output = run(&path, &["--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<serde_json::Value> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 3);
+    for (line, order) in lines.iter().zip(["one chain", "one chain", "6 parts of 1408 (units of 64 or 128)"]) {
+        assert!(line["profile"] == "sm90" && line["equal"] == line["of"] && line["others"] == 0, "{line}");
+        assert!(line["order"].as_str().unwrap().starts_with(order), "{line}");
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let (wrong, broken) = (folder.path().join("wrong"), folder.path().join("broken"));
+    let mut bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&broken, &bytes[..bytes.len() - 2]).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&wrong, bytes).unwrap();
+    let output = run(&wrong, &["--isa", "scalar", "--threads", "1"]);
+    let lines = String::from_utf8(output.stdout).unwrap();
+    assert_eq!((output.status.code(), lines.matches("first difference").count()), (Some(1), 1), "{lines}");
+    assert_broken(&run(&broken, &[]), &["broken: not a safetensors file"]);
+    assert_broken(&run(folder.path(), &[]), &[]);
+    assert_broken(&samebits(&["verify"], b""), &["--dump"]);
+    let script = samebits(&["verify", "--script"], b"");
+    assert!(script.status.success() && String::from_utf8(script.stdout).unwrap().starts_with("import torch\n"));
+}
+
+#[test]
 fn wrong_command_lines() {
     broken(&[], &["no verb"]);
     broken(&["answr"], &["answr", "answer"]);

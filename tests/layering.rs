@@ -25,11 +25,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "samebits-ops",
             "samebits-reports",
             "samebits-schema",
+            "samebits-units",
         ],
     ),
     // Nobody may import it: what is wrong on purpose is for tests alone.
     ("samebits-mutants", &["samebits-contract", "samebits-harness", "samebits-models", "samebits-ops"]),
     ("samebits-tests", &["samebits-harness"]),
+    ("samebits-units", &[]),
 ];
 
 /// Where a crate may not be used. Whoever says what is right computes on one thread and on no accelerator.

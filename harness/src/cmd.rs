@@ -24,6 +24,7 @@ pub mod sweep;
 pub mod times;
 pub mod trace;
 pub mod train;
+pub mod verify;
 
 use crate::checkpoints::Checkpoints;
 use crate::implementation::cuda::open_gpu;

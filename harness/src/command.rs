@@ -41,6 +41,8 @@ Examples:
       trains it; killed and started again, it ends with the same bits
   samebits trace default schedule=decode,isa=avx2 --model DIR --tokens tokens.safetensors
       the first place where two runs of a model part, if they do
+  samebits verify --dump dump.safetensors
+      which order of a GPU's matrix units made the products in it; --script prints how to make such a file
 
 Files are written whole or not at all; links are followed, devices and pipes (/dev/stdout) written straight.
 
@@ -76,6 +78,7 @@ enum Verb {
     Measure(cmd::measure::Args),
     Devices(cmd::devices::Args),
     Times(cmd::times::Args),
+    Verify(cmd::verify::Args),
 }
 
 /// How the command was called, where it is not a program of its own but a part of one.
@@ -146,6 +149,7 @@ fn run(words: Vec<OsString>) -> ExitCode {
         Verb::Measure(args) => cmd::measure::run(&args),
         Verb::Devices(args) => cmd::devices::run(&args),
         Verb::Times(args) => cmd::times::run(&args),
+        Verb::Verify(args) => cmd::verify::run(&args),
         Verb::Forward(args) => cmd::forward::run(&args),
         Verb::Generate(args) => cmd::generate::run(&args),
         Verb::Rollout(args) => cmd::rollout::run(&args),
