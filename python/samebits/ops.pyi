@@ -840,6 +840,101 @@ def ssd_scan_backward(
     """
     ...
 
+def wkv7(
+    r: T,
+    w: T,
+    k: T,
+    v: T,
+    a: T,
+    b: T,
+    state: T | None = None,
+    len: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The recurrence of RWKV-7: each token decays the state by e^w, adds b times what a reads of it and k times v, and reads it by r.
+
+    Inputs:
+        r[B,T,H,D]: bf16, fp16 or fp32
+        w[B,T,H,D]: bf16, fp16 or fp32
+        k[B,T,H,D]: bf16, fp16 or fp32
+        v[B,T,H,D]: bf16, fp16 or fp32
+        a[B,T,H,D]: bf16, fp16 or fp32
+        b[B,T,H,D]: bf16, fp16 or fp32
+        state[B,H,D,D]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of r): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,T,H,D]: dtype
+        next[B,H,D,D]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def wkv7_backward(
+    r: T,
+    w: T,
+    k: T,
+    v: T,
+    a: T,
+    b: T,
+    dy: T,
+    state: T | None = None,
+    len: T | None = None,
+    dnext: T | None = None,
+    *,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T, T, T, T, T, T]:
+    """The gradients of wkv7's inputs from those of y and next.
+
+    A gradient of `wkv7`.
+
+    Inputs:
+        r[B,T,H,D]: bf16, fp16 or fp32
+        w[B,T,H,D]: bf16, fp16 or fp32
+        k[B,T,H,D]: bf16, fp16 or fp32
+        v[B,T,H,D]: bf16, fp16 or fp32
+        a[B,T,H,D]: bf16, fp16 or fp32
+        b[B,T,H,D]: bf16, fp16 or fp32
+        dy[B,T,H,D]: bf16, fp16 or fp32
+        state[B,H,D,D]: fp32, optional
+        len[B]: i32; 0 to T, optional
+        dnext[B,H,D,D]: fp32, optional
+
+    Attributes:
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of r): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dr[B,T,H,D]: dtype
+        dw[B,T,H,D]: dtype
+        dk[B,T,H,D]: dtype
+        dv[B,T,H,D]: dtype
+        da[B,T,H,D]: dtype
+        db[B,T,H,D]: dtype
+        dstate[B,H,D,D]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def logprob(
     logits: T,
     target: T,
