@@ -1405,18 +1405,24 @@ def sigmoid_mul_backward(
 def activate(
     x: T,
     *,
-    kind: Literal["gelu", "gelu_tanh", "relu2"] = 'gelu',
+    kind: Literal["gelu", "gelu_tanh", "relu2", "xielu"] = 'gelu',
+    alpha_p: float = 0.8,
+    alpha_n: float = 0.8,
+    beta: float = 0.5,
     profile: Literal["ieee"] = 'ieee',
     dtype: Any = None,
     into: T | None = None,
 ) -> T:
-    """An activation of x: its gelu, or the square of what of it is above 0.
+    """An activation of x: its gelu, the square of what of it is above 0, or its xIELU.
 
     Inputs:
         x[...]: bf16, fp16 or fp32
 
     Attributes:
-        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; gelu, gelu_tanh or relu2
+        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; xIELU; gelu, gelu_tanh, relu2 or xielu
+        alpha_p (0.8): of xielu: the share of squares above 0; a finite number from -1e38 to 1e38
+        alpha_n (0.8): of xielu: the share of `e^x - 1 - x` below 0; a finite number from -1e38 to 1e38
+        beta (0.5): of xielu: the share of x; a finite number from -1e38 to 1e38
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
         dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
         into: the tensors to write, of these shapes, in row-major order, apart from the inputs
@@ -1435,7 +1441,10 @@ def activate_backward(
     x: T,
     dy: T,
     *,
-    kind: Literal["gelu", "gelu_tanh", "relu2"] = 'gelu',
+    kind: Literal["gelu", "gelu_tanh", "relu2", "xielu"] = 'gelu',
+    alpha_p: float = 0.8,
+    alpha_n: float = 0.8,
+    beta: float = 0.5,
     profile: Literal["ieee"] = 'ieee',
     dtype: Any = None,
     into: T | None = None,
@@ -1449,7 +1458,10 @@ def activate_backward(
         dy[...]: bf16, fp16 or fp32
 
     Attributes:
-        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; gelu, gelu_tanh or relu2
+        kind ('gelu'): which: gelu by the error function, or by the hyperbolic tangent; the square of the positive part; xIELU; gelu, gelu_tanh, relu2 or xielu
+        alpha_p (0.8): of xielu: the share of squares above 0; a finite number from -1e38 to 1e38
+        alpha_n (0.8): of xielu: the share of `e^x - 1 - x` below 0; a finite number from -1e38 to 1e38
+        beta (0.5): of xielu: the share of x; a finite number from -1e38 to 1e38
         profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
         dtype (that of x): of outputs that have none of their own; bf16, fp16 or fp32
         into: the tensors to write, of these shapes, in row-major order, apart from the inputs
