@@ -24,8 +24,16 @@ pub const MEASURED: [&str; 18] = [
 ];
 
 /// Ops that have outputs in several dtypes, sums, and no such measurement: how many rows there are is the length of the sum of
-/// `fold`, a convolution adds a few taps, and a scan adds products of what recurs.
-pub const UNMEASURED: [&str; 5] = ["fold", "causal_conv1d", "causal_conv1d_backward", "ssd_scan", "ssd_scan_backward"];
+/// `fold`, a convolution adds a few taps, a scan adds products of what recurs, and a delta rule what the tokens before have left.
+pub const UNMEASURED: [&str; 7] = [
+    "fold",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "ssd_scan",
+    "ssd_scan_backward",
+    "gated_delta_rule",
+    "gated_delta_rule_backward",
+];
 
 /// What outputs of one dtype show of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

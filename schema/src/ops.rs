@@ -31,6 +31,8 @@ pub mod embedding_dw;
 pub mod entropy;
 pub mod entropy_backward;
 pub mod fold;
+pub mod gated_delta_rule;
+pub mod gated_delta_rule_backward;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
@@ -95,6 +97,8 @@ pub static OPS: &[&Op] = &[
     &causal_conv1d_dw::OP,
     &ssd_scan::OP,
     &ssd_scan_backward::OP,
+    &gated_delta_rule::OP,
+    &gated_delta_rule_backward::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,

@@ -62,13 +62,13 @@ impl CausalConv1d {
     }
 
     /// How many rows sequence `b` has; the lengths were checked.
-    pub(super) fn rows_of(&self, len: Option<&[i32]>, b: usize) -> usize {
+    pub(crate) fn rows_of(&self, len: Option<&[i32]>, b: usize) -> usize {
         len.map_or(self.length, |len| len[b] as usize)
     }
 }
 
 /// Checks that tensors are on the host.
-pub(super) fn on_host<const N: usize>(op: &'static str, tensors: [(&str, Option<TensorRef>); N]) -> Result<(), Error> {
+pub(crate) fn on_host<const N: usize>(op: &'static str, tensors: [(&str, Option<TensorRef>); N]) -> Result<(), Error> {
     tensors.into_iter().try_for_each(|(name, tensor)| tensor.map_or(Ok(()), |tensor| tensor.on_host(op, name)))
 }
 

@@ -35,7 +35,8 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 18] = headers![
+pub static HEADERS: [(&str, &str); 19] = headers![
+    "delta.cuh",
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",
