@@ -1,9 +1,9 @@
 //! Mutations of the gated delta rule.
 
+use crate::convolutions::{with_narrow_state, with_state_behind_padding};
 use crate::mutation::{Mutation, Others};
 use samebits_contract::round;
 use samebits_contract::tensor::{DType, Tensor};
-use samebits_harness::implementation::Implementation;
 
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
@@ -12,14 +12,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "gated_delta_rule",
         caught_by: "invariance:schedule",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            if let Some(next) = answer.outputs.get_mut("next") {
-                let kept: Vec<f64> = next.to_f64().into_iter().map(|v| round::round(v, DType::Bf16)).collect();
-                *next = round::tensor(DType::Fp32, next.shape(), &kept);
-            }
-            answer
-        },
+        answer: with_narrow_state,
     },
     Mutation {
         name: "decayed_twice",
@@ -29,9 +22,15 @@ pub const MUTATIONS: &[Mutation] = &[
         also_red: Others::Are(&["golden"]),
         answer: |mutant, case| {
             mutant.asked(case, |case| {
-                let g = &case.inputs["g"];
-                let twice: Vec<f64> = g.to_f64().into_iter().map(|g| 2.0 * g).collect();
-                case.inputs.insert("g".into(), round::tensor(DType::Fp32, g.shape(), &twice));
+                // Where decays come of steps, their rate is twice what it was.
+                let (name, twice): (_, fn(f64) -> f64) = match case.inputs.contains_key("a_log") {
+                    true => ("a_log", |a_log| a_log + std::f64::consts::LN_2),
+                    false => ("g", |g| 2.0 * g),
+                };
+                let decays = &case.inputs[name];
+                let twice: Vec<f64> = decays.to_f64().into_iter().map(twice).collect();
+                let twice = round::tensor(DType::Fp32, decays.shape(), &twice);
+                case.inputs.insert(name.into(), twice);
             })
         },
     },
@@ -41,12 +40,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "gated_delta_rule",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| {
-            let mut answer = mutant.honest.run(case);
-            let whole = mutant.asked(case, |case| drop(case.inputs.remove("len")));
-            answer.outputs.extend(whole.outputs.get("next").map(|next| ("next".to_string(), next.clone())));
-            answer
-        },
+        answer: with_state_behind_padding,
     },
     Mutation {
         name: "delta_gradient_of_padding",

@@ -46,7 +46,14 @@ pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
     let of_ops = [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS];
     of_ops
         .into_iter()
-        .chain([convolutions::MUTATIONS, delta::MUTATIONS, scans::MUTATIONS, train::MUTATIONS, chain::MUTATIONS, gradients::MUTATIONS])
+        .chain([
+            convolutions::MUTATIONS,
+            delta::MUTATIONS,
+            scans::MUTATIONS,
+            train::MUTATIONS,
+            chain::MUTATIONS,
+            gradients::MUTATIONS,
+        ])
         .flatten()
 }
 

@@ -141,7 +141,8 @@ fn compute(c: &Checked) -> References {
                     of_rate.add(*dg, *l);
                     let mut own = Sum::default();
                     own.add(*dg, *slope);
-                    *dg = own.made();
+                    // One product: of a zero it has a sign, which a sum from +0 has not.
+                    *dg = Sized { value: dg.value * slope.value, ..own.made() };
                 }
                 da_log[row] = of_rate.made();
             }

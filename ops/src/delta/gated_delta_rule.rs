@@ -11,10 +11,10 @@
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::{Arguments as CallArguments, Entry};
 use crate::conv::causal_conv1d::{Part, optional};
-use crate::lengths::{Lengths, optional_lengths};
 use crate::conv::taps::on_host;
 use crate::delta::heads::{GROUP, GatedDeltaRule, Inputs, Tensors, Tokens, padded, put, read_back, two, write_back};
 use crate::element::{Stored, typed};
+use crate::lengths::{Lengths, optional_lengths};
 use crate::parallel::SharedOut;
 use crate::simd::{Kernel, Simd};
 use crate::through_f32::convert;

@@ -329,8 +329,7 @@ pub(super) fn join_two<S: Simd>(s: S, p: [[S::F; 2]; IEEE.segments]) -> [S::F; 2
     ]
 }
 
-/// A step of a token before a column's u is known: `P = S * a` in the place of S where `KEEP`, and `r = v - sum of P * k`.
-/// Lanes are columns.
+/// A step of a token before a column's u is known: `r = v - sum of P * k`, with `P = S * a`. Lanes are columns.
 ///
 /// # Safety
 /// Rows of `GROUP` columns from `at` on are in `state`, as many as `k` and `a` have elements; two vectors from `v_at` in v.

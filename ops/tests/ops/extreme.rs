@@ -179,7 +179,7 @@ impl Draw {
         let [batch, length, key_dim, value_dim] = [self.extent(), self.extent(), self.extent(), self.extent()];
         let [value_heads, key_heads] = self.pick(&[[2, 1], [1, 1], [4, 2], [3, 2], [0, 0], [0, 1]]);
         let decays = self.pick(&[1, key_dim, 3]);
-        let scale = self.number(&[1.0, -0.5], &[f64::NAN, f64::INFINITY, 1e300]);
+        let scale = self.number(&[1.0, -0.5], &[f64::NAN, f64::INFINITY]);
         let shape = GatedDeltaRule { batch, length, key_heads, value_heads, key_dim, value_dim, decays, scale };
         let of = |heads, dim| [batch, length, heads, dim];
         let of_state = [batch, value_heads, key_dim, value_dim];
