@@ -108,6 +108,8 @@ pub(crate) struct Asked<'a> {
     pub renamed: bool,
     /// Whether "dynamic" with an `alpha` stretches the base by it, whatever the length.
     pub stretched: bool,
+    /// Whether folders divide frequencies between the axes of a grid, which have one position each; those of a text are the same.
+    pub grids: bool,
     /// The base where the folder says none; without, it must be said.
     pub theta: Option<f64>,
     pub max_positions: usize,
@@ -119,7 +121,7 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, renamed, stretched, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, stretched, grids, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -142,6 +144,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             let key = if key == "type" { "rope_type" } else { key };
             match KEYS.iter().chain(&["alpha"][..usize::from(stretched)]).find(|known| **known == key) {
                 Some(key) => note(key, name, value),
+                None if grids && ["mrope_section", "mrope_interleaved"].contains(&key) => {}
                 None if OTHERS.contains(&key) && !asks_for_nothing(value) => {
                     f.refuse(name, format!("is {value}, which no supported scaling reads"));
                 }

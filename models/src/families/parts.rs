@@ -7,7 +7,8 @@ use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
-use crate::rotary::{Asked, Rotary, Scaling};
+pub(super) use crate::rotary::Asked;
+use crate::rotary::{Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
@@ -105,7 +106,9 @@ pub(super) fn no_rope(c: &mut Config, dim: usize) -> Rope {
 }
 
 pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
-    Asked { head_dim, partial: None, renamed: false, stretched: false, theta, max_positions: c.max_positions, of: None }
+    let max_positions = c.max_positions;
+    let (renamed, stretched, grids) = (false, false, false);
+    Asked { head_dim, partial: None, renamed, stretched, grids, theta, max_positions, of: None }
 }
 
 /// One more rotation.
@@ -125,7 +128,7 @@ pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
 /// An attention without norms and biases, by the names that most families have.
 pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attention::Plan {
     let names = attention::Names::PLAIN;
-    attention::Plan { hidden: c.hidden, heads, rope, norm: None, bias: false, o_bias: false, names }
+    attention::Plan { hidden: c.hidden, heads, rope, norm: None, bias: false, o_bias: false, gate: false, names }
 }
 
 /// A gated MLP of this width, by the names that most families have.
