@@ -106,7 +106,14 @@ impl Config {
                 fields.refuse(field, why);
             }
         }
-        let mut layers = fields.required_size("num_hidden_layers");
+        let counted = || {
+            let list = family.counted.iter().find_map(|field| fields.get(field))?;
+            list.as_array().map(Vec::len).or_else(|| list.as_str().map(str::len)).filter(|layers| *layers > 0)
+        };
+        let mut layers = match counted() {
+            Some(layers) if !fields.has("num_hidden_layers") => layers,
+            _ => fields.required_size("num_hidden_layers"),
+        };
         if layers > MOST_LAYERS {
             fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read"));
             layers = 0;
@@ -177,10 +184,6 @@ impl Config {
             (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
             (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
             (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
-            (
-                self.blocks.iter().flatten().all(branch::Plan::is_sound),
-                "a layer beside another keeps nothing of a sequence",
-            ),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
         let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
@@ -822,6 +825,18 @@ mod tests {
             (
                 "granite-4.0-h-1b",
                 json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 96, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_key_value_heads": 2, "num_local_experts": 0, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 96, "tie_word_embeddings": true}),
+            ),
+            (
+                "granite-4.0-h-tiny",
+                json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 32, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 6, "num_key_value_heads": 2, "num_local_experts": 64, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 48, "tie_word_embeddings": true}),
+            ),
+            (
+                "Nemotron-H-8B",
+                json!({"model_type": "nemotron_h", "attention_bias": false, "attention_head_dim": 128, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "hidden_dropout": 0.0, "hybrid_override_pattern": "M-M*", "intermediate_size": 80, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 8192, "mlp_bias": false, "mlp_hidden_act": "relu2", "n_groups": 2, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rescale_prenorm_residual": true, "residual_in_fp32": false, "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "use_bias": false, "use_conv_bias": true, "use_mamba_kernels": true}),
+            ),
+            (
+                "Falcon-H1-0.5B",
+                json!({"model_type": "falcon_h1", "attention_bias": false, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "attn_layer_indices": null, "embedding_multiplier": 5.656854249492381, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 12, "mamba_d_ssm": 72, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_norm_before_gate": false, "mamba_proj_bias": false, "mamba_rms_norm": false, "mamba_use_mlp": true, "max_position_embeddings": 16384, "mlp_bias": false, "mlp_expansion_factor": 8, "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_key_value_heads": 2, "num_logits_to_keep": 1, "projectors_bias": false, "rope_scaling": null, "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738], "ssm_out_multiplier": 0.23570226039551587, "tie_word_embeddings": false}),
             ),
             (
                 "gemma-3-1b",

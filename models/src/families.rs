@@ -10,6 +10,7 @@ mod dots1;
 mod ernie4_5;
 mod ernie4_5_moe;
 mod exaone4;
+mod falcon_h1;
 mod gemma2;
 mod gemma3_text;
 mod glm4;
@@ -29,6 +30,7 @@ mod minimax_m2;
 mod mistral;
 mod mixtral;
 mod nemotron;
+mod nemotron_h;
 mod neutral;
 mod olmo2;
 mod olmo3;
@@ -90,6 +92,8 @@ const ALL: &[Family] = &[
     gpt_neox::FAMILY,
     cohere2::FAMILY,
     nemotron::FAMILY,
+    nemotron_h::FAMILY,
+    falcon_h1::FAMILY,
 ];
 
 /// A model family.
@@ -103,6 +107,8 @@ pub struct Family {
     pub(crate) tied: bool,
     /// Whether a folder need not say how long a text may be, since no layer counts positions.
     pub(crate) endless: bool,
+    /// Lists by layer, the first of which that is there says how many layers there are where `num_hidden_layers` does not.
+    pub(crate) counted: &'static [&'static str],
     /// Fields that most families call otherwise: that name, and its own. Either is read, as `attribute_map` of transformers has it.
     pub(crate) renamed: &'static [(&'static str, &'static str)],
     /// Reads what is its own, and the blocks, of which there are so many.
@@ -112,7 +118,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, endless: false, renamed: &[], read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, counted: &[], renamed: &[], read }
     }
 
     /// Every supported family.

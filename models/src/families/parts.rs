@@ -5,6 +5,7 @@ use crate::fields::Fields;
 use crate::files::FLOAT;
 use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
+use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
 use crate::rotary::{Asked, Rotary, Scaling};
@@ -18,6 +19,11 @@ pub(super) enum Missing {
     Derived,
     /// An error: the family's own default has nothing to do with its sizes, so the folder is ambiguous.
     Refused,
+}
+
+/// What stands for `num_key_value_heads` where a null has a meaning of its own, that of the query heads, and a default has another.
+pub(super) fn null_derived(f: &Fields) -> Missing {
+    if f.has("num_key_value_heads") { Missing::Derived } else { Missing::Refused }
 }
 
 /// Refuses every activation but silu.
@@ -130,7 +136,14 @@ pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attenti
 
 /// A gated MLP of this width, by the names that most families have.
 pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
-    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, bias: false, names: mlp::Names::PLAIN }
+    mlp::Plan {
+        hidden: c.hidden,
+        width,
+        activation: Activation::Silu,
+        gate_factor: None,
+        bias: false,
+        names: mlp::Names::PLAIN,
+    }
 }
 
 /// An MLP without a gate of this width, whose matrices have these names.
@@ -192,7 +205,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         layer: mixer,
         behind: None,
         factor: None,
-        beside: Some(Beside { before: own, layer: mlp }),
+        beside: Some(Beside { before: own, layer: mlp, factors: None }),
     }]
 }
 
@@ -258,7 +271,15 @@ pub(super) fn first_size(f: &Fields, names: &[&str]) -> usize {
 
 /// `num_experts_per_tok`, at most `count`.
 pub(super) fn chosen(f: &Fields, count: usize) -> usize {
-    let chosen = f.required_size("num_experts_per_tok");
+    within(f, count, f.required_size("num_experts_per_tok"))
+}
+
+/// The same, where the family has a default.
+pub(super) fn chosen_or(f: &Fields, count: usize, default: usize) -> usize {
+    within(f, count, f.size("num_experts_per_tok").unwrap_or(default))
+}
+
+fn within(f: &Fields, count: usize, chosen: usize) -> usize {
     if count > 0 && chosen > count {
         f.refuse("num_experts_per_tok", format!("is {chosen}; there are {count} experts"));
     }
@@ -331,13 +352,18 @@ pub(super) fn switched_windows(f: &Fields, layers: usize) -> Vec<Option<usize>> 
 /// A scan of Mamba-2 by the fields and names that hybrid models have.
 pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
     let size = |field, default| f.size(field).unwrap_or(default);
-    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let inner = c.hidden.saturating_mul(size("mamba_expand", 2));
+    scan_of(c, f, inner, "hidden_size times mamba_expand")
+}
+
+/// The same, whose heads are so many elements wide in all, which follow from `what`.
+pub(super) fn scan_of(c: &Config, f: &Fields, inner: usize, what: &str) -> mamba2::Plan {
+    let size = |field, default| f.size(field).unwrap_or(default);
+    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let auto = f.get("mamba_d_head").is_none_or(|value| value == "auto");
     let head_dim = if auto { inner.checked_div(heads).unwrap_or(0) } else { f.required_size("mamba_d_head") };
     if heads.checked_mul(head_dim) != Some(inner) {
-        let why =
-            format!("is {heads}; times mamba_d_head {head_dim} it must be hidden_size times mamba_expand, {inner}");
+        let why = format!("is {heads}; times mamba_d_head {head_dim} it must be {what}, {inner}");
         f.refuse("mamba_n_heads", why);
     }
     if groups > 0 && !heads.is_multiple_of(groups) {
@@ -355,6 +381,8 @@ pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
         taps: size("mamba_d_conv", 4),
         bias: [f.flag("mamba_proj_bias", false), f.flag("mamba_conv_bias", true)],
         limits: limits(f),
+        factors: None,
+        gate: Gate::ThenNorm,
         norm: c.norms,
         norm_groups: groups,
     }

@@ -75,7 +75,7 @@ impl ChoiceBias {
 /// Names of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Names {
-    /// What stands before all of them.
+    /// What stands before all of them; empty where their names have nothing in common.
     pub block: &'static str,
     /// The router, behind that.
     pub router: &'static str,
@@ -95,6 +95,11 @@ pub enum ExpertNames {
 impl Names {
     /// What most families call them.
     pub const PLAIN: Names = Names { block: "mlp", router: "gate", experts: ExpertNames::Each };
+
+    /// A name behind that of the block.
+    fn of(&self, part: &str) -> String {
+        if self.block.is_empty() { part.into() } else { format!("{}.{part}", self.block) }
+    }
 }
 
 impl Plan {
@@ -158,31 +163,30 @@ type ByExpert = (Tensor, Vec<mlp::Saved>);
 
 impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
-        let (Names { block, router, experts }, hidden) = (plan.names, plan.expert.hidden);
-        let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, false)?;
+        let (names, hidden) = (plan.names, plan.expert.hidden);
+        let router = loader.linear(&names.of(names.router), plan.count, hidden, false)?;
         let choice_bias = match plan.choice_bias {
             None => None,
             Some(ChoiceBias { name, is_matrix }) => {
                 let shape = [1, plan.count];
-                let mut bias = loader.constant(&format!("{block}.{name}"), &shape[usize::from(!is_matrix)..])?;
+                let mut bias = loader.constant(&names.of(name), &shape[usize::from(!is_matrix)..])?;
                 bias.reshape(&[plan.count]);
                 Some(bias)
             }
         };
-        let experts = match experts {
+        let experts = match names.experts {
             ExpertNames::Each => (0..plan.count)
-                .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
+                .map(|e| Mlp::load_as(loader, &names.of(&format!("experts.{e}.")), &plan.expert))
                 .collect::<Result<_, _>>()?,
-            ExpertNames::Stacked(names) => {
-                let names = names.map(|name| format!("{block}.{name}"));
-                Mlp::load_stacked(loader, names, plan.count, &plan.expert)?
+            ExpertNames::Stacked(stacked) => {
+                Mlp::load_stacked(loader, stacked.map(|name| names.of(name)), plan.count, &plan.expert)?
             }
         };
         let shared = match &plan.shared {
             None => None,
             Some(Shared { mlp, name, gate }) => {
-                let mlp = Mlp::load_as(loader, &format!("{block}.{name}."), mlp)?;
-                let gate = gate.map(|gate| loader.linear(&format!("{block}.{gate}"), 1, hidden, false)).transpose()?;
+                let mlp = Mlp::load_as(loader, &names.of(&format!("{name}.")), mlp)?;
+                let gate = gate.map(|gate| loader.linear(&names.of(gate), 1, hidden, false)).transpose()?;
                 Some(SharedExperts { mlp, gate })
             }
         };
