@@ -39,6 +39,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod rwkv7;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;
@@ -48,6 +49,8 @@ use crate::config::Config;
 use crate::fields::Fields;
 use serde_json::Value;
 use std::fmt;
+
+pub(crate) use rwkv7::of_tensors;
 
 /// Every family, in the order in which errors name them.
 const ALL: &[Family] = &[
@@ -90,6 +93,7 @@ const ALL: &[Family] = &[
     gpt_neox::FAMILY,
     cohere2::FAMILY,
     nemotron::FAMILY,
+    rwkv7::FAMILY,
 ];
 
 /// A model family.

@@ -480,6 +480,8 @@ struct MicroBatch {
     inputs: StepInputs,
     states: States,
     stream: Stream,
+    /// What the first layer has left for all others.
+    carried: Option<Tensor>,
     of_rows: Logprobs,
     /// What enters each block, where blocks are run again; else what they saved.
     entered: Vec<Entered>,
@@ -560,7 +562,7 @@ fn forward(
         return Err(why_not_finite(on, &sequences[number], temperature, first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
-    let blocks = arranged.blocks;
+    let (blocks, carried) = (arranged.blocks, pass.carried.take());
     Ok(MicroBatch {
         logprob,
         entropy,
@@ -573,6 +575,7 @@ fn forward(
         inputs,
         states,
         stream,
+        carried,
         of_rows,
         entered,
         saved,
@@ -664,7 +667,8 @@ fn reverse(
     let of_processor =
         |angles: &Prepared| angles.get::<RopeTable>().expect("they are those of the processor").reversed();
     let angles: Vec<RopeTable> = inputs.angles.iter().map(of_processor).collect();
-    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
+    pass.carried = forward.carried;
+    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums, carried: None };
     let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers()).rev() {

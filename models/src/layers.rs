@@ -8,6 +8,7 @@ pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod branch;
 pub(crate) mod causal_conv;
+pub(crate) mod channel_mix;
 pub(crate) mod conv;
 pub(crate) mod embedding;
 pub(crate) mod head;
@@ -20,6 +21,8 @@ pub(crate) mod mlp;
 pub(crate) mod moe;
 pub(crate) mod norm;
 pub(crate) mod recur;
+pub(crate) mod time_mix;
+pub(crate) mod token_shift;
 pub(crate) mod ungated_mlp;
 
 use crate::ModelError;
@@ -153,6 +156,10 @@ layers! {
     ShortConv in conv, state: conv::ShortConv::state;
     /// A scan of Mamba-2.
     Mamba2 in mamba2, state: mamba2::Mamba2::state;
+    /// The time mix of RWKV-7.
+    TimeMix in time_mix, state: time_mix::TimeMix::state;
+    /// The channel mix of RWKV-7.
+    ChannelMix in channel_mix, state: channel_mix::ChannelMix::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// An MLP without a gate.
