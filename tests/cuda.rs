@@ -727,7 +727,7 @@ fn pointwise(op: &'static str, param: &str, numbers: [&str; 2], dtype: DType, ou
 /// Every kind of activation, near 0 and beyond where it is flat.
 fn activations(op: &'static str, inputs: &[&'static str], dtype: DType, out: DType) -> Vec<Case> {
     let mut cases = Vec::new();
-    for kind in ["gelu", "gelu_tanh", "relu2"] {
+    for kind in ["gelu", "gelu_tanh", "relu2", "xielu"] {
         for (n, spread) in [(0, 1.0), (1, 1.0), (7, 3.0), (8, 40.0), (9, 3.0), (2047, 3.0), (2057, 9.0)] {
             let make = inputs.iter().fold(Maker::new(op, dtype, out), |make, name| make.float(name, &[n], spread));
             cases.push(make.special("x", n).param("kind", kind).case());

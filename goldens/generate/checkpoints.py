@@ -96,6 +96,9 @@ MODELS = {
     "cohere2": ("Cohere2", dict(BASE, num_hidden_layers=4, sliding_window=9, logit_scale=0.5, tie_word_embeddings=True,
                                 layer_types=["sliding_attention", "full_attention"] * 2), 24, "bf16"),
     "nemotron": ("Nemotron", dict(BASE, num_hidden_layers=2, head_dim=16, attention_bias=True), 24, "bf16"),
+    "ministral3": ("Ministral3", dict(BASE, num_hidden_layers=2, head_dim=16, rope_parameters=dict(
+        YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), 40, "bf16"),
+    "apertus": ("Apertus", dict(BASE, num_hidden_layers=2, attention_bias=True, rope_parameters=LLAMA3), 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),
@@ -148,6 +151,9 @@ def weights(model, generator):
                 tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
+            elif "act_fn" in name:
+                if "alpha" in name:
+                    tensor.copy_(noise * 0.5)
             elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)
             else:

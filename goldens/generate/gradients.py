@@ -105,7 +105,7 @@ def split(model, folder, gradients):
     for name, gradient in found.items():
         assert name in stored and stored[name].shape == gradient.shape, name
     missing = set(stored) - set(found)
-    assert all(name.endswith(("e_score_correction_bias", "expert_bias")) for name in missing), missing
+    assert all(name.endswith(("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")) for name in missing), missing
     return found
 
 

@@ -137,6 +137,17 @@ SHAPES = {
                                                                            norm_topk_prob=True, qkv_bias=False),
                  dict(EXPERTS, shared_expert_intermediate_size=46, mlp_only_layers=[1], num_experts=4, use_sliding_window=True,
                       sliding_window=4)],
+    "Apertus": [dict(), dict(attention_bias=True, rms_norm_eps=1e-4, rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+                dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=4.0, low_freq_factor=1.0,
+                                          high_freq_factor=4.0, original_max_position_embeddings=8))],
+    "Ministral3": [dict(head_dim=14, rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0,
+                                                          mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+                                                          original_max_position_embeddings=4)),
+                   dict(head_dim=22, sliding_window=5, rope_parameters=dict(
+                       rope_type="default", rope_theta=1e4, llama_4_scaling_beta=0.5, original_max_position_embeddings=3)),
+                   dict(head_dim=12, rope_parameters=dict(
+                       rope_type="yarn", rope_theta=1e5, factor=2.0, beta_fast=16.0, llama_4_scaling_beta=0.3,
+                       original_max_position_embeddings=8))],
     "GraniteMoe": [dict(num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.3, residual_multiplier=0.4),
                    dict(num_local_experts=5, num_experts_per_tok=3, embedding_multiplier=3.0, attention_multiplier=0.25,
                         logits_scaling=2.0),

@@ -595,6 +595,16 @@ mod tests {
                 json!({"num_experts": [4]}),
                 "`num_experts` must be a whole number of at least 1, or a list of 2",
             ),
+            (
+                "ministral3",
+                scaled("yarn", json!({"factor": 2, "original_max_position_embeddings": 64})),
+                "`rope_parameters.llama_4_scaling_beta` is missing",
+            ),
+            (
+                "llama",
+                scaled("linear", json!({"factor": 2, "llama_4_scaling_beta": 0.1})),
+                "`rope_parameters.llama_4_scaling_beta` is 0.1, which no supported scaling reads",
+            ),
             ("ernie4_5_moe", json!({"use_bias": true}), "`use_bias` is true; supported is false"),
             (
                 "minimax_m2",
@@ -894,6 +904,14 @@ mod tests {
             (
                 "Minitron-4B",
                 json!({"architectures": ["NemotronForCausalLM"], "attention_bias": false, "head_dim": 16, "hidden_act": "relu2", "max_position_embeddings": 4096, "mlp_bias": false, "model_type": "nemotron", "norm_eps": 1e-05, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": null, "rope_scaling": null, "rope_theta": 10000, "tie_word_embeddings": false}),
+            ),
+            (
+                "Apertus-8B",
+                json!({"architectures": ["ApertusForCausalLM"], "attention_bias": false, "hidden_act": "xielu", "hidden_dropout": 0.0, "max_position_embeddings": 65536, "mlp_bias": false, "model_type": "apertus", "num_key_value_heads": 2, "pad_token_id": 3, "post_norm": false, "qk_norm": true, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3", "type": "llama3"}, "rope_theta": 12000000, "tie_word_embeddings": false}),
+            ),
+            (
+                "Ministral-3-3B-BF16",
+                json!({"architectures": ["Ministral3ForCausalLM"], "attention_dropout": 0.0, "head_dim": 16, "hidden_act": "silu", "max_position_embeddings": 262144, "model_type": "ministral3", "num_key_value_heads": 2, "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"}, "sliding_window": null, "tie_word_embeddings": true}),
             ),
             (
                 "OLMoE",

@@ -1,6 +1,7 @@
 //! The families: what the `config.json` of each says, as blocks of layers. A family is one file of data, which reads the
 //! fields that its code in transformers reads, and a line of [`ALL`].
 
+mod apertus;
 mod arcee;
 mod bamba;
 mod cohere2;
@@ -26,6 +27,7 @@ mod lfm2_moe;
 mod llama;
 mod mamba2;
 mod minimax_m2;
+mod ministral3;
 mod mistral;
 mod mixtral;
 mod nemotron;
@@ -90,6 +92,8 @@ const ALL: &[Family] = &[
     gpt_neox::FAMILY,
     cohere2::FAMILY,
     nemotron::FAMILY,
+    ministral3::FAMILY,
+    apertus::FAMILY,
 ];
 
 /// A model family.

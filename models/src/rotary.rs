@@ -21,6 +21,17 @@ pub struct Rotary {
     pub scaling: Scaling,
     /// Factor of every cosine and sine.
     pub factor: f32,
+    /// What that factor is multiplied by, a number for each position.
+    pub growth: Option<Growth>,
+}
+
+/// A factor of queries, which grows with the position: `1 + beta * ln(1 + floor(position / original))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Growth {
+    /// How fast it grows.
+    pub beta: f64,
+    /// Positions up to which it is 1.
+    pub original: usize,
 }
 
 /// What the frequencies belong to, where their scaling depends on a length.
@@ -89,7 +100,7 @@ pub enum Scaling {
 
 impl Default for Rotary {
     fn default() -> Rotary {
-        Rotary { theta: 10_000.0, dim: 0, scaling: Scaling::Default, factor: 1.0 }
+        Rotary { theta: 10_000.0, dim: 0, scaling: Scaling::Default, factor: 1.0, growth: None }
     }
 }
 
@@ -108,6 +119,8 @@ pub(crate) struct Asked<'a> {
     pub renamed: bool,
     /// Whether "dynamic" with an `alpha` stretches the base by it, whatever the length.
     pub stretched: bool,
+    /// Whether queries grow with their positions, by `llama_4_scaling_beta`.
+    pub grows: bool,
     /// The base where the folder says none; without, it must be said.
     pub theta: Option<f64>,
     pub max_positions: usize,
@@ -119,7 +132,7 @@ pub(crate) struct Asked<'a> {
 /// Reads `rope_parameters` (new), `rope_scaling`, `rope_theta`, `partial_rotary_factor` and
 /// `original_max_position_embeddings` (old). A value that stands in two places must be the same in both.
 pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
-    let Asked { head_dim, partial, renamed, stretched, theta: default_theta, max_positions, of } = asked;
+    let Asked { head_dim, partial, renamed, stretched, grows, theta: default_theta, max_positions, of } = asked;
     // Value and the name to refuse it by, for each key.
     let mut found: BTreeMap<&str, (String, &Value)> = BTreeMap::new();
     let mut note = |key: &'static str, name: String, value| match found.insert(key, (name.clone(), value)) {
@@ -140,7 +153,9 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
             let name = format!("{place}.{key}");
             // The kind has two spellings.
             let key = if key == "type" { "rope_type" } else { key };
-            match KEYS.iter().chain(&["alpha"][..usize::from(stretched)]).find(|known| **known == key) {
+            let own = [("alpha", stretched), (BETA, grows)];
+            let mut own = own.iter().filter(|(_, asked)| *asked).map(|(key, _)| key);
+            match KEYS.iter().find(|known| **known == key).or_else(|| own.find(|known| **known == key)) {
                 Some(key) => note(key, name, value),
                 None if OTHERS.contains(&key) && !asks_for_nothing(value) => {
                     f.refuse(name, format!("is {value}, which no supported scaling reads"));
@@ -154,7 +169,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
     let number = |key: &str| -> Option<f64> {
         let value = found.get(key)?.1;
         // To the models' own code, a 0 of these means none.
-        if ["mscale", "mscale_all_dim", "beta_fast", "beta_slow"].contains(&key) && same(value, &json!(0)) {
+        if ["mscale", "mscale_all_dim", "beta_fast", "beta_slow", BETA].contains(&key) && same(value, &json!(0)) {
             return None;
         }
         let number = value.as_f64().filter(|v| v.is_finite() && *v > 0.0);
@@ -214,7 +229,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         Some((name, value)) => (name.clone(), value.as_str().unwrap_or("no word")),
     };
     let kind = if renamed && ["su", "yarn"].contains(&kind) { "longrope" } else { kind };
-    let top = ["rope_theta", "rope_type", "partial_rotary_factor"];
+    let top = ["rope_theta", "rope_type", "partial_rotary_factor", BETA];
     let alpha = found.get("alpha").filter(|(_, alpha)| kind == "dynamic" && !same(alpha, &json!(0)));
     if alpha.is_some() {
         return stretched_base(f, &found, (theta, dim), number("alpha").unwrap_or(1.0));
@@ -262,7 +277,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
                 f.refuse(name("rope_theta"), "is 1; the formula of \"yarn\" needs a number above 1");
             }
             let scaling = Scaling::Yarn { factor, beta_fast, beta_slow, original, truncate };
-            let ramp = Rotary { theta, dim, scaling: scaling.clone(), factor: 1.0 }.ramp();
+            let ramp = Rotary { theta, dim, scaling: scaling.clone(), ..Rotary::default() }.ramp();
             let known = dim > 0 && beta_fast > beta_slow && theta > 1.0;
             if let Some((low, high)) = ramp.filter(|(low, high)| known && low > high) {
                 let why = format!("is {original}, so that the ramp of \"yarn\" would end at {high} and begin at {low}");
@@ -289,7 +304,7 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
                 found["rope_type"].1
             );
             f.refuse(kind_name, why);
-            return Rotary { theta, dim, scaling: Scaling::Default, factor: 1.0 };
+            return Rotary { theta, dim, ..Rotary::default() };
         }
     };
     for (key, (name, value)) in found.iter().filter(|(key, _)| !top.contains(key) && !keys.contains(key)) {
@@ -304,7 +319,13 @@ pub(crate) fn read(f: &Fields, asked: Asked) -> Rotary {
         let why = format!("makes the factor of cosines and sines {factor}; it must be above 0 within f32");
         f.refuse(name("attention_factor"), why);
     }
-    let rotary = Rotary { theta, dim, scaling, factor };
+    if grows {
+        for key in [BETA, ORIGINAL].into_iter().filter(|key| !found.contains_key(key)) {
+            f.refuse(name(key), "is missing; queries grow with their positions by it");
+        }
+    }
+    let growth = number(BETA).map(|beta| Growth { beta, original });
+    let rotary = Rotary { theta, dim, scaling, factor, growth };
     let lengths = [1, original, original.saturating_add(1), max_positions];
     if f.is_clean()
         && dim <= 1 << 16
@@ -336,7 +357,7 @@ fn stretched_base(
         f.pass(name, value, &format!("which \"dynamic\" with an alpha does not read; {key} is passed by"));
     }
     let theta = theta * libm::pow(alpha, dim as f64 / (dim as f64 - 2.0));
-    Rotary { theta, dim, scaling: Scaling::Default, factor: 1.0 }
+    Rotary { theta, dim, ..Rotary::default() }
 }
 
 /// Where the parameters of the layers asked for stand, under which name.
@@ -362,17 +383,12 @@ fn place_of<'m>(
 /// The key of the length of the training.
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// Keys of scalings that no supported family computes.
-const OTHERS: [&str; 8] = [
-    "alpha",
-    "axial",
-    "beta",
-    "llama_4_scaling_beta",
-    "long_mscale",
-    "mrope_interleaved",
-    "mrope_section",
-    "short_mscale",
-];
+/// The key of how fast queries grow with their positions.
+const BETA: &str = "llama_4_scaling_beta";
+
+/// Keys of scalings that are computed for few families, or for none.
+const OTHERS: [&str; 8] =
+    ["alpha", "axial", "beta", BETA, "long_mscale", "mrope_interleaved", "mrope_section", "short_mscale"];
 
 /// Those that "yarn" reads.
 const YARN: [&str; 8] =
@@ -413,6 +429,13 @@ impl Rotary {
             Scaling::Long { original, .. } => *original + usize::from(length > *original),
             _ => 0,
         }
+    }
+
+    /// The factor of cosines and sines of a position.
+    pub(crate) fn factor_at(&self, position: i32) -> f32 {
+        let Some(Growth { beta, original }) = self.growth else { return self.factor };
+        let passed = position as usize / original.max(1);
+        self.factor * (1.0 + beta * libm::log(1.0 + passed as f64)) as f32
     }
 
     /// The frequencies between which YaRN's ramp lies.
@@ -481,7 +504,7 @@ mod tests {
     use super::*;
 
     fn freq(scaling: Scaling, length: usize) -> Vec<f32> {
-        Rotary { theta: 10_000.0, dim: 16, scaling, factor: 1.0 }.inv_freq(length)
+        Rotary { dim: 16, scaling, ..Rotary::default() }.inv_freq(length)
     }
 
     /// The values are those of transformers 5.23's `ROPE_INIT_FUNCTIONS` for the same parameters, computed in f64.
@@ -536,6 +559,16 @@ mod tests {
         near(parts(4, [1.5, 1.0], true), 0.0, 0.001);
         // 17.06 is beyond the head.
         near(parts(1 << 31, [1e9, 1.0], true), 0.0, 15.0);
+    }
+
+    #[test]
+    fn queries_grow_by_hand() {
+        let rotary = |growth| Rotary { factor: 1.5, growth, ..Rotary::default() };
+        let growing = rotary(Some(Growth { beta: 0.25, original: 16 }));
+        assert_eq!([0, 15].map(|at| growing.factor_at(at)), [1.5; 2]);
+        let by_hand = |n: f64| 1.5 * (1.0 + 0.25 * n.ln()) as f32;
+        assert_eq!([16, 31, 32, 63].map(|at| growing.factor_at(at)), [2.0, 2.0, 3.0, 4.0].map(by_hand));
+        assert_eq!(rotary(None).factor_at(99), 1.5);
     }
 
     #[test]

@@ -343,6 +343,19 @@ impl<'a> Weights<'a> {
         Ok(Tensor::new(self.take::<f32>(name, shape)?, shape)?)
     }
 
+    /// Takes a number that is no parameter, and refuses any other but what a dtype of folders makes of `supported`.
+    pub fn number(&mut self, name: &str, supported: f32) -> Result<(), ModelError> {
+        let number = self.constant(name, &[])?;
+        let narrowed = [supported, bf16::narrow(supported).widen(), f16::narrow(supported).widen()];
+        // A list has no elements.
+        match number.as_slice::<f32>().and_then(|number| number.first()) {
+            Some(found) if !narrowed.contains(found) => {
+                Err(ModelError::tensor(&self.source, name, format!("is {found}; supported is {supported}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The elements of a tensor as `T`, finite or not.
     fn read<T: Element>(&mut self, name: &str, stored: &Stored) -> Result<Vec<T>, ModelError> {
         if let Some((tensor, _)) = self.memory.get(name) {
@@ -387,7 +400,7 @@ impl<'a> Weights<'a> {
 
 /// A tensor of this shape, but for its rows.
 fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
-    let shape = [&[0], &shape[1..]].concat();
+    let shape = [&[0], shape.get(1..).unwrap_or_default()].concat();
     typed!(dtype => A, Ok(Tensor::new(Vec::<A>::new(), &shape)?))
 }
 

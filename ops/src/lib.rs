@@ -56,7 +56,7 @@ pub use conv::causal_conv1d_backward::{ConvGradients, causal_conv1d_backward};
 pub use conv::causal_conv1d_dw::causal_conv1d_dw;
 pub use conv::taps::CausalConv1d;
 pub use element::{Element, Tf32};
-pub use elementwise::activate::{Activation, activate};
+pub use elementwise::activate::{Activation, Xielu, activate};
 pub use elementwise::activate_backward::activate_backward;
 pub use elementwise::add::add;
 pub use elementwise::gelu_mul::gelu_mul;

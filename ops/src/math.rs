@@ -58,11 +58,17 @@ fn fraction<S: Simd>(s: S, x: S::F, i: S::F, c_hi: S::F, c_lo: S::F) -> S::F {
 /// `2^f * unit` for f in [-0.5, 0.5] and a power of two that overflows none of the coefficients and underflows none.
 #[inline(always)]
 fn exp2_fraction<S: Simd>(s: S, f: S::F, unit: f32) -> S::F {
+    s.fma(exp2_rest(s, f, unit), f, s.splat(unit))
+}
+
+/// What the last step of [`exp2_fraction`] multiplies f with.
+#[inline(always)]
+fn exp2_rest<S: Simd>(s: S, f: S::F, unit: f32) -> S::F {
     let mut m = s.splat(f32::from_bits(EXP2[0]) * unit);
     for c in &EXP2[1..] {
         m = s.fma(m, f, s.splat(f32::from_bits(*c) * unit));
     }
-    s.fma(m, f, s.splat(unit))
+    m
 }
 
 /// `2^-n` where [`near_weight`] gives the weights under the reference point n of all x whose exponent is `least` or more:
@@ -151,6 +157,18 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
     s.scale(m, i)
 }
 
+/// `e^x - 1` of x that is not above 0; any other number but NaN gives an arbitrary one.
+#[inline(always)]
+pub fn expm1<S: Simd>(s: S, x: S::F) -> S::F {
+    let (c_hi, c_lo, one) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(1.0));
+    let t = s.mul(x, c_hi);
+    let i = s.round(t);
+    let f = s.select_ge(s.abs(t), s.splat(IEEE.whole), s.splat(0.0), fraction(s, x, i, c_hi, c_lo));
+    let rest = exp2_rest(s, f, 1.0);
+    let far = s.sub(s.scale(s.fma(rest, f, one), i), one);
+    s.select_ge(i, s.splat(0.0), s.mul(rest, f), far)
+}
+
 /// `e^x`, or +0 where its exponent is negligible beside that of 1.
 #[inline(always)]
 pub fn exp_or_nothing<S: Simd>(s: S, x: S::F) -> S::F {
@@ -221,6 +239,12 @@ pub fn ln(l: f32) -> f64 {
         e += 1.0;
     }
     f64::mul_add(e, LN_2, ln_of_quotient((z - 1.0) / (z + 1.0)))
+}
+
+/// `ln(1 + e^x)`
+pub fn softplus(x: f32) -> f32 {
+    let l = ln1p(exp(Scalar, -x.abs()), 1.0);
+    (if x > 0.0 { f64::from(x) + l } else { l }) as f32
 }
 
 /// `ln(1 + a / b)` of `0 <= a < b`, in f64.

@@ -39,6 +39,10 @@ fn compute(c: &Checked) -> References {
     let reference = match c.word("kind") {
         "gelu" => Reference::new(shape, x.into_iter().map(gelu)),
         "gelu_tanh" => Reference::new(shape, x.into_iter().map(|x| gelu_mul::element(x, 1.0))),
+        "xielu" => {
+            let numbers = xielu_numbers(c);
+            Reference::new(shape, x.into_iter().map(|x| xielu(x, numbers)))
+        }
         // The product is rounded to f32, which is part of the definition; that of two f32 is exact in f64.
         _ => Reference::exact(shape, x.into_iter().map(|x| f32_of(positive(x) * positive(x))).collect()),
     };
@@ -90,4 +94,25 @@ fn gelu(x: f64) -> (f64, f64) {
     }
     let lost = if x < -LOST { value.abs() * round::pow2(24) } else { 0.0 };
     (value, value.abs() + a * size_beyond(a, beyond) + lost + FLOOR * (1.0 + a))
+}
+
+/// alpha_p, alpha_n and beta of an xIELU, as they are rounded.
+pub(super) fn xielu_numbers(c: &Checked) -> [f64; 3] {
+    ["alpha_p", "alpha_n", "beta"].map(|name| f32_of(c.float(name)))
+}
+
+/// Value and condition of an xIELU. Of `e^x - 1 - x`, which loses what both have in common, the parts count.
+fn xielu(x: f64, [p, n, b]: [f64; 3]) -> (f64, f64) {
+    let (of_curve, size) = match x <= 0.0 {
+        true => (n * (x.exp_m1() - x), n.abs() * (x.exp_m1().abs() + x.abs())),
+        false => (p * x * x, (p * x * x).abs()),
+    };
+    let (value, size) = (of_curve + b * x, size + (b * x).abs());
+    let condition = match () {
+        _ if x == 0.0 || !x.is_finite() => 0.0,
+        // What is added may overflow although the sum does not.
+        _ if size > HUGE => f64::INFINITY,
+        _ => 2.0 * size + FLOOR * (1.0 + n.abs() + p.abs()),
+    };
+    (value, condition)
 }

@@ -1,5 +1,5 @@
 //! `activate_backward`: the inputs of its cases and its oracle.
-use super::activate::{LOST, arguments, normal, positive, size_beyond};
+use super::activate::{LOST, arguments, normal, positive, size_beyond, xielu_numbers};
 use super::silu_mul_backward::{Slope, dgate};
 use super::*;
 
@@ -45,6 +45,10 @@ fn compute(c: &Checked) -> References {
     let pairs = x.into_iter().zip(c.floats("dy"));
     let reference = match c.word("kind") {
         "gelu" => Reference::new(shape, pairs.map(|(x, dy)| dgate(x, dy, slope(x)))),
+        "xielu" => {
+            let numbers = xielu_numbers(c);
+            Reference::new(shape, pairs.map(|(x, dy)| xielu(x, dy, numbers)))
+        }
         "gelu_tanh" => Reference::new(shape, pairs.map(|(x, dy)| dgate(x, dy, gelu_mul_backward::slope(x)))),
         // Two f32 roundings, which are part of the definition; a product of two f32 is exact in f64.
         _ => Reference::exact(shape, pairs.map(|(x, dy)| f32_of(dy * f32_of(positive(x) * 2.0))).collect()),
@@ -62,4 +66,17 @@ fn slope(x: f64) -> Slope {
     }
     let size = share + size_beyond(a, beyond) + a * density * (3.0 + a * a / 2.0);
     Slope { value: share + x * density, size, lost: x < -LOST }
+}
+
+/// Value and condition of `dy` times the slope of an xIELU.
+fn xielu(x: f64, dy: f64, [p, n, b]: [f64; 3]) -> (f64, f64) {
+    let of_curve = if x <= 0.0 { n * x.exp_m1() } else { 2.0 * p * x };
+    let (slope, size) = (of_curve + b, of_curve.abs() + b.abs());
+    let condition = match () {
+        _ if !x.is_finite() || !dy.is_finite() || dy == 0.0 => 0.0,
+        _ if size > HUGE || dy.abs() * size > HUGE => f64::INFINITY,
+        _ if f32_of(slope) == slope && f32_of(dy * slope) == dy * slope && x == 0.0 => 0.0,
+        _ => dy.abs() * 2.0 * size + FLOOR * (1.0 + dy.abs()),
+    };
+    (dy * slope, condition)
 }

@@ -6,6 +6,7 @@ use crate::files::FLOAT;
 use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
+use crate::layers::ungated_mlp::Curve;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
 use crate::rotary::{Asked, Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
@@ -105,7 +106,16 @@ pub(super) fn no_rope(c: &mut Config, dim: usize) -> Rope {
 }
 
 pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Asked<'a> {
-    Asked { head_dim, partial: None, renamed: false, stretched: false, theta, max_positions: c.max_positions, of: None }
+    Asked {
+        head_dim,
+        partial: None,
+        renamed: false,
+        stretched: false,
+        grows: false,
+        theta,
+        max_positions: c.max_positions,
+        of: None,
+    }
 }
 
 /// One more rotation.
@@ -125,7 +135,7 @@ pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
 /// An attention without norms and biases, by the names that most families have.
 pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attention::Plan {
     let names = attention::Names::PLAIN;
-    attention::Plan { hidden: c.hidden, heads, rope, norm: None, bias: false, o_bias: false, names }
+    attention::Plan { hidden: c.hidden, heads, rope, q_table: None, norm: None, bias: false, o_bias: false, names }
 }
 
 /// A gated MLP of this width, by the names that most families have.
@@ -135,7 +145,7 @@ pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
 
 /// An MLP without a gate of this width, whose matrices have these names.
 pub(super) fn ungated(c: &Config, width: usize, activation: Ungated, names: [&'static str; 2]) -> ungated_mlp::Plan {
-    ungated_mlp::Plan { hidden: c.hidden, width, activation, bias: false, names }
+    ungated_mlp::Plan { hidden: c.hidden, width, activation: Curve::Fixed(activation), bias: false, names }
 }
 
 /// An expert of this width.

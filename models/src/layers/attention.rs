@@ -26,6 +26,8 @@ pub struct Plan {
     pub heads: attend::Heads,
     /// How queries and keys are rotated.
     pub rope: Rope,
+    /// The number of the table that queries are rotated by, where it is not that of keys.
+    pub q_table: Option<usize>,
     /// The norms of queries and keys.
     pub norm: Option<QkNorm>,
     /// Biases on the query, key and value projections.
@@ -68,6 +70,11 @@ impl Names {
 }
 
 impl Plan {
+    /// How queries are rotated.
+    fn q_rope(&self) -> Rope {
+        Rope { table: self.q_table.unwrap_or(self.rope.table), ..self.rope }
+    }
+
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, tables: &[Rotary]) -> Result<(), &'static str> {
         if self.hidden != hidden {
@@ -83,7 +90,11 @@ impl Plan {
         if matches!(self.names.qkv, QkvNames::ByHead(_)) && self.heads.queries != self.heads.keys {
             return Err("heads of one matrix have a query, a key and a value each");
         }
+        if self.q_table.is_some() && is_partial {
+            return Err("queries with a table of their own are rotated as a whole");
+        }
         self.heads.check()?;
+        self.q_rope().check(self.heads.key_dim, tables)?;
         self.rope.check(self.heads.key_dim, tables)
     }
 }
@@ -110,50 +121,52 @@ impl Attention {
         let heads = plan.heads.clone();
         let (d, [q_width, k_width, v_width, o_width]) = (heads.key_dim, heads.widths());
         let (rotary, nope) = (rope.dim, d - rope.dim);
-        let whole = |count: usize, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
+        let [q_rope, k_rope] = [plan.q_rope(), rope];
+        let whole = |rope, count, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
         let (mut q, mut k, v) = match names.qkv {
             QkvNames::Each(names) if nope == 0 => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                (whole(heads.queries, q?), whole(heads.keys, k?), v?)
+                (whole(q_rope, heads.queries, q?), whole(k_rope, heads.keys, k?), v?)
             }
             // A norm sees all elements of a head, so they come of one projection.
             QkvNames::Each(names) if plan.norm.is_some() => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                let all = |count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
-                (all(heads.queries, q?), all(heads.keys, k?), v?)
+                let all =
+                    |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
+                (all(q_rope, heads.queries, q?), all(k_rope, heads.keys, k?), v?)
             }
             QkvNames::Each([q, k, v]) => {
-                let mut cut = |name, count| -> Result<Heads, ModelError> {
+                let mut cut = |rope, name, count| -> Result<Heads, ModelError> {
                     let [rotated, passed] = loader.parts(name, count, [rotary, nope], hidden, bias)?;
-                    Ok(whole(count, rotated).with_nope(passed, nope))
+                    Ok(whole(rope, count, rotated).with_nope(passed, nope))
                 };
-                let (q, k) = (cut(q, heads.queries)?, cut(k, heads.keys)?);
+                let (q, k) = (cut(q_rope, q, heads.queries)?, cut(k_rope, k, heads.keys)?);
                 (q, k, loader.linear(v, v_width, hidden, bias)?)
             }
             QkvNames::ByHead(name) if nope == 0 => {
                 let [q, k, v] = loader.parts(name, heads.keys, [d, d, heads.value_dim], hidden, bias)?;
-                (whole(heads.queries, q), whole(heads.keys, k), v)
+                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), v)
             }
             QkvNames::ByHead(name) => {
                 let widths = [rotary, nope, rotary, nope, heads.value_dim];
                 let [q, q_nope, k, k_nope, v] = loader.parts(name, heads.keys, widths, hidden, bias)?;
-                let (q, k) = (whole(heads.queries, q), whole(heads.keys, k));
+                let (q, k) = (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k));
                 (q.with_nope(q_nope, nope), k.with_nope(k_nope, nope), v)
             }
             QkvNames::Fused(name) if nope == 0 => {
                 let [q, k, v] = loader.parts(name, 1, [q_width, k_width, v_width], hidden, bias)?;
-                (whole(heads.queries, q), whole(heads.keys, k), v)
+                (whole(q_rope, heads.queries, q), whole(k_rope, heads.keys, k), v)
             }
             QkvNames::Fused(name) => {
                 // Query, key and value heads one behind the other, as if they were heads of one matrix.
                 let all = loader.matrix(name, q_width + k_width + v_width, hidden)?;
-                let cut = |first, count| -> Result<Heads, ModelError> {
+                let cut = |rope, first, count| -> Result<Heads, ModelError> {
                     let [rotated, passed] = loader.cut(name, &all, None, first, count, [rotary, nope])?;
-                    Ok(whole(count, rotated).with_nope(passed, nope))
+                    Ok(whole(rope, count, rotated).with_nope(passed, nope))
                 };
-                let (q, k) = (cut(0, heads.queries)?, cut(q_width, heads.keys)?);
+                let (q, k) = (cut(q_rope, 0, heads.queries)?, cut(k_rope, q_width, heads.keys)?);
                 let [v] = loader.cut(name, &all, None, q_width + k_width, heads.keys, [heads.value_dim])?;
                 (q, k, v)
             }

@@ -45,6 +45,11 @@ impl Loader<'_, '_> {
         self.weights.constant(&self.name(part), shape)
     }
 
+    /// A number that is no parameter, and must be this one.
+    pub fn number(&mut self, part: &str, supported: f32) -> Result<(), ModelError> {
+        self.weights.number(&self.name(part), supported)
+    }
+
     /// `w[n,k]`, where it stands if it is stored as that.
     pub fn matrix(&mut self, part: &str, n: usize, k: usize) -> Result<Arc<Tensor>, ModelError> {
         let name = self.name(&format!("{part}.weight"));

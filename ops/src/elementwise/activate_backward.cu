@@ -21,6 +21,14 @@ struct Relu2Backward {
     }
 };
 
+struct XieluBackward {
+    float p, n, b;
+    DEVICE float operator()(float x, float dy) const {
+        float slope = x <= 0.0f ? __fmaf_rn(n, exponential_less_one(x), b) : __fmaf_rn(p, __fadd_rn(x, x), b);
+        return __fmul_rn(dy, slope);
+    }
+};
+
 KERNEL(256, 4) activate_backward_gelu(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(Out) dx, long long n) {
     elementwise(GeluBackward(), x, dy, dx, n);
 }
@@ -31,4 +39,9 @@ KERNEL(256, 4) activate_backward_gelu_tanh(GLOBAL(const In) x, GLOBAL(const In) 
 
 KERNEL(256, 4) activate_backward_relu2(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(Out) dx, long long n) {
     elementwise(Relu2Backward(), x, dy, dx, n);
+}
+
+KERNEL(256, 4) activate_backward_xielu(GLOBAL(const In) x, GLOBAL(const In) dy, GLOBAL(Out) dx, long long n, float alpha_p,
+                                       float alpha_n, float beta) {
+    elementwise(XieluBackward{alpha_p, alpha_n, beta}, x, dy, dx, n);
 }

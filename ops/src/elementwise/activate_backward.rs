@@ -1,17 +1,18 @@
 //! Gradient of an activation: `x, dy -> dx`, any shape.
 //!
 //! Formula: `dx = dy * act'(x)`: of `gelu` the share c of a normal distribution below x plus x times its density, of `gelu_tanh`
-//! as in `gelu_mul_backward`, of `relu2` twice what of x is above 0.
-//! Order: `dy * (c + d)`, `d = x * (e * f32(1/sqrt(2 pi)))`, 0 where e is; `dy * (s + t)`; `dy * (m + m)`.
+//! as in `gelu_mul_backward`, of `relu2` twice what of x is above 0, of `xielu` b and twice x or `e^x - 1` times its share.
+//! Order: `dy * (c + d)`, `d = x * (e * f32(1/sqrt(2 pi)))`, 0 where e is; `dy * (s + t)`; `dy * (m + m)`;
+//! `dy * fma(n, expm1(x), b)` if x is not above 0, else `dy * fma(p, x + x, b)`.
 //! Rounding: every step once to f32; last rounding.
 
 use crate::backend::device::{Buffer, Device, Unit};
 use crate::call::Entry;
 use crate::element::Stored;
-use crate::elementwise::activate::{Activation, positive};
+use crate::elementwise::activate::{self, Activation, positive};
 use crate::elementwise::frame::{self, Pointwise, elementwise};
 use crate::elementwise::gelu_mul::GeluMul;
-use crate::math::normal;
+use crate::math::{expm1, normal};
 use crate::profile::IEEE;
 use crate::simd::Simd;
 use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
@@ -20,14 +21,17 @@ use crate::{Cpu, Element, Error, TensorMut, TensorRef, check_len};
 const UNIT: Unit = Unit::of(
     "activate_backward",
     include_str!("activate_backward.cu"),
-    &["activate_backward_gelu", "activate_backward_gelu_tanh", "activate_backward_relu2"],
+    &["activate_backward_gelu", "activate_backward_gelu_tanh", "activate_backward_relu2", "activate_backward_xielu"],
 );
 
 /// activate_backward, by name.
 pub(crate) const OP: Entry = Entry {
     name: "activate_backward",
     cpu: |cpu, args| run(cpu, Activation::of(args.call), [args.input("x"), args.input("dy")], args.output("dx")),
-    device: Some(|on, args| frame::call_kernel(on, kernel(Activation::of(args.call)), args, &["x", "dy"], &[])),
+    device: Some(|on, args| {
+        let kind = Activation::of(args.call);
+        frame::call_kernel(on, kernel(kind), args, &["x", "dy"], &kind.numbers())
+    }),
     unit: Some(&UNIT),
     prepare: None,
 };
@@ -37,6 +41,7 @@ fn kernel(kind: Activation) -> &'static str {
         Activation::Gelu => "activate_backward_gelu",
         Activation::GeluTanh => "activate_backward_gelu_tanh",
         Activation::Relu2 => "activate_backward_relu2",
+        Activation::Xielu(_) => "activate_backward_xielu",
     }
 }
 
@@ -51,7 +56,7 @@ pub fn on_device<I: Stored, O: Stored>(
     dy: &Buffer<I>,
     dx: &mut Buffer<O>,
 ) -> Result<(), Error> {
-    frame::launch(device, ["activate_backward", kernel(kind)], x, Some(("dy", dy)), &[], dx)
+    frame::launch(device, ["activate_backward", kernel(kind)], x, Some(("dy", dy)), &kind.numbers(), dx)
 }
 
 /// The gradient `dx` of [`activate`](crate::activate)'s x from the gradient `dy` of its output; all slices have the same length.
@@ -87,6 +92,7 @@ fn run(cpu: &Cpu, kind: Activation, inputs: [TensorRef; 2], dx: TensorMut) -> Re
         Activation::Gelu => elementwise(cpu, "activate_backward", Gelu, inputs, dx),
         Activation::GeluTanh => elementwise(cpu, "activate_backward", GeluTanh, inputs, dx),
         Activation::Relu2 => elementwise(cpu, "activate_backward", Relu2, inputs, dx),
+        Activation::Xielu(numbers) => elementwise(cpu, "activate_backward", Xielu(numbers), inputs, dx),
     }
 }
 
@@ -132,6 +138,22 @@ impl Pointwise for Relu2 {
     fn apply<S: Simd>(self, s: S, x: S::F, _: S::F, dy: S::F) -> S::F {
         let m = positive(s, x);
         s.mul(dy, s.add(m, m))
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Xielu(activate::Xielu);
+
+impl Pointwise for Xielu {
+    const FIRST: bool = true;
+    #[inline(always)]
+    fn first<S: Simd>(self, s: S, x: S::F) -> S::F {
+        let [p, n, b] = [self.0.alpha_p, self.0.alpha_n, self.0.beta].map(|v| s.splat(v));
+        s.select_ge(s.splat(0.0), x, s.fma(n, expm1(s, x), b), s.fma(p, s.add(x, x), b))
+    }
+    #[inline(always)]
+    fn apply<S: Simd>(self, s: S, _: S::F, slope: S::F, dy: S::F) -> S::F {
+        s.mul(dy, slope)
     }
 }
 

@@ -82,21 +82,22 @@ pub struct RopeTable {
 impl RopeTable {
     /// Row t holds cosine and sine of the angles `f32(pos[t]) * inv_freq[i]`, in radians.
     pub fn new(cpu: &Cpu, inv_freq: &[f32], pos: &[i32]) -> RopeTable {
-        RopeTable::each(cpu, inv_freq.len(), |_| inv_freq, pos, 1.0)
+        RopeTable::each(cpu, inv_freq.len(), |_| inv_freq, pos, |_| 1.0)
     }
 
-    /// As [`RopeTable::new`], with frequencies for each token: `inv_freq(t)` has `half` of them. Every cosine and sine is
-    /// multiplied by `factor`, one f32 product each.
+    /// As [`RopeTable::new`], with frequencies for each token: `inv_freq(t)` has `half` of them. Every cosine and sine of it is
+    /// multiplied by `factor(t)`, one f32 product each.
     pub fn each<'a>(
         cpu: &Cpu,
         half: usize,
         inv_freq: impl Fn(usize) -> &'a [f32] + Sync,
         pos: &[i32],
-        factor: f32,
+        factor: impl Fn(usize) -> f32 + Sync,
     ) -> RopeTable {
         let table = |f: fn(f32) -> f32| {
             let mut values = vec![0f32; half * pos.len()];
             cpu.chunks(&mut values, half, |t, row| {
+                let factor = factor(t);
                 for (value, freq) in row.iter_mut().zip(inv_freq(t)) {
                     *value = f(pos[t] as f32 * freq) * factor;
                 }

@@ -6,7 +6,7 @@
 use crate::call::Arguments as CallArguments;
 use crate::element::typed;
 use crate::lengths::Lengths;
-use crate::math::{exp, ln1p, sigmoid};
+use crate::math::{exp, sigmoid, softplus};
 use crate::reduce::Lanes;
 use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, Simd, load_at, load_two, narrow_at, narrow_two};
@@ -255,12 +255,6 @@ impl<'a> Scan<'a> {
             convert(self.cpu, rows.row((b * self.shape.heads + h) * self.shape.head_dim + p), to);
         }
     }
-}
-
-/// `ln(1 + e^v)`
-fn softplus(v: f32) -> f32 {
-    let l = ln1p(exp(Scalar, -v.abs()), 1.0);
-    (if v > 0.0 { f64::from(v) + l } else { l }) as f32
 }
 
 /// Takes a row of a state over a step: `s = fma(k, s, u * b)`.

@@ -3,7 +3,7 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Activation, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, activate,
+    Activation, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, Xielu, activate,
     activate_backward, bf16, combine, combine_backward, embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward,
     route, route_backward, scale, sigmoid_mul, sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap,
     softcap_backward, softmax,
@@ -25,15 +25,27 @@ fn sigmoid(x: f32) -> f32 {
 }
 
 fn exp(x: f32) -> f32 {
+    let [rest, f, i] = exp_parts(x);
+    let m = rest.mul_add(f, 1.0);
+    let i = i.clamp(-252.0, 252.0);
+    let h = (i / 2.0).floor();
+    (m * h.exp2()) * (i - h).exp2()
+}
+
+/// `e^x - 1` of x that is not above 0.
+fn expm1(x: f32) -> f32 {
+    let [rest, f, i] = exp_parts(x);
+    if i == 0.0 { rest * f } else { exp(x) - 1.0 }
+}
+
+/// The polynomial of 2^f before its last step, f, and the integer beside it.
+fn exp_parts(x: f32) -> [f32; 3] {
     let (hi, lo) = (f32::from_bits(0x3FB8_AA3B), f32::from_bits(0x32A5_7060));
     let t = x * hi;
     let i = t.round_ties_even();
     let f = if t.abs() >= 4_194_304.0 { 0.0 } else { x.mul_add(lo, x.mul_add(hi, -i)) };
     let coefficients = [0x3920_b5b7u32, 0x3aaf_841a, 0x3c1d_96f0, 0x3d63_57be, 0x3e75_fdee, 0x3f31_7218];
-    let m = coefficients.into_iter().map(f32::from_bits).fold(0.0f32, |m, c| m.mul_add(f, c)).mul_add(f, 1.0);
-    let i = i.clamp(-252.0, 252.0);
-    let h = (i / 2.0).floor();
-    (m * h.exp2()) * (i - h).exp2()
+    [coefficients.into_iter().map(f32::from_bits).fold(0.0f32, |m, c| m.mul_add(f, c)), f, i]
 }
 
 fn tanh(x: f32) -> f32 {
@@ -104,10 +116,21 @@ fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64)
             e => x * (e * f32::from_bits(0x3ECC_422A)),
         };
         type Of<'a> = &'a dyn Fn(f32) -> f32;
-        let kinds: [(Activation, Of, Of); 3] = [
+        let kinds: [(Activation, Of, Of); 4] = [
             (Activation::Gelu, &|x| x * normal(x)[0], &|x| normal(x)[0] + density(x)),
             (Activation::GeluTanh, &|x| x * gate(x), &gelu_slope),
             (Activation::Relu2, &|x| above(x) * above(x), &|x| above(x) + above(x)),
+            (
+                Activation::Xielu(Xielu { alpha_p: 0.7, alpha_n: 1.3, beta: 0.5 }),
+                &|x| match x <= 0.0 {
+                    true => 1.3f32.mul_add(expm1(x) - x, 0.5 * x),
+                    false => (0.7 * x).mul_add(x, 0.5 * x),
+                },
+                &|x| match x <= 0.0 {
+                    true => 1.3f32.mul_add(expm1(x), 0.5),
+                    false => 0.7f32.mul_add(x + x, 0.5),
+                },
+            ),
         ];
         for (kind, act, slope) in kinds {
             activate(&cpu, kind, &a, &mut y).unwrap();

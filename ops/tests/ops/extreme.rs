@@ -4,6 +4,8 @@
 use samebits_ops::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+const XIELU: Activation = Activation::Xielu(Xielu { alpha_p: 0.8, alpha_n: 1.3, beta: 0.5 });
+
 /// Draws arguments.
 struct Draw {
     state: u64,
@@ -296,12 +298,12 @@ const OPS: [(&str, Op); 54] = [
         gelu_mul_backward(&d.cpu, [&a, &b, &c], [&mut e, &mut f])
     }),
     ("activate", |d| {
-        let (n, kind) = (d.extent(), if d.flag() { Activation::Gelu } else { Activation::Relu2 });
+        let (n, kind) = (d.extent(), if d.flag() { Activation::Gelu } else { XIELU });
         let (x, mut y) = (d.floats(&[n]), d.floats(&[n]));
         activate(&d.cpu, kind, &x, &mut y)
     }),
     ("activate_backward", |d| {
-        let (n, kind) = (d.extent(), if d.flag() { Activation::Gelu } else { Activation::GeluTanh });
+        let (n, kind) = (d.extent(), if d.flag() { XIELU } else { Activation::GeluTanh });
         let (x, dy, mut dx) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
         activate_backward(&d.cpu, kind, &x, &dy, &mut dx)
     }),

@@ -1,5 +1,5 @@
 //! The gradient of an activation of one input.
-use super::activate::KIND;
+use super::activate::ATTRIBUTES;
 use super::*;
 
 /// `x[..], dy[..] -> dx[..]`
@@ -7,7 +7,7 @@ pub static OP: Op = Op {
     name: "activate_backward",
     about: "the gradient of x from that of activate's y",
     inputs: &[Input::activation("x", &[REST]), Input::gradient("dy", &[REST])],
-    attributes: &[KIND],
+    attributes: ATTRIBUTES,
     outputs: &[Output::out("dx", &[REST])],
     operations: |call| 4.0 * call.elements(&[REST]),
     gradient_of: Some("activate"),

@@ -12,16 +12,18 @@
 // 2^i for an integer i in [-126, 127].
 DEVICE float pow2(int i) { return __uint_as_float(static_cast<unsigned>(i + 127) << 23); }
 
-// The polynomial of 2^f.
-DEVICE float exp2_fraction(float f) {
+// The polynomial of 2^f before its last step.
+DEVICE float exp2_rest(float f) {
     float m = EXP2_6;
     m = __fmaf_rn(m, f, EXP2_5);
     m = __fmaf_rn(m, f, EXP2_4);
     m = __fmaf_rn(m, f, EXP2_3);
     m = __fmaf_rn(m, f, EXP2_2);
-    m = __fmaf_rn(m, f, EXP2_1);
-    return __fmaf_rn(m, f, 1.0f);
+    return __fmaf_rn(m, f, EXP2_1);
 }
+
+// The polynomial of 2^f.
+DEVICE float exp2_fraction(float f) { return __fmaf_rn(exp2_rest(f), f, 1.0f); }
 
 struct Split {
     float m, i;
@@ -54,6 +56,15 @@ DEVICE float scaled(float m, float i) {
 DEVICE float exponential(float x) {
     Split s = exp_split(x, LOG2E_HI, LOG2E_LO);
     return scaled(s.m, s.i);
+}
+
+// e^x - 1 of x that is not above 0.
+DEVICE float exponential_less_one(float x) {
+    float t = __fmul_rn(x, LOG2E_HI), i = rintf(t);
+    float f = __fmaf_rn(x, LOG2E_LO, __fmaf_rn(x, LOG2E_HI, -i));
+    if (fabsf(t) >= NO_FRACTION) f = 0.0f;
+    float rest = exp2_rest(f);
+    return i == 0.0f ? __fmul_rn(rest, f) : __fsub_rn(scaled(__fmaf_rn(rest, f, 1.0f), i), 1.0f);
 }
 
 // e^d, or +0 where its exponent is below -100. That of a NaN is NaN.
