@@ -148,7 +148,7 @@ impl Pointwise for Xielu {
     const FIRST: bool = true;
     #[inline(always)]
     fn first<S: Simd>(self, s: S, x: S::F) -> S::F {
-        let [p, n, b] = [self.0.alpha_p, self.0.alpha_n, self.0.beta].map(|v| s.splat(v));
+        let (p, n, b) = (s.splat(self.0.alpha_p), s.splat(self.0.alpha_n), s.splat(self.0.beta));
         s.select_ge(s.splat(0.0), x, s.fma(n, expm1(s, x), b), s.fma(s.add(p, p), x, b))
     }
     #[inline(always)]

@@ -11,6 +11,9 @@
 //! Two runs over a head: one with lanes of columns, where sums over rows are made, for sa and dsa; one with lanes of rows, where
 //! sums over columns are. In the second the states are made again from one kept every [`KEPT`] tokens.
 
+// Segments index several sums at once here.
+#![allow(clippy::needless_range_loop)]
+
 use super::heads::{
     GROUP, Inputs, Tensors, Tokens, Two, Wkv7, Wkv7Inputs, advance, all, fma, gather, join, mul, padded, put, read,
     scatter, two, widen,
@@ -233,23 +236,23 @@ impl Kernel for OverRows<'_> {
                 }
                 for t in (0..end).rev() {
                     let (rows, place) = (tokens.rows(t, n), t * width + column);
-                    let [mut read_sums, mut v_sums] = [[all(s, 0.0); IEEE.segments]; 2];
+                    let mut sums = [[all(s, 0.0); IEEE.segments]; 2];
                     // SAFETY: as above; d is below n.
                     unsafe {
                         let dy = two(s, dy, place);
                         for step in 0..piece.min(n) {
-                            for (segment, (read, v)) in read_sums.iter_mut().zip(&mut v_sums).enumerate() {
+                            for segment in 0..IEEE.segments {
                                 let d = segment * piece + step;
                                 if d < n {
                                     let at = of_state + d * GROUP;
                                     let m = fma(s, all(s, rows.r[d]), dy, two(s, dstate, at));
                                     put(s, m, dstate, at);
-                                    *read = fma(s, all(s, rows.b[d]), m, *read);
-                                    *v = fma(s, all(s, rows.k[d]), m, *v);
+                                    sums[0][segment] = fma(s, all(s, rows.b[d]), m, sums[0][segment]);
+                                    sums[1][segment] = fma(s, all(s, rows.k[d]), m, sums[1][segment]);
                                 }
                             }
                         }
-                        let [of_read, of_v] = [join(s, read_sums), join(s, v_sums)];
+                        let [of_read, of_v] = [join(s, sums[0]), join(s, sums[1])];
                         put(s, of_read, dsa, place);
                         put(s, of_v, dv, place);
                         for d in 0..n {
@@ -392,9 +395,8 @@ unsafe fn go_back<S: Simd>(
     [sa, v, dsa, dy]: [&[f32]; 4],
 ) -> [Two<S>; 5] {
     let (n, piece) = (v.len(), IEEE.segment_length(v.len()));
-    let [mut r_sums, mut w_sums, mut k_sums, mut a_sums, mut b_sums] = [[all(s, 0.0); IEEE.segments]; 5];
-    let sums = r_sums.iter_mut().zip(&mut w_sums).zip(&mut k_sums).zip(&mut a_sums).zip(&mut b_sums);
-    for (segment, ((((r, w), k), a), b)) in sums.enumerate() {
+    let mut sums = [[all(s, 0.0); IEEE.segments]; 5];
+    for segment in 0..IEEE.segments {
         let [mut of_r, mut of_w, mut of_k, mut of_a, mut of_b] = [all(s, 0.0); 5];
         for e in (segment * piece).min(n)..((segment + 1) * piece).min(n) {
             // SAFETY: the caller's promise; e is below n.
@@ -409,10 +411,11 @@ unsafe fn go_back<S: Simd>(
                 put(s, fma(s, lanes.a, all(s, dsa[e]), mul(s, m, lanes.left)), dstate, e * GROUP + at);
             }
         }
-        (*r, *w, *k, *a, *b) = (of_r, of_w, of_k, of_a, of_b);
+        (sums[0][segment], sums[1][segment], sums[2][segment]) = (of_r, of_w, of_k);
+        (sums[3][segment], sums[4][segment]) = (of_a, of_b);
     }
-    let of_w = mul(s, join(s, w_sums), lanes.left);
-    [join(s, r_sums), of_w, join(s, k_sums), join(s, a_sums), join(s, b_sums)]
+    let of_w = mul(s, join(s, sums[1]), lanes.left);
+    [join(s, sums[0]), of_w, join(s, sums[2]), join(s, sums[3]), join(s, sums[4])]
 }
 
 /// Its kernels.
