@@ -130,28 +130,30 @@ impl<'a, 'p> Pass<'a, 'p> {
 
     /// Shows what a layer that recurs keeps of each sequence, `[sequences,width]`, as `op` has made it.
     pub fn see_state(&mut self, op: &str, values: &mut Tensor) -> Result<(), ModelError> {
-        if self.hook.probe.is_none() {
-            return Ok(());
-        }
-        if values.is_on_host() {
-            return self.hook.see_state(self.layer, op, self.step, values);
-        }
-        let mut host = self.machine.download(values.view())?;
-        self.hook.see_state(self.layer, op, self.step, &mut host)?;
-        *values = self.machine.upload(host.view())?;
-        Ok(())
+        let (layer, step) = (self.layer, self.step);
+        self.show(values, |hook, values| hook.see_state(layer, op, step, values))
     }
 
     /// [`Pass::see`] of a site of another block, or of none.
     pub fn see_at(&mut self, layer: Option<usize>, site: &'static str, values: &mut Tensor) -> Result<(), ModelError> {
+        let step = self.step;
+        self.show(values, |hook, values| hook.see(layer, site, step, values))
+    }
+
+    /// Shows values on the host where somebody looks, by what says whether it changed them.
+    fn show(
+        &mut self,
+        values: &mut Tensor,
+        show: impl FnOnce(&mut TraceHook, &mut Tensor) -> Result<bool, ModelError>,
+    ) -> Result<(), ModelError> {
         if self.hook.probe.is_none() {
             return Ok(());
         }
         if values.is_on_host() {
-            return self.hook.see(layer, site, self.step, values).map(drop);
+            return show(self.hook, values).map(drop);
         }
         let mut host = self.machine.download(values.view())?;
-        if self.hook.see(layer, site, self.step, &mut host)? {
+        if show(self.hook, &mut host)? {
             *values = self.machine.upload(host.view())?;
         }
         Ok(())

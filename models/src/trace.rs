@@ -85,18 +85,19 @@ impl<'a> TraceHook<'a> {
         })
     }
 
-    /// [`Probe::see_state`] of values on the host.
+    /// [`Probe::see_state`] of values on the host, and whether that may have changed them.
     pub fn see_state(
         &mut self,
         layer: Option<usize>,
         site: &str,
         step: &Step,
         values: &mut Tensor,
-    ) -> Result<(), ModelError> {
-        let Some(probe) = &mut self.probe else { return Ok(()) };
+    ) -> Result<bool, ModelError> {
+        let Some(probe) = &mut self.probe else { return Ok(false) };
         let last: Vec<_> = (0..step.sequences()).map(|i| step.tokens[step.rows_of(i).end - 1]).collect();
         let values = values.as_slice_mut::<f32>().expect("a state is f32, and on the host");
-        probe.see_state(&mut Seen { layer, site, op: None, tokens: &last, values })
+        probe.see_state(&mut Seen { layer, site, op: None, tokens: &last, values })?;
+        Ok(true)
     }
 
     /// [`TraceHook::see`] for whole numbers.

@@ -1,6 +1,6 @@
 //! Mutations of scans.
 
-use crate::convolutions::{with_narrow_state, with_state_behind_padding};
+use crate::convolutions::{with_narrow_state, with_state_behind_padding, without_len};
 use crate::mutation::{Mutant, Mutation, Others};
 use samebits_contract::case::{Answer, Case, Status};
 use samebits_contract::round;
@@ -65,6 +65,11 @@ fn by_chunks(mutant: &Mutant, case: &Case) -> Answer {
     whole
 }
 
+/// What comes behind a piece of a sequence has no gradient.
+fn without_what_follows(mutant: &Mutant, case: &Case) -> Answer {
+    mutant.asked(case, |case| drop(case.inputs.remove("dnext")))
+}
+
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "scan_state_narrowed",
@@ -111,7 +116,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "ssd_scan_backward",
         caught_by: "accuracy",
         also_red: Others::Are(&["golden"]),
-        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("dnext"))),
+        answer: without_what_follows,
     },
     Mutation {
         name: "gradient_of_padded_positions",
@@ -119,7 +124,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "ssd_scan_backward",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("len"))),
+        answer: without_len,
     },
     Mutation {
         name: "wkv_state_narrowed",
@@ -158,7 +163,7 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "wkv7_backward",
         caught_by: "accuracy",
         also_red: Others::Are(&["golden"]),
-        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("dnext"))),
+        answer: without_what_follows,
     },
     Mutation {
         name: "gradient_of_padded_tokens",
@@ -166,6 +171,6 @@ pub const MUTATIONS: &[Mutation] = &[
         op: "wkv7_backward",
         caught_by: "invariance:padding",
         also_red: Others::Are(&["accuracy", "golden"]),
-        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("len"))),
+        answer: without_len,
     },
 ];

@@ -34,12 +34,18 @@ pub const NEGLIGIBLE: f32 = IEEE.negligible;
 /// `(m, i)` with `m * 2^i` close to `2^(x * (c_hi + c_lo))`; `i` is integral, `m` in about [0.70, 1.42].
 #[inline(always)]
 pub fn exp_split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
+    let (f, i) = split(s, x, c_hi, c_lo);
+    (exp2_fraction(s, f, 1.0), i)
+}
+
+/// `(f, i)` with `f + i` close to `x * (c_hi + c_lo)`; `i` is integral, `f` in about [-0.5, 0.5].
+#[inline(always)]
+fn split<S: Simd>(s: S, x: S::F, c_hi: S::F, c_lo: S::F) -> (S::F, S::F) {
     let t = s.mul(x, c_hi);
     let i = s.round(t);
     let f = fraction(s, x, i, c_hi, c_lo);
     // From 2^22 on, t has no fraction worth the name, and x * c_hi may have overflowed.
-    let f = s.select_ge(s.abs(t), s.splat(IEEE.whole), s.splat(0.0), f);
-    (exp2_fraction(s, f, 1.0), i)
+    (s.select_ge(s.abs(t), s.splat(IEEE.whole), s.splat(0.0), f), i)
 }
 
 /// [`exp_split`] where every `|x * c_hi|` is below 2^22; any other lane gives its `i` and an arbitrary `m`.
@@ -160,10 +166,8 @@ pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
 /// `e^x - 1` of x that is not above 0; any other number but NaN gives an arbitrary one.
 #[inline(always)]
 pub fn expm1<S: Simd>(s: S, x: S::F) -> S::F {
-    let (c_hi, c_lo, one) = (s.splat(LOG2E_HI), s.splat(LOG2E_LO), s.splat(1.0));
-    let t = s.mul(x, c_hi);
-    let i = s.round(t);
-    let f = s.select_ge(s.abs(t), s.splat(IEEE.whole), s.splat(0.0), fraction(s, x, i, c_hi, c_lo));
+    let one = s.splat(1.0);
+    let (f, i) = split(s, x, s.splat(LOG2E_HI), s.splat(LOG2E_LO));
     let rest = exp2_rest(s, f, 1.0);
     let far = s.sub(s.scale(s.fma(rest, f, one), i), one);
     s.select_ge(i, s.splat(0.0), s.mul(rest, f), far)

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["asked_by", "counted_from_the_end", "declared"]
+__all__ = ["asked_by", "counted_from_the_end", "declared", "owner"]
 
 # Functions of transformers that count positions from the end of the longest text, by module and name: what is said of them. Scores differ
 # by what softmax takes off again, but not their roundings.
@@ -23,10 +23,16 @@ def counted_from_the_end(caller: FrameType) -> str | None:
     return _FROM_THE_END.get((caller.f_globals.get("__name__", ""), caller.f_code.co_name))
 
 
+def owner(frame: FrameType) -> torch.nn.Module | None:
+    """The module whose method runs in a frame."""
+    module = frame.f_locals.get("self")
+    return module if isinstance(module, torch.nn.Module) else None
+
+
 def asked_by(caller: FrameType) -> torch.nn.Module | None:
     """The module with rotary frequencies that asks, in this frame, for a number of its whole input."""
-    module = caller.f_locals.get("self")
-    if not isinstance(module, torch.nn.Module):
+    module = owner(caller)
+    if module is None:
         return None
     has = any(name.endswith("inv_freq") for name in (*module._buffers, *vars(module)))
     return module if has or hasattr(module, "rope_type") else None

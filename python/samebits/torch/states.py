@@ -10,6 +10,8 @@ from types import FrameType
 
 import torch
 
+from .positions import owner
+
 __all__ = ["EXPONENTIALS", "moved_by"]
 
 EXPONENTIALS = {torch.exp, torch.Tensor.exp}
@@ -17,26 +19,24 @@ EXPONENTIALS = {torch.exp, torch.Tensor.exp}
 _FAR = 8
 
 
-def _owner(frame: FrameType) -> torch.nn.Module | None:
-    module = frame.f_locals.get("self")
-    return module if isinstance(module, torch.nn.Module) else None
+def _of_layer(frame: FrameType | None) -> FrameType | None:
+    """The frame of the layer's call: this one, or one around it."""
+    for _ in range(_FAR):
+        if frame is None or {"recurrent_state", "attention_mask"} <= frame.f_locals.keys():
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def moved_by(caller: FrameType) -> str | None:
     """What moves the bits of the layer that takes an exponential in this frame: the layer's name, and a state that it goes on from or
     tokens that are padded left. None for other modules, and where neither is there.
     """
-    module = _owner(caller)
+    module = owner(caller)
     if module is None or "A_log" not in module._parameters:
         return None
-    frame: FrameType | None = caller
-    for _ in range(_FAR):
-        if frame is None or {"recurrent_state", "attention_mask"} <= frame.f_locals.keys():
-            break
-        frame = frame.f_back
-    else:
-        return None
-    if frame is None or (layer := _owner(frame)) is None:
+    frame = _of_layer(caller)
+    if frame is None or (layer := owner(frame)) is None:
         return None
     # Mamba's scan goes token after token in both, and in f32 with the same bits.
     if hasattr(layer, "x_proj") and layer.x_proj.weight.dtype == torch.float32:
