@@ -33,20 +33,58 @@ pub enum Order {
     TailFirst(usize),
 }
 
+/// What sums add: a number, or the numbers of several sums side by side.
+trait Term: Copy + Default {
+    fn plus(self, other: Self) -> Self;
+}
+
+impl Term for f32 {
+    #[inline(always)]
+    fn plus(self, other: f32) -> f32 {
+        self + other
+    }
+}
+
+/// How many sums stand side by side: a chain waits for each addition, so that as many cost what one does.
+const SIDE_BY_SIDE: usize = 16;
+
+impl Term for [f32; SIDE_BY_SIDE] {
+    // Loops over places become vectors in every profile.
+    #[inline(always)]
+    fn plus(mut self, other: Self) -> Self {
+        for (i, sum) in self.iter_mut().enumerate() {
+            *sum += other[i];
+        }
+        self
+    }
+}
+
+/// The first numbers of a column of a tile; zeros where there are fewer.
+fn side_by_side(values: &[f32]) -> [f32; SIDE_BY_SIDE] {
+    std::array::from_fn(|i| values.get(i).copied().unwrap_or(0.0))
+}
+
+fn chain<T: Term>(terms: &[T]) -> T {
+    let mut sum = T::default();
+    for term in terms {
+        sum = sum.plus(*term);
+    }
+    sum
+}
+
 impl Order {
-    fn sum(self, terms: &[f32]) -> f32 {
-        let chain = |terms: &[f32]| terms.iter().fold(0.0f32, |sum, term| sum + term);
+    fn sum<T: Term>(self, terms: &[T]) -> T {
         let n = terms.len();
         match self {
             Order::Chain => chain(terms),
-            Order::Reversed => terms.iter().rev().fold(0.0, |sum, term| sum + term),
+            Order::Reversed => terms.iter().rev().fold(T::default(), |sum, term| sum.plus(*term)),
             Order::Parts(parts) => Order::Blocks(n.div_ceil(parts).max(1)).sum(terms),
-            Order::Blocks(size) => terms.chunks(size).map(chain).fold(0.0, |sum, part| sum + part),
+            Order::Blocks(size) => terms.chunks(size).map(chain).fold(T::default(), T::plus),
             Order::Lanes(count) => {
                 let mut lanes = lanes(terms, count);
                 while lanes.len() > 1 {
                     let high = lanes.split_off(lanes.len().div_ceil(2));
-                    lanes.iter_mut().zip(high).for_each(|(low, high)| *low += high);
+                    lanes.iter_mut().zip(high).for_each(|(low, high)| *low = low.plus(high));
                 }
                 lanes[0]
             }
@@ -56,34 +94,36 @@ impl Order {
                 let mut count = n;
                 while count > 1 {
                     for i in 0..count / 2 {
-                        sums[i] = sums[2 * i] + sums[2 * i + 1];
+                        sums[i] = sums[2 * i].plus(sums[2 * i + 1]);
                     }
                     if count % 2 == 1 {
                         sums[count / 2] = sums[count - 1];
                     }
                     count = count.div_ceil(2);
                 }
-                sums.first().copied().unwrap_or(0.0)
+                sums.first().copied().unwrap_or_default()
             }
             Order::Warps(size) => {
-                terms.chunks(size).map(|piece| Order::Lanes(32).sum(piece)).fold(0.0, |sum, piece| sum + piece)
+                terms.chunks(size).map(|piece| Order::Lanes(32).sum(piece)).fold(T::default(), T::plus)
             }
             Order::LastApart(size) => {
                 let (head, tail) = terms.split_at(n.saturating_sub(size));
-                chain(head) + chain(tail)
+                chain(head).plus(chain(tail))
             }
             Order::TailFirst(size) => {
                 let (head, tail) = terms.split_at(n.saturating_sub(size));
-                head.iter().fold(chain(tail), |sum, term| sum + term)
+                head.iter().fold(chain(tail), |sum: T, term| sum.plus(*term))
             }
         }
     }
 }
 
-fn lanes(terms: &[f32], count: usize) -> Vec<f32> {
-    let mut lanes = vec![0.0f32; count];
+fn lanes<T: Term>(terms: &[T], count: usize) -> Vec<T> {
+    let mut lanes = vec![T::default(); count];
     for piece in terms.chunks(count) {
-        lanes.iter_mut().zip(piece).for_each(|(lane, term)| *lane += term);
+        for (i, term) in piece.iter().enumerate() {
+            lanes[i] = lanes[i].plus(*term);
+        }
     }
     lanes
 }
@@ -304,16 +344,22 @@ impl Call<'_> {
     /// A sum over tokens for each of `places` rows of an output of width `n`, from `carry` on: of the terms of the tokens that
     /// `of` their number, of those that count, and their row sends there.
     fn token_sums(&self, places: usize, n: usize, terms: &[f32], of: impl Fn(usize, usize) -> usize) -> Vec<f32> {
-        let order = self.order("tokens", terms.len() / n);
-        let mut sums: Vec<Vec<f32>> = vec![Vec::new(); places * n];
-        if let Some(carry) = self.optional("carry") {
-            sums.iter_mut().zip(carry).for_each(|(sum, carry)| sum.push(carry));
+        let (order, carry) = (self.order("tokens", terms.len() / n), self.optional("carry"));
+        // The rows of each place.
+        let mut added = vec![Vec::new(); places];
+        if let Some(carry) = &carry {
+            added.iter_mut().zip(carry.chunks(n)).for_each(|(rows, carry)| rows.push(carry));
         }
         for (number, row) in self.counted(terms.len() / n).into_iter().enumerate() {
-            let place = of(number, row);
-            (0..n).for_each(|column| sums[place * n + column].push(terms[row * n + column]));
+            added[of(number, row)].push(&terms[row * n..][..n]);
         }
-        sums.iter().map(|terms| order.sum(terms)).collect()
+        let sums = added.iter().flat_map(|rows| {
+            (0..n).step_by(SIDE_BY_SIDE).flat_map(move |first| {
+                let terms: Vec<_> = rows.iter().map(|row| side_by_side(&row[first..])).collect();
+                order.sum(&terms).into_iter().take(n - first)
+            })
+        });
+        sums.collect()
     }
 
     /// Answers with 64 sums over rows, `heads` of each token, behind those of the first `token_offset` tokens.
@@ -498,12 +544,31 @@ fn gemm(call: &Call) -> Answer {
     let columns = if forward { shape[0] } else { shape[1] };
     let order = call.order("products", m);
     let weight = |column: usize, i: usize| if forward { w[column * k + i] } else { w[i * columns + column] };
-    let element = |row: usize, column: usize| {
-        let terms: Vec<f32> = (0..k).map(|i| x[row * k + i] * weight(column, i)).collect();
-        order.sum(&terms)
-    };
-    let y = (0..m * columns).map(|at| element(at / columns, at % columns)).collect();
+    let y = products(&x, [m, columns, k], order, weight);
     call.one(result, vec![m, columns], y)
+}
+
+/// `y[m,n]`, the sums over i of `x[row,i] * w(column, i)`.
+fn products(x: &[f32], [m, n, k]: [usize; 3], order: Order, w: impl Fn(usize, usize) -> f32) -> Vec<f32> {
+    let mut y = vec![0.0; m * n];
+    for first in (0..n).step_by(SIDE_BY_SIDE) {
+        let count = SIDE_BY_SIDE.min(n - first);
+        let tile: Vec<[f32; SIDE_BY_SIDE]> =
+            (0..k).map(|i| std::array::from_fn(|c| if c < count { w(first + c, i) } else { 0.0 })).collect();
+        let mut terms = Vec::with_capacity(k);
+        for row in 0..m {
+            terms.clear();
+            for (i, x) in x[row * k..][..k].iter().enumerate() {
+                let mut products = tile[i];
+                for product in &mut products {
+                    *product *= x;
+                }
+                terms.push(products);
+            }
+            y[row * n + first..][..count].copy_from_slice(&order.sum(&terms)[..count]);
+        }
+    }
+    y
 }
 
 /// `rms_norm`, alone, after `add`, before `rope`; their gradients, and those of their weights.
@@ -610,8 +675,7 @@ fn layer_norm(call: &Call) -> Answer {
 fn linear_logits(call: &Call) -> Vec<f32> {
     let (x, w, k) = (call.input("x"), call.input("w"), call.shape("w")[1]);
     let order = call.order("products", x.len() / k);
-    let row = |x: &[f32]| w.chunks(k).map(|w| order.sum(&times(x, w))).collect::<Vec<_>>();
-    x.chunks(k).flat_map(row).collect()
+    products(&x, [x.len() / k, w.len() / k, k], order, |column, i| w[column * k + i])
 }
 
 fn linear_logprob_backward(call: &Call) -> Answer {
@@ -630,13 +694,9 @@ fn linear_logprob_backward(call: &Call) -> Answer {
         }
     }
     let order = call.order("vocabulary", target.len());
-    let row = |dz: &[f32]| {
-        let column = |column: usize| order.sum(&(0..v).map(|j| dz[j] * w[j * k + column]).collect::<Vec<_>>());
-        (0..k).map(column).collect::<Vec<_>>()
-    };
-    let dx = dz.chunks(v).flat_map(row).collect();
-    let products = dz.chunks(v).zip(x.chunks(k));
-    let terms: Vec<f32> = products.flat_map(|(dz, x)| dz.iter().flat_map(|dz| x.iter().map(move |x| dz * x))).collect();
+    let dx = products(&dz, [target.len(), k, v], order, |column, j| w[j * k + column]);
+    let pairs = dz.chunks(v).zip(x.chunks(k));
+    let terms: Vec<f32> = pairs.flat_map(|(dz, x)| dz.iter().flat_map(|dz| x.iter().map(move |x| dz * x))).collect();
     let dw = call.token_sums(1, v * k, &terms, |_, _| 0);
     call.answer([("dx", call.case.out, call.shape("x"), dx), ("dw", DType::Fp32, of_w, dw)])
 }
@@ -726,11 +786,8 @@ fn attention(call: &Call) -> Answer {
         }
         let (_, level, weights, sum) = shares(&heads.scores(row, of_scores), of_weights);
         levels.push(level);
-        for column in 0..e {
-            let terms: Vec<f32> =
-                keys.iter().zip(&weights).map(|(at, weight)| weight * heads.v[at * e + column]).collect();
-            out.push(of_values.sum(&terms) / sum);
-        }
+        let mixed = products(&weights, [1, e, keys.len()], of_values, |column, i| heads.v[keys[i] * e + column]);
+        out.extend(mixed.iter().map(|mixed| mixed / sum));
     }
     call.answer([("out", call.case.out, vec![b, t, hq, e], out), ("lse", DType::Fp32, vec![b, t, hq], levels)])
 }
@@ -743,27 +800,31 @@ fn attention_backward(call: &Call) -> Answer {
         ["scores", "products", "keys", "queries"].map(|sum| call.order(sum, heads.rows[0]));
     let mut dq = Vec::with_capacity(heads.q.len());
     let counted = call.counted(heads.seen.len());
-    // The terms of each key, one column behind the other.
-    let mut of_dk: Vec<Vec<f32>> = vec![Vec::new(); heads.k.len()];
-    let mut of_dv: Vec<Vec<f32>> = vec![Vec::new(); heads.v.len()];
+    // Of each key the rows that see it, and its g and p there.
+    let mut seen_by: Vec<Vec<(usize, [f32; 2])>> = vec![Vec::new(); heads.k.len() / d];
     for (row, keys) in heads.seen.iter().enumerate() {
-        let (q, dout, out) = (&heads.q[row * d..][..d], &dout[row * e..][..e], &out[row * e..][..e]);
+        let (dout, out) = (&dout[row * e..][..e], &out[row * e..][..e]);
         let delta = of_products.sum(&times(dout, out));
-        let mut terms: Vec<Vec<f32>> = vec![Vec::new(); d];
+        let mut gs = Vec::with_capacity(keys.len());
         for (&at, score) in keys.iter().zip(heads.scores(row, of_scores)) {
             let p = f64::from(score - lse[row]).exp() as f32;
             let g = p * (of_products.sum(&times(dout, &heads.v[at * e..][..e])) - delta);
-            (0..d).for_each(|i| terms[i].push(g * heads.k[at * d + i]));
+            gs.push(g);
             // Padding asks for nothing of a key.
             if counted.binary_search(&row).is_ok() {
-                (0..d).for_each(|i| of_dk[at * d + i].push(g * q[i]));
-                (0..e).for_each(|i| of_dv[at * e + i].push(p * dout[i]));
+                seen_by[at].push((row, [g, p]));
             }
         }
-        dq.extend(terms.iter().map(|terms| of_keys.sum(terms) * heads.scale));
+        let sums = products(&gs, [1, d, keys.len()], of_keys, |column, i| heads.k[keys[i] * d + column]);
+        dq.extend(sums.iter().map(|sum| sum * heads.scale));
     }
-    let dk = of_dk.iter().map(|terms| of_queries.sum(terms) * heads.scale).collect();
-    let dv = of_dv.iter().map(|terms| of_queries.sum(terms)).collect();
+    let (mut dk, mut dv) = (Vec::with_capacity(heads.k.len()), Vec::with_capacity(heads.v.len()));
+    for rows in &seen_by {
+        let [gs, ps] = [0, 1].map(|i| rows.iter().map(|(_, of)| of[i]).collect::<Vec<f32>>());
+        let sums = products(&gs, [1, d, rows.len()], of_queries, |column, i| heads.q[rows[i].0 * d + column]);
+        dk.extend(sums.iter().map(|sum| sum * heads.scale));
+        dv.extend(products(&ps, [1, e, rows.len()], of_queries, |column, i| dout[rows[i].0 * e + column]));
+    }
     let dtype = call.case.out;
     call.answer([
         ("dq", dtype, call.shape("q"), dq),
