@@ -2240,7 +2240,7 @@ fn checked_metadata() -> Result<(), Failed> {
     let at = |shape: &Attention| -> Result<(), Failed> {
         let (mut out, mut lse) = (device.empty::<f32>("test", 12)?, device.empty::<f32>("test", 3)?);
         let qkv = Qkv { q: &q, k: &k, v: &k };
-        Ok(device::attention_at(&device, shape, &metadata, qkv, &mut out, &mut lse)?)
+        Ok(device::attention_at(&device, shape, &metadata, qkv, None, &mut out, &mut lse)?)
     };
     at(&shape)?;
     for wrong in [Attention { keys: 6, ..shape }, Attention { batch: 1, ..shape }, Attention { head_dim: 8, ..shape }] {

@@ -332,7 +332,7 @@ fn numbers_that_mean_nothing_are_refused() {
         (Attention { softcap: Some(-1.0), ..shape }, "softcap"),
         (Attention { softcap: Some(f64::NAN), ..shape }, "softcap"),
     ] {
-        let error = attention(&cpu, &wrong, &sequences, qkv, &mut out, &mut lse).unwrap_err().to_string();
+        let error = attention(&cpu, &wrong, &sequences, qkv, None, &mut out, &mut lse).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
     }
     let packed = PackedWeight::pack(&cpu, 2, 2, &x).unwrap();
@@ -371,7 +371,7 @@ fn attention_takes_no_place_outside() {
                         for kv_len in [2, i32::MAX, i32::MIN] {
                             let sequences = Sequences { q_pos: &[i32::MIN], kv_len: &[kv_len], q_start, keys };
                             let qkv = Qkv { q: &x[..], k: &x, v: &x };
-                            let done = attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse[..1]);
+                            let done = attention(&cpu, &shape, &sequences, qkv, None, &mut out, &mut lse[..1]);
                             assert!(done.is_err(), "{shape:?} {sequences:?} {kv_len}");
                         }
                     }

@@ -597,7 +597,7 @@ const OPS: [(&str, Op); 56] = [
             0 => Sequences { keys: Keys::Paged { page_size, table: &table }, ..Sequences::padded(&q_pos, &kv_len) },
             _ => Sequences::padded(&q_pos, &kv_len),
         };
-        attention(&d.cpu, &shape, &sequences, Qkv { q: &q[..], k: &k, v: &v }, &mut out, &mut lse)
+        attention(&d.cpu, &shape, &sequences, Qkv { q: &q[..], k: &k, v: &v }, None, &mut out, &mut lse)
     }),
     ("attention_backward", |d| {
         let shape = d.attention();

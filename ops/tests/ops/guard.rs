@@ -308,7 +308,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
                 let mut lse = r.room(batch * queries * q_heads);
                 let padded = Sequences::padded(&q_pos, &kv_len);
-                attention(&r.cpu, &shape, &padded, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
+                attention(&r.cpu, &shape, &padded, Qkv { q: &*q, k: &k, v: &v }, None, &mut out, &mut lse)?;
                 // The same keys in pages, the last of which ends where the slice does.
                 let page_size = 1 + keys % 9;
                 let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
@@ -318,7 +318,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let table = r.ints((0..(batch * columns) as i32).rev());
                 let keys = Keys::Paged { page_size, table: &table };
                 let paged = Sequences { keys, ..Sequences::padded(&q_pos, &kv_len) };
-                attention(&r.cpu, &shape, &paged, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
+                attention(&r.cpu, &shape, &paged, Qkv { q: &*q, k: &k, v: &v }, None, &mut out, &mut lse)?;
             }
             Ok(())
         }),

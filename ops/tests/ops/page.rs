@@ -713,14 +713,14 @@ proptest! {
         let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         for cpu in cpus() {
             let (mut out, mut lse) = (vec![0f32; expected.len()], vec![0f32; batch * queries * h.q_heads]);
-            attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+            attention(&cpu, &shape, &sequences, qkv, None, &mut out, &mut lse).unwrap();
             prop_assert_eq!(bits(&out), expected.clone(), "{:?}", cpu);
             prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
-            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse));
+            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &sequences, qkv, None, &mut out, &mut lse));
             for cpu in tight {
                 out.fill(0.0);
                 lse.fill(0.0);
-                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, None, &mut out, &mut lse).unwrap();
                 prop_assert_eq!(bits(&out), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
                 prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
             }
@@ -737,7 +737,7 @@ proptest! {
                 let sequences = Sequences { q_pos, kv_len: &kv_len, q_start, keys };
                 let qkv = Qkv { q: &packed.q[..], k, v };
                 let (mut out, mut lse) = (vec![0f32; rows * h.q_heads * e], vec![0f32; rows * h.q_heads]);
-                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, None, &mut out, &mut lse).unwrap();
                 let width = h.q_heads * e;
                 let expected: Vec<u32> =
                     packed.rows.iter().flat_map(|&row| expected[row * width..][..width].to_vec()).collect();
@@ -1117,7 +1117,7 @@ fn tiny_scores_are_not_flushed() {
         let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         let run = |cpu: &Cpu| {
             let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; queries * q_heads]);
-            attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+            attention(cpu, &shape, &sequences, qkv, None, &mut out, &mut lse).unwrap();
             [bits(&out), bits(&lse)]
         };
         for cpu in cpus() {
