@@ -70,7 +70,9 @@ mod route_backward;
 mod scale;
 mod sigmoid_mul;
 mod sigmoid_mul_backward;
+mod clamped_silu_mul;
 mod silu_mul;
+mod clamped_silu_mul_backward;
 mod silu_mul_backward;
 mod softcap;
 mod softcap_backward;
@@ -314,7 +316,9 @@ pub fn all() -> &'static [Spec] {
         entropy_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
+        clamped_silu_mul::SPEC,
         silu_mul::SPEC,
+        clamped_silu_mul_backward::SPEC,
         silu_mul_backward::SPEC,
         gelu_mul::SPEC,
         gelu_mul_backward::SPEC,

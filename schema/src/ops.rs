@@ -62,7 +62,9 @@ pub mod route_backward;
 pub mod scale;
 pub mod sigmoid_mul;
 pub mod sigmoid_mul_backward;
+pub mod clamped_silu_mul;
 pub mod silu_mul;
+pub mod clamped_silu_mul_backward;
 pub mod silu_mul_backward;
 pub mod softcap;
 pub mod softcap_backward;
@@ -107,7 +109,9 @@ pub static OPS: &[&Op] = &[
     &entropy_backward::OP,
     &softmax::OP,
     &softmax_backward::OP,
+    &clamped_silu_mul::OP,
     &silu_mul::OP,
+    &clamped_silu_mul_backward::OP,
     &silu_mul_backward::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,
