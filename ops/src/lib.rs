@@ -147,14 +147,14 @@ pub mod device {
     pub use crate::elementwise::activate::on_device as activate;
     pub use crate::elementwise::activate_backward::on_device as activate_backward;
     pub use crate::elementwise::add::on_device as add;
+    pub use crate::elementwise::clamped_silu_mul::on_device as clamped_silu_mul;
+    pub use crate::elementwise::clamped_silu_mul_backward::on_device as clamped_silu_mul_backward;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
     pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;
     pub use crate::elementwise::mul::on_device as mul;
     pub use crate::elementwise::scale::on_device as scale;
     pub use crate::elementwise::sigmoid_mul::on_device as sigmoid_mul;
     pub use crate::elementwise::sigmoid_mul_backward::on_device as sigmoid_mul_backward;
-    pub use crate::elementwise::clamped_silu_mul::on_device as clamped_silu_mul;
-    pub use crate::elementwise::clamped_silu_mul_backward::on_device as clamped_silu_mul_backward;
     pub use crate::elementwise::silu_mul::on_device as silu_mul;
     pub use crate::elementwise::silu_mul_backward::on_device as silu_mul_backward;
     pub use crate::elementwise::softcap::on_device as softcap;

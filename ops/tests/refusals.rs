@@ -155,7 +155,7 @@ fn attention_is_refused_before_it_writes() {
                 let rows = 2 * queries * 4;
                 let taken = held(&cpu, [rows * 32, rows], |cpu, out, lse| {
                     let qkv = Qkv { q: &q[..], k: keys_of, v: &k };
-                    attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, out, lse)
+                    attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, None, out, lse)
                 });
                 assert_eq!(taken > 0, slow && flushes(&cpu, queries == 40), "{cpu:?} {queries} {keys}");
                 let (q, apart, v) = (spread(&q, 4 * 32), spread(keys_of, 2 * 32), spread(&k, 2 * 32));

@@ -125,7 +125,14 @@ impl Heads {
         let mut heads = pass.room("heads", pass.dtype, &[n, self.queries * self.value_dim])?;
         let mut lse = pass.room("lse", DType::Fp32, &[n, self.queries])?;
         let (shape, out) = (self.shape(pass.step.sequences(), n, keys.shape()[0]), [&mut heads, &mut lse]);
-        pass.machine.attention(&shape, &inputs.attention, &q_pos, [q, &*keys, &*values], sinks.map(|sinks| &sinks.w), out)?;
+        pass.machine.attention(
+            &shape,
+            &inputs.attention,
+            &q_pos,
+            [q, &*keys, &*values],
+            sinks.map(|sinks| &sinks.w),
+            out,
+        )?;
         pass.see("attention", &mut heads)?;
         Ok(Attended { qkv, heads, lse })
     }
@@ -192,7 +199,7 @@ impl Heads {
     ) -> Result<(), ModelError> {
         let (n, count, mask) = (heads.shape()[0], self.queries, back.mask);
         let rows = n * count;
-        let mut row = || back.pass.empty(DType::Fp32, &[rows, 1]);
+        let row = || back.pass.empty(DType::Fp32, &[rows, 1]);
         let (mut common, mut less, mut dlogits) = (row()?, row()?, row()?);
         let mut unread = back.pass.empty(DType::Fp32, &[rows, self.value_dim])?;
         let (numbers, ones): (Vec<i32>, Vec<f32>) = (0..rows as i32).map(|row| (row, 1.0)).unzip();

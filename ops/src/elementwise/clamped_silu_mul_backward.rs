@@ -13,11 +13,8 @@ use crate::simd::Simd;
 use crate::{Cpu, Element, Error};
 
 /// Its kernels.
-const UNIT: Unit = Unit::of(
-    "clamped_silu_mul_backward",
-    include_str!("clamped_silu_mul_backward.cu"),
-    &["clamped_silu_mul_backward"],
-);
+const UNIT: Unit =
+    Unit::of("clamped_silu_mul_backward", include_str!("clamped_silu_mul_backward.cu"), &["clamped_silu_mul_backward"]);
 
 /// clamped_silu_mul_backward, by name.
 pub(crate) const OP: Entry = Entry {

@@ -14,5 +14,11 @@ pub static OP: Op = Op {
 
 pub(super) const ATTRIBUTES: &[Attribute] = &[
     Attribute::float("alpha", Included(1e-38), Included(1e38), "1.702", "the factor of the gate in the sigmoid"),
-    Attribute::float("limit", Included(1e-38), Included(1e38), "7", "no gate is above it, no up above it or below its negative"),
+    Attribute::float(
+        "limit",
+        Included(1e-38),
+        Included(1e38),
+        "7",
+        "no gate is above it, no up above it or below its negative",
+    ),
 ];
