@@ -33,7 +33,10 @@ fn of_gate(a: f64, u: f64, dy: f64) -> (f64, f64) {
     let (s, rest_of_s) = (1.0 / (1.0 + (-a).exp()), 1.0 / (1.0 + a.exp()));
     let t = if s * rest_of_s == 0.0 { 0.0 } else { a * s * rest_of_s };
     let slope = s + t;
-    let size = s * (1.0 + a.abs() * (rest_of_s + rest(s, rest_of_s))) + if a > 0.0 { 0.0 } else { s * a.abs() };
+    // The exponent a is a product that was rounded.
+    let of_exponent = a.abs() * s * rest_of_s * (2.0 + a.abs());
+    let size =
+        s * (1.0 + a.abs() * (rest_of_s + rest(s, rest_of_s))) + if of_exponent.is_nan() { 0.0 } else { of_exponent };
     let (factor, size_of_factor) = (dy * (u + 1.0), dy.abs() * (u.abs() + 1.0));
     let condition = match () {
         _ if !a.is_finite() || !dy.is_finite() || dy == 0.0 => 0.0,

@@ -1,4 +1,4 @@
-//! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], sinks[Hq]?, q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
+//! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
 //!
 //! Formula: `out = softmax(scale * q k^T over the visible keys) v`; query head h reads key head `h / (Hq/Hkv)`. Key j is
 //! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if there is a window.

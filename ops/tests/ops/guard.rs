@@ -127,6 +127,15 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("mul", |r, n| mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("clamped_silu_mul", |r, n| {
+            let clamp = Clamp { alpha: 1.7, limit: 2.0 };
+            clamped_silu_mul(&r.cpu, clamp, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))
+        }),
+        ("clamped_silu_mul_backward", |r, n| {
+            let inputs: [&[I]; 3] = [&r.floats(3 * n), &r.floats(3 * n), &r.floats(3 * n)];
+            let (mut dgate, mut dup) = (r.room::<O>(3 * n), r.room(3 * n));
+            clamped_silu_mul_backward(&r.cpu, Clamp { alpha: 1.7, limit: 2.0 }, inputs, [&mut dgate, &mut dup])
+        }),
         ("sigmoid_mul", |r, n| {
             let shape = SigmoidMul { rows: 3, gates: if n.is_multiple_of(2) { n } else { 1 }, n };
             let gate = r.floats::<I>(3 * shape.gates);

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention with grouped heads.
 use super::*;
 
-/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], sinks[Hq]?, q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]`
 pub static OP: Op = Op {
     name: "attention",
     about: "attention over padded keys: sequence b has the first `kv_len[b]` of S",
@@ -9,9 +9,9 @@ pub static OP: Op = Op {
         Input::activation("q", &["B", "T", "Hq", "D"]).rows(2),
         Input::activation("k", &["B", "S", "Hkv", "D"]),
         Input::activation("v", &["B", "S", "Hkv", "E"]),
-        SINKS,
         Input::index("q_pos", &["B", "T"], Holds::Position).rows(2),
         Input::index("kv_len", &["B"], Holds::Length(&["S"])),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[

@@ -2,7 +2,7 @@
 use super::attention::{self, ATTRIBUTES, SINKS, check};
 use super::*;
 
-/// `q[T,Hq,D], k[S,Hkv,D], v[S,Hkv,E], sinks[Hq]?, q_pos[T], q_start[B+1], k_start[B+1] -> out[T,Hq,E], lse[T,Hq]`
+/// `q[T,Hq,D], k[S,Hkv,D], v[S,Hkv,E], q_pos[T], q_start[B+1], k_start[B+1], sinks[Hq]? -> out[T,Hq,E], lse[T,Hq]`
 pub static OP: Op = Op {
     name: "packed_attention",
     about: "attention over packed sequences: b has queries `q_start[b]..q_start[b+1]` and keys `k_start[b]..k_start[b+1]`",
@@ -10,10 +10,10 @@ pub static OP: Op = Op {
         Input::activation("q", &["T", "Hq", "D"]),
         Input::activation("k", &["S", "Hkv", "D"]).rows(0),
         Input::activation("v", &["S", "Hkv", "E"]).rows(0),
-        SINKS,
         Input::index("q_pos", &["T"], Holds::Position),
         Input::index("q_start", &["B+1"], Holds::Starts("T")).rows(0),
         Input::index("k_start", &["B+1"], Holds::Starts("S")).rows(0),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[Output::out("out", &["T", "Hq", "E"]), Output::fixed("lse", &["T", "Hq"], DType::Fp32)],

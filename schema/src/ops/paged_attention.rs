@@ -2,7 +2,7 @@
 use super::attention::{ATTRIBUTES, SINKS};
 use super::*;
 
-/// `q[B,T,Hq,D], k[P,Z,Hkv,D], v[P,Z,Hkv,E], sinks[Hq]?, page_table[B,C], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+/// `q[B,T,Hq,D], k[P,Z,Hkv,D], v[P,Z,Hkv,E], page_table[B,C], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]`
 pub static OP: Op = Op {
     name: "paged_attention",
     about: "attention over pages: key j of sequence b is row j mod Z of page `page_table[b][j / Z]`",
@@ -10,10 +10,10 @@ pub static OP: Op = Op {
         Input::activation("q", &["B", "T", "Hq", "D"]).rows(2),
         Input::float("k", &["P", "Z", "Hkv", "D"], Role::State),
         Input::float("v", &["P", "Z", "Hkv", "E"], Role::State),
-        SINKS,
         Input::index("page_table", &["B", "C"], Holds::Pages { pages: "P", size: "Z", lengths: "kv_len" }),
         Input::index("q_pos", &["B", "T"], Holds::Position).rows(2),
         Input::index("kv_len", &["B"], Holds::Length(&["C", "Z"])),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[
