@@ -272,6 +272,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("add", |dtype, out| elementwise("add", "a", "b", dtype, out)),
     ("mul", |dtype, out| elementwise("mul", "a", "b", dtype, out)),
     ("silu_mul", |dtype, out| elementwise("silu_mul", "gate", "up", dtype, out)),
+    ("clamped_silu_mul", |dtype, out| clamped(&[], dtype, out)),
+    ("clamped_silu_mul_backward", |dtype, out| clamped(&["dy"], dtype, out)),
     ("gelu_mul", |dtype, out| elementwise("gelu_mul", "gate", "up", dtype, out)),
     ("sigmoid_mul", |dtype, out| gated_rows(&["x"], dtype, out)),
     ("sigmoid_mul_backward", |dtype, out| gated_rows(&["x", "dy"], dtype, out)),
@@ -741,6 +743,19 @@ fn elementwise(op: &'static str, a: &'static str, b: &'static str, dtype: DType,
     [0, 1, 7, 8, 9, 2047, 2048, 2057, 5000].map(of).to_vec()
 }
 
+/// Gates and ups on both sides of the limits, special values of either.
+fn clamped(more: &[&'static str], dtype: DType, out: DType) -> Vec<Case> {
+    let op = if more.is_empty() { "clamped_silu_mul" } else { "clamped_silu_mul_backward" };
+    let mut cases = Vec::new();
+    for (n, limit) in [(0, "7"), (1, "7"), (7, "0.5"), (8, "7"), (9, "1e30"), (2048, "1.5"), (2057, "7"), (5000, "3")] {
+        let make =
+            Maker::new(op, dtype, out).param("limit", limit).param("alpha", if n % 2 == 0 { "1.702" } else { "1" });
+        let make = make.float("gate", &[n], 20.0).special("gate", n).float("up", &[n], 20.0).special("up", n / 2);
+        cases.push(more.iter().fold(make, |make, name| make.float(name, &[n], 1.0)).case());
+    }
+    cases
+}
+
 fn pointwise(op: &'static str, param: &str, numbers: [&str; 2], dtype: DType, out: DType) -> Vec<Case> {
     let of = |n: usize, number: &str| {
         Maker::new(op, dtype, out).float("x", &[n], 40.0).special("x", n).param(param, number).case()
@@ -1079,8 +1094,16 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
             let make = Maker::new("attention", dtype, out).float("q", &[b, t, hq, d], 2.0);
             params.iter().fold(make, |make, (name, value)| make.param(name, value))
         };
-        let padded = make().float("k", &[b, s, hkv, d], 2.0).float("v", &[b, s, hkv, e], 1.0);
-        cases.push(padded.ints("q_pos", &[b, t], &q_pos).ints("kv_len", &[b], &kv_len).case());
+        let padded = || {
+            let make = make().float("k", &[b, s, hkv, d], 2.0).float("v", &[b, s, hkv, e], 1.0);
+            make.ints("q_pos", &[b, t], &q_pos).ints("kv_len", &[b], &kv_len)
+        };
+        cases.push(padded().case());
+        // Sinks, and sequences without keys.
+        let of_heads: Vec<f32> = (0..hq).map(|head| [2.0, -9.5, 14.25, 0.0][head % 4]).collect();
+        let sinks = || padded().fp32("sinks", &of_heads);
+        cases.push(sinks().case());
+        cases.push(sinks().ints("kv_len", &[b], &vec![0; b]).case());
         // Pages in descending order.
         let (size, columns) = (48, s.div_ceil(48));
         let table: Vec<i32> = (0..(b * columns) as i32).rev().collect();
@@ -1098,6 +1121,11 @@ fn attentions(dtype: DType, out: DType) -> Vec<Case> {
         let make = make.float("v", &[1, 9, 1, 8], 1.0).set("k", at * 8, value).set("v", 8 * 8, f32::INFINITY);
         cases.push(make.ints("q_pos", &[1, 2], &[4, 8]).ints("kv_len", &[1], &[8]).param("causal", "1").case());
     }
+    // Sinks that are no number, no term, beyond f32 as powers of two, and far above or below all scores.
+    let sinks = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, -3e38, 200.0, -200.0, 0.0];
+    let make = Maker::new("attention", dtype, out).float("q", &[2, 2, 8, 8], 1.0).float("k", &[2, 9, 2, 8], 1.0);
+    let make = make.fp32("sinks", &sinks).float("v", &[2, 9, 2, 8], 1.0).ints("q_pos", &[2, 2], &[4, 8, 0, 0]);
+    cases.push(make.ints("kv_len", &[2], &[8, 0]).param("causal", "1").case());
     cases
 }
 
@@ -1247,7 +1275,23 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 57] = [
+const MUTANTS: [Mutant; 59] = [
+    Mutant {
+        name: "sink_of_the_first_head",
+        change: Change {
+            file: "attention.cu",
+            from: "sinks[slot.kv_head * slot.group + (slot.first + row) % slot.group]",
+            to: "sinks[slot.kv_head * slot.group]",
+        },
+        shapes: "attention",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "limit_of_the_other_side",
+        change: Change { file: "clamped.cuh", from: "up < -limit ? -limit", to: "up < -limit ? limit" },
+        shapes: "clamped_silu_mul",
+        says: "elements differ",
+    },
     Mutant {
         name: "gate_of_the_elements_before",
         change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },
@@ -2240,7 +2284,7 @@ fn checked_metadata() -> Result<(), Failed> {
     let at = |shape: &Attention| -> Result<(), Failed> {
         let (mut out, mut lse) = (device.empty::<f32>("test", 12)?, device.empty::<f32>("test", 3)?);
         let qkv = Qkv { q: &q, k: &k, v: &k };
-        Ok(device::attention_at(&device, shape, &metadata, qkv, &mut out, &mut lse)?)
+        Ok(device::attention_at(&device, shape, &metadata, qkv, None, &mut out, &mut lse)?)
     };
     at(&shape)?;
     for wrong in [Attention { keys: 6, ..shape }, Attention { batch: 1, ..shape }, Attention { head_dim: 8, ..shape }] {

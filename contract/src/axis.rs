@@ -1364,15 +1364,15 @@ fn ranks<'a>(case: &'a Case, _: &Machine) -> Vec<Variant<'a>> {
         for ranks in [2, 4, 8].into_iter().filter(|ranks| kv_heads % ranks == 0) {
             let part = |rank: usize| {
                 let mut part = case.clone();
-                let of = |axis: &&str| match *axis {
+                let of = |axis: &str| match axis {
                     "Hq" => Some(heads),
                     "Hkv" => Some(kv_heads),
                     _ => None,
                 };
                 for input in base.spec.inputs {
-                    if let Some(share) = input.axes.get(2).and_then(of).map(|heads| heads / ranks) {
-                        let tensor = case.inputs[input.name].range(2, rank * share, (rank + 1) * share);
-                        part.inputs.insert(input.name.into(), tensor);
+                    let by_head = input.axes.iter().enumerate().find_map(|(at, axis)| Some((at, of(axis)? / ranks)));
+                    if let (Some((at, share)), Some(whole)) = (by_head, case.inputs.get(input.name)) {
+                        part.inputs.insert(input.name.into(), whole.range(at, rank * share, (rank + 1) * share));
                     }
                 }
                 part

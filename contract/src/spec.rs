@@ -32,6 +32,8 @@ mod causal_conv1d_backward;
 mod causal_conv1d_dw;
 mod chain;
 mod chain_backward;
+mod clamped_silu_mul;
+mod clamped_silu_mul_backward;
 mod clip_factor;
 mod combine;
 mod combine_backward;
@@ -314,7 +316,9 @@ pub fn all() -> &'static [Spec] {
         entropy_backward::SPEC,
         softmax::SPEC,
         softmax_backward::SPEC,
+        clamped_silu_mul::SPEC,
         silu_mul::SPEC,
+        clamped_silu_mul_backward::SPEC,
         silu_mul_backward::SPEC,
         gelu_mul::SPEC,
         gelu_mul_backward::SPEC,

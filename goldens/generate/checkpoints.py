@@ -121,6 +121,10 @@ MODELS = {
     "minimax-m2": ("MiniMaxM2", dict(BASE, num_hidden_layers=2, head_dim=16, intermediate_size=24, num_local_experts=8,
                                      num_experts_per_tok=2, rope_parameters=dict(
         rope_type="default", rope_theta=5000000.0, partial_rotary_factor=0.5)), 12, "bf16"),
+    # A limit that gates and ups of random weights reach.
+    "gpt-oss": ("GptOss", dict(BASE, num_hidden_layers=2, head_dim=16, intermediate_size=24, num_local_experts=8,
+                               num_experts_per_tok=3, sliding_window=5, swiglu_limit=1.25, rope_parameters=dict(YARN, truncate=False)),
+                12, "bf16"),
     "ernie4-5-moe": ("Ernie4_5_Moe", dict(BASE, num_hidden_layers=2, moe_num_experts=8, moe_k=3, moe_intermediate_size=24,
                                           moe_num_shared_experts=1, tie_word_embeddings=True), 12, "bf16"),
     "dots1": ("Dots1", dict(BASE, **SIGMOID, norm_topk_prob=True, sliding_window=9, max_window_layers=1), 12, "bf16"),
@@ -141,7 +145,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
     offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron")
-    transposed = model.config.model_type == "gpt2"
+    # Matrices of all experts, or all of blocks.
+    transposed = {"gpt2": ".h.", "gpt_oss": ".experts."}.get(model.config.model_type)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -154,12 +159,14 @@ def weights(model, generator):
             elif "act_fn" in name:
                 if "alpha" in name:
                     tensor.copy_(noise * 0.5)
+            elif name.endswith("sinks"):
+                tensor.copy_(noise * 1.5)
             elif name.endswith(("mlp.gate.weight", "feed_forward.gate.weight", "mlp.gate.wg.weight", "router.weight")):
                 tensor.copy_(noise * 0.6)
             else:
                 sharp = name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "q_b_proj.weight", "c_attn.weight",
                                        "query_key_value.weight"))
-                inputs = tensor.shape[0 if transposed and "lm_head" not in name else -1]
+                inputs = tensor.shape[-2 if transposed and transposed in name else -1]
                 tensor.copy_(noise * (1.6 if sharp else 1.0) / inputs ** 0.5)
 
 

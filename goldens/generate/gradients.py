@@ -33,7 +33,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
 LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "hunyuan-moe": 12, "glm4-moe": 12,
-           "minimax-m2": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "deepseek-v2": 12, "deepseek-v3": 12}
+           "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
@@ -91,6 +91,8 @@ def split(model, folder, gradients):
             for module, stem in [("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"),
                                  ("router.weight", "router.layer.weight")]:
                 name = name.replace(f"block_sparse_moe.{module}", f"block_sparse_moe.{stem}")
+            found[name] = gradient
+        elif family == "gpt_oss":
             found[name] = gradient
         elif ".experts.gate_up_proj" in name:
             for expert in range(gradient.shape[0]):

@@ -148,7 +148,7 @@ impl Backward<'_, '_> {
     /// Adds the tokens of `x[M,K]` and `dy[M,N]`, as products read them, to the gradient of a matrix.
     pub fn add_matrix(&mut self, source: &Source, x: TensorRef, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
         let [n, k] = [dy, x].map(|rows| rows.shape()[1]);
-        let dw = self.sums.matrix(self.cpu, Of::source(source, "weight"), Some(source), [n, k])?;
+        let dw = self.sums.matrix(self.cpu, Of::matrix(source), Some(source), [n, k])?;
         typed!(x.dtype() => A, {
             let [x, dy] = [x, dy].map(|rows| rows.contiguous::<A>().expect("rows stand one behind the other"));
             Ok(gemm_dw(self.cpu, &GemmDw::new(mask.len(), n, k), Some(mask), x, dy, dw)?)
@@ -157,7 +157,7 @@ impl Backward<'_, '_> {
 
     /// Adds the tokens of `dy[M,N]` to the gradient of a bias.
     pub fn add_bias(&mut self, source: &Source, dy: TensorRef, mask: &[i32]) -> Result<(), ModelError> {
-        let of = Of::source(source, "bias");
+        let of = Of::bias(source);
         self.add_vector(["token_sum", "sum"], &Attributes::new(), (of, Some(source), dy.shape()[1]), &[("x", dy)], mask)
     }
 

@@ -101,7 +101,8 @@ impl Config {
         let family = Family::read(&fields)?;
         fields.rename(family.renamed);
         for field in ["quantization_config", "compression_config"] {
-            if fields.get(field).is_some() {
+            let is_mxfp4 = |value: &serde_json::Value| family.mxfp4 && value["quant_method"] == "mxfp4";
+            if fields.get(field).is_some_and(|value| !is_mxfp4(value)) {
                 let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
                 fields.refuse(field, why);
             }
@@ -944,6 +945,10 @@ mod tests {
             (
                 "ERNIE-4.5-21B-A3B",
                 json!({"hidden_act": "silu", "max_position_embeddings": 131072, "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 22, "moe_k": 3, "moe_layer_end_index": 1, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 8, "moe_num_shared_experts": 2, "moe_use_aux_free": true, "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "pad_token_id": 0, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": true, "use_bias": false}),
+            ),
+            (
+                "gpt-oss-20b",
+                json!({"attention_bias": true, "attention_dropout": 0.0, "eos_token_id": 2, "experts_per_token": 4, "head_dim": 16, "hidden_act": "silu", "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 24, "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_experts_per_tok": 4, "num_key_value_heads": 2, "num_local_experts": 8, "output_router_logits": false, "pad_token_id": 0, "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false, "use_cache": true}),
             ),
             (
                 "dots.llm1",

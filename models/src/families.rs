@@ -17,6 +17,7 @@ mod glm4;
 mod glm4_moe;
 mod gpt2;
 mod gpt_neox;
+mod gpt_oss;
 mod granite;
 mod granitemoe;
 mod granitemoehybrid;
@@ -80,6 +81,7 @@ const ALL: &[Family] = &[
     hunyuan_v1_dense::FAMILY,
     hunyuan_v1_moe::FAMILY,
     glm4_moe::FAMILY,
+    gpt_oss::FAMILY,
     minimax_m2::FAMILY,
     ernie4_5_moe::FAMILY,
     dots1::FAMILY,
@@ -107,6 +109,8 @@ pub struct Family {
     pub(crate) tied: bool,
     /// Whether a folder need not say how long a text may be, since no layer counts positions.
     pub(crate) endless: bool,
+    /// Whether the experts may be stored as MXFP4.
+    pub(crate) mxfp4: bool,
     /// Fields that most families call otherwise: that name, and its own. Either is read, as `attribute_map` of transformers has it.
     pub(crate) renamed: &'static [(&'static str, &'static str)],
     /// Reads what is its own, and the blocks, of which there are so many.
@@ -116,7 +120,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, endless: false, renamed: &[], read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, mxfp4: false, renamed: &[], read }
     }
 
     /// Every supported family.

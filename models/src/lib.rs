@@ -39,6 +39,7 @@ mod layers;
 mod machine;
 mod memory;
 mod model;
+mod mxfp4;
 mod pass;
 #[cfg(test)]
 mod reference;

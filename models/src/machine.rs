@@ -89,7 +89,7 @@ pub(crate) trait Machine: Backend {
     /// Places outside of the cache; those of a device.
     fn place(&self, metadata: &mut AttentionMetadata, shape: &Attention, columns: usize) -> Result<(), Error>;
 
-    /// `q[n,Hq,D]` and the keys and values of the cache to `out[n,Hq,E]` and `lse[n,Hq]`. `q_pos` is that of the
+    /// `q[n,Hq,D]`, the keys and values of the cache and `sinks[Hq]?` to `out[n,Hq,E]` and `lse[n,Hq]`. `q_pos` is that of the
     /// metadata, or what a probe made of it.
     ///
     /// # Errors
@@ -100,6 +100,7 @@ pub(crate) trait Machine: Backend {
         metadata: &AttentionMetadata,
         q_pos: &[i32],
         qkv: [&Tensor; 3],
+        sinks: Option<&Tensor>,
         out: [&mut Tensor; 2],
     ) -> Result<(), ModelError>;
 

@@ -4,7 +4,7 @@
 //! from where the tokens before left them, so how tokens are cut into micro-batches is not seen. A parameter that no
 //! token of a group reached is +0 there. Of a table only the rows are held that tokens looked up.
 
-use crate::layers::linear::Source;
+use crate::layers::linear::{ENDS, Source};
 use crate::machine::{empty, no_room};
 use crate::memory::grow;
 use crate::trace::all_finite;
@@ -39,9 +39,14 @@ impl Of {
         Of { looked_up: true, ..Of::whole(name) }
     }
 
-    /// The matrix or the bias of a product; `part` is `weight` or `bias`.
-    pub fn source(source: &Source, part: &str) -> Of {
-        Of { start: source.start, ..Of::whole(&format!("{}.{part}", source.name)) }
+    /// The matrix of a product.
+    pub fn matrix(source: &Source) -> Of {
+        Of { start: source.start, ..Of::whole(&format!("{}{}", source.name, source.ends[0])) }
+    }
+
+    /// The bias of a product.
+    pub fn bias(source: &Source) -> Of {
+        Of { start: source.start, ..Of::whole(&format!("{}{}", source.name, source.ends[1])) }
     }
 }
 
@@ -243,7 +248,7 @@ impl Totals {
                     found.insert(of.name, whole);
                     continue;
                 }
-                Has::Some(rows) if values.shape() != shape || (rows.transposed && shape.len() == 2) => rows,
+                Has::Some(rows) if values.shape() != shape || (rows.transposed && is_matrix(&values)) => rows,
                 _ => {
                     // The taps of a convolution were summed as one vector.
                     let count = |shape: &[usize]| shape.iter().product::<usize>();
@@ -259,11 +264,14 @@ impl Totals {
                 found.insert(of.name.clone(), zeros(cpu, shape)?);
             }
             let whole = found.get_mut(&of.name).and_then(Tensor::as_slice_mut::<f32>).expect("it is on the host");
-            let width: usize = values.shape()[1..].iter().product();
+            let (width, is_a_matrix): (usize, bool) = (values.shape()[1..].iter().product(), is_matrix(&values));
             let values = values.as_slice::<f32>().expect("it is f32, and on the host");
-            if rows.transposed && shape.len() == 2 {
-                for (row, values) in rows.rows().zip(values.chunks_exact(shape[0])) {
-                    whole[row..].iter_mut().step_by(shape[1]).zip(values).for_each(|(to, value)| *to = *value);
+            if rows.transposed && is_a_matrix {
+                // Of several matrices, one behind the other, a row is a column of one of them.
+                let columns = shape[shape.len() - 1];
+                for (row, values) in rows.rows().zip(values.chunks_exact(width)) {
+                    let first = row / columns * columns * width + row % columns;
+                    whole[first..].iter_mut().step_by(columns).zip(values).for_each(|(to, value)| *to = *value);
                 }
                 continue;
             }
@@ -361,7 +369,8 @@ fn named(text: &str) -> Option<(Of, Has)> {
         (false, Value::Null) => Has::All,
         (false, rows) => {
             let (name, groups, size, start, width, transposed) = serde_json::from_value::<Rows>(rows).ok()?;
-            Has::Some(Source { name, groups, size, start, width, transposed })
+            // The ends of its name are in that of the sum.
+            Has::Some(Source { name, ends: ENDS, groups, size, start, width, transposed })
         }
     };
     Some((Of { name, start, looked_up }, has))
@@ -413,6 +422,11 @@ fn add_rows(cpu: &Cpu, whole: &mut Tensor, values: &Tensor, rows: &BTreeMap<i32,
     }
     add_zero(&mut whole[next..]);
     Ok(())
+}
+
+/// Whether a sum is of a matrix.
+fn is_matrix(values: &Tensor) -> bool {
+    values.shape().len() == 2
 }
 
 /// A tensor of +0.
@@ -548,15 +562,12 @@ mod tests {
     #[test]
     fn gradients_are_whole_parameters() {
         let cpu = Cpu::best();
-        let source = |start, width| Source { name: "p".into(), groups: 2, size: 3, start, width, transposed: false };
+        let source = |start, width| Source { groups: 2, start, width, ..Source::whole("p".into(), 3) };
         let total = |values: &[f32], shape: &[usize], has| Total { values: tensor(values, shape), has };
         let (first, rest) = (source(0, 1), source(1, 2));
         let totals = Totals(BTreeMap::from([
-            (Of::source(&first, "weight"), total(&[1.0, 2.0, 3.0, 4.0], &[2, 2], Has::Some(first))),
-            (
-                Of::source(&rest, "weight"),
-                total(&[5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0], &[4, 2], Has::Some(rest)),
-            ),
+            (Of::matrix(&first), total(&[1.0, 2.0, 3.0, 4.0], &[2, 2], Has::Some(first))),
+            (Of::matrix(&rest), total(&[5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0], &[4, 2], Has::Some(rest))),
             (Of::whole("table"), total(&[-0.0, 1.0, 2.0, -0.0], &[4, 1], Has::All)),
             (Of::table("table"), total(&[4.0, 0.5], &[2, 1], Has::LookedUp([(2, 0), (1, 1)].into()))),
         ]));
@@ -573,7 +584,7 @@ mod tests {
     #[test]
     fn gradients_of_transposed_matrices_are_turned_back() {
         let cpu = Cpu::best();
-        let source = |start, width| Source { name: "p".into(), groups: 1, size: 2, start, width, transposed: true };
+        let source = |start, width| Source { start, width, transposed: true, ..Source::whole("p".into(), 2) };
         let of = |source: Source, part: &str, values: &[f32], shape: &[usize]| {
             (Of::source(&source, part), Total { values: tensor(values, shape), has: Has::Some(source) })
         };

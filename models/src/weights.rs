@@ -8,7 +8,7 @@ use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::machine::typed;
 use crate::memory::buffer;
-use crate::{Config, ModelError};
+use crate::{Config, ModelError, mxfp4};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::Value;
@@ -56,6 +56,8 @@ pub(crate) struct Stored {
     pub shape: Vec<usize>,
     /// Bytes in the shard, within its length.
     bytes: Range<u64>,
+    /// Where the tensor of the scales stands, of one that is stored as blocks of MXFP4: the shard, and the bytes there.
+    scales: Option<(usize, Range<u64>)>,
 }
 
 /// Bytes read at a time.
@@ -71,9 +73,9 @@ impl<'a> Weights<'a> {
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
-                Ok(weights.renamed())
+                Ok(weights.renamed().with_blocks())
             }
-            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed()),
+            (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed().with_blocks()),
         }
     }
 
@@ -85,6 +87,24 @@ impl<'a> Weights<'a> {
                 let rename = |name: String| name.strip_prefix(old).map_or(name.clone(), |rest| format!("{new}{rest}"));
                 self.tensors = tensors.into_iter().map(|(name, stored)| (rename(name), stored)).collect();
             }
+        }
+        self
+    }
+
+    /// One tensor for each pair of blocks and scales of MXFP4.
+    fn with_blocks(mut self) -> Weights<'a> {
+        let names: Vec<String> =
+            self.tensors.keys().filter_map(|name| Some(name.strip_suffix(BLOCKS)?.to_string())).collect();
+        for name in names {
+            let [blocks, scales] = [BLOCKS, SCALES].map(|end| format!("{name}{end}"));
+            let (Some(of_blocks), Some(of_scales)) = (self.tensors.get(&blocks), self.tensors.get(&scales)) else {
+                continue;
+            };
+            let bytes = of_blocks.dtype == Dtype::U8 && of_scales.dtype == Dtype::U8;
+            let Some(shape) = mxfp4::shape(&of_blocks.shape, &of_scales.shape).filter(|_| bytes) else { continue };
+            let scales = self.tensors.remove(&scales).map(|it| (it.shard, it.bytes));
+            let blocks = self.tensors.remove(&blocks).expect("it is there");
+            self.tensors.insert(name, Stored { shape, scales, ..blocks });
         }
         self
     }
@@ -126,7 +146,7 @@ impl<'a> Weights<'a> {
         let mut weights = Weights::empty(Path::new("the model in memory"));
         let stored = |tensor: &TensorRef| {
             let dtype = typed!(tensor.dtype() => A, dtype_of::<A>());
-            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0 }
+            Stored { shard: 0, dtype, shape: tensor.shape().into(), bytes: 0..0, scales: None }
         };
         weights.tensors = memory.iter().map(|(name, (tensor, _))| (name.clone(), stored(tensor))).collect();
         weights.memory = memory;
@@ -258,7 +278,9 @@ impl<'a> Weights<'a> {
                 Some(shape) if shape != stored.shape => {
                     complaints.push(bad(format!("has shape {:?}; config.json asks for {shape:?}", stored.shape)));
                 }
-                Some(_) if !matches!(stored.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) => {
+                Some(_)
+                    if stored.scales.is_none() && !matches!(stored.dtype, Dtype::BF16 | Dtype::F16 | Dtype::F32) =>
+                {
                     complaints.push(bad(format!("is {}; weights must be BF16, F16 or F32", stored.dtype)));
                 }
                 Some(_) => {}
@@ -369,6 +391,9 @@ impl<'a> Weights<'a> {
             });
             return Ok(data);
         }
+        if let Some(scales) = &stored.scales {
+            return self.expand(name, stored, scales);
+        }
         let (path, file) = &mut self.shards[stored.shard];
         let width = match stored.dtype {
             Dtype::BF16 | Dtype::F16 => 2,
@@ -396,7 +421,40 @@ impl<'a> Weights<'a> {
         }
         Ok(data)
     }
+
+    /// The elements of a tensor that is stored as MXFP4, one matrix after the other.
+    fn expand<T: Element>(
+        &mut self,
+        name: &str,
+        stored: &Stored,
+        (shard, scales): &(usize, Range<u64>),
+    ) -> Result<Vec<T>, ModelError> {
+        let mut data: Vec<T> = buffer(&stored.shape)?;
+        let (count, matrix) = (stored.shape[0], stored.shape[1..].iter().product::<usize>());
+        let mut part = |shard: usize, bytes: &Range<u64>, number: usize| -> Result<Vec<u8>, ModelError> {
+            let (path, file) = &mut self.shards[shard];
+            let length = (bytes.end - bytes.start) / count as u64;
+            // No more than the file has.
+            let mut read = vec![0; length as usize];
+            file.seek(SeekFrom::Start(bytes.start + number as u64 * length))
+                .and_then(|_| file.read_exact(&mut read))
+                .map_err(|e| ModelError::tensor(path, name, format!("cannot be read: {e}")))?;
+            self.taken += length;
+            (self.progress)(self.taken, self.total);
+            Ok(read)
+        };
+        // Where a matrix has no elements there is nothing to cut into parts.
+        for (number, data) in data.chunks_mut(matrix.max(1)).enumerate() {
+            let (blocks, scales) = (part(stored.shard, &stored.bytes, number)?, part(*shard, scales, number)?);
+            mxfp4::expand(&blocks, &scales, stored.shape[2], data);
+        }
+        Ok(data)
+    }
 }
+
+/// The ends of the names of a tensor that is stored as MXFP4.
+const BLOCKS: &str = "_blocks";
+const SCALES: &str = "_scales";
 
 /// A tensor of this shape, but for its rows.
 fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
@@ -535,7 +593,7 @@ fn read_header(
                 format!("has {} bytes of data, not what shape {:?} of {} needs", end - begin, info.shape, info.dtype);
             return Err(ModelError::tensor(path, &name, why));
         }
-        tensors.push((name, Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end }));
+        tensors.push((name, Stored { shard, dtype: info.dtype, shape: info.shape, bytes: begin..end, scales: None }));
     }
     // By name where offsets are equal, so that the same file always gives the same error.
     tensors.sort_by(|a, b| (a.1.bytes.start, a.1.bytes.end, &a.0).cmp(&(b.1.bytes.start, b.1.bytes.end, &b.0)));
@@ -590,8 +648,8 @@ mod tests {
         let bytes = file(TWO, 12);
         let read = read_header(Path::new("w"), &mut &*bytes, bytes.len() as u64, 3).unwrap();
         let start = 8 + TWO.len() as u64;
-        let a = Stored { shard: 3, dtype: Dtype::F32, shape: vec![1, 2], bytes: start..start + 8 };
-        let b = Stored { shard: 3, dtype: Dtype::BF16, shape: vec![2], bytes: start + 8..start + 12 };
+        let a = Stored { shard: 3, dtype: Dtype::F32, shape: vec![1, 2], bytes: start..start + 8, scales: None };
+        let b = Stored { shard: 3, dtype: Dtype::BF16, shape: vec![2], bytes: start + 8..start + 12, scales: None };
         assert_eq!(read, [("a".into(), a), ("b".into(), b)]);
     }
 

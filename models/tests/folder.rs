@@ -120,6 +120,92 @@ fn shards_give_the_same_logits() {
     assert_eq!(logits(dir.path()), logits(&checkpoint("qwen3-adder")));
 }
 
+/// A gpt-oss whose extents are multiples of 32: its folder with experts of bf16, and with the same as MXFP4.
+fn experts_of_mxfp4() -> [TempDir; 2] {
+    let [wide, packed] = [copy("gpt-oss"), copy("gpt-oss")];
+    for dir in [&wide, &packed] {
+        change_json(dir, "config.json", |config| {
+            (config["hidden_size"], config["intermediate_size"]) = (json!(64), json!(32));
+        });
+    }
+    let quantised = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]});
+    change_json(&packed, "config.json", |config| config["quantization_config"] = quantised);
+    let grown = |(dtype, shape, data): Tensor| {
+        let shape: Vec<usize> = shape.iter().map(|n| if [24, 48].contains(n) { n / 3 * 4 } else { *n }).collect();
+        let bytes = 2 * shape.iter().product::<usize>();
+        (dtype, shape, data.into_iter().cycle().take(bytes).collect())
+    };
+    let tensors: Tensors = read_tensors(&wide.path().join(WHOLE)).into_iter().map(|(n, t)| (n, grown(t))).collect();
+    let (mut of_wide, mut of_packed) = (tensors.clone(), tensors);
+    let mut state = 1u32;
+    let mut byte = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    for name in
+        of_packed.keys().cloned().filter(|name| name.ends_with("_proj") && name.contains("experts")).collect::<Vec<_>>()
+    {
+        let (_, shape, _) = of_packed.remove(&name).unwrap();
+        let [count, k, n] = shape[..] else { panic!("{shape:?}") };
+        let blocks: Vec<u8> = (0..count * n * k / 2).map(|_| byte()).collect();
+        let scales: Vec<u8> = (0..count * n * k / 32).map(|_| 121 + byte() % 5).collect();
+        let element = |expert: usize, row: usize, column: usize| {
+            let at = (expert * n + column) * k + row;
+            let bits = blocks[at / 2] >> (4 * (at % 2)) & 15;
+            let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(bits & 7)]
+                * 2f32.powi(i32::from(scales[at / 32]) - 127);
+            if bits > 7 { -size } else { size }
+        };
+        let all =
+            (0..count).flat_map(|expert| (0..k).flat_map(move |row| (0..n).map(move |column| [expert, row, column])));
+        let expanded =
+            all.flat_map(|[expert, row, column]| ((element(expert, row, column).to_bits() >> 16) as u16).to_le_bytes());
+        of_wide.insert(name.clone(), (Dtype::BF16, shape.clone(), expanded.collect()));
+        of_packed.insert(format!("{name}_blocks"), (Dtype::U8, vec![count, n, k / 32, 16], blocks));
+        of_packed.insert(format!("{name}_scales"), (Dtype::U8, vec![count, n, k / 32], scales));
+    }
+    write_tensors(&wide.path().join(WHOLE), &of_wide);
+    write_tensors(&packed.path().join(WHOLE), &of_packed);
+    [wide, packed]
+}
+
+#[test]
+fn mxfp4_is_the_folder_it_expands_to() {
+    let [wide, packed] = experts_of_mxfp4();
+    let expected = logits(wide.path());
+    assert_eq!(logits(packed.path()), expected);
+    shard(&packed);
+    assert_eq!(logits(packed.path()), expected);
+}
+
+#[test]
+fn mxfp4_that_is_not_whole_is_refused() {
+    const SCALES: &str = "model.layers.0.mlp.experts.down_proj_scales";
+    let scales = |change: fn(Tensor) -> Option<Tensor>| {
+        let [_, packed] = experts_of_mxfp4();
+        change_tensors(&packed, |tensors| {
+            let changed = tensors.remove(SCALES).and_then(change);
+            tensors.extend(changed.map(|scales| (SCALES.to_string(), scales)));
+        });
+        packed
+    };
+    assert_refused(&scales(|_| None), &["experts.down_proj_blocks` is not part of the model"]);
+    let other_shape = scales(|(dtype, _, data)| Some((dtype, vec![8, 64], data)));
+    assert_refused(
+        &other_shape,
+        &["experts.down_proj_scales` is not part of the model", "experts.down_proj` is missing"],
+    );
+    let not_a_number = scales(|(dtype, shape, mut data)| {
+        data[3] = 255;
+        Some((dtype, shape, data))
+    });
+    assert_refused(&not_a_number, &["experts.down_proj`", "NaN", "not finite"]);
+    // No other family has it.
+    let llama = copy("llama");
+    change_json(&llama, "config.json", |config| config["quantization_config"] = json!({"quant_method": "mxfp4"}));
+    assert_refused(&llama, &["`quantization_config` is set"]);
+}
+
 #[test]
 fn missing_files() {
     for file in ["config.json", WHOLE] {

@@ -103,6 +103,10 @@ fn merged(mutant: &Mutant, case: &Case, when: fn(usize) -> bool) -> Answer {
                 let cut = case.inputs[name].range(1, from, to);
                 case.inputs.insert(name.into(), cut);
             }
+            // A sink is one term of the whole.
+            if from > 0 {
+                case.inputs.remove("sinks");
+            }
             let len = kv_len.iter().map(|&len| (len - from as i32).min((to - from) as i32)).collect();
             case.inputs.insert("kv_len".into(), Tensor::i32(&[kv_len.len()], len));
             let moved = q_pos.iter().map(|&p| (p - from as i32).max(0)).collect();
@@ -170,6 +174,14 @@ pub const MUTATIONS: &[Mutation] = &[
         caught_by: "invariance:batch",
         also_red: Others::Are(&["invariance:padding"]),
         answer: |mutant, case| in_every_form(case, |case| merged(mutant, case, |queries| queries >= 10)),
+    },
+    Mutation {
+        name: "sink_left_out_of_the_sum",
+        about: "Weights are divided by the sum over keys alone, as if there were no sink.",
+        op: "attention",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.asked(case, |case| drop(case.inputs.remove("sinks"))),
     },
     Mutation {
         name: "decode_splits_keys",

@@ -184,6 +184,36 @@ pub const MUTATIONS: &[Mutation] = &[
         },
     },
     Mutation {
+        name: "gate_within_both_limits",
+        about: "The gate is kept above the negative of the limit too, as the up is.",
+        op: "clamped_silu_mul",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            let limit =
+                case.params.get("limit").map_or(7.0, |limit| limit.parse().expect("the contract has checked it"));
+            mutant.asked(case, |case| {
+                let gate = &case.inputs["gate"];
+                let values: Vec<f64> =
+                    gate.to_f64().into_iter().map(|gate| if gate < -limit { -limit } else { gate }).collect();
+                let gate = round::tensor(gate.dtype(), gate.shape(), &values);
+                case.inputs.insert("gate".into(), gate);
+            })
+        },
+    },
+    Mutation {
+        name: "slope_beyond_the_limits",
+        about: "The gradients go on beyond the limits, as if the value were not cut there.",
+        op: "clamped_silu_mul_backward",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| {
+            mutant.asked(case, |case| {
+                case.params.insert("limit".into(), "1e30".into());
+            })
+        },
+    },
+    Mutation {
         name: "slope_without_the_rest",
         about: "The gradient of a gate is that of its exponential: without the factor of one less the sigmoid.",
         op: "sigmoid_mul_backward",

@@ -73,13 +73,13 @@ fn attention_op(c: &mut Criterion) {
         group.bench_function(format!("{name}-paged"), |b| {
             b.iter(|| {
                 let qkv = Qkv { q: black_box(&*q), k: &k, v: &v };
-                attention(&cpu, &paged, &pages, qkv, &mut out, &mut lse).expect("shapes match")
+                attention(&cpu, &paged, &pages, qkv, None, &mut out, &mut lse).expect("shapes match")
             });
         });
         group.bench_function(name, |b| {
             b.iter(|| {
                 let qkv = Qkv { q: black_box(&*q), k: &k, v: &v };
-                attention(&cpu, &shape, &padded, qkv, &mut out, &mut lse).expect("shapes match")
+                attention(&cpu, &shape, &padded, qkv, None, &mut out, &mut lse).expect("shapes match")
             });
         });
     }

@@ -60,6 +60,8 @@ pub use element::{Element, Tf32};
 pub use elementwise::activate::{Activation, Xielu, activate};
 pub use elementwise::activate_backward::activate_backward;
 pub use elementwise::add::add;
+pub use elementwise::clamped_silu_mul::{Clamp, clamped_silu_mul};
+pub use elementwise::clamped_silu_mul_backward::clamped_silu_mul_backward;
 pub use elementwise::gelu_mul::gelu_mul;
 pub use elementwise::gelu_mul_backward::gelu_mul_backward;
 pub use elementwise::mul::mul;
@@ -145,6 +147,8 @@ pub mod device {
     pub use crate::elementwise::activate::on_device as activate;
     pub use crate::elementwise::activate_backward::on_device as activate_backward;
     pub use crate::elementwise::add::on_device as add;
+    pub use crate::elementwise::clamped_silu_mul::on_device as clamped_silu_mul;
+    pub use crate::elementwise::clamped_silu_mul_backward::on_device as clamped_silu_mul_backward;
     pub use crate::elementwise::gelu_mul::on_device as gelu_mul;
     pub use crate::elementwise::gelu_mul_backward::on_device as gelu_mul_backward;
     pub use crate::elementwise::mul::on_device as mul;

@@ -155,7 +155,7 @@ fn attention_is_refused_before_it_writes() {
                 let rows = 2 * queries * 4;
                 let taken = held(&cpu, [rows * 32, rows], |cpu, out, lse| {
                     let qkv = Qkv { q: &q[..], k: keys_of, v: &k };
-                    attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, out, lse)
+                    attention(cpu, &shape, &Sequences::padded(&q_pos, &kv_len), qkv, None, out, lse)
                 });
                 assert_eq!(taken > 0, slow && flushes(&cpu, queries == 40), "{cpu:?} {queries} {keys}");
                 let (q, apart, v) = (spread(&q, 4 * 32), spread(keys_of, 2 * 32), spread(&k, 2 * 32));
@@ -332,7 +332,7 @@ fn numbers_that_mean_nothing_are_refused() {
         (Attention { softcap: Some(-1.0), ..shape }, "softcap"),
         (Attention { softcap: Some(f64::NAN), ..shape }, "softcap"),
     ] {
-        let error = attention(&cpu, &wrong, &sequences, qkv, &mut out, &mut lse).unwrap_err().to_string();
+        let error = attention(&cpu, &wrong, &sequences, qkv, None, &mut out, &mut lse).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
     }
     let packed = PackedWeight::pack(&cpu, 2, 2, &x).unwrap();
@@ -371,7 +371,7 @@ fn attention_takes_no_place_outside() {
                         for kv_len in [2, i32::MAX, i32::MIN] {
                             let sequences = Sequences { q_pos: &[i32::MIN], kv_len: &[kv_len], q_start, keys };
                             let qkv = Qkv { q: &x[..], k: &x, v: &x };
-                            let done = attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse[..1]);
+                            let done = attention(&cpu, &shape, &sequences, qkv, None, &mut out, &mut lse[..1]);
                             assert!(done.is_err(), "{shape:?} {sequences:?} {kv_len}");
                         }
                     }

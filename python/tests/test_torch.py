@@ -98,14 +98,21 @@ def turned(x, pos, theta=10000.0):
     return torch.cat([a * c - b * s, b * c + a * s], -1)
 
 
-def attended(q, k, v, pos, length):
+def attended(q, k, v, pos, length, sinks=None):
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
     keys = torch.arange(k.shape[1])
     seen = (keys[None, None] <= pos[:, :, None]) & (keys[None, None] < length[:, None, None])
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    return torch.einsum("bhts,bshe->bthe", scores.softmax(-1), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhts,bshe->bthe", scores.softmax(-1)[..., : keys.numel()], v)
+
+
+def clamped(g, u, alpha, limit):
+    g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    return g * torch.sigmoid(alpha * g) * (u + 1)
 
 
 POS = torch.arange(5, dtype=torch.int32)
@@ -172,6 +179,11 @@ CASES = {
         lambda q, k, v: ops.attention(q, k, v, BATCH_POS, LENGTH, causal=True)[0],
         lambda q, k, v: attended(q, k, v, BATCH_POS, LENGTH),
     ),
+    "clamped_silu_mul": (
+        [(5, 9)] * 2,
+        lambda g, u: ops.clamped_silu_mul(g, u, limit=0.75),
+        lambda g, u: clamped(g, u, 1.702, 0.75),
+    ),
     "logprob": ([(5, 9)], lambda z: ops.logprob(z, TOKENS), lambda z: logprobs(z, TOKENS)),
     "entropy": (
         [(5, 9)],
@@ -227,11 +239,21 @@ CASES = {
 }
 
 
+# Other forms of an op.
+FORMS = {
+    "attention_with_sinks": (
+        [(2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16), (4,)],
+        lambda q, k, v, s: ops.attention(q, k, v, BATCH_POS, LENGTH, s, causal=True)[0],
+        lambda q, k, v, s: attended(q, k, v, BATCH_POS, LENGTH, s),
+    ),
+}
+
 # By op, where it is no reduction: the class of contract/src/spec/OP.rs.
 KINDS = {
-    **dict.fromkeys(["activate", "add", "embedding", "gelu_mul", "mul", "rope", "scale", "sigmoid_mul", "silu_mul", "softcap"], "elementwise"),
+    **dict.fromkeys(["activate", "add", "clamped_silu_mul", "embedding", "gelu_mul", "mul", "rope", "scale", "sigmoid_mul", "silu_mul", "softcap"], "elementwise"),
     **dict.fromkeys(["entropy", "logprob", "linear_logprob"], "logprob"),
     "attention": "attention",
+    "attention_with_sinks": "attention",
 }
 # Of gradient ops of another class.
 KINDS_BACK = {**KINDS, "embedding": "reduction", "linear_logprob": "reduction"}
@@ -241,11 +263,11 @@ def test_every_differentiable_op_is_held_to_torch():
     assert sorted(CASES) == sorted(WITH)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *FORMS])
 @pytest.mark.parametrize("leading", [False, True])
 def test_gradients(name, leading):
     """What torch's autograd gives for the same function in f64."""
-    shapes, ours, theirs = CASES[name]
+    shapes, ours, theirs = {**CASES, **FORMS}[name]
     leaves = [leaf(*shape, seed=at + 1) for at, shape in enumerate(shapes)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     found, expected = tupled(ours(*leaves)), tupled(theirs(*wide))

@@ -66,9 +66,10 @@ OWN = {
     "Starcoder2": {"sliding_window": 8},
 }
 # What has fewer attentions: soft caps, sinks, and a table of its own.
-ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager",), "Falcon": ("sdpa", "eager")}
+ATTENTIONS = {"Gemma2": ("eager", "samebits"), "GptOss": ("eager", "samebits"), "Falcon": ("sdpa", "eager")}
 # One of each kind, or all of them with every attention.
-SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager"), ("GptOss", "float32", "eager")]
+SOME = [("GPT2", "bfloat16", None), ("DeepseekV2", "float32", None), ("Llama", "bfloat16", "eager"), ("GptOss", "float32", "eager"),
+        ("GptOss", "bfloat16", "samebits")]
 ALL = [
     (family, dtype, attention)
     for family in OWN

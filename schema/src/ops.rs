@@ -23,6 +23,8 @@ pub mod causal_conv1d_backward;
 pub mod causal_conv1d_dw;
 pub mod chain;
 pub mod chain_backward;
+pub mod clamped_silu_mul;
+pub mod clamped_silu_mul_backward;
 pub mod clip_factor;
 pub mod combine;
 pub mod combine_backward;
@@ -107,7 +109,9 @@ pub static OPS: &[&Op] = &[
     &entropy_backward::OP,
     &softmax::OP,
     &softmax_backward::OP,
+    &clamped_silu_mul::OP,
     &silu_mul::OP,
+    &clamped_silu_mul_backward::OP,
     &silu_mul_backward::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,

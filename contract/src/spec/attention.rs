@@ -75,7 +75,18 @@ pub(super) fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         maker.floats([("q", vec![b, t, hq, d], q), ("k", vec![b, s, hkv, d], k), ("v", vec![b, s, hkv, e], v)]);
     inputs.insert("q_pos".into(), Tensor::i32(&[b, t], q_pos));
     inputs.insert("kv_len".into(), Tensor::i32(&[b], kv_len));
+    if maker.has("sinks") {
+        inputs.extend(Maker { dtype: DType::Fp32, ..*maker }.floats([("sinks", vec![hq], sinks(maker, hq))]));
+    }
     inputs
+}
+
+/// Sinks about as large as scores, below and above; of edges also those that are no term, and none that is a number.
+fn sinks(maker: &Maker, heads: usize) -> Vec<f64> {
+    match maker.fill {
+        Fill::Edges => [2.0, f64::NEG_INFINITY, 90.0, f64::NAN].into_iter().cycle().take(heads).collect(),
+        _ => maker.values("sinks", Fill::Normal, heads, heads).into_iter().map(|sink| 3.0 * sink).collect(),
+    }
 }
 
 /// Key heads take turns by what they show. The sum of the values: scores of 0, and columns of values that are masks. The sum of
@@ -150,6 +161,7 @@ fn compute(c: &Checked) -> References {
     let (hq, hkv, d, e) = (c.dim("Hq"), c.dim("Hkv"), c.dim("D"), c.dim("E"));
     let (q, k, v) = (c.operands("q"), c.operands("k"), c.operands("v"));
     let (q_pos, kv_len) = (c.ints("q_pos"), c.ints("kv_len"));
+    let sinks = c.case.inputs.get("sinks").map(Tensor::to_f64);
     let scale = c.float("scale");
     let cap = c.float("softcap");
     let (causal, window) = (c.flag("causal"), i64::try_from(c.count("window")).unwrap_or(i64::MAX));
@@ -170,7 +182,9 @@ fn compute(c: &Checked) -> References {
                 seen.push(Seen { score, size, v: &v[at * e..][..e] });
             }
         }
-        mix(&seen, e, &mut out, &mut lse);
+        // One of -inf is no term.
+        let sink = sinks.as_ref().map(|sinks| sinks[head]).filter(|sink| *sink != f64::NEG_INFINITY);
+        mix(&seen, sink, e, &mut out, &mut lse);
     }
     BTreeMap::from([
         ("out".to_string(), Reference::new(vec![b, t, hq, e], out)),
@@ -202,25 +216,27 @@ pub(super) fn score(query: &[f64], key: &[f64], scale: f64, cap: f64) -> (f64, f
     }
 }
 
-/// Softmax over the seen keys and the weighted sum of their values.
-fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f64)>) {
-    if seen.is_empty() {
+/// Softmax over the seen keys and the sink, and the weighted sum of the values.
+fn mix(seen: &[Seen], sink: Option<f64>, e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f64)>) {
+    let not_a_number = sink.is_some_and(|sink| sink.is_nan() || sink == f64::INFINITY);
+    if seen.is_empty() && !not_a_number {
         out.extend((0..e).map(|_| (0.0, 0.0)));
-        lse.push((f64::NEG_INFINITY, 0.0));
+        lse.push(sink.map_or((f64::NEG_INFINITY, 0.0), |sink| (sink, 1.0 + sink.abs())));
         return;
     }
-    if seen.iter().any(|key| key.score.is_nan()) {
+    if not_a_number || seen.iter().any(|key| key.score.is_nan()) {
         out.extend((0..e).map(|_| (f64::NAN, 0.0)));
         lse.push((f64::NAN, 0.0));
         return;
     }
-    let top = seen.iter().map(|key| key.score).fold(f64::NEG_INFINITY, f64::max);
+    let top = seen.iter().map(|key| key.score).chain(sink).fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = seen.iter().map(|key| (key.score - top).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let of_sink = sink.map_or(0.0, |sink| (sink - top).exp());
+    let total = weights.iter().sum::<f64>() + of_sink;
     let mean_size = weights.iter().zip(seen).map(|(w, key)| w * key.size).sum::<f64>() / total;
     let mean_size = if mean_size.is_nan() { f64::INFINITY } else { mean_size };
     let level = top + total.ln();
-    let equal = seen.iter().all(|key| key.score == 0.0 && key.size == 0.0);
+    let equal = sink.is_none() && seen.iter().all(|key| key.score == 0.0 && key.size == 0.0);
     lse.push(if equal && seen.len() == 1 {
         (0.0, 0.0)
     } else {
@@ -268,7 +284,9 @@ fn mix(seen: &[Seen], e: usize, out: &mut Vec<(f64, f64)>, lse: &mut Vec<(f64, f
         let absorbed = mean.abs() * absorbed(weights.iter().copied(), total);
         // Dropped weights are below 2^-100 each.
         let dropped = largest * round::pow2(-76) * seen.len() as f64;
-        let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + absorbed + FLOOR };
+        // What a sink's exponential is off by moves all shares alike.
+        let of_sink = of_sink / total * mean.abs();
+        let condition = if largest == 0.0 { 0.0 } else { size / total + moved + dropped + absorbed + of_sink + FLOOR };
         out.push((mean, condition));
     }
 }

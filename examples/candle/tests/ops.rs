@@ -134,7 +134,7 @@ fn heads<T: Element + WithDType>() {
         let qkv = Qkv { q: &slices[0][..], k: &slices[1], v: &slices[2] };
         let mut expected = vec![T::from_f64(0.0); b * t * hq * e];
         let mut lse = vec![0f32; b * t * hq];
-        samebits_ops::attention(&Cpu::best(), &shape, &sequences, qkv, &mut expected, &mut lse).unwrap();
+        samebits_ops::attention(&Cpu::best(), &shape, &sequences, qkv, None, &mut expected, &mut lse).unwrap();
         for cpu in cpus() {
             let out = q.apply_op3(&k, &v, Attention { cpu, offset }).unwrap();
             assert_eq!(out.dims(), [*b, *t, *hq, e]);

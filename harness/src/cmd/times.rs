@@ -185,7 +185,7 @@ impl Workload {
                 let mut out = device.empty::<bf16>("times", batch * queries * q_heads * dim)?;
                 let mut lse = device.empty::<f32>("times", batch * queries * q_heads)?;
                 let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q, k: &k, v: &v });
-                timed(device, || device::attention(device, &shape, &sequences, qkv, &mut out, &mut lse))
+                timed(device, || device::attention(device, &shape, &sequences, qkv, None, &mut out, &mut lse))
             }
         }
     }

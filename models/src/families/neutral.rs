@@ -40,6 +40,7 @@ impl Config {
             "activation" | "activation_function" | "hidden_activation" => match self.activation()? {
                 Activation::Silu => Some(["silu", "swish"].iter().any(|name| value == name)),
                 Activation::Gelu => is(json!("gelu_pytorch_tanh")),
+                Activation::Clamped(_) => None,
             },
             "sliding_window" | "sliding_window_size" => {
                 let is_window = |window: &usize| value.as_u64() == Some(*window as u64);

@@ -135,7 +135,17 @@ pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
 /// An attention without norms and biases, by the names that most families have.
 pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attention::Plan {
     let names = attention::Names::PLAIN;
-    attention::Plan { hidden: c.hidden, heads, rope, q_table: None, norm: None, bias: false, o_bias: false, names }
+    attention::Plan {
+        hidden: c.hidden,
+        heads,
+        rope,
+        q_table: None,
+        norm: None,
+        bias: false,
+        o_bias: false,
+        sinks: None,
+        names,
+    }
 }
 
 /// A gated MLP of this width, by the names that most families have.
@@ -287,6 +297,7 @@ pub(super) fn softmax_experts_of(count: usize, chosen: usize, expert: mlp::Plan,
         chosen,
         expert,
         shared: None,
+        router_bias: false,
         scoring: Scoring::Softmax,
         choice_bias: None,
         groups: 1,

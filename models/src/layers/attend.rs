@@ -1,11 +1,12 @@
 //! Softmax attention: from queries, keys and values to heads, over the pages of the sequences.
 
+use super::norm::Vector;
 use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
 use crate::state::{Kind, LayerState};
-use crate::sums::zeros;
+use crate::sums::{Of, zeros};
 use samebits_ops::device::Part;
 use samebits_ops::{Attention, Attributes, DType, Tensor, TensorRef, Tf32};
 
@@ -108,6 +109,7 @@ impl Heads {
         pass: &mut Pass,
         state: &mut LayerState,
         mut qkv: Qkv,
+        sinks: Option<&Vector>,
     ) -> Result<Attended, ModelError> {
         let Qkv { q, k, v } = &mut qkv;
         pass.see("q", q)?;
@@ -123,13 +125,29 @@ impl Heads {
         let mut heads = pass.room("heads", pass.dtype, &[n, self.queries * self.value_dim])?;
         let mut lse = pass.room("lse", DType::Fp32, &[n, self.queries])?;
         let (shape, out) = (self.shape(pass.step.sequences(), n, keys.shape()[0]), [&mut heads, &mut lse]);
-        pass.machine.attention(&shape, &inputs.attention, &q_pos, [q, &*keys, &*values], out)?;
+        pass.machine.attention(
+            &shape,
+            &inputs.attention,
+            &q_pos,
+            [q, &*keys, &*values],
+            sinks.map(|sinks| &sinks.w),
+            out,
+        )?;
         pass.see("attention", &mut heads)?;
         Ok(Attended { qkv, heads, lse })
     }
 
     /// From `dheads`, as attention reads it: those of queries, keys and values, in f32. Those of rows of no sequence are +0.
-    pub(crate) fn backward(&self, back: &mut Backward, attended: Attended, dheads: &Tensor) -> Result<Qkv, ModelError> {
+    pub(crate) fn backward(
+        &self,
+        back: &mut Backward,
+        attended: Attended,
+        sinks: Option<&Vector>,
+        dheads: &Tensor,
+    ) -> Result<Qkv, ModelError> {
+        if let Some(sinks) = sinks {
+            self.add_sinks(back, &attended, sinks, dheads)?;
+        }
         let (Attended { qkv, heads, lse }, n, f32) = (attended, dheads.shape()[0], DType::Fp32);
         let (q, k) = ([self.queries, self.key_dim], [self.keys, self.key_dim]);
         let (v, o) = ([self.keys, self.value_dim], [self.queries, self.value_dim]);
@@ -168,5 +186,45 @@ impl Heads {
         back.see("dk", k)?;
         back.see("dv", v)?;
         Ok(all)
+    }
+
+    /// Adds the tokens to the gradient of the sinks: less the share of a sink, `e^(sink - lse)`, times what `dheads` and the
+    /// heads have in common.
+    fn add_sinks(
+        &self,
+        back: &mut Backward,
+        Attended { heads, lse, .. }: &Attended,
+        sinks: &Vector,
+        dheads: &Tensor,
+    ) -> Result<(), ModelError> {
+        let (n, count, mask) = (heads.shape()[0], self.queries, back.mask);
+        let rows = n * count;
+        let row = || back.pass.empty(DType::Fp32, &[rows, 1]);
+        let (mut common, mut less, mut dlogits) = (row()?, row()?, row()?);
+        let mut unread = back.pass.empty(DType::Fp32, &[rows, self.value_dim])?;
+        let (numbers, ones): (Vec<i32>, Vec<f32>) = (0..rows as i32).map(|row| (row, 1.0)).unzip();
+        let inputs = [
+            ("x", heads.view_as(&[rows, self.value_dim])?),
+            ("row", TensorRef::new(&numbers, &[rows, 1])?),
+            ("weight", TensorRef::new(&ones, &[rows, 1])?),
+            ("dy", dheads.view_as(&[rows, self.value_dim])?),
+        ];
+        let outputs = [("dx", unread.view_mut()), ("dweight", common.view_mut())];
+        back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
+        let factor = Attributes::new().with("factor", -1.0);
+        back.pass.op("scale", &factor, &[("x", common.view())], [("y", less.view_mut())])?;
+        let w = sinks.w.as_slice::<f32>().expect("it is f32, and on the host");
+        let logits: Vec<f32> = w.iter().copied().cycle().take(rows).collect();
+        let (none, zeros) = (vec![-1i32; rows], vec![0f32; rows]);
+        let inputs = [
+            ("logits", TensorRef::new(&logits, &[rows, 1])?),
+            ("target", TensorRef::new(&none, &[rows])?),
+            ("lse", lse.view_as(&[rows])?),
+            ("dlogprob", TensorRef::new(&zeros, &[rows])?),
+            ("dlse", less.view_as(&[rows])?),
+        ];
+        back.pass.op("logprob_backward", &Attributes::new(), &inputs, [("dlogits", dlogits.view_mut())])?;
+        let of = (Of::whole(&sinks.name), None, count);
+        back.add_vector(["token_sum", "sum"], &Attributes::new(), of, &[("x", dlogits.view_as(&[n, count])?)], mask)
     }
 }

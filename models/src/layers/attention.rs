@@ -8,7 +8,7 @@ use super::attend::{self, Attended, Qkv};
 use super::heads::{Heads, QkNorm, Rope, Rotation};
 use super::linear::Linear;
 use super::loader::Loader;
-use super::norm;
+use super::norm::{self, Vector};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -34,6 +34,8 @@ pub struct Plan {
     pub bias: bool,
     /// A bias on the output projection.
     pub o_bias: bool,
+    /// The name of the logits, one for each query head, that join the softmax and have no value, where there are any.
+    pub sinks: Option<&'static str>,
     /// The names of its tensors.
     pub names: Names,
 }
@@ -105,6 +107,7 @@ pub(crate) struct Attention {
     k: Heads,
     v: Linear,
     o: Linear,
+    sinks: Option<Vector>,
 }
 
 /// What a reverse pass reads, beside a.
@@ -176,13 +179,15 @@ impl Attention {
             k = k.with_norm(loader, names.norms[1], norm)?;
         }
         let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
-        Ok(Attention { heads, q, k, v, o })
+        let sinks = plan.sinks.map(|name| loader.vector(name, heads.queries)).transpose()?;
+        Ok(Attention { heads, q, k, v, o, sinks })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.q.move_to(cpu, device)?;
         self.k.move_to(cpu, device)?;
         self.v.move_to(cpu, device)?;
+        self.sinks.as_mut().map_or(Ok(()), |sinks| sinks.move_to(device))?;
         self.o.move_to(cpu, device)
     }
 
@@ -201,7 +206,7 @@ impl Attention {
         let (q, q_raw) = self.q.forward(pass, a)?;
         let (k, k_raw) = self.k.forward(pass, a)?;
         let v = self.v.apply(pass, a.view(), pass.dtype)?;
-        let attended = self.heads.forward(pass, state, Qkv { q, k, v })?;
+        let attended = self.heads.forward(pass, state, Qkv { q, k, v }, self.sinks.as_ref())?;
         self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
         Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended }))
     }
@@ -211,7 +216,7 @@ impl Attention {
         let (Saved { q_raw, k_raw, attended }, mask) = (saved, back.mask);
         let mut dheads = self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, back.pass.dtype)?;
         back.see("dattention", &mut dheads)?;
-        let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, &dheads)?;
+        let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, self.sinks.as_ref(), &dheads)?;
         let from_q = self.q.backward(back, a, q_raw, dq)?;
         let from_k = self.k.backward(back, a, k_raw, dk)?;
         let from_v = self.v.backward(back, 0, a.view(), dv.view(), mask, DType::Fp32)?;

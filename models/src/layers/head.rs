@@ -156,7 +156,7 @@ impl Head {
         } else {
             let (source, rows) = (head.source(0), n);
             let shape = LinearLogprob { rows, vocab: head.matrix(0).shape()[0], k: a.shape()[1], temperature };
-            let dw = back.sums.matrix(back.cpu, Of::source(source, "weight"), Some(source), [shape.vocab, shape.k])?;
+            let dw = back.sums.matrix(back.cpu, Of::matrix(source), Some(source), [shape.vocab, shape.k])?;
             let [lse, dlogprob] = [lse, dlogprob].map(|rows| rows.as_slice::<f32>().expect("f32, and on the host"));
             let gradients = LogprobGradients { dlogprob, dlse: None };
             let rows = LogprobRows { target: targets, lse, gradients, mask: Some(back.mask) };

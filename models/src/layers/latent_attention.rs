@@ -158,7 +158,7 @@ impl LatentAttention {
         let q = concat(pass.machine, n * heads, (&q_nope, nope, 1), (&q_rotary, rotary, 1))?;
         let k = concat(pass.machine, n * heads, (&k_nope, nope, 1), (&k_rotary, rotary, heads))?;
         let v = self.v.apply(pass, kv[1].view(), dtype)?;
-        let attended = self.heads.forward(pass, state, Qkv { q, k, v })?;
+        let attended = self.heads.forward(pass, state, Qkv { q, k, v }, None)?;
         self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
         Ok(attended.keep(pass).map(|attended| Saved { q: q_short, kv, attended }))
     }
@@ -169,7 +169,7 @@ impl LatentAttention {
         let (n, heads, nope, rotary) = (a.shape()[0], self.heads.queries, self.nope, self.rotary);
         let mut dheads = self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, back.pass.dtype)?;
         back.see("dattention", &mut dheads)?;
-        let dqkv = self.heads.backward(back, attended, &dheads)?;
+        let dqkv = self.heads.backward(back, attended, None, &dheads)?;
         let [dq_nope, dq_rotary] = split(back.pass.machine, [n, heads], &dqkv.q, [nope, rotary])?;
         let [dk_nope, dk_rotary] = split(back.pass.machine, [n, heads], &dqkv.k, [nope, rotary])?;
 

@@ -24,8 +24,10 @@ pub(crate) struct Linear {
 /// `start`.
 #[derive(Clone)]
 pub(crate) struct Source {
-    /// The matrix, without `.weight`.
+    /// The matrix, without what stands behind it.
     pub name: String,
+    /// What stands behind it of the matrix and of the bias.
+    pub ends: [&'static str; 2],
     pub groups: usize,
     pub size: usize,
     pub start: usize,
@@ -34,10 +36,13 @@ pub(crate) struct Source {
     pub transposed: bool,
 }
 
+/// The ends of a name as modules have them.
+pub(crate) const ENDS: [&str; 2] = [".weight", ".bias"];
+
 impl Source {
     /// All `n` rows.
     pub fn whole(name: String, n: usize) -> Source {
-        Source { name, groups: 1, size: n, start: 0, width: n, transposed: false }
+        Source { name, ends: ENDS, groups: 1, size: n, start: 0, width: n, transposed: false }
     }
 
     /// The rows, in the order in which a product has them.

@@ -57,15 +57,21 @@ impl Loader<'_, '_> {
             return self.weights.matrix(&name, self.dtype, &[n, k]);
         }
         let stored = self.weights.matrix(&name, self.dtype, &[k, n])?;
+        self.turned(&stored, [1, n, k])
+    }
+
+    /// The rows of matrices `[n,k]`, one behind the other, that are stored transposed.
+    fn turned(&self, stored: &Tensor, [count, n, k]: [usize; 3]) -> Result<Arc<Tensor>, ModelError> {
         // A list has no rows.
-        let n = if self.weights.lists { 0 } else { n };
+        let rows = if self.weights.lists { 0 } else { count * n };
         typed!(self.dtype => A, {
             let stored = stored.as_slice::<A>().expect("it is on the host, and of this dtype");
-            let mut w = buffer::<A>(&[n, k])?;
+            let mut w = buffer::<A>(&[rows, k])?;
             for (row, w) in w.chunks_mut(k).enumerate() {
-                w.iter_mut().zip(stored[row..].iter().step_by(n)).for_each(|(w, stored)| *w = *stored);
+                let column = stored[row / n * n * k + row % n..].iter().step_by(n);
+                w.iter_mut().zip(column).for_each(|(w, stored)| *w = *stored);
             }
-            Ok(Arc::new(Tensor::new(w, &[n, k])?))
+            Ok(Arc::new(Tensor::new(w, &[rows, k])?))
         })
     }
 
@@ -96,17 +102,26 @@ impl Loader<'_, '_> {
         self.cut(part, &whole, bias.as_ref(), 0, groups, widths)
     }
 
-    /// A tensor `[count,n,k]` of matrices one behind the other, each cut in parts of `widths` rows.
+    /// A tensor `[count,n,k]`, or `[count,k,n]` where it is stored transposed, of matrices one behind the other, and their biases
+    /// `[count,n]`: each cut as [`Loader::parts`] cuts one. `of` says what it is called and how it is stored.
     pub fn stacked<const N: usize>(
         &mut self,
-        part: &str,
+        of: &Source,
         count: usize,
         widths: [usize; N],
         k: usize,
+        bias: bool,
     ) -> Result<Vec<[Linear; N]>, ModelError> {
-        let n = widths.iter().sum();
-        let whole = self.weights.matrix(&self.name(&format!("{part}.weight")), self.dtype, &[count, n, k])?;
-        (0..count).map(|i| self.cut(part, &whole, None, i * n, 1, widths)).collect()
+        let of = Source { name: self.name(&of.name), ..of.clone() };
+        let n = of.groups * widths.iter().sum::<usize>();
+        let [name, of_bias] = of.ends.map(|end| format!("{}{end}", of.name));
+        let stored = if of.transposed { [count, k, n] } else { [count, n, k] };
+        let mut whole = self.weights.matrix(&name, self.dtype, &stored)?;
+        if of.transposed {
+            whole = self.turned(&whole, [count, n, k])?;
+        }
+        let bias = bias.then(|| self.weights.tensor(&of_bias, self.dtype, &[count, n])).transpose()?;
+        (0..count).map(|i| self.cut_as(&of, &whole, bias.as_ref(), i * n, widths)).collect()
     }
 
     /// [`Loader::parts`] of matrices that have been read, from row `first` on.
@@ -119,11 +134,24 @@ impl Loader<'_, '_> {
         groups: usize,
         widths: [usize; N],
     ) -> Result<[Linear; N], ModelError> {
-        let size: usize = widths.iter().sum();
+        let of = Source { groups, transposed: self.transposed, ..Source::whole(self.name(part), 0) };
+        self.cut_as(&of, whole, bias, first, widths)
+    }
+
+    /// The same of what `of` says.
+    fn cut_as<const N: usize>(
+        &self,
+        of: &Source,
+        whole: &Tensor,
+        bias: Option<&Tensor>,
+        first: usize,
+        widths: [usize; N],
+    ) -> Result<[Linear; N], ModelError> {
+        let (size, groups): (usize, usize) = (widths.iter().sum(), of.groups);
         let mut start = first;
         let mut made = Vec::new();
         for width in widths {
-            let source = Source { name: self.name(part), groups, size, start, width, transposed: self.transposed };
+            let source = Source { size, start, width, ..of.clone() };
             // A list has no rows.
             let there = if self.weights.lists { 0 } else { groups * width };
             let rows = Index::Host(source.rows().take(there).map(|row| row as i32).collect());

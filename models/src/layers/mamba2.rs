@@ -342,15 +342,8 @@ impl GatedNorm {
         for (group, w) in self.weights.iter().enumerate() {
             let own = columns(&back.pass, x, group * width, width)?;
             let own_dy = columns(&back.pass, dy, group * width, width)?;
-            let source = Source {
-                name: name.into(),
-                groups: 1,
-                size: self.row(),
-                start: group * width,
-                width,
-                transposed: false,
-            };
-            let of = (Of::source(&source, "weight"), Some(&source), width);
+            let source = Source { start: group * width, width, ..Source::whole(name.into(), self.row()) };
+            let of = (Of::matrix(&source), Some(&source), width);
             let inputs = [("x", own.view()), ("dy", own_dy.view())];
             back.add_vector(["rms_norm_dw", "dw"], &self.of_gradient, of, &inputs, mask)?;
             let mut own_dx = back.pass.empty(DType::Fp32, own.shape())?;

@@ -1,7 +1,8 @@
 //! A gated MLP: `down(activation(gate(x)) * up(x))`; only what a product reads is rounded.
 
-use super::linear::Linear;
+use super::linear::{Linear, Source};
 use super::loader::Loader;
+use super::moe::Stacked;
 use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
@@ -10,7 +11,7 @@ use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::LayerState;
 use samebits_ops::device::Device;
-use samebits_ops::{Attributes, Cpu, DType, Tensor, TensorMut, TensorRef};
+use samebits_ops::{Attributes, Clamp, Cpu, DType, Tensor, TensorMut, TensorRef};
 
 /// What a gated MLP is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -55,12 +56,28 @@ impl Names {
 }
 
 /// Activation of the gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `silu_mul`.
     Silu,
     /// `gelu_mul`.
     Gelu,
+    /// `clamped_silu_mul`.
+    Clamped(Clamp),
+}
+
+impl Activation {
+    /// The op, its gradient, and their attributes.
+    fn op(self) -> ([&'static str; 2], Attributes) {
+        match self {
+            Activation::Silu => (["silu_mul", "silu_mul_backward"], Attributes::new()),
+            Activation::Gelu => (["gelu_mul", "gelu_mul_backward"], Attributes::new()),
+            Activation::Clamped(Clamp { alpha, limit }) => {
+                let numbers = Attributes::new().with("alpha", f64::from(alpha)).with("limit", f64::from(limit));
+                (["clamped_silu_mul", "clamped_silu_mul_backward"], numbers)
+            }
+        }
+    }
 }
 
 /// One gated MLP, or as many as there are experts.
@@ -101,16 +118,20 @@ impl Mlp {
         Ok(Mlp { gate, up, down, activation, width })
     }
 
-    /// The MLPs of `count` experts out of two tensors: gate and up of all, and down of all.
+    /// The MLPs of `count` experts out of two tensors behind `block`: gate and up of all, and down of all.
     pub fn load_stacked(
         loader: &mut Loader,
-        [both, down]: [String; 2],
+        block: &str,
+        stacked: &Stacked,
         count: usize,
         plan: &Plan,
     ) -> Result<Vec<Mlp>, ModelError> {
-        let Plan { hidden, width, activation, .. } = *plan;
-        let widened = loader.stacked(&both, count, [width, width], hidden)?;
-        let narrowed = loader.stacked(&down, count, [hidden], width)?;
+        let Plan { hidden, width, activation, bias, .. } = *plan;
+        let Stacked { names, ends, transposed, takes_turns } = *stacked;
+        let [both, down] = names.map(|name| Source { ends, transposed, ..Source::whole(format!("{block}.{name}"), 0) });
+        let (groups, of_each) = if takes_turns { (width, 1) } else { (1, width) };
+        let widened = loader.stacked(&Source { groups, ..both }, count, [of_each; 2], hidden, bias)?;
+        let narrowed = loader.stacked(&down, count, [hidden], width, bias)?;
         let made = widened.into_iter().zip(narrowed);
         Ok(made.map(|([gate, up], [down])| Mlp { gate, up, down, activation, width }).collect())
     }
@@ -194,8 +215,8 @@ impl Mlp {
         let mut up = pass.room("up", DType::Fp32, &shape)?;
         widen(&self.up, pass, &mut up)?;
         let mut product = pass.room("product", pass.dtype, &shape)?;
-        let (op, inputs) = (self.op(), [("gate", gate.view()), ("up", up.view())]);
-        pass.op(op, &Attributes::new(), &inputs, [("y", product.view_mut())])?;
+        let (([op, _], attributes), inputs) = (self.activation.op(), [("gate", gate.view()), ("up", up.view())]);
+        pass.op(op, &attributes, &inputs, [("y", product.view_mut())])?;
         narrow(pass, &product)?;
         if pass.keeps {
             return Ok(Some(Saved { gate, up, product }));
@@ -218,22 +239,12 @@ impl Mlp {
         let dproduct = self.down.backward(back, number, product.view(), dy, mask, DType::Fp32)?;
         let mut dgate = back.pass.empty(DType::Fp32, gate.shape())?;
         let mut dup = back.pass.empty(DType::Fp32, gate.shape())?;
-        let op = match self.activation {
-            Activation::Silu => "silu_mul_backward",
-            Activation::Gelu => "gelu_mul_backward",
-        };
+        let ([_, op], attributes) = self.activation.op();
         let inputs = [("gate", gate.view()), ("up", up.view()), ("dy", dproduct.view())];
         let outputs = [("dgate", dgate.view_mut()), ("dup", dup.view_mut())];
-        back.pass.op(op, &Attributes::new(), &inputs, outputs)?;
+        back.pass.op(op, &attributes, &inputs, outputs)?;
         let from_gate = self.gate.backward(back, number, x, dgate.view(), mask, DType::Fp32)?;
         let from_up = self.up.backward(back, number, x, dup.view(), mask, DType::Fp32)?;
         back.sum(from_gate, from_up)
-    }
-
-    fn op(&self) -> &'static str {
-        match self.activation {
-            Activation::Silu => "silu_mul",
-            Activation::Gelu => "gelu_mul",
-        }
     }
 }

@@ -5,7 +5,7 @@
 //! sum knows who else is in the step. Where a device has few tokens, each choice is a product of its own instead, and
 //! the host need not know the choice.
 
-use super::linear::Linear;
+use super::linear::{ENDS, Linear};
 use super::loader::Loader;
 use super::mlp::{self, Mlp};
 use super::{SIZES, is_size};
@@ -29,6 +29,8 @@ pub struct Plan {
     pub expert: mlp::Plan,
     /// The experts that see every token.
     pub shared: Option<Shared>,
+    /// A bias on the router.
+    pub router_bias: bool,
     /// How router logits become scores.
     pub scoring: Scoring,
     /// What is added to the scores for the choice.
@@ -89,7 +91,27 @@ pub enum ExpertNames {
     /// Each has matrices of its own, behind `experts` and its number.
     Each,
     /// Two tensors of all experts: gate and up, `[E,2F,hidden]`, and down, `[E,hidden,F]`.
-    Stacked([&'static str; 2]),
+    Stacked(Stacked),
+}
+
+/// How two tensors of all experts are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stacked {
+    /// That of gate and up, and that of down.
+    pub names: [&'static str; 2],
+    /// What stands behind the names of a matrix and of a bias.
+    pub ends: [&'static str; 2],
+    /// Whether each matrix is stored transposed.
+    pub transposed: bool,
+    /// Whether rows of gate and up take turns, and do not stand one behind the other.
+    pub takes_turns: bool,
+}
+
+impl Stacked {
+    /// Two modules.
+    pub const fn modules(names: [&'static str; 2]) -> Stacked {
+        Stacked { names, ends: ENDS, transposed: false, takes_turns: false }
+    }
 }
 
 impl Names {
@@ -159,7 +181,7 @@ type ByExpert = (Tensor, Vec<mlp::Saved>);
 impl Moe {
     pub fn load(loader: &mut Loader, plan: &Plan) -> Result<Moe, ModelError> {
         let (Names { block, router, experts }, hidden) = (plan.names, plan.expert.hidden);
-        let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, false)?;
+        let router = loader.linear(&format!("{block}.{router}"), plan.count, hidden, plan.router_bias)?;
         let choice_bias = match plan.choice_bias {
             None => None,
             Some(ChoiceBias { name, is_matrix }) => {
@@ -173,10 +195,7 @@ impl Moe {
             ExpertNames::Each => (0..plan.count)
                 .map(|e| Mlp::load_as(loader, &format!("{block}.experts.{e}."), &plan.expert))
                 .collect::<Result<_, _>>()?,
-            ExpertNames::Stacked(names) => {
-                let names = names.map(|name| format!("{block}.{name}"));
-                Mlp::load_stacked(loader, names, plan.count, &plan.expert)?
-            }
+            ExpertNames::Stacked(stacked) => Mlp::load_stacked(loader, block, &stacked, plan.count, &plan.expert)?,
         };
         let shared = match &plan.shared {
             None => None,

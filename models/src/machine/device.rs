@@ -64,6 +64,7 @@ impl Machine for Device {
         metadata: &AttentionMetadata,
         q_pos: &[i32],
         [q, k, v]: [&Tensor; 3],
+        sinks: Option<&Tensor>,
         [out, lse]: [&mut Tensor; 2],
     ) -> Result<(), ModelError> {
         if q_pos != metadata.q_pos {
@@ -73,7 +74,7 @@ impl Machine for Device {
         let placed = metadata.on_device.as_ref().expect("it was placed");
         typed!(q.dtype() => A, {
             let qkv = Qkv { q: buffer::<A>(q), k: buffer(k), v: buffer(v) };
-            Ok(device::attention_at(self, shape, placed, qkv, buffer_mut::<A>(out), buffer_mut(lse))?)
+            Ok(device::attention_at(self, shape, placed, qkv, sinks.map(buffer), buffer_mut::<A>(out), buffer_mut(lse))?)
         })
     }
 

@@ -32,6 +32,7 @@ impl Machine for Cpu {
         metadata: &AttentionMetadata,
         q_pos: &[i32],
         [q, k, v]: [&Tensor; 3],
+        sinks: Option<&Tensor>,
         [out, lse]: [&mut Tensor; 2],
     ) -> Result<(), ModelError> {
         let AttentionMetadata { q_start, kv_len, block_table, page_size, .. } = metadata;
@@ -39,7 +40,7 @@ impl Machine for Cpu {
         let sequences = Sequences { q_pos, kv_len, q_start: Some(q_start), keys };
         typed!(q.dtype() => A, {
             let qkv = Qkv { q: slice::<A>(q), k: slice(k), v: slice(v) };
-            Ok(attention(self, shape, &sequences, qkv, slice_mut::<A>(out), slice_mut(lse))?)
+            Ok(attention(self, shape, &sequences, qkv, sinks.map(slice), slice_mut::<A>(out), slice_mut(lse))?)
         })
     }
 

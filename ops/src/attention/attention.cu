@@ -17,7 +17,7 @@ struct Call {
     int tiles, q_heads, kv_heads, head_dim, value_dim;
     int causal, capped, paged, page_size, page_columns;
     // Blocks of 256 keys, and whether each goes to a block of threads of its own.
-    int blocks, split;
+    int blocks, split, sinks;
     float cap, cap_factor, c_hi, c_lo;
 };
 
@@ -192,12 +192,21 @@ DEVICE void attention_scores(SHARED_POINTER(In) room, const Call &call, GLOBAL(c
     }
 }
 
-// The reference point of a row by the largest of its scores: 0 none, 1 a number, 2 not valid.
-DEVICE int reference_of(const Call &call, float most, float &n) {
+// The sink of a row; one that is no term where there is none.
+DEVICE Split sink_of(const Call &call, GLOBAL(const float) sinks, const Slot &slot, int row) {
+    if (!call.sinks) return Split{1.0f, -INFINITE};
+    float sink = sinks[slot.kv_head * slot.group + (slot.first + row) % slot.group];
+    return exp_split(sink, LOG2E_HI, LOG2E_LO);
+}
+
+// The reference point of a row by the largest of its scores and its sink: 0 none, 1 a number, 2 not valid.
+DEVICE int reference_of(const Call &call, float most, const Split &sink, float &n) {
     n = rintf(__fmul_rn(most, call.c_hi));
-    if (most != most) return 2;
-    if (most == -INFINITE) return 0;
-    return fabsf(n) < INFINITE ? 1 : 2;
+    bool no_key = most == -INFINITE;
+    if (most != most || (!no_key && !(fabsf(n) < INFINITE)) || sink.i != sink.i) return 2;
+    n = no_key ? sink.i : fmaxf(n, sink.i);
+    if (n == -INFINITE) return 0;
+    return n < INFINITE ? 1 : 2;
 }
 
 DEVICE void finish_row(const Call &call, long long at, int state, float n, float l, GLOBAL(float) lse) {
@@ -255,8 +264,8 @@ DEVICE void value_at(GLOBAL(const In) v, long long place, int column, int e, boo
 template <int ROWS>
 DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const int) q_start, GLOBAL(const int) q_pos,
                              GLOBAL(const int) starts, GLOBAL(const int) kv_len, GLOBAL(const float) scores,
-                             GLOBAL(const float) largest, GLOBAL(float) partial, GLOBAL(float) partial_l, GLOBAL(Out) out,
-                             GLOBAL(float) lse) {
+                             GLOBAL(const float) largest, GLOBAL(float) partial, GLOBAL(float) partial_l,
+                             GLOBAL(const float) sinks, GLOBAL(Out) out, GLOBAL(float) lse) {
     SHARED(float, all_weights, WARPS * KEYS * 4);
     SHARED(int, all_places, WARPS * KEYS);
     Slot slot = slot_of(call, q_start, ROWS);
@@ -279,7 +288,8 @@ DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const 
         states[r] = 0;
         n[r] = 0.0f;
         if (first_row + r < slot.rows) {
-            states[r] = reference_of(call, largest_of_row(call, largest, ROWS, first_row + r), n[r]);
+            Split sink = sink_of(call, sinks, slot, first_row + r);
+            states[r] = reference_of(call, largest_of_row(call, largest, ROWS, first_row + r), sink, n[r]);
         }
     }
     int block_from = call.split ? own_block : from / KEYS;
@@ -394,6 +404,8 @@ DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const 
     for (int r = 0; r < 4; r++) {
         if (first_row + r >= slot.rows) continue;
         long long at = output_of(call, slot, first_row + r);
+        Split sink = sink_of(call, sinks, slot, first_row + r);
+        all_l[r] = __fadd_rn(all_l[r], weight(sink.m, sink.i, n[r]));
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             if (column + c < e) out[at * e + column + c] = finish_value(states[r], totals[r][c], all_l[r]);
@@ -405,15 +417,18 @@ DEVICE void attention_values(const Call &call, GLOBAL(const In) v, GLOBAL(const 
 // Adds the blocks of each row in ascending order; a warp takes a row.
 template <int ROWS>
 DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(const float) largest,
-                           GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(Out) out, GLOBAL(float) lse) {
+                           GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(const float) sinks,
+                           GLOBAL(Out) out, GLOBAL(float) lse) {
     Slot slot = slot_of(call, q_start, ROWS);
     int lane = threadIdx.x % 32, e = call.value_dim;
     long long first = static_cast<long long>(blockIdx.y) * call.blocks;
     for (int row = threadIdx.x / 32; row < slot.rows; row += WARPS) {
         float n, l = 0.0f;
-        int state = reference_of(call, largest_of_row(call, largest, ROWS, row), n);
+        Split sink = sink_of(call, sinks, slot, row);
+        int state = reference_of(call, largest_of_row(call, largest, ROWS, row), sink, n);
 #pragma unroll 8
         for (int block = 0; block < call.blocks; block++) l = __fadd_rn(l, partial_l[(first + block) * ROWS + row]);
+        l = __fadd_rn(l, weight(sink.m, sink.i, n));
         long long at = output_of(call, slot, row);
         for (int column = lane; column < e; column += 32) {
             float total = 0.0f;
@@ -439,15 +454,15 @@ DEVICE void attention_join(const Call &call, GLOBAL(const int) q_start, GLOBAL(c
     attention_values##rows(Call call, GLOBAL(const In) v, GLOBAL(const int) q_start, GLOBAL(const int) q_pos,          \
                            GLOBAL(const int) starts, GLOBAL(const int) kv_len, GLOBAL(const float) scores,             \
                            GLOBAL(const float) largest, GLOBAL(float) partial, GLOBAL(float) partial_l,                \
-                           GLOBAL(Out) out, GLOBAL(float) lse) {                                                       \
-        attention_values<rows>(call, v, q_start, q_pos, starts, kv_len, scores, largest, partial, partial_l, out,      \
-                               lse);                                                                                   \
+                           GLOBAL(const float) sinks, GLOBAL(Out) out, GLOBAL(float) lse) {                            \
+        attention_values<rows>(call, v, q_start, q_pos, starts, kv_len, scores, largest, partial, partial_l, sinks,    \
+                               out, lse);                                                                              \
     }                                                                                                                  \
     KERNEL(128, 8)                                                                                                     \
     attention_join##rows(Call call, GLOBAL(const int) q_start, GLOBAL(const float) largest,                            \
-                         GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(Out) out,                  \
-                         GLOBAL(float) lse) {                                                                          \
-        attention_join<rows>(call, q_start, largest, partial, partial_l, out, lse);                                    \
+                         GLOBAL(const float) partial, GLOBAL(const float) partial_l, GLOBAL(const float) sinks,        \
+                         GLOBAL(Out) out, GLOBAL(float) lse) {                                                         \
+        attention_join<rows>(call, q_start, largest, partial, partial_l, sinks, out, lse);                             \
     }
 
 HEIGHT(4, 3, 4)

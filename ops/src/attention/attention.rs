@@ -1,4 +1,4 @@
-//! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
+//! Attention: `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]` (f32).
 //!
 //! Formula: `out = softmax(scale * q k^T over the visible keys) v`; query head h reads key head `h / (Hq/Hkv)`. Key j is
 //! visible to position p when `j < kv_len`, `j <= p` if causal, and `j > p - window` if there is a window.
@@ -7,13 +7,14 @@
 //! `acc[e] = fma(weight, v[e], acc[e])`, keys ascending, invisible keys skipped; blocks are added ascending, from +0.
 //! Rounding: every step once to f32; `out = acc / l`, last rounding; `lse(n, l)` in f64, rounded once.
 //! Softcap: `s = cap * tanh(s * f32(scale/cap))`, then `c = log2(e)`.
+//! Sinks: that of a head is `m * 2^i` by `exp_split(z; LOG2E_HI, LOG2E_LO)`; its i counts for `n`, its weight is added to l last.
 //! Special: no visible key gives out +0 and lse -inf; a visible score of NaN or +inf gives NaN; -inf counts as invisible.
 //!
 //! Two passes over the scores: the first finds `n`, the second makes the weights. Because `n` is an integer exponent,
 //! nothing is rescaled and no tile border can be seen. Many query rows to a key head go in tiles of rows ([`prefill`]); few
 //! are a matter of reading keys and values once, at the speed of memory ([`decode`]).
 
-use super::job::{Attention, Factors, Job, Keys, Lens, Qkv, Sequences, check, check_places, factors};
+use super::job::{Attention, Factors, Job, Keys, Lens, Qkv, Sequences, check, check_places, check_sinks, factors};
 use super::{decode, device, prefill};
 use crate::call::{Arguments, Entry};
 use crate::element::typed;
@@ -24,7 +25,8 @@ use std::iter::successors;
 
 /// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E] -> out[B,T,Hq,E], lse[B,T,Hq]`, all row-major. Queries may be packed, keys
 /// packed or paged ([`Sequences`]): the same bits for the same sequence. The outputs follow q: `out[T,Hq,E]` and
-/// `lse[T,Hq]` where queries are packed. `lse` is the natural logarithm of the sum of a row's weights.
+/// `lse[T,Hq]` where queries are packed. `lse` is the natural logarithm of the sum of a row's weights. `sinks[Hq]` are logits
+/// that join the softmax of their heads and have no value.
 ///
 /// # Errors
 /// [`Error::Length`] when a slice does not match; [`Error::Value`] when `q_heads` is not a multiple of `kv_heads`, a
@@ -41,12 +43,12 @@ use std::iter::successors;
 /// let qkv = Qkv { q: &q[..], k: &k, v: &v };
 /// let (mut out, mut lse) = ([0f32; 2], [0f32]);
 /// let cpu = Cpu::best();
-/// attention(&cpu, &shape, &Sequences::padded(&[1], &[2]), qkv, &mut out, &mut lse)?;
+/// attention(&cpu, &shape, &Sequences::padded(&[1], &[2]), qkv, None, &mut out, &mut lse)?;
 /// assert_eq!(out, [3.0, 6.0]);
 ///
 /// // At position 0 it sees the first key, which stands in page 1 of two pages of one key.
 /// let paged = Sequences { keys: Keys::Paged { page_size: 1, table: &[1, 0] }, ..Sequences::padded(&[0], &[2]) };
-/// attention(&cpu, &shape, &paged, qkv, &mut out, &mut lse)?;
+/// attention(&cpu, &shape, &paged, qkv, None, &mut out, &mut lse)?;
 /// assert_eq!((out, lse), ([4.0, 8.0], [0.0]));
 /// # Ok::<(), samebits_ops::Error>(())
 /// ```
@@ -55,12 +57,14 @@ pub fn attention<I: Element, O: Element>(
     shape: &Attention,
     sequences: &Sequences,
     Qkv { q, k, v }: Qkv<[I]>,
+    sinks: Option<&[f32]>,
     out: &mut [O],
     lse: &mut [f32],
 ) -> Result<(), Error> {
     let q_pos = sequences.q_pos.len();
     let lens = Lens { q: q.len(), k: k.len(), v: v.len(), q_pos, out: out.len(), lse: lse.len() };
     let factors = check(shape, sequences, &lens)?;
+    check_sinks(shape, sinks.map(<[f32]>::len))?;
     if out.is_empty() && lse.is_empty() {
         return Ok(());
     }
@@ -75,7 +79,7 @@ pub fn attention<I: Element, O: Element>(
     let k = TensorRef::of(k, &of(key_rows, [kv_heads, head_dim]));
     let v = TensorRef::of(v, &of(key_rows, [kv_heads, value_dim]));
     let out = TensorMut::of(out, &of(rows, [q_heads, value_dim]));
-    run(cpu, &Request { shape, sequences, factors }, [q, k, v], out, lse)
+    run(cpu, &Request { shape, sequences, factors, sinks }, [q, k, v], out, lse)
 }
 
 /// What a call says beside its tensors, checked.
@@ -83,17 +87,18 @@ struct Request<'a> {
     shape: &'a Attention,
     sequences: &'a Sequences<'a>,
     factors: Factors,
+    sinks: Option<&'a [f32]>,
 }
 
 fn run(cpu: &Cpu, request: &Request, [q, k, v]: [TensorRef; 3], out: TensorMut, lse: &mut [f32]) -> Result<(), Error> {
-    let Request { shape, sequences, factors: Factors { cap, c } } = *request;
+    let Request { shape, sequences, factors: Factors { cap, c }, sinks } = *request;
     let Sequences { q_pos, kv_len, .. } = *sequences;
     typed!(q.dtype() => I, {
         q.on_host("attention", "q")?;
         k.on_host("attention", "k")?;
         v.on_host("attention", "v")?;
         let (q, k, v) = (q.heads::<I>(), k.heads::<I>(), v.heads::<I>());
-        let job = Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c, dry: false };
+        let job = Job { cpu, shape, sequences, q, k, v, q_pos, kv_len, cap, c, sinks, dry: false };
         typed!(out.dtype() => O, job.run(out.host::<O>("attention", "out")?, lse))
     })
 }
@@ -113,23 +118,25 @@ const fn entry(name: &'static str) -> Entry {
         cpu: |cpu, args| {
             let (out, lse) = (args.output("out"), args.output("lse").host("attention", "lse")?);
             let tensors = ["q", "k", "v"].map(|name| args.input(name));
+            let sinks = args.optional("sinks").map(|sinks| sinks.dense("attention", "sinks")).transpose()?;
             with_places(args, |shape, sequences| {
                 let factors = factors(shape)?;
                 check_places(shape, sequences)?;
                 if out.shape().contains(&0) && lse.is_empty() {
                     return Ok(());
                 }
-                run(cpu, &Request { shape, sequences, factors }, tensors, out, lse)
+                run(cpu, &Request { shape, sequences, factors, sinks }, tensors, out, lse)
             })
         },
         device: Some(|on, args| {
             const NAME: &str = "attention";
             let (out, lse) = (args.output("out"), args.output("lse").device(NAME, "lse")?);
             let [q, k, v] = ["q", "k", "v"].map(|name| args.input(name));
+            let sinks = args.optional("sinks").map(|sinks| sinks.device::<f32>(NAME, "sinks")).transpose()?;
             with_places(args, |shape, sequences| {
                 typed!(q.dtype() => I, typed!(out.dtype() => O, {
                     let qkv = Qkv { q: q.device::<I>(NAME, "q")?, k: k.device(NAME, "k")?, v: v.device(NAME, "v")? };
-                    device::attention(on, shape, sequences, qkv, out.device::<O>(NAME, "out")?, lse)
+                    device::attention(on, shape, sequences, qkv, sinks, out.device::<O>(NAME, "out")?, lse)
                 }))
             })
         }),

@@ -473,7 +473,8 @@ impl<I: Element> Pass<'_, I> {
                 largest = largest.max(statistics[0]);
                 invalid |= statistics[1] > 0.0;
             }
-            *state = match max_exponent(largest, invalid, self.job.c.0) {
+            let sink = self.job.sink(self.query_and_head(b, head, r).1);
+            *state = match max_exponent(largest, invalid, self.job.c.0, sink) {
                 Row::Empty => [0.0, 0.0],
                 Row::Invalid => [1.0, 0.0],
                 Row::Valid { n, .. } => [2.0, n],

@@ -1,6 +1,6 @@
 //! Launches of attention.
 
-use crate::attention::job::{BLOCK as KEYS, Factors, Lens, check, check_places, check_tensors};
+use crate::attention::job::{BLOCK as KEYS, Factors, Lens, check, check_places, check_sinks, check_tensors};
 use crate::backend::device::workspace::choose;
 use crate::backend::device::{Arguments, Buffer, Build, Device, Unit, int, launch_struct};
 use crate::element::Stored;
@@ -50,6 +50,8 @@ launch_struct! {
         /// Blocks of keys, and whether each goes to a block of threads of its own.
         blocks: i32,
         split: i32,
+        /// Whether there are sinks.
+        sinks: i32,
         cap: f32,
         cap_factor: f32,
         c_hi: f32,
@@ -128,16 +130,18 @@ pub fn attention<I: Stored, O: Stored>(
     shape: &Attention,
     sequences: &Sequences,
     qkv: Qkv<Buffer<I>>,
+    sinks: Option<&Buffer<f32>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
     let factors = check(shape, sequences, &lens(qkv, sequences.q_pos.len(), out, lse))?;
+    check_sinks(shape, sinks.map(Buffer::len))?;
     if lse.is_empty() {
         return Ok(());
     }
     let metadata = AttentionMetadata::exact(device, shape, sequences)?;
     // SAFETY: everything was checked together.
-    unsafe { launch_attention(device, shape, factors, &metadata, qkv, out, lse) }
+    unsafe { launch_attention(device, shape, factors, &metadata, qkv, sinks, out, lse) }
 }
 
 fn lens<I: Stored, O: Stored>(
@@ -158,6 +162,7 @@ pub fn attention_at<I: Stored, O: Stored>(
     shape: &Attention,
     metadata: &AttentionMetadata,
     qkv: Qkv<Buffer<I>>,
+    sinks: Option<&Buffer<f32>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
@@ -173,11 +178,12 @@ pub fn attention_at<I: Stored, O: Stored>(
     }
     let (packed, padded) = (metadata.packed, metadata.padded);
     let factors = check_tensors(shape, packed, padded, &lens(qkv, metadata.positions(), out, lse))?;
+    check_sinks(shape, sinks.map(Buffer::len))?;
     if lse.is_empty() {
         return Ok(());
     }
     // SAFETY: tensors were checked here, and what stands in `metadata` when it was set.
-    unsafe { launch_attention(device, shape, factors, metadata, qkv, out, lse) }
+    unsafe { launch_attention(device, shape, factors, metadata, qkv, sinks, out, lse) }
 }
 
 /// Where the queries and keys of a call stand, on a device: starts, positions, lengths and pages. They can be set anew
@@ -361,6 +367,7 @@ fn told(
         page_columns: extent(columns)?,
         blocks: extent(plan.blocks)?,
         split: i32::from(plan.split),
+        sinks: 0,
         cap,
         cap_factor: factor,
         c_hi,
@@ -378,6 +385,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     factors: Factors,
     metadata: &AttentionMetadata,
     Qkv { q, k, v }: Qkv<Buffer<I>>,
+    sinks: Option<&Buffer<f32>>,
     out: &mut Buffer<O>,
     lse: &mut Buffer<f32>,
 ) -> Result<(), Error> {
@@ -386,7 +394,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let preferred = preferred(shape, metadata);
     let (plan, room) = choose(device, op, successors(Some(preferred), Slots::smaller))?;
 
-    let call = told(shape, factors, metadata, &plan)?;
+    let call = Call { sinks: i32::from(sinks.is_some()), ..told(shape, factors, metadata, &plan)? };
     let positions = batch + 1;
     let lengths = positions + metadata.positions();
     let parts = [0, positions, lengths, lengths + batch];
@@ -399,6 +407,8 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let [scores, largest, sums, _] = plan.words();
     let at = [0, scores, scores + largest, scores + largest + sums];
     let shared = 2 * KEYS * (PART + 16);
+    // Without sinks nothing is read there.
+    let sinks = sinks.unwrap_or(&room);
     for first in (0..plan.all()).step_by(plan.slots) {
         let slots = plan.slots.min(plan.all() - first);
         let call = Call { slots_before: first as i64, ..call }.bytes();
@@ -423,6 +433,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
             .buffer_from(&room, at[3])
+            .buffer(sinks)
             .buffer(out)
             .buffer(lse);
         let of_join = Arguments::new()
@@ -431,6 +442,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
             .buffer_from(&room, at[1])
             .buffer_from(&room, at[2])
             .buffer_from(&room, at[3])
+            .buffer(sinks)
             .buffer(out)
             .buffer(lse);
         let each = [plan.blocks, slots, 1];

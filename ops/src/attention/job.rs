@@ -1,8 +1,9 @@
 //! What a call of attention is made of: its parameters, where its sequences stand, and what every task reads.
 
-use crate::math::lse;
+use crate::math::{LOG2E_HI, LOG2E_LO, exp_split, lse, weight};
 use crate::parallel::SharedOut;
 use crate::profile::IEEE;
+use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::{Cpu, Element, Error, Tf32, check_len, value_error};
@@ -234,6 +235,11 @@ fn check_starts(name: &str, starts: &[i32], batch: usize, end: usize) -> Result<
     }
 }
 
+/// Checks how many sinks there are, if any.
+pub(crate) fn check_sinks(shape: &Attention, sinks: Option<usize>) -> Result<(), Error> {
+    sinks.map_or(Ok(()), |len| check_len("attention", "sinks", "[Hq]", len, &[shape.q_heads]))
+}
+
 /// Checks where queries and keys stand: every place that `kv_len` admits is within `shape.keys` rows.
 pub(crate) fn check_places(shape: &Attention, sequences: &Sequences) -> Result<(), Error> {
     let bad = |what: String| Err(value_error("attention", what));
@@ -326,14 +332,32 @@ pub(super) struct Job<'a, I> {
     pub(super) cap: Option<(f32, f32)>,
     /// `c_hi` and `c_lo`.
     pub(super) c: (f32, f32),
+    /// Of each query head a logit that joins the softmax.
+    pub(super) sinks: Option<&'a [f32]>,
     /// Whether everything is made and nothing written.
     pub(super) dry: bool,
+}
+
+/// A term `m * 2^i` of a softmax that has no value.
+#[derive(Clone, Copy)]
+pub(super) struct Sink {
+    m: f32,
+    i: f32,
 }
 
 impl<I: Element> Job<'_, I> {
     /// Query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.shape.q_heads / self.shape.kv_heads
+    }
+
+    /// The sink of a query head; one that is no term where there is none.
+    pub(super) fn sink(&self, head: usize) -> Sink {
+        let none = Sink { m: 1.0, i: f32::NEG_INFINITY };
+        self.sinks.map_or(none, |sinks| {
+            let (m, i) = exp_split(Scalar, sinks[head], LOG2E_HI, LOG2E_LO);
+            Sink { m, i }
+        })
     }
 
     /// The rows of q that belong to sequence b.
@@ -409,7 +433,7 @@ impl<I: Element> Job<'_, I> {
         runs && I::IS_BF16 && self.shape.value_dim.is_multiple_of(16)
     }
 
-    /// `total / l`, the last rounding and the `lse` of one row, at its index in `[B,T,Hq]`.
+    /// `total / l` with the sink in l, the last rounding and the `lse` of one row, at its index in `[B,T,Hq]`.
     ///
     /// # Safety
     /// No other thread touches this row of the outputs.
@@ -439,6 +463,14 @@ impl<I: Element> Job<'_, I> {
                 lse_out[0] = f32::narrow(f32::NAN);
             }
             Row::Valid { n, l } => {
+                // Nothing was added where no key is seen.
+                let Sink { m, i } = self.sink(at % self.shape.q_heads);
+                let l = l + weight(Scalar, m, i, n);
+                if total.is_empty() {
+                    out.fill(O::narrow(0.0));
+                    lse_out[0] = lse(n, l);
+                    return;
+                }
                 lse_out[0] = self.cpu.dispatch(Divide { total: &total[..out.len()], n, l, out });
             }
         }
@@ -459,18 +491,18 @@ pub(super) enum Row {
     Valid { n: f32, l: f32 },
 }
 
-/// What a row's weights are relative to, from its largest score; `invalid` when a score is NaN or +inf.
-pub(super) fn max_exponent(largest: f32, invalid: bool, c_hi: f32) -> Row {
-    let n = (largest * c_hi).round_ties_even();
-    if invalid {
-        Row::Invalid
-    } else if largest == f32::NEG_INFINITY {
-        Row::Empty
-    } else if n.is_finite() {
-        Row::Valid { n, l: 0.0 }
-    } else {
-        // A finite score whose product with c overflows: inf - inf.
-        Row::Invalid
+/// What a row's weights are relative to, from its largest score and its sink; `invalid` when a score is NaN or +inf.
+pub(super) fn max_exponent(largest: f32, invalid: bool, c_hi: f32, sink: Sink) -> Row {
+    let of_keys = (largest * c_hi).round_ties_even();
+    let no_key = largest == f32::NEG_INFINITY;
+    // A finite score whose product with c overflows: inf - inf.
+    if invalid || !no_key && !of_keys.is_finite() || sink.i.is_nan() {
+        return Row::Invalid;
+    }
+    match if no_key { sink.i } else { of_keys.max(sink.i) } {
+        f32::NEG_INFINITY => Row::Empty,
+        f32::INFINITY => Row::Invalid,
+        n => Row::Valid { n, l: 0.0 },
     }
 }
 

@@ -327,7 +327,8 @@ impl<I: Element> RowTile<'_, I> {
             let strange = seen_scores.sum[r].is_nan();
             let invalid = strange && self.invalid(r, &ranges[r], pieces(), &ranges, least_query, query, part, scores);
             softmax.skips |= strange;
-            softmax.rows[r] = max_exponent(seen_scores.largest[r], invalid, job.c.0);
+            let sink = job.sink(self.query_and_head(r).1);
+            softmax.rows[r] = max_exponent(seen_scores.largest[r], invalid, job.c.0, sink);
             if let Row::Valid { n, .. } = softmax.rows[r] {
                 softmax.n[r] = n;
                 let unit = near_unit(n, (seen_scores.least[r] * job.c.0).round_ties_even());

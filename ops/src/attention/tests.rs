@@ -245,6 +245,7 @@ impl<I: Element> Case<I> {
             kv_len: &self.kv_len,
             cap: softcap.map(|cap| (cap as f32, (scale / cap) as f32)),
             c: (c as f32, (c - f64::from(c as f32)) as f32),
+            sinks: None,
             dry: false,
         };
         work(&job)

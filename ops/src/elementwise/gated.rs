@@ -183,18 +183,20 @@ fn both<S: Simd, P: Gated>(s: S, op: P, inputs: [S::F; 3], first: S::F) -> (S::F
     op.gradients(s, inputs, s.div(s.splat(1.0), first))
 }
 
-/// Starts the kernel called `name`.
+/// Starts the kernel called `name`, which is told `numbers` beside the tensors.
 ///
 /// # Errors
 /// [`Error::Length`] when the lengths differ; errors of the device.
 pub fn on_device<I: Stored, O: Stored>(
     device: &Device,
     name: &'static str,
+    numbers: &[f32],
     [gate, up, dy]: [&Buffer<I>; 3],
     [dgate, dup]: [&mut Buffer<O>; 2],
 ) -> Result<(), Error> {
     check(name, gate.len(), [up.len(), dy.len(), dgate.len(), dup.len()])?;
     let arguments = Arguments::new().buffer(gate).buffer(up).buffer(dy).buffer(dgate).buffer(dup).long(gate.len());
+    let arguments = numbers.iter().fold(arguments, |arguments, &number| arguments.float(number));
     let grid = [gate.len().div_ceil(ELEMENTS_PER_BLOCK), 1, 1];
     // SAFETY: all of them have as many elements as the kernel is told.
     unsafe { device.launch(Build::of::<I, O>(name), name, grid, 256, 0, &arguments) }
@@ -204,12 +206,12 @@ pub fn on_device<I: Stored, O: Stored>(
 ///
 /// # Errors
 /// As [`on_device`].
-pub fn call_on_device(device: &Device, args: &mut call::Arguments) -> Result<(), Error> {
+pub fn call_on_device(device: &Device, args: &mut call::Arguments, numbers: &[f32]) -> Result<(), Error> {
     let name = args.op();
     let [gate, up, dy] = ["gate", "up", "dy"].map(|name| args.input(name));
     let (dgate, dup) = (args.output("dgate"), args.output("dup"));
     typed!(gate.dtype() => I, typed!(dgate.dtype() => O, {
         let inputs = [gate.device::<I>(name, "gate")?, up.device(name, "up")?, dy.device(name, "dy")?];
-        on_device::<I, O>(device, name, inputs, [dgate.device(name, "dgate")?, dup.device(name, "dup")?])
+        on_device::<I, O>(device, name, numbers, inputs, [dgate.device(name, "dgate")?, dup.device(name, "dup")?])
     }))
 }

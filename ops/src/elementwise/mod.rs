@@ -3,6 +3,8 @@
 pub(crate) mod activate;
 pub(crate) mod activate_backward;
 pub(crate) mod add;
+pub(crate) mod clamped_silu_mul;
+pub(crate) mod clamped_silu_mul_backward;
 pub(crate) mod frame;
 mod gated;
 pub(crate) mod gelu_mul;
@@ -23,6 +25,8 @@ pub(crate) const OPS: &[&Entry] = &[
     &activate::OP,
     &activate_backward::OP,
     &add::OP,
+    &clamped_silu_mul::OP,
+    &clamped_silu_mul_backward::OP,
     &gelu_mul::OP,
     &gelu_mul_backward::OP,
     &mul::OP,

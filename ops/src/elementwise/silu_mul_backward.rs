@@ -20,7 +20,7 @@ const UNIT: Unit = Unit::of("silu_mul_backward", include_str!("silu_mul_backward
 pub(crate) const OP: Entry = Entry {
     name: "silu_mul_backward",
     cpu: |cpu, args| gated::call(cpu, SiluMul, args),
-    device: Some(gated::call_on_device),
+    device: Some(|on, args| gated::call_on_device(on, args, &[])),
     unit: Some(&UNIT),
     prepare: None,
 };
@@ -34,7 +34,7 @@ pub fn on_device<I: Stored, O: Stored>(
     inputs: [&Buffer<I>; 3],
     outputs: [&mut Buffer<O>; 2],
 ) -> Result<(), Error> {
-    gated::on_device(device, "silu_mul_backward", inputs, outputs)
+    gated::on_device(device, "silu_mul_backward", &[], inputs, outputs)
 }
 
 /// The gradients `dgate` and `dup` of [`silu_mul`](crate::silu_mul) from the gradient `dy` of its output; all slices have the same length.

@@ -272,11 +272,11 @@ fn places_that_were_never_set_are_refused() {
     let (q, k) = (device.upload("test", &[0f32; 2]).unwrap(), device.upload("test", &[0f32; 8]).unwrap());
     let (mut out, mut lse) = (device.empty::<f32>("test", 2).unwrap(), device.empty::<f32>("test", 1).unwrap());
     let qkv = Qkv { q: &q, k: &k, v: &k };
-    let error = attention_at(&device, &shape, &metadata, qkv, &mut out, &mut lse).unwrap_err().to_string();
+    let error = attention_at(&device, &shape, &metadata, qkv, None, &mut out, &mut lse).unwrap_err().to_string();
     assert!(error.contains("never set"), "{error}");
     assert_eq!(fake.state().launched, [""; 0]);
     metadata.set(&device, &shape, &[0, 1], &[0], &[1], &[1, 0]).unwrap();
-    attention_at(&device, &shape, &metadata, qkv, &mut out, &mut lse).unwrap();
+    attention_at(&device, &shape, &metadata, qkv, None, &mut out, &mut lse).unwrap();
 }
 
 /// A choice that captured work makes is not there before its graph has run.

@@ -3,10 +3,10 @@
 use crate::{bits, cpus};
 use proptest::prelude::*;
 use samebits_ops::{
-    Activation, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, Xielu, activate,
-    activate_backward, bf16, combine, combine_backward, embedding, embedding_packed, f16, gelu_mul, gelu_mul_backward,
-    route, route_backward, scale, sigmoid_mul, sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap,
-    softcap_backward, softmax,
+    Activation, Clamp, Combine, Cpu, Element, GroupWorth, PackedWeight, Route, Scoring, SigmoidMul, Xielu, activate,
+    activate_backward, bf16, clamped_silu_mul, clamped_silu_mul_backward, combine, combine_backward, embedding,
+    embedding_packed, f16, gelu_mul, gelu_mul_backward, route, route_backward, scale, sigmoid_mul,
+    sigmoid_mul_backward, silu_mul, silu_mul_backward, softcap, softcap_backward, softmax,
 };
 
 fn values<T: Element>(seed: u64, len: usize, spread: f32) -> Vec<T> {
@@ -102,6 +102,33 @@ fn check_elementwise<I: Element, O: Element>(len: usize, spread: f32, seed: u64)
         assert_eq!(bits(&y), expected(&gelu), "{cpu:?} gelu_mul");
         silu_mul(&cpu, &a, &b, &mut y).unwrap();
         assert_eq!(bits(&y), expected(&|g, u| (g * sigmoid(g)) * u), "{cpu:?} silu_mul");
+        for clamp in [Clamp { alpha: 1.702, limit: 7.0 }, Clamp { alpha: 1.0, limit: 0.5 }] {
+            let Clamp { alpha, limit } = clamp;
+            let cut = |gate: f32, up: f32| {
+                let low = if up < -limit { -limit } else { up };
+                (if gate > limit { limit } else { gate }, if up > limit { limit } else { low })
+            };
+            clamped_silu_mul(&cpu, clamp, &a, &b, &mut y).unwrap();
+            let made = |gate: f32, up: f32| {
+                let (g, u) = cut(gate, up);
+                (g * sigmoid(alpha * g)) * (u + 1.0)
+            };
+            assert_eq!(bits(&y), expected(&made), "{cpu:?} clamped_silu_mul {clamp:?}");
+            let gradients = (0..len).map(|i| {
+                let [gate, up, dy] = [a[i], b[i], dy[i]].map(|v| v.widen());
+                let (g, u) = cut(gate, up);
+                let s = sigmoid(alpha * g);
+                let v = s * (1.0 - s);
+                let t = if v == 0.0 { 0.0 } else { v * (alpha * g) };
+                let of_gate = if gate > limit { 0.0 } else { (dy * (u + 1.0)) * (s + t) };
+                let of_up = if up > limit || up < -limit { 0.0 } else { dy * (g * s) };
+                (O::narrow(of_gate), O::narrow(of_up))
+            });
+            let (of_gates, of_ups): (Vec<O>, Vec<O>) = gradients.unzip();
+            let (mut dgate, mut dup) = (vec![O::default(); len], vec![O::default(); len]);
+            clamped_silu_mul_backward(&cpu, clamp, [&a, &b, &dy], [&mut dgate, &mut dup]).unwrap();
+            assert_eq!([bits(&dgate), bits(&dup)], [bits(&of_gates), bits(&of_ups)], "{cpu:?} {clamp:?}");
+        }
         softcap(&cpu, cap, &a, &mut y).unwrap();
         assert_eq!(bits(&y), expected(&|x, _| cap as f32 * tanh(x * (1.0 / cap) as f32)), "{cpu:?} softcap");
         softcap_backward(&cpu, cap, &a, &b, &mut y).unwrap();

@@ -131,6 +131,11 @@ impl Draw {
         }
     }
 
+    fn clamp(&mut self) -> Clamp {
+        const OUTSIDE: [f64; 4] = [f64::NAN, f64::INFINITY, 0.0, -1.0];
+        Clamp { alpha: self.number(&[1.0, 1.702], &OUTSIDE) as f32, limit: self.number(&[7.0, 0.5], &OUTSIDE) as f32 }
+    }
+
     fn combine(&mut self) -> Combine {
         Combine { tokens: self.extent(), chosen: self.extent(), rows: self.extent(), n: self.extent() }
     }
@@ -206,7 +211,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 56] = [
+const OPS: [(&str, Op); 58] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -306,6 +311,16 @@ const OPS: [(&str, Op); 56] = [
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
         silu_mul(&d.cpu, &a, &b, &mut y)
+    }),
+    ("clamped_silu_mul", |d| {
+        let (n, clamp) = (d.extent(), d.clamp());
+        let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
+        clamped_silu_mul(&d.cpu, clamp, &a, &b, &mut y)
+    }),
+    ("clamped_silu_mul_backward", |d| {
+        let (n, clamp) = (d.extent(), d.clamp());
+        let [a, b, c, mut e, mut f] = std::array::from_fn(|_| d.floats(&[n]));
+        clamped_silu_mul_backward(&d.cpu, clamp, [&a, &b, &c], [&mut e, &mut f])
     }),
     ("sigmoid_mul", |d| {
         let shape = SigmoidMul { rows: d.extent(), gates: d.extent(), n: d.extent() };
@@ -597,7 +612,9 @@ const OPS: [(&str, Op); 56] = [
             0 => Sequences { keys: Keys::Paged { page_size, table: &table }, ..Sequences::padded(&q_pos, &kv_len) },
             _ => Sequences::padded(&q_pos, &kv_len),
         };
-        attention(&d.cpu, &shape, &sequences, Qkv { q: &q[..], k: &k, v: &v }, &mut out, &mut lse)
+        let (sinks, with) = (d.floats(&[q_heads]), d.flag());
+        let sinks = with.then_some(&sinks[..]);
+        attention(&d.cpu, &shape, &sequences, Qkv { q: &q[..], k: &k, v: &v }, sinks, &mut out, &mut lse)
     }),
     ("attention_backward", |d| {
         let shape = d.attention();

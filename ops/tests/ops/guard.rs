@@ -127,6 +127,15 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
         ("add", |r, n| add(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("mul", |r, n| mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
         ("silu_mul", |r, n| silu_mul(&r.cpu, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))),
+        ("clamped_silu_mul", |r, n| {
+            let clamp = Clamp { alpha: 1.7, limit: 2.0 };
+            clamped_silu_mul(&r.cpu, clamp, &r.floats::<I>(3 * n), &r.floats(3 * n), &mut r.room::<O>(3 * n))
+        }),
+        ("clamped_silu_mul_backward", |r, n| {
+            let inputs: [&[I]; 3] = [&r.floats(3 * n), &r.floats(3 * n), &r.floats(3 * n)];
+            let (mut dgate, mut dup) = (r.room::<O>(3 * n), r.room(3 * n));
+            clamped_silu_mul_backward(&r.cpu, Clamp { alpha: 1.7, limit: 2.0 }, inputs, [&mut dgate, &mut dup])
+        }),
         ("sigmoid_mul", |r, n| {
             let shape = SigmoidMul { rows: 3, gates: if n.is_multiple_of(2) { n } else { 1 }, n };
             let gate = r.floats::<I>(3 * shape.gates);
@@ -308,7 +317,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let mut out = r.room::<O>(batch * queries * q_heads * value_dim);
                 let mut lse = r.room(batch * queries * q_heads);
                 let padded = Sequences::padded(&q_pos, &kv_len);
-                attention(&r.cpu, &shape, &padded, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
+                attention(&r.cpu, &shape, &padded, Qkv { q: &*q, k: &k, v: &v }, None, &mut out, &mut lse)?;
                 // The same keys in pages, the last of which ends where the slice does.
                 let page_size = 1 + keys % 9;
                 let (columns, kv_len) = (keys.div_ceil(page_size), r.ints([keys as i32, keys as i32 - 1].into_iter()));
@@ -318,7 +327,7 @@ fn rows<I: Element, O: Element>() -> Vec<(&'static str, Rows)> {
                 let table = r.ints((0..(batch * columns) as i32).rev());
                 let keys = Keys::Paged { page_size, table: &table };
                 let paged = Sequences { keys, ..Sequences::padded(&q_pos, &kv_len) };
-                attention(&r.cpu, &shape, &paged, Qkv { q: &*q, k: &k, v: &v }, &mut out, &mut lse)?;
+                attention(&r.cpu, &shape, &paged, Qkv { q: &*q, k: &k, v: &v }, None, &mut out, &mut lse)?;
             }
             Ok(())
         }),

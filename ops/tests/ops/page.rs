@@ -543,7 +543,14 @@ struct Heads {
 }
 
 /// `[out, lse]`, before the last rounding.
-fn attention_page(h: &Heads, scale: f64, [q, k, v]: [&[bf16]; 3], q_pos: &[i32], kv_len: &[i32]) -> [Vec<f32>; 2] {
+fn attention_page(
+    h: &Heads,
+    scale: f64,
+    [q, k, v]: [&[bf16]; 3],
+    sinks: Option<&[f32]>,
+    q_pos: &[i32],
+    kv_len: &[i32],
+) -> [Vec<f32>; 2] {
     let c = std::f64::consts::LOG2_E * scale;
     let (c_hi, c_lo) = (c as f32, (c - f64::from(c as f32)) as f32);
     let (mut out, mut lse) = (Vec::new(), Vec::new());
@@ -567,7 +574,12 @@ fn attention_page(h: &Heads, scale: f64, [q, k, v]: [&[bf16]; 3], q_pos: &[i32],
                         visible(j).then(|| exp_split(s, c_hi, c_lo))
                     })
                     .collect();
-                let n = split.iter().flatten().map(|(_, i)| *i).fold(f32::NEG_INFINITY, f32::max);
+                let split_of = |sinks: &[f32]| {
+                    let c = std::f64::consts::LOG2_E;
+                    exp_split(sinks[head], c as f32, (c - f64::from(c as f32)) as f32)
+                };
+                let sink = sinks.map(split_of);
+                let n = split.iter().flatten().chain(&sink).map(|(_, i)| *i).fold(f32::NEG_INFINITY, f32::max);
                 let (mut total, mut l_total) = (vec![0f32; h.e], 0f32);
                 for block in split.chunks(256).enumerate() {
                     let (mut acc, mut l) = (vec![0f32; h.e], 0f32);
@@ -582,8 +594,9 @@ fn attention_page(h: &Heads, scale: f64, [q, k, v]: [&[bf16]; 3], q_pos: &[i32],
                     total.iter_mut().zip(&acc).for_each(|(t, a)| *t += a);
                 }
                 let seen = split.iter().any(Option::is_some);
+                l_total += sink.map_or(0.0, |(m, i)| weight(m, i, n));
                 out.extend(total.iter().map(|t| if seen { t / l_total } else { 0.0 }));
-                lse.push(if seen { lse_of(n, l_total) } else { f32::NEG_INFINITY });
+                lse.push(if seen || sink.is_some() { lse_of(n, l_total) } else { f32::NEG_INFINITY });
             }
         }
     }
@@ -695,7 +708,7 @@ proptest! {
         d in prop_oneof![1usize..70, (1usize..9).prop_map(|eights| 8 * eights)],
         e in prop_oneof![1usize..70, (1usize..10).prop_map(|vectors| 16 * vectors)], causal: bool,
         window in prop::sample::select(vec![None, Some(1usize), Some(7), Some(300)]),
-        spread in prop::sample::select(vec![1u32, 4, 70]), seed: u64,
+        spread in prop::sample::select(vec![1u32, 4, 70]), with_sinks: bool, seed: u64,
     ) {
         let seed = seed >> 3;
         let h = Heads { batch, queries, keys, q_heads: kv_heads * group, kv_heads, d, e, causal, window };
@@ -705,7 +718,9 @@ proptest! {
         let v: Vec<bf16> = values(seed + 2, batch * keys * kv_heads * e, spread);
         let q_pos: Vec<i32> = (0..batch * queries).map(|i| (seed.rotate_left(i as u32) % (keys as u64 + 3)) as i32 - 1).collect();
         let kv_len: Vec<i32> = (0..batch).map(|b| (seed.rotate_right(b as u32) % (keys as u64 + 1)) as i32).collect();
-        let [expected, expected_lse] = attention_page(&h, 0.25, [&q, &k, &v], &q_pos, &kv_len).map(|v| all_rounded::<f32>(&v));
+        let sinks: Vec<f32> = values::<bf16>(seed + 3, h.q_heads, 8).into_iter().map(|sink| sink.widen()).collect();
+        let sinks = with_sinks.then_some(&sinks[..]);
+        let [expected, expected_lse] = attention_page(&h, 0.25, [&q, &k, &v], sinks, &q_pos, &kv_len).map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
             batch, queries, keys, q_heads: h.q_heads, kv_heads, head_dim: d, value_dim: e, scale: 0.25, causal, window,
             softcap: None, tf32: Tf32::Disabled,
@@ -713,14 +728,14 @@ proptest! {
         let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         for cpu in cpus() {
             let (mut out, mut lse) = (vec![0f32; expected.len()], vec![0f32; batch * queries * h.q_heads]);
-            attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+            attention(&cpu, &shape, &sequences, qkv, sinks, &mut out, &mut lse).unwrap();
             prop_assert_eq!(bits(&out), expected.clone(), "{:?}", cpu);
             prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
-            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse));
+            let tight = budgets(&cpu, seed, |cpu| attention(cpu, &shape, &sequences, qkv, sinks, &mut out, &mut lse));
             for cpu in tight {
                 out.fill(0.0);
                 lse.fill(0.0);
-                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, sinks, &mut out, &mut lse).unwrap();
                 prop_assert_eq!(bits(&out), expected.clone(), "{:?} {:?}", cpu, cpu.ledger().plans());
                 prop_assert_eq!(bits(&lse), expected_lse.clone(), "{:?}", cpu);
             }
@@ -737,7 +752,7 @@ proptest! {
                 let sequences = Sequences { q_pos, kv_len: &kv_len, q_start, keys };
                 let qkv = Qkv { q: &packed.q[..], k, v };
                 let (mut out, mut lse) = (vec![0f32; rows * h.q_heads * e], vec![0f32; rows * h.q_heads]);
-                attention(&cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+                attention(&cpu, &shape, &sequences, qkv, sinks, &mut out, &mut lse).unwrap();
                 let width = h.q_heads * e;
                 let expected: Vec<u32> =
                     packed.rows.iter().flat_map(|&row| expected[row * width..][..width].to_vec()).collect();
@@ -1098,7 +1113,7 @@ fn tiny_scores_are_not_flushed() {
         let v: Vec<bf16> = values(3, keys * kv_heads * d, 4);
         let (q_pos, kv_len) = (vec![0; queries], [keys as i32]);
         let h = Heads { batch: 1, queries, keys, q_heads, kv_heads, d, e: d, causal: false, window: None };
-        let expected = attention_page(&h, f64::exp2(120.0), [&q, &k, &v], &q_pos, &kv_len);
+        let expected = attention_page(&h, f64::exp2(120.0), [&q, &k, &v], None, &q_pos, &kv_len);
         let expected = expected.map(|v| all_rounded::<f32>(&v));
         let shape = Attention {
             batch: 1,
@@ -1117,7 +1132,7 @@ fn tiny_scores_are_not_flushed() {
         let (sequences, qkv) = (Sequences::padded(&q_pos, &kv_len), Qkv { q: &q[..], k: &k, v: &v });
         let run = |cpu: &Cpu| {
             let (mut out, mut lse) = (vec![0f32; q.len()], vec![0f32; queries * q_heads]);
-            attention(cpu, &shape, &sequences, qkv, &mut out, &mut lse).unwrap();
+            attention(cpu, &shape, &sequences, qkv, None, &mut out, &mut lse).unwrap();
             [bits(&out), bits(&lse)]
         };
         for cpu in cpus() {

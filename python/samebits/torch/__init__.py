@@ -223,6 +223,21 @@ def _norm_of_sum(call: _Call) -> dict[str, torch.Tensor]:
     return call.sum("w", "rms_norm_dw", call.tensors["sum"], call.gradients["y"].to(call.dtype))
 
 
+def _sinks(call: _Call) -> dict[str, torch.Tensor]:
+    """Of a sink, of a token: less its share of the softmax times what the output and its gradient have in common."""
+    if "sinks" not in call.inputs:
+        return {}
+    out, sinks, lse = (call.tensors[name] for name in ("out", "sinks", "lse"))
+    rows, width = lse.numel(), out.shape[-1]
+    number = torch.arange(rows, dtype=torch.int32, device=out.device).reshape(rows, 1)
+    dout = call.gradients["out"].to(out.dtype).reshape(rows, width)
+    _, common = ops.combine_backward(out.reshape(rows, width), number, torch.ones_like(number, dtype=torch.float32), dout)
+    logits, target = sinks.repeat(rows // sinks.numel()).reshape(rows, 1), torch.full_like(number, -1).flatten()
+    less, none = ops.scale(common, factor=-1.0).flatten(), torch.zeros_like(lse).flatten()
+    dlogits = ops.logprob_backward(logits, target, lse.flatten(), none, less)
+    return call.sum("sinks", "token_sum", dlogits.reshape(-1, sinks.numel()))
+
+
 def _factors(call: _Call) -> dict[str, torch.Tensor]:
     dy = call.gradients["y"]
     others = {"a": call.tensors["b"], "b": call.tensors["a"]}
@@ -232,6 +247,7 @@ def _factors(call: _Call) -> dict[str, torch.Tensor]:
 # Beside what the schema's gradient ops give: the gradients of inputs, as functions of a call, and what they read.
 _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Tensor]]]] = {
     "gemm": ((), _bias),
+    "attention": (("out", "sinks", "lse"), _sinks),
     "causal_conv1d": ((), _bias),
     "layer_norm": ((), _bias),
     "add_rms_norm": (("sum",), _norm_of_sum),

@@ -129,16 +129,20 @@ def masked_attention(
     causal: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `q[B,H,T,D]` over `k[B,G,S,D]` and `v[B,G,S,E]`, with a gradient: `[B,H,T,E]`, which lies as `[B,T,H,E]`.
     `mask[B or 1,H or 1,T or 1,S]` is boolean (True: visible), or of floats that are added to the scores. Row t of a causal call
     without a mask sees keys 0 to t, as in torch. A row that sees nothing is 0.
+    `sinks[H]` are logits that join the softmax and have no value.
     """
     batch, _, rows, _ = q.shape
     keys = k.shape[2]
     traced = type(q) is not torch.Tensor or torch.compiler.is_compiling()
     if mask is not None:
         plan = None if causal or mask.dim() != 4 or mask.requires_grad else _planned(mask, batch, rows)
+        if plan is None and sinks is not None:
+            raise NotImplementedError("samebits attention: sinks beside a mask that is neither causal nor a window; leave it out")
         if plan is None:
             return _anyhow(q, k, v, mask, causal, scale, softcap)
         groups, blind = plan
@@ -147,7 +151,7 @@ def masked_attention(
         plan = _without_mask.__wrapped__ if traced or torch.is_inference_mode_enabled() else _without_mask
         groups, blind = plan(batch, rows, keys, causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    recorded = traced or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)))
+    recorded = traced or (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *([] if sinks is None else [sinks]))))
     parts: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for group in groups:
@@ -157,6 +161,8 @@ def masked_attention(
         q_here = q_here if group.rows == slice(0, rows) else q_here[:, group.rows]
         k_here, v_here = (k, v) if alone else (k[here, keys_here], v[here, keys_here])
         attributes = {"scale": scale, "causal": True, "window": group.window, "softcap": softcap}
+        if sinks is not None:
+            attributes["sinks"] = sinks.float()
         attention = ops.attention if recorded else _kernels["attention"]
         out, _ = attention(q_here, k_here, v_here, group.q_pos, group.kv_len, **attributes)
         parts.append(out)

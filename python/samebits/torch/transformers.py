@@ -22,7 +22,7 @@ from .attention import masked_attention
 __all__ = ["RMSNorm", "SwiGLU", "attention_forward", "kernelize"]
 
 # What would change the weights and is not taken.
-_REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
+_REFUSED = ("position_bias", "head_mask", "cache")
 
 
 def attention_forward(
@@ -35,18 +35,20 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it: `query[B,H,T,D]`, `key[B,G,S,D]`, `value[B,G,S,E]` -> `[B,T,H,E]`. Windows are in the mask.
+    `s_aux[H]` are attention sinks.
 
-    Raises NotImplementedError for dropout, attention sinks, biases of positions and paged caches.
+    Raises NotImplementedError for dropout, biases of positions and paged caches.
     """
     given = [name for name in _REFUSED if others.get(name) is not None]
     if dropout or given:
         raise NotImplementedError(f"samebits attention: `{(given or ['dropout'])[0]}` is not supported; leave it out")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    out = masked_attention(query, key, value, attention_mask, causal, scaling, softcap or 0.0)
+    out = masked_attention(query, key, value, attention_mask, causal, scaling, softcap or 0.0, s_aux)
     return out.transpose(1, 2), None
 
 

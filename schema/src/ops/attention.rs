@@ -1,7 +1,7 @@
 //! Scaled dot-product attention with grouped heads.
 use super::*;
 
-/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+/// `q[B,T,Hq,D], k[B,S,Hkv,D], v[B,S,Hkv,E], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]`
 pub static OP: Op = Op {
     name: "attention",
     about: "attention over padded keys: sequence b has the first `kv_len[b]` of S",
@@ -11,6 +11,7 @@ pub static OP: Op = Op {
         Input::activation("v", &["B", "S", "Hkv", "E"]),
         Input::index("q_pos", &["B", "T"], Holds::Position).rows(2),
         Input::index("kv_len", &["B"], Holds::Length(&["S"])),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[
@@ -23,6 +24,9 @@ pub static OP: Op = Op {
     operations: |call| operations(call, call.dim("B"), call.dim("T"), call.dim("S")),
     ..Op::PLAIN
 };
+
+/// A logit of each query head that joins the softmax and has no value.
+pub(super) const SINKS: Input = Input::weight("sinks", &["Hq"]).fp32().optional();
 
 pub(super) const ATTRIBUTES: &[Attribute] = &[
     Attribute::float("scale", Included(0.0), Unbounded, "", "scores are multiplied with it; read as f64")

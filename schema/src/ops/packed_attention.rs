@@ -1,8 +1,8 @@
 //! Attention over sequences that stand one behind the other.
-use super::attention::{self, ATTRIBUTES, check};
+use super::attention::{self, ATTRIBUTES, SINKS, check};
 use super::*;
 
-/// `q[T,Hq,D], k[S,Hkv,D], v[S,Hkv,E], q_pos[T], q_start[B+1], k_start[B+1] -> out[T,Hq,E], lse[T,Hq]`
+/// `q[T,Hq,D], k[S,Hkv,D], v[S,Hkv,E], q_pos[T], q_start[B+1], k_start[B+1], sinks[Hq]? -> out[T,Hq,E], lse[T,Hq]`
 pub static OP: Op = Op {
     name: "packed_attention",
     about: "attention over packed sequences: b has queries `q_start[b]..q_start[b+1]` and keys `k_start[b]..k_start[b+1]`",
@@ -13,6 +13,7 @@ pub static OP: Op = Op {
         Input::index("q_pos", &["T"], Holds::Position),
         Input::index("q_start", &["B+1"], Holds::Starts("T")).rows(0),
         Input::index("k_start", &["B+1"], Holds::Starts("S")).rows(0),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[Output::out("out", &["T", "Hq", "E"]), Output::fixed("lse", &["T", "Hq"], DType::Fp32)],

@@ -1,8 +1,8 @@
 //! Attention whose keys and values stand in pages.
-use super::attention::ATTRIBUTES;
+use super::attention::{ATTRIBUTES, SINKS};
 use super::*;
 
-/// `q[B,T,Hq,D], k[P,Z,Hkv,D], v[P,Z,Hkv,E], page_table[B,C], q_pos[B,T], kv_len[B] -> out[B,T,Hq,E], lse[B,T,Hq]`
+/// `q[B,T,Hq,D], k[P,Z,Hkv,D], v[P,Z,Hkv,E], page_table[B,C], q_pos[B,T], kv_len[B], sinks[Hq]? -> out[B,T,Hq,E], lse[B,T,Hq]`
 pub static OP: Op = Op {
     name: "paged_attention",
     about: "attention over pages: key j of sequence b is row j mod Z of page `page_table[b][j / Z]`",
@@ -13,6 +13,7 @@ pub static OP: Op = Op {
         Input::index("page_table", &["B", "C"], Holds::Pages { pages: "P", size: "Z", lengths: "kv_len" }),
         Input::index("q_pos", &["B", "T"], Holds::Position).rows(2),
         Input::index("kv_len", &["B"], Holds::Length(&["C", "Z"])),
+        SINKS,
     ],
     attributes: ATTRIBUTES,
     outputs: &[

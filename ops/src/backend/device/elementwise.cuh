@@ -29,9 +29,9 @@ struct Activation {
     float sigmoid, slope;
 };
 
-// The gradients of gate and up where y = act(gate) * up: (dy * up) * slope and dy * (gate * sigmoid).
+// The gradients of gate and up: op(gate, up, dy, dgate, dup) makes both of an element.
 template <class Op>
-DEVICE void gated_backward(
+DEVICE void gradients_of_both(
     Op op, GLOBAL(const In) gate, GLOBAL(const In) up, GLOBAL(const In) dy, GLOBAL(Out) dgate, GLOBAL(Out) dup, long long n
 ) {
     long long at = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
@@ -42,10 +42,24 @@ DEVICE void gated_backward(
     Eight dys = load_up_to8<In>(dy + at, n - at, aligned, 0.0f);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        Activation made = op(gates.v[i]);
-        ups.v[i] = __fmul_rn(__fmul_rn(dys.v[i], ups.v[i]), made.slope);
-        gates.v[i] = __fmul_rn(dys.v[i], __fmul_rn(gates.v[i], made.sigmoid));
+        float of_gate, of_up;
+        op(gates.v[i], ups.v[i], dys.v[i], of_gate, of_up);
+        gates.v[i] = of_gate;
+        ups.v[i] = of_up;
     }
-    store_up_to8<Out>(dgate + at, n - at, aligned16(dgate), ups);
-    store_up_to8<Out>(dup + at, n - at, aligned16(dup), gates);
+    store_up_to8<Out>(dgate + at, n - at, aligned16(dgate), gates);
+    store_up_to8<Out>(dup + at, n - at, aligned16(dup), ups);
+}
+
+// The same where y = act(gate) * up: (dy * up) * slope and dy * (gate * sigmoid).
+template <class Op>
+DEVICE void gated_backward(
+    Op act, GLOBAL(const In) gate, GLOBAL(const In) up, GLOBAL(const In) dy, GLOBAL(Out) dgate, GLOBAL(Out) dup, long long n
+) {
+    auto op = [act](float gate, float up, float dy, float &dgate, float &dup) {
+        Activation made = act(gate);
+        dgate = __fmul_rn(__fmul_rn(dy, up), made.slope);
+        dup = __fmul_rn(dy, __fmul_rn(gate, made.sigmoid));
+    };
+    gradients_of_both(op, gate, up, dy, dgate, dup, n);
 }
