@@ -268,7 +268,15 @@ pub(super) fn first_size(f: &Fields, names: &[&str]) -> usize {
 
 /// `num_experts_per_tok`, at most `count`.
 pub(super) fn chosen(f: &Fields, count: usize) -> usize {
-    let chosen = f.required_size("num_experts_per_tok");
+    within(f, count, f.required_size("num_experts_per_tok"))
+}
+
+/// The same, where the family has a default.
+pub(super) fn chosen_or(f: &Fields, count: usize, default: usize) -> usize {
+    within(f, count, f.size("num_experts_per_tok").unwrap_or(default))
+}
+
+fn within(f: &Fields, count: usize, chosen: usize) -> usize {
     if count > 0 && chosen > count {
         f.refuse("num_experts_per_tok", format!("is {chosen}; there are {count} experts"));
     }
