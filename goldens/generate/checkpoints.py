@@ -90,6 +90,9 @@ MODELS = {
                                                num_experts_per_tok=3, layer_types=["linear_attention", "full_attention"],
                                                position_embedding_type="rope", shared_intermediate_size=40, embedding_multiplier=6.0,
                                                residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=2.0), 12, "bf16"),
+    "nemotron-h": ("NemotronH", dict(BASE, head_dim=16, ssm_state_size=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=2,
+                                     chunk_size=8, time_step_min=0.3, layers_block_type=[
+        "linear_attention", "mlp", "full_attention", "linear_attention"]), 24, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,

@@ -99,6 +99,8 @@ def split(model, folder, gradients):
             for expert in range(gradient.shape[0]):
                 found[f"{base}.{expert}.{down}.weight"] = gradient[expert]
         else:
+            if family == "nemotron_h":
+                name = name.replace("model.", "backbone.", 1)
             if family == "gpt_neox":
                 name = name.replace("lm_head.", "embed_out.")
             found[name] = gradient

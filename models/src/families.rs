@@ -31,6 +31,7 @@ mod ministral3;
 mod mistral;
 mod mixtral;
 mod nemotron;
+mod nemotron_h;
 mod neutral;
 mod olmo2;
 mod olmo3;
@@ -94,6 +95,7 @@ const ALL: &[Family] = &[
     nemotron::FAMILY,
     ministral3::FAMILY,
     apertus::FAMILY,
+    nemotron_h::FAMILY,
 ];
 
 /// A model family.
@@ -107,6 +109,8 @@ pub struct Family {
     pub(crate) tied: bool,
     /// Whether a folder need not say how long a text may be, since no layer counts positions.
     pub(crate) endless: bool,
+    /// Lists by layer, of which the first that is there says how many layers there are where `num_hidden_layers` is missing.
+    pub(crate) counted: &'static [&'static str],
     /// Fields that most families call otherwise: that name, and its own. Either is read, as `attribute_map` of transformers has it.
     pub(crate) renamed: &'static [(&'static str, &'static str)],
     /// Reads what is its own, and the blocks, of which there are so many.
@@ -116,7 +120,7 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, endless: false, renamed: &[], read }
+        Family { name, eps: "rms_norm_eps", tied: false, endless: false, counted: &[], renamed: &[], read }
     }
 
     /// Every supported family.

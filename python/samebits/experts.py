@@ -52,6 +52,8 @@ def places(name: str, tensor: Any, family: str) -> list[Place]:
         return [(f"{path}.{e}.{which}.weight", (e, half)) for e in range(shape[0]) for which, half in halves]
     if family == "nemotron_h" and name.startswith("model."):
         return [("backbone." + name.removeprefix("model."), ())]
+    if family == "nemotron_h" and name.startswith("model."):
+        return [("backbone." + name.removeprefix("model."), ())]
     if family == "gpt_neox" and name == "lm_head.weight":
         return [("embed_out.weight", ())]
     return [(".".join([*_in_folder(path, block), last]), ())]

@@ -21,6 +21,11 @@ pub(super) enum Missing {
     Refused,
 }
 
+/// What stands for `num_key_value_heads` where null means as many as query heads, and the family's own default has nothing to do with them.
+pub(super) fn null_derived(f: &Fields) -> Missing {
+    if f.has("num_key_value_heads") { Missing::Derived } else { Missing::Refused }
+}
+
 /// Refuses every activation but silu.
 pub(super) fn only_silu(f: &Fields) {
     f.only("hidden_act", &[json!("silu"), json!("swish")]);
