@@ -93,6 +93,12 @@ MODELS = {
     "nemotron-h": ("NemotronH", dict(BASE, head_dim=16, ssm_state_size=12, mamba_num_heads=6, mamba_head_dim=16, n_groups=2,
                                      chunk_size=8, time_step_min=0.3, layers_block_type=[
         "linear_attention", "mlp", "full_attention", "linear_attention"]), 24, "bf16"),
+    "falcon-h1": ("FalconH1", dict(BASE, **HYBRID, num_hidden_layers=2, mamba_d_ssm=96, mamba_n_groups=2, embedding_multiplier=3.0,
+                                   lm_head_multiplier=0.6, mlp_multipliers=[0.7, 0.8], key_multiplier=0.6, attention_in_multiplier=1.2,
+                                   attention_out_multiplier=0.8, ssm_multipliers=[0.5, 1.5, 0.8, 1.3, 0.6], ssm_in_multiplier=1.3,
+                                   ssm_out_multiplier=0.7), 24, "bf16"),
+    "falcon-h1-norm": ("FalconH1", dict(BASE | HYBRID | dict(num_hidden_layers=1, hidden_size=40, mamba_n_heads=5), mamba_d_ssm=None,
+                                        mamba_rms_norm=True, mamba_n_groups=5, head_dim=12), 24, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,

@@ -11,6 +11,7 @@ mod dots1;
 mod ernie4_5;
 mod ernie4_5_moe;
 mod exaone4;
+mod falcon_h1;
 mod gemma2;
 mod gemma3_text;
 mod glm4;
@@ -96,6 +97,7 @@ const ALL: &[Family] = &[
     ministral3::FAMILY,
     apertus::FAMILY,
     nemotron_h::FAMILY,
+    falcon_h1::FAMILY,
 ];
 
 /// A model family.

@@ -6,6 +6,7 @@ use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::attention::{Names, QkvNames};
 use crate::layers::branch::{self, Place};
+use crate::layers::mamba2::Gate;
 use crate::layers::{LayerPlan, attend, attention, mamba2, ungated_mlp};
 use samebits_ops::Activation;
 use serde_json::json;
@@ -71,6 +72,8 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         bias: [f.flag("use_bias", false), f.flag("use_conv_bias", true)],
         // In the family's code the shortest step of an untrained model is the shortest of all, and none is the longest.
         limits: [f.positive("time_step_min").unwrap_or(0.001), 0.0],
+        factors: None,
+        gate: Gate::ThenNorm,
         norm: c.norms,
         norm_groups: groups,
     };

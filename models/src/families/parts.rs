@@ -5,6 +5,7 @@ use crate::fields::Fields;
 use crate::files::FLOAT;
 use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
+use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
 use crate::layers::ungated_mlp::Curve;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
@@ -145,7 +146,8 @@ pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attenti
 
 /// A gated MLP of this width, by the names that most families have.
 pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
-    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, bias: false, names: mlp::Names::PLAIN }
+    let names = mlp::Names::PLAIN;
+    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, gate_factor: None, bias: false, names }
 }
 
 /// An MLP without a gate of this width, whose matrices have these names.
@@ -207,7 +209,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         layer: mixer,
         behind: None,
         factor: None,
-        beside: Some(Beside { before: own, layer: mlp }),
+        beside: Some(Beside { before: own, layer: mlp, factors: None }),
     }]
 }
 
@@ -354,13 +356,18 @@ pub(super) fn switched_windows(f: &Fields, layers: usize) -> Vec<Option<usize>> 
 /// A scan of Mamba-2 by the fields and names that hybrid models have.
 pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
     let size = |field, default| f.size(field).unwrap_or(default);
-    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let inner = c.hidden.saturating_mul(size("mamba_expand", 2));
+    scan_of(c, f, inner, "hidden_size times mamba_expand")
+}
+
+/// The same with heads that have `inner` elements together, as `what` says.
+pub(super) fn scan_of(c: &Config, f: &Fields, inner: usize, what: &str) -> mamba2::Plan {
+    let size = |field, default| f.size(field).unwrap_or(default);
+    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let auto = f.get("mamba_d_head").is_none_or(|value| value == "auto");
     let head_dim = if auto { inner.checked_div(heads).unwrap_or(0) } else { f.required_size("mamba_d_head") };
     if heads.checked_mul(head_dim) != Some(inner) {
-        let why =
-            format!("is {heads}; times mamba_d_head {head_dim} it must be hidden_size times mamba_expand, {inner}");
+        let why = format!("is {heads}; times mamba_d_head {head_dim} it must be {what}, {inner}");
         f.refuse("mamba_n_heads", why);
     }
     if groups > 0 && !heads.is_multiple_of(groups) {
@@ -378,6 +385,8 @@ pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
         taps: size("mamba_d_conv", 4),
         bias: [f.flag("mamba_proj_bias", false), f.flag("mamba_conv_bias", true)],
         limits: limits(f),
+        factors: None,
+        gate: Gate::ThenNorm,
         norm: c.norms,
         norm_groups: groups,
     }
