@@ -1057,7 +1057,7 @@ mod tests {
         assert_eq!(nemotron(json!({"hybrid_override_pattern": "M-*M"})).unwrap(), "M2-*M2");
         let list = json!({"layers_block_type": ["mlp", "full_attention", "linear_attention"]});
         assert_eq!(nemotron(list.clone()).unwrap(), "-*M2");
-        let list = with(&list, json!({"hybrid_override_pattern": "M", "mamba_n_groups": 4, "n_groups": 1}));
+        let list = with(&list, json!({"hybrid_override_pattern": "M", "mamba_n_groups": 4}));
         assert_eq!(nemotron(list).unwrap(), "-*M4");
         assert_eq!(nemotron(json!({"layer_types": ["attention", "mamba"], "num_hidden_layers": 2})).unwrap(), "*M2");
         let refused = [
