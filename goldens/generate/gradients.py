@@ -32,7 +32,7 @@ SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 # The coefficient of the loss `policy_entropy`, which is recorded of these.
 ENTROPY, WITH_ENTROPY = 0.02, ("gemma2", "qwen3", "qwen3-moe")
 # The one of phi3 is beyond its original positions.
-LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "hunyuan-moe": 12, "glm4-moe": 12,
+LENGTHS = {"phi3": 36, "mixtral": 12, "olmoe": 12, "qwen3-moe": 12, "qwen2-moe": 11, "granite-moe": 12, "granite-4-moe": 10, "hunyuan-moe": 12, "glm4-moe": 12,
            "minimax-m2": 12, "gpt-oss": 12, "ernie4-5-moe": 12, "dots1": 12, "lfm2-moe": 10, "deepseek-v2": 12, "deepseek-v3": 12}
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -87,7 +87,7 @@ def split(model, folder, gradients):
         if mixtral:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         base = name.rsplit(".", 1)[0]
-        if family == "granitemoe":
+        if family in ("granitemoe", "granitemoehybrid"):
             for module, stem in [("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"),
                                  ("router.weight", "router.layer.weight")]:
                 name = name.replace(f"block_sparse_moe.{module}", f"block_sparse_moe.{stem}")
@@ -101,6 +101,8 @@ def split(model, folder, gradients):
             for expert in range(gradient.shape[0]):
                 found[f"{base}.{expert}.{down}.weight"] = gradient[expert]
         else:
+            if family == "nemotron_h":
+                name = name.replace("model.", "backbone.", 1)
             if family == "gpt_neox":
                 name = name.replace("lm_head.", "embed_out.")
             found[name] = gradient

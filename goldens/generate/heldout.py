@@ -51,6 +51,7 @@ SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, mo
                first_k_dense_replace=1, routed_scaling_factor=1.3)
 ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"])
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
+NEMOTRON = dict(head_dim=14, ssm_state_size=10, mamba_num_heads=6, mamba_head_dim=12, chunk_size=4)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -106,12 +107,25 @@ SHAPES = {
               dict(SCAN, mamba_n_heads=6, mamba_n_groups=3, mamba_proj_bias=True, attention_bias=True, mlp_bias=True,
                    attn_layer_indices=[1], rope_parameters=dict(ROPE(1e5), partial_rotary_factor=0.4)),
               dict(SCAN, mamba_n_heads=6, mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=2, time_step_limit=(0.3, 1.0))],
-    "GraniteMoeHybrid": [dict(SCAN, mamba_n_heads=5, num_local_experts=0, position_embedding_type="rope", shared_intermediate_size=40,
+    "GraniteMoeHybrid": [dict(SCAN, mamba_n_heads=5, num_local_experts=5, num_experts_per_tok=3, intermediate_size=26,
+                              position_embedding_type="rope", shared_intermediate_size=40,
                               layer_types=["full_attention", "linear_attention"], attention_multiplier=0.3),
                          dict(SCAN, mamba_n_heads=6, num_local_experts=0, shared_intermediate_size=72, embedding_multiplier=12.0,
                               residual_multiplier=0.22, logits_scaling=8.0, mamba_n_groups=2, tie_word_embeddings=True),
-                         dict(SCAN, mamba_n_heads=6, num_local_experts=0, attention_bias=True, position_embedding_type="nope",
+                         dict(SCAN, mamba_n_heads=6, num_local_experts=4, num_experts_per_tok=2, intermediate_size=30,
+                              shared_intermediate_size=40, attention_bias=True, position_embedding_type="nope",
                               layer_types=["linear_attention", "full_attention"], mamba_proj_bias=True)],
+    "NemotronH": [dict(NEMOTRON, n_groups=1, time_step_min=0.2, layers_block_type=["linear_attention", "full_attention"]),
+                  dict(NEMOTRON, n_groups=3, use_bias=True, mlp_bias=True, layers_block_type=["mlp", "linear_attention", "full_attention"]),
+                  dict(NEMOTRON, n_groups=2, use_conv_bias=False, conv_kernel=2, time_step_min=0.5, mlp_hidden_act="gelu",
+                       layers_block_type=["full_attention", "linear_attention", "mlp"])],
+    "FalconH1": [dict(SCAN, mamba_d_ssm=60, mamba_n_heads=5, mamba_rms_norm=True, attention_in_multiplier=0.7,
+                      ssm_multipliers=[0.5, 1.5, 0.8, 1.3, 0.6]),
+                 dict(SCAN, mamba_d_ssm=None, mamba_n_heads=6, mamba_n_groups=3, mamba_rms_norm=True, mamba_norm_before_gate=False,
+                      mamba_proj_bias=True, projectors_bias=True, attention_bias=True, mlp_bias=True, attention_out_multiplier=0.6,
+                      mlp_multipliers=[0.8, 0.5], ssm_out_multiplier=0.4),
+                 dict(SCAN, mamba_d_ssm=48, mamba_n_heads=6, mamba_n_groups=2, head_dim=14, time_step_limit=(0.3, 1.0),
+                      ssm_in_multiplier=1.25, key_multiplier=0.4, embedding_multiplier=5.7, lm_head_multiplier=0.3)],
     "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
     "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),
@@ -198,7 +212,8 @@ SHAPES = {
                         n_group=2, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=False)],
 }
 # Sizes that a family does not have.
-WITHOUT = {"GPT2": ["num_key_value_heads", "intermediate_size"], "GPTNeoX": ["num_key_value_heads"]}
+WITHOUT = {"GPT2": ["num_key_value_heads", "intermediate_size"], "GPTNeoX": ["num_key_value_heads"],
+           "NemotronH": ["num_hidden_layers", "tie_word_embeddings"]}
 # Ways to run; none moves a bit.
 WAYS = [["--micro-batch", "2"], ["--micro-batch", "3"], ["--micro-batch", str(SEQUENCES)], ["--pad", "left:3"],
         ["--pad", "right:5", "--micro-batch", "3"], ["--pack", "--micro-batch", "3"],

@@ -107,7 +107,15 @@ impl Config {
                 fields.refuse(field, why);
             }
         }
-        let mut layers = fields.required_size("num_hidden_layers");
+        let counted = || {
+            let list = family.counted.iter().find_map(|field| fields.get(field))?;
+            let letters = || list.as_str().map(|letters| letters.chars().count());
+            list.as_array().map(Vec::len).or_else(letters).filter(|layers| *layers > 0)
+        };
+        let mut layers = match counted() {
+            Some(layers) if fields.get("num_hidden_layers").is_none() => layers,
+            _ => fields.required_size("num_hidden_layers"),
+        };
         if layers > MOST_LAYERS {
             fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read"));
             layers = 0;
@@ -178,10 +186,6 @@ impl Config {
             (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
             (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
             (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
-            (
-                self.blocks.iter().flatten().all(branch::Plan::is_sound),
-                "a layer beside another keeps nothing of a sequence",
-            ),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
         let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
@@ -261,7 +265,9 @@ impl Config {
 
     /// For each block, how many positions back its attention reaches; `None` for all, and where it has none.
     pub fn windows(&self) -> Vec<Option<usize>> {
-        let of = |block: &Vec<branch::Plan>| block.iter().find_map(|branch| branch.layer.heads()?.window);
+        let of = |block: &Vec<branch::Plan>| {
+            block.iter().flat_map(branch::Plan::layers).find_map(|layer| layer.heads()?.window)
+        };
         self.blocks.iter().map(of).collect()
     }
 }
@@ -308,6 +314,13 @@ mod tests {
         }
         let Value::Object(map) = fields else { unreachable!() };
         Config::read(Fields::new("config.json".into(), map)).map_err(|e| e.to_string())
+    }
+
+    /// An object with more fields.
+    fn with(some: &Value, more: Value) -> Value {
+        let mut all = some.clone();
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all
     }
 
     #[test]
@@ -585,6 +598,36 @@ mod tests {
             ),
             ("qwen2", json!({"rope_parameters": null}), "`rope_parameters.rope_theta` is missing"),
             ("hunyuan_v1_dense", json!({"use_qk_norm": false}), "`use_qk_norm` is false; supported is true"),
+            (
+                "granitemoehybrid",
+                json!({"mamba_n_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 5}),
+                "`num_experts_per_tok` is 5; there are 4 experts",
+            ),
+            (
+                "falcon_h1",
+                json!({"mamba_n_heads": 8, "mamba_d_ssm": 64, "ssm_multipliers": [1, 1, 1, 1]}),
+                "`ssm_multipliers` is [1,1,1,1]; it must be 5 numbers above 0",
+            ),
+            (
+                "falcon_h1",
+                json!({"mamba_n_heads": 8, "mamba_d_ssm": 64, "attention_bias": true, "attention_in_multiplier": 0.5}),
+                "`attention_bias` is true; with an attention_in_multiplier other than 1 it must be false",
+            ),
+            (
+                "falcon_h1",
+                json!({"mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_proj_bias": true, "projectors_bias": true, "ssm_in_multiplier": 2}),
+                "`mamba_proj_bias` is true; with an ssm_in_multiplier other than 1 it must be false",
+            ),
+            (
+                "falcon_h1",
+                json!({"mamba_n_heads": 8, "mamba_d_ssm": 64, "projectors_bias": true}),
+                "`projectors_bias` is true; supported is that of mamba_proj_bias, false",
+            ),
+            (
+                "falcon_h1",
+                json!({"mamba_n_heads": 8, "mamba_d_ssm": 60, "mamba_d_head": 8}),
+                "`mamba_n_heads` is 8; times mamba_d_head 8 it must be mamba_d_ssm",
+            ),
             ("hunyuan_v1_moe", json!({"num_experts": 4, "moe_topk": [2, 5]}), "`moe_topk` is 5; there are 4 experts"),
             (
                 "hunyuan_v1_moe",
@@ -706,11 +749,6 @@ mod tests {
             "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "auto_map": {"AutoConfig": "x"}, "embd_pdrop": 0.0,
             "hidden_act": "silu", "model_type": "phi3", "pad_token_id": 0, "resid_pdrop": 0.0, "rope_theta": 10000.0,
         });
-        let with = |some: &Value, more: Value| {
-            let mut all = some.clone();
-            all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            all
-        };
         let phi = |more: Value| with(&phi, more);
         let hunyuan = json!({
             "add_classification_head": false, "anyres_pooling_size": 2, "attention_bias": false, "attention_head_dim": 16, "class_num": 0,
@@ -833,6 +871,18 @@ mod tests {
             (
                 "granite-4.0-h-1b",
                 json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 96, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "num_key_value_heads": 2, "num_local_experts": 0, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.01, "shared_intermediate_size": 96, "tie_word_embeddings": true}),
+            ),
+            (
+                "granite-4.0-h-tiny",
+                json!({"model_type": "granitemoehybrid", "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12, "hidden_act": "silu", "init_method": "mup", "intermediate_size": 32, "layer_types": ["mamba", "attention"], "logits_scaling": 6, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 6, "num_key_value_heads": 2, "num_local_experts": 64, "output_router_logits": false, "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000, "router_aux_loss_coef": 0.0, "shared_intermediate_size": 48, "tie_word_embeddings": true}),
+            ),
+            (
+                "Nemotron-H-8B",
+                json!({"model_type": "nemotron_h", "attention_bias": false, "attention_head_dim": 128, "chunk_size": 128, "conv_kernel": 4, "expand": 2, "hidden_dropout": 0.0, "hybrid_override_pattern": "M-M*", "num_hidden_layers": 4, "intermediate_size": 80, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 8192, "mlp_bias": false, "mlp_hidden_act": "relu2", "n_groups": 2, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rescale_prenorm_residual": true, "residual_in_fp32": false, "rms_norm_eps": 1e-05, "sliding_window": null, "ssm_state_size": 128, "tie_word_embeddings": false, "time_step_floor": 0.0001, "time_step_limit": [0.0, {"__float__": "Infinity"}], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256, "use_bias": false, "use_conv_bias": true, "use_mamba_kernels": true}),
+            ),
+            (
+                "Falcon-H1-0.5B",
+                json!({"model_type": "falcon_h1", "attention_bias": false, "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "attn_layer_indices": null, "embedding_multiplier": 5.656854249492381, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 12, "mamba_d_ssm": 72, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_norm_before_gate": false, "mamba_proj_bias": false, "mamba_rms_norm": false, "mamba_use_mlp": true, "max_position_embeddings": 16384, "mlp_bias": false, "mlp_expansion_factor": 8, "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_key_value_heads": 2, "num_logits_to_keep": 1, "projectors_bias": false, "rope_scaling": null, "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25, "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738], "ssm_out_multiplier": 0.23570226039551587, "tie_word_embeddings": false}),
             ),
             (
                 "gemma-3-1b",
@@ -993,6 +1043,43 @@ mod tests {
             [4, 8, 16]
         );
         assert_eq!(neox(json!({"rotary_emb_base": 500})).theta, 500.0);
+    }
+
+    /// The kinds of the layers of a Nemotron-H, in either form, say how many there are where nothing else does.
+    #[test]
+    fn layers_are_counted_by_their_kinds() {
+        let nemotron = |changes: Value| {
+            let base = json!({"num_hidden_layers": null, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 4, "mamba_n_groups": 2});
+            let config = read("nemotron_h", with(&base, changes))?;
+            let kind = |plan: &LayerPlan| match plan {
+                LayerPlan::Mamba2(plan) => format!("M{}", plan.groups),
+                LayerPlan::Attention(_) => "*".into(),
+                LayerPlan::UngatedMlp(_) => "-".into(),
+                other => panic!("{other:?}"),
+            };
+            Ok::<String, String>(config.plans().map(kind).collect())
+        };
+        assert_eq!(nemotron(json!({"hybrid_override_pattern": "M-*M"})).unwrap(), "M2-*M2");
+        let list = json!({"layers_block_type": ["mlp", "full_attention", "linear_attention"]});
+        assert_eq!(nemotron(list.clone()).unwrap(), "-*M2");
+        let list = with(&list, json!({"hybrid_override_pattern": "M", "mamba_n_groups": 4}));
+        assert_eq!(nemotron(list).unwrap(), "-*M4");
+        assert_eq!(nemotron(json!({"layer_types": ["attention", "mamba"], "num_hidden_layers": 2})).unwrap(), "*M2");
+        let refused = [
+            (json!({"hybrid_override_pattern": "M*E"}), "`hybrid_override_pattern` has \"E\"; supported are"),
+            (json!({"layers_block_type": ["mlp", "moe"]}), "`layers_block_type` has \"moe\"; supported are"),
+            (json!({"hybrid_override_pattern": "M", "num_hidden_layers": 2}), "must have a kind for each of 2 layers"),
+            (json!({"layer_types": [1], "num_hidden_layers": 1}), "must have a kind for each of 1 layers"),
+            (json!({"num_hidden_layers": 2}), "`layers_block_type` is missing"),
+            (json!({}), "`num_hidden_layers` is missing"),
+            (json!({"layer_types": ["mlp"], "attention_head_dim": 8}), "`attention_head_dim` is not head_dim, 16"),
+            (json!({"layer_types": ["mlp"], "mamba_n_groups": 3}), "`mamba_n_groups` is 3; it must divide"),
+            (json!({"layer_types": ["mlp"], "attention_bias": true}), "`attention_bias` is true"),
+        ];
+        for (changes, expected) in refused {
+            let line = nemotron(changes.clone()).unwrap_err();
+            assert!(line.contains(expected), "{changes}: {line}");
+        }
     }
 
     #[test]

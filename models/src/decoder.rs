@@ -89,7 +89,7 @@ impl<'a> Runner<'a> {
         }
         // Room for no more than one text can have.
         let page_size = page_size.min(self.config().longest().max(1));
-        let kinds: Vec<Kind> = self.decoder.blocks.iter().flatten().map(Branch::state).collect();
+        let kinds: Vec<Kind> = self.decoder.blocks.iter().flatten().flat_map(Branch::states).collect();
         States::new(self.machine, self.decoder.dtype, &kinds, page_size, order)
     }
 
@@ -282,11 +282,13 @@ impl Decoder {
         states: &mut States,
         stream: &mut Stream,
     ) -> Result<Vec<branch::Saved>, ModelError> {
-        let first: usize = self.blocks[..i].iter().map(Vec::len).sum();
-        let mut saved = Vec::new();
+        let first = self.blocks[..i].iter().flatten().flat_map(Branch::states).count();
+        let (mut saved, mut states) = (Vec::new(), &mut states.layers[first..]);
         pass.layer = Some(i);
-        for (branch, state) in self.blocks[i].iter().zip(&mut states.layers[first..]) {
-            saved.extend(branch.forward(pass, state, stream)?);
+        for branch in &self.blocks[i] {
+            let (own, rest) = states.split_at_mut(branch.states().count());
+            saved.extend(branch.forward(pass, own, stream)?);
+            states = rest;
         }
         pass.layer = None;
         Ok(saved)

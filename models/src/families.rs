@@ -11,6 +11,7 @@ mod dots1;
 mod ernie4_5;
 mod ernie4_5_moe;
 mod exaone4;
+mod falcon_h1;
 mod gemma2;
 mod gemma3_text;
 mod glm4;
@@ -32,6 +33,7 @@ mod ministral3;
 mod mistral;
 mod mixtral;
 mod nemotron;
+mod nemotron_h;
 mod neutral;
 mod olmo2;
 mod olmo3;
@@ -96,6 +98,8 @@ const ALL: &[Family] = &[
     nemotron::FAMILY,
     ministral3::FAMILY,
     apertus::FAMILY,
+    nemotron_h::FAMILY,
+    falcon_h1::FAMILY,
 ];
 
 /// A model family.
@@ -111,6 +115,8 @@ pub struct Family {
     pub(crate) endless: bool,
     /// Whether the experts may be stored as MXFP4.
     pub(crate) mxfp4: bool,
+    /// Lists by layer, of which the first that is there says how many layers there are where `num_hidden_layers` is missing.
+    pub(crate) counted: &'static [&'static str],
     /// Fields that most families call otherwise: that name, and its own. Either is read, as `attribute_map` of transformers has it.
     pub(crate) renamed: &'static [(&'static str, &'static str)],
     /// Reads what is its own, and the blocks, of which there are so many.
@@ -120,7 +126,16 @@ pub struct Family {
 impl Family {
     /// What most have in common, before the rest is said.
     const fn of(name: &'static str, read: fn(&mut Config, &Fields, usize)) -> Family {
-        Family { name, eps: "rms_norm_eps", tied: false, endless: false, mxfp4: false, renamed: &[], read }
+        Family {
+            name,
+            eps: "rms_norm_eps",
+            tied: false,
+            endless: false,
+            mxfp4: false,
+            counted: &[],
+            renamed: &[],
+            read,
+        }
     }
 
     /// Every supported family.

@@ -129,11 +129,6 @@ impl LayerPlan {
         }
     }
 
-    /// Whether it keeps nothing of a sequence.
-    pub(crate) fn is_stateless(&self) -> bool {
-        matches!(self, LayerPlan::Mlp(_) | LayerPlan::UngatedMlp(_) | LayerPlan::Moe(_))
-    }
-
     /// The heads of an attention.
     pub(crate) fn heads(&self) -> Option<&attend::Heads> {
         match self {

@@ -463,9 +463,13 @@ fn without_rows(dtype: DType, shape: &[usize]) -> Result<Tensor, ModelError> {
 }
 
 /// Other names of folders: the tensor by which they are known, and what stands at the beginning of names there and in the model.
-/// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders.
-const RENAMED: [(&str, &str, &str); 2] =
-    [("wte.weight", "", "transformer."), ("gpt_neox.embed_in.weight", "lm_head.", "embed_out.")];
+/// GPT-2 was published as the base of a model; the head of a GPT-NeoX has another name in modules than in folders, and so has all but
+/// the head of a Nemotron-H.
+const RENAMED: [(&str, &str, &str); 3] = [
+    ("wte.weight", "", "transformer."),
+    ("gpt_neox.embed_in.weight", "lm_head.", "embed_out."),
+    ("model.norm_f.weight", "model.", "backbone."),
+];
 
 /// Whether a tensor is one that models of these families were once stored with and compute anew: tables of the rotary
 /// positions, and masks.

@@ -206,6 +206,22 @@ fn mxfp4_that_is_not_whole_is_refused() {
     assert_refused(&llama, &["`quantization_config` is set"]);
 }
 
+/// Folders whose tensors have the names of another class of transformers.
+#[test]
+fn other_names_give_the_same_logits() {
+    for (name, ours, theirs) in
+        [("gpt2", "transformer.", ""), ("gpt-neox", "embed_out.", "lm_head."), ("nemotron-h", "backbone.", "model.")]
+    {
+        let dir = copy(name);
+        change_tensors(&dir, |tensors| {
+            let rename = |(name, tensor): (String, Tensor)| (name.replacen(ours, theirs, 1), tensor);
+            *tensors = std::mem::take(tensors).into_iter().map(rename).collect();
+            assert!(!tensors.keys().any(|name| name.starts_with(ours)));
+        });
+        assert_eq!(logits(dir.path()), logits(&checkpoint(name)), "{name}");
+    }
+}
+
 #[test]
 fn missing_files() {
     for file in ["config.json", WHOLE] {

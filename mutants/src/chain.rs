@@ -79,6 +79,14 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::NarrowState),
     },
     Mutation {
+        name: "gate_behind_norm",
+        about: "A scan of Mamba-2 is gated behind its norm.",
+        op: "chain",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::GateBehindNorm),
+    },
+    Mutation {
         name: "experts_by_arrival",
         about: "Experts are summed in the order of their numbers where several tokens run together.",
         op: "chain",

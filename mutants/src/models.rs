@@ -2,6 +2,7 @@
 
 use samebits_contract::round;
 use samebits_contract::tensor::DType;
+use samebits_models::plan::{Branch, Layer, Mamba2, ScanGate};
 use samebits_models::{Config, ModelError, Probe, Seen};
 use std::ops::Range;
 
@@ -23,6 +24,8 @@ pub enum ModelMutation {
     WindowAtChunkBorder,
     /// What a layer that recurs keeps between two steps is rounded to bf16.
     NarrowState,
+    /// In a scan of Mamba-2 whose norm stands behind the gate, it stands before.
+    GateBehindNorm,
     /// What attention makes is a little larger in a layer that is run again for its reverse.
     RecomputedAttention,
 }
@@ -35,6 +38,9 @@ pub struct ModelMutant<P> {
     /// The router's scores, or by token the order of the ranks: what a site leaves for the next.
     scores: Vec<f32>,
     order: Vec<Vec<usize>>,
+    /// Of each layer its scan, if it has one, and the gate and the scan that it has just made.
+    scans: Vec<Option<Mamba2>>,
+    scanned: [Vec<f32>; 2],
     /// The layers that a micro-batch has been through.
     attended: Vec<usize>,
     /// The other one. It sees what was made right although it will be read wrong; a wrong choice of experts, which is made
@@ -46,7 +52,17 @@ impl<P: Probe> ModelMutant<P> {
     /// For models of `config`.
     pub fn new(mutation: ModelMutation, config: &Config, beside: P) -> ModelMutant<P> {
         let windowed = config.windows().iter().map(Option::is_some).collect();
-        ModelMutant { mutation, windowed, scores: Vec::new(), order: Vec::new(), attended: Vec::new(), beside }
+        let scan = |block: &Vec<_>| block.iter().find_map(scan_of);
+        ModelMutant {
+            mutation,
+            windowed,
+            scores: Vec::new(),
+            order: Vec::new(),
+            scans: config.blocks.iter().map(scan).collect(),
+            scanned: Default::default(),
+            attended: Vec::new(),
+            beside,
+        }
     }
 }
 
@@ -131,6 +147,21 @@ impl<P> ModelMutant<P> {
                     .collect();
                 reorder(seen.values, &self.order);
             }
+            (ModelMutation::GateBehindNorm, "z", _) => self.scanned[0] = seen.values.to_vec(),
+            (ModelMutation::GateBehindNorm, "scan", _) => self.scanned[1] = seen.values.to_vec(),
+            (ModelMutation::GateBehindNorm, "gated", Some(layer)) => {
+                if let Some(scan) = self.scans[layer].as_ref().filter(|scan| scan.gate == ScanGate::ThenNorm) {
+                    let [z, made] = &self.scanned;
+                    let part = width / scan.norm_groups;
+                    for (i, read) in seen.values.chunks_exact_mut(part).enumerate() {
+                        let own = i * part..(i + 1) * part;
+                        let gate = |(z, made): (&f32, &f32)| made * z / (1.0 + (-z).exp());
+                        let gated: Vec<f32> = z[own.clone()].iter().zip(&made[own.clone()]).map(gate).collect();
+                        let factor = size(&gated, scan.norm.eps) / size(&made[own], scan.norm.eps);
+                        read.iter_mut().for_each(|value| *value *= factor);
+                    }
+                }
+            }
             (ModelMutation::RecomputedAttention, "embed", _) => self.attended.clear(),
             (ModelMutation::RecomputedAttention, "attention", Some(layer)) => {
                 if self.attended.contains(&layer) {
@@ -142,6 +173,19 @@ impl<P> ModelMutant<P> {
             _ => {}
         }
     }
+}
+
+/// The scan of a branch, if it has one.
+fn scan_of(branch: &Branch) -> Option<Mamba2> {
+    match &branch.layer {
+        Layer::Mamba2(scan) => Some(scan.clone()),
+        _ => None,
+    }
+}
+
+/// The root that a norm divides by.
+fn size(values: &[f32], eps: f32) -> f32 {
+    (values.iter().map(|value| value * value).sum::<f32>() / values.len() as f32 + eps).sqrt()
 }
 
 /// Brings the values of each row into its order.

@@ -20,12 +20,14 @@ _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
 }
 # Tensors whose module has another path than folders.
+_GRANITE = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
 _RENAMED = {
-    "granitemoe": {
-        "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-        "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
-        "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-    },
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
     "ernie4_5_moe": {"mlp.gate.moe_statics.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
 }
 
@@ -48,6 +50,10 @@ def places(name: str, tensor: Any, family: str) -> list[Place]:
         width = shape[1] // 2
         halves = ((gate, slice(0, width)), (up, slice(width, None)))
         return [(f"{path}.{e}.{which}.weight", (e, half)) for e in range(shape[0]) for which, half in halves]
+    if family == "nemotron_h" and name.startswith("model."):
+        return [("backbone." + name.removeprefix("model."), ())]
+    if family == "nemotron_h" and name.startswith("model."):
+        return [("backbone." + name.removeprefix("model."), ())]
     if family == "gpt_neox" and name == "lm_head.weight":
         return [("embed_out.weight", ())]
     return [(".".join([*_in_folder(path, block), last]), ())]

@@ -1,7 +1,7 @@
 //! Bamba: in most layers a scan of Mamba-2, in some attention that rotates half of each head.
 
 use super::Family;
-use super::parts::{Missing, attention, gated, heads, layer_numbers, only_silu, partial_rope, scan};
+use super::parts::{Missing, attention, gated, heads, layer_numbers, null_derived, only_silu, partial_rope, scan};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch::{self, Place};
@@ -12,9 +12,7 @@ pub(super) const FAMILY: Family = Family::of("bamba", read);
 fn read(c: &mut Config, f: &Fields, layers: usize) {
     only_silu(f);
     c.final_norm = "model.final_layernorm";
-    // A null has a meaning of its own.
-    let kv = if f.has("num_key_value_heads") { Missing::Derived } else { Missing::Refused };
-    let heads = heads(c, f, kv, Missing::Derived);
+    let heads = heads(c, f, null_derived(f), Missing::Derived);
     let rope = partial_rope(c, f, heads.key_dim, Some(10_000.0), 0.5);
     let (bias, mlp_bias) = (f.flag("attention_bias", false), f.flag("mlp_bias", false));
     let attention = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };

@@ -78,7 +78,7 @@ pub(super) fn shared_experts(c: &Config, f: &Fields) -> moe::Plan {
         f.refuse("n_group", format!("is {groups}; it must divide n_routed_experts {count}"));
     }
     moe::Plan {
-        shared: (shared > 0).then(|| moe::Shared { mlp: expert(c, shared), name: "shared_experts", gate: None }),
+        shared: (shared > 0).then(|| moe::Shared { mlp: expert(c, shared), name: Some("shared_experts"), gate: None }),
         groups,
         top_groups,
         scale: f.positive("routed_scaling_factor").unwrap_or(1.0),

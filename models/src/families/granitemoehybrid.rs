@@ -1,11 +1,15 @@
-//! Granite 4: scans of Mamba-2 and some attention, with the factors of Granite; those without experts.
+//! Granite 4: scans of Mamba-2 and some attention, with the factors of Granite; with experts or without.
 
 use super::Family;
-use super::parts::{Missing, attends, attention, gated, heads, no_rope, only_silu, pre_norm, rope, scan};
+use super::parts::{
+    Missing, attends, attention, chosen_or, expert, gated, heads, no_rope, only_silu, pre_norm, rope, scan,
+    softmax_experts_of,
+};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch;
 use crate::layers::head::Finish;
+use crate::layers::moe::{self, ExpertNames, Shared};
 use crate::layers::{LayerPlan, attend, attention, mlp};
 
 pub(super) const FAMILY: Family = Family::of("granitemoehybrid", read);
@@ -26,16 +30,25 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
             no_rope(c, heads.key_dim)
         }
     };
-    let experts = f.get("num_local_experts").map_or(8, |_| f.size_or_zero("num_local_experts"));
-    if experts > 0 {
-        f.refuse("num_local_experts", format!("is {experts}; supported is 0, a model without experts"));
-    }
-    f.unread(&["num_experts_per_tok", "intermediate_size"]);
     let bias = f.flag("attention_bias", false);
     let attention = attention::Plan { bias, o_bias: bias, ..attention(c, heads, rope) };
     let names = mlp::Names::Fused(["shared_mlp.input_linear", "shared_mlp.output_linear"]);
-    let width = f.size("shared_intermediate_size").unwrap_or(1024);
-    let mlp = LayerPlan::Mlp(mlp::Plan { names, ..gated(c, width) });
+    let shared = mlp::Plan { names, ..gated(c, f.size("shared_intermediate_size").unwrap_or(1024)) };
+    let count = f.get("num_local_experts").map_or(8, |_| f.size_or_zero("num_local_experts"));
+    let mlp = match count {
+        0 => {
+            f.unread(&["num_experts_per_tok", "intermediate_size"]);
+            LayerPlan::Mlp(shared)
+        }
+        _ => {
+            let shared = Some(Shared { mlp: shared, name: None, gate: None });
+            let expert = expert(c, f.size("intermediate_size").unwrap_or(11_008));
+            let experts = ExpertNames::Stacked(moe::Stacked::modules(["input_linear", "output_linear"]));
+            let names = moe::Names { block: "block_sparse_moe", router: "router.layer", experts };
+            let chosen = chosen_or(f, count, 2);
+            LayerPlan::Moe(moe::Plan { shared, names, ..softmax_experts_of(count, chosen, expert, true) })
+        }
+    };
     let scan = scan(c, f);
     let block = |attends| {
         let mixer = match attends {

@@ -5,6 +5,7 @@ use super::parts::{limits, only_silu};
 use crate::config::Config;
 use crate::fields::Fields;
 use crate::layers::branch::{self, Place};
+use crate::layers::mamba2::Gate;
 use crate::layers::{LayerPlan, mamba2};
 
 pub(super) const FAMILY: Family = Family { eps: "layer_norm_epsilon", endless: true, ..Family::of("mamba2", read) };
@@ -38,6 +39,8 @@ fn read(c: &mut Config, f: &Fields, layers: usize) {
         taps: size("conv_kernel", 4),
         bias: [f.flag("use_bias", false), f.flag("use_conv_bias", true)],
         limits: limits(f),
+        factors: None,
+        gate: Gate::ThenNorm,
         norm: c.norms,
         norm_groups: groups,
     };

@@ -5,6 +5,7 @@ use crate::fields::Fields;
 use crate::files::FLOAT;
 use crate::layers::branch::{self, Beside, Place};
 use crate::layers::heads::{NormOf, QkNorm, Rope};
+use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
 use crate::layers::ungated_mlp::Curve;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
@@ -19,6 +20,11 @@ pub(super) enum Missing {
     Derived,
     /// An error: the family's own default has nothing to do with its sizes, so the folder is ambiguous.
     Refused,
+}
+
+/// What stands for `num_key_value_heads` where null means as many as query heads, and the family's own default has nothing to do with them.
+pub(super) fn null_derived(f: &Fields) -> Missing {
+    if f.has("num_key_value_heads") { Missing::Derived } else { Missing::Refused }
 }
 
 /// Refuses every activation but silu.
@@ -150,7 +156,8 @@ pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attenti
 
 /// A gated MLP of this width, by the names that most families have.
 pub(super) fn gated(c: &Config, width: usize) -> mlp::Plan {
-    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, bias: false, names: mlp::Names::PLAIN }
+    let names = mlp::Names::PLAIN;
+    mlp::Plan { hidden: c.hidden, width, activation: Activation::Silu, gate_factor: None, bias: false, names }
 }
 
 /// An MLP without a gate of this width, whose matrices have these names.
@@ -212,7 +219,7 @@ pub(super) fn parallel(mixer: LayerPlan, mlp: LayerPlan, own: Option<&'static st
         layer: mixer,
         behind: None,
         factor: None,
-        beside: Some(Beside { before: own, layer: mlp }),
+        beside: Some(Beside { before: own, layer: mlp, factors: None }),
     }]
 }
 
@@ -278,7 +285,15 @@ pub(super) fn first_size(f: &Fields, names: &[&str]) -> usize {
 
 /// `num_experts_per_tok`, at most `count`.
 pub(super) fn chosen(f: &Fields, count: usize) -> usize {
-    let chosen = f.required_size("num_experts_per_tok");
+    within(f, count, f.required_size("num_experts_per_tok"))
+}
+
+/// The same, where the family has a default.
+pub(super) fn chosen_or(f: &Fields, count: usize, default: usize) -> usize {
+    within(f, count, f.size("num_experts_per_tok").unwrap_or(default))
+}
+
+fn within(f: &Fields, count: usize, chosen: usize) -> usize {
     if count > 0 && chosen > count {
         f.refuse("num_experts_per_tok", format!("is {chosen}; there are {count} experts"));
     }
@@ -352,13 +367,18 @@ pub(super) fn switched_windows(f: &Fields, layers: usize) -> Vec<Option<usize>> 
 /// A scan of Mamba-2 by the fields and names that hybrid models have.
 pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
     let size = |field, default| f.size(field).unwrap_or(default);
-    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let inner = c.hidden.saturating_mul(size("mamba_expand", 2));
+    scan_of(c, f, inner, "hidden_size times mamba_expand")
+}
+
+/// The same with heads that have `inner` elements together, as `what` says.
+pub(super) fn scan_of(c: &Config, f: &Fields, inner: usize, what: &str) -> mamba2::Plan {
+    let size = |field, default| f.size(field).unwrap_or(default);
+    let (heads, groups) = (size("mamba_n_heads", 128), size("mamba_n_groups", 1));
     let auto = f.get("mamba_d_head").is_none_or(|value| value == "auto");
     let head_dim = if auto { inner.checked_div(heads).unwrap_or(0) } else { f.required_size("mamba_d_head") };
     if heads.checked_mul(head_dim) != Some(inner) {
-        let why =
-            format!("is {heads}; times mamba_d_head {head_dim} it must be hidden_size times mamba_expand, {inner}");
+        let why = format!("is {heads}; times mamba_d_head {head_dim} it must be {what}, {inner}");
         f.refuse("mamba_n_heads", why);
     }
     if groups > 0 && !heads.is_multiple_of(groups) {
@@ -376,6 +396,8 @@ pub(super) fn scan(c: &Config, f: &Fields) -> mamba2::Plan {
         taps: size("mamba_d_conv", 4),
         bias: [f.flag("mamba_proj_bias", false), f.flag("mamba_conv_bias", true)],
         limits: limits(f),
+        factors: None,
+        gate: Gate::ThenNorm,
         norm: c.norms,
         norm_groups: groups,
     }

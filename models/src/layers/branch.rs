@@ -35,11 +35,6 @@ impl Plan {
         Plan { place, before: Some(before), layer, behind: None, factor: None, beside: None }
     }
 
-    /// Whether only its first layer keeps something of a sequence.
-    pub(crate) fn is_sound(&self) -> bool {
-        self.beside.as_ref().is_none_or(|beside| beside.layer.is_stateless())
-    }
-
     /// Its layers.
     pub(crate) fn layers(&self) -> impl Iterator<Item = &LayerPlan> {
         std::iter::once(&self.layer).chain(self.beside.iter().map(|beside| &beside.layer))
@@ -51,8 +46,10 @@ impl Plan {
 pub struct Beside {
     /// The name of the norm before it, without `.weight`; `None` where it reads what the first layer reads.
     pub before: Option<&'static str>,
-    /// The layer, which keeps nothing of a sequence.
+    /// The layer.
     pub layer: LayerPlan,
+    /// Factors of what the first layer makes, and of what this one makes, where there are any.
+    pub factors: Option<[f64; 2]>,
 }
 
 /// The place of a branch in its block, by which the sites of its values are called.
@@ -76,6 +73,8 @@ struct Sites {
     behind: &'static str,
     /// The residual stream, once that is added.
     sum: [&'static str; 2],
+    /// What a layer beside the first makes.
+    beside: &'static str,
 }
 
 impl Place {
@@ -86,18 +85,21 @@ impl Place {
                 made: ["o", "do"],
                 behind: "post_attention_norm",
                 sum: ["attention_sum", "dattention_sum"],
+                beside: "beside",
             },
             Place::Mlp => &Sites {
                 norm: ["mlp_norm", "dmlp_norm"],
                 made: ["mlp", "dmlp"],
                 behind: "post_mlp_norm",
                 sum: ["sum", "dsum"],
+                beside: "beside",
             },
             Place::Whole => &Sites {
                 norm: ["input_norm", "dinput_norm"],
                 made: ["o", "do"],
                 behind: "post_attention_norm",
                 sum: ["sum", "dsum"],
+                beside: "mlp",
             },
         }
     }
@@ -181,6 +183,7 @@ pub(crate) struct Branch {
 struct Second {
     before: Option<Norm>,
     layer: Layer,
+    factors: Option<[Attributes; 2]>,
 }
 
 /// What a reverse pass reads.
@@ -215,16 +218,21 @@ impl Branch {
         [&mut self.before, &mut self.behind].into_iter().flatten().try_for_each(|norm| norm.move_to(device))
     }
 
-    /// What its layer keeps of a sequence from step to step.
-    pub fn state(&self) -> Kind {
-        self.layer.state()
+    /// Its layers.
+    fn layers(&self) -> impl Iterator<Item = &Layer> {
+        std::iter::once(&self.layer).chain(self.beside.iter().map(|beside| &beside.layer))
+    }
+
+    /// What each of its layers keeps of a sequence from step to step.
+    pub fn states(&self) -> impl Iterator<Item = Kind> {
+        self.layers().map(Layer::state)
     }
 
     /// x, which takes what the branch before made, and in y what this one makes.
     pub fn forward(
         &self,
         pass: &mut Pass,
-        state: &mut LayerState,
+        states: &mut [LayerState],
         stream: &mut Stream,
     ) -> Result<Option<Saved>, ModelError> {
         let sites = self.place.sites();
@@ -232,11 +240,15 @@ impl Branch {
         let Stream { x, y, sum, a, .. } = stream;
         pass.see(sites.norm[0], a)?;
         let entered = pass.kept([&*x, &*a])?;
-        let layer = self.layer.forward(pass, state, a, y)?;
+        let layer = self.layer.forward(pass, &mut states[0], a, y)?;
         pass.see(sites.made[0], y)?;
         let beside = match &self.beside {
             Some(beside) => {
-                let saved = beside.forward(pass, state, [&*x, &*a], y, sum)?;
+                if let Some([own, _]) = &beside.factors {
+                    pass.op("scale", own, &[("x", y.view())], [("y", sum.view_mut())])?;
+                    swap(y, sum);
+                }
+                let saved = beside.forward(pass, &mut states[1], [&*x, &*a], sites.beside, y, sum)?;
                 swap(y, sum);
                 saved
             }
@@ -263,9 +275,7 @@ impl Branch {
         let (sites, Saved { x, a, layer, beside, made }) = (self.place.sites(), saved);
         let mut dmade = None;
         if let Some(factor) = &self.factor {
-            let mut dy = back.pass.empty(DType::Fp32, dsum.shape())?;
-            back.pass.op("scale", factor, &[("x", dsum.view())], [("y", dy.view_mut())])?;
-            dmade = Some(dy);
+            dmade = Some(back.scaled(factor, dsum)?);
         }
         if let (Some(norm), Some(made)) = (&self.behind, made) {
             dmade = Some(norm.backward(back, &made, dmade.as_ref().unwrap_or(dsum))?);
@@ -274,14 +284,17 @@ impl Branch {
             back.see(sites.made[1], dmade)?;
         }
         let dy = dmade.as_ref().unwrap_or(dsum);
-        let mut da = self.layer.backward(back, &a, layer, dy)?;
+        let factors = self.beside.as_ref().and_then(|beside| beside.factors.as_ref());
+        let scaled = factors.map(|[own, _]| back.scaled(own, dy)).transpose()?;
+        let mut da = self.layer.backward(back, &a, layer, scaled.as_ref().unwrap_or(dy))?;
         // Of the layer beside it, where that reads another form of the stream.
         let mut other = None;
-        if let (Some(Second { before, layer }), Some((own, saved))) = (&self.beside, beside) {
-            let mut db = layer.backward(back, own.as_ref().unwrap_or(&a), saved, dy)?;
+        if let (Some(Second { before, layer, .. }), Some((own, saved))) = (&self.beside, beside) {
+            let scaled = factors.map(|[_, own]| back.scaled(own, dy)).transpose()?;
+            let mut db = layer.backward(back, own.as_ref().unwrap_or(&a), saved, scaled.as_ref().unwrap_or(dy))?;
             match before {
                 Some(norm) => {
-                    back.see(BESIDE.norm[1], &mut db)?;
+                    back.see(BESIDE_NORM[1], &mut db)?;
                     other = Some((norm, db));
                 }
                 None => da = back.sum(&da, &db)?,
@@ -304,13 +317,14 @@ impl Branch {
     }
 }
 
-/// The names of the values of a layer beside another.
-const BESIDE: Sites = Sites { norm: ["mlp_norm", "dmlp_norm"], made: ["mlp", "dmlp"], behind: "", sum: ["", ""] };
+/// Behind a norm of its own before a layer beside another, and the gradient there.
+const BESIDE_NORM: [&str; 2] = ["mlp_norm", "dmlp_norm"];
 
 impl Second {
     fn load(loader: &mut Loader, plan: &Beside, hidden: usize, norms: &norm::Plan) -> Result<Second, ModelError> {
         let before = plan.before.map(|name| Norm::load(loader, name, hidden, norms)).transpose()?;
-        Ok(Second { before, layer: Layer::load(loader, &plan.layer)? })
+        let factors = plan.factors.map(|factors| factors.map(|factor| Attributes::new().with("factor", factor)));
+        Ok(Second { before, layer: Layer::load(loader, &plan.layer)?, factors })
     }
 
     /// What it makes of the stream x, whose form for the first layer is a, is added to `y`, what that made, in `sum`. What a reverse
@@ -320,6 +334,7 @@ impl Second {
         pass: &mut Pass,
         state: &mut LayerState,
         [x, a]: [&Tensor; 2],
+        site: &'static str,
         y: &Tensor,
         sum: &mut Tensor,
     ) -> Result<Option<(Option<Tensor>, LayerSaved)>, ModelError> {
@@ -327,12 +342,16 @@ impl Second {
         if let Some(norm) = &self.before {
             let mut normed = pass.room("beside_norm", pass.dtype, x.shape())?;
             norm.forward(pass, x, &mut normed)?;
-            pass.see(BESIDE.norm[0], &mut normed)?;
+            pass.see(BESIDE_NORM[0], &mut normed)?;
             own = Some(normed);
         }
         let mut made = pass.room("beside", DType::Fp32, x.shape())?;
         let saved = self.layer.forward(pass, state, own.as_ref().unwrap_or(a), &mut made)?;
-        pass.see(BESIDE.made[0], &mut made)?;
+        pass.see(site, &mut made)?;
+        if let Some([_, own]) = &self.factors {
+            pass.op("scale", own, &[("x", made.view())], [("y", sum.view_mut())])?;
+            swap(&mut made, sum);
+        }
         let inputs = [("a", y.view()), ("b", made.view())];
         pass.op("add", &Attributes::new(), &inputs, [("y", sum.view_mut())])?;
         pass.leave([("beside", made)]);

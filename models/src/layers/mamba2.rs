@@ -1,6 +1,7 @@
 //! A scan of Mamba-2: `out(norm(scan(x, dt, b, c) * silu(z)))`, where z, one stream of x, b and c, and dt are projections of what
-//! enters, and x, b and c have gone through a causal convolution and a silu. What it keeps of a sequence is the last rows that
-//! the convolution reads, and the state of the scan.
+//! enters, which may have a factor each, and x, b and c have gone through a causal convolution and a silu. The norm may also stand
+//! before the gate, or be missing. What it keeps of a sequence is the last rows that the convolution reads, and the state of the
+//! scan.
 //!
 //! All between the first projections and the last is f32, and rounded once where the last reads it.
 
@@ -40,10 +41,25 @@ pub struct Plan {
     pub bias: [bool; 2],
     /// Steps in time are no shorter and no longer; the second is 0 for no limit.
     pub limits: [f64; 2],
-    /// The norm behind the gate.
+    /// Factors of z, x, b, c and dt, where there are any.
+    pub factors: Option<[f64; 5]>,
+    /// How the scan is gated.
+    pub gate: Gate,
+    /// The norm of the scan, where the gate has one.
     pub norm: norm::Plan,
     /// Parts of a row that have norms of their own.
     pub norm_groups: usize,
+}
+
+/// Where the norm of a scan stands that silu(z) gates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gate {
+    /// Behind the gate.
+    ThenNorm,
+    /// Before the gate.
+    AfterNorm,
+    /// Nowhere.
+    Alone,
 }
 
 impl Plan {
@@ -72,6 +88,9 @@ impl Plan {
         let divides = |n: usize, all: usize| n > 0 && all.is_multiple_of(n);
         match () {
             _ if self.hidden != hidden => Err(WIDTH),
+            _ if !self.factors.iter().flatten().all(|factor| (*factor as f32).is_finite()) => {
+                Err("factors are numbers within f32")
+            }
             _ if !product(&[heads, head_dim, state_dim]) || !product(&[channels, taps]) => Err(SIZES),
             _ if !divides(groups, heads) || !divides(norm_groups, heads * head_dim) => {
                 Err("groups divide what they share")
@@ -94,10 +113,19 @@ pub(crate) struct Mamba2 {
     dt_bias: Vector,
     a_log: Vector,
     d: Vector,
-    norm: GatedNorm,
+    norm: Option<ScanNorm>,
     out: Linear,
     /// A row of ones, by which a product with a gate is the gate's silu.
     ones: Tensor,
+    factors: Option<Factors>,
+}
+
+/// Factors of what the first projections make.
+struct Factors {
+    z: Attributes,
+    /// A row of those of x, b and c.
+    stream: Tensor,
+    dt: Attributes,
 }
 
 /// What a reverse pass reads, beside a.
@@ -111,10 +139,10 @@ pub(crate) struct Saved {
     c: Tensor,
     dt: Tensor,
     scan: Tensor,
-    /// `scan * silu(z)`
-    gated: Tensor,
-    /// The same behind its norm, as the last projection reads it.
-    normed: Tensor,
+    /// What stands between the gate and the norm, where there is one.
+    between: Option<Tensor>,
+    /// What the last projection reads.
+    read: Tensor,
 }
 
 impl Mamba2 {
@@ -126,19 +154,30 @@ impl Mamba2 {
         let conv = CausalConv::load(loader, &name("conv1d"), [channels, plan.taps], conv_bias)?;
         let mut vector = |part| loader.vector(&name(part), plan.heads);
         let (dt_bias, a_log, d) = (vector("dt_bias")?, vector("A_log")?, vector("D")?);
-        let norm = GatedNorm::load(loader, &name("norm"), inner, plan)?;
+        let norm =
+            (plan.gate != Gate::Alone).then(|| ScanNorm::load(loader, &name("norm"), inner, plan)).transpose()?;
         let out = loader.linear(&name("out_proj"), hidden, inner, bias)?;
         let ones = Tensor::new(vec![1f32; channels], &[1, channels])?;
-        Ok(Mamba2 { plan: plan.clone(), z, stream, dt, conv, dt_bias, a_log, d, norm, out, ones })
+        let factors = plan.factors.map(|[z, x, b, c, dt]| {
+            let of = |factor: f64| Attributes::new().with("factor", factor);
+            let shared = plan.shared();
+            let row = [(x, inner), (b, shared), (c, shared)].into_iter().flat_map(|(factor, n)| vec![factor as f32; n]);
+            Ok::<_, ModelError>(Factors { z: of(z), stream: Tensor::new(row.collect(), &[1, channels])?, dt: of(dt) })
+        });
+        let factors = factors.transpose()?;
+        Ok(Mamba2 { plan: plan.clone(), z, stream, dt, conv, dt_bias, a_log, d, norm, out, ones, factors })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
-        let Mamba2 { z, stream, dt, conv, dt_bias, a_log, d, norm, out, ones, .. } = self;
+        let Mamba2 { z, stream, dt, conv, dt_bias, a_log, d, norm, out, ones, factors, .. } = self;
         [z, stream, dt, out].into_iter().try_for_each(|linear| linear.move_to(cpu, device))?;
         [dt_bias, a_log, d].into_iter().try_for_each(|vector| vector.move_to(device))?;
         *ones = Backend::upload(device, ones.view())?;
+        if let Some(Factors { stream, .. }) = factors {
+            *stream = Backend::upload(device, stream.view())?;
+        }
         conv.move_to(device)?;
-        norm.move_to(device)
+        norm.as_mut().map_or(Ok(()), |norm| norm.move_to(device))
     }
 
     pub fn state(&self) -> Kind {
@@ -167,13 +206,17 @@ impl Mamba2 {
         let f32 = DType::Fp32;
         let Plan { heads, head_dim, groups, state_dim, .. } = self.plan;
         let (inner, shared) = (self.plan.inner(), self.plan.shared());
-        let z = self.z.apply(pass, a.view(), f32)?;
-        let stream = self.stream.apply(pass, a.view(), f32)?;
-        let dt = self.dt.apply(pass, a.view(), f32)?;
+        let mut z = self.z.apply(pass, a.view(), f32)?;
+        let mut stream = self.stream.apply(pass, a.view(), f32)?;
+        let mut dt = self.dt.apply(pass, a.view(), f32)?;
+        if let Some(factors) = &self.factors {
+            factors.apply(pass, [&mut z, &mut stream, &mut dt])?;
+        }
+        pass.see("z", &mut z)?;
         let mut conv = self.conv.forward(pass, state, 0, &stream)?;
         pass.see("conv", &mut conv)?;
         let mut active = pass.empty(f32, conv.shape())?;
-        let ones = self.ones(pass, conv.shape()[0])?;
+        let ones = rows(pass, conv.shape()[0], &self.ones)?;
         let inputs = [("gate", conv.view()), ("up", ones.view())];
         pass.op("silu_mul", &Attributes::new(), &inputs, [("y", active.view_mut())])?;
         let x = columns(pass, &active, 0, inner)?;
@@ -186,60 +229,87 @@ impl Mamba2 {
         let op = ("ssd_scan", &self.attributes());
         recur::forward(pass, state, op, &tokens, &self.parameters(), &kept, ("y", &mut scan, &of_x))?;
         pass.see("scan", &mut scan)?;
-        let mut gated = pass.empty(f32, scan.shape())?;
-        let inputs = [("gate", z.view()), ("up", scan.view())];
-        pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
-        let normed = self.norm.forward(pass, &gated)?;
-        self.out.apply_to(pass, 0, normed.view(), y.view_mut())?;
-        Ok(pass.keeps.then_some(Saved { z, stream, conv, x, b, c, dt, scan, gated, normed }))
-    }
-
-    /// As many rows of ones.
-    fn ones(&self, pass: &Pass, n: usize) -> Result<Tensor, ModelError> {
-        let channels = self.plan.channels();
-        let mut ones = pass.empty(DType::Fp32, &[n, channels])?;
-        let from = Part { every: n.max(1), ..Part::whole(channels) };
-        pass.machine.copy_rows([n, channels], (&self.ones, from), (&mut ones, Part::whole(channels)))?;
-        Ok(ones)
+        let gate = |pass: &mut Pass, up: &Tensor, dtype: DType| {
+            let mut gated = pass.empty(dtype, up.shape())?;
+            let inputs = [("gate", z.view()), ("up", up.view())];
+            pass.op("silu_mul", &Attributes::new(), &inputs, [("y", gated.view_mut())])?;
+            Ok::<_, ModelError>(gated)
+        };
+        let dtype = pass.dtype;
+        let (between, mut read) = match (&self.norm, self.plan.gate) {
+            (Some(norm), Gate::AfterNorm) => {
+                let normed = norm.forward(pass, &scan, f32)?;
+                let gated = gate(pass, &normed, dtype)?;
+                (Some(normed), gated)
+            }
+            (Some(norm), _) => {
+                let gated = gate(pass, &scan, f32)?;
+                let normed = norm.forward(pass, &gated, dtype)?;
+                (Some(gated), normed)
+            }
+            (None, _) => (None, gate(pass, &scan, dtype)?),
+        };
+        pass.see("gated", &mut read)?;
+        self.out.apply_to(pass, 0, read.view(), y.view_mut())?;
+        Ok(pass.keeps.then_some(Saved { z, stream, conv, x, b, c, dt, scan, between, read }))
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let Saved { z, stream, conv, x, b, c, dt, scan, gated, normed } = saved;
+        let Saved { z, stream, conv, x, b, c, dt, scan, between, read } = saved;
         let (mask, f32, none) = (back.mask, DType::Fp32, Attributes::new());
         let Plan { heads, head_dim, groups, state_dim, .. } = self.plan;
         let (inner, shared) = (self.plan.inner(), self.plan.shared());
-        let dnormed = self.out.backward(back, 0, normed.view(), dy.view(), mask, f32)?;
-        let dgated = self.norm.backward(back, &gated, &dnormed)?;
-        let (mut dz, mut dscan) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
-        let inputs = [("gate", z.view()), ("up", scan.view()), ("dy", dgated.view())];
-        let outputs = [("dgate", dz.view_mut()), ("dup", dscan.view_mut())];
-        back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;
+        let dread = self.out.backward(back, 0, read.view(), dy.view(), mask, f32)?;
+        // From that of what the gate made of `up`: those of z and of up.
+        let gate = |back: &mut Backward, up: &Tensor, dy: &Tensor| {
+            let (mut dz, mut dup) = (back.pass.empty(f32, z.shape())?, back.pass.empty(f32, z.shape())?);
+            let inputs = [("gate", z.view()), ("up", up.view()), ("dy", dy.view())];
+            let outputs = [("dgate", dz.view_mut()), ("dup", dup.view_mut())];
+            back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;
+            Ok::<_, ModelError>((dz, dup))
+        };
+        let (mut dz, mut dscan) = match (&self.norm, &between, self.plan.gate) {
+            (Some(norm), Some(normed), Gate::AfterNorm) => {
+                let (dz, dnormed) = gate(back, normed, &dread)?;
+                (dz, norm.backward(back, &scan, &dnormed)?)
+            }
+            (Some(norm), Some(gated), _) => {
+                let dgated = norm.backward(back, gated, &dread)?;
+                gate(back, &scan, &dgated)?
+            }
+            _ => gate(back, &scan, &dread)?,
+        };
         back.see("dscan", &mut dscan)?;
         let (of_x, of_b, of_dt) = ([heads, head_dim], [groups, state_dim], [heads]);
         let tokens =
             [("x", &x, &of_x[..]), ("dt", &dt, &of_dt), ("b", &b, &of_b), ("c", &c, &of_b), ("dy", &dscan, &of_x)];
         let widths = [inner, heads, shared, shared, heads, heads];
         let made = recur::backward(back, &tokens, &widths, |back, block, given| self.of_block(back, block, given))?;
-        let [dx, ddt, db, dc, da_log, dd] = &made[..] else { unreachable!("six were asked for") };
-        for (vector, by_position) in [(&self.a_log, da_log), (&self.d, dd), (&self.dt_bias, ddt)] {
+        let Ok([dx, mut ddt, db, dc, da_log, dd]) = <[Tensor; 6]>::try_from(made) else {
+            unreachable!("six were asked for")
+        };
+        for (vector, by_position) in [(&self.a_log, &da_log), (&self.d, &dd), (&self.dt_bias, &ddt)] {
             let of = (Of::whole(&vector.name), None, heads);
             back.add_vector(["token_sum", "sum"], &none, of, &[("x", by_position.view())], mask)?;
         }
         let n = conv.shape()[0];
         let mut dactive = back.pass.empty(f32, conv.shape())?;
-        for (part, first) in [(dx, 0), (db, inner), (dc, inner + shared)] {
+        for (part, first) in [(&dx, 0), (&db, inner), (&dc, inner + shared)] {
             let width = part.shape()[1];
             let to = Part { offset: first, ..Part::whole(self.plan.channels()) };
             back.pass.machine.copy_rows([n, width], (part, Part::whole(width)), (&mut dactive, to))?;
         }
         let (mut dconv, mut dones) = (back.pass.empty(f32, conv.shape())?, back.pass.empty(f32, conv.shape())?);
-        let ones = self.ones(&back.pass, n)?;
+        let ones = rows(&back.pass, n, &self.ones)?;
         let inputs = [("gate", conv.view()), ("up", ones.view()), ("dy", dactive.view())];
         let outputs = [("dgate", dconv.view_mut()), ("dup", dones.view_mut())];
         back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;
         back.see("dconv", &mut dconv)?;
-        let dstream = self.conv.backward(back, &stream, &dconv)?;
+        let mut dstream = self.conv.backward(back, &stream, &dconv)?;
+        if let Some(factors) = &self.factors {
+            factors.apply(&mut back.pass, [&mut dz, &mut dstream, &mut ddt])?;
+        }
         let from_z = self.z.backward(back, 0, a.view(), dz.view(), mask, f32)?;
         let from_stream = self.stream.backward(back, 0, a.view(), dstream.view(), mask, f32)?;
         let from_dt = self.dt.backward(back, 0, a.view(), ddt.view(), mask, f32)?;
@@ -271,6 +341,32 @@ impl Mamba2 {
     }
 }
 
+impl Factors {
+    /// Multiplies what the projections made, or the gradients of what they made.
+    fn apply(&self, pass: &mut Pass, [z, stream, dt]: [&mut Tensor; 3]) -> Result<(), ModelError> {
+        for (factor, x) in [(&self.z, z), (&self.dt, dt)] {
+            let mut y = pass.empty(DType::Fp32, x.shape())?;
+            pass.op("scale", factor, &[("x", x.view())], [("y", y.view_mut())])?;
+            *x = y;
+        }
+        let factors = rows(pass, stream.shape()[0], &self.stream)?;
+        let mut y = pass.empty(DType::Fp32, stream.shape())?;
+        let inputs = [("a", stream.view()), ("b", factors.view())];
+        pass.op("mul", &Attributes::new(), &inputs, [("y", y.view_mut())])?;
+        *stream = y;
+        Ok(())
+    }
+}
+
+/// A row of f32 `n` times.
+fn rows(pass: &Pass, n: usize, row: &Tensor) -> Result<Tensor, ModelError> {
+    let width = row.shape()[1];
+    let mut rows = pass.empty(DType::Fp32, &[n, width])?;
+    let from = Part { every: n.max(1), ..Part::whole(width) };
+    pass.machine.copy_rows([n, width], (row, from), (&mut rows, Part::whole(width)))?;
+    Ok(rows)
+}
+
 /// Some columns of `x[n,..]`.
 fn columns(pass: &Pass, x: &Tensor, first: usize, width: usize) -> Result<Tensor, ModelError> {
     let &[n, all] = x.shape() else { unreachable!("it has rows") };
@@ -281,7 +377,7 @@ fn columns(pass: &Pass, x: &Tensor, first: usize, width: usize) -> Result<Tensor
 }
 
 /// The norm of rows, or of parts of them of one size, each of which has weights of its own.
-struct GatedNorm {
+struct ScanNorm {
     name: String,
     /// Of each part.
     weights: Vec<Tensor>,
@@ -290,8 +386,8 @@ struct GatedNorm {
     of_gradient: Attributes,
 }
 
-impl GatedNorm {
-    fn load(loader: &mut Loader, part: &str, n: usize, plan: &Plan) -> Result<GatedNorm, ModelError> {
+impl ScanNorm {
+    fn load(loader: &mut Loader, part: &str, n: usize, plan: &Plan) -> Result<ScanNorm, ModelError> {
         let (Vector { name, w }, width) = (loader.vector(&format!("{part}.weight"), n)?, n / plan.norm_groups);
         let w = w.as_slice::<f32>().expect("it is f32, and on the host");
         // A list has no elements.
@@ -301,7 +397,7 @@ impl GatedNorm {
         });
         let weights = weights.collect::<Result<_, ModelError>>()?;
         let (attributes, of_gradient) = (plan.norm.attributes(), plan.norm.of_gradient());
-        Ok(GatedNorm { name, weights, width, attributes, of_gradient })
+        Ok(ScanNorm { name, weights, width, attributes, of_gradient })
     }
 
     fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
@@ -316,12 +412,12 @@ impl GatedNorm {
         self.width * self.weights.len()
     }
 
-    /// `x[n,..]` normed, as products read it.
-    fn forward(&self, pass: &mut Pass, x: &Tensor) -> Result<Tensor, ModelError> {
-        let (n, mut y) = (x.shape()[0], pass.empty(pass.dtype, x.shape())?);
+    /// `x[n,..]` normed.
+    fn forward(&self, pass: &mut Pass, x: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+        let (n, mut y) = (x.shape()[0], pass.empty(dtype, x.shape())?);
         for (group, w) in self.weights.iter().enumerate() {
             let own = columns(pass, x, group * self.width, self.width)?;
-            let mut normed = pass.empty(pass.dtype, own.shape())?;
+            let mut normed = pass.empty(dtype, own.shape())?;
             let inputs = [("x", own.view()), ("w", w.view())];
             pass.op("rms_norm", &self.attributes, &inputs, [("y", normed.view_mut())])?;
             self.put(pass, [n, group], &normed, &mut y)?;

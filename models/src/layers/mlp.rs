@@ -22,6 +22,8 @@ pub struct Plan {
     pub width: usize,
     /// What the gate goes through.
     pub activation: Activation,
+    /// Factor of the gate before its activation.
+    pub gate_factor: Option<f64>,
     /// Whether its matrices have biases.
     pub bias: bool,
     /// The names of its matrices.
@@ -29,6 +31,11 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// The attributes of a gate's product with its factor.
+    fn gate_factor(&self) -> Option<Attributes> {
+        self.gate_factor.map(|factor| Attributes::new().with("factor", factor))
+    }
+
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, _: &[Rotary]) -> Result<(), &'static str> {
         match (self.hidden == hidden, is_size(self.width)) {
@@ -86,6 +93,7 @@ pub(crate) struct Mlp {
     up: Linear,
     down: Linear,
     activation: Activation,
+    gate_factor: Option<Attributes>,
     width: usize,
 }
 
@@ -103,7 +111,7 @@ impl Mlp {
 
     /// The MLP whose matrices have names behind `prefix`.
     pub fn load_as(loader: &mut Loader, prefix: &str, plan: &Plan) -> Result<Mlp, ModelError> {
-        let Plan { hidden, width, activation, bias, names } = *plan;
+        let Plan { hidden, width, activation, bias, names, .. } = *plan;
         let (gate, up, down) = match names {
             Names::Each([gate, up, down]) => {
                 let mut widen = |name| loader.linear(&format!("{prefix}{name}"), width, hidden, bias);
@@ -115,7 +123,7 @@ impl Mlp {
             }
         };
         let down = loader.linear(&format!("{prefix}{down}"), hidden, width, bias)?;
-        Ok(Mlp { gate, up, down, activation, width })
+        Ok(Mlp { gate, up, down, activation, gate_factor: plan.gate_factor(), width })
     }
 
     /// The MLPs of `count` experts out of two tensors behind `block`: gate and up of all, and down of all.
@@ -133,19 +141,28 @@ impl Mlp {
         let widened = loader.stacked(&Source { groups, ..both }, count, [of_each; 2], hidden, bias)?;
         let narrowed = loader.stacked(&down, count, [hidden], width, bias)?;
         let made = widened.into_iter().zip(narrowed);
-        Ok(made.map(|([gate, up], [down])| Mlp { gate, up, down, activation, width }).collect())
+        let of = |([gate, up], [down]): ([Linear; 2], [Linear; 1])| Mlp {
+            gate,
+            up,
+            down,
+            activation,
+            gate_factor: plan.gate_factor(),
+            width,
+        };
+        Ok(made.map(of).collect())
     }
 
     /// Those of several experts as one.
     pub fn stack(all: Vec<Mlp>) -> Mlp {
-        let (activation, width) = (all[0].activation, all[0].width);
+        let (activation, gate_factor, width) = (all[0].activation, all[0].gate_factor.clone(), all[0].width);
         let (mut gate, mut up, mut down) = (Vec::new(), Vec::new(), Vec::new());
         for mlp in all {
             gate.push(mlp.gate);
             up.push(mlp.up);
             down.push(mlp.down);
         }
-        Mlp { gate: Linear::stack(gate), up: Linear::stack(up), down: Linear::stack(down), activation, width }
+        let [gate, up, down] = [gate, up, down].map(Linear::stack);
+        Mlp { gate, up, down, activation, gate_factor, width }
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
@@ -212,6 +229,12 @@ impl Mlp {
         let shape = [rows, self.width];
         let mut gate = pass.room("gate", DType::Fp32, &shape)?;
         widen(&self.gate, pass, &mut gate)?;
+        if let Some(factor) = &self.gate_factor {
+            let mut scaled = pass.room("scaled_gate", DType::Fp32, &shape)?;
+            pass.op("scale", factor, &[("x", gate.view())], [("y", scaled.view_mut())])?;
+            pass.leave([("gate", gate)]);
+            gate = scaled;
+        }
         let mut up = pass.room("up", DType::Fp32, &shape)?;
         widen(&self.up, pass, &mut up)?;
         let mut product = pass.room("product", pass.dtype, &shape)?;
@@ -221,7 +244,8 @@ impl Mlp {
         if pass.keeps {
             return Ok(Some(Saved { gate, up, product }));
         }
-        pass.leave([("gate", gate), ("up", up), ("product", product)]);
+        let gate_room = if self.gate_factor.is_some() { "scaled_gate" } else { "gate" };
+        pass.leave([(gate_room, gate), ("up", up), ("product", product)]);
         Ok(None)
     }
 
@@ -243,6 +267,9 @@ impl Mlp {
         let inputs = [("gate", gate.view()), ("up", up.view()), ("dy", dproduct.view())];
         let outputs = [("dgate", dgate.view_mut()), ("dup", dup.view_mut())];
         back.pass.op(op, &attributes, &inputs, outputs)?;
+        if let Some(factor) = &self.gate_factor {
+            dgate = back.scaled(factor, &dgate)?;
+        }
         let from_gate = self.gate.backward(back, number, x, dgate.view(), mask, DType::Fp32)?;
         let from_up = self.up.backward(back, number, x, dup.view(), mask, DType::Fp32)?;
         back.sum(from_gate, from_up)

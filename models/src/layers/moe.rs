@@ -54,8 +54,8 @@ pub struct Plan {
 pub struct Shared {
     /// They, as one.
     pub mlp: mlp::Plan,
-    /// Their name behind that of the block.
-    pub name: &'static str,
+    /// Their name behind that of the block; `None` where the names of their matrices are whole.
+    pub name: Option<&'static str>,
     /// The name of a row of weights there, where they are multiplied with the sigmoid of its product.
     pub gate: Option<&'static str>,
 }
@@ -200,7 +200,8 @@ impl Moe {
         let shared = match &plan.shared {
             None => None,
             Some(Shared { mlp, name, gate }) => {
-                let mlp = Mlp::load_as(loader, &format!("{block}.{name}."), mlp)?;
+                let prefix = name.map_or(String::new(), |name| format!("{block}.{name}."));
+                let mlp = Mlp::load_as(loader, &prefix, mlp)?;
                 let gate = gate.map(|gate| loader.linear(&format!("{block}.{gate}"), 1, hidden, false)).transpose()?;
                 Some(SharedExperts { mlp, gate })
             }
