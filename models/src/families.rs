@@ -41,6 +41,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod rwkv7;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;
@@ -50,6 +51,8 @@ use crate::config::Config;
 use crate::fields::Fields;
 use serde_json::Value;
 use std::fmt;
+
+pub(crate) use rwkv7::of_tensors;
 
 /// Every family, in the order in which errors name them.
 const ALL: &[Family] = &[
@@ -94,6 +97,7 @@ const ALL: &[Family] = &[
     nemotron::FAMILY,
     ministral3::FAMILY,
     apertus::FAMILY,
+    rwkv7::FAMILY,
 ];
 
 /// A model family.

@@ -40,6 +40,7 @@ mod machine;
 mod memory;
 mod model;
 mod pass;
+mod pth;
 #[cfg(test)]
 mod reference;
 mod rollout;
