@@ -749,6 +749,34 @@ fn training_leaves_a_folder_that_fits_its_weights() {
     );
 }
 
+/// What training leaves of a folder of the `rwkv` package has a config, which says what its tensors did, and runs alone.
+#[test]
+fn folders_without_a_config_are_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let (model, run) = (checkpoint("rwkv7"), at("run"));
+    std::fs::write(at("t"), tokens_file(&[2, 10], (0..20).map(|i| 3 + i).collect())).unwrap();
+    for steps in ["1", "2"] {
+        let args =
+            ["train", "--model", text(&model), "--data", &at("t"), "--batch", "2", "--out", &run, "--steps", steps];
+        let done = samebits(&args, b"");
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    }
+    let found = std::fs::read_to_string(Path::new(&run).join("config.json")).unwrap();
+    let found: serde_json::Value = serde_json::from_str(&found).unwrap();
+    assert_eq!([&found["model_type"], &found["dtype"]], ["rwkv7", "bfloat16"]);
+    assert_eq!([&found["hidden_size"], &found["head_dim"], &found["num_hidden_layers"]], [48, 16, 3]);
+    std::fs::write(at("p.jsonl"), "{\"tokens\": [5, 6]}\n").unwrap();
+    let made = ["rollout", "--model", &run, "--prompts", &at("p.jsonl"), "--max-tokens", "9", "--ignore-eos"];
+    let made = samebits(&[&made[..], &["--out", &at("rollout")]].concat(), b"");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let score = |model: &str| samebits(&["score", "--model", model, "--rollout", &at("rollout")], b"");
+    let own = score(&run);
+    assert_eq!(own.status.code(), Some(0), "{}", String::from_utf8_lossy(&own.stderr));
+    assert!(String::from_utf8_lossy(&own.stdout).contains("exactly zero"));
+    assert!(!score(text(&model)).status.success(), "it is no other model");
+}
+
 /// The whole file, not only the logits: nothing in it may say how it was made.
 #[test]
 fn forward_writes_the_same_file_under_every_setting() {

@@ -1899,6 +1899,8 @@ fn model(name: &str) -> Result<(), Failed> {
     let angles: usize = c.rotary.iter().map(|rotary| 16 * 4 * rotary.dim).sum();
     let rows = |branch: &Branch| match &branch.layer {
         Layer::ShortConv(conv) => 4 * (conv.taps - 1) * conv.hidden + 128,
+        Layer::TimeMix(mix) => 4 * mix.hidden * (1 + mix.head_dim) + 128,
+        Layer::ChannelMix(mix) => 4 * mix.hidden + 128,
         Layer::Mamba2(scan) => {
             let inner = scan.heads * scan.head_dim;
             let channels = inner + 2 * scan.groups * scan.state_dim;

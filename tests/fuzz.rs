@@ -8,6 +8,7 @@ use samebits_contract::wire::{File, decode_answer, decode_request, read_frame};
 use samebits_goldens::Store;
 use samebits_harness::implementation::Implementation;
 use samebits_harness::implementation::cpu::CpuImplementation;
+use samebits_models::Model;
 use samebits_ops::Cpu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -218,5 +219,21 @@ fn goldens_manifest() {
         // A change of any bit is noticed: by the parser, or by the digest of the manifest itself.
         let error = Store::open(folder.path()).expect_err("a changed manifest is accepted").to_string();
         assert!(!error.contains('\n'), "{error:?}");
+    });
+}
+
+/// Files of torch.save: what is no dictionary of tensors is refused in one line.
+#[test]
+fn pickled_tensors() {
+    let seeds = ["small.pth", "module.pth"].map(|name| repository().join("models/tests").join(name));
+    let seeds = seeds.map(|path| std::fs::read(path).expect("it is there"));
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.pth");
+    fuzz("pickled_tensors", &seeds, |bytes| {
+        std::fs::write(&path, bytes).expect("a file");
+        if let Err(e) = Model::read_tensors(folder.path()) {
+            let line = e.to_string();
+            assert!(!line.contains('\n') && line.contains("model.pth") && line.len() < 8192, "{line:?}");
+        }
     });
 }

@@ -9,7 +9,8 @@ Each folder holds config.json, model.safetensors and reference.safetensors: `tok
 [layers, 2, T, K], the experts of the fp32 run in ascending order. A model is loaded from its folder for each run, so that nothing
 but the weights is rounded: casting a model in memory rounds its rotary frequencies too.
 
-Needs torch and transformers (the recorded files: torch 2.15.0, transformers 5.23.0); no network. Weights are random and
+Needs torch and transformers (the recorded files: torch 2.15.0, transformers 5.23.0), and for rwkv7, which has no config.json and
+whose logits are those of that package, rwkv 0.8.32; no network. Weights are random and
 larger than at the start of a training, so that attention is not flat and softcaps bend. A mixture's seed is the first
 for which the run in its own dtype, and fp32 runs with noise of twice that size in every layer, choose the same experts as the
 fp32 run everywhere: then an error of the logits is one of rounding, not of another choice.
@@ -23,6 +24,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+import rwkv7
 
 BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -112,6 +115,7 @@ MODELS = {
     "ministral3": ("Ministral3", dict(BASE, num_hidden_layers=2, head_dim=16, rope_parameters=dict(
         YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), 40, "bf16"),
     "apertus": ("Apertus", dict(BASE, num_hidden_layers=2, attention_bias=True, rope_parameters=LLAMA3), 24, "bf16"),
+    "rwkv7": ("Rwkv7", rwkv7.SIZES, 24, "bf16"),
     "phi3": ("Phi3", dict(BASE, original_max_position_embeddings=32, rope_parameters=LONG), 40, "bf16"),
     "phi3-short": ("Phi3", dict(BASE, num_hidden_layers=2, original_max_position_embeddings=32, sliding_window=10,
                                 rope_parameters=LONG), 24, "bf16"),
@@ -185,6 +189,10 @@ def weights(model, generator):
 
 def run(folder, tokens, dtype, noise=None):
     """Logits of the model in `folder`, and the experts that every router chose, in ascending order."""
+    if rwkv7.is_one(folder):
+        logits, own = rwkv7.Reference(folder, dtype)(tokens).logits, rwkv7.Model(folder, dtype)(tokens).logits.detach()
+        assert torch.equal(logits, own.float()), "the copy of the package computes something else"
+        return logits, None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     chosen = []
 
@@ -212,10 +220,13 @@ def make(name, out):
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(1000 + seed)
-        config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
-        model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
-        weights(model, generator)
-        model.to(DTYPES[stored]).save_pretrained(folder)
+        if kind == "Rwkv7":
+            rwkv7.make(folder, sizes, generator)
+        else:
+            config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
+            model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
+            weights(model, generator)
+            model.to(DTYPES[stored]).save_pretrained(folder)
         tokens = torch.randint(3, sizes["vocab_size"], (2, length), generator=generator)
         fp32, routing = run(folder, tokens, torch.float32)
         own = "fp16" if stored == "fp16" else "bf16"

@@ -19,9 +19,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import rwkv7
+
 
 def theirs(folder, tokens):
-    """Prefill and decode by transformers, each [B, T, V]."""
+    """Prefill and decode by transformers, of rwkv7 by its package, each [B, T, V]."""
+    if rwkv7.is_one(folder):
+        return rwkv7.Reference(folder, torch.bfloat16).both(tokens)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         prefill = model(tokens).logits
@@ -59,7 +63,7 @@ def main():
     print("| --- | --- | --- | --- | --- |")
     for name in args.names or sorted(folder.name for folder in args.checkpoints.iterdir()):
         folder = args.checkpoints / name
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        kind = "rwkv7" if rwkv7.is_one(folder) else json.loads((folder / "config.json").read_text())["model_type"]
         tokens = load_file(folder / "reference.safetensors")["tokens"].long()
         prefill, decode = theirs(folder, tokens)
         share = (prefill != decode).float().mean().item()

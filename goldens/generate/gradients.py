@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import checkpoints
+import rwkv7
 
 SKETCH, WHOLE, BATCHES, SEQUENCES = 16, 160, 8, 64
 # The coefficient of the loss `policy_entropy`, which is recorded of these.
@@ -49,6 +50,8 @@ def signs(count):
 
 
 def load(folder, dtype):
+    if rwkv7.is_one(folder):
+        return rwkv7.Model(folder, dtype)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -76,6 +79,8 @@ def run(model, data, loss):
 def split(model, folder, gradients):
     """Gradients of fused experts as those of the tensors in the folder."""
     stored = load_file(folder / "model.safetensors")
+    if rwkv7.is_one(folder):
+        return gradients
     family = model.config.model_type
     # Mixtral's names, and those of what is like it.
     mixtral = family in ("mixtral", "minimax_m2")

@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoints
 import gradients
+import rwkv7
 
 SEQUENCES = 8
 # Of the sequences whose experts torch is sure of, the share for which samebits may choose others.
@@ -139,6 +140,8 @@ SHAPES = {
                 dict(sliding_window=7, layer_types=["sliding_attention"] * 2, logit_scale=3.0, tie_word_embeddings=True)],
     "Nemotron": [dict(head_dim=12, partial_rotary_factor=0.5), dict(mlp_bias=True, attention_bias=True, partial_rotary_factor=1.0),
                  dict(hidden_act="gelu", partial_rotary_factor=0.5)],
+    "Rwkv7": [dict(hidden_size=50, head_dim=10, ranks=(6, 5, 3, 9)), dict(head_dim=22, ranks=(16, 16, 16, 32)),
+              dict(head_dim=72, intermediate_size=96, ranks=(8, 8, 4, 7))],
     "Phi3": [dict(rope_parameters=ROPE(1e4)), dict(sliding_window=6, rope_parameters=ROPE(1e5)),
              dict(rope_parameters=dict(checkpoints.LONG))],
     # With one expert a token its weight is 1 whatever the router says, which then has no gradient to compare.
@@ -293,13 +296,21 @@ def make(family, number, program, folder, batches):
     torch.manual_seed(number)
     sizes = COMMON | SIZES[number] | SHAPES[family][number]
     sizes = {key: value for key, value in sizes.items() if key not in WITHOUT.get(family, [])}
+    if family == "Rwkv7":
+        rwkv7.make(folder, sizes, generator)
+        return batches_of(family, number, program, folder, rwkv7.Model, batches, generator)
     model = getattr(transformers, checkpoints.CLASSES.get(family, f"{family}ForCausalLM"))(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
     checkpoints.weights(model, generator)
     model.to(torch.bfloat16).save_pretrained(folder)
     # Grouped products of experts ask for other sizes.
-    load = lambda dtype: transformers.AutoModelForCausalLM.from_pretrained(
+    load = lambda folder, dtype: transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
-    exact, low = load(torch.float32), load(torch.bfloat16)
+    return batches_of(family, number, program, folder, load, batches, generator)
+
+
+def batches_of(family, number, program, folder, load, batches, generator):
+    """The model of a folder in fp32 and in bf16, and its batches."""
+    exact, low = load(folder, torch.float32), load(folder, torch.bfloat16)
     tokens = draw(family, number, program, folder, (exact, low), batches * SEQUENCES, generator)
     data = gradients.with_loss(exact, tokens, generator)
     # A token does not count whose ratio is clipped in one run and not in another: a choice, as that of experts.

@@ -36,6 +36,8 @@ pub(crate) struct Backward<'a, 'p> {
     /// Where sequences stand in the rows.
     pub blocks: &'a [Block],
     pub sums: &'a mut Sums,
+    /// That of what the first layer has left for all others, of those behind.
+    pub carried: Option<Tensor>,
 }
 
 /// Sequences that stand in equal distances: a call of attention's gradient.

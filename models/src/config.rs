@@ -6,9 +6,10 @@
 
 use crate::fields::Fields;
 use crate::layers::head::Finish;
-use crate::layers::{LayerPlan, attend, branch, is_size, moe, norm};
+use crate::layers::{LayerPlan, attend, branch, is_size, moe, norm, time_mix};
 use crate::rotary::{RopeLength, Rotary};
-use crate::{Family, ModelError};
+use crate::{Family, ModelError, families};
+use serde_json::Value;
 use std::path::Path;
 
 /// What a model computes, as data: its blocks, and what stands before and behind them. Every size is at most `i32::MAX`.
@@ -30,6 +31,8 @@ pub struct Config {
     pub head: &'static str,
     /// That of the table of learned positions, which are added to the embedded tokens, where there is one.
     pub positions: Option<&'static str>,
+    /// That of a norm behind the embedding, where there is one.
+    pub embed_norm: Option<&'static str>,
     /// Whether the matrices of blocks are stored transposed.
     pub transposed: bool,
     /// All norms of the residual stream.
@@ -68,7 +71,12 @@ impl Config {
     /// A file that is missing or not a JSON object; all fields that are missing, malformed, or ask for a computation that
     /// the family does not have.
     pub fn load(dir: &Path) -> Result<Config, ModelError> {
-        let mut config = Config::read(Fields::read(dir.join("config.json"))?);
+        let path = dir.join("config.json");
+        let of_tensors = if path.exists() { None } else { families::of_tensors(dir)? };
+        let mut config = Config::read(match of_tensors {
+            Some(map) => Fields::new(path, map),
+            None => Fields::read(path)?,
+        });
         let generation = dir.join("generation_config.json");
         if generation.exists() {
             // What of it is wrong is told beside what is wrong with the other.
@@ -86,6 +94,19 @@ impl Config {
             }
         }
         config
+    }
+
+    /// The text of the `config.json` of the folder `dir`, or of one that says what its tensors do where it needs none.
+    ///
+    /// # Errors
+    /// A folder that has none.
+    pub fn text(dir: &Path) -> Result<String, ModelError> {
+        let path = dir.join("config.json");
+        let of_tensors = if path.exists() { None } else { families::of_tensors(dir)? };
+        match of_tensors {
+            Some(map) => Ok(Value::Object(map).to_string()),
+            None => std::fs::read_to_string(&path).map_err(|e| ModelError::file(&path, format!("cannot be read: {e}"))),
+        }
     }
 
     /// Reads the text of a `config.json`.
@@ -131,6 +152,7 @@ impl Config {
             table: "model.embed_tokens",
             head: "lm_head",
             positions: None,
+            embed_norm: None,
             transposed: false,
             norms: norm::Plan::rms(eps(&fields, family.eps)),
             final_norm: "model.norm",
@@ -186,6 +208,7 @@ impl Config {
             (sizes.into_iter().all(is_size), "sizes are 1 to 2147483647"),
             (layers <= MOST_LAYERS && self.extra_layers <= MOST_LAYERS, "layers are few"),
             (self.experts_in_all() <= MOST_EXPERTS, "experts are few"),
+            (self.first_time_mix().is_none_or(|plan| plan.first), "the first time mix reads v of no other"),
         ];
         let broken = checks.into_iter().find(|(holds, _)| !holds).map(|(_, rule)| rule);
         let plans = || self.plans().find_map(|plan| plan.check(self.hidden, &self.rotary).err());
@@ -246,6 +269,14 @@ impl Config {
         self.blocks.iter().flatten().flat_map(branch::Plan::layers)
     }
 
+    /// The time mix that runs first.
+    fn first_time_mix(&self) -> Option<&time_mix::Plan> {
+        self.plans().find_map(|plan| match plan {
+            LayerPlan::TimeMix(plan) => Some(plan),
+            _ => None,
+        })
+    }
+
     /// The heads of every attention.
     pub(crate) fn heads(&self) -> impl Iterator<Item = &attend::Heads> {
         self.plans().filter_map(LayerPlan::heads)
@@ -300,7 +331,7 @@ fn eps(fields: &Fields, name: &str) -> f32 {
 mod tests {
     use super::*;
     use crate::rotary::Scaling;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     /// A minimal config of `family` with `changes` laid over it (null removes).
     fn read(family: &str, changes: Value) -> Result<Config, String> {
@@ -859,6 +890,10 @@ mod tests {
             (
                 "LFM2-8B-A1B",
                 json!({"conv_L_cache": 3, "conv_bias": false, "intermediate_size": 80, "layer_types": ["conv", "full_attention"], "max_position_embeddings": 128000, "model_type": "lfm2_moe", "moe_intermediate_size": 24, "norm_eps": 1e-05, "norm_topk_prob": true, "num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 4, "num_key_value_heads": 2, "rms_norm_eps": null, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": true}),
+            ),
+            (
+                "rwkv7-1.5B-world",
+                json!({"model_type": "rwkv7", "a_low_rank_dim": 96, "attn": null, "attn_mode": "chunk", "decay_low_rank_dim": 96, "fuse_cross_entropy": true, "fuse_norm": false, "gate_low_rank_dim": 256, "head_dim": 16, "hidden_act": "sqrelu", "hidden_ratio": 4.0, "intermediate_size": 192, "max_position_embeddings": 2048, "norm_bias": true, "norm_eps": 1e-05, "norm_first": true, "num_heads": 3, "tie_word_embeddings": false, "v_low_rank_dim": 64, "value_dim": [48, 48], "rms_norm_eps": null, "num_key_value_heads": null, "num_attention_heads": null}),
             ),
             (
                 "Mamba-Codestral",

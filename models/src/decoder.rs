@@ -340,7 +340,7 @@ impl Decoder {
 
     /// From that of the residual stream before the first block, of these tokens.
     pub fn embed_backward(&self, back: &mut Backward, tokens: &[i32], dx: Tensor) -> Result<(), ModelError> {
-        self.embedding.backward(back, tokens, dx)
+        self.embedding.backward(back, &self.head.linear, tokens, dx)
     }
 }
 

@@ -44,6 +44,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod rwkv7;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;
@@ -53,6 +54,8 @@ use crate::config::Config;
 use crate::fields::Fields;
 use serde_json::Value;
 use std::fmt;
+
+pub(crate) use rwkv7::of_tensors;
 
 /// Every family, in the order in which errors name them.
 const ALL: &[Family] = &[
@@ -100,6 +103,7 @@ const ALL: &[Family] = &[
     apertus::FAMILY,
     nemotron_h::FAMILY,
     falcon_h1::FAMILY,
+    rwkv7::FAMILY,
 ];
 
 /// A model family.

@@ -6,11 +6,12 @@
 //! from one micro-batch to the next. Padding is rows of sequences that nobody asked for and that no mask lets into a
 //! sum.
 
+mod loss;
+
 use crate::backward::{Backward, Block};
 use crate::decoder::{Decoder, Runner};
 use crate::layers::branch::{Place, Saved, Stream};
 use crate::layers::head::Logprobs;
-use crate::memory::buffer;
 use crate::pass::Pass;
 use crate::rollout::{check_temperature, divisor};
 use crate::state::States;
@@ -18,6 +19,7 @@ use crate::step::{Rows, SequenceInput, Step, StepInputs};
 use crate::sums::{Partial, Sums, Tree, overflows};
 use crate::trace::{TraceHook, all_finite};
 use crate::{Config, Model, ModelError, PAGE_SIZE, PageOrder, Probe, Seen, Tripwire};
+use loss::{check_loss, entropy_term, loss};
 use samebits_ops::{
     Attributes, Backend, Calls, Cpu, MOST_GROUPS, Prepared, RopeTable, Tensor, TensorMut, TensorRef, sequences_of_group,
 };
@@ -390,6 +392,23 @@ impl Arranged {
         pieces.retain(|&(_, length)| length > 0);
         Arranged { pieces, blocks }
     }
+
+    /// Of each row 0 for padding, and the token that follows, -1 for none; and the first row of each sequence.
+    fn rows(&self, sequences: &[Vec<i32>]) -> (Vec<i32>, Vec<i32>, Vec<usize>) {
+        let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
+        let mut starts = vec![0; sequences.len()];
+        for &(label, length) in &self.pieces {
+            if label == PADDING {
+                targets.resize(targets.len() + length, -1);
+            } else {
+                starts[label] = mask.len();
+                targets.extend(&sequences[label][1..]);
+                targets.push(-1);
+            }
+            mask.resize(mask.len() + length, i32::from(label != PADDING));
+        }
+        (mask, targets, starts)
+    }
 }
 
 /// The same probe for a while.
@@ -480,6 +499,8 @@ struct MicroBatch {
     inputs: StepInputs,
     states: States,
     stream: Stream,
+    /// What the first layer has left for all others.
+    carried: Option<Tensor>,
     of_rows: Logprobs,
     /// What enters each block, where blocks are run again; else what they saved.
     entered: Vec<Entered>,
@@ -505,24 +526,14 @@ fn forward(
     let (decoder, c) = (on.decoder, on.config());
     let lengths: Vec<usize> = sequences.iter().map(Vec::len).collect();
     let arranged = Arranged::new(&lengths, run);
-    let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
-
     let mut states = on.states(PAGE_SIZE, PageOrder::Ascending)?;
-    let mut given = Vec::new();
-    let (mut mask, mut targets): (Vec<i32>, Vec<i32>) = (Vec::new(), Vec::new());
-    let mut starts = vec![0; sequences.len()];
-    for &(label, length) in &arranged.pieces {
+    let filler = vec![0; arranged.pieces.iter().map(|&(_, length)| length).max().unwrap_or(0)];
+    let given = arranged.pieces.iter().map(|&(label, length)| {
         let tokens = if label == PADDING { &filler[..length] } else { &sequences[label][..] };
-        given.push(SequenceInput { sequence: states.open(length), label, tokens });
-        if label == PADDING {
-            targets.resize(targets.len() + length, -1);
-        } else {
-            starts[label] = mask.len();
-            targets.extend(&tokens[1..]);
-            targets.push(-1);
-        }
-        mask.resize(mask.len() + length, i32::from(label != PADDING));
-    }
+        SequenceInput { sequence: states.open(length), label, tokens }
+    });
+    let given: Vec<_> = given.collect();
+    let (mask, targets, starts) = arranged.rows(sequences);
     let step = Step::of(on.machine, &given, &mut states)?;
     let inputs = StepInputs::new(on, &step, &given, &states, &step.positions(), Rows::All, None)?;
 
@@ -560,7 +571,7 @@ fn forward(
         return Err(why_not_finite(on, &sequences[number], temperature, first + number));
     }
     let tokens = given.iter().flat_map(|input| input.tokens).copied().collect();
-    let blocks = arranged.blocks;
+    let (blocks, carried) = (arranged.blocks, pass.carried.take());
     Ok(MicroBatch {
         logprob,
         entropy,
@@ -573,6 +584,7 @@ fn forward(
         inputs,
         states,
         stream,
+        carried,
         of_rows,
         entered,
         saved,
@@ -600,35 +612,6 @@ fn why_not_finite(on: &Runner, sequence: &[i32], temperature: f64, number: usize
         }
         e => e.helped(on.decoder.dtype),
     }
-}
-
-/// Refuses a loss of finite log-probabilities that is not finite.
-fn check_loss(
-    batch: &Batch,
-    first: usize,
-    logprob: &[Vec<f32>],
-    per_sequence: &[f32],
-    dlogprob: &[Vec<f32>],
-) -> Result<(), ModelError> {
-    for (b, logprob) in logprob.iter().enumerate().filter(|(_, logprob)| all_finite(logprob)) {
-        if per_sequence[b].is_finite() && all_finite(&dlogprob[b]) {
-            continue;
-        }
-        // Where no token's gradient is, the sum of all tokens is not.
-        let token = dlogprob[b].iter().position(|slope| !slope.is_finite()).unwrap_or(0);
-        let (place, sequence, new) = ("op policy_loss".to_string(), first + b, logprob[token]);
-        let why = match batch.loss {
-            Loss::Policy { old_logprob, .. } if token > 0 => {
-                let old = old_logprob[sequence][token];
-                format!(
-                    "the ratio exp({new} - {old}) leaves f32: look whether old_logprob is of this model and these tokens"
-                )
-            }
-            _ => "the sum of its tokens leaves f32".into(),
-        };
-        return Err(ModelError::NotFinite { place, sequence, token, why });
-    }
-    Ok(())
 }
 
 /// Goes back through a forward from the gradients of the log-probability and, where there is one, of the entropy of each token
@@ -664,7 +647,8 @@ fn reverse(
     let of_processor =
         |angles: &Prepared| angles.get::<RopeTable>().expect("they are those of the processor").reversed();
     let angles: Vec<RopeTable> = inputs.angles.iter().map(of_processor).collect();
-    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums };
+    pass.carried = forward.carried;
+    let mut back = Backward { pass, cpu: on.cpu, angles: &angles, mask: &mask, blocks: &blocks, sums, carried: None };
     let da = decoder.head.logprob_backward(&mut back, &stream.a, &targets, &of_rows, (&drows, dentropy.as_ref()))?;
     let mut dx = decoder.last_norm_backward(&mut back, &stream.x, &da)?;
     for i in (0..c.layers()).rev() {
@@ -876,64 +860,6 @@ impl Model {
         };
         groups.into_iter().flat_map(|group| run.parts(group)).map(run_part).collect()
     }
-}
-
-/// What each of some sequences adds to the loss, and its gradient by the log-probability of each token.
-fn loss(
-    cpu: &Cpu,
-    batch: &Batch,
-    part: Range<usize>,
-    logprob: &[Vec<f32>],
-    denominator: f64,
-) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
-    let longest = logprob.iter().map(Vec::len).max().unwrap_or(0);
-    let shape = [logprob.len(), longest];
-    let (count, logprobs) = (rectangle(&batch.count[part.clone()], longest), rectangle(logprob, longest));
-    let mut inputs = vec![("logprob", TensorRef::new(&logprobs, &shape)?), ("count", TensorRef::new(&count, &shape)?)];
-    let mut attributes = Attributes::new().with("denominator", denominator);
-    let old;
-    let op = match batch.loss {
-        Loss::Nll => "nll",
-        Loss::Policy { advantages, old_logprob, low, high, .. } => {
-            old = rectangle(&old_logprob[part.clone()], longest);
-            inputs.push(("old_logprob", TensorRef::new(&old, &shape)?));
-            inputs.push(("advantage", TensorRef::new(&advantages[part], &shape[..1])?));
-            attributes = attributes.with("low", low).with("high", high);
-            "policy_loss"
-        }
-    };
-    let (mut per_sequence, mut dlogprob) = (Tensor::new(vec![0f32; shape[0]], &shape[..1])?, buffer::<f32>(&shape)?);
-    let outputs = [("per_sequence", per_sequence.view_mut()), ("dlogprob", TensorMut::new(&mut dlogprob, &shape)?)];
-    cpu.call(op, attributes, &inputs, outputs.into())?;
-    let rows = dlogprob.chunks(longest.max(1)).zip(logprob).map(|(row, logprob)| row[..logprob.len()].to_vec());
-    Ok((per_sequence.into_vec().expect("it is f32, and on the host"), rows.collect()))
-}
-
-/// What entropies of tokens add to what each of some sequences adds to the loss, and the gradient by each entropy: `nll` of
-/// them in the place of log-probabilities, times the coefficient.
-fn entropy_term(
-    cpu: &Cpu,
-    batch: &Batch,
-    part: Range<usize>,
-    entropy: &[Vec<f32>],
-    denominator: f64,
-) -> Result<(Vec<f32>, Vec<Vec<f32>>), ModelError> {
-    let factor = Attributes::new().with("factor", batch.loss.entropy());
-    let mean = Batch { loss: Loss::Nll, ..*batch };
-    let (per_sequence, gradients) = loss(cpu, &mean, part, entropy, denominator)?;
-    let scaled = |x: Vec<f32>| -> Result<Vec<f32>, ModelError> {
-        let (n, mut y) = ([x.len()], buffer::<f32>(&[x.len()])?);
-        let (inputs, outputs) = ([("x", TensorRef::new(&x, &n)?)], vec![("y", TensorMut::new(&mut y, &n)?)]);
-        cpu.call("scale", factor.clone(), &inputs, outputs)?;
-        Ok(y)
-    };
-    Ok((scaled(per_sequence)?, gradients.into_iter().map(scaled).collect::<Result<_, _>>()?))
-}
-
-/// Rows of `width` elements; 0 behind those that are shorter.
-fn rectangle<T: Copy + Default>(rows: &[Vec<T>], width: usize) -> Vec<T> {
-    let filled = |row: &Vec<T>| -> Vec<T> { (0..width).map(|i| row.get(i).copied().unwrap_or_default()).collect() };
-    rows.iter().flat_map(filled).collect()
 }
 
 #[cfg(test)]

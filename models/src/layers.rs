@@ -4,10 +4,12 @@
 //! of the layer's own; what enters a layer is kept by whoever calls it. What a layer keeps of a sequence from step to step is
 //! its state ([`crate::state`]).
 
+pub(crate) mod arithmetic;
 pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod branch;
 pub(crate) mod causal_conv;
+pub(crate) mod channel_mix;
 pub(crate) mod conv;
 pub(crate) mod embedding;
 pub(crate) mod head;
@@ -18,8 +20,11 @@ pub(crate) mod loader;
 pub(crate) mod mamba2;
 pub(crate) mod mlp;
 pub(crate) mod moe;
+pub(crate) mod narrow;
 pub(crate) mod norm;
 pub(crate) mod recur;
+pub(crate) mod time_mix;
+pub(crate) mod token_mix;
 pub(crate) mod ungated_mlp;
 
 use crate::ModelError;
@@ -148,6 +153,10 @@ layers! {
     ShortConv in conv, state: conv::ShortConv::state;
     /// A scan of Mamba-2.
     Mamba2 in mamba2, state: mamba2::Mamba2::state;
+    /// The time mix of RWKV-7.
+    TimeMix in time_mix, state: time_mix::TimeMix::state;
+    /// The channel mix of RWKV-7.
+    ChannelMix in channel_mix, state: channel_mix::ChannelMix::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// An MLP without a gate.

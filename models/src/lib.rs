@@ -42,6 +42,7 @@ mod memory;
 mod model;
 mod mxfp4;
 mod pass;
+mod pth;
 #[cfg(test)]
 mod reference;
 mod rollout;

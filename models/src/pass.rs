@@ -19,6 +19,8 @@ pub(crate) struct Pass<'a, 'p> {
     pub calls: Calls,
     /// Whether a reverse pass will follow, and layers keep what it reads.
     pub keeps: bool,
+    /// What the first layer has left for all others.
+    pub carried: Option<Tensor>,
     /// What layers have left for the next ones, by name: the system takes longer to hand out fresh pages than an op takes
     /// to fill them.
     rooms: BTreeMap<&'static str, Tensor>,
@@ -33,7 +35,7 @@ impl<'a, 'p> Pass<'a, 'p> {
         calls: Calls,
         keeps: bool,
     ) -> Pass<'a, 'p> {
-        Pass { machine, dtype, step, inputs, layer: None, hook, calls, keeps, rooms: BTreeMap::new() }
+        Pass { machine, dtype, step, inputs, layer: None, hook, calls, keeps, carried: None, rooms: BTreeMap::new() }
     }
 
     /// A tensor of any elements, to be written over.

@@ -586,7 +586,8 @@ mod tests {
         let cpu = Cpu::best();
         let source = |start, width| Source { start, width, transposed: true, ..Source::whole("p".into(), 2) };
         let of = |source: Source, part: &str, values: &[f32], shape: &[usize]| {
-            (Of::source(&source, part), Total { values: tensor(values, shape), has: Has::Some(source) })
+            let of = if part == "bias" { Of::bias(&source) } else { Of::matrix(&source) };
+            (of, Total { values: tensor(values, shape), has: Has::Some(source) })
         };
         let parts = [
             of(source(0, 1), "weight", &[1.0, 2.0, 3.0], &[1, 3]),
@@ -600,6 +601,13 @@ mod tests {
         let whole = [of(source(0, 2), "weight", &[1.0, 2.0, 3.0, 4.0], &[2, 2])];
         let found = Totals(whole.into()).finish(&cpu, &[("p.weight".to_string(), vec![2, 2])].into()).unwrap();
         assert_eq!(bits(&found["p.weight"]), expected(&[1.0, 3.0, 2.0, 4.0]));
+        // Two matrices one behind the other, of the second of which this is the second row; and the biases of both.
+        let second = [of(source(3, 1), "weight", &[1.0, 2.0, 3.0], &[1, 3]), of(source(3, 1), "bias", &[4.0], &[1])];
+        let parameters = BTreeMap::from([("p.weight".to_string(), vec![2, 3, 2]), ("p.bias".to_string(), vec![2, 2])]);
+        let found = Totals(second.into()).finish(&cpu, &parameters).unwrap();
+        let (mut weight, mut bias) = ([0.0; 12], [0.0; 4]);
+        (weight[7], weight[9], weight[11], bias[3]) = (1.0, 2.0, 3.0, 4.0);
+        assert_eq!((bits(&found["p.weight"]), bits(&found["p.bias"])), (expected(&weight), expected(&bias)));
     }
 
     /// A table goes on with the rows that it has, whichever come in between; groups join those of each.

@@ -1,4 +1,5 @@
-//! Safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`.
+//! Safetensors: one `model.safetensors`, or shards named by `model.safetensors.index.json`; without either the one `.pth` of the
+//! folder.
 //!
 //! Every offset and size is checked against the file before a byte of data is read. A tensor leaves the set when it is
 //! taken, so that what is left at the end is what nobody asked for. Tensors are read one at a time and not mapped, so
@@ -8,7 +9,7 @@ use crate::error::escaped;
 use crate::files::{open, parse, read_object};
 use crate::machine::typed;
 use crate::memory::buffer;
-use crate::{Config, ModelError, mxfp4};
+use crate::{Config, ModelError, mxfp4, pth};
 use safetensors::tensor::{Dtype, TensorInfo};
 use samebits_ops::{DType, Element, Tensor, TensorRef, bf16, f16};
 use serde_json::Value;
@@ -69,7 +70,11 @@ impl<'a> Weights<'a> {
         let (whole, index) = (dir.join(WHOLE), dir.join(INDEX));
         match (whole.exists(), index.exists()) {
             (true, true) => Err(ModelError::file(&index, format!("stands beside {WHOLE}; keep one of them"))),
-            (false, false) => Err(ModelError::file(dir, format!("has neither {WHOLE} nor {INDEX}"))),
+            (false, false) => match &files_of_torch(dir)[..] {
+                [] => Err(ModelError::file(dir, format!("has neither {WHOLE} nor {INDEX}"))),
+                [path] => Ok(Weights::open_pth(path)?.renamed()),
+                files => Err(ModelError::file(dir, format!("has {} .pth files; keep one of them", files.len()))),
+            },
             (true, false) => {
                 let mut weights = Weights::empty(&whole);
                 weights.add_shard(&whole)?;
@@ -77,6 +82,18 @@ impl<'a> Weights<'a> {
             }
             (false, true) => Ok(Weights::open_shards(dir, &index)?.renamed().with_blocks()),
         }
+    }
+
+    /// Opens a file that torch.save wrote.
+    fn open_pth(path: &Path) -> Result<Weights<'a>, ModelError> {
+        let (mut file, length) = open(path)?;
+        let mut weights = Weights::empty(path);
+        for (name, (dtype, shape, bytes)) in pth::read(path, &mut file, length)? {
+            weights.total += bytes.end - bytes.start;
+            weights.tensors.insert(name, Stored { shard: 0, dtype, shape, bytes, scales: None });
+        }
+        weights.shards.push((path.into(), file));
+        Ok(weights)
     }
 
     /// The names of the model, where a folder has others ([`RENAMED`]).
@@ -87,6 +104,10 @@ impl<'a> Weights<'a> {
                 let rename = |name: String| name.strip_prefix(old).map_or(name.clone(), |rest| format!("{new}{rest}"));
                 self.tensors = tensors.into_iter().map(|(name, stored)| (rename(name), stored)).collect();
             }
+        }
+        if ["blocks.0.att.r_k", "model.layers.0.attn.r_k"].into_iter().any(|name| self.contains(name)) {
+            let tensors = std::mem::take(&mut self.tensors);
+            self.tensors = tensors.into_iter().filter_map(|(name, stored)| of_rwkv(name, stored)).collect();
         }
         self
     }
@@ -470,6 +491,30 @@ const RENAMED: [(&str, &str, &str); 3] = [
     ("gpt_neox.embed_in.weight", "lm_head.", "embed_out."),
     ("model.norm_f.weight", "model.", "backbone."),
 ];
+
+/// The files of a folder that torch.save may have written.
+pub(crate) fn files_of_torch(dir: &Path) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(dir).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    files.filter(|path| path.extension().is_some_and(|e| e == "pth")).collect()
+}
+
+/// A tensor of RWKV-7 as models have it: vectors are stored with two axes of one before them. In the package the first block has
+/// a way back to its own v as well, which nothing reads, and of two narrow matrices and what is added to their product `w1`,
+/// `w2` and `w0` are here `w1.weight`, `w2.weight` and `w2.bias`.
+fn of_rwkv(name: String, mut stored: Stored) -> Option<(String, Stored)> {
+    if let [1, 1, _] = stored.shape[..] {
+        stored.shape.drain(..2);
+    }
+    let Some((block, last)) = name.split_once(".att.") else { return Some((name, stored)) };
+    let narrow = last.strip_prefix(['w', 'a', 'v', 'g']).filter(|_| last.len() == 2);
+    let last = match narrow {
+        Some("0") => format!("{}2.bias", &last[..1]),
+        Some("1" | "2") => format!("{last}.weight"),
+        _ => last.to_string(),
+    };
+    let is_read = block != "blocks.0" || !["v2.bias", "v1.weight", "v2.weight"].contains(&&*last);
+    is_read.then(|| (format!("{block}.att.{last}"), stored))
+}
 
 /// Whether a tensor is one that models of these families were once stored with and compute anew: tables of the rotary
 /// positions, and masks.

@@ -323,6 +323,14 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             let at = pick.below(sizes.len());
             *sizes.into_iter().nth(at).expect("it is one of them") = n;
         }
+        Layer::TimeMix(plan) if pick.below(7) == 0 => plan.first = !plan.first,
+        Layer::TimeMix(plan) => {
+            let [w, i, v, g] = &mut plan.ranks;
+            let sizes = [&mut plan.hidden, &mut plan.head_dim, w, i, v, g];
+            let at = pick.below(sizes.len());
+            *sizes.into_iter().nth(at).expect("it is one of them") = n;
+        }
+        Layer::ChannelMix(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::UngatedMlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
@@ -341,7 +349,7 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
 fn changed_configs_are_refused() {
     let cpu = Cpu::best();
     let mut refused = 0;
-    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2", "gpt2", "gpt-neox"] {
+    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2", "rwkv7", "gpt2", "gpt-neox"] {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();

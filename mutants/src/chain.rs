@@ -37,6 +37,27 @@ fn chunk_by_chunk(mutant: &Mutant, case: &Case) -> Answer {
     whole.expect("a chain has a token")
 }
 
+/// A prefix hit that goes on from states which have seen one token more than the prefix has: that token comes twice.
+fn snapshot_late(mutant: &Mutant, case: &Case) -> Answer {
+    let prefix = case.params.get("schedule").and_then(|schedule| schedule.strip_prefix("prefix:"));
+    let Some(prefix) = prefix else { return mutant.honest.run(case) };
+    let (prefix, tokens) = (prefix.parse().expect("the contract has checked it"), case.inputs["tokens"].shape()[1]);
+    if prefix >= tokens {
+        return mutant.honest.run(case);
+    }
+    let mut answer = mutant.asked(case, |case| {
+        let twice: Vec<usize> = (0..=prefix).chain(prefix..tokens).collect();
+        let fed = case.inputs["tokens"].select(1, &twice);
+        case.inputs.insert("tokens".into(), fed);
+        case.params.remove("schedule");
+    });
+    if let Some(logits) = answer.outputs.get_mut("logits") {
+        let of_prefix_and_rest: Vec<usize> = (0..prefix).chain(prefix + 1..tokens + 1).collect();
+        *logits = logits.select(1, &of_prefix_and_rest);
+    }
+    answer
+}
+
 pub const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "chunk_forgets",
@@ -85,6 +106,30 @@ pub const MUTATIONS: &[Mutation] = &[
         caught_by: "accuracy",
         also_red: Others::Are(&["golden"]),
         answer: |mutant, case| mutant.model(case, ModelMutation::GateBehindNorm),
+    },
+    Mutation {
+        name: "snapshot_one_token_late",
+        about: "A prefix hit goes on from states that have seen one token more than the prefix has.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: snapshot_late,
+    },
+    Mutation {
+        name: "shift_after_chunk",
+        about: "A token behind a chunk of RWKV-7 is mixed with the one before the chunk's last.",
+        op: "chain",
+        caught_by: "invariance:schedule",
+        also_red: Others::Are(&[]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::ShiftAfterChunk),
+    },
+    Mutation {
+        name: "decay_exponentiated_twice",
+        about: "The logarithm of a decay of RWKV-7 is taken for that of its logarithm.",
+        op: "chain",
+        caught_by: "accuracy",
+        also_red: Others::Are(&["golden"]),
+        answer: |mutant, case| mutant.model(case, ModelMutation::DecayTwice),
     },
     Mutation {
         name: "experts_by_arrival",

@@ -4,6 +4,7 @@ use samebits_contract::round;
 use samebits_contract::tensor::DType;
 use samebits_models::plan::{Branch, Layer, Mamba2, ScanGate};
 use samebits_models::{Config, ModelError, Probe, Seen};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// What is wrong with a forward, or with a run of gradients. A chunk is what one step takes of a sequence.
@@ -26,6 +27,10 @@ pub enum ModelMutation {
     NarrowState,
     /// In a scan of Mamba-2 whose norm stands behind the gate, it stands before.
     GateBehindNorm,
+    /// Of a chunk, what mixes tokens with those before them keeps the token before its last.
+    ShiftAfterChunk,
+    /// The logarithm of a decay is taken for that of its logarithm: `exp(-exp(w))` for `exp(w)`.
+    DecayTwice,
     /// What attention makes is a little larger in a layer that is run again for its reverse.
     RecomputedAttention,
 }
@@ -43,6 +48,8 @@ pub struct ModelMutant<P> {
     scanned: [Vec<f32>; 2],
     /// The layers that a micro-batch has been through.
     attended: Vec<usize>,
+    /// What entered the layer that runs, by sequence and position.
+    entered: BTreeMap<(usize, usize), Vec<f32>>,
     /// The other one. It sees what was made right although it will be read wrong; a wrong choice of experts, which is made
     /// wrong, it sees as it is.
     pub beside: P,
@@ -61,6 +68,7 @@ impl<P: Probe> ModelMutant<P> {
             scans: config.blocks.iter().map(scan).collect(),
             scanned: Default::default(),
             attended: Vec::new(),
+            entered: BTreeMap::new(),
             beside,
         }
     }
@@ -94,6 +102,16 @@ impl<P: Probe> Probe for ModelMutant<P> {
         self.beside.see_state(seen)?;
         if self.mutation == ModelMutation::NarrowState {
             seen.values.iter_mut().for_each(|value| *value = round::round(f64::from(*value), DType::Bf16) as f32);
+        }
+        let width = seen.values.len() / seen.tokens.len();
+        if self.mutation == ModelMutation::ShiftAfterChunk && seen.site == "causal_conv1d" {
+            for (&(sequence, last), kept) in seen.tokens.iter().zip(seen.values.chunks_exact_mut(width)) {
+                let before = last.checked_sub(1).and_then(|before| self.entered.get(&(sequence, before)));
+                // Other convolutions keep several rows, of something else.
+                if let Some(before) = before.filter(|before| before.len() == width) {
+                    kept.copy_from_slice(before);
+                }
+            }
         }
         Ok(())
     }
@@ -162,6 +180,11 @@ impl<P> ModelMutant<P> {
                     }
                 }
             }
+            (ModelMutation::ShiftAfterChunk, "input_norm" | "mlp_norm", _) => {
+                let rows = seen.values.chunks_exact(width).map(<[f32]>::to_vec);
+                self.entered = seen.tokens.iter().copied().zip(rows).collect();
+            }
+            (ModelMutation::DecayTwice, "decay", _) => seen.values.iter_mut().for_each(|w| *w = -w.exp()),
             (ModelMutation::RecomputedAttention, "embed", _) => self.attended.clear(),
             (ModelMutation::RecomputedAttention, "attention", Some(layer)) => {
                 if self.attended.contains(&layer) {

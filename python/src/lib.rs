@@ -258,6 +258,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(command, module)?)?;
     module.add_function(wrap_pyfunction!(model::read_folder, module)?)?;
     module.add_function(wrap_pyfunction!(model::folder_files, module)?)?;
+    module.add_function(wrap_pyfunction!(model::config_text, module)?)?;
     module.add_function(wrap_pyfunction!(model::family, module)?)?;
     module.add_function(wrap_pyfunction!(model::sequences_of_group, module)?)?;
     module.add_function(wrap_pyfunction!(model::save, module)?)?;

@@ -130,6 +130,12 @@ pub fn family(config: Option<&str>, folder: Option<PathBuf>) -> PyResult<&'stati
     Ok(config_of(config, folder.as_deref(), None).map_err(refused)?.family.name())
 }
 
+/// The text of the config.json of a folder, or of one that says what its tensors do where it needs none.
+#[pyfunction]
+pub fn config_text(folder: PathBuf) -> PyResult<String> {
+    samebits_models::Config::text(&folder).map_err(refused)
+}
+
 /// Writes a safetensors file of tensors by name; it appears whole or not at all.
 #[pyfunction]
 pub fn save(path: PathBuf, tensors: &Bound<'_, PyDict>, metadata: BTreeMap<String, String>) -> PyResult<()> {

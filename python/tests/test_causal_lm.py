@@ -285,6 +285,15 @@ def test_a_state_goes_in_and_out(tmp_path):
         tied.load_state_dict(twice)
 
 
+def test_a_folder_without_a_config_is_loaded_and_saved(tmp_path):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / "rwkv7")
+    given = sequences(160)
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["hidden_size"] == 48
+    saved = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved")
+    assert same(saved.logprob(given).detach(), model.logprob(given).detach())
+
+
 @pytest.mark.parametrize("loss", ["nll", "policy"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_steps_are_those_of_the_command(tmp_path, loss, dtype):

@@ -202,7 +202,7 @@ fn train(args: &Args) -> Result<ExitCode> {
     // Last: with it the folder is whole.
     let depends = trainer.config().trained_length().is_some();
     let length = depends.then(|| trainer.config().longest());
-    let config = trained_config(&dir.join("config.json"), args.dtype, length)?;
+    let config = trained_config(dir, args.dtype, length)?;
     atomic_write::write(&place("config.json"), &config).with_context(at_out)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -217,9 +217,9 @@ fn rope_length_of(state: &Path) -> Result<Option<usize>> {
 }
 
 /// The config.json of a folder whose weights were trained: with their dtype, and the rope length that they were trained at.
-fn trained_config(from: &Path, dtype: Precision, rope_length: Option<usize>) -> Result<Vec<u8>> {
-    let text = std::fs::read_to_string(from).with_context(|| from.display().to_string())?;
-    let mut config: Map<String, Value> = serde_json::from_str(&text).with_context(|| from.display().to_string())?;
+fn trained_config(dir: &Path, dtype: Precision, rope_length: Option<usize>) -> Result<Vec<u8>> {
+    let text = Config::text(dir)?;
+    let mut config: Map<String, Value> = serde_json::from_str(&text).with_context(|| dir.display().to_string())?;
     let name = if dtype == Precision::Fp32 { "float32" } else { "bfloat16" };
     let old = config.contains_key("torch_dtype");
     for field in [(old, "torch_dtype"), (!old || config.contains_key("dtype"), "dtype")] {
@@ -238,9 +238,8 @@ fn settings(args: &Args, trainer: &Trainer, temperature: f64) -> Result<Value> {
     let data = std::fs::read(&args.data).with_context(|| args.data.display().to_string())?;
     let depends = trainer.config().trained_length().is_some();
     let rope_length = depends.then(|| trainer.config().longest());
-    let path = args.folder.model.join("config.json");
-    let config = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-    let mut config: Value = serde_json::from_str(&config).with_context(|| path.display().to_string())?;
+    let dir = &args.folder.model;
+    let mut config: Value = serde_json::from_str(&Config::text(dir)?).with_context(|| dir.display().to_string())?;
     config.sort_all_objects();
     Ok(json!({
         "model": trainer.sha256(),

@@ -2,6 +2,7 @@
 
 use super::linear::{Linear, Source};
 use super::loader::Loader;
+use super::norm::Norm;
 use crate::ModelError;
 use crate::audit::differs;
 use crate::backward::Backward;
@@ -24,6 +25,8 @@ pub(crate) struct Embedding {
     scale: Option<Attributes>,
     /// What is added to a token by its position, `[positions,hidden]`, and the name of that.
     positions: Option<(Arc<Tensor>, String)>,
+    /// Behind both, where there is one.
+    norm: Option<Norm>,
 }
 
 impl Embedding {
@@ -51,9 +54,10 @@ impl Embedding {
             Some(name) => Some((loader.matrix(name, c.max_positions, hidden)?, format!("{name}.weight"))),
             None => None,
         };
+        let norm = c.embed_norm.map(|name| Norm::load(loader, name, hidden, &c.norms)).transpose()?;
         let (scale, name) =
             (c.embed_scale.map(|factor| Attributes::new().with("factor", factor)), format!("{of_tokens}.weight"));
-        Ok((Embedding { table, hidden, name, scale, positions }, head))
+        Ok((Embedding { table, hidden, name, scale, positions, norm }, head))
     }
 
     /// Takes the tables to a device.
@@ -64,11 +68,21 @@ impl Embedding {
         if let Some((table, _)) = &mut self.positions {
             *table = Arc::new(Backend::upload(device, table.view())?);
         }
-        Ok(())
+        self.norm.as_mut().map_or(Ok(()), |norm| norm.move_to(device))
     }
 
     /// The residual stream of a step's tokens, in the first of two tensors of its shape; `head` is the output projection.
     pub fn forward(&self, pass: &mut Pass, head: &Linear, [x, room]: [&mut Tensor; 2]) -> Result<(), ModelError> {
+        self.look_up(pass, head, [&mut *x, &mut *room])?;
+        if let Some(norm) = &self.norm {
+            norm.forward(pass, x, room)?;
+            swap(x, room);
+        }
+        pass.see_at(None, "embed", x)
+    }
+
+    /// The same before the norm.
+    fn look_up(&self, pass: &mut Pass, head: &Linear, [x, room]: [&mut Tensor; 2]) -> Result<(), ModelError> {
         let (table, inputs) = (self.table.as_ref().map_or(head.matrix(0), |table| table.view()), pass.inputs);
         let tokens = inputs.tokens.view(&[pass.step.rows()])?;
         pass.op("embedding", &Attributes::new(), &[("w", table), ("tokens", tokens)], [("y", x.view_mut())])?;
@@ -83,11 +97,23 @@ impl Embedding {
             pass.op("add", &Attributes::new(), &[("a", x.view()), ("b", room.view())], [("y", sum.view_mut())])?;
             *x = sum;
         }
-        pass.see_at(None, "embed", x)
+        Ok(())
     }
 
-    /// From that of the residual stream before the first block, of these tokens.
-    pub fn backward(&self, back: &mut Backward, tokens: &[i32], mut dx: Tensor) -> Result<(), ModelError> {
+    /// From that of the residual stream before the first block, of these tokens; `head` is the output projection.
+    pub fn backward(
+        &self,
+        back: &mut Backward,
+        head: &Linear,
+        tokens: &[i32],
+        mut dx: Tensor,
+    ) -> Result<(), ModelError> {
+        if let Some(norm) = &self.norm {
+            let [mut x, mut room] =
+                [back.pass.empty(DType::Fp32, dx.shape())?, back.pass.empty(DType::Fp32, dx.shape())?];
+            self.look_up(&mut back.pass, head, [&mut x, &mut room])?;
+            dx = norm.backward(back, &x, &dx)?;
+        }
         if let Some((_, name)) = &self.positions {
             let (dw, rows) = back.sums.table(Of::table(name), self.hidden, &back.pass.step.positions())?;
             let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");

@@ -71,8 +71,7 @@ class CausalLM(torch.nn.Module):
         name_passed(self._native.passed(), self._folder, strict)
         self.rope_length, self._depends = self._native.rope_length()
         if text is None:
-            with open(os.path.join(self._folder, "config.json"), encoding="utf-8") as file:
-                text = file.read()
+            text = _native.config_text(self._folder)
         self.config: dict[str, Any] = json.loads(text)
         whose = {of: name for name, tensor in tensors.items() for of, _ in places(name, tensor, self._family)}
         self._names = list(dict.fromkeys(whose[of] for of in self._native.parameters()))

@@ -1,0 +1,66 @@
+//! Ops of elements that layers are put together of, in f32 but where a product reads what they make.
+
+use crate::ModelError;
+use crate::pass::Pass;
+use samebits_ops::device::Part;
+use samebits_ops::{Attributes, DType, Tensor};
+
+/// `a * b`, of `dtype`.
+pub(crate) fn mul(pass: &mut Pass, a: &Tensor, b: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+    pair(pass, "mul", [a, b], dtype)
+}
+
+/// `a + b`, of `dtype`.
+pub(crate) fn add(pass: &mut Pass, a: &Tensor, b: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+    pair(pass, "add", [a, b], dtype)
+}
+
+/// `a - b` in f32.
+pub(crate) fn sub(pass: &mut Pass, a: &Tensor, b: &Tensor) -> Result<Tensor, ModelError> {
+    let minus = scaled(pass, b, -1.0)?;
+    add(pass, a, &minus, DType::Fp32)
+}
+
+/// `x * factor` in f32.
+pub(crate) fn scaled(pass: &mut Pass, x: &Tensor, factor: f64) -> Result<Tensor, ModelError> {
+    let mut y = pass.empty(DType::Fp32, x.shape())?;
+    pass.op("scale", &Attributes::new().with("factor", factor), &[("x", x.view())], [("y", y.view_mut())])?;
+    Ok(y)
+}
+
+/// `x * sigmoid(gate)`, of `dtype`.
+pub(crate) fn gated(pass: &mut Pass, gate: &Tensor, x: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
+    let mut y = pass.empty(dtype, x.shape())?;
+    let inputs = [("gate", gate.view()), ("x", x.view())];
+    pass.op("sigmoid_mul", &Attributes::new(), &inputs, [("y", y.view_mut())])?;
+    Ok(y)
+}
+
+/// From that of `x * sigmoid(gate)`: those of gate and x, in f32.
+pub(crate) fn gated_backward(
+    pass: &mut Pass,
+    gate: &Tensor,
+    x: &Tensor,
+    dy: &Tensor,
+) -> Result<[Tensor; 2], ModelError> {
+    let (mut dgate, mut dx) = (pass.empty(DType::Fp32, gate.shape())?, pass.empty(DType::Fp32, x.shape())?);
+    let inputs = [("gate", gate.view()), ("x", x.view()), ("dy", dy.view())];
+    let outputs = [("dgate", dgate.view_mut()), ("dx", dx.view_mut())];
+    pass.op("sigmoid_mul_backward", &Attributes::new(), &inputs, outputs)?;
+    Ok([dgate, dx])
+}
+
+/// A row of f32, as often as `like` has rows.
+pub(crate) fn rows(pass: &Pass, row: &Tensor, like: &Tensor) -> Result<Tensor, ModelError> {
+    let (n, width) = (like.shape()[0], row.shape()[1]);
+    let mut rows = pass.empty(DType::Fp32, &[n, width])?;
+    let from = Part { every: n.max(1), ..Part::whole(width) };
+    pass.machine.copy_rows([n, width], (row, from), (&mut rows, Part::whole(width)))?;
+    Ok(rows)
+}
+
+fn pair(pass: &mut Pass, op: &str, [a, b]: [&Tensor; 2], dtype: DType) -> Result<Tensor, ModelError> {
+    let mut y = pass.empty(dtype, a.shape())?;
+    pass.op(op, &Attributes::new(), &[("a", a.view()), ("b", b.view())], [("y", y.view_mut())])?;
+    Ok(y)
+}
