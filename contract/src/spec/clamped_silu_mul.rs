@@ -6,9 +6,37 @@ pub(super) const SPEC: Spec = Spec {
     class: Class::Elementwise,
     fills: GATES,
     table: include_str!("../../ops/clamped_silu_mul.toml"),
-    make: |maker| silu_mul::make(maker, sharp::silu),
+    make,
     compute,
 };
+
+/// Those of `silu_mul`; of fill `classes` some first elements are the largest fp16 number and the largest f32 out of factors of few
+/// bits, and a subnormal out of fp16 numbers.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let mut inputs = silu_mul::make(maker, sharp::silu);
+    if maker.fill == Fill::Classes {
+        let pairs = [
+            [251.0, 260.0],
+            [round::pow2(125), 7.0 - round::pow2(-21)],
+            [-87.0, round::pow2(-11) - 1.0],
+        ];
+        let pairs = maker.held(&pairs, |pair| pair);
+        for (i, name) in ["gate", "up"].into_iter().enumerate() {
+            let mut values = inputs[name].to_f64();
+            values.iter_mut().zip(&pairs).for_each(|(value, pair)| *value = pair[i]);
+            let shape = inputs[name].shape().to_vec();
+            inputs.extend(maker.floats([(name, shape, values)]));
+        }
+    }
+    inputs
+}
+
+/// A product where the sigmoid is 1 in every arithmetic that has f32: nothing else rounds.
+pub(super) fn saturated(a: f64, factors: [f64; 2]) -> Option<(f64, f64)> {
+    let value = factors[0] * factors[1];
+    let exact = factors.iter().chain([&value]).all(|x| x.is_finite() && f32_of(*x) == *x);
+    (a >= 64.0 && exact).then_some((value, 0.0))
+}
 
 /// alpha and limit, as they are rounded.
 pub(super) fn numbers(c: &Checked) -> [f64; 2] {
@@ -41,6 +69,9 @@ pub(super) fn activated(g: f64, alpha: f64, factor: f64, size: f64) -> (f64, f64
     let value = g / (1.0 + (-a).exp()) * factor;
     if g == 0.0 || !g.is_finite() || !factor.is_finite() {
         return (value, 0.0);
+    }
+    if let Some(exact) = saturated(a, [g, factor]) {
+        return exact;
     }
     // Errors of the exponent count where the sigmoid is not flat; below -87 it may be lost whole.
     let activated = (g / (1.0 + (-a).exp())).abs();

@@ -1,5 +1,5 @@
 //! `clamped_silu_mul_backward`: the inputs of its cases and its oracle.
-use super::clamped_silu_mul::{activated, numbers, within};
+use super::clamped_silu_mul::{activated, numbers, saturated, within};
 use super::silu_mul_backward::rest;
 use super::*;
 
@@ -8,9 +8,25 @@ pub(super) const SPEC: Spec = Spec {
     class: Class::Elementwise,
     fills: silu_mul::SPEC.fills,
     table: include_str!("../../ops/clamped_silu_mul_backward.toml"),
-    make: |maker| silu_mul_backward::make(maker, sharp::silu),
+    make,
     compute,
 };
+
+/// Those of `silu_mul_backward`; of fill `classes` the last elements are borders that dy is, beside slopes and ups of 1 and 0.
+fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
+    let mut inputs = silu_mul_backward::make(maker, sharp::silu);
+    if maker.fill == Fill::Classes {
+        let borders: Vec<[f64; 3]> = maker.borders().iter().map(|&v| [64.0, 0.0, v]).collect();
+        let borders = maker.held(&borders, |triple| triple);
+        for (i, name) in ["gate", "up", "dy"].into_iter().enumerate() {
+            let mut values = inputs[name].to_f64();
+            values.iter_mut().rev().zip(&borders).for_each(|(value, triple)| *value = triple[i]);
+            let shape = inputs[name].shape().to_vec();
+            inputs.extend(maker.floats([(name, shape, values)]));
+        }
+    }
+    inputs
+}
 
 fn compute(c: &Checked) -> References {
     let [alpha, limit] = numbers(c);
@@ -38,6 +54,9 @@ fn of_gate(a: f64, u: f64, dy: f64) -> (f64, f64) {
     let size =
         s * (1.0 + a.abs() * (rest_of_s + rest(s, rest_of_s))) + if of_exponent.is_nan() { 0.0 } else { of_exponent };
     let (factor, size_of_factor) = (dy * (u + 1.0), dy.abs() * (u.abs() + 1.0));
+    if let Some(exact) = saturated(a, [dy, u + 1.0]) {
+        return exact;
+    }
     let condition = match () {
         _ if !a.is_finite() || !dy.is_finite() || dy == 0.0 => 0.0,
         _ if size_of_factor > HUGE => f64::INFINITY,

@@ -4,11 +4,12 @@ use super::norm::Vector;
 use super::{SIZES, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
+use crate::machine::typed;
 use crate::pass::Pass;
 use crate::state::{Kind, LayerState};
 use crate::sums::{Of, zeros};
 use samebits_ops::device::Part;
-use samebits_ops::{Attention, Attributes, DType, Tensor, TensorRef, Tf32};
+use samebits_ops::{Attention, Attributes, DType, Element, Tensor, TensorRef, Tf32};
 
 /// The heads of an attention.
 #[derive(Clone, Debug, PartialEq)]
@@ -202,11 +203,12 @@ impl Heads {
         let row = || back.pass.empty(DType::Fp32, &[rows, 1]);
         let (mut common, mut less, mut dlogits) = (row()?, row()?, row()?);
         let mut unread = back.pass.empty(DType::Fp32, &[rows, self.value_dim])?;
-        let (numbers, ones): (Vec<i32>, Vec<f32>) = (0..rows as i32).map(|row| (row, 1.0)).unzip();
+        let numbers: Vec<i32> = (0..rows as i32).collect();
+        let ones = typed!(heads.dtype() => A, Tensor::new(vec![A::narrow(1.0); rows], &[rows, 1])?);
         let inputs = [
             ("x", heads.view_as(&[rows, self.value_dim])?),
             ("row", TensorRef::new(&numbers, &[rows, 1])?),
-            ("weight", TensorRef::new(&ones, &[rows, 1])?),
+            ("weight", ones.view()),
             ("dy", dheads.view_as(&[rows, self.value_dim])?),
         ];
         let outputs = [("dx", unread.view_mut()), ("dweight", common.view_mut())];

@@ -231,7 +231,7 @@ def _sinks(call: _Call) -> dict[str, torch.Tensor]:
     rows, width = lse.numel(), out.shape[-1]
     number = torch.arange(rows, dtype=torch.int32, device=out.device).reshape(rows, 1)
     dout = call.gradients["out"].to(out.dtype).reshape(rows, width)
-    _, common = ops.combine_backward(out.reshape(rows, width), number, torch.ones_like(number, dtype=torch.float32), dout)
+    _, common = ops.combine_backward(out.reshape(rows, width), number, torch.ones_like(number, dtype=out.dtype), dout)
     logits, target = sinks.repeat(rows // sinks.numel()).reshape(rows, 1), torch.full_like(number, -1).flatten()
     less, none = ops.scale(common, factor=-1.0).flatten(), torch.zeros_like(lse).flatten()
     dlogits = ops.logprob_backward(logits, target, lse.flatten(), none, less)
