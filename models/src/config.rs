@@ -122,8 +122,7 @@ impl Config {
         let family = Family::read(&fields)?;
         fields.rename(family.renamed);
         for field in ["quantization_config", "compression_config"] {
-            let is_mxfp4 = |value: &serde_json::Value| family.mxfp4 && value["quant_method"] == "mxfp4";
-            if fields.get(field).is_some_and(|value| !is_mxfp4(value)) {
+            if fields.get(field).is_some_and(|value| !(family.mxfp4 && value["quant_method"] == "mxfp4")) {
                 let why = "is set; supported are plain BF16, F16 or F32 weights, so load an unquantised folder";
                 fields.refuse(field, why);
             }

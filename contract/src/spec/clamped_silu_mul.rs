@@ -15,11 +15,7 @@ pub(super) const SPEC: Spec = Spec {
 fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     let mut inputs = silu_mul::make(maker, sharp::silu);
     if maker.fill == Fill::Classes {
-        let pairs = [
-            [251.0, 260.0],
-            [round::pow2(125), 7.0 - round::pow2(-21)],
-            [-87.0, round::pow2(-11) - 1.0],
-        ];
+        let pairs = [[251.0, 260.0], [round::pow2(125), 7.0 - round::pow2(-21)], [-87.0, round::pow2(-11) - 1.0]];
         let pairs = maker.held(&pairs, |pair| pair);
         for (i, name) in ["gate", "up"].into_iter().enumerate() {
             let mut values = inputs[name].to_f64();

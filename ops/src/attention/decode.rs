@@ -470,8 +470,7 @@ impl<I: Element> Pass<'_, I> {
             for place in self.places(b) {
                 // SAFETY: the workers are done, and this part is gone before the next.
                 let statistics = unsafe { parts.of(place, head) }.statistics[r];
-                largest = largest.max(statistics[0]);
-                invalid |= statistics[1] > 0.0;
+                (largest, invalid) = (largest.max(statistics[0]), invalid || statistics[1] > 0.0);
             }
             let sink = self.job.sink(self.query_and_head(b, head, r).1);
             *state = match max_exponent(largest, invalid, self.job.c.0, sink) {

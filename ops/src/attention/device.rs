@@ -407,8 +407,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     let [scores, largest, sums, _] = plan.words();
     let at = [0, scores, scores + largest, scores + largest + sums];
     let shared = 2 * KEYS * (PART + 16);
-    // Without sinks nothing is read there.
-    let sinks = sinks.unwrap_or(&room);
+    let sinks = sinks.unwrap_or(&room); // Without sinks nothing is read there.
     for first in (0..plan.all()).step_by(plan.slots) {
         let slots = plan.slots.min(plan.all() - first);
         let call = Call { slots_before: first as i64, ..call }.bytes();

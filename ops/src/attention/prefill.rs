@@ -324,10 +324,9 @@ impl<I: Element> RowTile<'_, I> {
         let mut near = near_pays;
         for r in 0..rows {
             // A sum of zeros that is NaN has met NaN, +inf or -inf; the last alone does no harm.
-            let strange = seen_scores.sum[r].is_nan();
+            let (strange, sink) = (seen_scores.sum[r].is_nan(), job.sink(self.query_and_head(r).1));
             let invalid = strange && self.invalid(r, &ranges[r], pieces(), &ranges, least_query, query, part, scores);
             softmax.skips |= strange;
-            let sink = job.sink(self.query_and_head(r).1);
             softmax.rows[r] = max_exponent(seen_scores.largest[r], invalid, job.c.0, sink);
             if let Row::Valid { n, .. } = softmax.rows[r] {
                 softmax.n[r] = n;
