@@ -141,7 +141,7 @@ pub fn attention<I: Stored, O: Stored>(
     }
     let metadata = AttentionMetadata::exact(device, shape, sequences)?;
     // SAFETY: everything was checked together.
-    unsafe { launch_attention(device, shape, factors, &metadata, qkv, sinks, out, lse) }
+    unsafe { launch_attention(device, shape, factors, &metadata, qkv, sinks, (out, lse)) }
 }
 
 fn lens<I: Stored, O: Stored>(
@@ -183,7 +183,7 @@ pub fn attention_at<I: Stored, O: Stored>(
         return Ok(());
     }
     // SAFETY: tensors were checked here, and what stands in `metadata` when it was set.
-    unsafe { launch_attention(device, shape, factors, metadata, qkv, sinks, out, lse) }
+    unsafe { launch_attention(device, shape, factors, metadata, qkv, sinks, (out, lse)) }
 }
 
 /// Where the queries and keys of a call stand, on a device: starts, positions, lengths and pages. They can be set anew
@@ -386,8 +386,7 @@ unsafe fn launch_attention<I: Stored, O: Stored>(
     metadata: &AttentionMetadata,
     Qkv { q, k, v }: Qkv<Buffer<I>>,
     sinks: Option<&Buffer<f32>>,
-    out: &mut Buffer<O>,
-    lse: &mut Buffer<f32>,
+    (out, lse): (&mut Buffer<O>, &mut Buffer<f32>),
 ) -> Result<(), Error> {
     let op = "attention";
     let (batch, value_dim, indices) = (shape.batch, shape.value_dim, &metadata.indices);
