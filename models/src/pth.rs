@@ -281,7 +281,7 @@ pub(crate) mod tests {
         for (program, said) in [
             (&b"cposix\nsystem\n."[..], "asks for `posix.system`"),
             (b"ctorch\nLongStorage\n.", "asks for `torch.LongStorage`"),
-            (b"cbuiltins\neval\nX\x01\0\0\01\x85R.", "asks for `builtins.eval`"),
+            (b"cbuiltins\neval\nX\x01\0\0\x001\x85R.", "asks for `builtins.eval`"),
             (b"\x8c\x02os\x8c\x06system\x93.", "code 0x8c"),
             (b"\x80\x04.", "protocol 4"),
             (b"]b.", "code 0x5d"),

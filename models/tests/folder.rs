@@ -142,9 +142,8 @@ fn experts_of_mxfp4() -> [TempDir; 2] {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 24) as u8
     };
-    for name in
-        of_packed.keys().cloned().filter(|name| name.ends_with("_proj") && name.contains("experts")).collect::<Vec<_>>()
-    {
+    let is_of_experts = |name: &&String| name.ends_with("_proj") && name.contains("experts");
+    for name in of_packed.keys().filter(is_of_experts).cloned().collect::<Vec<_>>() {
         let (_, shape, _) = of_packed.remove(&name).unwrap();
         let [count, k, n] = shape[..] else { panic!("{shape:?}") };
         let blocks: Vec<u8> = (0..count * n * k / 2).map(|_| byte()).collect();

@@ -280,7 +280,8 @@ mod tests {
 
     #[test]
     fn folders_whose_tensors_say_no_sizes_are_refused() {
-        let said = |change: &dyn Fn(&mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>)| {
+        type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+        let said = |change: &dyn Fn(&mut Tensors)| {
             let (mut tensors, dir) = (published(), tempfile::tempdir().unwrap());
             change(&mut tensors);
             std::fs::write(dir.path().join("model.pth"), pth::tests::saved(&tensors)).unwrap();
