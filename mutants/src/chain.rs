@@ -124,7 +124,7 @@ pub const MUTATIONS: &[Mutation] = &[
         answer: |mutant, case| mutant.model(case, ModelMutation::ShiftAfterChunk),
     },
     Mutation {
-        name: "decay_exponentiated_twice",
+        name: "decay_of_rwkv_exponentiated_twice",
         about: "The logarithm of a decay of RWKV-7 is taken for that of its logarithm.",
         op: "chain",
         caught_by: "accuracy",
