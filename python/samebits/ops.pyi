@@ -429,6 +429,7 @@ def attention(
     v: T,
     q_pos: T,
     kv_len: T,
+    sinks: T | None = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -447,6 +448,7 @@ def attention(
         v[B,S,Hkv,E]: bf16, fp16 or fp32
         q_pos[B,T]: i32; 0 or more
         kv_len[B]: i32; 0 to S
+        sinks[Hq]: fp32, optional
 
     Attributes:
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
@@ -476,6 +478,7 @@ def paged_attention(
     page_table: T,
     q_pos: T,
     kv_len: T,
+    sinks: T | None = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -495,6 +498,7 @@ def paged_attention(
         page_table[B,C]: i32; 0 to P - 1 where `kv_len` reaches
         q_pos[B,T]: i32; 0 or more
         kv_len[B]: i32; 0 to C Z
+        sinks[Hq]: fp32, optional
 
     Attributes:
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
@@ -524,6 +528,7 @@ def packed_attention(
     q_pos: T,
     q_start: T,
     k_start: T,
+    sinks: T | None = None,
     *,
     scale: float | None = None,
     causal: bool = False,
@@ -543,6 +548,7 @@ def packed_attention(
         q_pos[T]: i32; 0 or more
         q_start[B+1]: i32; ascending from 0 to T
         k_start[B+1]: i32; ascending from 0 to S
+        sinks[Hq]: fp32, optional
 
     Attributes:
         scale (1/sqrt(D)): scores are multiplied with it; read as f64; a finite number of at least 0
@@ -935,6 +941,109 @@ def wkv7_backward(
     """
     ...
 
+def gated_delta_rule(
+    q: T,
+    k: T,
+    v: T,
+    g: T,
+    beta: T,
+    a_log: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    len: T | None = None,
+    *,
+    scale: float | None = None,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """Each token decays the state by e^g, moves what k reads from it towards v by beta, and reads it by q.
+
+    Inputs:
+        q[B,T,Hk,D]: bf16, fp16 or fp32
+        k[B,T,Hk,D]: bf16, fp16 or fp32
+        v[B,T,Hv,E]: bf16, fp16 or fp32
+        g[B,T,Hv,G]: fp32
+        beta[B,T,Hv]: fp32
+        a_log[Hv]: fp32, optional
+        dt_bias[Hv,G]: fp32, optional
+        state[B,Hv,D,E]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        scale (1/sqrt(D)): queries are multiplied with it; read as f64, rounded to f32; a finite number from -3.4028235e38 to 3.4028235e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of q): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[B,T,Hv,E]: dtype
+        next[B,Hv,D,E]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; Hk = 0; Hv not a multiple of Hk; G other than 1 or D; dt_bias without a_log; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def gated_delta_rule_backward(
+    q: T,
+    k: T,
+    v: T,
+    g: T,
+    beta: T,
+    dy: T,
+    a_log: T | None = None,
+    dt_bias: T | None = None,
+    state: T | None = None,
+    dnext: T | None = None,
+    len: T | None = None,
+    *,
+    scale: float | None = None,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T, T, T, T, T, T]:
+    """The gradients of gated_delta_rule's inputs from those of y and next; da_log and (for dt_bias) dg are summed by `token_sum`.
+
+    A gradient of `gated_delta_rule`.
+
+    Inputs:
+        q[B,T,Hk,D]: bf16, fp16 or fp32
+        k[B,T,Hk,D]: bf16, fp16 or fp32
+        v[B,T,Hv,E]: bf16, fp16 or fp32
+        g[B,T,Hv,G]: fp32
+        beta[B,T,Hv]: fp32
+        dy[B,T,Hv,E]: bf16, fp16 or fp32
+        a_log[Hv]: fp32, optional
+        dt_bias[Hv,G]: fp32, optional
+        state[B,Hv,D,E]: fp32, optional
+        dnext[B,Hv,D,E]: fp32, optional
+        len[B]: i32; 0 to T, optional
+
+    Attributes:
+        scale (1/sqrt(D)): queries are multiplied with it; read as f64, rounded to f32; a finite number from -3.4028235e38 to 3.4028235e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of q): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dq[B,T,Hk,D]: dtype
+        dk[B,T,Hk,D]: dtype
+        dv[B,T,Hv,E]: dtype
+        dg[B,T,Hv,G]: fp32
+        dbeta[B,T,Hv]: fp32
+        da_log[B,T,Hv]: fp32
+        dstate[B,Hv,D,E]: fp32
+
+    Raises:
+        ValueError: another shape, dtype, stride or range; Hk = 0; Hv not a multiple of Hk; G other than 1 or D; dt_bias without a_log; `len` outside 0..=T
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def logprob(
     logits: T,
     target: T,
@@ -1213,6 +1322,39 @@ def softmax_backward(
     """
     ...
 
+def clamped_silu_mul(
+    gate: T,
+    up: T,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: T | None = None,
+) -> T:
+    """G times sigmoid(alpha g) times up and 1, of a gate and an up within limits.
+
+    Inputs:
+        gate[...]: bf16, fp16 or fp32
+        up[...]: bf16, fp16 or fp32
+
+    Attributes:
+        alpha (1.702): the factor of the gate in the sigmoid; a finite number from 1e-38 to 1e38
+        limit (7.0): no gate is above it, no up above it or below its negative; a finite number from 1e-38 to 1e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of gate): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        y[...]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
 def silu_mul(
     gate: T,
     up: T,
@@ -1234,6 +1376,44 @@ def silu_mul(
 
     Returns:
         y[...]: dtype
+
+    Raises:
+        ValueError: another shape, dtype, stride or range
+        NotImplementedError: inputs of different float dtypes; a GPU that cannot be used
+        MemoryError: the workspace does not fit the budget or the system
+    """
+    ...
+
+def clamped_silu_mul_backward(
+    gate: T,
+    up: T,
+    dy: T,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    profile: Literal["ieee"] = 'ieee',
+    dtype: Any = None,
+    into: tuple[T, ...] | None = None,
+) -> tuple[T, T]:
+    """The gradients of gate and up from that of clamped_silu_mul's y.
+
+    A gradient of `clamped_silu_mul`.
+
+    Inputs:
+        gate[...]: bf16, fp16 or fp32
+        up[...]: bf16, fp16 or fp32
+        dy[...]: bf16, fp16 or fp32
+
+    Attributes:
+        alpha (1.702): the factor of the gate in the sigmoid; a finite number from 1e-38 to 1e38
+        limit (7.0): no gate is above it, no up above it or below its negative; a finite number from 1e-38 to 1e38
+        profile ('ieee'): which arithmetic and order of sums; another profile is `unsupported` where a program does not have it; ieee
+        dtype (that of gate): of outputs that have none of their own; bf16, fp16 or fp32
+        into: the tensors to write, of these shapes, in row-major order, apart from the inputs
+
+    Returns:
+        dgate[...]: dtype
+        dup[...]: dtype
 
     Raises:
         ValueError: another shape, dtype, stride or range
