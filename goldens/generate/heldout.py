@@ -185,7 +185,7 @@ SHAPES = {
         rope_type="yarn", rope_theta=150000.0, factor=32.0, truncate=False, original_max_position_embeddings=16)),
                dict(head_dim=20, num_local_experts=5, num_experts_per_tok=2, sliding_window=7, swiglu_alpha=1.0, attention_bias=False,
                     rope_parameters=dict(rope_type="default", rope_theta=1e4)),
-               dict(head_dim=16, num_local_experts=6, num_experts_per_tok=3, layer_types=["full_attention"] * 3, swiglu_limit=3.0,
+               dict(head_dim=16, num_local_experts=6, num_experts_per_tok=3, layer_types=["full_attention"] * 2, swiglu_limit=3.0,
                     rope_parameters=dict(checkpoints.YARN))],
     "Ernie4_5_Moe": [dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=26, moe_num_shared_experts=0),
                      dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=34, moe_num_shared_experts=2,
