@@ -317,6 +317,8 @@ const SHAPES: &[(&str, Make)] = &[
     ("ssd_scan_backward", |dtype, out| scans("ssd_scan_backward", dtype, out)),
     ("wkv7", |dtype, out| recurrences("wkv7", dtype, out)),
     ("wkv7_backward", |dtype, out| recurrences("wkv7_backward", dtype, out)),
+    ("gated_delta_rule", |dtype, out| delta_rules("gated_delta_rule", dtype, out)),
+    ("gated_delta_rule_backward", |dtype, out| delta_rules("gated_delta_rule_backward", dtype, out)),
     ("argmax", |dtype, out| {
         let of = |n: usize| Maker::new("argmax", dtype, out).float("x", &[3, n], 1.0).special("x", n).case();
         [1, 5, 256, 2049, 4096].map(of).to_vec()
@@ -681,6 +683,45 @@ fn recurrences(op: &str, dtype: DType, out: DType) -> Vec<Case> {
         cases.push(match op {
             "wkv7" => make.case(),
             _ => make.fp32_of("dnext", &of_state, &spread(size, 8)).case(),
+        });
+    }
+    cases
+}
+
+/// Sequences, tokens, key heads, value heads, elements of a key and of a value, decays: keys around segments and what stays in
+/// registers, columns around those of a block.
+const DELTA_RULES: [[usize; 7]; 8] = [
+    [1, 35, 1, 1, 3, 2, 1],
+    [1, 1, 1, 1, 1, 1, 1],
+    [2, 3, 1, 2, 5, 7, 1],
+    [2, 4, 2, 4, 17, 33, 17],
+    [1, 3, 1, 1, 128, 4, 1],
+    [1, 3, 1, 1, 129, 5, 129],
+    [1, 2, 1, 1, 256, 3, 1],
+    [1, 2, 1, 2, 257, 3, 1],
+];
+
+fn delta_rules(op: &'static str, dtype: DType, out: DType) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for [b, t, hk, hv, d, e, g] in DELTA_RULES {
+        let make = || {
+            let make = Maker::new(op, dtype, out).float("q", &[b, t, hk, d], 1.0);
+            let make = make.float("k", &[b, t, hk, d], 0.3).float("v", &[b, t, hv, e], 1.0);
+            let decays: Vec<f32> = spread(b * t * hv * g, 3).iter().map(|g| -g.abs()).collect();
+            let make = make.fp32_of("g", &[b, t, hv, g], &decays);
+            let make = make.fp32_of("beta", &[b, t, hv], &spread(b * t * hv, 4));
+            if op == "gated_delta_rule" { make } else { make.float("dy", &[b, t, hv, e], 1.0) }
+        };
+        cases.push(make().case());
+        let lengths: Vec<i32> = (0..b).map(|i| (t - (2 * i) % (t + 1)) as i32).collect();
+        let state = spread(b * hv * d * e, 5);
+        let make = make().special("v", hv * e).ints("len", &[b], &lengths);
+        let make = make.fp32_of("a_log", &[hv], &spread(hv, 6)).fp32_of("dt_bias", &[hv, g], &spread(hv * g, 7));
+        let make = make.fp32_of("state", &[b, hv, d, e], &state).param("scale", "-0.7");
+        let dnext = spread(b * hv * d * e, 8);
+        cases.push(match op {
+            "gated_delta_rule" => make.case(),
+            _ => make.fp32_of("dnext", &[b, hv, d, e], &dnext).case(),
         });
     }
     cases
@@ -1322,6 +1363,26 @@ const MUTANTS: [Mutant; 57] = [
             to: "sum_w = __fmaf_rn(m, moved(s, left, of_b, read, of_k, of_v), sum_w);",
         },
         shapes: "wkv7_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "gradient_of_keys_of_the_state_behind",
+        change: Change {
+            file: "gated_delta_rule_backward.cu",
+            from: "of_r = __fmaf_rn(p, dr, of_r);",
+            to: "of_r = __fmaf_rn(__fmaf_rn(at_key, u, p), dr, of_r);",
+        },
+        shapes: "gated_delta_rule_backward",
+        says: "elements differ",
+    },
+    Mutant {
+        name: "state_decayed_behind_its_key",
+        change: Change {
+            file: "gated_delta_rule.cu",
+            from: "delta.element(key, i), decayed, sum",
+            to: "delta.element(key, i), __fdiv_rn(decayed, left), sum",
+        },
+        shapes: "gated_delta_rule",
         says: "elements differ",
     },
     Mutant {

@@ -40,6 +40,8 @@ mod embedding_dw;
 mod entropy;
 mod entropy_backward;
 mod fold;
+mod gated_delta_rule;
+mod gated_delta_rule_backward;
 mod gelu_mul;
 mod gelu_mul_backward;
 mod gemm;
@@ -306,6 +308,8 @@ pub fn all() -> &'static [Spec] {
         ssd_scan_backward::SPEC,
         wkv7::SPEC,
         wkv7_backward::SPEC,
+        gated_delta_rule::SPEC,
+        gated_delta_rule_backward::SPEC,
         logprob::SPEC,
         logprob_backward::SPEC,
         linear_logprob::SPEC,

@@ -595,7 +595,7 @@ mod tests {
         let mut answered = 0;
         for op in OPS.iter().filter(|op| !op.needs_more()) {
             let extent = |axis: &str| match axis {
-                "B" | "Hkv" | "Z" => 2,
+                "B" | "Hkv" | "Hk" | "Z" => 2,
                 "P" => 6,
                 "R" => 12,
                 "S" => 9,

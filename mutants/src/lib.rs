@@ -9,6 +9,7 @@
 mod attention;
 mod chain;
 mod convolutions;
+mod delta;
 mod elements;
 mod equivalents;
 mod gemm;

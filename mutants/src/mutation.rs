@@ -5,7 +5,7 @@
 
 use crate::memory::held_here;
 use crate::models::{ModelMutant, ModelMutation};
-use crate::{attention, chain, convolutions, elements, gemm, gradients, plain, rows, scans, tokens, train};
+use crate::{attention, chain, convolutions, delta, elements, gemm, gradients, plain, rows, scans, tokens, train};
 use samebits_contract::axis::{PACKED, PAGED};
 use samebits_contract::case::{Answer, Case};
 use samebits_contract::round;
@@ -46,7 +46,14 @@ pub fn mutations() -> impl Iterator<Item = &'static Mutation> {
     let of_ops = [gemm::MUTATIONS, attention::MUTATIONS, rows::MUTATIONS, elements::MUTATIONS, tokens::MUTATIONS];
     of_ops
         .into_iter()
-        .chain([convolutions::MUTATIONS, scans::MUTATIONS, train::MUTATIONS, chain::MUTATIONS, gradients::MUTATIONS])
+        .chain([
+            convolutions::MUTATIONS,
+            delta::MUTATIONS,
+            scans::MUTATIONS,
+            train::MUTATIONS,
+            chain::MUTATIONS,
+            gradients::MUTATIONS,
+        ])
         .flatten()
 }
 

@@ -18,7 +18,9 @@ mod attention;
 mod backend;
 mod call;
 mod calls;
+mod columns;
 mod conv;
+mod delta;
 mod element;
 mod elementwise;
 mod gemm;
@@ -56,6 +58,9 @@ pub use conv::causal_conv1d::{ConvInputs, causal_conv1d};
 pub use conv::causal_conv1d_backward::{ConvGradients, causal_conv1d_backward};
 pub use conv::causal_conv1d_dw::causal_conv1d_dw;
 pub use conv::taps::CausalConv1d;
+pub use delta::gated_delta_rule::{DeltaInputs, gated_delta_rule};
+pub use delta::gated_delta_rule_backward::{DeltaGradients, gated_delta_rule_backward};
+pub use delta::heads::GatedDeltaRule;
 pub use element::{Element, Tf32};
 pub use elementwise::activate::{Activation, Xielu, activate};
 pub use elementwise::activate_backward::activate_backward;
@@ -141,6 +146,7 @@ pub mod device {
         DeviceGradients as ConvGradients, on_device as causal_conv1d_backward,
     };
     pub use crate::conv::causal_conv1d_dw::on_device as causal_conv1d_dw;
+    pub use crate::delta::gated_delta_rule::{DeviceInputs as DeltaInputs, on_device as gated_delta_rule};
     pub use crate::element::Stored;
     pub use crate::elementwise::activate::on_device as activate;
     pub use crate::elementwise::activate_backward::on_device as activate_backward;

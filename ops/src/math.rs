@@ -245,7 +245,7 @@ pub fn ln(l: f32) -> f64 {
     f64::mul_add(e, LN_2, ln_of_quotient((z - 1.0) / (z + 1.0)))
 }
 
-/// `ln(1 + e^x)`
+/// `ln(1 + e^x)`, rounded to f32 once.
 pub fn softplus(x: f32) -> f32 {
     let l = ln1p(exp(Scalar, -x.abs()), 1.0);
     (if x > 0.0 { f64::from(x) + l } else { l }) as f32

@@ -12,9 +12,10 @@ use std::sync::{PoisonError, RwLock};
 
 /// The ops of each folder. No static: of a static, unit tests would compile every kernel. They do of a call by name as well,
 /// which `tests/ops` makes instead.
-const FOLDERS: [&[&Entry]; 13] = [
+const FOLDERS: [&[&Entry]; 14] = [
     crate::attention::OPS,
     crate::conv::OPS,
+    crate::delta::OPS,
     crate::elementwise::OPS,
     crate::gemm::OPS,
     crate::index::OPS,

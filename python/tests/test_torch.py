@@ -153,6 +153,17 @@ def rwkv(r, w, k, v, a, b, state):
     return torch.stack(rows, 1), state
 
 
+def corrected(q, k, v, g, beta, a_log, bias, state):
+    q, k = (part.repeat_interleave(v.shape[2] // part.shape[2], 2) for part in (q, k))
+    rows, left = [], torch.exp(-torch.exp(a_log)[:, None] * torch.nn.functional.softplus(g + bias))
+    for t in range(v.shape[1]):
+        state = left[:, t, ..., None] * state
+        read = (state * k[:, t, ..., None]).sum(-2)
+        state = state + k[:, t, ..., None] * (beta[:, t, :, None] * (v[:, t] - read))[..., None, :]
+        rows.append((state * q[:, t, ..., None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(rows, 1), state
+
+
 # By op: leaves, its call, and the same in torch.
 CASES = {
     "gemm": ([(5, 32), (7, 32), (7,)], lambda x, w, b: ops.gemm(x, w, b), lambda x, w, b: x @ w.T + b),
@@ -218,6 +229,11 @@ CASES = {
         scanned,
     ),
     "wkv7": ([(2, 5, 3, 8)] * 6 + [(2, 3, 8, 8)], lambda *given: ops.wkv7(*given), rwkv),
+    "gated_delta_rule": (
+        [(2, 5, 2, 8), (2, 5, 2, 8), (2, 5, 4, 6), (2, 5, 4, 1), (2, 5, 4), (4,), (4, 1), (2, 4, 8, 6)],
+        lambda *given: ops.gated_delta_rule(*given),
+        corrected,
+    ),
     "route": ([(5, 8)], lambda z: ops.route(z, chosen=2)[1], routed),
     "combine": (
         [(6, 16), (3, 2), (3, 16)],

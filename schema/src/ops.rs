@@ -31,6 +31,8 @@ pub mod embedding_dw;
 pub mod entropy;
 pub mod entropy_backward;
 pub mod fold;
+pub mod gated_delta_rule;
+pub mod gated_delta_rule_backward;
 pub mod gelu_mul;
 pub mod gelu_mul_backward;
 pub mod gemm;
@@ -99,6 +101,8 @@ pub static OPS: &[&Op] = &[
     &ssd_scan_backward::OP,
     &wkv7::OP,
     &wkv7_backward::OP,
+    &gated_delta_rule::OP,
+    &gated_delta_rule_backward::OP,
     &logprob::OP,
     &logprob_backward::OP,
     &linear_logprob::OP,

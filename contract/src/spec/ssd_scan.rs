@@ -191,6 +191,25 @@ impl Num {
         }
     }
 
+    pub fn negative(self) -> Num {
+        Num { value: -self.value, ..self }
+    }
+
+    /// `ln(1 + e^self)` and its derivative.
+    pub fn softplus(self) -> [Num; 2] {
+        let sigmoid = 1.0 / (1.0 + (-self.value).exp());
+        // e^-|v| is off by about a unit, and so are what follows from it.
+        let (softplus, of_v) = (self.value.max(0.0) + (-self.value.abs()).exp().ln_1p(), self.error * sigmoid);
+        match () {
+            _ if self.value.is_nan() || self.error.is_infinite() => [self, self],
+            _ if self.value.is_infinite() => [Num::exact(softplus), Num::exact(sigmoid)],
+            _ => [
+                Num { value: softplus, error: of_v + softplus + FLOOR },
+                Num { value: sigmoid, error: sigmoid * (1.0 - sigmoid) * self.error + 2.0 * sigmoid + FLOOR },
+            ],
+        }
+    }
+
     /// As a reference has it.
     pub fn pair(self) -> (f64, f64) {
         (self.value, self.error)
@@ -258,17 +277,7 @@ impl Scan {
         let [_, length, heads, ..] = self.dims;
         let dt = Num::exact(self.dt[(b * length + t) * heads + h]);
         let v = self.bias.as_ref().map_or(dt, |bias| dt.plus(Num::exact(bias[h])));
-        let sigmoid = 1.0 / (1.0 + (-v.value).exp());
-        // e^-|v| is off by about a unit, and so are what follows from it.
-        let (softplus, of_v) = (v.value.max(0.0) + (-v.value.abs()).exp().ln_1p(), v.error * sigmoid);
-        let (mut e, slope) = match () {
-            _ if v.value.is_nan() || v.error.is_infinite() => (Num { ..v }, Num { ..v }),
-            _ if v.value.is_infinite() => (Num::exact(softplus), Num::exact(sigmoid)),
-            _ => (
-                Num { value: softplus, error: of_v + softplus + FLOOR },
-                Num { value: sigmoid, error: sigmoid * (1.0 - sigmoid) * v.error + 2.0 * sigmoid + FLOOR },
-            ),
-        };
+        let [mut e, slope] = v.softplus();
         let mut slope = Some(slope);
         // Near a limit a rounding decides; the length of the step is the same, its derivative is not.
         for (limit, beyond) in [(self.limits[0], e.value < self.limits[0]), (self.limits[1], e.value > self.limits[1])]
@@ -283,8 +292,7 @@ impl Scan {
                 _ => {}
             }
         }
-        let a = Num::exact(self.a_log[h]).exp();
-        let a = Num { value: -a.value, ..a };
+        let a = Num::exact(self.a_log[h]).exp().negative();
         let k = e.times(a).exp();
         Step { e, k, slope, a }
     }

@@ -365,6 +365,27 @@ fn recurrences_of_rwkv_by_hand() {
     assert_eq!(values(&call, "y"), [11.0, 0.0, 36.0, -2.0, -2.0, -10.0, 0.0, 0.0]);
 }
 
+/// A key of two elements, two value heads of one element, two tokens; the second sequence is of one.
+#[test]
+fn delta_rules_by_hand() {
+    let rows = f32s(&[2, 2, 1, 2], &[1.0, 0.0, 0.0, 2.0, 3.0, 1.0, 9.0, 9.0]);
+    let inputs = [
+        ("q", f32s(&[2, 2, 1, 2], &[1.0, 1.0, 2.0, 3.0, 1.0, -1.0, 9.0, 9.0])),
+        ("k", rows),
+        ("v", f32s(&[2, 2, 2, 1], &[3.0, 5.0, 4.0, 8.0, 20.0, 0.0, 9.0, 9.0])),
+        ("g", f32s(&[2, 2, 2, 1], &[0.0, 0.0, 0.0, f32::NEG_INFINITY, 0.0, 0.0, 9.0, 9.0])),
+        ("beta", f32s(&[2, 2, 2], &[0.5, 1.0, 0.25, 0.5, 0.5, 1.0, 9.0, 9.0])),
+        ("state", f32s(&[2, 2, 2, 1], &[1.0, 2.0, 0.0, 0.0, 1.0, 7.0, -1.0, 3.0])),
+        ("len", Tensor::i32(&[2], vec![2, 1])),
+    ];
+    let values = |case: &Case, output: &str| judged(case, output).into_iter().map(|(v, _)| v).collect::<Vec<_>>();
+    let call = case("gated_delta_rule", &[("scale", "2")], &inputs);
+    // (1, 2) reads 1 and takes 2 half way to 3; (2, 2) reads 4, which it was to be. The second head forgets (5, 0) and takes
+    // 4 half of 8 by a key of 2. (1, 7) reads 10, and takes 5 by (3, 1); (-1, 3) reads 0, which it was to be.
+    assert_eq!(values(&call, "next"), [2.0, 2.0, 0.0, 8.0, 16.0, 12.0, -1.0, 3.0]);
+    assert_eq!(values(&call, "y"), [8.0, 10.0, 20.0, 48.0, 8.0, -8.0, 0.0, 0.0]);
+}
+
 /// What a product with an uncertain number is uncertain by.
 #[test]
 fn terms_by_hand() {
@@ -730,7 +751,9 @@ fn gradients_are_finite_differences() {
                 "D" => 6,
                 "R" if spec.owned().is_some() => 9,
                 // Two to a key head, or to a group.
-                "Hq" | "H" => 6,
+                "Hq" | "H" | "Hv" => 6,
+                // A decay for each element of a key.
+                "G" if spec.name.starts_with("gated_delta_rule") => 6,
                 // Rows before those of a convolution with three taps.
                 "J" => 2,
                 _ => 3,

@@ -16,13 +16,14 @@ pub fn hands_on(op: &str) -> bool {
 }
 
 /// The ops that can.
-pub const HANDS_ON: [&str; 46] = [
+pub const HANDS_ON: [&str; 47] = [
     "gemm",
     "gemm_dx",
     "gemm_dw",
     "causal_conv1d",
     "causal_conv1d_backward",
     "causal_conv1d_dw",
+    "gated_delta_rule",
     "combine",
     "combine_backward",
     "route_backward",
@@ -523,6 +524,20 @@ impl Probe<'_> {
                 let w: Vec<f64> = w.iter().rev().copied().collect();
                 (vec![("dy", self.make(&[1, k, 1], x)), ("w", self.make(&[1, k], &w))], "dx")
             }
+            // A query of a state that its token neither changes nor forgets.
+            "gated_delta_rule" => {
+                let zeros = |shape: &[usize]| Tensor::fp32(shape, vec![0.0; shape.iter().product()]);
+                let (none, state) = (vec![0.0; k], w.iter().map(|v| *v as f32).collect());
+                let inputs = vec![
+                    ("q", self.make(&[1, 1, 1, k], x)),
+                    ("k", self.make(&[1, 1, 1, k], &none)),
+                    ("v", self.make(&[1, 1, 1, 1], &[0.0])),
+                    ("g", zeros(&[1, 1, 1, 1])),
+                    ("beta", zeros(&[1, 1, 1])),
+                    ("state", Tensor::fp32(&[1, 1, k, 1], state)),
+                ];
+                return self.one(op, &[("scale", "1".to_string())], inputs, "y");
+            }
             "gemm_dx" => (vec![("dy", self.make(&[1, k], x)), ("w", self.make(&[k, 1], w))], "dx"),
             "gemm_dw" => (vec![("x", self.make(&[k, 1], x)), ("dy", self.make(&[k, 1], w))], "dw"),
             _ => (vec![("x", self.make(&[1, k], x)), ("w", self.make(&[1, k], w))], "y"),
@@ -630,7 +645,7 @@ impl Probe<'_> {
 
 /// Whether an op is a matrix product.
 fn is_product(op: &str) -> bool {
-    ["gemm", "gemm_dx", "gemm_dw", "causal_conv1d"].contains(&op)
+    ["gemm", "gemm_dx", "gemm_dw", "causal_conv1d", "gated_delta_rule"].contains(&op)
 }
 
 /// What an op multiplies the number with that it hands on, a power of two: where the gate is that, its sigmoid is 1.

@@ -1,24 +1,17 @@
 //! What the recurrence of RWKV-7 and its gradient share: their dimensions, what they read, and the tokens of a head in f32, by
 //! which one kernel serves all dtypes.
-//!
-//! Columns of a state never meet, so vectors run over them. They stand in groups of [`GROUP`], each of its own, whose rows are
-//! close together: what a kernel goes over for every token stays in L1.
 
 use crate::call::Arguments;
+use crate::columns::{Exponentials, GROUP, Two, all, fma, join, mul, padded, put, two};
 use crate::conv::taps::on_host;
 use crate::lengths::Lengths;
-use crate::math::exp;
-use crate::parallel::SharedOut;
 use crate::profile::IEEE;
-use crate::simd::{Kernel, Simd, load_at, narrow_at};
+use crate::simd::Simd;
 use crate::tensor::Heads;
 use crate::through_f32::convert;
 use crate::{Cpu, Element, Error, TensorRef, check_len};
 use samebits_schema::Call;
 use std::ops::Range;
-
-/// Columns of a group, a multiple of two vectors of any instruction set.
-pub(super) const GROUP: usize = 32;
 
 /// Dimensions of a recurrence of RWKV-7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,11 +166,6 @@ pub(super) fn widen<I: Element>(cpu: &Cpu, from: &Heads<I>, [first, h]: [usize; 
     }
 }
 
-/// Columns, and those that fill their last group.
-pub(super) fn padded(columns: usize) -> usize {
-    columns.next_multiple_of(GROUP)
-}
-
 /// Tokens of a head in f32, a row of [`padded`] columns each.
 pub(super) struct Tokens {
     pub r: Vec<f32>,
@@ -201,103 +189,6 @@ impl Tokens {
     fn each(&mut self) -> [&mut [f32]; 6] {
         [&mut self.r, &mut self.w, &mut self.k, &mut self.v, &mut self.a, &mut self.b]
     }
-}
-
-/// Some groups of columns of a state of a head, or of the gradient of one; +0 where there is none.
-pub(super) fn gather(from: Option<&Heads<f32>>, row: usize, groups: Range<usize>, head_dim: usize, to: &mut [f32]) {
-    to.fill(0.0);
-    let Some(from) = from else { return };
-    for (group, to) in groups.zip(to.chunks_exact_mut(GROUP * head_dim)) {
-        let columns = group * GROUP..head_dim.min((group + 1) * GROUP);
-        for (d, to) in to.chunks_exact_mut(GROUP).enumerate() {
-            to[..columns.len()].copy_from_slice(&from.get(row, d)[columns.clone()]);
-        }
-    }
-}
-
-/// The same back to its place.
-pub(super) fn scatter(cpu: &Cpu, from: &[f32], row: usize, groups: Range<usize>, head_dim: usize, to: &SharedOut<f32>) {
-    for (group, from) in groups.zip(from.chunks_exact(GROUP * head_dim)) {
-        let count = GROUP.min(head_dim - group * GROUP);
-        for (d, from) in from.chunks_exact(GROUP).enumerate() {
-            let at = (row * head_dim + d) * head_dim + group * GROUP;
-            // SAFETY: tasks have heads or columns of their own.
-            convert(cpu, &from[..count], unsafe { to.part(at, count) });
-        }
-    }
-}
-
-/// Each number's exponential in its place.
-struct Exponentials<'a>(&'a mut [f32]);
-
-impl Kernel for Exponentials<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, s: S) {
-        for at in (0..self.0.len()).step_by(S::LANES) {
-            narrow_at(s, exp(s, load_at(s, self.0, at, 0.0)), self.0, at);
-        }
-    }
-}
-
-/// Two vectors, a step of the loops over columns.
-pub(super) type Two<S> = [<S as Simd>::F; 2];
-
-/// Two vectors from `at` on.
-///
-/// # Safety
-/// They are in `x`.
-#[inline(always)]
-pub(super) unsafe fn two<S: Simd>(s: S, x: &[f32], at: usize) -> Two<S> {
-    debug_assert!(at + 2 * S::LANES <= x.len());
-    // SAFETY: the caller's promise.
-    unsafe { [s.load(x.as_ptr().add(at)), s.load(x.as_ptr().add(at + S::LANES))] }
-}
-
-/// Two vectors to `at` and on.
-///
-/// # Safety
-/// They are in `x`.
-#[inline(always)]
-pub(super) unsafe fn put<S: Simd>(s: S, v: Two<S>, x: &mut [f32], at: usize) {
-    debug_assert!(at + 2 * S::LANES <= x.len());
-    // SAFETY: the caller's promise.
-    unsafe {
-        s.store(v[0], x.as_mut_ptr().add(at));
-        s.store(v[1], x.as_mut_ptr().add(at + S::LANES));
-    }
-}
-
-/// `a * b + c`
-#[inline(always)]
-pub(super) fn fma<S: Simd>(s: S, a: Two<S>, b: Two<S>, c: Two<S>) -> Two<S> {
-    [s.fma(a[0], b[0], c[0]), s.fma(a[1], b[1], c[1])]
-}
-
-/// `a * b`
-#[inline(always)]
-pub(super) fn mul<S: Simd>(s: S, a: Two<S>, b: Two<S>) -> Two<S> {
-    [s.mul(a[0], b[0]), s.mul(a[1], b[1])]
-}
-
-/// A number in all lanes.
-#[inline(always)]
-pub(super) fn all<S: Simd>(s: S, x: f32) -> Two<S> {
-    [s.splat(x); 2]
-}
-
-/// `a + b`
-#[inline(always)]
-fn add<S: Simd>(s: S, a: Two<S>, b: Two<S>) -> Two<S> {
-    [s.add(a[0], b[0]), s.add(a[1], b[1])]
-}
-
-/// Adds up the eight segments of a sum.
-#[inline(always)]
-pub(super) fn join<S: Simd>(s: S, p: [Two<S>; IEEE.segments]) -> Two<S> {
-    let (first, second) = (add(s, p[0], p[1]), add(s, p[2], p[3]));
-    let (third, fourth) = (add(s, p[4], p[5]), add(s, p[6], p[7]));
-    add(s, add(s, first, second), add(s, third, fourth))
 }
 
 /// What every row of a column takes part in, a row of D to each; places beside them are not read.

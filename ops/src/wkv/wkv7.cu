@@ -5,8 +5,8 @@
 template <class Piece>
 DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_state, long long end, GLOBAL(Out) y,
                    REREAD(float) next) {
-    Column column(wkv);
-    column.begin(S, state, has_state, wkv.d);
+    Column column = wkv.column();
+    column.begin(S, state, has_state);
     for (long long t = 0; t < end; t++) {
         long long head = wkv.of_head(column.batch, t, column.h), rows = head + column.first;
         float sa = 0.0f, sum = 0.0f, v = 0.0f;
@@ -19,13 +19,13 @@ DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_
             sum = __fmaf_rn(wide(wkv.r, rows + i), s, sum);
         });
         sum = joined(sum);
-        if (column.lives && column.segment == 0) y[head + column.e] = narrow<Out>(sum);
+        if (column.writes()) y[head + column.e] = narrow<Out>(sum);
     }
     for (long long t = end; t < wkv.length; t++) {
-        if (!column.lives || column.segment != 0) continue;
+        if (!column.writes()) continue;
         y[wkv.of_head(column.batch, t, column.h) + column.e] = narrow<Out>(0.0f);
     }
-    column.end(S, next, wkv.d);
+    column.end(S, next);
 }
 
 #define PARAMETERS                                                                                                     \
@@ -51,6 +51,6 @@ KERNEL(256, 4) wkv7_any(PARAMETERS) {
     Wkv wkv{r, w, k, v, a, b, length, heads, d};
     long long end = length;
     if (has_len) end = len[blockIdx.x / heads];
-    Stands S{next + Column(wkv).from, d};
+    Stands S{next + wkv.column().from, d};
     column(S, wkv, state, has_state, end, y, next);
 }

@@ -7,11 +7,10 @@
 //! Rounding: every step once to f32; last rounding. A state is f32.
 //! Special: rows behind `len` are not read, and their y is +0. Without a state it is +0, which is a term as all others.
 
-use super::heads::{
-    GROUP, Inputs, TOKENS, Tensors, Tokens, Wkv7, Wkv7Inputs, advance, gather, padded, put, read, scatter, two,
-};
+use super::heads::{Inputs, TOKENS, Tensors, Tokens, Wkv7, Wkv7Inputs, advance, read};
 use crate::backend::device::{Arguments, Buffer, Build, Device, Indices, Unit, int};
 use crate::call::{Arguments as CallArguments, Entry};
+use crate::columns::{GROUP, THREADS, by_size, gather, padded, put, scatter, two};
 use crate::conv::causal_conv1d::{Part, optional};
 use crate::element::{Stored, typed};
 use crate::lengths::optional_lengths;
@@ -99,7 +98,7 @@ fn some_columns<I: Element, O: Element>(
     let (b, h, columns) = (unit / heads, unit % heads, groups.start * GROUP..head_dim.min(groups.end * GROUP));
     let (end, width) = (inputs.tokens_of(b), padded(head_dim));
     let mut state = vec![0f32; groups.len() * GROUP * head_dim];
-    gather(inputs.state.as_ref(), unit, groups.clone(), head_dim, &mut state);
+    gather(inputs.state.as_ref(), unit, groups.clone(), [head_dim; 2], &mut state);
     let count = AT_A_TIME.min(end);
     let (mut tokens, mut made) = (Tokens::room(count, head_dim), vec![0f32; count * width]);
     // SAFETY: tasks have heads or columns of their own, and each token is taken once.
@@ -114,7 +113,7 @@ fn some_columns<I: Element, O: Element>(
         }
     }
     (end..length).for_each(|t| row(t).fill(O::default()));
-    scatter(cpu, &state, unit, groups, head_dim, next);
+    scatter(cpu, &state, unit, groups, [head_dim; 2], next);
 }
 
 /// `count` tokens of some groups of columns of a head.
@@ -157,11 +156,6 @@ impl Kernel for Forward<'_> {
 const UNIT: Unit = Unit::of(NAME, include_str!("wkv7.cu"), &KERNELS);
 /// For heads of up to 128 elements, of up to 256, and of any number.
 const KERNELS: [&str; 3] = ["wkv7_16", "wkv7_32", "wkv7_any"];
-
-/// Which of three kernels heads of so many elements take.
-pub(super) fn by_size(head_dim: usize) -> usize {
-    [128, 256].iter().filter(|&&most| head_dim > most).count()
-}
 
 /// wkv7, by name.
 pub(crate) const OP: Entry = Entry {
@@ -209,9 +203,6 @@ impl<'a, I: Stored> Parts<'a, I> {
         Ok(arguments.int(int(op, "H", shape.heads)?).int(int(op, "D", shape.head_dim)?))
     }
 }
-
-/// Threads of a block: eight for each column.
-pub(super) const THREADS: usize = 256;
 
 /// A block for each head and some of its columns.
 pub(super) fn grid(shape: &Wkv7) -> [usize; 3] {

@@ -19,21 +19,20 @@ template <class Piece>
 DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_state, long long end,
                    GLOBAL(const In) dy, GLOBAL(const float) dnext, int has_dnext, GLOBAL(Out) dv, REREAD(float) dstate,
                    REREAD(float) sa, REREAD(float) dsa) {
-    Column column(wkv);
-    bool writes = column.lives && column.segment == 0;
-    column.begin(S, state, has_state, wkv.d);
+    Column column = wkv.column();
+    column.begin(S, state, has_state);
     for (long long t = 0; t < end; t++) {
         long long head = wkv.of_head(column.batch, t, column.h), rows = head + column.first;
         float sum = 0.0f, v = 0.0f;
         each_of(S, column.count, [&](int i) { sum = __fmaf_rn(wide(wkv.a, rows + i), S.get(i), sum); });
         sum = joined(sum);
         if (column.lives) v = wide(wkv.v, head + column.e);
-        if (writes) sa[head + column.e] = sum;
+        if (column.writes()) sa[head + column.e] = sum;
         each_of(S, column.count, [&](int i) {
             S.set(i, moved(S.get(i), wkv.left(rows + i), wide(wkv.b, rows + i), sum, wide(wkv.k, rows + i), v));
         });
     }
-    column.begin(S, dnext, has_dnext, wkv.d);
+    column.begin(S, dnext, has_dnext);
     for (long long t = end - 1; t >= 0; t--) {
         long long head = wkv.of_head(column.batch, t, column.h), rows = head + column.first;
         float of_b = 0.0f, of_v = 0.0f, of_y = 0.0f;
@@ -46,7 +45,7 @@ DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_
         });
         of_b = joined(of_b);
         of_v = joined(of_v);
-        if (writes) {
+        if (column.writes()) {
             dsa[head + column.e] = of_b;
             dv[head + column.e] = narrow<Out>(of_v);
         }
@@ -55,9 +54,9 @@ DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_
         });
     }
     for (long long t = end; t < wkv.length; t++) {
-        if (writes) dv[wkv.of_head(column.batch, t, column.h) + column.e] = narrow<Out>(0.0f);
+        if (column.writes()) dv[wkv.of_head(column.batch, t, column.h) + column.e] = narrow<Out>(0.0f);
     }
-    column.end(S, dstate, wkv.d);
+    column.end(S, dstate);
 }
 
 // Heads of up to 128 elements and of up to 256, whose states stay in registers.
@@ -78,7 +77,7 @@ KERNEL(256, 4) wkv7_backward_any(PARAMETERS) {
     Wkv wkv{r, w, k, v, a, b, length, heads, d};
     long long end = length;
     if (has_len) end = len[blockIdx.x / heads];
-    Stands S{dstate + Column(wkv).from, d};
+    Stands S{dstate + wkv.column().from, d};
     column(S, wkv, state, has_state, end, dy, dnext, has_dnext, dv, dstate, sa, dsa);
 }
 

@@ -14,14 +14,12 @@
 // Segments index several sums at once here.
 #![allow(clippy::needless_range_loop)]
 
-use super::heads::{
-    GROUP, Inputs, Tensors, Tokens, Two, Wkv7, Wkv7Inputs, advance, all, fma, gather, join, mul, padded, put, read,
-    scatter, two, widen,
-};
-use super::wkv7::{DeviceInputs, Parts, THREADS, by_size, grid};
+use super::heads::{Inputs, Tensors, Tokens, Wkv7, Wkv7Inputs, advance, read, widen};
+use super::wkv7::{DeviceInputs, Parts, grid};
 use crate::backend::device::workspace::choose as choose_on_device;
 use crate::backend::device::{Buffer, Build, Device, Unit};
 use crate::call::Entry;
+use crate::columns::{GROUP, THREADS, Two, all, by_size, fma, gather, join, mul, padded, put, scatter, turn, two};
 use crate::conv::causal_conv1d::{Part, optional};
 use crate::conv::taps::on_host;
 use crate::element::{Stored, typed};
@@ -155,6 +153,7 @@ impl<I: Element, O: Element> Backward<'_, I, O> {
         let (cpu, &Wkv7 { length, heads, head_dim, .. }) = (self.inputs.cpu, self.inputs.shape);
         let (b, h) = (unit / heads, unit % heads);
         let (end, width, groups) = (self.inputs.tokens_of(b), padded(head_dim), head_dim.div_ceil(GROUP));
+        let size = [head_dim; 2];
         let mut tokens = Tokens::room(end, head_dim);
         self.inputs.read([b, h], 0..end, &mut tokens);
         let [mut dy, mut sa, mut dsa, mut dr, mut dw, mut dk, mut dv, mut da, mut db] =
@@ -162,15 +161,15 @@ impl<I: Element, O: Element> Backward<'_, I, O> {
         widen(cpu, &self.dy, [b * length, h], end, &mut dy);
 
         let [mut state, mut dstate] = [(); 2].map(|()| vec![0f32; head_dim * width]);
-        gather(self.inputs.state.as_ref(), unit, 0..groups, head_dim, &mut state);
-        gather(self.dnext.as_ref(), unit, 0..groups, head_dim, &mut dstate);
+        gather(self.inputs.state.as_ref(), unit, 0..groups, size, &mut state);
+        gather(self.dnext.as_ref(), unit, 0..groups, size, &mut dstate);
         let made = [&mut sa, &mut dsa, &mut dv].map(|made| &mut made[..]);
         let (tokens, dy) = (&tokens, &dy);
         cpu.dispatch(OverRows { ends: [end, head_dim], tokens, dy, state: &mut state, dstate: &mut dstate, made });
-        scatter(cpu, &dstate, unit, 0..groups, head_dim, &self.dstate);
+        scatter(cpu, &dstate, unit, 0..groups, size, &self.dstate);
 
-        turn(self.inputs.state.as_ref(), unit, head_dim, &mut state);
-        turn(self.dnext.as_ref(), unit, head_dim, &mut dstate);
+        turn(self.inputs.state.as_ref(), unit, size, &mut state);
+        turn(self.dnext.as_ref(), unit, size, &mut dstate);
         let made = [&mut dr, &mut dw, &mut dk, &mut da, &mut db].map(|made| &mut made[..]);
         let (state, dstate, read) = (&mut state[..], &mut dstate[..], [&sa[..], &dsa]);
         cpu.dispatch(OverColumns { ends: [end, head_dim], tokens, dy, read, state, dstate, made });
@@ -185,18 +184,6 @@ impl<I: Element, O: Element> Backward<'_, I, O> {
                     false => to.fill(O::default()),
                 }
             }
-        }
-    }
-}
-
-/// A state of a head whose rows and columns have changed places, in groups; +0 where there is none.
-fn turn(from: Option<&Heads<f32>>, row: usize, head_dim: usize, to: &mut [f32]) {
-    to.fill(0.0);
-    let Some(from) = from else { return };
-    for d in 0..head_dim {
-        let first = d / GROUP * GROUP * head_dim + d % GROUP;
-        for (e, x) in from.get(row, d).iter().enumerate() {
-            to[first + e * GROUP] = *x;
         }
     }
 }

@@ -103,8 +103,8 @@ impl Stored {
 /// The extent of an axis, small enough for every op and large enough for its kernels' borders.
 fn extent(axis: &str, large: bool) -> usize {
     match (axis, large) {
-        ("Hq", _) => 4,
-        ("Hkv", _) => 2,
+        ("Hq" | "Hv", _) => 4,
+        ("Hkv" | "Hk", _) => 2,
         ("B", _) => 2,
         ("T", false) => 5,
         ("T", true) => 19,
@@ -139,6 +139,8 @@ fn shape_of(op: &Op, input: &Input, large: bool) -> Vec<usize> {
         "H" if op.input("a_log").is_some() => 4,
         // A gate for each element.
         "G" if op.input("gate").is_some() => extent("N", large),
+        // A decay for a head.
+        "G" if op.input("beta").is_some() => 1,
         "G" => 2,
         _ => extent(axis, large),
     };

@@ -184,6 +184,18 @@ impl Draw {
         (shape, [[batch, length, heads, head_dim], [batch, heads, head_dim, head_dim]])
     }
 
+    /// A delta rule, and the extents of keys, values, decays and a state.
+    fn delta_rule(&mut self) -> (GatedDeltaRule, [[usize; 4]; 4]) {
+        let [batch, length, key_dim, value_dim] = [self.extent(), self.extent(), self.extent(), self.extent()];
+        let [value_heads, key_heads] = self.pick(&[[2, 1], [1, 1], [4, 2], [3, 2], [0, 0], [0, 1]]);
+        let decays = self.pick(&[1, key_dim, 3]);
+        let scale = self.number(&[1.0, -0.5, 1e38], &[f64::NAN, f64::INFINITY, 1e39]);
+        let shape = GatedDeltaRule { batch, length, key_heads, value_heads, key_dim, value_dim, decays, scale };
+        let of = |heads, dim| [batch, length, heads, dim];
+        let of_state = [batch, value_heads, key_dim, value_dim];
+        (shape, [of(key_heads, key_dim), of(value_heads, value_dim), of(value_heads, decays), of_state])
+    }
+
     fn linear(&mut self) -> LinearLogprob {
         let (rows, [vocab, k]) = (self.extent(), self.matrix());
         LinearLogprob { rows, vocab, k, temperature: self.positive() }
@@ -206,7 +218,7 @@ impl Draw {
 
 type Op = fn(&mut Draw) -> Result<(), Error>;
 
-const OPS: [(&str, Op); 56] = [
+const OPS: [(&str, Op); 58] = [
     ("add", |d| {
         let n = d.extent();
         let (a, b, mut y) = (d.floats(&[n]), d.floats(&[n]), d.floats(&[n]));
@@ -301,6 +313,41 @@ const OPS: [(&str, Op); 56] = [
             dstate: &mut dstate,
         };
         ssd_scan_backward(&d.cpu, &shape, &inputs, &ScanOutputGradients { dy: &dy, dnext }, made)
+    }),
+    ("gated_delta_rule", |d| {
+        let (shape, [of_keys, of_values, of_decays, of_state]) = d.delta_rule();
+        let (q, k, v, g) = (d.floats(&of_keys), d.floats(&of_keys), d.floats(&of_values), d.floats(&of_decays));
+        let (beta, state, len) = (d.floats(&of_values[..3]), d.floats(&of_state), d.ints(&of_keys[..1], shape.length));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let (a_log, dt_bias) = (d.floats(&of_decays[2..3]), d.floats(&of_decays[2..]));
+        let (a_log, dt_bias) = (d.flag().then_some(&a_log[..]), d.flag().then_some(&dt_bias[..]));
+        let inputs = DeltaInputs { q: &q[..], k: &k, v: &v, g: &g, beta: &beta, a_log, dt_bias, state, len };
+        let (mut y, mut next) = (d.floats(&of_values), d.floats(&of_state));
+        gated_delta_rule(&d.cpu, &shape, &inputs, &mut y, &mut next)
+    }),
+    ("gated_delta_rule_backward", |d| {
+        let (shape, [of_keys, of_values, of_decays, of_state]) = d.delta_rule();
+        let (q, k, v, g) = (d.floats(&of_keys), d.floats(&of_keys), d.floats(&of_values), d.floats(&of_decays));
+        let (beta, state, len) = (d.floats(&of_values[..3]), d.floats(&of_state), d.ints(&of_keys[..1], shape.length));
+        let (state, len) = (d.flag().then_some(&state[..]), d.flag().then_some(&len[..]));
+        let (a_log, dt_bias) = (d.floats(&of_decays[2..3]), d.floats(&of_decays[2..]));
+        let (a_log, dt_bias) = (d.flag().then_some(&a_log[..]), d.flag().then_some(&dt_bias[..]));
+        let inputs = DeltaInputs { q: &q[..], k: &k, v: &v, g: &g, beta: &beta, a_log, dt_bias, state, len };
+        let (dy, dnext) = (d.floats(&of_values), d.floats(&of_state));
+        let [mut dq, mut dk] = [(); 2].map(|()| d.floats(&of_keys));
+        let (mut dv, mut dg, mut dbeta) = (d.floats(&of_values), d.floats(&of_decays), d.floats(&of_values[..3]));
+        let (mut da_log, mut dstate) = (d.floats(&of_values[..3]), d.floats(&of_state));
+        let made = DeltaGradients {
+            dq: &mut dq[..],
+            dk: &mut dk,
+            dv: &mut dv,
+            dg: &mut dg,
+            dbeta: &mut dbeta,
+            da_log: &mut da_log,
+            dstate: &mut dstate,
+        };
+        let dnext = d.flag().then_some(&dnext[..]);
+        gated_delta_rule_backward(&d.cpu, &shape, &inputs, &dy, dnext, made)
     }),
     ("silu_mul", |d| {
         let n = d.extent();

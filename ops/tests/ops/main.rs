@@ -3,6 +3,7 @@
 mod attention_gradient;
 mod call;
 mod conv;
+mod delta;
 mod experts;
 mod extreme;
 #[cfg(unix)]

@@ -173,8 +173,9 @@ class _Call:
         mask = self.mask()
         for of, rows in _BY_POSITION.get(name, {}).items():
             if of in self.inputs:
-                flat = None if mask is None else mask.flatten()
-                found |= self.sum(of, "token_sum", found[rows].flatten(0, -2), flat)
+                shape, flat = self.inputs[of][0], None if mask is None else mask.flatten()
+                sums = self.sum(of, "token_sum", found[rows].reshape(-1, math.prod(shape)), flat)
+                found |= {one: tensor.reshape(self.inputs[one][0]) for one, tensor in sums.items()}
         return {of: tensor for of, tensor in found.items() if of in self.inputs}
 
     def sum(self, of: str, name: str, *args: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -241,7 +242,10 @@ _FURTHER: dict[str, tuple[tuple[str, ...], Callable[[_Call], dict[str, torch.Ten
     "combine": ((), lambda call: {"shared": call.gradients["y"]}),
 }
 # By gradient op: the inputs whose gradient is a sum over positions, and of which one that is.
-_BY_POSITION = {"ssd_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"}}
+_BY_POSITION = {
+    "ssd_scan_backward": {"a_log": "a_log", "d": "d", "dt_bias": "dt"},
+    "gated_delta_rule_backward": {"a_log": "a_log", "dt_bias": "g"},
+}
 # What one output of a gradient op is the gradient of, where the names do not say it.
 _ALSO = {("add_rms_norm", "x"): ("residual",)}
 

@@ -143,6 +143,12 @@ DEVICE double logarithm_of_one_plus(float a, float b) {
     return logarithm_of_quotient(__ddiv_rn(over, __dadd_rn(__dmul_rn(2.0, under), over)));
 }
 
+// ln(1 + e^x), rounded to f32 once.
+DEVICE float softplus(float x) {
+    double l = logarithm_of_one_plus(exponential(-fabsf(x)), 1.0f);
+    return __double2float_rn(x > 0.0f ? __dadd_rn(static_cast<double>(x), l) : l);
+}
+
 // The logarithm of l * 2^n, in f64, and rounded to f32 once.
 DEVICE double logarithm_of_sum(float n, float l) { return __fma_rn(static_cast<double>(n), LN_2, natural_logarithm(l)); }
 DEVICE float log_sum(float n, float l) { return __double2float_rn(logarithm_of_sum(n, l)); }

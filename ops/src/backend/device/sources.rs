@@ -35,7 +35,9 @@ macro_rules! headers {
 }
 
 /// What the units include: names and texts.
-pub static HEADERS: [(&str, &str); 19] = headers![
+pub static HEADERS: [(&str, &str); 21] = headers![
+    "columns.cuh",
+    "delta.cuh",
     "denominator.cuh",
     "element.cuh",
     "elementwise.cuh",

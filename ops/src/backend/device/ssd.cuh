@@ -9,12 +9,6 @@ struct Step {
     bool limited;
 };
 
-// ln(1 + e^v)
-DEVICE float softplus(float v) {
-    double l = logarithm_of_one_plus(exponential(-fabsf(v)), 1.0f);
-    return __double2float_rn(v > 0.0f ? __dadd_rn(static_cast<double>(v), l) : l);
-}
-
 // The A of a head.
 DEVICE float decay_rate(float a_log) { return -exponential(a_log); }
 
