@@ -1288,7 +1288,7 @@ struct Mutant {
     says: &'static str,
 }
 
-const MUTANTS: [Mutant; 57] = [
+const MUTANTS: [Mutant; 59] = [
     Mutant {
         name: "gate_of_the_elements_before",
         change: Change { file: "sigmoid_mul.cu", from: "gate[++number]", to: "gate[number++]" },
@@ -1920,6 +1920,10 @@ fn model(name: &str) -> Result<(), Failed> {
             let inner = scan.heads * scan.head_dim;
             let channels = inner + 2 * scan.groups * scan.state_dim;
             4 * ((scan.taps - 1) * channels + inner * scan.state_dim) + 128
+        }
+        Layer::DeltaRule(rule) => {
+            let (keys, values) = (rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim);
+            4 * ((rule.taps - 1) * (2 * keys + values) + values * rule.key_dim) + 128
         }
         _ => 0,
     };

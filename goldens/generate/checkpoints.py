@@ -30,6 +30,9 @@ BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_lay
 SCAN = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, num_heads=8, head_dim=10, state_size=12, chunk_size=8,
             bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HYBRID = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_chunk_size=8)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=10,
+             layer_types=["linear_attention", "full_attention", "linear_attention"])
+SPARSE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 TOKENS = dict(vocab_size=160, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
               moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
@@ -86,6 +89,10 @@ MODELS = {
                                            layer_types=["linear_attention", "full_attention", "linear_attention"],
                                            shared_intermediate_size=64, embedding_multiplier=6.0, residual_multiplier=0.4,
                                            attention_multiplier=0.2, logits_scaling=2.0, tie_word_embeddings=True), 24, "bf16"),
+    "olmo-hybrid": ("OlmoHybrid", dict(BASE, **DELTA, rope_parameters=dict(rope_type="default", rope_theta=None)), 24, "bf16"),
+    "qwen3-next": ("Qwen3Next", dict(BASE, **DELTA, **SPARSE, head_dim=16, mlp_only_layers=[0]), 12, "bf16"),
+    "qwen3-5": ("Qwen3_5", dict(BASE, **DELTA, head_dim=16, attention_bias=True, tie_word_embeddings=True), 24, "bf16"),
+    "qwen3-5-moe": ("Qwen3_5Moe", dict(BASE, **DELTA, **dict(SPARSE, num_experts=5, num_experts_per_tok=2), head_dim=16), 12, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,
@@ -132,7 +139,7 @@ MODELS = {
 # Ends of the names of the modules that choose experts.
 ROUTERS = ("TopKRouter", "TopkRouter", "V1Gate")
 # Where a text model has a config of its own.
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # Where it is not called KindForCausalLM.
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -140,7 +147,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
-    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron")
+    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     transposed = model.config.model_type == "gpt2"
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -148,7 +155,8 @@ def weights(model, generator):
             if name.endswith("bias"):
                 tensor.copy_(noise * 0.1)
             elif "norm" in name or ".ln_" in name:
-                tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
+                # A norm before a gate adds nothing.
+                tensor.copy_(noise * 0.2 + (0.0 if offset and "linear_attn" not in name else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
             elif "act_fn" in name:
@@ -185,6 +193,26 @@ def run(folder, tokens, dtype, noise=None):
     return logits, torch.stack(chosen) if chosen else None
 
 
+def save(model, folder):
+    """The folder of a model. That of OLMo Hybrid as published ones are: transformers cuts the convolution of a layer into thirds,
+    whatever the widths, and calls a norm of layers that attend as one of the others."""
+    model.save_pretrained(folder)
+    c, path = model.config, folder / "model.safetensors"
+    if c.model_type != "olmo_hybrid":
+        return
+    tensors = load_file(path)
+    keys, values = (getattr(c, f"linear_num_{of}_heads") * getattr(c, f"linear_{of}_head_dim") for of in ("key", "value"))
+    for number, kind in enumerate(c.layer_types):
+        layer = f"model.layers.{number}."
+        if kind == "full_attention":
+            tensors[f"{layer}post_attention_layernorm.weight"] = tensors.pop(f"{layer}feedforward_layer_norm.weight")
+            continue
+        names = [f"{layer}linear_attn.{of}_conv1d.weight" for of in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split([keys, keys, values])
+        tensors |= {name: part.clone() for name, part in zip(names, parts)}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def make(name, out):
     kind, sizes, length, stored = MODELS[name]
     folder = out / name
@@ -195,7 +223,7 @@ def make(name, out):
         config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**sizes)
         model = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))(config)
         weights(model, generator)
-        model.to(DTYPES[stored]).save_pretrained(folder)
+        save(model.to(DTYPES[stored]), folder)
         tokens = torch.randint(3, sizes["vocab_size"], (2, length), generator=generator)
         fp32, routing = run(folder, tokens, torch.float32)
         own = "fp16" if stored == "fp16" else "bf16"

@@ -51,6 +51,7 @@ SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, mo
                first_k_dense_replace=1, routed_scaling_factor=1.3)
 ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"])
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
+DELTA = dict(layer_types=["linear_attention", "full_attention"])
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
 SHAPES = {
@@ -106,6 +107,34 @@ SHAPES = {
               dict(SCAN, mamba_n_heads=6, mamba_n_groups=3, mamba_proj_bias=True, attention_bias=True, mlp_bias=True,
                    attn_layer_indices=[1], rope_parameters=dict(ROPE(1e5), partial_rotary_factor=0.4)),
               dict(SCAN, mamba_n_heads=6, mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=2, time_step_limit=(0.3, 1.0))],
+    "OlmoHybrid": [dict(DELTA, linear_num_key_heads=5, linear_num_value_heads=5, linear_key_head_dim=7, linear_value_head_dim=14,
+                        rope_parameters=dict(rope_type="default", rope_theta=None)),
+                   dict(DELTA, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=12, linear_value_head_dim=9,
+                        linear_allow_neg_eigval=False, linear_conv_kernel_dim=3, attention_bias=True, rope_parameters=ROPE(1e4),
+                        layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                   dict(DELTA, linear_num_key_heads=3, linear_num_value_heads=3, linear_conv_kernel_dim=2, rms_norm_eps=1e-4,
+                        rope_parameters=ROPE(5e5))],
+    "Qwen3Next": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
+                       linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                  dict(DELTA, **EXPERTS, shared_expert_intermediate_size=22, head_dim=24, linear_num_key_heads=2,
+                       linear_num_value_heads=4, linear_key_head_dim=14, linear_value_head_dim=10, linear_conv_kernel_dim=3,
+                       norm_topk_prob=False, attention_bias=True, layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                  dict(DELTA, **dict(EXPERTS, mlp_only_layers=[1]), shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
+                       linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12,
+                       rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
+    "Qwen3_5": [dict(DELTA, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                dict(DELTA, head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=14,
+                     linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_bias=True,
+                     layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                dict(DELTA, head_dim=12, linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=10,
+                     linear_value_head_dim=12, rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
+    "Qwen3_5Moe": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
+                        linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                   dict(DELTA, **EXPERTS, shared_expert_intermediate_size=22, head_dim=24, linear_num_key_heads=2,
+                        linear_num_value_heads=4, linear_key_head_dim=14, linear_value_head_dim=10, linear_conv_kernel_dim=3,
+                        layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                   dict(DELTA, **EXPERTS, shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
+                        linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12)],
     "GraniteMoeHybrid": [dict(SCAN, mamba_n_heads=5, num_local_experts=0, position_embedding_type="rope", shared_intermediate_size=40,
                               layer_types=["full_attention", "linear_attention"], attention_multiplier=0.3),
                          dict(SCAN, mamba_n_heads=6, num_local_experts=0, shared_intermediate_size=72, embedding_multiplier=12.0,
@@ -274,7 +303,7 @@ def make(family, number, program, folder, batches):
     sizes = {key: value for key, value in sizes.items() if key not in WITHOUT.get(family, [])}
     model = getattr(transformers, checkpoints.CLASSES.get(family, f"{family}ForCausalLM"))(getattr(transformers, checkpoints.CONFIGS.get(family, f"{family}Config"))(**sizes))
     checkpoints.weights(model, generator)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    checkpoints.save(model.to(torch.bfloat16), folder)
     # Grouped products of experts ask for other sizes.
     load = lambda dtype: transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()

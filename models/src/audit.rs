@@ -98,9 +98,7 @@ impl Audit {
         let mut tables: Vec<Vec<f32>> = Vec::new();
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
-            let of_extra = |i: usize| format!("{}.{}.", config.stack, config.layers() + i);
-            let extra = (0..config.extra_layers).any(|i| name.starts_with(&of_extra(i)));
-            if extra {
+            if config.is_extra(&name) {
                 note(false, &name, "is not used: it predicts further tokens".into());
             }
             // Buffers, and what is of a dtype that is no weight's, are told above.

@@ -169,6 +169,13 @@ impl Config {
         Ok(config)
     }
 
+    /// Whether a tensor is of what predicts further tokens.
+    pub(crate) fn is_extra(&self, name: &str) -> bool {
+        let behind = |i: usize| name.starts_with(&format!("{}.{}.", self.stack, self.layers() + i));
+        let named = ["model.mtp_", "mtp."].iter().any(|prefix| name.starts_with(prefix));
+        self.extra_layers > 0 && (named || (0..self.extra_layers).any(behind))
+    }
+
     /// Refuses what no reading of a folder gives, but whoever changes a config can.
     pub(crate) fn check(&self) -> Result<(), ModelError> {
         let sizes = [self.vocab, self.hidden, self.max_positions, self.longest()];
@@ -828,6 +835,22 @@ mod tests {
             (
                 "Bamba-9B",
                 json!({"model_type": "bamba", "attn_layer_indices": [1], "attn_rotary_emb": 64, "hidden_act": "silu", "intermediate_size": 80, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 262144, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "use_mamba_kernels": true}),
+            ),
+            (
+                "Olmo-Hybrid-7B",
+                json!({"architectures": ["OlmoHybridForCausalLM"], "attention_bias": false, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["linear_attention", "full_attention"], "linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": true, "linear_conv_kernel_dim": 4, "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 18, "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": null, "rope_type": "default"}, "tie_word_embeddings": false}),
+            ),
+            (
+                "Qwen3-Next-80B-A3B",
+                json!({"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 22, "norm_topk_prob": true, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 2, "output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 22, "tie_word_embeddings": false, "use_sliding_window": false}),
+            ),
+            (
+                "the text part of Qwen3.5-27B",
+                json!({"attention_bias": false, "attn_output_gate": true, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false}),
+            ),
+            (
+                "the text part of Qwen3.5-35B-A3B",
+                json!({"attention_bias": false, "attn_output_gate": true, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": null, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}, "tie_word_embeddings": false, "moe_intermediate_size": 22, "num_experts": 8, "num_experts_per_tok": 3, "output_router_logits": false, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 22}),
             ),
             (
                 "granite-4.0-h-1b",

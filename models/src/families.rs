@@ -34,13 +34,17 @@ mod nemotron;
 mod neutral;
 mod olmo2;
 mod olmo3;
+mod olmo_hybrid;
 mod olmoe;
 mod parts;
 mod phi3;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
+mod qwen3_next;
 mod seed_oss;
 mod smollm3;
 mod starcoder2;
@@ -86,6 +90,10 @@ const ALL: &[Family] = &[
     mamba2::FAMILY,
     bamba::FAMILY,
     granitemoehybrid::FAMILY,
+    olmo_hybrid::FAMILY,
+    qwen3_next::FAMILY,
+    qwen3_5::FAMILY,
+    qwen3_5_moe::FAMILY,
     arcee::FAMILY,
     starcoder2::FAMILY,
     gpt2::FAMILY,

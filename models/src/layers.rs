@@ -9,6 +9,7 @@ pub(crate) mod attention;
 pub(crate) mod branch;
 pub(crate) mod causal_conv;
 pub(crate) mod conv;
+pub(crate) mod delta;
 pub(crate) mod embedding;
 pub(crate) mod head;
 pub(crate) mod heads;
@@ -153,6 +154,8 @@ layers! {
     ShortConv in conv, state: conv::ShortConv::state;
     /// A scan of Mamba-2.
     Mamba2 in mamba2, state: mamba2::Mamba2::state;
+    /// Linear attention by the gated delta rule.
+    DeltaRule in delta, state: delta::DeltaRule::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// An MLP without a gate.

@@ -147,6 +147,7 @@ pub mod device {
     };
     pub use crate::conv::causal_conv1d_dw::on_device as causal_conv1d_dw;
     pub use crate::delta::gated_delta_rule::{DeviceInputs as DeltaInputs, on_device as gated_delta_rule};
+    pub use crate::delta::gated_delta_rule_backward::on_device as gated_delta_rule_backward;
     pub use crate::element::Stored;
     pub use crate::elementwise::activate::on_device as activate;
     pub use crate::elementwise::activate_backward::on_device as activate_backward;

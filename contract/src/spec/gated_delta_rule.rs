@@ -144,8 +144,7 @@ impl Delta {
         let [q, k, v, g, beta] = ["q", "k", "v", "g", "beta"].map(|name| c.floats(name));
         let [a_log, dt_bias, state] =
             ["a_log", "dt_bias", "state"].map(|name| c.case.inputs.get(name).map(Tensor::to_f64));
-        let (dims, scale) =
-            (["B", "T", "Hk", "Hv", "D", "E", "G"].map(|axis| c.dim(axis)), f32_of(c.float("scale")));
+        let (dims, scale) = (["B", "T", "Hk", "Hv", "D", "E", "G"].map(|axis| c.dim(axis)), f32_of(c.float("scale")));
         Delta { dims, q, k, v, g, beta, a_log, dt_bias, state, scale: Num::exact(scale), lengths: rows_of(c) }
     }
 
@@ -176,7 +175,8 @@ impl Delta {
         for t in 0..self.lengths[b] {
             let [key, head] = self.at(b, t, h);
             let exact = |x: &[f64]| x.iter().map(|x| Num::exact(*x)).collect::<Vec<_>>();
-            let (k, beta, mut l) = (exact(&self.k[key..][..d]), Num::exact(self.beta[head]), exact(&self.g[head * g..][..g]));
+            let (k, beta, mut l) =
+                (exact(&self.k[key..][..d]), Num::exact(self.beta[head]), exact(&self.g[head * g..][..g]));
             let w: Vec<Num> = self.q[key..][..d].iter().map(|q| Num::exact(*q).times(self.scale)).collect();
             let mut slope = Vec::new();
             if let Some(rate) = self.rate(h) {

@@ -61,8 +61,7 @@ fn compute(c: &Checked) -> References {
             let [key, head] = delta.at(entry, at, h);
             let of_y: Vec<Num> = dy[head * e..][..e].iter().map(|dy| Num::exact(*dy)).collect();
             m = (0..d * e).map(|i| token.w[i / e].times(of_y[i % e]).plus(m[i])).collect();
-            let du: Vec<Num> =
-                (0..e).map(|i| Num::sum((0..d).map(|row| m[row * e + i].times(token.k[row])))).collect();
+            let du: Vec<Num> = (0..e).map(|i| Num::sum((0..d).map(|row| m[row * e + i].times(token.k[row])))).collect();
             let dr: Vec<Num> = du.iter().map(|du| du.times(token.beta)).collect();
             let n: Vec<Num> = (0..d * e).map(|i| token.k[i / e].negative().times(dr[i % e]).plus(m[i])).collect();
             let over = |x: &[Num], y: &[Num], row: usize| Num::sum((0..e).map(|i| x[row * e + i].times(y[i])));

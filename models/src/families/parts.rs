@@ -8,7 +8,8 @@ use crate::layers::heads::{NormOf, QkNorm, Rope};
 use crate::layers::mlp::Activation;
 use crate::layers::ungated_mlp::Curve;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
-use crate::rotary::{Asked, Rotary, Scaling};
+pub(super) use crate::rotary::Asked;
+use crate::rotary::{Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
@@ -112,6 +113,7 @@ pub(super) fn asked<'a>(c: &Config, head_dim: usize, theta: Option<f64>) -> Aske
         renamed: false,
         stretched: false,
         grows: false,
+        grids: false,
         theta,
         max_positions: c.max_positions,
         of: None,
@@ -135,7 +137,17 @@ pub(super) fn push(c: &mut Config, rotary: Rotary) -> Rope {
 /// An attention without norms and biases, by the names that most families have.
 pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attention::Plan {
     let names = attention::Names::PLAIN;
-    attention::Plan { hidden: c.hidden, heads, rope, q_table: None, norm: None, bias: false, o_bias: false, names }
+    attention::Plan {
+        hidden: c.hidden,
+        heads,
+        rope,
+        q_table: None,
+        norm: None,
+        bias: false,
+        o_bias: false,
+        gate: false,
+        names,
+    }
 }
 
 /// A gated MLP of this width, by the names that most families have.

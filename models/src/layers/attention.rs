@@ -15,7 +15,7 @@ use crate::pass::Pass;
 use crate::rotary::Rotary;
 use crate::state::{Kind, LayerState};
 use samebits_ops::device::Device;
-use samebits_ops::{Cpu, DType, Tensor};
+use samebits_ops::{Attributes, Cpu, DType, Tensor};
 
 /// What an attention is made of.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,6 +34,8 @@ pub struct Plan {
     pub bias: bool,
     /// A bias on the output projection.
     pub o_bias: bool,
+    /// Whether heads are multiplied with the sigmoids of gates, whose projection stands behind that of each query.
+    pub gate: bool,
     /// The names of its tensors.
     pub names: Names,
 }
@@ -87,6 +89,9 @@ impl Plan {
         if self.norm.is_some_and(|qk| qk.norm.kind != norm::Kind::Rms) {
             return Err("norms of queries and keys are RMS norms");
         }
+        if self.gate && (!matches!(self.names.qkv, QkvNames::Each(_)) || self.heads.value_dim != self.heads.key_dim) {
+            return Err("heads behind gates have projections of their own, and values as wide as queries");
+        }
         if matches!(self.names.qkv, QkvNames::ByHead(_)) && self.heads.queries != self.heads.keys {
             return Err("heads of one matrix have a query, a key and a value each");
         }
@@ -105,6 +110,7 @@ pub(crate) struct Attention {
     k: Heads,
     v: Linear,
     o: Linear,
+    gate: Option<Linear>,
 }
 
 /// What a reverse pass reads, beside a.
@@ -113,6 +119,14 @@ pub(crate) struct Saved {
     q_raw: Option<Tensor>,
     k_raw: Option<Tensor>,
     attended: Attended,
+    gated: Option<Gated>,
+}
+
+/// What the reverse pass of gates reads: their logits, heads in f32, and the product, as the last projection reads it.
+struct Gated {
+    logits: Tensor,
+    heads: Tensor,
+    product: Tensor,
 }
 
 impl Attention {
@@ -123,7 +137,16 @@ impl Attention {
         let (rotary, nope) = (rope.dim, d - rope.dim);
         let [q_rope, k_rope] = [plan.q_rope(), rope];
         let whole = |rope, count, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
+        let all = |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
+        let mut gate = None;
         let (mut q, mut k, v) = match names.qkv {
+            QkvNames::Each([q_name, k_name, v_name]) if plan.gate => {
+                let [q, of_gates] = loader.parts(q_name, heads.queries, [d, d], hidden, bias)?;
+                let [k, v] = [(k_name, k_width), (v_name, v_width)]
+                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
+                gate = Some(of_gates);
+                (all(q_rope, heads.queries, q), all(k_rope, heads.keys, k?), v?)
+            }
             QkvNames::Each(names) if nope == 0 => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
@@ -133,8 +156,6 @@ impl Attention {
             QkvNames::Each(names) if plan.norm.is_some() => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                let all =
-                    |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
                 (all(q_rope, heads.queries, q?), all(k_rope, heads.keys, k?), v?)
             }
             QkvNames::Each([q, k, v]) => {
@@ -176,13 +197,14 @@ impl Attention {
             k = k.with_norm(loader, names.norms[1], norm)?;
         }
         let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
-        Ok(Attention { heads, q, k, v, o })
+        Ok(Attention { heads, q, k, v, o, gate })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
         self.q.move_to(cpu, device)?;
         self.k.move_to(cpu, device)?;
         self.v.move_to(cpu, device)?;
+        self.gate.as_mut().map_or(Ok(()), |gate| gate.move_to(cpu, device))?;
         self.o.move_to(cpu, device)
     }
 
@@ -202,20 +224,72 @@ impl Attention {
         let (k, k_raw) = self.k.forward(pass, a)?;
         let v = self.v.apply(pass, a.view(), pass.dtype)?;
         let attended = self.heads.forward(pass, state, Qkv { q, k, v })?;
-        self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
-        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended }))
+        let gated = match &self.gate {
+            None => None,
+            Some(gate) => Some(Gated::forward(pass, gate, a, &attended.heads)?),
+        };
+        let heads = gated.as_ref().map_or(&attended.heads, |gated| &gated.product);
+        self.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
+        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended, gated }))
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let (Saved { q_raw, k_raw, attended }, mask) = (saved, back.mask);
-        let mut dheads = self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, back.pass.dtype)?;
+        let (Saved { q_raw, k_raw, attended, gated }, mask, dtype) = (saved, back.mask, back.pass.dtype);
+        let (mut dheads, from_gate) = match (&self.gate, gated) {
+            (Some(gate), Some(gated)) => {
+                let dproduct = self.o.backward(back, 0, gated.product.view(), dy.view(), mask, DType::Fp32)?;
+                let (dheads, from_gate) = gated.backward(back, gate, a, &dproduct)?;
+                (dheads, Some(from_gate))
+            }
+            _ => (self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, dtype)?, None),
+        };
         back.see("dattention", &mut dheads)?;
         let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, &dheads)?;
         let from_q = self.q.backward(back, a, q_raw, dq)?;
         let from_k = self.k.backward(back, a, k_raw, dk)?;
         let from_v = self.v.backward(back, 0, a.view(), dv.view(), mask, DType::Fp32)?;
         let sum = back.sum(from_q, from_k)?;
-        back.sum(sum, from_v)
+        let sum = back.sum(sum, from_v)?;
+        match from_gate {
+            Some(from_gate) => back.sum(sum, from_gate),
+            None => Ok(sum),
+        }
+    }
+}
+
+impl Gated {
+    /// From `a[n,hidden]` and `heads[n,Hq * E]`, as products read them.
+    fn forward(pass: &mut Pass, gate: &Linear, a: &Tensor, heads: &Tensor) -> Result<Gated, ModelError> {
+        let none = Attributes::new();
+        let mut logits = gate.apply(pass, a.view(), DType::Fp32)?;
+        pass.see("attention_gate", &mut logits)?;
+        let mut wide = pass.empty(DType::Fp32, heads.shape())?;
+        // All that products read are numbers of f32.
+        pass.round(heads, &mut wide)?;
+        let mut product = pass.empty(pass.dtype, heads.shape())?;
+        let inputs = [("gate", logits.view()), ("x", wide.view())];
+        pass.op("sigmoid_mul", &none, &inputs, [("y", product.view_mut())])?;
+        Ok(Gated { logits, heads: wide, product })
+    }
+
+    /// From `dy` of the product in f32: that of heads, as attention reads it, and that of a, in f32.
+    fn backward(
+        self,
+        back: &mut Backward,
+        gate: &Linear,
+        a: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, Tensor), ModelError> {
+        let (Gated { logits, heads, .. }, f32, none) = (self, DType::Fp32, Attributes::new());
+        let (mut dgate, mut dwide) = (back.pass.empty(f32, logits.shape())?, back.pass.empty(f32, heads.shape())?);
+        let inputs = [("gate", logits.view()), ("x", heads.view()), ("dy", dy.view())];
+        let outputs = [("dgate", dgate.view_mut()), ("dx", dwide.view_mut())];
+        back.pass.op("sigmoid_mul_backward", &none, &inputs, outputs)?;
+        back.see("dattention_gate", &mut dgate)?;
+        let mut dheads = back.pass.empty(back.pass.dtype, heads.shape())?;
+        back.pass.round(&dwide, &mut dheads)?;
+        let from_gate = gate.backward(back, 0, a.view(), dgate.view(), back.mask, f32)?;
+        Ok((dheads, from_gate))
     }
 }

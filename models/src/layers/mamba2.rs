@@ -8,7 +8,7 @@ use super::causal_conv::CausalConv;
 use super::linear::{Linear, Source};
 use super::loader::Loader;
 use super::norm::{self, Vector};
-use super::recur::{self, Kept};
+use super::recur::{self, Kept, repeated};
 use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::{Backward, Block};
@@ -173,7 +173,7 @@ impl Mamba2 {
         let mut conv = self.conv.forward(pass, state, 0, &stream)?;
         pass.see("conv", &mut conv)?;
         let mut active = pass.empty(f32, conv.shape())?;
-        let ones = self.ones(pass, conv.shape()[0])?;
+        let ones = repeated(pass, &self.ones, conv.shape())?;
         let inputs = [("gate", conv.view()), ("up", ones.view())];
         pass.op("silu_mul", &Attributes::new(), &inputs, [("y", active.view_mut())])?;
         let x = columns(pass, &active, 0, inner)?;
@@ -192,15 +192,6 @@ impl Mamba2 {
         let normed = self.norm.forward(pass, &gated)?;
         self.out.apply_to(pass, 0, normed.view(), y.view_mut())?;
         Ok(pass.keeps.then_some(Saved { z, stream, conv, x, b, c, dt, scan, gated, normed }))
-    }
-
-    /// As many rows of ones.
-    fn ones(&self, pass: &Pass, n: usize) -> Result<Tensor, ModelError> {
-        let channels = self.plan.channels();
-        let mut ones = pass.empty(DType::Fp32, &[n, channels])?;
-        let from = Part { every: n.max(1), ..Part::whole(channels) };
-        pass.machine.copy_rows([n, channels], (&self.ones, from), (&mut ones, Part::whole(channels)))?;
-        Ok(ones)
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32.
@@ -234,7 +225,7 @@ impl Mamba2 {
             back.pass.machine.copy_rows([n, width], (part, Part::whole(width)), (&mut dactive, to))?;
         }
         let (mut dconv, mut dones) = (back.pass.empty(f32, conv.shape())?, back.pass.empty(f32, conv.shape())?);
-        let ones = self.ones(&back.pass, n)?;
+        let ones = repeated(&back.pass, &self.ones, conv.shape())?;
         let inputs = [("gate", conv.view()), ("up", ones.view()), ("dy", dactive.view())];
         let outputs = [("dgate", dconv.view_mut()), ("dup", dones.view_mut())];
         back.pass.op("silu_mul_backward", &none, &inputs, outputs)?;

@@ -101,6 +101,15 @@ pub(crate) fn forward(
     Ok(())
 }
 
+/// The first elements of a row, over and over in this shape.
+pub(crate) fn repeated(pass: &Pass, row: &Tensor, shape: &[usize]) -> Result<Tensor, ModelError> {
+    let &[n, width] = shape else { unreachable!("it has rows") };
+    let mut rows = pass.empty(row.dtype(), shape)?;
+    let from = Part { every: n.max(1), ..Part::whole(width) };
+    pass.machine.copy_rows([n, width], (row, from), (&mut rows, Part::whole(width)))?;
+    Ok(rows)
+}
+
 /// The gradient of an op that recurs: `call` runs it for the sequences of a block, its inputs laid over `tokens`, and gives
 /// what is made of each `[sequences * rows,width]`. Together they are `[n,width]`; rows of no sequence are +0.
 pub(crate) fn backward(

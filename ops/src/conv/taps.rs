@@ -62,7 +62,7 @@ impl CausalConv1d {
     }
 
     /// How many rows sequence `b` has; the lengths were checked.
-    pub(crate) fn rows_of(&self, len: Option<&[i32]>, b: usize) -> usize {
+    pub(super) fn rows_of(&self, len: Option<&[i32]>, b: usize) -> usize {
         len.map_or(self.length, |len| len[b] as usize)
     }
 }

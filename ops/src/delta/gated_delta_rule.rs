@@ -247,21 +247,10 @@ pub(crate) const OP: Entry = Entry {
     cpu: |cpu, args| run(cpu, &GatedDeltaRule::of(args.call), tensors(args)?, args.output("y"), args.output("next")),
     device: Some(|on, args| {
         let (shape, [y, next]) = (GatedDeltaRule::of(args.call), ["y", "next"].map(|name| args.output(name)));
-        let [q, k, v, g, beta] = ["q", "k", "v", "g", "beta"].map(|name| args.input(name));
         shape.lengths().on_device(on, args, NAME, |len| {
-            typed!(q.dtype() => I, typed!(y.dtype() => O, {
-                let inputs = Parts::<I> {
-                    q: q.device_part(NAME, "q")?,
-                    k: k.device_part(NAME, "k")?,
-                    v: v.device_part(NAME, "v")?,
-                    g: g.device_part(NAME, "g")?,
-                    beta: beta.device_part(NAME, "beta")?,
-                    a_log: args.optional("a_log").map(|a_log| a_log.device_part(NAME, "a_log")).transpose()?,
-                    dt_bias: args.optional("dt_bias").map(|bias| bias.device_part(NAME, "dt_bias")).transpose()?,
-                    state: args.optional("state").map(|state| state.device_part(NAME, "state")).transpose()?,
-                    len,
-                };
-                launch::<I, O>(on, &shape, inputs, y.device_part(NAME, "y")?, next.device_part(NAME, "next")?)
+            typed!(args.input("q").dtype() => I, typed!(y.dtype() => O, {
+                let parts = Parts::<I>::of_call(args, NAME, len)?;
+                launch::<I, O>(on, &shape, parts, y.device_part(NAME, "y")?, next.device_part(NAME, "next")?)
             }))
         })
     }),
@@ -282,7 +271,23 @@ pub(super) struct Parts<'a, I> {
     pub len: Option<&'a Indices>,
 }
 
-impl<I: Stored> Parts<'_, I> {
+impl<'a, I: Stored> Parts<'a, I> {
+    /// Those of a call by name.
+    pub fn of_call(args: &CallArguments<'_, 'a>, op: &'static str, len: Option<&'a Indices>) -> Result<Self, Error> {
+        let [q, k, v] = ["q", "k", "v"].map(|name| args.input(name).device_part::<I>(op, name));
+        let [g, beta] = ["g", "beta"].map(|name| args.input(name).device_part::<f32>(op, name));
+        let optional = |name| args.optional(name).map(|given| given.device_part::<f32>(op, name)).transpose();
+        let (a_log, dt_bias, state) = (optional("a_log")?, optional("dt_bias")?, optional("state")?);
+        Ok(Parts { q: q?, k: k?, v: v?, g: g?, beta: beta?, a_log, dt_bias, state, len })
+    }
+
+    /// Buffers as they are.
+    pub fn of(inputs: &DeviceInputs<'a, I>) -> Self {
+        let DeviceInputs { q, k, v, g, beta, a_log, dt_bias, state, len } = *inputs;
+        let [a_log, dt_bias, state] = [a_log, dt_bias, state].map(|given| given.map(|given| (given, 0)));
+        Parts { q: (q, 0), k: (k, 0), v: (v, 0), g: (g, 0), beta: (beta, 0), a_log, dt_bias, state, len }
+    }
+
     /// The arguments that all kernels begin with.
     pub fn arguments(&self, on: &Device) -> Result<Arguments, Error> {
         let Parts { q, k, v, g, beta, a_log, dt_bias, state, len } = *self;
@@ -340,6 +345,20 @@ pub struct DeviceInputs<'a, I> {
     pub len: Option<&'a Indices>,
 }
 
+impl<I: Stored> DeviceInputs<'_, I> {
+    /// Checks them.
+    pub(super) fn check(&self, op: &'static str, shape: &GatedDeltaRule) -> Result<(), Error> {
+        let DeviceInputs { q, k, v, g, beta, a_log, dt_bias, state, len } = *self;
+        shape.check(op)?;
+        check_bias(op, dt_bias.is_some(), a_log.is_some())?;
+        let given = [("q", q.len()), ("k", k.len()), ("v", v.len()), ("g", g.len()), ("beta", beta.len())];
+        shape.check_slices(op, given.map(|(name, len)| (name, Some(len))))?;
+        let optional = [("a_log", a_log), ("dt_bias", dt_bias), ("state", state)];
+        shape.check_slices(op, optional.map(|(name, given)| (name, given.map(Buffer::len))))?;
+        shape.lengths().check_indices(op, len)
+    }
+}
+
 /// [`gated_delta_rule`] on a device.
 ///
 /// # Errors
@@ -351,16 +370,7 @@ pub fn on_device<I: Stored, O: Stored>(
     y: &mut Buffer<O>,
     next: &mut Buffer<f32>,
 ) -> Result<(), Error> {
-    let DeviceInputs { q, k, v, g, beta, a_log, dt_bias, state, len } = *inputs;
-    shape.check(NAME)?;
-    check_bias(NAME, dt_bias.is_some(), a_log.is_some())?;
-    let given = [("q", q.len()), ("k", k.len()), ("v", v.len()), ("g", g.len()), ("beta", beta.len())];
-    shape.check_slices(NAME, given.map(|(name, len)| (name, Some(len))))?;
-    let optional = [("a_log", a_log), ("dt_bias", dt_bias), ("state", state)];
-    shape.check_slices(NAME, optional.map(|(name, given)| (name, given.map(Buffer::len))))?;
+    inputs.check(NAME, shape)?;
     shape.check_slices(NAME, [("y", Some(y.len())), ("next", Some(next.len()))])?;
-    shape.lengths().check_indices(NAME, len)?;
-    let [a_log, dt_bias, state] = [a_log, dt_bias, state].map(|given| given.map(|given| (given, 0)));
-    let parts = Parts { q: (q, 0), k: (k, 0), v: (v, 0), g: (g, 0), beta: (beta, 0), a_log, dt_bias, state, len };
-    launch(on, shape, parts, (y, 0), (next, 0))
+    launch(on, shape, Parts::of(inputs), (y, 0), (next, 0))
 }

@@ -15,14 +15,14 @@
 
 use crate::Cpu;
 use crate::backend::device::workspace::choose as choose_on_device;
-use crate::backend::device::{Arguments, Build, Device, Unit};
+use crate::backend::device::{Buffer, Build, Device, Unit};
 use crate::call::Entry;
 use crate::columns::{
     GROUP, THREADS, Two, add, all, by_size, fma, gather, join, mul, padded, put, scatter, sub, turn, two,
 };
 use crate::conv::causal_conv1d::{Part, optional};
 use crate::conv::taps::on_host;
-use crate::delta::gated_delta_rule::{DeltaInputs, Parts, check_host, dimensions, tensors};
+use crate::delta::gated_delta_rule::{DeltaInputs, DeviceInputs, Parts, check_host, dimensions, tensors};
 use crate::delta::heads::{GatedDeltaRule, Inputs, Tensors, Tokens, read_back, write_back};
 use crate::element::{Stored, typed};
 use crate::math::sigmoid;
@@ -36,24 +36,26 @@ use crate::workspace::{Need, Plan};
 use crate::{Element, Error, TensorMut, TensorRef};
 
 const NAME: &str = "gated_delta_rule_backward";
+/// The outputs.
+const MADE: [&str; 7] = ["dq", "dk", "dv", "dg", "dbeta", "da_log", "dstate"];
 
 /// The gradients that [`gated_delta_rule_backward`] makes, row-major.
 #[derive(Debug)]
-pub struct DeltaGradients<'a, O> {
+pub struct DeltaGradients<O, S> {
     /// `dq[B,T,Hk,D]`.
-    pub dq: &'a mut [O],
+    pub dq: O,
     /// `dk[B,T,Hk,D]`.
-    pub dk: &'a mut [O],
+    pub dk: O,
     /// `dv[B,T,Hv,E]`.
-    pub dv: &'a mut [O],
-    /// `dg[B,T,Hv,G]`.
-    pub dg: &'a mut [f32],
+    pub dv: O,
+    /// `dg[B,T,Hv,G]`, f32 as those below.
+    pub dg: S,
     /// `dbeta[B,T,Hv]`.
-    pub dbeta: &'a mut [f32],
+    pub dbeta: S,
     /// `da_log[B,T,Hv]`, of which the gradient of a_log is the sum over tokens; that of dt_bias is that of dg.
-    pub da_log: &'a mut [f32],
+    pub da_log: S,
     /// `dstate[B,Hv,D,E]`.
-    pub dstate: &'a mut [f32],
+    pub dstate: S,
 }
 
 /// The gradients of [`gated_delta_rule`](crate::gated_delta_rule)'s inputs from `dy[B,T,Hv,E]` and, where it is given,
@@ -73,7 +75,7 @@ pub struct DeltaGradients<'a, O> {
 ///     a_log: None, dt_bias: None, state: None, len: None };
 /// let ([mut dq, mut dk, mut dv], [mut dg, mut dbeta, mut da_log, mut dstate]) = ([[0f32; 1]; 3], [[0f32; 1]; 4]);
 /// let made = DeltaGradients {
-///     dq: &mut dq, dk: &mut dk, dv: &mut dv, dg: &mut dg, dbeta: &mut dbeta, da_log: &mut da_log,
+///     dq: &mut dq[..], dk: &mut dk, dv: &mut dv, dg: &mut dg[..], dbeta: &mut dbeta, da_log: &mut da_log,
 ///     dstate: &mut dstate,
 /// };
 /// gated_delta_rule_backward(&Cpu::best(), &shape, &inputs, &[1.0], None, made)?;
@@ -86,15 +88,12 @@ pub fn gated_delta_rule_backward<I: Element, O: Element>(
     inputs: &DeltaInputs<I>,
     dy: &[I],
     dnext: Option<&[f32]>,
-    made: DeltaGradients<O>,
+    made: DeltaGradients<&mut [O], &mut [f32]>,
 ) -> Result<(), Error> {
     inputs.check(shape, NAME)?;
     let DeltaGradients { dq, dk, dv, dg, dbeta, da_log, dstate } = made;
-    let narrow = [("dq", dq.len()), ("dk", dk.len()), ("dv", dv.len()), ("dy", dy.len())];
-    shape.check_slices(NAME, narrow.map(|(name, len)| (name, Some(len))))?;
-    let wide = [("dg", dg.len()), ("dbeta", dbeta.len()), ("da_log", da_log.len()), ("dstate", dstate.len())];
-    shape.check_slices(NAME, wide.map(|(name, len)| (name, Some(len))))?;
-    shape.check_slices(NAME, [("dnext", dnext.map(<[f32]>::len))])?;
+    let lens = [dq.len(), dk.len(), dv.len(), dg.len(), dbeta.len(), da_log.len(), dstate.len()];
+    check_made(shape, lens, dy.len(), dnext.map(<[f32]>::len))?;
     let given = Given {
         inputs: inputs.tensors(shape),
         dy: TensorRef::of(dy, &shape.of_values()),
@@ -110,6 +109,13 @@ pub fn gated_delta_rule_backward<I: Element, O: Element>(
         dstate: TensorMut::of(dstate, &shape.of_state()),
     };
     run(cpu, shape, given, made)
+}
+
+/// Checks the lengths of the outputs and of the gradients that come in.
+fn check_made(shape: &GatedDeltaRule, made: [usize; 7], dy: usize, dnext: Option<usize>) -> Result<(), Error> {
+    let mut lens = made.into_iter().map(Some);
+    shape.check_slices(NAME, MADE.map(|name| (name, lens.next().expect("as many lengths"))))?;
+    shape.check_slices(NAME, [("dy", Some(dy)), ("dnext", dnext)])
 }
 
 /// The inputs of any layout.
@@ -527,44 +533,28 @@ pub(crate) const OP: Entry = Entry {
     name: NAME,
     cpu: |cpu, args| {
         let given = Given { inputs: tensors(args)?, dy: args.input("dy"), dnext: args.optional("dnext") };
-        let [dq, dk, dv, dg, dbeta, da_log, dstate] =
-            ["dq", "dk", "dv", "dg", "dbeta", "da_log", "dstate"].map(|name| args.output(name));
+        let [dq, dk, dv, dg, dbeta, da_log, dstate] = MADE.map(|name| args.output(name));
         run(cpu, &GatedDeltaRule::of(args.call), given, Made { dq, dk, dv, dg, dbeta, da_log, dstate })
     },
     device: Some(|on, args| {
-        let shape = GatedDeltaRule::of(args.call);
-        let [q, k, v, g, beta, dy] = ["q", "k", "v", "g", "beta", "dy"].map(|name| args.input(name));
-        let [a_log, dt_bias, state, dnext] = ["a_log", "dt_bias", "state", "dnext"].map(|name| args.optional(name));
-        let [dq, dk, dv] = ["dq", "dk", "dv"].map(|name| args.output(name));
-        let [dg, dbeta, da_log, dstate] = ["dg", "dbeta", "da_log", "dstate"].map(|name| args.output(name));
+        let (shape, [dq, dk, dv, dg, dbeta, da_log, dstate]) =
+            (GatedDeltaRule::of(args.call), MADE.map(|name| args.output(name)));
+        let (dy, dnext) = (args.input("dy"), args.optional("dnext"));
+        let args = &*args;
         shape.lengths().on_device(on, args, NAME, |len| {
-            typed!(q.dtype() => I, typed!(dq.dtype() => O, {
-                let inputs = Parts::<I> {
-                    q: q.device_part(NAME, "q")?,
-                    k: k.device_part(NAME, "k")?,
-                    v: v.device_part(NAME, "v")?,
-                    g: g.device_part(NAME, "g")?,
-                    beta: beta.device_part(NAME, "beta")?,
-                    a_log: a_log.map(|a_log| a_log.device_part(NAME, "a_log")).transpose()?,
-                    dt_bias: dt_bias.map(|dt_bias| dt_bias.device_part(NAME, "dt_bias")).transpose()?,
-                    state: state.map(|state| state.device_part(NAME, "state")).transpose()?,
-                    len,
-                };
-                let dy = dy.device_part::<I>(NAME, "dy")?;
+            typed!(dy.dtype() => I, typed!(dq.dtype() => O, {
+                let parts = Parts::<I>::of_call(args, NAME, len)?;
                 let dnext = dnext.map(|dnext| dnext.device_part(NAME, "dnext")).transpose()?;
-                let (dq, at_q) = dq.device_part::<O>(NAME, "dq")?;
-                let (dk, at_k) = dk.device_part::<O>(NAME, "dk")?;
-                let (dv, at_v) = dv.device_part::<O>(NAME, "dv")?;
-                let (dg, at_g) = dg.device_part::<f32>(NAME, "dg")?;
-                let (dbeta, at_beta) = dbeta.device_part::<f32>(NAME, "dbeta")?;
-                let (da_log, at_rate) = da_log.device_part::<f32>(NAME, "da_log")?;
-                let (dstate, at_state) = dstate.device_part::<f32>(NAME, "dstate")?;
-                let outputs = |arguments: Arguments| {
-                    let arguments = arguments.buffer_from(dq, at_q).buffer_from(dk, at_k).buffer_from(dv, at_v);
-                    let arguments = arguments.buffer_from(dg, at_g).buffer_from(dbeta, at_beta);
-                    arguments.buffer_from(da_log, at_rate).buffer_from(dstate, at_state)
+                let made = DeltaGradients {
+                    dq: dq.device(NAME, "dq")?,
+                    dk: dk.device(NAME, "dk")?,
+                    dv: dv.device(NAME, "dv")?,
+                    dg: dg.device(NAME, "dg")?,
+                    dbeta: dbeta.device(NAME, "dbeta")?,
+                    da_log: da_log.device(NAME, "da_log")?,
+                    dstate: dstate.device(NAME, "dstate")?,
                 };
-                launch::<I, O>(on, &shape, inputs, [dy], dnext, outputs)
+                launch::<I, O>(on, &shape, parts, (dy.device_part(NAME, "dy")?, dnext), made)
             }))
         })
     }),
@@ -616,13 +606,19 @@ fn launch<I: Stored, O: Stored>(
     on: &Device,
     shape: &GatedDeltaRule,
     inputs: Parts<I>,
-    [dy]: [Part<I>; 1],
-    dnext: Option<Part<f32>>,
-    outputs: impl FnOnce(Arguments) -> Arguments,
+    (dy, dnext): (Part<I>, Option<Part<f32>>),
+    made: DeltaGradients<&mut Buffer<O>, &mut Buffer<f32>>,
 ) -> Result<(), Error> {
     let GatedDeltaRule { batch, length, key_heads, value_heads, key_dim, value_dim, .. } = *shape;
     let (Words(words), room) = choose_on_device(on, NAME, [Words::new(shape)])?;
-    let mut arguments = outputs(optional(inputs.arguments(on)?.buffer_from(dy.0, dy.1), dnext));
+    let DeltaGradients { dq, dk, dv, dg, dbeta, da_log, dstate } = made;
+    let mut arguments = optional(inputs.arguments(on)?.buffer_from(dy.0, dy.1), dnext);
+    for made in [dq, dk, dv] {
+        arguments = arguments.buffer(made);
+    }
+    for made in [dg, dbeta, da_log, dstate] {
+        arguments = arguments.buffer(made);
+    }
     let mut first = 0;
     for words in words {
         arguments = arguments.buffer_from(&room, first);
@@ -641,4 +637,23 @@ fn launch<I: Stored, O: Stored>(
         unsafe { on.launch(build, kernel, grid, THREADS as u32, 0, &arguments)? };
     }
     Ok(())
+}
+
+/// [`gated_delta_rule_backward`] on a device.
+///
+/// # Errors
+/// As [`gated_delta_rule_backward`]; errors of the device.
+pub fn on_device<I: Stored, O: Stored>(
+    on: &Device,
+    shape: &GatedDeltaRule,
+    inputs: &DeviceInputs<I>,
+    dy: &Buffer<I>,
+    dnext: Option<&Buffer<f32>>,
+    made: DeltaGradients<&mut Buffer<O>, &mut Buffer<f32>>,
+) -> Result<(), Error> {
+    inputs.check(NAME, shape)?;
+    let DeltaGradients { dq, dk, dv, dg, dbeta, da_log, dstate } = &made;
+    let lens = [dq.len(), dk.len(), dv.len(), dg.len(), dbeta.len(), da_log.len(), dstate.len()];
+    check_made(shape, lens, dy.len(), dnext.map(Buffer::len))?;
+    launch(on, shape, Parts::of(inputs), ((dy, 0), dnext.map(|dnext| (dnext, 0))), made)
 }

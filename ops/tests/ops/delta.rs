@@ -220,10 +220,10 @@ fn check<I: Stored, O: Stored>(shape: GatedDeltaRule, spread: u32, seed: u64, fl
         let [mut dg, mut dbeta, mut da_log, mut dstate] =
             [of_head * decays, of_head, of_head, of_state].map(|count| vec![f32::NAN; count]);
         let made = DeltaGradients {
-            dq: &mut dq,
+            dq: &mut dq[..],
             dk: &mut dk,
             dv: &mut dv,
-            dg: &mut dg,
+            dg: &mut dg[..],
             dbeta: &mut dbeta,
             da_log: &mut da_log,
             dstate: &mut dstate,

@@ -341,7 +341,7 @@ const OPS: [(&str, Op); 58] = [
             dq: &mut dq[..],
             dk: &mut dk,
             dv: &mut dv,
-            dg: &mut dg,
+            dg: &mut dg[..],
             dbeta: &mut dbeta,
             da_log: &mut da_log,
             dstate: &mut dstate,

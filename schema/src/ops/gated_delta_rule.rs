@@ -7,17 +7,7 @@ use super::*;
 pub static OP: Op = Op {
     name: "gated_delta_rule",
     about: "each token decays the state by e^g, moves what k reads from it towards v by beta, and reads it by q",
-    inputs: &[
-        Input::activation("q", &["B", "T", "Hk", "D"]),
-        Input::activation("k", &["B", "T", "Hk", "D"]),
-        Input::activation("v", &["B", "T", "Hv", "E"]),
-        DECAY,
-        BETA,
-        A_LOG,
-        DT_BIAS,
-        Input::state("state", &["B", "Hv", "D", "E"]).optional(),
-        LEN,
-    ],
+    inputs: &[Q, K, V, DECAY, BETA, A_LOG, DT_BIAS, STATE, LEN],
     attributes: ATTRIBUTES,
     outputs: &[Output::out("y", &["B", "T", "Hv", "E"]), Output::fixed("next", &["B", "Hv", "D", "E"], DType::Fp32)],
     refused: REFUSED,
@@ -25,6 +15,11 @@ pub static OP: Op = Op {
     operations: |call| 8.0 * call.elements(&["B", "T", "Hv", "D", "E"]),
     ..Op::PLAIN
 };
+
+pub(super) const Q: Input = Input::activation("q", &["B", "T", "Hk", "D"]);
+pub(super) const K: Input = Input::activation("k", &["B", "T", "Hk", "D"]);
+pub(super) const V: Input = Input::activation("v", &["B", "T", "Hv", "E"]);
+pub(super) const STATE: Input = Input::state("state", &["B", "Hv", "D", "E"]).optional();
 
 /// The logarithm of what is left of the state, one number for a head or one for each element of a key.
 pub(super) const DECAY: Input = Input::activation("g", &["B", "T", "Hv", "G"]).fp32();

@@ -1,22 +1,23 @@
 //! The gradient of the gated delta rule.
 use super::causal_conv1d::LEN;
-use super::gated_delta_rule::{A_LOG, ATTRIBUTES, BETA, DECAY, DT_BIAS, REFUSED, check};
+use super::gated_delta_rule::{A_LOG, ATTRIBUTES, BETA, DECAY, DT_BIAS, K, Q, REFUSED, STATE, V, check};
 use super::*;
 
-/// `q, k, v, g, beta, a_log?, dt_bias?, state?, dy[B,T,Hv,E], dnext[B,Hv,D,E]?, len? -> dq, dk, dv, dg, dbeta,
-/// da_log[B,T,Hv], dstate`
+/// `q[B,T,Hk,D], k[B,T,Hk,D], v[B,T,Hv,E], g[B,T,Hv,G], beta[B,T,Hv], a_log[Hv]?, dt_bias[Hv,G]?,
+/// state[B,Hv,D,E]?, dy[B,T,Hv,E], dnext[B,Hv,D,E]?, len[B]?
+/// -> dq[B,T,Hk,D], dk[B,T,Hk,D], dv[B,T,Hv,E], dg[B,T,Hv,G], dbeta[B,T,Hv], da_log[B,T,Hv], dstate[B,Hv,D,E]`
 pub static OP: Op = Op {
     name: "gated_delta_rule_backward",
     about: "the gradients of gated_delta_rule's inputs from those of y and next; da_log and (for dt_bias) dg are summed by `token_sum`",
     inputs: &[
-        Input::activation("q", &["B", "T", "Hk", "D"]),
-        Input::activation("k", &["B", "T", "Hk", "D"]),
-        Input::activation("v", &["B", "T", "Hv", "E"]),
+        Q,
+        K,
+        V,
         DECAY,
         BETA,
         A_LOG,
         DT_BIAS,
-        Input::state("state", &["B", "Hv", "D", "E"]).optional(),
+        STATE,
         Input::gradient("dy", &["B", "T", "Hv", "E"]),
         Input::gradient("dnext", &["B", "Hv", "D", "E"]).fp32().optional(),
         LEN,
