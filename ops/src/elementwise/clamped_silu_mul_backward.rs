@@ -54,7 +54,7 @@ pub fn on_device<I: Stored, O: Stored>(
 /// // Beyond a limit nothing changes.
 /// let (mut dgate, mut dup) = ([9f32; 2], [9f32; 2]);
 /// let clamp = Clamp { alpha: 100.0, limit: 7.0 };
-/// let inputs = [&[2f32, 80.0], &[3.0, -80.0], &[1.0, 4.0]];
+/// let inputs: [&[f32]; 3] = [&[2.0, 80.0], &[3.0, -80.0], &[1.0, 4.0]];
 /// clamped_silu_mul_backward(&Cpu::best(), clamp, inputs, [&mut dgate, &mut dup])?;
 /// assert_eq!((dgate, dup), ([4.0, 0.0], [2.0, 0.0]));
 /// # Ok::<(), samebits_ops::Error>(())
