@@ -174,7 +174,8 @@ class _Call:
         for of, rows in _BY_POSITION.get(name, {}).items():
             if of in self.inputs:
                 shape, flat = self.inputs[of][0], None if mask is None else mask.flatten()
-                sums = self.sum(of, "token_sum", found[rows].reshape(-1, math.prod(shape)), flat)
+                tokens = math.prod(found[rows].shape[:2])
+                sums = self.sum(of, "token_sum", found[rows].reshape(tokens, math.prod(shape)), flat)
                 found |= {one: tensor.reshape(self.inputs[one][0]) for one, tensor in sums.items()}
         return {of: tensor for of, tensor in found.items() if of in self.inputs}
 
@@ -229,14 +230,14 @@ def _sinks(call: _Call) -> dict[str, torch.Tensor]:
     if "sinks" not in call.inputs:
         return {}
     out, sinks, lse = (call.tensors[name] for name in ("out", "sinks", "lse"))
-    rows, width = lse.numel(), out.shape[-1]
+    tokens, rows, width = math.prod(lse.shape[:-1]), lse.numel(), out.shape[-1]
     number = torch.arange(rows, dtype=torch.int32, device=out.device).reshape(rows, 1)
     dout = call.gradients["out"].to(out.dtype).reshape(rows, width)
     _, common = ops.combine_backward(out.reshape(rows, width), number, torch.ones_like(number, dtype=out.dtype), dout)
-    logits, target = sinks.repeat(rows // sinks.numel()).reshape(rows, 1), torch.full_like(number, -1).flatten()
+    logits, target = sinks.repeat(tokens).reshape(rows, 1), torch.full_like(number, -1).flatten()
     less, none = ops.scale(common, factor=-1.0).flatten(), torch.zeros_like(lse).flatten()
     dlogits = ops.logprob_backward(logits, target, lse.flatten(), none, less)
-    return call.sum("sinks", "token_sum", dlogits.reshape(-1, sinks.numel()))
+    return call.sum("sinks", "token_sum", dlogits.reshape(tokens, sinks.numel()))
 
 
 def _factors(call: _Call) -> dict[str, torch.Tensor]:
