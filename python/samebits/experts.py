@@ -19,6 +19,8 @@ _FAMILIES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "minimax_m2": ("block_sparse_moe", ("w1", "w3", "w2")),
     "lfm2_moe": ("feed_forward", ("w1", "w3", "w2")),
 }
+# Those whose folders hold all experts of a layer in one, as modules do.
+_TOGETHER = ("gpt_oss",)
 # Tensors whose module has another path than folders.
 _GRANITE = {
     "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
@@ -39,7 +41,7 @@ def places(name: str, tensor: Any, family: str) -> list[Place]:
             return [(name.removesuffix(end) + of, ())]
     block, (gate, up, down) = _FAMILIES.get(family, ("mlp", _SEPARATE))
     *path, last = name.split(".")
-    if path[:-1] and path[-1] == "experts" and last in ("gate_up_proj", "down_proj"):
+    if family not in _TOGETHER and path[:-1] and path[-1] == "experts" and last in ("gate_up_proj", "down_proj"):
         shape = tuple(tensor.shape)
         if len(shape) != 3 or (last == "gate_up_proj" and shape[1] % 2):
             form = "[E,2F,H]" if last == "gate_up_proj" else "[E,H,F]"
@@ -50,8 +52,6 @@ def places(name: str, tensor: Any, family: str) -> list[Place]:
         width = shape[1] // 2
         halves = ((gate, slice(0, width)), (up, slice(width, None)))
         return [(f"{path}.{e}.{which}.weight", (e, half)) for e in range(shape[0]) for which, half in halves]
-    if family == "nemotron_h" and name.startswith("model."):
-        return [("backbone." + name.removeprefix("model."), ())]
     if family == "nemotron_h" and name.startswith("model."):
         return [("backbone." + name.removeprefix("model."), ())]
     if family == "gpt_neox" and name == "lm_head.weight":

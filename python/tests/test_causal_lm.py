@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -292,6 +293,22 @@ def test_a_folder_without_a_config_is_loaded_and_saved(tmp_path):
     assert json.loads((tmp_path / "saved/config.json").read_text())["hidden_size"] == 48
     saved = samebits.torch.CausalLM.from_pretrained(tmp_path / "saved")
     assert same(saved.logprob(given).detach(), model.logprob(given).detach())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir()))
+def test_every_family_has_gradients(name):
+    model = samebits.torch.CausalLM.from_pretrained(CHECKPOINTS / name)
+    model.logprob(torch.tensor([[5, 6, 7, 8, 9, 10]])).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_saved_folders_do_not_say_that_they_are_packed(tmp_path):
+    shutil.copytree(CHECKPOINTS / "gpt-oss", tmp_path / "packed")
+    config = json.loads((tmp_path / "packed/config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    samebits.torch.CausalLM.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/config.json").read_text())
+    assert "quantization_config" not in saved and saved["model_type"] == "gpt_oss"
 
 
 @pytest.mark.parametrize("loss", ["nll", "policy"])
