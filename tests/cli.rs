@@ -777,6 +777,27 @@ fn folders_without_a_config_are_trained() {
     assert!(!score(text(&model)).status.success(), "it is no other model");
 }
 
+/// Trained weights are stored as numbers of a dtype, whatever the first ones were.
+#[test]
+fn trained_folders_do_not_say_that_they_are_packed() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    std::fs::create_dir(at("model")).unwrap();
+    std::fs::copy(checkpoint("gpt-oss").join("model.safetensors"), at("model/model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(checkpoint("gpt-oss").join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["quantization_config"] = serde_json::json!({"quant_method": "mxfp4"});
+    std::fs::write(at("model/config.json"), config.to_string()).unwrap();
+    std::fs::write(at("t"), tokens_file(&[2, 10], (0..20).map(|i| 3 + i).collect())).unwrap();
+    let args =
+        ["train", "--model", &at("model"), "--data", &at("t"), "--batch", "2", "--out", &at("run"), "--steps", "1"];
+    let done = samebits(&args, b"");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let found: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(at("run/config.json")).unwrap()).unwrap();
+    assert_eq!((found.get("quantization_config"), &found["model_type"]), (None, &"gpt_oss".into()));
+}
+
 /// The whole file, not only the logits: nothing in it may say how it was made.
 #[test]
 fn forward_writes_the_same_file_under_every_setting() {

@@ -216,7 +216,8 @@ fn rope_length_of(state: &Path) -> Result<Option<usize>> {
     Ok(settings["rope_length"].as_u64().map(|length| length as usize))
 }
 
-/// The config.json of a folder whose weights were trained: with their dtype, and the rope length that they were trained at.
+/// The config.json of a folder whose weights were trained: with their dtype, and the rope length that they were trained at; without
+/// the packed form that the first ones may have had.
 fn trained_config(dir: &Path, dtype: Precision, rope_length: Option<usize>) -> Result<Vec<u8>> {
     let text = Config::text(dir)?;
     let mut config: Map<String, Value> = serde_json::from_str(&text).with_context(|| dir.display().to_string())?;
@@ -227,6 +228,7 @@ fn trained_config(dir: &Path, dtype: Precision, rope_length: Option<usize>) -> R
             config.insert(field.1.into(), name.into());
         }
     }
+    config.remove("quantization_config");
     if let Some(length) = rope_length {
         config.insert(ROPE_LENGTH.into(), length.into());
     }
