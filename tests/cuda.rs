@@ -1422,9 +1422,9 @@ const MUTANTS: [Mutant; 61] = [
     Mutant {
         name: "state_decayed_behind_its_key",
         change: Change {
-            file: "gated_delta_rule.cu",
-            from: "delta.element(key, i), decayed, sum",
-            to: "delta.element(key, i), __fdiv_rn(decayed, left), sum",
+            file: "delta.cuh",
+            from: "element(key, i), decayed, sum",
+            to: "element(key, i), __fdiv_rn(decayed, left), sum",
         },
         shapes: "gated_delta_rule",
         says: "elements differ",

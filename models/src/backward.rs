@@ -124,13 +124,6 @@ impl Backward<'_, '_> {
         Ok(y)
     }
 
-    /// `x` times a factor, in f32.
-    pub fn scaled(&mut self, factor: &Attributes, x: &Tensor) -> Result<Tensor, ModelError> {
-        let mut y = self.pass.empty(DType::Fp32, x.shape())?;
-        self.pass.op("scale", factor, &[("x", x.view())], [("y", y.view_mut())])?;
-        Ok(y)
-    }
-
     /// The heads of `x[n,H,D]` added, ascending: `[n,D]`.
     pub fn sum_of_heads(&mut self, x: &Tensor, [n, heads, dim]: [usize; 3]) -> Result<Tensor, ModelError> {
         let mut sum = self.pass.empty(DType::Fp32, &[n, dim])?;

@@ -45,6 +45,15 @@ pub(crate) fn is_size(n: usize) -> bool {
     (1..=i32::MAX as usize).contains(&n)
 }
 
+/// What an MLP between two extents no longer holds: as wide as the residual stream outside, a size inside.
+fn fits([own, hidden]: [usize; 2], width: usize) -> Result<(), &'static str> {
+    match (own == hidden, is_size(width)) {
+        (false, _) => Err(WIDTH),
+        (_, false) => Err(SIZES),
+        _ => Ok(()),
+    }
+}
+
 /// The kinds of layers that stand in the branches of a block: the module of each, and whether it keeps a state.
 macro_rules! layers {
     ($($(#[$doc:meta])* $kind:ident in $module:ident, state: $state:expr;)*) => {

@@ -74,6 +74,13 @@ impl<'a, 'p> Pass<'a, 'p> {
         self.op("scale", &Attributes::new(), &[("x", x.view())], [("y", y.view_mut())])
     }
 
+    /// x times a factor, in f32.
+    pub fn scaled(&mut self, factor: &Attributes, x: &Tensor) -> Result<Tensor, ModelError> {
+        let mut y = self.empty(DType::Fp32, x.shape())?;
+        self.op("scale", factor, &[("x", x.view())], [("y", y.view_mut())])?;
+        Ok(y)
+    }
+
     /// Runs an op.
     pub fn op<const N: usize>(
         &mut self,

@@ -4,12 +4,14 @@
 //! close together: what a kernel goes over for every token stays in L1.
 
 use crate::Cpu;
+use crate::backend::device::{Arguments, Buffer};
 use crate::math::exp;
 use crate::parallel::SharedOut;
 use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd, load_at, narrow_at};
 use crate::tensor::Heads;
 use crate::through_f32::convert;
+use crate::workspace::{Need, Plan};
 use std::ops::Range;
 
 /// Columns of a group, a multiple of two vectors of any instruction set.
@@ -146,6 +148,45 @@ pub(crate) fn join<S: Simd>(s: S, p: [Two<S>; IEEE.segments]) -> Two<S> {
     let (first, second) = (add(s, p[0], p[1]), add(s, p[2], p[3]));
     let (third, fourth) = (add(s, p[4], p[5]), add(s, p[6], p[7]));
     add(s, add(s, first, second), add(s, third, fourth))
+}
+
+/// Every how many tokens a gradient keeps a state, from which those of the others are made again; columns.cuh has the same.
+pub(crate) const KEPT: usize = 32;
+
+/// The states that are kept and those that are made again, in words, of states of so many.
+pub(crate) fn kept(length: usize, of_state: usize) -> [usize; 2] {
+    [length.div_ceil(KEPT), length.min(KEPT)].map(|count| of_state.saturating_mul(count))
+}
+
+/// Extents in all.
+pub(crate) fn product(extents: &[usize]) -> usize {
+    extents.iter().fold(1usize, |all, n| all.saturating_mul(*n))
+}
+
+/// The workspace of a gradient on a device: parts of so many words, one behind the other.
+pub(crate) struct Words<const N: usize>(pub [usize; N]);
+
+impl<const N: usize> Words<N> {
+    /// Goes on with the parts of `room`.
+    pub fn arguments(self, mut arguments: Arguments, room: &Buffer<f32>) -> Arguments {
+        let mut first = 0;
+        for words in self.0 {
+            arguments = arguments.buffer_from(room, first);
+            first += words;
+        }
+        arguments
+    }
+}
+
+impl<const N: usize> Plan for Words<N> {
+    fn need(&self) -> Need {
+        let shared = self.0.iter().fold(0usize, |all, words| all.saturating_add(*words));
+        Need { shared, workers: 1, ..Need::default() }
+    }
+
+    fn tiles(&self) -> [(&'static str, usize); 3] {
+        [("tokens", KEPT), ("", 0), ("", 0)]
+    }
 }
 
 /// Threads of a block on a device: eight for each column.

@@ -17,21 +17,24 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
     if maker.fill == Fill::Classes {
         let pairs = [[251.0, 260.0], [round::pow2(125), 7.0 - round::pow2(-21)], [-87.0, round::pow2(-11) - 1.0]];
         let pairs = maker.held(&pairs, |pair| pair);
-        for (i, name) in ["gate", "up"].into_iter().enumerate() {
-            let mut values = inputs[name].to_f64();
-            values.iter_mut().zip(&pairs).for_each(|(value, pair)| *value = pair[i]);
-            let shape = inputs[name].shape().to_vec();
-            inputs.extend(maker.floats([(name, shape, values)]));
-        }
+        put(maker, &mut inputs, ["gate", "up"], 0.., &pairs);
     }
     inputs
 }
 
-/// A product where the sigmoid is 1 in every arithmetic that has f32: nothing else rounds.
-pub(super) fn saturated(a: f64, factors: [f64; 2]) -> Option<(f64, f64)> {
-    let value = factors[0] * factors[1];
-    let exact = factors.iter().chain([&value]).all(|x| x.is_finite() && f32_of(*x) == *x);
-    (a >= 64.0 && exact).then_some((value, 0.0))
+/// Puts tuples, an element of each input, into these places.
+pub(super) fn put<const N: usize>(
+    maker: &Maker,
+    inputs: &mut BTreeMap<String, Tensor>,
+    names: [&'static str; N],
+    places: impl Iterator<Item = usize> + Clone,
+    tuples: &[[f64; N]],
+) {
+    for (i, name) in names.into_iter().enumerate() {
+        let (shape, mut values) = (inputs[name].shape().to_vec(), inputs[name].to_f64());
+        places.clone().zip(tuples).for_each(|(place, tuple)| values[place] = tuple[i]);
+        inputs.extend(maker.floats([(name, shape, values)]));
+    }
 }
 
 /// alpha and limit, as they are rounded.
@@ -66,7 +69,7 @@ pub(super) fn activated(g: f64, alpha: f64, factor: f64, size: f64) -> (f64, f64
     if g == 0.0 || !g.is_finite() || !factor.is_finite() {
         return (value, 0.0);
     }
-    if let Some(exact) = saturated(a, [g, factor]) {
+    if let Some(exact) = silu_mul::saturated(a, [g, factor]) {
         return exact;
     }
     // Errors of the exponent count where the sigmoid is not flat; below -87 it may be lost whole.

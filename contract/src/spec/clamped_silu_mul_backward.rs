@@ -1,5 +1,6 @@
 //! `clamped_silu_mul_backward`: the inputs of its cases and its oracle.
-use super::clamped_silu_mul::{activated, numbers, saturated, within};
+use super::clamped_silu_mul::{activated, numbers, put, within};
+use super::silu_mul::saturated;
 use super::silu_mul_backward::rest;
 use super::*;
 
@@ -20,12 +21,8 @@ fn make(maker: &Maker) -> BTreeMap<String, Tensor> {
         // The largest fp16 number out of bf16 numbers.
         borders.push([64.0, 260.0, 251.0]);
         let borders = maker.held(&borders, |triple| triple);
-        for (i, name) in ["gate", "up", "dy"].into_iter().enumerate() {
-            let mut values = inputs[name].to_f64();
-            values.iter_mut().rev().zip(&borders).for_each(|(value, triple)| *value = triple[i]);
-            let shape = inputs[name].shape().to_vec();
-            inputs.extend(maker.floats([(name, shape, values)]));
-        }
+        let last = (0..inputs["gate"].len()).rev();
+        put(maker, &mut inputs, ["gate", "up", "dy"], last, &borders);
     }
     inputs
 }

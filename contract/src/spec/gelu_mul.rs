@@ -38,7 +38,7 @@ pub(super) fn element(g: f64, u: f64) -> (f64, f64) {
     if g == 0.0 || u == 0.0 || !g.is_finite() || !u.is_finite() {
         return (value, 0.0);
     }
-    if let Some(exact) = silu_mul::saturated(g, u) {
+    if let Some(exact) = silu_mul::saturated(g, [g, u]) {
         return exact;
     }
     // Errors of the exponent count where the sigmoid is not flat; below -87 it may be lost whole.

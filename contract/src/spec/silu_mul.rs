@@ -50,10 +50,11 @@ fn pairs(maker: &Maker) -> Vec<[f64; 2]> {
     pairs
 }
 
-/// `gate * up` where the sigmoid of the gate is 1 in every arithmetic that has f32: nothing rounds but the product.
-pub(super) fn saturated(gate: f64, up: f64) -> Option<(f64, f64)> {
-    let value = gate * up;
-    (gate >= 64.0 && up.is_finite() && f32_of(value) == value).then_some((value, 0.0))
+/// A product where the sigmoid of `a` is 1 in every arithmetic that has f32, of factors that f32 has: nothing rounds but the product.
+pub(super) fn saturated(a: f64, factors: [f64; 2]) -> Option<(f64, f64)> {
+    let value = factors[0] * factors[1];
+    let exact = factors.iter().chain([&value]).all(|x| x.is_finite() && f32_of(*x) == *x);
+    (a >= 64.0 && exact).then_some((value, 0.0))
 }
 
 fn compute(c: &Checked) -> References {
@@ -68,7 +69,7 @@ pub(super) fn element(g: f64, u: f64) -> (f64, f64) {
     if g == 0.0 || u == 0.0 || !g.is_finite() || !u.is_finite() {
         return (value, 0.0);
     }
-    if let Some(exact) = saturated(g, u) {
+    if let Some(exact) = saturated(g, [g, u]) {
         return exact;
     }
     // Below -87 the sigmoid nears the end of the f32 range and may be lost whole.

@@ -5,6 +5,11 @@ use crate::pass::Pass;
 use samebits_ops::device::Part;
 use samebits_ops::{Attributes, DType, Tensor};
 
+/// The extents by which rows of `x[n,width]` are heads of so many elements.
+pub(crate) fn by_head(x: &Tensor, head_dim: usize) -> [usize; 2] {
+    [x.shape()[0] * (x.shape()[1] / head_dim), head_dim]
+}
+
 /// `a * b`, of `dtype`.
 pub(crate) fn mul(pass: &mut Pass, a: &Tensor, b: &Tensor, dtype: DType) -> Result<Tensor, ModelError> {
     pair(pass, "mul", [a, b], dtype)
@@ -23,9 +28,7 @@ pub(crate) fn sub(pass: &mut Pass, a: &Tensor, b: &Tensor) -> Result<Tensor, Mod
 
 /// `x * factor` in f32.
 pub(crate) fn scaled(pass: &mut Pass, x: &Tensor, factor: f64) -> Result<Tensor, ModelError> {
-    let mut y = pass.empty(DType::Fp32, x.shape())?;
-    pass.op("scale", &Attributes::new().with("factor", factor), &[("x", x.view())], [("y", y.view_mut())])?;
-    Ok(y)
+    pass.scaled(&Attributes::new().with("factor", factor), x)
 }
 
 /// `x * sigmoid(gate)`, of `dtype`.

@@ -201,7 +201,7 @@ impl Heads {
         let (n, count, mask) = (heads.shape()[0], self.queries, back.mask);
         let rows = n * count;
         let row = || back.pass.empty(DType::Fp32, &[rows, 1]);
-        let (mut common, mut less, mut dlogits) = (row()?, row()?, row()?);
+        let (mut common, mut dlogits) = (row()?, row()?);
         let mut unread = back.pass.empty(DType::Fp32, &[rows, self.value_dim])?;
         let numbers: Vec<i32> = (0..rows as i32).collect();
         let ones = typed!(heads.dtype() => A, Tensor::new(vec![A::narrow(1.0); rows], &[rows, 1])?);
@@ -213,8 +213,7 @@ impl Heads {
         ];
         let outputs = [("dx", unread.view_mut()), ("dweight", common.view_mut())];
         back.pass.op("combine_backward", &Attributes::new(), &inputs, outputs)?;
-        let factor = Attributes::new().with("factor", -1.0);
-        back.pass.op("scale", &factor, &[("x", common.view())], [("y", less.view_mut())])?;
+        let less = back.pass.scaled(&Attributes::new().with("factor", -1.0), &common)?;
         let w = sinks.w.as_slice::<f32>().expect("it is f32, and on the host");
         let logits: Vec<f32> = w.iter().copied().cycle().take(rows).collect();
         let (none, zeros) = (vec![-1i32; rows], vec![0f32; rows]);

@@ -275,7 +275,7 @@ impl Branch {
         let (sites, Saved { x, a, layer, beside, made }) = (self.place.sites(), saved);
         let mut dmade = None;
         if let Some(factor) = &self.factor {
-            dmade = Some(back.scaled(factor, dsum)?);
+            dmade = Some(back.pass.scaled(factor, dsum)?);
         }
         if let (Some(norm), Some(made)) = (&self.behind, made) {
             dmade = Some(norm.backward(back, &made, dmade.as_ref().unwrap_or(dsum))?);
@@ -285,12 +285,12 @@ impl Branch {
         }
         let dy = dmade.as_ref().unwrap_or(dsum);
         let factors = self.beside.as_ref().and_then(|beside| beside.factors.as_ref());
-        let scaled = factors.map(|[own, _]| back.scaled(own, dy)).transpose()?;
+        let scaled = factors.map(|[own, _]| back.pass.scaled(own, dy)).transpose()?;
         let mut da = self.layer.backward(back, &a, layer, scaled.as_ref().unwrap_or(dy))?;
         // Of the layer beside it, where that reads another form of the stream.
         let mut other = None;
         if let (Some(Second { before, layer, .. }), Some((own, saved))) = (&self.beside, beside) {
-            let scaled = factors.map(|[_, own]| back.scaled(own, dy)).transpose()?;
+            let scaled = factors.map(|[_, own]| back.pass.scaled(own, dy)).transpose()?;
             let mut db = layer.backward(back, own.as_ref().unwrap_or(&a), saved, scaled.as_ref().unwrap_or(dy))?;
             match before {
                 Some(norm) => {

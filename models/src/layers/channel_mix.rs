@@ -1,9 +1,9 @@
 //! The channel mix of RWKV-7: `value(relu(key(x + (before - x) * mu))^2)`. What it keeps of a sequence is its last token.
 
+use super::fits;
 use super::linear::Linear;
 use super::loader::Loader;
 use super::token_mix::{Mixed, TokenMix};
-use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -24,11 +24,7 @@ pub struct Plan {
 impl Plan {
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, _: &[Rotary]) -> Result<(), &'static str> {
-        match (self.hidden == hidden, is_size(self.width)) {
-            (false, _) => Err(WIDTH),
-            (_, false) => Err(SIZES),
-            _ => Ok(()),
-        }
+        fits([self.hidden, hidden], self.width)
     }
 }
 

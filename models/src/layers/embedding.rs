@@ -120,9 +120,7 @@ impl Embedding {
             embedding_dw(back.cpu, self.hidden, dx, &rows, Some(back.mask), dw)?;
         }
         if let Some(factor) = &self.scale {
-            let mut scaled = back.pass.empty(DType::Fp32, dx.shape())?;
-            back.pass.op("scale", factor, &[("x", dx.view())], [("y", scaled.view_mut())])?;
-            dx = scaled;
+            dx = back.pass.scaled(factor, &dx)?;
         }
         let (dw, rows) = back.sums.table(Of::table(&self.name), self.hidden, tokens)?;
         let dx = dx.as_slice::<f32>().expect("it is f32, and on the host");

@@ -345,9 +345,7 @@ impl Factors {
     /// Multiplies what the projections made, or the gradients of what they made.
     fn apply(&self, pass: &mut Pass, [z, stream, dt]: [&mut Tensor; 3]) -> Result<(), ModelError> {
         for (factor, x) in [(&self.z, z), (&self.dt, dt)] {
-            let mut y = pass.empty(DType::Fp32, x.shape())?;
-            pass.op("scale", factor, &[("x", x.view())], [("y", y.view_mut())])?;
-            *x = y;
+            *x = pass.scaled(factor, x)?;
         }
         let factors = rows(pass, stream.shape()[0], &self.stream)?;
         let mut y = pass.empty(DType::Fp32, stream.shape())?;

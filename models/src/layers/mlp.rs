@@ -1,9 +1,9 @@
 //! A gated MLP: `down(activation(gate(x)) * up(x))`; only what a product reads is rounded.
 
+use super::fits;
 use super::linear::{Linear, Source};
 use super::loader::Loader;
 use super::moe::Stacked;
-use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::machine::Index;
@@ -38,11 +38,7 @@ impl Plan {
 
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, _: &[Rotary]) -> Result<(), &'static str> {
-        match (self.hidden == hidden, is_size(self.width)) {
-            (false, _) => Err(WIDTH),
-            (_, false) => Err(SIZES),
-            _ => Ok(()),
-        }
+        fits([self.hidden, hidden], self.width)
     }
 }
 
@@ -268,7 +264,7 @@ impl Mlp {
         let outputs = [("dgate", dgate.view_mut()), ("dup", dup.view_mut())];
         back.pass.op(op, &attributes, &inputs, outputs)?;
         if let Some(factor) = &self.gate_factor {
-            dgate = back.scaled(factor, &dgate)?;
+            dgate = back.pass.scaled(factor, &dgate)?;
         }
         let from_gate = self.gate.backward(back, number, x, dgate.view(), mask, DType::Fp32)?;
         let from_up = self.up.backward(back, number, x, dup.view(), mask, DType::Fp32)?;

@@ -1,9 +1,9 @@
 //! An MLP without a gate: `down(activation(up(x)))`; only what a product reads is rounded.
 
+use super::fits;
 use super::linear::Linear;
 use super::loader::Loader;
 use super::norm::Vector;
-use super::{SIZES, WIDTH, is_size};
 use crate::ModelError;
 use crate::backward::Backward;
 use crate::pass::Pass;
@@ -40,11 +40,7 @@ pub enum Curve {
 impl Plan {
     /// What it no longer holds, where it was changed.
     pub(crate) fn check(&self, hidden: usize, _: &[Rotary]) -> Result<(), &'static str> {
-        match (self.hidden == hidden, is_size(self.width)) {
-            (false, _) => Err(WIDTH),
-            (_, false) => Err(SIZES),
-            _ => Ok(()),
-        }
+        fits([self.hidden, hidden], self.width)
     }
 }
 

@@ -11,16 +11,7 @@ DEVICE void column(Piece &S, const Delta &delta, GLOBAL(const float) state, int 
     for (long long t = 0; t < end; t++) {
         long long key = delta.of_key(column.batch, t, column.h) + column.first;
         long long head = delta.of_head(column.batch, t, column.h);
-        float sum = 0.0f, of_head = 0.0f, u = 0.0f;
-        if (delta.decays == 1) of_head = delta.decay(head, column.h, 0);
-        each_of(S, column.count, [&](int i) {
-            float left = of_head;
-            if (delta.decays != 1) left = delta.decay(head, column.h, column.first + i);
-            float decayed = __fmul_rn(S.get(i), left);
-            S.set(i, decayed);
-            sum = __fmaf_rn(delta.element(key, i), decayed, sum);
-        });
-        sum = joined(sum);
+        float sum = delta.decayed(S, column, key, head), u = 0.0f;
         if (column.lives) u = __fmul_rn(__fsub_rn(delta.value(head, column.e), sum), delta.beta[head]);
         sum = 0.0f;
         each_of(S, column.count, [&](int i) {
@@ -47,8 +38,7 @@ DEVICE void column(Piece &S, const Delta &delta, GLOBAL(const float) state, int 
 // Keys of up to 128 elements and of up to 256, whose states stay in registers.
 #define COLUMNS(name, most, resident)                                                                                  \
     KERNEL(256, resident) name(PARAMETERS) {                                                                           \
-        Delta delta{q,           k,      v,     g,     beta, a_log, has_a_log, dt_bias,                                \
-                    has_dt_bias, length, heads, group, d,    e,     decays,    scale};                                 \
+        DELTA;                                                                                                         \
         long long end = length;                                                                                        \
         if (has_len) end = len[blockIdx.x / heads];                                                                    \
         Held<most> S;                                                                                                  \
@@ -60,7 +50,7 @@ COLUMNS(gated_delta_rule_32, 32, 3)
 
 // Keys of any number of elements, whose states are where they end.
 KERNEL(256, 4) gated_delta_rule_any(PARAMETERS) {
-    Delta delta{q, k, v, g, beta, a_log, has_a_log, dt_bias, has_dt_bias, length, heads, group, d, e, decays, scale};
+    DELTA;
     long long end = length;
     if (has_len) end = len[blockIdx.x / heads];
     Stands S{next + delta.column().from, e};

@@ -12,12 +12,6 @@
         REREAD(float) tq, REREAD(float) tk, REREAD(float) tg, REREAD(float) own, REREAD(float) gradient,               \
         REREAD(float) kept, REREAD(float) made_again, long long rows, long long length, int heads, int group, int d,   \
         int e, int decays, float scale
-#define DELTA                                                                                                          \
-    Delta delta{q,           k,      v,     g,     beta, a_log, has_a_log, dt_bias,                                    \
-                has_dt_bias, length, heads, group, d,    e,     decays,    scale}
-
-// Tokens behind which a state is kept.
-#define KEPT 32
 
 // A column of a head, forward for r and back for du and dstate.
 template <class Piece>
@@ -29,16 +23,7 @@ DEVICE void column(Piece &S, const Delta &delta, GLOBAL(const float) state, int 
     for (long long t = 0; t < end; t++) {
         long long key = delta.of_key(column.batch, t, column.h) + column.first;
         long long head = delta.of_head(column.batch, t, column.h);
-        float sum = 0.0f, of_head = 0.0f, of_r = 0.0f, u = 0.0f;
-        if (delta.decays == 1) of_head = delta.decay(head, column.h, 0);
-        each_of(S, column.count, [&](int i) {
-            float left = of_head;
-            if (delta.decays != 1) left = delta.decay(head, column.h, column.first + i);
-            float decayed = __fmul_rn(S.get(i), left);
-            S.set(i, decayed);
-            sum = __fmaf_rn(delta.element(key, i), decayed, sum);
-        });
-        sum = joined(sum);
+        float sum = delta.decayed(S, column, key, head), of_r = 0.0f, u = 0.0f;
         if (column.lives) {
             of_r = __fsub_rn(delta.value(head, column.e), sum);
             u = __fmul_rn(of_r, delta.beta[head]);
@@ -102,71 +87,54 @@ KERNEL(256, 4) gated_delta_rule_backward_any(PARAMETERS) {
 // A row of a head, of which eight threads have a segment of E each: forward for its states and back for the sums over E.
 KERNEL(256, 4) gated_delta_rule_backward_rows(PARAMETERS) {
     DELTA;
-    int segment = threadIdx.x % SEGMENTS, i = blockIdx.y * (blockDim.x / SEGMENTS) + threadIdx.x / SEGMENTS;
-    long long b = blockIdx.x / heads, end = length, size = static_cast<long long>(d) * e, all = gridDim.x * size;
-    int h = blockIdx.x % heads, piece = static_cast<int>(segment_length(e)), first = segment * piece;
+    Row row(heads, d, e);
+    int i = row.i, h = row.h, first = row.first;
+    long long b = row.batch, end = length, all = row.all, from = row.from;
+    bool lives = row.lives;
     if (has_len) end = len[b];
-    bool lives = i < d;
-    int count = lives ? min(max(e - first, 0), piece) : 0;
-    long long from = blockIdx.x * size + static_cast<long long>(i) * e + first;
-    for (int c = 0; c < count; c++) {
-        float begun = 0.0f, behind = 0.0f;
-        if (has_state) begun = state[from + c];
-        if (has_dnext) behind = dnext[from + c];
-        own[from + c] = begun;
-        gradient[from + c] = behind;
-    }
+    row.begin(own, state, has_state);
+    row.begin(gradient, dnext, has_dnext);
     auto step = [&](long long t, long long again) {
         long long key = delta.of_key(b, t, h), head = delta.of_head(b, t, h);
         float left = 0.0f, at_key = 0.0f, of_beta = beta[head];
         if (lives) left = delta.decay(head, h, i);
         if (lives) at_key = delta.element(key, i);
-        for (int c = 0; c < count; c++) {
+        for (int c = 0; c < row.count; c++) {
             float decayed = __fmul_rn(own[from + c], left);
             if (again >= 0) made_again[again * all + from + c] = decayed;
             own[from + c] = __fmaf_rn(at_key, __fmul_rn(r[head * e + first + c], of_beta), decayed);
         }
     };
-    for (long long t = 0; t < end; t++) {
-        if (t % KEPT == 0) {
-            for (int c = 0; c < count; c++) kept[t / KEPT * all + from + c] = static_cast<float>(own[from + c]);
+    auto back = [&](long long t, long long again) {
+        long long key = delta.of_key(b, t, h), head = delta.of_head(b, t, h);
+        float left = 0.0f, at_key = 0.0f, at_query = 0.0f, of_beta = beta[head];
+        if (lives) left = delta.decay(head, h, i);
+        if (lives) at_key = delta.element(key, i);
+        if (lives) at_query = delta.query(key, i);
+        float of_q = 0.0f, of_u = 0.0f, of_r = 0.0f, of_g = 0.0f;
+        for (int c = 0; c < row.count; c++) {
+            long long value = head * e + first + c;
+            float of_y = widen(static_cast<In>(dy[value])), u = __fmul_rn(r[value], of_beta);
+            float dr = __fmul_rn(du[value], of_beta), p = made_again[again * all + from + c];
+            float m = __fmaf_rn(at_query, of_y, gradient[from + c]);
+            float n = __fmaf_rn(-at_key, dr, m);
+            of_q = __fmaf_rn(__fmaf_rn(at_key, u, p), of_y, of_q);
+            of_u = __fmaf_rn(m, u, of_u);
+            of_r = __fmaf_rn(p, dr, of_r);
+            of_g = __fmaf_rn(n, p, of_g);
+            gradient[from + c] = __fmul_rn(n, left);
         }
-        step(t, -1);
-    }
-    for (long long begin = (end - 1) / KEPT * KEPT; end > 0 && begin >= 0; begin -= KEPT) {
-        long long stop = min(begin + KEPT, end);
-        for (int c = 0; c < count; c++) own[from + c] = static_cast<float>(kept[begin / KEPT * all + from + c]);
-        for (long long t = begin; t < stop; t++) step(t, t - begin);
-        for (long long t = stop - 1; t >= begin; t--) {
-            long long key = delta.of_key(b, t, h), head = delta.of_head(b, t, h);
-            float left = 0.0f, at_key = 0.0f, at_query = 0.0f, of_beta = beta[head];
-            if (lives) left = delta.decay(head, h, i);
-            if (lives) at_key = delta.element(key, i);
-            if (lives) at_query = delta.query(key, i);
-            float of_q = 0.0f, of_u = 0.0f, of_r = 0.0f, of_g = 0.0f;
-            for (int c = 0; c < count; c++) {
-                long long value = head * e + first + c;
-                float of_y = widen(static_cast<In>(dy[value])), u = __fmul_rn(r[value], of_beta);
-                float dr = __fmul_rn(du[value], of_beta), p = made_again[(t - begin) * all + from + c];
-                float m = __fmaf_rn(at_query, of_y, gradient[from + c]);
-                float n = __fmaf_rn(-at_key, dr, m);
-                of_q = __fmaf_rn(__fmaf_rn(at_key, u, p), of_y, of_q);
-                of_u = __fmaf_rn(m, u, of_u);
-                of_r = __fmaf_rn(p, dr, of_r);
-                of_g = __fmaf_rn(n, p, of_g);
-                gradient[from + c] = __fmul_rn(n, left);
-            }
-            of_q = joined(of_q);
-            of_u = joined(of_u);
-            of_r = joined(of_r);
-            of_g = joined(of_g);
-            if (lives && segment == 0) {
-                tq[head * d + i] = of_q;
-                tk[head * d + i] = __fsub_rn(of_u, of_r);
-                tg[head * d + i] = of_g;
-            }
+        of_q = joined(of_q);
+        of_u = joined(of_u);
+        of_r = joined(of_r);
+        of_g = joined(of_g);
+        if (row.writes()) {
+            tq[head * d + i] = of_q;
+            tk[head * d + i] = __fsub_rn(of_u, of_r);
+            tg[head * d + i] = of_g;
         }
-    }
+    };
+    row.there_and_back(end, own, kept, step, back);
 }
 
 // An element of a key head: the totals of its value heads.

@@ -18,7 +18,8 @@ use crate::backend::device::workspace::choose as choose_on_device;
 use crate::backend::device::{Buffer, Build, Device, Unit};
 use crate::call::Entry;
 use crate::columns::{
-    GROUP, THREADS, Two, add, all, by_size, fma, gather, join, mul, padded, put, scatter, sub, turn, two,
+    GROUP, KEPT, THREADS, Two, Words, add, all, by_size, fma, gather, join, kept, mul, padded, product, put, scatter,
+    sub, turn, two,
 };
 use crate::conv::causal_conv1d::{Part, optional};
 use crate::conv::taps::on_host;
@@ -32,7 +33,6 @@ use crate::simd::scalar::Scalar;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Heads;
 use crate::through_f32::convert;
-use crate::workspace::{Need, Plan};
 use crate::{Element, Error, TensorMut, TensorRef};
 
 const NAME: &str = "gated_delta_rule_backward";
@@ -178,9 +178,6 @@ struct Backward<'a, I, O> {
     da_log: SharedOut<'a, f32>,
     dstate: SharedOut<'a, f32>,
 }
-
-/// Every how many tokens a state is kept.
-const KEPT: usize = 32;
 
 /// Rows of a head that a thread goes over, one for each token; values are padded to groups, and so are what is made of keys.
 struct Room {
@@ -576,29 +573,12 @@ const KERNELS: [&str; 6] = [
 
 /// The workspace on a device, in words: r and du; totals of q, of k and of decays; the state and its gradient, the states that
 /// are kept, and those of the tokens behind one of them.
-struct Words([usize; 9]);
-
-impl Words {
-    fn new(shape: &GatedDeltaRule) -> Words {
-        let GatedDeltaRule { length, value_heads, key_dim, .. } = *shape;
-        let product = |extents: &[usize]| extents.iter().fold(1usize, |all, n| all.saturating_mul(*n));
-        let (of_values, of_state) = (product(&shape.of_values()), product(&shape.of_state()));
-        let of_keys = product(&[shape.batch, length, value_heads, key_dim]);
-        let (kept, behind) = (length.div_ceil(KEPT), length.min(KEPT));
-        let [kept, behind] = [kept, behind].map(|count| count.saturating_mul(of_state));
-        Words([of_values, of_values, of_keys, of_keys, of_keys, of_state, of_state, kept, behind])
-    }
-}
-
-impl Plan for Words {
-    fn need(&self) -> Need {
-        let shared = self.0.iter().fold(0usize, |all, words| all.saturating_add(*words));
-        Need { shared, workers: 1, ..Need::default() }
-    }
-
-    fn tiles(&self) -> [(&'static str, usize); 3] {
-        [("tokens", KEPT), ("", 0), ("", 0)]
-    }
+fn words(shape: &GatedDeltaRule) -> Words<9> {
+    let GatedDeltaRule { length, value_heads, key_dim, .. } = *shape;
+    let (of_values, of_state) = (product(&shape.of_values()), product(&shape.of_state()));
+    let of_keys = product(&[shape.batch, length, value_heads, key_dim]);
+    let [kept, again] = kept(length, of_state);
+    Words([of_values, of_values, of_keys, of_keys, of_keys, of_state, of_state, kept, again])
 }
 
 /// Lengths were checked.
@@ -610,7 +590,7 @@ fn launch<I: Stored, O: Stored>(
     made: DeltaGradients<&mut Buffer<O>, &mut Buffer<f32>>,
 ) -> Result<(), Error> {
     let GatedDeltaRule { batch, length, key_heads, value_heads, key_dim, value_dim, .. } = *shape;
-    let (Words(words), room) = choose_on_device(on, NAME, [Words::new(shape)])?;
+    let (words, room) = choose_on_device(on, NAME, [words(shape)])?;
     let DeltaGradients { dq, dk, dv, dg, dbeta, da_log, dstate } = made;
     let mut arguments = optional(inputs.arguments(on)?.buffer_from(dy.0, dy.1), dnext);
     for made in [dq, dk, dv] {
@@ -619,11 +599,7 @@ fn launch<I: Stored, O: Stored>(
     for made in [dg, dbeta, da_log, dstate] {
         arguments = arguments.buffer(made);
     }
-    let mut first = 0;
-    for words in words {
-        arguments = arguments.buffer_from(&room, first);
-        first += words;
-    }
+    arguments = words.arguments(arguments, &room);
     let (rows, build) = (batch.saturating_mul(length), Build::of::<I, O>(NAME));
     let arguments = dimensions(NAME, arguments.long(rows), shape)?;
     let heads = batch.saturating_mul(value_heads);

@@ -11,9 +11,6 @@
         REREAD(float) dstate, REREAD(float) sa, REREAD(float) dsa, REREAD(float) own, REREAD(float) gradient,          \
         REREAD(float) kept, REREAD(float) before
 
-// Tokens before which a state is kept.
-#define KEPT 32
-
 // A column of a head, forward for sa and back for dsa, dv and dstate.
 template <class Piece>
 DEVICE void column(Piece &S, const Wkv &wkv, GLOBAL(const float) state, int has_state, long long end,
@@ -84,81 +81,63 @@ KERNEL(256, 4) wkv7_backward_any(PARAMETERS) {
 // A row of a head, of which eight threads have a segment of columns each: forward for its states and back for the sums over them.
 KERNEL(256, 4) wkv7_backward_rows(PARAMETERS) {
     Wkv wkv{r, w, k, v, a, b, length, heads, d};
-    int segment = threadIdx.x % SEGMENTS, i = blockIdx.y * (blockDim.x / SEGMENTS) + threadIdx.x / SEGMENTS;
-    long long batch = blockIdx.x / heads, end = length, size = static_cast<long long>(d) * d, all = gridDim.x * size;
-    int h = blockIdx.x % heads, piece = static_cast<int>(segment_length(d)), first = segment * piece;
-    if (has_len) end = len[batch];
-    bool lives = i < d;
-    int count = lives ? min(max(d - first, 0), piece) : 0;
-    long long from = blockIdx.x * size + static_cast<long long>(i) * d + first;
-    for (int c = 0; c < count; c++) {
-        float begun = 0.0f, behind = 0.0f;
-        if (has_state) begun = state[from + c];
-        if (has_dnext) behind = dnext[from + c];
-        own[from + c] = begun;
-        gradient[from + c] = behind;
-    }
+    Row row(heads, d, d);
+    int i = row.i, h = row.h, first = row.first;
+    long long end = length, all = row.all, from = row.from;
+    if (has_len) end = len[row.batch];
+    row.begin(own, state, has_state);
+    row.begin(gradient, dnext, has_dnext);
     // Takes the row over a token; what it was before that stays where `again` says.
     auto step = [&](long long t, long long again) {
-        if (!lives) return;
-        long long head = wkv.of_head(batch, t, h);
+        if (!row.lives) return;
+        long long head = wkv.of_head(row.batch, t, h);
         float left = wkv.left(head + i), of_b = wide(b, head + i), of_k = wide(k, head + i);
-        for (int c = 0; c < count; c++) {
+        for (int c = 0; c < row.count; c++) {
             long long at = head + first + c;
             if (again >= 0) before[again * all + from + c] = static_cast<float>(own[from + c]);
             own[from + c] = moved(own[from + c], left, of_b, sa[at], of_k, wide(v, at));
         }
     };
-    for (long long t = 0; t < end; t++) {
-        if (t % KEPT == 0) {
-            for (int c = 0; c < count; c++) kept[t / KEPT * all + from + c] = static_cast<float>(own[from + c]);
+    auto back = [&](long long t, long long again) {
+        long long head = wkv.of_head(row.batch, t, h);
+        float left = 0.0f, of_a = 0.0f, of_b = 0.0f, of_k = 0.0f, of_r = 0.0f;
+        if (row.lives) {
+            left = wkv.left(head + i);
+            of_a = wide(a, head + i);
+            of_b = wide(b, head + i);
+            of_k = wide(k, head + i);
+            of_r = wide(r, head + i);
         }
-        step(t, -1);
-    }
-    for (long long begin = (end - 1) / KEPT * KEPT; end > 0 && begin >= 0; begin -= KEPT) {
-        long long stop = min(begin + KEPT, end);
-        for (int c = 0; c < count; c++) own[from + c] = static_cast<float>(kept[begin / KEPT * all + from + c]);
-        for (long long t = begin; t < stop; t++) step(t, t - begin);
-        for (long long t = stop - 1; t >= begin; t--) {
-            long long head = wkv.of_head(batch, t, h);
-            float left = 0.0f, of_a = 0.0f, of_b = 0.0f, of_k = 0.0f, of_r = 0.0f;
-            if (lives) {
-                left = wkv.left(head + i);
-                of_a = wide(a, head + i);
-                of_b = wide(b, head + i);
-                of_k = wide(k, head + i);
-                of_r = wide(r, head + i);
-            }
-            float sum_r = 0.0f, sum_w = 0.0f, sum_k = 0.0f, sum_a = 0.0f, sum_b = 0.0f;
-            for (int c = 0; c < count; c++) {
-                long long at = head + first + c;
-                float of_y = wide(dy, at), of_v = wide(v, at), read = sa[at], of_read = dsa[at];
-                float s = before[(t - begin) * all + from + c];
-                float m = __fmaf_rn(of_r, of_y, gradient[from + c]);
-                sum_r = __fmaf_rn(moved(s, left, of_b, read, of_k, of_v), of_y, sum_r);
-                sum_w = __fmaf_rn(m, s, sum_w);
-                sum_k = __fmaf_rn(m, of_v, sum_k);
-                sum_a = __fmaf_rn(s, of_read, sum_a);
-                sum_b = __fmaf_rn(m, read, sum_b);
-                gradient[from + c] = __fmaf_rn(of_a, of_read, __fmul_rn(m, left));
-            }
-            sum_r = joined(sum_r);
-            sum_w = joined(sum_w);
-            sum_k = joined(sum_k);
-            sum_a = joined(sum_a);
-            sum_b = joined(sum_b);
-            if (lives && segment == 0) {
-                dr[head + i] = narrow<Out>(sum_r);
-                dw[head + i] = narrow<Out>(__fmul_rn(sum_w, left));
-                dk[head + i] = narrow<Out>(sum_k);
-                da[head + i] = narrow<Out>(sum_a);
-                db[head + i] = narrow<Out>(sum_b);
-            }
+        float sum_r = 0.0f, sum_w = 0.0f, sum_k = 0.0f, sum_a = 0.0f, sum_b = 0.0f;
+        for (int c = 0; c < row.count; c++) {
+            long long at = head + first + c;
+            float of_y = wide(dy, at), of_v = wide(v, at), read = sa[at], of_read = dsa[at];
+            float s = before[again * all + from + c];
+            float m = __fmaf_rn(of_r, of_y, gradient[from + c]);
+            sum_r = __fmaf_rn(moved(s, left, of_b, read, of_k, of_v), of_y, sum_r);
+            sum_w = __fmaf_rn(m, s, sum_w);
+            sum_k = __fmaf_rn(m, of_v, sum_k);
+            sum_a = __fmaf_rn(s, of_read, sum_a);
+            sum_b = __fmaf_rn(m, read, sum_b);
+            gradient[from + c] = __fmaf_rn(of_a, of_read, __fmul_rn(m, left));
         }
-    }
+        sum_r = joined(sum_r);
+        sum_w = joined(sum_w);
+        sum_k = joined(sum_k);
+        sum_a = joined(sum_a);
+        sum_b = joined(sum_b);
+        if (row.writes()) {
+            dr[head + i] = narrow<Out>(sum_r);
+            dw[head + i] = narrow<Out>(__fmul_rn(sum_w, left));
+            dk[head + i] = narrow<Out>(sum_k);
+            da[head + i] = narrow<Out>(sum_a);
+            db[head + i] = narrow<Out>(sum_b);
+        }
+    };
+    row.there_and_back(end, own, kept, step, back);
     for (long long t = end; t < length; t++) {
-        if (!lives || segment != 0) continue;
-        long long at = wkv.of_head(batch, t, h) + i;
+        if (!row.writes()) continue;
+        long long at = wkv.of_head(row.batch, t, h) + i;
         dr[at] = narrow<Out>(0.0f);
         dw[at] = narrow<Out>(0.0f);
         dk[at] = narrow<Out>(0.0f);

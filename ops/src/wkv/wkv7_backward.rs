@@ -19,7 +19,10 @@ use super::wkv7::{DeviceInputs, Parts, grid};
 use crate::backend::device::workspace::choose as choose_on_device;
 use crate::backend::device::{Buffer, Build, Device, Unit};
 use crate::call::Entry;
-use crate::columns::{GROUP, THREADS, Two, all, by_size, fma, gather, join, mul, padded, put, scatter, turn, two};
+use crate::columns::{
+    GROUP, KEPT, THREADS, Two, Words, all, by_size, fma, gather, join, kept, mul, padded, product, put, scatter, turn,
+    two,
+};
 use crate::conv::causal_conv1d::{Part, optional};
 use crate::conv::taps::on_host;
 use crate::element::{Stored, typed};
@@ -28,7 +31,6 @@ use crate::profile::IEEE;
 use crate::simd::{Kernel, Simd};
 use crate::tensor::Heads;
 use crate::through_f32::convert;
-use crate::workspace::{Need, Plan};
 use crate::{Cpu, Element, Error, TensorMut, TensorRef};
 
 const NAME: &str = "wkv7_backward";
@@ -143,9 +145,6 @@ struct Backward<'a, I, O> {
     made: [SharedOut<'a, O>; 6],
     dstate: SharedOut<'a, f32>,
 }
-
-/// Every how many tokens a state is kept.
-const KEPT: usize = 32;
 
 impl<I: Element, O: Element> Backward<'_, I, O> {
     /// A head of a sequence.
@@ -446,27 +445,10 @@ pub(crate) const OP: Entry = Entry {
 
 /// The workspace on a device, in words: sa and dsa; the state and its gradient, the states that are kept, and those of the
 /// tokens behind one of them.
-struct Words([usize; 6]);
-
-impl Words {
-    fn new(shape: &Wkv7) -> Words {
-        let product = |extents: &[usize]| extents.iter().fold(1usize, |all, n| all.saturating_mul(*n));
-        let (of_tokens, of_state) = (product(&shape.of_tokens()), product(&shape.of_state()));
-        let [kept, behind] =
-            [shape.length.div_ceil(KEPT), shape.length.min(KEPT)].map(|count| of_state.saturating_mul(count));
-        Words([of_tokens, of_tokens, of_state, of_state, kept, behind])
-    }
-}
-
-impl Plan for Words {
-    fn need(&self) -> Need {
-        let shared = self.0.iter().fold(0usize, |all, words| all.saturating_add(*words));
-        Need { shared, workers: 1, ..Need::default() }
-    }
-
-    fn tiles(&self) -> [(&'static str, usize); 3] {
-        [("tokens", KEPT), ("", 0), ("", 0)]
-    }
+fn words(shape: &Wkv7) -> Words<6> {
+    let (of_tokens, of_state) = (product(&shape.of_tokens()), product(&shape.of_state()));
+    let [kept, again] = kept(shape.length, of_state);
+    Words([of_tokens, of_tokens, of_state, of_state, kept, again])
 }
 
 /// The call was checked.
@@ -480,18 +462,13 @@ fn launch<I: Stored, O: Stored>(
     if shape.units() == 0 {
         return Ok(());
     }
-    let (Words(words), room) = choose_on_device(on, NAME, [Words::new(shape)])?;
+    let (words, room) = choose_on_device(on, NAME, [words(shape)])?;
     let Wkv7Gradients { dr, dw, dk, dv, da, db, dstate } = made;
     let mut arguments = optional(parts.arguments(on, NAME, shape)?.buffer_from(dy.0, dy.1), dnext);
     for made in [dr, dw, dk, dv, da, db] {
         arguments = arguments.buffer(made);
     }
-    arguments = arguments.buffer(dstate);
-    let mut first = 0;
-    for words in words {
-        arguments = arguments.buffer_from(&room, first);
-        first += words;
-    }
+    arguments = words.arguments(arguments.buffer(dstate), &room);
     for kernel in [KERNELS[by_size(shape.head_dim)], KERNELS[3]] {
         // SAFETY: lengths were checked, and these are the kernels' arguments, of which the workspace has room for what it names.
         unsafe { on.launch(Build::of::<I, O>(NAME), kernel, grid(shape), THREADS as u32, 0, &arguments)? };

@@ -2,7 +2,7 @@
 //! set and number of threads, in one piece or in several.
 
 use crate::cpus;
-use crate::page::{Stored, all_rounded, bits, cases, exp, join, ln1p_of, segment, values, widened};
+use crate::page::{Stored, all_rounded, bits, cases, chains, exp, join, ln1p_of, segment, values, widened};
 use proptest::prelude::*;
 use samebits_ops::*;
 
@@ -20,11 +20,6 @@ struct Drawn<I> {
     len: Option<Vec<i32>>,
     dy: Vec<I>,
     dnext: Option<Vec<f32>>,
-}
-
-/// The sum of `term(i)` below n: eight segments, each a chain of fused products.
-fn chains(n: usize, term: impl Fn(usize) -> (f32, f32)) -> f32 {
-    join(std::array::from_fn(|i| segment(n, i).fold(0.0f32, |sum, i| term(i).0.mul_add(term(i).1, sum))))
 }
 
 fn softplus(x: f32) -> f32 {

@@ -131,6 +131,11 @@ pub(crate) fn segment(n: usize, i: usize) -> std::ops::Range<usize> {
     (i * length).min(n)..((i + 1) * length).min(n)
 }
 
+/// The sum of `term(i)` below n: eight segments, each a chain of fused products.
+pub(crate) fn chains(n: usize, term: impl Fn(usize) -> (f32, f32)) -> f32 {
+    join(std::array::from_fn(|i| segment(n, i).fold(0.0f32, |sum, i| term(i).0.mul_add(term(i).1, sum))))
+}
+
 /// Before the last rounding.
 pub(crate) fn gemm_page<I: Stored>(m: usize, n: usize, k: usize, x: &[I], w: &[I], bias: Option<&[I]>) -> Vec<f32> {
     let (x, w) = (widened(x), widened(w));

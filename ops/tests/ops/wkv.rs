@@ -2,7 +2,7 @@
 //! and number of threads, in one piece or in several.
 
 use crate::cpus;
-use crate::page::{Stored, all_rounded, bits, cases, exp, join, segment, values, widened};
+use crate::page::{Stored, all_rounded, bits, cases, chains, exp, values, widened};
 use proptest::prelude::*;
 use samebits_ops::*;
 
@@ -15,11 +15,6 @@ struct Drawn<I> {
     len: Option<Vec<i32>>,
     dy: Vec<I>,
     dnext: Option<Vec<f32>>,
-}
-
-/// The sum of `term(i)` below n: eight segments, each a chain of fused products.
-fn chains(n: usize, term: impl Fn(usize) -> (f32, f32)) -> f32 {
-    join(std::array::from_fn(|i| segment(n, i).fold(0.0f32, |sum, i| term(i).0.mul_add(term(i).1, sum))))
 }
 
 /// A token of a head, what a reads, and the states before and behind.

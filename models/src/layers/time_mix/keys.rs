@@ -1,7 +1,7 @@
 //! What the recurrence reads of k: k scaled, `k + (k * i - k) * k_a`; minus its direction, which is `k * k_k` of length 1 in
 //! each head; and the part of the direction that i is.
 
-use super::super::arithmetic::{add, gated, gated_backward, scaled, sub};
+use super::super::arithmetic::{add, by_head, gated, gated_backward, scaled, sub};
 use super::super::loader::Loader;
 use super::super::token_mix::PerChannel;
 use super::Plan;
@@ -49,15 +49,9 @@ impl Keys {
         [&mut self.k_k, &mut self.k_a].into_iter().try_for_each(|numbers| numbers.move_to(device))
     }
 
-    /// The heads of some rows.
-    fn heads(&self, x: &Tensor) -> [usize; 2] {
-        let (width, dim) = (x.shape()[1], self.length.shape()[0]);
-        [x.shape()[0] * (width / dim), dim]
-    }
-
     /// From `k[n,hidden]`, and what the sigmoid of i reads.
     pub fn forward(&self, pass: &mut Pass, k: &Tensor, of_i: &Tensor) -> Result<Made, ModelError> {
-        let (f32, heads) = (DType::Fp32, self.heads(k));
+        let (f32, heads) = (DType::Fp32, by_head(k, self.length.shape()[0]));
         let long = self.k_k.forward(pass, k)?;
         let mut unit = pass.empty(f32, long.shape())?;
         let inputs = [("x", long.view_as(&heads)?), ("w", self.length.view())];
@@ -78,7 +72,7 @@ impl Keys {
         (k, of_i, made): (&Tensor, &Tensor, &Made),
         [dscaled, dminus, dpart]: [&Tensor; 3],
     ) -> Result<[Tensor; 2], ModelError> {
-        let heads = self.heads(k);
+        let heads = by_head(k, self.length.shape()[0]);
         let dchange = self.k_a.backward(back, &made.change, dscaled)?;
         let [dtaken_i, dtaken] = gated_backward(&mut back.pass, of_i, k, &dchange)?;
         let own = sub(&mut back.pass, dscaled, &dchange)?;

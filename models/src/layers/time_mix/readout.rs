@@ -1,7 +1,7 @@
 //! What a time mix makes of what the recurrence has read: the norm of each head, and to it v times the sum over the head of
 //! `r * k * r_k`.
 
-use super::super::arithmetic::{add, mul};
+use super::super::arithmetic::{add, by_head, mul};
 use super::super::loader::Loader;
 use super::super::token_mix::PerChannel;
 use super::Plan;
@@ -47,12 +47,6 @@ impl Readout {
         [&mut self.weights, &mut self.r_k].into_iter().try_for_each(|numbers| numbers.move_to(device))
     }
 
-    /// The heads of some rows.
-    fn heads(&self, x: &Tensor) -> [usize; 2] {
-        let (width, dim) = (x.shape()[1], self.sum.shape()[0]);
-        [x.shape()[0] * (width / dim), dim]
-    }
-
     /// Each `[n,hidden]` in f32, as what is made.
     pub fn forward(
         &self,
@@ -60,7 +54,7 @@ impl Readout {
         wkv: Tensor,
         [r, k, v]: [&Tensor; 3],
     ) -> Result<(Tensor, Saved), ModelError> {
-        let (f32, heads) = (DType::Fp32, self.heads(&wkv));
+        let (f32, heads) = (DType::Fp32, by_head(&wkv, self.sum.shape()[0]));
         let mut normed = pass.empty(f32, wkv.shape())?;
         let inputs = [("x", wkv.view_as(&heads)?)];
         pass.op("layer_norm", &self.norm, &inputs, [("y", normed.view_mut_as(&heads)?)])?;
@@ -81,7 +75,7 @@ impl Readout {
         (saved, [r, k, v]): (&Saved, [&Tensor; 3]),
         dy: &Tensor,
     ) -> Result<(Tensor, [Tensor; 3]), ModelError> {
-        let (f32, heads) = (DType::Fp32, self.heads(dy));
+        let (f32, heads) = (DType::Fp32, by_head(dy, self.sum.shape()[0]));
         let dsums = mul(&mut back.pass, dy, v, f32)?;
         let dv = mul(&mut back.pass, dy, &saved.sums, f32)?;
         let mut dweighed = back.pass.empty(f32, dsums.shape())?;

@@ -40,4 +40,22 @@ struct Delta {
         if (has_a_log) l = __fmul_rn(-exponential(a_log[h]), softplus(l));
         return exponential(l);
     }
+    // Leaves of a piece of a column what a token does, and gives the sum of that times its key.
+    template <class Piece> DEVICE float decayed(Piece &S, const Column &column, long long key, long long head) const {
+        float sum = 0.0f, of_head = 0.0f;
+        if (decays == 1) of_head = decay(head, column.h, 0);
+        each_of(S, column.count, [&](int i) {
+            float left = of_head;
+            if (decays != 1) left = decay(head, column.h, column.first + i);
+            float decayed = __fmul_rn(S.get(i), left);
+            S.set(i, decayed);
+            sum = __fmaf_rn(element(key, i), decayed, sum);
+        });
+        return joined(sum);
+    }
 };
+
+// It, of the parameters of a kernel.
+#define DELTA                                                                                                          \
+    Delta delta{q,           k,      v,     g,     beta, a_log, has_a_log, dt_bias,                                    \
+                has_dt_bias, length, heads, group, d,    e,     decays,    scale}
