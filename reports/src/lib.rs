@@ -31,11 +31,11 @@ pub use text::table;
 use samebits_contract::atomic_write;
 use std::path::Path;
 
-/// Reads the run folder `dir` and writes `report.html`, `junit.xml`, `summary.md` and `records.csv` into it.
+/// Reads the run folder `dir`, writes `report.html`, `junit.xml`, `summary.md` and `records.csv` into it, and gives what was read.
 ///
 /// Each file appears whole or not at all. Fails where [`read`] fails,
 /// and when a file cannot be written.
-pub fn render(dir: &Path) -> Result<Summary, ReportError> {
+pub fn render(dir: &Path) -> Result<RunFolder, ReportError> {
     let folder = read(dir)?;
     // Of a hundred thousand records each takes half a second and more.
     std::thread::scope(|scope| {
@@ -47,7 +47,7 @@ pub fn render(dir: &Path) -> Result<Summary, ReportError> {
         write(&dir.join("report.html"), &html::document(&folder))?;
         lists.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })?;
-    Ok(Summary::of(&folder))
+    Ok(folder)
 }
 
 /// Whether `dir` holds a run that did not come to its end.
@@ -69,8 +69,8 @@ mod tests {
     #[test]
     fn render_writes_every_file_and_leaves_no_temporary() {
         let dir = synthetic::written(&synthetic::folder());
-        let summary = render(dir.path()).unwrap();
-        assert_eq!(summary.exit_code(), 1);
+        let folder = render(dir.path()).unwrap();
+        assert_eq!(Summary::of(&folder).exit_code(), 1);
         let mut names: Vec<_> =
             std::fs::read_dir(dir.path()).unwrap().map(|f| f.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();

@@ -14,6 +14,7 @@ use samebits_contract::tensor::DType;
 use samebits_contract::verdict::Verdict;
 use samebits_goldens::Store;
 use samebits_ops::{Cpu, Isa};
+use samebits_reports::Summary;
 use std::collections::BTreeSet;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -315,12 +316,12 @@ pub fn judge(args: &Args) -> Result<()> {
 
 /// Renders a run folder, prints its table and turns it into an exit code.
 pub fn report(dir: &Path) -> Result<ExitCode> {
-    let summary = samebits_reports::render(dir)?;
-    let table = samebits_reports::table(&samebits_reports::read(dir)?);
+    let folder = samebits_reports::render(dir)?;
+    let table = samebits_reports::table(&folder);
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{}", table.trim_end())?;
     writeln!(stdout, "report: {}", dir.join("report.html").display())?;
-    Ok(ExitCode::from(summary.exit_code()))
+    Ok(ExitCode::from(Summary::of(&folder).exit_code()))
 }
 
 fn row_sets(contract: &Contract) -> String {
