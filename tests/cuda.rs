@@ -1967,6 +1967,10 @@ fn model(name: &str) -> Result<(), Failed> {
             let channels = inner + 2 * scan.groups * scan.state_dim;
             4 * ((scan.taps - 1) * channels + inner * scan.state_dim) + 128
         }
+        Layer::DeltaRule(rule) => {
+            let (keys, values) = (rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim);
+            4 * ((rule.taps - 1) * (2 * keys + values) + values * rule.key_dim) + 128
+        }
         _ => 0,
     };
     let rows: usize = c.blocks.iter().flatten().map(rows).sum();

@@ -33,6 +33,11 @@ BASE = dict(vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_lay
 SCAN = dict(vocab_size=160, hidden_size=40, num_hidden_layers=3, num_heads=8, head_dim=10, state_size=12, chunk_size=8,
             bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HYBRID = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=12, mamba_chunk_size=8)
+# Where a query stands at a right angle to all keys, a head is small, and a norm makes what was rounded of it as large as the
+# rest: hence a wide eps, so that bounds are of rounding.
+DELTA = dict(rms_norm_eps=1e-4, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
+             linear_value_head_dim=10, layer_types=["linear_attention", "full_attention", "linear_attention"])
+SPARSE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 TOKENS = dict(vocab_size=160, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LATENT = dict(BASE, num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
               moe_intermediate_size=24, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
@@ -102,6 +107,7 @@ MODELS = {
                                    ssm_out_multiplier=0.7), 24, "bf16"),
     "falcon-h1-norm": ("FalconH1", dict(BASE | HYBRID | dict(num_hidden_layers=1, hidden_size=40, mamba_n_heads=5), mamba_d_ssm=None,
                                         mamba_rms_norm=True, mamba_n_groups=5, head_dim=12), 24, "bf16"),
+    "qwen3-next": ("Qwen3Next", dict(BASE, **DELTA, **SPARSE, head_dim=16, mlp_only_layers=[0]), 12, "bf16"),
     "arcee": ("Arcee", dict(BASE, num_hidden_layers=2, head_dim=16, mlp_bias=True), 24, "bf16"),
     "starcoder2": ("Starcoder2", dict(BASE, num_hidden_layers=2, sliding_window=9, tie_word_embeddings=True), 24, "bf16"),
     "gpt2": ("GPT2", dict(TOKENS, n_embd=48, n_layer=3, n_head=4, n_positions=64, n_inner=80,
@@ -161,7 +167,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def weights(model, generator):
     """Random weights: matrices of a gain of 1 (queries and keys more, so that attention chooses), norms around 1 (or 0 where the model adds 1), biases of 0.2."""
-    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron")
+    offset = model.config.model_type in ("gemma2", "gemma3_text", "nemotron", "qwen3_next")
     # Matrices of all experts, or all of blocks.
     transposed = {"gpt2": ".h.", "gpt_oss": ".experts."}.get(model.config.model_type)
     with torch.no_grad():
@@ -170,7 +176,8 @@ def weights(model, generator):
             if name.endswith("bias"):
                 tensor.copy_(noise * 0.1)
             elif "norm" in name or ".ln_" in name:
-                tensor.copy_(noise * 0.2 + (0.0 if offset else 1.0))
+                # A norm before a gate adds nothing.
+                tensor.copy_(noise * 0.2 + (0.0 if offset and "linear_attn" not in name else 1.0))
             elif any(table in name for table in ("embed_tokens", "wte", "wpe", "embed_in", "embeddings")):
                 tensor.copy_(noise * 0.5)
             elif "act_fn" in name:

@@ -52,6 +52,7 @@ SIGMOID = dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, mo
                first_k_dense_replace=1, routed_scaling_factor=1.3)
 ALONE = dict.fromkeys(["num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"])
 SCAN = dict(mamba_d_state=10, mamba_chunk_size=4)
+DELTA = dict(rms_norm_eps=1e-4, layer_types=["linear_attention", "full_attention"])
 NEMOTRON = dict(head_dim=14, ssm_state_size=10, mamba_num_heads=6, mamba_head_dim=12, chunk_size=4)
 ROPE = lambda theta: dict(rope_type="default", rope_theta=theta)
 BY_TYPE = lambda full, sliding: dict(full_attention=full, sliding_attention=sliding)
@@ -127,6 +128,14 @@ SHAPES = {
                       mlp_multipliers=[0.8, 0.5], ssm_out_multiplier=0.4),
                  dict(SCAN, mamba_d_ssm=48, mamba_n_heads=6, mamba_n_groups=2, head_dim=14, time_step_limit=(0.3, 1.0),
                       ssm_in_multiplier=1.25, key_multiplier=0.4, embedding_multiplier=5.7, lm_head_multiplier=0.3)],
+    "Qwen3Next": [dict(DELTA, **EXPERTS, shared_expert_intermediate_size=30, head_dim=16, linear_num_key_heads=1,
+                       linear_num_value_heads=3, linear_key_head_dim=9, linear_value_head_dim=11),
+                  dict(DELTA, **EXPERTS, shared_expert_intermediate_size=22, head_dim=24, linear_num_key_heads=2,
+                       linear_num_value_heads=4, linear_key_head_dim=14, linear_value_head_dim=10, linear_conv_kernel_dim=3,
+                       norm_topk_prob=False, attention_bias=True, layer_types=["full_attention", "linear_attention", "linear_attention"]),
+                  dict(DELTA, **dict(EXPERTS, mlp_only_layers=[1]), shared_expert_intermediate_size=46, head_dim=12, linear_num_key_heads=3,
+                       linear_num_value_heads=3, linear_key_head_dim=10, linear_value_head_dim=12,
+                       rope_parameters=dict(ROPE(1e6), partial_rotary_factor=0.5))],
     "Arcee": [dict(mlp_bias=True), dict(head_dim=14, attention_bias=True), dict(rope_parameters=dict(checkpoints.YARN, factor=2.0))],
     "Starcoder2": [dict(sliding_window=4), dict(use_bias=False), dict(norm_epsilon=1e-3, hidden_act="gelu")],
     "GPT2": [dict(n_inner=70), dict(scale_attn_weights=False, activation_function="gelu"),

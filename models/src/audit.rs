@@ -98,10 +98,8 @@ impl Audit {
         let mut tables: Vec<Vec<f32>> = Vec::new();
         let mut by_digest: BTreeMap<String, String> = BTreeMap::new();
         for (name, shape, dtype) in stored {
-            let of_extra = |i: usize| format!("{}.{}.", config.stack, config.layers() + i);
-            let extra = (0..config.extra_layers).any(|i| name.starts_with(&of_extra(i)));
-            if extra {
-                note(false, &name, "is not used: it predicts further tokens".into());
+            if let Some(what) = config.unused(&name) {
+                note(false, &name, format!("is not used: {what}"));
             }
             // Buffers, and what is of a dtype that is no weight's, are told above.
             if !weights.contains(&name) || !["BF16", "F16", "F32"].contains(&&dtype[..]) {

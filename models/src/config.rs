@@ -54,6 +54,8 @@ pub struct Config {
     pub tied: bool,
     /// Blocks behind the last one that predict further tokens; stored with some models and not part of the forward.
     pub extra_layers: usize,
+    /// The beginnings of the names of other tensors that are stored and not part of the forward, and what they are for.
+    pub unused: &'static [(&'static str, &'static str)],
     /// The token that begins a text.
     pub bos: Option<i32>,
     /// The tokens that end a text: those of `generation_config.json` where it names any, else those of `config.json`.
@@ -140,8 +142,7 @@ impl Config {
             fields.refuse("num_hidden_layers", format!("is {layers}; at most {MOST_LAYERS} are read"));
             layers = 0;
         }
-        let hidden = fields.required_size("hidden_size");
-        let vocab = fields.required_size("vocab_size");
+        let (hidden, vocab) = (fields.required_size("hidden_size"), fields.required_size("vocab_size"));
         let mut config = Config {
             family,
             vocab,
@@ -166,6 +167,7 @@ impl Config {
             rope_length: RopeLength::OfText,
             tied: fields.flag("tie_word_embeddings", family.tied),
             extra_layers: 0,
+            unused: &[],
             bos: fields.token("bos_token_id", vocab),
             eos: fields.eos(vocab),
             pad: fields.pad(vocab),
@@ -197,6 +199,16 @@ impl Config {
         fields.look_at_the_rest(|field, value| config.is_neutral(field, value));
         config.passed = fields.end()?;
         Ok(config)
+    }
+
+    /// What a tensor is for that is stored and not part of the forward.
+    pub(crate) fn unused(&self, name: &str) -> Option<&'static str> {
+        let behind = |i: usize| name.starts_with(&format!("{}.{}.", self.stack, self.layers() + i));
+        let further = self.extra_layers > 0 && name.starts_with("model.mtp_");
+        if further || (0..self.extra_layers).any(behind) {
+            return Some(FURTHER);
+        }
+        self.unused.iter().find(|(beginning, _)| name.starts_with(beginning)).map(|(_, what)| *what)
     }
 
     /// Refuses what no reading of a folder gives, but whoever changes a config can.
@@ -304,6 +316,9 @@ impl Config {
 
 /// The field that training records a declared length in; no other program reads it.
 pub const ROPE_LENGTH: &str = "samebits_rope_length";
+
+/// What blocks behind the last one are for.
+pub(crate) const FURTHER: &str = "it predicts further tokens";
 
 /// More layers than this are a mistake.
 const MOST_LAYERS: usize = 1 << 16;
@@ -901,6 +916,10 @@ mod tests {
             (
                 "Bamba-9B",
                 json!({"model_type": "bamba", "attn_layer_indices": [1], "attn_rotary_emb": 64, "hidden_act": "silu", "intermediate_size": 80, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 6, "mamba_proj_bias": false, "max_position_embeddings": 262144, "num_key_value_heads": 2, "num_logits_to_keep": 1, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "use_mamba_kernels": true}),
+            ),
+            (
+                "Qwen3-Next-80B-A3B",
+                json!({"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1, "full_attention_interval": 2, "head_dim": 16, "hidden_act": "silu", "intermediate_size": 80, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 22, "norm_topk_prob": true, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 2, "output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 22, "tie_word_embeddings": false, "use_cache": true, "use_sliding_window": false}),
             ),
             (
                 "granite-4.0-h-1b",

@@ -44,6 +44,7 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod qwen3_next;
 mod rwkv7;
 mod seed_oss;
 mod smollm3;
@@ -93,6 +94,7 @@ const ALL: &[Family] = &[
     mamba2::FAMILY,
     bamba::FAMILY,
     granitemoehybrid::FAMILY,
+    qwen3_next::FAMILY,
     arcee::FAMILY,
     starcoder2::FAMILY,
     gpt2::FAMILY,

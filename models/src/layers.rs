@@ -11,6 +11,7 @@ pub(crate) mod branch;
 pub(crate) mod causal_conv;
 pub(crate) mod channel_mix;
 pub(crate) mod conv;
+pub(crate) mod delta;
 pub(crate) mod embedding;
 pub(crate) mod head;
 pub(crate) mod heads;
@@ -26,6 +27,7 @@ pub(crate) mod recur;
 pub(crate) mod time_mix;
 pub(crate) mod token_mix;
 pub(crate) mod ungated_mlp;
+pub(crate) mod unit;
 
 use crate::ModelError;
 use crate::backward::Backward;
@@ -166,6 +168,8 @@ layers! {
     TimeMix in time_mix, state: time_mix::TimeMix::state;
     /// The channel mix of RWKV-7.
     ChannelMix in channel_mix, state: channel_mix::ChannelMix::state;
+    /// Linear attention by the gated delta rule.
+    DeltaRule in delta, state: delta::DeltaRule::state;
     /// A gated MLP.
     Mlp in mlp, state: |_| Kind::None;
     /// An MLP without a gate.

@@ -283,10 +283,7 @@ impl<'a> Weights<'a> {
     /// Looks whether these are the tensors that `config` asks for, which are `wanted`, by what headers say: all that is wrong. What is no part
     /// of what is computed is dropped, and the buffers of it are named.
     pub fn fit(&mut self, config: &Config, mut wanted: BTreeMap<String, Vec<usize>>) -> (Vec<ModelError>, Vec<String>) {
-        for extra in 0..config.extra_layers {
-            let prefix = format!("{}.{}.", config.stack, config.layers() + extra);
-            self.tensors.retain(|name, _| !name.starts_with(&prefix) && !name.starts_with("model.mtp_"));
-        }
+        self.tensors.retain(|name, _| config.unused(name).is_none());
         let buffers: Vec<String> =
             self.left().filter(|(name, it)| is_buffer(name, it)).map(|(name, _)| name.clone()).collect();
         buffers.iter().for_each(|name| drop(self.tensors.remove(name)));

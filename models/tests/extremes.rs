@@ -331,6 +331,18 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
             *sizes.into_iter().nth(at).expect("it is one of them") = n;
         }
         Layer::ChannelMix(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
+        Layer::DeltaRule(plan) => {
+            let sizes = [
+                &mut plan.hidden,
+                &mut plan.key_heads,
+                &mut plan.value_heads,
+                &mut plan.key_dim,
+                &mut plan.value_dim,
+                &mut plan.taps,
+            ];
+            let at = pick.below(sizes.len());
+            *sizes.into_iter().nth(at).expect("it is one of them") = n;
+        }
         Layer::ShortConv(plan) => *(if pick.below(2) == 0 { &mut plan.taps } else { &mut plan.hidden }) = n,
         Layer::UngatedMlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
         Layer::Mlp(plan) => *(if pick.below(2) == 0 { &mut plan.width } else { &mut plan.hidden }) = n,
@@ -349,7 +361,9 @@ fn change(block: &mut [Branch], n: usize, pick: &mut Choices) {
 fn changed_configs_are_refused() {
     let cpu = Cpu::best();
     let mut refused = 0;
-    for name in ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2", "rwkv7", "gpt2", "gpt-neox"] {
+    for name in
+        ["llama3", "mixtral", "deepseek-v2", "gemma2", "lfm2", "mamba2", "rwkv7", "qwen3-next", "gpt2", "gpt-neox"]
+    {
         let good = Config::load(&checkpoint(name)).unwrap();
         let tensors = Model::read_tensors(&checkpoint(name)).unwrap();
         let views: BTreeMap<_, _> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.view())).collect();

@@ -31,6 +31,14 @@ pub enum ModelMutation {
     ShiftAfterChunk,
     /// The logarithm of a decay is taken for that of its logarithm: `exp(-exp(w))` for `exp(w)`.
     DecayTwice,
+    /// What a gated delta rule has read is not gated.
+    RuleUngated,
+    /// A beta of the gated delta rule is what its sigmoid should have read.
+    BetaAsProjected,
+    /// Behind a chunk, a gated delta rule begins with no state.
+    RuleForgets,
+    /// Heads of attention behind gates have the gate of the next one.
+    GateOfNextHead,
     /// What attention makes is a little larger in a layer that is run again for its reverse.
     RecomputedAttention,
 }
@@ -46,6 +54,10 @@ pub struct ModelMutant<P> {
     /// Of each layer its scan, if it has one, and the gate and the scan that it has just made.
     scans: Vec<Option<Mamba2>>,
     scanned: [Vec<f32>; 2],
+    /// What a gated delta rule has read behind its norm.
+    normed: Vec<f32>,
+    /// Of each layer how many gates its attention has, 0 for none.
+    gates: Vec<usize>,
     /// The layers that a micro-batch has been through.
     attended: Vec<usize>,
     /// What entered the layer that runs, by sequence and position.
@@ -67,6 +79,8 @@ impl<P: Probe> ModelMutant<P> {
             order: Vec::new(),
             scans: config.blocks.iter().map(scan).collect(),
             scanned: Default::default(),
+            normed: Vec::new(),
+            gates: config.blocks.iter().map(|block| block.iter().map(gates_of).max().unwrap_or(0)).collect(),
             attended: Vec::new(),
             entered: BTreeMap::new(),
             beside,
@@ -102,6 +116,9 @@ impl<P: Probe> Probe for ModelMutant<P> {
         self.beside.see_state(seen)?;
         if self.mutation == ModelMutation::NarrowState {
             seen.values.iter_mut().for_each(|value| *value = round::round(f64::from(*value), DType::Bf16) as f32);
+        }
+        if self.mutation == ModelMutation::RuleForgets && seen.site == "gated_delta_rule" {
+            seen.values.fill(0.0);
         }
         let width = seen.values.len() / seen.tokens.len();
         if self.mutation == ModelMutation::ShiftAfterChunk && seen.site == "causal_conv1d" {
@@ -180,6 +197,18 @@ impl<P> ModelMutant<P> {
                     }
                 }
             }
+            (ModelMutation::RuleUngated, "normed", _) => self.normed = seen.values.to_vec(),
+            // Scans of Mamba-2 have a site of this name too.
+            (ModelMutation::RuleUngated, "gated", _) if !self.normed.is_empty() => {
+                seen.values.copy_from_slice(&self.normed);
+            }
+            (ModelMutation::BetaAsProjected, "beta", _) => {
+                seen.values.iter_mut().for_each(|beta| *beta = (*beta / (1.0 - *beta)).ln());
+            }
+            (ModelMutation::GateOfNextHead, "attention_gate", Some(layer)) => {
+                let head = width / self.gates[layer];
+                seen.values.chunks_exact_mut(width).for_each(|row| row.rotate_left(head));
+            }
             (ModelMutation::ShiftAfterChunk, "input_norm" | "mlp_norm", _) => {
                 let rows = seen.values.chunks_exact(width).map(<[f32]>::to_vec);
                 self.entered = seen.tokens.iter().copied().zip(rows).collect();
@@ -203,6 +232,14 @@ fn scan_of(branch: &Branch) -> Option<Mamba2> {
     match &branch.layer {
         Layer::Mamba2(scan) => Some(scan.clone()),
         _ => None,
+    }
+}
+
+/// The gates of a branch's attention, one for each head; 0 where it has none.
+fn gates_of(branch: &Branch) -> usize {
+    match &branch.layer {
+        Layer::Attention(attention) if attention.gate => attention.heads.queries,
+        _ => 0,
     }
 }
 

@@ -9,7 +9,8 @@ use crate::layers::mamba2::Gate;
 use crate::layers::mlp::Activation;
 use crate::layers::ungated_mlp::Curve;
 use crate::layers::{LayerPlan, attend, attention, mamba2, mlp, moe, ungated_mlp};
-use crate::rotary::{Asked, Rotary, Scaling};
+pub(super) use crate::rotary::Asked;
+use crate::rotary::{Rotary, Scaling};
 use samebits_ops::{Activation as Ungated, GroupWorth, Pairing, Scoring};
 use serde_json::{Value, json};
 
@@ -150,6 +151,7 @@ pub(super) fn attention(c: &Config, heads: attend::Heads, rope: Rope) -> attenti
         bias: false,
         o_bias: false,
         sinks: None,
+        gate: false,
         names,
     }
 }

@@ -4,6 +4,7 @@
 //! its rotation, and everything else is rounded once by its product; joining the parts of a head only copies.
 
 use super::WIDTH;
+use super::arithmetic::{self, gated_backward};
 use super::attend::{self, Attended, Qkv};
 use super::heads::{Heads, QkNorm, Rope, Rotation};
 use super::linear::Linear;
@@ -36,6 +37,8 @@ pub struct Plan {
     pub o_bias: bool,
     /// The name of the logits, one for each query head, that join the softmax and have no value, where there are any.
     pub sinks: Option<&'static str>,
+    /// Whether heads are multiplied with the sigmoids of gates, whose projection stands behind that of each query.
+    pub gate: bool,
     /// The names of its tensors.
     pub names: Names,
 }
@@ -89,6 +92,9 @@ impl Plan {
         if self.norm.is_some_and(|qk| qk.norm.kind != norm::Kind::Rms) {
             return Err("norms of queries and keys are RMS norms");
         }
+        if self.gate && (!matches!(self.names.qkv, QkvNames::Each(_)) || self.heads.value_dim != self.heads.key_dim) {
+            return Err("heads behind gates have projections of their own, and values as wide as queries");
+        }
         if matches!(self.names.qkv, QkvNames::ByHead(_)) && self.heads.queries != self.heads.keys {
             return Err("heads of one matrix have a query, a key and a value each");
         }
@@ -108,6 +114,7 @@ pub(crate) struct Attention {
     v: Linear,
     o: Linear,
     sinks: Option<Vector>,
+    gate: Option<Linear>,
 }
 
 /// What a reverse pass reads, beside a.
@@ -116,6 +123,14 @@ pub(crate) struct Saved {
     q_raw: Option<Tensor>,
     k_raw: Option<Tensor>,
     attended: Attended,
+    gated: Option<Gated>,
+}
+
+/// What the reverse pass of gates reads: their logits, heads in f32, and the product, as the last projection reads it.
+struct Gated {
+    logits: Tensor,
+    heads: Tensor,
+    product: Tensor,
 }
 
 impl Attention {
@@ -126,7 +141,16 @@ impl Attention {
         let (rotary, nope) = (rope.dim, d - rope.dim);
         let [q_rope, k_rope] = [plan.q_rope(), rope];
         let whole = |rope, count, projection| Heads::new(count, rotary, projection, Rotation::new(&rope));
+        let all = |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
+        let mut gate = None;
         let (mut q, mut k, v) = match names.qkv {
+            QkvNames::Each([q_name, k_name, v_name]) if plan.gate => {
+                let [q, of_gates] = loader.parts(q_name, heads.queries, [d, d], hidden, bias)?;
+                let [k, v] = [(k_name, k_width), (v_name, v_width)]
+                    .map(|(name, width)| loader.linear(name, width, hidden, bias));
+                gate = Some(of_gates);
+                (all(q_rope, heads.queries, q), all(k_rope, heads.keys, k?), v?)
+            }
             QkvNames::Each(names) if nope == 0 => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
@@ -136,8 +160,6 @@ impl Attention {
             QkvNames::Each(names) if plan.norm.is_some() => {
                 let [q, k, v] = [(names[0], q_width), (names[1], k_width), (names[2], v_width)]
                     .map(|(name, width)| loader.linear(name, width, hidden, bias));
-                let all =
-                    |rope, count, projection| Heads::new(count, d, projection, Rotation::new(&rope)).passing(nope);
                 (all(q_rope, heads.queries, q?), all(k_rope, heads.keys, k?), v?)
             }
             QkvNames::Each([q, k, v]) => {
@@ -180,7 +202,7 @@ impl Attention {
         }
         let o = loader.linear(names.o, hidden, o_width, plan.o_bias)?;
         let sinks = plan.sinks.map(|name| loader.vector(name, heads.queries)).transpose()?;
-        Ok(Attention { heads, q, k, v, o, sinks })
+        Ok(Attention { heads, q, k, v, o, sinks, gate })
     }
 
     pub fn move_to(&mut self, cpu: &Cpu, device: &Device) -> Result<(), ModelError> {
@@ -188,6 +210,7 @@ impl Attention {
         self.k.move_to(cpu, device)?;
         self.v.move_to(cpu, device)?;
         self.sinks.as_mut().map_or(Ok(()), |sinks| sinks.move_to(device))?;
+        self.gate.as_mut().map_or(Ok(()), |gate| gate.move_to(cpu, device))?;
         self.o.move_to(cpu, device)
     }
 
@@ -207,20 +230,65 @@ impl Attention {
         let (k, k_raw) = self.k.forward(pass, a)?;
         let v = self.v.apply(pass, a.view(), pass.dtype)?;
         let attended = self.heads.forward(pass, state, Qkv { q, k, v }, self.sinks.as_ref())?;
-        self.o.apply_to(pass, 0, attended.heads.view(), y.view_mut())?;
-        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended }))
+        let gated = match &self.gate {
+            None => None,
+            Some(gate) => Some(Gated::forward(pass, gate, a, &attended.heads)?),
+        };
+        let heads = gated.as_ref().map_or(&attended.heads, |gated| &gated.product);
+        self.o.apply_to(pass, 0, heads.view(), y.view_mut())?;
+        Ok(attended.keep(pass).map(|attended| Saved { q_raw, k_raw, attended, gated }))
     }
 
     /// From `dy[n,hidden]` in f32: that of a, in f32.
     pub fn backward(&self, back: &mut Backward, a: &Tensor, saved: Saved, dy: &Tensor) -> Result<Tensor, ModelError> {
-        let (Saved { q_raw, k_raw, attended }, mask) = (saved, back.mask);
-        let mut dheads = self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, back.pass.dtype)?;
+        let (Saved { q_raw, k_raw, attended, gated }, mask, dtype) = (saved, back.mask, back.pass.dtype);
+        let (mut dheads, from_gate) = match (&self.gate, gated) {
+            (Some(gate), Some(gated)) => {
+                let dproduct = self.o.backward(back, 0, gated.product.view(), dy.view(), mask, DType::Fp32)?;
+                let (dheads, from_gate) = gated.backward(back, gate, a, &dproduct)?;
+                (dheads, Some(from_gate))
+            }
+            _ => (self.o.backward(back, 0, attended.heads.view(), dy.view(), mask, dtype)?, None),
+        };
         back.see("dattention", &mut dheads)?;
         let Qkv { q: dq, k: dk, v: dv } = self.heads.backward(back, attended, self.sinks.as_ref(), &dheads)?;
         let from_q = self.q.backward(back, a, q_raw, dq)?;
         let from_k = self.k.backward(back, a, k_raw, dk)?;
         let from_v = self.v.backward(back, 0, a.view(), dv.view(), mask, DType::Fp32)?;
         let sum = back.sum(from_q, from_k)?;
-        back.sum(sum, from_v)
+        let sum = back.sum(sum, from_v)?;
+        match from_gate {
+            Some(from_gate) => back.sum(sum, from_gate),
+            None => Ok(sum),
+        }
+    }
+}
+
+impl Gated {
+    /// From `a[n,hidden]` and `heads[n,Hq * E]`, as products read them.
+    fn forward(pass: &mut Pass, gate: &Linear, a: &Tensor, heads: &Tensor) -> Result<Gated, ModelError> {
+        let mut logits = gate.apply(pass, a.view(), DType::Fp32)?;
+        pass.see("attention_gate", &mut logits)?;
+        let mut wide = pass.empty(DType::Fp32, heads.shape())?;
+        // All that products read are numbers of f32.
+        pass.round(heads, &mut wide)?;
+        let product = arithmetic::gated(pass, &logits, &wide, pass.dtype)?;
+        Ok(Gated { logits, heads: wide, product })
+    }
+
+    /// From `dy` of the product in f32: that of heads, as attention reads it, and that of a, in f32.
+    fn backward(
+        self,
+        back: &mut Backward,
+        gate: &Linear,
+        a: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, Tensor), ModelError> {
+        let [mut dgate, dwide] = gated_backward(&mut back.pass, &self.logits, &self.heads, dy)?;
+        back.see("dattention_gate", &mut dgate)?;
+        let mut dheads = back.pass.empty(back.pass.dtype, dwide.shape())?;
+        back.pass.round(&dwide, &mut dheads)?;
+        let from_gate = gate.backward(back, 0, a.view(), dgate.view(), back.mask, DType::Fp32)?;
+        Ok((dheads, from_gate))
     }
 }

@@ -1,6 +1,7 @@
 //! A causal convolution of channels by themselves, as layers that recur have: its weights, and the rows that it keeps of a
 //! sequence. All is f32.
 
+use super::linear::Source;
 use super::loader::Loader;
 use super::norm::Vector;
 use super::recur::{self, Kept};
@@ -17,6 +18,8 @@ pub(crate) struct CausalConv {
     taps: usize,
     /// `[channels,1,taps]`
     w: Vector,
+    /// Which elements of the parameter they are, where they are not all.
+    part: Option<Source>,
     bias: Option<Vector>,
 }
 
@@ -30,7 +33,32 @@ impl CausalConv {
     ) -> Result<CausalConv, ModelError> {
         let w = loader.tensor(&format!("{name}.weight"), &[channels, 1, taps])?;
         let bias = bias.then(|| loader.vector(&format!("{name}.bias"), channels)).transpose()?;
-        Ok(CausalConv { channels, taps, w, bias })
+        Ok(CausalConv { channels, taps, w, part: None, bias })
+    }
+
+    /// The one called `name`, cut in parts of so many channels: a convolution each.
+    pub fn parts<const N: usize>(
+        loader: &mut Loader,
+        name: &str,
+        widths: [usize; N],
+        taps: usize,
+    ) -> Result<[CausalConv; N], ModelError> {
+        let all = widths.iter().sum::<usize>();
+        let Vector { name, w } = loader.tensor(&format!("{name}.weight"), &[all, 1, taps])?;
+        let (w, mut start) = (w.as_slice::<f32>().expect("it is f32, and on the host"), 0);
+        let parts = widths.map(|channels| {
+            let width = channels * taps;
+            // A list has no elements.
+            let own = w.get(start..start + width).unwrap_or_default().to_vec();
+            let there = own.len() / taps;
+            let whole = Source::whole(name.trim_end_matches(".weight").into(), all * taps);
+            let source = Source { start, width, ..whole };
+            start += width;
+            let w = Vector { name: name.clone(), w: Tensor::new(own, &[there, 1, taps])? };
+            Ok(CausalConv { channels, taps, w, part: Some(source), bias: None })
+        });
+        let parts = parts.into_iter().collect::<Result<Vec<_>, ModelError>>()?;
+        Ok(parts.try_into().ok().expect("one for each width"))
     }
 
     pub fn move_to(&mut self, device: &Device) -> Result<(), ModelError> {
@@ -84,7 +112,9 @@ impl CausalConv {
         let (batch, rows, mask, none) = (block.lengths.len(), block.rows, block.mask(), Attributes::new());
         let (w, shape) = (("w", self.w.w.view_as(&[channels, taps])?), [CHAINS, channels, taps]);
         let Backward { pass, sums, cpu, .. } = back;
-        sums.vector(cpu, Of::whole(&self.w.name), None, channels * taps, &mask, |carry, before, next| {
+        let part = self.part.as_ref();
+        let of = part.map_or_else(|| Of::whole(&self.w.name), Of::matrix);
+        sums.vector(cpu, of, part, channels * taps, &mask, |carry, before, next| {
             let attributes = none.clone().with("token_offset", before);
             let carry = TensorRef::new(carry.contiguous::<f32>().expect("it is one piece on the host"), &shape)?;
             let tokens = [("mask", TensorRef::new(&mask, &[batch, rows])?), ("carry", carry)];
